@@ -1,0 +1,190 @@
+"""What a plugin is: one class per axis, all of the same shape."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from fairlead.bases import (
+    AcceleratorConfigBase,
+    BackendConfig,
+    CheckpointIOConfigBase,
+    EnvironmentConfigBase,
+    LayerSyncConfigBase,
+    LoggerConfigBase,
+    PrecisionConfigBase,
+    RequeueConfigBase,
+    StrategyConfigBase,
+)
+from fairlead.hookspecs import API_VERSION
+
+__all__ = [
+    "AXIS_PLUGINS",
+    "AcceleratorPlugin",
+    "CheckpointIOPlugin",
+    "CommandPlugin",
+    "EnvironmentPlugin",
+    "LayerSyncPlugin",
+    "LoggerPlugin",
+    "Plugin",
+    "PrecisionPlugin",
+    "RequeuePlugin",
+    "StrategyPlugin",
+]
+
+
+class Plugin:
+    """The base of all plugins: class attributes say what it contributes.
+
+    An instance with keyword arguments is a *preset*: a second name for the plugin with some
+    fields of its config set. `ddp_spawn = DDP(start_method="spawn")` is one, with its own entry point.
+
+    Args:
+        preset: Values of config fields that this name stands for.
+    """
+
+    axis: ClassVar[str]
+    base: ClassVar[type[BackendConfig]]
+
+    config: ClassVar[type[BackendConfig]]
+    """The pydantic model of the settings. Its `name` is a `Literal` with the tag as its default."""
+    runtime: ClassVar[str | None] = None
+    """`module:callable`, imported only to build; called with `(config, context: BuildContext)`."""
+    aliases: ClassVar[tuple[str, ...]] = ()
+    """Further names of the config class in `fairlead.configs`."""
+    engines: ClassVar[tuple[str, ...]] = ()
+    """Requirements (`deepspeed>=0.19`) that the runtime needs; looked up in metadata, never imported."""
+    extra: ClassVar[str | None] = None
+    """The extra of `fairlead` that brings the engines; None: the engines are installed by their names."""
+    codes: ClassVar[Mapping[str, str]] = {}
+    """The codes of the findings that this plugin makes, each with its explanation."""
+    api: ClassVar[int] = API_VERSION
+    """The version of the plugin contract that this class was written for."""
+
+    def __init__(self, **preset: Any) -> None:
+        self.preset: Mapping[str, Any] = preset
+
+    def __repr__(self) -> str:
+        preset = ", ".join(f"{key}={value!r}" for key, value in self.preset.items())
+        return f"{type(self).__module__}.{type(self).__qualname__}({preset})"
+
+    @property
+    def tag(self) -> str:
+        """The `name` of this plugin's config: the tag that presets stand for."""
+        return str(self.config.model_fields["name"].default)
+
+
+class AcceleratorPlugin(Plugin):
+    """A kind of device. Hook: `fairlead_devices`."""
+
+    axis = "accelerator"
+    base = AcceleratorConfigBase
+    priority: ClassVar[int] = 0
+    """`accelerator: auto` takes the available plugin with the highest priority; the CPU has 0."""
+    backend: ClassVar[str] = "gloo"
+    """The backend of torch.distributed that fits the device."""
+
+
+class StrategyPlugin(Plugin):
+    """A way to split a model. Its runtime returns a Lightning strategy for `context.engine`."""
+
+    axis = "strategy"
+    base = StrategyConfigBase
+
+
+class PrecisionPlugin(Plugin):
+    """A numeric precision. Its runtime returns a Lightning precision plugin."""
+
+    axis = "precision"
+    base = PrecisionConfigBase
+
+
+class EnvironmentPlugin(Plugin):
+    """A launcher or scheduler. Hooks: `fairlead_detect`, `fairlead_topology`."""
+
+    axis = "environment"
+    base = EnvironmentConfigBase
+    requeue: ClassVar[str] = "none"
+    """The tag of the requeuer that belongs to this scheduler."""
+
+
+class CheckpointIOPlugin(Plugin):
+    """How a checkpoint is written and read. Its runtime returns a Lightning `CheckpointIO`."""
+
+    axis = "checkpoint_io"
+    base = CheckpointIOConfigBase
+
+
+class LayerSyncPlugin(Plugin):
+    """Shared layer statistics. Its runtime returns a Lightning `LayerSync`."""
+
+    axis = "layer_sync"
+    base = LayerSyncConfigBase
+
+
+class RequeuePlugin(Plugin):
+    """Who starts the job again. Its runtime returns a `fairlead.interfaces.Requeuer`."""
+
+    axis = "requeue"
+    base = RequeueConfigBase
+
+
+class LoggerPlugin(Plugin):
+    """Where metrics go. Its runtime returns a Lightning `Logger`."""
+
+    axis = "logger"
+    base = LoggerConfigBase
+
+
+class CommandPlugin:
+    """A command of the CLI; an extension point of the same kind, not an axis.
+
+    Args:
+        name: The word after `fairlead`.
+        help: One line for `fairlead --help`.
+        arguments: `module:callable` that adds the arguments to an `argparse.ArgumentParser`.
+        runtime: `module:callable`, called with `(arguments: argparse.Namespace, session: Session)`;
+            returns the exit code.
+        engines: Requirements that the command needs; missing ones end it with the pip line.
+        extra: The extra of `fairlead` that brings them.
+        group: What the command is about: `installation`, `job`, `runs` or `checkpoints`.
+    """
+
+    axis: ClassVar[str] = "command"
+    api: ClassVar[int] = API_VERSION
+
+    def __init__(
+        self,
+        name: str,
+        help: str,
+        *,
+        arguments: str,
+        runtime: str,
+        engines: tuple[str, ...] = (),
+        extra: str | None = None,
+        group: str = "job",
+    ) -> None:
+        self.name = name
+        self.help = help
+        self.arguments = arguments
+        self.runtime = runtime
+        self.engines = engines
+        self.extra = extra
+        self.group = group
+
+
+AXIS_PLUGINS: dict[str, type[Plugin] | type[CommandPlugin]] = {
+    kind.axis: kind
+    for kind in (
+        AcceleratorPlugin,
+        StrategyPlugin,
+        PrecisionPlugin,
+        EnvironmentPlugin,
+        CheckpointIOPlugin,
+        LayerSyncPlugin,
+        RequeuePlugin,
+        LoggerPlugin,
+        CommandPlugin,
+    )
+}
+"""The class that an entry point of each axis must name an instance of."""

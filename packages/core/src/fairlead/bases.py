@@ -1,0 +1,139 @@
+"""The base models that every config, ours and a plugin author's, derives from."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from pydantic import BaseModel, ConfigDict, field_validator
+
+__all__ = [
+    "AXES",
+    "AcceleratorConfigBase",
+    "BackendConfig",
+    "CheckpointIOConfigBase",
+    "ConfigModel",
+    "EnvironmentConfigBase",
+    "LayerSyncConfigBase",
+    "LoggerConfigBase",
+    "PrecisionConfigBase",
+    "RequeueConfigBase",
+    "StrategyConfigBase",
+]
+
+
+class ConfigModel(BaseModel):
+    """What all models of a config share: no unknown fields, no silent conversion, immutable.
+
+    `polymorphic_serialization` makes a field that is declared as a base class write out the fields
+    of the subclass it holds; without it pydantic drops them silently.
+    """
+
+    model_config = ConfigDict(
+        extra="forbid", strict=True, frozen=True, polymorphic_serialization=True, use_attribute_docstrings=True
+    )
+
+
+class BackendConfig(ConfigModel):
+    """The config of one plugin. A subclass adds `name: Literal["<tag>"] = "<tag>"` and its fields."""
+
+    axis: ClassVar[str]
+    name: str
+
+
+class AcceleratorConfigBase(BackendConfig):
+    """The kind of device that a rank computes on."""
+
+    axis = "accelerator"
+
+
+class StrategyConfigBase(BackendConfig):
+    """How a model and its data are split over ranks.
+
+    Example:
+        >>> from typing import Literal
+        >>> class RingStrategyConfig(StrategyConfigBase):
+        ...     name: Literal["ring"] = "ring"
+        ...     bucket_cap_mb: int = 25
+        >>> RingStrategyConfig().model_dump()
+        {'name': 'ring', 'bucket_cap_mb': 25}
+    """
+
+    axis = "strategy"
+
+
+class PrecisionConfigBase(BackendConfig):
+    """The number formats of parameters, computation and gradients."""
+
+    axis = "precision"
+
+
+class EnvironmentConfigBase(BackendConfig):
+    """Where the ranks come from: who started this process, and who else is there."""
+
+    axis = "environment"
+    auto_requeue: bool | None = None
+    """Shorthand of the axis `requeue`: False turns requeueing off, True asks for this scheduler's own requeuer."""
+    requeue_signal: str | None = None
+    """Shorthand of `requeue.signals`: the one signal, such as SIGUSR1, that announces a preemption."""
+
+    @field_validator("requeue_signal")
+    @classmethod
+    def _known_signal(cls, value: str | None) -> str | None:
+        return None if value is None else signal_name(value)
+
+
+class CheckpointIOConfigBase(BackendConfig):
+    """How the bytes of a checkpoint reach storage."""
+
+    axis = "checkpoint_io"
+
+
+class LayerSyncConfigBase(BackendConfig):
+    """Layers whose statistics are shared between ranks."""
+
+    axis = "layer_sync"
+
+
+class RequeueConfigBase(BackendConfig):
+    """Who starts the job again after it was stopped."""
+
+    axis = "requeue"
+
+
+class LoggerConfigBase(BackendConfig):
+    """Where metrics go, besides `metrics.csv`, which is always written."""
+
+    axis = "logger"
+
+
+AXES: dict[str, type[BackendConfig]] = {
+    base.axis: base
+    for base in (
+        AcceleratorConfigBase,
+        StrategyConfigBase,
+        PrecisionConfigBase,
+        EnvironmentConfigBase,
+        CheckpointIOConfigBase,
+        LayerSyncConfigBase,
+        RequeueConfigBase,
+        LoggerConfigBase,
+    )
+}
+"""Every axis with the base class of its configs."""
+
+
+def signal_name(value: str) -> str:
+    """The full name of a signal: `usr1` and `SIGUSR1` both give `SIGUSR1`.
+
+    Raises:
+        ValueError: This system has no such signal, or it cannot be caught (SIGKILL, SIGSTOP).
+    """
+    import signal
+
+    name = value.upper() if value.upper().startswith("SIG") else f"SIG{value.upper()}"
+    known = {s.name for s in signal.Signals}
+    if name not in known:
+        raise ValueError(f"{value!r} is not a signal of this system; for example SIGUSR1, SIGUSR2, SIGTERM, SIGURG")
+    if name in {"SIGKILL", "SIGSTOP"}:
+        raise ValueError(f"{name} cannot be caught by a process")
+    return name

@@ -1,0 +1,76 @@
+"""What works with what: one table of data, each row with its reason.
+
+Plugins contribute rows through the hook `fairlead_capabilities`; this module only looks them up.
+A pair without a row is taken to work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+from fairlead.findings import Finding
+
+__all__ = ["Capability", "check_capabilities"]
+
+
+@dataclass(frozen=True, slots=True)
+class Capability:
+    """One row: how well one choice goes with others.
+
+    A choice is named `axis.tag` (`strategy.fsdp`), where the tag may be a preset's
+    (`precision.16-mixed`), or `clipping.norm` and `clipping.value` for gradient clipping.
+
+    Args:
+        subject: The choice that the row is about.
+        others: The choices it is compared with; the row holds for each.
+        support: `no` stops a run, `partial` warns, `yes` records that the pair is tested.
+        reason: Why; shown to the user.
+        fix: What to choose instead.
+
+    Example:
+        >>> row = Capability("strategy.fsdp", ("accelerator.cpu",), "no", "FSDP1 needs a GPU", "strategy: fsdp2")
+        >>> [f.code for f in check_capabilities([row], {"strategy.fsdp": "trainer.strategy", "accelerator.cpu": None})]
+        ['capability']
+    """
+
+    subject: str
+    others: tuple[str, ...]
+    support: Literal["yes", "partial", "no"]
+    reason: str
+    fix: str | None = None
+
+
+def check_capabilities(rows: Iterable[Capability], chosen: dict[str, str | None]) -> list[Finding]:
+    """The findings of the rows that apply to the choices of a run.
+
+    Args:
+        rows: The table.
+        chosen: Every choice of the run, with the config path that made it.
+    """
+    findings = []
+    for row in rows:
+        if row.support == "yes" or row.subject not in chosen:
+            continue
+        findings.extend(_finding(row, other, chosen) for other in row.others if other in chosen)
+    return list(dict.fromkeys(findings))
+
+
+def _finding(row: Capability, other: str, chosen: dict[str, str | None]) -> Finding:
+    subject, counterpart = _spoken(row.subject), _spoken(other)
+    verb = "does not work with" if row.support == "no" else "works only partly with"
+    where: Collection[str] = [path for path in (chosen[row.subject], chosen[other]) if path]
+    return Finding(
+        "error" if row.support == "no" else "warning",
+        "capability",
+        f"{subject} {verb} {counterpart}",
+        ", ".join(dict.fromkeys(where)) or None,
+        row.reason,
+        row.fix,
+    )
+
+
+def _spoken(choice: str) -> str:
+    axis, _, tag = choice.partition(".")
+    return f"gradient clipping by {tag}" if axis == "clipping" else f"{axis} {tag!r}"

@@ -1,0 +1,217 @@
+"""All checks of a job together: the resolution, the capability table, the plugins' own, the user's code."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from fairlead.bases import BackendConfig
+from fairlead.capabilities import Capability, check_capabilities
+from fairlead.config import ClassSpec, JobConfig, ResourcesConfig, RunConfig, TrainerConfig
+from fairlead.errors import FairleadError, PluginError
+from fairlead.findings import Finding, Severity
+from fairlead.interfaces import Setting
+from fairlead.jobs import LoadedJob
+from fairlead.modules import CodeRoot, check_spec
+from fairlead.plugins import PluginManager
+from fairlead.resolve import Purpose, Resolution, resolve
+from fairlead.validation import dotted
+
+__all__ = ["CheckedJob", "capability_table", "check_job", "check_trainer"]
+
+_PROBLEM_CODES: Mapping[str, tuple[Severity, str]] = {
+    "module-not-found": ("error", "module-not-found"),
+    "object-not-found": ("error", "class-not-found"),
+    "not-callable": ("error", "class-not-callable"),
+    "unknown-argument": ("error", "argument-unknown"),
+    "missing-argument": ("error", "argument-missing"),
+    "wrong-type": ("error", "wrong-type"),
+    "syntax-error": ("error", "class-syntax"),
+    "cannot-know": ("info", "class-unchecked"),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class CheckedJob:
+    """A job with everything that is known of it.
+
+    Args:
+        loaded: The job as it was asked for.
+        resolution: Every decision; None when the job itself is not valid.
+        findings: All findings, errors first.
+    """
+
+    loaded: LoadedJob
+    resolution: Resolution | None
+    findings: tuple[Finding, ...]
+
+
+def check_job(
+    loaded: LoadedJob,
+    *,
+    environ: Mapping[str, str],
+    plugins: PluginManager,
+    profile: str | None = None,
+    purpose: Purpose = "check",
+) -> CheckedJob:
+    """Everything that can be known of a job from its config, its sources and the environment.
+
+    Args:
+        loaded: The job.
+        environ: The environment variables.
+        plugins: The plugin manager.
+        profile: `resources`: check for that hardware instead of this machine's.
+        purpose: `run` when the job is about to start here.
+    """
+    job = loaded.job
+    if job is None:
+        return CheckedJob(loaded, None, loaded.findings)
+    findings = list(loaded.findings)
+    hardware, problem = _profile(job, profile)
+    findings += [problem] if problem else []
+    resolution, found = check_trainer(
+        job.trainer, environ=environ, plugins=plugins, run=job.run, profile=hardware, purpose=purpose
+    )
+    resolution = _with_reasons(resolution, loaded, job)
+    findings += found
+    findings += _user_code(job, loaded.root)
+    placed = [loaded.placed(finding) for finding in findings]
+    order: dict[Severity, int] = {"error": 0, "warning": 1, "info": 2}
+    unique = sorted(dict.fromkeys(placed), key=lambda f: order[f.severity])
+    return CheckedJob(loaded, dataclasses.replace(resolution, findings=tuple(unique)), tuple(unique))
+
+
+def check_trainer(
+    trainer: TrainerConfig,
+    *,
+    environ: Mapping[str, str],
+    plugins: PluginManager,
+    run: RunConfig | None = None,
+    profile: ResourcesConfig | None = None,
+    purpose: Purpose = "check",
+) -> tuple[Resolution, list[Finding]]:
+    """Resolves a trainer's config and checks the decisions against each other."""
+    resolution = resolve(trainer, environ=environ, plugins=plugins, run=run, profile=profile, purpose=purpose)
+    findings = list(resolution.findings)
+    findings += check_capabilities(capability_table(plugins), _choices(resolution, plugins))
+    for config in _selected(resolution):
+        findings += _plugin_findings(config, resolution, environ, plugins)
+    return resolution, findings
+
+
+def capability_table(plugins: PluginManager) -> list[Capability]:
+    """The rows that the installed plugins contribute."""
+    rows: list[Capability] = []
+    for axis in {record.axis for record in plugins.records()} - {"command"}:
+        for name, contributed in plugins.call_axis(axis, "fairlead_capabilities"):
+            for row in contributed or ():
+                if not isinstance(row, Capability):
+                    raise PluginError(
+                        f"fairlead_capabilities of {axis}.{name} gave a {type(row).__name__}, not a Capability"
+                    )
+                rows.append(row)
+    return rows
+
+
+def _profile(job: JobConfig, name: str | None) -> tuple[ResourcesConfig | None, Finding | None]:
+    if name is None:
+        return None, None
+    if name != "resources" or job.resources is None:
+        what = f"there is no profile {name!r}" if name != "resources" else "the job has no `resources`"
+        return None, Finding(
+            "error",
+            "profile-missing",
+            what,
+            "--for",
+            "the one profile is `resources`, the job's own section",
+            "add resources: {nodes: 4, devices_per_node: 8, device: h100} and write --for resources",
+        )
+    return job.resources, None
+
+
+def _selected(resolution: Resolution) -> Iterator[BackendConfig]:
+    configs = (
+        resolution.environment,
+        resolution.accelerator,
+        resolution.strategy,
+        resolution.precision,
+        resolution.checkpoint_io,
+        resolution.requeue,
+        resolution.layer_sync,
+        *resolution.loggers,
+    )
+    # An incomplete resolution has gaps where a plugin is not installed; each is a finding already.
+    yield from (config for config in configs if config is not None)
+
+
+def _choices(resolution: Resolution, plugins: PluginManager) -> dict[str, str | None]:
+    """Every choice under its tag and its preset's name, with the config path that made it."""
+    chosen: dict[str, str | None] = {}
+    trainer = resolution.trainer
+    for config in _selected(resolution):
+        path = f"trainer.{config.axis}" if getattr(trainer, config.axis, None) not in (None, "auto") else None
+        chosen[f"{config.axis}.{config.name}"] = path
+        chosen[f"{config.axis}.{plugins.label(config)}"] = path
+    if trainer.gradient_clip_val:
+        chosen[f"clipping.{trainer.gradient_clip_algorithm or 'norm'}"] = "trainer.gradient_clip_val"
+    return chosen
+
+
+def _plugin_findings(
+    config: BackendConfig, resolution: Resolution, environ: Mapping[str, str], plugins: PluginManager
+) -> list[Finding]:
+    found: list[Finding] = []
+    for result in plugins.call(plugins.of(config), "fairlead_check", resolution=resolution, environ=environ):
+        try:
+            found += list(result or ())
+        except FairleadError as error:
+            found.append(Finding("error", "plugin-broken", error.what, error.where, error.why, error.fix))
+        except Exception as error:
+            raise PluginError(
+                f"fairlead_check of {config.axis}.{config.name} raised {type(error).__name__}", why=str(error)
+            ) from error
+    for finding in found:
+        if not isinstance(finding, Finding):
+            raise PluginError(
+                f"fairlead_check of {config.axis}.{config.name} gave a {type(finding).__name__}, not a Finding"
+            )
+    return found
+
+
+def _class_specs(job: JobConfig) -> Iterator[tuple[str, ClassSpec]]:
+    yield "model", job.model
+    if job.data is not None:
+        yield "data", job.data
+    for index, callback in enumerate(job.trainer.callbacks):
+        yield f"trainer.callbacks[{index}]", callback
+    if isinstance(job.trainer.profiler, ClassSpec):
+        yield "trainer.profiler", job.trainer.profiler
+
+
+def _user_code(job: JobConfig, root: CodeRoot) -> Iterator[Finding]:
+    """Modules, classes and arguments, by reading their sources."""
+    for path, spec in _class_specs(job):
+        for problem in check_spec(spec.class_, spec.args, root):
+            severity, code = _PROBLEM_CODES[problem.kind]
+            where = path + ("." if problem.path and isinstance(problem.path[0], str) else "") + dotted(problem.path)
+            yield Finding(severity, code, problem.what, where, problem.why, problem.fix)
+
+
+def _with_reasons(resolution: Resolution, loaded: LoadedJob, job: JobConfig) -> Resolution:
+    """Adds the plain settings of the job, each with the line that set it."""
+    settings: dict[str, Setting] = dict(resolution.settings)
+    asked = loaded.data if isinstance(loaded.data, dict) else {}
+    for section, model in (("trainer", job.trainer), ("run", job.run)):
+        written: Any = asked.get(section)
+        written = written if isinstance(written, dict) else {}
+        for name, value in model.model_dump(mode="json").items():
+            reason = loaded.locate((section, name)) if name in written else "the default"
+            key = name if section == "trainer" else f"run.{name}"
+            if key in settings:
+                known = settings[key]
+                if known.reason == f"{section}.{name}":
+                    settings[key] = Setting(known.value, reason)
+            else:
+                settings[key] = Setting(value, reason)
+    return dataclasses.replace(resolution, settings=settings)

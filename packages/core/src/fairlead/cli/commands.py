@@ -1,0 +1,48 @@
+"""The core's own commands."""
+
+from __future__ import annotations
+
+from fairlead.axes import CommandPlugin
+
+__all__ = ["check", "explain", "plugins", "runs", "schema", "status"]
+
+plugins = CommandPlugin(
+    "plugins",
+    "what is installed: discovered, loaded, available, and the pip line for what is missing",
+    arguments="fairlead.cli.installation:plugins_arguments",
+    runtime="fairlead.cli.installation:run_plugins",
+    group="installation",
+)
+schema = CommandPlugin(
+    "schema",
+    "the JSON schema of a job for the installed plugins",
+    arguments="fairlead.cli.installation:schema_arguments",
+    runtime="fairlead.cli.installation:run_schema",
+    group="installation",
+)
+check = CommandPlugin(
+    "check",
+    "everything that can be known to be wrong with a job, without torch",
+    arguments="fairlead.cli.job:check_arguments",
+    runtime="fairlead.cli.job:run_check",
+)
+explain = CommandPlugin(
+    "explain",
+    "every setting of a job, its value, and the reason for it",
+    arguments="fairlead.cli.job:explain_arguments",
+    runtime="fairlead.cli.job:run_explain",
+)
+runs = CommandPlugin(
+    "runs",
+    "all runs: state, step, metric, last heartbeat",
+    arguments="fairlead.cli.runs:runs_arguments",
+    runtime="fairlead.cli.runs:run_runs",
+    group="runs",
+)
+status = CommandPlugin(
+    "status",
+    "one run: its state, and which rank is where",
+    arguments="fairlead.cli.runs:status_arguments",
+    runtime="fairlead.cli.runs:run_status",
+    group="runs",
+)

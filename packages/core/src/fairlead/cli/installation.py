@@ -1,0 +1,94 @@
+"""`fairlead plugins` and `fairlead schema`: what is installed."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+from fairlead.axes import AXIS_PLUGINS
+from fairlead.cli.session import Session
+from fairlead.commit import atomic_write
+from fairlead.errors import ConfigError, did_you_mean
+from fairlead.first_party import FIRST_PARTY
+from fairlead.plugins import PluginRecord, pip_target
+from fairlead.schema import job_schema
+
+__all__ = ["plugins_arguments", "run_plugins", "run_schema", "schema_arguments"]
+
+
+def plugins_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of `fairlead plugins`."""
+    parser.add_argument("--axis", metavar="A", help=f"only this axis: {', '.join(AXIS_PLUGINS)}")
+    parser.add_argument("--json", action="store_true", help="print one JSON document")
+
+
+def run_plugins(arguments: argparse.Namespace, session: Session) -> int:
+    """Lists every discovered plugin, with what is wrong or missing."""
+    if arguments.axis is not None and arguments.axis not in AXIS_PLUGINS:
+        near = did_you_mean(arguments.axis, AXIS_PLUGINS)
+        raise ConfigError(
+            f"unknown axis {arguments.axis!r}",
+            where="--axis",
+            why=f"axes: {', '.join(AXIS_PLUGINS)}",
+            fix=f"did you mean {near!r}?" if near else None,
+        )
+    records = session.plugins.records(arguments.axis, load=True)
+    if arguments.json:
+        session.print_json([record.as_dict() for record in records])
+        return 0
+    axis = ""
+    for record in records:
+        if record.axis != axis:
+            axis = record.axis
+            session.print(f"{axis}:")
+        session.print(f"  {record.name:<32}{_state(record, session)}")
+    absent = sorted(
+        {
+            extra
+            for key, extra in FIRST_PARTY.items()
+            if arguments.axis in (None, key.partition(".")[0]) and key not in {r.key for r in records}
+        }
+    )
+    if absent:
+        session.print(
+            f"\nnot installed: pip install 'fairlead[check]' brings every plugin without torch, "
+            f"'fairlead[{absent[0] if len(absent) == 1 else 'lightning'}]' also what training needs"
+        )
+    return 0
+
+
+def _state(record: PluginRecord, session: Session) -> str:
+    source = f"{record.dist} {record.version}"
+    if record.error is not None:
+        return f"broken      {source}: {record.error}"
+    if record.missing:
+        plugin = (
+            session.plugins.command(record.name)
+            if record.axis == "command"
+            else session.plugins.get(record.axis, record.name)
+        )
+        return f"missing     {source}: needs {', '.join(record.missing)}; pip install {pip_target(plugin)}"
+    return f"available   {source}"
+
+
+def schema_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of `fairlead schema`."""
+    parser.add_argument("-o", "--output", metavar="FILE", type=Path, help="write it there instead of to stdout")
+
+
+def run_schema(arguments: argparse.Namespace, session: Session) -> int:
+    """Prints or writes the JSON schema of a job."""
+    text = json.dumps(job_schema(), indent=2) + "\n"
+    if arguments.output is None:
+        session.stdout.write(text)
+        return 0
+    path = session.cwd / arguments.output
+    try:
+        atomic_write(path, text.encode())
+    except OSError as error:
+        raise ConfigError(
+            f"cannot write {path}", where="-o", why=error.strerror, fix="name a file in a folder that exists"
+        ) from error
+    session.print(f"wrote {path}")
+    return 0

@@ -1,0 +1,95 @@
+"""`fairlead check` and `fairlead explain`: what is known of a job before it costs anything."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import Any
+
+from fairlead.checks import CheckedJob, check_job
+from fairlead.cli.session import Session
+from fairlead.findings import Finding, errors_in
+from fairlead.jobs import load_job
+
+__all__ = ["check_arguments", "explain_arguments", "job_arguments", "load_and_check", "run_check", "run_explain"]
+
+
+def job_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of every command that takes a job."""
+    parser.add_argument(
+        "job", metavar="JOB", help="a YAML file, or module:object (a JobConfig, or a function that returns one)"
+    )
+    parser.add_argument(
+        "--set",
+        dest="overrides",
+        metavar="PATH=VALUE",
+        action="append",
+        default=[],
+        help="replace one setting, as --set trainer.max_steps=100; repeatable",
+    )
+
+
+def check_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of `fairlead check`."""
+    explain_arguments(parser)
+    parser.add_argument("--strict", action="store_true", help="warnings count as errors")
+
+
+def explain_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of `fairlead explain`."""
+    job_arguments(parser)
+    parser.add_argument(
+        "--for", dest="profile", metavar="PROFILE", help="for the hardware of the job's `resources`, not this machine's"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON document")
+
+
+def load_and_check(arguments: argparse.Namespace, session: Session) -> CheckedJob:
+    """Loads and checks the job that a command names."""
+    loaded = load_job(arguments.job, plugins=session.plugins, cwd=session.cwd, overrides=arguments.overrides)
+    return check_job(loaded, environ=session.environ, plugins=session.plugins, profile=arguments.profile)
+
+
+def run_check(arguments: argparse.Namespace, session: Session) -> int:
+    """Prints the findings; 2 when one of them would stop the job."""
+    checked = load_and_check(arguments, session)
+    failed = bool(errors_in(checked.findings)) or (
+        arguments.strict and any(f.severity == "warning" for f in checked.findings)
+    )
+    if arguments.json:
+        session.print_json({"ok": not failed, "findings": [f.as_dict() for f in checked.findings]})
+        return 2 if failed else 0
+    for finding in checked.findings:
+        print(finding, file=session.stderr if finding.severity == "error" else session.stdout, flush=True)
+    session.print(_verdict(arguments.job, checked.findings, failed))
+    return 2 if failed else 0
+
+
+def _verdict(job: str, findings: tuple[Finding, ...], failed: bool) -> str:
+    counts = {severity: sum(f.severity == severity for f in findings) for severity in ("error", "warning", "info")}
+    said = [f"{n} {s}{'s' if n > 1 and s != 'info' else ''}" for s, n in counts.items() if n]
+    return f"{job}: {'not ok' if failed else 'ok'}" + (f" ({', '.join(said)})" if said else "")
+
+
+def run_explain(arguments: argparse.Namespace, session: Session) -> int:
+    """Prints every setting with its reason; 2 when the job is not valid."""
+    checked = load_and_check(arguments, session)
+    settings = checked.resolution.as_dict() if checked.resolution else {}
+    code = 2 if errors_in(checked.findings) else 0
+    if arguments.json:
+        session.print_json({"settings": settings, "findings": [f.as_dict() for f in checked.findings]})
+        return code
+    width = max((len(name) for name in settings), default=0)
+    for name, setting in settings.items():
+        value = _short(setting["value"])
+        session.print(f"{name:<{width}}  {value:<24}  {setting['reason']}")
+    if checked.findings:
+        session.print()
+    for finding in checked.findings:
+        print(finding, file=session.stderr if finding.severity == "error" else session.stdout, flush=True)
+    return code
+
+
+def _short(value: Any) -> str:
+    text = value if isinstance(value, str) else json.dumps(value, default=str)
+    return text if len(text) <= 60 else text[:57] + "..."

@@ -1,0 +1,154 @@
+"""Finds the command, runs it, and turns every error into one block of text and an exit code."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Final, NoReturn
+
+from fairlead.axes import CommandPlugin
+from fairlead.cli.session import Session
+from fairlead.errors import ConfigError, FairleadError, MissingDependencyError, did_you_mean
+from fairlead.first_party import FIRST_PARTY
+from fairlead.plugins import PluginManager, pip_target
+
+__all__ = ["main"]
+
+_GROUPS: Final = {
+    "installation": "the installation",
+    "job": "a job (a YAML file, or module:object)",
+    "runs": "runs",
+    "checkpoints": "checkpoints",
+}
+
+
+class _Parser(argparse.ArgumentParser):
+    """Reports a wrong call as every other mistake is reported."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(message, where=self.prog, fix=f"see {self.prog} --help")
+
+
+def main(
+    argv: Sequence[str] | None = None,
+    *,
+    plugins: PluginManager | None = None,
+    environ: Mapping[str, str] | None = None,
+    cwd: Path | None = None,
+) -> int:
+    """Runs one command and returns its exit code.
+
+    Args:
+        argv: The words after `fairlead`; None: those of this process.
+        plugins: The plugin manager; None: the plugins installed here.
+        environ: The environment variables; None: this process's.
+        cwd: The working directory; None: this process's.
+    """
+    words = list(sys.argv[1:] if argv is None else argv)
+    debug = "--debug" in words
+    words = [word for word in words if word != "--debug"]
+    try:
+        session = Session(
+            plugins=plugins if plugins is not None else PluginManager(),
+            environ=os.environ if environ is None else environ,
+            cwd=cwd or Path.cwd(),
+            argv=tuple(words),
+            debug=debug,
+        )
+        return _run(words, session)
+    except FairleadError as error:
+        if debug:
+            raise
+        print(f"error: {error.block()}", file=sys.stderr, flush=True)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print("stopped by the keyboard", file=sys.stderr, flush=True)
+        return 130
+    except BrokenPipeError:
+        # The reader of our output went away (`fairlead plugins | head`): not an error of ours.
+        with contextlib.suppress(OSError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except Exception as error:
+        if debug:
+            raise
+        print(
+            f"error: {type(error).__name__}: {error}\n"
+            "  why:   this is a defect in Fairlead or in a plugin, not in your job\n"
+            "  do:    run it again with --debug and report the traceback",
+            file=sys.stderr,
+            flush=True,
+        )
+        return 1
+
+
+def _run(words: list[str], session: Session) -> int:
+    if not words or words[0] in {"-h", "--help", "help"}:
+        session.print(_help(session))
+        return 0 if words else 2
+    if words[0] in {"-V", "--version"}:
+        from fairlead import __version__
+
+        session.print(f"fairlead {__version__}")
+        return 0
+    command = _command(words[0], session)
+    parser = _Parser(prog=f"fairlead {command.name}", description=command.help, allow_abbrev=False)
+    _load(command.arguments)(parser)
+    parser.epilog = "--debug shows the traceback of an error."
+    arguments = parser.parse_args(words[1:])
+    missing = [r for r in command.engines if not session.plugins.is_installed(r)]
+    if missing:
+        raise MissingDependencyError(
+            f"fairlead {command.name} needs {', '.join(missing)}", fix=f"pip install {pip_target(command)}"
+        )
+    return int(_load(command.runtime)(arguments, session))
+
+
+def _command(name: str, session: Session) -> CommandPlugin:
+    known = {key.partition(".")[2] for key in FIRST_PARTY if key.startswith("command.")}
+    names = session.plugins.names("command")
+    if name.startswith("-"):
+        raise ConfigError(f"unknown option {name!r}", where="fairlead", fix="see fairlead --help")
+    if name not in names and name not in known:
+        near = did_you_mean(name, {*names, *known})
+        raise ConfigError(
+            f"unknown command {name!r}",
+            where="fairlead",
+            why=f"commands: {', '.join(sorted(names))}",
+            fix=f"did you mean {near!r}?" if near else "see fairlead --help",
+        )
+    return session.plugins.command(name)
+
+
+def _load(reference: str):  # type: ignore[no-untyped-def]  # any callable of a command
+    module, _, name = reference.partition(":")
+    return getattr(importlib.import_module(module), name)
+
+
+def _help(session: Session) -> str:
+    from fairlead import __version__
+
+    lines = [f"fairlead {__version__}: leads a PyTorch training job onto the hardware and cluster it finds", ""]
+    commands: dict[str, list[CommandPlugin]] = {}
+    broken = []
+    for name in session.plugins.names("command"):
+        try:
+            command = session.plugins.command(name)
+        except FairleadError as error:
+            broken.append(f"  {name:<12}{error.why or error.what}")
+            continue
+        commands.setdefault(command.group, []).append(command)
+    for group in [*_GROUPS, *(g for g in commands if g not in _GROUPS)]:
+        if group in commands:
+            lines.append(f"{_GROUPS.get(group, group)}:")
+            lines += [f"  {c.name:<12}{c.help}" for c in commands[group]]
+            lines.append("")
+    if broken:
+        lines += ["not usable:", *broken, ""]
+    lines.append("fairlead <command> --help tells more; --debug shows tracebacks.")
+    return "\n".join(lines)

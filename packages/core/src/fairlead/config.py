@@ -1,0 +1,416 @@
+"""The models a user writes: a job, its run, its trainer, and where it is to run.
+
+Field names are Lightning's wherever Lightning has the thing.  A config validates and nothing else;
+`fairlead.resolve` decides, and the installed packages build.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import (
+    BeforeValidator,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PlainSerializer,
+    PositiveFloat,
+    PositiveInt,
+    WithJsonSchema,
+    field_validator,
+    model_validator,
+)
+from pydantic_core import PydanticCustomError
+
+from fairlead.bases import (
+    AcceleratorConfigBase,
+    BackendConfig,
+    CheckpointIOConfigBase,
+    ConfigModel,
+    EnvironmentConfigBase,
+    LayerSyncConfigBase,
+    LoggerConfigBase,
+    PrecisionConfigBase,
+    RequeueConfigBase,
+    StrategyConfigBase,
+)
+from fairlead.open_union import OpenUnion
+
+__all__ = [
+    "CheckpointConfig",
+    "ClassSpec",
+    "Duration",
+    "JobConfig",
+    "ResourcesConfig",
+    "RunConfig",
+    "SubmitConfig",
+    "TrainerConfig",
+]
+
+Auto = Literal["auto"]
+
+
+def _parse_duration(value: Any) -> Any:
+    """Accepts `MM:SS`, `HH:MM:SS`, `DD:HH:MM:SS`, `D-HH:MM:SS`, a number of seconds, and Lightning's mapping of units."""
+    if isinstance(value, timedelta):
+        return value
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        return timedelta(seconds=value)
+    if isinstance(value, Mapping):
+        try:
+            return timedelta(**value)
+        except TypeError:
+            raise ValueError("write hours, minutes, seconds, days or weeks, as {hours: 4}") from None
+    if isinstance(value, str):
+        days, dash, clock = value.rpartition("-")
+        parts = clock.split(":")
+        if (
+            (days.isdigit() or not dash)
+            and 2 <= len(parts) <= 4 - bool(dash)
+            and all(p.strip().isdigit() for p in parts)
+        ):
+            numbers = [int(days) if dash else 0, *([0] * (4 - bool(dash) - len(parts))), *map(int, parts)]
+            padded = ([0] * (4 - len(numbers)) + numbers)[-4:] if not dash else [int(days), *numbers[-3:]]
+            return timedelta(days=padded[0], hours=padded[1], minutes=padded[2], seconds=padded[3])
+    raise ValueError(f'{value!r} is not a time; write HH:MM:SS (as "24:00:00"), D-HH:MM:SS, or seconds as a number')
+
+
+def _format_duration(value: timedelta) -> str:
+    seconds = int(value.total_seconds())
+    days, rest = divmod(seconds, 86400)
+    return f"{days:02d}:{rest // 3600:02d}:{rest // 60 % 60:02d}:{rest % 60:02d}"
+
+
+Duration = Annotated[
+    timedelta,
+    BeforeValidator(_parse_duration),
+    PlainSerializer(_format_duration, return_type=str),
+    WithJsonSchema({"type": ["string", "number", "object"], "description": "HH:MM:SS, D-HH:MM:SS, or seconds"}),
+]
+"""A span of time: `"24:00:00"`, `"1-00:00:00"`, 3600; written as DD:HH:MM:SS, Lightning's form."""
+
+Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+Limit = NonNegativeInt | Fraction | None
+
+
+class ClassSpec(ConfigModel):
+    """A callable of the user's and its arguments: `{class: "my.module:Name", args: {...}}`, or just the name.
+
+    Arguments may hold further `{class:, args:}` mappings; they are built first.
+    """
+
+    class_: str = Field(alias="class", min_length=1)
+    """`module:object`, looked up as the documentation's page on user code says."""
+    args: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments of the call."""
+
+    model_config = {"validate_by_name": True, "validate_by_alias": True, "serialize_by_alias": True}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_name(cls, value: Any) -> Any:
+        return {"class": value} if isinstance(value, str) else value
+
+
+class RunConfig(ConfigModel):
+    """Which run this is, and where its records are."""
+
+    name: str | None = Field(default=None, min_length=1)
+    """A template such as `gpt-lr{model.args.lr}`; None: the stem of the job file."""
+    dir: str = Field(default="runs", min_length=1)
+    """The folder that holds the run directories, relative to the working directory."""
+    seed: int | None = Field(default=0, ge=0, lt=2**32)
+    """Seeds Python, NumPy and torch on every rank; None leaves them unseeded, and no resume is exact."""
+    resume: str = "auto"
+    """`auto`: the newest complete checkpoint of this run; `never`: a new sibling run; else the path of a checkpoint."""
+    ckpt_path: str | None = None
+    """A checkpoint to start from when this run has none of its own yet."""
+    code: str | None = None
+    """The folder of the user's code; None: found from the job file (nearest pyproject.toml or .git)."""
+
+    @field_validator("dir", "ckpt_path", "code", mode="before")
+    @classmethod
+    def _path_as_text(cls, value: Any) -> Any:
+        return str(value) if isinstance(value, Path) else value
+
+
+class CheckpointConfig(ConfigModel):
+    """When checkpoints are written and which are kept. At least the end of training is always saved."""
+
+    every_n_steps: PositiveInt | None = None
+    """Save after every N optimizer steps."""
+    every_n_epochs: PositiveInt | None = 1
+    """Save at the end of every Nth epoch, after its validation."""
+    every_n_minutes: PositiveFloat | None = None
+    """Save when so many minutes have passed since the last save."""
+    on_validation: bool = True
+    """Save after every validation, so that each measured state can be had again."""
+    monitor: str | None = None
+    """The logged metric that decides which checkpoints are best; None: `val/loss` or `val_loss` where logged."""
+    mode: Literal["min", "max"] = "min"
+    """Whether a smaller or a larger metric is better."""
+    keep_last: PositiveInt = 2
+    """How many of the newest checkpoints are kept."""
+    keep_best: NonNegativeInt = 1
+    """How many of the best checkpoints by `monitor` are kept besides."""
+    keep_every_n_steps: PositiveInt | None = None
+    """Checkpoints at multiples of N steps are kept for ever."""
+    save_weights_only: bool = False
+    """Leave out optimizer and loop state: smaller, but a run cannot go on from it."""
+
+
+class TrainerConfig(ConfigModel):
+    """How to train: Lightning's Trainer settings under Lightning's names, and one field per axis.
+
+    Example:
+        >>> TrainerConfig(devices=2, max_steps=100).max_steps
+        100
+    """
+
+    # One field per axis.
+    accelerator: Annotated[AcceleratorConfigBase | Auto, OpenUnion("accelerator", literals=("auto",))] = "auto"
+    """The kind of device; `auto` takes the best that is there."""
+    strategy: Annotated[StrategyConfigBase | Auto, OpenUnion("strategy", literals=("auto",))] = "auto"
+    """How the model is split; `auto` is single_device for one rank, ddp for more."""
+    precision: Annotated[PrecisionConfigBase | Auto, OpenUnion("precision", literals=("auto",))] = "auto"
+    """Number formats; `auto` is 32-true."""
+    environment: Annotated[EnvironmentConfigBase | Auto, OpenUnion("environment", literals=("auto",))] = "auto"
+    """Who started the ranks; `auto` asks every installed environment for its evidence."""
+    checkpoint_io: Annotated[CheckpointIOConfigBase | Auto, OpenUnion("checkpoint_io", literals=("auto",))] = "auto"
+    """How checkpoints are written; `auto` is torch."""
+    layer_sync: Annotated[LayerSyncConfigBase | None, OpenUnion("layer_sync")] = None
+    """Layers whose statistics are shared between ranks."""
+    requeue: Annotated[RequeueConfigBase | Auto, OpenUnion("requeue", literals=("auto",))] = "auto"
+    """Who starts the job again; `auto` is the scheduler of the environment."""
+    loggers: tuple[Annotated[LoggerConfigBase, OpenUnion("logger")], ...] = Field(default=(), strict=False)
+    """Where metrics go besides metrics.csv."""
+    plugins: list[Any] = Field(default_factory=list, exclude=True)
+    """Config objects of any axis, or mappings named `axis.name`; each is moved to its own field."""
+
+    # Hardware.
+    devices: int | list[NonNegativeInt] | Auto = "auto"
+    """Ranks on each node: a number, a list of device indices, `auto` or -1 for all."""
+    num_nodes: PositiveInt | Auto = "auto"
+    """Nodes; `auto` takes the launcher's number."""
+    auto_determine_num_nodes: bool = True
+    """Whether `num_nodes: auto` asks the environment; False: it is 1."""
+
+    # How long.
+    max_epochs: Annotated[int, Field(ge=-1)] | None = None
+    """Stop after so many epochs; -1: never. None: 1000 when max_steps and max_time are not set."""
+    min_epochs: NonNegativeInt | None = None
+    """Train for at least so many epochs."""
+    max_steps: int = Field(default=-1, ge=-1)
+    """Stop after so many optimizer steps; -1: never."""
+    min_steps: NonNegativeInt | None = None
+    """Train for at least so many optimizer steps."""
+    max_time: Duration | None = None
+    """Stop after so much training time in all: `"24:00:00"`."""
+    fast_dev_run: bool | NonNegativeInt = False
+    """Run this many batches of each loop (True: one) and save nothing, to try the code."""
+
+    # How much of the data.
+    limit_train_batches: Limit = None
+    """A number of batches, or a fraction of them, per epoch."""
+    limit_val_batches: Limit = None
+    """The same for each validation."""
+    limit_test_batches: Limit = None
+    """The same for the test."""
+    limit_predict_batches: Limit = None
+    """The same for prediction."""
+    overfit_batches: NonNegativeInt | Fraction = 0.0
+    """Train and validate on so many training batches only."""
+    num_sanity_val_steps: Annotated[int, Field(ge=-1)] | None = None
+    """Validation batches before training starts; None: 2; -1: all."""
+
+    # When to validate and log.
+    val_check_interval: PositiveInt | Fraction | Duration | None = None
+    """Validate after so many batches, such a fraction of an epoch, or so much time (`"00:10:00"`)."""
+    check_val_every_n_epoch: PositiveInt | None = 1
+    """Validate every N epochs; None counts val_check_interval over all epochs."""
+    log_every_n_steps: PositiveInt | None = None
+    """Log every N steps; None: 50."""
+    reload_dataloaders_every_n_epochs: NonNegativeInt = 0
+    """Build the loaders anew every N epochs."""
+
+    # Optimisation.
+    accumulate_grad_batches: PositiveInt = 1
+    """Batches whose gradients are added up for one optimizer step."""
+    gradient_clip_val: NonNegativeFloat | None = None
+    """The largest norm or value of the gradients."""
+    gradient_clip_algorithm: Literal["norm", "value"] | None = None
+    """How gradients are clipped; None: by norm."""
+    batch_policy: Literal["keep_global", "keep_per_device"] | None = None
+    """What stays the same when a run goes on with another number of ranks."""
+    sync_batchnorm: bool = False
+    """Lightning's shorthand for `layer_sync: torch_sync_batchnorm`."""
+    use_distributed_sampler: bool = True
+    """Whether each rank gets its own part of the data without the user's doing."""
+
+    # Exactness and speed.
+    deterministic: bool | Literal["warn"] | None = None
+    """Use deterministic kernels; `warn`: where there are some."""
+    benchmark: bool | None = None
+    """torch.backends.cudnn.benchmark."""
+    inference_mode: bool = True
+    """Evaluate under torch.inference_mode instead of no_grad."""
+    detect_anomaly: bool = False
+    """Find the operation that made a NaN; slow."""
+    barebones: bool = False
+    """Switch off everything that costs time, to measure the rest."""
+
+    # What is added.
+    callbacks: list[ClassSpec] = Field(default_factory=list)
+    """Lightning callbacks: `{class: "my.callbacks:Ema", args: {decay: 0.999}}`."""
+    profiler: Literal["simple", "advanced", "pytorch", "xla"] | ClassSpec | None = None
+    """Lightning's profiler by name, or a class."""
+    checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
+    """When checkpoints are written and which are kept."""
+    enable_checkpointing: bool = True
+    """Whether checkpoints are written at all."""
+    enable_progress_bar: bool = True
+    """Whether progress is shown: a bar on a terminal, plain lines elsewhere."""
+    progress_interval: PositiveFloat = 10.0
+    """Seconds between plain progress lines."""
+    enable_model_summary: bool = True
+    """Whether the layers and their sizes are printed before training."""
+    enable_autolog_hparams: bool = True
+    """Whether hyperparameters are logged at the start."""
+    model_registry: str | None = None
+    """The name of the model to upload checkpoints to (litmodels)."""
+    lightning_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Arguments of lightning.pytorch.Trainer that have no field here."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _spread_plugins(cls, value: Any) -> Any:
+        """Moves `plugins=[...]` onto the fields of their axes."""
+        if not isinstance(value, Mapping) or not isinstance(value.get("plugins"), (list, tuple)):
+            return value
+        data = {key: item for key, item in value.items() if key != "plugins"}
+        set_by: dict[str, str] = {axis: f"`{axis}`" for axis in data}
+        for index, item in enumerate(value["plugins"]):
+            axis, config = _axis_of(item, index)
+            if axis == "logger":
+                data["loggers"] = [*data.get("loggers", ()), config]
+                continue
+            if axis in set_by and data.get(axis) not in (None, "auto"):
+                raise _set_twice(axis, set_by[axis], f"`plugins[{index}]`")
+            data[axis] = config
+            set_by[axis] = f"`plugins[{index}]`"
+        return data
+
+    @field_validator("devices")
+    @classmethod
+    def _sensible_devices(cls, value: int | list[int] | str) -> int | list[int] | str:
+        if isinstance(value, int) and value != -1 and value < 1:
+            raise ValueError(f"{value} devices: write a number from 1, a list of indices, or -1 or auto for all")
+        if isinstance(value, list):
+            if not value:
+                raise ValueError("an empty list of devices: write indices, as [0, 2]")
+            if len(set(value)) != len(value):
+                raise ValueError(f"{value} names a device twice")
+        return value
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if self.sync_batchnorm and self.layer_sync is not None:
+            raise _set_twice("layer_sync", "`sync_batchnorm`", "`layer_sync`")
+        fields = type(self).model_fields
+        for key in self.lightning_kwargs:
+            if key in fields or key in {"logger", "default_root_dir"}:
+                own = {"logger": "loggers", "default_root_dir": "run.dir"}.get(key, f"trainer.{key}")
+                raise ValueError(f"lightning_kwargs: {key!r} is set by `{own}`; set it there")
+        if self.min_steps is not None and -1 < self.max_steps < self.min_steps:
+            raise ValueError(f"min_steps ({self.min_steps}) is above max_steps ({self.max_steps})")
+        return self
+
+
+def _axis_of(item: Any, index: int) -> tuple[str, Any]:
+    """The axis of one item of `plugins`, and what to put on its field."""
+    if isinstance(item, BackendConfig):
+        return item.axis, item
+    if isinstance(item, Mapping) and isinstance(item.get("name"), str):
+        axis, dot, name = item["name"].partition(".")
+        if dot:
+            return axis, {**item, "name": name}
+    if isinstance(item, str) and "." in item:
+        axis, _, name = item.partition(".")
+        return axis, name
+    raise PydanticCustomError(
+        "wrong-type",
+        "{what}",
+        {
+            "what": f"plugins[{index}] is {item!r}",
+            "why": "an item is a config object or a mapping whose name is `axis.name`",
+            "fix": "write for example {name: environment.slurm, auto_requeue: true}",
+        },
+    )
+
+
+def _set_twice(axis: str, first: str, second: str) -> PydanticCustomError:
+    return PydanticCustomError(
+        "axis-set-twice",
+        "{what}",
+        {"what": f"the {axis} is set twice: in {first} and in {second}", "fix": "keep one of the two"},
+    )
+
+
+class ResourcesConfig(ConfigModel):
+    """The hardware the job is meant for: for `check --for`, planning and submission."""
+
+    nodes: PositiveInt = 1
+    """Nodes."""
+    devices_per_node: PositiveInt = 1
+    """Devices, and so ranks, on each node."""
+    device: str | None = None
+    """The kind of device: `cpu`, or a GPU such as `h100`, `a100`, `v100`, `mi250`."""
+    memory_gib: PositiveFloat | None = None
+    """Memory of one device, GiB."""
+    cpus_per_device: PositiveInt | None = None
+    """CPU cores for each rank."""
+    host_memory_gib: PositiveFloat | None = None
+    """Main memory of a node, GiB."""
+
+
+class SubmitConfig(ConfigModel):
+    """How the job is handed to a scheduler."""
+
+    to: str | None = None
+    """The scheduler: `slurm`, `lsf` or `kubeflow`."""
+    time: Duration | None = None
+    """The time limit: `"24:00:00"`."""
+    account: str | None = None
+    """The account that is charged."""
+    partition: str | None = None
+    """The partition or queue."""
+    setup: list[str] = Field(default_factory=list)
+    """Shell lines before the job: `module load cuda`."""
+    extra: dict[str, str | int | float | bool | None] = Field(default_factory=dict)
+    """Further options of the scheduler: `{qos: high}`."""
+
+
+class JobConfig(ConfigModel):
+    """A whole job: what to train, on which data, how, and where.
+
+    Example:
+        >>> job = JobConfig(model={"class": "my.model:Net", "args": {"width": 8}})
+        >>> job.model.class_
+        'my.model:Net'
+    """
+
+    run: RunConfig = Field(default_factory=RunConfig)
+    """Which run this is, and where its records are."""
+    model: ClassSpec
+    """The LightningModule: any callable that returns one."""
+    data: ClassSpec | None = None
+    """The LightningDataModule; None: the model brings its own loaders."""
+    trainer: TrainerConfig = Field(default_factory=TrainerConfig)
+    """How to train."""
+    resources: ResourcesConfig | None = None
+    """The hardware that the job is meant for."""
+    submit: SubmitConfig | None = None
+    """How the job is handed to a scheduler."""

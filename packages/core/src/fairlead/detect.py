@@ -1,0 +1,142 @@
+"""Which environment started this process: all claims are collected, the most specific one wins."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from fairlead.axes import EnvironmentPlugin
+from fairlead.bases import EnvironmentConfigBase
+from fairlead.errors import ConfigError, FairleadError, PluginError
+from fairlead.findings import Finding
+from fairlead.interfaces import Claim, Setting, Specificity, Topology
+from fairlead.open_union import parse_backend
+from fairlead.plugins import PluginManager
+
+__all__ = ["VARIABLE", "ChosenEnvironment", "choose_environment", "collect_claims"]
+
+VARIABLE = "FAIRLEAD_ENVIRONMENT"
+"""Names the environment when neither the config nor detection should decide."""
+
+FALLBACK = "lightning"
+
+
+@dataclass(frozen=True)
+class ChosenEnvironment:
+    """The environment of this process.
+
+    Args:
+        config: Its config; None when no environment plugin is installed.
+        setting: Its tag and the reason for the choice.
+        claims: Every claim that was made, by tag, most specific first.
+        topology: Who this rank is; None when the environment does not say so before run time.
+        findings: A tie, a named environment without evidence, a malformed variable.
+    """
+
+    config: EnvironmentConfigBase | None
+    setting: Setting
+    claims: Mapping[str, Claim]
+    topology: Topology | None
+    findings: tuple[Finding, ...]
+
+    @property
+    def inside_job(self) -> bool:
+        """Whether a scheduler or launcher started this process."""
+        return any(claim.specificity >= Specificity.SCHEDULER for claim in self.claims.values())
+
+
+def collect_claims(environ: Mapping[str, str], plugins: PluginManager) -> dict[str, Claim]:
+    """The claims of all installed environments, most specific first."""
+    claims: dict[str, Claim] = {}
+    for name, claim in plugins.call_axis("environment", "fairlead_detect", environ=environ):
+        if claim is None:
+            continue
+        if not isinstance(claim, Claim):
+            raise PluginError(
+                f"fairlead_detect of environment.{name} returned a {type(claim).__name__}, not a Claim or None"
+            )
+        claims[name] = claim
+    return dict(sorted(claims.items(), key=lambda item: (-item[1].specificity, item[0])))
+
+
+def choose_environment(
+    asked: EnvironmentConfigBase | str, environ: Mapping[str, str], plugins: PluginManager
+) -> ChosenEnvironment:
+    """Chooses by the config, then by FAIRLEAD_ENVIRONMENT, then by the claims."""
+    claims = collect_claims(environ, plugins)
+    findings: list[Finding] = []
+    if isinstance(asked, EnvironmentConfigBase):
+        name, reason = asked.name, "trainer.environment"
+    elif environ.get(VARIABLE):
+        name, reason = environ[VARIABLE], VARIABLE
+    else:
+        name, reason = _by_claims(claims, findings)
+    try:
+        config = _config(asked, name, reason, plugins)
+        plugin = plugins.get("environment", name)
+        assert isinstance(plugin, EnvironmentPlugin)
+        topology = _topology(plugin, config, environ, plugins)
+    except FairleadError as error:
+        where = "trainer.environment" if error.where is None else error.where
+        code = "environment-malformed" if type(error) is ConfigError else "plugin-missing"
+        findings.append(Finding("error", code, error.what, where, error.why, error.fix))
+        return ChosenEnvironment(None, Setting(name, reason), claims, None, tuple(findings))
+    if name not in claims and name != FALLBACK:
+        seen = ", ".join(f"{tag} ({claim.evidence})" for tag, claim in claims.items()) or "nothing"
+        findings.append(
+            Finding(
+                "warning",
+                "environment-unclaimed",
+                f"the environment {name!r} was asked for, but this process does not look like one of its ranks",
+                reason,
+                f"what is seen here: {seen}",
+                f"start it the way {name} starts ranks, or leave the environment out",
+            )
+        )
+    return ChosenEnvironment(config, Setting(name, reason), claims, topology, tuple(findings))
+
+
+def _by_claims(claims: Mapping[str, Claim], findings: list[Finding]) -> tuple[str, str]:
+    if not claims:
+        return FALLBACK, "nothing says otherwise"
+    name, claim = next(iter(claims.items()))
+    rivals = [tag for tag, other in claims.items() if other.specificity == claim.specificity]
+    if len(rivals) > 1:
+        evidence = "; ".join(f"{tag}: {claims[tag].evidence}" for tag in rivals)
+        findings.append(
+            Finding(
+                "warning",
+                "environment-tie",
+                f"{' and '.join(rivals)} both claim this process; {name} is taken",
+                "trainer.environment",
+                evidence,
+                f"say which: `environment: {rivals[0]}`, or export {VARIABLE}={rivals[0]}",
+            )
+        )
+    passed = [f"{tag} ({other.evidence})" for tag, other in claims.items() if other.specificity < claim.specificity]
+    reason = claim.evidence
+    passed = [text for text in passed if not text.startswith(FALLBACK)]
+    return name, f"{reason}; it is inside {', '.join(passed)}" if passed else reason
+
+
+def _config(
+    asked: EnvironmentConfigBase | str, name: str, reason: str, plugins: PluginManager
+) -> EnvironmentConfigBase:
+    if isinstance(asked, EnvironmentConfigBase):
+        return asked
+    plugins.get("environment", name, where=reason if reason == VARIABLE else "trainer.environment")
+    config = parse_backend("environment", name, plugins)
+    assert isinstance(config, EnvironmentConfigBase)
+    return config
+
+
+def _topology(
+    plugin: EnvironmentPlugin, config: EnvironmentConfigBase, environ: Mapping[str, str], plugins: PluginManager
+) -> Topology | None:
+    for result in plugins.call(plugin, "fairlead_topology", config=config, environ=environ):
+        if not isinstance(result, Topology):
+            raise PluginError(
+                f"fairlead_topology of environment.{plugin.tag} returned a {type(result).__name__}, not a Topology"
+            )
+        return result
+    return None

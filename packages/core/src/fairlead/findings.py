@@ -1,0 +1,106 @@
+"""The result of a check: how bad, which rule, where, what, why, and what to do.
+
+A finding is data, not an exception: a check collects all of them and shows them together.  Each
+has a code, a stable kebab-case name that the documentation explains; `CODES` lists the core's, and
+a plugin lists its own in `Plugin.codes`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Final, Literal
+
+from fairlead.errors import ConfigError
+
+__all__ = ["CODES", "Finding", "Severity", "errors_in", "raise_errors"]
+
+Severity = Literal["error", "warning", "info"]
+
+CODES: Final[dict[str, str]] = {
+    "accelerator-unavailable": "The accelerator that was asked for is not on this machine.",
+    "argument-missing": "A required argument of a user's class is not given.",
+    "argument-unknown": "An argument that a user's class does not take.",
+    "axis-set-twice": "One axis is set in two places, as `precision` and again in `plugins`.",
+    "batch-policy": "The world size changed on resume and `trainer.batch_policy` does not say what to keep.",
+    "capability": "Two choices do not work together; the capability table gives the reason.",
+    "class-not-callable": "A `class:` names something that cannot be called.",
+    "class-not-found": "A module exists, but has no such class or function.",
+    "class-syntax": "A module of the user's does not parse.",
+    "class-unchecked": "What a user's class takes cannot be known without importing it.",
+    "code-changed": "The user's code changed since this run was started.",
+    "devices-count": "More devices, or other indices, were asked for than there are.",
+    "environment-malformed": "A variable that the launcher promises is absent or malformed.",
+    "environment-tie": "Two environments claim this process with equal right.",
+    "environment-unclaimed": "The environment was named in the config, but nothing on this machine shows it.",
+    "launch-mismatch": "The launcher started another number of processes or nodes than the config asks for.",
+    "missing-field": "A required setting is not given.",
+    "module-not-found": "A module that a `class:` names was not found.",
+    "name-invalid": "`run.name` names a setting that the job does not have, or gives no usable folder name.",
+    "oversubscribed": "More ranks on a node than it has processor cores.",
+    "plugin-broken": "The selected plugin is installed but cannot be loaded.",
+    "plugin-missing": "The selected plugin, or its engine, is not installed.",
+    "precision-emulated": "This hardware has no native bfloat16; it would be emulated, slowly.",
+    "profile-missing": "`check --for` needs `resources` in the job.",
+    "profile-mismatch": "The job asks for more than its `resources` have.",
+    "requeue-not-handled": "Signals are not acted on yet; a preempted job saves at its regular checkpoints only.",
+    "resume-path": "The checkpoint to resume from does not exist.",
+    "run-directory": "The run directory cannot be used as it is.",
+    "unknown-field": "A setting that does not exist.",
+    "unknown-tag": "A plugin name that no installed or known plugin has.",
+    "wrong-type": "A value of the wrong type.",
+    "wrong-value": "A value that is not allowed.",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One result of a check.
+
+    Args:
+        severity: `error` stops a run before it starts; `warning` and `info` do not.
+        code: Its name in the documentation, such as `unknown-tag`.
+        what: What is the matter, one sentence.
+        where: The place: `trainer.strategy` or `job.yaml:7, trainer.strategy`.
+        why: The reason or the evidence.
+        fix: What to do.
+
+    Example:
+        >>> print(Finding("error", "devices-count", "9 devices were asked for, 1 is there", "trainer.devices"))
+        error[devices-count]: 9 devices were asked for, 1 is there
+          where: trainer.devices
+    """
+
+    severity: Severity
+    code: str
+    what: str
+    where: str | None = None
+    why: str | None = None
+    fix: str | None = None
+
+    def __str__(self) -> str:
+        return f"{self.severity}[{self.code}]: {self.as_error().block()}"
+
+    def as_dict(self) -> dict[str, str | None]:
+        """The finding as `check --json` prints it."""
+        names = ("severity", "code", "where", "what", "why", "fix")
+        return {name: getattr(self, name) for name in names}
+
+    def as_error(self) -> ConfigError:
+        """The finding as the error that a command would end with."""
+        return ConfigError(self.what, where=self.where, why=self.why, fix=self.fix)
+
+
+def errors_in(findings: Iterable[Finding]) -> list[Finding]:
+    """Those findings that stop a run."""
+    return [finding for finding in findings if finding.severity == "error"]
+
+
+def raise_errors(findings: Iterable[Finding]) -> None:
+    """Raises the errors among the findings as one `ConfigError`; returns when there are none."""
+    errors = errors_in(findings)
+    if not errors:
+        return
+    if len(errors) == 1:
+        raise errors[0].as_error()
+    raise ConfigError("\n".join(str(finding) for finding in errors))

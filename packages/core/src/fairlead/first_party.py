@@ -1,0 +1,78 @@
+"""The plugins of Fairlead's own packages, and the extra that brings each.
+
+Only this table lets the slim core say which pip line is missing when the package is not installed.
+A test compares it with the packages' entry points.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+__all__ = ["FIRST_PARTY"]
+
+FIRST_PARTY: Final[dict[str, str]] = {
+    "accelerator.cpu": "lightning",
+    "accelerator.cuda": "lightning",
+    "accelerator.gpu": "lightning",
+    "accelerator.mps": "lightning",
+    "accelerator.tpu": "xla",
+    "accelerator.xla": "xla",
+    "checkpoint_io.async": "lightning",
+    "checkpoint_io.torch": "lightning",
+    "checkpoint_io.xla": "xla",
+    "command.fit": "lightning",
+    "command.predict": "lightning",
+    "command.test": "lightning",
+    "command.validate": "lightning",
+    "environment.kubeflow": "kubeflow",
+    "environment.lightning": "lightning",
+    "environment.lsf": "lsf",
+    "environment.manual": "lightning",
+    "environment.mpi": "mpi",
+    "environment.slurm": "slurm",
+    "environment.torchelastic": "lightning",
+    "environment.xla": "xla",
+    "layer_sync.torch_sync_batchnorm": "lightning",
+    "logger.csv": "lightning",
+    "logger.tensorboard": "tensorboard",
+    "logger.wandb": "wandb",
+    "precision.16": "lightning",
+    "precision.16-mixed": "lightning",
+    "precision.16-true": "lightning",
+    "precision.32": "lightning",
+    "precision.32-true": "lightning",
+    "precision.64": "lightning",
+    "precision.64-true": "lightning",
+    "precision.bf16": "lightning",
+    "precision.bf16-mixed": "lightning",
+    "precision.bf16-true": "lightning",
+    "precision.bitsandbytes": "bitsandbytes",
+    "precision.deepspeed": "deepspeed",
+    "precision.fsdp": "lightning",
+    "precision.half": "lightning",
+    "precision.mixed": "lightning",
+    "precision.transformer-engine": "transformer-engine",
+    "precision.transformer-engine-float16": "transformer-engine",
+    "precision.xla": "xla",
+    "requeue.command": "lightning",
+    "requeue.exit_code": "lightning",
+    "requeue.lsf": "lsf",
+    "requeue.none": "lightning",
+    "requeue.script": "lightning",
+    "requeue.slurm": "slurm",
+    "strategy.ddp": "lightning",
+    "strategy.ddp_find_unused_parameters_true": "lightning",
+    "strategy.ddp_fork": "lightning",
+    "strategy.ddp_spawn": "lightning",
+    "strategy.deepspeed": "deepspeed",
+    "strategy.deepspeed_stage_1": "deepspeed",
+    "strategy.deepspeed_stage_2": "deepspeed",
+    "strategy.deepspeed_stage_2_offload": "deepspeed",
+    "strategy.deepspeed_stage_3": "deepspeed",
+    "strategy.deepspeed_stage_3_offload": "deepspeed",
+    "strategy.fsdp": "lightning",
+    "strategy.fsdp2": "lightning",
+    "strategy.fsdp_native": "lightning",
+    "strategy.single_device": "lightning",
+    "strategy.xla": "xla",
+}

@@ -1,0 +1,78 @@
+"""The whole plugin API: what a plugin may contribute, on one page.
+
+A plugin is one object, named by one entry point in the group `fairlead`::
+
+    [project.entry-points.fairlead]
+    "strategy.ring" = "ring_strategy.plugin:ring"
+
+The entry point's name is `<axis>.<tag>`.  The object is an instance of that axis's class in
+`fairlead.axes`; the class attributes name the config and the runtime, and the optional hooks below
+add detection and checks.  Nothing here may import torch.
+
+Example:
+    >>> from typing import Literal
+    >>> from fairlead import StrategyConfigBase, StrategyPlugin
+    >>> class RingStrategyConfig(StrategyConfigBase):
+    ...     name: Literal["ring"] = "ring"
+    >>> class Ring(StrategyPlugin):
+    ...     config = RingStrategyConfig
+    ...     runtime = "ring_strategy.runtime:build"  # called as build(config, context)
+    >>> ring = Ring()
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING
+
+import pluggy
+
+if TYPE_CHECKING:
+    from fairlead.bases import EnvironmentConfigBase
+    from fairlead.capabilities import Capability
+    from fairlead.findings import Finding
+    from fairlead.interfaces import Claim, Devices, Topology
+    from fairlead.resolve import Resolution
+
+__all__ = ["API_VERSION", "HookSpecs", "hookimpl"]
+
+API_VERSION = 1
+"""The version of this contract. A plugin that needs another says so in `Plugin.api`."""
+
+hookspec = pluggy.HookspecMarker("fairlead")
+hookimpl = pluggy.HookimplMarker("fairlead")
+"""Marks a method of a plugin as the implementation of a hook below."""
+
+
+class HookSpecs:
+    """All hooks. Each is optional; each result is checked, and a wrong one names its plugin."""
+
+    @hookspec
+    def fairlead_detect(self, environ: Mapping[str, str]) -> Claim | None:
+        """Environments: claim this process, with the evidence, or return None.
+
+        All claims are collected; the most specific one wins (`Specificity`), a tie is a finding.
+        Must not import anything heavy, start anything, or call MPI_Init.
+        """
+
+    @hookspec
+    def fairlead_topology(self, config: EnvironmentConfigBase, environ: Mapping[str, str]) -> Topology:
+        """Environments: who this rank is and who else is there, each value with its reason.
+
+        Called for the chosen environment only. Without this hook `explain` cannot show the ranks.
+
+        Raises:
+            ConfigError: A variable that the launcher promises is absent or malformed.
+        """
+
+    @hookspec
+    def fairlead_devices(self, environ: Mapping[str, str]) -> Devices:
+        """Accelerators: which devices this machine has, found without importing torch."""
+
+    @hookspec
+    def fairlead_capabilities(self) -> Iterable[Capability]:
+        """Any plugin: rows for the capability table, each with its reason."""
+
+    @hookspec
+    def fairlead_check(self, resolution: Resolution, environ: Mapping[str, str]) -> Iterable[Finding]:
+        """Any selected plugin: what would go wrong later, said now."""

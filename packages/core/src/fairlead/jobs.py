@@ -1,0 +1,164 @@
+"""A job as it was asked for: read from a file or a Python object, overridden, validated, located."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from fairlead import yaml
+from fairlead.config import JobConfig
+from fairlead.errors import ConfigError, UserCodeError
+from fairlead.findings import Finding
+from fairlead.modules import CodeRoot, code_root, import_callable
+from fairlead.overrides import apply_override, parse_override
+from fairlead.plugins import PluginManager
+from fairlead.validation import dotted, findings_of
+
+__all__ = ["LoadedJob", "load_job"]
+
+
+@dataclass(frozen=True)
+class LoadedJob:
+    """A job, and where each of its settings was written.
+
+    Args:
+        job: The validated config; None when `findings` has an error.
+        data: The job as plain data, overrides applied.
+        source: What was asked for, as the user wrote it.
+        path: The job file; None for a Python object.
+        root: Where the user's code is found.
+        findings: What validation found.
+        document: The parsed file, for line numbers.
+        overrides: The config paths that `--set` replaced.
+    """
+
+    job: JobConfig | None
+    data: Any
+    source: str
+    path: Path | None
+    root: CodeRoot
+    findings: tuple[Finding, ...] = ()
+    document: yaml.Document | None = None
+    overrides: tuple[tuple[str | int, ...], ...] = field(default=())
+
+    def locate(self, path: tuple[str | int, ...]) -> str:
+        """Where a setting was written: `job.yaml:7, trainer.strategy`, or `--set trainer.strategy`."""
+        name = dotted(path)
+        if any(path[: len(override)] == override for override in self.overrides):
+            return f"--set {name}"
+        line = self.document.line(path) if self.document is not None else None
+        place = f"{self.source}:{line}" if line else self.source
+        return f"{place}, {name}" if name else place
+
+    def placed(self, finding: Finding) -> Finding:
+        """The finding with the file and line added to the config path it names."""
+        if not finding.where or not finding.where.startswith(
+            ("run", "model", "data", "trainer", "resources", "submit")
+        ):
+            return finding
+        first, *others = finding.where.split(", ")
+        where = ", ".join([self.locate(_undotted(first)), *others])
+        return dataclasses.replace(finding, where=where)
+
+
+def _undotted(text: str) -> tuple[str | int, ...]:
+    parts = text.replace("[", ".").replace("]", "").split(".")
+    return tuple(int(p) if p.isdigit() else p for p in parts)
+
+
+def load_job(source: str, *, plugins: PluginManager, cwd: Path, overrides: Sequence[str] = ()) -> LoadedJob:
+    """Reads a job.
+
+    Args:
+        source: A YAML file, or `module:object` naming a `JobConfig` or a function that returns one.
+        plugins: The plugin manager.
+        cwd: The working directory.
+        overrides: The texts of `--set`.
+
+    Raises:
+        ConfigError: The file cannot be read, is not YAML, or an override is malformed.  Mistakes
+            in the content are findings of the result instead.
+    """
+    parsed = [parse_override(text) for text in overrides]
+    if _is_object(source, cwd):
+        return _load_object(source, parsed, plugins, cwd)
+    path = Path(cwd, source)
+    document = yaml.load_file(path)
+    document = dataclasses.replace(document, source=source)
+    data = document.data
+    root = code_root(path, code=_code_of(data), cwd=cwd)
+    loaded = LoadedJob(None, data, source, path, root, document=document)
+    if data is None or not isinstance(data, dict):
+        kind = "empty" if data is None else f"a {type(data).__name__}"
+        found = Finding(
+            "error",
+            "wrong-type",
+            f"{source} is {kind}, not a job",
+            f"{source}:1",
+            None,
+            "a job is a mapping with `model`, `data` and `trainer`",
+        )
+        return dataclasses.replace(loaded, findings=(found,))
+    return _validated(_overridden(loaded, parsed), plugins, default_name=path.stem)
+
+
+def _overridden(loaded: LoadedJob, parsed: list[tuple[tuple[str | int, ...], Any]]) -> LoadedJob:
+    data = loaded.data
+    for path, value in parsed:
+        data = apply_override(data, path, value)
+    return dataclasses.replace(loaded, data=data, overrides=tuple(path for path, _ in parsed))
+
+
+def _validated(loaded: LoadedJob, plugins: PluginManager, *, default_name: str) -> LoadedJob:
+    try:
+        job = JobConfig.model_validate(loaded.data, context={"plugins": plugins})
+    except ValidationError as error:
+        found = findings_of(error, loaded.data, JobConfig, plugins, loaded.locate)
+        return dataclasses.replace(loaded, findings=tuple(found))
+    if job.run.name is None:
+        job = job.model_copy(update={"run": job.run.model_copy(update={"name": default_name})})
+    return dataclasses.replace(loaded, job=job)
+
+
+def _code_of(data: Any) -> str | None:
+    run = data.get("run") if isinstance(data, dict) else None
+    code = run.get("code") if isinstance(run, dict) else None
+    return code if isinstance(code, str) else None
+
+
+def _is_object(source: str, cwd: Path) -> bool:
+    module, colon, name = source.partition(":")
+    dotted_module = all(part.isidentifier() for part in module.split("."))
+    return bool(colon and name and dotted_module) and not Path(cwd, source).exists()
+
+
+def _load_object(
+    source: str, parsed: list[tuple[tuple[str | int, ...], Any]], plugins: PluginManager, cwd: Path
+) -> LoadedJob:
+    """Imports `module:object`; this runs the user's code, as the user asked."""
+    root = code_root(None, code=None, cwd=cwd)
+    made = import_callable(source, root)
+    if callable(made) and not isinstance(made, (JobConfig, type)):
+        try:
+            made = made()
+        except Exception as error:
+            raise UserCodeError(
+                f"{source} raised {type(error).__name__} when it was called without arguments",
+                where=source,
+                why=str(error),
+                fix="a job function takes no arguments and returns a JobConfig",
+            ) from error
+    if not isinstance(made, JobConfig):
+        raise ConfigError(
+            f"{source} is a {type(made).__name__}, not a JobConfig",
+            where=source,
+            fix="name a JobConfig, or a function without arguments that returns one",
+        )
+    data = made.model_dump(mode="json")
+    loaded = _overridden(LoadedJob(None, data, source, None, root), parsed)
+    return _validated(loaded, plugins, default_name=source.partition(":")[2].replace(".", "-"))

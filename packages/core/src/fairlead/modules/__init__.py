@@ -1,0 +1,37 @@
+"""User code: where it is found, what it takes, and building it.
+
+`check_spec` and `find_callable` read source and import nothing, so a login node without torch can
+say that `layres` should be `layers`.  `import_callable` and `instantiate` are for the run itself.
+
+Example:
+    >>> root = code_root(Path("job.yaml"), code=None, cwd=Path.cwd())       # doctest: +SKIP
+    >>> check_spec("examples.gpt.model:GPT", {"layres": 4}, root)           # doctest: +SKIP
+    >>> model = instantiate({"class": "examples.gpt.model:GPT"}, root)      # doctest: +SKIP
+"""
+
+from __future__ import annotations
+
+from fairlead.modules.build import import_callable, instantiate
+from fairlead.modules.check import check_spec, is_spec
+from fairlead.modules.lookup import CallableInfo, Problem, ProblemKind, find_callable, split_spec
+from fairlead.modules.roots import CodeRoot, activate, code_root
+from fairlead.modules.signature import Parameter, Signature
+from fairlead.modules.source import Sources
+
+__all__ = [
+    "CallableInfo",
+    "CodeRoot",
+    "Parameter",
+    "Problem",
+    "ProblemKind",
+    "Signature",
+    "Sources",
+    "activate",
+    "check_spec",
+    "code_root",
+    "find_callable",
+    "import_callable",
+    "instantiate",
+    "is_spec",
+    "split_spec",
+]

@@ -1,0 +1,170 @@
+"""Checks a `{class:, args:}` node, and those nested in its arguments, against the source of what it names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from fairlead.errors import did_you_mean
+from fairlead.modules.lookup import CallableInfo, Problem, find_callable, split_spec
+from fairlead.modules.roots import CodeRoot
+from fairlead.modules.signature import Parameter
+from fairlead.modules.source import Sources
+
+__all__ = ["MAX_NESTING", "check_spec", "is_spec"]
+
+MAX_NESTING = 60
+# What certainly is no int, float, ...: an int is a float in Python, and bool is an int.
+_WRONG: dict[str, tuple[type, ...]] = {
+    "int": (str, list, dict),
+    "float": (str, list, dict),
+    "bool": (str, list, dict),
+    "str": (bool, int, float, list, dict),
+}
+
+
+def is_spec(value: object) -> bool:
+    """Whether a value in `args` is a nested `{class:, args:}`, and not a mapping of the user's own.
+
+    It is one if it has no other keys, or if its class reads `module:object` (then another key is a
+    misspelt `args`).
+    """
+    if not isinstance(value, Mapping) or not isinstance(value.get("class"), str):
+        return False
+    if set(value) <= {"class", "args"}:
+        return True
+    try:
+        return split_spec(value["class"])[1] is not None
+    except ValueError:
+        return False
+
+
+def check_spec(
+    cls: str, args: Mapping[str, object], root: CodeRoot, *, sources: Sources | None = None
+) -> list[Problem]:
+    """The problems of a class and its arguments, nested ones too; nothing is imported.
+
+    Args:
+        cls: `module:object`.
+        args: Its keyword arguments, as the job file has them.
+        root: Where code is found.
+        sources: To read files only once over several checks.
+
+    Returns:
+        Certain problems, and "cannot-know" where reading the source does not tell.
+
+    Example:
+        >>> check_spec("examples.gpt.model:GPT", {"layres": 4}, root)  # doctest: +SKIP
+        [Problem(kind='unknown-argument', path=('args', 'layres'), ..., fix="write 'layers'")]
+    """
+    return list(_check(cls, args, Sources(root) if sources is None else sources, (), 0))
+
+
+def _check(
+    cls: str, args: Mapping[str, object], sources: Sources, path: tuple[str | int, ...], depth: int
+) -> Iterator[Problem]:
+    found = find_callable(cls, sources.root, sources=sources)
+    if isinstance(found, Problem):
+        yield _at(found, path)
+    else:
+        yield from (_at(problem, path) for problem in _arguments(found, args))
+    yield from _nested(args, sources, (*path, "args"), depth + 1)
+
+
+def _at(problem: Problem, path: tuple[str | int, ...]) -> Problem:
+    return Problem(problem.kind, (*path, *problem.path), problem.what, problem.why, problem.fix)
+
+
+def _nested(value: object, sources: Sources, path: tuple[str | int, ...], depth: int) -> Iterator[Problem]:
+    if depth > MAX_NESTING:
+        yield Problem("cannot-know", path, f"nested more than {MAX_NESTING} levels deep")
+        return
+    if isinstance(value, Mapping) and path[-1:] != ("args",) and is_spec(value):
+        yield from _spec(value, sources, path, depth)
+    elif isinstance(value, Mapping):
+        for key, child in value.items():
+            place = (*path, key if isinstance(key, str | int) else str(key))
+            # A parameter may itself be called `args`: its value is a spec like any other.
+            yield from (
+                _spec(child, sources, place, depth) if is_spec(child) else _nested(child, sources, place, depth + 1)
+            )
+    elif isinstance(value, Sequence) and not isinstance(value, str | bytes):
+        for index, child in enumerate(value):
+            yield from _nested(child, sources, (*path, index), depth + 1)
+
+
+def _spec(value: object, sources: Sources, path: tuple[str | int, ...], depth: int) -> Iterator[Problem]:
+    assert isinstance(value, Mapping)
+    for key in value:
+        if key not in ("class", "args"):
+            near = did_you_mean(str(key), ["args"])
+            fix = "write 'args'" if near else "put the arguments under 'args'"
+            yield Problem("unknown-argument", (*path, str(key)), f"{key!r} beside 'class'", "there is only args", fix)
+    args = value.get("args")
+    if args is not None and not isinstance(args, Mapping):
+        yield Problem("wrong-type", (*path, "args"), "'args' is not a mapping", None, "write args: {name: value}")
+        args = None
+    yield from _check(value["class"], args or {}, sources, path, depth)
+
+
+def _arguments(found: CallableInfo, args: Mapping[str, object]) -> Iterator[Problem]:
+    signature, call = found.signature, f"{found.name}(...)"
+    if signature.open_reason is not None:
+        why = f"{signature.open_reason}; its arguments are first checked when it is built"
+        yield Problem("cannot-know", ("class",), f"what {found.spec} takes cannot be known", why)
+        return
+    by_name = {p.name: p for p in signature.parameters if not p.positional_only}
+    misspelt: set[str] = set()
+    for name, value in args.items():
+        if not isinstance(name, str):
+            yield Problem("unknown-argument", ("args", str(name)), f"the argument name {name!r} is not text")
+        elif name in by_name:
+            yield from _type(found, by_name[name], value)
+        else:
+            near = did_you_mean(name, [n for n in by_name if n not in args])
+            misspelt |= {near} if near else set()
+            yield from _unknown(found, name, near)
+    for parameter in signature.parameters:
+        if parameter.required and parameter.positional_only:
+            why = "it is positional-only, and a job file gives arguments by name"
+            fix = "name a function that takes it by name"
+            yield Problem("missing-argument", ("args", parameter.name), f"{call} needs {parameter.name!r}", why, fix)
+        elif parameter.required and parameter.name not in args and parameter.name not in misspelt:
+            what = f"{call} needs the argument {parameter.name!r}"
+            annotation = f" ({parameter.annotation})" if parameter.annotation else ""
+            fix = f"give {parameter.name}{annotation} in args"
+            yield Problem("missing-argument", ("args", parameter.name), what, _source(found), fix)
+
+
+def _unknown(found: CallableInfo, name: str, near: str | None) -> Iterator[Problem]:
+    signature = found.signature
+    if signature.var_keyword:
+        if near is not None:
+            what = f"{found.name} takes any argument (**kwargs), so {name!r} may be right"
+            yield Problem("cannot-know", ("args", name), what, None, f"did you mean {near!r}?")
+        return
+    if any(p.name == name and p.positional_only for p in signature.parameters):
+        why = "it is positional-only, and a job file gives arguments by name"
+        yield Problem("unknown-argument", ("args", name), f"{found.name} does not take {name!r} by name", why)
+        return
+    takes = ", ".join(p.name for p in signature.parameters if not p.positional_only) or "no arguments"
+    fix = f"write {near!r}" if near else f"it takes: {takes}"
+    yield Problem("unknown-argument", ("args", name), f"{found.name} takes no argument {name!r}", _source(found), fix)
+
+
+def _source(found: CallableInfo) -> str | None:
+    return f"read {found.file}:{found.line}" if found.file is not None else None
+
+
+def _type(found: CallableInfo, parameter: Parameter, value: object) -> Iterator[Problem]:
+    """Only what is certain: a builtin scalar annotation, taken literally, and a value of another kind."""
+    wanted = (parameter.annotation or "").strip("'\"").removesuffix(" | None")
+    wrong = _WRONG.get(wanted, ())
+    if not found.signature.checked_types or not isinstance(value, wrong) or is_spec(value):
+        return
+    if parameter.default is not None and parameter.default[:1] in "'\"" and isinstance(value, str):
+        return  # `devices: int = "auto"`: the annotation is not meant literally
+    what = f"{found.name} takes {parameter.name}: {wanted}, not {value!r:.60}"
+    fix = f'write {parameter.name}: "{value}"' if wanted == "str" and not isinstance(value, list | dict) else None
+    if wanted == "bool" and isinstance(value, str):
+        fix = "write true or false"
+    yield Problem("wrong-type", ("args", parameter.name), what, _source(found), fix)

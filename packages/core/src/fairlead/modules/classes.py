@@ -1,0 +1,150 @@
+"""What a class takes: its own or an inherited `__init__`, or the fields that make one."""
+
+from __future__ import annotations
+
+import ast
+
+from fairlead.modules.fields import dataclass_fields, pydantic_fields
+from fairlead.modules.signature import (
+    PLAIN_FUNCTION,
+    Parameter,
+    Signature,
+    from_arguments,
+    of_function,
+    opened,
+    qualified,
+    text_of,
+)
+from fairlead.modules.source import NotKnownError, SourceError
+from fairlead.modules.symbols import ClassSymbol, FunctionSymbol, KnownSymbol, MissingError, Opaque, Resolver
+
+__all__ = ["signature_of"]
+
+# Decorators that leave the parameters as they are.
+_PLAIN_CLASS = frozenset(
+    ("typing.final", "typing.runtime_checkable", "functools.total_ordering", "warnings.deprecated")
+)
+_NO_INIT = frozenset(("typing.Generic", "typing.Protocol", "abc.ABC"))
+_REWRITES = ("__init__", "__new__", "__signature__", "dataclass")
+
+
+def signature_of(resolver: Resolver, symbol: ClassSymbol | FunctionSymbol) -> Signature:
+    """The signature of a class or a function; open where it cannot be known."""
+    if isinstance(symbol, FunctionSymbol):
+        return of_function(resolver, symbol)
+    return _ClassReader(resolver, symbol).read()
+
+
+class _ClassReader:
+    def __init__(self, resolver: Resolver, cls: ClassSymbol) -> None:
+        self.resolver = resolver
+        self.cls = cls
+        self.mro = resolver.mro(cls)
+
+    def read(self) -> Signature:
+        for entry in self.mro:
+            if isinstance(entry, ClassSymbol) and (reason := self._changed(entry)):
+                return opened(reason)
+        for index, entry in enumerate(self.mro):
+            if isinstance(entry, Opaque):
+                return opened(entry.reason)
+            if isinstance(entry, KnownSymbol):
+                if entry.name in _NO_INIT:
+                    continue
+                return self._inherited(entry, index)
+            if "__init__" in entry.own:
+                return self._init(entry)
+            if self._dataclass(entry) is not None:
+                return self._dataclass_fields(index)
+            if "__new__" in entry.own:
+                return opened(f"{entry.node.name} has a __new__")
+        return Signature()
+
+    def _changed(self, entry: ClassSymbol) -> str | None:
+        """Why the call of a class may not be its `__init__`."""
+        name = entry.node.name
+        for decorator in entry.node.decorator_list:
+            known = qualified(self.resolver, entry, decorator)
+            if known not in _PLAIN_CLASS and known != "dataclasses.dataclass":
+                return f"a decorator of {name} may change what it takes"
+        for keyword in entry.node.keywords:
+            if keyword.arg != "metaclass":
+                return f"{name} is defined with the keyword {keyword.arg}"
+            if qualified(self.resolver, entry, keyword.value) != "abc.ABCMeta":
+                return f"{name} has a metaclass"
+        for hook in entry.own.get("__init_subclass__", ()):
+            if _mentions(hook.node, _REWRITES):
+                return f"{name} changes its subclasses"
+        return None
+
+    def _inherited(self, entry: KnownSymbol, index: int) -> Signature:
+        if entry.name == "builtins.object":
+            return Signature()
+        if entry.name in ("pydantic.BaseModel", "pydantic.main.BaseModel"):
+            return pydantic_fields(self.resolver, [e for e in self.mro[:index] if isinstance(e, ClassSymbol)])
+        if entry.name == "typing.NamedTuple" and index == 1:
+            return self._named_tuple()
+        try:
+            real = self.resolver.real(entry)
+        except (NotKnownError, MissingError, SourceError) as error:
+            return opened(f"a base class of {self.cls.node.name} cannot be read: {error}")
+        if isinstance(real, ClassSymbol) and all(e in _ENDS for e in self.mro[index + 1 :]):
+            return signature_of(self.resolver, real)
+        return opened(f"{self.cls.node.name} takes what {entry.name} takes")
+
+    def _init(self, entry: ClassSymbol) -> Signature:
+        bindings = entry.own["__init__"]
+        functions = [b.node for b in bindings if isinstance(b.node, ast.FunctionDef)]
+        names = [{qualified(self.resolver, entry, d) for d in node.decorator_list} for node in functions]
+        real = [node for node, known in zip(functions, names, strict=True) if "typing.overload" not in known]
+        if len(functions) != len(bindings) or len(real) != 1:
+            return opened(f"{entry.node.name} defines __init__ in several ways")
+        if not names[functions.index(real[0])] <= PLAIN_FUNCTION:
+            return opened(f"a decorator of {entry.node.name}.__init__ may change what it takes")
+        for other in self.mro:
+            if isinstance(other, ClassSymbol) and "__new__" in other.own:
+                node = other.own["__new__"][-1].node
+                if not (isinstance(node, ast.FunctionDef) and node.args.kwarg and node.args.vararg):
+                    return opened(f"{other.node.name} has a __new__")
+        return from_arguments(real[0].args, drop_first=True)
+
+    def _named_tuple(self) -> Signature:
+        fields = [node for node in self.cls.node.body if isinstance(node, ast.AnnAssign)]
+        return Signature(
+            tuple(
+                Parameter(node.target.id, node.value is None, text_of(node.annotation), text_of(node.value))
+                for node in fields
+                if isinstance(node.target, ast.Name)
+            )
+        )
+
+    def _dataclass(self, entry: ClassSymbol) -> ast.expr | None:
+        """The decorator, unless it says init=False."""
+        for decorator in entry.node.decorator_list:
+            if qualified(self.resolver, entry, decorator) == "dataclasses.dataclass" and not (
+                isinstance(decorator, ast.Call) and any(_is_false(k, "init") for k in decorator.keywords)
+            ):
+                return decorator
+        return None
+
+    def _dataclass_fields(self, index: int) -> Signature:
+        tail = self.mro[index:]
+        for entry in tail:
+            if isinstance(entry, Opaque):
+                return opened(entry.reason)
+        return dataclass_fields(self.resolver, [e for e in tail if isinstance(e, ClassSymbol)])
+
+
+_ENDS = (*(KnownSymbol(name) for name in _NO_INIT), KnownSymbol("builtins.object"))
+
+
+def _is_false(keyword: ast.keyword, name: str) -> bool:
+    return keyword.arg == name and isinstance(keyword.value, ast.Constant) and keyword.value.value is False
+
+
+def _mentions(node: ast.AST, words: tuple[str, ...]) -> bool:
+    for child in ast.walk(node):
+        name = getattr(child, "attr", None) or getattr(child, "id", None) or getattr(child, "value", None)
+        if name == "setattr" or (isinstance(name, str) and any(word in name for word in words)):
+            return True
+    return False

@@ -1,0 +1,190 @@
+"""`module:object` to what it takes, or to the problem with it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from fairlead.errors import did_you_mean
+from fairlead.modules.classes import signature_of
+from fairlead.modules.roots import CodeRoot
+from fairlead.modules.signature import Signature
+from fairlead.modules.source import NotKnownError, SourceError, Sources
+from fairlead.modules.symbols import (
+    ClassSymbol,
+    FunctionSymbol,
+    MissingError,
+    ModuleSymbol,
+    Resolver,
+    Symbol,
+    ValueSymbol,
+)
+
+__all__ = ["CallableInfo", "Problem", "ProblemKind", "find_callable", "split_spec"]
+
+ProblemKind = Literal[
+    "module-not-found",
+    "object-not-found",
+    "not-callable",
+    "unknown-argument",
+    "missing-argument",
+    "wrong-type",
+    "cannot-know",
+    "syntax-error",
+]
+_DOTTED = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*")
+MAX_SPEC = 500
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One thing that is wrong with a `{class:, args:}` node, or that reading cannot tell ("cannot-know").
+
+    Attributes:
+        path: Below the node: `("class",)`, `("args", "layres")`.
+    """
+
+    kind: ProblemKind
+    path: tuple[str | int, ...]
+    what: str
+    why: str | None = None
+    fix: str | None = None
+
+
+@dataclass(frozen=True)
+class CallableInfo:
+    """What a `module:object` names. `file` and `line` are None where its source is not at hand."""
+
+    spec: str
+    module: str
+    name: str
+    signature: Signature
+    file: Path | None = None
+    line: int | None = None
+
+
+class _SpecError(Exception):
+    def __init__(self, problem: Problem) -> None:
+        super().__init__(problem.what)
+        self.problem = problem
+
+
+def split_spec(spec: str) -> tuple[str, str | None]:
+    """`module:object` as its two parts; without a colon the second is None, the first the whole dotted name.
+
+    Raises:
+        ValueError: It is neither; the text says how to write it.
+    """
+    module, colon, name = spec.partition(":")
+    if len(spec) <= MAX_SPEC and _DOTTED.fullmatch(module) and ((colon and _DOTTED.fullmatch(name)) or "." in spec):
+        if not colon:
+            return module, None
+        if _DOTTED.fullmatch(name) and not module.endswith(".py"):
+            return module, name
+    if module.endswith(".py"):
+        dotted = module.removesuffix(".py").strip("./").replace("/", ".")
+        raise ValueError(f"name the module, not its file: {dotted}:{name or 'NAME'}")
+    raise ValueError("write module:object, for example examples.gpt.model:GPT")
+
+
+def find_callable(spec: str, root: CodeRoot, *, sources: Sources | None = None) -> CallableInfo | Problem:
+    """Looks a callable up by reading source; nothing is imported, not even its parent packages.
+
+    Args:
+        spec: `module:object`, `module:Outer.Inner`, or `module.object`.
+        root: Where code is found.
+        sources: Files already read by an earlier look-up of the same check.
+
+    Example:
+        >>> info = find_callable("fractions:Fraction", code_root(None, code=None, cwd=Path()))  # doctest: +SKIP
+    """
+    sources = Sources(root) if sources is None else sources
+    try:
+        return _find(spec, sources)
+    except _SpecError as error:
+        return error.problem
+    except NotKnownError as error:
+        return _problem("cannot-know", f"what {spec[:MAX_SPEC]} takes cannot be known without importing it", str(error))
+    except SourceError as error:
+        line = f":{error.line}" if error.line else ""
+        return _problem("syntax-error", f"{error.file}{line} does not parse", error.message, "correct the file")
+    except RecursionError:
+        return _problem("cannot-know", f"{spec} is too deeply nested to read")
+
+
+def _problem(kind: ProblemKind, what: str, why: str | None = None, fix: str | None = None) -> Problem:
+    return Problem(kind, ("class",), what, why, fix)
+
+
+def _find(spec: str, sources: Sources) -> CallableInfo:
+    try:
+        module, name = split_spec(spec)
+    except ValueError as error:
+        raise _SpecError(_problem("module-not-found", f"{spec[:80]!r} names no class", None, str(error))) from None
+    if name is None:
+        module, name = _guess(module, sources)
+    _require(module, sources)
+    resolver = Resolver(sources)
+    symbol: Symbol = ModuleSymbol(module)
+    owner = ""
+    for part in name.split("."):
+        try:
+            symbol = resolver.real(resolver.attribute(symbol, part))
+        except MissingError as error:
+            near = did_you_mean(part, error.known)
+            fix = f"did you mean {module}:{owner}{near}?" if near else _choices(error.known)
+            what = f"{error.owner} has no {part!r}"
+            raise _SpecError(_problem("object-not-found", what, _where(module, sources), fix)) from None
+        owner += f"{part}."
+    if isinstance(symbol, ModuleSymbol | ValueSymbol):
+        kind = "a module" if isinstance(symbol, ModuleSymbol) else "a value"
+        raise _SpecError(_problem("not-callable", f"{spec} is {kind}, not a class or a function"))
+    if not isinstance(symbol, ClassSymbol | FunctionSymbol):
+        raise NotKnownError(f"{name} is not written in a source file that can be read")
+    signature = signature_of(resolver, symbol)
+    return CallableInfo(spec, module, name, signature, symbol.module.file, symbol.node.lineno)
+
+
+def _guess(dotted: str, sources: Sources) -> tuple[str, str]:
+    """`pkg.mod.Class`: the longest part that is a module."""
+    parts = dotted.split(".")
+    for end in range(len(parts) - 1, 0, -1):
+        if sources.locate(".".join(parts[:end])) is not None:
+            if end == len(parts) - 1 and sources.locate(dotted) is not None:
+                raise _SpecError(_problem("not-callable", f"{dotted} is a module", None, f"write {dotted}:NAME"))
+            return ".".join(parts[:end]), ".".join(parts[end:])
+    return ".".join(parts[:-1]), parts[-1]
+
+
+def _require(module: str, sources: Sources) -> None:
+    parts = module.split(".")
+    for end in range(1, len(parts) + 1):
+        name, parent = ".".join(parts[:end]), ".".join(parts[: end - 1])
+        if sources.locate(name) is None:
+            near = did_you_mean(parts[end - 1], sources.siblings(parent))
+            proposal = ".".join([*parts[: end - 1], near or "", *parts[end:]])
+            where = f"{parent} has no such module" if parent else "looked in:\n" + sources.root.describe()
+            if parent:
+                where += f" ({_folders(parent, sources)})\nlooked in:\n{sources.root.describe()}"
+            fix = f"did you mean {proposal}?" if near else "set run.code to the folder that holds it, or install it"
+            raise _SpecError(_problem("module-not-found", f"there is no module {name!r}", where, fix))
+
+
+def _folders(package: str, sources: Sources) -> str:
+    found = sources.locate(package)
+    if found is None or not (found.folders or found.file):
+        return package
+    return ", ".join(str(folder) for folder in found.folders) or f"{found.file} is not a package"
+
+
+def _where(module: str, sources: Sources) -> str | None:
+    found = sources.locate(module)
+    return None if found is None or found.file is None else f"read {found.file}"
+
+
+def _choices(names: Iterable[str]) -> str | None:
+    public = sorted({name for name in names if not name.startswith("_")})
+    return f"it has: {', '.join(public[:12])}{', ...' if len(public) > 12 else ''}" if public else None

@@ -1,0 +1,143 @@
+"""Where user code is found: the same answer on the login node, in every rank and after a requeue."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+import sysconfig
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from fairlead.errors import ConfigError, did_you_mean
+
+__all__ = ["CodeRoot", "activate", "code_root"]
+
+_MARKS = ("pyproject.toml", ".git")
+
+
+@dataclass(frozen=True)
+class CodeRoot:
+    """The folders in which user code is looked for.
+
+    Attributes:
+        searched: The user's folders in their order, each with the reason why it is one of them.
+        installed: The folders of installed packages and of Python's own, which come last.
+    """
+
+    searched: tuple[tuple[Path, str], ...]
+    installed: tuple[Path, ...] = ()
+
+    @property
+    def folders(self) -> tuple[Path, ...]:
+        """The user's folders, without the reasons."""
+        return tuple(folder for folder, _ in self.searched)
+
+    def describe(self) -> str:
+        """One line per place, for an error that says where was looked."""
+        lines = [f"{folder} ({reason})" for folder, reason in self.searched]
+        return "\n".join([*lines, f"installed packages ({sys.prefix})"])
+
+
+def code_root(job_file: Path | None, *, code: str | None, cwd: Path, sys_path: Sequence[str] | None = None) -> CodeRoot:
+    """Decides where user code is found.
+
+    In this order: `run.code` if it is given, else the nearest parent of the job file with a
+    `pyproject.toml` or `.git`; then the working directory; each with its `src` folder if it has
+    one; then installed packages.  The folder of a console script (`bin`) never counts, although
+    Python puts it at the front of `sys.path`.
+
+    Args:
+        job_file: The job file; None for a job that is Python.
+        code: `run.code`: a folder, relative to the job file's folder.
+        cwd: The working directory.
+        sys_path: Instead of `sys.path`, where installed packages are found.
+
+    Raises:
+        ConfigError: `code` is not a folder.
+
+    Example:
+        >>> code_root(Path("runs/job.yaml"), code=None, cwd=Path("/home/me/project"))  # doctest: +SKIP
+        CodeRoot(searched=((PosixPath('/home/me/project'), 'the pyproject.toml above the job file'),), ...)
+    """
+    cwd = Path(os.path.abspath(cwd))
+    base = cwd if job_file is None else Path(os.path.abspath(cwd / job_file)).parent
+    found: list[tuple[Path, str]] = []
+    if code is not None:
+        found.append((_given(code, base), "run.code"))
+    elif job_file is not None and (project := _project(base)) is not None:
+        found.append(project)
+    found.append((cwd, "the working directory"))
+    searched: dict[Path, str] = {}
+    for folder, reason in found:
+        searched.setdefault(folder, reason)
+        if os.path.isdir(folder / "src"):
+            searched.setdefault(folder / "src", f"src/ of {reason}")
+    installed = tuple(_installed(sys.path if sys_path is None else sys_path, cwd, searched))
+    return CodeRoot(tuple(searched.items()), installed)
+
+
+def _given(code: str, base: Path) -> Path:
+    folder = Path(os.path.abspath(base / Path(code).expanduser()))
+    if os.path.isdir(folder):
+        return folder
+    if os.path.exists(folder):
+        raise ConfigError(f"{code!r} is not a folder", where="run.code", fix=f"name its folder: {Path(code).parent}")
+    siblings = _folders_in(folder.parent)
+    near = did_you_mean(folder.name, siblings)
+    raise ConfigError(
+        f"the folder {code!r} does not exist",
+        where="run.code",
+        why=f"looked for {folder}; it is relative to the job file's folder",
+        fix=near and f"did you mean {Path(code).parent / near}?",
+    )
+
+
+def _folders_in(parent: Path) -> list[str]:
+    try:
+        return [entry.name for entry in os.scandir(parent) if entry.is_dir()]
+    except OSError:  # missing or not to be listed: nothing to propose
+        return []
+
+
+def _project(base: Path) -> tuple[Path, str] | None:
+    for folder in (base, *base.parents):
+        for mark in _MARKS:
+            if os.path.exists(folder / mark):  # .git is a file in a worktree
+                return folder, f"the {mark} above the job file"
+    return None
+
+
+def script_folders() -> frozenset[str]:
+    """Folders of console scripts; nothing in them is meant to be imported."""
+    folders = {sysconfig.get_path("scripts"), os.path.dirname(sys.executable)}
+    if "posix_user" in sysconfig.get_scheme_names():
+        folders.add(sysconfig.get_path("scripts", "posix_user"))
+    return frozenset(os.path.abspath(folder) for folder in folders if folder)
+
+
+def _installed(entries: Sequence[str], cwd: Path, searched: dict[Path, str]) -> Iterator[Path]:
+    scripts = script_folders()
+    for entry in dict.fromkeys(os.path.abspath(cwd / entry) for entry in entries):
+        if entry not in scripts and Path(entry) not in searched and os.path.exists(entry):
+            yield Path(entry)
+
+
+def activate(root: CodeRoot) -> tuple[str, ...]:
+    """Makes user code importable: puts its folders at the front of `sys.path`, in their order.
+
+    Calling it again changes nothing.  The folder of a console script is taken off `sys.path`, so
+    that a module is found, or not, whichever way the process was started.
+
+    Returns:
+        The folders that were not on `sys.path` before.
+    """
+    wanted = [str(folder) for folder in root.folders]
+    added = tuple(folder for folder in wanted if folder not in sys.path)
+    scripts = script_folders()
+    rest = [entry for entry in sys.path if entry not in wanted and (not entry or os.path.abspath(entry) not in scripts)]
+    if sys.path != wanted + rest:
+        sys.path[:] = wanted + rest
+        importlib.invalidate_caches()
+    return added

@@ -1,0 +1,136 @@
+"""A field that accepts any installed plugin of an axis, decided when a value is validated.
+
+A closed `Union[...]` freezes the set of plugins when the class is built.  `OpenUnion` looks the
+tag up in the plugin manager at validation time instead, so that a package installed later needs no
+`model_rebuild`, and only the plugin that is named is loaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import GetCoreSchemaHandler, GetJsonSchemaHandler, ValidationInfo
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema, PydanticCustomError, core_schema
+
+from fairlead.axes import Plugin
+from fairlead.bases import AXES, BackendConfig
+from fairlead.errors import FairleadError
+from fairlead.plugins import PluginManager, default_plugins
+
+__all__ = ["OpenUnion", "parse_backend"]
+
+
+class OpenUnion:
+    """Marks a field as "any plugin of this axis": `Annotated[StrategyConfigBase, OpenUnion("strategy")]`.
+
+    A value may be a config object, a tag (`"ddp"`), or a mapping with `name`.
+
+    Args:
+        axis: The axis.
+        literals: Words that are no plugin and stay as they are, such as `auto`.
+    """
+
+    def __init__(self, axis: str, *, literals: tuple[str, ...] = ()) -> None:
+        self.axis = axis
+        self.literals = literals
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        def validate(value: Any, info: ValidationInfo) -> Any:
+            if isinstance(value, str) and value in self.literals:
+                return value
+            context = info.context if isinstance(info.context, Mapping) else {}
+            plugins = context.get("plugins") or default_plugins()
+            return parse_backend(self.axis, value, plugins, context=info.context, literals=self.literals)
+
+        def serialize(value: Any, info: core_schema.SerializationInfo) -> Any:
+            return value.model_dump(mode=info.mode) if isinstance(value, BackendConfig) else value
+
+        return core_schema.with_info_plain_validator_function(
+            validate,
+            serialization=core_schema.plain_serializer_function_ser_schema(serialize, info_arg=True),
+        )
+
+    def __get_pydantic_json_schema__(self, _schema: CoreSchema, _handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        """The tagged `oneOf` of what is installed now; each plugin under every name it answers to."""
+        plugins = default_plugins()
+        options: list[JsonSchemaValue] = []
+        names = [*self.literals, *plugins.names(self.axis)]
+        if names:
+            options.append({"type": "string", "enum": names})
+        by_class: dict[type[BackendConfig], list[str]] = {}
+        for name, plugin in plugins.loaded(self.axis).items():
+            by_class.setdefault(plugin.config, []).append(name)
+        for config, tags in by_class.items():
+            options.append(_object_schema(config, tags))
+        return {"anyOf": options, "title": f"{self.axis} (a plugin)"}
+
+
+def _object_schema(config: type[BackendConfig], tags: list[str]) -> JsonSchemaValue:
+    schema = config.model_json_schema()
+    schema.setdefault("properties", {})["name"] = {"type": "string", "enum": sorted(tags)}
+    schema["required"] = sorted({*schema.get("required", []), "name"})
+    return schema
+
+
+def parse_backend(
+    axis: str,
+    value: Any,
+    plugins: PluginManager,
+    *,
+    context: Any = None,
+    literals: tuple[str, ...] = (),
+) -> BackendConfig:
+    """The config object that a tag, a mapping with `name`, or a config object stands for.
+
+    Raises:
+        PydanticCustomError: `unknown-tag`, `plugin-missing`, `plugin-broken` or `wrong-type`.
+        ValidationError: A field of the plugin's config is wrong.
+    """
+    if isinstance(value, BackendConfig):
+        if not isinstance(value, AXES[axis]):
+            raise _wrong(axis, f"a {type(value).__name__}, a config of the axis {value.axis!r}", literals, plugins)
+        return value
+    if isinstance(value, bool) or not isinstance(value, (str, int, Mapping)):
+        raise _wrong(axis, f"{type(value).__name__} {value!r}", literals, plugins)
+    fields: dict[str, Any] = dict(value) if isinstance(value, Mapping) else {"name": str(value)}
+    name = fields.pop("name", None)
+    if isinstance(name, int) and not isinstance(name, bool):
+        name = str(name)  # `precision: 32` is the tag "32"
+    if not isinstance(name, str):
+        raise _wrong(axis, "a mapping without `name`", literals, plugins)
+    plugin = _lookup(axis, name, plugins, literals)
+    merged = {**plugin.preset, **{str(key): item for key, item in fields.items()}, "name": plugin.tag}
+    return plugin.config.model_validate(merged, context=context)
+
+
+def _lookup(axis: str, name: str, plugins: PluginManager, literals: tuple[str, ...]) -> Plugin:
+    try:
+        return plugins.get(axis, name)
+    except FairleadError as error:
+        code = {"MissingDependencyError": "plugin-missing", "PluginError": "plugin-broken"}.get(
+            type(error).__name__, "unknown-tag"
+        )
+        raise PydanticCustomError(
+            code,  # type: ignore[arg-type]  # pydantic wants a literal, the code is one of three
+            "{what}",
+            {"what": error.what, "why": _with_literals(error.why, literals), "fix": error.fix},
+        ) from None
+
+
+def _with_literals(why: str | None, literals: tuple[str, ...]) -> str | None:
+    return f"{why}; also: {', '.join(literals)}" if why and literals else why
+
+
+def _wrong(axis: str, got: str, literals: tuple[str, ...], plugins: PluginManager) -> PydanticCustomError:
+    names = ", ".join([*literals, *plugins.names(axis)]) or "none is installed"
+    return PydanticCustomError(
+        "wrong-type",
+        "{what}",
+        {
+            "what": f"{got} is not a {axis}",
+            "why": f"a {axis} is a name or a mapping with `name`; names: {names}",
+            "fix": f"write `{axis}: NAME` or `{axis}: {{name: NAME, ...}}`",
+        },
+    )

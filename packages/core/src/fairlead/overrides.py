@@ -1,0 +1,129 @@
+"""`--set PATH=VALUE`: a value of a job, replaced from the command line.
+
+Setting replaces; nothing is merged with what was there.  Two rules make it convenient:
+
+- setting `x.name` of a plugin node replaces the whole node, for the other fields belong to the
+  plugin that was there before;
+- setting `x.other` of a node written as a literal (`strategy: ddp`) promotes it to a mapping.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from typing import Any, Final
+
+from fairlead.bases import AXES
+from fairlead.errors import ConfigError
+from fairlead.yaml import parse_scalar_or_flow
+
+__all__ = ["apply_override", "parse_override"]
+
+_PATH: Final = re.compile(r"[^.\[\]]+|\[\d+\]")
+_WHOLE: Final = re.compile(r"[^.\[\]]+(\.[^.\[\]]+|\[\d+\])*")
+_CLASS_FIELDS: Final = frozenset({"model", "data", "profiler"})
+
+Path = tuple[str | int, ...]
+
+
+def parse_override(text: str) -> tuple[Path, Any]:
+    """The path and the value of one `--set`.
+
+    Raises:
+        ConfigError: There is no `=`, the path is malformed, or the value is not YAML.
+
+    Example:
+        >>> parse_override("trainer.loggers[0].name=csv")
+        (('trainer', 'loggers', 0, 'name'), 'csv')
+    """
+    path_text, equals, value = text.partition("=")
+    path_text = path_text.strip()
+    if not equals or not _WHOLE.fullmatch(path_text):
+        raise ConfigError(
+            f"--set {text!r} is not PATH=VALUE",
+            where="--set",
+            fix="write for example --set trainer.max_steps=100 or --set trainer.loggers[0].name=csv",
+        )
+    parts = [int(p[1:-1]) if p.startswith("[") else int(p) if p.isdigit() else p for p in _PATH.findall(path_text)]
+    return tuple(parts), parse_scalar_or_flow(value, source=f"--set {path_text}")
+
+
+def apply_override(data: Any, path: Path, value: Any) -> Any:
+    """A copy of the job's data with one value replaced; the original is left as it is.
+
+    Raises:
+        ConfigError: The path leads through something that has no parts, or past the end of a list.
+
+    Example:
+        >>> apply_override({"trainer": {"strategy": "ddp"}}, ("trainer", "strategy", "bucket_cap_mb"), 50)
+        {'trainer': {'strategy': {'name': 'ddp', 'bucket_cap_mb': 50}}}
+    """
+    root = copy.deepcopy(data) if data is not None else {}
+    if len(path) > 1 and path[-1] == "name" and _is_plugin_node(path[:-1]):
+        path, value = path[:-1], {"name": value}
+    parent: Any = None
+    node = root
+    for depth, part in enumerate(path[:-1]):
+        node = _promoted(parent, path, depth, node)
+        parent, node = node, _child(node, part, path, depth, create=path[depth + 1])
+    node = _promoted(parent, path, len(path) - 1, node)
+    last = path[-1]
+    if isinstance(node, list):
+        if not isinstance(last, int) or last > len(node):
+            raise _misplaced(path, len(path) - 1, f"a list of {len(node)}")
+        node[last : last + 1] = [value]
+    elif isinstance(node, dict):
+        node[str(last)] = value
+    else:
+        raise _misplaced(path, len(path) - 1, repr(node))
+    return root
+
+
+def _is_plugin_node(path: Path) -> bool:
+    """Whether a path leads to a field that holds a plugin."""
+    return (
+        len(path) >= 2
+        and path[0] == "trainer"
+        and ((len(path) == 2 and path[1] in AXES) or (len(path) == 3 and path[1] in {"loggers", "plugins"}))
+    )
+
+
+def _promoted(parent: Any, path: Path, depth: int, node: Any) -> Any:
+    """A literal of a plugin or class node, turned into the mapping it stands for, in place."""
+    if not isinstance(node, (str, int)) or isinstance(node, bool) or parent is None:
+        return node
+    here = path[:depth]
+    if _is_plugin_node(here):
+        promoted: dict[str, Any] = {"name": node}
+    elif here[-1] in _CLASS_FIELDS or (len(here) == 3 and here[:2] == ("trainer", "callbacks")):
+        promoted = {"class": node}
+    else:
+        return node
+    parent[here[-1]] = promoted
+    return promoted
+
+
+def _child(node: Any, part: str | int, path: Path, depth: int, *, create: str | int) -> Any:
+    empty: Any = [] if isinstance(create, int) else {}
+    if isinstance(node, list):
+        if not isinstance(part, int) or part > len(node):
+            raise _misplaced(path, depth, f"a list of {len(node)}")
+        if part == len(node):
+            node.append(empty)
+        return node[part]
+    if isinstance(node, dict):
+        if node.get(str(part)) is None:
+            node[str(part)] = empty
+        return node[str(part)]
+    raise _misplaced(path, depth, repr(node))
+
+
+def _misplaced(path: Path, depth: int, found: str) -> ConfigError:
+    from fairlead.validation import dotted
+
+    where = dotted(path[:depth]) or "the job"
+    return ConfigError(
+        f"--set {dotted(path)}: {where} is {found} and has no {path[depth]!r}",
+        where=f"--set {dotted(path)}",
+        fix=f"set {where} itself, or correct the path",
+    )

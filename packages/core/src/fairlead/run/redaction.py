@@ -1,0 +1,144 @@
+"""Keeps secrets out of what is written: by the name of a value, and by the look of a text.
+
+A name says that its value is secret when one of its words does: `wandb_api_key`, `apiKey`, `HF-TOKEN`.
+Words, not letters: `tokenizer`, `monkey` and `num_keys` are no secrets, nor is a number (`key_dim: 64`) or
+what machine learning calls tokens and keys (`pad_token`, `label_key`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+__all__ = ["REDACTED", "is_secret_name", "redact", "redact_argv", "redact_text"]
+
+REDACTED = "<redacted>"
+
+_SECRET = frozenset(
+    (
+        *("key", "apikey", "token", "secret", "secrets", "password", "passwords", "passwd", "passphrase", "pwd"),
+        *("credential", "credentials", "auth", "authorization", "oauth"),
+    )
+)
+# The only word beside `token` or `key`.
+_HARMLESS = {
+    "token": frozenset(
+        ("pad", "bos", "eos", "unk", "mask", "cls", "sep", "start", "end", "stop", "special", "image", "text", "prompt")
+    ),
+    "key": frozenset(
+        (
+            "sort",
+            "label",
+            "target",
+            "input",
+            "output",
+            "metric",
+            "monitor",
+            "feature",
+            "data",
+            "batch",
+            "image",
+            "text",
+            "column",
+            "dict",
+        )
+    ),
+}
+_WORDS = re.compile(r"[A-Z]+(?=[A-Z][a-z])|[A-Z]?[a-z]+|[A-Z]+")
+_URL_PASSWORD = re.compile(r"(\b[A-Za-z][\w+.-]*://[^/\s:@]*:)[^@\s/]+@")
+_BEARER = re.compile(r"\b(bearer|basic)\s+[\w.~+/=-]{8,}", re.IGNORECASE)
+_KNOWN_SHAPES = re.compile(
+    r"\b(?:hf_\w{20,}|gh[pousr]_\w{20,}|github_pat_\w{20,}|glpat-[\w-]{16,}|sk-[\w-]{16,}|AKIA[0-9A-Z]{12,}"
+    r"|xox[abprs]-[\w-]{10,}|eyJ[\w-]{10,}\.[\w-]{10,}\.[\w-]+)"
+)
+_PRIVATE_KEY = re.compile(r"(-----BEGIN [A-Z ]*PRIVATE KEY-----).*?(-----END|\Z)", re.DOTALL)
+_ASSIGNMENT = re.compile(
+    r"""(?<![\w.-])(?P<head>(?P<name>[A-Za-z_][\w.-]*)["']?\]?(?:\s*:\s*[\w\[\].| ]{1,60}?)?\s*[:=]\s*[rbuf]{0,2})"""
+    r"""(?P<value>"[^"\n]*"|'[^'\n]*'|[\w+/.~-]{8,}=*(?![\w(\[.]))"""
+)
+
+
+def is_secret_name(name: str) -> bool:
+    """Whether a value of this name must not be written.
+
+    Example:
+        >>> [is_secret_name(n) for n in ("WANDB_API_KEY", "accessToken", "tokenizer", "monkey", "pad_token")]
+        [True, True, False, False, False]
+    """
+    words = [word.lower() for word in _WORDS.findall(name)]
+    if len(words) == 2 and words[0] in _HARMLESS.get(words[1], ()):
+        return False
+    return not _SECRET.isdisjoint(words)
+
+
+def redact(value: Any) -> Any:
+    """A copy of nested mappings and lists in which secret texts are `<redacted>`.
+
+    Numbers, booleans and None are kept, whatever their name; below a secret name all texts are secret.
+
+    Example:
+        >>> redact({"model": {"api_key": "abc", "key_dim": 64}})
+        {'model': {'api_key': '<redacted>', 'key_dim': 64}}
+    """
+    return _redact(value, secret=False)
+
+
+def redact_argv(argv: Sequence[str]) -> list[str]:
+    """A command line without secrets: `--token X`, `--token=X` and `--set model.args.api_key=X`."""
+    found, secret_next = [], False
+    for word in argv:
+        name, equals, value = word.partition("=")
+        if secret_next and not word.startswith("-"):
+            found.append(REDACTED)
+        elif equals and _path_is_secret(name) and not _is_number(value):
+            found.append(f"{name}={REDACTED}")
+        else:
+            found.append(redact_text(word))
+        secret_next = word.startswith("-") and not equals and is_secret_name(word)
+    return found
+
+
+def redact_text(text: str) -> str:
+    """Free text, such as a diff: assignments to secret names, passwords in URLs, well-known shapes of tokens."""
+    text = _PRIVATE_KEY.sub(rf"\1 {REDACTED} \2", text)
+    text = _ASSIGNMENT.sub(_assignment, text)
+    text = _URL_PASSWORD.sub(rf"\1{REDACTED}@", text)
+    text = _BEARER.sub(rf"\1 {REDACTED}", text)
+    return _KNOWN_SHAPES.sub(REDACTED, text)
+
+
+def _redact(value: Any, *, secret: bool) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _redact(item, secret=secret or is_secret_name(str(key))) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_redact(item, secret=secret) for item in value]
+    if isinstance(value, str):
+        if secret:
+            return REDACTED
+        return _KNOWN_SHAPES.sub(REDACTED, _URL_PASSWORD.sub(rf"\1{REDACTED}@", value))
+    return value
+
+
+def _assignment(match: re.Match[str]) -> str:
+    value = match["value"]
+    quoted = value[0] in "\"'"
+    if not _path_is_secret(match["name"]) or value.strip("\"'") == "":
+        return match[0]
+    # Unquoted, in code, it is mostly an expression; a token has letters and digits.
+    if not quoted and not (re.search(r"\d", value) and re.search(r"[A-Za-z]", value)):
+        return match[0]
+    quote = value[0] if quoted else ""
+    return f"{match['head']}{quote}{REDACTED}{quote}"
+
+
+def _path_is_secret(path: str) -> bool:
+    return any(is_secret_name(part) for part in path.split("."))
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True

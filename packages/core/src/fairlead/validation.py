@@ -1,0 +1,176 @@
+"""From pydantic's errors to findings: where in the file, why, and what to write instead."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, Final, get_args, get_origin
+
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+
+from fairlead.errors import FairleadError, did_you_mean
+from fairlead.findings import Finding
+from fairlead.open_union import OpenUnion
+from fairlead.plugins import PluginManager
+
+__all__ = ["dotted", "findings_of"]
+
+_OWN_CODES: Final = frozenset({"unknown-tag", "plugin-missing", "plugin-broken", "wrong-type", "axis-set-twice"})
+
+Path = tuple[str | int, ...]
+Locate = Callable[[Path], str]
+
+
+def dotted(path: Path) -> str:
+    """A config path as a user writes it: `trainer.loggers[0].name`."""
+    text = ""
+    for part in path:
+        text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else str(part)
+    return text
+
+
+def findings_of(
+    error: ValidationError, data: Any, model: type[BaseModel], plugins: PluginManager, locate: Locate = dotted
+) -> list[Finding]:
+    """One finding for each mistake that pydantic found.
+
+    Args:
+        error: What pydantic raised.
+        data: The value that was validated.
+        model: The model it was validated as.
+        plugins: To list the fields of a plugin's config.
+        locate: Turns a config path into what is shown as the place, such as `job.yaml:7, trainer.strategy`.
+    """
+    groups: dict[Path, list[ErrorDetails]] = {}
+    for detail in error.errors(include_url=False):
+        groups.setdefault(_real_path(detail["loc"], data, detail["type"]), []).append(detail)
+    return [_finding(path, details, data, model, plugins, locate) for path, details in groups.items()]
+
+
+def _real_path(loc: tuple[str | int, ...], data: Any, kind: str) -> Path:
+    """The part of pydantic's location that exists in the data: its union members are not the user's words."""
+    path: list[str | int] = []
+    value = data
+    for index, part in enumerate(loc):
+        last = index == len(loc) - 1
+        if isinstance(value, Mapping) and (part in value or (last and kind in {"missing", "extra_forbidden"})):
+            value = value.get(part)
+        elif isinstance(value, (list, tuple)) and isinstance(part, int) and part < len(value):
+            value = value[part]
+        elif isinstance(value, BaseModel) and part in type(value).model_fields:
+            value = getattr(value, str(part))
+        else:
+            continue
+        path.append(part)
+    return tuple(path)
+
+
+def _finding(
+    path: Path,
+    details: list[ErrorDetails],
+    data: Any,
+    model: type[BaseModel],
+    plugins: PluginManager,
+    locate: Locate,
+) -> Finding:
+    detail = details[0]
+    kind, context = detail["type"], detail.get("ctx", {})
+    where = locate(path) or None
+    if kind in _OWN_CODES:
+        return Finding("error", kind, context["what"], where, context.get("why"), context.get("fix"))
+    if kind == "extra_forbidden":
+        return _unknown_field(path, data, model, plugins, where)
+    if kind == "missing":
+        return Finding("error", "missing-field", f"{dotted(path)!r} is not set", where, None, f"add `{path[-1]}: ...`")
+    got = _shown(detail["input"])
+    if kind == "value_error":
+        return Finding("error", "wrong-value", str(context["error"]), where)
+    wanted = " or ".join(dict.fromkeys(_lowered(d["msg"]) for d in details))
+    code = "wrong-type" if kind.endswith(("_type", "_parsing")) else "wrong-value"
+    fix = None
+    if isinstance(detail["input"], str) and code == "wrong-type" and _looks_numeric(detail["input"]):
+        fix = "remove the quotes"
+    elif kind == "literal_error" and isinstance(detail["input"], str):
+        near = did_you_mean(detail["input"], _quoted(str(context.get("expected", ""))))
+        fix = f"did you mean {near!r}?" if near else None
+    return Finding("error", code, f"{dotted(path) or 'the job'} is {got}: {wanted}", where, None, fix)
+
+
+def _unknown_field(path: Path, data: Any, model: type[BaseModel], plugins: PluginManager, where: str | None) -> Finding:
+    name, parent = str(path[-1]), path[:-1]
+    owner = _model_at(parent, data, model, plugins)
+    fields = sorted(f.alias or n for n, f in owner.model_fields.items()) if owner else []
+    near = did_you_mean(name, fields)
+    why = f"{dotted(parent) or 'a job'} takes: {', '.join(fields)}" if fields else None
+    return Finding(
+        "error", "unknown-field", f"unknown field {name!r}", where, why, f"did you mean {near!r}?" if near else None
+    )
+
+
+def _model_at(path: Path, data: Any, model: type[BaseModel], plugins: PluginManager) -> type[BaseModel] | None:
+    """The model that the data at a path was validated as."""
+    current: type[BaseModel] | None = model
+    value, depth = data, 0
+    while depth < len(path) and current is not None:
+        part = path[depth]
+        value = value[part] if isinstance(value, (Mapping, list, tuple)) else getattr(value, str(part), None)
+        field = next((f for n, f in current.model_fields.items() if part in (n, f.alias)), None)
+        if field is None:
+            return None
+        depth += 1
+        if depth < len(path) and isinstance(path[depth], int) and isinstance(value, (list, tuple)):
+            value = value[path[depth]]
+            depth += 1
+        current = _model_of((field.annotation, *field.metadata), value, plugins)
+    return current
+
+
+def _model_of(annotations: tuple[Any, ...], value: Any, plugins: PluginManager) -> type[BaseModel] | None:
+    """The model class somewhere in an annotation; for an open union, the config of the plugin that is named."""
+    for annotation in annotations:
+        if isinstance(annotation, OpenUnion):
+            name = value.get("name") if isinstance(value, Mapping) else value
+            try:
+                return plugins.get(annotation.axis, str(name)).config
+            except FairleadError:
+                return None
+    for annotation in annotations:
+        if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+            return annotation
+        arguments = get_args(annotation) if get_origin(annotation) is not None else ()
+        if get_origin(annotation) is Annotated:
+            arguments = (annotation.__origin__, *annotation.__metadata__)
+        found = _model_of(arguments, value, plugins) if arguments else None
+        if found is not None:
+            return found
+    return None
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    kind = {"str": "the text ", "dict": "the mapping ", "list": "the list ", "bool": "", "NoneType": ""}
+    return kind.get(type(value).__name__, "") + (text if len(text) <= 80 else text[:77] + "...")
+
+
+def _lowered(message: str) -> str:
+    message = message.replace("Input should be", "it should be")
+    for old, new in (
+        ("a valid dictionary", "a mapping"),
+        ("a valid string", "text"),
+        ("a valid ", "a "),
+        (" a integer", " an integer"),
+    ):
+        message = message.replace(old, new)
+    return message[0].lower() + message[1:]
+
+
+def _looks_numeric(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return text.lower() in {"true", "false"}
+    return True
+
+
+def _quoted(expected: str) -> list[str]:
+    return [part for part in expected.split("'")[1::2] if part]
