@@ -1,0 +1,1 @@
+"""Small jobs that run on any machine: see README.md."""

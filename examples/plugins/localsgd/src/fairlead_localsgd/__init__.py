@@ -1,0 +1,1 @@
+"""Local SGD for Fairlead: an example of a strategy from outside the project."""

@@ -1,0 +1,1 @@
+"""PBS for Fairlead: an example of an environment from outside the project."""

@@ -1,0 +1,177 @@
+"""How Fairlead is set up, tested, built and measured: `nox -l` lists the sessions, `nox` runs the default ones.
+
+A package is found by its folder in packages/; adding one needs no edit here. Environments live in .nox/ and are reused;
+one is installed again when something that decides its content has changed (see `install`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import shutil
+from pathlib import Path
+
+import nox
+
+ROOT = Path(__file__).parent
+PACKAGES = sorted(p.parent.name for p in ROOT.glob("packages/*/pyproject.toml"))
+ENV = ROOT / ".nox" / "env"  # where nox puts the session `env`; the sessions that need torch share it
+WORKSPACE = nox.project.load_toml(ROOT / "pyproject.toml")
+# Engines that cannot be imported on the test machine: `isolated` resolves them and says so.
+NOT_HERE = {"transformer-engine", "xla"}
+
+nox.needs_version = ">=2026.10"
+nox.options.default_venv_backend = "virtualenv"  # pip installs, as it does for a user
+nox.options.reuse_existing_virtualenvs = True
+nox.options.error_on_missing_interpreters = bool(os.environ.get("CI"))
+nox.options.sessions = [
+    "lint", "types", "tests", "tests_core", "minimums", "integration", "docs", "build", "isolated",
+]  # fmt: skip
+
+# One file pins what is tested, in every session; pip >= 25.3 reads the second name for the environments it builds in.
+os.environ["PIP_CONSTRAINT"] = os.environ["PIP_BUILD_CONSTRAINT"] = str(ROOT / "constraints.txt")
+os.environ["PIP_DISABLE_PIP_VERSION_CHECK"] = "1"
+
+
+def group(*names: str) -> list[str]:
+    """The requirements of the root's dependency groups."""
+    return list(nox.project.dependency_groups(WORKSPACE, *names))
+
+
+def editable(package: str, *, every_extra: bool = False) -> list[str]:
+    """Arguments that install one package in place, with its extra `run` or with every extra that works here."""
+    project = nox.project.load_toml(ROOT / "packages" / package / "pyproject.toml")["project"]
+    extras = set(project.get("optional-dependencies", {}))
+    # The core's extras only name the other packages, which are installed in place themselves.
+    wanted = set() if package == "core" else (extras - NOT_HERE if every_extra else extras & {"run"})
+    return ["-e", f"packages/{package}" + (f"[{','.join(sorted(wanted))}]" if wanted else "")]
+
+
+def install(session: nox.Session, *arguments: str, env: dict[str, str] | None = None) -> None:
+    """`pip install`, unless this environment was last installed with the same arguments, pins and package metadata."""
+    decides = [ROOT / "constraints.txt", *sorted(ROOT.glob("packages/*/pyproject.toml"))]
+    digest = hashlib.sha256(repr(arguments).encode() + b"".join(path.read_bytes() for path in decides)).hexdigest()
+    stamp = Path(session.virtualenv.location) / "fairlead-installed"
+    if stamp.exists() and stamp.read_text() == digest:
+        return
+    stamp.unlink(missing_ok=True)
+    session.install(*arguments, env=env)
+    stamp.write_text(digest)
+
+
+def run(session: nox.Session, *command: str, **environ: str) -> None:
+    """Run a command in the shared environment."""
+    environ |= {"PATH": f"{ENV / 'bin'}{os.pathsep}{os.environ['PATH']}", "VIRTUAL_ENV": str(ENV)}
+    session.run(str(ENV / "bin" / command[0]), *command[1:], env=environ, external=True)
+
+
+def pytest(session: nox.Session, *arguments: str) -> None:
+    run(session, "python", "-m", "pytest", *arguments, *session.posargs)
+
+
+def build_into(session: nox.Session, folder: Path) -> None:
+    """A wheel and an sdist of every package; the wheel is built from the sdist, as an index's users would."""
+    shutil.rmtree(folder, ignore_errors=True)
+    for package in PACKAGES:
+        run(session, "python", "-m", "build", "--no-isolation", "--outdir", str(folder), f"packages/{package}")
+    run(session, "python", "integration_tests/isolated/metadata.py", str(folder))
+
+
+@nox.session(default=False)
+def demo(session: nox.Session) -> None:
+    """Install every package in place and train the GPT of examples/ in two processes."""
+    places = [part for package in PACKAGES for part in editable(package)]
+    install(session, *group("examples"), *places)
+    session.run("fairlead", "fit", "examples/gpt/job.yaml", *session.posargs)
+
+
+@nox.session(default=False)
+def env(session: nox.Session) -> None:
+    """Make the environment that the sessions below share."""
+    places = [part for package in PACKAGES for part in editable(package, every_extra=True)]
+    install(session, *group("test", "types", "docs", "build", "release", "examples"), *places)
+
+
+@nox.session(venv_backend="none", requires=["env"])
+@nox.parametrize("package", PACKAGES, ids=PACKAGES)
+def tests(session: nox.Session, package: str) -> None:
+    """The unit tests of one package."""
+    pytest(session, f"packages/{package}/tests", "-n", "2")
+
+
+@nox.session(python=["3.12", "3.13"])
+def tests_core(session: nox.Session) -> None:
+    """The core's unit tests on the other interpreters, in an environment without torch."""
+    install(session, *group("test"), *editable("core"))
+    session.run("pytest", "packages/core/tests", "-n", "2", *session.posargs)
+
+
+@nox.session
+def minimums(session: nox.Session) -> None:
+    """The core's unit tests with the oldest versions that it declares."""
+    project = nox.project.load_toml(ROOT / "packages" / "core" / "pyproject.toml")["project"]
+    oldest = [re.sub(r">=([^,]+).*", r"==\1", requirement) for requirement in project["dependencies"]]
+    # The pins name the newest versions, so they cannot hold here.
+    install(session, *group("test"), *oldest, *editable("core"), env={"PIP_CONSTRAINT": ""})
+    session.run("pytest", "packages/core/tests", "-n", "2", *session.posargs)
+
+
+@nox.session(venv_backend="none", requires=["env"])
+def integration(session: nox.Session) -> None:
+    """What needs two packages, two processes or a scheduler."""
+    pytest(session, "integration_tests")
+
+
+@nox.session
+def lint(session: nox.Session) -> None:
+    """Style and common mistakes; `nox -s lint -- --fix` repairs what it can."""
+    install(session, *group("lint"))
+    session.run("ruff", "check", ".", *session.posargs)
+    session.run("ruff", "format", *([] if "--fix" in session.posargs else ["--check"]), ".")
+
+
+@nox.session(venv_backend="none", requires=["env"])
+def types(session: nox.Session) -> None:
+    """Strict typing of everything, tests included."""
+    bases = [str(base) for base in sorted(ROOT.glob("packages/*/src")) + sorted(ROOT.glob("packages/*/tests"))]
+    targets = [name for name in ("packages", "integration_tests", "benchmarks", "examples") if (ROOT / name).exists()]
+    run(session, "mypy", *targets, "noxfile.py", *session.posargs, MYPYPATH=os.pathsep.join(bases))
+
+
+@nox.session(venv_backend="none", requires=["env"])
+def docs(session: nox.Session) -> None:
+    """Build the site into site/; a warning fails."""
+    run(session, "mkdocs", "build", "--strict", "--quiet", *session.posargs, NO_MKDOCS_2_WARNING="1")
+
+
+@nox.session(venv_backend="none", requires=["env"])
+def build(session: nox.Session) -> None:
+    """Wheels and sdists of every package into dist/, their metadata and content checked."""
+    build_into(session, ROOT / "dist")
+
+
+@nox.session(venv_backend="none", requires=["env"])
+def isolated(session: nox.Session) -> None:
+    """Each extra of the core, from wheels, in a fresh environment with only what it declares."""
+    wheels = ROOT / ".nox" / "isolated-wheels"
+    build_into(session, wheels)
+    run(session, "python", "integration_tests/isolated/run.py", str(wheels), *session.posargs)
+
+
+@nox.session(default=False, venv_backend="none", requires=["env"])
+def bench(session: nox.Session) -> None:
+    """Run every benchmark and write the table that the docs quote; `-- step ddp` runs these two."""
+    results = ROOT / "benchmarks" / "results"
+    results.mkdir(exist_ok=True)
+    for script in sorted(ROOT.glob("benchmarks/[!_]*.py")):
+        if session.posargs and script.stem not in session.posargs:
+            continue
+        run(session, "python", "benchmarks/_measure.py", str(script), str(results / f"{script.stem}.json"))
+    run(session, "python", "benchmarks/_table.py", str(results), "docs/reference/measured.md")
+
+
+@nox.session(default=False, venv_backend="none", requires=["env"])
+def gpu(session: nox.Session) -> None:
+    """The tests that need a CUDA device."""
+    pytest(session, "-m", "gpu", "packages", "integration_tests")

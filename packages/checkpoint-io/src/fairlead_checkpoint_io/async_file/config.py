@@ -1,0 +1,34 @@
+"""The config of the backend `async`."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, field_validator
+
+from fairlead.bases import CheckpointIOConfigBase
+from fairlead.open_union import OpenUnion
+from fairlead_checkpoint_io.torch_file.config import TorchCheckpointIOConfig
+
+__all__ = ["AsyncCheckpointIOConfig"]
+
+
+class AsyncCheckpointIOConfig(CheckpointIOConfigBase):
+    """The save returns once the state is copied to host memory; a thread writes the copy.
+
+    It needs host memory for `max_in_flight` copies of the state of one rank; they are kept for the next save.
+    """
+
+    name: Literal["async"] = "async"
+    max_in_flight: int = Field(default=1, ge=1)
+    """Saves that may be unfinished at a time, the one being written included; the next one waits. Default 1:
+    a disk that is slower than the checkpoints come shows at once, and only one copy is held."""
+    inner: Annotated[CheckpointIOConfigBase, OpenUnion("checkpoint_io")] = TorchCheckpointIOConfig()
+    """The backend that writes, any but `async`."""
+
+    @field_validator("inner")
+    @classmethod
+    def _not_itself(cls, inner: CheckpointIOConfigBase) -> CheckpointIOConfigBase:
+        if inner.name == "async":
+            raise ValueError("`async` cannot write through itself; choose `torch` or another backend")
+        return inner

@@ -1,0 +1,130 @@
+"""Saves in the background: the loop waits for a copy in host memory, another thread writes it."""
+
+from __future__ import annotations
+
+import os
+import pkgutil
+from collections.abc import Callable
+from typing import Any
+
+from lightning.fabric.plugins import CheckpointIO
+from lightning.fabric.utilities.types import _PATH
+
+from fairlead.errors import CheckpointError, PluginError
+from fairlead.interfaces import BuildContext
+from fairlead_checkpoint_io.async_file.config import AsyncCheckpointIOConfig
+from fairlead_checkpoint_io.async_file.writer import Writer
+from fairlead_checkpoint_io.files.buffers import HostBuffers
+from fairlead_checkpoint_io.files.snapshot import copied
+from fairlead_checkpoint_io.files.writing import local_path
+from fairlead_checkpoint_io.torch_file.runtime import refuse_options
+
+__all__ = ["AsyncFileCheckpointIO", "build"]
+
+
+def build(config: AsyncCheckpointIOConfig, context: BuildContext) -> AsyncFileCheckpointIO:
+    """The runtime of the backend `async`, around the runtime of `config.inner`.
+
+    Raises:
+        MissingDependencyError: The engine of the inner backend is not installed.
+    """
+    plugin = context.plugins.of(config.inner)
+    context.plugins.require_engines("checkpoint_io", config.inner.name, where="trainer.checkpoint_io.inner")
+    if plugin.runtime is None:
+        raise PluginError(
+            f"the checkpoint_io {config.inner.name!r} has no runtime", where="trainer.checkpoint_io.inner"
+        )
+    inner = pkgutil.resolve_name(plugin.runtime)(config.inner, context)
+    return AsyncFileCheckpointIO(inner, max_in_flight=config.max_in_flight)
+
+
+class AsyncFileCheckpointIO(CheckpointIO):
+    """Wraps another backend, whose `save_checkpoint` is called in one thread, in order.
+
+    A failed save is logged at once and raised once: by the next save (which is accepted all the same), by
+    `wait` or by `teardown`.  A checkpoint is deleted only after the saves before it have ended, and kept
+    when the last of them failed, so that a full disk does not cost the last good one.
+
+    Args:
+        inner: The backend that writes; it must not keep the checkpoint it is given.
+        max_in_flight: Saves that may be unfinished at a time.
+    """
+
+    def __init__(self, inner: CheckpointIO, *, max_in_flight: int = 1) -> None:
+        super().__init__()
+        self._inner = inner
+        self._max_in_flight = max_in_flight
+        self._buffers = HostBuffers()
+        self._writer: Writer | None = None
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: _PATH, storage_options: Any | None = None) -> None:
+        """Copies the checkpoint and returns; nothing that is changed afterwards gets into the file.
+
+        Raises:
+            CheckpointError: This checkpoint cannot be copied, or an earlier one was not written.
+            ConfigError: `storage_options` were given; there are none.
+        """
+        refuse_options(storage_options)
+        self.submit(checkpoint, os.fspath(path), lambda: None)
+
+    def submit(self, checkpoint: dict[str, Any], path: str | os.PathLike[str], then: Callable[[], None]) -> None:
+        """Saves, and calls `then` in the writing thread; see `fairlead.interfaces.DurableSaves`."""
+        target, writer = local_path(path), self._started()
+        writer.acquire()
+        arena = self._buffers.take()
+        try:
+            state = copied(checkpoint, arena).state
+        except BaseException:
+            self._buffers.give(arena)
+            writer.release()
+            raise
+
+        def write() -> None:
+            self._inner.save_checkpoint(state, target)
+            then()
+
+        earlier = writer.take_errors()
+        writer.save(target, write, lambda: self._buffers.give(arena))
+        _raise(earlier)  # only now, so that one failure does not cost the next checkpoint too
+
+    def wait(self) -> None:
+        """Returns when all that was saved is durable; raises what was not."""
+        if self._writer is not None:
+            self._writer.drain()
+            _raise(self._writer.take_errors())
+
+    def load_checkpoint(
+        self, path: _PATH, map_location: Any | None = None, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """Loads through the inner backend, after the saves in flight."""
+        if self._writer is not None:
+            self._writer.drain()
+        return self._inner.load_checkpoint(path, map_location=map_location, weights_only=weights_only)
+
+    def remove_checkpoint(self, path: _PATH) -> None:
+        """Deletes a checkpoint behind the saves in flight; it stays when the newest of them fails."""
+        self._started().remove(local_path(path), lambda: self._inner.remove_checkpoint(path))
+
+    def teardown(self) -> None:
+        """Finishes all saves and frees the buffers; raises what was not written. The next save starts afresh."""
+        writer, self._writer = self._writer, None
+        self._buffers = HostBuffers()
+        if writer is not None and writer.usable:
+            writer.close()
+        self._inner.teardown()
+        if writer is not None:
+            _raise(writer.take_errors())
+
+    def __getstate__(self) -> dict[str, Any]:
+        """To another process (`ddp_spawn`) go the settings, not the thread."""
+        return {**self.__dict__, "_writer": None, "_buffers": HostBuffers()}
+
+    def _started(self) -> Writer:
+        if self._writer is None or not self._writer.usable:
+            self._writer = Writer(self._max_in_flight)
+        return self._writer
+
+
+def _raise(error: CheckpointError | None) -> None:
+    if error is not None:
+        raise error

@@ -1,0 +1,1 @@
+"""What the runtimes share: copying a state to host memory, writing it, reading it. Imports torch."""

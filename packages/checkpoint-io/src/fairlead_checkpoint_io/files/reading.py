@@ -1,0 +1,188 @@
+"""From a file to a state, with an answer for each way in which that fails."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import pkgutil
+import zipfile
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fairlead.commit.files import disk_error
+from fairlead.errors import CheckpointError, ConfigError, did_you_mean
+from fairlead_checkpoint_io.files.writing import unsafe_globals
+
+__all__ = ["read_state"]
+
+_STATE = "state.ckpt"
+_MANIFEST = "manifest.json"
+_CHUNK = 4 << 20
+_SHOWN = 8
+# What torch.save wrote before 1.6: a pickle that starts with this number.
+_LEGACY = pickle.dumps(0x1950A86A20F9469CFC6C, protocol=2)
+
+
+def read_state(
+    path: Path,
+    *,
+    map_location: Any = None,
+    weights_only: bool | None = None,
+    safe_globals: Sequence[str] = (),
+    verify: bool = True,
+) -> dict[str, Any]:
+    """Loads a checkpoint file, or the `state.ckpt` of a checkpoint directory.
+
+    Args:
+        path: The file or directory.
+        map_location: As in `torch.load`; None: host memory, wherever the tensors were.
+        weights_only: None and True: tensors and plain data only. False runs whatever the file says.
+        safe_globals: Names that may be loaded in addition.
+        verify: Compare the checksums in the file.
+
+    Raises:
+        CheckpointError: There is no such file, it is damaged, no checkpoint, or holds pickled objects.
+        ConfigError: A name in `safe_globals` does not exist.
+    """
+    path = _file_of(path)
+    legacy = _inspect(path)
+    strict = weights_only is not False
+    place = "cpu" if map_location is None else map_location
+    with ThreadPoolExecutor(1, thread_name_prefix="fairlead-verify") as executor:
+        checked = executor.submit(_damaged_record, path) if verify and not legacy else None
+        failure: Exception | None = None
+        state: Any = None
+        try:
+            with _allowed(safe_globals):
+                state = torch.load(path, map_location=place, weights_only=strict)
+        except ConfigError:
+            raise
+        except OSError as error:
+            raise disk_error(error, "cannot read a checkpoint", path) from error
+        except Exception as error:  # damaged bytes are executed as pickle opcodes: they raise anything
+            failure = error
+        record = checked.result() if checked else None
+    if record is not None:
+        raise _damaged(path, f"{record} does not match its checksum")
+    if failure is not None:
+        raise _explained(path, failure, strict, legacy, safe_globals) from failure
+    if not isinstance(state, dict):
+        raise _no_checkpoint(path, f"it holds a {type(state).__name__}, not a dict")
+    return state
+
+
+def _file_of(path: Path) -> Path:
+    if path.is_dir():
+        if (path / _MANIFEST).is_file():
+            return _file_of(path / _STATE)
+        raise CheckpointError(
+            "this is a directory, not a checkpoint",
+            where=str(path),
+            why=_listing(path),
+            fix="name a checkpoint inside it; one in a directory has a manifest.json",
+        )
+    if not path.exists():
+        folder = next(parent for parent in path.parents if parent.is_dir())
+        near = did_you_mean(path.name, os.listdir(folder)) if folder == path.parent else None
+        raise CheckpointError(
+            "there is no such checkpoint",
+            where=str(path),
+            why=_listing(folder),
+            fix=f"did you mean {near!r}?" if near else "give the path of one that exists",
+        )
+    return path
+
+
+def _listing(folder: Path) -> str:
+    names = sorted(name for name in os.listdir(folder) if not name.startswith("."))
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return f"{folder} has: {', '.join(names[-_SHOWN:])}{more}" if names else f"{folder} is empty"
+
+
+def _inspect(path: Path) -> bool:
+    """Whether a file is of torch's old format; raises when it cannot be a checkpoint at all."""
+    try:
+        with path.open("rb") as file:
+            head = file.read(len(_LEGACY))
+        if not head:
+            raise _damaged(path, "the file is empty")
+        if head.startswith(_LEGACY[:-1]):
+            return True
+        if not head.startswith(b"PK"):
+            raise _no_checkpoint(path, "it does not begin as a file of torch.save does")
+        if not zipfile.is_zipfile(path):
+            raise _damaged(path, "its end is missing: it was cut off")
+        with zipfile.ZipFile(path) as archive:
+            names = archive.namelist()
+    except zipfile.BadZipFile as error:
+        raise _damaged(path, str(error)) from error
+    except OSError as error:
+        raise disk_error(error, "cannot read a checkpoint", path) from error
+    if not any(name.count("/") == 1 and name.endswith("/data.pkl") for name in names):
+        raise _no_checkpoint(path, "it is a ZIP archive, but not one of torch.save")
+    return False
+
+
+def _damaged_record(path: Path) -> str | None:
+    """The first record of the archive whose checksum is wrong."""
+    with zipfile.ZipFile(path) as archive:
+        for info in archive.infolist():
+            try:
+                with archive.open(info) as record:
+                    while record.read(_CHUNK):
+                        pass
+            except zipfile.BadZipFile:
+                return info.filename
+    return None
+
+
+def _allowed(names: Sequence[str]) -> AbstractContextManager[Any]:
+    allowed: list[Callable[..., Any] | tuple[Callable[..., Any], str]] = []
+    for name in names:
+        try:
+            allowed.append((pkgutil.resolve_name(name), name))
+        except Exception as error:  # importing a module runs it
+            raise ConfigError(
+                f"{name!r} was not found",
+                where="trainer.checkpoint_io.safe_globals",
+                why=f"{type(error).__name__}: {error}",
+                fix="write it as package.module.Name",
+            ) from error
+    return torch.serialization.safe_globals(allowed)
+
+
+def _explained(
+    path: Path, error: Exception, strict: bool, legacy: bool, safe_globals: Sequence[str]
+) -> CheckpointError:
+    first = next(iter(str(error).strip().splitlines()), "")
+    if strict and isinstance(error, pickle.UnpicklingError):
+        # The old format has no table of contents to look the names up in.
+        names = [] if legacy else [name for name in unsafe_globals(path) if name not in safe_globals]
+        if names or legacy:
+            listed = ", ".join(names)
+            ask = f"checkpoint_io: {{name: torch, safe_globals: [{listed}]}}; or " if names else ""
+            return CheckpointError(
+                "the checkpoint holds pickled objects, which could run any code on loading",
+                where=str(path),
+                why=f"besides tensors and plain data it holds: {listed}" if names else first,
+                fix=f"if you trust the file: {ask}trainer.fit(..., weights_only=False)",
+            )
+    return CheckpointError(
+        "the checkpoint cannot be loaded",
+        where=str(path),
+        why=f"{type(error).__name__}: {first}",
+        fix="resume from another checkpoint",
+    )
+
+
+def _damaged(path: Path, why: str) -> CheckpointError:
+    return CheckpointError("the checkpoint is damaged", where=str(path), why=why, fix="resume from another checkpoint")
+
+
+def _no_checkpoint(path: Path, why: str) -> CheckpointError:
+    return CheckpointError("this is not a checkpoint", where=str(path), why=why, fix="give the path of a checkpoint")

@@ -1,0 +1,95 @@
+"""From a state to one durable file."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import IO, Any, cast
+
+import torch
+
+from fairlead.commit import FileWriter, Syscalls, atomic_write
+from fairlead.commit.files import disk_error, ensure_dir
+from fairlead.errors import CheckpointError, FairleadError
+
+__all__ = ["local_path", "unsafe_globals", "write_state"]
+
+
+def local_path(path: str | os.PathLike[str]) -> Path:
+    """The path as a local one.
+
+    Raises:
+        CheckpointError: It is a URL.
+    """
+    text = os.fspath(path)
+    if "://" in text and not text.startswith("file://"):
+        raise CheckpointError(
+            "checkpoints are written to and read from local paths only",
+            where=text,
+            fix="copy the file to a local or shared file system and give its path",
+        )
+    return Path(text.removeprefix("file://"))
+
+
+def write_state(state: dict[str, Any], path: Path, *, syscalls: Syscalls | None = None) -> None:
+    """Replaces `path` by a file with this state, atomically and durably; directories are made when missing.
+
+    torch writes into a file object, so that the archive inside has a fixed name instead of the file's, and
+    the memory of large tensors goes to the kernel as it is.
+
+    Raises:
+        CheckpointError: The disk refused, or something in the state cannot be pickled. `path` is as before.
+    """
+    system = syscalls or Syscalls()
+    try:
+        ensure_dir(path.parent, system)
+    except OSError as error:
+        raise disk_error(error, f"cannot make the directory of {path.name}", path.parent) from error
+
+    def content(file: FileWriter) -> None:
+        sink = _Sink(file)
+        try:
+            torch.save(state, cast("IO[bytes]", sink))
+        finally:
+            sink.open = False
+
+    try:
+        atomic_write(path, content, syscalls=system)
+    except (FairleadError, OSError, MemoryError):
+        raise
+    except Exception as error:  # pickling calls the objects' own methods
+        raise CheckpointError(
+            f"cannot write {path.name}: something in the checkpoint cannot be pickled",
+            where=str(path),
+            why=f"{type(error).__name__}: {error}",
+            fix="keep it out of the state (state_dict, on_save_checkpoint, save_hyperparameters)",
+        ) from error
+
+
+def unsafe_globals(path: Path) -> list[str]:
+    """The classes and functions in a file that `weights_only=True` will not load, sorted."""
+    return sorted(torch.serialization.get_unsafe_globals_in_checkpoint(str(path)))
+
+
+class _Sink:
+    """Passes bytes on while the save lasts, and until the first error.
+
+    After an error torch's writer goes on, and once more when it is collected: by then the number of the
+    file descriptor may belong to another file.
+    """
+
+    def __init__(self, file: FileWriter) -> None:
+        self._file = file
+        self.open = True
+
+    def write(self, data: memoryview) -> int:
+        if not self.open:
+            raise OSError("the save has ended")
+        self.open = False
+        count = self._file.write(data)
+        self.open = True
+        return count
+
+    def flush(self) -> None:
+        if self.open:
+            self._file.flush()

@@ -1,0 +1,1 @@
+"""The backend `torch`: one file, written before the save returns."""

@@ -1,0 +1,123 @@
+"""Writes and reads checkpoints as single files."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from typing import Any
+
+from lightning.fabric.plugins import CheckpointIO
+from lightning.fabric.utilities.types import _PATH
+
+from fairlead.commit import Syscalls
+from fairlead.commit.checkpoints import to_trash
+from fairlead.commit.files import disk_error, remove_tree
+from fairlead.errors import ConfigError
+from fairlead.interfaces import BuildContext
+from fairlead_checkpoint_io.base import FileCheckpointIOConfig
+from fairlead_checkpoint_io.files.reading import read_state
+from fairlead_checkpoint_io.files.snapshot import Snapshot, on_host
+from fairlead_checkpoint_io.files.writing import local_path, unsafe_globals, write_state
+
+__all__ = ["TorchFileCheckpointIO", "build"]
+
+log = logging.getLogger("fairlead.checkpoint_io")
+
+
+def build(config: FileCheckpointIOConfig, context: BuildContext) -> TorchFileCheckpointIO:
+    """The runtime of the backend `torch`."""
+    return TorchFileCheckpointIO(config)
+
+
+class TorchFileCheckpointIO(CheckpointIO):
+    """One file per checkpoint, complete and durable when `save_checkpoint` returns.
+
+    Equal states give equal bytes, whatever the file is called and on whichever device the tensors are.
+    Called on rank 0 only, as Lightning's strategies do.
+
+    Example:
+        >>> io = TorchFileCheckpointIO(TorchCheckpointIOConfig())            # doctest: +SKIP
+        >>> io.save_checkpoint({"state_dict": model.state_dict()}, "last.ckpt")   # doctest: +SKIP
+    """
+
+    def __init__(self, config: FileCheckpointIOConfig) -> None:
+        super().__init__()
+        self._config = config
+        self._warned: set[str] = set()
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: _PATH, storage_options: Any | None = None) -> None:
+        """Replaces `path` by a file with this checkpoint.
+
+        Raises:
+            CheckpointError: It could not be written; what was at `path` before is still there.
+            ConfigError: `storage_options` were given; there are none.
+        """
+        refuse_options(storage_options)
+        target = local_path(path)
+        snapshot = self._on_host(checkpoint)
+        write_state(snapshot.state, target)
+        if snapshot.foreign:
+            names = [n for n in unsafe_globals(target) if n not in self._config.safe_globals]
+            if not self._warned.issuperset(names):
+                self._warned.update(names)
+                log.warning(
+                    "%s holds objects that are not loaded by default: %s. To resume from it, keep them out of the "
+                    "state, or set checkpoint_io.safe_globals to these names.",
+                    target,
+                    ", ".join(names),
+                )
+
+    def submit(self, checkpoint: dict[str, Any], path: str | os.PathLike[str], then: Callable[[], None]) -> None:
+        """Saves, then calls `then`; see `fairlead.interfaces.DurableSaves`."""
+        self.save_checkpoint(checkpoint, os.fspath(path))
+        then()
+
+    def wait(self) -> None:
+        """Returns at once: nothing is ever pending."""
+
+    def load_checkpoint(
+        self, path: _PATH, map_location: Any | None = None, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """Loads a file, or the state of a checkpoint directory; into host memory unless `map_location` says where.
+
+        Raises:
+            CheckpointError: Missing, damaged, not a checkpoint, or with pickled objects while `weights_only` is
+                not False.
+        """
+        config = self._config
+        return read_state(
+            local_path(path),
+            map_location=map_location,
+            weights_only=weights_only,
+            safe_globals=config.safe_globals,
+            verify=config.verify,
+        )
+
+    def remove_checkpoint(self, path: _PATH) -> None:
+        """Deletes a file, or a directory as a whole; one that is gone already is no error.
+
+        Raises:
+            CheckpointError: The file system refused.
+        """
+        target, system = local_path(path), Syscalls()
+        try:
+            if target.is_dir() and not target.is_symlink():
+                target = to_trash(target, system)  # a kill in between leaves no half of a checkpoint
+            remove_tree(target, system)
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            raise disk_error(error, "cannot delete a checkpoint", target) from error
+
+    def _on_host(self, checkpoint: dict[str, Any]) -> Snapshot:
+        return on_host(checkpoint)
+
+
+def refuse_options(storage_options: Any | None) -> None:
+    """Raises when somebody expects options to be used."""
+    if storage_options is not None:
+        raise ConfigError(
+            "save_checkpoint got storage_options, but this backend has none",
+            fix="leave storage_options out; settings are fields of `trainer.checkpoint_io`",
+        )

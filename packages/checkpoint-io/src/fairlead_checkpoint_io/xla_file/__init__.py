@@ -1,0 +1,1 @@
+"""The backend `xla`: as `torch`, for tensors on TPUs."""

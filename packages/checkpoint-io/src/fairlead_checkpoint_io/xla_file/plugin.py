@@ -1,0 +1,36 @@
+"""What the backend `xla` contributes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from fairlead.axes import CheckpointIOPlugin
+from fairlead.capabilities import Capability
+from fairlead.hookspecs import hookimpl
+from fairlead_checkpoint_io.xla_file.config import XLACheckpointIOConfig
+
+__all__ = ["XLAFile", "xla_file"]
+
+
+class XLAFile(CheckpointIOPlugin):
+    """The backend for XLA strategies."""
+
+    config = XLACheckpointIOConfig
+    runtime = "fairlead_checkpoint_io.xla_file.runtime:build"
+    aliases = ("XLACheckpointIOPlugin",)
+    engines = ("torch>=2.13", "lightning>=2.6.6,<2.7", "torch-xla>=2.9")
+    extra = "xla"
+
+    @hookimpl
+    def fairlead_capabilities(self) -> Iterable[Capability]:
+        """It is of no use on other devices."""
+        yield Capability(
+            "checkpoint_io.xla",
+            ("accelerator.cpu", "accelerator.cuda", "accelerator.gpu", "accelerator.mps"),
+            "no",
+            "it moves tensors through torch_xla, which serves XLA devices only",
+            "checkpoint_io: torch",
+        )
+
+
+xla_file = XLAFile()

@@ -1,0 +1,76 @@
+"""Process groups, collectives, random state and clipping for any PyTorch loop. No Lightning.
+
+`fairlead_distributed.testing.run_ranks` runs a function on several real processes, for tests.
+"""
+
+from fairlead_distributed.collectives import ReduceOp, all_gather, all_reduce, barrier, broadcast, reduce_scatter
+from fairlead_distributed.divergence import Divergence, first_divergence
+from fairlead_distributed.errors import (
+    AlreadyInitializedError,
+    CollectiveError,
+    NonFiniteGradientError,
+    NotInitializedError,
+    PortError,
+    RankFailedError,
+    RendezvousError,
+    TensorMismatchError,
+)
+from fairlead_distributed.gradients import clip_grad_norm, no_sync
+from fairlead_distributed.info import (
+    DistributedInfo,
+    get_distributed_info,
+    get_local_rank,
+    get_rank,
+    get_world_size,
+    is_initialized,
+    startup_lines,
+)
+from fairlead_distributed.process_group import (
+    destroy_process_group,
+    init_process_group,
+    process_group,
+    rank_device,
+    setup_distributed,
+)
+from fairlead_distributed.rng import isolated_rng, rng_state, set_rng_state
+from fairlead_distributed.store import bind_listener, choose_port, free_port, tcp_store
+
+__all__ = [
+    "AlreadyInitializedError",
+    "CollectiveError",
+    "DistributedInfo",
+    "Divergence",
+    "NonFiniteGradientError",
+    "NotInitializedError",
+    "PortError",
+    "RankFailedError",
+    "ReduceOp",
+    "RendezvousError",
+    "TensorMismatchError",
+    "all_gather",
+    "all_reduce",
+    "barrier",
+    "bind_listener",
+    "broadcast",
+    "choose_port",
+    "clip_grad_norm",
+    "destroy_process_group",
+    "first_divergence",
+    "free_port",
+    "get_distributed_info",
+    "get_local_rank",
+    "get_rank",
+    "get_world_size",
+    "init_process_group",
+    "is_initialized",
+    "isolated_rng",
+    "no_sync",
+    "process_group",
+    "rank_device",
+    "reduce_scatter",
+    "rng_state",
+    "set_rng_state",
+    "setup_distributed",
+    "startup_lines",
+    "tcp_store",
+]

@@ -1,0 +1,93 @@
+"""What the launcher told this process through its environment. Only numbers; nothing is imported or connected."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Literal
+
+from fairlead.errors import ConfigError
+
+__all__ = ["integer", "local_rank", "or_process", "rank_and_world_size", "restart_count"]
+
+
+def or_process(environ: Mapping[str, str] | None) -> Mapping[str, str]:
+    """The given mapping, or this process's own environment: the one place where it is looked up."""
+    return os.environ if environ is None else environ
+
+
+def integer(environ: Mapping[str, str], name: str) -> int | None:
+    """A variable as a non-negative integer, None where it is not set or empty."""
+    text = environ.get(name, "").strip()
+    if not text:
+        return None
+    if not (text.isascii() and text.isdigit()):
+        raise ConfigError(
+            f"the environment variable {name} is not a number: {text!r}",
+            where=f"environment, {name}",
+            fix=f"set {name} to an integer that is 0 or larger, or unset it",
+        )
+    return int(text)
+
+
+def _slurm(environ: Mapping[str, str]) -> tuple[int, int] | None:
+    # A batch script and an salloc shell carry SLURM_NTASKS (and the script SLURM_PROCID=0) though they are one
+    # process: only a *step*, started by srun, has a step id.
+    in_step = "SLURM_STEP_ID" in environ or "SLURM_STEPID" in environ or "SLURM_JOB_ID" not in environ
+    rank = integer(environ, "SLURM_PROCID")
+    names = ("SLURM_NPROCS", "SLURM_NTASKS", "SLURM_STEP_NUM_TASKS")
+    world_size = next((n for name in names if (n := integer(environ, name)) is not None), None)
+    if not in_step or rank is None or world_size is None:
+        return None
+    return rank, world_size
+
+
+def _variables(environ: Mapping[str, str]) -> tuple[int, int] | None:
+    rank, world_size = integer(environ, "RANK"), integer(environ, "WORLD_SIZE")
+    if (rank is None) != (world_size is None):
+        there, absent = ("WORLD_SIZE", "RANK") if rank is None else ("RANK", "WORLD_SIZE")
+        raise ConfigError(
+            f"{there} is set and {absent} is not",
+            where="environment",
+            why="every process of a group needs both",
+            fix=f"set {absent}, or start the script with torchrun or srun, which set both",
+        )
+    return None if rank is None or world_size is None else (rank, world_size)
+
+
+def _source(environ: Mapping[str, str]) -> tuple[Literal["slurm", "variables", "none"], int, int]:
+    slurm = _slurm(environ)
+    # torchrun inside an srun task is the inner launcher, and any launcher inside a step of one task is: there SLURM's
+    # numbers count the launchers, not the workers.
+    inner_wins = slurm is None or "TORCHELASTIC_RUN_ID" in environ or slurm[1] == 1
+    variables = _variables(environ) if inner_wins else None
+    if variables is not None:
+        return "variables", *variables
+    if slurm is not None:
+        return "slurm", *slurm
+    return "none", 0, 1
+
+
+def rank_and_world_size(environ: Mapping[str, str]) -> tuple[int, int]:
+    """`(rank, world_size)`: of the SLURM step, else RANK and WORLD_SIZE, else (0, 1)."""
+    source, rank, world_size = _source(environ)
+    if not rank < world_size:
+        names = "SLURM_PROCID and SLURM_NTASKS" if source == "slurm" else "RANK and WORLD_SIZE"
+        raise ConfigError(
+            f"rank {rank} does not fit into a world of {world_size} processes",
+            where=f"environment, {names}",
+            why="ranks go from 0 to the world size minus 1",
+        )
+    return rank, world_size
+
+
+def local_rank(environ: Mapping[str, str]) -> int | None:
+    """This process's number on its own machine, None where the launcher does not say."""
+    if _source(environ)[0] == "slurm":
+        return integer(environ, "SLURM_LOCALID")
+    return integer(environ, "LOCAL_RANK")
+
+
+def restart_count(environ: Mapping[str, str]) -> int:
+    """How often torchrun has restarted the workers; 0 without torchrun."""
+    return integer(environ, "TORCHELASTIC_RESTART_COUNT") or 0

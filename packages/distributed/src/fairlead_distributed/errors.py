@@ -1,0 +1,56 @@
+"""What can go wrong between processes, as errors that say what to do."""
+
+from __future__ import annotations
+
+from fairlead.errors import ConfigError, FairleadError, RunFailedError
+
+__all__ = [
+    "AlreadyInitializedError",
+    "CollectiveError",
+    "NonFiniteGradientError",
+    "NotInitializedError",
+    "PortError",
+    "RankFailedError",
+    "RendezvousError",
+    "TensorMismatchError",
+]
+
+
+class AlreadyInitializedError(ConfigError):
+    """The process group was initialised a second time without destroying the first."""
+
+
+class NotInitializedError(ConfigError):
+    """A collective was called in a process that is one of several, before `init_process_group`."""
+
+
+class PortError(FairleadError):
+    """None of the wanted ports can be bound."""
+
+    exit_code = 1
+
+
+class RendezvousError(RunFailedError):
+    """The ranks did not find each other. `missing` holds the ranks that never arrived, where known."""
+
+    missing: tuple[int, ...] = ()
+
+
+class CollectiveError(RunFailedError):
+    """A collective operation or a barrier failed or timed out."""
+
+
+class TensorMismatchError(ConfigError):
+    """The ranks called one collective with tensors that do not fit together, or the tensor cannot be reduced so."""
+
+
+class NonFiniteGradientError(RunFailedError):
+    """A gradient is infinite or NaN. `parameter` is the name of the first such parameter, where known."""
+
+    parameter: str | None = None
+
+
+class RankFailedError(RunFailedError):
+    """A process started by `run_ranks` raised, died or did not end in time. `rank` is the first such rank."""
+
+    rank: int = -1

@@ -1,0 +1,235 @@
+"""Gradients over ranks: accumulate without communication, and clip by the norm of the whole model."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from fairlead.errors import ConfigError
+from fairlead_distributed._sharded import is_dtensor, is_fsdp1, is_fully_sharded
+from fairlead_distributed.errors import NonFiniteGradientError
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+
+__all__ = ["clip_grad_norm", "no_sync"]
+
+_DEPTH = "_fairlead_no_sync_depth"
+
+
+@contextmanager
+def no_sync(module: nn.Module) -> Iterator[None]:
+    """Backward passes inside the block add up gradients on each rank and communicate nothing.
+
+    For DistributedDataParallel, FSDP and `fully_shard` modules, also inside of a plain module; for anything else it
+    does nothing. The forward pass belongs inside the block too. The next backward pass after the block sends the sum
+    of all. FSDP keeps unsharded gradients meanwhile, which takes the memory of a full copy.
+
+    Example:
+        >>> model, batches = nn.Linear(2, 1), torch.ones(4, 3, 2)
+        >>> with no_sync(model):
+        ...     for batch in batches[:-1]:
+        ...         model(batch).sum().backward()
+        >>> model(batches[-1]).sum().backward()
+    """
+    with ExitStack() as stack:
+        for part in module.modules():
+            if is_fully_sharded(part):
+                stack.enter_context(_fully_shard_no_sync(part))
+            elif isinstance(part, DistributedDataParallel):
+                stack.enter_context(part.no_sync())
+        # FSDP's own `no_sync` covers what is nested in it, and works on a root only.
+        for root in _outermost_fsdp(module):
+            stack.enter_context(root.no_sync())
+        yield
+
+
+@contextmanager
+def _fully_shard_no_sync(part: FSDPModule) -> Iterator[None]:
+    # The setting is write-only; counting keeps a nested block from switching the outer one off.
+    depth = getattr(part, _DEPTH, 0)
+    setattr(part, _DEPTH, depth + 1)
+    part.set_requires_gradient_sync(False, recurse=False)
+    try:
+        yield
+    finally:
+        setattr(part, _DEPTH, depth)
+        if depth == 0:
+            part.set_requires_gradient_sync(True, recurse=False)
+
+
+def _outermost_fsdp(module: nn.Module) -> Iterator[FullyShardedDataParallel]:
+    if is_fsdp1(module):
+        yield module
+    else:
+        for child in module.children():
+            yield from _outermost_fsdp(child)
+
+
+def clip_grad_norm(
+    parameters: Tensor | Iterable[Tensor] | Iterable[tuple[str, Tensor]],
+    max_norm: float,
+    norm_type: float = 2.0,
+    *,
+    error_if_nonfinite: bool = False,
+) -> Tensor:
+    """Scales all gradients in place so that their joint norm is at most `max_norm`.
+
+    The gradients count as one vector, g = g * min(1, max_norm / (norm + 1e-6)), as in
+    `torch.nn.utils.clip_grad_norm_` (Pascanu et al. 2013). The difference: sharded gradients (DTensors, from
+    `fully_shard` or tensor parallelism, on any meshes, mixed with plain ones) count with all their shards, and each
+    mesh costs one all-reduce of a number per sharded dimension, however many parameters there are. The norm of
+    16-bit gradients is summed up in 32 bits. Every rank of the meshes must call it.
+
+    A plain gradient is taken to be the same on all ranks, as after DDP's backward.
+
+    Args:
+        parameters: Parameters, or `model.named_parameters()`, which lets an error name the parameter.
+        max_norm: The largest norm allowed.
+        norm_type: p of the p-norm, above 0; `inf` is the largest absolute value.
+        error_if_nonfinite: Raise instead of spreading infinity or NaN. Costs one more all-reduce per mesh
+            dimension, and a GPU synchronisation.
+
+    Returns:
+        The norm before clipping, shape (), the same on all ranks; 0 if there are no gradients.
+
+    Raises:
+        ConfigError: `max_norm` or `norm_type` is not allowed.
+        NonFiniteGradientError: With `error_if_nonfinite`, on all ranks; the gradients are as they were.
+
+    Example:
+        >>> model = nn.Linear(2, 1, bias=False)
+        >>> model(torch.tensor([[3.0, 4.0]])).sum().backward()
+        >>> clip_grad_norm(model.named_parameters(), max_norm=1.0)
+        tensor(5.)
+    """
+    if not norm_type > 0:
+        raise ConfigError(f"norm_type must be above 0, not {norm_type}", where="clip_grad_norm(norm_type=)")
+    if not max_norm >= 0:
+        raise ConfigError(f"max_norm must be 0 or larger, not {max_norm}", where="clip_grad_norm(max_norm=)")
+    with torch.no_grad():
+        grads = _gradients(parameters)
+        if not grads:
+            return torch.tensor(0.0)
+        shards = _group(grads)
+        for shard in shards:
+            shard.measure(norm_type)
+            shard.reduce(norm_type, find_bad=error_if_nonfinite)
+        device = grads[0][1].device
+        powers = torch.stack([shard.power.to(device) for shard in shards])
+        total = powers.max() if math.isinf(norm_type) else powers.sum() ** (1.0 / norm_type)
+        wide = any(grad.dtype == torch.float64 for _, grad in grads)
+        total = total.to(torch.float64 if wide else torch.float32)
+        if error_if_nonfinite:
+            _raise_if_bad(shards, grads, total)
+        coefficient = torch.clamp(max_norm / (total + 1e-6), max=1.0)
+        for shard in shards:
+            torch._foreach_mul_(shard.locals, coefficient.to(shard.locals[0].device))
+        return total
+
+
+@dataclass
+class _Shards:
+    """The gradients that are cut in the same way: over the same dimensions of the same mesh, on one device."""
+
+    mesh: DeviceMesh | None
+    dims: tuple[int, ...]
+    locals: list[Tensor] = field(default_factory=list)
+    indices: list[int] = field(default_factory=list)
+    norms: Tensor = field(default_factory=lambda: torch.zeros(0))
+    power: Tensor = field(default_factory=lambda: torch.tensor(0.0))
+    first_bad: int = -1
+
+    def measure(self, p: float) -> None:
+        """This rank's sum of |g|^p, or the largest |g| for p = inf."""
+        device = self.locals[0].device
+        # float64: the square of a norm of 1e20 must not overflow. MPS has none.
+        wide = torch.float32 if device.type == "mps" else torch.float64
+        full = [one for one in self.locals if one.numel()]
+        if not full:
+            self.norms = torch.zeros(0, dtype=wide, device=device)
+            self.power = torch.zeros((), dtype=wide, device=device)
+            return
+        self.norms = torch.zeros(len(full), dtype=wide, device=device)
+        for dtype in dict.fromkeys(one.dtype for one in full):
+            at = [i for i, one in enumerate(full) if one.dtype == dtype]
+            # One fused kernel for all of a dtype, as in torch.nn.utils.get_total_norm, but with its own accumulator.
+            accurate = torch.promote_types(dtype, torch.float32)
+            norms = torch._foreach_norm([full[i] for i in at], p, dtype=accurate)
+            self.norms[at] = torch.stack(list(norms)).to(wide)
+        self.power = self.norms.max() if math.isinf(p) else (self.norms**p).sum()
+
+    def reduce(self, p: float, *, find_bad: bool) -> None:
+        last = 2**62
+        bad = torch.tensor(last, dtype=torch.int64, device=self.power.device)
+        if find_bad:
+            finite = torch.isfinite(self.norms).tolist()
+            full = [i for i, one in zip(self.indices, self.locals, strict=True) if one.numel()]
+            bad.fill_(next((i for i, ok in zip(full, finite, strict=True) if not ok), last))
+        groups = [] if self.mesh is None else [self.mesh.get_group(dim) for dim in self.dims]
+        for group in groups:
+            if math.isinf(p):
+                # MAX drops NaN on some backends: send it as a flag.
+                pair = torch.stack([self.power.nan_to_num(nan=0.0, posinf=math.inf), self.power.isnan().to(self.power)])
+                dist.all_reduce(pair, op=dist.ReduceOp.MAX, group=group)
+                self.power = torch.where(pair[1] > 0, math.nan, pair[0])
+            else:
+                dist.all_reduce(self.power, group=group)
+            if find_bad:
+                dist.all_reduce(bad, op=dist.ReduceOp.MIN, group=group)
+        self.first_bad = -1 if not find_bad or int(bad) == last else int(bad)
+
+
+def _gradients(parameters: Tensor | Iterable[Tensor] | Iterable[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
+    given: list[Tensor | tuple[str, Tensor]] = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    named = [one if isinstance(one, tuple) else (f"#{i}", one) for i, one in enumerate(given)]
+    return [(name, one.grad) for name, one in named if one.grad is not None]
+
+
+def _group(grads: list[tuple[str, Tensor]]) -> list[_Shards]:
+    # In the order of the parameters, which is the same on all ranks: so are the collectives then.
+    shards: dict[tuple[object, ...], _Shards] = {}
+    for index, (_, grad) in enumerate(grads):
+        mesh: DeviceMesh | None = None
+        dims: tuple[int, ...] = ()
+        local = grad
+        if is_dtensor(grad):
+            if any(placement.is_partial() for placement in grad.placements):
+                raise ConfigError(
+                    f"the gradient {grads[index][0]} is not reduced yet (a partial sum on each rank)",
+                    where="clip_grad_norm",
+                    fix="let the backward pass finish its reduction, outside of no_sync, before clipping",
+                )
+            mesh = grad.device_mesh
+            dims = tuple(d for d, placement in enumerate(grad.placements) if not placement.is_replicate())
+            local = grad.to_local()
+        key = (mesh, dims, local.device)
+        one = shards.setdefault(key, _Shards(mesh, dims))
+        one.locals.append(local)
+        one.indices.append(index)
+    return list(shards.values())
+
+
+def _raise_if_bad(shards: list[_Shards], grads: list[tuple[str, Tensor]], total: Tensor) -> None:
+    found = [shard.first_bad for shard in shards if shard.first_bad >= 0]
+    if not found and bool(torch.isfinite(total)):
+        return
+    first = min(found) if found else None
+    which = "the norm over all gradients" if first is None else f"the gradient of {grads[first][0]}"
+    error = NonFiniteGradientError(
+        f"{which} is infinite or NaN",
+        where=None if first is None else f"parameter {first + 1} of {len(grads)}, shape {tuple(grads[first][1].shape)}",
+        why=f"the norm over all gradients is {float(total)}",
+        fix="lower the learning rate or warm it up, use bf16 or 32-bit precision, look at the batch of this step",
+    )
+    error.parameter = None if first is None else grads[first][0]
+    raise error

@@ -1,0 +1,269 @@
+"""Run a function on N real processes that form a gloo group: for tests of anything that communicates."""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import importlib
+import importlib.util
+import multiprocessing
+import os
+import pickle
+import signal
+import sys
+import tempfile
+import threading
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import SpawnProcess
+from pathlib import Path
+from typing import Generic, TypeVar
+
+import torch
+
+from fairlead_distributed.errors import RankFailedError
+from fairlead_distributed.process_group import destroy_process_group, init_process_group
+from fairlead_distributed.store import bind_listener, tcp_store
+
+__all__ = ["run_ranks"]
+
+T = TypeVar("T")
+_START = 120.0  # seconds to start an interpreter and import torch, on a machine that is busy
+_GRACE = 2.0  # seconds that the other ranks have to end after one failed; they mostly fail at once, by its absence
+
+
+def run_ranks(
+    fn: Callable[..., T],
+    world_size: int,
+    *args: object,
+    timeout: float = 60,
+    init: bool = True,
+    env: Mapping[str, str] | None = None,
+) -> list[T]:
+    """Calls `fn(rank, *args)` in `world_size` fresh processes and returns what they return, by rank.
+
+    The processes have RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT set, form a gloo
+    group, use one thread each, and have the caller's warning filters. The store lives in the calling process on a
+    port that nobody else can take. When a rank fails, the others are killed; when the caller dies, all end by
+    themselves.
+
+    Args:
+        fn: A function at the top level of a module or test file. It, its arguments and its results are pickled.
+        world_size: The number of processes. Each takes about two seconds to import torch.
+        args: Passed on after the rank.
+        timeout: Seconds for `fn`, from when all ranks have started; the start has its own limit of two minutes.
+        init: False leaves `init_process_group` to `fn`; the variables lead it to the caller's store.
+        env: Variables to set in the processes.
+
+    Raises:
+        RankFailedError: A rank raised (its traceback comes first), was killed by a signal, or was not done in
+            time (with the place where it stood).
+
+    Example:
+        >>> def add(rank, offset):
+        ...     return all_reduce(torch.tensor(rank + offset)).item()
+        >>> run_ranks(add, 2, 10)  # doctest: +SKIP
+        [21, 21]
+    """
+    store = tcp_store(bind_listener([0], "127.0.0.1"))
+    shared = {
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(world_size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(store.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",  # no rank is to host a store
+        **(env or {}),
+    }
+    payload = _Payload.of(fn, args)
+    context = multiprocessing.get_context("spawn")
+    ranks: list[_Rank[T]] = []
+    with tempfile.TemporaryDirectory(prefix="run_ranks-") as folder:
+        try:
+            for rank in range(world_size):
+                ours, theirs = context.Pipe()
+                stack = Path(folder, str(rank))
+                process = context.Process(
+                    target=_main,
+                    args=(
+                        rank,
+                        {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                        payload,
+                        theirs,
+                        str(stack),
+                        init,
+                        timeout,
+                    ),
+                    daemon=True,
+                )
+                process.start()
+                theirs.close()
+                ranks.append(_Rank(rank, process, ours, stack))
+            return _collect(ranks, timeout)
+        finally:
+            for one in ranks:
+                one.process.kill()
+            for one in ranks:
+                one.process.join()
+                one.process.close()
+                one.pipe.close()
+
+
+@dataclass
+class _Payload:
+    """A call in bytes, and where its function's module can be loaded from: pytest's are not importable by name."""
+
+    module: str
+    file: str | None
+    call: bytes
+    filters: bytes
+
+    @classmethod
+    def of(cls, fn: Callable[..., object], args: tuple[object, ...]) -> _Payload:
+        module = fn.__module__
+        file = getattr(sys.modules.get(module), "__file__", None)
+        return cls(module, file, pickle.dumps((fn, args)), pickle.dumps(warnings.filters))
+
+    def load(self) -> tuple[Callable[..., object], tuple[object, ...]]:
+        if self.module not in sys.modules and self.file is not None:
+            try:
+                importlib.import_module(self.module)
+            except ImportError:
+                self._load_file(self.file)
+        warnings.filters[:] = pickle.loads(self.filters)  # type: ignore[index]
+        fn, args = pickle.loads(self.call)
+        return fn, args
+
+    def _load_file(self, file: str) -> None:
+        spec = importlib.util.spec_from_file_location(self.module, file)
+        if spec is None or spec.loader is None:
+            raise ImportError(f"cannot load {self.module} from {file}")
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[self.module] = module
+        spec.loader.exec_module(module)
+
+
+@dataclass
+class _Rank(Generic[T]):
+    rank: int
+    process: SpawnProcess
+    pipe: Connection
+    stack: Path
+    result: T | None = None
+    failure: str | None = None
+    killed: bool = False
+    started: bool = False
+    done: bool = False
+
+    def look(self) -> None:
+        """Takes what the process sent, or finds that it is gone."""
+        if self.done:
+            return
+        ended = bool(wait([self.process.sentinel], timeout=0))  # before the look into the pipe: it may end in between
+        with contextlib.suppress(EOFError, OSError):
+            if self.pipe.poll():
+                ok, value = pickle.loads(self.pipe.recv_bytes())
+                if ok is None:
+                    self.started = True
+                    return
+                self.result, self.failure = (value, None) if ok else (None, value)
+                self.done = True
+                return
+        if ended:
+            self.process.join(1.0)
+            code = self.process.exitcode or 0
+            name = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+            self.failure = f"the process ended with {name} and returned nothing"
+            self.killed = self.done = True
+
+
+def _collect(ranks: list[_Rank[T]], timeout: float) -> list[T]:
+    deadline, running = time.monotonic() + _START, False
+    order: list[_Rank[T]] = []
+    while len(order) < len(ranks) and time.monotonic() < deadline:
+        open_ranks = [one for one in ranks if not one.done]
+        wait([x for one in open_ranks for x in (one.pipe, one.process.sentinel)], deadline - time.monotonic())
+        for one in open_ranks:
+            one.look()
+            if one.done:
+                order.append(one)
+                if one.failure is not None:
+                    deadline, running = min(deadline, time.monotonic() + _GRACE), True
+        if not running and all(one.started or one.done for one in ranks):
+            deadline, running = time.monotonic() + timeout, True
+    failed = [one for one in order if one.failure is not None]
+    if failed:
+        # A process that was killed sends nothing: what the others then report is its absence.
+        first = next((one for one in failed if one.killed), failed[0])
+        raise _error(first, [one for one in failed if one is not first], len(ranks))
+    stuck = [one for one in ranks if not one.done]
+    if stuck:
+        raise _stuck(stuck, len(ranks), timeout if running else _START)
+    return [one.result for one in ranks]  # type: ignore[misc]  # all have returned; T may include None
+
+
+def _error(first: _Rank[T], others: list[_Rank[T]], world_size: int) -> RankFailedError:
+    failure = first.failure or ""
+    then = [f"rank {one.rank} then failed: {(one.failure or '').strip().splitlines()[-1]}" for one in others]
+    error = RankFailedError(
+        f"rank {first.rank} of {world_size} failed: {failure.strip().splitlines()[-1]}",
+        why="\n".join([failure.rstrip(), *then]),
+    )
+    error.rank = first.rank
+    return error
+
+
+def _stuck(stuck: list[_Rank[T]], world_size: int, timeout: float) -> RankFailedError:
+    for one in stuck:
+        with contextlib.suppress(ProcessLookupError):
+            # Before Python code of ours runs there, the signal would end the process: as good, since it is stuck.
+            os.kill(one.process.pid or 0, signal.SIGUSR1)
+    time.sleep(0.3)
+    stacks = [
+        f"rank {one.rank} stands at:\n{one.stack.read_text() if one.stack.exists() else '(start)'}" for one in stuck
+    ]
+    names = ", ".join(str(one.rank) for one in stuck)
+    error = RankFailedError(
+        f"rank{'s'[: len(stuck) > 1]} {names} of {world_size} not done after {timeout:g} s",
+        why="\n".join(stacks).rstrip(),
+        fix="look for a collective that not all ranks call, or give a longer timeout",
+    )
+    error.rank = stuck[0].rank
+    return error
+
+
+def _main(
+    rank: int, variables: dict[str, str], payload: _Payload, pipe: Connection, stack: str, init: bool, timeout: float
+) -> None:
+    """The life of one rank, in its own process."""
+    with open(stack, "w") as stacks:
+        faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=False)
+        threading.Thread(target=_end_with_parent, args=(pipe,), daemon=True).start()
+        os.environ.update(variables)
+        torch.set_num_threads(1)
+        try:
+            fn, args = payload.load()
+            if init:
+                init_process_group("gloo", timeout=timedelta(seconds=max(timeout, _START)), device="cpu")
+            pipe.send_bytes(pickle.dumps((None, None)))
+            answer = pickle.dumps((True, fn(rank, *args)))
+        except BaseException as error:  # also SystemExit and KeyboardInterrupt: whatever ends the function is told
+            answer = pickle.dumps((False, "".join(traceback.format_exception(error))))
+        pipe.send_bytes(answer)
+        if init and pickle.loads(answer)[0]:
+            destroy_process_group()
+        # Without the interpreter's own shutdown: a group that lost a peer can hang there.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
+
+
+def _end_with_parent(pipe: Connection) -> None:
+    try:
+        pipe.recv_bytes()  # the parent never writes: this ends when the parent does
+    except (EOFError, OSError):
+        os._exit(1)

@@ -1,0 +1,128 @@
+"""The hosts of an LSF job, wherever LSF left them.
+
+- LSB_HOSTS: `h1 h1 h2 h2`, one word per slot; LSF leaves it out when the list would be too long.
+- LSB_MCPU_HOSTS: `h1 2 h2 2`, host and slots in turn.
+- LSB_DJOB_RANKFILE, LSB_DJOB_HOSTFILE: files with one line per slot.
+- LSB_AFFINITY_HOSTFILE: a file with one line per task, the host first, then the CPUs.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from fairlead.errors import ConfigError
+from fairlead.interfaces import Setting
+from fairlead_environments.variables import malformed, present, short_name, text
+
+__all__ = ["JobHosts", "idle_job", "index_of", "read_hosts"]
+
+_FILES = ("LSB_DJOB_RANKFILE", "LSB_DJOB_HOSTFILE", "LSB_AFFINITY_HOSTFILE")
+
+
+@dataclass(frozen=True)
+class JobHosts:
+    """The slots of a job.
+
+    Args:
+        slots: The host of each slot, in LSF's order.
+        reason: The variable that they come from.
+    """
+
+    slots: tuple[str, ...]
+    reason: str
+
+    @property
+    def hosts(self) -> tuple[str, ...]:
+        """Each host once, in order."""
+        return tuple(dict.fromkeys(self.slots))
+
+    def compute_hosts(self, num_nodes: int | None) -> Setting:
+        """The hosts that run tasks of `jsrun`: without the launch node, if the job has one.
+
+        The launch node is not assumed, it is looked for: where the number of nodes in use is known,
+        one host too many is it; else a first host with a single slot, when all others have more.
+
+        Args:
+            num_nodes: How many hosts run tasks; None when that is not known.
+        """
+        hosts, counts = self.hosts, Counter(self.slots)
+        if len(hosts) == num_nodes:
+            return Setting(hosts, f"unique hosts in {self.reason}")
+        looks_like_one = len(hosts) > 1 and counts[hosts[0]] == 1 and all(counts[host] > 1 for host in hosts[1:])
+        if looks_like_one or len(hosts) - 1 == num_nodes:
+            return Setting(hosts[1:], f"unique hosts in {self.reason} without the launch node {hosts[0]}")
+        return Setting(hosts, f"unique hosts in {self.reason}")
+
+
+def read_hosts(environ: Mapping[str, str]) -> JobHosts:
+    """The job's hosts from the first source that is there.
+
+    Raises:
+        ConfigError: No source is there, or it is malformed or cannot be read.
+    """
+    plain = text(environ, "LSB_HOSTS")
+    if plain is not None:
+        return JobHosts(tuple(plain.value.split()), plain.reason)
+    counted = text(environ, "LSB_MCPU_HOSTS")
+    if counted is not None:
+        return JobHosts(_counted(counted), counted.reason)
+    file = text(environ, *_FILES)
+    if file is not None:
+        return JobHosts(_lines(file), file.reason)
+    raise ConfigError(
+        "LSB_HOSTS is not set",
+        where="environment variable LSB_HOSTS",
+        why=f"LSF sets LSB_HOSTS, LSB_MCPU_HOSTS or one of {', '.join(_FILES)} in every job",
+        fix="do not unset them between LSF and this process, or name another `environment`",
+    )
+
+
+def _counted(found: Setting) -> tuple[str, ...]:
+    words = found.value.split()
+    names, counts = words[::2], words[1::2]
+    if len(names) != len(counts) or not all(count.isdigit() and int(count) > 0 for count in counts):
+        raise malformed(found.reason, found.value, "hosts and slots in turn, such as 'h1 4 h2 4'")
+    return tuple(name for name, count in zip(names, counts, strict=True) for _ in range(int(count)))
+
+
+def _lines(found: Setting) -> tuple[str, ...]:
+    try:
+        lines = Path(found.value).read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"the file that {found.reason} names cannot be read",
+            where=found.value,
+            why=str(error),
+            fix="make the file visible here (containers: mount it), or name another `environment`",
+        ) from error
+    hosts = tuple(line.split()[0] for line in lines if line.strip())
+    if not hosts:
+        raise ConfigError(f"the file that {found.reason} names is empty", where=found.value)
+    return hosts
+
+
+def index_of(host: str, hosts: tuple[str, ...]) -> int | None:
+    """The index of a host by its full name, else by its short name if only one host has it."""
+    if host in hosts:
+        return hosts.index(host)
+    short = [short_name(other) for other in hosts]
+    return short.index(short_name(host)) if short.count(short_name(host)) == 1 else None
+
+
+def idle_job(environ: Mapping[str, str]) -> str | None:
+    """What an LSF job holds that this process, started by LSF itself, leaves unused; None: nothing."""
+    if text(environ, "LSB_JOBID") is None:
+        return None
+    started = (("JSM_NAMESPACE_RANK",), ("LSF_PM_TASKID",), ("OMPI_COMM_WORLD_RANK",), ("PMI_RANK",))
+    known = ("LSB_HOSTS", "LSB_MCPU_HOSTS")
+    if any(present(environ, names) for names in started) or text(environ, *known) is None:
+        return None
+    try:
+        job = read_hosts(environ)
+    except ConfigError:  # this run uses none of LSF's variables, so a malformed one does not matter to it
+        return None
+    count = len(job.compute_hosts(None).value)
+    return f"LSF allocated {count} hosts ({job.reason})" if count > 1 else None

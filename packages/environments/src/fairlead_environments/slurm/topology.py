@@ -1,0 +1,120 @@
+"""Who a task of a SLURM step is, from the variables that `srun` sets.
+
+A step may be smaller than its job, so the step's own variables come before the job's. HOSTNAME is
+not used: bash exports it, srun passes it on, and on every other node it is wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from fairlead.errors import ConfigError
+from fairlead.interfaces import Setting, Topology
+from fairlead_environments.slurm.config import SLURMEnvironmentConfig
+from fairlead_environments.slurm.hostlist import expand, tasks_per_node
+from fairlead_environments.variables import check_ranks, main_port, malformed, required, text
+
+__all__ = ["topology"]
+
+_NODES = ("SLURM_STEP_NUM_NODES", "SLURM_NNODES", "SLURM_JOB_NUM_NODES")
+_TASKS = ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS")
+_TASKS_PER_NODE = ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
+_NODELIST = ("SLURM_STEP_NODELIST", "SLURM_NODELIST", "SLURM_JOB_NODELIST")
+
+
+def topology(config: SLURMEnvironmentConfig, environ: Mapping[str, str]) -> Topology:
+    """The topology of this task.
+
+    Raises:
+        ConfigError: A variable of `srun` is absent, malformed, or does not go with another.
+    """
+    num_nodes = _step_before_job(environ, _NODES)
+    world_size = _step_before_job(environ, _TASKS)
+    node_rank = required(environ, "SLURM_NODEID", by="srun")
+    return check_ranks(
+        Topology(
+            launched=True,
+            num_nodes=num_nodes,
+            local_world_size=_local_world_size(environ, num_nodes, world_size, node_rank),
+            world_size=world_size,
+            node_rank=node_rank,
+            local_rank=required(environ, "SLURM_LOCALID", by="srun"),
+            global_rank=required(environ, "SLURM_PROCID", by="srun"),
+            main_address=_main_address(config, environ),
+            main_port=main_port(
+                config.main_port,
+                environ,
+                {
+                    "job": required(environ, "SLURM_JOB_ID", "SLURM_JOBID", by="srun").value,
+                    "step": required(environ, "SLURM_STEP_ID", "SLURM_STEPID", by="srun").value,
+                    "restart": environ.get("SLURM_RESTART_COUNT", "0"),  # unset until the first requeue
+                },
+            ),
+        ),
+        "SLURM",
+    )
+
+
+def _step_before_job(environ: Mapping[str, str], names: tuple[str, ...]) -> Setting:
+    """The step's number, with a reason that says how it relates to the job's."""
+    found = required(environ, *names, by="srun", minimum=1)
+    others = [name for name in names if name != found.reason and environ.get(name, "").strip()]
+    differing = [f"{name}={environ[name].strip()}" for name in others if environ[name].strip() != str(found.value)]
+    if differing:
+        return Setting(found.value, f"{found.reason}: the step; the job has {', '.join(differing)}")
+    return Setting(found.value, ", ".join([found.reason, *others]))
+
+
+def _local_world_size(
+    environ: Mapping[str, str], num_nodes: Setting, world_size: Setting, node_rank: Setting
+) -> Setting:
+    """Tasks on this node; nodes may differ (`3,1`)."""
+    found = text(environ, *_TASKS_PER_NODE)
+    if found is None:
+        raise _absent(
+            _TASKS_PER_NODE[0], "the number of tasks on each node, such as 2(x2)", "name another `environment`"
+        )
+    try:
+        counts = tasks_per_node(found.value)
+    except ValueError as error:
+        raise malformed(found.reason, found.value, "a list of tasks per node such as 2(x2) or 3,1") from error
+    if len(counts) != num_nodes.value or sum(counts) != world_size.value or node_rank.value >= len(counts):
+        raise ConfigError(
+            f"{found.reason} is {found.value!r}: {sum(counts)} tasks on {len(counts)} nodes; "
+            f"expected {world_size.value} tasks ({world_size.reason}) on {num_nodes.value} nodes ({num_nodes.reason})",
+            where=f"environment variable {found.reason}",
+            why="variables of two jobs or steps are mixed",
+            fix="start the command anew with srun, from a shell outside of other steps",
+        )
+    return Setting(counts[node_rank.value], f"{found.reason}={found.value} at SLURM_NODEID={node_rank.value}")
+
+
+def _main_address(config: SLURMEnvironmentConfig, environ: Mapping[str, str]) -> Setting:
+    if config.main_address is not None:
+        return Setting(config.main_address, "environment.main_address")
+    exported = text(environ, "MASTER_ADDR")
+    if exported is not None:
+        return exported
+    found = text(environ, *_NODELIST)
+    if found is None:
+        raise _absent(_NODELIST[0], "the nodes of the step, such as n[1-2]", "set `environment.main_address`")
+    try:
+        hosts = expand(found.value)
+    except ValueError as error:
+        raise malformed(found.reason, found.value, "a list of hosts such as n[1-2] or a1,b[02-03]") from error
+    if not hosts:
+        raise malformed(found.reason, found.value, "a list of hosts such as n[1-2] or a1,b[02-03]")
+    return Setting(hosts[0], f"first node of {found.reason}={_shortened(found.value)}")
+
+
+def _absent(name: str, meaning: str, otherwise: str) -> ConfigError:
+    return ConfigError(
+        f"{name} is not set",
+        where=f"environment variable {name}",
+        why=f"srun sets it in every task to {meaning}",
+        fix=f"do not unset it between srun and this process, or {otherwise}",
+    )
+
+
+def _shortened(value: str, most: int = 60) -> str:
+    return value if len(value) <= most else f"{value[: most - 3]}..."

@@ -1,0 +1,189 @@
+"""Reading what a launcher promised: values with their reason, errors that name the variable.
+
+Everything here is a pure function of a mapping of environment variables. An empty variable counts
+as absent: shells and pod templates leave such behind.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable, Mapping
+
+from fairlead.errors import ConfigError
+from fairlead.interfaces import Setting, Topology
+
+__all__ = [
+    "check_ranks",
+    "derived_port",
+    "integer",
+    "main_port",
+    "malformed",
+    "present",
+    "required",
+    "short_name",
+    "supervised",
+    "text",
+]
+
+PORTS = range(20000, 30000)
+"""Where derived ports lie: below Linux's ephemeral range (32768 on), above most services."""
+
+
+def malformed(name: str, value: str, expected: str) -> ConfigError:
+    """The error for a variable that is set to something else than its launcher would set."""
+    return ConfigError(
+        f"{name} is {value!r}, which is not {expected}",
+        where=f"environment variable {name}",
+        fix=f"find out who set it (`env | grep {name}`), and unset it if the launcher did not",
+    )
+
+
+def text(environ: Mapping[str, str], *names: str) -> Setting | None:
+    """The first of the variables that is set and not empty."""
+    for name in names:
+        value = environ.get(name, "").strip()
+        if value:
+            return Setting(value, name)
+    return None
+
+
+def present(environ: Mapping[str, str], names: Iterable[str]) -> bool:
+    """Whether all of the variables are set and not empty."""
+    return all(environ.get(name, "").strip() for name in names)
+
+
+def integer(environ: Mapping[str, str], *names: str, minimum: int = 0) -> Setting | None:
+    """The first of the variables that is set, as a whole number.
+
+    Raises:
+        ConfigError: It is no number, or below `minimum`.
+
+    Example:
+        >>> integer({"SLURM_PROCID": "3"}, "SLURM_PROCID")
+        Setting(value=3, reason='SLURM_PROCID')
+    """
+    found = text(environ, *names)
+    if found is None:
+        return None
+    # Not int(): it would take "1_0", "+1" and digits of other scripts.
+    if not (found.value.isascii() and found.value.isdigit()) or int(found.value) < minimum:
+        raise malformed(found.reason, found.value, f"a whole number from {minimum} on, such as {max(minimum, 1)}")
+    return Setting(int(found.value), found.reason)
+
+
+def required(environ: Mapping[str, str], *names: str, by: str, minimum: int = 0) -> Setting:
+    """Like `integer`, for a variable that the launcher `by` always sets.
+
+    Raises:
+        ConfigError: None of the variables is set, or the first is malformed.
+    """
+    found = integer(environ, *names, minimum=minimum)
+    if found is not None:
+        return found
+    raise ConfigError(
+        f"{names[0]} is not set",
+        where=f"environment variable {names[0]}",
+        why=f"{by} sets {' or '.join(names)} to a whole number from {minimum} on in every process that it starts",
+        fix=f"do not unset it between {by} and this process, or name another `environment`",
+    )
+
+
+def derived_port(*parts: object) -> int:
+    """A port that every rank of a job computes alike without talking to the others.
+
+    Two jobs get the same one by chance in one of 10,000 cases; nothing probes whether it is free.
+
+    Example:
+        >>> derived_port("slurm", 12, 0, 0) in PORTS
+        True
+    """
+    return PORTS.start + zlib.crc32("/".join(map(str, parts)).encode()) % len(PORTS)
+
+
+def main_port(asked: int | None, environ: Mapping[str, str], parts: Mapping[str, object]) -> Setting:
+    """The config's port, else MASTER_PORT, else one derived from what identifies the job.
+
+    Args:
+        asked: `main_port` of the environment's config.
+        environ: The environment variables.
+        parts: What all ranks of this run share and other runs do not, named for the reason.
+    """
+    if asked is not None:
+        return Setting(asked, "environment.main_port")
+    exported = integer(environ, "MASTER_PORT", minimum=1)
+    if exported is not None:
+        if exported.value > 65535:
+            raise malformed("MASTER_PORT", str(exported.value), "a TCP port from 1 to 65535")
+        return exported
+    named = ", ".join(f"{name} {value}" for name, value in parts.items())
+    return Setting(derived_port(*parts.items()), f"derived from {named}; not probed")
+
+
+def short_name(host: str) -> str:
+    """A host name without its domain; an address stays whole.
+
+    Example:
+        >>> short_name("n1.cluster.example"), short_name("10.0.0.1")
+        ('n1', '10.0.0.1')
+    """
+    head, _, _ = host.partition(".")
+    return host.lower() if head.isdigit() or ":" in host else head.lower()
+
+
+def check_ranks(topology: Topology, source: str) -> Topology:
+    """The topology, if each rank is smaller than the number of ranks it counts in.
+
+    Raises:
+        ConfigError: It is not: variables of two jobs or steps are mixed, as in a shell inside a job.
+    """
+    pairs = (
+        (topology.global_rank, topology.world_size),
+        (topology.local_rank, topology.local_world_size),
+        (topology.node_rank, topology.num_nodes),
+        (topology.local_world_size, topology.world_size),
+        (topology.num_nodes, topology.world_size),
+    )
+    for index, (low, high) in enumerate(pairs):
+        if low is None or high is None:
+            continue
+        if low.value > high.value or (index < 3 and low.value == high.value):
+            raise ConfigError(
+                f"{low.value} ({low.reason}) does not go with {high.value} ({high.reason})",
+                where=f"environment variables of {source}",
+                why="the first counts within the second; variables of two jobs or steps may be mixed",
+                fix="start the command anew under its launcher, from a shell outside of other jobs",
+            )
+    return topology
+
+
+def supervised(environ: Mapping[str, str]) -> Topology | None:
+    """The topology of a rank that Fairlead's own launcher on this node started; else None.
+
+    Raises:
+        ConfigError: FAIRLEAD_LAUNCHED is set and one of its variables is absent or malformed.
+    """
+    if text(environ, "FAIRLEAD_LAUNCHED") is None:
+        return None
+    by = "Fairlead's launcher"
+    world = required(environ, "WORLD_SIZE", by=by, minimum=1)
+    local = required(environ, "LOCAL_WORLD_SIZE", by=by, minimum=1)
+    address = text(environ, "MASTER_ADDR")
+    if address is None:
+        raise ConfigError("MASTER_ADDR is not set", where="environment variable MASTER_ADDR", why=f"{by} sets it")
+    nodes = integer(environ, "NNODES", minimum=1)
+    if nodes is None and world.value % local.value == 0:
+        nodes = Setting(world.value // local.value, "WORLD_SIZE / LOCAL_WORLD_SIZE")
+    return check_ranks(
+        Topology(
+            launched=True,
+            num_nodes=nodes,
+            local_world_size=local,
+            world_size=world,
+            node_rank=required(environ, "NODE_RANK", by=by),
+            local_rank=required(environ, "LOCAL_RANK", by=by),
+            global_rank=required(environ, "RANK", by=by),
+            main_address=address,
+            main_port=required(environ, "MASTER_PORT", by=by, minimum=1),
+        ),
+        by,
+    )

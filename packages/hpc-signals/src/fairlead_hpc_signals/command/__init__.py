@@ -1,0 +1,1 @@
+"""The requeuer `command`: a command of the user's."""

@@ -1,0 +1,126 @@
+"""Runs the command of a scheduler: with a deadline, again after a failure, and with an answer when it fails."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from fairlead.errors import RunFailedError
+from fairlead_hpc_signals.base import CommandSettings
+
+__all__ = ["find_command", "run_command"]
+
+_SHOWN = 500
+
+
+@dataclass(frozen=True, slots=True)
+class _Attempt:
+    """How one attempt ended; `code` is None when it was killed after its time."""
+
+    code: int | None
+    output: str
+
+
+def find_command(name: str, environ: Mapping[str, str]) -> str | None:
+    """The path of a program on the PATH of the job, or None."""
+    return shutil.which(name, path=environ.get("PATH", os.defpath))
+
+
+def run_command(
+    argv: Sequence[str],
+    settings: CommandSettings,
+    environ: Mapping[str, str],
+    *,
+    missing: str,
+    refusals: Mapping[str, str] | None = None,
+    sleep: Callable[[float], None] = time.sleep,
+) -> str:
+    """Runs a command until it succeeds, without a shell.
+
+    Args:
+        argv: The program and its arguments.
+        settings: Deadline and retries.
+        environ: The environment of the command; its PATH finds the program.
+        missing: What to do when the program is not there.
+        refusals: Words in its output after which trying again is of no use, each with what to do.
+        sleep: For tests.
+
+    Returns:
+        What was run, and its first line of output, for the history.
+
+    Raises:
+        RunFailedError: It is not there, or no attempt succeeded.
+    """
+    shown = shlex.join(argv)
+    program = find_command(argv[0], environ)
+    if program is None:
+        raise RunFailedError(
+            f"the job is not requeued: {argv[0]} was not found",
+            where=shown,
+            why=f"PATH is {environ.get('PATH', os.defpath)}",
+            fix=missing,
+        )
+    attempts: list[_Attempt] = []
+    for number in range(1 + settings.retries):
+        if number:
+            sleep(settings.retry_wait_s)
+        attempt = _attempt([program, *argv[1:]], settings.timeout_s, environ)
+        attempts.append(attempt)
+        if attempt.code == 0:
+            head = attempt.output.splitlines()[0] if attempt.output else ""
+            return f"{shown}: {head}" if head else shown
+        fix = next((fix for words, fix in (refusals or {}).items() if words in attempt.output), None)
+        if fix is not None:
+            raise RunFailedError("the job is not requeued: it was refused", where=shown, why=attempt.output, fix=fix)
+    raise RunFailedError(
+        f"the job is not requeued after {len(attempts)} attempt{'s' if len(attempts) > 1 else ''}",
+        where=shown,
+        why=_story(attempts, settings.timeout_s),
+        fix="start the job again by hand; it goes on from its last checkpoint",
+    )
+
+
+def _attempt(argv: list[str], timeout_s: float, environ: Mapping[str, str]) -> _Attempt:
+    # A file, not a pipe: a grandchild that survives the kill would keep a pipe open, and us waiting.
+    with tempfile.TemporaryFile() as output:
+        try:
+            process = subprocess.Popen(
+                argv,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=dict(environ),
+                start_new_session=True,  # signals to our group must not end it half-way; and it is killed whole
+            )
+        except OSError as error:
+            return _Attempt(127, f"{argv[0]}: {error.strerror}")
+        try:
+            code: int | None = process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            code = None
+        finally:
+            if process.returncode is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+        output.seek(0)
+        text = output.read(1 << 16).decode(errors="replace").strip()
+    return _Attempt(code, text[:_SHOWN])
+
+
+def _story(attempts: Sequence[_Attempt], timeout_s: float) -> str:
+    lines = []
+    for attempt in attempts:
+        if attempt.code is None:
+            lines.append(
+                f"no answer within {timeout_s:g} s (it may have arrived all the same) {attempt.output}".strip()
+            )
+        else:
+            lines.append(f"exit code {attempt.code}: {attempt.output or 'no output'}")
+    return "\n".join(dict.fromkeys(lines))

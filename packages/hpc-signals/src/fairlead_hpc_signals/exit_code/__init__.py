@@ -1,0 +1,1 @@
+"""The requeuer `exit_code`: the exit code asks for another start."""

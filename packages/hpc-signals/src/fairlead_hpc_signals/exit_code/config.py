@@ -1,0 +1,30 @@
+"""The config of the requeuer `exit_code`."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, field_validator
+
+from fairlead.bases import RequeueConfigBase
+
+__all__ = ["ExitCodeRequeueConfig"]
+
+
+class ExitCodeRequeueConfig(RequeueConfigBase):
+    """The process ends with a code that whoever started it reads as "start me again".
+
+    For Kubernetes, HTCondor (`on_exit_remove = (ExitCode != 75)`) and wrappers of your own.
+    """
+
+    name: Literal["exit_code"] = "exit_code"
+    code: int = Field(default=75, ge=3, le=255)
+    """The exit code, 3 to 255. Default 75, `EX_TEMPFAIL` of sysexits.h. Kubeflow's `restartPolicy: ExitCode` takes
+    1 to 127 as final and 128 and more as worth another start: set 200 there."""
+
+    @field_validator("code")
+    @classmethod
+    def _not_taken(cls, code: int) -> int:
+        if code in (130, 143):
+            raise ValueError(f"{code} means that no other start is wanted; for Kubernetes choose 200")
+        return code

@@ -1,0 +1,1 @@
+"""The requeuer `lsf`: `brequeue`."""

@@ -1,0 +1,1 @@
+"""The requeuer `none`: the job is not started again."""

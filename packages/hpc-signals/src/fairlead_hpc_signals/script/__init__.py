@@ -1,0 +1,1 @@
+"""The requeuer `script`: a script for the job script to run."""

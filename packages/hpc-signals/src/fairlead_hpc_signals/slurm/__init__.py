@@ -1,0 +1,1 @@
+"""The requeuer `slurm`: `scontrol requeue`."""
