@@ -2,53 +2,52 @@
 
 One typed config; the installed plugins do the rest.  This package is the slim core: it reads and
 checks configs and finds plugins, and never imports torch.  `Trainer`, `fabric` and the callback
-`Fairlead` come from fairlead-lightning and are imported when they are first used.
+`Fairlead` come from fairlead-lightning.  Every name is imported when it is first used, so that
+`import fairlead` costs next to nothing.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
-from fairlead.axes import (
-    AcceleratorPlugin,
-    CheckpointIOPlugin,
-    CommandPlugin,
-    EnvironmentPlugin,
-    LayerSyncPlugin,
-    LoggerPlugin,
-    PrecisionPlugin,
-    RequeuePlugin,
-    StrategyPlugin,
-)
-from fairlead.bases import (
-    AcceleratorConfigBase,
-    CheckpointIOConfigBase,
-    EnvironmentConfigBase,
-    LayerSyncConfigBase,
-    LoggerConfigBase,
-    PrecisionConfigBase,
-    RequeueConfigBase,
-    StrategyConfigBase,
-)
-from fairlead.capabilities import Capability
-from fairlead.config import (
-    CheckpointConfig,
-    ClassSpec,
-    JobConfig,
-    ResourcesConfig,
-    RunConfig,
-    SubmitConfig,
-    TrainerConfig,
-)
-from fairlead.errors import FairleadError
-from fairlead.findings import Finding
-from fairlead.hookspecs import hookimpl
-from fairlead.interfaces import BuildContext, Claim, Devices, Setting, Specificity, Topology
-from fairlead.open_union import OpenUnion
-from fairlead.plugins import PluginManager
-from fairlead.resolve import Resolution
-
 if TYPE_CHECKING:
+    from fairlead.axes import AcceleratorPlugin as AcceleratorPlugin
+    from fairlead.axes import CheckpointIOPlugin as CheckpointIOPlugin
+    from fairlead.axes import CommandPlugin as CommandPlugin
+    from fairlead.axes import EnvironmentPlugin as EnvironmentPlugin
+    from fairlead.axes import LayerSyncPlugin as LayerSyncPlugin
+    from fairlead.axes import LoggerPlugin as LoggerPlugin
+    from fairlead.axes import PrecisionPlugin as PrecisionPlugin
+    from fairlead.axes import RequeuePlugin as RequeuePlugin
+    from fairlead.axes import StrategyPlugin as StrategyPlugin
+    from fairlead.bases import AcceleratorConfigBase as AcceleratorConfigBase
+    from fairlead.bases import CheckpointIOConfigBase as CheckpointIOConfigBase
+    from fairlead.bases import EnvironmentConfigBase as EnvironmentConfigBase
+    from fairlead.bases import LayerSyncConfigBase as LayerSyncConfigBase
+    from fairlead.bases import LoggerConfigBase as LoggerConfigBase
+    from fairlead.bases import PrecisionConfigBase as PrecisionConfigBase
+    from fairlead.bases import RequeueConfigBase as RequeueConfigBase
+    from fairlead.bases import StrategyConfigBase as StrategyConfigBase
+    from fairlead.capabilities import Capability as Capability
+    from fairlead.config import CheckpointConfig as CheckpointConfig
+    from fairlead.config import ClassSpec as ClassSpec
+    from fairlead.config import JobConfig as JobConfig
+    from fairlead.config import ResourcesConfig as ResourcesConfig
+    from fairlead.config import RunConfig as RunConfig
+    from fairlead.config import SubmitConfig as SubmitConfig
+    from fairlead.config import TrainerConfig as TrainerConfig
+    from fairlead.errors import FairleadError as FairleadError
+    from fairlead.findings import Finding as Finding
+    from fairlead.hookspecs import hookimpl as hookimpl
+    from fairlead.interfaces import BuildContext as BuildContext
+    from fairlead.interfaces import Claim as Claim
+    from fairlead.interfaces import Devices as Devices
+    from fairlead.interfaces import Setting as Setting
+    from fairlead.interfaces import Specificity as Specificity
+    from fairlead.interfaces import Topology as Topology
+    from fairlead.open_union import OpenUnion as OpenUnion
+    from fairlead.plugins import PluginManager as PluginManager
+    from fairlead.resolution import Resolution as Resolution
     from fairlead_lightning import Fairlead as Fairlead
     from fairlead_lightning import Trainer as Trainer
     from fairlead_lightning import fabric as fabric
@@ -99,30 +98,68 @@ __all__ = [
 
 __version__: Final = "0.1.0"
 
-_LAZY: Final = ("Fairlead", "Trainer", "fabric")
+_HOMES: Final = {
+    "AcceleratorConfigBase": "fairlead.bases",
+    "AcceleratorPlugin": "fairlead.axes",
+    "BuildContext": "fairlead.interfaces",
+    "Capability": "fairlead.capabilities",
+    "CheckpointConfig": "fairlead.config",
+    "CheckpointIOConfigBase": "fairlead.bases",
+    "CheckpointIOPlugin": "fairlead.axes",
+    "Claim": "fairlead.interfaces",
+    "ClassSpec": "fairlead.config",
+    "CommandPlugin": "fairlead.axes",
+    "Devices": "fairlead.interfaces",
+    "EnvironmentConfigBase": "fairlead.bases",
+    "EnvironmentPlugin": "fairlead.axes",
+    "FairleadError": "fairlead.errors",
+    "Finding": "fairlead.findings",
+    "JobConfig": "fairlead.config",
+    "LayerSyncConfigBase": "fairlead.bases",
+    "LayerSyncPlugin": "fairlead.axes",
+    "LoggerConfigBase": "fairlead.bases",
+    "LoggerPlugin": "fairlead.axes",
+    "OpenUnion": "fairlead.open_union",
+    "PluginManager": "fairlead.plugins",
+    "PrecisionConfigBase": "fairlead.bases",
+    "PrecisionPlugin": "fairlead.axes",
+    "RequeueConfigBase": "fairlead.bases",
+    "RequeuePlugin": "fairlead.axes",
+    "Resolution": "fairlead.resolution",
+    "ResourcesConfig": "fairlead.config",
+    "RunConfig": "fairlead.config",
+    "Setting": "fairlead.interfaces",
+    "Specificity": "fairlead.interfaces",
+    "StrategyConfigBase": "fairlead.bases",
+    "StrategyPlugin": "fairlead.axes",
+    "SubmitConfig": "fairlead.config",
+    "Topology": "fairlead.interfaces",
+    "TrainerConfig": "fairlead.config",
+    "hookimpl": "fairlead.hookspecs",
+}
+_LIGHTNING: Final = frozenset({"Fairlead", "Trainer", "fabric"})
+_BROUGHT_BY_EXTRA: Final = frozenset({"fairlead_lightning", "fairlead_distributed", "lightning", "torch"})
 
 
 def __getattr__(name: str) -> Any:
-    """Imports the run-time names on first use (PEP 562), so that `import fairlead` stays torch-free."""
-    if name not in _LAZY:
-        raise AttributeError(f"module 'fairlead' has no attribute {name!r}")
+    """Imports a public name on its first use (PEP 562)."""
     import importlib
 
-    from fairlead.errors import MissingDependencyError
-
+    if name in _HOMES:
+        value = globals()[name] = getattr(importlib.import_module(_HOMES[name]), name)
+        return value
+    if name not in _LIGHTNING:
+        raise AttributeError(f"module 'fairlead' has no attribute {name!r}")
     try:
-        module = importlib.import_module("fairlead_lightning")
-        return getattr(module, name)
+        return getattr(importlib.import_module("fairlead_lightning"), name)
     except ModuleNotFoundError as error:
-        if error.name is None or error.name.partition(".")[0] not in {
-            "fairlead_lightning",
-            "fairlead_distributed",
-            "lightning",
-            "torch",
-        }:
+        missing = (error.name or "").partition(".")[0]
+        if missing not in _BROUGHT_BY_EXTRA:
             raise
+        from fairlead.errors import MissingDependencyError
+
         raise MissingDependencyError(
-            f"fairlead.{name} needs {error.name}", fix="pip install 'fairlead[lightning]'"
+            f"fairlead.{name} needs {missing}", fix="pip install 'fairlead[lightning]'"
         ) from error
 
 

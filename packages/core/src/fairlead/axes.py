@@ -38,6 +38,7 @@ class Plugin:
 
     An instance with keyword arguments is a *preset*: a second name for the plugin with some
     fields of its config set. `ddp_spawn = DDP(start_method="spawn")` is one, with its own entry point.
+    A second name that sets nothing is written with the tag alone: `gpu = CUDA(name="cuda")`.
 
     Args:
         preset: Values of config fields that this name stands for.
@@ -83,6 +84,8 @@ class AcceleratorPlugin(Plugin):
     """`accelerator: auto` takes the available plugin with the highest priority; the CPU has 0."""
     backend: ClassVar[str] = "gloo"
     """The backend of torch.distributed that fits the device."""
+    strategies: ClassVar[tuple[str, str]] = ("single_device", "ddp")
+    """What `strategy: auto` is for one rank, and for several."""
 
 
 class StrategyPlugin(Plugin):

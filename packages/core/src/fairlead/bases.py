@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from pydantic import BaseModel, ConfigDict, field_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 __all__ = [
     "AXES",
@@ -98,6 +98,16 @@ class RequeueConfigBase(BackendConfig):
     """Who starts the job again after it was stopped."""
 
     axis = "requeue"
+    signals: tuple[str, ...] | None = Field(default=None, min_length=1, strict=False)
+    """Names of the signals that announce a stop, such as `[SIGUSR1]` or `[usr1]`. Default null: SIGUSR1 and
+    SIGUSR2, which schedulers are asked to send ahead of time, and SIGTERM, which they send at the end."""
+    max_requeues: int | None = Field(default=None, ge=0)
+    """How often the job may be started again; the stop after that is final. Default null: without a limit."""
+
+    @field_validator("signals")
+    @classmethod
+    def _known_signals(cls, names: tuple[str, ...] | None) -> tuple[str, ...] | None:
+        return None if names is None else tuple(dict.fromkeys(signal_name(name) for name in names))
 
 
 class LoggerConfigBase(BackendConfig):

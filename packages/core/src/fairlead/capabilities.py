@@ -49,7 +49,7 @@ def check_capabilities(rows: Iterable[Capability], chosen: dict[str, str | None]
         rows: The table.
         chosen: Every choice of the run, with the config path that made it.
     """
-    findings = []
+    findings: list[Finding] = []
     for row in rows:
         if row.support == "yes" or row.subject not in chosen:
             continue

@@ -3,24 +3,32 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Iterator, Mapping
-from typing import Any
+from pathlib import Path
+from typing import Any, Final, TypeVar
 
-from fairlead.bases import BackendConfig
+from fairlead.axes import Plugin
+from fairlead.bases import AXES, BackendConfig
 from fairlead.capabilities import Capability, check_capabilities
 from fairlead.config import ClassSpec, JobConfig, ResourcesConfig, RunConfig, TrainerConfig
-from fairlead.errors import FairleadError, PluginError
+from fairlead.errors import ConfigError, FairleadError, PluginError
 from fairlead.findings import Finding, Severity
 from fairlead.interfaces import Setting
 from fairlead.jobs import LoadedJob
-from fairlead.modules import CodeRoot, check_spec
+from fairlead.modules import CodeRoot, Sources, check_spec
 from fairlead.plugins import PluginManager
 from fairlead.resolve import Purpose, Resolution, resolve
+from fairlead.run import render_name
+from fairlead.resuming import check_run
 from fairlead.validation import dotted
 
-__all__ = ["CheckedJob", "capability_table", "check_job", "check_trainer"]
+__all__ = ["CheckedJob", "capability_table", "check_job", "check_trainer", "find_conflicts"]
 
-_PROBLEM_CODES: Mapping[str, tuple[Severity, str]] = {
+T = TypeVar("T")
+
+_ORDER: Final[Mapping[Severity, int]] = {"error": 0, "warning": 1, "info": 2}
+_PROBLEM_CODES: Final[Mapping[str, tuple[Severity, str]]] = {
     "module-not-found": ("error", "module-not-found"),
     "object-not-found": ("error", "class-not-found"),
     "not-callable": ("error", "class-not-callable"),
@@ -54,6 +62,8 @@ def check_job(
     plugins: PluginManager,
     profile: str | None = None,
     purpose: Purpose = "check",
+    cwd: Path | None = None,
+    uses_run: bool = True,
 ) -> CheckedJob:
     """Everything that can be known of a job from its config, its sources and the environment.
 
@@ -63,8 +73,10 @@ def check_job(
         plugins: The plugin manager.
         profile: `resources`: check for that hardware instead of this machine's.
         purpose: `run` when the job is about to start here.
+        cwd: The folder that paths of the job are relative to; None: the working directory.
+        uses_run: Whether the run directory is to be used; False for validate, test and predict.
     """
-    job = loaded.job
+    job, cwd = loaded.job, cwd or Path.cwd()
     if job is None:
         return CheckedJob(loaded, None, loaded.findings)
     findings = list(loaded.findings)
@@ -73,12 +85,16 @@ def check_job(
     resolution, found = check_trainer(
         job.trainer, environ=environ, plugins=plugins, run=job.run, profile=hardware, purpose=purpose
     )
-    resolution = _with_reasons(resolution, loaded, job)
     findings += found
     findings += _user_code(job, loaded.root)
+    if uses_run and not (resolution.topology.launched and purpose == "run"):
+        # Of ranks that start together, one will hold the run directory while others still check.
+        settings, found = check_run(job, environ, cwd, resolution.world_size)
+        resolution = dataclasses.replace(resolution, settings={**resolution.settings, **settings})
+        findings += found
+    resolution = _with_reasons(resolution, loaded, job)
     placed = [loaded.placed(finding) for finding in findings]
-    order: dict[Severity, int] = {"error": 0, "warning": 1, "info": 2}
-    unique = sorted(dict.fromkeys(placed), key=lambda f: order[f.severity])
+    unique = sorted(dict.fromkeys(placed), key=lambda finding: _ORDER[finding.severity])
     return CheckedJob(loaded, dataclasses.replace(resolution, findings=tuple(unique)), tuple(unique))
 
 
@@ -93,25 +109,58 @@ def check_trainer(
 ) -> tuple[Resolution, list[Finding]]:
     """Resolves a trainer's config and checks the decisions against each other."""
     resolution = resolve(trainer, environ=environ, plugins=plugins, run=run, profile=profile, purpose=purpose)
-    findings = list(resolution.findings)
-    findings += check_capabilities(capability_table(plugins), _choices(resolution, plugins))
+    return resolution, [*resolution.findings, *find_conflicts(resolution, environ, plugins)]
+
+
+def find_conflicts(resolution: Resolution, environ: Mapping[str, str], plugins: PluginManager) -> list[Finding]:
+    """Checks the decisions against each other: the capability table, and the selected plugins' own checks."""
+    rows, findings = capability_table(plugins)
+    findings += check_capabilities(rows, _choices(resolution, plugins))
     for config in _selected(resolution):
         findings += _plugin_findings(config, resolution, environ, plugins)
-    return resolution, findings
+    return findings
 
 
-def capability_table(plugins: PluginManager) -> list[Capability]:
-    """The rows that the installed plugins contribute."""
+def capability_table(plugins: PluginManager) -> tuple[list[Capability], list[Finding]]:
+    """The rows that the installed plugins contribute, and a warning for each plugin that failed to."""
     rows: list[Capability] = []
-    for axis in {record.axis for record in plugins.records()} - {"command"}:
-        for name, contributed in plugins.call_axis(axis, "fairlead_capabilities"):
-            for row in contributed or ():
-                if not isinstance(row, Capability):
-                    raise PluginError(
-                        f"fairlead_capabilities of {axis}.{name} gave a {type(row).__name__}, not a Capability"
-                    )
-                rows.append(row)
-    return rows
+    failed: list[Finding] = []
+    for axis in AXES:
+        for name, plugin in plugins.distinct(axis).items():
+            try:
+                rows += _collected(plugin, "fairlead_capabilities", Capability, plugins)
+            except FairleadError as error:
+                failed.append(
+                    Finding("warning", "plugin-broken", error.what, f"the plugin {axis}.{name}", error.why, error.fix)
+                )
+    return rows, failed
+
+
+def _collected(plugin: Plugin, hook: str, kind: type[T], plugins: PluginManager, **arguments: Any) -> list[T]:
+    """What a hook that gives several things gave.
+
+    Raises:
+        PluginError: It raised, or gave something else; also while it was iterated, for it may be a generator.
+    """
+    found: list[T] = []
+    for result in plugins.call(plugin, hook, **arguments):
+        try:
+            items = list(result)
+        except FairleadError:
+            raise
+        except Exception as error:
+            raise PluginError(
+                f"{hook} of {plugin.axis}.{plugin.tag} raised {type(error).__name__}",
+                why=str(error) or None,
+                fix="report it to the plugin's authors; choosing another plugin avoids it",
+            ) from error
+        for item in items:
+            if not isinstance(item, kind):
+                raise PluginError(
+                    f"{hook} of {plugin.axis}.{plugin.tag} gave a {type(item).__name__}, not a {kind.__name__}"
+                )
+            found.append(item)
+    return found
 
 
 def _profile(job: JobConfig, name: str | None) -> tuple[ResourcesConfig | None, Finding | None]:
@@ -161,22 +210,12 @@ def _choices(resolution: Resolution, plugins: PluginManager) -> dict[str, str | 
 def _plugin_findings(
     config: BackendConfig, resolution: Resolution, environ: Mapping[str, str], plugins: PluginManager
 ) -> list[Finding]:
-    found: list[Finding] = []
-    for result in plugins.call(plugins.of(config), "fairlead_check", resolution=resolution, environ=environ):
-        try:
-            found += list(result or ())
-        except FairleadError as error:
-            found.append(Finding("error", "plugin-broken", error.what, error.where, error.why, error.fix))
-        except Exception as error:
-            raise PluginError(
-                f"fairlead_check of {config.axis}.{config.name} raised {type(error).__name__}", why=str(error)
-            ) from error
-    for finding in found:
-        if not isinstance(finding, Finding):
-            raise PluginError(
-                f"fairlead_check of {config.axis}.{config.name} gave a {type(finding).__name__}, not a Finding"
-            )
-    return found
+    try:
+        plugin = plugins.of(config)
+        return _collected(plugin, "fairlead_check", Finding, plugins, resolution=resolution, environ=environ)
+    except FairleadError as error:
+        where = error.where or f"trainer.{config.axis}"
+        return [Finding("error", "plugin-broken", error.what, where, error.why, error.fix)]
 
 
 def _class_specs(job: JobConfig) -> Iterator[tuple[str, ClassSpec]]:
@@ -191,8 +230,9 @@ def _class_specs(job: JobConfig) -> Iterator[tuple[str, ClassSpec]]:
 
 def _user_code(job: JobConfig, root: CodeRoot) -> Iterator[Finding]:
     """Modules, classes and arguments, by reading their sources."""
+    sources = Sources(root)
     for path, spec in _class_specs(job):
-        for problem in check_spec(spec.class_, spec.args, root):
+        for problem in check_spec(spec.class_, spec.args, root, sources=sources):
             severity, code = _PROBLEM_CODES[problem.kind]
             where = path + ("." if problem.path and isinstance(problem.path[0], str) else "") + dotted(problem.path)
             yield Finding(severity, code, problem.what, where, problem.why, problem.fix)
@@ -207,11 +247,10 @@ def _with_reasons(resolution: Resolution, loaded: LoadedJob, job: JobConfig) -> 
         written = written if isinstance(written, dict) else {}
         for name, value in model.model_dump(mode="json").items():
             reason = loaded.locate((section, name)) if name in written else "the default"
-            key = name if section == "trainer" else f"run.{name}"
-            if key in settings:
-                known = settings[key]
-                if known.reason == f"{section}.{name}":
-                    settings[key] = Setting(known.value, reason)
-            else:
+            key = name if section == "trainer" or name == "resume" else f"run.{name}"
+            known = settings.get(key)
+            if known is None:
                 settings[key] = Setting(value, reason)
+            elif known.reason == f"{section}.{name}":
+                settings[key] = Setting(known.value, reason)
     return dataclasses.replace(resolution, settings=settings)

@@ -7,25 +7,23 @@ Field names are Lightning's wherever Lightning has the thing.  A config validate
 from __future__ import annotations
 
 from collections.abc import Mapping
-from datetime import timedelta
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
-    BeforeValidator,
+    ConfigDict,
     Field,
     NonNegativeFloat,
     NonNegativeInt,
-    PlainSerializer,
     PositiveFloat,
     PositiveInt,
-    WithJsonSchema,
     field_validator,
     model_validator,
 )
 from pydantic_core import PydanticCustomError
 
 from fairlead.bases import (
+    AXES,
     AcceleratorConfigBase,
     BackendConfig,
     CheckpointIOConfigBase,
@@ -37,6 +35,8 @@ from fairlead.bases import (
     RequeueConfigBase,
     StrategyConfigBase,
 )
+from fairlead.durations import ClockTime, Duration
+from fairlead.errors import did_you_mean
 from fairlead.open_union import OpenUnion
 
 __all__ = [
@@ -53,45 +53,6 @@ __all__ = [
 Auto = Literal["auto"]
 
 
-def _parse_duration(value: Any) -> Any:
-    """Accepts `MM:SS`, `HH:MM:SS`, `DD:HH:MM:SS`, `D-HH:MM:SS`, a number of seconds, and Lightning's mapping of units."""
-    if isinstance(value, timedelta):
-        return value
-    if isinstance(value, (int, float)) and not isinstance(value, bool):
-        return timedelta(seconds=value)
-    if isinstance(value, Mapping):
-        try:
-            return timedelta(**value)
-        except TypeError:
-            raise ValueError("write hours, minutes, seconds, days or weeks, as {hours: 4}") from None
-    if isinstance(value, str):
-        days, dash, clock = value.rpartition("-")
-        parts = clock.split(":")
-        if (
-            (days.isdigit() or not dash)
-            and 2 <= len(parts) <= 4 - bool(dash)
-            and all(p.strip().isdigit() for p in parts)
-        ):
-            numbers = [int(days) if dash else 0, *([0] * (4 - bool(dash) - len(parts))), *map(int, parts)]
-            padded = ([0] * (4 - len(numbers)) + numbers)[-4:] if not dash else [int(days), *numbers[-3:]]
-            return timedelta(days=padded[0], hours=padded[1], minutes=padded[2], seconds=padded[3])
-    raise ValueError(f'{value!r} is not a time; write HH:MM:SS (as "24:00:00"), D-HH:MM:SS, or seconds as a number')
-
-
-def _format_duration(value: timedelta) -> str:
-    seconds = int(value.total_seconds())
-    days, rest = divmod(seconds, 86400)
-    return f"{days:02d}:{rest // 3600:02d}:{rest // 60 % 60:02d}:{rest % 60:02d}"
-
-
-Duration = Annotated[
-    timedelta,
-    BeforeValidator(_parse_duration),
-    PlainSerializer(_format_duration, return_type=str),
-    WithJsonSchema({"type": ["string", "number", "object"], "description": "HH:MM:SS, D-HH:MM:SS, or seconds"}),
-]
-"""A span of time: `"24:00:00"`, `"1-00:00:00"`, 3600; written as DD:HH:MM:SS, Lightning's form."""
-
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 Limit = NonNegativeInt | Fraction | None
 
@@ -107,7 +68,7 @@ class ClassSpec(ConfigModel):
     args: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the call."""
 
-    model_config = {"validate_by_name": True, "validate_by_alias": True, "serialize_by_alias": True}
+    model_config = ConfigDict(validate_by_name=True, validate_by_alias=True, serialize_by_alias=True)
 
     @model_validator(mode="before")
     @classmethod
@@ -181,7 +142,7 @@ class TrainerConfig(ConfigModel):
     """Who started the ranks; `auto` asks every installed environment for its evidence."""
     checkpoint_io: Annotated[CheckpointIOConfigBase | Auto, OpenUnion("checkpoint_io", literals=("auto",))] = "auto"
     """How checkpoints are written; `auto` is torch."""
-    layer_sync: Annotated[LayerSyncConfigBase | None, OpenUnion("layer_sync")] = None
+    layer_sync: Annotated[LayerSyncConfigBase | None, OpenUnion("layer_sync", optional=True)] = None
     """Layers whose statistics are shared between ranks."""
     requeue: Annotated[RequeueConfigBase | Auto, OpenUnion("requeue", literals=("auto",))] = "auto"
     """Who starts the job again; `auto` is the scheduler of the environment."""
@@ -227,7 +188,7 @@ class TrainerConfig(ConfigModel):
     """Validation batches before training starts; None: 2; -1: all."""
 
     # When to validate and log.
-    val_check_interval: PositiveInt | Fraction | Duration | None = None
+    val_check_interval: PositiveInt | Fraction | ClockTime | None = None
     """Validate after so many batches, such a fraction of an epoch, or so much time (`"00:10:00"`)."""
     check_val_every_n_epoch: PositiveInt | None = 1
     """Validate every N epochs; None counts val_check_interval over all epochs."""
@@ -295,7 +256,9 @@ class TrainerConfig(ConfigModel):
         for index, item in enumerate(value["plugins"]):
             axis, config = _axis_of(item, index)
             if axis == "logger":
-                data["loggers"] = [*data.get("loggers", ()), config]
+                present = data.get("loggers", ())
+                # Anything but a list is left as it is: its own field then says what is wrong with it.
+                data["loggers"] = [*present, config] if isinstance(present, (list, tuple)) else present
                 continue
             if axis in set_by and data.get(axis) not in (None, "auto"):
                 raise _set_twice(axis, set_by[axis], f"`plugins[{index}]`")
@@ -333,20 +296,18 @@ def _axis_of(item: Any, index: int) -> tuple[str, Any]:
     """The axis of one item of `plugins`, and what to put on its field."""
     if isinstance(item, BackendConfig):
         return item.axis, item
-    if isinstance(item, Mapping) and isinstance(item.get("name"), str):
-        axis, dot, name = item["name"].partition(".")
-        if dot:
-            return axis, {**item, "name": name}
-    if isinstance(item, str) and "." in item:
-        axis, _, name = item.partition(".")
-        return axis, name
+    named = item.get("name") if isinstance(item, Mapping) else item
+    axis, dot, name = named.partition(".") if isinstance(named, str) else ("", "", "")
+    if axis in AXES and dot:
+        return axis, {**item, "name": name} if isinstance(item, Mapping) else name
+    near = did_you_mean(axis, AXES) if dot else None
     raise PydanticCustomError(
         "wrong-type",
         "{what}",
         {
             "what": f"plugins[{index}] is {item!r}",
-            "why": "an item is a config object or a mapping whose name is `axis.name`",
-            "fix": "write for example {name: environment.slurm, auto_requeue: true}",
+            "why": f"an item is a config object, or named `axis.name`; axes: {', '.join(AXES)}",
+            "fix": f"did you mean {near}.{name}?" if near else "write for example {name: environment.slurm}",
         },
     )
 

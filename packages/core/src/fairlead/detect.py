@@ -5,20 +5,21 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from fairlead.axes import EnvironmentPlugin
+from fairlead.axes import EnvironmentPlugin, Plugin
 from fairlead.bases import EnvironmentConfigBase
-from fairlead.errors import ConfigError, FairleadError, PluginError
+from fairlead.errors import FairleadError, MissingDependencyError, PluginError
 from fairlead.findings import Finding
 from fairlead.interfaces import Claim, Setting, Specificity, Topology
 from fairlead.open_union import parse_backend
 from fairlead.plugins import PluginManager
 
-__all__ = ["VARIABLE", "ChosenEnvironment", "choose_environment", "collect_claims"]
+__all__ = ["FALLBACK", "VARIABLE", "ChosenEnvironment", "choose_environment", "collect_claims"]
 
 VARIABLE = "FAIRLEAD_ENVIRONMENT"
 """Names the environment when neither the config nor detection should decide."""
 
 FALLBACK = "lightning"
+"""The environment of one machine, where nothing says otherwise."""
 
 
 @dataclass(frozen=True)
@@ -40,31 +41,64 @@ class ChosenEnvironment:
     findings: tuple[Finding, ...]
 
     @property
+    def is_fallback(self) -> bool:
+        """Whether nothing but this process starts ranks."""
+        return bool(self.setting.value == FALLBACK)
+
+    @property
     def inside_job(self) -> bool:
         """Whether a scheduler or launcher started this process."""
         return any(claim.specificity >= Specificity.SCHEDULER for claim in self.claims.values())
 
 
-def collect_claims(environ: Mapping[str, str], plugins: PluginManager) -> dict[str, Claim]:
-    """The claims of all installed environments, most specific first."""
+def collect_claims(
+    environ: Mapping[str, str], plugins: PluginManager, findings: list[Finding] | None = None
+) -> dict[str, Claim]:
+    """The claims of all installed environments, most specific first.
+
+    A plugin that fails to answer is passed over, with a warning in `findings`: it may be one that nobody uses.
+    """
     claims: dict[str, Claim] = {}
-    for name, claim in plugins.call_axis("environment", "fairlead_detect", environ=environ):
-        if claim is None:
+    for name, plugin in plugins.distinct("environment").items():
+        try:
+            claim = _claim(name, plugin, environ, plugins)
+        except FairleadError as error:
+            if findings is not None:
+                findings.append(
+                    Finding(
+                        "warning", "plugin-broken", error.what, f"the plugin environment.{name}", error.why, error.fix
+                    )
+                )
             continue
+        if claim is not None:
+            claims[name] = claim
+    return dict(sorted(claims.items(), key=lambda item: (-item[1].specificity, item[0])))
+
+
+def _claim(name: str, plugin: Plugin, environ: Mapping[str, str], plugins: PluginManager) -> Claim | None:
+    for claim in plugins.call(plugin, "fairlead_detect", environ=environ):
         if not isinstance(claim, Claim):
             raise PluginError(
                 f"fairlead_detect of environment.{name} returned a {type(claim).__name__}, not a Claim or None"
             )
-        claims[name] = claim
-    return dict(sorted(claims.items(), key=lambda item: (-item[1].specificity, item[0])))
+        return claim
+    return None
 
 
 def choose_environment(
-    asked: EnvironmentConfigBase | str, environ: Mapping[str, str], plugins: PluginManager
+    asked: EnvironmentConfigBase | str, environ: Mapping[str, str], plugins: PluginManager, *, starting: bool = False
 ) -> ChosenEnvironment:
-    """Chooses by the config, then by FAIRLEAD_ENVIRONMENT, then by the claims."""
-    claims = collect_claims(environ, plugins)
+    """Chooses by the config, then by FAIRLEAD_ENVIRONMENT, then by the claims.
+
+    Args:
+        asked: The environment of the config, or `auto`.
+        environ: The environment variables.
+        plugins: The plugin manager.
+        starting: Whether the job is about to start here.  A login node has no ranks to ask about, so
+            that it does not look like one of the environment's is to be expected there.
+    """
     findings: list[Finding] = []
+    claims = collect_claims(environ, plugins, findings)
     if isinstance(asked, EnvironmentConfigBase):
         name, reason = asked.name, "trainer.environment"
     elif environ.get(VARIABLE):
@@ -75,17 +109,18 @@ def choose_environment(
         config = _config(asked, name, reason, plugins)
         plugin = plugins.get("environment", name)
         assert isinstance(plugin, EnvironmentPlugin)
-        topology = _topology(plugin, config, environ, plugins)
+        in_job = any(claim.specificity >= Specificity.SCHEDULER for claim in claims.values())
+        known = starting or in_job or name in claims or name == FALLBACK
+        topology = _topology(plugin, config, environ, plugins) if known else None
     except FairleadError as error:
         where = "trainer.environment" if error.where is None else error.where
-        code = "environment-malformed" if type(error) is ConfigError else "plugin-missing"
-        findings.append(Finding("error", code, error.what, where, error.why, error.fix))
+        findings.append(Finding("error", _code(error, name, plugins), error.what, where, error.why, error.fix))
         return ChosenEnvironment(None, Setting(name, reason), claims, None, tuple(findings))
     if name not in claims and name != FALLBACK:
         seen = ", ".join(f"{tag} ({claim.evidence})" for tag, claim in claims.items()) or "nothing"
         findings.append(
             Finding(
-                "warning",
+                "warning" if starting or in_job else "info",
                 "environment-unclaimed",
                 f"the environment {name!r} was asked for, but this process does not look like one of its ranks",
                 reason,
@@ -94,6 +129,14 @@ def choose_environment(
             )
         )
     return ChosenEnvironment(config, Setting(name, reason), claims, topology, tuple(findings))
+
+
+def _code(error: FairleadError, name: str, plugins: PluginManager) -> str:
+    if isinstance(error, MissingDependencyError):
+        return "plugin-missing"
+    if isinstance(error, PluginError):
+        return "plugin-broken"
+    return "environment-malformed" if name in plugins.names("environment") else "unknown-tag"
 
 
 def _by_claims(claims: Mapping[str, Claim], findings: list[Finding]) -> tuple[str, str]:
@@ -124,7 +167,7 @@ def _config(
 ) -> EnvironmentConfigBase:
     if isinstance(asked, EnvironmentConfigBase):
         return asked
-    plugins.get("environment", name, where=reason if reason == VARIABLE else "trainer.environment")
+    plugins.get("environment", name, where=VARIABLE if reason == VARIABLE else "trainer.environment")
     config = parse_backend("environment", name, plugins)
     assert isinstance(config, EnvironmentConfigBase)
     return config

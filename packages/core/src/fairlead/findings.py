@@ -46,6 +46,7 @@ CODES: Final[dict[str, str]] = {
     "requeue-not-handled": "Signals are not acted on yet; a preempted job saves at its regular checkpoints only.",
     "resume-path": "The checkpoint to resume from does not exist.",
     "run-directory": "The run directory cannot be used as it is.",
+    "run-finished": "The run has reached its limits; there is nothing left to do.",
     "unknown-field": "A setting that does not exist.",
     "unknown-tag": "A plugin name that no installed or known plugin has.",
     "wrong-type": "A value of the wrong type.",

@@ -64,15 +64,19 @@ class HookSpecs:
         Raises:
             ConfigError: A variable that the launcher promises is absent or malformed.
         """
+        raise NotImplementedError
 
     @hookspec
     def fairlead_devices(self, environ: Mapping[str, str]) -> Devices:
         """Accelerators: which devices this machine has, found without importing torch."""
+        raise NotImplementedError
 
     @hookspec
     def fairlead_capabilities(self) -> Iterable[Capability]:
         """Any plugin: rows for the capability table, each with its reason."""
+        raise NotImplementedError
 
     @hookspec
     def fairlead_check(self, resolution: Resolution, environ: Mapping[str, str]) -> Iterable[Finding]:
         """Any selected plugin: what would go wrong later, said now."""
+        raise NotImplementedError

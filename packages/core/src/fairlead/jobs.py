@@ -57,11 +57,11 @@ class LoadedJob:
 
     def placed(self, finding: Finding) -> Finding:
         """The finding with the file and line added to the config path it names."""
-        if not finding.where or not finding.where.startswith(
-            ("run", "model", "data", "trainer", "resources", "submit")
-        ):
+        if not finding.where:
             return finding
         first, *others = finding.where.split(", ")
+        if first.replace("[", ".").partition(".")[0] not in JobConfig.model_fields:
+            return finding
         where = ", ".join([self.locate(_undotted(first)), *others])
         return dataclasses.replace(finding, where=where)
 

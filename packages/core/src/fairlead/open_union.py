@@ -8,6 +8,7 @@ tag up in the plugin manager at validation time instead, so that a package insta
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextvars import ContextVar
 from typing import Any
 
 from pydantic import GetCoreSchemaHandler, GetJsonSchemaHandler, ValidationInfo
@@ -22,6 +23,10 @@ from fairlead.plugins import PluginManager, default_plugins
 __all__ = ["OpenUnion", "parse_backend"]
 
 
+_expanding: ContextVar[frozenset[str]] = ContextVar("fairlead_axes_in_schema", default=frozenset())
+"""The axes whose plugins are being written into a JSON schema, so that a schema that holds itself ends."""
+
+
 class OpenUnion:
     """Marks a field as "any plugin of this axis": `Annotated[StrategyConfigBase, OpenUnion("strategy")]`.
 
@@ -30,15 +35,17 @@ class OpenUnion:
     Args:
         axis: The axis.
         literals: Words that are no plugin and stay as they are, such as `auto`.
+        optional: Whether None is a value: no plugin at all.
     """
 
-    def __init__(self, axis: str, *, literals: tuple[str, ...] = ()) -> None:
+    def __init__(self, axis: str, *, literals: tuple[str, ...] = (), optional: bool = False) -> None:
         self.axis = axis
         self.literals = literals
+        self.optional = optional
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         def validate(value: Any, info: ValidationInfo) -> Any:
-            if isinstance(value, str) and value in self.literals:
+            if (isinstance(value, str) and value in self.literals) or (self.optional and value is None):
                 return value
             context = info.context if isinstance(info.context, Mapping) else {}
             plugins = context.get("plugins") or default_plugins()
@@ -56,14 +63,22 @@ class OpenUnion:
         """The tagged `oneOf` of what is installed now; each plugin under every name it answers to."""
         plugins = default_plugins()
         options: list[JsonSchemaValue] = []
+        if self.optional:
+            options.append({"type": "null"})
         names = [*self.literals, *plugins.names(self.axis)]
         if names:
             options.append({"type": "string", "enum": names})
+        if self.axis in _expanding.get():  # a plugin that holds another of its axis, as `async` does
+            options.append({"type": "object", "properties": {"name": {"enum": names}}, "required": ["name"]})
+            return {"anyOf": options, "title": f"{self.axis} (a plugin)"}
         by_class: dict[type[BackendConfig], list[str]] = {}
         for name, plugin in plugins.loaded(self.axis).items():
             by_class.setdefault(plugin.config, []).append(name)
-        for config, tags in by_class.items():
-            options.append(_object_schema(config, tags))
+        token = _expanding.set(_expanding.get() | {self.axis})
+        try:
+            options.extend(_object_schema(config, tags) for config, tags in by_class.items())
+        finally:
+            _expanding.reset(token)
         return {"anyOf": options, "title": f"{self.axis} (a plugin)"}
 
 
@@ -100,6 +115,8 @@ def parse_backend(
         name = str(name)  # `precision: 32` is the tag "32"
     if not isinstance(name, str):
         raise _wrong(axis, "a mapping without `name`", literals, plugins)
+    if name in literals:
+        raise _wrong(axis, f"{name!r} with settings", literals, plugins)
     plugin = _lookup(axis, name, plugins, literals)
     merged = {**plugin.preset, **{str(key): item for key, item in fields.items()}, "name": plugin.tag}
     return plugin.config.model_validate(merged, context=context)
@@ -113,7 +130,7 @@ def _lookup(axis: str, name: str, plugins: PluginManager, literals: tuple[str, .
             type(error).__name__, "unknown-tag"
         )
         raise PydanticCustomError(
-            code,  # type: ignore[arg-type]  # pydantic wants a literal, the code is one of three
+            code,
             "{what}",
             {"what": error.what, "why": _with_literals(error.why, literals), "fix": error.fix},
         ) from None

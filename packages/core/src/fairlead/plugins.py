@@ -8,90 +8,27 @@ record with its error, and never in the way.
 
 from __future__ import annotations
 
-import importlib
+import dataclasses
 import importlib.metadata
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
-from typing import Any, Final, Protocol, cast
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any, Final, cast
 
 import pluggy
-from packaging.requirements import InvalidRequirement, Requirement
 
 from fairlead.axes import AXIS_PLUGINS, CommandPlugin, Plugin
 from fairlead.bases import BackendConfig
 from fairlead.errors import ConfigError, FairleadError, MissingDependencyError, PluginError, did_you_mean
 from fairlead.first_party import FIRST_PARTY
 from fairlead.hookspecs import API_VERSION, HookSpecs
+from fairlead.records import EntryPoint, PluginRecord
+
+if TYPE_CHECKING:
+    from packaging.requirements import Requirement
 
 __all__ = ["GROUP", "EntryPoint", "PluginManager", "PluginRecord", "default_plugins"]
 
 GROUP: Final = "fairlead"
 """The entry-point group of all plugins."""
-
-
-class _Dist(Protocol):
-    @property
-    def name(self) -> str: ...
-    @property
-    def version(self) -> str: ...
-    @property
-    def requires(self) -> list[str] | None: ...
-
-
-class EntryPoint(Protocol):
-    """What is used of an `importlib.metadata.EntryPoint`; `fairlead.testing` makes fakes of it."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def value(self) -> str: ...
-    @property
-    def dist(self) -> _Dist | None: ...
-
-
-@dataclass(frozen=True, slots=True)
-class PluginRecord:
-    """What is known of one entry point.
-
-    Args:
-        axis: The part of its name before the dot.
-        name: The tag, the part after the dot.
-        dist: The distribution that installed it.
-        version: That distribution's version.
-        value: `module:object`.
-        error: Why it cannot be used although it is installed; None while nothing is wrong.
-        missing: Requirements of its engine that are not installed.
-    """
-
-    axis: str
-    name: str
-    dist: str
-    version: str
-    value: str
-    error: str | None = None
-    missing: tuple[str, ...] = ()
-
-    @property
-    def key(self) -> str:
-        """The entry point's name, `strategy.ddp`."""
-        return f"{self.axis}.{self.name}"
-
-    @property
-    def available(self) -> bool:
-        """Whether it loads and its engine is installed."""
-        return self.error is None and not self.missing
-
-    def as_dict(self) -> dict[str, Any]:
-        """The record as `fairlead plugins --json` prints it."""
-        return {
-            "axis": self.axis,
-            "name": self.name,
-            "dist": self.dist,
-            "version": self.version,
-            "available": self.available,
-            "missing": list(self.missing),
-            "error": self.error,
-        }
 
 
 class PluginManager:
@@ -114,29 +51,31 @@ class PluginManager:
         self._points: dict[str, EntryPoint] = {}
         self._records: dict[str, PluginRecord] = {}
         self._loaded: dict[str, Plugin | CommandPlugin] = {}
+        self._looked: set[str] = set()
         self._installed: dict[str, str | None] = {}
         self._discover(entry_points)
 
     # -- discovery
 
     def _discover(self, entry_points: Iterable[EntryPoint]) -> None:
+        # A distribution reads and parses its METADATA file each time it is asked for its name.
+        known: dict[int, tuple[str, str]] = {id(None): ("?", "?")}
         for point in entry_points:
             axis, dot, name = point.name.partition(".")
-            dist = point.dist.name if point.dist else "?"
-            record = PluginRecord(axis, name, dist, point.dist.version if point.dist else "?", point.value)
+            source = point.dist
+            if source is not None and id(source) not in known:
+                known[id(source)] = (source.name, source.version)
+            dist, version = known[id(source)]
+            record = PluginRecord(axis, name, dist, version, point.value)
             if not dot or not name or axis not in AXIS_PLUGINS:
                 axes = ", ".join(AXIS_PLUGINS)
-                record = _with_error(
-                    record, f"entry point {point.name!r} is not '<axis>.<tag>' with an axis of: {axes}"
-                )
+                record = record.with_error(f"entry point {point.name!r} is not '<axis>.<tag>' with an axis of: {axes}")
             other = self._records.get(record.key)
             if other is not None:
                 if (other.dist, other.value) == (record.dist, record.value):
                     continue  # one dist seen through two entries of sys.path
                 dists = " and ".join(sorted({other.dist, record.dist})) or record.dist
-                record = _with_error(
-                    record, f"two plugins are named {record.key!r}: from {dists}; uninstall one of them"
-                )
+                record = record.with_error(f"two plugins are named {record.key!r}: from {dists}; uninstall one of them")
             self._points[record.key] = point
             self._records[record.key] = record
 
@@ -148,8 +87,8 @@ class PluginManager:
             load: Also load each, so that what is broken or missing shows in its record.
         """
         for record in list(self._records.values()):
-            if load and record.error is None and axis in (None, record.axis):
-                self._try_load(record.key)
+            if load and axis in (None, record.axis):
+                self._look_for_engines(record.key)
         found = [r for r in self._records.values() if axis in (None, r.axis)]
         return sorted(found, key=lambda r: (r.axis, r.name))
 
@@ -169,23 +108,29 @@ class PluginManager:
         point = self._points[key]
         try:
             plugin = self._load(point, record)
-        except Exception as error:  # a third party's module may raise anything; it is kept, and raised on selection
+        except (Exception, SystemExit) as error:  # a third party's module may do anything; raised on selection
             reason = error.what if isinstance(error, FairleadError) else f"{type(error).__name__}: {error}"
-            self._records[key] = _with_error(record, reason)
+            self._records[key] = record.with_error(reason)
             return None
         self._loaded[key] = plugin
-        missing = tuple(r for r in plugin.engines if not self.is_installed(r))
-        self._records[key] = PluginRecord(
-            record.axis, record.name, record.dist, record.version, record.value, None, missing
-        )
         return plugin
+
+    def _look_for_engines(self, key: str) -> PluginRecord:
+        """Loads one plugin and looks for its engines; what is wrong goes into its record."""
+        plugin = self._try_load(key)
+        if plugin is not None and key not in self._looked:
+            self._looked.add(key)
+            try:
+                missing = tuple(r for r in plugin.engines if not self.is_installed(r))
+                self._records[key] = dataclasses.replace(self._records[key], missing=missing)
+            except PluginError as error:
+                del self._loaded[key]
+                self._records[key] = self._records[key].with_error(f"`engines`: {error.what}")
+        return self._records[key]
 
     def _load(self, point: EntryPoint, record: PluginRecord) -> Plugin | CommandPlugin:
         self._check_requirement(point)
-        module_name, _, attribute = point.value.partition(":")
-        plugin: Any = importlib.import_module(module_name)
-        for part in attribute.split("."):
-            plugin = getattr(plugin, part)
+        plugin: Any = point.load()
         expected = AXIS_PLUGINS[record.axis]
         if not isinstance(plugin, expected):
             raise PluginError(
@@ -199,19 +144,34 @@ class PluginManager:
             )
         if isinstance(plugin, Plugin):
             _check_plugin(plugin, record, point.value)
-        self._pluggy.register(plugin, name=record.key)
-        self._pluggy.check_pending()
-        return cast("Plugin | CommandPlugin", plugin)
+        self._register(plugin, record)
+        return plugin
+
+    def _register(self, plugin: Plugin | CommandPlugin, record: PluginRecord) -> None:
+        names = [name for name in (self._pluggy.get_name(plugin),) if name]
+        if names:
+            raise PluginError(
+                f"{record.value} is the same object as the plugin {names[0]!r}; make it an instance of its own"
+            )
+        try:
+            self._pluggy.register(plugin, name=record.key)
+            self._pluggy.check_pending()
+        except pluggy.PluginValidationError:
+            # It stays half registered otherwise, and would be found wrong again with every later plugin.
+            self._pluggy.unregister(plugin)
+            raise
 
     def _check_requirement(self, point: EntryPoint) -> None:
         """Compares what the dist says it needs of fairlead with what is here, before importing it."""
         for text in (point.dist.requires if point.dist else None) or []:
-            requirement = Requirement(text)
+            version = self._version("fairlead")
+            if not text.lower().startswith("fairlead") or text == f"fairlead=={version}":
+                continue  # nothing to parse, which would cost half of what `fairlead --help` takes
+            requirement = _requirement(text)
             if requirement.name.lower() != "fairlead" or (
                 requirement.marker and not requirement.marker.evaluate({"extra": ""})
             ):
                 continue
-            version = self._version("fairlead")
             if version and not requirement.specifier.contains(version, prereleases=True):
                 raise PluginError(
                     f"needs {requirement.name}{requirement.specifier}, but fairlead {version} is installed"
@@ -219,10 +179,9 @@ class PluginManager:
 
     def is_installed(self, requirement: str) -> bool:
         """Whether a requirement such as `deepspeed>=0.19` is met, by metadata alone."""
-        try:
-            parsed = Requirement(requirement)
-        except InvalidRequirement as error:
-            raise PluginError(f"{requirement!r} in a plugin's `engines` is not a requirement") from error
+        parsed = _requirement(requirement)
+        if parsed.marker is not None and not parsed.marker.evaluate({"extra": ""}):
+            return True  # not needed on this system
         version = self._version(parsed.name)
         return version is not None and parsed.specifier.contains(version, prereleases=True)
 
@@ -320,17 +279,18 @@ class PluginManager:
     def label(self, config: BackendConfig) -> str:
         """The shortest way to write a config: the preset whose fields it has, else its tag."""
         candidates = [
-            (len(plugin.preset), name)
+            (len(plugin.preset.keys() - {"name"}), name == config.name, len(name), name)
             for name, plugin in self.loaded(config.axis).items()
             if plugin.tag == config.name and all(getattr(config, k, None) == v for k, v in plugin.preset.items())
         ]
-        # Of several presets that say the same ("bf16", "bf16-mixed"), the longer name is the clearer one.
-        return max(candidates, key=lambda c: (c[0], len(c[1])))[1] if candidates else config.name
+        # Of several presets that say the same: the tag ("cuda", not "gpu"), else the longer name ("bf16-mixed").
+        return max(candidates)[-1] if candidates else config.name
 
     def require_engines(self, axis: str, name: str, *, where: str | None = None) -> None:
         """Raises with the exact pip line when the engine of a selected plugin is not installed."""
+        self._get(axis, name, where)
+        record = self._look_for_engines(f"{axis}.{name}")
         plugin = self._get(axis, name, where)
-        record = self._records[f"{axis}.{name}"]
         if record.missing:
             raise MissingDependencyError(
                 f"the {axis} {name!r} needs {', '.join(record.missing)}",
@@ -359,15 +319,23 @@ class PluginManager:
                 fix="report it to the plugin's authors; choosing another plugin avoids it",
             ) from error
 
-    def call_axis(self, axis: str, hook: str, **arguments: Any) -> Iterator[tuple[str, Any]]:
-        """Calls one hook of every loadable plugin of an axis; yields (tag, result), presets once."""
-        seen: set[type[Plugin]] = set()
+    def distinct(self, axis: str) -> dict[str, Plugin]:
+        """The loadable plugins of an axis by tag, without their presets."""
+        found: dict[type[Plugin], tuple[str, Plugin]] = {}
         for name, plugin in self.loaded(axis).items():
-            if plugin.preset or type(plugin) in seen:
-                continue
-            seen.add(type(plugin))
-            for result in self.call(plugin, hook, **arguments):
-                yield name, result
+            if not plugin.preset:
+                found.setdefault(type(plugin), (name, plugin))
+        return dict(found.values())
+
+
+def _requirement(text: str) -> Requirement:
+    # Imported late: `import fairlead` and `fairlead --help` need no requirement read.
+    from packaging.requirements import InvalidRequirement, Requirement
+
+    try:
+        return Requirement(text)
+    except InvalidRequirement as error:
+        raise PluginError(f"{text!r} is not a requirement such as 'torch>=2.13'") from error
 
 
 def pip_target(plugin: Plugin | CommandPlugin) -> str:
@@ -400,10 +368,6 @@ def _check_plugin(plugin: Plugin, record: PluginRecord, value: str) -> None:
 
 def _describe(thing: object) -> str:
     return f"the class {thing.__qualname__}" if isinstance(thing, type) else f"a {type(thing).__name__}"
-
-
-def _with_error(record: PluginRecord, error: str) -> PluginRecord:
-    return PluginRecord(record.axis, record.name, record.dist, record.version, record.value, error, record.missing)
 
 
 _default: list[PluginManager] = []

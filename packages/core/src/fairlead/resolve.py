@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, Literal, TypeVar, cast
+from typing import Literal, TypeVar, cast
 
 from fairlead.axes import AcceleratorPlugin, EnvironmentPlugin
 from fairlead.bases import (
@@ -13,19 +12,18 @@ from fairlead.bases import (
     BackendConfig,
     CheckpointIOConfigBase,
     EnvironmentConfigBase,
-    LayerSyncConfigBase,
-    LoggerConfigBase,
     PrecisionConfigBase,
     RequeueConfigBase,
     StrategyConfigBase,
 )
 from fairlead.config import ResourcesConfig, RunConfig, TrainerConfig
-from fairlead.detect import ChosenEnvironment, choose_environment
-from fairlead.errors import FairleadError
+from fairlead.detect import FALLBACK, ChosenEnvironment, choose_environment
+from fairlead.errors import FairleadError, MissingDependencyError, PluginError
 from fairlead.findings import Finding, Severity
 from fairlead.interfaces import Devices, Setting, Topology
 from fairlead.open_union import parse_backend
 from fairlead.plugins import PluginManager
+from fairlead.resolution import Resolution
 
 __all__ = ["Purpose", "Resolution", "resolve"]
 
@@ -34,61 +32,6 @@ Purpose = Literal["check", "run"]
 
 DEFAULT_PORT = 29500
 C = TypeVar("C", bound=BackendConfig)
-
-
-@dataclass(frozen=True)
-class Resolution:
-    """Every decision of a run. Complete when `findings` has no error; else a field may be None.
-
-    Args:
-        settings: Each setting by name, with its value and the reason for it.
-        trainer: The config as it was asked for.
-        topology: Who this rank is and who else is there.
-        accelerator: The kind of device.
-        strategy: How the model is split.
-        precision: The number formats.
-        environment: Who started the ranks.
-        checkpoint_io: How checkpoints are written.
-        requeue: Who starts the job again.
-        layer_sync: Shared layer statistics, or None.
-        loggers: Where metrics go besides metrics.csv.
-        num_nodes: Nodes.
-        devices: Ranks on this node.
-        device_indices: The indices of the devices, where the config lists them.
-        world_size: Ranks in all.
-        backend: The backend of torch.distributed that fits the device: gloo, nccl, xla.
-        devices_found: What the accelerator's probe saw on this machine.
-        inside_job: Whether a scheduler or launcher started this process.
-        findings: What the resolution noticed.
-    """
-
-    settings: Mapping[str, Setting]
-    trainer: TrainerConfig
-    topology: Topology
-    accelerator: AcceleratorConfigBase
-    strategy: StrategyConfigBase
-    precision: PrecisionConfigBase
-    environment: EnvironmentConfigBase
-    checkpoint_io: CheckpointIOConfigBase
-    requeue: RequeueConfigBase
-    layer_sync: LayerSyncConfigBase | None
-    loggers: tuple[LoggerConfigBase, ...]
-    num_nodes: int
-    devices: int
-    device_indices: tuple[int, ...] | None
-    world_size: int
-    backend: str
-    devices_found: Devices
-    inside_job: bool
-    findings: tuple[Finding, ...]
-
-    def value(self, name: str) -> Any:
-        """The value of a setting."""
-        return self.settings[name].value
-
-    def as_dict(self) -> dict[str, dict[str, Any]]:
-        """The settings as `explain --json` prints them."""
-        return {name: {"value": s.value, "reason": s.reason} for name, s in self.settings.items()}
 
 
 def resolve(
@@ -129,9 +72,12 @@ class _Resolver:
         self.run, self.profile, self.purpose = run, profile, purpose
         self.settings: dict[str, Setting] = {}
         self.findings: list[Finding] = []
+        self.probed: dict[str, Devices] = {}
 
     def resolve(self) -> Resolution:
-        chosen = choose_environment(self.trainer.environment, self.environ, self.plugins)
+        chosen = choose_environment(
+            self.trainer.environment, self.environ, self.plugins, starting=self.purpose == "run"
+        )
         self.findings += chosen.findings
         self.settings["environment"] = chosen.setting
         self.inside_job = chosen.inside_job and self.profile is None
@@ -142,9 +88,9 @@ class _Resolver:
         devices, indices = self._devices(accelerator, found, topology)
         num_nodes = self._num_nodes(topology)
         world_size = self._world_size(devices, num_nodes, topology)
-        self._ranks(topology)
+        self._ranks(topology, chosen)
         self._main(topology, num_nodes)
-        strategy = self._strategy(world_size)
+        strategy = self._strategy(world_size, accelerator)
         precision = self._default("precision", PrecisionConfigBase, self.trainer.precision, "32-true", "the default")
         checkpoint_io = self._default(
             "checkpoint_io", CheckpointIOConfigBase, self.trainer.checkpoint_io, "torch", "the default"
@@ -202,7 +148,9 @@ class _Resolver:
         try:
             self.plugins.get(axis, tag, where=f"trainer.{axis}")
         except FairleadError as error:
-            self._report("error", "plugin-missing", error.what, f"trainer.{axis}", error.why, error.fix)
+            broken = isinstance(error, PluginError) and not isinstance(error, MissingDependencyError)
+            code = "plugin-broken" if broken else "plugin-missing"
+            self._report("error", code, error.what, f"trainer.{axis}", error.why, error.fix)
             self.settings[axis] = Setting(tag, f"{reason}, but {error.what}")
             return None
         self.settings[axis] = Setting(tag, reason)
@@ -211,9 +159,30 @@ class _Resolver:
     # -- decisions
 
     def _probe(self, plugin: AcceleratorPlugin) -> Devices:
+        """The devices that a plugin sees; a probe that fails is a finding, and sees none."""
+        if plugin.tag not in self.probed:
+            try:
+                self.probed[plugin.tag] = self._ask(plugin)
+            except FairleadError as error:
+                self.probed[plugin.tag] = Devices(0, error.what)
+                selected = getattr(self.trainer.accelerator, "name", None) == plugin.tag
+                self._report(
+                    "error" if selected else "warning",
+                    "plugin-broken",
+                    error.what,
+                    "trainer.accelerator",
+                    error.why,
+                    error.fix,
+                )
+        return self.probed[plugin.tag]
+
+    def _ask(self, plugin: AcceleratorPlugin) -> Devices:
         for result in self.plugins.call(plugin, "fairlead_devices", environ=self.environ):
-            if isinstance(result, Devices):
-                return result
+            if not isinstance(result, Devices):
+                raise PluginError(
+                    f"fairlead_devices of accelerator.{plugin.tag} returned a {type(result).__name__}, not a Devices"
+                )
+            return result
         return Devices(0, f"{plugin.tag} has no probe")
 
     def _accelerator(self) -> tuple[AcceleratorConfigBase | None, Devices]:
@@ -227,10 +196,10 @@ class _Resolver:
                 {p.tag: p for p in known.values() if isinstance(p, AcceleratorPlugin)}.values(),
                 key=lambda p: -p.priority,
             )
-            for plugin in ranked:
-                seen = self._probe(plugin)
-                if plugin.priority > 0 and seen.count:
-                    tag, reason = plugin.tag, f"{seen.count} found by {seen.evidence}"
+            for candidate in ranked:
+                seen = self._probe(candidate)
+                if candidate.priority > 0 and seen.count:
+                    tag, reason = candidate.tag, f"{seen.count} found by {seen.evidence}"
                     break
         config = self._default("accelerator", AcceleratorConfigBase, asked, tag, reason)
         if config is None:
@@ -250,7 +219,7 @@ class _Resolver:
                 f"the accelerator {self.settings['accelerator'].value!r} is not on this machine",
                 "trainer.accelerator",
                 f"{found.evidence}; available here: {', '.join(here) or 'none'}",
-                "run it where there is one, or choose `accelerator: auto`; `check --for resources` checks for other hardware",
+                "write `accelerator: auto`, or run it where there is one; `check --for resources` is for that",
             )
         return config, found
 
@@ -309,6 +278,8 @@ class _Resolver:
         self, explicit: int, indices: tuple[int, ...] | None, accelerator: AcceleratorConfigBase | None, found: Devices
     ) -> None:
         """Compares what was asked for with what is there."""
+        if accelerator is None:
+            return  # that it is not installed is a finding already
         cores = os.cpu_count() or 1
         if found.unlimited:
             if explicit > cores:
@@ -326,16 +297,16 @@ class _Resolver:
             return
         wrong = [i for i in indices or () if i >= found.count]
         if (wrong or explicit > found.count) and (found.count or self.trainer.accelerator == "auto"):
+            are = "is" if found.count == 1 else "are"
             asked = f"the indices {wrong}" if wrong else f"{explicit} devices"
-            name = accelerator.name if accelerator else "device"
-            valid = f"indices 0 to {found.count - 1}" if found.count > 1 else "index 0"
+            valid = {0: "none", 1: "index 0"}.get(found.count, f"indices 0 to {found.count - 1}")
             self._report(
                 self._hardware_severity(),
                 "profile-mismatch" if self.profile else "devices-count",
-                f"{asked} were asked for, {found.count} of the kind {name!r} {'is' if found.count == 1 else 'are'} there",
+                f"{asked} were asked for, {found.count} of the kind {accelerator.name!r} {are} there",
                 "trainer.devices",
                 f"found by {found.evidence}" + (f": {', '.join(found.names)}" if found.names else ""),
-                f"write `devices: {found.count}` or `auto` ({valid})",
+                f"write `devices: {found.count}` or `auto` ({valid})" if found.count else "write `devices: auto`",
             )
 
     def _mismatch(self, name: str, asked: int, launched: Setting, noun: str) -> None:
@@ -350,14 +321,14 @@ class _Resolver:
 
     def _num_nodes(self, topology: Topology) -> int:
         asked, launched = self.trainer.num_nodes, topology.num_nodes
-        if self.profile is not None:
-            launched = Setting(self.profile.nodes, "resources.nodes")
         if not self.trainer.auto_determine_num_nodes and asked == "auto":
-            launched = None
+            asked = 1
+        if self.profile is not None:
+            return self._profiled_nodes(asked, self.profile)
         if isinstance(asked, int):
             if launched is not None and launched.value != asked:
                 self._mismatch("num_nodes", asked, launched, "nodes")
-            elif launched is None and asked > 1:
+            elif launched is None and asked > 1 and self.settings["environment"].value == FALLBACK:
                 self._report(
                     self._hardware_severity(),
                     "launch-mismatch",
@@ -366,10 +337,28 @@ class _Resolver:
                     f"the environment is {self.settings['environment'].value}: {self.settings['environment'].reason}",
                     "start it with srun, torchrun or mpirun on each node, or export MASTER_ADDR, NODE_RANK and NNODES",
                 )
-            self.settings["num_nodes"] = launched if launched is not None else Setting(asked, "trainer.num_nodes")
-            return asked
-        self.settings["num_nodes"] = launched or Setting(1, "one machine")
+            path = "trainer.num_nodes" if self.trainer.num_nodes == asked else "trainer.auto_determine_num_nodes"
+            self.settings["num_nodes"] = launched if launched is not None else Setting(asked, path)
+        else:
+            self.settings["num_nodes"] = launched or Setting(1, "one machine")
         return int(self.settings["num_nodes"].value)
+
+    def _profiled_nodes(self, asked: int | str, profile: ResourcesConfig) -> int:
+        """Nodes of `resources`; asking for fewer is fine."""
+        if isinstance(asked, int) and asked > profile.nodes:
+            self._report(
+                "error",
+                "profile-mismatch",
+                f"the job asks for {asked} nodes, its resources have {profile.nodes}",
+                "trainer.num_nodes",
+                None,
+                f"write `num_nodes: auto` or `resources.nodes: {asked}`",
+            )
+        known = (
+            Setting(asked, "trainer.num_nodes") if isinstance(asked, int) else Setting(profile.nodes, "resources.nodes")
+        )
+        self.settings["num_nodes"] = known
+        return int(known.value)
 
     def _world_size(self, devices: int, num_nodes: int, topology: Topology) -> int:
         if topology.launched and topology.world_size is not None:
@@ -378,10 +367,16 @@ class _Resolver:
         self.settings["world_size"] = Setting(devices * num_nodes, f"{devices} devices x {num_nodes} nodes")
         return devices * num_nodes
 
-    def _ranks(self, topology: Topology) -> None:
+    def _ranks(self, topology: Topology, chosen: ChosenEnvironment) -> None:
+        elsewhere = chosen.topology is None and self.profile is None and not chosen.is_fallback
+        reason = (
+            f"here; {chosen.setting.value} says when it starts the ranks"
+            if elsewhere
+            else "this process starts the others"
+        )
         for name in ("global_rank", "local_rank", "node_rank"):
             known: Setting | None = getattr(topology, name)
-            self.settings[name] = known or Setting(0, "this process starts the others")
+            self.settings[name] = known or Setting(0, reason)
 
     def _main(self, topology: Topology, num_nodes: int) -> None:
         self.settings["main_address"] = topology.main_address or Setting("127.0.0.1", "one machine")
@@ -390,8 +385,9 @@ class _Resolver:
             port = topology.main_port or Setting(None, "the ranks agree on a free one")
         self.settings["main_port"] = topology.main_port or port
 
-    def _strategy(self, world_size: int) -> StrategyConfigBase | None:
-        tag, reason = ("ddp", f"world_size={world_size}") if world_size > 1 else ("single_device", "one rank")
+    def _strategy(self, world_size: int, accelerator: AcceleratorConfigBase | None) -> StrategyConfigBase | None:
+        single, several = _default_strategies(self.plugins, accelerator)
+        tag, reason = (several, f"world_size={world_size}") if world_size > 1 else (single, "one rank")
         config = self._default("strategy", StrategyConfigBase, self.trainer.strategy, tag, reason)
         if config is not None and config.name == "single_device" and world_size > 1:
             self._report(
@@ -425,8 +421,17 @@ class _Resolver:
             tag = plugin.requeue if isinstance(plugin, EnvironmentPlugin) else "none"
             reason = f"the requeuer of {environment.name}" if environment and tag != "none" else "no scheduler to ask"
         config = self._default("requeue", RequeueConfigBase, asked, tag, reason)
-        if config is not None and signal is not None and "signals" in type(config).model_fields:
+        if config is not None and signal is not None:
             config = config.model_copy(update={"signals": (signal,)})
+        if config is not None and config.name != "none":
+            self._report(
+                "info",
+                "requeue-not-handled",
+                f"this version does not act on signals: requeue {config.name!r} is read, but not used",
+                "trainer.requeue",
+                "a job that its scheduler requeues goes on from its last regular checkpoint",
+                "set checkpoint.every_n_minutes to what you can afford to lose",
+            )
         return config
 
     def _optional(self) -> None:
@@ -446,12 +451,23 @@ class _Resolver:
         # Without torch this is a login node (`fairlead[check]`): the engines are where the job runs.
         severity: Severity = "error" if self.purpose == "run" or self.plugins.is_installed("torch") else "info"
         seen: set[str] = set()
-        for axis in ("accelerator", "strategy", "precision", "environment", "checkpoint_io", "layer_sync", "requeue"):
-            if axis not in self.settings or self.settings[axis].value not in self.plugins.names(axis):
+        axes = ("accelerator", "strategy", "precision", "environment", "checkpoint_io", "layer_sync", "requeue")
+        selected = [(axis, self.settings[axis].value, f"trainer.{axis}") for axis in axes if axis in self.settings]
+        selected += [("logger", name, f"trainer.loggers[{i}]") for i, name in enumerate(self.settings["loggers"].value)]
+        for axis, name, where in selected:
+            if name not in self.plugins.names(axis):
                 continue
             try:
-                self.plugins.require_engines(axis, self.settings[axis].value)
-            except FairleadError as error:
+                self.plugins.require_engines(axis, name)
+            except MissingDependencyError as error:
                 if error.fix not in seen:
                     seen.add(str(error.fix))
-                    self._report(severity, "plugin-missing", error.what, f"trainer.{axis}", None, error.fix)
+                    self._report(severity, "plugin-missing", error.what, where, None, error.fix)
+            except PluginError as error:
+                self._report("error", "plugin-broken", error.what, where, error.why, error.fix)
+
+
+def _default_strategies(plugins: PluginManager, accelerator: AcceleratorConfigBase | None) -> tuple[str, str]:
+    """What `strategy: auto` is on a device, for one rank and for several."""
+    plugin = plugins.of(accelerator) if accelerator is not None else None
+    return (plugin if isinstance(plugin, AcceleratorPlugin) else AcceleratorPlugin).strategies

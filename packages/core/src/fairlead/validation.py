@@ -113,16 +113,22 @@ def _model_at(path: Path, data: Any, model: type[BaseModel], plugins: PluginMana
     value, depth = data, 0
     while depth < len(path) and current is not None:
         part = path[depth]
-        value = value[part] if isinstance(value, (Mapping, list, tuple)) else getattr(value, str(part), None)
+        value = _part(value, part)
         field = next((f for n, f in current.model_fields.items() if part in (n, f.alias)), None)
         if field is None:
             return None
         depth += 1
         if depth < len(path) and isinstance(path[depth], int) and isinstance(value, (list, tuple)):
-            value = value[path[depth]]
+            value = _part(value, path[depth])
             depth += 1
         current = _model_of((field.annotation, *field.metadata), value, plugins)
     return current
+
+
+def _part(value: Any, part: str | int) -> Any:
+    if isinstance(value, (list, tuple)) and isinstance(part, int):
+        return value[part] if part < len(value) else None
+    return value.get(part) if isinstance(value, Mapping) else getattr(value, str(part), None)
 
 
 def _model_of(annotations: tuple[Any, ...], value: Any, plugins: PluginManager) -> type[BaseModel] | None:

@@ -47,7 +47,9 @@ def explain_arguments(parser: argparse.ArgumentParser) -> None:
 def load_and_check(arguments: argparse.Namespace, session: Session) -> CheckedJob:
     """Loads and checks the job that a command names."""
     loaded = load_job(arguments.job, plugins=session.plugins, cwd=session.cwd, overrides=arguments.overrides)
-    return check_job(loaded, environ=session.environ, plugins=session.plugins, profile=arguments.profile)
+    return check_job(
+        loaded, environ=session.environ, plugins=session.plugins, profile=arguments.profile, cwd=session.cwd
+    )
 
 
 def run_check(arguments: argparse.Namespace, session: Session) -> int:

@@ -96,13 +96,13 @@ class RunDirectory:
         """
         me = owner or LockOwner.here()
         path, resume = _choose(path, resume, fingerprint, me, syscalls or Syscalls())
-        stored = _stored(path)
+        stored = stored_fingerprint(path)
         run = cls(path, syscalls=syscalls)
         run.load = None if str(resume) in ("auto", "never") else Path(resume)
         run._job = redact(job)
         if stored is not None:
             _require_same(path, stored, fingerprint)
-            if run.load is None and (finished := _finished(path, job)):
+            if run.load is None and (finished := finished_event(path, job)):
                 run.finished, run.continued = finished, True
                 return run
         run._take(me, fingerprint, dump or _yaml)
@@ -188,7 +188,7 @@ class RunDirectory:
         lock = Lock(self.path / LOCK_FILE, owner=owner, syscalls=self._system)
         lock.acquire()
         try:
-            stored = _stored(self.path)  # another job may have made it since we looked
+            stored = stored_fingerprint(self.path)  # another job may have made it since we looked
             if stored is not None:
                 _require_same(self.path, stored, fingerprint)
                 self.continued = True
@@ -215,7 +215,7 @@ class RunDirectory:
         return self.lock
 
 
-def _stored(path: Path) -> Fingerprint | None:
+def stored_fingerprint(path: Path) -> Fingerprint | None:
     """The fingerprint of the run at `path`; None when there is nothing yet, or only what a killed start left."""
     try:
         names = os.listdir(path)
@@ -264,18 +264,17 @@ def _choose(
     if str(resume) == "auto":
         return path, resume
     for candidate in (path, *_siblings(path)):
-        if _began_by(candidate, owner) and _same(_stored(candidate), fingerprint):
+        if _began_by(candidate, owner) and _same(stored_fingerprint(candidate), fingerprint):
             return candidate, "auto"
     if str(resume) != "never":
-        stored = _stored(path)
+        stored = stored_fingerprint(path)
         return (path if stored is None or _same(stored, fingerprint) else _new_sibling(path, system)), resume
     try:  # made here, so that of two jobs at once one gets the name and the other a sibling
         ensure_dir(path.parent, system)
         system.mkdir(path)
         system.fsync_dir(path.parent)
-    except FileExistsError:
-        if not path.is_dir() or os.listdir(path):
-            return _new_sibling(path, system), resume
+    except FileExistsError:  # also when it is empty: another job may just have made it
+        return _new_sibling(path, system), resume
     except OSError as error:
         raise disk_error(error, "cannot create the run directory", path, RunDirectoryError) from error
     return path, resume
@@ -314,7 +313,7 @@ def _began_by(path: Path, owner: LockOwner) -> bool:
     return start.get("job") == owner.job and isinstance(attempt, int) and attempt < owner.attempt
 
 
-def _finished(path: Path, job: Mapping[str, Any]) -> Mapping[str, Any] | None:
+def finished_event(path: Path, job: Mapping[str, Any]) -> Mapping[str, Any] | None:
     """The last event `finished`, if nothing was started after it and the job does not ask for more."""
     ends = [e for e in read_history(path / HISTORY_FILE) if e["event"] in ("start", "finished")]
     if ends and ends[-1]["event"] == "finished" and ends[-1].get("limits") == limits(job):

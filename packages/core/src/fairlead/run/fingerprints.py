@@ -84,7 +84,7 @@ class Fingerprint:
         """
         before, after = dict(_leaves(self.settings)), dict(_leaves(new.settings))
         return [
-            Difference(path, before.get(path, _NOTHING), after.get(path, _NOTHING))
+            Difference(path, *_shown(before.get(path), after.get(path)))
             for path in sorted(before.keys() | after.keys())
             if before.get(path) != after.get(path)
         ]
@@ -180,4 +180,15 @@ def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, str]]:
         for index, item in enumerate(value):
             yield from _leaves(item, f"{path}.{index}")
     else:
-        yield path, value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+        yield path, json.dumps(value, ensure_ascii=False)
+
+
+def _shown(old: str | None, new: str | None) -> tuple[str, str]:
+    """Two JSON texts as people write them: texts without quotes, unless only the quotes differ."""
+    before, after = (_NOTHING if text is None else _bare(text) for text in (old, new))
+    return (old or _NOTHING, new or _NOTHING) if before == after else (before, after)
+
+
+def _bare(text: str) -> str:
+    value = json.loads(text)
+    return value if isinstance(value, str) else text

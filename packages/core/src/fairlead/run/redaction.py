@@ -46,15 +46,17 @@ _HARMLESS = {
     ),
 }
 _WORDS = re.compile(r"[A-Z]+(?=[A-Z][a-z])|[A-Z]?[a-z]+|[A-Z]+")
-_URL_PASSWORD = re.compile(r"(\b[A-Za-z][\w+.-]*://[^/\s:@]*:)[^@\s/]+@")
+_URL_PASSWORD = re.compile(r"(\b[A-Za-z][\w+.-]{0,20}://[^/\s:@]{0,200}:)[^@\s/]{1,500}@")
 _BEARER = re.compile(r"\b(bearer|basic)\s+[\w.~+/=-]{8,}", re.IGNORECASE)
 _KNOWN_SHAPES = re.compile(
     r"\b(?:hf_\w{20,}|gh[pousr]_\w{20,}|github_pat_\w{20,}|glpat-[\w-]{16,}|sk-[\w-]{16,}|AKIA[0-9A-Z]{12,}"
     r"|xox[abprs]-[\w-]{10,}|eyJ[\w-]{10,}\.[\w-]{10,}\.[\w-]+)"
 )
 _PRIVATE_KEY = re.compile(r"(-----BEGIN [A-Z ]*PRIVATE KEY-----).*?(-----END|\Z)", re.DOTALL)
+# Blanks and prefixes are bounded: a diff may hold a megabyte without a line's end, and must not take quadratic time.
 _ASSIGNMENT = re.compile(
-    r"""(?<![\w.-])(?P<head>(?P<name>[A-Za-z_][\w.-]*)["']?\]?(?:\s*:\s*[\w\[\].| ]{1,60}?)?\s*[:=]\s*[rbuf]{0,2})"""
+    r"""(?<![\w.-])(?P<head>(?P<name>[A-Za-z_][\w.-]*)["']?\]?"""
+    r"""(?:[ \t]{0,8}:[ \t]{0,8}[\w\[\].|][\w\[\].| ]{0,60}?)?[ \t]{0,8}[:=][ \t]{0,8}[rbuf]{0,2})"""
     r"""(?P<value>"[^"\n]*"|'[^'\n]*'|[\w+/.~-]{8,}=*(?![\w(\[.]))"""
 )
 
@@ -88,14 +90,11 @@ def redact_argv(argv: Sequence[str]) -> list[str]:
     """A command line without secrets: `--token X`, `--token=X` and `--set model.args.api_key=X`."""
     found, secret_next = [], False
     for word in argv:
-        name, equals, value = word.partition("=")
         if secret_next and not word.startswith("-"):
             found.append(REDACTED)
-        elif equals and _path_is_secret(name) and not _is_number(value):
-            found.append(f"{name}={REDACTED}")
         else:
-            found.append(redact_text(word))
-        secret_next = word.startswith("-") and not equals and is_secret_name(word)
+            found.append(_redact_word(word))
+        secret_next = word.startswith("-") and "=" not in word and is_secret_name(word)
     return found
 
 
@@ -118,6 +117,15 @@ def _redact(value: Any, *, secret: bool) -> Any:
             return REDACTED
         return _KNOWN_SHAPES.sub(REDACTED, _URL_PASSWORD.sub(rf"\1{REDACTED}@", value))
     return value
+
+
+def _redact_word(word: str) -> str:
+    """One word of a command line; `--set=a.token=x` has two names in it."""
+    parts = word.split("=")
+    for count in range(1, len(parts)):
+        if _path_is_secret(parts[count - 1]) and not _is_number("=".join(parts[count:])):
+            return "=".join([*parts[:count], REDACTED])
+    return redact_text(word)
 
 
 def _assignment(match: re.Match[str]) -> str:

@@ -1,0 +1,254 @@
+"""Install each extra of the core from wheels, in a fresh environment with only what it declares, and use it.
+
+`python integration_tests/isolated/run.py WHEELS [EXTRA...]`; `nox -s isolated` builds the wheels and runs this.
+
+pip resolves every extra on its own. Extras that resolve to the same distributions are the same environment, made once;
+each of them is then used in it. What pip installed is compared with what it resolved.
+An extra whose engine cannot be imported on this machine is resolved only, and the table says so.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from packaging.metadata import Metadata
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name, parse_wheel_filename
+
+HERE = Path(__file__).parent
+ROOT = HERE.parent.parent
+# An extra that brings one of these is only resolved, and without the engine's own extras: the sdist behind
+# transformer-engine[pytorch] cannot even say what it requires where there is no CUDA.
+CANNOT_RUN = {
+    "torch-xla": "the newest torch-xla does not import with the tested torch",
+    "transformer-engine": "Transformer Engine builds against CUDA",
+}
+# What an extra adds is used in the run, not only imported.
+SETTINGS = {
+    "tensorboard": ["trainer.loggers=[csv, tensorboard]"],
+    "wandb": ["trainer.loggers=[csv, {name: wandb, project: isolated}]"],
+}
+
+
+class PromiseError(Exception):
+    """An extra does not do what it promises."""
+
+
+@dataclass
+class Outcome:
+    """One line of the table."""
+
+    extra: str
+    state: str
+    notes: list[str] = field(default_factory=list)
+
+
+def run(*command: str | Path, cwd: Path | None = None, expect: int = 0) -> subprocess.CompletedProcess[str]:
+    """Run a command in a clean environment; another exit code than `expect` is a fault with its output."""
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "VIRTUAL_ENV", "COVERAGE"))}
+    environ = kept | {"WANDB_MODE": "offline"}
+    done = subprocess.run(
+        [str(part) for part in command], cwd=cwd, env=environ, stdin=subprocess.DEVNULL, capture_output=True, text=True
+    )
+    if done.returncode != expect:
+        text = "\n".join((done.stdout + done.stderr).splitlines()[-40:])
+        called = " ".join(str(part) for part in command)
+        raise PromiseError(f"{called}\nexit code {done.returncode}, not {expect}:\n{text}")
+    return done
+
+
+class Wheels:
+    """The wheels under test, and pip made to take Fairlead from them and from nowhere else."""
+
+    def __init__(self, folder: Path, scratch: Path) -> None:
+        self.by_name = {parse_wheel_filename(path.name)[0]: path for path in sorted(folder.resolve().glob("*.whl"))}
+        self.constraints = scratch / "wheels.txt"
+        self.constraints.write_text(
+            "".join(f"{name} @ {path.as_uri()}\n" for name, path in self.by_name.items() if name != "fairlead")
+        )
+
+    def extras(self) -> list[str]:
+        """Every extra that the core's metadata provides, after "" for none."""
+        return ["", *(self.metadata("fairlead").provides_extra or [])]
+
+    def metadata(self, name: str) -> Metadata:
+        """What one of the wheels declares."""
+        with zipfile.ZipFile(self.by_name[canonicalize_name(name)]) as wheel:
+            [file] = [file for file in wheel.namelist() if file.endswith(".dist-info/METADATA")]
+            return Metadata.from_email(wheel.read(file))
+
+    def engines(self, name: str, extras: frozenset[str]) -> set[Requirement]:
+        """Every requirement on somebody else's distribution that `name[extras]` has, through our own wheels."""
+        found: set[Requirement] = set()
+        for requirement in self.metadata(name).requires_dist or []:
+            if requirement.marker and not any(requirement.marker.evaluate({"extra": e}) for e in extras | {""}):
+                continue
+            if canonicalize_name(requirement.name) in self.by_name:
+                found |= self.engines(requirement.name, frozenset(requirement.extras))
+            else:
+                found.add(requirement)
+        return found
+
+    def requirement(self, extra: str) -> str:
+        """What is asked of pip."""
+        brackets = f"[{extra}]" if extra else ""
+        return f"fairlead{brackets} @ {self.by_name[canonicalize_name('fairlead')].as_uri()}"
+
+    def pip(self, *arguments: str | Path, python: Path | str = sys.executable) -> str:
+        """What pip prints, run for the environment of `python`."""
+        return run(sys.executable, "-m", "pip", "--python", python, *arguments).stdout
+
+    def resolve(self, extra: str) -> frozenset[str]:
+        """The distributions, as name==version, that an empty environment gets."""
+        wanted = [self.requirement(extra)]
+        if self.not_here(extra):
+            engines = self.engines("fairlead", frozenset({extra}))
+            wanted = [self.requirement(""), *sorted(f"{engine.name}{engine.specifier}" for engine in engines)]
+        options = ["-qq", "--dry-run", "--ignore-installed", "--report", "-", "--constraint", str(self.constraints)]
+        report = self.pip("install", *options, *wanted)
+        found = set()
+        for item in json.loads(report)["install"]:
+            name, url = canonicalize_name(item["metadata"]["name"]), item["download_info"]["url"]
+            if name.startswith("fairlead") and url != self.by_name[name].as_uri():
+                raise PromiseError(f"{name} came from {url}, not from the wheels under test")
+            found.add(f"{name}=={item['metadata']['version']}")
+        return frozenset(found)
+
+    def not_here(self, extra: str) -> list[str]:
+        """Why the extra cannot be used on this machine."""
+        names = {canonicalize_name(engine.name) for engine in self.engines("fairlead", frozenset({extra}))}
+        return [reason for engine, reason in CANNOT_RUN.items() if engine in names]
+
+    def environment(self, place: Path, extra: str, resolved: frozenset[str]) -> Path:
+        """A fresh environment with `extra`; its `bin` folder. A fault unless it holds exactly what was resolved."""
+        run(sys.executable, "-m", "venv", "--without-pip", place)
+        python = place / "bin" / "python"
+        # Modules are compiled when they are imported: most of torch never is.
+        options = ["-qq", "--no-compile", "--constraint", str(self.constraints)]
+        self.pip("install", *options, self.requirement(extra), python=python)
+        self.pip("check", python=python)
+        listed = json.loads(self.pip("list", "--format", "json", python=python))
+        installed = {f"{canonicalize_name(item['name'])}=={item['version']}" for item in listed}
+        if installed != resolved:
+            raise PromiseError(f"installed and resolved differ: {sorted(installed ^ resolved)}")
+        return python.parent
+
+
+def probe(bin_: Path) -> str:
+    """Every module imports, or waits for an engine that this extra does not declare."""
+    report = json.loads(run(bin_ / "python", "-P", HERE / "probe.py").stdout)
+    return f"{report['imported']} modules imported, {len(report['waiting'])} wait for another extra's engine"
+
+
+def use_core(bin_: Path, work: Path, extra: str) -> None:
+    """Bare `fairlead`: plugins are listed, and `fit` names the pip line that brings it."""
+    run(bin_ / "fairlead", "plugins")
+    refused = run(bin_ / "fairlead", "fit", "examples/gpt/job.yaml", cwd=work, expect=2)
+    if "pip install 'fairlead[lightning]'" not in refused.stderr or "Traceback" in refused.stderr:
+        raise PromiseError(f"fairlead fit without its plugin says:\n{refused.stderr}")
+
+
+def use_check(bin_: Path, work: Path, extra: str) -> None:
+    """The login node: no torch, every plugin loads, jobs are checked and explained."""
+    run(bin_ / "python", "-c", "import torch", expect=1)
+    broken = [p for p in json.loads(run(bin_ / "fairlead", "plugins", "--json").stdout) if p["error"]]
+    if broken:
+        raise PromiseError(f"plugins that do not load: {broken}")
+    run(bin_ / "fairlead", "check", "examples/gpt/job.yaml", cwd=work)
+    explained = json.loads(run(bin_ / "fairlead", "explain", "examples/gpt/job.yaml", "--json", cwd=work).stdout)
+    if explained["settings"]["strategy"]["value"] != "ddp":
+        raise PromiseError(f"explain says {explained['settings']['strategy']}")
+
+
+def use_fit(bin_: Path, work: Path, extra: str) -> None:
+    """A job trains in two processes and leaves its metrics and a checkpoint."""
+    runs = work / "runs" / extra
+    settings = [f"run.dir={runs}", *SETTINGS.get(extra, [])]
+    overrides = [part for setting in settings for part in ("--set", setting)]
+    run(bin_ / "fairlead", "fit", "examples/gpt/tiny.yaml", *overrides, cwd=work)
+    [directory] = [path.parent for path in runs.glob("*/job.yaml")]
+    wanted = ("metrics.csv", "history.jsonl", "checkpoints/latest")
+    missing = [name for name in wanted if not (directory / name).exists()]
+    if missing:
+        raise PromiseError(f"{directory} has no {', '.join(missing)}")
+
+
+USES: dict[str, Callable[[Path, Path, str], None]] = {"": use_core, "check": use_check}
+
+
+def examine(wheels: Wheels, extras: list[str], resolved: frozenset[str], scratch: Path) -> Iterator[Outcome]:
+    """One environment, and what the extras that share it promise."""
+    size = f"{len(resolved)} distributions"
+    if reasons := wheels.not_here(extras[0]):
+        yield from (Outcome(extra, "skipped", [f"resolved only, {size}", *reasons]) for extra in extras)
+        return
+    work = Path(tempfile.mkdtemp(dir=scratch))
+    try:
+        # Not the repository: a job finds its code from its own place, and nothing is found by accident.
+        shutil.copytree(ROOT / "examples", work / "examples", ignore=shutil.ignore_patterns("__pycache__", "runs"))
+        (work / "pyproject.toml").touch()
+        bin_ = wheels.environment(work / "env", extras[0], resolved)
+        imported = probe(bin_)
+    except PromiseError as fault:
+        yield from (Outcome(extra, "failed", [str(fault)]) for extra in extras)
+        return
+    for extra in extras:
+        try:
+            USES.get(extra, use_fit)(bin_, work, extra)
+            yield Outcome(extra, "passed", [size, imported])
+        except PromiseError as fault:
+            yield Outcome(extra, "failed", [str(fault)])
+    shutil.rmtree(work)
+
+
+def attempt(resolve: Callable[[str], frozenset[str]]) -> Callable[[str], frozenset[str] | PromiseError]:
+    """`resolve`, with its error as a result: one extra that cannot be resolved does not hide the others."""
+
+    def attempted(extra: str) -> frozenset[str] | PromiseError:
+        try:
+            return resolve(extra)
+        except PromiseError as error:
+            return error
+
+    return attempted
+
+
+def main(folder: Path, chosen: list[str]) -> int:
+    """Examine every extra, two environments at a time; 1 when one failed."""
+    place = ROOT / ".nox"  # ignored by git, and on the disk where the environments are
+    place.mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="fairlead-isolated-", dir=place) as scratch:
+        wheels = Wheels(folder, Path(scratch))
+        extras = chosen or wheels.extras()
+        groups: dict[frozenset[str], list[str]] = defaultdict(list)
+        outcomes: list[Outcome] = []
+        with ThreadPoolExecutor(2) as pool:
+            for extra, resolved in zip(extras, pool.map(attempt(wheels.resolve), extras), strict=True):
+                if isinstance(resolved, PromiseError):
+                    outcomes.append(Outcome(extra, "failed", [str(resolved)]))
+                else:
+                    groups[resolved].append(extra)
+            results = pool.map(lambda item: list(examine(wheels, item[1], item[0], Path(scratch))), groups.items())
+            outcomes += [outcome for result in results for outcome in result]
+    outcomes.sort(key=lambda outcome: extras.index(outcome.extra))
+    for outcome in outcomes:
+        requirement = f"fairlead[{outcome.extra}]" if outcome.extra else "fairlead"
+        print(f"{requirement:30} {outcome.state:8} {'; '.join(outcome.notes)}")
+    count = {state: sum(outcome.state == state for outcome in outcomes) for state in ("passed", "failed", "skipped")}
+    print(f"isolated: {count['passed']} passed, {count['failed']} failed, {count['skipped']} skipped")
+    return 1 if count["failed"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1]), sys.argv[2:]))

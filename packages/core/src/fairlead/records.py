@@ -1,0 +1,81 @@
+"""What is known of a plugin before it is imported."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+__all__ = ["Dist", "EntryPoint", "PluginRecord"]
+
+
+class Dist(Protocol):
+    """What is used of an `importlib.metadata.Distribution`."""
+
+    @property
+    def name(self) -> str: ...  # noqa: D102
+    @property
+    def version(self) -> str: ...  # noqa: D102
+    @property
+    def requires(self) -> list[str] | None: ...  # noqa: D102
+
+
+class EntryPoint(Protocol):
+    """What is used of an `importlib.metadata.EntryPoint`; `fairlead.testing` makes fakes of it."""
+
+    @property
+    def name(self) -> str: ...  # noqa: D102
+    @property
+    def value(self) -> str: ...  # noqa: D102
+    @property
+    def dist(self) -> Dist | None: ...  # noqa: D102
+    def load(self) -> Any: ...  # noqa: D102
+
+
+@dataclass(frozen=True, slots=True)
+class PluginRecord:
+    """What is known of one entry point.
+
+    Args:
+        axis: The part of its name before the dot.
+        name: The tag, the part after the dot.
+        dist: The distribution that installed it.
+        version: That distribution's version.
+        value: `module:object`.
+        error: Why it cannot be used although it is installed; None while nothing is wrong.
+        missing: Requirements of its engine that are not installed.
+    """
+
+    axis: str
+    name: str
+    dist: str
+    version: str
+    value: str
+    error: str | None = None
+    missing: tuple[str, ...] = ()
+
+    @property
+    def key(self) -> str:
+        """The entry point's name, `strategy.ddp`."""
+        return f"{self.axis}.{self.name}"
+
+    @property
+    def available(self) -> bool:
+        """Whether it loads and its engine is installed."""
+        return self.error is None and not self.missing
+
+    def with_error(self, error: str) -> PluginRecord:
+        """The same record, unusable for this reason."""
+        return dataclasses.replace(self, error=error)
+
+    def as_dict(self) -> dict[str, Any]:
+        """The record as `fairlead plugins --json` prints it."""
+        return {
+            "axis": self.axis,
+            "name": self.name,
+            "dist": self.dist,
+            "version": self.version,
+            "available": self.available,
+            "missing": list(self.missing),
+            "error": self.error,
+        }

@@ -1,0 +1,78 @@
+"""What `fairlead.resolve` returns: every decision of a run, with its reason."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from fairlead.bases import (
+    AcceleratorConfigBase,
+    CheckpointIOConfigBase,
+    EnvironmentConfigBase,
+    LayerSyncConfigBase,
+    LoggerConfigBase,
+    PrecisionConfigBase,
+    RequeueConfigBase,
+    StrategyConfigBase,
+)
+from fairlead.config import TrainerConfig
+from fairlead.findings import Finding
+from fairlead.interfaces import Devices, Setting, Topology
+
+__all__ = ["Resolution"]
+
+
+@dataclass(frozen=True)
+class Resolution:
+    """Every decision of a run. Complete when `findings` has no error; else a field may be None.
+
+    Args:
+        settings: Each setting by name, with its value and the reason for it.
+        trainer: The config as it was asked for.
+        topology: Who this rank is and who else is there.
+        accelerator: The kind of device.
+        strategy: How the model is split.
+        precision: The number formats.
+        environment: Who started the ranks.
+        checkpoint_io: How checkpoints are written.
+        requeue: Who starts the job again.
+        layer_sync: Shared layer statistics, or None.
+        loggers: Where metrics go besides metrics.csv.
+        num_nodes: Nodes.
+        devices: Ranks on this node.
+        device_indices: The indices of the devices, where the config lists them.
+        world_size: Ranks in all.
+        backend: The backend of torch.distributed that fits the device: gloo, nccl, xla.
+        devices_found: What the accelerator's probe saw on this machine.
+        inside_job: Whether a scheduler or launcher started this process.
+        findings: What the resolution noticed.
+    """
+
+    settings: Mapping[str, Setting]
+    trainer: TrainerConfig
+    topology: Topology
+    accelerator: AcceleratorConfigBase
+    strategy: StrategyConfigBase
+    precision: PrecisionConfigBase
+    environment: EnvironmentConfigBase
+    checkpoint_io: CheckpointIOConfigBase
+    requeue: RequeueConfigBase
+    layer_sync: LayerSyncConfigBase | None
+    loggers: tuple[LoggerConfigBase, ...]
+    num_nodes: int
+    devices: int
+    device_indices: tuple[int, ...] | None
+    world_size: int
+    backend: str
+    devices_found: Devices
+    inside_job: bool
+    findings: tuple[Finding, ...]
+
+    def value(self, name: str) -> Any:
+        """The value of a setting."""
+        return self.settings[name].value
+
+    def as_dict(self) -> dict[str, dict[str, Any]]:
+        """The settings as `explain --json` prints them."""
+        return {name: {"value": s.value, "reason": s.reason} for name, s in self.settings.items()}

@@ -1,0 +1,117 @@
+"""The pytest fixtures; pytest loads this module by its entry point, so it imports nothing that costs."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from fairlead.axes import CommandPlugin, Plugin
+    from fairlead.plugins import PluginManager
+    from fairlead.records import EntryPoint
+    from fairlead.testing.fakes import FakeDist, FakeEnviron
+
+__all__ = ["fairlead_plugins", "fake_dist", "fake_environ"]
+
+
+@pytest.fixture
+def fairlead_plugins(monkeypatch: pytest.MonkeyPatch) -> Callable[..., PluginManager]:
+    """Makes a plugin manager of exactly the plugins that are given; what is installed is not seen.
+
+    While the test runs it is also the manager that `TrainerConfig(strategy="ring")` asks.  Give plugin
+    instances, entry points, or what `fake_dist` returned; a mapping names presets::
+
+        def test_ring(fairlead_plugins):
+            plugins = fairlead_plugins(ring, {"strategy.ring_small": Ring(bucket_cap_mb=1)})
+            assert plugins.names("strategy") == ["ring", "ring_small"]
+    """
+    from fairlead import plugins as module
+    from fairlead.testing.fakes import FakeEntryPoint
+
+    def points_of(given: object) -> Iterator[EntryPoint]:
+        from fairlead.axes import CommandPlugin
+
+        if isinstance(given, Mapping):
+            yield from (FakeEntryPoint(name, target) for name, target in given.items())
+        elif hasattr(given, "entry_points"):
+            yield from given.entry_points
+        elif hasattr(given, "load"):
+            yield given
+        else:
+            plugin: Plugin | CommandPlugin = given  # type: ignore[assignment]  # what else a caller may give
+            tag = plugin.name if isinstance(plugin, CommandPlugin) else plugin.tag
+            value = f"{type(plugin).__module__}:{type(plugin).__qualname__}"
+            yield FakeEntryPoint(f"{plugin.axis}.{tag}", plugin, value=value)
+
+    def make(*given: object) -> PluginManager:
+        manager = module.PluginManager([point for each in given for point in points_of(each)])
+        monkeypatch.setattr(module, "_default", [manager])
+        return manager
+
+    make()
+    return make
+
+
+@pytest.fixture
+def fake_dist(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., FakeDist]]:
+    """Makes importable distributions with entry points from source text, for this test only.
+
+    See `fairlead.testing.write_dist` for the arguments::
+
+        def test_found(fake_dist):
+            fake_dist(
+                "ring-strategy",
+                entry_points={"strategy.ring": "ring_strategy:ring"},
+                files={"ring_strategy.py": SOURCE},
+                requires=["fairlead>=0.1"],
+            )
+            assert "ring" in PluginManager().names("strategy")
+    """
+    from fairlead.testing.fakes import write_dist
+
+    folders: list[Path] = []
+
+    def make(
+        name: str,
+        *,
+        entry_points: Mapping[str, str],
+        files: Mapping[str, str],
+        version: str = "1.0",
+        requires: Sequence[str] = (),
+    ) -> FakeDist:
+        folder = tmp_path / "fake-dists" / f"{len(folders)}-{name}"
+        made = write_dist(folder, name, entry_points=entry_points, files=files, version=version, requires=requires)
+        folders.append(folder)
+        monkeypatch.syspath_prepend(folder)
+        return made
+
+    yield make
+    for name, module in list(sys.modules.items()):
+        source = getattr(module, "__file__", None)
+        if source and any(Path(source).is_relative_to(folder) for folder in folders):
+            del sys.modules[name]
+
+
+@pytest.fixture
+def fake_environ() -> Iterator[Callable[..., FakeEnviron]]:
+    """Makes read-only mappings of environment variables; fails the test when it changed `os.environ`.
+
+    Example::
+
+        def test_detects(fake_environ):
+            assert slurm.fairlead_detect(fake_environ(SLURM_STEP_ID="0", SLURM_PROCID="0"))
+    """
+    from fairlead.testing.fakes import FakeEnviron
+
+    before = dict(os.environ)
+    yield FakeEnviron
+    after = dict(os.environ)
+    changed = {name for name in before.keys() | after.keys() if before.get(name) != after.get(name)}
+    changed.discard("PYTEST_CURRENT_TEST")  # pytest's own, other in every phase
+    if changed:
+        pytest.fail(f"os.environ was changed: {', '.join(sorted(changed))}; read and pass a mapping instead")

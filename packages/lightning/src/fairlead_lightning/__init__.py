@@ -1,0 +1,30 @@
+"""Fairlead's bridge to Lightning: `Trainer`, `fabric` and the callback `Fairlead`, imported when first used.
+
+Importing this package imports neither torch nor lightning, so that its plugins can be listed and
+checked on a login node.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from fairlead_lightning.callback import Fairlead as Fairlead
+    from fairlead_lightning.fabric import fabric as fabric
+    from fairlead_lightning.trainer import Trainer as Trainer
+
+__all__ = ["Fairlead", "Trainer", "fabric"]
+
+_MODULES: Final = {"Fairlead": "callback", "Trainer": "trainer", "fabric": "fabric"}
+
+
+def __getattr__(name: str) -> Any:
+    """Imports a public name from the module that defines it (PEP 562)."""
+    if name not in _MODULES:
+        raise AttributeError(f"module 'fairlead_lightning' has no attribute {name!r}")
+    return getattr(importlib.import_module(f"fairlead_lightning.{_MODULES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

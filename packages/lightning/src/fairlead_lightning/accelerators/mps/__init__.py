@@ -1,0 +1,1 @@
+"""The GPU of an Apple computer."""

@@ -1,0 +1,1 @@
+"""XLA devices: TPUs, and what else PJRT drives."""

@@ -1,0 +1,66 @@
+"""What stays the same when a run goes on with another number of ranks: the batch of a rank, or of all."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from fairlead.errors import ConfigError
+from fairlead.resolve import Resolution
+
+__all__ = ["BatchPlan", "batch_plan"]
+
+
+@dataclass(frozen=True)
+class BatchPlan:
+    """How many batches of each rank make one optimizer step.
+
+    Args:
+        accumulate_grad_batches: The number to give to Lightning.
+        reason: Why this number.
+    """
+
+    accumulate_grad_batches: int
+    reason: str
+
+
+def batch_plan(resolution: Resolution, previous: Mapping[str, Any] | None) -> BatchPlan:
+    """Decides by `trainer.batch_policy`.
+
+    Global batch = batch of a rank x world size x accumulate_grad_batches.
+
+    Args:
+        resolution: The run as it is to start now.
+        previous: The metadata of the checkpoint it goes on from; None: it starts anew.
+
+    Raises:
+        ConfigError: The world size changed and nothing says what to keep, or the old global batch
+            cannot be made of whole batches of the new ranks.
+    """
+    asked = resolution.trainer.accumulate_grad_batches
+    if previous is None or previous.get("world_size") in (None, resolution.world_size):
+        return BatchPlan(asked, "trainer.accumulate_grad_batches")
+    old_world, new_world = int(previous["world_size"]), resolution.world_size
+    old = old_world * int(previous.get("accumulate_grad_batches", asked))
+    policy = resolution.trainer.batch_policy
+    if policy == "keep_per_device":
+        return BatchPlan(asked, f"batch_policy=keep_per_device; the world size was {old_world}, is {new_world}")
+    if policy is None:
+        raise ConfigError(
+            f"the run was trained with {old_world} ranks and would go on with {new_world}",
+            where="trainer.batch_policy",
+            why=f"the global batch would change from {old} to {new_world * asked} batches of one rank",
+            fix="set batch_policy: keep_global (same global batch) or keep_per_device (same batch for each rank)",
+        )
+    if old % new_world:
+        below = max(n for n in range(1, new_world) if old % n == 0)
+        above = next((n for n in range(new_world + 1, old + 1) if old % n == 0), None)
+        sizes = f"{below} or {above}" if above else str(below)
+        raise ConfigError(
+            f"the global batch of {old} batches cannot be shared by {new_world} ranks",
+            where="trainer.batch_policy",
+            why=f"{old} / {new_world} is not a whole number",
+            fix=f"start {sizes} ranks, or set batch_policy: keep_per_device",
+        )
+    return BatchPlan(old // new_world, f"batch_policy=keep_global; the world size was {old_world}, is {new_world}")

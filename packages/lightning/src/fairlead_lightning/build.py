@@ -1,0 +1,128 @@
+"""From a resolution to Lightning's objects: imports the runtime each plugin names and calls it."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, Final
+
+from fairlead.bases import BackendConfig
+from fairlead.config import ClassSpec
+from fairlead.errors import FairleadError, PluginError
+from fairlead.interfaces import BuildContext
+from fairlead.modules import CodeRoot, instantiate
+
+__all__ = ["PASSED_ON", "build_backend", "build_plugins", "trainer_arguments"]
+
+PASSED_ON: Final = (
+    "accumulate_grad_batches",
+    "barebones",
+    "benchmark",
+    "check_val_every_n_epoch",
+    "detect_anomaly",
+    "deterministic",
+    "enable_autolog_hparams",
+    "enable_checkpointing",
+    "enable_model_summary",
+    "enable_progress_bar",
+    "fast_dev_run",
+    "gradient_clip_algorithm",
+    "gradient_clip_val",
+    "inference_mode",
+    "limit_predict_batches",
+    "limit_test_batches",
+    "limit_train_batches",
+    "limit_val_batches",
+    "log_every_n_steps",
+    "max_epochs",
+    "max_steps",
+    "max_time",
+    "min_epochs",
+    "min_steps",
+    "model_registry",
+    "num_sanity_val_steps",
+    "overfit_batches",
+    "reload_dataloaders_every_n_epochs",
+    "sync_batchnorm",
+    "use_distributed_sampler",
+    "val_check_interval",
+)
+"""The fields of `TrainerConfig` that Lightning's Trainer takes under the same name and with the same value."""
+
+
+def build_backend(config: BackendConfig, context: BuildContext) -> Any:
+    """Imports the runtime that a config's plugin names and calls it with the config and the context.
+
+    Raises:
+        PluginError: The plugin has no runtime, or its runtime cannot be imported.
+        MissingDependencyError: Its engine is not installed.
+    """
+    plugins = context.plugins
+    plugins.require_engines(config.axis, config.name, where=f"trainer.{config.axis}")
+    plugin = plugins.of(config)
+    if plugin.runtime is None:
+        raise PluginError(f"the {config.axis} {config.name!r} has no runtime", where=f"trainer.{config.axis}")
+    module, _, name = plugin.runtime.partition(":")
+    try:
+        runtime: Callable[[BackendConfig, BuildContext], Any] = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise PluginError(
+            f"the runtime of the {config.axis} {config.name!r} cannot be imported",
+            where=plugin.runtime,
+            why=f"{type(error).__name__}: {error}",
+            fix="its engine may be of a version that the plugin does not know; see `fairlead plugins`",
+        ) from error
+    try:
+        return runtime(config, context)
+    except FairleadError:
+        raise
+    except Exception as error:
+        raise PluginError(
+            f"the {config.axis} {config.name!r} could not be built",
+            where=f"trainer.{config.axis}",
+            why=f"{type(error).__name__}: {error}",
+        ) from error
+
+
+def build_plugins(context: BuildContext) -> dict[str, Any]:
+    """The arguments `accelerator`, `devices`, `num_nodes`, `strategy` and `plugins` of Trainer or Fabric."""
+    resolution = context.resolution
+    plugins = [build_backend(resolution.checkpoint_io, context)]
+    if resolution.strategy.name != "xla" or resolution.world_size == 1:  # torch_xla brings its own processes
+        plugins.append(build_backend(resolution.environment, context))
+    precision = build_backend(resolution.precision, context)
+    if precision is not None:
+        plugins.append(precision)
+    if resolution.layer_sync is not None and context.engine == "trainer":
+        plugins.append(build_backend(resolution.layer_sync, context))
+    indices = resolution.device_indices
+    return {
+        "accelerator": build_backend(resolution.accelerator, context),
+        "devices": list(indices) if indices is not None else resolution.devices,
+        "num_nodes": resolution.num_nodes,
+        "strategy": build_backend(resolution.strategy, context),
+        "plugins": plugins,
+    }
+
+
+def trainer_arguments(context: BuildContext, root: CodeRoot) -> dict[str, Any]:
+    """All keyword arguments of lightning.pytorch.Trainer but callbacks and loggers of our own.
+
+    Args:
+        context: What the runtimes are built with.
+        root: Where the user's callbacks are found.
+    """
+    config = context.resolution.trainer
+    arguments = {name: getattr(config, name) for name in PASSED_ON}
+    arguments |= build_plugins(replace(context, engine="trainer"))
+    arguments["callbacks"] = [_instance(spec, root, "trainer", "callbacks", i) for i, spec in enumerate(config.callbacks)]
+    profiler = config.profiler
+    arguments["profiler"] = _instance(profiler, root, "trainer", "profiler") if isinstance(profiler, ClassSpec) else profiler
+    # Our own records take the place of both; `enable_checkpointing` still allows a user's ModelCheckpoint.
+    arguments["logger"] = False
+    return arguments | config.lightning_kwargs
+
+
+def _instance(spec: ClassSpec, root: CodeRoot, *path: str | int) -> Any:
+    return instantiate({"class": spec.class_, "args": spec.args}, root, path=path)

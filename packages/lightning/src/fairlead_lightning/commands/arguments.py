@@ -1,0 +1,45 @@
+"""The arguments of `fit`, `validate`, `test` and `predict`."""
+
+from __future__ import annotations
+
+import argparse
+
+from fairlead.cli.job import job_arguments
+
+__all__ = ["fit_arguments", "predict_arguments", "test_arguments", "validate_arguments"]
+
+
+def fit_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of `fairlead fit`."""
+    job_arguments(parser)
+    parser.add_argument(
+        "--resume",
+        metavar="auto|never|PATH",
+        help="auto (default): go on with this run; never: a new run beside it; PATH: from this checkpoint",
+    )
+    parser.set_defaults(command="fit")
+
+
+def _evaluation(parser: argparse.ArgumentParser, command: str) -> None:
+    job_arguments(parser)
+    parser.add_argument(
+        "--resume",
+        metavar="auto|never|PATH",
+        help="auto: the newest checkpoint of this run; PATH: this one; never (default): the model as it is built",
+    )
+    parser.set_defaults(command=command)
+
+
+def validate_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of `fairlead validate`."""
+    _evaluation(parser, "validate")
+
+
+def test_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of `fairlead test`."""
+    _evaluation(parser, "test")
+
+
+def predict_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of `fairlead predict`."""
+    _evaluation(parser, "predict")

@@ -1,0 +1,88 @@
+"""What happens before torch is imported: check the job, and start the ranks of this machine if there are several."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+
+from fairlead.checks import CheckedJob, check_job
+from fairlead.cli.session import Session
+from fairlead.detect import VARIABLE
+from fairlead.errors import FairleadError
+from fairlead.findings import raise_errors
+from fairlead.jobs import load_job
+from fairlead_lightning.ports import free_port
+from fairlead_lightning.ranks import LAUNCHED, rank_environment
+from fairlead_lightning.supervise import send_report, supervise
+
+__all__ = ["prepare", "run_here_or_on_ranks"]
+
+
+def prepare(arguments: argparse.Namespace, session: Session) -> CheckedJob:
+    """Loads and checks the job; raises when something would stop it.
+
+    Raises:
+        ConfigError: All error findings, together.
+    """
+    overrides = list(arguments.overrides)
+    if arguments.resume is not None:
+        overrides.append(f"run.resume={arguments.resume}")
+    loaded = load_job(arguments.job, plugins=session.plugins, cwd=session.cwd, overrides=overrides)
+    checked = check_job(
+        loaded,
+        environ=session.environ,
+        plugins=session.plugins,
+        purpose="run",
+        cwd=session.cwd,
+        uses_run=arguments.command == "fit",
+    )
+    raise_errors(checked.findings)
+    return checked
+
+
+def run_here_or_on_ranks(arguments: argparse.Namespace, session: Session) -> int:
+    """Runs the command in this process, or starts one process a rank and watches them."""
+    try:
+        checked = prepare(arguments, session)
+    except FairleadError as error:
+        # Each rank checks for itself; what it finds wrong is the same for all, and shown once.
+        if send_report(session.environ, f"error: {error.block()}", error.exit_code):
+            return error.exit_code
+        raise
+    resolution = checked.resolution
+    assert resolution is not None  # noqa: S101 - `prepare` raises when the job is not valid
+    topology = resolution.topology
+    first = not topology.launched or resolution.value("global_rank") == 0
+    if first and not session.environ.get(LAUNCHED):
+        for finding in checked.findings:
+            session.warn(str(finding))
+    if any(finding.code == "run-finished" for finding in checked.findings):
+        return 0
+    starts_ranks = not topology.launched and resolution.devices > 1 and resolution.strategy.name not in {"xla"}
+    if not starts_ranks or getattr(resolution.strategy, "start_method", "popen") != "popen":
+        from fairlead_lightning.commands.run import run_rank
+
+        return run_rank(arguments, session, checked)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    single = resolution.num_nodes == 1
+    address = str(resolution.value("main_address"))
+    port = free_port(29500) if single and topology.main_port is None else int(resolution.value("main_port"))
+    environments = [
+        rank_environment(
+            # The ranks are in the same environment as this process, however they were started.
+            {**session.environ, VARIABLE: str(resolution.value("environment"))},
+            local_rank=local_rank,
+            devices=resolution.devices,
+            num_nodes=resolution.num_nodes,
+            node_rank=int(resolution.value("node_rank")),
+            address=address,
+            port=port,
+            cores=cores,
+        )
+        for local_rank in range(resolution.devices)
+    ]
+    # -P: the working directory is no place for code unless the rules for user code say so.
+    command = [sys.executable, "-P", "-m", "fairlead", *session.argv, *(["--debug"] if session.debug else [])]
+    return supervise(command, environments, stderr=session.stderr)
+

@@ -1,0 +1,28 @@
+"""The commands that run a job; the engine is imported when one of them runs."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from fairlead.axes import CommandPlugin
+
+__all__ = ["fit", "predict", "test", "validate"]
+
+_ENGINES: Final = ("torch>=2.13,<3", "lightning>=2.6.6,<2.7", "fairlead-distributed", "rich>=13")
+
+
+def _command(name: str, text: str) -> CommandPlugin:
+    return CommandPlugin(
+        name,
+        text,
+        arguments=f"fairlead_lightning.commands.arguments:{name}_arguments",
+        runtime="fairlead_lightning.commands.local:run_here_or_on_ranks",
+        engines=_ENGINES,
+        extra="lightning",
+    )
+
+
+fit = _command("fit", "train, or go on training, until a limit of the job is reached")
+validate = _command("validate", "one pass over the validation data")
+test = _command("test", "one pass over the test data")
+predict = _command("predict", "predict, and save what each rank predicted")

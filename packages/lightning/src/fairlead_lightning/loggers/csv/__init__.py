@@ -1,0 +1,1 @@
+"""The file `metrics.csv`, which is written in any case."""

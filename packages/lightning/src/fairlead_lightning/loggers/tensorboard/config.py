@@ -1,0 +1,33 @@
+"""The config of the logger `tensorboard`."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from fairlead import LoggerConfigBase
+
+__all__ = ["TensorBoardLoggerConfig"]
+
+
+class TensorBoardLoggerConfig(LoggerConfigBase):
+    """Event files in `tensorboard/` of the run directory: `tensorboard --logdir runs` shows all runs.
+
+    A restart continues in the same folder and hides the points that it computes again.
+
+    Example:
+        >>> TensorBoardLoggerConfig(log_graph=True).log_graph
+        True
+    """
+
+    name: Literal["tensorboard"] = "tensorboard"
+    log_graph: bool = False
+    """Also record the graph of the model; it needs `example_input_array` in the model."""
+    default_hp_metric: bool = False
+    """Record the placeholder `hp_metric` with the hyperparameters, as Lightning does by default; it would show as a
+    metric of value -1."""
+    prefix: str = ""
+    """Put before the name of each metric, with a dash."""
+    flush_secs: int = Field(120, gt=0)
+    """Seconds after which what was logged is written to disk at the latest. TensorBoard's default."""

@@ -1,0 +1,63 @@
+"""Joins the ranks that a launcher started, before Lightning does anything."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+
+from fairlead.resolve import Resolution
+from fairlead_distributed import init_process_group
+
+__all__ = ["join_process_group", "shared"]
+
+T = TypeVar("T")
+
+DEFAULT_TIMEOUT = timedelta(minutes=30)
+
+
+def join_process_group(resolution: Resolution, environ: Mapping[str, str]) -> None:
+    """Makes this rank one of its group, if a launcher started several; Lightning then uses that group.
+
+    The ranks need each other before the run directory is opened: one of them decides for all.
+    Missing ranks are named when the strategy's timeout expires.
+    """
+    if not resolution.topology.launched or resolution.world_size == 1 or dist.is_initialized():
+        return
+    if resolution.backend == "xla":
+        return  # torch_xla brings its own processes and its own group
+    strategy = resolution.strategy
+    backend = getattr(strategy, "process_group_backend", None)
+    timeout = getattr(strategy, "timeout", None)
+    init_process_group(
+        backend=backend if backend not in (None, "auto") else resolution.backend,
+        init_method=f"tcp://{resolution.value('main_address')}:{resolution.value('main_port')}",
+        world_size=resolution.world_size,
+        rank=int(resolution.value("global_rank")),
+        timeout=timeout if isinstance(timeout, timedelta) else DEFAULT_TIMEOUT,
+        environ=environ,
+        device=_device(resolution),
+    )
+
+
+def shared(value: T) -> T:
+    """Rank 0's value on every rank; the value itself when there is no group."""
+    if not dist.is_initialized():
+        return value
+    box = [value]
+    dist.broadcast_object_list(box, src=0)
+    return box[0]
+
+
+def _device(resolution: Resolution) -> torch.device:
+    """This rank's own device, by its local rank."""
+    if resolution.accelerator.name != "cuda":
+        return torch.device("cpu")
+    local = int(resolution.value("local_rank"))
+    # With one visible GPU a task (srun --gpus-per-task=1) every rank's own device is cuda:0.
+    visible = torch.cuda.device_count()
+    indices = resolution.device_indices
+    return torch.device("cuda", indices[local] if indices else 0 if visible == 1 else local)

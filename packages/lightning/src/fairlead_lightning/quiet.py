@@ -1,0 +1,64 @@
+"""Silences what Lightning and its libraries say in every run and nobody can act on. Torch-free.
+
+Only known, exact messages; whatever else they say still comes through.
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Final
+
+__all__ = ["LOGGED", "WARNED", "quiet"]
+
+LOGGED: Final = (
+    "💡 Tip: For seamless cloud logging and experiment tracking, try installing [litlogger]",
+    "💡 Tip: For seamless cloud uploads and versioning, try installing [litmodels]",
+    "GPU available: ",
+    "TPU available: ",
+    "HPU available: ",
+    "`Trainer.fit` stopped: `max_steps=",
+    "`Trainer.fit` stopped: `max_epochs=",
+)
+"""How the log lines begin: advertisements, hardware that `explain` tells better, limits that the job has set."""
+
+WARNED: Final = (
+    r"The '\w+' does not have many workers which may be a bottleneck",
+    r"`isinstance\(treespec, LeafSpec\)` is deprecated",
+)
+"""How the warnings begin, as regular expressions: small data needs no workers; a matter between Lightning and torch."""
+
+_LOGGERS: Final = (
+    "lightning.pytorch.utilities.rank_zero",
+    "lightning.fabric.utilities.rank_zero",
+    "lightning_utilities.core.rank_zero",
+)
+
+
+class _Known(logging.Filter):
+    def filter(self, record: logging.LogRecord) -> bool:
+        return not record.getMessage().startswith(LOGGED)
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """While this is open, the known messages do not show.
+
+    Example:
+        >>> with quiet():
+        ...     logging.getLogger("lightning.pytorch.utilities.rank_zero").warning("GPU available: False, used: False")
+    """
+    known = _Known()
+    loggers = [logging.getLogger(name) for name in _LOGGERS]
+    for logger in loggers:
+        logger.addFilter(known)
+    try:
+        with warnings.catch_warnings():
+            for message in WARNED:
+                warnings.filterwarnings("ignore", message=message)
+            yield
+    finally:
+        for logger in loggers:
+            logger.removeFilter(known)

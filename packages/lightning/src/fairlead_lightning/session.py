@@ -1,0 +1,317 @@
+"""One fit's part in a run: which directory, which start, which checkpoint; decided once for all ranks."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, cast
+
+import torch.distributed as dist
+
+from fairlead.commit import Checkpoint, LockOwner, discard_incomplete, newest_complete
+from fairlead.config import JobConfig, RunConfig
+from fairlead.errors import CheckpointError, FairleadError
+from fairlead.resolve import Resolution
+from fairlead.run import (
+    Heartbeat,
+    History,
+    RunDirectory,
+    array_task,
+    collect_provenance,
+    fingerprint,
+    render_name,
+    run_path,
+    scheduler_job,
+)
+from fairlead.run.fingerprints import limits
+from fairlead_lightning.batch import batch_plan
+from fairlead_lightning.process_group import shared
+from fairlead_lightning.ranks import HANDOFF, LAUNCHED, Handoff
+
+__all__ = ["STATE_FILE", "RunSession", "checkpoint_to_evaluate", "open_session", "run_directory"]
+
+STATE_FILE = "state.ckpt"
+"""The file in a checkpoint that plain Lightning reads."""
+
+
+@dataclass(frozen=True)
+class _Start:
+    """Where a start begins from."""
+
+    file: Path | None = None
+    own: Checkpoint | None = None
+    said: tuple[str, ...] = ()
+
+    def own_metadata(self) -> Mapping[str, Any] | None:
+        """The metadata of a checkpoint of Fairlead's; a plain one has none."""
+        return self.own.metadata if self.own is not None else None
+
+
+@dataclass(frozen=True)
+class _Decision:
+    """What rank 0 tells the others: the run, or why there is none."""
+
+    handoff: Handoff | None
+    finished: str | None
+    error: FairleadError | None
+
+
+class RunSession:
+    """The run as one rank sees it: rank 0 writes the history, every rank its heartbeat.
+
+    Args:
+        handoff: What was decided for all ranks.
+        job: The job as plain data.
+        rank: This rank, from 0.
+        directory: The directory with its lock, in the process that opened it.
+        finished: How the run ended, when it has nothing left to do.
+        previous: The metadata of the checkpoint that the run goes on from.
+        messages: What the user should be told at the start.
+    """
+
+    def __init__(
+        self,
+        handoff: Handoff,
+        job: Mapping[str, Any],
+        *,
+        rank: int = 0,
+        directory: RunDirectory | None = None,
+        finished: str | None = None,
+        previous: Mapping[str, Any] | None = None,
+        messages: tuple[str, ...] = (),
+    ) -> None:
+        self.handoff = handoff
+        self.path = Path(handoff.path)
+        self.start = handoff.start
+        self.checkpoint = Path(handoff.checkpoint) if handoff.checkpoint else None
+        self.finished = finished
+        self.previous = previous
+        self.messages = messages
+        self.fingerprint = fingerprint(job).digest
+        self._limits = limits(job)
+        self._directory = directory
+        self._history = History(self.path / "history.jsonl", rank=rank)
+        self._rank = rank
+        self._heartbeat: Heartbeat | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Spawned ranks get everything but the lock, which stays with the process that holds it."""
+        return {**self.__dict__, "_directory": None, "_heartbeat": None}
+
+    @property
+    def token(self) -> str:
+        """Names the stages of this start's checkpoints, the same on all ranks."""
+        return f"s{self.start}"
+
+    @property
+    def resumed(self) -> bool:
+        """Whether this start goes on from a checkpoint."""
+        return self.checkpoint is not None
+
+    @property
+    def resume_step(self) -> int | None:
+        """The optimizer step that this run goes on from; None when it begins."""
+        step = self.previous.get("step") if self.previous is not None else None
+        return int(step) if step is not None else None
+
+    def join(self, rank: int, local_rank: int, node_rank: int) -> None:
+        """Says which rank this is, once that is known for sure; opens its heartbeat."""
+        self._rank = rank
+        self._history = History(self.path / "history.jsonl", rank=rank)
+        if self._heartbeat is None:
+            folder = RunDirectory(self.path, rank=rank)
+            self._heartbeat = folder.heartbeat(node_rank=node_rank, local_rank=local_rank, rank=rank)
+
+    def beat(self, phase: str, step: int) -> None:
+        """Says where this rank is; costs microseconds."""
+        if self._heartbeat is not None:
+            self._heartbeat.beat(phase, step)
+
+    def event(self, name: str, **fields: Any) -> None:
+        """Adds a line to the history; ranks other than 0 add only failures."""
+        if self._rank == 0 or name == "failed":
+            self._history.append(name, **fields)
+
+    def complete(self, **fields: Any) -> None:
+        """Records that the limits of the job were reached."""
+        self.event("finished", limits=self._limits, **fields)
+
+    @contextmanager
+    def handed_over(self, resolution: Resolution) -> Iterator[None]:
+        """While Lightning starts the other ranks from this process, they find the run in their environment.
+
+        LAUNCHED stays: from then on this process is one of several ranks, like those it started.
+        """
+        os.environ[HANDOFF] = self.handoff.to_json()
+        os.environ[LAUNCHED] = "1"
+        os.environ["LOCAL_WORLD_SIZE"] = str(resolution.devices)
+        try:
+            yield
+        finally:
+            os.environ.pop(HANDOFF, None)
+
+    def close(self) -> None:
+        """Releases the run directory; may be called twice."""
+        if self._heartbeat is not None:
+            self._heartbeat.close()
+            self._heartbeat = None
+        if self._directory is not None:
+            self._directory.close()
+
+    def __enter__(self) -> RunSession:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def open_session(
+    job: Mapping[str, Any],
+    resolution: Resolution,
+    run: RunConfig,
+    *,
+    environ: Mapping[str, str],
+    ckpt_path: str | os.PathLike[str] | None = None,
+    code: Path | None = None,
+) -> RunSession:
+    """Opens the run on rank 0 and tells the other ranks; an error on rank 0 is raised on all.
+
+    Args:
+        job: The job as plain data.
+        resolution: The resolved settings.
+        run: Which run, and what to resume from.
+        environ: The environment variables.
+        ckpt_path: A checkpoint to start from while the run has none of its own.
+        code: The folder of the user's code, for the record.
+
+    Raises:
+        FairleadError: The run directory cannot be used, or the checkpoint does not exist.
+    """
+    grouped = dist.is_initialized()
+    rank = dist.get_rank() if grouped else 0
+    handoff = Handoff.from_environ(environ)
+    if handoff is not None and not grouped:
+        os.environ.pop(HANDOFF, None)  # it is for this fit only
+        return RunSession(handoff, job, rank=int(environ.get("LOCAL_RANK", "0")), previous=_metadata(handoff))
+    session: RunSession | None = None
+    error: FairleadError | None = None
+    if rank == 0:
+        try:
+            session = _open(job, resolution, run, environ, ckpt_path, code)
+        except FairleadError as raised:
+            error = raised
+    decided = _Decision(session.handoff if session else None, session.finished if session else None, error)
+    decided = shared(decided)
+    if decided.error is not None:
+        raise decided.error
+    if session is not None:
+        return session
+    told = cast("Handoff", decided.handoff)
+    return RunSession(told, job, rank=rank, finished=decided.finished, previous=_metadata(told))
+
+
+def run_directory(job: Mapping[str, Any], run: RunConfig, environ: Mapping[str, str], cwd: Path) -> Path:
+    """The run directory that the job alone, and the task of an array, decide."""
+    name = render_name(run.name or Path(sys.argv[0]).stem or "run", job)
+    return run_path((cwd / run.dir).absolute(), name, array_task(environ))
+
+
+def checkpoint_to_evaluate(job: JobConfig, environ: Mapping[str, str], cwd: Path, resume: str | None) -> Path | None:
+    """The checkpoint that `validate`, `test` and `predict` load: none, unless it is asked for.
+
+    Raises:
+        CheckpointError: `auto` was asked for and the run has no complete checkpoint, or PATH does not exist.
+    """
+    if resume in (None, "never"):
+        return None
+    if resume != "auto":
+        return _state_file(Path(cwd, str(resume)))
+    path = run_directory(job.model_dump(mode="json"), job.run, environ, cwd)
+    newest = newest_complete(path / "checkpoints").checkpoint
+    if newest is None:
+        raise CheckpointError("this run has no complete checkpoint yet", where=str(path), fix="fit it, or name a checkpoint")
+    return newest.path / STATE_FILE
+
+
+def _open(
+    job: Mapping[str, Any],
+    resolution: Resolution,
+    run: RunConfig,
+    environ: Mapping[str, str],
+    ckpt_path: str | os.PathLike[str] | None,
+    code: Path | None,
+) -> RunSession:
+    path = run_directory(job, run, environ, Path.cwd())
+    given = run.resume if run.resume not in ("auto", "never") else None
+    fallback = ckpt_path if ckpt_path is not None else run.ckpt_path
+    for asked in (given, fallback):
+        if asked is not None:
+            _state_file(Path(asked))  # an error before anything is written
+    if run.resume == "auto":
+        batch_plan(resolution, _start_of(path / "checkpoints", None, fallback).own_metadata())
+    task, attempt = scheduler_job(environ)
+    owner = LockOwner.here(job=task, attempt=attempt)
+    directory = RunDirectory.open(path, job=job, fingerprint=fingerprint(job), resume=run.resume, owner=owner)
+    if directory.finished is not None:
+        text = f"step {directory.finished.get('step')}, {directory.finished.get('time')}"
+        return RunSession(Handoff(str(directory.path), 0, None), job, finished=text)
+    try:
+        begun = _start_of(directory.checkpoints, directory.load, fallback)
+        provenance = collect_provenance(environ, code=code)
+        start = directory.begin(
+            resolution=resolution.as_dict(),
+            provenance=provenance,
+            world_size=resolution.world_size,
+            resumed_from=str(begun.file) if begun.file else None,
+        )
+        discard_incomplete(directory.checkpoints, token=directory.token)
+    except BaseException:
+        directory.close()
+        raise
+    said = list(begun.said)
+    if directory.code.changed:
+        said.append(f"warning[code-changed]: the code changed since the last start: {directory.code.summary}")
+    handoff = Handoff(str(directory.path), start, str(begun.file) if begun.file else None)
+    return RunSession(handoff, job, directory=directory, previous=begun.own_metadata(), messages=tuple(said))
+
+
+def _start_of(checkpoints: Path, load: Path | None, fallback: str | os.PathLike[str] | None) -> _Start:
+    """`--resume PATH`, else the run's own newest complete checkpoint, else `ckpt_path`, else nothing."""
+    if load is not None:
+        return _Start(_state_file(load), _committed(load), (f"starts from {load}",))
+    newest = newest_complete(checkpoints)
+    skipped = tuple(f"warning: {damage} was skipped, the checkpoint before it is used" for damage in newest.skipped)
+    if newest.checkpoint is not None:
+        file = newest.checkpoint.path / STATE_FILE
+        return _Start(file, newest.checkpoint, (*skipped, f"goes on from {newest.checkpoint.path}"))
+    if fallback is not None:
+        return _Start(_state_file(Path(fallback)), None, (*skipped, f"starts from {fallback}"))
+    return _Start(said=skipped)
+
+
+def _state_file(path: Path) -> Path:
+    """The file to load: a plain checkpoint, or the state of one of ours."""
+    if (path / STATE_FILE).exists():
+        return (path / STATE_FILE).absolute()
+    if not path.exists():
+        raise CheckpointError(
+            "the checkpoint does not exist", where=str(path), fix="name a .ckpt file, or a folder under checkpoints/"
+        )
+    return path.absolute()
+
+
+def _committed(path: Path) -> Checkpoint | None:
+    folder = path if path.is_dir() else path.parent
+    return Checkpoint.at(folder) if (folder / "manifest.json").exists() else None
+
+
+def _metadata(handoff: Handoff) -> Mapping[str, Any] | None:
+    found = _committed(Path(handoff.checkpoint)) if handoff.checkpoint else None
+    return found.metadata if found is not None else None

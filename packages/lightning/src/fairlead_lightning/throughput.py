@@ -1,0 +1,128 @@
+"""How fast training goes, counted without touching the device."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from typing import Any, Final
+
+from torch import Tensor
+
+__all__ = ["Throughput", "batch_size", "duration", "number"]
+
+WINDOW_S: Final = 30.0
+
+
+def batch_size(batch: Any) -> int:
+    """The samples in a batch: the first dimension of its first tensor, else the length of its first list; else 1.
+
+    Example:
+        >>> import torch
+        >>> batch_size({"x": torch.zeros(8, 3), "y": torch.zeros(8)}), batch_size(["a", "b", "c"])
+        (8, 3)
+    """
+    if isinstance(batch, Tensor):
+        return int(batch.shape[0]) if batch.ndim else 1
+    if isinstance(batch, Mapping):
+        return next((batch_size(value) for value in batch.values()), 1)
+    if isinstance(batch, (list, tuple)):
+        first = batch[0] if batch else None
+        return batch_size(first) if isinstance(first, (Tensor, Mapping, list, tuple)) else max(len(batch), 1)
+    stated = getattr(batch, "batch_size", None)  # a packed sequence, a batch of graphs
+    if isinstance(stated, int):
+        return stated
+    fields = getattr(batch, "__dict__", None)
+    values = list(fields.values()) if fields else []
+    return next((batch_size(value) for value in values if isinstance(value, Tensor)), 1)
+
+
+class Throughput:
+    """Samples and steps over the time that was spent training; validation stops this clock.
+
+    Args:
+        step: The step that training starts from.
+        now: The time in seconds, on any clock that the later calls use too.
+    """
+
+    def __init__(self, step: int, now: float) -> None:
+        self.samples = 0
+        self.batches = 0
+        self._first_step = step
+        self._began = now
+        self._paused = 0.0
+        self._pause_began: float | None = None
+        self._marks: deque[tuple[float, int, int]] = deque()
+
+    def add(self, samples: int) -> None:
+        """Counts a batch."""
+        self.samples += samples
+        self.batches += 1
+
+    def pause(self, now: float) -> None:
+        """Validation begins."""
+        self._pause_began = now
+
+    def resume(self, now: float) -> None:
+        """Validation is over."""
+        if self._pause_began is not None:
+            self._paused += now - self._pause_began
+            self._pause_began = None
+
+    def mark(self, step: int, now: float) -> tuple[float, float] | None:
+        """Samples and steps a second over about the last 30 s; None until there are two marks."""
+        spent = self.trained_s(now)
+        self._marks.append((spent, self.samples, step))
+        while len(self._marks) > 2 and spent - self._marks[1][0] > WINDOW_S:
+            self._marks.popleft()
+        since, samples, steps = self._marks[0]
+        if spent <= since:
+            return None
+        return (self.samples - samples) / (spent - since), (step - steps) / (spent - since)
+
+    def trained_s(self, now: float) -> float:
+        """Seconds spent training."""
+        until = now if self._pause_began is None else self._pause_began
+        return until - self._began - self._paused
+
+    def elapsed_s(self, now: float) -> float:
+        """Seconds since the start, validation included."""
+        return now - self._began
+
+    def steps(self, step: int) -> int:
+        """Steps of this start."""
+        return step - self._first_step
+
+    def left_s(self, step: int, total: int, steps_per_s: float, now: float) -> float:
+        """Seconds until `total`, with the share of time that validation has taken so far."""
+        trained = self.trained_s(now)
+        share = self.elapsed_s(now) / trained if trained > 0 else 1.0
+        return max(total - step, 0) / steps_per_s * share
+
+
+def duration(seconds: float) -> str:
+    """A time as a person says it.
+
+    Example:
+        >>> duration(0.42), duration(100), duration(7500), duration(200000)
+        ('0.4s', '1m40s', '2h05m', '2d07h')
+    """
+    if seconds < 9.95:
+        return f"{seconds:.1f}s"
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole}s"
+    if whole < 3600:
+        return f"{whole // 60}m{whole % 60:02d}s"
+    if whole < 86400:
+        return f"{whole // 3600}h{whole // 60 % 60:02d}m"
+    return f"{whole // 86400}d{whole // 3600 % 24:02d}h"
+
+
+def number(value: float) -> str:
+    """Four significant digits, or all digits before the point.
+
+    Example:
+        >>> number(2.30951), number(51234.5), number(0.00001234)
+        ('2.31', '51234', '1.234e-05')
+    """
+    return f"{value:.0f}" if 1000 <= abs(value) < 1e9 else f"{value:.4g}"

@@ -1,0 +1,192 @@
+"""`Trainer`: Lightning's Trainer, built from a config, with a run directory behind it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as L
+from lightning.fabric.plugins import CheckpointIO
+from lightning.pytorch.callbacks import Checkpoint
+
+from fairlead.checks import check_trainer
+from fairlead.config import JobConfig, RunConfig, TrainerConfig
+from fairlead.findings import raise_errors
+from fairlead.interfaces import BuildContext
+from fairlead.modules import CodeRoot, code_root
+from fairlead.plugins import PluginManager, default_plugins
+from fairlead_lightning import _lightning_compat as compat
+from fairlead_lightning.batch import batch_plan
+from fairlead_lightning.build import build_backend, trainer_arguments
+from fairlead_lightning.checkpoints import Checkpoints, CommittingIO
+from fairlead_lightning.describe import described
+from fairlead_lightning.loading import readable_load_errors
+from fairlead_lightning.metrics import MetricsFile
+from fairlead_lightning.process_group import join_process_group
+from fairlead_lightning.progress import Progress
+from fairlead_lightning.recorder import Recorder
+from fairlead_lightning.session import RunSession, open_session
+from fairlead_lightning.supervise import keep_log
+
+__all__ = ["Trainer"]
+
+
+class Trainer(L.Trainer):
+    """Lightning's Trainer, built from a typed config; everything else works as in Lightning.
+
+    `fit` keeps a run directory: history, metrics.csv, checkpoints; it goes on from the newest
+    complete checkpoint of the run by itself.  `validate`, `test` and `predict` write nothing there
+    and never pick up a checkpoint by themselves.
+
+    Args:
+        config: How to train, or a whole job; None: the defaults.
+        run: Which run this is; None: that of the job, or a run named after the script.
+        callbacks: Lightning callbacks besides those of the config.
+        environ: The environment variables; None: this process's.
+        plugins: The plugin manager; None: the plugins installed here.
+        root: Where the user's code is found; None: found from the working directory.
+
+    Raises:
+        ConfigError: The config is wrong, or does not fit this machine or launcher.
+        MissingDependencyError: A plugin or its engine is not installed.
+
+    Example:
+        >>> from fairlead import RunConfig, Trainer, TrainerConfig
+        >>> trainer = Trainer(TrainerConfig(max_steps=100), run=RunConfig(name="first"))  # doctest: +SKIP
+        >>> trainer.fit(model, datamodule)  # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        config: TrainerConfig | JobConfig | None = None,
+        *,
+        run: RunConfig | None = None,
+        callbacks: Sequence[L.Callback] = (),
+        environ: Mapping[str, str] | None = None,
+        plugins: PluginManager | None = None,
+        root: CodeRoot | None = None,
+    ) -> None:
+        job = config if isinstance(config, JobConfig) else None
+        trainer_config = job.trainer if job is not None else config
+        self.fairlead_config = trainer_config if isinstance(trainer_config, TrainerConfig) else TrainerConfig()
+        self.run_config = run or (job.run if job is not None else RunConfig())
+        self._job = job
+        environ = os.environ if environ is None else environ
+        plugins = plugins if plugins is not None else default_plugins()
+        self.resolution, findings = check_trainer(
+            self.fairlead_config, environ=environ, plugins=plugins, run=self.run_config, purpose="run"
+        )
+        raise_errors(findings)
+        self.session: RunSession | None = None
+        self._context = BuildContext(self.resolution, environ, plugins)
+        root = root or code_root(None, code=self.run_config.code, cwd=Path.cwd())
+        arguments = trainer_arguments(self._context, root)
+        arguments["plugins"] = [CommittingIO(p) if isinstance(p, CheckpointIO) else p for p in arguments["plugins"]]
+        self.progress = Progress(self.fairlead_config.progress_interval)
+        shown = [self.progress] if arguments["enable_progress_bar"] else []
+        arguments["callbacks"] = [*arguments["callbacks"], *callbacks, *shown]
+        arguments["default_root_dir"] = str(Path(self.run_config.dir).absolute())
+        # Fit adds our own checkpoint callback, when it knows the run.
+        user_saves = any(isinstance(c, Checkpoint) for c in arguments["callbacks"])
+        arguments["enable_checkpointing"] = user_saves and self.fairlead_config.enable_checkpointing
+        super().__init__(**arguments)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A plugin manager cannot be pickled, and ranks that are spawned do not need it."""
+        return {**self.__dict__, "_context": None}
+
+    # -- fit
+
+    def fit(
+        self,
+        model: L.LightningModule,
+        train_dataloaders: Any = None,
+        val_dataloaders: Any = None,
+        datamodule: L.LightningDataModule | None = None,
+        ckpt_path: str | os.PathLike[str] | None = None,
+        weights_only: bool | None = None,
+    ) -> None:
+        """Trains, or goes on training, until a limit of the config is reached.
+
+        Args:
+            model: The model.
+            train_dataloaders: Loaders, or a datamodule, as in Lightning.
+            val_dataloaders: Loaders.
+            datamodule: The data.
+            ckpt_path: A checkpoint to start from while the run has none of its own.
+            weights_only: As in Lightning; None: True, so that loading runs no code from the file.
+
+        Raises:
+            FairleadError: The run directory is locked, of another run, or not writable; a
+                checkpoint is damaged or of another model.
+        """
+        if isinstance(train_dataloaders, L.LightningDataModule):
+            train_dataloaders, datamodule = None, train_dataloaders
+        join_process_group(self.resolution, self._context.environ)
+        session = open_session(
+            self._described(model, datamodule),
+            self.resolution,
+            self.run_config,
+            environ=self._context.environ,
+            ckpt_path=ckpt_path,
+        )
+        self.session = session
+        if session.finished:
+            self.progress.say(f"{session.path} is finished: {session.finished}; nothing to do")
+            session.close()
+            return
+        with session:
+            keep_log(self._context.environ, session.path / "logs")
+            for message in session.messages:
+                self.progress.say(message)
+            self._attach(session)
+            resume = session.checkpoint
+            with self._handed_over(session), readable_load_errors(resume):
+                super().fit(
+                    model,
+                    train_dataloaders,
+                    val_dataloaders,
+                    datamodule,
+                    ckpt_path=str(resume) if resume is not None else None,
+                    weights_only=weights_only,
+                )
+            self.progress.summary(self)
+
+    def _described(self, model: L.LightningModule, datamodule: L.LightningDataModule | None) -> dict[str, Any]:
+        """The job as plain data; from Python, model and data are described by class and hyperparameters."""
+        if self._job is not None:
+            return self._job.model_dump(mode="json")
+        return {
+            "run": self.run_config.model_dump(mode="json"),
+            "model": described(model),
+            "data": described(datamodule) if datamodule is not None else None,
+            "trainer": self.fairlead_config.model_dump(mode="json"),
+        }
+
+    def _attach(self, session: RunSession) -> None:
+        """Gives this fit its records: loggers, checkpoints, history; a second fit gets new ones."""
+        compat.set_root_dir(self, session.path)
+        context = BuildContext(
+            self.resolution, self._context.environ, self._context.plugins, run_dir=session.path,
+            extras={"resumed": session.resumed, "run_name": session.path.name},
+        )
+        self.loggers = [
+            MetricsFile(session.path, resume_step=session.resume_step),
+            *(build_backend(logger, context) for logger in self.resolution.loggers),
+        ]
+        self.accumulate_grad_batches = batch_plan(self.resolution, session.previous).accumulate_grad_batches
+        attached: list[L.Callback] = vars(self)["callbacks"]
+        kept = [c for c in attached if not isinstance(c, (Recorder, Checkpoints))]
+        config = self.fairlead_config
+        if config.enable_checkpointing and not config.barebones and not config.fast_dev_run:
+            kept.append(Checkpoints(config.checkpoint, session))
+        self.callbacks = [Recorder(session), *kept]
+
+    def _handed_over(self, session: RunSession) -> AbstractContextManager[None]:
+        """While Lightning starts the other ranks from this process, they find the run in their environment."""
+        starts_ranks = not self.resolution.topology.launched and self.resolution.world_size > 1
+        return session.handed_over(self.resolution) if starts_ranks else nullcontext()
+

@@ -1,0 +1,253 @@
+"""Accelerators: what is found without torch, by a made-up file system, and what is built."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from fairlead.interfaces import BuildContext
+from fairlead.open_union import parse_backend
+from fairlead.plugins import PluginManager
+from fairlead_lightning.accelerators.cuda.nvidia import ask_nvidia_smi, nvidia_devices
+from fairlead_lightning.accelerators.cuda.plugin import find_devices
+from fairlead_lightning.accelerators.cuda.visible import GPU
+from fairlead_lightning.accelerators.mps.plugin import find_devices as find_mps
+from fairlead_lightning.accelerators.xla.plugin import find_devices as find_xla
+
+INFORMATION = """Model: \t\t NVIDIA {model}
+IRQ:   \t\t 11
+GPU UUID: \t GPU-{minor}aaaa-bbbb
+Bus Type: \t PCIe
+Device Minor: \t {minor}
+GPU Excluded:\t No
+"""
+
+
+def machine(root: Path, models: list[str], nodes: list[int] | None = None) -> Path:
+    """A machine with NVIDIA GPUs; `nodes`: the device files that exist, None: all."""
+    for minor, model in enumerate(models):
+        folder = root / f"proc/driver/nvidia/gpus/0000:{minor:02x}:00.0"
+        folder.mkdir(parents=True)
+        (folder / "information").write_text(INFORMATION.format(model=model, minor=minor))
+    (root / "dev").mkdir()
+    for minor in range(len(models)) if nodes is None else nodes:
+        (root / f"dev/nvidia{minor}").touch()
+    for other in ("nvidiactl", "nvidia-uvm"):
+        (root / "dev" / other).touch()
+    return root
+
+
+@pytest.mark.parametrize(
+    ("value", "count"),
+    [
+        (None, 4),
+        ("", 0),
+        ("-1", 0),
+        ("0,2", 2),
+        ("2, 0", 2),
+        ("0,-1,1", 1),
+        ("0,9,1", 1),
+        ("0,0", 0),
+        ("GPU-1aaaa,GPU-3aaaa", 2),
+        ("GPU-7", 0),
+        ("MIG-1234,MIG-5678", 1),
+        ("NoDevFiles", 0),
+    ],
+)
+def test_cuda_visible_devices_is_read_as_the_driver_reads_it(tmp_path: Path, value: str | None, count: int) -> None:
+    """R41."""
+    machine(tmp_path, ["H100"] * 4)
+    environ = {} if value is None else {"CUDA_VISIBLE_DEVICES": value}
+    found = find_devices(environ, tmp_path, torch=None)
+    assert found.count == count
+    assert "/dev/nvidia*" in found.evidence
+    if value is not None:
+        assert f"CUDA_VISIBLE_DEVICES={value!r}" in found.evidence or not count
+    assert found.names == ("NVIDIA H100",) * count
+
+
+def test_a_container_counts_only_the_gpus_it_was_given(tmp_path: Path) -> None:
+    machine(tmp_path, ["T4", "H100", "T4"], nodes=[1])
+    found = find_devices({}, tmp_path, torch=None)
+    assert (found.count, found.names) == (1, ("NVIDIA H100",))
+
+
+def test_models_are_not_claimed_where_the_order_is_not_known(tmp_path: Path) -> None:
+    machine(tmp_path, ["T4", "H100"])
+    assert find_devices({"CUDA_VISIBLE_DEVICES": "0"}, tmp_path, torch=None).names == ()
+    ordered = {"CUDA_VISIBLE_DEVICES": "0", "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+    assert find_devices(ordered, tmp_path, torch=None).names == ("NVIDIA T4",)
+
+
+def test_nvidia_smi_decides_where_there_are_no_device_files(tmp_path: Path) -> None:
+    machine(tmp_path, ["L4"], nodes=[])
+    assert nvidia_devices({}, tmp_path, smi=lambda _: [GPU(0, "NVIDIA L4", "GPU-1")]).names == ("NVIDIA L4",)
+    none = nvidia_devices({}, tmp_path, smi=lambda _: [])
+    assert none.count == 0
+    assert "nvidia-smi lists none" in none.evidence
+
+
+def test_nvidia_smi_is_not_asked_when_the_kernel_has_answered(tmp_path: Path) -> None:
+    def smi(_: object) -> list[GPU]:
+        raise AssertionError("asked")
+
+    assert nvidia_devices({}, machine(tmp_path, ["L4"]), smi=smi).count == 1
+    (tmp_path / "empty").mkdir()
+    assert nvidia_devices({}, tmp_path / "empty", smi=smi).evidence == "no /dev/nvidia*"
+
+
+def test_the_output_of_nvidia_smi_is_read_and_a_failing_one_is_no_gpu(tmp_path: Path) -> None:
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text("#!/bin/sh\necho 'NVIDIA H200, GPU-ab'\necho 'NVIDIA H200, GPU-cd'\n")
+    tool.chmod(0o755)
+    environ = {"PATH": str(tmp_path)}
+    assert ask_nvidia_smi(environ) == [GPU(0, "NVIDIA H200", "GPU-ab"), GPU(1, "NVIDIA H200", "GPU-cd")]
+    tool.write_text("#!/bin/sh\necho 'NVIDIA-SMI has failed, sorry'\nexit 9\n")
+    assert ask_nvidia_smi(environ) == []
+    assert ask_nvidia_smi({"PATH": str(tmp_path / "nowhere")}) == []
+
+
+def test_a_torch_without_cuda_has_no_gpus(tmp_path: Path) -> None:
+    """R38, R42: `auto` must not choose what the installed torch cannot use."""
+    machine(tmp_path, ["H100"])
+    found = find_devices({}, tmp_path, torch="2.13.0+cpu")
+    assert found.count == 0
+    assert "built without CUDA" in found.evidence
+    assert find_devices({}, tmp_path, torch="2.13.0").count == 1
+
+
+@pytest.mark.parametrize(
+    ("environ", "count"),
+    [
+        ({}, 2),
+        ({"HIP_VISIBLE_DEVICES": "1"}, 1),
+        ({"ROCR_VISIBLE_DEVICES": "1", "HIP_VISIBLE_DEVICES": "0"}, 1),
+        ({"ROCR_VISIBLE_DEVICES": "1", "HIP_VISIBLE_DEVICES": "1"}, 0),
+        ({"CUDA_VISIBLE_DEVICES": ""}, 0),
+    ],
+)
+def test_rocm_gpus_are_found(tmp_path: Path, environ: dict[str, str], count: int) -> None:
+    (tmp_path / "dev/dri").mkdir(parents=True)
+    (tmp_path / "dev/kfd").touch()
+    for number, (simd, minor) in enumerate([(0, 0), (1216, 128), (1216, 129), (1216, 130)]):
+        node = tmp_path / f"sys/class/kfd/kfd/topology/nodes/{number}"
+        node.mkdir(parents=True)
+        (node / "properties").write_text(
+            f"simd_count {simd}\ndrm_render_minor {minor}\ngfx_target_version 90402\nunique_id {number}\n"
+        )
+    for minor in (128, 129):  # the third was not given to this container
+        (tmp_path / f"dev/dri/renderD{minor}").touch()
+    found = find_devices(environ, tmp_path, torch=None)
+    assert found.count == count
+    assert found.names == ("AMD gfx942",) * count
+
+
+@pytest.mark.parametrize(
+    ("files", "environ", "installed", "count"),
+    [
+        (["accel0", "accel1", "accel2", "accel3"], {"TPU_WORKER_ID": "0"}, False, 4),
+        (["accel0", "accel1"], {"TPU_ACCELERATOR_TYPE": "v3-8"}, False, 4),
+        (["vfio/0", "vfio/1", "vfio/vfio"], {"TPU_SKIP_MDS_QUERY": "1"}, True, 2),
+        (["vfio/0", "vfio/vfio"], {}, True, 0),
+        (["accel0"], {}, True, 0),
+        (["accel0", "accel1"], {"PJRT_DEVICE": "TPU", "TPU_VISIBLE_CHIPS": "1"}, True, 1),
+        ([], {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "4"}, True, 4),
+        ([], {"PJRT_DEVICE": "CPU"}, False, 0),
+    ],
+)
+def test_xla_devices_are_found(
+    tmp_path: Path, files: list[str], environ: dict[str, str], installed: bool, count: int
+) -> None:
+    for name in files:
+        (tmp_path / "dev" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "dev" / name).touch()
+    assert find_xla(environ, tmp_path, installed=installed).count == count
+
+
+@pytest.mark.parametrize(("pci_class", "count"), [("0xff0000", 1), ("0x020000", 0), ("0x010802", 0)])
+def test_a_google_disk_or_network_card_is_no_tpu(tmp_path: Path, pci_class: str, count: int) -> None:
+    (tmp_path / "dev").mkdir()
+    (tmp_path / "dev/accel0").touch()
+    device = tmp_path / "sys/bus/pci/devices/0000:00:04.0"
+    device.mkdir(parents=True)
+    (device / "vendor").write_text("0x1ae0\n")
+    (device / "class").write_text(pci_class + "\n")
+    assert find_xla({}, tmp_path, installed=False).count == count
+
+
+def test_mps_is_on_apple_processors_only() -> None:
+    assert [find_mps(*m).count for m in [("darwin", "arm64"), ("darwin", "x86_64"), ("linux", "aarch64")]] == [1, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("name", "tag", "backend"),
+    [
+        ("cpu", "cpu", "gloo"),
+        ("cuda", "cuda", "nccl"),
+        ("gpu", "cuda", "nccl"),
+        ("mps", "mps", "gloo"),
+        ("xla", "xla", "xla"),
+        ("tpu", "xla", "xla"),
+    ],
+)
+def test_both_names_of_an_accelerator_give_its_config(name: str, tag: str, backend: str) -> None:
+    """R39, R40."""
+    plugins = PluginManager()
+    config = parse_backend("accelerator", name, plugins)
+    assert config.name == tag
+    assert plugins.label(config) == tag
+    assert cast("Any", plugins.get("accelerator", name)).backend == backend
+
+
+def test_the_best_accelerator_has_the_highest_priority() -> None:
+    """R38."""
+    plugins = PluginManager()
+    order = sorted(("cpu", "xla", "cuda", "mps"), key=lambda n: -cast("Any", plugins.get("accelerator", n)).priority)
+    assert order == ["cuda", "xla", "mps", "cpu"]
+
+
+@pytest.mark.parametrize("engine", ["trainer", "fabric"])
+def test_the_cpu_accelerator_is_of_the_engine_s_family(engine: Any) -> None:
+    from lightning.fabric.accelerators import CPUAccelerator as FabricCPU
+    from lightning.pytorch.accelerators import CPUAccelerator
+
+    from fairlead_lightning.accelerators.cpu.config import CPUAcceleratorConfig
+    from fairlead_lightning.accelerators.cpu.runtime import build
+
+    context = BuildContext(cast("Any", None), {}, PluginManager([]), engine=engine)
+    assert type(build(CPUAcceleratorConfig(), context)) is (CPUAccelerator if engine == "trainer" else FabricCPU)
+
+
+def test_a_gpu_that_torch_cannot_use_is_said_with_the_evidence(monkeypatch: pytest.MonkeyPatch) -> None:
+    """R42."""
+    from lightning.pytorch.accelerators import CUDAAccelerator
+
+    from fairlead.errors import ConfigError
+    from fairlead_lightning.accelerators.cuda.config import CUDAAcceleratorConfig
+    from fairlead_lightning.accelerators.cuda.runtime import build
+
+    monkeypatch.setattr(CUDAAccelerator, "is_available", staticmethod(lambda: False))
+    resolution = SimpleNamespace(devices_found=SimpleNamespace(evidence="/dev/nvidia*"))
+    with pytest.raises(ConfigError, match="finds no GPU it can use") as caught:
+        build(CUDAAcceleratorConfig(), BuildContext(cast("Any", resolution), {}, PluginManager([])))
+    assert "/dev/nvidia*" in (caught.value.why or "")
+
+
+def test_looking_for_devices_imports_nothing_heavy() -> None:
+    code = """
+import sys
+from fairlead.plugins import PluginManager
+plugins = PluginManager()
+for name in ("cpu", "cuda", "mps", "xla"):
+    assert plugins.call(plugins.get("accelerator", name), "fairlead_devices", environ={})
+for name in ("csv", "tensorboard", "wandb"):
+    plugins.get("logger", name)
+print([m for m in ("torch", "lightning", "numpy", "wandb", "torch_xla", "rich") if m in sys.modules])
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

@@ -1,0 +1,1 @@
+"""Quantised linear layers by bitsandbytes."""

@@ -1,0 +1,35 @@
+"""What `precision: bitsandbytes` contributes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from fairlead import Capability, PrecisionPlugin, hookimpl
+from fairlead_precision.bitsandbytes.config import BitsandbytesPrecisionConfig
+from fairlead_precision.fields import LIGHTNING
+
+__all__ = ["Bitsandbytes", "bitsandbytes"]
+
+
+class Bitsandbytes(PrecisionPlugin):
+    """Quantised linear layers."""
+
+    config = BitsandbytesPrecisionConfig
+    runtime = "fairlead_precision.bitsandbytes.runtime:build"
+    aliases = ("BitsandbytesPluginConfig",)
+    engines = (*LIGHTNING, "bitsandbytes>=0.50")
+    extra = "bitsandbytes"
+
+    @hookimpl
+    def fairlead_capabilities(self) -> Iterable[Capability]:
+        """Lightning refuses it off CUDA; strategies say for themselves which precisions they refuse."""
+        yield Capability(
+            "precision.bitsandbytes",
+            ("accelerator.cpu", "accelerator.mps", "accelerator.xla"),
+            "no",
+            "Lightning supports bitsandbytes on CUDA GPUs only",
+            "precision: bf16-true",
+        )
+
+
+bitsandbytes = Bitsandbytes()

@@ -1,0 +1,1 @@
+"""64-bit numbers throughout."""

@@ -1,0 +1,1 @@
+"""32-bit numbers throughout."""

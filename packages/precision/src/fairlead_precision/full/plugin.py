@@ -1,0 +1,22 @@
+"""What `32-true` contributes."""
+
+from __future__ import annotations
+
+from fairlead import PrecisionPlugin
+from fairlead_precision.fields import LIGHTNING
+from fairlead_precision.full.config import FullPrecisionConfig
+
+__all__ = ["Full", "full", "full_32"]
+
+
+class Full(PrecisionPlugin):
+    """32-bit numbers; works with every strategy."""
+
+    config = FullPrecisionConfig
+    runtime = "fairlead_precision.full.runtime:build"
+    engines = LIGHTNING
+    extra = "lightning"
+
+
+full = Full()
+full_32 = Full(name="32")  # a preset that only is another name

@@ -1,0 +1,51 @@
+"""What a device can compute natively, told by its name: checks run where there is no torch.
+
+A name that is not recognised gives None: nothing is claimed about it.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Final
+
+__all__ = ["fp8_native", "has_bf16", "has_fp8"]
+
+# NVIDIA's CUDA GPU compute capability table (developer.nvidia.com/cuda-gpus): bfloat16 since 8.0, FP8 since 8.9.
+_BEFORE_8_0: Final = r"V100|P100|P40|P4|T4|K80|M60|TITAN|GTX|RTX 20\d\d|QUADRO (RTX|GV|GP)|T4G"
+_BEFORE_8_9: Final = r"A100|A800|A40|A30|A16|A10G?|A2|RTX 30\d\d|RTX A\d+"
+_FROM_8_9: Final = (
+    r"H100|H200|H800|H20|GH200|B100|B200|B300|GB200|GB300|L4|L40S?|L20|RTX [45]0\d\d|RTX 6000 ADA|RTX PRO"
+)
+
+
+def _matches(pattern: str, name: str) -> bool:
+    return re.search(rf"(?<![A-Z0-9])({pattern})(?![0-9])(?![A-Z]\d)", name.upper()) is not None
+
+
+def has_fp8(name: str) -> bool | None:
+    """Whether a device computes in 8-bit floating point natively; None when its name is not known.
+
+    Example:
+        >>> has_fp8("NVIDIA H100 80GB HBM3"), has_fp8("NVIDIA A100-SXM4-80GB"), has_fp8("Nonesuch")
+        (True, False, None)
+    """
+    if _matches(f"{_BEFORE_8_0}|{_BEFORE_8_9}", name):  # first: a "Quadro RTX 4000" is no "RTX 4000 Ada"
+        return False
+    return True if _matches(_FROM_8_9, name) else None
+
+
+def has_bf16(name: str) -> bool | None:
+    """Whether a device computes in bfloat16 natively; None when its name is not known.
+
+    Example:
+        >>> has_bf16("NVIDIA A100-SXM4-80GB"), has_bf16("Tesla V100-SXM2-32GB")
+        (True, False)
+    """
+    if _matches(_BEFORE_8_0, name):
+        return False
+    return True if _matches(f"{_BEFORE_8_9}|{_FROM_8_9}", name) else None
+
+
+def fp8_native(capability: tuple[int, int]) -> bool:
+    """Whether a CUDA compute capability has FP8 units: 8.9 (Ada), 9.0 (Hopper) and later."""
+    return capability >= (8, 9)

@@ -1,0 +1,1 @@
+"""16-bit computation on 32-bit parameters."""

@@ -1,0 +1,1 @@
+"""8-bit floating point by NVIDIA's Transformer Engine."""

@@ -1,0 +1,1 @@
+"""The precision of the strategy `xla`."""

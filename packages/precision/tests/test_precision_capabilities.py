@@ -1,0 +1,96 @@
+"""Every row of the capability table that this machine can show: what Lightning or torch really do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from fairlead import (
+    Capability,
+    PluginManager,
+)
+from fairlead_precision import (
+    DeepSpeedPrecisionConfig,
+    FSDPPrecisionConfig,
+    XLAPrecisionConfig,
+)
+
+Build = Callable[..., Any]
+
+
+def row(plugins: PluginManager, name: str, other: str) -> str:
+    """The support of a row, which has a reason and a way out."""
+    rows = [r for result in plugins.call(plugins.get("precision", name), "fairlead_capabilities") for r in result]
+    found: Capability = next(r for r in rows if r.subject == f"precision.{name}" and other in r.others)
+    assert found.reason
+    assert found.fix
+    return found.support
+
+
+def test_float16_mixed_on_a_cpu_would_become_bfloat16(plugins: PluginManager) -> None:
+    import lightning.pytorch as pl
+
+    assert row(plugins, "16-mixed", "accelerator.cpu") == "no"
+    with pytest.warns(UserWarning, match="Using `precision='bf16-mixed'` instead"):
+        trainer = pl.Trainer(accelerator="cpu", precision="16-mixed", logger=False, enable_checkpointing=False)
+    assert trainer.precision == "bf16-mixed"
+
+
+def test_float16_parameters_become_nan_with_adam(plugins: PluginManager) -> None:
+    """The reason of the row `16-true` on a CPU, and that its advice helps."""
+    import torch
+
+    assert row(plugins, "16-true", "accelerator.cpu") == "partial"
+    for eps, finite in ((1e-8, False), (1e-4, True)):
+        parameter = torch.ones(2, dtype=torch.float16, requires_grad=True)
+        parameter.grad = torch.zeros_like(parameter)
+        torch.optim.Adam([parameter], eps=eps).step()
+        assert bool(parameter.isfinite().all()) is finite
+
+
+def test_bitsandbytes_on_a_cpu(plugins: PluginManager) -> None:
+    import lightning.pytorch as pl
+    from lightning.fabric import Fabric
+    from lightning.fabric.plugins.precision import BitsandbytesPrecision as FabricBitsandbytesPrecision
+    from lightning.pytorch.plugins.precision import BitsandbytesPrecision
+
+    assert row(plugins, "bitsandbytes", "accelerator.cpu") == "no"
+    with pytest.raises(RuntimeError, match="only supported on CUDA GPUs"):
+        # Its constructor needs bitsandbytes; the refusal looks at the class alone.
+        pl.Trainer(accelerator="cpu", plugins=[object.__new__(BitsandbytesPrecision)])
+    with pytest.raises(RuntimeError, match="only supported on CUDA GPUs"):
+        Fabric(accelerator="cpu", plugins=[object.__new__(FabricBitsandbytesPrecision)])
+
+
+def test_deepspeeds_precision_elsewhere(plugins: PluginManager, build: Build) -> None:
+    """It calls `step` on what should be DeepSpeed's engine."""
+    import torch
+
+    assert row(plugins, "deepspeed", "strategy.ddp") == "no"
+    plugin = build(DeepSpeedPrecisionConfig(), strategy="ddp")
+    module: Any = torch.nn.Linear(1, 1)
+    model: Any = SimpleNamespace(trainer=SimpleNamespace(model=module), automatic_optimization=True)
+    plugin._after_closure = lambda *args: None
+    with pytest.raises(AttributeError, match="has no attribute 'step'"):
+        plugin.optimizer_step(None, model, lambda: torch.ones(1))
+
+
+def test_fsdps_precision_elsewhere(plugins: PluginManager, build: Build) -> None:
+    """Its mixed modes do nothing on a CPU: the computation stays 32-bit."""
+    import torch
+
+    assert row(plugins, "fsdp", "strategy.ddp") == "no"
+    assert row(plugins, "fsdp", "strategy.fsdp2") == "no"
+    plugin = build(FSDPPrecisionConfig(precision="bf16-mixed"), strategy="ddp")
+    with pytest.warns(UserWarning, match="CUDA is not available"), plugin.forward_context():
+        assert torch.nn.Linear(2, 2)(torch.ones(1, 2)).dtype is torch.float32
+
+
+def test_xlas_precision_needs_torch_xla(plugins: PluginManager, build: Build) -> None:
+    assert row(plugins, "xla", "strategy.ddp") == "no"
+    for engine in ("trainer", "fabric"):
+        with pytest.raises(ModuleNotFoundError, match="torch_xla"):
+            build(XLAPrecisionConfig(), engine, strategy="xla")

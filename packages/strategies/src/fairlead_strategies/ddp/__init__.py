@@ -1,0 +1,1 @@
+"""Distributed data parallel: a full copy of the model on every rank."""

@@ -1,0 +1,1 @@
+"""Fully sharded data parallel, torch's second generation (`fully_shard`)."""

@@ -1,0 +1,80 @@
+"""What `fsdp2` contributes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import ClassVar
+
+from fairlead import Finding, StrategyPlugin, hookimpl
+from fairlead.capabilities import Capability
+from fairlead.resolve import Resolution
+from fairlead_strategies.fields import LIGHTNING
+from fairlead_strategies.fsdp2.config import FSDP2StrategyConfig
+
+__all__ = ["FSDP2", "fsdp2"]
+
+
+class FSDP2(StrategyPlugin):
+    """Fully sharded data parallel, torch's second generation."""
+
+    config = FSDP2StrategyConfig
+    runtime = "fairlead_strategies.fsdp2.runtime:build"
+    engines = LIGHTNING
+    extra = "lightning"
+    codes: ClassVar[Mapping[str, str]] = {
+        "fsdp2-checkpoint-io": "Distributed checkpoints of FSDP2 do not go through `checkpoint_io`.",
+        "fsdp2-sizes": "Data and tensor parallel sizes do not multiply to the number of ranks.",
+    }
+
+    @hookimpl
+    def fairlead_capabilities(self) -> Iterable[Capability]:
+        """What Lightning or torch refuse together with FSDP2."""
+
+        def no(others: tuple[str, ...], reason: str, fix: str) -> Capability:
+            return Capability("strategy.fsdp2", others, "no", reason, fix)
+
+        yield no(
+            ("accelerator.mps",),
+            "MPS is a single device, and Lightning refuses parallel strategies on it",
+            "strategy: single_device",
+        )
+        yield no(("accelerator.xla",), "Lightning drives XLA devices only through its XLA strategies", "strategy: xla")
+        yield no(
+            ("precision.16-mixed", "precision.64-true", "precision.transformer-engine"),
+            "Lightning's ModelParallelStrategy allows 32-true, bf16-mixed, bf16-true and 16-true only",
+            "precision: bf16-mixed",
+        )
+        yield no(
+            ("precision.bitsandbytes", "precision.deepspeed", "precision.fsdp", "precision.xla"),
+            "this precision belongs to another strategy, or keeps weights in a form that cannot be sharded",
+            "precision: 32-true, bf16-mixed or bf16-true",
+        )
+
+    @hookimpl
+    def fairlead_check(self, resolution: Resolution, environ: Mapping[str, str]) -> Iterator[Finding]:
+        """Fields that do not fit the rest of the run."""
+        config = resolution.strategy
+        assert isinstance(config, FSDP2StrategyConfig)
+        tensor, world = config.tensor_parallel_size, resolution.world_size
+        data = world // tensor if config.data_parallel_size == "auto" else config.data_parallel_size
+        if data * tensor != world:
+            yield Finding(
+                "error",
+                "fsdp2-sizes",
+                f"{data} (data) x {tensor} (tensor) is not the number of ranks, {world}",
+                "trainer.strategy",
+                "every rank has exactly one place in the mesh",
+                "choose a `tensor_parallel_size` that divides the number of ranks, and `data_parallel_size: auto`",
+            )
+        if config.save_distributed_checkpoint:
+            yield Finding(
+                "warning",
+                "fsdp2-checkpoint-io",
+                f"checkpoint_io {resolution.checkpoint_io.name!r} is not used",
+                "trainer.strategy.save_distributed_checkpoint",
+                "Lightning has every rank write its own part of a distributed checkpoint directly",
+                "save_distributed_checkpoint: false",
+            )
+
+
+fsdp2 = FSDP2()

@@ -1,0 +1,1 @@
+"""One device, one process."""

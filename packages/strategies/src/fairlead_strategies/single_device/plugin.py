@@ -1,0 +1,35 @@
+"""What `single_device` contributes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from fairlead import StrategyPlugin, hookimpl
+from fairlead.capabilities import Capability
+from fairlead_strategies.fields import LIGHTNING
+from fairlead_strategies.single_device.config import SingleDeviceStrategyConfig
+
+__all__ = ["SingleDevice", "single_device"]
+
+
+class SingleDevice(StrategyPlugin):
+    """Trains on one device without distribution."""
+
+    config = SingleDeviceStrategyConfig
+    runtime = "fairlead_strategies.single_device.runtime:build"
+    engines = LIGHTNING
+    extra = "lightning"
+
+    @hookimpl
+    def fairlead_capabilities(self) -> Iterable[Capability]:
+        """XLA devices need a strategy of their own."""
+        yield Capability(
+            "strategy.single_device",
+            ("accelerator.xla",),
+            "no",
+            "Lightning drives an XLA device only through its XLA strategies, also when there is one",
+            "strategy: xla",
+        )
+
+
+single_device = SingleDevice()

@@ -1,0 +1,1 @@
+"""Batch normalisation over the batches of all ranks."""

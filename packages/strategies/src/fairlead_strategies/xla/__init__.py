@@ -1,0 +1,1 @@
+"""TPUs through torch-xla."""

@@ -1,0 +1,298 @@
+"""What the runtimes build from a config, and what is said before a run, without training."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from datetime import timedelta
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from fairlead import PluginManager, Topology
+from fairlead.errors import ConfigError, MissingDependencyError
+from fairlead.open_union import parse_backend
+from fairlead_strategies import (
+    DDPStrategyConfig,
+    DeepSpeedStrategyConfig,
+    FSDP2StrategyConfig,
+    FSDPStrategyConfig,
+    TorchSyncBatchNormConfig,
+)
+
+
+@pytest.fixture(scope="module")
+def plugins() -> PluginManager:
+    return PluginManager()
+
+
+def build(name: str, config: Any, context: Any) -> Any:
+    import importlib
+
+    return importlib.import_module(f"fairlead_strategies.{name}.runtime").build(config, context)
+
+
+@pytest.mark.parametrize(
+    ("name", "stage", "optimizer", "parameters"),
+    [
+        ("deepspeed", 1, False, False),
+        ("deepspeed_stage_1", 1, False, False),
+        ("deepspeed_stage_2", 2, False, False),
+        ("deepspeed_stage_2_offload", 2, True, False),
+        ("deepspeed_stage_3", 3, False, False),
+        ("deepspeed_stage_3_offload", 3, True, True),
+    ],
+)
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of deepspeed's own imports
+@pytest.mark.parametrize("engine", ["trainer", "fabric"])
+def test_deepspeed_literals_reach_deepspeed(
+    plugins: PluginManager, ranks: ModuleType, name: str, stage: int, optimizer: bool, parameters: bool, engine: str
+) -> None:
+    """R8 to R12: the stage is in the configuration that DeepSpeed gets; plain `deepspeed` is stage 1."""
+    config = parse_backend("strategy", name, plugins)
+    zero = build("deepspeed", config, ranks.context(config, engine)).config["zero_optimization"]
+    assert zero["stage"] == stage
+    assert ("offload_optimizer" in zero, "offload_param" in zero) == (optimizer, parameters)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_deepspeed_config_files(tmp_path: Path, ranks: ModuleType) -> None:
+    """R34: a JSON file or a dict; both round-trip, and nothing of ours is mixed in."""
+    own = {"zero_optimization": {"stage": 3}, "train_micro_batch_size_per_gpu": 2}
+    path = tmp_path / "deepspeed_config.json"
+    path.write_text(json.dumps(own))
+    for given in (str(path), path, own):
+        config = DeepSpeedStrategyConfig.model_validate({"config": given})
+        assert config.stage is None
+        assert DeepSpeedStrategyConfig.model_validate(config.model_dump(mode="json")) == config
+        assert build("deepspeed", config, ranks.context(config)).config == own
+    path.write_text("[1]")
+    with pytest.raises(ConfigError, match="holds a list"):
+        build("deepspeed", config := DeepSpeedStrategyConfig(config=str(path)), ranks.context(config))
+    path.write_text("{")
+    with pytest.raises(ConfigError, match="is not JSON"):
+        build("deepspeed", config, ranks.context(config))
+    path.unlink()
+    with pytest.raises(ConfigError, match="cannot read"):
+        build("deepspeed", config, ranks.context(config))
+
+
+@pytest.mark.parametrize("engine", ["trainer", "fabric"])
+def test_each_engine_gets_its_own_family(ranks: ModuleType, engine: str) -> None:
+    import lightning.fabric.strategies as fabric
+    import lightning.pytorch.strategies as trainer
+
+    family = trainer if engine == "trainer" else fabric
+    for config, kind in (
+        (DDPStrategyConfig(timeout=timedelta(seconds=7)), "DDPStrategy"),
+        (FSDPStrategyConfig(timeout=timedelta(seconds=7)), "FSDPStrategy"),
+        (FSDP2StrategyConfig(timeout=timedelta(seconds=7)), "ModelParallelStrategy"),
+    ):
+        strategy = build(config.name, config, ranks.context(config, engine))
+        assert isinstance(strategy, getattr(family, kind))
+        assert (strategy.process_group_backend, strategy._timeout) == ("gloo", timedelta(seconds=7))
+    named = DDPStrategyConfig(process_group_backend="nccl")
+    assert build("ddp", named, ranks.context(named, engine)).process_group_backend == "nccl"
+
+
+@pytest.mark.parametrize("engine", ["trainer", "fabric"])
+@pytest.mark.parametrize(
+    ("kind", "indices", "device"), [("cpu", None, "cpu"), ("cuda", None, "cuda:0"), ("cuda", (3,), "cuda:3")]
+)
+def test_single_device_takes_the_first_chosen_device(
+    plugins: PluginManager, ranks: ModuleType, engine: str, kind: str, indices: Any, device: str
+) -> None:
+    """R13."""
+    import torch
+
+    from fairlead import AcceleratorConfigBase
+
+    config = parse_backend("strategy", "single_device", plugins)
+    changes = {"accelerator": AcceleratorConfigBase(name=kind), "device_indices": indices, "world_size": 1}
+    strategy = build("single_device", config, ranks.context(config, engine, **changes))
+    assert strategy.root_device == torch.device(device)
+
+
+@pytest.mark.parametrize("engine", ["trainer", "fabric"])
+def test_fsdp_fields_reach_torch(ranks: ModuleType, engine: str) -> None:
+    """R21, R24, R25, R26."""
+    import torch
+    from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
+    from torch.nn import TransformerEncoderLayer
+
+    config = FSDPStrategyConfig.model_validate(
+        {
+            "sharding_strategy": "SHARD_GRAD_OP",
+            "cpu_offload": True,
+            "mixed_precision": {"param_dtype": "bfloat16", "reduce_dtype": "float32"},
+            "activation_checkpointing_policy": {TransformerEncoderLayer},
+            "auto_wrap_policy": ["torch.nn:TransformerEncoderLayer"],
+            "backward_prefetch": "BACKWARD_POST",
+        }
+    )
+    assert FSDPStrategyConfig.model_validate(json.loads(config.model_dump_json())) == config
+    strategy = build("fsdp", config, ranks.context(config, engine))
+    kwargs = strategy.kwargs if engine == "trainer" else strategy._fsdp_kwargs
+    assert strategy.sharding_strategy is ShardingStrategy.SHARD_GRAD_OP
+    assert strategy.cpu_offload == CPUOffload(offload_params=True)
+    assert strategy.mixed_precision == MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    assert kwargs["auto_wrap_policy"]._module_classes == {TransformerEncoderLayer}
+    assert kwargs["backward_prefetch"] is BackwardPrefetch.BACKWARD_POST
+    assert kwargs["sync_module_states"] is True
+    policy = strategy._activation_checkpointing_kwargs["auto_wrap_policy"]
+    assert policy._module_classes == {TransformerEncoderLayer}
+
+
+@pytest.mark.parametrize("asked", [None, True])
+def test_fsdp_mixed_precision_is_inherited_or_bfloat16(ranks: ModuleType, asked: Any) -> None:
+    """R25."""
+    import torch
+
+    config = FSDPStrategyConfig(mixed_precision=asked)
+    built = build("fsdp", config, ranks.context(config)).mixed_precision
+    assert built is None if asked is None else built.param_dtype is torch.bfloat16
+
+
+def test_fsdp_wraps_by_size(ranks: ModuleType) -> None:
+    from torch import nn
+
+    config = FSDPStrategyConfig(auto_wrap_policy=1000)
+    policy = build("fsdp", config, ranks.context(config)).kwargs["auto_wrap_policy"]
+    wraps = [policy(module=nn.Linear(n, n), recurse=False, nonwrapped_numel=n * n) for n in (10, 100)]
+    assert wraps == [False, True]
+
+
+@pytest.mark.parametrize(
+    ("path", "says"),
+    [
+        ("nowhere.at_all:Block", "no module 'nowhere'"),
+        ("torch.nn:TransformerEncoderLayr", "did you mean 'TransformerEncoderLayer'"),
+        ("torch.nn:functional", "not a class"),
+    ],
+)
+def test_a_policy_that_names_no_class_is_an_error(ranks: ModuleType, path: str, says: str) -> None:
+    config = FSDP2StrategyConfig(auto_wrap_policy=(path,))
+    with pytest.raises(ConfigError) as caught:
+        build("fsdp2", config, ranks.context(config))
+    assert says in str(caught.value)
+    assert "trainer.strategy.auto_wrap_policy" in str(caught.value)
+
+
+def test_the_units_of_fsdp2() -> None:
+    """What `auto` finds: lists of layers, outermost first, without those that share parameters with the rest."""
+    from torch import nn
+
+    from fairlead_strategies.fsdp2.sharding import blocks
+
+    inner = nn.ModuleList([nn.ModuleList([nn.Linear(2, 2)]), nn.Linear(2, 2), nn.Identity()])
+    model = nn.Sequential(nn.Embedding(5, 2), nn.Sequential(inner), nn.Linear(2, 5))
+    assert blocks(model, None) == [inner[0], inner[1]]
+    assert blocks(model, {nn.Embedding}) == [model[0]]
+    assert blocks(model, set()) == []
+    tied = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
+    model = nn.Sequential(tied, nn.Linear(2, 2))
+    model[1].weight = tied[0].weight
+    assert blocks(model, None) == [tied[1]]
+    with pytest.raises(ConfigError, match="the model has no Conv2d"):
+        blocks(model, {nn.Conv2d})
+
+
+def test_xla_needs_torch_xla(plugins: PluginManager, ranks: ModuleType) -> None:
+    """R46: the core names the extra; Lightning's own refusal is the last line."""
+    with pytest.raises(MissingDependencyError) as caught:
+        plugins.require_engines("strategy", "xla")
+    assert caught.value.fix == "pip install 'fairlead[xla]'"
+    config = parse_backend("strategy", "xla", plugins)
+    for engine in ("trainer", "fabric"):
+        with pytest.raises(ModuleNotFoundError, match="torch_xla"):
+            build("xla", config, ranks.context(config, engine, world_size=1))
+    with pytest.raises(ModuleNotFoundError, match="torch_xla"):
+        build("xla", config, ranks.context(config, "trainer"))
+
+
+def test_layer_sync_on_a_cpu_converts_in_place_and_back(ranks: ModuleType) -> None:
+    """R69."""
+    import torch
+    from torch import nn
+
+    context = ranks.context(DDPStrategyConfig())
+    layer_sync = build("sync_batchnorm", TorchSyncBatchNormConfig(), context)
+    model = nn.Sequential(nn.Conv2d(1, 3, 1), nn.BatchNorm2d(3))
+    reference = nn.Sequential(nn.Conv2d(1, 3, 1), nn.BatchNorm2d(3))
+    reference.load_state_dict(model.state_dict())
+    layer = model[1]
+    assert layer_sync.apply(model) is model
+    assert model[1] is layer
+    assert type(layer) is not nn.BatchNorm2d
+    x = torch.randn(4, 1, 2, 2)
+    torch.testing.assert_close(model(x), reference(x))
+    assert type(layer_sync.revert(model)[1]) is nn.BatchNorm2d
+    with pytest.raises(ConfigError, match="Fabric does not apply"):
+        build("sync_batchnorm", TorchSyncBatchNormConfig(), ranks.context(DDPStrategyConfig(), "fabric"))
+
+
+def findings(plugins: PluginManager, resolution: Any, environ: dict[str, str] | None = None) -> list[str]:
+    plugin = plugins.of(resolution.strategy)
+    calls = plugins.call(plugin, "fairlead_check", resolution=resolution, environ=environ or {})
+    return [finding.code for result in calls for finding in result]
+
+
+@pytest.mark.parametrize(
+    ("config", "codes"),
+    [
+        (DDPStrategyConfig(), []),
+        (DDPStrategyConfig(start_method="spawn"), ["ddp-start-method"]),
+        (DDPStrategyConfig(ddp_comm_hook="bf16"), ["ddp-comm-hook"]),
+        (DDPStrategyConfig(ddp_comm_hook="bf16", process_group_backend="nccl"), []),
+        (FSDPStrategyConfig(), []),
+        (FSDPStrategyConfig(state_dict_type="sharded"), ["fsdp-checkpoint-io"]),
+        (FSDPStrategyConfig(sharding_strategy="HYBRID_SHARD", device_mesh=(2, 2)), ["fsdp-mesh"]),
+        (FSDP2StrategyConfig(), []),
+        (FSDP2StrategyConfig(tensor_parallel_size=2), []),
+        (FSDP2StrategyConfig(tensor_parallel_size=3), ["fsdp2-sizes"]),
+        (FSDP2StrategyConfig(data_parallel_size=4), ["fsdp2-sizes"]),
+        (FSDP2StrategyConfig(save_distributed_checkpoint=True), ["fsdp2-checkpoint-io"]),
+        (DeepSpeedStrategyConfig(), []),
+    ],
+)
+def test_what_does_not_fit_the_run_is_said_before_it(
+    plugins: PluginManager, ranks: ModuleType, config: Any, codes: list[str]
+) -> None:
+    assert findings(plugins, ranks.resolution(config)) == codes
+    assert set(codes) <= set(plugins.of(config).codes)
+
+
+def test_spawning_is_fine_where_nothing_was_launched(plugins: PluginManager, ranks: ModuleType) -> None:
+    resolution = ranks.resolution(DDPStrategyConfig(start_method="spawn"), topology=Topology(launched=False))
+    assert findings(plugins, resolution) == []
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_variable_that_would_replace_deepspeeds_settings(
+    plugins: PluginManager, ranks: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The finding, and that Lightning really does what it says."""
+    path = tmp_path / "other.json"
+    path.write_text('{"zero_optimization": {"stage": 3}}')
+    environ = {"PL_DEEPSPEED_CONFIG_PATH": str(path)}
+    config = DeepSpeedStrategyConfig(stage=2)
+    assert findings(plugins, ranks.resolution(config), environ) == ["deepspeed-environment"]
+    assert findings(plugins, ranks.resolution(DeepSpeedStrategyConfig(config=str(path))), environ) == []
+    monkeypatch.setenv("PL_DEEPSPEED_CONFIG_PATH", str(path))
+    assert build("deepspeed", config, ranks.context(config)).config == {"zero_optimization": {"stage": 3}}
+
+
+@pytest.mark.parametrize("method", ["spawn", "fork"])
+def test_ddp_starts_its_own_ranks(tmp_path: Path, method: str) -> None:
+    """R5: each of these trains on two ranks, whose weights stay equal."""
+    script, out = Path(__file__).parent / "spawned.py", tmp_path / "out.json"
+    environ = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, str(script), method, str(out)], env=environ, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert json.loads(out.read_text()) == {"world": 2, "same": True}

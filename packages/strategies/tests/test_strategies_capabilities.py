@@ -1,0 +1,204 @@
+"""Every `no` of the capability table that this machine can show: what Lightning or torch really do."""
+
+from __future__ import annotations
+
+import inspect
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from fairlead import Capability, PluginManager
+from fairlead_strategies import DDPStrategyConfig, DeepSpeedStrategyConfig, FSDP2StrategyConfig, FSDPStrategyConfig
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of deepspeed's own imports
+PARALLEL = [DDPStrategyConfig(), FSDPStrategyConfig(), FSDP2StrategyConfig(), DeepSpeedStrategyConfig()]
+
+
+def table() -> dict[tuple[str, str], Capability]:
+    plugins, rows = PluginManager(), {}
+    for tag in ("single_device", "ddp", "fsdp", "fsdp2", "deepspeed", "xla"):
+        for result in plugins.call(plugins.get("strategy", tag), "fairlead_capabilities"):
+            rows.update({(row.subject.removeprefix("strategy."), other): row for row in result for other in row.others})
+    return rows
+
+
+def build(config: Any, context: Any) -> Any:
+    import importlib
+
+    return importlib.import_module(f"fairlead_strategies.{config.name}.runtime").build(config, context)
+
+
+def refuses(*pairs: tuple[str, str], support: str = "no") -> None:
+    """The table has these rows, each with a reason and a way out."""
+    rows = table()
+    for pair in pairs:
+        assert rows[pair].support == support
+        assert rows[pair].reason
+        assert rows[pair].fix
+
+
+def test_the_table_does_not_refuse_what_the_training_tests_show_to_work() -> None:
+    rows = table()
+    for strategy in ("ddp", "fsdp2"):
+        for other in (
+            "accelerator.cpu",
+            "precision.32-true",
+            "precision.bf16-mixed",
+            "clipping.norm",
+            "clipping.value",
+        ):
+            assert (strategy, other) not in rows
+
+
+def test_fsdp_on_a_cpu(ranks: ModuleType) -> None:
+    import lightning.pytorch as pl
+    from lightning.fabric import Fabric
+
+    refuses(("fsdp", "accelerator.cpu"))
+    config = FSDPStrategyConfig()
+    with pytest.raises(ValueError, match="requires a GPU accelerator"):
+        pl.Trainer(accelerator="cpu", devices=2, strategy=build(config, ranks.context(config)))
+    with pytest.raises(ValueError, match="only available on GPU"):
+        Fabric(accelerator="cpu", devices=2, strategy=build(config, ranks.context(config, "fabric")))
+
+
+@pytest.mark.parametrize("config", PARALLEL, ids=lambda config: config.name)
+def test_parallel_strategies_on_mps(ranks: ModuleType, config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    import lightning.pytorch as pl
+    from lightning.pytorch.accelerators import MPSAccelerator
+
+    refuses((config.name, "accelerator.mps"))
+    monkeypatch.setattr(MPSAccelerator, "is_available", staticmethod(lambda: True))
+    with pytest.raises(ValueError, match="not supported on the MPS accelerator"):
+        pl.Trainer(accelerator="mps", devices=1, strategy=build(config, ranks.context(config)))
+
+
+@pytest.mark.parametrize("tag", ["single_device", "ddp", "fsdp2", "deepspeed"])
+def test_other_strategies_on_xla(ranks: ModuleType, tag: str) -> None:
+    import lightning.pytorch as pl
+    import torch
+    from lightning.pytorch.accelerators import XLAAccelerator
+
+    from fairlead_strategies import SingleDeviceStrategyConfig
+
+    class Pretended(XLAAccelerator):
+        def __init__(self) -> None:
+            """The real one raises where there is no torch-xla."""
+
+        @staticmethod
+        def is_available() -> bool:  # type: ignore[override]  # the real one is cached
+            return True
+
+        @staticmethod
+        def parse_devices(devices: Any) -> Any:
+            return devices
+
+        @staticmethod
+        def get_parallel_devices(devices: Any) -> list[torch.device]:
+            return [torch.device("cpu")]
+
+    refuses((tag, "accelerator.xla"), ("fsdp", "accelerator.xla"))
+    config = next(c for c in [SingleDeviceStrategyConfig(), *PARALLEL] if c.name == tag)
+    with pytest.raises(ValueError, match="can only be used with a `SingleDeviceXLAStrategy` or `XLAStrategy`"):
+        pl.Trainer(accelerator=Pretended(), devices=1, strategy=build(config, ranks.context(config)))
+
+
+@pytest.mark.parametrize("engine", ["trainer", "fabric"])
+def test_fsdp_accepts_its_own_precision_only(ranks: ModuleType, engine: str) -> None:
+    """bitsandbytes, Transformer Engine, DeepSpeed and XLA are all "another plugin" to it."""
+    import lightning.fabric.plugins.precision as fabric
+    import lightning.pytorch.plugins.precision as trainer
+
+    kinds = ("64-true", "bitsandbytes", "transformer-engine", "deepspeed", "xla")
+    refuses(*[("fsdp", f"precision.{kind}") for kind in kinds])
+    config = FSDPStrategyConfig()
+    strategy = build(config, ranks.context(config, engine))
+    family, name = (trainer, "precision_plugin") if engine == "trainer" else (fabric, "precision")
+    with pytest.raises(TypeError, match="can only work with the `FSDPPrecision` plugin"):
+        setattr(strategy, name, family.DeepSpeedPrecision("32-true"))
+    wrong: Any = "64-true"
+    with pytest.raises(ValueError, match="not supported in FSDP"):
+        family.FSDPPrecision(wrong)
+
+
+def test_fsdp_does_not_clip_by_norm() -> None:
+    import torch
+    from lightning.pytorch.plugins.precision import FSDPPrecision
+    from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
+    refuses(("fsdp", "clipping.norm"))
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)])
+    with pytest.raises(MisconfigurationException, match="currently not supported"):
+        FSDPPrecision("32-true").clip_gradients(optimizer, 1.0)
+
+
+def test_deepspeed_on_a_cpu(ranks: ModuleType) -> None:
+    from lightning.pytorch.accelerators import CPUAccelerator
+
+    refuses(("deepspeed", "accelerator.cpu"))
+    config = DeepSpeedStrategyConfig()
+    strategy = build(config, ranks.context(config))
+    strategy.accelerator = CPUAccelerator()
+    with pytest.raises(RuntimeError, match="only supported on CUDA GPUs"):
+        strategy.setup_environment()
+
+
+def test_deepspeed_has_five_precisions() -> None:
+    from lightning.pytorch.plugins.precision import DeepSpeedPrecision
+
+    kinds = ("64-true", "bitsandbytes", "transformer-engine", "fsdp", "xla")
+    refuses(*[("deepspeed", f"precision.{kind}") for kind in kinds])
+    wrong: Any = "64-true"
+    with pytest.raises(ValueError, match="is not supported"):
+        DeepSpeedPrecision(wrong)
+
+
+def test_deepspeed_does_not_clip_by_value(ranks: ModuleType) -> None:
+    import lightning.pytorch as pl
+    from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
+    refuses(("deepspeed", "clipping.value"))
+    config = DeepSpeedStrategyConfig()
+    strategy = build(config, ranks.context(config))
+    module = pl.LightningModule()
+    module.trainer = pl.Trainer(
+        accelerator="cpu",
+        gradient_clip_val=1.0,
+        gradient_clip_algorithm="value",
+        logger=False,
+        enable_checkpointing=False,
+    )
+    strategy._lightning_module = module
+    with pytest.raises(MisconfigurationException, match="does not support clipping gradients by value"):
+        strategy.init_deepspeed()
+
+
+def test_deepspeed_takes_no_notice_of_layer_sync_and_checkpoint_io() -> None:
+    """It cannot run here, so its source is asked: the words are not in the methods that would have to use them."""
+    from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy
+
+    refuses(("deepspeed", "layer_sync.torch_sync_batchnorm"))
+    refuses(("deepspeed", "checkpoint_io.async"), support="partial")
+    assert "_layer_sync.apply" in inspect.getsource(DDPStrategy.setup)
+    assert "_layer_sync" not in inspect.getsource(DeepSpeedStrategy)
+    assert "checkpoint_io" not in inspect.getsource(DeepSpeedStrategy.save_checkpoint)
+
+
+def test_xla_accepts_its_own_precision_and_checkpoint_io_only() -> None:
+    from typing import get_args
+
+    from lightning.fabric.plugins.precision.xla import _PRECISION_INPUT
+    from lightning.pytorch.plugins.io import TorchCheckpointIO
+    from lightning.pytorch.plugins.precision import MixedPrecision
+    from lightning.pytorch.strategies import XLAStrategy
+
+    modes = ("64-true", "16-mixed", "bf16-mixed")
+    kinds = ("bitsandbytes", "transformer-engine", "deepspeed", "fsdp")
+    refuses(*[("xla", f"precision.{name}") for name in (*modes, *kinds)], ("xla", "checkpoint_io.torch"))
+    assert not set(modes) & set(get_args(_PRECISION_INPUT))
+    strategy = object.__new__(XLAStrategy)  # its constructor needs torch-xla; its setters do not
+    with pytest.raises(TypeError, match="can only work with the `XLAPrecision` plugin"):
+        strategy.precision_plugin = MixedPrecision("bf16-mixed", "cpu")
+    with pytest.raises(TypeError, match="can only work with the `XLACheckpointIO` plugin"):
+        strategy.checkpoint_io = TorchCheckpointIO()
