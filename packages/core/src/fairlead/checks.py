@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final, TypeVar
@@ -12,14 +11,14 @@ from fairlead.axes import Plugin
 from fairlead.bases import AXES, BackendConfig
 from fairlead.capabilities import Capability, check_capabilities
 from fairlead.config import ClassSpec, JobConfig, ResourcesConfig, RunConfig, TrainerConfig
-from fairlead.errors import ConfigError, FairleadError, PluginError
+from fairlead.decisions import Purpose
+from fairlead.errors import FairleadError, PluginError
 from fairlead.findings import Finding, Severity
 from fairlead.interfaces import Setting
 from fairlead.jobs import LoadedJob
 from fairlead.modules import CodeRoot, Sources, check_spec
 from fairlead.plugins import PluginManager
-from fairlead.resolve import Purpose, Resolution, resolve
-from fairlead.run import render_name
+from fairlead.resolve import Resolution, resolve
 from fairlead.resuming import check_run
 from fairlead.validation import dotted
 

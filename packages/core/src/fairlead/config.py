@@ -188,7 +188,7 @@ class TrainerConfig(ConfigModel):
     """Validation batches before training starts; None: 2; -1: all."""
 
     # When to validate and log.
-    val_check_interval: PositiveInt | Fraction | ClockTime | None = None
+    val_check_interval: PositiveInt | Annotated[float, Field(gt=0.0, le=1.0)] | ClockTime | None = None
     """Validate after so many batches, such a fraction of an epoch, or so much time (`"00:10:00"`)."""
     check_val_every_n_epoch: PositiveInt | None = 1
     """Validate every N epochs; None counts val_check_interval over all epochs."""

@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
+from pydantic_core import PydanticSerializationError
 
 from fairlead import yaml
 from fairlead.config import JobConfig
-from fairlead.errors import ConfigError, UserCodeError
+from fairlead.errors import ConfigError, FairleadError, UserCodeError
 from fairlead.findings import Finding
 from fairlead.modules import CodeRoot, code_root, import_callable
 from fairlead.overrides import apply_override, parse_override
@@ -142,7 +143,11 @@ def _load_object(
 ) -> LoadedJob:
     """Imports `module:object`; this runs the user's code, as the user asked."""
     root = code_root(None, code=None, cwd=cwd)
-    made = import_callable(source, root)
+    try:
+        made = import_callable(source, root)
+    except FairleadError as error:
+        error.where = error.where or source
+        raise
     if callable(made) and not isinstance(made, (JobConfig, type)):
         try:
             made = made()
@@ -159,6 +164,14 @@ def _load_object(
             where=source,
             fix="name a JobConfig, or a function without arguments that returns one",
         )
-    data = made.model_dump(mode="json")
+    try:
+        data = made.model_dump(mode="json")
+    except PydanticSerializationError as error:
+        raise ConfigError(
+            f"{source} holds something that no job file can hold",
+            where=source,
+            why=str(error),
+            fix="give numbers, text, lists and mappings; a {class:, args:} builds an object in the run",
+        ) from error
     loaded = _overridden(LoadedJob(None, data, source, None, root), parsed)
     return _validated(loaded, plugins, default_name=source.partition(":")[2].replace(".", "-"))

@@ -59,12 +59,10 @@ class OpenUnion:
             serialization=core_schema.plain_serializer_function_ser_schema(serialize, info_arg=True),
         )
 
-    def __get_pydantic_json_schema__(self, _schema: CoreSchema, _handler: GetJsonSchemaHandler) -> JsonSchemaValue:
-        """The tagged `oneOf` of what is installed now; each plugin under every name it answers to."""
+    def __get_pydantic_json_schema__(self, _schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        """The tagged `anyOf` of what is installed now; each plugin under every name it answers to."""
         plugins = default_plugins()
         options: list[JsonSchemaValue] = []
-        if self.optional:
-            options.append({"type": "null"})
         names = [*self.literals, *plugins.names(self.axis)]
         if names:
             options.append({"type": "string", "enum": names})
@@ -76,16 +74,18 @@ class OpenUnion:
             by_class.setdefault(plugin.config, []).append(name)
         token = _expanding.set(_expanding.get() | {self.axis})
         try:
-            options.extend(_object_schema(config, tags) for config, tags in by_class.items())
+            options.extend(_object_schema(config, tags, handler) for config, tags in by_class.items())
         finally:
             _expanding.reset(token)
         return {"anyOf": options, "title": f"{self.axis} (a plugin)"}
 
 
-def _object_schema(config: type[BackendConfig], tags: list[str]) -> JsonSchemaValue:
-    schema = config.model_json_schema()
-    schema.setdefault("properties", {})["name"] = {"type": "string", "enum": sorted(tags)}
-    schema["required"] = sorted({*schema.get("required", []), "name"})
+def _object_schema(config: type[BackendConfig], tags: list[str], handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+    # Through the handler, so that the definitions of nested models land beside those of the job.
+    schema = handler(config.__pydantic_core_schema__)
+    model = handler.resolve_ref_schema(schema)
+    model.setdefault("properties", {})["name"] = {"type": "string", "enum": sorted(tags)}
+    model["required"] = sorted({*model.get("required", []), "name"})
     return schema
 
 

@@ -158,7 +158,8 @@ class PluginManager:
             self._pluggy.check_pending()
         except pluggy.PluginValidationError:
             # It stays half registered otherwise, and would be found wrong again with every later plugin.
-            self._pluggy.unregister(plugin)
+            if self._pluggy.is_registered(plugin):
+                self._pluggy.unregister(plugin)
             raise
 
     def _check_requirement(self, point: EntryPoint) -> None:
@@ -314,7 +315,7 @@ class PluginManager:
             raise
         except Exception as error:
             raise PluginError(
-                f"{hook} of {self._pluggy.get_name(plugin) or plugin!r} raised {type(error).__name__}",
+                f"{hook} of {self._pluggy.get_name(plugin) or repr(plugin)} raised {type(error).__name__}",
                 why=str(error) or None,
                 fix="report it to the plugin's authors; choosing another plugin avoids it",
             ) from error

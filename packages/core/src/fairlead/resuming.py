@@ -76,7 +76,9 @@ def _missing(path: Path, where: str) -> list[Finding]:
     ]
 
 
-def _existing(path: Path, job: JobConfig, stored: Fingerprint, world_size: int, settings: dict[str, Setting]) -> list[Finding]:
+def _existing(
+    path: Path, job: JobConfig, stored: Fingerprint, world_size: int, settings: dict[str, Setting]
+) -> list[Finding]:
     """What an existing run directory says to this job."""
     data = job.model_dump(mode="json")
     asked = fingerprint(data)

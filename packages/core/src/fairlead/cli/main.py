@@ -100,7 +100,10 @@ def _run(words: list[str], session: Session) -> int:
     parser = _Parser(prog=f"fairlead {command.name}", description=command.help, allow_abbrev=False)
     _load(command.arguments)(parser)
     parser.epilog = "--debug shows the traceback of an error."
-    arguments = parser.parse_args(words[1:])
+    try:
+        arguments = parser.parse_args(words[1:])
+    except SystemExit:
+        return 0  # only --help exits; a wrong call is `_Parser.error`
     missing = [r for r in command.engines if not session.plugins.is_installed(r)]
     if missing:
         raise MissingDependencyError(

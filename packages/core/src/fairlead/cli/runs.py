@@ -27,7 +27,7 @@ def runs_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         nargs="*",
         default=["runs"],
-        help="the folder that holds the run directories (default: runs); or `diff A B`: what two runs' settings differ in",
+        help="the folder with the run directories (default: runs); or `diff A B`: what two runs' settings differ in",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON document")
 

@@ -24,6 +24,7 @@ __all__ = ["RunDirectory"]
 
 JOB_FILE = "job.yaml"
 _OURS = {JOB_FILE, FINGERPRINT_FILE, HISTORY_FILE, "starts", "metrics.csv", "checkpoints", "logs", "heartbeats"}
+_OURS_TOO = (LOCK_FILE, ".tmp-", "predictions-")
 _FOLDERS = ("starts", "checkpoints", "logs", "heartbeats")
 
 
@@ -227,7 +228,7 @@ def stored_fingerprint(path: Path) -> Fingerprint | None:
         raise disk_error(error, "cannot read the run directory", path, RunDirectoryError) from error
     if FINGERPRINT_FILE in names:
         return Fingerprint.load(path / FINGERPRINT_FILE)
-    foreign = sorted(name for name in names if name not in _OURS and not name.startswith((LOCK_FILE, ".tmp-")))
+    foreign = sorted(name for name in names if name not in _OURS and not name.startswith(_OURS_TOO))
     if foreign:
         raise RunDirectoryError(
             "the run directory is not empty and not a run's",

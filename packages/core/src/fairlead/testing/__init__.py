@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
     from fairlead.testing.conformance import PluginConformance as PluginConformance
+    from fairlead.testing.defaults import stand_ins as stand_ins
     from fairlead.testing.fakes import FakeDist as FakeDist
     from fairlead.testing.fakes import FakeEntryPoint as FakeEntryPoint
     from fairlead.testing.fakes import FakeEnviron as FakeEnviron
@@ -52,6 +53,7 @@ __all__ = [
     "RequeueConformance",
     "StrategyConformance",
     "minimal_resolution",
+    "stand_ins",
     "write_dist",
 ]
 
@@ -61,6 +63,7 @@ _HOMES: Final = {
     "FakeEnviron": "fakes",
     "PluginConformance": "conformance",
     "minimal_resolution": "resolutions",
+    "stand_ins": "defaults",
     "write_dist": "fakes",
 }
 

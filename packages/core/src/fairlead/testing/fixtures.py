@@ -6,12 +6,11 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import pytest
 
 if TYPE_CHECKING:
-    from fairlead.axes import CommandPlugin, Plugin
     from fairlead.plugins import PluginManager
     from fairlead.records import EntryPoint
     from fairlead.testing.fakes import FakeDist, FakeEnviron
@@ -31,22 +30,20 @@ def fairlead_plugins(monkeypatch: pytest.MonkeyPatch) -> Callable[..., PluginMan
             assert plugins.names("strategy") == ["ring", "ring_small"]
     """
     from fairlead import plugins as module
+    from fairlead.axes import CommandPlugin, Plugin
     from fairlead.testing.fakes import FakeEntryPoint
 
     def points_of(given: object) -> Iterator[EntryPoint]:
-        from fairlead.axes import CommandPlugin
-
         if isinstance(given, Mapping):
             yield from (FakeEntryPoint(name, target) for name, target in given.items())
         elif hasattr(given, "entry_points"):
             yield from given.entry_points
-        elif hasattr(given, "load"):
-            yield given
+        elif isinstance(given, (Plugin, CommandPlugin)):
+            tag = given.name if isinstance(given, CommandPlugin) else given.tag
+            value = f"{type(given).__module__}:{type(given).__qualname__}"
+            yield FakeEntryPoint(f"{given.axis}.{tag}", given, value=value)
         else:
-            plugin: Plugin | CommandPlugin = given  # type: ignore[assignment]  # what else a caller may give
-            tag = plugin.name if isinstance(plugin, CommandPlugin) else plugin.tag
-            value = f"{type(plugin).__module__}:{type(plugin).__qualname__}"
-            yield FakeEntryPoint(f"{plugin.axis}.{tag}", plugin, value=value)
+            yield cast("EntryPoint", given)
 
     def make(*given: object) -> PluginManager:
         manager = module.PluginManager([point for each in given for point in points_of(each)])

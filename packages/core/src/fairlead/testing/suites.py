@@ -184,14 +184,15 @@ class CheckpointIOConformance(PluginConformance):
         """Loading what is not there raises a `FairleadError` that names the path."""
         io = self.build(tmp_path / "run")
         path = tmp_path / "no-such.ckpt"
+        said = None
         try:
             io.load_checkpoint(path)
         except FairleadError as error:
-            assert "no-such.ckpt" in str(error), f"{self.key}: the error does not name the path: {error}"
-        else:
-            raise AssertionError(f"{self.key}: loading a checkpoint that does not exist gave something")
+            said = str(error)
         finally:
             io.teardown()
+        assert said is not None, f"{self.key}: loading a checkpoint that does not exist gave something"
+        assert "no-such.ckpt" in said, f"{self.key}: the error does not name the path: {said}"
 
 
 class LayerSyncConformance(PluginConformance):

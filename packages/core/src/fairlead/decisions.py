@@ -1,0 +1,122 @@
+"""A resolution in progress: what has been decided, what was noticed, and how the next decision is made."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal, TypeVar, cast
+
+from fairlead.axes import AcceleratorPlugin
+from fairlead.bases import BackendConfig
+from fairlead.config import ResourcesConfig, RunConfig, TrainerConfig
+from fairlead.errors import FairleadError, MissingDependencyError, PluginError
+from fairlead.findings import Finding, Severity
+from fairlead.interfaces import Devices, Setting
+from fairlead.open_union import parse_backend
+from fairlead.plugins import PluginManager
+
+__all__ = ["Decisions", "Purpose"]
+
+Purpose = Literal["check", "run"]
+"""`check` looks at a job where it may not be meant to run; `run` is about to start it here."""
+
+C = TypeVar("C", bound=BackendConfig)
+
+
+class Decisions:
+    """What has been decided so far, and what it is decided from.
+
+    Args:
+        trainer: The config as it was asked for.
+        environ: The environment variables of the process.
+        plugins: The plugin manager.
+        run: Which run it is.
+        profile: The hardware to decide for, instead of this machine's.
+        purpose: Why it is decided.
+    """
+
+    def __init__(
+        self,
+        trainer: TrainerConfig,
+        environ: Mapping[str, str],
+        plugins: PluginManager,
+        run: RunConfig,
+        profile: ResourcesConfig | None,
+        purpose: Purpose,
+    ) -> None:
+        self.trainer, self.environ, self.plugins = trainer, environ, plugins
+        self.run, self.profile, self.purpose = run, profile, purpose
+        self.settings: dict[str, Setting] = {}
+        self.findings: list[Finding] = []
+        self.probed: dict[str, Devices] = {}
+        self.inside_job = False
+
+    def report(self, severity: Severity, code: str, what: str, where: str, why: str | None, fix: str | None) -> None:
+        """Adds a finding."""
+        self.findings.append(Finding(severity, code, what, where, why, fix))
+
+    def hardware_severity(self) -> Severity:
+        """Hardware that is not here is an error where the job is to run, and to be expected on a login node."""
+        if self.purpose == "run" or self.profile is not None or self.inside_job or self._has_device():
+            return "error"
+        return "info"
+
+    def _has_device(self) -> bool:
+        return any(
+            plugin.priority > 0 and self.probe(plugin).count > 0
+            for plugin in self.plugins.loaded("accelerator").values()
+            if isinstance(plugin, AcceleratorPlugin)
+        )
+
+    def default(self, axis: str, base: type[C], asked: C | str, tag: str, reason: str) -> C | None:
+        """The config of an axis: as asked, else the plugin of a tag; an absent one is a finding."""
+        if isinstance(asked, base):
+            self.settings[axis] = Setting(self.plugins.label(asked), f"trainer.{axis}")
+            return asked
+        try:
+            self.plugins.get(axis, tag, where=f"trainer.{axis}")
+        except FairleadError as error:
+            broken = isinstance(error, PluginError) and not isinstance(error, MissingDependencyError)
+            code = "plugin-broken" if broken else "plugin-missing"
+            self.report("error", code, error.what, f"trainer.{axis}", error.why, error.fix)
+            self.settings[axis] = Setting(tag, f"{reason}, but {error.what}")
+            return None
+        self.settings[axis] = Setting(tag, reason)
+        return cast("C", parse_backend(axis, tag, self.plugins))
+
+    def probe(self, plugin: AcceleratorPlugin) -> Devices:
+        """The devices that a plugin sees; a probe that fails is a finding, and sees none."""
+        if plugin.tag not in self.probed:
+            try:
+                self.probed[plugin.tag] = self._ask(plugin)
+            except FairleadError as error:
+                self.probed[plugin.tag] = Devices(0, error.what)
+                selected = getattr(self.trainer.accelerator, "name", None) == plugin.tag
+                self.report(
+                    "error" if selected else "warning",
+                    "plugin-broken",
+                    error.what,
+                    "trainer.accelerator",
+                    error.why,
+                    error.fix,
+                )
+        return self.probed[plugin.tag]
+
+    def _ask(self, plugin: AcceleratorPlugin) -> Devices:
+        for result in self.plugins.call(plugin, "fairlead_devices", environ=self.environ):
+            if not isinstance(result, Devices):
+                raise PluginError(
+                    f"fairlead_devices of accelerator.{plugin.tag} returned a {type(result).__name__}, not a Devices"
+                )
+            return result
+        return Devices(0, f"{plugin.tag} has no probe")
+
+    def mismatch(self, name: str, asked: int, launched: Setting, noun: str) -> None:
+        """Reports a config that disagrees with the launcher."""
+        self.report(
+            "error",
+            "launch-mismatch",
+            f"trainer.{name} is {asked}, but the launcher started {launched.value} {noun}",
+            f"trainer.{name}",
+            f"{launched.value} comes from {launched.reason}",
+            f"write `{name}: auto`, or start the job with {asked}",
+        )

@@ -1,0 +1,141 @@
+"""The kind of device and how many: what was asked for, what is there, what a launcher has decided already."""
+
+from __future__ import annotations
+
+import os
+
+from fairlead.axes import AcceleratorPlugin
+from fairlead.bases import AcceleratorConfigBase
+from fairlead.config import ResourcesConfig
+from fairlead.decisions import Decisions
+from fairlead.interfaces import Devices, Setting, Topology
+
+__all__ = ["choose_accelerator", "count_devices"]
+
+
+def choose_accelerator(d: Decisions) -> tuple[AcceleratorConfigBase | None, Devices]:
+    """The kind of device, and which of them are here."""
+    asked, nothing = d.trainer.accelerator, Devices(0, "no accelerator is installed")
+    if d.profile is not None:
+        return _profiled_accelerator(d, d.profile)
+    tag, reason = "cpu", "no other device was found"
+    if not isinstance(asked, AcceleratorConfigBase):
+        known = d.plugins.loaded("accelerator")
+        ranked = sorted(
+            {p.tag: p for p in known.values() if isinstance(p, AcceleratorPlugin)}.values(),
+            key=lambda p: -p.priority,
+        )
+        for candidate in ranked:
+            seen = d.probe(candidate)
+            if candidate.priority > 0 and seen.count:
+                tag, reason = candidate.tag, f"{seen.count} found by {seen.evidence}"
+                break
+    config = d.default("accelerator", AcceleratorConfigBase, asked, tag, reason)
+    if config is None:
+        return None, nothing
+    plugin = d.plugins.of(config)
+    assert isinstance(plugin, AcceleratorPlugin)
+    found = d.probe(plugin)
+    if isinstance(asked, AcceleratorConfigBase) and found.count == 0:
+        here = [
+            name
+            for name, p in d.plugins.loaded("accelerator").items()
+            if isinstance(p, AcceleratorPlugin) and not p.preset and d.probe(p).count
+        ]
+        d.report(
+            d.hardware_severity(),
+            "accelerator-unavailable",
+            f"the accelerator {d.settings['accelerator'].value!r} is not on this machine",
+            "trainer.accelerator",
+            f"{found.evidence}; available here: {', '.join(here) or 'none'}",
+            "write `accelerator: auto`, or run it where there is one; `check --for resources` is for that",
+        )
+    return config, found
+
+
+def _profiled_accelerator(d: Decisions, profile: ResourcesConfig) -> tuple[AcceleratorConfigBase | None, Devices]:
+    """The accelerator of `resources` rather than this machine's."""
+    kind = (profile.device or "cpu").lower()
+    tag = kind if kind in d.plugins.names("accelerator") else "xla" if kind.startswith(("tpu", "v5", "v6")) else "cuda"
+    found = Devices(profile.devices_per_node, "resources.devices_per_node", (kind,) * profile.devices_per_node)
+    asked = d.trainer.accelerator
+    config = d.default("accelerator", AcceleratorConfigBase, asked, tag, f"resources.device={kind}")
+    if (
+        config is not None
+        and isinstance(asked, AcceleratorConfigBase)
+        and config.name != d.plugins.get("accelerator", tag).tag
+    ):
+        d.report(
+            "error",
+            "profile-mismatch",
+            f"the job asks for the accelerator {config.name!r}, its resources are {kind!r}",
+            "trainer.accelerator",
+            None,
+            f"write `accelerator: {tag}` or `accelerator: auto`",
+        )
+    return config, found
+
+
+def count_devices(
+    d: Decisions, accelerator: AcceleratorConfigBase | None, found: Devices, topology: Topology
+) -> tuple[int, tuple[int, ...] | None]:
+    """Ranks on this node, and the indices of their devices where the config lists them."""
+    asked = d.trainer.devices
+    explicit = None if asked in ("auto", -1) else len(asked) if isinstance(asked, list) else int(asked)
+    indices = tuple(asked) if isinstance(asked, list) else None
+    if topology.launched and topology.local_world_size is not None:
+        launched = topology.local_world_size
+        if explicit is not None and explicit != launched.value:
+            d.mismatch("devices", explicit, launched, "ranks on this node")
+        d.settings["devices"] = launched
+        return int(launched.value), indices
+    if explicit is not None:
+        _enough(d, explicit, indices, accelerator, found)
+        d.settings["devices"] = Setting(explicit, "trainer.devices")
+        return explicit, indices
+    if found.unlimited:
+        d.settings["devices"] = Setting(1, "one process uses all cores through threads")
+        return 1, None
+    count = max(found.count, 1)
+    d.settings["devices"] = Setting(count, found.evidence)
+    return count, None
+
+
+def _enough(
+    d: Decisions,
+    explicit: int,
+    indices: tuple[int, ...] | None,
+    accelerator: AcceleratorConfigBase | None,
+    found: Devices,
+) -> None:
+    """Compares what was asked for with what is there."""
+    if accelerator is None:
+        return  # that it is not installed is a finding already
+    cores = os.cpu_count() or 1
+    if found.unlimited:
+        if explicit > cores:
+            meant = isinstance(d.trainer.accelerator, AcceleratorConfigBase)
+            d.report(
+                "warning" if meant else d.hardware_severity(),
+                "oversubscribed" if meant else "devices-count",
+                f"{explicit} ranks were asked for; this machine has no accelerator, and {cores} cores",
+                "trainer.devices",
+                "each rank is a process on the CPU, and they will take turns",
+                f"write `devices: {cores}`"
+                if meant
+                else f"write `devices: {cores}`, or `accelerator: cpu` if you mean {explicit} processes",
+            )
+        return
+    wrong = [i for i in indices or () if i >= found.count]
+    if (wrong or explicit > found.count) and (found.count or d.trainer.accelerator == "auto"):
+        are = "is" if found.count == 1 else "are"
+        asked = f"the indices {wrong}" if wrong else f"{explicit} devices"
+        valid = {0: "none", 1: "index 0"}.get(found.count, f"indices 0 to {found.count - 1}")
+        d.report(
+            d.hardware_severity(),
+            "profile-mismatch" if d.profile else "devices-count",
+            f"{asked} were asked for, {found.count} of the kind {accelerator.name!r} {are} there",
+            "trainer.devices",
+            f"found by {found.evidence}" + (f": {', '.join(found.names)}" if found.names else ""),
+            f"write `devices: {found.count}` or `auto` ({valid})" if found.count else "write `devices: auto`",
+        )

@@ -1,0 +1,470 @@
+"""From a config and an environment to decisions, each with its reason; detection and the capability table."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, Literal
+
+import pytest
+
+from fairlead import (
+    AcceleratorConfigBase,
+    AcceleratorPlugin,
+    Capability,
+    Claim,
+    Devices,
+    EnvironmentConfigBase,
+    EnvironmentPlugin,
+    Finding,
+    LoggerConfigBase,
+    LoggerPlugin,
+    PluginManager,
+    RequeueConfigBase,
+    RequeuePlugin,
+    Resolution,
+    ResourcesConfig,
+    Setting,
+    Specificity,
+    StrategyConfigBase,
+    StrategyPlugin,
+    Topology,
+    TrainerConfig,
+    hookimpl,
+)
+from fairlead.capabilities import check_capabilities
+from fairlead.checks import check_trainer
+from fairlead.detect import choose_environment
+from fairlead.errors import ConfigError
+from fairlead.testing import FakeEnviron, stand_ins
+
+IN_JOB = {"CLUSTER_RANK": "3", "CLUSTER_WORLD": "8", "CLUSTER_NODES": "4"}
+
+
+class ClusterEnvironmentConfig(EnvironmentConfigBase):
+    """A cluster."""
+
+    name: Literal["cluster"] = "cluster"
+
+
+class Cluster(EnvironmentPlugin):
+    """Four nodes with two ranks each."""
+
+    config = ClusterEnvironmentConfig
+    requeue = "cluster"
+
+    @hookimpl
+    def fairlead_detect(self, environ: Mapping[str, str]) -> Claim | None:
+        """A task of the cluster's."""
+        return Claim("CLUSTER_RANK") if "CLUSTER_RANK" in environ else None
+
+    @hookimpl
+    def fairlead_topology(self, config: EnvironmentConfigBase, environ: Mapping[str, str]) -> Topology:
+        """From the cluster's variables."""
+        if "CLUSTER_RANK" not in environ:
+            raise ConfigError("CLUSTER_RANK is not set")
+        rank = int(environ["CLUSTER_RANK"])
+        world, nodes = int(environ["CLUSTER_WORLD"]), int(environ["CLUSTER_NODES"])
+        return Topology(
+            True,
+            num_nodes=Setting(nodes, "CLUSTER_NODES"),
+            local_world_size=Setting(world // nodes, "CLUSTER_WORLD / CLUSTER_NODES"),
+            world_size=Setting(world, "CLUSTER_WORLD"),
+            global_rank=Setting(rank, "CLUSTER_RANK"),
+            node_rank=Setting(rank // 2, "CLUSTER_RANK"),
+            local_rank=Setting(rank % 2, "CLUSTER_RANK"),
+            main_address=Setting("node1", "CLUSTER_HOSTS"),
+        )
+
+
+class AgentEnvironmentConfig(EnvironmentConfigBase):
+    """An agent."""
+
+    name: Literal["agent"] = "agent"
+
+
+class Agent(EnvironmentPlugin):
+    """An agent inside a task of the cluster's."""
+
+    config = AgentEnvironmentConfig
+    specificity = Specificity.AGENT
+
+    @hookimpl
+    def fairlead_detect(self, environ: Mapping[str, str]) -> Claim | None:
+        """A worker of the agent's."""
+        return Claim("AGENT_ID", self.specificity) if "AGENT_ID" in environ else None
+
+
+class ClusterRequeueConfig(RequeueConfigBase):
+    """The cluster's own."""
+
+    name: Literal["cluster"] = "cluster"
+
+
+class ClusterRequeue(RequeuePlugin):
+    """The cluster's own."""
+
+    config = ClusterRequeueConfig
+
+
+class CUDAAcceleratorConfig(AcceleratorConfigBase):
+    """A GPU."""
+
+    name: Literal["cuda"] = "cuda"
+
+
+class CUDA(AcceleratorPlugin):
+    """GPUs, as many as FAKE_GPUS says."""
+
+    config = CUDAAcceleratorConfig
+    priority = 10
+    backend = "nccl"
+
+    @hookimpl
+    def fairlead_devices(self, environ: Mapping[str, str]) -> Devices:
+        """Counts them."""
+        count = int(environ.get("FAKE_GPUS", "0"))
+        return Devices(count, "FAKE_GPUS", ("H100",) * count)
+
+
+@pytest.fixture
+def plugins(fairlead_plugins: Callable[..., PluginManager]) -> PluginManager:
+    """A CPU, a GPU, a cluster and an agent."""
+    return fairlead_plugins(
+        stand_ins(), Cluster(), Agent(), ClusterRequeue(), CUDA(), {"accelerator.gpu": CUDA(name="cuda")}
+    )
+
+
+def resolve(plugins: PluginManager, environ: Mapping[str, str] | None = None, **trainer: Any) -> Resolution:
+    """Resolves and checks a trainer; `findings` holds both."""
+    resolution, findings = check_trainer(TrainerConfig(**trainer), environ=FakeEnviron(environ or {}), plugins=plugins)
+    object.__setattr__(resolution, "findings", tuple(findings))
+    return resolution
+
+
+def codes(resolution: Resolution) -> list[tuple[str, str]]:
+    """Severity and code of each finding, without the one that every job in a scheduler has until signals are handled."""
+    return [(f.severity, f.code) for f in resolution.findings if f.code != "requeue-not-handled"]
+
+
+def shown(resolution: Resolution, *names: str) -> dict[str, tuple[Any, str]]:
+    """Some settings with their reasons."""
+    return {name: (resolution.settings[name].value, resolution.settings[name].reason) for name in names}
+
+
+def test_a_laptop(plugins: PluginManager) -> None:
+    """Every setting of CLI.md's contract has a value and a reason."""
+    resolution = resolve(plugins)
+    assert codes(resolution) == []
+    names = """environment accelerator devices num_nodes world_size global_rank local_rank node_rank main_address
+    main_port strategy precision checkpoint_io requeue resume""".split()
+    assert set(names) <= resolution.as_dict().keys()
+    assert all(setting.reason for setting in resolution.settings.values())
+    assert shown(resolution, "environment", "accelerator", "devices", "strategy", "precision") == {
+        "environment": ("lightning", "nothing says otherwise"),
+        "accelerator": ("cpu", "no other device was found"),
+        "devices": (1, "one process uses all cores through threads"),
+        "strategy": ("single_device", "one rank"),
+        "precision": ("32-true", "the default"),
+    }
+
+
+def test_the_best_device_is_taken(plugins: PluginManager) -> None:
+    resolution = resolve(plugins, {"FAKE_GPUS": "4"})
+    assert shown(resolution, "accelerator", "devices", "world_size", "strategy", "backend") == {
+        "accelerator": ("cuda", "4 found by FAKE_GPUS"),
+        "devices": (4, "FAKE_GPUS"),
+        "world_size": (4, "4 devices x 1 nodes"),
+        "strategy": ("ddp", "world_size=4"),
+        "backend": ("nccl", "for the device cuda"),
+    }
+
+
+def test_gpu_is_a_name_of_cuda(plugins: PluginManager) -> None:
+    """R39."""
+    resolution = resolve(plugins, {"FAKE_GPUS": "2"}, accelerator="gpu", devices=-1)
+    assert (resolution.accelerator, resolution.devices) == (CUDAAcceleratorConfig(), 2)
+    assert resolution.value("accelerator") == "cuda"
+
+
+@pytest.mark.parametrize(
+    ("devices", "asked"), [(9, "9 devices"), ([0, 7], "the indices [7]"), ([2], "the indices [2]"), (3, "3 devices")]
+)
+def test_an_unavailable_index_names_what_is_there(plugins: PluginManager, devices: Any, asked: str) -> None:
+    """R42."""
+    resolution = resolve(plugins, {"FAKE_GPUS": "2"}, devices=devices)
+    assert codes(resolution) == [("error", "devices-count")]
+    (finding,) = resolution.findings
+    assert finding.what.startswith(asked)
+    assert finding.why == "found by FAKE_GPUS: H100, H100"
+    assert finding.fix == "write `devices: 2` or `auto` (indices 0 to 1)"
+
+
+def test_an_unavailable_accelerator_is_an_error_only_where_the_job_is_to_run(plugins: PluginManager) -> None:
+    """R42: an info on a login node, an error inside a job; what is available is named."""
+    login = resolve(plugins, accelerator="cuda")
+    assert codes(login) == [("info", "accelerator-unavailable")]
+    assert login.findings[0].why == "FAKE_GPUS; available here: cpu"
+    inside = resolve(plugins, IN_JOB, accelerator="cuda")
+    assert codes(inside) == [("error", "accelerator-unavailable")]
+
+
+def test_more_ranks_than_cores(plugins: PluginManager) -> None:
+    assert codes(resolve(plugins, devices=9999)) == [("info", "devices-count")]
+    assert codes(resolve(plugins, devices=9999, accelerator="cpu")) == [("warning", "oversubscribed")]
+
+
+@pytest.mark.parametrize(("num_nodes", "world"), [(1, 8), (4, 32)])
+def test_world_size_is_devices_times_nodes(plugins: PluginManager, num_nodes: int, world: int) -> None:
+    """R99."""
+    resolution = resolve(plugins, {"FAKE_GPUS": "8"}, devices=8, num_nodes=num_nodes)
+    assert (resolution.num_nodes, resolution.devices, resolution.world_size) == (num_nodes, 8, world)
+    assert resolution.value("world_size") == world
+
+
+def test_a_launcher_says_who_this_rank_is(plugins: PluginManager) -> None:
+    resolution = resolve(plugins, IN_JOB)
+    assert codes(resolution) == []
+    assert resolution.inside_job
+    assert shown(
+        resolution, "environment", "num_nodes", "devices", "world_size", "global_rank", "main_address", "requeue"
+    ) == {
+        "environment": ("cluster", "CLUSTER_RANK"),
+        "num_nodes": (4, "CLUSTER_NODES"),
+        "devices": (2, "CLUSTER_WORLD / CLUSTER_NODES"),
+        "world_size": (8, "CLUSTER_WORLD"),
+        "global_rank": (3, "CLUSTER_RANK"),
+        "main_address": ("node1", "CLUSTER_HOSTS"),
+        "requeue": ("cluster", "the requeuer of cluster"),
+    }
+
+
+def test_explicit_numbers_are_checked_against_the_launch(plugins: PluginManager) -> None:
+    """R62: a mismatch is reported, and the launcher's number is what holds."""
+    assert codes(resolve(plugins, IN_JOB, num_nodes=4, devices=2)) == []
+    nodes = resolve(plugins, IN_JOB, num_nodes=2)
+    assert codes(nodes) == [("error", "launch-mismatch")]
+    assert nodes.findings[0].what == "trainer.num_nodes is 2, but the launcher started 4 nodes"
+    assert nodes.findings[0].why == "4 comes from CLUSTER_NODES"
+    assert (nodes.num_nodes, nodes.value("num_nodes")) == (4, 4)
+    assert codes(resolve(plugins, IN_JOB, devices=4)) == [("error", "launch-mismatch")]
+    assert codes(resolve(plugins, IN_JOB, auto_determine_num_nodes=False)) == [("error", "launch-mismatch")]
+    assert codes(resolve(plugins, num_nodes=4)) == [("info", "launch-mismatch")]
+
+
+def test_resources_stand_for_the_hardware(plugins: PluginManager) -> None:
+    """`check --for resources`: nothing of this machine counts."""
+
+    def profiled(trainer: TrainerConfig, **resources: Any) -> tuple[Resolution, list[str]]:
+        profile = ResourcesConfig(**resources)
+        resolution, found = check_trainer(trainer, environ=IN_JOB, plugins=plugins, profile=profile)
+        return resolution, [f"{f.severity} {f.code}" for f in found if f.code != "requeue-not-handled"]
+
+    resolution, found = profiled(TrainerConfig(), nodes=4, devices_per_node=8, device="h100")
+    assert found == []
+    assert (resolution.world_size, resolution.accelerator.name, resolution.num_nodes) == (32, "cuda", 4)
+    assert profiled(TrainerConfig(num_nodes=2), nodes=4, device="h100")[1] == []
+    assert profiled(TrainerConfig(num_nodes=8), nodes=4, device="h100")[1] == ["error profile-mismatch"]
+    assert profiled(TrainerConfig(devices=9), nodes=4, devices_per_node=8, device="h100")[1] == [
+        "error profile-mismatch"
+    ]
+    assert profiled(TrainerConfig(accelerator="cpu"), device="h100")[1] == ["error profile-mismatch"]
+
+
+def test_a_named_environment_on_a_login_node(plugins: PluginManager) -> None:
+    """CLI.md's own job file names `environment: {name: slurm}`; checking it before submitting finds nothing wrong."""
+    resolution = resolve(plugins, environment={"name": "cluster", "auto_requeue": False})
+    assert codes(resolution) == [("info", "environment-unclaimed")]
+    assert resolution.settings["global_rank"] == Setting(0, "here; cluster says when it starts the ranks")
+    assert shown(resolution, "environment", "requeue") == {
+        "environment": ("cluster", "trainer.environment"),
+        "requeue": ("none", "trainer.environment.auto_requeue=false"),
+    }
+
+
+def test_a_named_environment_that_did_not_start_this_run(plugins: PluginManager) -> None:
+    chosen = choose_environment(ClusterEnvironmentConfig(), {}, plugins, starting=True)
+    assert [(f.severity, f.code) for f in chosen.findings] == [("error", "environment-malformed")]
+
+
+def test_the_most_specific_claim_wins(plugins: PluginManager) -> None:
+    chosen = choose_environment("auto", {**IN_JOB, "AGENT_ID": "1"}, plugins)
+    assert chosen.setting == Setting("agent", "AGENT_ID; it is inside cluster (CLUSTER_RANK)")
+    assert list(chosen.claims) == ["agent", "cluster", "lightning"]
+
+
+def test_a_tie_is_a_finding(plugins: PluginManager, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Agent, "specificity", Specificity.SCHEDULER)
+    chosen = choose_environment("auto", {**IN_JOB, "AGENT_ID": "1"}, plugins)
+    (finding,) = chosen.findings
+    assert (finding.severity, finding.code) == ("warning", "environment-tie")
+    assert chosen.setting.value == "agent"
+    assert finding.why == "agent: AGENT_ID; cluster: CLUSTER_RANK"
+
+
+def test_a_variable_decides_when_nothing_else_should(plugins: PluginManager) -> None:
+    environ = {**IN_JOB, "AGENT_ID": "1", "FAIRLEAD_ENVIRONMENT": "cluster"}
+    assert choose_environment("auto", environ, plugins).setting == Setting("cluster", "FAIRLEAD_ENVIRONMENT")
+    wrong = choose_environment("auto", {"FAIRLEAD_ENVIRONMENT": "clutser"}, plugins)
+    (finding,) = wrong.findings
+    assert (finding.code, finding.where, finding.fix) == (
+        "unknown-tag",
+        "FAIRLEAD_ENVIRONMENT",
+        "did you mean 'cluster'?",
+    )
+
+
+def test_a_malformed_variable_is_a_finding(plugins: PluginManager) -> None:
+    chosen = choose_environment("auto", {**IN_JOB, "CLUSTER_WORLD": "eight"}, plugins)
+    (finding,) = chosen.findings
+    assert (finding.severity, finding.code) == ("error", "plugin-broken")
+    assert "fairlead_topology of environment.cluster raised ValueError" in finding.what
+
+
+def test_requeue_shorthands(plugins: PluginManager) -> None:
+    config = resolve(plugins, IN_JOB, environment={"name": "cluster", "requeue_signal": "usr1"}).requeue
+    assert config == ClusterRequeueConfig(signals=("SIGUSR1",))
+    twice = resolve(plugins, IN_JOB, environment={"name": "cluster", "auto_requeue": False}, requeue="cluster")
+    assert codes(twice) == [("error", "axis-set-twice")]
+
+
+class BadEnvironmentConfig(EnvironmentConfigBase):
+    """Bad."""
+
+    name: Literal["bad"] = "bad"
+
+
+class Bad(EnvironmentPlugin):
+    """Fails in every hook, in every way."""
+
+    config = BadEnvironmentConfig
+
+    @hookimpl
+    def fairlead_detect(self, environ: Mapping[str, str]) -> Claim | None:
+        """Fails."""
+        raise KeyError("X")
+
+    @hookimpl
+    def fairlead_capabilities(self) -> Iterable[Capability]:
+        """Fails while it is iterated."""
+        yield Capability("strategy.ddp", ("accelerator.mps",), "no", "no")
+        raise RuntimeError("in the middle")
+
+    @hookimpl
+    def fairlead_check(self, resolution: Resolution, environ: Mapping[str, str]) -> Iterator[Finding]:
+        """Gives something else."""
+        yield "not a finding"  # type: ignore[misc]  # what is tested
+
+
+def test_a_broken_plugin_that_nobody_uses_is_a_warning(fairlead_plugins: Callable[..., PluginManager]) -> None:
+    """Rule 9: it is never in the way."""
+    resolution = resolve(fairlead_plugins(stand_ins(), Bad()))
+    assert resolution.value("environment") == "lightning"
+    assert codes(resolution) == [("warning", "plugin-broken")] * 2
+    assert [f.where for f in resolution.findings] == ["the plugin environment.bad"] * 2
+    assert "fairlead_detect of environment.bad raised KeyError" in resolution.findings[0].what
+    assert "fairlead_capabilities of environment.bad raised RuntimeError" in resolution.findings[1].what
+
+
+def test_a_broken_plugin_that_is_used_is_an_error(fairlead_plugins: Callable[..., PluginManager]) -> None:
+    resolution = resolve(fairlead_plugins(stand_ins(), Bad()), environment="bad")
+    errors = [f for f in resolution.findings if f.severity == "error"]
+    assert [(f.code, f.what) for f in errors] == [
+        ("plugin-broken", "fairlead_check of environment.bad gave a str, not a Finding")
+    ]
+
+
+class NoProbe(CUDA):
+    """A probe that fails."""
+
+    @hookimpl
+    def fairlead_devices(self, environ: Mapping[str, str]) -> Devices:
+        """Fails."""
+        raise OSError("nvidia-smi: driver mismatch")
+
+
+def test_a_probe_that_fails_leaves_the_cpu(fairlead_plugins: Callable[..., PluginManager]) -> None:
+    plugins = fairlead_plugins(stand_ins(), NoProbe())
+    auto = resolve(plugins)
+    assert (auto.value("accelerator"), codes(auto)) == ("cpu", [("warning", "plugin-broken")])
+    assert ("error", "plugin-broken") in codes(resolve(plugins, accelerator="cuda"))
+
+
+class NeedyStrategyConfig(StrategyConfigBase):
+    """Needs much."""
+
+    name: Literal["needy"] = "needy"
+
+
+class Needy(StrategyPlugin):
+    """Needs an engine, and a GPU."""
+
+    config = NeedyStrategyConfig
+    engines = ("no-such-engine>=2",)
+
+    @hookimpl
+    def fairlead_capabilities(self) -> Iterable[Capability]:
+        """It knows what it cannot."""
+        return [
+            Capability(
+                "strategy.needy", ("accelerator.cpu", "accelerator.mps"), "no", "it needs a GPU", "accelerator: cuda"
+            ),
+            Capability("strategy.needy", ("clipping.value",), "partial", "only on rank 0"),
+            Capability("strategy.needy", ("precision.32-true",), "yes", "tested"),
+        ]
+
+
+class NeedyLoggerConfig(LoggerConfigBase):
+    """Needs an engine."""
+
+    name: Literal["needy"] = "needy"
+
+
+class NeedyLogger(LoggerPlugin):
+    """Needs an engine."""
+
+    config = NeedyLoggerConfig
+    engines = ("no-such-logger",)
+
+
+def test_missing_engines_have_their_pip_lines(fairlead_plugins: Callable[..., PluginManager]) -> None:
+    """Rule 10; on a login node without torch they are to be expected."""
+    plugins = fairlead_plugins(stand_ins(), Needy(), NeedyLogger(), CUDA())
+    trainer = TrainerConfig(strategy="needy", loggers=("needy",))  # type: ignore[arg-type]  # a tag
+    for purpose, severity in (("run", "error"), ("check", "error" if plugins.is_installed("torch") else "info")):
+        _, found = check_trainer(trainer, environ={"FAKE_GPUS": "1"}, plugins=plugins, purpose=purpose)  # type: ignore[arg-type]  # both are purposes
+        assert [(f.severity, f.where, f.fix) for f in found if f.code == "plugin-missing"] == [
+            (severity, "trainer.strategy", "pip install 'no-such-engine>=2'"),
+            (severity, "trainer.loggers[0]", "pip install 'no-such-logger'"),
+        ]
+
+
+def test_the_capability_table_stops_what_does_not_fit(fairlead_plugins: Callable[..., PluginManager]) -> None:
+    plugins = fairlead_plugins(stand_ins(), Needy())
+    resolution = resolve(plugins, strategy="needy", gradient_clip_val=1.0, gradient_clip_algorithm="value")
+    found = {(f.severity, f.what, f.where, f.why) for f in resolution.findings if f.code == "capability"}
+    assert found == {
+        ("error", "strategy 'needy' does not work with accelerator 'cpu'", "trainer.strategy", "it needs a GPU"),
+        (
+            "warning",
+            "strategy 'needy' works only partly with gradient clipping by value",
+            "trainer.strategy, trainer.gradient_clip_val",
+            "only on rank 0",
+        ),
+    }
+
+
+def test_capability_rows_of_one_choice_are_said_once() -> None:
+    row = Capability("strategy.x", ("accelerator.cpu",), "no", "reason")
+    assert len(check_capabilities([row, row], {"strategy.x": None, "accelerator.cpu": None})) == 1
+    assert check_capabilities([row], {"strategy.x": None}) == []
+
+
+def test_single_device_with_several_ranks(plugins: PluginManager) -> None:
+    resolution = resolve(plugins, {"FAKE_GPUS": "2"}, strategy="single_device")
+    assert codes(resolution) == [("error", "capability")]
+
+
+def test_with_only_the_core_each_absent_plugin_is_named(fairlead_plugins: Callable[..., PluginManager]) -> None:
+    resolution = resolve(fairlead_plugins(), devices=9)
+    assert {f.code for f in resolution.findings} == {"plugin-missing"}
+    assert all(f.fix == "pip install 'fairlead[lightning]'" for f in resolution.findings)

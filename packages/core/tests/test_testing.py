@@ -1,0 +1,505 @@
+"""The tools for plugin authors: the suites pass a good plugin and catch each kind of bad one."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+import pytest
+
+from fairlead import (
+    Capability,
+    Claim,
+    Devices,
+    EnvironmentConfigBase,
+    EnvironmentPlugin,
+    Finding,
+    PluginManager,
+    RequeueConfigBase,
+    RequeuePlugin,
+    Resolution,
+    Setting,
+    Specificity,
+    StrategyConfigBase,
+    StrategyPlugin,
+    Topology,
+    TrainerConfig,
+    hookimpl,
+)
+from fairlead.axes import AXIS_PLUGINS, CommandPlugin
+from fairlead.bases import AcceleratorConfigBase
+from fairlead.testing import (
+    CONFORMANCE,
+    AcceleratorConformance,
+    CommandConformance,
+    EnvironmentConformance,
+    FakeDist,
+    FakeEntryPoint,
+    FakeEnviron,
+    RequeueConformance,
+    StrategyConformance,
+    minimal_resolution,
+    stand_ins,
+)
+
+pytest_plugins = ["pytester"]
+
+GOOD = """
+    from typing import Literal
+    from fairlead import StrategyConfigBase, StrategyPlugin
+
+    class RingStrategyConfig(StrategyConfigBase):
+        '''A ring.'''
+        name: Literal["ring"] = "ring"
+        bucket_cap_mb: int = 25
+        '''Mebibytes.'''
+
+    class Ring(StrategyPlugin):
+        config = RingStrategyConfig
+        runtime = "ring_strategy.runtime:build"
+
+    ring = Ring()
+    ring_small = Ring(bucket_cap_mb=1)
+"""
+RUNTIME = """
+    class Strategy: ...
+
+    def build(config, context):
+        assert context.resolution.strategy == config
+        return Strategy()
+"""
+POINTS = {"strategy.ring": "ring_strategy.plugin:ring", "strategy.ring_small": "ring_strategy.plugin:ring_small"}
+
+
+def tests_of(suite: type) -> list[str]:
+    """The names of a suite's tests."""
+    return sorted(name for name in dir(suite) if name.startswith("test_"))
+
+
+def outcome(suite: Any, test: str, tmp_path: Path) -> str:
+    """`passed`, the reason of a skip, or the message of the failure."""
+    method = getattr(suite(), test)
+    try:
+        method(tmp_path) if "tmp_path" in method.__code__.co_varnames[: method.__code__.co_argcount] else method()
+    except AssertionError as error:
+        return str(error)
+    except pytest.skip.Exception as error:
+        return f"skipped: {error}"
+    return "passed"
+
+
+def suite_for(base: type, target: Any, **settings: Any) -> type:
+    """A suite over one local plugin and the stand-ins."""
+    name = settings.pop("name", None) or (target.name if isinstance(target, CommandPlugin) else target.tag)
+    key = f"{base.axis}.{name}"  # type: ignore[attr-defined]  # a suite
+    points = [FakeEntryPoint(k, t) for k, t in {**stand_ins(), key: target}.items()]
+    return type("Suite", (base,), {"plugin_name": name, "entry_points": points, **settings})
+
+
+def test_every_axis_has_a_suite() -> None:
+    assert CONFORMANCE.keys() == AXIS_PLUGINS.keys()
+    assert all(suite.axis == axis for axis, suite in CONFORMANCE.items())
+
+
+def test_a_suite_runs_under_pytest_as_an_author_writes_it(pytester: pytest.Pytester) -> None:
+    """Three lines in the author's project, over a really importable distribution."""
+    pytester.makepyfile(
+        f"""
+        import pytest
+        from fairlead.testing import StrategyConformance, stand_ins, FakeEntryPoint, write_dist
+
+        class TestRing(StrategyConformance):
+            plugin_name = "ring"
+            builds = {{"trainer": "ring_strategy.runtime:Strategy"}}
+
+            @pytest.fixture(autouse=True)
+            def installed(self, fake_dist):
+                dist = fake_dist("ring-strategy", entry_points={POINTS!r}, files={{
+                    "ring_strategy/plugin.py": {GOOD!r}, "ring_strategy/runtime.py": {RUNTIME!r}}})
+                others = [FakeEntryPoint(name, target) for name, target in stand_ins().items()]
+                type(self).entry_points = [*dist.entry_points, *others]
+
+        class TestRingSmall(TestRing):
+            plugin_name = "ring_small"
+        """
+    )
+    result = pytester.runpytest("-p", "no:cacheprovider")
+    result.assert_outcomes(passed=2 * len(tests_of(StrategyConformance)))
+
+
+class RingStrategyConfig(StrategyConfigBase):
+    """A ring."""
+
+    name: Literal["ring"] = "ring"
+    bucket_cap_mb: int = 25
+    """Mebibytes."""
+
+
+class Ring(StrategyPlugin):
+    """A ring."""
+
+    config: ClassVar[type[StrategyConfigBase]] = RingStrategyConfig
+    runtime = "json:loads"
+
+
+class ThawedStrategyConfig(RingStrategyConfig, frozen=False, extra="allow"):
+    """Not frozen, and any field goes."""
+
+
+class BareStrategyConfig(StrategyConfigBase):
+    name: Literal["ring"] = "ring"
+    bucket_cap_mb: int = 25
+
+
+class Ring2(StrategyConfigBase):
+    """Named against the rule."""
+
+    name: Literal["ring"] = "ring"
+
+
+class LossyStrategyConfig(RingStrategyConfig):
+    """Does not come back from JSON."""
+
+    def model_dump(self, **how: Any) -> dict[str, Any]:
+        """Forgets a field."""
+        return {"name": self.name}
+
+
+class RequiredStrategyConfig(RingStrategyConfig):
+    """Has a field that must be given."""
+
+    path: str
+    """A path."""
+
+
+def ring(**attributes: Any) -> Ring:
+    """A ring with something changed."""
+    made = type("Ring", (Ring,), attributes)()
+    assert isinstance(made, Ring)
+    return made
+
+
+class Talker(Ring):
+    """Says wrong things in every hook."""
+
+    codes: ClassVar[Mapping[str, str]] = {"Ring_Code": "x"}
+
+    @hookimpl
+    def fairlead_capabilities(self) -> Iterable[Capability]:
+        """No reason."""
+        return [Capability("strategy.ring", ("accelerator.cpu",), "partial", " ")]
+
+    @hookimpl
+    def fairlead_check(self, resolution: Resolution, environ: Mapping[str, str]) -> Iterator[Finding]:
+        """An unknown code."""
+        yield Finding("info", "never-explained", "x")
+
+
+@pytest.mark.parametrize(
+    ("plugin", "settings", "test", "said"),
+    [
+        (ImportError("no ring"), {"name": "ring"}, "test_is_found_and_loads", "ImportError: no ring"),
+        (ring(), {"name": "rang"}, "test_is_found_and_loads", "the entry point says 'rang'"),
+        (ring(config=RequiredStrategyConfig), {"example": {"path": "x"}}, "test_config_constructs", "passed"),
+        (ring(config=ThawedStrategyConfig), {}, "test_config_is_frozen", "frozen=True"),
+        (ring(config=ThawedStrategyConfig), {}, "test_config_forbids_unknown_fields", "extra='forbid'"),
+        (ring(config=BareStrategyConfig), {}, "test_every_field_is_documented", "BareStrategyConfig has no docstring"),
+        (ring(config=Ring2), {}, "test_config_is_named_by_its_axis", "should be called <Name>StrategyConfig"),
+        (Ring2, {"name": "ring"}, "test_is_found_and_loads", "needs an instance of fairlead.StrategyPlugin"),
+        (ring(config=LossyStrategyConfig), {"example": {"bucket_cap_mb": 3}}, "test_config_round_trips", "gives back"),
+        (ring(runtime=None), {}, "test_runtime_is_importable", "`runtime` is not set"),
+        (ring(runtime="json:no_such"), {}, "test_runtime_is_importable", "not callable"),
+        (ring(engines=("no-such-engine",)), {}, "test_runtime_is_importable", "skipped: strategy.ring: the engine is not"),
+        (Talker(), {}, "test_codes_are_explained", "not in kebab-case"),
+        (ring(codes={"ring-code": " "}), {}, "test_codes_are_explained", "has no explanation"),
+        (ring(codes={"capability": "mine"}), {}, "test_codes_are_explained", "one of fairlead's own"),
+        (Talker(), {}, "test_capabilities_are_rows", "has no reason"),
+        (Talker(), {}, "test_checks_give_findings", "'never-explained' is not in"),
+    ],
+)  # fmt: skip
+def test_a_bad_strategy_is_caught(plugin: Any, settings: dict[str, Any], test: str, said: str, tmp_path: Path) -> None:
+    assert said in outcome(suite_for(StrategyConformance, plugin, **settings), test, tmp_path)
+
+
+def test_a_runtime_that_builds_something_else_is_caught(tmp_path: Path, fake_dist: Callable[..., FakeDist]) -> None:
+    wrong = RUNTIME.replace("return Strategy()", "return {}")
+    fake_dist("ring-strategy", entry_points={}, files={"ring_strategy/runtime.py": wrong})
+    plugin = ring(runtime="ring_strategy.runtime:build")
+    suite = suite_for(StrategyConformance, plugin, builds={"trainer": "ring_strategy.runtime:Strategy"})
+    assert "the runtime gave a dict for the trainer" in outcome(suite, "test_builds", tmp_path)
+
+
+def test_a_good_plugin_passes_every_test(tmp_path: Path, fake_dist: Callable[..., FakeDist]) -> None:
+    dist = fake_dist(
+        "ring-strategy",
+        entry_points=POINTS,
+        files={"ring_strategy/plugin.py": GOOD, "ring_strategy/runtime.py": RUNTIME},
+    )
+    others = [FakeEntryPoint(name, target) for name, target in stand_ins().items()]
+    settings = {"entry_points": [*dist.entry_points, *others], "builds": {"trainer": "ring_strategy.runtime:Strategy"}}
+    for name in ("ring", "ring_small"):
+        suite = type("Suite", (StrategyConformance,), {"plugin_name": name, **settings})
+        assert {test: outcome(suite, test, tmp_path) for test in tests_of(suite)} == dict.fromkeys(
+            tests_of(suite), "passed"
+        )
+
+
+@pytest.mark.parametrize("heavy", ["torch", "lightning", "numpy"])
+def test_a_plugin_that_imports_an_engine_is_caught(
+    heavy: str, tmp_path: Path, fake_dist: Callable[..., FakeDist]
+) -> None:
+    """Rule 1; the engine here is an empty module of that name, so the test needs none installed."""
+    source = f"import {heavy}\n"
+    dist = fake_dist(
+        "eager",
+        entry_points={"strategy.ring": "eager_plugin:ring"},
+        files={"eager_plugin.py": source, f"{heavy}.py": ""},
+    )
+    suite = type("Suite", (StrategyConformance,), {"plugin_name": "ring", "entry_points": dist.entry_points})
+    assert outcome(suite, "test_loading_imports_no_engine", tmp_path).startswith(
+        f"strategy.ring: importing eager_plugin imports {heavy}"
+    )
+    assert heavy not in sys.modules or sys.modules[heavy].__file__ != str(dist.path / f"{heavy}.py")
+
+
+class HereEnvironmentConfig(EnvironmentConfigBase):
+    """Here."""
+
+    name: Literal["here"] = "here"
+
+
+class Here(EnvironmentPlugin):
+    """Claims and tells what it is told to."""
+
+    config = HereEnvironmentConfig
+    claim: Any = None
+    topology: Any = Topology(True)
+
+    @hookimpl
+    def fairlead_detect(self, environ: Mapping[str, str]) -> Any:
+        """Its claim."""
+        return self.claim(environ) if callable(self.claim) else self.claim
+
+    @hookimpl
+    def fairlead_topology(self, config: EnvironmentConfigBase, environ: Mapping[str, str]) -> Any:
+        """Its topology."""
+        return self.topology
+
+
+def here(**attributes: Any) -> Here:
+    """An environment with something changed."""
+    made = type("Here", (Here,), attributes)()
+    assert isinstance(made, Here)
+    return made
+
+
+def number(value: Any, reason: str = "X") -> Setting:
+    """A setting."""
+    return Setting(value, reason)
+
+
+def _writes(environ: Any) -> None:
+    environ["X"] = "1"
+
+
+def _exports(environ: Any) -> None:
+    os.environ["FAIRLEAD_TEST_ONLY"] = "1"
+
+
+X = {"X": "1"}
+
+
+@pytest.mark.parametrize(
+    ("plugin", "test", "said"),
+    [
+        (here(claim=Claim("always")), "test_claims_nothing_without_evidence", "claims any process"),
+        (here(claim=Claim("any", Specificity.MACHINE)), "test_claims_nothing_without_evidence", "passed"),
+        (here(claim=True), "test_claims_nothing_without_evidence", "gave a bool"),
+        (here(claim=Claim("")), "test_claims_nothing_without_evidence", "without evidence"),
+        (here(claim=_exports), "test_claims_nothing_without_evidence", "changed os.environ"),
+        (here(claim=None), "test_claims_its_own", "does not claim its own example_environ"),
+        (here(topology={}), "test_topology_is_consistent", "gave a dict"),
+        (here(topology=Topology(True, world_size=2)), "test_topology_is_consistent", "not a Setting"),  # type: ignore[arg-type]  # what is tested
+        (here(topology=Topology(True, world_size=number(2, ""))), "test_topology_is_consistent", "has no reason"),
+        (here(topology=Topology(True, world_size=number("2"))), "test_topology_is_consistent", "not a number"),
+        (here(topology=Topology(True, global_rank=number(2), world_size=number(2))), "test_topology_is_consistent", "global_rank is 2"),
+        (here(topology=Topology(True, node_rank=number(-1))), "test_topology_is_consistent", "node_rank is -1"),
+        (here(topology=Topology(True, local_world_size=number(4), world_size=number(2))), "test_topology_is_consistent", "more ranks"),
+        (here(requeue=""), "test_names_its_requeuer", "`requeue` is empty"),
+    ],
+)  # fmt: skip
+def test_a_bad_environment_is_caught(
+    plugin: Any, test: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FAIRLEAD_TEST_ONLY", "0")
+    assert said in outcome(suite_for(EnvironmentConformance, plugin, example_environ=X), test, tmp_path)
+
+
+def test_detection_cannot_write_the_environment(tmp_path: Path) -> None:
+    suite: Any = suite_for(EnvironmentConformance, here(claim=_writes), example_environ=X)
+    with pytest.raises(Exception, match=r"fairlead_detect of environment\.here raised TypeError"):
+        suite().test_claims_its_own()
+
+
+class BadAcceleratorConfig(AcceleratorConfigBase):
+    """Bad."""
+
+    name: Literal["bad"] = "bad"
+
+
+def test_a_bad_accelerator_is_caught(tmp_path: Path) -> None:
+    def probing(*answer: Any) -> Any:
+        def fairlead_devices(self: Any, environ: Mapping[str, str]) -> Any:
+            return answer[0]
+
+        from fairlead import AcceleratorPlugin
+
+        hooks = {"fairlead_devices": hookimpl(fairlead_devices)} if answer else {}
+        return type("Bad", (AcceleratorPlugin,), {"config": BadAcceleratorConfig, **hooks})()
+
+    for plugin, said in (
+        (probing(), "does not implement fairlead_devices"),
+        (probing(3), "gave a int"),
+        (probing(Devices(-1, "x")), "-1 devices"),
+        (probing(Devices(1, "")), "without evidence"),
+        (probing(Devices(1, "x")), "passed"),
+    ):
+        assert said in outcome(suite_for(AcceleratorConformance, plugin), "test_probe_counts_devices", tmp_path)
+    no_device = suite_for(AcceleratorConformance, probing(Devices(0, "x")))
+    assert "this machine has no such device" in outcome(no_device, "test_builds", tmp_path)
+
+
+class StopRequeueConfig(RequeueConfigBase):
+    """Stops."""
+
+    name: Literal["stop"] = "stop"
+
+
+class Stop(RequeuePlugin):
+    """Stops."""
+
+    config = StopRequeueConfig
+
+
+REQUEUE = """
+    class Works:
+        def requeue(self): return "done"
+
+    def works(config, context): return Works()
+    def does_not(config, context): return object()
+    def says_why(config, context):
+        from fairlead.errors import ConfigError
+        raise ConfigError("no scheduler here")
+"""
+
+
+@pytest.mark.parametrize(
+    ("runtime", "said"),
+    [("works", "passed"), ("does_not", "gave a object"), ("says_why", "skipped: requeue.stop says why")],
+)
+def test_a_bad_requeuer_is_caught(runtime: str, said: str, tmp_path: Path, fake_dist: Callable[..., FakeDist]) -> None:
+    fake_dist("stop", entry_points={}, files={"stop_requeue.py": REQUEUE})
+    plugin = type("Stop", (Stop,), {"runtime": f"stop_requeue:{runtime}"})()
+    assert said in outcome(suite_for(RequeueConformance, plugin), "test_builds", tmp_path)
+
+
+COMMAND = """
+    def good(parser): parser.add_argument("job", help="a job")
+    def bare(parser): parser.add_argument("--quietly")
+    def run(arguments, session): return 0
+"""
+
+
+@pytest.mark.parametrize(
+    ("settings", "test", "said"),
+    [
+        ({}, "test_arguments_are_described_without_engines", "passed"), ({}, "test_runtime_is_importable", "passed"),
+        ({"arguments": "my_command:bare"}, "test_arguments_are_described_without_engines", "no help for the arguments quietly"),
+        ({"arguments": "my_command:nope"}, "test_arguments_are_described_without_engines", "not callable"),
+        ({"runtime": "my_command:nope"}, "test_runtime_is_importable", "not callable"),
+        ({"help": ""}, "test_is_named_as_its_entry_point", "no help"), ({"help": "a\nb"}, "test_is_named_as_its_entry_point", "one line"),
+        ({"name": "yours"}, "test_is_named_as_its_entry_point", "the command is called 'yours'"),
+        ({"engines": ("no-such-engine",)}, "test_runtime_is_importable", "skipped: command.mine: the engine is not"),
+    ],
+)  # fmt: skip
+def test_a_bad_command_is_caught(
+    settings: dict[str, Any], test: str, said: str, tmp_path: Path, fake_dist: Callable[..., FakeDist]
+) -> None:
+    fake_dist("mine", entry_points={}, files={"my_command.py": COMMAND})
+    defaults = {"name": "mine", "help": "h", "arguments": "my_command:good", "runtime": "my_command:run"}
+    command = CommandPlugin(**{**defaults, **settings})
+    assert said in outcome(suite_for(CommandConformance, command, name="mine"), test, tmp_path)
+
+
+# -- the fixtures
+
+
+def test_the_manager_sees_only_what_it_is_given(fairlead_plugins: Callable[..., PluginManager], fake_dist: Any) -> None:
+    """It refuses ambient discovery, also for the configs that a test makes."""
+    fake_dist("ring-strategy", entry_points=POINTS, files={"ring_strategy/plugin.py": GOOD})
+    assert fairlead_plugins().records() == []
+    with pytest.raises(ValueError, match="unknown strategy 'ring'"):
+        TrainerConfig(strategy="ring")
+    plugins = fairlead_plugins(Ring(), {"strategy.small": Ring(bucket_cap_mb=1)})
+    assert plugins.names("strategy") == ["ring", "small"]
+    assert TrainerConfig(strategy="small").strategy == RingStrategyConfig(bucket_cap_mb=1)
+
+
+def test_without_the_fixture_installed_plugins_are_seen(fake_dist: Callable[..., FakeDist]) -> None:
+    dist = fake_dist("ring-strategy", entry_points=POINTS, files={"ring_strategy/plugin.py": GOOD}, version="3.2")
+    assert dist.version == "3.2"
+    found = {record.key: record for record in PluginManager().records("strategy")}
+    assert found["strategy.ring"].dist == "ring-strategy"
+
+
+def test_a_fake_dist_leaves_nothing_behind(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(
+        """
+        import sys
+
+        def test_one(fake_dist):
+            fake_dist("gone", entry_points={}, files={"gone_tomorrow.py": "x = 1"})
+            import gone_tomorrow
+
+        def test_two():
+            assert "gone_tomorrow" not in sys.modules
+            assert not [entry for entry in sys.path if "fake-dists" in entry]
+        """
+    )
+    pytester.runpytest("-p", "no:cacheprovider").assert_outcomes(passed=2)
+
+
+def test_a_changed_environment_fails_the_test(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(
+        """
+        import os
+
+        def test_reads(fake_environ):
+            environ = fake_environ({"A": "1"}, B="2")
+            assert dict(environ) == {"A": "1", "B": "2"}
+
+        def test_writes(fake_environ):
+            os.environ["FAIRLEAD_LEFT_BEHIND"] = "1"
+        """
+    )
+    result = pytester.runpytest_subprocess("-p", "no:cacheprovider")
+    result.assert_outcomes(passed=2, errors=1)
+    result.stdout.fnmatch_lines(["*os.environ was changed: FAIRLEAD_LEFT_BEHIND*"])
+
+
+def test_a_fake_environment_is_text_only() -> None:
+    environ = FakeEnviron(RANK="0")
+    with pytest.raises(TypeError, match="item assignment"):
+        environ["RANK"] = "1"  # type: ignore[index]  # what is tested
+    with pytest.raises(TypeError, match="RANK=0"):
+        FakeEnviron(RANK=0)  # type: ignore[arg-type]  # what is tested
+
+
+def test_a_minimal_resolution_stands_in_for_what_is_not_installed() -> None:
+    resolution = minimal_resolution(PluginManager([]), max_steps=3)
+    parts: Sequence[Any] = (resolution.strategy, resolution.precision, resolution.environment, resolution.requeue)
+    assert [part.name for part in parts] == ["single_device", "32-true", "lightning", "none"]
+    assert resolution.trainer.max_steps == 3
