@@ -18,12 +18,14 @@ ROOT = Path(__file__).parent
 PACKAGES = sorted(p.parent.name for p in ROOT.glob("packages/*/pyproject.toml"))
 ENV = ROOT / ".nox" / "env"  # where nox puts the session `env`; the sessions that need torch share it
 WORKSPACE = nox.project.load_toml(ROOT / "pyproject.toml")
-# Engines that cannot be imported on the test machine: `isolated` resolves them and says so.
-NOT_HERE = {"transformer-engine", "xla"}
+# Extras that the shared environment leaves to `isolated`: two engines that cannot be imported on the test machine, and
+# mpi4py, with which Lightning does not start where there is no MPI library.
+NOT_SHARED = {"mpi", "transformer-engine", "xla"}
 
 nox.needs_version = ">=2026.10"
 nox.options.default_venv_backend = "virtualenv"  # pip installs, as it does for a user
 nox.options.reuse_existing_virtualenvs = True
+nox.options.allow_parallel = True  # under `nox -j 2`; none writes where another reads
 nox.options.error_on_missing_interpreters = bool(os.environ.get("CI"))
 nox.options.sessions = [
     "lint", "types", "tests", "tests_core", "minimums", "integration", "docs", "build", "isolated",
@@ -44,7 +46,7 @@ def editable(package: str, *, every_extra: bool = False) -> list[str]:
     project = nox.project.load_toml(ROOT / "packages" / package / "pyproject.toml")["project"]
     extras = set(project.get("optional-dependencies", {}))
     # The core's extras only name the other packages, which are installed in place themselves.
-    wanted = set() if package == "core" else (extras - NOT_HERE if every_extra else extras & {"run"})
+    wanted = set() if package == "core" else (extras - NOT_SHARED if every_extra else extras & {"run"})
     return ["-e", f"packages/{package}" + (f"[{','.join(sorted(wanted))}]" if wanted else "")]
 
 
@@ -90,7 +92,7 @@ def demo(session: nox.Session) -> None:
 def env(session: nox.Session) -> None:
     """Make the environment that the sessions below share."""
     places = [part for package in PACKAGES for part in editable(package, every_extra=True)]
-    install(session, *group("test", "types", "docs", "build", "release", "examples"), *places)
+    install(session, *group("test", "types", "docs", "build", "release", "examples", "nox"), *places)
 
 
 @nox.session(venv_backend="none", requires=["env"])
@@ -134,9 +136,16 @@ def lint(session: nox.Session) -> None:
 @nox.session(venv_backend="none", requires=["env"])
 def types(session: nox.Session) -> None:
     """Strict typing of everything, tests included."""
-    bases = [str(base) for base in sorted(ROOT.glob("packages/*/src")) + sorted(ROOT.glob("packages/*/tests"))]
-    targets = [name for name in ("packages", "integration_tests", "benchmarks", "examples") if (ROOT / name).exists()]
-    run(session, "mypy", *targets, "noxfile.py", *session.posargs, MYPYPATH=os.pathsep.join(bases))
+    homes = [*ROOT.glob("packages/*"), *ROOT.glob("examples/plugins/*")]
+    sources = sorted(str((home / "src").relative_to(ROOT)) for home in homes if (home / "src").exists())
+    targets = [name for name in ("integration_tests", "benchmarks", "examples") if (ROOT / name).exists()]
+    # Each folder of tests by itself: two may have a conftest.
+    apart = sorted(str((home / "tests").relative_to(ROOT)) for home in homes if any(home.glob("tests/*.py")))
+    skip = ["--exclude", r"/tests/"]
+    ours = [source for source in sources if "examples" not in source]  # the examples' are found in `examples`
+    run(session, "mypy", *ours, *targets, "noxfile.py", *skip, *session.posargs, MYPYPATH=os.pathsep.join(sources))
+    for folder in apart:
+        run(session, "mypy", folder, *session.posargs, MYPYPATH=os.pathsep.join([*sources, folder]))
 
 
 @nox.session(venv_backend="none", requires=["env"])

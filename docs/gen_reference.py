@@ -7,197 +7,48 @@ to docs/, so nothing can be out of date. `python docs/gen_reference.py NAME` pri
 from __future__ import annotations
 
 import argparse
+import ast
 import importlib
 import inspect
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
+from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Any, Final, get_args
+from typing import Any, Final
 
-from pydantic import BaseModel, TypeAdapter
-from pydantic.fields import FieldInfo
-from pydantic_core import PydanticUndefined
+from pydantic import BaseModel
 
 from fairlead.axes import AXIS_PLUGINS, Plugin
-from fairlead.bases import BackendConfig
 from fairlead.checks import capability_table
-from fairlead.config import (
-    CheckpointConfig,
-    ClassSpec,
-    JobConfig,
-    ResourcesConfig,
-    RunConfig,
-    SubmitConfig,
-    TrainerConfig,
-)
 from fairlead.findings import CODES
 from fairlead.first_party import FIRST_PARTY
 from fairlead.hookspecs import HookSpecs
-from fairlead.open_union import OpenUnion
 from fairlead.plugins import PluginManager
 from fairlead.run.fingerprints import MAY_CHANGE
+
+sys.path.insert(0, str(Path(__file__).parent.parent))  # MkDocs runs a hook as a file, outside of any package
+from docs.field_tables import JOB_MODELS, describe, fields, nested, table, yaml_word
 
 __all__ = ["PARTS", "expand", "first_party_plugins", "models", "on_files", "on_page_markdown"]
 
 MARKER: Final = re.compile(r"^<!-- generated: ([\w-]+) -->$", re.MULTILINE)
+ROOT: Final = Path(__file__).parent.parent
 MEASURED: Final = "reference/measured.md"
 NOT_MEASURED: Final = """# Measured
 
-There are no figures in this checkout. `nox -s bench` runs the benchmarks and writes this page; see `benchmarks/README.md`.
+There are no figures in this checkout. `nox -s bench` runs the benchmarks and writes this page;
+see `benchmarks/README.md`.
 """
-JOB_MODELS: Final[Mapping[str, type[BaseModel]]] = {
-    "": JobConfig,
-    "run": RunConfig,
-    "model": ClassSpec,
-    "trainer": TrainerConfig,
-    "trainer.checkpoint": CheckpointConfig,
-    "resources": ResourcesConfig,
-    "submit": SubmitConfig,
-}
 
 
 def first_party_plugins() -> PluginManager:
-    """The plugins of Fairlead's own packages; a plugin of another's that is installed here does not get into the docs."""
-    from importlib.metadata import entry_points
-
+    """The plugins of Fairlead's own packages; others that are installed here do not get into the docs."""
     return PluginManager([point for point in entry_points(group="fairlead") if _is_ours(point)])
 
 
 def _is_ours(point: Any) -> bool:
     return point.name in FIRST_PARTY or bool(point.dist and point.dist.name == "fairlead")
-
-
-# -- text
-
-
-def _cell(text: str) -> str:
-    return " ".join(text.split()).replace("|", "\\|")
-
-
-def _table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
-    lines = [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}"]
-    return "\n".join([*lines, *(f"| {' | '.join(_cell(cell) for cell in row)} |" for row in rows)])
-
-
-def _doc(thing: object) -> str:
-    """A docstring in Markdown: the example as code, an argument list as a list."""
-    out: list[str] = []
-    fenced, listing = False, False
-    for line in inspect.cleandoc(inspect.getdoc(thing) or "").splitlines():
-        if re.fullmatch(r"\w+:", line):
-            listing = line != "Example:"
-            out += [] if line == "Example:" else [f"**{line}**", ""]
-            continue
-        if line.lstrip().startswith(">>>") and not fenced:
-            out += ["", "```pycon"]
-            fenced = True
-        if fenced:
-            out.append(line.strip())
-        else:
-            out.append(f"- {line.strip()}" if listing and line.startswith("    ") and line[4:5] != " " else line.strip())
-    return "\n".join([*out, "```"] if fenced else out).strip()
-
-
-# -- types as a YAML author sees them
-
-
-def _open_unions(annotation: Any) -> Iterator[OpenUnion]:
-    for part in (*getattr(annotation, "__metadata__", ()), *get_args(annotation)):
-        if isinstance(part, OpenUnion):
-            yield part
-        elif not isinstance(part, (str, int)):
-            yield from _open_unions(part)
-
-
-def _type(field: FieldInfo) -> str:
-    unions = [*(part for part in field.metadata if isinstance(part, OpenUnion)), *_open_unions(field.annotation)]
-    if unions:
-        kind = f"[{unions[0].axis}](plugins.md#{unions[0].axis})"
-        if str(field.annotation).startswith("tuple"):
-            return f"list of {kind}"
-        others = [*(f"`{word}`" for word in unions[0].literals)]
-        return " or ".join([kind, *(others or ["null"])])
-    metadata = tuple(part for part in field.metadata if part is not None)
-    annotated: Any = field.annotation
-    for part in metadata:
-        from typing import Annotated
-
-        annotated = Annotated[annotated, part]
-    return _schema_text(TypeAdapter(annotated).json_schema())
-
-
-def _schema_text(schema: Mapping[str, Any]) -> str:
-    """A JSON schema in a few words."""
-    if "$ref" in schema:
-        return _named(str(schema["$ref"]).rpartition("/")[2])
-    for key in ("anyOf", "oneOf"):
-        if key in schema:
-            return " or ".join(dict.fromkeys(_schema_text(option) for option in schema[key]))
-    if "allOf" in schema:
-        return _schema_text(schema["allOf"][0])
-    if "const" in schema or "enum" in schema:
-        values = schema.get("enum", [schema.get("const")])
-        return ", ".join(f"`{value}`" for value in values)
-    kind = schema.get("type")
-    if kind == "object" and "properties" in schema:
-        return _named(str(schema.get("title", "mapping")))
-    words = {"boolean": "true or false", "object": "mapping", "string": "text", "null": "null", None: "anything"}
-    if kind == "array":
-        items = schema.get("items") or {}
-        return f"list of {_schema_text(items)}" if items else "list"
-    if kind in ("integer", "number"):
-        return " ".join(["whole number" if kind == "integer" else "number", *_bounds(schema)])
-    return "time" if schema.get("format") == "duration" else words.get(kind, str(kind))
-
-
-def _bounds(schema: Mapping[str, Any]) -> Iterator[str]:
-    symbols = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
-    for key, symbol in symbols.items():
-        if key in schema:
-            yield f"{symbol} {schema[key]}"
-
-
-def _named(name: str) -> str:
-    linked = {"ClassSpec": "[class](job.md#model)", "CheckpointConfig": "[mapping](job.md#trainercheckpoint)"}
-    sections = {kind.__name__: path for path, kind in JOB_MODELS.items()}
-    return linked.get(name) or (f"[mapping](job.md#{sections[name]})" if sections.get(name) else f"`{name}`")
-
-
-def _default(field: FieldInfo) -> str:
-    if field.is_required():
-        return "required"
-    value = field.get_default(call_default_factory=True, validated_data={})
-    if value is PydanticUndefined or isinstance(value, BaseModel):
-        return ""
-    plain = TypeAdapter(Any).dump_python(value, mode="json")
-    words: dict[Any, str] = {None: "null", True: "true", False: "false"}
-    return f"`{words[plain] if plain is None or isinstance(plain, bool) else plain or repr(plain)}`"
-
-
-def _fields(model: type[BaseModel]) -> str:
-    """The fields of a model, grouped by the comments in its source."""
-    rows: dict[str, list[tuple[str, ...]]] = {}
-    groups = _groups(model)
-    for name, field in model.model_fields.items():
-        if name == "name" and issubclass(model, BackendConfig):
-            continue  # the tag, which the heading says
-        row = (f"`{field.alias or name}`", _type(field), _default(field), field.description or "")
-        rows.setdefault(groups.get(name, ""), []).append(row)
-    tables = []
-    for group, members in rows.items():
-        tables.append((f"**{group}**\n\n" if group else "") + _table(("field", "value", "default", "what"), members))
-    return "\n\n".join(tables)
-
-
-def _groups(model: type[BaseModel]) -> dict[str, str]:
-    found, group = {}, ""
-    for line in inspect.getsource(model).splitlines():
-        if comment := re.fullmatch(r"    # ([A-Z][^#]*)\.", line):
-            group = comment[1]
-        elif name := re.match(r"    (\w+): ", line):
-            found[name[1]] = group
-    return found
 
 
 # -- parts
@@ -207,7 +58,7 @@ def _job() -> str:
     parts = []
     for path, model in JOB_MODELS.items():
         heading = f"## `{path}`\n\n" if path else "## The job\n\n"
-        parts.append(f"{heading}{_doc(model)}\n\n{_fields(model)}")
+        parts.append(f"{heading}{describe(model)}\n\n{fields(model)}")
     return "\n\n".join(parts)
 
 
@@ -216,7 +67,8 @@ def models() -> dict[str, type[BaseModel]]:
     plugins = first_party_plugins()
     axes = [axis for axis in AXIS_PLUGINS if axis != "command"]
     backends = {f"{axis}.{name}": plugin.config for axis in axes for name, plugin in plugins.distinct(axis).items()}
-    return {**JOB_MODELS, **backends}
+    parts = {f"{name}: {part.__name__}": part for name, config in backends.items() for part in nested(config)}
+    return {**JOB_MODELS, **backends, **parts}
 
 
 def _plugins() -> str:
@@ -226,18 +78,18 @@ def _plugins() -> str:
         if axis == "command" or not issubclass(kind, Plugin):
             continue
         # An explicit id: mkdocs would number a heading that another axis has too.
-        parts.append(f"## {axis} {{: #{axis} }}\n\n{_doc(kind.base)}")
+        parts.append(f"## {axis} {{: #{axis} }}\n\n{describe(kind.base)}")
         loaded = manager.loaded(axis)
         parts += [_plugin(axis, name, plugin, loaded) for name, plugin in manager.distinct(axis).items()]
     return "\n\n".join(parts)
 
 
 def _plugin(axis: str, name: str, plugin: Plugin, loaded: Mapping[str, Plugin]) -> str:
-    lines = [f"### {axis}: {name} {{: #{axis}-{name} }}", "", _doc(plugin.config), ""]
+    lines = [f"### {axis}: {name} {{: #{axis}-{name} }}", "", describe(plugin.config), ""]
     others = {n: p.preset for n, p in loaded.items() if type(p) is type(plugin) and n != name}
     for other, preset in others.items():
         settings = {key: value for key, value in preset.items() if key != "name"}
-        said = ", ".join(f"`{key}: {_yaml(value)}`" for key, value in settings.items())
+        said = ", ".join(f"`{key}: {yaml_word(value)}`" for key, value in settings.items())
         lines.append(f"- `{other}` is {f'this with {said}' if said else 'another name of it'}.")
     lines.append(f"- Config class: `{plugin.config.__name__}` in `fairlead.configs`.")
     engines = ", ".join(f"`{engine}`" for engine in plugin.engines)
@@ -245,12 +97,10 @@ def _plugin(axis: str, name: str, plugin: Plugin, loaded: Mapping[str, Plugin]) 
         extra = f": `pip install 'fairlead[{plugin.extra}]'`" if plugin.extra else ""
         lines.append(f"- Needs {engines}{extra}.")
     if set(plugin.config.model_fields) > {"name"}:
-        lines += ["", _fields(plugin.config)]
+        lines += ["", fields(plugin.config)]
+    for part in nested(plugin.config):
+        lines += ["", f"**`{part.__name__}`**: {describe(part)}", "", fields(part)]
     return "\n".join(lines)
-
-
-def _yaml(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _commands() -> str:
@@ -262,11 +112,13 @@ def _commands() -> str:
         module, _, function = command.arguments.partition(":")
         getattr(importlib.import_module(module), function)(parser)
         rows = [(_words(action), action.help or "") for action in parser._actions]
-        usage = re.sub(r"\s*\n\s*(?!fairlead)", " ", parser.format_usage().removeprefix("usage: ")).strip()
-        usage = "\n".join(line.strip() for line in usage.splitlines())
+        usage = " ".join(parser.format_usage().removeprefix("usage: ").split())
+        usage = usage.replace(f" fairlead {name}", f"\nfairlead {name}")  # a command may be called in two ways
         brought = f"\n\nNeeds `pip install 'fairlead[{command.extra}]'`." if command.extra else ""
         text = command.help[:1].upper() + command.help[1:]
-        parts.append(f"### fairlead {name}\n\n{text}.{brought}\n\n```text\n{usage}\n```\n\n" + _table(("option", "what"), rows))
+        parts.append(
+            f"### fairlead {name}\n\n{text}.{brought}\n\n```text\n{usage}\n```\n\n" + table(("option", "what"), rows)
+        )
     return "\n\n".join(parts)
 
 
@@ -287,13 +139,13 @@ def _codes() -> str:
             for code, text in plugin.codes.items():
                 makers.setdefault((code, text), []).append(f"[{axis}.{name}](plugins.md#{axis}-{name})")
     rows += [(f"`{code}`", text, ", ".join(names)) for (code, text), names in makers.items()]
-    return _table(("code", "meaning", "made by"), sorted(rows))
+    return table(("code", "meaning", "made by"), sorted(rows))
 
 
 def _capabilities() -> str:
     rows, _ = capability_table(first_party_plugins())
     words = {"no": "no: an error", "partial": "partly: a warning", "yes": "yes"}
-    return _table(
+    return table(
         ("choice", "with", "works", "why", "instead"),
         [
             (f"`{r.subject}`", ", ".join(f"`{o}`" for o in r.others), words[r.support], r.reason, r.fix or "")
@@ -309,19 +161,35 @@ def _aliases() -> str:
         for name, plugin in manager.distinct(axis).items() if axis != "command" else ():
             for alias in plugin.aliases:
                 rows[alias] = (f"`{alias}`", f"`{plugin.config.__name__}`", f"`{axis}: {name}`")
-    return _table(("their name", "Fairlead's class", "in a job file"), [rows[alias] for alias in sorted(rows)])
+    return table(("their name", "Fairlead's class", "in a job file"), [rows[alias] for alias in sorted(rows)])
 
 
 def _may_change() -> str:
-    return _table(("setting", "why"), [(f"`{path}`", reason) for path, reason in MAY_CHANGE.items()])
+    return table(("setting", "why"), [(f"`{path}`", reason) for path, reason in MAY_CHANGE.items()])
 
 
 def _hooks() -> str:
     parts = []
     for name, hook in inspect.getmembers(HookSpecs, inspect.isfunction):
         if name.startswith("fairlead_"):
-            parts.append(f"### {name}\n\n```python\ndef {name}{inspect.signature(hook)}\n```\n\n{_doc(hook)}")
+            signature = str(inspect.signature(hook)).replace("'", "")
+            parts.append(f"### {name}\n\n```python\ndef {name}{signature}\n```\n\n{describe(hook)}")
     return "\n\n".join(parts)
+
+
+def _api(module: str, package: str) -> Callable[[], str]:
+    """The public names of a module, for mkdocstrings; read from its source, since torch may not be installed."""
+
+    def part() -> str:
+        source = ROOT / "packages" / package / "src" / module.replace(".", "/") / "__init__.py"
+        assigned = next(
+            node.value
+            for node in ast.parse(source.read_text(encoding="utf-8")).body
+            if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "__all__"
+        )
+        return "\n".join(f"::: {module}.{name}" for name in ast.literal_eval(assigned))
+
+    return part
 
 
 PARTS: Final[Mapping[str, Callable[[], str]]] = {
@@ -333,6 +201,9 @@ PARTS: Final[Mapping[str, Callable[[], str]]] = {
     "aliases": _aliases,
     "may-change": _may_change,
     "hooks": _hooks,
+    "testing": _api("fairlead.testing", "core"),
+    "commit": _api("fairlead.commit", "core"),
+    "distributed": _api("fairlead_distributed", "distributed"),
 }
 """Every part by its name in a marker."""
 

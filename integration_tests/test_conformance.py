@@ -43,8 +43,7 @@ ENVIRONS: dict[str, dict[str, str]] = {
 }
 # Fields without which a config means nothing.
 EXAMPLES: dict[str, dict[str, Any]] = {
-    "requeue.script": {"path": "job.sh"},
-    "requeue.command": {"command": ["true"]},
+    "requeue.command": {"argv": ["true"]},
 }
 
 

@@ -9,6 +9,7 @@ An extra whose engine cannot be imported on this machine is resolved only, and t
 
 from __future__ import annotations
 
+import ctypes.util
 import json
 import os
 import shutil
@@ -34,11 +35,21 @@ CANNOT_RUN = {
     "torch-xla": "the newest torch-xla does not import with the tested torch",
     "transformer-engine": "Transformer Engine builds against CUDA",
 }
+# An extra that needs a shared library of the system; .ci/run installs it, elsewhere the extra is only resolved.
+LIBRARIES = {"mpi4py": "mpi"}
 # What an extra adds is used in the run, not only imported.
 SETTINGS = {
     "tensorboard": ["trainer.loggers=[csv, tensorboard]"],
     "wandb": ["trainer.loggers=[csv, {name: wandb, project: isolated}]"],
 }
+
+
+CI = bool(os.environ.get("CI"))  # what is lacking there is a failure
+
+
+def library(engine: str) -> str | None:
+    """The system's shared library behind an engine."""
+    return ctypes.util.find_library(LIBRARIES[engine])
 
 
 class PromiseError(Exception):
@@ -109,16 +120,20 @@ class Wheels:
         """What pip prints, run for the environment of `python`."""
         return run(sys.executable, "-m", "pip", "--python", python, *arguments).stdout
 
+    def held(self) -> tuple[str | Path, ...]:
+        """The option by which pip takes our other distributions from the wheels."""
+        return ("--constraint", self.constraints)
+
     def resolve(self, extra: str) -> frozenset[str]:
         """The distributions, as name==version, that an empty environment gets."""
         wanted = [self.requirement(extra)]
         if self.not_here(extra):
             engines = self.engines("fairlead", frozenset({extra}))
             wanted = [self.requirement(""), *sorted(f"{engine.name}{engine.specifier}" for engine in engines)]
-        options = ["-qq", "--dry-run", "--ignore-installed", "--report", "-", "--constraint", str(self.constraints)]
-        report = self.pip("install", *options, *wanted)
+        report = self.constraints.with_name(f"report-{extra}.json")  # not stdout: pip may colour that
+        self.pip("install", "-qq", "--dry-run", "--ignore-installed", "--report", report, *self.held(), *wanted)
         found = set()
-        for item in json.loads(report)["install"]:
+        for item in json.loads(report.read_text(encoding="utf-8"))["install"]:
             name, url = canonicalize_name(item["metadata"]["name"]), item["download_info"]["url"]
             if name.startswith("fairlead") and url != self.by_name[name].as_uri():
                 raise PromiseError(f"{name} came from {url}, not from the wheels under test")
@@ -128,18 +143,19 @@ class Wheels:
     def not_here(self, extra: str) -> list[str]:
         """Why the extra cannot be used on this machine."""
         names = {canonicalize_name(engine.name) for engine in self.engines("fairlead", frozenset({extra}))}
-        return [reason for engine, reason in CANNOT_RUN.items() if engine in names]
+        lacking = [f"no lib{LIBRARIES[name]} on this machine" for name in LIBRARIES.keys() & names if not library(name)]
+        return [reason for engine, reason in CANNOT_RUN.items() if engine in names] + ([] if CI else lacking)
 
     def environment(self, place: Path, extra: str, resolved: frozenset[str]) -> Path:
         """A fresh environment with `extra`; its `bin` folder. A fault unless it holds exactly what was resolved."""
         run(sys.executable, "-m", "venv", "--without-pip", place)
         python = place / "bin" / "python"
         # Modules are compiled when they are imported: most of torch never is.
-        options = ["-qq", "--no-compile", "--constraint", str(self.constraints)]
-        self.pip("install", *options, self.requirement(extra), python=python)
+        self.pip("install", "-qq", "--no-compile", *self.held(), self.requirement(extra), python=python)
         self.pip("check", python=python)
-        listed = json.loads(self.pip("list", "--format", "json", python=python))
-        installed = {f"{canonicalize_name(item['name'])}=={item['version']}" for item in listed}
+        listing = "import importlib.metadata as m\nfor d in m.distributions(): print(d.name, d.version)"
+        lines = run(python, "-P", "-c", listing).stdout.splitlines()
+        installed = {f"{canonicalize_name(name)}=={version}" for name, version in map(str.split, lines)}
         if installed != resolved:
             raise PromiseError(f"installed and resolved differ: {sorted(installed ^ resolved)}")
         return python.parent

@@ -19,12 +19,11 @@ import pytest
 import torch
 
 from fairlead.errors import CheckpointError
-from fairlead.interfaces import BuildContext
+from fairlead.interfaces import BuildContext, DurableSaves
 from fairlead.plugins import PluginManager
 from fairlead_checkpoint_io import AsyncCheckpointIOConfig, TorchCheckpointIOConfig
 from fairlead_checkpoint_io.async_file import runtime
 from fairlead_checkpoint_io.async_file.runtime import AsyncFileCheckpointIO
-from fairlead.interfaces import DurableSaves
 from fairlead_checkpoint_io.torch_file.runtime import TorchFileCheckpointIO
 
 

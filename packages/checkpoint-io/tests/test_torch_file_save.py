@@ -18,9 +18,9 @@ import torch
 
 from fairlead.commit import Syscalls
 from fairlead.errors import CheckpointError, ConfigError
+from fairlead.interfaces import DurableSaves
 from fairlead_checkpoint_io import TorchCheckpointIOConfig
 from fairlead_checkpoint_io.files import writing
-from fairlead.interfaces import DurableSaves
 from fairlead_checkpoint_io.torch_file.runtime import TorchFileCheckpointIO
 
 

@@ -19,8 +19,23 @@ from fairlead.testing import FakeEntryPoint, stand_ins
 
 CORE = {f"command.{name}": getattr(commands, name) for name in commands.__all__}
 MODEL = "class Net:\n    def __init__(self, layers: int = 2, width: int = 8) -> None: ...\n"
-CONTRACT = """environment accelerator devices num_nodes world_size global_rank local_rank node_rank main_address main_port
-strategy precision checkpoint_io requeue resume""".split()
+CONTRACT = [
+    "environment",
+    "accelerator",
+    "devices",
+    "num_nodes",
+    "world_size",
+    "global_rank",
+    "local_rank",
+    "node_rank",
+    "main_address",
+    "main_port",
+    "strategy",
+    "precision",
+    "checkpoint_io",
+    "requeue",
+    "resume",
+]
 
 
 class Run:
@@ -72,11 +87,15 @@ def test_help_and_version(run: Run) -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["chek"], "did you mean 'check'?"), (["--chek"], "unknown option"), (["check"], "JOB"), (["check", "job.yaml", "--no"], "--no"),
-        (["check", "job.yaml", "--stri"], "--stri"), (["fit", "job.yaml"], "pip install 'fairlead[lightning]'"),
+        (["chek"], "did you mean 'check'?"),
+        (["--chek"], "unknown option"),
+        (["check"], "JOB"),
+        (["check", "job.yaml", "--no"], "--no"),
+        (["check", "job.yaml", "--stri"], "--stri"),
+        (["fit", "job.yaml"], "pip install 'fairlead[lightning]'"),
         (["plugins", "--axis", "stratgy"], "did you mean 'strategy'?"),
     ],
-)  # fmt: skip
+)
 def test_a_wrong_call_is_2(run: Run, words: list[str], said: str) -> None:
     assert run(*words) == 2
     assert run.out == ""
@@ -115,14 +134,21 @@ def test_a_warning_is_2_only_with_strict(run: Run) -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("model: {class: net:Net, args: {lr: 1e-3}}", "argument-unknown"), ("model: {class: nte:Net}", "module-not-found"),
-        ("model: {class: net:Nte}", "class-not-found"), ("model: {class: net:Net\n", "job.yaml:"), ("model: net:Net\nmodel: x\n", "job.yaml:2"),
-        ("model: net:Net\nrun: {name: 'a-{model.args.lr}'}", "name-invalid"), ("model: net:Net\nrun: {resume: no.ckpt}", "resume-path"),
-        ("model: net:Net\nrun: {ckpt_path: no.ckpt}", "resume-path"), ("model: net:Net\ntrainer: {devices: 0}", "wrong-value"),
-        ("model: net:Net\ntrainer: {strategy: dpp}", "unknown-tag"), ("\0", "binary"), ("model: {class: net:Net, args: [1]}", "wrong-type"),
+        ("model: {class: net:Net, args: {lr: 1e-3}}", "argument-unknown"),
+        ("model: {class: nte:Net}", "module-not-found"),
+        ("model: {class: net:Nte}", "class-not-found"),
+        ("model: {class: net:Net\n", "job.yaml:"),
+        ("model: net:Net\nmodel: x\n", "job.yaml:2"),
+        ("model: net:Net\nrun: {name: 'a-{model.args.lr}'}", "name-invalid"),
+        ("model: net:Net\nrun: {resume: no.ckpt}", "resume-path"),
+        ("model: net:Net\nrun: {ckpt_path: no.ckpt}", "resume-path"),
+        ("model: net:Net\ntrainer: {devices: 0}", "wrong-value"),
+        ("model: net:Net\ntrainer: {strategy: dpp}", "unknown-tag"),
+        ("\0", "binary"),
+        ("model: {class: net:Net, args: [1]}", "wrong-type"),
         ("model: net:Net\nrun: {code: nowhere}", "run.code"),
     ],
-)  # fmt: skip
+)
 def test_bad_jobs_are_2_and_name_the_place(run: Run, text: str, said: str) -> None:
     run.write(text)
     assert run("check", "job.yaml") == 2

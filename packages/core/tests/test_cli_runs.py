@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,7 @@ def open_run(path: Path, **trainer: Any) -> RunDirectory:
 
 
 @pytest.fixture
-def fairlead(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+def fairlead(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Iterator[Callable[..., tuple[int, str, str]]]:
     """Runs a command in a folder with three runs: one finished, one failed, one running."""
     with open_run(tmp_path / "runs" / "done") as run:
         run.history.append("checkpoint", step=10, metrics={"train/loss": 2.0, "val/loss": 1.23456})
@@ -49,7 +49,7 @@ def fairlead(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[...
         return code, *capsys.readouterr()
 
     with running:
-        yield run_command  # type: ignore[misc]  # a fixture
+        yield run_command
 
 
 Fairlead = Callable[..., tuple[int, str, str]]

@@ -41,12 +41,12 @@ def test_errors_travel_between_processes(kind: type[FairleadError]) -> None:
 
 
 def test_a_subclass_with_its_own_constructor_travels_too() -> None:
-    back = pickle.loads(pickle.dumps(RankDied(3)))
+    back = pickle.loads(pickle.dumps(RankDiedError(3)))
     assert back.rank == 3
     assert back.what == "rank 3 died"
 
 
-class RankDied(RunFailedError):
+class RankDiedError(RunFailedError):
     def __init__(self, rank: int) -> None:
         super().__init__(f"rank {rank} died")
         self.rank = rank

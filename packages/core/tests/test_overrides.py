@@ -28,7 +28,8 @@ def put(text: str, data: Any = JOB) -> Any:
 @pytest.mark.parametrize(
     ("text", "value"),
     [
-        ("1e-3", 0.001), ("10", 10), ("010", 10), ("true", True), ("off", "off"), ("null", None), ("~", None), ("", None),
+        ("1e-3", 0.001), ("10", 10), ("010", 10), ("true", True), ("off", "off"), ("null", None), ("~", None),
+        ("", None),
         ("24:00:00", "24:00:00"), ("'10'", "10"), ("[0, 2]", [0, 2]), ("{name: ddp}", {"name": "ddp"}), ("a=b", "a=b"),
         ("slurm", "slurm"),
     ],
@@ -45,7 +46,7 @@ def test_a_malformed_path(text: str) -> None:
 
 
 def test_a_value_that_is_not_yaml() -> None:
-    with pytest.raises(ConfigError, match="--set trainer.devices"):
+    with pytest.raises(ConfigError, match=r"--set trainer\.devices"):
         parse_override("trainer.devices=[0, 1")
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import pytest
 
@@ -51,7 +51,7 @@ class RingStrategyConfig(StrategyConfigBase):
 class Ring(StrategyPlugin):
     """A ring."""
 
-    config = RingStrategyConfig
+    config: ClassVar[type[StrategyConfigBase]] = RingStrategyConfig
     runtime = "ring_strategy.runtime:build"
 
 
@@ -80,7 +80,7 @@ def test_discovery_imports_nothing(fake_dist: Callable[..., FakeDist]) -> None:
 def test_a_preset_is_a_second_name(fake_dist: Callable[..., FakeDist]) -> None:
     dist = fake_dist("ring-strategy", entry_points=ENTRY, files={"ring_strategy/plugin.py": SOURCE})
     plugins = PluginManager(dist.entry_points)
-    config = plugins.get("strategy", "ring").config
+    config: Any = plugins.get("strategy", "ring").config
     assert plugins.label(config()) == "ring"
     assert plugins.label(config(bucket_cap_mb=1)) == "ring_small"
     assert plugins.label(config(bucket_cap_mb=2)) == "ring"
@@ -104,11 +104,11 @@ def test_config_classes_are_found_by_name_and_alias(fake_dist: Callable[..., Fak
 def test_an_alias_is_imported_from_fairlead_configs(fake_dist: Callable[..., FakeDist], fairlead_plugins: Any) -> None:
     dist = fake_dist("ring-strategy", entry_points=ENTRY, files={"ring_strategy/plugin.py": SOURCE})
     fairlead_plugins(dist)
-    from fairlead.configs import RingPlugin  # type: ignore[attr-defined]  # found when asked for
+    from fairlead.configs import RingPlugin
 
     assert RingPlugin.__name__ == "RingStrategyConfig"
     with pytest.raises(ImportError, match="RingPlugn"):
-        from fairlead.configs import RingPlugn  # type: ignore[attr-defined]  # noqa: F401
+        from fairlead.configs import RingPlugn  # noqa: F401
 
 
 def test_a_broken_module_is_a_record_until_it_is_selected(fake_dist: Callable[..., FakeDist]) -> None:

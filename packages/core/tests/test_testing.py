@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -17,7 +17,6 @@ from fairlead import (
     EnvironmentConfigBase,
     EnvironmentPlugin,
     Finding,
-    PluginManager,
     RequeueConfigBase,
     RequeuePlugin,
     Resolution,
@@ -26,7 +25,6 @@ from fairlead import (
     StrategyConfigBase,
     StrategyPlugin,
     Topology,
-    TrainerConfig,
     hookimpl,
 )
 from fairlead.axes import AXIS_PLUGINS, CommandPlugin
@@ -38,10 +36,8 @@ from fairlead.testing import (
     EnvironmentConformance,
     FakeDist,
     FakeEntryPoint,
-    FakeEnviron,
     RequeueConformance,
     StrategyConformance,
-    minimal_resolution,
     stand_ins,
 )
 
@@ -74,7 +70,7 @@ RUNTIME = """
 POINTS = {"strategy.ring": "ring_strategy.plugin:ring", "strategy.ring_small": "ring_strategy.plugin:ring_small"}
 
 
-def tests_of(suite: type) -> list[str]:
+def names_of(suite: type) -> list[str]:
     """The names of a suite's tests."""
     return sorted(name for name in dir(suite) if name.startswith("test_"))
 
@@ -127,7 +123,7 @@ def test_a_suite_runs_under_pytest_as_an_author_writes_it(pytester: pytest.Pytes
         """
     )
     result = pytester.runpytest("-p", "no:cacheprovider")
-    result.assert_outcomes(passed=2 * len(tests_of(StrategyConformance)))
+    result.assert_outcomes(passed=2 * len(names_of(StrategyConformance)))
 
 
 class RingStrategyConfig(StrategyConfigBase):
@@ -212,14 +208,19 @@ class Talker(Ring):
         (ring(config=LossyStrategyConfig), {"example": {"bucket_cap_mb": 3}}, "test_config_round_trips", "gives back"),
         (ring(runtime=None), {}, "test_runtime_is_importable", "`runtime` is not set"),
         (ring(runtime="json:no_such"), {}, "test_runtime_is_importable", "not callable"),
-        (ring(engines=("no-such-engine",)), {}, "test_runtime_is_importable", "skipped: strategy.ring: the engine is not"),
+        (
+            ring(engines=("no-such-engine",)),
+            {},
+            "test_runtime_is_importable",
+            "skipped: strategy.ring: the engine is not",
+        ),
         (Talker(), {}, "test_codes_are_explained", "not in kebab-case"),
         (ring(codes={"ring-code": " "}), {}, "test_codes_are_explained", "has no explanation"),
         (ring(codes={"capability": "mine"}), {}, "test_codes_are_explained", "one of fairlead's own"),
         (Talker(), {}, "test_capabilities_are_rows", "has no reason"),
         (Talker(), {}, "test_checks_give_findings", "'never-explained' is not in"),
     ],
-)  # fmt: skip
+)
 def test_a_bad_strategy_is_caught(plugin: Any, settings: dict[str, Any], test: str, said: str, tmp_path: Path) -> None:
     assert said in outcome(suite_for(StrategyConformance, plugin, **settings), test, tmp_path)
 
@@ -242,8 +243,8 @@ def test_a_good_plugin_passes_every_test(tmp_path: Path, fake_dist: Callable[...
     settings = {"entry_points": [*dist.entry_points, *others], "builds": {"trainer": "ring_strategy.runtime:Strategy"}}
     for name in ("ring", "ring_small"):
         suite = type("Suite", (StrategyConformance,), {"plugin_name": name, **settings})
-        assert {test: outcome(suite, test, tmp_path) for test in tests_of(suite)} == dict.fromkeys(
-            tests_of(suite), "passed"
+        assert {test: outcome(suite, test, tmp_path) for test in names_of(suite)} == dict.fromkeys(
+            names_of(suite), "passed"
         )
 
 
@@ -319,18 +320,26 @@ X = {"X": "1"}
         (here(claim=Claim("any", Specificity.MACHINE)), "test_claims_nothing_without_evidence", "passed"),
         (here(claim=True), "test_claims_nothing_without_evidence", "gave a bool"),
         (here(claim=Claim("")), "test_claims_nothing_without_evidence", "without evidence"),
-        (here(claim=_exports), "test_claims_nothing_without_evidence", "changed os.environ"),
+        (here(claim=staticmethod(_exports)), "test_claims_nothing_without_evidence", "changed os.environ"),
         (here(claim=None), "test_claims_its_own", "does not claim its own example_environ"),
         (here(topology={}), "test_topology_is_consistent", "gave a dict"),
         (here(topology=Topology(True, world_size=2)), "test_topology_is_consistent", "not a Setting"),  # type: ignore[arg-type]  # what is tested
         (here(topology=Topology(True, world_size=number(2, ""))), "test_topology_is_consistent", "has no reason"),
         (here(topology=Topology(True, world_size=number("2"))), "test_topology_is_consistent", "not a number"),
-        (here(topology=Topology(True, global_rank=number(2), world_size=number(2))), "test_topology_is_consistent", "global_rank is 2"),
+        (
+            here(topology=Topology(True, global_rank=number(2), world_size=number(2))),
+            "test_topology_is_consistent",
+            "global_rank is 2",
+        ),
         (here(topology=Topology(True, node_rank=number(-1))), "test_topology_is_consistent", "node_rank is -1"),
-        (here(topology=Topology(True, local_world_size=number(4), world_size=number(2))), "test_topology_is_consistent", "more ranks"),
+        (
+            here(topology=Topology(True, local_world_size=number(4), world_size=number(2))),
+            "test_topology_is_consistent",
+            "more ranks",
+        ),
         (here(requeue=""), "test_names_its_requeuer", "`requeue` is empty"),
     ],
-)  # fmt: skip
+)
 def test_a_bad_environment_is_caught(
     plugin: Any, test: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -339,7 +348,7 @@ def test_a_bad_environment_is_caught(
 
 
 def test_detection_cannot_write_the_environment(tmp_path: Path) -> None:
-    suite: Any = suite_for(EnvironmentConformance, here(claim=_writes), example_environ=X)
+    suite: Any = suite_for(EnvironmentConformance, here(claim=staticmethod(_writes)), example_environ=X)
     with pytest.raises(Exception, match=r"fairlead_detect of environment\.here raised TypeError"):
         suite().test_claims_its_own()
 
@@ -416,15 +425,21 @@ COMMAND = """
 @pytest.mark.parametrize(
     ("settings", "test", "said"),
     [
-        ({}, "test_arguments_are_described_without_engines", "passed"), ({}, "test_runtime_is_importable", "passed"),
-        ({"arguments": "my_command:bare"}, "test_arguments_are_described_without_engines", "no help for the arguments quietly"),
+        ({}, "test_arguments_are_described_without_engines", "passed"),
+        ({}, "test_runtime_is_importable", "passed"),
+        (
+            {"arguments": "my_command:bare"},
+            "test_arguments_are_described_without_engines",
+            "no help for the arguments quietly",
+        ),
         ({"arguments": "my_command:nope"}, "test_arguments_are_described_without_engines", "not callable"),
         ({"runtime": "my_command:nope"}, "test_runtime_is_importable", "not callable"),
-        ({"help": ""}, "test_is_named_as_its_entry_point", "no help"), ({"help": "a\nb"}, "test_is_named_as_its_entry_point", "one line"),
+        ({"help": ""}, "test_is_named_as_its_entry_point", "no help"),
+        ({"help": "a\nb"}, "test_is_named_as_its_entry_point", "one line"),
         ({"name": "yours"}, "test_is_named_as_its_entry_point", "the command is called 'yours'"),
         ({"engines": ("no-such-engine",)}, "test_runtime_is_importable", "skipped: command.mine: the engine is not"),
     ],
-)  # fmt: skip
+)
 def test_a_bad_command_is_caught(
     settings: dict[str, Any], test: str, said: str, tmp_path: Path, fake_dist: Callable[..., FakeDist]
 ) -> None:
@@ -432,74 +447,3 @@ def test_a_bad_command_is_caught(
     defaults = {"name": "mine", "help": "h", "arguments": "my_command:good", "runtime": "my_command:run"}
     command = CommandPlugin(**{**defaults, **settings})
     assert said in outcome(suite_for(CommandConformance, command, name="mine"), test, tmp_path)
-
-
-# -- the fixtures
-
-
-def test_the_manager_sees_only_what_it_is_given(fairlead_plugins: Callable[..., PluginManager], fake_dist: Any) -> None:
-    """It refuses ambient discovery, also for the configs that a test makes."""
-    fake_dist("ring-strategy", entry_points=POINTS, files={"ring_strategy/plugin.py": GOOD})
-    assert fairlead_plugins().records() == []
-    with pytest.raises(ValueError, match="unknown strategy 'ring'"):
-        TrainerConfig(strategy="ring")
-    plugins = fairlead_plugins(Ring(), {"strategy.small": Ring(bucket_cap_mb=1)})
-    assert plugins.names("strategy") == ["ring", "small"]
-    assert TrainerConfig(strategy="small").strategy == RingStrategyConfig(bucket_cap_mb=1)
-
-
-def test_without_the_fixture_installed_plugins_are_seen(fake_dist: Callable[..., FakeDist]) -> None:
-    dist = fake_dist("ring-strategy", entry_points=POINTS, files={"ring_strategy/plugin.py": GOOD}, version="3.2")
-    assert dist.version == "3.2"
-    found = {record.key: record for record in PluginManager().records("strategy")}
-    assert found["strategy.ring"].dist == "ring-strategy"
-
-
-def test_a_fake_dist_leaves_nothing_behind(pytester: pytest.Pytester) -> None:
-    pytester.makepyfile(
-        """
-        import sys
-
-        def test_one(fake_dist):
-            fake_dist("gone", entry_points={}, files={"gone_tomorrow.py": "x = 1"})
-            import gone_tomorrow
-
-        def test_two():
-            assert "gone_tomorrow" not in sys.modules
-            assert not [entry for entry in sys.path if "fake-dists" in entry]
-        """
-    )
-    pytester.runpytest("-p", "no:cacheprovider").assert_outcomes(passed=2)
-
-
-def test_a_changed_environment_fails_the_test(pytester: pytest.Pytester) -> None:
-    pytester.makepyfile(
-        """
-        import os
-
-        def test_reads(fake_environ):
-            environ = fake_environ({"A": "1"}, B="2")
-            assert dict(environ) == {"A": "1", "B": "2"}
-
-        def test_writes(fake_environ):
-            os.environ["FAIRLEAD_LEFT_BEHIND"] = "1"
-        """
-    )
-    result = pytester.runpytest_subprocess("-p", "no:cacheprovider")
-    result.assert_outcomes(passed=2, errors=1)
-    result.stdout.fnmatch_lines(["*os.environ was changed: FAIRLEAD_LEFT_BEHIND*"])
-
-
-def test_a_fake_environment_is_text_only() -> None:
-    environ = FakeEnviron(RANK="0")
-    with pytest.raises(TypeError, match="item assignment"):
-        environ["RANK"] = "1"  # type: ignore[index]  # what is tested
-    with pytest.raises(TypeError, match="RANK=0"):
-        FakeEnviron(RANK=0)  # type: ignore[arg-type]  # what is tested
-
-
-def test_a_minimal_resolution_stands_in_for_what_is_not_installed() -> None:
-    resolution = minimal_resolution(PluginManager([]), max_steps=3)
-    parts: Sequence[Any] = (resolution.strategy, resolution.precision, resolution.environment, resolution.requeue)
-    assert [part.name for part in parts] == ["single_device", "32-true", "lightning", "none"]
-    assert resolution.trainer.max_steps == 3

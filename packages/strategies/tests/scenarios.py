@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from fairlead.errors import ConfigError
-from fairlead_strategies import DDPStrategyConfig, FSDP2StrategyConfig, TorchSyncBatchNormConfig
+from fairlead_strategies import DDPStrategyConfig, FSDP2StrategyConfig, TorchSyncBatchNormLayerSyncConfig
 from fairlead_strategies.ddp.runtime import build as build_ddp
 from fairlead_strategies.fsdp2.runtime import build as build_fsdp2
 from fairlead_strategies.fsdp2.sharding import is_parallelised
@@ -317,7 +317,7 @@ def refused(make: Callable[[], Any]) -> Callable[[], dict[str, Any]]:
 
 
 def sync_batchnorm() -> dict[str, Any]:
-    config = TorchSyncBatchNormConfig()
+    config = TorchSyncBatchNormLayerSyncConfig()
     results = {}
     for name, strategy in (("ddp", ddp), ("fsdp2", fsdp2)):
         layer_sync = build_sync_batchnorm(config, context(DDPStrategyConfig()))
@@ -347,7 +347,9 @@ SCENARIOS: dict[str, Callable[[], Any]] = {
     "fsdp2_own": lambda: compare(fsdp2(), Own),
     "fsdp2_own_layer_sync": refused(
         lambda: pair(
-            fsdp2(), Own, plugins=[build_sync_batchnorm(TorchSyncBatchNormConfig(), context(DDPStrategyConfig()))]
+            fsdp2(),
+            Own,
+            plugins=[build_sync_batchnorm(TorchSyncBatchNormLayerSyncConfig(), context(DDPStrategyConfig()))],
         )
     ),
     "fsdp2_keep": lambda: compare(fsdp2(reshard_after_forward=False, auto_wrap_policy=["torch.nn:Linear"])),

@@ -21,7 +21,7 @@ from fairlead_strategies import (
     DeepSpeedStrategyConfig,
     FSDP2StrategyConfig,
     FSDPStrategyConfig,
-    TorchSyncBatchNormConfig,
+    TorchSyncBatchNormLayerSyncConfig,
 )
 
 
@@ -220,7 +220,7 @@ def test_layer_sync_on_a_cpu_converts_in_place_and_back(ranks: ModuleType) -> No
     from torch import nn
 
     context = ranks.context(DDPStrategyConfig())
-    layer_sync = build("sync_batchnorm", TorchSyncBatchNormConfig(), context)
+    layer_sync = build("sync_batchnorm", TorchSyncBatchNormLayerSyncConfig(), context)
     model = nn.Sequential(nn.Conv2d(1, 3, 1), nn.BatchNorm2d(3))
     reference = nn.Sequential(nn.Conv2d(1, 3, 1), nn.BatchNorm2d(3))
     reference.load_state_dict(model.state_dict())
@@ -232,7 +232,7 @@ def test_layer_sync_on_a_cpu_converts_in_place_and_back(ranks: ModuleType) -> No
     torch.testing.assert_close(model(x), reference(x))
     assert type(layer_sync.revert(model)[1]) is nn.BatchNorm2d
     with pytest.raises(ConfigError, match="Fabric does not apply"):
-        build("sync_batchnorm", TorchSyncBatchNormConfig(), ranks.context(DDPStrategyConfig(), "fabric"))
+        build("sync_batchnorm", TorchSyncBatchNormLayerSyncConfig(), ranks.context(DDPStrategyConfig(), "fabric"))
 
 
 def findings(plugins: PluginManager, resolution: Any, environ: dict[str, str] | None = None) -> list[str]:

@@ -2,16 +2,10 @@
 
 from pathlib import Path
 
-import pytest
-
 from fairlead.testing import EnvironmentConformance
 
 
 class TestPBS(EnvironmentConformance):
     plugin_name = "pbs"
-
-    @pytest.fixture
-    def example_environ(self, tmp_path: Path) -> dict[str, str]:
-        nodefile = tmp_path / "nodes"
-        nodefile.write_text("a\na\nb\nb\n")
-        return {"PBS_NODEFILE": str(nodefile), "PBS_VNODENUM": "2"}
+    # Of two nodes with two ranks each, this is the first rank of the second.
+    example_environ = {"PBS_NODEFILE": str(Path(__file__).with_name("nodefile")), "PBS_VNODENUM": "2"}  # noqa: RUF012

@@ -133,7 +133,7 @@ class RequeuePlugin(Plugin):
 
 
 class LoggerPlugin(Plugin):
-    """Where metrics go. Its runtime returns a Lightning `Logger`."""
+    """Where metrics go. Its runtime returns a Lightning `Logger`, or None where metrics.csv is all there is."""
 
     axis = "logger"
     base = LoggerConfigBase

@@ -132,19 +132,19 @@ class TrainerConfig(ConfigModel):
     """
 
     # One field per axis.
-    accelerator: Annotated[AcceleratorConfigBase | Auto, OpenUnion("accelerator", literals=("auto",))] = "auto"
+    accelerator: Annotated[AcceleratorConfigBase | str, OpenUnion("accelerator", literals=("auto",))] = "auto"
     """The kind of device; `auto` takes the best that is there."""
-    strategy: Annotated[StrategyConfigBase | Auto, OpenUnion("strategy", literals=("auto",))] = "auto"
+    strategy: Annotated[StrategyConfigBase | str, OpenUnion("strategy", literals=("auto",))] = "auto"
     """How the model is split; `auto` is single_device for one rank, ddp for more."""
-    precision: Annotated[PrecisionConfigBase | Auto, OpenUnion("precision", literals=("auto",))] = "auto"
+    precision: Annotated[PrecisionConfigBase | str, OpenUnion("precision", literals=("auto",))] = "auto"
     """Number formats; `auto` is 32-true."""
-    environment: Annotated[EnvironmentConfigBase | Auto, OpenUnion("environment", literals=("auto",))] = "auto"
+    environment: Annotated[EnvironmentConfigBase | str, OpenUnion("environment", literals=("auto",))] = "auto"
     """Who started the ranks; `auto` asks every installed environment for its evidence."""
-    checkpoint_io: Annotated[CheckpointIOConfigBase | Auto, OpenUnion("checkpoint_io", literals=("auto",))] = "auto"
+    checkpoint_io: Annotated[CheckpointIOConfigBase | str, OpenUnion("checkpoint_io", literals=("auto",))] = "auto"
     """How checkpoints are written; `auto` is torch."""
     layer_sync: Annotated[LayerSyncConfigBase | None, OpenUnion("layer_sync", optional=True)] = None
     """Layers whose statistics are shared between ranks."""
-    requeue: Annotated[RequeueConfigBase | Auto, OpenUnion("requeue", literals=("auto",))] = "auto"
+    requeue: Annotated[RequeueConfigBase | str, OpenUnion("requeue", literals=("auto",))] = "auto"
     """Who starts the job again; `auto` is the scheduler of the environment."""
     loggers: tuple[Annotated[LoggerConfigBase, OpenUnion("logger")], ...] = Field(default=(), strict=False)
     """Where metrics go besides metrics.csv."""

@@ -92,7 +92,7 @@ def load_job(source: str, *, plugins: PluginManager, cwd: Path, overrides: Seque
     document = yaml.load_file(path)
     document = dataclasses.replace(document, source=source)
     data = document.data
-    root = code_root(path, code=_code_of(data), cwd=cwd)
+    root = code_root(path, code=_code_of(data, parsed), cwd=cwd)
     loaded = LoadedJob(None, data, source, path, root, document=document)
     if data is None or not isinstance(data, dict):
         kind = "empty" if data is None else f"a {type(data).__name__}"
@@ -126,9 +126,13 @@ def _validated(loaded: LoadedJob, plugins: PluginManager, *, default_name: str) 
     return dataclasses.replace(loaded, job=job)
 
 
-def _code_of(data: Any) -> str | None:
+def _code_of(data: Any, parsed: list[tuple[tuple[str | int, ...], Any]]) -> str | None:
+    """`run.code`, which `--set` may replace as any other setting."""
     run = data.get("run") if isinstance(data, dict) else None
     code = run.get("code") if isinstance(run, dict) else None
+    for path, value in parsed:
+        if path == ("run", "code"):
+            code = value
     return code if isinstance(code, str) else None
 
 

@@ -1,4 +1,4 @@
-"""Process groups, collectives, random state and clipping for any PyTorch loop. No Lightning.
+"""Process groups, collectives, samplers, random state and clipping for any PyTorch loop. No Lightning.
 
 `fairlead_distributed.testing.run_ranks` runs a function on several real processes, for tests.
 """
@@ -15,6 +15,7 @@ from fairlead_distributed.errors import (
     RendezvousError,
     TensorMismatchError,
 )
+from fairlead_distributed.evaluation import EvaluationSampler, SampleWeightedMean, weighted_mean
 from fairlead_distributed.gradients import clip_grad_norm, no_sync
 from fairlead_distributed.info import (
     DistributedInfo,
@@ -33,6 +34,15 @@ from fairlead_distributed.process_group import (
     setup_distributed,
 )
 from fairlead_distributed.rng import isolated_rng, rng_state, set_rng_state
+from fairlead_distributed.sampler import ResumableDistributedSampler
+from fairlead_distributed.seeding import (
+    SampleIndex,
+    SampleRNG,
+    SeededSamples,
+    global_mean_std,
+    sample_rng,
+    seeded_split,
+)
 from fairlead_distributed.store import bind_listener, choose_port, free_port, tcp_store
 
 __all__ = [
@@ -40,12 +50,18 @@ __all__ = [
     "CollectiveError",
     "DistributedInfo",
     "Divergence",
+    "EvaluationSampler",
     "NonFiniteGradientError",
     "NotInitializedError",
     "PortError",
     "RankFailedError",
     "ReduceOp",
     "RendezvousError",
+    "ResumableDistributedSampler",
+    "SampleIndex",
+    "SampleRNG",
+    "SampleWeightedMean",
+    "SeededSamples",
     "TensorMismatchError",
     "all_gather",
     "all_reduce",
@@ -61,6 +77,7 @@ __all__ = [
     "get_local_rank",
     "get_rank",
     "get_world_size",
+    "global_mean_std",
     "init_process_group",
     "is_initialized",
     "isolated_rng",
@@ -69,8 +86,11 @@ __all__ = [
     "rank_device",
     "reduce_scatter",
     "rng_state",
+    "sample_rng",
+    "seeded_split",
     "set_rng_state",
     "setup_distributed",
     "startup_lines",
     "tcp_store",
+    "weighted_mean",
 ]

@@ -5,12 +5,14 @@ Lightning offers no public way to do these things; nothing else in Fairlead touc
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import lightning.pytorch as L
 
-__all__ = ["resume_from", "set_root_dir"]
+__all__ = ["replace_sigterm_handler", "resume_from", "set_root_dir", "stop_on_sigterm"]
 
 
 def set_root_dir(trainer: L.Trainer, path: Path) -> None:
@@ -33,3 +35,23 @@ def resume_from(trainer: L.Trainer, path: Path) -> None:
         original(str(path), weights_only=weights_only)
 
     connector.resume_start = resume_start
+
+
+def replace_sigterm_handler(trainer: L.Trainer, note: Callable[[int, FrameType | None], None]) -> None:
+    """Has `note` called on SIGTERM instead of Lightning's handler, which starts a collective wherever the rank is.
+
+    Lightning's broadcast before every batch, by which rank 0 tells the others, goes with it.
+    """
+    connector: Any = trainer._signal_connector
+    connector._sigterm_notifier_fn = note
+    loop: Any = trainer.fit_loop.epoch_loop
+    loop._broadcast_sigterm_tensor = _nothing
+
+
+def stop_on_sigterm(trainer: L.Trainer) -> None:
+    """Makes Lightning's loops raise SIGTERMException at their next boundary."""
+    trainer._signal_connector.received_sigterm = True
+
+
+def _nothing() -> None:
+    pass

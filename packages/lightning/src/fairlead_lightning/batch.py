@@ -39,11 +39,14 @@ def batch_plan(resolution: Resolution, previous: Mapping[str, Any] | None) -> Ba
             cannot be made of whole batches of the new ranks.
     """
     asked = resolution.trainer.accumulate_grad_batches
-    if previous is None or previous.get("world_size") in (None, resolution.world_size):
+    if previous is None or previous.get("world_size") is None:
         return BatchPlan(asked, "trainer.accumulate_grad_batches")
     old_world, new_world = int(previous["world_size"]), resolution.world_size
+    # Not what the config asks for: the start before may have kept the global batch of one before it.
     old = old_world * int(previous.get("accumulate_grad_batches", asked))
     policy = resolution.trainer.batch_policy
+    if old == new_world * asked:
+        return BatchPlan(asked, "trainer.accumulate_grad_batches")
     if policy == "keep_per_device":
         return BatchPlan(asked, f"batch_policy=keep_per_device; the world size was {old_world}, is {new_world}")
     if policy is None:

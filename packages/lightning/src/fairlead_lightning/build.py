@@ -96,7 +96,8 @@ def build_plugins(context: BuildContext) -> dict[str, Any]:
         plugins.append(precision)
     if resolution.layer_sync is not None and context.engine == "trainer":
         plugins.append(build_backend(resolution.layer_sync, context))
-    indices = resolution.device_indices
+    # A list names devices; processes on a CPU have no names, only a number.
+    indices = resolution.device_indices if not resolution.devices_found.unlimited else None
     return {
         "accelerator": build_backend(resolution.accelerator, context),
         "devices": list(indices) if indices is not None else resolution.devices,
@@ -116,13 +117,16 @@ def trainer_arguments(context: BuildContext, root: CodeRoot) -> dict[str, Any]:
     config = context.resolution.trainer
     arguments = {name: getattr(config, name) for name in PASSED_ON}
     arguments |= build_plugins(replace(context, engine="trainer"))
-    arguments["callbacks"] = [_instance(spec, root, "trainer", "callbacks", i) for i, spec in enumerate(config.callbacks)]
+    arguments["callbacks"] = [_instance(spec, root, "callbacks", index) for index, spec in enumerate(config.callbacks)]
     profiler = config.profiler
-    arguments["profiler"] = _instance(profiler, root, "trainer", "profiler") if isinstance(profiler, ClassSpec) else profiler
+    arguments["profiler"] = _instance(profiler, root, "profiler") if isinstance(profiler, ClassSpec) else profiler
     # Our own records take the place of both; `enable_checkpointing` still allows a user's ModelCheckpoint.
     arguments["logger"] = False
+    if config.barebones:
+        # Lightning refuses what is on by default here.
+        arguments |= {"enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
     return arguments | config.lightning_kwargs
 
 
 def _instance(spec: ClassSpec, root: CodeRoot, *path: str | int) -> Any:
-    return instantiate({"class": spec.class_, "args": spec.args}, root, path=path)
+    return instantiate({"class": spec.class_, "args": spec.args}, root, path=("trainer", *path))

@@ -6,10 +6,11 @@ import dataclasses
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import lightning.pytorch as L
 from lightning.fabric.plugins import TorchCheckpointIO
+from lightning.pytorch.plugins.io import AsyncCheckpointIO
 
 from fairlead.commit import newest_complete
 from fairlead.config import CheckpointConfig, RunConfig, TrainerConfig
@@ -18,6 +19,7 @@ from fairlead.open_union import parse_backend
 from fairlead.plugins import PluginManager, default_plugins
 from fairlead.resolve import Resolution, resolve
 from fairlead_lightning import _lightning_compat as compat
+from fairlead_lightning.batch import batch_plan
 from fairlead_lightning.build import build_backend
 from fairlead_lightning.checkpoints import Checkpoints, CommittingIO
 from fairlead_lightning.describe import described
@@ -33,11 +35,13 @@ class Fairlead(L.Callback):
 
     Started again, the script goes on from the newest complete checkpoint of the run; the
     `ckpt_path` of `fit` is used while the run has none of its own.  What belongs to the Trainer
-    itself (strategy, devices, precision, environment) stays as the script has it.
+    itself (strategy, devices, precision, environment) stays as the script has it.  The script's own
+    loggers and callbacks, a ModelCheckpoint too, work as before.
 
     Args:
         run: The run directory, as `runs/digits`, or a `RunConfig`; None: `runs/<name of the script>`.
         checkpoint: When to save and what to keep; None: the defaults of `CheckpointConfig`.
+        batch_policy: What stays the same when the run goes on with another number of ranks; see `TrainerConfig`.
         environ: The environment variables; None: this process's.
         plugins: The plugin manager; None: the plugins installed here.
 
@@ -53,6 +57,7 @@ class Fairlead(L.Callback):
         run: str | os.PathLike[str] | RunConfig | None = None,
         *,
         checkpoint: CheckpointConfig | None = None,
+        batch_policy: Literal["keep_global", "keep_per_device"] | None = None,
         environ: Mapping[str, str] | None = None,
         plugins: PluginManager | None = None,
     ) -> None:
@@ -64,10 +69,11 @@ class Fairlead(L.Callback):
             path = Path(run)
             self.run = RunConfig(name=path.name, dir=str(path.parent), seed=None)
         self.checkpoint = checkpoint or CheckpointConfig()
+        self.batch_policy = batch_policy
         self.session: RunSession | None = None
         self._environ = os.environ if environ is None else environ
         self._plugins = plugins
-        self._parts: list[L.Callback] = []
+        self._accumulate: int | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """A plugin manager cannot be pickled; ranks that are spawned make their own."""
@@ -78,7 +84,7 @@ class Fairlead(L.Callback):
         if stage != "fit":
             return
         plugins = self._plugins if self._plugins is not None else default_plugins()
-        resolution = _as_seen(trainer, self._environ, plugins)
+        resolution = _as_seen(trainer, self._environ, plugins, self.batch_policy)
         datamodule = getattr(trainer, "datamodule", None)  # set by Lightning when the fit begins
         job = {
             "run": self.run.model_dump(mode="json"),
@@ -86,6 +92,7 @@ class Fairlead(L.Callback):
             "data": described(datamodule) if datamodule is not None else None,
             "trainer": _trainer_settings(trainer),
         }
+        self._detach(trainer)  # what a fit that raised has left
         session = open_session(job, resolution, self.run, environ=self._environ)
         self.session = session
         if session.finished:
@@ -96,76 +103,54 @@ class Fairlead(L.Callback):
             return
         for message in session.messages:
             trainer.print(message)
-        if type(getattr(trainer.strategy, "checkpoint_io", None)) is TorchCheckpointIO:
+        io = getattr(trainer.strategy, "checkpoint_io", None)
+        if isinstance(io, AsyncCheckpointIO):
+            trainer.print("AsyncCheckpointIO is not used: it does not say when a file is complete and may be committed")
+        if type(io) is TorchCheckpointIO or isinstance(io, AsyncCheckpointIO):
             backend = parse_backend("checkpoint_io", "torch", plugins)
-            trainer.strategy.checkpoint_io = CommittingIO(build_backend(backend, BuildContext(resolution, self._environ, plugins)))
+            context = BuildContext(resolution, self._environ, plugins)
+            trainer.strategy.checkpoint_io = CommittingIO(build_backend(backend, context))
         if session.checkpoint is not None:
             compat.resume_from(trainer, session.checkpoint)
+        self._accumulate = trainer.accumulate_grad_batches
+        trainer.accumulate_grad_batches = batch_plan(resolution, session.previous).accumulate_grad_batches
         trainer.loggers = [*trainer.loggers, MetricsFile(session.path, resume_step=session.resume_step)]
-        self._parts = [Recorder(session), Checkpoints(self.checkpoint, session)]
-        for part in self._parts:
-            part.setup(trainer, pl_module, stage)
+        # Last, and in this order: what a checkpoint holds of the other callbacks is their newest state.
+        others = [callback for callback in _callbacks(trainer) if callback is not self]
+        recorder = Recorder(session)
+        vars(trainer)["callbacks"] = [*others, Checkpoints(self.checkpoint, session), recorder, self]
+        recorder.setup(trainer, pl_module, stage)
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Releases the run directory."""
         if stage == "fit" and self.session is not None:
             self.session.close()
-            trainer.loggers = [logger for logger in trainer.loggers if not isinstance(logger, MetricsFile)]
-            self._parts = []
-
-    # Each hook goes to the parts in order: what is recorded first, then what is saved.
-
-    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """See `Checkpoints`."""
-        for part in self._parts:
-            part.on_fit_start(trainer, pl_module)
-
-    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """See `Recorder` and `Checkpoints`."""
-        for part in self._parts:
-            part.on_train_start(trainer, pl_module)
-
-    def on_train_batch_end(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        """See `Recorder` and `Checkpoints`."""
-        for part in self._parts:
-            part.on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
-
-    def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """See `Recorder`."""
-        for part in self._parts:
-            part.on_validation_start(trainer, pl_module)
-
-    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """See `Recorder` and `Checkpoints`."""
-        for part in self._parts:
-            part.on_validation_end(trainer, pl_module)
-
-    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """See `Checkpoints`."""
-        for part in self._parts:
-            part.on_train_epoch_end(trainer, pl_module)
-
-    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """See `Checkpoints`."""
-        for part in self._parts:
-            part.on_train_end(trainer, pl_module)
-
-    def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """See `Recorder`."""
-        for part in self._parts:
-            part.on_fit_end(trainer, pl_module)
+            self._detach(trainer)
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        """Saves on SIGTERM, ends this start in the history, and releases the run directory."""
-        for part in reversed(self._parts):
-            part.on_exception(trainer, pl_module, exception)
+        """Releases the run directory, after the parts, which come first, have saved and recorded what they want to."""
         if self.session is not None:
             self.session.close()
 
+    def _detach(self, trainer: L.Trainer) -> None:
+        """Takes the parts of an ended fit away; what comes after it writes nothing into the run directory."""
+        trainer.loggers = [logger for logger in trainer.loggers if not isinstance(logger, MetricsFile)]
+        vars(trainer)["callbacks"] = [c for c in _callbacks(trainer) if not isinstance(c, (Checkpoints, Recorder))]
+        if self._accumulate is not None:
+            trainer.accumulate_grad_batches = self._accumulate
 
-def _as_seen(trainer: L.Trainer, environ: Mapping[str, str], plugins: PluginManager) -> Resolution:
+
+def _callbacks(trainer: L.Trainer) -> list[L.Callback]:
+    attached: list[L.Callback] = vars(trainer)["callbacks"]  # set by Lightning without a declaration
+    return attached
+
+
+def _as_seen(
+    trainer: L.Trainer,
+    environ: Mapping[str, str],
+    plugins: PluginManager,
+    batch_policy: Literal["keep_global", "keep_per_device"] | None,
+) -> Resolution:
     """The resolution of this machine, corrected to what the script's own Trainer has decided."""
     resolution = resolve(TrainerConfig(), environ=environ, plugins=plugins)
     why = "the script's own Trainer"
@@ -186,7 +171,7 @@ def _as_seen(trainer: L.Trainer, environ: Mapping[str, str], plugins: PluginMana
         world_size=trainer.world_size,
         num_nodes=trainer.num_nodes,
         devices=trainer.num_devices,
-        trainer=TrainerConfig(accumulate_grad_batches=trainer.accumulate_grad_batches),
+        trainer=TrainerConfig(accumulate_grad_batches=trainer.accumulate_grad_batches, batch_policy=batch_policy),
     )
 
 

@@ -8,21 +8,36 @@ is on disk; `latest` and retention move after that.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import IO, Any, Final, cast
 
 import lightning.pytorch as L
 import torch
 from lightning.fabric.plugins import CheckpointIO
-from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from fairlead.commit import FileWriter, RetentionPolicy, checkpoint_name, publish, retain, stage, write_file
+from fairlead.commit import (
+    FileWriter,
+    RetentionPolicy,
+    abandon,
+    best,
+    checkpoint_name,
+    list_checkpoints,
+    newest_complete,
+    publish,
+    retain,
+    stage,
+    write_file,
+)
 from fairlead.config import CheckpointConfig
+from fairlead.errors import CheckpointError, FairleadError
 from fairlead.interfaces import DurableSaves
 from fairlead_distributed import rng_state
+from fairlead_lightning.describe import described
 from fairlead_lightning.session import STATE_FILE, RunSession
 
 __all__ = ["Checkpoints", "CommittingIO", "rank_file"]
@@ -53,34 +68,51 @@ class CommittingIO(CheckpointIO):
         super().__init__()
         self.inner = inner
         self._then: Callable[[], None] | None = None
+        self._error: FairleadError | OSError | None = None
 
     def follow_with(self, then: Callable[[], None]) -> None:
-        """Runs `then` after the next save, as soon as its file is durable."""
+        """Runs `then` after the next save, as soon as its file is durable; `finish` tells whether that save failed."""
         self._then = then
 
-    def finish(self) -> None:
-        """Runs what is still to follow: the strategy wrote the checkpoint without its CheckpointIO."""
-        then, self._then = self._then, None
-        if then is not None:
-            then()
+    def finish(self) -> FairleadError | OSError | None:
+        """Ends the save that `follow_with` announced.
 
-    def save_checkpoint(self, checkpoint: dict[str, Any], path: _PATH, storage_options: Any | None = None) -> None:
+        Runs what is still to follow, if the strategy wrote the checkpoint without its CheckpointIO.
+
+        Returns:
+            Why the save failed.  It was not raised, because Lightning's other ranks wait right behind the save.
+        """
+        then, self._then = self._then, None
+        error, self._error = self._error, None
+        if then is not None:
+            try:
+                then()
+            except (FairleadError, OSError) as raised:
+                return raised
+        return error
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None = None) -> None:
         """Saves, and commits when the file is durable."""
         then, self._then = self._then, None
-        if then is not None and storage_options is None and isinstance(self.inner, DurableSaves):
-            self.inner.submit(checkpoint, path, then)
+        if then is None:
+            self.inner.save_checkpoint(checkpoint, path, storage_options)
             return
-        self.inner.save_checkpoint(checkpoint, path, storage_options)
-        if then is not None:
-            then()
+        try:
+            if storage_options is None and isinstance(self.inner, DurableSaves):
+                self.inner.submit(checkpoint, path, then)
+            else:
+                self.inner.save_checkpoint(checkpoint, path, storage_options)
+                then()
+        except (FairleadError, OSError) as error:
+            self._error = error
 
     def load_checkpoint(
-        self, path: _PATH, map_location: Any | None = None, weights_only: bool | None = None
+        self, path: str | Path, map_location: Any | None = None, weights_only: bool | None = None
     ) -> dict[str, Any]:
         """Loads through the backend."""
         return self.inner.load_checkpoint(path, map_location, weights_only)
 
-    def remove_checkpoint(self, path: _PATH) -> None:
+    def remove_checkpoint(self, path: str | Path) -> None:
         """Removes through the backend."""
         self.inner.remove_checkpoint(path)
 
@@ -97,6 +129,9 @@ class CommittingIO(CheckpointIO):
 class Checkpoints(Checkpoint):
     """Writes and keeps checkpoints as `trainer.checkpoint` says, and always at the end.
 
+    A save that fails (a full disk) is a warning and an event in the history; the training goes on and
+    the checkpoint before it stays.  At the end of the run it is an error: its result would be lost.
+
     Args:
         config: When to save and what to keep.
         session: The run that the checkpoints belong to.
@@ -106,8 +141,16 @@ class Checkpoints(Checkpoint):
         self.config = config
         self.session = session
         self.monitor: str | None = config.monitor
+        self.best_model_path = ""
+        """Once training has ended, the best checkpoint by `monitor`, else the newest: `ckpt_path="best"` loads it."""
         self._saved_step = -1
         self._saved_at = time.monotonic()
+        self._last_step = 0
+        self._accumulate = 1
+        self._before: Mapping[str, Any] = {}
+        self._measured: frozenset[str] = frozenset()
+        self._measured_at = -1
+        self._ends_with_validation = False
 
     @property
     def directory(self) -> Path:
@@ -119,46 +162,71 @@ class Checkpoints(Checkpoint):
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """The clock of `every_n_minutes` starts with the training."""
         self._saved_at = time.monotonic()
+        self._accumulate = trainer.accumulate_grad_batches  # before a GradientAccumulationScheduler changes it
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """The step that was resumed from has its checkpoint already."""
-        self._saved_step = trainer.global_step if self.session.resumed else -1
+        """The step that was resumed from has its checkpoint already, if that is one of this run."""
+        own = self.session.checkpoint is not None and self.session.checkpoint.is_relative_to(self.directory)
+        self._last_step = trainer.global_step
+        self._saved_step = trainer.global_step if own else -1
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Saves at a step that is due, never between the micro-batches of one step."""
-        step = trainer.global_step
-        if step in (0, self._saved_step) or (batch_idx + 1) % trainer.accumulate_grad_batches:
+        step, last = trainer.global_step, self._last_step
+        if step == last:
             return
-        due = self.config.every_n_steps is not None and step % self.config.every_n_steps == 0
+        self._last_step = step
+        every = self.config.every_n_steps
+        due = every is not None and step // every > last // every  # with two optimizers a batch has two steps
         if not due and self.config.every_n_minutes is not None:
             late = time.monotonic() - self._saved_at >= self.config.every_n_minutes * 60
             due = bool(trainer.strategy.broadcast(late))  # rank 0's clock decides for all
         if due:
             self.save(trainer, "step")
 
+    def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Remembers the metrics, to tell afterwards which of them are new."""
+        self._before = dict(trainer.callback_metrics)
+
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Saves what was just measured."""
-        if self.config.on_validation and trainer.state.fn == "fit" and not trainer.sanity_checking:
-            self.save(trainer, "validation")
+        if trainer.state.fn != "fit" or trainer.sanity_checking:
+            return
+        before, self._before = self._before, {}
+        self._measured = frozenset(k for k, v in trainer.callback_metrics.items() if v is not before.get(k))
+        self._measured_at = trainer.global_step
+        # At the end of an epoch EarlyStopping and others have their say after this.
+        self._ends_with_validation = trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
+        if not self._ends_with_validation:
+            self._save_measured(trainer)
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Saves at the end of an epoch."""
+        if self._ends_with_validation:
+            self._ends_with_validation = False
+            self._save_measured(trainer)
         every = self.config.every_n_epochs
         if every is not None and (trainer.current_epoch + 1) % every == 0:
             self.save(trainer, "epoch")
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Saves the result, and waits until it is durable."""
-        self.save(trainer, "end")
-        self.drain(trainer)
+        self._save_for_sure(trainer, "end")
+        rated = best(list_checkpoints(self.directory), self.monitor, self.config.mode) if self.monitor else []
+        newest = rated[0] if rated else newest_complete(self.directory).checkpoint
+        self.best_model_path = str(newest.path / STATE_FILE) if newest is not None else ""
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         """On SIGTERM Lightning stops every rank at the same step boundary: the place to save."""
         if isinstance(exception, SIGTERMException) and trainer.state.fn == "fit":
-            self.save(trainer, "terminated")
-            self.drain(trainer)
+            self._save_for_sure(trainer, "terminated")
+
+    def _save_measured(self, trainer: L.Trainer) -> None:
+        if self.config.on_validation:
+            self._saved_step = -1  # one that this step has already was saved before it was measured
+            self.save(trainer, "validation")
 
     # -- what
 
@@ -173,11 +241,15 @@ class Checkpoints(Checkpoint):
         if step == self._saved_step:
             return
         began = time.monotonic()
-        name = checkpoint_name(step)
-        staged = stage(self.directory, name, token=self.session.token)
-        write_file(staged / rank_file(trainer.global_rank), _save_rank_state)
-        metadata = self._metadata(trainer)
-        policy = self._policy()
+        metadata, policy = self._metadata(trainer), self._policy()
+        staged, error = self._staged(trainer)
+        # Every rank's own file is durable, or no rank goes on with this checkpoint.
+        if not trainer.strategy.reduce_boolean_decision(error is None):
+            self._report(trainer, error, reason)
+            if trainer.is_global_zero and staged is not None:
+                _raised(partial(abandon, staged))
+            return
+        assert staged is not None
 
         def commit() -> None:
             published = publish(staged, metadata)
@@ -186,37 +258,92 @@ class Checkpoints(Checkpoint):
                 step=step,
                 path=str(published.path.relative_to(self.session.path)),
                 reason=reason,
+                metrics=metadata["metrics"],
                 seconds=round(time.monotonic() - began, 3),
             )
             retain(self.directory, policy)
 
-        trainer.strategy.barrier("fairlead.rank-files")  # every rank's own file is durable
         io = trainer.strategy.checkpoint_io
         if trainer.is_global_zero and isinstance(io, CommittingIO):
             io.follow_with(commit)
         trainer.save_checkpoint(staged / STATE_FILE, self.config.save_weights_only)
         if trainer.is_global_zero:
-            io.finish() if isinstance(io, CommittingIO) else commit()
-        self._saved_step, self._saved_at = step, time.monotonic()
+            error = io.finish() if isinstance(io, CommittingIO) else _raised(commit)
+        self._report(trainer, error, reason)
+        _make_room(error, staged)
+        # Rank 0 alone knows whether it is saved; all must decide alike whether to save at the end.
+        if trainer.strategy.broadcast(error is None or _of_earlier_saves(error, staged / STATE_FILE)):
+            self._saved_step = step
+        self._saved_at = time.monotonic()
 
-    def drain(self, trainer: L.Trainer) -> None:
-        """Waits for what is written in the background."""
+    def _staged(self, trainer: L.Trainer) -> tuple[Path | None, FairleadError | OSError | None]:
+        """The folder of the next checkpoint with this rank's own file in it, or why there is none."""
+        staged: Path | None = None
+        try:
+            staged = stage(self.directory, checkpoint_name(trainer.global_step), token=self.session.token)
+            write_file(staged / rank_file(trainer.global_rank), _save_rank_state)
+        except (FairleadError, OSError) as error:
+            return staged, error
+        return staged, None
+
+    def _save_for_sure(self, trainer: L.Trainer, reason: str) -> None:
+        """Saves and waits until it is durable.
+
+        Raises:
+            CheckpointError: It is not; raised on all ranks, so that none waits for the others.
+        """
+        self.save(trainer, reason)
+        error = self._drained(trainer)
+        if error is not None:  # the save of this very step may be what failed in the background
+            if trainer.is_global_zero:
+                self._report(trainer, error, reason)
+                _make_room(error)
+            self._saved_step = -1
+            self.save(trainer, reason)
+            error = self._drained(trainer)
+            if error is not None:
+                self._saved_step = -1
+            if trainer.is_global_zero:
+                self._report(trainer, error, reason)
+        if self._saved_step != trainer.global_step:
+            raise CheckpointError(
+                f"the state at step {trainer.global_step} could not be saved",
+                where=str(self.directory),
+                why="the warnings before this say why; the checkpoints before it are intact",
+                fix="make room or get write access, and start the job again: it goes on from the newest checkpoint",
+            )
+
+    def _drained(self, trainer: L.Trainer) -> FairleadError | OSError | None:
+        """Waits for what is written in the background; what went wrong with it, the same on all ranks."""
         io = trainer.strategy.checkpoint_io
-        if isinstance(io, CommittingIO):
-            io.wait()
+        error = _raised(io.wait) if isinstance(io, CommittingIO) else None
+        shared: FairleadError | OSError | None = trainer.strategy.broadcast(error)
+        return shared
+
+    def _report(self, trainer: L.Trainer, error: FairleadError | OSError | None, reason: str) -> None:
+        """Says loudly that a checkpoint was not written; the rank that knows why says it."""
+        if error is None:
+            return
+        text = error.block() if isinstance(error, FairleadError) else f"{type(error).__name__}: {error}"
+        self.session.event("checkpoint-failed", step=trainer.global_step, reason=reason, error=text)
+        warnings.warn(f"the training goes on, but no checkpoint was written: {text}", stacklevel=2)
 
     def _metadata(self, trainer: L.Trainer) -> dict[str, Any]:
-        metrics = {k: float(v) for k, v in trainer.callback_metrics.items() if torch.as_tensor(v).numel() == 1}
+        # What an earlier validation measured is no property of this state.
+        stale = self._measured if self._measured_at != trainer.global_step else ()
+        current = {k: v for k, v in trainer.callback_metrics.items() if k not in stale}
+        metrics = {k: float(v) for k, v in current.items() if torch.as_tensor(v).numel() == 1}
         if self.monitor is None:
             self.monitor = next((name for name in _USUAL_MONITORS if name in metrics), None)
         return {
             "step": trainer.global_step,
             "epoch": trainer.current_epoch,
+            "hyperparameters": described(trainer.lightning_module)["args"],
             "metrics": metrics,
             "monitor": self.monitor,
             "mode": self.config.mode,
             "world_size": trainer.world_size,
-            "accumulate_grad_batches": trainer.accumulate_grad_batches,
+            "accumulate_grad_batches": self._accumulate,
             "start": self.session.start,
             "fingerprint": self.session.fingerprint,
         }
@@ -229,3 +356,31 @@ class Checkpoints(Checkpoint):
             mode=self.config.mode,
             every_n_steps=self.config.keep_every_n_steps,
         )
+
+
+def _of_earlier_saves(error: FairleadError | OSError, file: Path) -> bool:
+    """Whether a backend that writes in the background took this file, and reports that others were not written."""
+    where = (error.where or "").splitlines() if isinstance(error, CheckpointError) else []
+    return bool(where) and all(line.endswith(STATE_FILE) and line != str(file) for line in where)
+
+
+def _make_room(error: FairleadError | OSError | None, staged: Path | None = None) -> None:
+    """Deletes what failed saves have left; the disk may be full."""
+    if error is None:
+        return
+    where = (error.where or "").splitlines() if isinstance(error, CheckpointError) else []
+    left = {Path(line).parent for line in where if line.endswith(STATE_FILE)}
+    if staged is not None and not _of_earlier_saves(error, staged / STATE_FILE):
+        left.add(staged)
+    for folder in left:
+        if folder.name.startswith(".stage-") and folder.is_dir():
+            _raised(partial(abandon, folder))
+
+
+def _raised(call: Callable[[], None]) -> FairleadError | OSError | None:
+    """What a call raises, if that is an error of the disk or of ours."""
+    try:
+        call()
+    except (FairleadError, OSError) as error:
+        return error
+    return None

@@ -23,8 +23,8 @@ class MetricsFile(Logger):
     """The Lightning logger that every run has, on rank 0.
 
     Columns: `step`, `epoch`, then each metric from when it first appeared; a cell is blank where
-    nothing was logged, and a number has all its digits.  The step is Lightning's: what training
-    logs during the n-th optimizer step is in row n-1, what validation logs after it in row n.
+    nothing was logged, and a number has all its digits.  The step is Lightning's: the
+    n-th optimizer step, and the validation after it, are in row n-1.
 
     A disk that refuses to write is a warning, not the end of the training; the rows are kept and
     tried again.

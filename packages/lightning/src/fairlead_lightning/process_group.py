@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 
 from fairlead.resolve import Resolution
-from fairlead_distributed import init_process_group
+from fairlead_distributed import init_process_group, tcp_store
+from fairlead_lightning.ports import inherited_listener
 
 __all__ = ["join_process_group", "shared"]
 
@@ -32,12 +33,15 @@ def join_process_group(resolution: Resolution, environ: Mapping[str, str]) -> No
     strategy = resolution.strategy
     backend = getattr(strategy, "process_group_backend", None)
     timeout = getattr(strategy, "timeout", None)
+    timeout = timeout if isinstance(timeout, timedelta) else DEFAULT_TIMEOUT
+    listener = inherited_listener(environ)
     init_process_group(
         backend=backend if backend not in (None, "auto") else resolution.backend,
         init_method=f"tcp://{resolution.value('main_address')}:{resolution.value('main_port')}",
         world_size=resolution.world_size,
         rank=int(resolution.value("global_rank")),
-        timeout=timeout if isinstance(timeout, timedelta) else DEFAULT_TIMEOUT,
+        timeout=timeout,
+        store=tcp_store(listener, timeout=timeout) if listener is not None else None,
         environ=environ,
         device=_device(resolution),
     )

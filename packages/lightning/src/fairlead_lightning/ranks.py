@@ -25,11 +25,13 @@ class Handoff:
         path: The run directory.
         start: The number of this start, from 1.
         checkpoint: The file to resume from, or None.
+        asked: Which run was asked for: a rank that runs the whole script again meets the fits before this one too.
     """
 
     path: str
     start: int
     checkpoint: str | None
+    asked: str = ""
 
     def to_json(self) -> str:
         """The value of the variable."""
@@ -64,7 +66,8 @@ def rank_environment(
 ) -> dict[str, str]:
     """The environment of one rank on this machine.
 
-    OMP_NUM_THREADS is set, unless the user did, so that N ranks do not each start a thread a core.
+    OMP_NUM_THREADS is set, unless the user did, so that N ranks do not each start a thread a core;
+    PYTHONFAULTHANDLER, so that a crash in native code leaves the Python frames that led to it.
     """
     rank = {
         LAUNCHED: "1",
@@ -77,4 +80,5 @@ def rank_environment(
         "MASTER_ADDR": address,
         "MASTER_PORT": str(port),
     }
-    return {"OMP_NUM_THREADS": str(max(1, cores // devices)), **environ, **rank}
+    defaults = {"OMP_NUM_THREADS": str(max(1, cores // devices)), "PYTHONFAULTHANDLER": "1"}
+    return {**defaults, **environ, **rank}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ import torch.distributed as dist
 
 from fairlead.commit import Checkpoint, LockOwner, discard_incomplete, newest_complete
 from fairlead.config import JobConfig, RunConfig
-from fairlead.errors import CheckpointError, FairleadError
+from fairlead.errors import CheckpointError, FairleadError, RunDirectoryError
 from fairlead.resolve import Resolution
 from fairlead.run import (
     Heartbeat,
@@ -31,9 +32,17 @@ from fairlead.run import (
 from fairlead.run.fingerprints import limits
 from fairlead_lightning.batch import batch_plan
 from fairlead_lightning.process_group import shared
-from fairlead_lightning.ranks import HANDOFF, LAUNCHED, Handoff
+from fairlead_lightning.ranks import HANDOFF, Handoff
 
-__all__ = ["STATE_FILE", "RunSession", "checkpoint_to_evaluate", "open_session", "run_directory"]
+__all__ = [
+    "STATE_FILE",
+    "RunSession",
+    "checkpoint_to_evaluate",
+    "handed_over",
+    "open_session",
+    "run_directory",
+    "waiting_handoff",
+]
 
 STATE_FILE = "state.ckpt"
 """The file in a checkpoint that plain Lightning reads."""
@@ -133,27 +142,20 @@ class RunSession:
             self._heartbeat.beat(phase, step)
 
     def event(self, name: str, **fields: Any) -> None:
-        """Adds a line to the history; ranks other than 0 add only failures."""
-        if self._rank == 0 or name == "failed":
+        """Adds a line to the history; ranks other than 0 add only failures.
+
+        A disk that refuses to write is a warning: a record must not end what it records.
+        """
+        if self._rank != 0 and name not in ("failed", "checkpoint-failed"):
+            return
+        try:
             self._history.append(name, **fields)
+        except RunDirectoryError as error:
+            warnings.warn(f"the event {name!r} is not in the history: {error.block()}", stacklevel=2)
 
     def complete(self, **fields: Any) -> None:
         """Records that the limits of the job were reached."""
         self.event("finished", limits=self._limits, **fields)
-
-    @contextmanager
-    def handed_over(self, resolution: Resolution) -> Iterator[None]:
-        """While Lightning starts the other ranks from this process, they find the run in their environment.
-
-        LAUNCHED stays: from then on this process is one of several ranks, like those it started.
-        """
-        os.environ[HANDOFF] = self.handoff.to_json()
-        os.environ[LAUNCHED] = "1"
-        os.environ["LOCAL_WORLD_SIZE"] = str(resolution.devices)
-        try:
-            yield
-        finally:
-            os.environ.pop(HANDOFF, None)
 
     def close(self) -> None:
         """Releases the run directory; may be called twice."""
@@ -196,10 +198,9 @@ def open_session(
     """
     grouped = dist.is_initialized()
     rank = dist.get_rank() if grouped else 0
-    handoff = Handoff.from_environ(environ)
-    if handoff is not None and not grouped:
-        os.environ.pop(HANDOFF, None)  # it is for this fit only
-        return RunSession(handoff, job, rank=int(environ.get("LOCAL_RANK", "0")), previous=_metadata(handoff))
+    handoff = waiting_handoff(environ)
+    if handoff is not None:
+        return _taken_over(handoff, job, run, environ)
     session: RunSession | None = None
     error: FairleadError | None = None
     if rank == 0:
@@ -236,8 +237,46 @@ def checkpoint_to_evaluate(job: JobConfig, environ: Mapping[str, str], cwd: Path
     path = run_directory(job.model_dump(mode="json"), job.run, environ, cwd)
     newest = newest_complete(path / "checkpoints").checkpoint
     if newest is None:
-        raise CheckpointError("this run has no complete checkpoint yet", where=str(path), fix="fit it, or name a checkpoint")
+        raise CheckpointError(
+            "this run has no complete checkpoint yet", where=str(path), fix="fit it, or name a checkpoint"
+        )
     return newest.path / STATE_FILE
+
+
+def waiting_handoff(environ: Mapping[str, str]) -> Handoff | None:
+    """What rank 0 decided, in a rank that Lightning's launcher started and that has not met the others yet."""
+    if dist.is_initialized() or int(environ.get("LOCAL_RANK") or 0) == 0:
+        return None  # rank 0 has the variable too, while it starts the others
+    return Handoff.from_environ(environ)
+
+
+@contextmanager
+def handed_over(session: RunSession) -> Iterator[None]:
+    """While Lightning starts the other ranks from this process, they find the run in their environment.
+
+    When there is nothing to do it stays there, for ranks that `validate`, `test` or `predict` start later.
+    """
+    os.environ[HANDOFF] = session.handoff.to_json()
+    try:
+        yield
+    finally:
+        if session.finished is None:
+            os.environ.pop(HANDOFF, None)
+
+
+def _taken_over(handoff: Handoff, job: Mapping[str, Any], run: RunConfig, environ: Mapping[str, str]) -> RunSession:
+    """The session of a rank that Lightning started from another process, which runs the script from its first line."""
+    rank = int(environ.get("LOCAL_RANK", "0"))
+    if handoff.asked != _asked(job, run, environ):
+        # That process came past this fit without starting ranks, so there was nothing to do.
+        path = str(run_directory(job, run, environ, Path.cwd()))
+        return RunSession(Handoff(path, 0, None), job, rank=rank, finished="earlier in this script")
+    os.environ.pop(HANDOFF, None)  # from now on the ranks are a group
+    return RunSession(handoff, job, rank=rank, previous=_metadata(handoff))
+
+
+def _asked(job: Mapping[str, Any], run: RunConfig, environ: Mapping[str, str]) -> str:
+    return f"{run.resume} {run_directory(job, run, environ, Path.cwd())}"
 
 
 def _open(
@@ -251,11 +290,12 @@ def _open(
     path = run_directory(job, run, environ, Path.cwd())
     given = run.resume if run.resume not in ("auto", "never") else None
     fallback = ckpt_path if ckpt_path is not None else run.ckpt_path
-    for asked in (given, fallback):
-        if asked is not None:
-            _state_file(Path(asked))  # an error before anything is written
-    if run.resume == "auto":
-        batch_plan(resolution, _start_of(path / "checkpoints", None, fallback).own_metadata())
+    for file in (given, fallback):
+        if file is not None:
+            _state_file(Path(file))  # an error before anything is written
+    if run.resume != "never":
+        load = Path(given) if given is not None else None
+        batch_plan(resolution, _start_of(path / "checkpoints", load, fallback).own_metadata())
     task, attempt = scheduler_job(environ)
     owner = LockOwner.here(job=task, attempt=attempt)
     directory = RunDirectory.open(path, job=job, fingerprint=fingerprint(job), resume=run.resume, owner=owner)
@@ -278,7 +318,8 @@ def _open(
     said = list(begun.said)
     if directory.code.changed:
         said.append(f"warning[code-changed]: the code changed since the last start: {directory.code.summary}")
-    handoff = Handoff(str(directory.path), start, str(begun.file) if begun.file else None)
+    asked = _asked(job, run, environ)
+    handoff = Handoff(str(directory.path), start, str(begun.file) if begun.file else None, asked)
     return RunSession(handoff, job, directory=directory, previous=begun.own_metadata(), messages=tuple(said))
 
 

@@ -3,102 +3,38 @@
 The supervisor never imports torch.  A rank reports its error through a pipe instead of printing
 it, so that what is shown first is the error of the rank that failed first, not the broken
 connections that followed on the others.
+
+Each rank leads a process group of its own: what it has started (the workers of a DataLoader) is
+ended with it, and Ctrl-C reaches the supervisor alone, which asks the ranks to stop in order.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import signal
 import subprocess
-import sys
 import tempfile
-import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 from types import FrameType
 from typing import IO, Final
 
-from fairlead.errors import RunFailedError
+from fairlead_lightning.reports import ALIVE_FD, REPORT_FD, Announcement, Report, read_messages
+from fairlead_lightning.verdict import Ended, verdict
 
-__all__ = ["Report", "keep_log", "send_report", "supervise", "watch_supervisor"]
-
-REPORT_FD: Final = "FAIRLEAD_REPORT_FD"
-ALIVE_FD: Final = "FAIRLEAD_ALIVE_FD"
+__all__ = ["supervise"]
 
 _POLL_S: Final = 0.05
+_HEARD_S: Final = 1.0
+"""How long the others may take to report, after the first rank failed: several may fail for a reason of their own."""
 _GRACE_S: Final = 5.0
 """How long ranks may take to end by themselves, after SIGTERM, before SIGKILL."""
-_SECONDARY: Final = ("Connection closed by peer", "Connection reset by peer", "Connection refused", "Broken pipe", "Gloo")
-"""What a rank says when another one has gone."""
-
-
-@dataclass(frozen=True)
-class Report:
-    """What a rank says of its own failure.
-
-    Args:
-        rank: Its global rank.
-        time: When, seconds since the epoch.
-        text: The error as it is shown to the user.
-        exit_code: The exit code that it means.
-    """
-
-    rank: int
-    time: float
-    text: str
-    exit_code: int
-
-    @property
-    def secondary(self) -> bool:
-        """Whether it only says that another rank went away."""
-        return any(word in self.text for word in _SECONDARY)
-
-
-def send_report(environ: Mapping[str, str], text: str, exit_code: int) -> bool:
-    """Reports a failure to the supervisor; False when there is none, and the caller prints it itself."""
-    if REPORT_FD not in environ:
-        return False
-    report = Report(int(environ.get("RANK", "0")), time.time(), text[-8_000:], exit_code)
-    data = json.dumps(asdict(report)).encode() + b"\n"
-    with contextlib.suppress(OSError):  # the supervisor has gone: nobody is left to tell
-        os.write(int(environ[REPORT_FD]), data)
-    return True
-
-
-def watch_supervisor(environ: Mapping[str, str]) -> None:
-    """Ends this rank when its supervisor is gone, however that died; returns at once."""
-    if ALIVE_FD not in environ:
-        return
-    fd = int(environ[ALIVE_FD])
-
-    def wait() -> None:
-        while os.read(fd, 1):
-            pass  # nothing is ever written: the read returns when the other end is closed
-        os._exit(1)
-
-    threading.Thread(target=wait, name="fairlead-supervisor-watch", daemon=True).start()
-
-
-def keep_log(environ: Mapping[str, str], folder: Path) -> None:
-    """Lets the output of a rank other than the first go to `rank-00001.log` from now on.
-
-    Until the run directory is known it goes to a temporary file of the supervisor.  Rank 0 keeps
-    the terminal.
-    """
-    rank = int(environ.get("RANK", "0"))
-    if REPORT_FD not in environ or rank == 0:
-        return
-    folder.mkdir(parents=True, exist_ok=True)
-    log = os.open(folder / f"rank-{rank:05d}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os.dup2(log, 1)
-    os.dup2(log, 2)
-    os.close(log)
+_STOP_GRACE_S: Final = 30.0
+"""The same when the run was asked to stop and a rank died of it: another may be writing the checkpoint."""
+_STOPS: Final = (signal.SIGTERM, signal.SIGINT)
+_PASSED_ON: Final = (signal.SIGUSR1, signal.SIGUSR2)
 
 
 @dataclass
@@ -108,7 +44,9 @@ class _Rank:
     reports: int
     output: IO[bytes] | None
     ended: float | None = None
+    stopped_by_us: bool = False
     report: Report | None = None
+    announced: Announcement | None = None
 
 
 def supervise(
@@ -116,43 +54,51 @@ def supervise(
     environments: Sequence[Mapping[str, str]],
     *,
     stderr: IO[str],
+    inherited: Sequence[int] = (),
 ) -> int:
     """Runs one process a rank until all have ended, and returns the exit code of the whole.
+
+    The first SIGTERM or Ctrl-C asks the ranks to save and stop; a second one ends them at once.
 
     Args:
         command: The command of every rank.
         environments: One environment a rank; `RANK` in it names the rank.
         stderr: Where the ranks' failures are shown.
+        inherited: File descriptors that rank 0 inherits; they are closed here.
 
     Raises:
         RunFailedError: A rank died; it is named, with its own traceback first.
     """
     alive_read, alive_write = os.pipe()
     ranks: list[_Rank] = []
-    stopping: list[int] = []
+    received: list[int] = []
 
-    def forward(signum: int, _frame: FrameType | None) -> None:
-        stopping.append(signum)
-        for rank in ranks:
-            # The terminal has sent SIGINT to the whole process group already.
-            if rank.process.poll() is None and signum != signal.SIGINT:
-                rank.process.send_signal(signum)
+    def note(signum: int, _frame: FrameType | None) -> None:
+        received.append(signum)
 
-    previous = {s: signal.signal(s, forward) for s in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)}
+    previous = {s: signal.signal(s, note) for s in (*_STOPS, *_PASSED_ON)}
     try:
         for index, environ in enumerate(environments):
-            ranks.append(_start(command, environ, index, alive_read))
-        _wait(ranks, stopping)
+            ranks.append(_start(command, environ, index, alive_read, inherited if index == 0 else ()))
+        for fd in inherited:
+            os.close(fd)  # with rank 0 its socket goes, and who waits for it is told
+        stop = _wait(ranks, received)
     finally:
         _end(ranks)
         for signum, handler in previous.items():
             signal.signal(signum, handler)
         os.close(alive_read)
         os.close(alive_write)
-    return _verdict(ranks, stopping, stderr)
+    ended = [
+        Ended(r.rank, r.process.pid, r.process.returncode, r.ended, r.report, r.announced, _tail(r), r.stopped_by_us)
+        for r in ranks
+    ]
+    return verdict(ended, stop, stderr)
 
 
-def _start(command: Sequence[str], environ: Mapping[str, str], index: int, alive_fd: int) -> _Rank:
+def _start(
+    command: Sequence[str], environ: Mapping[str, str], index: int, alive_fd: int, inherited: Sequence[int]
+) -> _Rank:
     read, write = os.pipe()
     # Two ranks on one terminal write over each other: the first one keeps it.
     output: IO[bytes] | None = tempfile.TemporaryFile() if index > 0 else None
@@ -160,10 +106,11 @@ def _start(command: Sequence[str], environ: Mapping[str, str], index: int, alive
         process = subprocess.Popen(
             command,
             env={**environ, REPORT_FD: str(write), ALIVE_FD: str(alive_fd)},
-            stdin=None if index == 0 else subprocess.DEVNULL,
+            stdin=subprocess.DEVNULL,  # reading from the terminal would stop a process that is not in its foreground
             stdout=output,
             stderr=subprocess.STDOUT if output is not None else None,
-            pass_fds=(write, alive_fd),
+            pass_fds=(write, alive_fd, *inherited),
+            process_group=0,
         )
     finally:
         os.close(write)
@@ -171,92 +118,79 @@ def _start(command: Sequence[str], environ: Mapping[str, str], index: int, alive
     return _Rank(int(environ["RANK"]), process, read, output)
 
 
-def _wait(ranks: list[_Rank], stopping: list[int]) -> None:
-    """Returns when all ranks have ended, or one has failed and the others had time to notice."""
+def _wait(ranks: list[_Rank], received: list[int]) -> int | None:
+    """Returns when all ranks have ended, or one has failed and the others had their time; the signal that stopped it."""
+    stop: int | None = None
     failed_at: float | None = None
     while True:
+        while received:
+            signum = received.pop(0)
+            if signum in _STOPS and stop is not None:
+                return stop  # asked twice: no more waiting
+            if signum in _STOPS:
+                stop = signum
+            _signal(ranks, signal.SIGTERM if signum in _STOPS else signum)
         for rank in ranks:
             if rank.ended is None and rank.process.poll() is not None:
                 rank.ended = time.time()
-                rank.report = _read_report(rank.reports)
-                if rank.process.returncode != 0 and failed_at is None:
+                _hear(rank)
+                if failed_at is None and _unclean(rank, stopping=stop is not None):
                     failed_at = time.monotonic()
         if all(rank.ended is not None for rank in ranks):
-            return
-        # Ranks that fail together are all heard before the rest is stopped.
-        if failed_at is not None and not stopping and time.monotonic() - failed_at > 1.0:
-            return
+            return stop
+        patience = _HEARD_S if stop is None else _STOP_GRACE_S
+        if failed_at is not None and time.monotonic() - failed_at > patience:
+            return stop
         time.sleep(_POLL_S)
 
 
-def _read_report(fd: int) -> Report | None:
-    data = b""
-    with contextlib.suppress(BlockingIOError):
-        while chunk := os.read(fd, 65536):
-            data += chunk
-    lines = data.splitlines()
-    return Report(**json.loads(lines[0])) if lines else None
+def _signal(ranks: list[_Rank], signum: int) -> None:
+    for rank in ranks:
+        if rank.process.poll() is None:
+            rank.process.send_signal(signum)
+
+
+def _unclean(rank: _Rank, *, stopping: bool) -> bool:
+    """Whether the others will wait for this rank in vain; a rank that stops as asked has met them before it ended."""
+    code = rank.process.returncode
+    return code != 0 and not (stopping and code in {75, 128 + signal.SIGTERM, -signal.SIGTERM})
+
+
+def _hear(rank: _Rank) -> None:
+    """Takes in what a rank has said of itself."""
+    for message in read_messages(rank.reports):
+        if isinstance(message, Announcement):
+            rank.announced = message
+        elif rank.report is None:
+            rank.report = message
 
 
 def _end(ranks: list[_Rank]) -> None:
     """Stops whatever still runs: SIGTERM, a grace, SIGKILL; nothing is left behind."""
     running = [rank for rank in ranks if rank.process.poll() is None]
     for rank in running:
+        rank.stopped_by_us = True
         rank.process.terminate()
     deadline = time.monotonic() + _GRACE_S
     for rank in running:
-        try:
+        with contextlib.suppress(subprocess.TimeoutExpired):
             rank.process.wait(max(0.0, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            rank.process.kill()
-            rank.process.wait()
     for rank in ranks:
+        # The whole group, also of a rank that has ended: its DataLoader workers may not have noticed yet.
+        with contextlib.suppress(ProcessLookupError, PermissionError):  # nobody is left in it
+            os.killpg(rank.process.pid, signal.SIGKILL)
+        rank.process.wait()
+        if rank.ended is None:
+            rank.ended = time.time()
+            _hear(rank)
         os.close(rank.reports)
 
 
-def _verdict(ranks: list[_Rank], stopping: list[int], stderr: IO[str]) -> int:
-    failed = [rank for rank in ranks if rank.ended is not None and rank.process.returncode != 0]
-    if stopping:
-        return 128 + stopping[0]
-    if not failed:
-        return 0
-    first = min(failed, key=_order)
-    report = first.report
-    if report is not None and report.exit_code != 1:
-        # The job, not this rank, is wrong or stopped: every rank says the same, once is enough.
-        print(report.text, file=stderr, flush=True)
-        return report.exit_code
-    others = ", ".join(str(r.rank) for r in ranks if r is not first)
-    raise RunFailedError(
-        f"rank {first.rank} of {len(ranks)} {_how(first)}",
-        where=f"process {first.process.pid}",
-        why=report.text if report is not None else _tail(first),
-        fix=f"the other ranks ({others}) were stopped; nothing runs any more" if others else None,
-    )
-
-
 def _tail(rank: _Rank) -> str | None:
-    """The last lines that a rank wrote before it had a log; what a crash in native code leaves."""
+    """The last lines that a rank wrote before it had a log."""
     if rank.output is None:
         return None
-    rank.output.seek(0)
-    lines = rank.output.read().decode(errors="replace").splitlines()[-20:]
+    with rank.output as output:
+        output.seek(0)
+        lines = output.read().decode(errors="replace").splitlines()[-20:]
     return "\n".join(lines) or None
-
-
-def _order(rank: _Rank) -> tuple[int, float]:
-    """Sorts the ranks by who failed first; a rank that only lost its peers comes after all others."""
-    report = rank.report
-    if report is None:
-        return (0 if rank.process.returncode < 0 else 1, rank.ended or 0.0)
-    return (2, report.time) if report.secondary else (0, report.time)
-
-
-def _how(rank: _Rank) -> str:
-    code = rank.process.returncode
-    if code < 0:
-        name = signal.Signals(-code).name
-        hint = " (out of memory, or killed by hand)" if name == "SIGKILL" else ""
-        return f"was killed by {name}{hint}"
-    return "failed" if rank.report is not None else f"ended with exit code {code} and no report"
-

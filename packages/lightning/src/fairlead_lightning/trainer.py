@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as L
 from lightning.fabric.plugins import CheckpointIO
-from lightning.pytorch.callbacks import Checkpoint
+from lightning.pytorch.callbacks import Checkpoint, ProgressBar
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from fairlead.checks import check_trainer
 from fairlead.config import JobConfig, RunConfig, TrainerConfig
+from fairlead.errors import ConfigError
 from fairlead.findings import raise_errors
 from fairlead.interfaces import BuildContext
 from fairlead.modules import CodeRoot, code_root
@@ -28,8 +30,8 @@ from fairlead_lightning.metrics import MetricsFile
 from fairlead_lightning.process_group import join_process_group
 from fairlead_lightning.progress import Progress
 from fairlead_lightning.recorder import Recorder
-from fairlead_lightning.session import RunSession, open_session
-from fairlead_lightning.supervise import keep_log
+from fairlead_lightning.reports import keep_log
+from fairlead_lightning.session import RunSession, handed_over, open_session, waiting_handoff
 
 __all__ = ["Trainer"]
 
@@ -39,7 +41,7 @@ class Trainer(L.Trainer):
 
     `fit` keeps a run directory: history, metrics.csv, checkpoints; it goes on from the newest
     complete checkpoint of the run by itself.  `validate`, `test` and `predict` write nothing there
-    and never pick up a checkpoint by themselves.
+    and never pick up a checkpoint by themselves.  `fast_dev_run` and `barebones` keep no records at all.
 
     Args:
         config: How to train, or a whole job; None: the defaults.
@@ -86,13 +88,23 @@ class Trainer(L.Trainer):
         arguments = trainer_arguments(self._context, root)
         arguments["plugins"] = [CommittingIO(p) if isinstance(p, CheckpointIO) else p for p in arguments["plugins"]]
         self.progress = Progress(self.fairlead_config.progress_interval)
-        shown = [self.progress] if arguments["enable_progress_bar"] else []
+        # A user's own bar takes the place of ours; Lightning refuses two.
+        theirs = any(isinstance(c, ProgressBar) for c in [*arguments["callbacks"], *callbacks])
+        shown = [self.progress] if arguments["enable_progress_bar"] and not theirs else []
         arguments["callbacks"] = [*arguments["callbacks"], *callbacks, *shown]
         arguments["default_root_dir"] = str(Path(self.run_config.dir).absolute())
         # Fit adds our own checkpoint callback, when it knows the run.
         user_saves = any(isinstance(c, Checkpoint) for c in arguments["callbacks"])
         arguments["enable_checkpointing"] = user_saves and self.fairlead_config.enable_checkpointing
-        super().__init__(**arguments)
+        try:
+            super().__init__(**arguments)
+        except (MisconfigurationException, TypeError, ValueError) as error:
+            raise ConfigError(
+                "Lightning refuses these settings",
+                where="trainer",
+                why=str(error),
+                fix="see the documentation of lightning.pytorch.Trainer",
+            ) from error
 
     def __getstate__(self) -> dict[str, Any]:
         """A plugin manager cannot be pickled, and ranks that are spawned do not need it."""
@@ -125,26 +137,34 @@ class Trainer(L.Trainer):
         """
         if isinstance(train_dataloaders, L.LightningDataModule):
             train_dataloaders, datamodule = None, train_dataloaders
-        join_process_group(self.resolution, self._context.environ)
+        environ = self._context.environ
+        if self.fairlead_config.fast_dev_run or self.fairlead_config.barebones:
+            path = os.fspath(ckpt_path) if ckpt_path is not None else None
+            super().fit(model, train_dataloaders, val_dataloaders, datamodule, path, weights_only)
+            return
+        if waiting_handoff(environ) is None:
+            join_process_group(self.resolution, environ)
         session = open_session(
             self._described(model, datamodule),
             self.resolution,
             self.run_config,
-            environ=self._context.environ,
+            environ=environ,
             ckpt_path=ckpt_path,
         )
         self.session = session
+        # Ranks that Lightning starts from this process run the script again, and have to be told.
+        started = handed_over(session) if self._starts_ranks() else nullcontext()
         if session.finished:
             self.progress.say(f"{session.path} is finished: {session.finished}; nothing to do")
-            session.close()
+            with started:
+                session.close()
             return
-        with session:
-            keep_log(self._context.environ, session.path / "logs")
+        with session, self._attached(session):
+            keep_log(environ, session.path / "logs")
             for message in session.messages:
                 self.progress.say(message)
-            self._attach(session)
             resume = session.checkpoint
-            with self._handed_over(session), readable_load_errors(resume):
+            with started, readable_load_errors(resume):
                 super().fit(
                     model,
                     train_dataloaders,
@@ -153,7 +173,8 @@ class Trainer(L.Trainer):
                     ckpt_path=str(resume) if resume is not None else None,
                     weights_only=weights_only,
                 )
-            self.progress.summary(self)
+            if self.progress in vars(self)["callbacks"] and self._trains_here():
+                self.progress.summary(self, session.path)
 
     def _described(self, model: L.LightningModule, datamodule: L.LightningDataModule | None) -> dict[str, Any]:
         """The job as plain data; from Python, model and data are described by class and hyperparameters."""
@@ -166,27 +187,45 @@ class Trainer(L.Trainer):
             "trainer": self.fairlead_config.model_dump(mode="json"),
         }
 
-    def _attach(self, session: RunSession) -> None:
-        """Gives this fit its records: loggers, checkpoints, history; a second fit gets new ones."""
+    @contextmanager
+    def _attached(self, session: RunSession) -> Iterator[None]:
+        """Gives this fit its records: loggers, checkpoints, history; what comes after it must not write there."""
+        root_dir = Path(self.default_root_dir)
         compat.set_root_dir(self, session.path)
         context = BuildContext(
-            self.resolution, self._context.environ, self._context.plugins, run_dir=session.path,
-            extras={"resumed": session.resumed, "run_name": session.path.name},
+            self.resolution,
+            self._context.environ,
+            self._context.plugins,
+            run_dir=session.path,
+            extras={
+                "resumed": session.resumed,
+                "resume_step": session.resume_step,
+                "run_name": session.path.name,
+            },
         )
         self.loggers = [
             MetricsFile(session.path, resume_step=session.resume_step),
-            *(build_backend(logger, context) for logger in self.resolution.loggers),
+            # `csv` builds nothing: the run's own file is that logger.
+            *filter(None, (build_backend(logger, context) for logger in self.resolution.loggers)),
         ]
         self.accumulate_grad_batches = batch_plan(self.resolution, session.previous).accumulate_grad_batches
         attached: list[L.Callback] = vars(self)["callbacks"]
-        kept = [c for c in attached if not isinstance(c, (Recorder, Checkpoints))]
-        config = self.fairlead_config
-        if config.enable_checkpointing and not config.barebones and not config.fast_dev_run:
-            kept.append(Checkpoints(config.checkpoint, session))
-        self.callbacks = [Recorder(session), *kept]
+        kept = [c for c in attached if not isinstance(c, Checkpoints)]
+        if self.fairlead_config.enable_checkpointing:
+            kept.append(Checkpoints(self.fairlead_config.checkpoint, session))
+        # The recorder is last: a checkpoint that SIGTERM causes comes before the event that ends the start.
+        self.callbacks = [*kept, Recorder(session)]
+        try:
+            yield
+        finally:
+            self.callbacks = kept  # `checkpoint_callback.best_model_path` is asked for after the fit
+            self.loggers = []
+            compat.set_root_dir(self, root_dir)
 
-    def _handed_over(self, session: RunSession) -> AbstractContextManager[None]:
-        """While Lightning starts the other ranks from this process, they find the run in their environment."""
-        starts_ranks = not self.resolution.topology.launched and self.resolution.world_size > 1
-        return session.handed_over(self.resolution) if starts_ranks else nullcontext()
+    def _starts_ranks(self) -> bool:
+        """Whether Lightning is to start the other ranks, each running this script from its first line."""
+        return self._trains_here() and not self.resolution.topology.launched and self.resolution.world_size > 1
 
+    def _trains_here(self) -> bool:
+        """Whether this process is one of the ranks; with `ddp_spawn` it only waits for them."""
+        return getattr(self.resolution.strategy, "start_method", "popen") == "popen"

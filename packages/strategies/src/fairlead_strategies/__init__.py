@@ -7,7 +7,7 @@ from fairlead_strategies.deepspeed.config import DeepSpeedStrategyConfig
 from fairlead_strategies.fsdp.config import FSDPMixedPrecision, FSDPStrategyConfig
 from fairlead_strategies.fsdp2.config import FSDP2StrategyConfig
 from fairlead_strategies.single_device.config import SingleDeviceStrategyConfig
-from fairlead_strategies.sync_batchnorm.config import TorchSyncBatchNormConfig
+from fairlead_strategies.sync_batchnorm.config import TorchSyncBatchNormLayerSyncConfig
 from fairlead_strategies.xla.config import XLAStrategyConfig
 
 __all__ = [
@@ -17,6 +17,6 @@ __all__ = [
     "FSDPMixedPrecision",
     "FSDPStrategyConfig",
     "SingleDeviceStrategyConfig",
-    "TorchSyncBatchNormConfig",
+    "TorchSyncBatchNormLayerSyncConfig",
     "XLAStrategyConfig",
 ]

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from typing import Any
 
 from lightning.fabric.plugins import CheckpointIO
-from lightning.fabric.utilities.types import _PATH
 
 from fairlead.errors import CheckpointError, PluginError
 from fairlead.interfaces import BuildContext
@@ -57,7 +56,9 @@ class AsyncFileCheckpointIO(CheckpointIO):
         self._buffers = HostBuffers()
         self._writer: Writer | None = None
 
-    def save_checkpoint(self, checkpoint: dict[str, Any], path: _PATH, storage_options: Any | None = None) -> None:
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any | None = None
+    ) -> None:
         """Copies the checkpoint and returns; nothing that is changed afterwards gets into the file.
 
         Raises:
@@ -94,14 +95,14 @@ class AsyncFileCheckpointIO(CheckpointIO):
             _raise(self._writer.take_errors())
 
     def load_checkpoint(
-        self, path: _PATH, map_location: Any | None = None, weights_only: bool | None = None
+        self, path: str | os.PathLike[str], map_location: Any | None = None, weights_only: bool | None = None
     ) -> dict[str, Any]:
         """Loads through the inner backend, after the saves in flight."""
         if self._writer is not None:
             self._writer.drain()
         return self._inner.load_checkpoint(path, map_location=map_location, weights_only=weights_only)
 
-    def remove_checkpoint(self, path: _PATH) -> None:
+    def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
         """Deletes a checkpoint behind the saves in flight; it stays when the newest of them fails."""
         self._started().remove(local_path(path), lambda: self._inner.remove_checkpoint(path))
 

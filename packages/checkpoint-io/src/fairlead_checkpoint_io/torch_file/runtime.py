@@ -8,7 +8,6 @@ from collections.abc import Callable
 from typing import Any
 
 from lightning.fabric.plugins import CheckpointIO
-from lightning.fabric.utilities.types import _PATH
 
 from fairlead.commit import Syscalls
 from fairlead.commit.checkpoints import to_trash
@@ -46,7 +45,9 @@ class TorchFileCheckpointIO(CheckpointIO):
         self._config = config
         self._warned: set[str] = set()
 
-    def save_checkpoint(self, checkpoint: dict[str, Any], path: _PATH, storage_options: Any | None = None) -> None:
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any | None = None
+    ) -> None:
         """Replaces `path` by a file with this checkpoint.
 
         Raises:
@@ -77,7 +78,7 @@ class TorchFileCheckpointIO(CheckpointIO):
         """Returns at once: nothing is ever pending."""
 
     def load_checkpoint(
-        self, path: _PATH, map_location: Any | None = None, weights_only: bool | None = None
+        self, path: str | os.PathLike[str], map_location: Any | None = None, weights_only: bool | None = None
     ) -> dict[str, Any]:
         """Loads a file, or the state of a checkpoint directory; into host memory unless `map_location` says where.
 
@@ -94,7 +95,7 @@ class TorchFileCheckpointIO(CheckpointIO):
             verify=config.verify,
         )
 
-    def remove_checkpoint(self, path: _PATH) -> None:
+    def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
         """Deletes a file, or a directory as a whole; one that is gone already is no error.
 
         Raises:

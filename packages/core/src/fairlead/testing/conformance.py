@@ -127,6 +127,8 @@ class PluginConformance(EntryPointConformance):
     trainer: ClassVar[Mapping[str, Any]] = {}
     example_environ: ClassVar[Mapping[str, str] | None] = None
     builds: ClassVar[Mapping[str, str]] = {}
+    may_build_nothing: ClassVar[bool] = False
+    """Whether None is a runtime's answer: nothing has to be built."""
 
     def plugin(self, plugins: PluginManager | None = None) -> Plugin:
         """The plugin."""
@@ -270,6 +272,8 @@ class PluginConformance(EntryPointConformance):
             built = runtime(config, context)
         except FairleadError as error:
             skip(f"{self.key} says why it cannot be built here: {error}")
+        if built is None and self.may_build_nothing:
+            return built
         expected = self.load_reference(self.builds[engine], "builds")
         assert isinstance(built, expected), f"{self.key}: the runtime gave a {type(built).__name__} for the {engine}"
         return built

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
 
@@ -12,9 +13,10 @@ from fairlead.detect import VARIABLE
 from fairlead.errors import FairleadError
 from fairlead.findings import raise_errors
 from fairlead.jobs import load_job
-from fairlead_lightning.ports import free_port
+from fairlead_lightning.ports import STORE_FD, listen
 from fairlead_lightning.ranks import LAUNCHED, rank_environment
-from fairlead_lightning.supervise import send_report, supervise
+from fairlead_lightning.reports import send_report
+from fairlead_lightning.supervise import supervise
 
 __all__ = ["prepare", "run_here_or_on_ranks"]
 
@@ -27,7 +29,7 @@ def prepare(arguments: argparse.Namespace, session: Session) -> CheckedJob:
     """
     overrides = list(arguments.overrides)
     if arguments.resume is not None:
-        overrides.append(f"run.resume={arguments.resume}")
+        overrides.append(f"run.resume={json.dumps(arguments.resume)}")
     loaded = load_job(arguments.job, plugins=session.plugins, cwd=session.cwd, overrides=overrides)
     checked = check_job(
         loaded,
@@ -51,7 +53,7 @@ def run_here_or_on_ranks(arguments: argparse.Namespace, session: Session) -> int
             return error.exit_code
         raise
     resolution = checked.resolution
-    assert resolution is not None  # noqa: S101 - `prepare` raises when the job is not valid
+    assert resolution is not None
     topology = resolution.topology
     first = not topology.launched or resolution.value("global_rank") == 0
     if first and not session.environ.get(LAUNCHED):
@@ -67,7 +69,8 @@ def run_here_or_on_ranks(arguments: argparse.Namespace, session: Session) -> int
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     single = resolution.num_nodes == 1
     address = str(resolution.value("main_address"))
-    port = free_port(29500) if single and topology.main_port is None else int(resolution.value("main_port"))
+    listener = listen(29500) if single and topology.main_port is None else None
+    port = listener.getsockname()[1] if listener is not None else int(resolution.value("main_port"))
     environments = [
         rank_environment(
             # The ranks are in the same environment as this process, however they were started.
@@ -82,7 +85,11 @@ def run_here_or_on_ranks(arguments: argparse.Namespace, session: Session) -> int
         )
         for local_rank in range(resolution.devices)
     ]
+    inherited = []
+    if listener is not None:
+        inherited = [listener.detach()]
+        environments[0][STORE_FD] = str(inherited[0])
     # -P: the working directory is no place for code unless the rules for user code say so.
     command = [sys.executable, "-P", "-m", "fairlead", *session.argv, *(["--debug"] if session.debug else [])]
-    return supervise(command, environments, stderr=session.stderr)
+    return supervise(command, environments, stderr=session.stderr, inherited=inherited)
 

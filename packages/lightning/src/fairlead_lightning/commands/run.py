@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import argparse
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, cast
 
 import lightning.pytorch as L
@@ -15,10 +16,14 @@ from fairlead.cli.session import Session
 from fairlead.config import ClassSpec, JobConfig
 from fairlead.errors import FairleadError, RunFailedError, UserCodeError
 from fairlead.modules import CodeRoot, activate, instantiate
-from fairlead_lightning.failures import described_failure
+from fairlead_lightning.failures import STOPPED, described_failure
+from fairlead_lightning.loading import readable_load_errors
+from fairlead_lightning.predictions import PredictionFiles
+from fairlead_lightning.process_group import join_process_group
 from fairlead_lightning.quiet import quiet
-from fairlead_lightning.session import checkpoint_to_evaluate
-from fairlead_lightning.supervise import send_report, watch_supervisor
+from fairlead_lightning.reports import send_report, watch_supervisor
+from fairlead_lightning.session import checkpoint_to_evaluate, run_directory
+from fairlead_lightning.stopping import StopTogether
 from fairlead_lightning.trainer import Trainer
 
 __all__ = ["run_rank"]
@@ -31,35 +36,71 @@ def run_rank(arguments: argparse.Namespace, session: Session, checked: CheckedJo
     activate(root)
     try:
         with quiet(), _stop_codes():
-            return _run(arguments, session, checked)
+            _run(arguments, session, checked)
     except BaseException as error:
         if session.debug:
             traceback.print_exc()
         text, code = described_failure(error, root)
-        if not send_report(session.environ, text, code):
-            if isinstance(error, (SystemExit, KeyboardInterrupt)):
-                raise
-            if isinstance(error, FairleadError):
-                raise
-            raise RunFailedError(text) from error
-        return code
+        if text == STOPPED:
+            saved = "everything is saved, the same command goes on from there"
+            text += f"; {saved if arguments.command == 'fit' else 'nothing was written'}"
+        if send_report(session.environ, text, code):
+            return code
+        if isinstance(error, FairleadError):
+            raise
+        if code != 1:
+            session.warn(text)
+            return code
+        raise RunFailedError(text) from error
+    return 0
 
 
-def _run(arguments: argparse.Namespace, session: Session, checked: CheckedJob) -> int:
+def _run(arguments: argparse.Namespace, session: Session, checked: CheckedJob) -> None:
     job = cast("JobConfig", checked.loaded.job)
     root = checked.loaded.root
-    L.seed_everything(job.run.seed, workers=True, verbose=False) if job.run.seed is not None else None
-    trainer = Trainer(job, environ=session.environ, plugins=session.plugins, root=root)
+    if job.run.seed is not None:
+        L.seed_everything(job.run.seed, workers=True, verbose=False)
+    stop = StopTogether()
+    trainer = Trainer(job, callbacks=[stop], environ=session.environ, plugins=session.plugins, root=root)
+    stop.attach(trainer)
     model = _built(job.model, root, "model", L.LightningModule)
     data = _built(job.data, root, "data", L.LightningDataModule) if job.data is not None else None
     if arguments.command == "fit":
         trainer.fit(model, datamodule=data)
-        return 0
+    else:
+        _evaluate(arguments, session, job, trainer, model, data)
+
+
+def _evaluate(
+    arguments: argparse.Namespace, session: Session, job: JobConfig, trainer: Trainer, model: Any, data: Any
+) -> None:
+    """`validate`, `test` or `predict`."""
     checkpoint = checkpoint_to_evaluate(job, session.environ, session.cwd, arguments.resume)
-    function: Callable[..., Any] = getattr(trainer, arguments.command)
-    results = function(model, datamodule=data, ckpt_path=str(checkpoint) if checkpoint else None)
-    del results
-    return 0
+    join_process_group(trainer.resolution, session.environ)
+    given: dict[str, Any] = {"datamodule": data, "ckpt_path": str(checkpoint) if checkpoint else None}
+    if arguments.command == "predict":
+        place = Path(session.cwd, arguments.output) if arguments.output else None
+        run = run_directory(job.model_dump(mode="json"), job.run, session.environ, session.cwd)
+        cast("list[L.Callback]", vars(trainer)["callbacks"]).append(PredictionFiles(run, place))
+        with readable_load_errors(checkpoint):
+            trainer.predict(model, return_predictions=False, **given)
+        return
+    function = trainer.validate if arguments.command == "validate" else trainer.test
+    with readable_load_errors(checkpoint):
+        results = function(model, verbose=False, **given)
+    if trainer.is_global_zero:
+        for line in _table(results):
+            session.print(line)
+
+
+def _table(results: Sequence[Mapping[str, float]]) -> Iterator[str]:
+    """One line a metric; several data loaders one after the other."""
+    rows = [(name, value) for result in results for name, value in result.items()]
+    if not rows:
+        yield "no metric was logged (self.log in validation_step or test_step)"
+    width = max((len(name) for name, _ in rows), default=0)
+    for name, value in rows:
+        yield f"{name:<{width}}  {value:.6g}"
 
 
 def _built(spec: ClassSpec, root: CodeRoot, where: str, expected: type) -> Any:
@@ -76,11 +117,10 @@ def _built(spec: ClassSpec, root: CodeRoot, where: str, expected: type) -> Any:
 
 @contextmanager
 def _stop_codes() -> Iterator[None]:
-    """Gives a stop by a signal the exit code of CLI.md; Lightning ends with 1 or with none."""
+    """Lightning ends with exit code 1 on Ctrl-C, and hides that it was one."""
     try:
         yield
     except SystemExit as error:
         if isinstance(error.__context__, KeyboardInterrupt):
-            raise SystemExit(130) from error
+            raise error.__context__ from None
         raise
-

@@ -6,14 +6,14 @@ from typing import Literal
 
 from fairlead import LayerSyncConfigBase
 
-__all__ = ["TorchSyncBatchNormConfig"]
+__all__ = ["TorchSyncBatchNormLayerSyncConfig"]
 
 
-class TorchSyncBatchNormConfig(LayerSyncConfigBase):
+class TorchSyncBatchNormLayerSyncConfig(LayerSyncConfigBase):
     """Batch normalisation over the batches of all ranks instead of each rank's own (R69).
 
     Example:
-        >>> TorchSyncBatchNormConfig().name
+        >>> TorchSyncBatchNormLayerSyncConfig().name
         'torch_sync_batchnorm'
     """
 

@@ -18,7 +18,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from fairlead.errors import ConfigError
 from fairlead.interfaces import BuildContext
-from fairlead_strategies.sync_batchnorm.config import TorchSyncBatchNormConfig
+from fairlead_strategies.sync_batchnorm.config import TorchSyncBatchNormLayerSyncConfig
 
 __all__ = ["CPUSyncBatchNorm", "CPUSyncBatchNormLayerSync", "build"]
 
@@ -111,7 +111,7 @@ class CPUSyncBatchNormLayerSync(TorchSyncBatchNorm):
         return model
 
 
-def build(config: TorchSyncBatchNormConfig, context: BuildContext) -> TorchSyncBatchNorm:
+def build(config: TorchSyncBatchNormLayerSyncConfig, context: BuildContext) -> TorchSyncBatchNorm:
     """The Trainer's layer sync for the resolved device.
 
     Raises:

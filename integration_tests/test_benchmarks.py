@@ -1,0 +1,71 @@
+"""The benchmarks run, and print what `nox -s bench` and the documentation read; no speed is asserted."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from benchmarks._stats import Ratio, paired_ratio, take_turns
+
+ROOT = Path(__file__).parents[1]
+RATIOS = {
+    "startup": {"import_vs_deps", "check_vs_lightning_import"},
+    "step": {"trainer_vs_lightning", "trainer_vs_loop"},
+    "ddp": {"trainer_vs_loop", "trainer_vs_lightning"},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RATIOS)
+def test_a_benchmark_prints_its_document(name: str, tmp_path: Path) -> None:
+    """From any folder, on standard output, and nothing besides; the table can be made of it."""
+    script = ROOT / "benchmarks" / f"{name}.py"
+    command = [sys.executable, str(script), "--quick", "--rounds", "1", "--json"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    document = json.loads(done.stdout)
+    assert document.keys() == {"name", "ratios", "raw", "machine"}
+    assert document["name"] == name
+    assert document["ratios"].keys() == RATIOS[name]
+    for ratio in document["ratios"].values():
+        assert 0 < ratio["low"] <= ratio["median"] <= ratio["high"]
+    assert list(tmp_path.iterdir()) == [], "a benchmark leaves files where it was started"
+
+    results = tmp_path / "results"
+    results.mkdir()
+    (results / f"{name}.json").write_text(done.stdout, encoding="utf-8")
+    page = tmp_path / "measured.md"
+    table = [sys.executable, str(ROOT / "benchmarks" / "_table.py"), str(results), str(page)]
+    subprocess.run(table, check=True, stdout=subprocess.DEVNULL)
+    for key in RATIOS[name]:
+        assert f"| `{name}` | {key} |" in page.read_text(encoding="utf-8")
+
+
+def test_a_ratio_is_formed_turn_by_turn() -> None:
+    """A machine that gets ten times slower half-way changes both sides, and not their ratio; bounds are strict."""
+    found = paired_ratio([2.0, 2.2, 20.0, 22.0], [1.0, 1.1, 10.0, 11.0], bound=2.5)
+    assert (found.low, found.median, found.high) == pytest.approx((2.0, 2.0, 2.0))
+    assert found.holds is True
+    assert paired_ratio([1.0, 1.0, 4.0], [1.0, 1.0, 1.0], bound=2.0).holds is False, "the interval reaches above"
+    assert Ratio(1.005, 0.99, 1.02, 1.0).holds is True
+    assert Ratio(1.015, 1.01, 1.02, 1.0).holds is False, "slower for sure"
+    assert Ratio(1.0, 0.9, 1.1, 1.0).holds is False, "too uncertain to say"
+    assert Ratio(3.0, 2.0, 4.0).holds is None
+
+
+def test_sides_take_turns_in_changing_order() -> None:
+    """A B B A A B, the first of them discarded."""
+    order: list[str] = []
+
+    def turn(side: str) -> float:
+        order.append(side)
+        return float(len(order))
+
+    taken = take_turns({"A": partial(turn, "A"), "B": partial(turn, "B")}, 2, warm_up=1)
+    assert order == ["A", "B", "B", "A", "A", "B"]
+    assert taken == {"A": [4.0, 5.0], "B": [3.0, 6.0]}

@@ -1,0 +1,374 @@
+"""The documentation and the code say the same: parity of the reference, and every example is tried."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import doctest
+import functools
+import importlib
+import os
+import re
+import shlex
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import fairlead
+from docs.gen_reference import PARTS, expand, first_party_plugins, models
+from fairlead import yaml
+from fairlead.axes import AXIS_PLUGINS
+from fairlead.config import JobConfig
+from fairlead.findings import CODES
+from fairlead.first_party import FIRST_PARTY
+from fairlead.hookspecs import HookSpecs
+from fairlead.plugins import PluginManager
+from fairlead.run.fingerprints import MAY_CHANGE
+from fairlead.testing import FakeEntryPoint, write_dist
+
+ROOT = Path(__file__).parent.parent
+DOCS = ROOT / "docs"
+PAGES = sorted(
+    [ROOT / "README.md", *DOCS.rglob("*.md"), *ROOT.glob("packages/*/README.md"), *ROOT.glob("examples/**/README.md")]
+)
+FENCE = re.compile(r"^```(\w+)(?: title=\"([^\"]+)\")?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+OF_ANY_COMMAND = {"--debug", "--help"}
+NOT_YET = {"submit"}  # named in the docs as missing
+
+
+@dataclass(frozen=True)
+class Block:
+    """One fenced block of a page."""
+
+    page: Path
+    language: str
+    title: str | None
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.page.relative_to(ROOT)}: {self.title or self.text.splitlines()[0]}"
+
+
+def blocks(*languages: str, pages: list[Path] = PAGES) -> list[Block]:
+    found = [Block(page, *match) for page in pages for match in FENCE.findall(page.read_text(encoding="utf-8"))]
+    return [block for block in found if block.language in languages]
+
+
+@functools.cache
+def ours() -> PluginManager:
+    return first_party_plugins()
+
+
+@functools.cache
+def page(name: str) -> str:
+    return expand((DOCS / name).read_text(encoding="utf-8"))
+
+
+# -- parity of the reference (rule 8)
+
+
+def test_every_hook_is_documented() -> None:
+    text = page("write-a-plugin.md")
+    hooks = [name for name in vars(HookSpecs) if name.startswith("fairlead_")]
+    assert hooks
+    assert [name for name in hooks if f"### {name}\n" not in text or not getattr(HookSpecs, name).__doc__] == []
+
+
+@pytest.mark.parametrize("name", ours().names("command"))
+def test_every_command_and_option_is_documented(name: str) -> None:
+    text = page("reference/cli.md")
+    section = text.partition(f"### fairlead {name}\n")[2].partition("\n### ")[0]
+    options = [option for action in parser_of(name)._actions for option in action.option_strings]
+    assert section
+    assert [option for option in options if option not in {"-h", "--help"} and f"`{option}" not in section] == []
+    assert [action.dest for action in parser_of(name)._actions if not action.help] == []
+
+
+def test_every_config_field_is_documented() -> None:
+    """Each has a description in its source, and stands in a table with it."""
+    text = page("reference/job.md") + page("reference/plugins.md")
+    undescribed, absent = [], []
+    for place, model in models().items():
+        for name, field in model.model_fields.items():
+            if name == "name" and "." in place:
+                continue  # the tag
+            undescribed += [] if field.description else [f"{place}: {name}"]
+            absent += [] if f"| `{field.alias or name}` |" in text else [f"{place}: {name}"]
+    assert (undescribed, absent) == ([], [])
+
+
+def test_every_plugin_preset_and_alias_is_documented() -> None:
+    text, migrating = page("reference/plugins.md"), page("migrating.md")
+    manager = ours()
+    names = [key.split(".") for key in FIRST_PARTY if not key.startswith("command.")]
+    assert [n for axis, n in names if f"### {axis}: {n} " not in text and f"- `{n}` is " not in text] == []
+    aliases = {alias for axis, name in names for alias in manager.get(axis, name).aliases}
+    assert [alias for alias in aliases if f"| `{alias}` |" not in migrating] == []
+
+
+def test_every_finding_code_is_documented() -> None:
+    """Those that the tables list, and those that the sources make."""
+    text = page("reference/findings.md")
+    manager = ours()
+    listed = set(CODES)
+    for axis in AXIS_PLUGINS:
+        for plugin in manager.distinct(axis).values() if axis != "command" else ():
+            listed |= set(plugin.codes)
+    made = {code for source in ROOT.glob("packages/*/src/**/*.py") for code in codes_made_in(source)}
+    assert len(made) > 20
+    assert made - listed == set()
+    assert [code for code in listed if f"| `{code}` |" not in text] == []
+
+
+def codes_made_in(source: Path) -> Iterator[str]:
+    """The codes that are written in calls of `Finding(severity, code, ...)`."""
+    for node in ast.walk(ast.parse(source.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Call) and getattr(node.func, "id", getattr(node.func, "attr", "")) == "Finding":
+            code = node.args[1] if len(node.args) > 1 else None
+            if isinstance(code, ast.Constant) and isinstance(code.value, str):
+                yield code.value
+
+
+def test_every_environment_variable_of_ours_is_documented() -> None:
+    sources = [path.read_text(encoding="utf-8") for path in ROOT.glob("packages/*/src/**/*.py")]
+    variables = {name for text in sources for name in re.findall(r"\"(FAIRLEAD_[A-Z_]+)\"", text)}
+    assert variables
+    assert [name for name in variables if f"`{name}`" not in page("reference/cli.md")] == []
+
+
+def test_every_public_name_is_documented() -> None:
+    text = page("reference/python.md")
+    documented = {line.split(".")[-1] for line in text.splitlines() if line.startswith("::: ")}
+    assert set(fairlead.__all__) - documented == {"__version__"}
+
+
+def test_what_may_change_in_a_run_is_documented() -> None:
+    assert [path for path in MAY_CHANGE if f"| `{path}` |" not in page("reference/run-directory.md")] == []
+
+
+def test_every_generated_part_is_used() -> None:
+    """A part that no page shows is not documentation."""
+    text = "".join(path.read_text(encoding="utf-8") for path in DOCS.rglob("*.md"))
+    assert [name for name in PARTS if f"<!-- generated: {name} -->" not in text] == []
+
+
+# -- what the pages show
+
+
+@functools.cache
+def plugins_of_the_pages() -> PluginManager:
+    """Ours, and the example that one page writes."""
+    sys.path.insert(0, str(ROOT / "examples/plugins/localsgd/src"))
+    try:
+        example = importlib.import_module("fairlead_localsgd.plugin").localsgd
+    finally:
+        del sys.path[0]
+    points = [ours()._points[f"{axis}.{name}"] for axis, name in (k.split(".") for k in FIRST_PARTY)]
+    return PluginManager([*points, FakeEntryPoint("strategy.localsgd", example)])
+
+
+@pytest.mark.parametrize("block", blocks("yaml"), ids=str)
+def test_yaml_is_a_job(block: Block) -> None:
+    """A whole job, or sections of one."""
+    data = yaml.load(block.text, source=str(block)).data
+    assert isinstance(data, dict)
+    JobConfig.model_validate({"model": "a.model:Net", **data}, context={"plugins": plugins_of_the_pages()})
+
+
+@pytest.mark.parametrize("block", blocks("python"), ids=str)
+def test_python_parses(block: Block) -> None:
+    ast.parse(block.text)
+
+
+def test_the_page_on_plugins_shows_the_example() -> None:
+    """Whole files: what the page shows is what is installed and run."""
+    shown = [b for b in blocks("python", "toml", pages=[DOCS / "write-a-plugin.md"]) if b.title]
+    assert len(shown) == 5
+    example = ROOT / "examples/plugins/localsgd"
+    assert [b.title for b in shown if b.text.strip() != (example / str(b.title)).read_text("utf-8").strip()] == []
+
+
+@pytest.mark.slow
+def test_the_plugin_of_the_page_conforms(tmp_path: Path) -> None:
+    """The code of the page, installed as a distribution, passes the suite that the page names."""
+    shown = {str(b.title): b.text for b in blocks("python", "toml", pages=[DOCS / "write-a-plugin.md"]) if b.title}
+    project = tomllib.loads(shown["pyproject.toml"])["project"]
+    made = write_dist(
+        tmp_path / "site",
+        project["name"],
+        version=project["version"],
+        requires=project["dependencies"],
+        entry_points=project["entry-points"]["fairlead"],
+        files={title.removeprefix("src/"): text for title, text in shown.items() if title.startswith("src/")},
+    )
+    test = tmp_path / "test_page.py"
+    test.write_text(shown["tests/test_localsgd.py"], encoding="utf-8")
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(test)],
+        cwd=tmp_path,
+        env={**plain_environ(tmp_path), "PYTHONPATH": str(made.path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.search(r"\d+ passed", done.stdout)
+
+
+def parser_of(name: str) -> argparse.ArgumentParser:
+    command = ours().command(name)
+    parser = argparse.ArgumentParser(prog=name, allow_abbrev=False, exit_on_error=False)
+    module, _, function = command.arguments.partition(":")
+    getattr(importlib.import_module(module), function)(parser)
+    return parser
+
+
+def calls() -> Iterator[tuple[str, list[str], bool]]:
+    """Every `fairlead ...` of a page: where, its words, and whether it is a whole call."""
+    for each in PAGES:
+        text = each.read_text(encoding="utf-8")
+        whole = "\n".join(match[2] for match in FENCE.findall(text) if match[0] == "sh")
+        shown = re.findall(r"^\$ (.*)$", text, re.MULTILINE)
+        for line in [*whole.splitlines(), *shown]:
+            if found := re.search(r"(?:^|[\s])fairlead (?=[a-z])(.*)", line):
+                yield each.name, shlex.split(found[1], comments=True), True
+        for code in re.findall(r"`([^`]+)`", FENCE.sub("", text)):
+            if found := re.search(r"(?:^|\s)fairlead (?=[a-z])(.*)", code, re.DOTALL):
+                yield each.name, shlex.split(found[1]), False
+
+
+def test_every_command_in_the_pages_exists() -> None:
+    """A command line of a block parses; an inline one names a command and options that exist."""
+    known = ours().names("command")
+    wrong, seen = [], 0
+    for where, (name, *words), whole in calls():
+        words = [word for word in words if word not in OF_ANY_COMMAND]
+        if name in NOT_YET or "pip" in words:
+            continue
+        seen += 1
+        if name not in known:
+            wrong.append(f"{where}: no command {name}")
+            continue
+        parser = parser_of(name)
+        try:
+            if whole:
+                parser.parse_args(words)
+            unknown = [w for w in words if w.startswith("--") and w.split("=")[0] not in parser._option_string_actions]
+        except (argparse.ArgumentError, SystemExit) as error:
+            unknown = [str(error)]
+        wrong += [f"{where}: fairlead {name}: {problem}" for problem in unknown]
+    assert wrong == []
+    assert seen > 40
+
+
+def test_extras_and_sessions_in_the_pages_exist() -> None:
+    text = "".join(each.read_text(encoding="utf-8") for each in [*PAGES, ROOT / "CONTRIBUTING.md"])
+    core = tomllib.loads((ROOT / "packages/core/pyproject.toml").read_text(encoding="utf-8"))["project"]
+    extras = {extra for group in re.findall(r"fairlead\[([a-z][a-z,-]*)\]", text) for extra in group.split(",")}
+    assert extras - set(core["optional-dependencies"]) == set()
+    sessions = {name for names in re.findall(r"nox -s ([\w ]+)", text) for name in names.split()[:1]}
+    assert {s for s in sessions if f"\ndef {s}(" not in (ROOT / "noxfile.py").read_text(encoding="utf-8")} == set()
+
+
+def test_links_between_files_resolve() -> None:
+    """Those of the site are mkdocs's to check, with their anchors; the READMEs' are not."""
+    broken = []
+    for each in PAGES:
+        for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", FENCE.sub("", each.read_text(encoding="utf-8"))):
+            made = target.endswith("measured.md")  # `nox -s bench` writes it
+            if "://" not in target and not made and not (each.parent / target).exists():
+                broken.append(f"{each.relative_to(ROOT)}: {target}")
+    assert broken == []
+
+
+# -- the README's commands, and the output that pages show
+
+
+def test_the_readmes_commands_are_those_that_are_run() -> None:
+    """The test command is CI's; both commands are one line, and the first trains the example."""
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    commands = [line for line in readme.splitlines() if line.startswith("python3.11 -m venv")]
+    demo, test = commands
+    in_ci = [line.split(" # ")[0].strip() for line in (ROOT / ".ci/run").read_text(encoding="utf-8").splitlines()]
+    assert test in in_ci
+    assert test in (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8").splitlines()
+    assert demo.removesuffix("-s demo") == test.removesuffix("-j 2")
+    noxfile = (ROOT / "noxfile.py").read_text(encoding="utf-8")
+    assert '"fairlead", "fit", "examples/gpt/job.yaml"' in noxfile.partition("def demo(")[2].partition("@nox")[0]
+
+
+def plain_environ(home: Path) -> dict[str, str]:
+    """No launcher and no scheduler: what the pages assume."""
+    return {"PATH": os.environ["PATH"], "HOME": str(home)}
+
+
+def transcript(text: str) -> list[tuple[str, str]]:
+    """(command, what it prints) of a console block."""
+    parts = re.split(r"^\$ (.*)\n", text, flags=re.MULTILINE)
+    return list(zip(parts[1::2], parts[2::2], strict=True))
+
+
+def project(folder: Path, source: Path, **changes: str) -> None:
+    """The files that a page shows, in a folder; the tutorial's code is every page's."""
+    for block in blocks("python", "yaml", "sh", pages=[DOCS / "tutorial.md", source]):
+        if block.title:
+            text = block.text
+            for old, new in changes.items():
+                text = text.replace(old, new)
+            (folder / block.title).write_text(text, encoding="utf-8")
+
+
+def try_transcripts(folder: Path, source: Path) -> None:
+    checker, tried = doctest.OutputChecker(), 0
+    for block in blocks("console", pages=[source]):
+        for command, want in transcript(block.text):
+            words = shlex.split(command)
+            assert words[0] == "fairlead"
+            done = subprocess.run(
+                [sys.executable, "-m", *words],
+                cwd=folder,
+                env=plain_environ(folder),
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                check=False,
+            )
+            flags = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+            assert checker.check_output(want, done.stdout, flags), f"$ {command}\nshown:\n{want}\nreal:\n{done.stdout}"
+            assert done.returncode == (2 if "error[" in want else 0)
+            tried += 1
+    assert tried
+
+
+def test_the_readme_shows_what_check_says_of_a_typo(tmp_path: Path) -> None:
+    """`layres` for `layers` (the README's first screen)."""
+    project(tmp_path, ROOT / "README.md", layers="layres")
+    (tmp_path / "net.py").write_text(
+        next(b.text for b in blocks("python", pages=[DOCS / "tutorial.md"]) if b.title == "net.py"), encoding="utf-8"
+    )
+    try_transcripts(tmp_path, ROOT / "README.md")
+
+
+def test_the_sweep_page_shows_what_is_printed(tmp_path: Path) -> None:
+    project(tmp_path, DOCS / "how-to/sweep.md")
+    try_transcripts(tmp_path, DOCS / "how-to/sweep.md")
+
+
+@pytest.mark.slow
+def test_the_tutorial_works_as_shown(tmp_path: Path) -> None:
+    """From the first check to a run that goes on, in two processes."""
+    project(tmp_path, DOCS / "tutorial.md")
+    try_transcripts(tmp_path, DOCS / "tutorial.md")
+
+
+def test_examples_in_titles_are_unique() -> None:
+    """Two files of one name on a page would overwrite each other unseen."""
+    for each in PAGES:
+        titles: list[Any] = [b.title for b in blocks("python", "yaml", "toml", "sh", pages=[each]) if b.title]
+        assert len(titles) == len(set(titles)), each

@@ -1,0 +1,189 @@
+"""`fairlead fit`, `validate`, `test` and `predict`, as a user runs them: the console script, two processes, real data."""
+
+from __future__ import annotations
+
+import csv
+import json
+import shutil
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from integration_tests.jobs import JOB, Call, changed, dedent, events, fairlead, names, repository, start, tree
+
+from fairlead.commit import list_checkpoints
+
+pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).parent.parent
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """The GPT of the examples after a fit."""
+
+    cwd: Path
+    job: Path
+    call: Call
+
+    @property
+    def run(self) -> Path:
+        return self.cwd / "runs" / "gpt-tiny"
+
+
+@pytest.fixture(scope="module")
+def gpt(tmp_path_factory: pytest.TempPathFactory) -> Fitted:
+    cwd = tmp_path_factory.mktemp("gpt")
+    job = ROOT / "examples" / "gpt" / "tiny.yaml"
+    return Fitted(cwd, job, fairlead("fit", str(job), cwd=cwd))
+
+
+def steps(run: Path, column: str) -> list[int]:
+    with (run / "metrics.csv").open(newline="") as file:
+        return [int(row["step"]) for row in csv.DictReader(file) if row[column]]
+
+
+def test_fit_trains_in_two_processes_and_says_how_it_goes(gpt: Fitted) -> None:
+    assert gpt.call.code == 0, gpt.call.text
+    lines = gpt.call.out.splitlines()
+    assert any(line.startswith("step ") and "loss" in line for line in lines)
+    closing = {line.split()[0]: line for line in lines if line[:1].isalpha()}
+    assert "6 steps" in closing["done"]
+    assert "samples/s" in closing["speed"]
+    assert "val/loss" in closing["best"]
+    assert "step-00000006" in closing["checkpoint"]
+    assert "runs/gpt-tiny" in closing["run"]
+    assert gpt.call.err == ""
+    start = events(gpt.run)[0]
+    assert (start["event"], start["world_size"], start["resumed_from"]) == ("start", 2, None)
+
+
+def test_the_run_directory_holds_what_the_contract_says(gpt: Fitted) -> None:
+    run = gpt.run
+    assert (run / "job.yaml").read_text()
+    for name in ("resolution.json", "provenance.json"):
+        assert json.loads((run / "starts" / "1" / name).read_text())
+    assert names(run)[-1] == "finished"
+    assert (run / "logs" / "rank-00001.log").exists()
+    assert list((run / "heartbeats").iterdir())
+    assert (run / "loss.png").read_bytes().startswith(b"\x89PNG")
+    checkpoints = list_checkpoints(run / "checkpoints")
+    assert checkpoints[-1].step == 6
+    newest = (run / "checkpoints" / "latest").read_text()
+    assert checkpoints[-1].path.name in newest
+    for checkpoint in checkpoints:
+        manifest = json.loads((checkpoint.path / "manifest.json").read_text())
+        assert manifest["files"].keys() >= {"state.ckpt", "rank-00000.pt", "rank-00001.pt"}
+
+
+def test_metrics_hold_each_step_once(gpt: Fitted) -> None:
+    trained = steps(gpt.run, "train/loss")
+    assert trained == sorted(set(trained))
+    assert len(trained) == 6
+    assert len(set(steps(gpt.run, "val/loss"))) == len(steps(gpt.run, "val/loss")) == 2
+
+
+def test_a_finished_run_says_so_and_more_steps_go_on_from_there(gpt: Fitted, tmp_path: Path) -> None:
+    shutil.copytree(gpt.run, tmp_path / "runs" / "gpt-tiny")
+    run = tmp_path / "runs" / "gpt-tiny"
+    before = tree(tmp_path)
+    again = fairlead("fit", str(gpt.job), cwd=tmp_path)
+    assert again.code == 0, again.text
+    assert "is finished" in again.text
+    assert tree(tmp_path) == before
+
+    more = fairlead("fit", str(gpt.job), "--set", "trainer.max_steps=9", cwd=tmp_path)
+    assert more.code == 0, more.text
+    assert "goes on from" in more.out
+    assert "3 of them in this start" in more.out
+    trained = steps(run, "train/loss")
+    assert trained == sorted(set(trained))
+    assert len(trained) == 9
+    assert [event["start"] for event in events(run) if event["event"] == "start"] == [1, 2]
+
+
+def test_validate_takes_the_weights_that_it_is_told_to(gpt: Fitted) -> None:
+    before = tree(gpt.cwd)
+    values = []
+    for words in ((), ("--resume", "auto"), ("--resume", "runs/gpt-tiny/checkpoints/step-00000006")):
+        call = fairlead("validate", str(gpt.job), *words, cwd=gpt.cwd)
+        assert call.code == 0, call.text
+        values.append(dict(line.split() for line in call.out.splitlines() if line.startswith("val/")))
+    fresh, trained, named = (float(value["val/loss"]) for value in values)
+    assert trained == named < fresh
+    assert tree(gpt.cwd) == before
+
+
+def test_test_and_predict_in_a_repository_of_the_users(tmp_path: Path) -> None:
+    job = str(repository(tmp_path / "repo"))
+    tested = fairlead("test", job, cwd=tmp_path)
+    assert tested.code == 0, tested.text
+    assert tested.out.split()[0] == "test/loss"
+
+    predicted = fairlead("predict", job, cwd=tmp_path)
+    assert predicted.code == 0, predicted.text
+    folder = tmp_path / "runs" / "small" / "predictions-1"
+    assert str(folder) in predicted.out
+    seen = []
+    for rank in (0, 1):
+        part = torch.load(folder / f"rank-{rank:05d}.pt", weights_only=True)
+        assert sum(len(batch) for batch in part["predictions"]) == 32
+        seen += [index for loader in part["indices"] for batch in loader for index in batch]
+    assert sorted(seen) == list(range(64))
+
+    elsewhere = fairlead("predict", job, "--output", "there", "--set", "trainer.devices=1", cwd=tmp_path)
+    assert elsewhere.code == 0, elsewhere.text
+    assert [path.name for path in (tmp_path / "there").iterdir()] == ["rank-00000.pt"]
+    again = fairlead("predict", job, "--output", "there", "--set", "trainer.devices=1", cwd=tmp_path)
+    assert again.code == 2
+    assert "not empty" in again.err
+    # Predictions that came first are no obstacle to the run.
+    assert fairlead("fit", job, "--set", "trainer.devices=1", cwd=tmp_path).code == 0
+
+
+def test_run_code_names_the_folder_of_the_users_code(tmp_path: Path) -> None:
+    job = repository(tmp_path / "repo", mark=".git")
+    (tmp_path / "elsewhere").mkdir()
+    moved = tmp_path / "elsewhere" / "job.yaml"
+    moved.write_text(job.read_text())
+    lost = fairlead("fit", str(moved), cwd=tmp_path)
+    assert lost.code == 2
+    assert "mine" in lost.err
+    assert "run.code" in lost.err or "looked in" in lost.err
+    found = fairlead("fit", str(moved), "--set", "run.code=../repo", cwd=tmp_path)
+    assert found.code == 0, found.text
+
+
+def test_a_job_may_be_a_function_in_a_module(tmp_path: Path) -> None:
+    repository(tmp_path / "repo")
+    module = f"""
+        from fairlead import JobConfig
+
+        def job():
+            return JobConfig.model_validate({changed(JOB, trainer={"devices": 1})!r})
+        """
+    (tmp_path / "repo" / "mine" / "jobs.py").write_text(dedent(module))
+    call = fairlead("fit", "mine.jobs:job", cwd=tmp_path / "repo")
+    assert call.code == 0, call.text
+    assert names(tmp_path / "repo" / "runs" / "small")[-1] == "finished"
+
+
+def test_torchrun_starts_the_ranks_as_well(tmp_path: Path) -> None:
+    job = repository(tmp_path / "repo")
+    torchrun = (sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--rdzv_backend=c10d")
+    words = ("--rdzv_endpoint=127.0.0.1:0", "-m", "fairlead", "fit", str(job))
+    call = fairlead(*words, cwd=tmp_path, command=torchrun)
+    assert call.code == 0, call.text
+    assert call.out.count("done ") == 1
+    start = events(tmp_path / "runs" / "small")[0]
+    assert start["world_size"] == 2
+    assert not [name for name in names(tmp_path / "runs" / "small") if name == "failed"]
+
+
+def test_two_jobs_at_once_on_one_machine_do_not_take_each_others_port(tmp_path: Path) -> None:
+    job = str(repository(tmp_path / "repo"))
+    running = [start("fit", job, "--set", f"run.name=job-{n}", cwd=tmp_path) for n in (1, 2)]
+    for call in [one.end() for one in running]:
+        assert call.code == 0, call.text

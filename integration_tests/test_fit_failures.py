@@ -1,0 +1,175 @@
+"""A rank that dies takes the others down, and says why; a run that was stopped or has failed goes on afterwards."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from integration_tests.jobs import Running, events, fairlead, names, repository, start
+
+from fairlead.run import state
+
+pytestmark = pytest.mark.slow
+
+SLOW = ("--set", "trainer.max_steps=100000", "--set", "model.args.delay=0.02", "--set", "trainer.max_epochs=-1")
+
+
+def training(tmp_path: Path, *words: str) -> Running:
+    """A fit that has written its first checkpoint and has no end."""
+    running = start("fit", str(repository(tmp_path / "repo")), *SLOW, *words, cwd=tmp_path)
+    running.until(lambda: "checkpoint" in names(tmp_path / "runs" / "small"), "the first checkpoint")
+    return running
+
+
+
+@pytest.mark.parametrize(
+    ("trouble", "first", "says"),
+    [
+        ("raise:1:3", 1, "ValueError: no luck in the step"),
+        ("kill:0:3", 0, "was killed by SIGKILL"),
+        ("exit:1:3", 1, "ended with exit code 7"),
+        ("hang:1:3 raise:0:3", 0, "ValueError: no luck in the step"),
+        ("segfault:1:3", 1, "mine/model.py"),
+        ("validation:1:0", 1, "ValueError: no luck in validation"),
+        ("worker:1:0", 1, "no luck in the worker"),
+    ],
+)
+def test_a_rank_that_dies_is_named_and_takes_the_others_along(
+    tmp_path: Path, trouble: str, first: int, says: str
+) -> None:
+    job = repository(tmp_path / "repo")
+    words = ("fit", str(job), "--set", "data.args.workers=1", "--set", "trainer.val_check_interval=4")
+    failed = fairlead(*words, cwd=tmp_path, environ={"FAIL": trouble})
+    run = tmp_path / "runs" / "small"
+    assert failed.code == 1
+    assert failed.err.lstrip().startswith(f"error: rank {first} of 2 "), failed.err
+    assert says in failed.err
+    assert "the other ranks" in failed.err
+    # Only the user's own frames, and at most one of the library that raised.
+    assert failed.err.count("site-packages") <= 1 or "segfault" in trouble
+    assert "failed" in names(run)
+    assert state(run).state == "failed"
+    assert not (run / ".lock").exists() or state(run).owner is None
+
+
+@pytest.mark.parametrize("trouble", ["raise:1:3", "kill:0:3"])
+def test_a_run_that_failed_goes_on_from_its_last_checkpoint(tmp_path: Path, trouble: str) -> None:
+    job = str(repository(tmp_path / "repo"))
+    run = tmp_path / "runs" / "small"
+    assert fairlead("fit", job, cwd=tmp_path, environ={"FAIL": trouble}).code == 1
+    saved = [event["step"] for event in events(run) if event["event"] == "checkpoint"]
+    resumed = fairlead("fit", job, cwd=tmp_path)
+    assert resumed.code == 0, resumed.text
+    starts = [event for event in events(run) if event["event"] == "start"]
+    assert f"step-{max(saved):08d}" in starts[-1]["resumed_from"]
+    assert (events(run)[-1]["event"], events(run)[-1]["step"]) == ("finished", 8)
+
+
+def test_what_fails_before_the_run_begins_writes_nothing(tmp_path: Path) -> None:
+    job = repository(tmp_path / "repo")
+    for trouble, says in (
+        ("import:1:0", "no luck at import"),
+        ("init:0:0 init:1:0", "no luck in __init__"),
+    ):
+        failed = fairlead("fit", str(job), cwd=tmp_path, environ={"FAIL": trouble})
+        assert failed.code == 2
+        assert says in failed.err
+        assert failed.err.count("error: ") == 1
+        assert "mine/model.py" in failed.err
+        assert "site-packages" not in failed.err
+        assert ("rank:  1 of 2" in failed.err) == ("0:0" not in trouble)  # named where not all say the same
+        assert not (tmp_path / "runs").exists()
+
+
+def test_setup_that_raises_fails_the_run(tmp_path: Path) -> None:
+    failed = fairlead("fit", str(repository(tmp_path / "repo")), cwd=tmp_path, environ={"FAIL": "setup:1:0"})
+    assert failed.code == 1
+    assert failed.err.lstrip().startswith("error: rank 1 of 2 failed"), failed.err
+    assert "no luck in setup" in failed.err
+    assert "failed" in names(tmp_path / "runs" / "small")
+
+
+def test_sigterm_saves_on_all_ranks_together_and_exits_143(tmp_path: Path) -> None:
+    running = training(tmp_path, "--set", "trainer.checkpoint.every_n_steps=1000")
+    run = tmp_path / "runs" / "small"
+    os.kill(running.process.pid, signal.SIGTERM)
+    ended = running.end()
+    assert ended.code == 143, ended.text
+    assert "everything is saved" in ended.err
+    assert "Traceback" not in ended.err
+    last = [event for event in events(run) if event["event"] in ("checkpoint", "stop")]
+    assert {event["event"] for event in last[-2:]} == {"checkpoint", "stop"}
+    steps = {event["step"] for event in last[-2:]}
+    assert len(steps) == 1
+    assert "failed" not in names(run)
+
+    stop = steps.pop() + 1
+    words = ("--set", f"trainer.max_steps={stop}", "--set", "trainer.checkpoint.every_n_steps=1000")
+    resumed = fairlead("fit", str(tmp_path / "repo/jobs/job.yaml"), *SLOW, *words, cwd=tmp_path)
+    assert resumed.code == 0, resumed.text
+    assert events(run)[-1]["step"] == stop
+
+
+def test_ctrl_c_saves_and_exits_130_without_a_traceback(tmp_path: Path) -> None:
+    running = training(tmp_path)
+    os.killpg(running.process.pid, signal.SIGINT)  # as a terminal does
+    ended = running.end()
+    assert ended.code == 130, ended.text
+    assert "stopped by Ctrl-C" in ended.err
+    assert "Traceback" not in ended.text
+    assert "failed" not in names(tmp_path / "runs" / "small")
+
+
+def test_asked_twice_it_ends_at_once(tmp_path: Path) -> None:
+    """The first Ctrl-C waits for the step, which may never end."""
+    environ = {"FAIL": "hang:1:3"}
+    running = start("fit", str(repository(tmp_path / "repo")), *SLOW, cwd=tmp_path, environ=environ)
+    running.until((tmp_path / "hanging").exists, "rank 1 hangs")
+
+    def impatient() -> bool:
+        os.killpg(running.process.pid, signal.SIGINT)
+        time.sleep(0.3)
+        return running.process.poll() is not None
+
+    while not impatient():
+        pass
+    ended = running.end()
+    assert ended.code == 1  # not everything was saved
+    assert "Traceback" not in ended.text
+    assert "failed" in names(tmp_path / "runs" / "small")
+
+
+def test_a_killed_supervisor_takes_its_ranks_along(tmp_path: Path) -> None:
+    running = training(tmp_path, "--set", "data.args.workers=1")
+    os.kill(running.process.pid, signal.SIGKILL)
+    ended = running.end()  # fails when a process is left
+    assert ended.code == -signal.SIGKILL
+    words = ("--set", "trainer.max_steps=8")
+    job = str(tmp_path / "repo/jobs/job.yaml")
+    resumed = fairlead("fit", job, *SLOW, *words, "--set", "data.args.workers=1", cwd=tmp_path)
+    assert resumed.code == 0, resumed.text
+    assert "goes on from" in resumed.out
+
+
+def test_one_process_fails_and_stops_as_several_do(tmp_path: Path) -> None:
+    job = repository(tmp_path / "repo")
+    alone = ("fit", str(job), "--set", "trainer.devices=1")
+    failed = fairlead(*alone, cwd=tmp_path, environ={"FAIL": "raise:0:3"})
+    assert failed.code == 1
+    assert "no luck in the step" in failed.err
+    assert "site-packages" not in failed.err
+    assert state(tmp_path / "runs" / "small").state == "failed"
+
+    for signum, code in ((signal.SIGTERM, 143), (signal.SIGINT, 130)):
+        name = f"alone-{code}"
+        running = start(*alone, *SLOW, "--set", f"run.name={name}", cwd=tmp_path)
+        run = tmp_path / "runs" / name
+        running.until(lambda run=run: "checkpoint" in names(run), "the first checkpoint")  # type: ignore[misc]
+        os.kill(running.process.pid, signum)
+        ended = running.end()
+        assert ended.code == code, ended.text
+        assert "Traceback" not in ended.text
+        assert state(run).state == "stopped"

@@ -1,0 +1,137 @@
+"""What a rank tells its supervisor, through a pipe: where the run is, and how it failed."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Final
+
+__all__ = ["ALIVE_FD", "REPORT_FD", "Announcement", "Report", "keep_log", "read_messages", "send_report", "watch_supervisor"]
+
+REPORT_FD: Final = "FAIRLEAD_REPORT_FD"
+ALIVE_FD: Final = "FAIRLEAD_ALIVE_FD"
+
+_LONGEST: Final = 8_000
+"""Characters of an error: a message has to fit into the pipe, which nobody empties before the rank has ended."""
+_SECONDARY: Final = (
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Connection refused",
+    "Broken pipe",
+    "gloo/transport",
+    "ncclRemoteError",
+    "ncclSystemError",
+    "DistBackendError",
+    "DistNetworkError",
+    "went away while rank",
+)
+"""What a rank says when another one has gone."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a rank says of its own failure.
+
+    Args:
+        rank: Its global rank.
+        time: When, seconds since the epoch.
+        text: The error as it is shown to the user.
+        exit_code: The exit code that it means.
+    """
+
+    rank: int
+    time: float
+    text: str
+    exit_code: int
+
+    @property
+    def secondary(self) -> bool:
+        """Whether it only says that another rank went away."""
+        return any(word in self.text for word in _SECONDARY)
+
+
+@dataclass(frozen=True)
+class Announcement:
+    """Where the run of a rank is, once it is known.
+
+    Args:
+        run: The run directory.
+        log: The file that has the rank's output from now on, or None: the terminal.
+    """
+
+    run: str
+    log: str | None
+
+
+def send_report(environ: Mapping[str, str], text: str, exit_code: int) -> bool:
+    """Reports a failure to the supervisor; False when there is none, and the caller prints it itself."""
+    if len(text) > _LONGEST:  # its ends matter: the user's own frame, and what was raised
+        text = f"{text[: _LONGEST // 2]}\n[...]\n{text[-_LONGEST // 2 :]}"
+    return _send(environ, Report(int(environ.get("RANK", "0")), time.time(), text, exit_code))
+
+
+def keep_log(environ: Mapping[str, str], folder: Path) -> None:
+    """Lets the output of a rank other than the first go to `rank-00001.log` from now on.
+
+    Until the run directory is known it goes to a temporary file of the supervisor.  Rank 0 keeps
+    the terminal.
+    """
+    if REPORT_FD not in environ:
+        return
+    rank = int(environ.get("RANK", "0"))
+    path = folder / f"rank-{rank:05d}.log" if rank > 0 else None
+    if path is not None:
+        folder.mkdir(parents=True, exist_ok=True)
+        log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        os.close(log)
+    _send(environ, Announcement(str(folder.parent), str(path) if path is not None else None))
+
+
+def watch_supervisor(environ: Mapping[str, str]) -> None:
+    """Ends this rank, and what it has started, when its supervisor is gone, however that died; returns at once."""
+    if ALIVE_FD not in environ:
+        return
+    fd = int(environ[ALIVE_FD])
+
+    def wait() -> None:
+        while os.read(fd, 1):
+            pass  # nothing is ever written: the read returns when the other end is closed
+        if os.getpgid(0) == os.getpid():
+            os.killpg(0, signal.SIGKILL)
+        os._exit(1)
+
+    threading.Thread(target=wait, name="fairlead-supervisor-watch", daemon=True).start()
+
+
+def read_messages(fd: int) -> list[Report | Announcement]:
+    """What a rank has sent so far, in order; never waits."""
+    data = b""
+    with contextlib.suppress(BlockingIOError):
+        while chunk := os.read(fd, 65536):
+            data += chunk
+    messages: list[Report | Announcement] = []
+    for line in data.split(b"\n")[:-1]:  # a rank may have been killed while it wrote the last one
+        kind, fields = json.loads(line)
+        messages.append(Report(**fields) if kind == "Report" else Announcement(**fields))
+    return messages
+
+
+def _send(environ: Mapping[str, str], message: Report | Announcement) -> bool:
+    if REPORT_FD not in environ:
+        return False
+    data = json.dumps([type(message).__name__, asdict(message)]).encode() + b"\n"
+    with contextlib.suppress(OSError):  # the supervisor has gone: nobody is left to tell
+        os.write(int(environ[REPORT_FD]), data)
+    return True

@@ -1,0 +1,155 @@
+"""How a run on this machine ended, from how its ranks ended: what is shown, the history, the exit code."""
+
+from __future__ import annotations
+
+import itertools
+import signal
+import site
+import sysconfig
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+from fairlead.errors import RunDirectoryError, RunFailedError
+from fairlead.run import History, read_history
+from fairlead_lightning.reports import Announcement, Report
+
+__all__ = ["Ended", "verdict"]
+
+NOT_BEGUN = "stopped by SIGTERM before it began; nothing was lost"
+_STOPPED_AS_ASKED = {0, 75, 128 + signal.SIGTERM, -signal.SIGTERM}
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How one rank ended.
+
+    Args:
+        rank: Its global rank.
+        pid: Its process.
+        code: The exit code; negative: the signal that killed it.
+        time: When, seconds since the epoch.
+        report: What it said of its failure.
+        announced: Where its run is.
+        output: The last lines that it wrote before it had a log.
+        stopped_by_us: Whether it still ran when the run was given up.
+    """
+
+    rank: int
+    pid: int
+    code: int
+    time: float | None
+    report: Report | None
+    announced: Announcement | None
+    output: str | None
+    stopped_by_us: bool = False
+
+
+def verdict(ranks: Sequence[Ended], stop: int | None, stderr: IO[str]) -> int:
+    """The exit code of the whole.
+
+    Args:
+        ranks: All ranks of this machine.
+        stop: The signal that asked the run to stop, or None.
+        stderr: Where it is said why the run ended.
+
+    Raises:
+        RunFailedError: A rank died; it is named, with its own traceback first.
+    """
+    if all(rank.code == 0 for rank in ranks):
+        return 0
+    if stop is not None and all(rank.code in _STOPPED_AS_ASKED for rank in ranks):
+        said = next((rank.report.text for rank in ranks if rank.report is not None), NOT_BEGUN)
+        print(said.replace("SIGTERM", "Ctrl-C") if stop == signal.SIGINT else said, file=stderr, flush=True)
+        return 128 + stop
+    first = min((rank for rank in ranks if rank.code != 0), key=_order)
+    if first.report is not None and first.report.exit_code != 1:
+        print(_of_all_or_one(first.report, ranks), file=stderr, flush=True)
+        return first.report.exit_code
+    _record(first, ranks)
+    others = ", ".join(str(r.rank) for r in ranks if r is not first)
+    place = f"process {first.pid}"
+    if first.announced is not None and first.announced.log is not None:
+        place += f"; its output is in {_shown(first.announced.log)}"
+    raise RunFailedError(
+        f"rank {first.rank} of {len(ranks)} {_how(first)}",
+        where=place,
+        why=first.report.text if first.report is not None else _last_words(first),
+        fix=f"the other ranks ({others}) were stopped; nothing runs any more" if others else None,
+    )
+
+
+def _of_all_or_one(report: Report, ranks: Sequence[Ended]) -> str:
+    """The job, not a rank, is wrong or stopped: every rank says the same, and once is enough."""
+    if all(r.report is not None and r.report.text == report.text for r in ranks):
+        return report.text
+    return f"{report.text}\n  rank:  {report.rank} of {len(ranks)}"
+
+
+def _record(first: Ended, ranks: Sequence[Ended]) -> None:
+    """Writes the failure into the history where no rank could: it was killed, or the interpreter went down."""
+    run = next((r.announced.run for r in ranks if r.announced is not None), None)
+    if run is None:
+        return  # it ended before there was a run
+    path = Path(run) / "history.jsonl"
+    try:
+        since_start = [event["event"] for event in read_history(path)]
+        since_start = since_start[len(since_start) - since_start[::-1].index("start") :] if "start" in since_start else []
+        if "failed" not in since_start:
+            text = first.report.text.splitlines()[-1] if first.report is not None else _how(first)
+            History(path, rank=first.rank).append("failed", error=f"rank {first.rank} {text}"[:2000])
+    except RunDirectoryError:
+        return  # a full disk may be what the run failed of; what is shown to the user says more
+
+
+def _last_words(rank: Ended) -> str | None:
+    """What a crash in native code leaves: the end of the rank's output."""
+    log = rank.announced.log if rank.announced is not None else None
+    if log is None:
+        return rank.output
+    try:
+        lines = Path(log).read_text(errors="replace").splitlines()
+    except OSError as error:
+        return f"its log cannot be read: {error}"
+    return "\n".join(_crash(lines) or lines[-20:]) or None
+
+
+def _crash(lines: Sequence[str]) -> list[str]:
+    """Python's own report of a crash, cut to the thread that crashed and the frames that are not of installed packages."""
+    heads = [index for index, line in enumerate(lines) if line.startswith("Fatal Python error:")]
+    if not heads:
+        return []
+    report = list(lines[heads[-1] :])
+    begin = next((i for i, line in enumerate(report) if line.startswith("Current thread")), None)
+    if begin is None:
+        return report[:20]
+    frames = list(itertools.takewhile(str.strip, report[begin + 1 :]))
+    libraries = (*site.getsitepackages(), sysconfig.get_path("stdlib"), "<")
+    theirs = [frame for frame in frames if not frame.partition('"')[2].startswith(libraries)]
+    return [report[0], "The innermost frames:", *(theirs[:8] or frames[:8])]
+
+
+def _order(rank: Ended) -> tuple[int, float]:
+    """Sorts the ranks by who failed first; a rank that only lost its peers, or that we stopped, comes after all others."""
+    report = rank.report
+    if report is not None and not report.secondary and report.exit_code not in _STOPPED_AS_ASKED:
+        return (0, report.time)
+    if rank.stopped_by_us:
+        return (3, rank.time or 0.0)
+    if report is not None:
+        return (2, report.time)
+    return (0 if rank.code < 0 else 1, rank.time or 0.0)
+
+
+def _how(rank: Ended) -> str:
+    if rank.code < 0:
+        known = any(-rank.code == one for one in signal.Signals)
+        name = signal.Signals(-rank.code).name if known else f"signal {-rank.code}"
+        hint = " (out of memory, or killed by hand)" if name == "SIGKILL" else ""
+        return f"was killed by {name}{hint}"
+    return "failed" if rank.report is not None else f"ended with exit code {rank.code} and no report"
+
+
+def _shown(path: str) -> str:
+    return str(Path(path).relative_to(Path.cwd())) if Path(path).is_relative_to(Path.cwd()) else path

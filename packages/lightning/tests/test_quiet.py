@@ -1,0 +1,59 @@
+"""What Lightning says in every run is hidden, and nothing else."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from typing import Any
+
+import lightning.pytorch as L
+import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+from fairlead_lightning.quiet import quiet
+
+
+class Model(L.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(2, 1)
+
+    def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
+        return self.layer(batch[0]).sum()  # type: ignore[no-any-return]
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def test_a_fit_says_nothing_of_its_own(tmp_path: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """Without `quiet` the same fit fails here: warnings are errors in these tests."""
+    data = DataLoader(TensorDataset(torch.ones(4, 2)), batch_size=2)
+    with quiet(), caplog.at_level(logging.INFO):
+        trainer = L.Trainer(
+            accelerator="cpu",
+            max_epochs=1,
+            logger=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            log_every_n_steps=1,
+            default_root_dir=tmp_path,
+        )
+        trainer.fit(Model(), data)
+    assert [r.getMessage() for r in caplog.records if r.name.startswith("lightning")] == []
+
+
+def test_other_messages_come_through(caplog: pytest.LogCaptureFixture) -> None:
+    with quiet(), caplog.at_level(logging.INFO):
+        logging.getLogger("lightning.pytorch.utilities.rank_zero").info("GPU temperature is 99 degrees")
+        with pytest.warns(UserWarning, match="a user's warning"):
+            warnings.warn("a user's warning", stacklevel=1)
+    assert "GPU temperature is 99 degrees" in caplog.messages
+
+
+def test_it_ends_with_its_block(caplog: pytest.LogCaptureFixture) -> None:
+    with quiet():
+        pass
+    with caplog.at_level(logging.INFO):
+        logging.getLogger("lightning.pytorch.utilities.rank_zero").info("GPU available: False, used: False")
+    assert "GPU available: False, used: False" in caplog.messages

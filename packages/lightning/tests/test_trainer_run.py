@@ -1,0 +1,489 @@
+"""`Trainer(config, run=...)` in one process: what a run directory holds, how a run goes on, what stays untouched."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import EarlyStopping, GradientAccumulationScheduler, ModelCheckpoint
+from tiny_job import (
+    Data,
+    Line,
+    apart,
+    checkpoints,
+    contents,
+    events,
+    fit,
+    latest,
+    loader,
+    make_trainer,
+    manifest,
+    metric_rows,
+    plain,
+)
+
+from fairlead import FairleadError, RunConfig, Trainer
+from fairlead.commit import verify
+from fairlead.errors import CheckpointError, ConfigError, FingerprintError
+
+
+# Lightning's own; the exact resume of loaders is another matter.
+mid_epoch = pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch ended")
+
+
+def test_a_run_directory_holds_what_happened(tmp_path: Path) -> None:
+    """R65: one checkpoint directory per step, complete, with what it is of."""
+    model = fit(tmp_path, max_steps=10)
+    run = tmp_path / "run"
+    assert {p.name for p in run.iterdir()} >= {"job.yaml", "starts", "history.jsonl", "metrics.csv", "checkpoints"}
+    assert [e["event"] for e in events(run)] == ["start", "training", "checkpoint", "checkpoint", "finished"]
+    assert [c.step for c in checkpoints(run)] == [8, 10]  # eight batches an epoch: its end, and the end of training
+    newest = latest(run)
+    assert verify(newest.path, deep=True) == []
+    assert sorted(manifest(newest)["files"]) == ["rank-00000.pt", "state.ckpt"]
+    said = newest.metadata
+    assert (said["step"], said["epoch"], said["world_size"], said["start"]) == (10, 1, 1, 1)
+    assert said["hyperparameters"] == {"lr": 0.05, "width": 3}
+    assert said["metrics"]["train/loss"] == pytest.approx(float(metric_rows(run)[9]["train/loss"]))
+    assert model.seen == list(range(10))
+
+
+def test_metrics_in_a_manifest_are_of_that_state(tmp_path: Path) -> None:
+    """What an earlier validation measured does not make a later state the best one."""
+    fit(tmp_path, max_steps=11, val_check_interval=4, checkpoint={"every_n_steps": 1, "keep_last": 99})
+    run = tmp_path / "run"
+    newest = {c.step: c for c in checkpoints(run)}
+    with_value = [step for step, c in sorted(newest.items()) if "val/loss" in c.metadata["metrics"]]
+    assert with_value == [4, 8]
+    assert sorted(newest) == list(range(1, 12))
+    losses = {r["step"]: r["val/loss"] for r in metric_rows(run) if r["val/loss"]}
+    assert [newest[4].metadata["metrics"]["val/loss"], newest[8].metadata["metrics"]["val/loss"]] == [
+        pytest.approx(float(v)) for v in losses.values()
+    ]
+
+
+def test_plain_lightning_reads_our_checkpoints(tmp_path: Path) -> None:
+    """R66: a checkpoint is not bound to Fairlead."""
+    model = fit(tmp_path, max_steps=8)
+    file = latest(tmp_path / "run").path / "state.ckpt"
+    loaded = Line.load_from_checkpoint(file)
+    assert apart(loaded, model) == 0
+    again = Line()
+    plain(max_steps=12).fit(again, datamodule=Data(), ckpt_path=str(file))
+    assert again.seen == [8, 9, 10, 11]
+
+
+@mid_epoch
+def test_a_plain_checkpoint_is_resumed(tmp_path: Path) -> None:
+    first = plain(max_steps=8)
+    first.fit(Line(), datamodule=Data())
+    first.save_checkpoint(tmp_path / "plain.ckpt")
+    model = Line()
+    trainer = make_trainer(tmp_path, max_steps=12)
+    trainer.fit(model, datamodule=Data(), ckpt_path=tmp_path / "plain.ckpt")
+    assert model.seen == [8, 9, 10, 11]
+    # The run has checkpoints of its own now, and those count.
+    more = Line()
+    make_trainer(tmp_path, max_steps=14).fit(more, datamodule=Data(), ckpt_path=tmp_path / "plain.ckpt")
+    assert more.seen == [12, 13]
+
+
+def test_a_plain_checkpoint_at_the_limit_still_becomes_the_runs_own(tmp_path: Path) -> None:
+    first = plain(max_steps=8)
+    first.fit(Line(), datamodule=Data())
+    first.save_checkpoint(tmp_path / "plain.ckpt")
+    make_trainer(tmp_path, max_steps=8).fit(Line(), datamodule=Data(), ckpt_path=tmp_path / "plain.ckpt")
+    assert [e["event"] for e in events(tmp_path / "run")][-1] == "finished"
+
+
+@pytest.mark.parametrize("checkpoint", [{}, {"on_validation": False}, {"on_validation": False, "every_n_epochs": None}])
+def test_raised_limits_continue_the_run_as_if_it_had_never_stopped(tmp_path: Path, checkpoint: dict[str, Any]) -> None:
+    """Steps, epochs, optimizer and schedule go on; equal to a run without the stop, at an epoch's boundary."""
+    whole = fit(tmp_path / "whole", max_epochs=4)
+    fit(tmp_path, max_epochs=2, checkpoint=checkpoint)
+    second = fit(tmp_path, max_epochs=4, checkpoint=checkpoint)
+    assert second.seen == list(range(16, 32))
+    assert apart(second, whole) == 0
+    run = tmp_path / "run"
+    assert [row["step"] for row in metric_rows(run)] == [row["step"] for row in metric_rows(tmp_path / "whole" / "run")]
+    starts = events(run, "start")
+    assert [s["start"] for s in starts] == [1, 2]
+    assert "step-00000016" in str(starts[1]["resumed_from"])
+
+
+def test_a_finished_run_says_so_and_does_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    fit(tmp_path, max_steps=8)
+    before = contents(tmp_path / "run")
+    again = fit(tmp_path, max_steps=8)
+    assert again.seen == []
+    assert contents(tmp_path / "run") == before
+    assert "is finished" in capsys.readouterr().out
+
+
+def test_a_second_fit_of_one_trainer_is_a_second_start_of_its_run(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, max_epochs=1)
+    model = Line()
+    trainer.fit(model, datamodule=Data())
+    trainer.fit(model, datamodule=Data())
+    assert model.seen == list(range(8))  # finished: nothing more to do
+    with pytest.raises(FingerprintError, match="other settings"):
+        trainer.fit(Line(lr=0.01), datamodule=Data())
+    assert len(events(tmp_path / "run", "start")) == 1
+
+
+def test_never_makes_a_sibling(tmp_path: Path) -> None:
+    fit(tmp_path, max_steps=4)
+    before = contents(tmp_path / "run")
+    model = fit(tmp_path, {"resume": "never"}, max_steps=4)
+    assert model.seen == [0, 1, 2, 3]
+    assert latest(tmp_path / "run-2").step == 4
+    assert contents(tmp_path / "run") == before
+
+
+@mid_epoch
+def test_resume_takes_the_path_of_a_checkpoint(tmp_path: Path) -> None:
+    fit(tmp_path, max_steps=10, checkpoint={"every_n_steps": 4, "keep_last": 9})
+    early = tmp_path / "run" / "checkpoints" / "step-00000004"
+    model = fit(tmp_path, {"resume": str(early)}, max_steps=12)
+    assert model.seen == [4, 5, 6, 7, 8, 9, 10, 11]
+    assert [int(r["step"]) for r in metric_rows(tmp_path / "run")] == sorted({int(r["step"]) for r in metric_rows(tmp_path / "run")})
+
+
+def test_a_checkpoint_that_does_not_exist_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="does not exist"):
+        fit(tmp_path, {"ckpt_path": str(tmp_path / "no.ckpt")}, max_steps=4)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_checkpoint_of_another_model_is_named(tmp_path: Path) -> None:
+    other = plain(max_steps=2)
+    other.fit(Line(width=5), loader(width=5), loader(width=5))
+    other.save_checkpoint(tmp_path / "wide.ckpt")
+    with pytest.raises(CheckpointError, match="another model than Line") as caught:
+        fit(tmp_path, {"ckpt_path": str(tmp_path / "wide.ckpt")}, max_steps=4)
+    assert "net.weight" in str(caught.value)
+    assert "wide.ckpt" in str(caught.value)
+    assert events(tmp_path / "run")[-1]["event"] == "failed"
+
+
+def test_enable_checkpointing_false_writes_none(tmp_path: Path) -> None:
+    fit(tmp_path, max_steps=8, enable_checkpointing=False)
+    assert checkpoints(tmp_path / "run") == []
+    assert len(metric_rows(tmp_path / "run")) == 8
+
+
+@pytest.mark.parametrize("setting", ["fast_dev_run", "barebones"])
+@pytest.mark.filterwarnings("ignore:You are running in `Trainer\\(barebones=True\\)`")
+def test_trials_keep_no_records(tmp_path: Path, setting: str) -> None:
+    """A run directory of a trial would refuse the real job, whose settings are others."""
+    model = Line()
+    if setting == "barebones":
+        model.log = lambda *args, **kwargs: None  # type: ignore[method-assign]  # Lightning warns of it here
+    trainer = make_trainer(tmp_path, max_steps=2, **{setting: True, "log_every_n_steps": None})
+    trainer.fit(model, datamodule=Data())
+    assert len(model.seen) == (1 if setting == "fast_dev_run" else 2)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_evaluation_writes_nothing_and_picks_up_nothing(tmp_path: Path) -> None:
+    fit(tmp_path, max_steps=8)
+    before = contents(tmp_path)
+    fresh = Line()
+    reference = plain().validate(Line(), loader(), verbose=False)
+    trainer = make_trainer(tmp_path, max_steps=8)
+    assert trainer.validate(fresh, loader(), verbose=False) == reference
+    trainer.test(fresh, loader(), verbose=False)
+    trainer.predict(fresh, loader())
+    assert contents(tmp_path) == before
+
+
+def test_evaluation_after_a_fit_writes_nothing_either(tmp_path: Path) -> None:
+    """Also not into metrics.csv or the heartbeats of the run that was just trained."""
+    trainer = make_trainer(tmp_path, max_steps=8)
+    model = Line()
+    trainer.fit(model, datamodule=Data())
+    before = contents(tmp_path)
+    trainer.validate(model, loader(), verbose=False)
+    trainer.test(model, loader(), verbose=False)
+    trainer.predict(model, loader())
+    assert contents(tmp_path) == before
+
+
+def test_best_is_known_to_lightning(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, max_epochs=3)
+    model = Line()
+    trainer.fit(model, datamodule=Data())
+    values = [float(r["val/loss"]) for r in metric_rows(tmp_path / "run") if r["val/loss"]]
+    found = trainer.validate(model, loader(), ckpt_path="best", verbose=False)
+    assert found[0]["val/loss"] == pytest.approx(min(values))
+
+
+def test_retention_keeps_the_last_and_the_best(tmp_path: Path) -> None:
+    class Worse(Line):
+        """A loss with its minimum after the second epoch."""
+
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.log("val/loss", abs(float(self.trainer.current_epoch) - 1.0))
+
+    fit(tmp_path, model=Worse(), max_epochs=6, checkpoint={"keep_last": 2, "keep_best": 1})
+    assert [c.step for c in checkpoints(tmp_path / "run")] == [16, 40, 48]
+
+
+def test_every_nth_step_is_kept(tmp_path: Path) -> None:
+    fit(tmp_path, max_steps=12, checkpoint={"every_n_steps": 2, "keep_last": 1, "keep_best": 0, "keep_every_n_steps": 4})
+    assert [c.step for c in checkpoints(tmp_path / "run")] == [4, 8, 12]
+
+
+def test_nothing_is_saved_between_the_micro_batches_of_a_step(tmp_path: Path) -> None:
+    """Also where the last step of an epoch has fewer of them: eight batches make three steps of 3, 3 and 2."""
+    seen: list[tuple[int, int]] = []
+
+    class Watch(Line):
+        def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+            done = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]["current"]["completed"]
+            seen.append((checkpoint["global_step"], done))
+
+    fit(
+        tmp_path,
+        model=Watch(),
+        max_epochs=2,
+        accumulate_grad_batches=3,
+        limit_val_batches=0,
+        checkpoint={"every_n_steps": 1, "every_n_epochs": None, "keep_last": 99},
+    )
+    assert [step for step, _ in seen] == [1, 2, 3, 4, 5, 6]
+    assert [c.step for c in checkpoints(tmp_path / "run")] == [1, 2, 3, 4, 5, 6]
+    # The hook runs before Lightning counts the batch as completed.
+    assert [done for _, done in seen] == [2, 5, 7, 2, 5, 7]
+
+
+def test_two_optimizers_do_not_step_over_a_save(tmp_path: Path) -> None:
+    """With manual optimization a batch is two steps, and a multiple of three falls inside one."""
+
+    class Two(Line):
+        def __init__(self) -> None:
+            super().__init__()
+            self.automatic_optimization = False
+
+        def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
+            for optimizer in self.optimizers():  # type: ignore[union-attr]
+                optimizer.zero_grad()
+                self.manual_backward(torch.nn.functional.mse_loss(self.net(batch[0]), batch[1]))
+                optimizer.step()
+
+        def configure_optimizers(self) -> Any:
+            return [torch.optim.SGD(self.parameters(), lr=0.01), torch.optim.SGD(self.parameters(), lr=0.02)]
+
+    fit(tmp_path, model=Two(), max_epochs=1, limit_val_batches=0, checkpoint={"every_n_steps": 3, "keep_last": 99})
+    assert [c.step for c in checkpoints(tmp_path / "run")] == [4, 6, 10, 12, 16]
+
+
+def test_weights_only_checkpoints_are_smaller(tmp_path: Path) -> None:
+    """R67: without optimizer and loop state."""
+    fit(tmp_path / "a", max_steps=8)
+    fit(tmp_path / "b", max_steps=8, checkpoint={"save_weights_only": True})
+    sizes = [(latest(tmp_path / name / "run").path / "state.ckpt").stat().st_size for name in "ab"]
+    assert sizes[1] < sizes[0]
+    state = torch.load(latest(tmp_path / "b" / "run").path / "state.ckpt", weights_only=True)
+    assert "optimizer_states" not in state
+
+
+def test_the_users_own_model_checkpoint_works_beside(tmp_path: Path) -> None:
+    own = ModelCheckpoint(tmp_path / "own", monitor="val/loss", filename="{step}")
+    config = make_trainer(tmp_path, max_epochs=2).fairlead_config
+    trainer = Trainer(config, run=RunConfig(name="run", dir=str(tmp_path)), callbacks=[own])
+    trainer.fit(Line(), datamodule=Data())
+    assert Path(own.best_model_path).parent == tmp_path / "own"
+    assert latest(tmp_path / "run").step == 16
+
+
+def test_async_saves_are_committed_when_durable_and_drained_at_the_end(tmp_path: Path) -> None:
+    """R63: the manifest is written by the thread that wrote the file, and no later than the end of fit."""
+    trainer = make_trainer(tmp_path, max_steps=12, checkpoint_io="async", checkpoint={"every_n_steps": 2, "keep_last": 9})
+    trainer.fit(Line(), datamodule=Data())
+    run = tmp_path / "run"
+    assert [e["event"] for e in events(run)][-2:] == ["checkpoint", "finished"]
+    assert [e["step"] for e in events(run, "checkpoint")] == [2, 4, 6, 8, 8, 10, 12]  # 8: again after its validation
+    assert all(verify(c.path, deep=True) == [] for c in checkpoints(run))
+    assert latest(run).step == 12
+
+
+@pytest.mark.parametrize("backend", ["torch", "async"])
+@pytest.mark.filterwarnings("ignore:the training goes on")
+def test_a_disk_that_is_full_for_a_while_costs_no_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, backend: str
+) -> None:
+    """R67: it is said, it is in the history, the training goes on, and the checkpoint before it stays."""
+    from fairlead.commit import Syscalls
+
+    real = Syscalls.fsync
+    full = {"now": False}
+
+    def fsync(self: Syscalls, fd: int) -> None:
+        if full["now"] and "history" not in os.readlink(f"/proc/self/fd/{fd}"):
+            raise OSError(28, "No space left on device")
+        real(self, fd)
+
+    monkeypatch.setattr(Syscalls, "fsync", fsync)
+
+    class Fills(Line):
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            full["now"] = self.trainer.global_step in (4, 5)
+
+    model = Fills()
+    make_trainer(
+        tmp_path,
+        max_steps=8,
+        checkpoint_io=backend,
+        limit_val_batches=0,
+        checkpoint={"every_n_steps": 1, "every_n_epochs": None, "keep_last": 2},
+    ).fit(model, datamodule=Data())
+    run = tmp_path / "run"
+    assert model.seen == list(range(8))
+    assert "No space left" in str([e["error"] for e in events(run, "checkpoint-failed")])
+    saved = [e["step"] for e in events(run, "checkpoint")]
+    assert 5 not in saved  # in the background too: the save of step 6 waited for it
+    assert {7, 8} < set(saved)
+    assert latest(run).step == 8
+    assert not list((run / "checkpoints").glob(".stage-*"))
+
+
+@pytest.mark.parametrize("backend", ["torch", "async"])
+@pytest.mark.filterwarnings("ignore:the training goes on")
+def test_a_result_that_cannot_be_saved_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, backend: str
+) -> None:
+    """The run is not finished: a restart goes on from the checkpoint before."""
+    from fairlead.commit import Syscalls
+
+    real = Syscalls.fsync
+    full = {"now": False}
+
+    def fsync(self: Syscalls, fd: int) -> None:
+        if full["now"] and "history" not in os.readlink(f"/proc/self/fd/{fd}"):
+            raise OSError(28, "No space left on device")
+        real(self, fd)
+
+    monkeypatch.setattr(Syscalls, "fsync", fsync)
+
+    class Fills(Line):
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            if self.trainer.global_step == 10:
+                self.trainer.strategy.checkpoint_io.wait()  # type: ignore[attr-defined]
+                full["now"] = True
+
+    with pytest.raises(CheckpointError, match="could not be saved"):
+        make_trainer(tmp_path, max_steps=12, checkpoint_io=backend).fit(Fills(), datamodule=Data())
+    run = tmp_path / "run"
+    assert events(run, "finished") == []
+    assert latest(run).step == 8
+    full["now"] = False
+    monkeypatch.undo()
+    model = Fills()
+    make_trainer(tmp_path, max_steps=12, checkpoint_io=backend).fit(model, datamodule=Data())
+    assert model.seen[0] == 8
+
+
+@mid_epoch
+def test_sigterm_saves_before_it_stops(tmp_path: Path) -> None:
+    class Stopped(Line):
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            if self.trainer.global_step == 5:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    with pytest.raises(SystemExit):
+        fit(tmp_path, model=Stopped(), max_steps=20)
+    run = tmp_path / "run"
+    assert [e["event"] for e in events(run)][-2:] == ["checkpoint", "stop"]
+    assert events(run, "checkpoint")[-1]["reason"] == "terminated"
+    saved = latest(run).step
+    assert saved >= 5
+    again = Stopped()
+    make_trainer(tmp_path, max_steps=saved + 3).fit(again, datamodule=Data())
+    assert again.seen == [saved, saved + 1, saved + 2]
+
+
+def test_what_the_users_code_raises_is_in_the_history(tmp_path: Path) -> None:
+    class Breaks(Line):
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            if self.trainer.global_step == 5:
+                raise ZeroDivisionError("the user's own")
+            return super().training_step(batch, batch_idx)
+
+    with pytest.raises(ZeroDivisionError):
+        fit(tmp_path, model=Breaks(), max_steps=8)
+    failed = events(tmp_path / "run")[-1]
+    assert (failed["event"], failed["step"], failed["error"]) == ("failed", 5, "ZeroDivisionError: the user's own")
+    # The lock is free again: the next start is not refused.
+    model = fit(tmp_path, {"resume": "never"}, max_steps=2)
+    assert model.seen == [0, 1]
+
+
+def test_the_state_of_other_callbacks_is_as_new_as_the_weights(tmp_path: Path) -> None:
+    stopping = EarlyStopping("val/loss", patience=50, min_delta=1e9)
+    config = make_trainer(tmp_path, max_epochs=3).fairlead_config
+    Trainer(config, run=RunConfig(name="run", dir=str(tmp_path)), callbacks=[stopping]).fit(Line(), datamodule=Data())
+    state = torch.load(latest(tmp_path / "run").path / "state.ckpt", weights_only=True)
+    (kept,) = [s for key, s in state["callbacks"].items() if "EarlyStopping" in key]
+    assert kept["wait_count"] == stopping.wait_count == 2
+
+
+def test_a_schedule_of_accumulation_is_no_change_of_the_world(tmp_path: Path) -> None:
+    """What Lightning's scheduler makes of the accumulation later is not what the run was started with."""
+    for epochs in (2, 3):
+        config = make_trainer(tmp_path, max_epochs=epochs).fairlead_config
+        model = Line()
+        schedule = GradientAccumulationScheduler({1: 4})
+        trainer = Trainer(config, run=RunConfig(name="run", dir=str(tmp_path)), callbacks=[schedule])
+        trainer.fit(model, datamodule=Data())
+    assert trainer.global_step == 8 + 2 + 2
+
+
+def test_settings_that_lightning_refuses_are_one_error(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="Lightning refuses"):
+        make_trainer(tmp_path, lightning_kwargs={"no_such_argument": 1})
+    with pytest.raises(ConfigError, match="log_every_n_steps"):
+        make_trainer(tmp_path, barebones=True)
+
+
+def test_the_root_directory_is_the_run_directory_only_while_it_is_trained(tmp_path: Path) -> None:
+    places: list[str | None] = []
+
+    class Asks(Line):
+        def on_train_start(self) -> None:
+            places.extend([self.trainer.default_root_dir, self.trainer.log_dir])
+
+    trainer = make_trainer(tmp_path, max_steps=2)
+    trainer.fit(Asks(), datamodule=Data())
+    assert places == [str(tmp_path / "run")] * 2
+    assert trainer.default_root_dir == str(tmp_path)
+
+
+def test_a_job_from_python_is_recorded(tmp_path: Path) -> None:
+    fit(tmp_path, max_steps=2)
+    text = (tmp_path / "run" / "job.yaml").read_text()
+    assert "tiny_job:Line" in text
+    assert "tiny_job:Data" in text
+    resolution = json.loads((tmp_path / "run" / "starts" / "1" / "resolution.json").read_text())
+    assert "trainer.devices" in json.dumps(resolution)
+
+
+def test_an_error_is_one_of_ours(tmp_path: Path) -> None:
+    (tmp_path / "run").write_text("a file")
+    with pytest.raises(FairleadError) as caught:
+        fit(tmp_path, max_steps=2)
+    assert str(tmp_path / "run") in str(caught.value)
+
+
+def test_a_datamodule_may_be_the_second_argument(tmp_path: Path) -> None:
+    """As in Lightning."""
+    model = Line()
+    make_trainer(tmp_path, max_steps=2).fit(model, Data())
+    assert model.seen == [0, 1]
+    assert isinstance(make_trainer(tmp_path, max_steps=2), L.Trainer)
