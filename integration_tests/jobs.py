@@ -100,6 +100,10 @@ class Model(L.LightningModule):
         self.log("train/loss", loss)
         return loss
 
+    def on_train_end(self):
+        if os.environ.get("WEIGHTS"):
+            torch.save(self.state_dict(), f"weights-{self.global_rank}.pt")
+
     def validation_step(self, batch, index):
         if how == "validation":
             raise ValueError("no luck in validation")

@@ -150,7 +150,8 @@ class Checkpoints(Checkpoint):
         self._before: Mapping[str, Any] = {}
         self._measured: frozenset[str] = frozenset()
         self._measured_at = -1
-        self._ends_with_validation = False
+        self._at_epoch_end: str | None = None
+        self._metrics: dict[str, float] | None = None
 
     @property
     def directory(self) -> Path:
@@ -183,7 +184,9 @@ class Checkpoints(Checkpoint):
         if not due and self.config.every_n_minutes is not None:
             late = time.monotonic() - self._saved_at >= self.config.every_n_minutes * 60
             due = bool(trainer.strategy.broadcast(late))  # rank 0's clock decides for all
-        if due:
+        if due and _last_batch(trainer):
+            self._at_epoch_end = "step"
+        elif due:
             self.save(trainer, "step")
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -197,23 +200,35 @@ class Checkpoints(Checkpoint):
         before, self._before = self._before, {}
         self._measured = frozenset(k for k, v in trainer.callback_metrics.items() if v is not before.get(k))
         self._measured_at = trainer.global_step
-        # At the end of an epoch EarlyStopping and others have their say after this.
-        self._ends_with_validation = trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
-        if not self._ends_with_validation:
-            self._save_measured(trainer)
+        if self.config.on_validation and _last_batch(trainer):
+            self._at_epoch_end = "validation"
+        elif self.config.on_validation:
+            self._saved_step = -1  # one that this step has already was saved before it was measured
+            self.save(trainer, "validation")
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Saves at the end of an epoch."""
-        if self._ends_with_validation:
-            self._ends_with_validation = False
-            self._save_measured(trainer)
+        """Notes that a save is due at the end of this epoch, and the metrics of it.
+
+        It is saved a moment later, before the next epoch or at the end of training: only then have
+        EarlyStopping, the user's hooks and the epoch's schedules had their say, and only from such a
+        state does Lightning count steps and epochs rightly when it goes on.
+        """
         every = self.config.every_n_epochs
-        if every is not None and (trainer.current_epoch + 1) % every == 0:
-            self.save(trainer, "epoch")
+        if self._at_epoch_end is None and every is not None and (trainer.current_epoch + 1) % every == 0:
+            self._at_epoch_end = "epoch"
+        self._metrics = self._current_metrics(trainer)
+
+    def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Saves what was due at the end of the last epoch."""
+        reason, self._at_epoch_end = self._at_epoch_end, None
+        if reason is not None:
+            self.save(trainer, reason)
+        self._metrics = None
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Saves the result, and waits until it is durable."""
-        self._save_for_sure(trainer, "end")
+        reason, self._at_epoch_end = self._at_epoch_end, None
+        self._save_for_sure(trainer, reason or "end")
         rated = best(list_checkpoints(self.directory), self.monitor, self.config.mode) if self.monitor else []
         newest = rated[0] if rated else newest_complete(self.directory).checkpoint
         self.best_model_path = str(newest.path / STATE_FILE) if newest is not None else ""
@@ -222,11 +237,6 @@ class Checkpoints(Checkpoint):
         """On SIGTERM Lightning stops every rank at the same step boundary: the place to save."""
         if isinstance(exception, SIGTERMException) and trainer.state.fn == "fit":
             self._save_for_sure(trainer, "terminated")
-
-    def _save_measured(self, trainer: L.Trainer) -> None:
-        if self.config.on_validation:
-            self._saved_step = -1  # one that this step has already was saved before it was measured
-            self.save(trainer, "validation")
 
     # -- what
 
@@ -328,11 +338,14 @@ class Checkpoints(Checkpoint):
         self.session.event("checkpoint-failed", step=trainer.global_step, reason=reason, error=text)
         warnings.warn(f"the training goes on, but no checkpoint was written: {text}", stacklevel=2)
 
-    def _metadata(self, trainer: L.Trainer) -> dict[str, Any]:
+    def _current_metrics(self, trainer: L.Trainer) -> dict[str, float]:
         # What an earlier validation measured is no property of this state.
         stale = self._measured if self._measured_at != trainer.global_step else ()
         current = {k: v for k, v in trainer.callback_metrics.items() if k not in stale}
-        metrics = {k: float(v) for k, v in current.items() if torch.as_tensor(v).numel() == 1}
+        return {k: float(v) for k, v in current.items() if torch.as_tensor(v).numel() == 1}
+
+    def _metadata(self, trainer: L.Trainer) -> dict[str, Any]:
+        metrics = self._metrics if self._metrics is not None else self._current_metrics(trainer)
         if self.monitor is None:
             self.monitor = next((name for name in _USUAL_MONITORS if name in metrics), None)
         return {
@@ -356,6 +369,11 @@ class Checkpoints(Checkpoint):
             mode=self.config.mode,
             every_n_steps=self.config.keep_every_n_steps,
         )
+
+
+def _last_batch(trainer: L.Trainer) -> bool:
+    """Whether the epoch ends after this batch; an endless loader does not know it."""
+    return bool(trainer.fit_loop.epoch_loop.batch_progress.is_last_batch)
 
 
 def _of_earlier_saves(error: FairleadError | OSError, file: Path) -> bool:

@@ -177,8 +177,8 @@ class CheckpointIOConformance(PluginConformance):
         loaded = io.load_checkpoint(path)
         _same(loaded, self.state(), self.key)
         io.remove_checkpoint(path)
-        assert not path.exists(), f"{self.key}: the checkpoint is still there after remove_checkpoint"
-        io.teardown()
+        io.teardown()  # a backend that works in the background may remove there
+        assert not path.exists(), f"{self.key}: the checkpoint is still there after remove_checkpoint and teardown"
 
     def test_a_missing_checkpoint_is_named(self, tmp_path: Path) -> None:
         """Loading what is not there raises a `FairleadError` that names the path."""
