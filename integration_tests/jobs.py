@@ -263,7 +263,7 @@ def names(run: Path) -> list[str]:
 
 
 def tree(folder: Path) -> dict[str, bytes | None]:
-    """Every file below a folder with its content, every folder with None; what tests write for themselves is left out."""
+    """Every file below a folder with its content, folders with None; what tests write for themselves is left out."""
     return {
         str(path.relative_to(folder)): path.read_bytes() if path.is_file() else None
         for path in sorted(folder.rglob("*"))

@@ -1,4 +1,4 @@
-"""`fairlead fit`, `validate`, `test` and `predict`, as a user runs them: the console script, two processes, real data."""
+"""`fairlead fit`, `validate`, `test` and `predict`, as a user runs them: console script, two processes, real data."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from integration_tests.jobs import JOB, Call, changed, dedent, events, fairlead, names, repository, start, tree
 
 from fairlead.commit import list_checkpoints
+from integration_tests.jobs import JOB, Call, changed, dedent, events, fairlead, names, repository, start, tree
 
 pytestmark = pytest.mark.slow
 

@@ -8,9 +8,9 @@ import time
 from pathlib import Path
 
 import pytest
-from integration_tests.jobs import Running, events, fairlead, names, repository, start
 
 from fairlead.run import state
+from integration_tests.jobs import Running, events, fairlead, names, repository, start
 
 pytestmark = pytest.mark.slow
 
@@ -22,7 +22,6 @@ def training(tmp_path: Path, *words: str) -> Running:
     running = start("fit", str(repository(tmp_path / "repo")), *SLOW, *words, cwd=tmp_path)
     running.until(lambda: "checkpoint" in names(tmp_path / "runs" / "small"), "the first checkpoint")
     return running
-
 
 
 @pytest.mark.parametrize(

@@ -241,7 +241,8 @@ def test_ddp_spawn_trains_and_returns_the_result(tmp_path: Path) -> None:
 def test_torchrun_one_rank_decides_for_all(tmp_path: Path) -> None:
     """R51, R102: the ranks that torchrun has started are used, and rank 0 tells the others of the run."""
     body = """
-    trainer = Trainer(config(devices="auto", strategy="auto", max_steps=8), run=RunConfig(name="run", resume=sys.argv[1] if len(sys.argv) > 1 else "auto"))
+    run = RunConfig(name="run", resume=sys.argv[1] if len(sys.argv) > 1 else "auto")
+    trainer = Trainer(config(devices="auto", strategy="auto", max_steps=8), run=run)
     trainer.fit(Line(), datamodule=Data())
     say(f"rank {trainer.global_rank} in {trainer.session.path.name} at {trainer.global_step}\\n")
     """

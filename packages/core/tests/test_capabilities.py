@@ -162,7 +162,7 @@ class NeedyLogger(LoggerPlugin):
 def test_missing_engines_have_their_pip_lines(fairlead_plugins: Callable[..., PluginManager]) -> None:
     """Rule 10; on a login node without torch they are to be expected."""
     plugins = fairlead_plugins(stand_ins(), Needy(), NeedyLogger(), CUDA())
-    trainer = TrainerConfig(strategy="needy", loggers=("needy",))  # type: ignore[arg-type]  # a tag
+    trainer = TrainerConfig(strategy="needy", loggers=("needy",))
     for purpose, severity in (("run", "error"), ("check", "error" if plugins.is_installed("torch") else "info")):
         _, found = check_trainer(trainer, environ={"FAKE_GPUS": "1"}, plugins=plugins, purpose=purpose)  # type: ignore[arg-type]  # both are purposes
         assert [(f.severity, f.where, f.fix) for f in found if f.code == "plugin-missing"] == [

@@ -81,14 +81,14 @@ def refused(**trainer: Any) -> str:
 
 def test_strategy_devices_and_nodes_together() -> None:
     """R1."""
-    config = TrainerConfig(strategy="ddp", devices=4, num_nodes=1)  # type: ignore[arg-type]  # a plugin is known by its tag
+    config = TrainerConfig(strategy="ddp", devices=4, num_nodes=1)
     assert (config.strategy.name, config.devices, config.num_nodes) == ("ddp", 4, 1)  # type: ignore[union-attr]  # a config
 
 
 def test_an_unknown_strategy_lists_the_valid_names() -> None:
     """R15."""
     with pytest.raises(ValidationError) as caught:
-        TrainerConfig(strategy="dpp")  # type: ignore[arg-type]  # a plugin is known by its tag
+        TrainerConfig(strategy="dpp")
     (error,) = caught.value.errors()
     assert error["type"] == "unknown-tag"
     assert error["ctx"]["why"] == "installed: ddp, single_device; also: auto"
@@ -110,7 +110,7 @@ def test_what_devices_are_not(devices: Any) -> None:
 def test_an_accelerator_that_is_not_installed_gives_the_pip_line(name: str) -> None:
     """R39: every name is known, also where its package is not."""
     with pytest.raises(ValidationError) as caught:
-        TrainerConfig(accelerator=name)  # type: ignore[arg-type]  # a tag
+        TrainerConfig(accelerator=name)
     (error,) = caught.value.errors()
     assert error["type"] == "plugin-missing"
     assert error["ctx"]["fix"].startswith("pip install 'fairlead[")

@@ -51,9 +51,9 @@ def test_a_package_installed_later_needs_no_rebuild(
 ) -> None:
     """R14: the union is open: `TrainerConfig` is used before and after the package is there."""
     with pytest.raises(ValidationError, match="unknown strategy 'late'"):
-        TrainerConfig(strategy="late")  # type: ignore[arg-type]  # a plugin is known by its tag
+        TrainerConfig(strategy="late")
     fairlead_plugins(fake_dist("late", entry_points=POINTS, files={"late_plugin.py": LATE}))
-    assert TrainerConfig(strategy="late").model_dump()["strategy"] == {  # type: ignore[arg-type]  # a plugin is known by its tag
+    assert TrainerConfig(strategy="late").model_dump()["strategy"] == {
         "name": "late",
         "stage": 1,
         "offload": {"path": "/tmp"},

@@ -275,7 +275,7 @@ def test_resources_stand_for_the_hardware(plugins: PluginManager) -> None:
     assert profiled(TrainerConfig(devices=9), nodes=4, devices_per_node=8, device="h100")[1] == [
         "error profile-mismatch"
     ]
-    assert profiled(TrainerConfig(accelerator="cpu"), device="h100")[1] == ["error profile-mismatch"]  # type: ignore[arg-type]  # a plugin is known by its tag
+    assert profiled(TrainerConfig(accelerator="cpu"), device="h100")[1] == ["error profile-mismatch"]
 
 
 def test_a_named_environment_on_a_login_node(plugins: PluginManager) -> None:

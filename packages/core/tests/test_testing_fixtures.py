@@ -52,10 +52,10 @@ def test_the_manager_sees_only_what_it_is_given(fairlead_plugins: Callable[..., 
     fake_dist("ring-strategy", entry_points=POINTS, files={"ring_strategy/plugin.py": GOOD})
     assert fairlead_plugins().records() == []
     with pytest.raises(ValueError, match="unknown strategy 'ring'"):
-        TrainerConfig(strategy="ring")  # type: ignore[arg-type]  # a plugin is known by its tag
+        TrainerConfig(strategy="ring")
     plugins = fairlead_plugins(Ring(), {"strategy.small": Ring(bucket_cap_mb=1)})
     assert plugins.names("strategy") == ["ring", "small"]
-    assert TrainerConfig(strategy="small").strategy == RingStrategyConfig(bucket_cap_mb=1)  # type: ignore[arg-type]  # a plugin is known by its tag
+    assert TrainerConfig(strategy="small").strategy == RingStrategyConfig(bucket_cap_mb=1)
 
 
 def test_without_the_fixture_installed_plugins_are_seen(fake_dist: Callable[..., FakeDist]) -> None:

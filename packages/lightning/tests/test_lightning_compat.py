@@ -96,3 +96,44 @@ def test_the_loops_stop_at_their_next_boundary() -> None:
     with pytest.raises(SIGTERMException):
         plain(max_steps=5).fit(model, datamodule=Data())
     assert model.seen == [0, 1, 2]
+
+
+@pytest.mark.parametrize("limit", [{"max_steps": 24}, {"max_epochs": 3}])
+def test_a_checkpoint_between_two_epochs_resumes_with_the_right_epoch(tmp_path: Path, limit: dict[str, int]) -> None:
+    """Also fails when Lightning itself becomes right, and the correction can go: see the second half."""
+
+    class Saves(L.Callback):
+        def __init__(self, correct: bool) -> None:
+            self.correct = correct
+
+        def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+            if self.correct:
+                compat.between_epochs(checkpoint)
+
+        def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+            trainer.save_checkpoint(tmp_path / "saved.ckpt")
+
+    epochs = {}
+    for correct in (True, False):
+        plain(max_epochs=1, callbacks=[Saves(correct)]).fit(Line(), datamodule=Data())
+        model, trainer = Line(), plain(**limit)
+        trainer.fit(model, datamodule=Data(), ckpt_path=str(tmp_path / "saved.ckpt"))
+        assert model.seen == list(range(8, 24))
+        epochs[correct] = trainer.current_epoch
+    assert epochs == {True: 3, False: 4 if "max_steps" in limit else 3}
+
+
+@pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch ended")
+def test_a_checkpoint_inside_an_epoch_resumes_in_that_epoch(tmp_path: Path) -> None:
+    class Saves(L.Callback):
+        def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+            compat.inside_epoch(checkpoint)
+
+        def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+            trainer.save_checkpoint(tmp_path / "saved.ckpt")
+
+    plain(max_steps=11, callbacks=[Saves()]).fit(Line(), datamodule=Data())
+    model, trainer = Line(), plain(max_steps=24)
+    trainer.fit(model, datamodule=Data(), ckpt_path=str(tmp_path / "saved.ckpt"))
+    assert model.seen == list(range(11, 24))
+    assert trainer.current_epoch == 3

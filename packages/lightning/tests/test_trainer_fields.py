@@ -239,7 +239,7 @@ EXPECTED: dict[str, list[tuple[dict[str, Any], Check]]] = {
         ({"profiler": "simple"}, isa("profiler", SimpleProfiler)),
         ({"profiler": "advanced"}, isa("profiler", AdvancedProfiler)),
         ({"profiler": "pytorch"}, isa("profiler", PyTorchProfiler)),
-        ({"profiler": f"{HERE}:Timed"}, lambda trainer, root: _equal(type(trainer.profiler).__name__, "Timed"))  # type: ignore[attr-defined]
+        ({"profiler": f"{HERE}:Timed"}, lambda trainer, root: _equal(type(trainer.profiler).__name__, "Timed")),  # type: ignore[attr-defined]
     ],
     "checkpoint": [({**QUICK, "checkpoint": {"every_n_steps": 2}}, saved)],
     "enable_checkpointing": [({**QUICK, "enable_checkpointing": False}, not_saved)],

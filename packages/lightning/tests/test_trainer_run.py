@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -31,7 +32,6 @@ from tiny_job import (
 from fairlead import FairleadError, RunConfig, Trainer
 from fairlead.commit import verify
 from fairlead.errors import CheckpointError, ConfigError, FingerprintError
-
 
 # Lightning's own; the exact resume of loaders is another matter.
 mid_epoch = pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch ended")
@@ -102,19 +102,81 @@ def test_a_plain_checkpoint_at_the_limit_still_becomes_the_runs_own(tmp_path: Pa
     assert [e["event"] for e in events(tmp_path / "run")][-1] == "finished"
 
 
-@pytest.mark.parametrize("checkpoint", [{}, {"on_validation": False}, {"on_validation": False, "every_n_epochs": None}])
-def test_raised_limits_continue_the_run_as_if_it_had_never_stopped(tmp_path: Path, checkpoint: dict[str, Any]) -> None:
-    """Steps, epochs, optimizer and schedule go on; equal to a run without the stop, at an epoch's boundary."""
-    whole = fit(tmp_path / "whole", max_epochs=4)
-    fit(tmp_path, max_epochs=2, checkpoint=checkpoint)
-    second = fit(tmp_path, max_epochs=4, checkpoint=checkpoint)
-    assert second.seen == list(range(16, 32))
+class Ends(Line):
+    """Is asked to stop after some step."""
+
+    def __init__(self, after: int | None = None) -> None:
+        super().__init__()
+        self.after = after
+        self.hparams.clear()
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if self.trainer.global_step == self.after:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def configure_optimizers(self) -> Any:
+        self.hparams["lr"] = 0.05
+        return super().configure_optimizers()
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Line:
+    """Four epochs without a stop."""
+    return fit(tmp_path_factory.mktemp("whole"), max_epochs=4)
+
+
+SAVES: dict[str, dict[str, Any]] = {
+    "default": {},
+    "steps": {"checkpoint": {"every_n_steps": 2, "on_validation": False, "every_n_epochs": None}},
+    "validation inside the epoch": {"val_check_interval": 4},
+}
+FIRST: dict[str, tuple[dict[str, Any], int | None, int]] = {
+    "max_steps at the end of an epoch": ({"max_steps": 8}, None, 8),
+    "max_epochs": ({"max_epochs": 1}, None, 8),
+    "max_steps inside an epoch": ({"max_steps": 11}, None, 11),
+    "SIGTERM after the last batch of an epoch": ({"max_epochs": 9}, 8, 8),
+    "SIGTERM inside an epoch": ({"max_epochs": 9}, 11, 11),
+}
+
+
+@mid_epoch
+@pytest.mark.parametrize("limit", [{"max_steps": 32}, {"max_epochs": 4}], ids=["steps", "epochs"])
+@pytest.mark.parametrize("first", FIRST)
+@pytest.mark.parametrize("saves", SAVES)
+def test_a_run_goes_on_as_if_it_had_never_stopped(
+    tmp_path: Path, whole: Line, saves: str, first: str, limit: dict[str, Any]
+) -> None:
+    """Steps, epochs, optimizer and schedule go on; between two epochs equal to the last bit.
+
+    Lightning itself would count one epoch too many after most of these stops.
+    """
+    settings, after, stopped = FIRST[first]
+    with contextlib.suppress(SystemExit):
+        make_trainer(tmp_path, **settings, **SAVES[saves]).fit(Ends(after), datamodule=Data())
+    assert latest(tmp_path / "run").step == stopped
+    second = Ends()
+    trainer = make_trainer(tmp_path, **limit, **SAVES[saves])
+    trainer.fit(second, datamodule=Data())
+    assert second.seen == list(range(stopped, 32))
+    assert trainer.current_epoch == 4
+    assert [int(row["step"]) for row in metric_rows(tmp_path / "run") if row["train/loss"]] == list(range(32))
+    if stopped == 8:
+        assert apart(second, whole) == 0
+    starts = events(tmp_path / "run", "start")
+    assert [start["start"] for start in starts] == [1, 2]
+    assert f"step-{stopped:08d}" in str(starts[1]["resumed_from"])
+
+
+def test_the_checkpoint_of_an_epoch_is_the_same_when_training_went_on(tmp_path: Path, whole: Line) -> None:
+    """What a kill in the second epoch leaves: the checkpoint that was saved as that epoch began."""
+    fit(tmp_path, max_epochs=2, checkpoint={"keep_last": 9})
+    early = tmp_path / "run" / "checkpoints" / "step-00000008"
+    second = Line()
+    trainer = make_trainer(tmp_path / "other", {"resume": str(early)}, max_steps=32)
+    trainer.fit(second, datamodule=Data())
+    assert second.seen == list(range(8, 32))
+    assert trainer.current_epoch == 4
     assert apart(second, whole) == 0
-    run = tmp_path / "run"
-    assert [row["step"] for row in metric_rows(run)] == [row["step"] for row in metric_rows(tmp_path / "whole" / "run")]
-    starts = events(run, "start")
-    assert [s["start"] for s in starts] == [1, 2]
-    assert "step-00000016" in str(starts[1]["resumed_from"])
 
 
 def test_a_finished_run_says_so_and_does_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -152,7 +214,9 @@ def test_resume_takes_the_path_of_a_checkpoint(tmp_path: Path) -> None:
     early = tmp_path / "run" / "checkpoints" / "step-00000004"
     model = fit(tmp_path, {"resume": str(early)}, max_steps=12)
     assert model.seen == [4, 5, 6, 7, 8, 9, 10, 11]
-    assert [int(r["step"]) for r in metric_rows(tmp_path / "run")] == sorted({int(r["step"]) for r in metric_rows(tmp_path / "run")})
+    assert [int(r["step"]) for r in metric_rows(tmp_path / "run")] == sorted(
+        {int(r["step"]) for r in metric_rows(tmp_path / "run")}
+    )
 
 
 def test_a_checkpoint_that_does_not_exist_is_refused_before_anything_is_written(tmp_path: Path) -> None:
@@ -236,7 +300,9 @@ def test_retention_keeps_the_last_and_the_best(tmp_path: Path) -> None:
 
 
 def test_every_nth_step_is_kept(tmp_path: Path) -> None:
-    fit(tmp_path, max_steps=12, checkpoint={"every_n_steps": 2, "keep_last": 1, "keep_best": 0, "keep_every_n_steps": 4})
+    fit(
+        tmp_path, max_steps=12, checkpoint={"every_n_steps": 2, "keep_last": 1, "keep_best": 0, "keep_every_n_steps": 4}
+    )
     assert [c.step for c in checkpoints(tmp_path / "run")] == [4, 8, 12]
 
 
@@ -305,7 +371,9 @@ def test_the_users_own_model_checkpoint_works_beside(tmp_path: Path) -> None:
 
 def test_async_saves_are_committed_when_durable_and_drained_at_the_end(tmp_path: Path) -> None:
     """R63: the manifest is written by the thread that wrote the file, and no later than the end of fit."""
-    trainer = make_trainer(tmp_path, max_steps=12, checkpoint_io="async", checkpoint={"every_n_steps": 2, "keep_last": 9})
+    trainer = make_trainer(
+        tmp_path, max_steps=12, checkpoint_io="async", checkpoint={"every_n_steps": 2, "keep_last": 9}
+    )
     trainer.fit(Line(), datamodule=Data())
     run = tmp_path / "run"
     assert [e["event"] for e in events(run)][-2:] == ["checkpoint", "finished"]

@@ -92,7 +92,9 @@ def make_trainer(root: Path, run: dict[str, Any] | None = None, **config: Any) -
         "num_sanity_val_steps": 0,
         **config,
     }
-    return Trainer(TrainerConfig.model_validate(asked), run=RunConfig(**{"name": "run", "dir": str(root), **(run or {})}))
+    return Trainer(
+        TrainerConfig.model_validate(asked), run=RunConfig(**{"name": "run", "dir": str(root), **(run or {})})
+    )
 
 
 def fit(root: Path, run: dict[str, Any] | None = None, *, model: Line | None = None, **config: Any) -> Line:

@@ -123,8 +123,14 @@ class ResolvedEnvironment(ClusterEnvironment):
         self._environ: Mapping[str, str] = {} if environ is None else environ
 
     def __getstate__(self) -> dict[str, Any]:
-        # `os.environ` does not pickle, and `ddp_spawn` sends this object to its ranks.
-        return {**self.__dict__, "_environ": dict(self._environ)}
+        # `os.environ` does not pickle, and `ddp_spawn` sends this object to its ranks, which have their own.
+        environ = None if self._environ is os.environ else dict(self._environ)
+        return {**self.__dict__, "_environ": environ}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        if self._environ is None:
+            self._environ = os.environ
 
     @property
     def creates_processes_externally(self) -> bool:
@@ -169,8 +175,8 @@ class ResolvedEnvironment(ClusterEnvironment):
         rank_zero_only.rank = self.global_rank()  # type: ignore[attr-defined]
 
     def local_rank(self) -> int:
-        """Index of this rank on its node."""
-        return self._local_rank
+        """Index of this rank on its node; where no launcher gave one, what Lightning's launcher has exported."""
+        return self._local_rank if self._launched else int(self._environ.get("LOCAL_RANK", self._local_rank))
 
     def node_rank(self) -> int:
         """Index of this node."""

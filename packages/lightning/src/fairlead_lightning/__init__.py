@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
     from fairlead_lightning.callback import Fairlead as Fairlead
-    from fairlead_lightning.fabric import fabric as fabric
+    from fairlead_lightning.own_loop import fabric as fabric
     from fairlead_lightning.trainer import Trainer as Trainer
 
 __all__ = ["Fairlead", "Trainer", "fabric"]
 
-_MODULES: Final = {"Fairlead": "callback", "Trainer": "trainer", "fabric": "fabric"}
+# No module is called `fabric`: importing it would put the module in the place of the function.
+_MODULES: Final = {"Fairlead": "callback", "Trainer": "trainer", "fabric": "own_loop"}
 
 
 def __getattr__(name: str) -> Any:

@@ -12,7 +12,14 @@ from typing import Any
 
 import lightning.pytorch as L
 
-__all__ = ["replace_sigterm_handler", "resume_from", "set_root_dir", "stop_on_sigterm"]
+__all__ = [
+    "between_epochs",
+    "inside_epoch",
+    "replace_sigterm_handler",
+    "resume_from",
+    "set_root_dir",
+    "stop_on_sigterm",
+]
 
 
 def set_root_dir(trainer: L.Trainer, path: Path) -> None:
@@ -35,6 +42,27 @@ def resume_from(trainer: L.Trainer, path: Path) -> None:
         original(str(path), weights_only=weights_only)
 
     connector.resume_start = resume_start
+
+
+def between_epochs(checkpoint: dict[str, Any]) -> None:
+    """Makes the loops in a checkpoint those of an epoch that is over and a next one that has not begun.
+
+    Resumed from the state that Lightning itself leaves there, `max_steps` runs an empty epoch first, and
+    every count of epochs is one too high from then on.
+    """
+    loop = checkpoint["loops"]["fit_loop"]
+    for progress in (loop["epoch_progress"]["total"], loop["epoch_progress"]["current"]):
+        progress |= dict.fromkeys(progress, progress["completed"])
+    batches = loop["epoch_loop.batch_progress"]
+    batches["current"] = dict.fromkeys(batches["current"], 0)
+    batches["is_last_batch"] = False
+
+
+def inside_epoch(checkpoint: dict[str, Any]) -> None:
+    """Makes the epoch in a checkpoint one that has begun: Lightning counts one that a limit cut short as done."""
+    epochs = checkpoint["loops"]["fit_loop"]["epoch_progress"]
+    for progress in (epochs["total"], epochs["current"]):
+        progress["processed"] = progress["completed"] = progress["ready"] - 1
 
 
 def replace_sigterm_handler(trainer: L.Trainer, note: Callable[[int, FrameType | None], None]) -> None:

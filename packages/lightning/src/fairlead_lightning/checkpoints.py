@@ -37,6 +37,7 @@ from fairlead.config import CheckpointConfig
 from fairlead.errors import CheckpointError, FairleadError
 from fairlead.interfaces import DurableSaves
 from fairlead_distributed import rng_state
+from fairlead_lightning import _lightning_compat as compat
 from fairlead_lightning.describe import described
 from fairlead_lightning.session import STATE_FILE, RunSession
 
@@ -151,6 +152,8 @@ class Checkpoints(Checkpoint):
         self._measured: frozenset[str] = frozenset()
         self._measured_at = -1
         self._at_epoch_end: str | None = None
+        self._trained = False
+        self._corrected: Callable[[dict[str, Any]], None] | None = None
         self._metrics: dict[str, float] | None = None
 
     @property
@@ -169,12 +172,14 @@ class Checkpoints(Checkpoint):
         """The step that was resumed from has its checkpoint already, if that is one of this run."""
         own = self.session.checkpoint is not None and self.session.checkpoint.is_relative_to(self.directory)
         self._last_step = trainer.global_step
+        self._trained = False
         self._saved_step = trainer.global_step if own else -1
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Saves at a step that is due, never between the micro-batches of one step."""
+        self._trained = True
         step, last = trainer.global_step, self._last_step
         if step == last:
             return
@@ -222,13 +227,18 @@ class Checkpoints(Checkpoint):
         """Saves what was due at the end of the last epoch."""
         reason, self._at_epoch_end = self._at_epoch_end, None
         if reason is not None:
+            self._corrected = compat.between_epochs
             self.save(trainer, reason)
+            self._corrected = None
         self._metrics = None
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Saves the result, and waits until it is durable."""
         reason, self._at_epoch_end = self._at_epoch_end, None
+        if self._trained:
+            self._corrected = compat.between_epochs if _last_batch(trainer) else compat.inside_epoch
         self._save_for_sure(trainer, reason or "end")
+        self._corrected = None
         rated = best(list_checkpoints(self.directory), self.monitor, self.config.mode) if self.monitor else []
         newest = rated[0] if rated else newest_complete(self.directory).checkpoint
         self.best_model_path = str(newest.path / STATE_FILE) if newest is not None else ""
@@ -237,6 +247,11 @@ class Checkpoints(Checkpoint):
         """On SIGTERM Lightning stops every rank at the same step boundary: the place to save."""
         if isinstance(exception, SIGTERMException) and trainer.state.fn == "fit":
             self._save_for_sure(trainer, "terminated")
+
+    def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Lightning asks this of every checkpoint; only ours is of a known place in the loops."""
+        if self._corrected is not None:
+            self._corrected(checkpoint)
 
     # -- what
 

@@ -101,7 +101,7 @@ def _start(
 ) -> _Rank:
     read, write = os.pipe()
     # Two ranks on one terminal write over each other: the first one keeps it.
-    output: IO[bytes] | None = tempfile.TemporaryFile() if index > 0 else None
+    output: IO[bytes] | None = tempfile.TemporaryFile() if index > 0 else None  # noqa: SIM115 - read when the rank has ended
     try:
         process = subprocess.Popen(
             command,
@@ -119,7 +119,7 @@ def _start(
 
 
 def _wait(ranks: list[_Rank], received: list[int]) -> int | None:
-    """Returns when all ranks have ended, or one has failed and the others had their time; the signal that stopped it."""
+    """Returns when all ranks have ended, or one failed and the others had their time; the signal that stopped it."""
     stop: int | None = None
     failed_at: float | None = None
     while True:

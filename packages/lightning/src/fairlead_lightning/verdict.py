@@ -95,7 +95,9 @@ def _record(first: Ended, ranks: Sequence[Ended]) -> None:
     path = Path(run) / "history.jsonl"
     try:
         since_start = [event["event"] for event in read_history(path)]
-        since_start = since_start[len(since_start) - since_start[::-1].index("start") :] if "start" in since_start else []
+        since_start = (
+            since_start[len(since_start) - since_start[::-1].index("start") :] if "start" in since_start else []
+        )
         if "failed" not in since_start:
             text = first.report.text.splitlines()[-1] if first.report is not None else _how(first)
             History(path, rank=first.rank).append("failed", error=f"rank {first.rank} {text}"[:2000])
@@ -116,7 +118,7 @@ def _last_words(rank: Ended) -> str | None:
 
 
 def _crash(lines: Sequence[str]) -> list[str]:
-    """Python's own report of a crash, cut to the thread that crashed and the frames that are not of installed packages."""
+    """Python's own report of a crash, cut to the thread that crashed and frames outside installed packages."""
     heads = [index for index, line in enumerate(lines) if line.startswith("Fatal Python error:")]
     if not heads:
         return []
@@ -131,7 +133,7 @@ def _crash(lines: Sequence[str]) -> list[str]:
 
 
 def _order(rank: Ended) -> tuple[int, float]:
-    """Sorts the ranks by who failed first; a rank that only lost its peers, or that we stopped, comes after all others."""
+    """Sorts the ranks by who failed first; one that only lost its peers, or that we stopped, comes last."""
     report = rank.report
     if report is not None and not report.secondary and report.exit_code not in _STOPPED_AS_ASKED:
         return (0, report.time)

@@ -100,11 +100,11 @@ class AsyncFileCheckpointIO(CheckpointIO):
         """Loads through the inner backend, after the saves in flight."""
         if self._writer is not None:
             self._writer.drain()
-        return self._inner.load_checkpoint(path, map_location=map_location, weights_only=weights_only)
+        return self._inner.load_checkpoint(os.fspath(path), map_location=map_location, weights_only=weights_only)
 
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
         """Deletes a checkpoint behind the saves in flight; it stays when the newest of them fails."""
-        self._started().remove(local_path(path), lambda: self._inner.remove_checkpoint(path))
+        self._started().remove(local_path(path), lambda: self._inner.remove_checkpoint(os.fspath(path)))
 
     def teardown(self) -> None:
         """Finishes all saves and frees the buffers; raises what was not written. The next save starts afresh."""

@@ -44,5 +44,7 @@ def predict_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of `fairlead predict`."""
     _evaluation(parser, "predict")
     parser.add_argument(
-        "--output", metavar="DIR", help="a new folder for the predictions (default: predictions-1, -2, ... in the run directory)"
+        "--output",
+        metavar="DIR",
+        help="a new folder for the predictions (default: predictions-1, -2, ... in the run directory)",
     )

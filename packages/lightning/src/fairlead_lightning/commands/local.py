@@ -61,7 +61,7 @@ def run_here_or_on_ranks(arguments: argparse.Namespace, session: Session) -> int
             session.warn(str(finding))
     if any(finding.code == "run-finished" for finding in checked.findings):
         return 0
-    starts_ranks = not topology.launched and resolution.devices > 1 and resolution.strategy.name not in {"xla"}
+    starts_ranks = not topology.launched and resolution.devices > 1 and resolution.strategy.name != "xla"
     if not starts_ranks or getattr(resolution.strategy, "start_method", "popen") != "popen":
         from fairlead_lightning.commands.run import run_rank
 
@@ -92,4 +92,3 @@ def run_here_or_on_ranks(arguments: argparse.Namespace, session: Session) -> int
     # -P: the working directory is no place for code unless the rules for user code say so.
     command = [sys.executable, "-P", "-m", "fairlead", *session.argv, *(["--debug"] if session.debug else [])]
     return supervise(command, environments, stderr=session.stderr, inherited=inherited)
-
