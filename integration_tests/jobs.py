@@ -49,6 +49,7 @@ def trouble(what):
         ctypes.string_at(0)
     if what == "hang":  # in native code, with the interpreter's lock: no signal handler of Python's ever runs
         open("hanging", "w").close()
+        signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # which would end the sleep
         ctypes.PyDLL(None).sleep(3600)
 
 

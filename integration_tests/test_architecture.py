@@ -32,6 +32,7 @@ TEST_TOOLS = {"pytest", "_pytest", "hypothesis"}
 
 # Where a process may touch its own environment other than as the default of an injectable `environ`.
 ENVIRONMENT_PLACES = {
+    ("fairlead_environments.runtime", "Assign"): "a rank of `ddp_spawn` has its own, which does not travel in a pickle",
     ("fairlead_distributed.testing", "update"): "a process made for one test sets its own variables before it starts",
     ("fairlead_lightning.session", "Subscript"): "the ranks that Lightning starts from this process inherit the run",
     ("fairlead_lightning.session", "pop"): "and after they have started, it is taken back",

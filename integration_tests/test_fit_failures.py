@@ -137,6 +137,7 @@ def test_asked_twice_it_ends_at_once(tmp_path: Path) -> None:
         pass
     ended = running.end()
     assert ended.code == 1  # not everything was saved
+    assert "did not end when it was asked to" in ended.err
     assert "Traceback" not in ended.text
     assert "failed" in names(tmp_path / "runs" / "small")
 

@@ -68,9 +68,9 @@ def test_findings_are_raised_together() -> None:
     assert one.value.where == "a"
     with pytest.raises(ConfigError) as both:
         raise_errors([first, second])
-    assert "error[unknown-field]" in both.value.what
-    assert "error[wrong-type]" in both.value.what
-    assert "many ranks" not in both.value.what
+    assert "error[unknown-field]" in str(both.value.why)
+    assert "error[wrong-type]" in str(both.value.why)
+    assert "many ranks" not in str(both.value.why)
 
 
 def test_a_finding_as_json_has_the_contracts_keys() -> None:

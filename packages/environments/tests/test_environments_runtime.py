@@ -204,7 +204,7 @@ def test_torchrun_starts_both_ranks(engine: str, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_two_nodes_by_hand(tmp_path: Path) -> None:
     """R56, R100: one command per node; here both 'nodes' are this machine."""
-    by_hand = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port(None)), "NNODES": "2"}
+    by_hand = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port(20000 + os.getpid() % 9000)), "NNODES": "2"}
     commands = [([sys.executable], {**by_hand, "NODE_RANK": node}) for node in "01"]
     assert results(tmp_path, commands, "fabric", devices=1, nodes=2) == {
         "rank0": "(2, 0, 0, 3.0)",

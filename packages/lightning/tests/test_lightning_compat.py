@@ -98,29 +98,37 @@ def test_the_loops_stop_at_their_next_boundary() -> None:
     assert model.seen == [0, 1, 2]
 
 
+class Begins(L.Callback):
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        compat.begin_next_epoch(trainer)
+
+
 @pytest.mark.parametrize("limit", [{"max_steps": 24}, {"max_epochs": 3}])
-def test_a_checkpoint_between_two_epochs_resumes_with_the_right_epoch(tmp_path: Path, limit: dict[str, int]) -> None:
-    """Also fails when Lightning itself becomes right, and the correction can go: see the second half."""
-
-    class Saves(L.Callback):
-        def __init__(self, correct: bool) -> None:
-            self.correct = correct
-
-        def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
-            if self.correct:
-                compat.between_epochs(checkpoint)
-
-        def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-            trainer.save_checkpoint(tmp_path / "saved.ckpt")
-
-    epochs = {}
-    for correct in (True, False):
-        plain(max_epochs=1, callbacks=[Saves(correct)]).fit(Line(), datamodule=Data())
-        model, trainer = Line(), plain(**limit)
-        trainer.fit(model, datamodule=Data(), ckpt_path=str(tmp_path / "saved.ckpt"))
+def test_training_goes_on_with_the_next_epoch(saved: Path, limit: dict[str, int]) -> None:
+    """Also fails when Lightning itself becomes right and the correction can go: see the last line."""
+    epochs = []
+    for callbacks in ([Begins()], []):
+        model, trainer = Line(), plain(**limit, callbacks=callbacks)
+        trainer.fit(model, datamodule=Data(), ckpt_path=str(saved))
         assert model.seen == list(range(8, 24))
-        epochs[correct] = trainer.current_epoch
-    assert epochs == {True: 3, False: 4 if "max_steps" in limit else 3}
+        epochs.append(trainer.current_epoch)
+    assert epochs == [3, 4 if "max_steps" in limit else 3]
+
+
+def test_a_checkpoint_from_the_start_of_an_epoch_is_one_between_two(tmp_path: Path) -> None:
+    class Saves(L.Callback):
+        def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+            compat.between_epochs(checkpoint)
+
+        def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+            if trainer.current_epoch == 1:
+                trainer.save_checkpoint(tmp_path / "saved.ckpt")
+
+    plain(max_epochs=2, callbacks=[Saves()]).fit(Line(), datamodule=Data())
+    model, trainer = Line(), plain(max_steps=24, callbacks=[Begins()])
+    trainer.fit(model, datamodule=Data(), ckpt_path=str(tmp_path / "saved.ckpt"))
+    assert model.seen == list(range(8, 24))
+    assert trainer.current_epoch == 3
 
 
 @pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch ended")

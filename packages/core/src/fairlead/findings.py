@@ -104,4 +104,4 @@ def raise_errors(findings: Iterable[Finding]) -> None:
         return
     if len(errors) == 1:
         raise errors[0].as_error()
-    raise ConfigError("\n".join(str(finding) for finding in errors))
+    raise ConfigError(f"{len(errors)} things are wrong", why="\n".join(str(finding) for finding in errors))

@@ -45,17 +45,10 @@ def resume_from(trainer: L.Trainer, path: Path) -> None:
 
 
 def between_epochs(checkpoint: dict[str, Any]) -> None:
-    """Makes the loops in a checkpoint those of an epoch that is over and a next one that has not begun.
-
-    Resumed from the state that Lightning itself leaves there, `max_steps` runs an empty epoch first, and
-    every count of epochs is one too high from then on.
-    """
-    loop = checkpoint["loops"]["fit_loop"]
-    for progress in (loop["epoch_progress"]["total"], loop["epoch_progress"]["current"]):
+    """Makes the epoch in a checkpoint one that is over, and the next one has not begun."""
+    epochs = checkpoint["loops"]["fit_loop"]["epoch_progress"]
+    for progress in (epochs["total"], epochs["current"]):
         progress |= dict.fromkeys(progress, progress["completed"])
-    batches = loop["epoch_loop.batch_progress"]
-    batches["current"] = dict.fromkeys(batches["current"], 0)
-    batches["is_last_batch"] = False
 
 
 def inside_epoch(checkpoint: dict[str, Any]) -> None:
@@ -63,6 +56,20 @@ def inside_epoch(checkpoint: dict[str, Any]) -> None:
     epochs = checkpoint["loops"]["fit_loop"]["epoch_progress"]
     for progress in (epochs["total"], epochs["current"]):
         progress["processed"] = progress["completed"] = progress["ready"] - 1
+
+
+def begin_next_epoch(trainer: L.Trainer) -> None:
+    """Called from `on_train_start` of a fit that was restored from between two epochs: begins the next one.
+
+    With `max_steps` Lightning takes the epoch that is over for one to be finished: it runs an empty
+    epoch, counts it, and steps the schedules once more.
+    """
+    loop: Any = trainer.fit_loop
+    epochs = loop.epoch_progress.current
+    if len({epochs.ready, epochs.started, epochs.processed, epochs.completed}) == 1:
+        loop._restarting = False  # the setter of `restarting` would make it True again
+        loop.epoch_loop.restarting = False
+        loop.epoch_loop.reset_restart_stage()
 
 
 def replace_sigterm_handler(trainer: L.Trainer, note: Callable[[int, FrameType | None], None]) -> None:

@@ -170,6 +170,7 @@ class Checkpoints(Checkpoint):
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """The step that was resumed from has its checkpoint already, if that is one of this run."""
+        compat.begin_next_epoch(trainer)
         own = self.session.checkpoint is not None and self.session.checkpoint.is_relative_to(self.directory)
         self._last_step = trainer.global_step
         self._trained = False
@@ -365,7 +366,8 @@ class Checkpoints(Checkpoint):
             self.monitor = next((name for name in _USUAL_MONITORS if name in metrics), None)
         return {
             "step": trainer.global_step,
-            "epoch": trainer.current_epoch,
+            # Epochs that are over; Lightning counts one that a limit cut short.
+            "epoch": trainer.current_epoch - (self._corrected is compat.inside_epoch),
             "hyperparameters": described(trainer.lightning_module)["args"],
             "metrics": metrics,
             "monitor": self.monitor,

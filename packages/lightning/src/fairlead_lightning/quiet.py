@@ -19,10 +19,14 @@ LOGGED: Final = (
     "GPU available: ",
     "TPU available: ",
     "HPU available: ",
+    "Initializing distributed: GLOBAL_RANK",
+    "Loaded model weights from the checkpoint at ",
+    "Restored all states from the checkpoint at ",
+    "Restoring states from the checkpoint path at ",
     "`Trainer.fit` stopped: `max_steps=",
     "`Trainer.fit` stopped: `max_epochs=",
 )
-"""How the log lines begin: advertisements, hardware that `explain` tells better, limits that the job has set."""
+"""How the log lines begin: advertisements, and what Fairlead itself says better."""
 
 WARNED: Final = (
     r"The '\w+' does not have many workers which may be a bottleneck",

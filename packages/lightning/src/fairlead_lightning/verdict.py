@@ -145,6 +145,8 @@ def _order(rank: Ended) -> tuple[int, float]:
 
 
 def _how(rank: Ended) -> str:
+    if rank.stopped_by_us and rank.code == -signal.SIGKILL:
+        return "did not end when it was asked to, and was killed"
     if rank.code < 0:
         known = any(-rank.code == one for one in signal.Signals)
         name = signal.Signals(-rank.code).name if known else f"signal {-rank.code}"
