@@ -195,6 +195,7 @@ def test_the_global_batch_survives_another_number_of_ranks(tmp_path: Path) -> No
     assert "accumulate 1" in python(tmp_path, body, "1", "20", "keep_per_device").stdout
 
 
+@pytest.mark.slow
 def test_a_finished_run_before_the_one_that_starts_ranks(tmp_path: Path) -> None:
     """Rank 1 runs the script from its first line: what was finished in rank 0 is finished there too."""
     body = """
@@ -249,7 +250,7 @@ def test_torchrun_one_rank_decides_for_all(tmp_path: Path) -> None:
     """
     done = torchrun(tmp_path, body)
     assert done.stdout.count("in run at 8") == 2
-    never = torchrun(tmp_path, body.replace('"auto"))', '"never"))'))
+    never = torchrun(tmp_path, body.replace('resume="auto"', 'resume="never"'))
     assert never.stdout.count("in run-2 at 8") == 2
     assert "is finished" in torchrun(tmp_path, body).stdout
 
@@ -314,7 +315,7 @@ def kill_in_training(folder: Path, devices: int, step: int) -> None:
         process.wait()
 
 
-@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize("devices", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_an_unmodified_script_goes_on_after_kill_9(tmp_path: Path, devices: int) -> None:
     """One callback: steps and metrics.csv go on; a run that is finished is not trained again."""
     per_epoch = 8 // devices

@@ -156,6 +156,9 @@ def run(engine):
 result = run({engine!r})
 with open(os.path.join({out!r}, f"rank{{result[1]}}"), "w") as file:
     file.write(repr(result))
+import torch.distributed as dist
+if dist.is_initialized():  # else gloo's threads may abort the process as it ends
+    dist.destroy_process_group()
 """
 
 

@@ -21,7 +21,7 @@ from fairlead import ClassSpec, RunConfig, Trainer, TrainerConfig
 from fairlead.config import CheckpointConfig
 from fairlead_lightning.batch import batch_plan
 from fairlead_lightning.build import PASSED_ON
-from fairlead_lightning.checkpoints import CommittingIO
+from fairlead_lightning.committing import CommittingIO
 
 Check = Callable[[Trainer, Path], None]
 

@@ -12,7 +12,7 @@ from typing import Any
 import lightning.pytorch as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import EarlyStopping, GradientAccumulationScheduler, ModelCheckpoint
+from lightning.pytorch.callbacks import EarlyStopping, GradientAccumulationScheduler
 from tiny_job import (
     Data,
     Line,
@@ -244,7 +244,8 @@ def test_trials_keep_no_records(tmp_path: Path, setting: str) -> None:
     model = Line()
     if setting == "barebones":
         model.log = lambda *args, **kwargs: None  # type: ignore[method-assign]  # Lightning warns of it here
-    trainer = make_trainer(tmp_path, max_steps=2, **{setting: True, "log_every_n_steps": None})
+    config: dict[str, Any] = {setting: True, "log_every_n_steps": None}
+    trainer = make_trainer(tmp_path, max_steps=2, **config)
     trainer.fit(model, datamodule=Data())
     assert len(model.seen) == (1 if setting == "fast_dev_run" else 2)
     assert list(tmp_path.iterdir()) == []
@@ -272,185 +273,6 @@ def test_evaluation_after_a_fit_writes_nothing_either(tmp_path: Path) -> None:
     trainer.test(model, loader(), verbose=False)
     trainer.predict(model, loader())
     assert contents(tmp_path) == before
-
-
-def test_best_is_known_to_lightning(tmp_path: Path) -> None:
-    trainer = make_trainer(tmp_path, max_epochs=3)
-    model = Line()
-    trainer.fit(model, datamodule=Data())
-    values = [float(r["val/loss"]) for r in metric_rows(tmp_path / "run") if r["val/loss"]]
-    found = trainer.validate(model, loader(), ckpt_path="best", verbose=False)
-    assert found[0]["val/loss"] == pytest.approx(min(values))
-
-
-def test_retention_keeps_the_last_and_the_best(tmp_path: Path) -> None:
-    class Worse(Line):
-        """A loss with its minimum after the second epoch."""
-
-        def validation_step(self, batch: Any, batch_idx: int) -> None:
-            self.log("val/loss", abs(float(self.trainer.current_epoch) - 1.0))
-
-    fit(tmp_path, model=Worse(), max_epochs=6, checkpoint={"keep_last": 2, "keep_best": 1})
-    assert [c.step for c in checkpoints(tmp_path / "run")] == [16, 40, 48]
-
-
-def test_every_nth_step_is_kept(tmp_path: Path) -> None:
-    fit(
-        tmp_path, max_steps=12, checkpoint={"every_n_steps": 2, "keep_last": 1, "keep_best": 0, "keep_every_n_steps": 4}
-    )
-    assert [c.step for c in checkpoints(tmp_path / "run")] == [4, 8, 12]
-
-
-def test_nothing_is_saved_between_the_micro_batches_of_a_step(tmp_path: Path) -> None:
-    """Also where the last step of an epoch has fewer of them: eight batches make three steps of 3, 3 and 2."""
-    seen: list[tuple[int, int]] = []
-
-    class Watch(Line):
-        def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-            done = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]["current"]["completed"]
-            seen.append((checkpoint["global_step"], done))
-
-    fit(
-        tmp_path,
-        model=Watch(),
-        max_epochs=2,
-        accumulate_grad_batches=3,
-        limit_val_batches=0,
-        checkpoint={"every_n_steps": 1, "every_n_epochs": None, "keep_last": 99},
-    )
-    assert [step for step, _ in seen] == [1, 2, 3, 4, 5, 6]
-    assert [c.step for c in checkpoints(tmp_path / "run")] == [1, 2, 3, 4, 5, 6]
-    # Lightning counts a batch as completed after this hook; an epoch is saved when it is over.
-    assert [done for _, done in seen] == [2, 5, 8, 2, 5, 8]
-
-
-def test_two_optimizers_do_not_step_over_a_save(tmp_path: Path) -> None:
-    """With manual optimization a batch is two steps, and a multiple of three falls inside one."""
-
-    class Two(Line):
-        def __init__(self) -> None:
-            super().__init__()
-            self.automatic_optimization = False
-
-        def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
-            for optimizer in self.optimizers():  # type: ignore[union-attr]
-                optimizer.zero_grad()
-                self.manual_backward(torch.nn.functional.mse_loss(self.net(batch[0]), batch[1]))
-                optimizer.step()
-
-        def configure_optimizers(self) -> Any:
-            return [torch.optim.SGD(self.parameters(), lr=0.01), torch.optim.SGD(self.parameters(), lr=0.02)]
-
-    fit(tmp_path, model=Two(), max_epochs=1, limit_val_batches=0, checkpoint={"every_n_steps": 3, "keep_last": 99})
-    assert [c.step for c in checkpoints(tmp_path / "run")] == [4, 6, 10, 12, 16]
-
-
-def test_weights_only_checkpoints_are_smaller(tmp_path: Path) -> None:
-    """R67: without optimizer and loop state."""
-    fit(tmp_path / "a", max_steps=8)
-    fit(tmp_path / "b", max_steps=8, checkpoint={"save_weights_only": True})
-    sizes = [(latest(tmp_path / name / "run").path / "state.ckpt").stat().st_size for name in "ab"]
-    assert sizes[1] < sizes[0]
-    state = torch.load(latest(tmp_path / "b" / "run").path / "state.ckpt", weights_only=True)
-    assert "optimizer_states" not in state
-
-
-def test_the_users_own_model_checkpoint_works_beside(tmp_path: Path) -> None:
-    own = ModelCheckpoint(tmp_path / "own", monitor="val/loss", filename="{step}")
-    config = make_trainer(tmp_path, max_epochs=2).fairlead_config
-    trainer = Trainer(config, run=RunConfig(name="run", dir=str(tmp_path)), callbacks=[own])
-    trainer.fit(Line(), datamodule=Data())
-    assert Path(own.best_model_path).parent == tmp_path / "own"
-    assert latest(tmp_path / "run").step == 16
-
-
-def test_async_saves_are_committed_when_durable_and_drained_at_the_end(tmp_path: Path) -> None:
-    """R63: the manifest is written by the thread that wrote the file, and no later than the end of fit."""
-    trainer = make_trainer(
-        tmp_path, max_steps=12, checkpoint_io="async", checkpoint={"every_n_steps": 2, "keep_last": 9}
-    )
-    trainer.fit(Line(), datamodule=Data())
-    run = tmp_path / "run"
-    assert [e["event"] for e in events(run)][-2:] == ["checkpoint", "finished"]
-    assert [e["step"] for e in events(run, "checkpoint")] == [2, 4, 6, 8, 10, 12]
-    assert all(verify(c.path, deep=True) == [] for c in checkpoints(run))
-    assert latest(run).step == 12
-
-
-@pytest.mark.parametrize("backend", ["torch", "async"])
-@pytest.mark.filterwarnings("ignore:the training goes on")
-def test_a_disk_that_is_full_for_a_while_costs_no_training(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, backend: str
-) -> None:
-    """R67: it is said, it is in the history, the training goes on, and the checkpoint before it stays."""
-    from fairlead.commit import Syscalls
-
-    real = Syscalls.fsync
-    full = {"now": False}
-
-    def fsync(self: Syscalls, fd: int) -> None:
-        if full["now"] and "history" not in os.readlink(f"/proc/self/fd/{fd}"):
-            raise OSError(28, "No space left on device")
-        real(self, fd)
-
-    monkeypatch.setattr(Syscalls, "fsync", fsync)
-
-    class Fills(Line):
-        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-            full["now"] = self.trainer.global_step in (4, 5)
-
-    model = Fills()
-    make_trainer(
-        tmp_path,
-        max_steps=8,
-        checkpoint_io=backend,
-        limit_val_batches=0,
-        checkpoint={"every_n_steps": 1, "every_n_epochs": None, "keep_last": 2},
-    ).fit(model, datamodule=Data())
-    run = tmp_path / "run"
-    assert model.seen == list(range(8))
-    assert "No space left" in str([e["error"] for e in events(run, "checkpoint-failed")])
-    saved = [e["step"] for e in events(run, "checkpoint")]
-    assert 5 not in saved  # in the background too: the save of step 6 waited for it
-    assert {7, 8} < set(saved)
-    assert latest(run).step == 8
-    assert not list((run / "checkpoints").glob(".stage-*"))
-
-
-@pytest.mark.parametrize("backend", ["torch", "async"])
-@pytest.mark.filterwarnings("ignore:the training goes on")
-def test_a_result_that_cannot_be_saved_is_an_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, backend: str
-) -> None:
-    """The run is not finished: a restart goes on from the checkpoint before."""
-    from fairlead.commit import Syscalls
-
-    real = Syscalls.fsync
-    full = {"now": False}
-
-    def fsync(self: Syscalls, fd: int) -> None:
-        if full["now"] and "history" not in os.readlink(f"/proc/self/fd/{fd}"):
-            raise OSError(28, "No space left on device")
-        real(self, fd)
-
-    monkeypatch.setattr(Syscalls, "fsync", fsync)
-
-    class Fills(Line):
-        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-            if self.trainer.global_step == 10:
-                self.trainer.strategy.checkpoint_io.wait()  # type: ignore[attr-defined]
-                full["now"] = True
-
-    with pytest.raises(CheckpointError, match="could not be saved"):
-        make_trainer(tmp_path, max_steps=12, checkpoint_io=backend).fit(Fills(), datamodule=Data())
-    run = tmp_path / "run"
-    assert events(run, "finished") == []
-    assert latest(run).step == 8
-    full["now"] = False
-    monkeypatch.undo()
-    model = Fills()
-    make_trainer(tmp_path, max_steps=12, checkpoint_io=backend).fit(model, datamodule=Data())
-    assert model.seen[0] == 8
 
 
 @mid_epoch

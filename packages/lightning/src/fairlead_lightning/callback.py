@@ -21,7 +21,8 @@ from fairlead.resolve import Resolution, resolve
 from fairlead_lightning import _lightning_compat as compat
 from fairlead_lightning.batch import batch_plan
 from fairlead_lightning.build import build_backend
-from fairlead_lightning.checkpoints import Checkpoints, CommittingIO
+from fairlead_lightning.checkpoints import Checkpoints
+from fairlead_lightning.committing import CommittingIO
 from fairlead_lightning.describe import described
 from fairlead_lightning.metrics import MetricsFile
 from fairlead_lightning.recorder import Recorder
@@ -124,6 +125,9 @@ class Fairlead(L.Callback):
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Releases the run directory."""
         if stage == "fit" and self.session is not None:
+            for logger in trainer.loggers:
+                if isinstance(logger, MetricsFile):
+                    logger.finalize("success")  # Lightning finalizes what is still attached after this hook
             self.session.close()
             self._detach(trainer)
 

@@ -16,7 +16,6 @@ from typing import IO, Any, Final, cast
 
 import lightning.pytorch as L
 import torch
-from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
@@ -35,13 +34,13 @@ from fairlead.commit import (
 )
 from fairlead.config import CheckpointConfig
 from fairlead.errors import CheckpointError, FairleadError
-from fairlead.interfaces import DurableSaves
 from fairlead_distributed import rng_state
 from fairlead_lightning import _lightning_compat as compat
+from fairlead_lightning.committing import CommittingIO, make_room, of_earlier_saves, raised_by
 from fairlead_lightning.describe import described
 from fairlead_lightning.session import STATE_FILE, RunSession
 
-__all__ = ["Checkpoints", "CommittingIO", "rank_file"]
+__all__ = ["Checkpoints", "rank_file"]
 
 _USUAL_MONITORS: Final = ("val/loss", "val_loss")
 
@@ -53,78 +52,6 @@ def rank_file(rank: int) -> str:
 
 def _save_rank_state(file: FileWriter) -> None:
     torch.save({"rng": rng_state()}, cast("IO[bytes]", file))
-
-
-class CommittingIO(CheckpointIO):
-    """Passes everything on to another CheckpointIO, and commits a checkpoint once its file is durable.
-
-    Lightning hands a save from the trainer to the strategy to the CheckpointIO; what is to follow
-    the save travels here, beside that path.
-
-    Args:
-        inner: The backend that reads and writes.
-    """
-
-    def __init__(self, inner: CheckpointIO) -> None:
-        super().__init__()
-        self.inner = inner
-        self._then: Callable[[], None] | None = None
-        self._error: FairleadError | OSError | None = None
-
-    def follow_with(self, then: Callable[[], None]) -> None:
-        """Runs `then` after the next save, as soon as its file is durable; `finish` tells whether that save failed."""
-        self._then = then
-
-    def finish(self) -> FairleadError | OSError | None:
-        """Ends the save that `follow_with` announced.
-
-        Runs what is still to follow, if the strategy wrote the checkpoint without its CheckpointIO.
-
-        Returns:
-            Why the save failed.  It was not raised, because Lightning's other ranks wait right behind the save.
-        """
-        then, self._then = self._then, None
-        error, self._error = self._error, None
-        if then is not None:
-            try:
-                then()
-            except (FairleadError, OSError) as raised:
-                return raised
-        return error
-
-    def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None = None) -> None:
-        """Saves, and commits when the file is durable."""
-        then, self._then = self._then, None
-        if then is None:
-            self.inner.save_checkpoint(checkpoint, path, storage_options)
-            return
-        try:
-            if storage_options is None and isinstance(self.inner, DurableSaves):
-                self.inner.submit(checkpoint, path, then)
-            else:
-                self.inner.save_checkpoint(checkpoint, path, storage_options)
-                then()
-        except (FairleadError, OSError) as error:
-            self._error = error
-
-    def load_checkpoint(
-        self, path: str | Path, map_location: Any | None = None, weights_only: bool | None = None
-    ) -> dict[str, Any]:
-        """Loads through the backend."""
-        return self.inner.load_checkpoint(path, map_location, weights_only)
-
-    def remove_checkpoint(self, path: str | Path) -> None:
-        """Removes through the backend."""
-        self.inner.remove_checkpoint(path)
-
-    def wait(self) -> None:
-        """Returns when every save is durable and committed; raises what failed in the background."""
-        if isinstance(self.inner, DurableSaves):
-            self.inner.wait()
-
-    def teardown(self) -> None:
-        """Ends the backend's own threads or processes."""
-        self.inner.teardown()
 
 
 class Checkpoints(Checkpoint):
@@ -273,7 +200,7 @@ class Checkpoints(Checkpoint):
         if not trainer.strategy.reduce_boolean_decision(error is None):
             self._report(trainer, error, reason)
             if trainer.is_global_zero and staged is not None:
-                _raised(partial(abandon, staged))
+                raised_by(partial(abandon, staged))
             return
         assert staged is not None
 
@@ -294,11 +221,11 @@ class Checkpoints(Checkpoint):
             io.follow_with(commit)
         trainer.save_checkpoint(staged / STATE_FILE, self.config.save_weights_only)
         if trainer.is_global_zero:
-            error = io.finish() if isinstance(io, CommittingIO) else _raised(commit)
+            error = io.finish() if isinstance(io, CommittingIO) else raised_by(commit)
         self._report(trainer, error, reason)
-        _make_room(error, staged)
+        make_room(error, staged)
         # Rank 0 alone knows whether it is saved; all must decide alike whether to save at the end.
-        if trainer.strategy.broadcast(error is None or _of_earlier_saves(error, staged / STATE_FILE)):
+        if trainer.strategy.broadcast(error is None or of_earlier_saves(error, staged / STATE_FILE)):
             self._saved_step = step
         self._saved_at = time.monotonic()
 
@@ -323,7 +250,7 @@ class Checkpoints(Checkpoint):
         if error is not None:  # the save of this very step may be what failed in the background
             if trainer.is_global_zero:
                 self._report(trainer, error, reason)
-                _make_room(error)
+                make_room(error)
             self._saved_step = -1
             self.save(trainer, reason)
             error = self._drained(trainer)
@@ -342,7 +269,7 @@ class Checkpoints(Checkpoint):
     def _drained(self, trainer: L.Trainer) -> FairleadError | OSError | None:
         """Waits for what is written in the background; what went wrong with it, the same on all ranks."""
         io = trainer.strategy.checkpoint_io
-        error = _raised(io.wait) if isinstance(io, CommittingIO) else None
+        error = raised_by(io.wait) if isinstance(io, CommittingIO) else None
         shared: FairleadError | OSError | None = trainer.strategy.broadcast(error)
         return shared
 
@@ -391,31 +318,3 @@ class Checkpoints(Checkpoint):
 def _last_batch(trainer: L.Trainer) -> bool:
     """Whether the epoch ends after this batch; an endless loader does not know it."""
     return bool(trainer.fit_loop.epoch_loop.batch_progress.is_last_batch)
-
-
-def _of_earlier_saves(error: FairleadError | OSError, file: Path) -> bool:
-    """Whether a backend that writes in the background took this file, and reports that others were not written."""
-    where = (error.where or "").splitlines() if isinstance(error, CheckpointError) else []
-    return bool(where) and all(line.endswith(STATE_FILE) and line != str(file) for line in where)
-
-
-def _make_room(error: FairleadError | OSError | None, staged: Path | None = None) -> None:
-    """Deletes what failed saves have left; the disk may be full."""
-    if error is None:
-        return
-    where = (error.where or "").splitlines() if isinstance(error, CheckpointError) else []
-    left = {Path(line).parent for line in where if line.endswith(STATE_FILE)}
-    if staged is not None and not _of_earlier_saves(error, staged / STATE_FILE):
-        left.add(staged)
-    for folder in left:
-        if folder.name.startswith(".stage-") and folder.is_dir():
-            _raised(partial(abandon, folder))
-
-
-def _raised(call: Callable[[], None]) -> FairleadError | OSError | None:
-    """What a call raises, if that is an error of the disk or of ours."""
-    try:
-        call()
-    except (FairleadError, OSError) as error:
-        return error
-    return None

@@ -14,6 +14,7 @@ from fairlead.interfaces import BuildContext
 from fairlead.plugins import PluginManager, default_plugins
 from fairlead_lightning.build import build_backend, build_plugins
 from fairlead_lightning.process_group import join_process_group
+from fairlead_lightning.ranks import LAUNCHED
 
 __all__ = ["fabric"]
 
@@ -46,7 +47,9 @@ def fabric(
     plugins = plugins if plugins is not None else default_plugins()
     resolution, findings = check_trainer(config or TrainerConfig(), environ=environ, plugins=plugins, purpose="run")
     raise_errors(findings)
-    join_process_group(resolution, environ)
+    # A rank that Lightning's launcher started meets the first one in `launch`, as that one does.
+    if resolution.environment.name != "lightning" or LAUNCHED in environ:
+        join_process_group(resolution, environ)
     context = BuildContext(resolution, environ, plugins, engine="fabric")
     loggers = [build_backend(logger, context) for logger in resolution.loggers]
     return lf.Fabric(**build_plugins(context), loggers=[logger for logger in loggers if logger is not None])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 from collections.abc import Mapping
 from datetime import timedelta
 from typing import TypeVar
@@ -10,10 +11,10 @@ import torch
 import torch.distributed as dist
 
 from fairlead.resolve import Resolution
-from fairlead_distributed import init_process_group, tcp_store
+from fairlead_distributed import destroy_process_group, init_process_group, tcp_store
 from fairlead_lightning.ports import inherited_listener
 
-__all__ = ["join_process_group", "shared"]
+__all__ = ["join_process_group", "leave_at_exit", "shared"]
 
 T = TypeVar("T")
 
@@ -45,6 +46,17 @@ def join_process_group(resolution: Resolution, environ: Mapping[str, str]) -> No
         environ=environ,
         device=_device(resolution),
     )
+    leave_at_exit()
+
+
+def leave_at_exit() -> None:
+    """Has this process leave its group before the interpreter goes down.
+
+    With gloo's threads still running it is sometimes aborted then ("terminate called without an
+    active exception"), after everything went well.
+    """
+    atexit.unregister(destroy_process_group)
+    atexit.register(destroy_process_group)
 
 
 def shared(value: T) -> T:

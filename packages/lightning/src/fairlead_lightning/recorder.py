@@ -7,6 +7,7 @@ from typing import Any
 import lightning.pytorch as L
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
+from fairlead_lightning.process_group import leave_at_exit
 from fairlead_lightning.session import RunSession
 
 __all__ = ["Recorder"]
@@ -27,6 +28,7 @@ class Recorder(L.Callback):
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """The process group is there; the data are being prepared."""
+        leave_at_exit()
         self.session.join(trainer.global_rank, trainer.local_rank, trainer.node_rank)
         self._beat(trainer, "setup")
 

@@ -23,7 +23,8 @@ from fairlead.plugins import PluginManager, default_plugins
 from fairlead_lightning import _lightning_compat as compat
 from fairlead_lightning.batch import batch_plan
 from fairlead_lightning.build import build_backend, trainer_arguments
-from fairlead_lightning.checkpoints import Checkpoints, CommittingIO
+from fairlead_lightning.checkpoints import Checkpoints
+from fairlead_lightning.committing import CommittingIO
 from fairlead_lightning.describe import described
 from fairlead_lightning.loading import readable_load_errors
 from fairlead_lightning.metrics import MetricsFile

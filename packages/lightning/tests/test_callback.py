@@ -1,0 +1,140 @@
+"""The callback `Fairlead` in an ordinary Lightning script: what it adds, and what it leaves alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.plugins.io import AsyncCheckpointIO
+from tiny_job import Data, Line, apart, checkpoints, contents, events, latest, loader, metric_rows, plain
+
+from fairlead import Fairlead, RunConfig
+from fairlead.commit import verify
+from fairlead.config import CheckpointConfig
+from fairlead.errors import FingerprintError
+
+
+def script(root: Path, *callbacks: L.Callback, model: Line | None = None, **settings: Any) -> tuple[L.Trainer, Line]:
+    """One start of a user's script."""
+    model = model if model is not None else Line()
+    trainer = plain(callbacks=[Fairlead(run=root / "run"), *callbacks], **settings)
+    trainer.fit(model, datamodule=Data())
+    return trainer, model
+
+
+def test_a_script_gets_a_run_directory(tmp_path: Path) -> None:
+    script(tmp_path, max_epochs=2)
+    run = tmp_path / "run"
+    assert [e["event"] for e in events(run)] == ["start", "training", "checkpoint", "checkpoint", "finished"]
+    assert latest(run).step == 16
+    assert verify(latest(run).path, deep=True) == []
+    assert len([row for row in metric_rows(run) if row["train/loss"]]) == 16
+    assert "tiny_job:Line" in (run / "job.yaml").read_text()
+
+
+def test_it_trains_as_without_it(tmp_path: Path) -> None:
+    without = Line()
+    plain(max_epochs=3).fit(without, datamodule=Data())
+    script(tmp_path, max_epochs=1)
+    trainer, model = script(tmp_path, max_epochs=3)
+    assert model.seen == list(range(8, 24))
+    assert trainer.current_epoch == 3
+    assert apart(model, without) == 0
+
+
+def test_a_finished_run_is_not_trained_again_but_has_its_weights(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, first = script(tmp_path, max_epochs=1)
+    before = contents(tmp_path)
+    _, again = script(tmp_path, max_epochs=1)
+    assert again.seen == []
+    assert apart(again, first) == 0
+    assert "is finished" in capsys.readouterr().out
+    assert contents(tmp_path) == before
+
+
+def test_the_scripts_own_ckpt_path_counts_while_the_run_has_no_checkpoint(tmp_path: Path) -> None:
+    start = plain(max_epochs=1)
+    start.fit(Line(), datamodule=Data())
+    start.save_checkpoint(tmp_path / "start.ckpt")
+
+    def again(epochs: int) -> list[int]:
+        model = Line()
+        trainer = plain(max_epochs=epochs, callbacks=[Fairlead(run=tmp_path / "run")])
+        trainer.fit(model, datamodule=Data(), ckpt_path=str(tmp_path / "start.ckpt"))
+        return model.seen
+
+    assert again(2) == list(range(8, 16))
+    assert again(3) == list(range(16, 24))
+
+
+def test_the_scripts_own_loggers_and_callbacks_work_as_before(tmp_path: Path) -> None:
+    own = ModelCheckpoint(tmp_path / "own", monitor="val/loss", save_top_k=1)
+    stopping = EarlyStopping("val/loss", patience=50, min_delta=1e9)
+    logger = CSVLogger(tmp_path / "csv")
+    trainer, _ = script(tmp_path, own, stopping, max_epochs=3, enable_checkpointing=True, logger=logger)
+    assert Path(own.best_model_path).parent == tmp_path / "own"
+    assert trainer.checkpoint_callback is own
+    assert trainer.loggers == [logger]
+    assert list((tmp_path / "csv").rglob("metrics.csv"))
+    state = torch.load(latest(tmp_path / "run").path / "state.ckpt", weights_only=True)
+    (kept,) = [s for key, s in state["callbacks"].items() if "EarlyStopping" in key]
+    assert kept["wait_count"] == stopping.wait_count == 2
+
+
+def test_what_comes_after_the_fit_writes_nothing(tmp_path: Path) -> None:
+    trainer, model = script(tmp_path, max_epochs=1)
+    before = contents(tmp_path / "run")
+    trainer.validate(model, loader(), verbose=False)
+    trainer.test(model, loader(), verbose=False)
+    trainer.predict(model, loader())
+    assert contents(tmp_path / "run") == before
+
+
+def test_a_fit_that_raised_leaves_the_trainer_usable(tmp_path: Path) -> None:
+    class Breaks(Line):
+        broken = True
+
+        def on_train_epoch_start(self) -> None:
+            if self.broken and self.trainer.current_epoch == 1:
+                raise ZeroDivisionError
+
+    model = Breaks()
+    trainer = plain(max_epochs=2, callbacks=[Fairlead(run=tmp_path / "run")])
+    with pytest.raises(ZeroDivisionError):
+        trainer.fit(model, datamodule=Data())
+    assert events(tmp_path / "run")[-1]["event"] == "failed"
+    model.broken = False
+    trainer.fit(model, datamodule=Data())
+    assert model.seen == list(range(16))
+    assert [int(r["step"]) for r in metric_rows(tmp_path / "run") if r["train/loss"]] == list(range(16))
+    assert len(trainer.loggers) == 0
+
+
+def test_another_model_is_another_run(tmp_path: Path) -> None:
+    script(tmp_path, max_epochs=1)
+    with pytest.raises(FingerprintError, match="other settings") as caught:
+        script(tmp_path, model=Line(lr=0.01), max_epochs=1)
+    assert "model.args.lr" in str(caught.value)
+
+
+def test_a_backend_that_does_not_say_when_it_is_done_is_replaced(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Lightning's own AsyncCheckpointIO: a file could be committed before it is written."""
+    script(tmp_path, max_epochs=1, plugins=[AsyncCheckpointIO()])
+    assert "AsyncCheckpointIO is not used" in capsys.readouterr().out
+    assert [verify(c.path, deep=True) for c in checkpoints(tmp_path / "run")] == [[]]
+
+
+def test_the_run_may_be_a_config(tmp_path: Path) -> None:
+    run = RunConfig(name="lr{model.args.lr}", dir=str(tmp_path), seed=None)
+    save = CheckpointConfig(every_n_steps=3, every_n_epochs=None, on_validation=False, keep_last=9)
+    plain(max_epochs=1, callbacks=[Fairlead(run=run, checkpoint=save)]).fit(Line(), datamodule=Data())
+    assert [c.step for c in checkpoints(tmp_path / "lr0.05")] == [3, 6, 8]
