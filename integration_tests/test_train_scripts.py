@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -62,7 +63,11 @@ def environment(**more: str) -> dict[str, str]:
     """This process's, without what a launcher of ours may have left, and with `tiny_job` to be found."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("FAIRLEAD", "SLURM", "MASTER", "PL_"))}
     kept = {k: v for k, v in kept.items() if k not in {"RANK", "LOCAL_RANK", "WORLD_SIZE", "NODE_RANK"}}
-    return {**kept, "PYTHONPATH": str(ROOT / "packages" / "lightning" / "tests"), "OMP_NUM_THREADS": "1", **more}
+    with socket.socket() as free:  # other tests on this machine start jobs too, on the usual port
+        free.bind(("", 0))
+        port = str(free.getsockname()[1])
+    own = {"PYTHONPATH": str(ROOT / "packages" / "lightning" / "tests"), "OMP_NUM_THREADS": "1", "MASTER_PORT": port}
+    return {**kept, **own, **more}
 
 
 def script(folder: Path, body: str) -> Path:
