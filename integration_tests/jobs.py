@@ -217,6 +217,8 @@ def start(
             stderr=err,
             text=True,
             process_group=0,
+            # A shell that starts things in the background has SIGINT ignored, and children inherit that.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
     return Running(process, marker, cwd, files)
 

@@ -85,12 +85,12 @@ def test_a_wrong_setting(tmp_path: Path, line: str, says: list[str]) -> None:
 
 
 def test_a_plugin_that_is_not_installed_comes_with_its_pip_line(tmp_path: Path) -> None:
-    job = whole(tmp_path, "precision: {name: bitsandbytes, mode: nf4}")
+    job = whole(tmp_path, "precision: transformer-engine")
     before = tree(tmp_path)
     for command in ("check", "fit"):
         call = fairlead(command, job, cwd=tmp_path)
         assert call.code == 2
-        assert "pip install 'fairlead[bitsandbytes]'" in call.err
+        assert "pip install 'fairlead[transformer-engine]'" in call.err
         assert "Traceback" not in call.text
     assert tree(tmp_path) == before
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from fairlead import PluginManager
 from fairlead.testing import CONFORMANCE
 
@@ -64,3 +66,11 @@ globals().update(_suites())
 def test_every_axis_has_a_plugin_here() -> None:
     """The tests above are made from what is installed: nothing installed would be nothing tested."""
     assert {record.axis for record in PluginManager().records()} == set(CONFORMANCE)
+
+
+@pytest.fixture(autouse=True)
+def rank_of_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An environment that is built tells Lightning its rank; the tests after it are rank 0 again."""
+    from lightning_utilities.core.rank_zero import rank_zero_only
+
+    monkeypatch.setattr(rank_zero_only, "rank", 0, raising=False)

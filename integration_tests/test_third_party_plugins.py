@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -28,7 +29,11 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     sources = [shutil.copytree(PLUGINS / name, folder / name) for name in ("localsgd", "pbs")]
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation", "--no-index"]
     done = subprocess.run(
-        [*pip, "--target", str(site), *map(str, sources)], capture_output=True, text=True, check=False
+        [*pip, "--target", str(site), *map(str, sources)],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={k: v for k, v in os.environ.items() if k != "PIP_BUILD_CONSTRAINT"},  # pip: not without isolation
     )
     assert done.returncode == 0, done.stderr[-3000:]
     return {"PYTHONPATH": str(site)}
