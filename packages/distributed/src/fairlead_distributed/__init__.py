@@ -3,6 +3,7 @@
 `fairlead_distributed.testing.run_ranks` runs a function on several real processes, for tests.
 """
 
+from fairlead_distributed._sampling import derive_seed
 from fairlead_distributed.collectives import ReduceOp, all_gather, all_reduce, barrier, broadcast, reduce_scatter
 from fairlead_distributed.divergence import Divergence, first_divergence
 from fairlead_distributed.errors import (
@@ -70,6 +71,7 @@ __all__ = [
     "broadcast",
     "choose_port",
     "clip_grad_norm",
+    "derive_seed",
     "destroy_process_group",
     "first_divergence",
     "free_port",

@@ -19,7 +19,14 @@ __all__ = ["as_dataset", "derive_seed", "permutation", "place", "reducible", "si
 
 
 def derive_seed(purpose: str, *numbers: int) -> int:
-    """A seed of 63 bits from a purpose and whole numbers: neighbours get unrelated seeds, `seed + epoch` does not."""
+    """A seed of 63 bits from a purpose and whole numbers: neighbours get unrelated seeds, `seed + epoch` does not.
+
+    The same on every machine and in every process.
+
+    Example:
+        >>> derive_seed("order", 1, 2) == derive_seed("order", 1, 2) != derive_seed("order", 2, 1)
+        True
+    """
     text = ":".join([purpose, *(str(index(number)) for number in numbers)])
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
 

@@ -24,6 +24,7 @@ from fairlead_lightning.build import build_backend
 from fairlead_lightning.checkpoints import Checkpoints
 from fairlead_lightning.committing import CommittingIO
 from fairlead_lightning.describe import described
+from fairlead_lightning.exact.resume import ExactResume
 from fairlead_lightning.metrics import MetricsFile
 from fairlead_lightning.recorder import Recorder
 from fairlead_lightning.session import STATE_FILE, RunSession, open_session
@@ -72,6 +73,7 @@ class Fairlead(L.Callback):
         self.checkpoint = checkpoint or CheckpointConfig()
         self.batch_policy = batch_policy
         self.session: RunSession | None = None
+        self.exact = ExactResume()
         self._environ = os.environ if environ is None else environ
         self._plugins = plugins
         self._accumulate: int | None = None
@@ -119,8 +121,11 @@ class Fairlead(L.Callback):
         # Last, and in this order: what a checkpoint holds of the other callbacks is their newest state.
         others = [callback for callback in _callbacks(trainer) if callback is not self]
         recorder = Recorder(session)
-        vars(trainer)["callbacks"] = [*others, Checkpoints(self.checkpoint, session), recorder, self]
+        saves = Checkpoints(self.checkpoint, session, self.exact)
+        self.exact.session, self.exact.saves = session, saves
+        vars(trainer)["callbacks"] = [self.exact, *others, saves, recorder, self]
         recorder.setup(trainer, pl_module, stage)
+        self.exact.setup(trainer, pl_module, stage)
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Releases the run directory."""
@@ -139,7 +144,7 @@ class Fairlead(L.Callback):
     def _detach(self, trainer: L.Trainer) -> None:
         """Takes the parts of an ended fit away; what comes after it writes nothing into the run directory."""
         trainer.loggers = [logger for logger in trainer.loggers if not isinstance(logger, MetricsFile)]
-        vars(trainer)["callbacks"] = [c for c in _callbacks(trainer) if not isinstance(c, (Checkpoints, Recorder))]
+        vars(trainer)["callbacks"] = [c for c in _callbacks(trainer) if not isinstance(c, (ExactResume, Checkpoints, Recorder))]
         if self._accumulate is not None:
             trainer.accumulate_grad_batches = self._accumulate
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import IO, Any, Final, cast
@@ -34,24 +35,17 @@ from fairlead.commit import (
 )
 from fairlead.config import CheckpointConfig
 from fairlead.errors import CheckpointError, FairleadError
-from fairlead_distributed import rng_state
 from fairlead_lightning import _lightning_compat as compat
 from fairlead_lightning.committing import CommittingIO, make_room, of_earlier_saves, raised_by
 from fairlead_lightning.describe import described
+from fairlead_lightning.exact.rank_state import rank_file
+from fairlead_lightning.exact.resume import ExactResume
 from fairlead_lightning.session import STATE_FILE, RunSession
+from fairlead_lightning.stopping import StopTogether
 
-__all__ = ["Checkpoints", "rank_file"]
+__all__ = ["Checkpoints"]
 
 _USUAL_MONITORS: Final = ("val/loss", "val_loss")
-
-
-def rank_file(rank: int) -> str:
-    """The name of the part of a checkpoint that one rank writes."""
-    return f"rank-{rank:05d}.pt"
-
-
-def _save_rank_state(file: FileWriter) -> None:
-    torch.save({"rng": rng_state()}, cast("IO[bytes]", file))
 
 
 class Checkpoints(Checkpoint):
@@ -63,11 +57,13 @@ class Checkpoints(Checkpoint):
     Args:
         config: When to save and what to keep.
         session: The run that the checkpoints belong to.
+        exact: Says where the state is whole, and what a rank adds to it.
     """
 
-    def __init__(self, config: CheckpointConfig, session: RunSession) -> None:
+    def __init__(self, config: CheckpointConfig, session: RunSession, exact: ExactResume) -> None:
         self.config = config
         self.session = session
+        self.exact = exact
         self.monitor: str | None = config.monitor
         self.best_model_path = ""
         """Once training has ended, the best checkpoint by `monitor`, else the newest: `ckpt_path="best"` loads it."""
@@ -79,6 +75,7 @@ class Checkpoints(Checkpoint):
         self._measured: frozenset[str] = frozenset()
         self._measured_at = -1
         self._at_epoch_end: str | None = None
+        self._after_validation = False
         self._trained = False
         self._corrected: Callable[[dict[str, Any]], None] | None = None
         self._metrics: dict[str, float] | None = None
@@ -103,10 +100,8 @@ class Checkpoints(Checkpoint):
         self._trained = False
         self._saved_step = trainer.global_step if own else -1
 
-    def on_train_batch_end(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        """Saves at a step that is due, never between the micro-batches of one step."""
+    def after_batch(self, trainer: L.Trainer, validation_due: bool) -> None:
+        """Saves at a step that is due, never between the micro-batches of one; also when the run is to stop here."""
         self._trained = True
         step, last = trainer.global_step, self._last_step
         if step == last:
@@ -121,13 +116,15 @@ class Checkpoints(Checkpoint):
             self._at_epoch_end = "step"
         elif due:
             self.save(trainer, "step")
+        if trainer.received_sigterm and (trainer.world_size == 1 or _stops_together(trainer)):
+            raise SIGTERMException  # a validation that is due would take longer than a stop may
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Remembers the metrics, to tell afterwards which of them are new."""
         self._before = dict(trainer.callback_metrics)
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Saves what was just measured."""
+        """Notes that what was just measured is to be saved."""
         if trainer.state.fn != "fit" or trainer.sanity_checking:
             return
         before, self._before = self._before, {}
@@ -136,6 +133,12 @@ class Checkpoints(Checkpoint):
         if self.config.on_validation and _last_batch(trainer):
             self._at_epoch_end = "validation"
         elif self.config.on_validation:
+            self._after_validation = True
+
+    def after_validation(self, trainer: L.Trainer) -> None:
+        """Saves what was just measured, once the schedules that depend on it have seen it."""
+        due, self._after_validation = self._after_validation, False
+        if due:
             self._saved_step = -1  # one that this step has already was saved before it was measured
             self.save(trainer, "validation")
 
@@ -151,7 +154,7 @@ class Checkpoints(Checkpoint):
             self._at_epoch_end = "epoch"
         self._metrics = self._current_metrics(trainer)
 
-    def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+    def before_epoch(self, trainer: L.Trainer) -> None:
         """Saves what was due at the end of the last epoch."""
         reason, self._at_epoch_end = self._at_epoch_end, None
         if reason is not None:
@@ -163,9 +166,13 @@ class Checkpoints(Checkpoint):
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Saves the result, and waits until it is durable."""
         reason, self._at_epoch_end = self._at_epoch_end, None
+        whole = nullcontext()
         if self._trained:
-            self._corrected = compat.between_epochs if _last_batch(trainer) else compat.inside_epoch
-        self._save_for_sure(trainer, reason or "end")
+            over = _last_batch(trainer)
+            self._corrected = compat.between_epochs if over else compat.inside_epoch
+            whole = self.exact.at("between" if over else "cut")
+        with whole:
+            self._save_for_sure(trainer, reason or "end")
         self._corrected = None
         rated = best(list_checkpoints(self.directory), self.monitor, self.config.mode) if self.monitor else []
         newest = rated[0] if rated else newest_complete(self.directory).checkpoint
@@ -234,7 +241,8 @@ class Checkpoints(Checkpoint):
         staged: Path | None = None
         try:
             staged = stage(self.directory, checkpoint_name(trainer.global_step), token=self.session.token)
-            write_file(staged / rank_file(trainer.global_rank), _save_rank_state)
+            state = self.exact.capture(trainer)
+            write_file(staged / rank_file(trainer.global_rank), partial(_save_rank_state, state))
         except (FairleadError, OSError) as error:
             return staged, error
         return staged, None
@@ -318,3 +326,12 @@ class Checkpoints(Checkpoint):
 def _last_batch(trainer: L.Trainer) -> bool:
     """Whether the epoch ends after this batch; an endless loader does not know it."""
     return bool(trainer.fit_loop.epoch_loop.batch_progress.is_last_batch)
+
+
+def _stops_together(trainer: L.Trainer) -> bool:
+    """Whether the ranks have agreed on a stop before each of them sees it."""
+    return any(isinstance(callback, StopTogether) for callback in vars(trainer)["callbacks"])
+
+
+def _save_rank_state(state: Mapping[str, Any], file: FileWriter) -> None:
+    torch.save(state, cast("IO[bytes]", file))

@@ -26,6 +26,7 @@ from fairlead_lightning.build import build_backend, trainer_arguments
 from fairlead_lightning.checkpoints import Checkpoints
 from fairlead_lightning.committing import CommittingIO
 from fairlead_lightning.describe import described
+from fairlead_lightning.exact.resume import ExactResume
 from fairlead_lightning.loading import readable_load_errors
 from fairlead_lightning.metrics import MetricsFile
 from fairlead_lightning.process_group import join_process_group
@@ -92,7 +93,9 @@ class Trainer(L.Trainer):
         # A user's own bar takes the place of ours; Lightning refuses two.
         theirs = any(isinstance(c, ProgressBar) for c in [*arguments["callbacks"], *callbacks])
         shown = [self.progress] if arguments["enable_progress_bar"] and not theirs else []
-        arguments["callbacks"] = [*arguments["callbacks"], *callbacks, *shown]
+        self.exact = ExactResume(self.run_config.seed)
+        kept = [] if self.fairlead_config.barebones else [self.exact]
+        arguments["callbacks"] = [*kept, *arguments["callbacks"], *callbacks, *shown]
         arguments["default_root_dir"] = str(Path(self.run_config.dir).absolute())
         # Fit adds our own checkpoint callback, when it knows the run.
         user_saves = any(isinstance(c, Checkpoint) for c in arguments["callbacks"])
@@ -213,12 +216,15 @@ class Trainer(L.Trainer):
         attached: list[L.Callback] = vars(self)["callbacks"]
         kept = [c for c in attached if not isinstance(c, Checkpoints)]
         if self.fairlead_config.enable_checkpointing:
-            kept.append(Checkpoints(self.fairlead_config.checkpoint, session))
+            self.exact.saves = Checkpoints(self.fairlead_config.checkpoint, session, self.exact)
+            kept.append(self.exact.saves)
         # The recorder is last: a checkpoint that SIGTERM causes comes before the event that ends the start.
         self.callbacks = [*kept, Recorder(session)]
+        self.exact.session = session
         try:
             yield
         finally:
+            self.exact.session = self.exact.saves = None
             self.callbacks = kept  # `checkpoint_callback.best_model_path` is asked for after the fit
             self.loggers = []
             compat.set_root_dir(self, root_dir)

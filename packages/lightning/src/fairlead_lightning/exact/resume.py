@@ -1,0 +1,199 @@
+"""`ExactResume`: a fit that goes on from a checkpoint does what the fit that saved it would have done next."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final, Literal, Protocol
+
+import lightning.pytorch as L
+import torch
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+
+from fairlead.exactness import Inexact
+from fairlead_lightning import _lightning_compat as compat
+from fairlead_lightning.exact import rank_state
+from fairlead_lightning.exact.loaders import Loaders
+from fairlead_lightning.exact.orders import Place
+from fairlead_lightning.process_group import shared
+from fairlead_lightning.session import RunSession
+
+__all__ = ["ExactResume", "Saves"]
+
+Where = Literal["between", "batch", "done", "cut"]
+"""Between two epochs; a batch is done, but not the validation behind it; both are; a limit has cut the epoch."""
+
+_SEED: Final = "PL_GLOBAL_SEED"  # Lightning's seed_everything leaves it
+
+
+class Saves(Protocol):
+    """What writes checkpoints at the places where the state is whole."""
+
+    def before_epoch(self, trainer: L.Trainer) -> None:
+        """Nothing of the next epoch has begun."""
+
+    def after_batch(self, trainer: L.Trainer, validation_due: bool) -> None:
+        """A batch is done, but not the validation behind it."""
+
+    def after_validation(self, trainer: L.Trainer) -> None:
+        """All of a batch is done."""
+
+
+class ExactResume(L.Callback):
+    """Makes loaders ready, restores what Lightning does not, and says where a checkpoint can be written.
+
+    Attached to every fit, validation and test; what it saves and restores belongs to fits with a run directory.
+
+    Args:
+        seed: The run's; None: that of Lightning's `seed_everything`, else any, the same on all ranks.
+    """
+
+    def __init__(self, seed: int | None = None) -> None:
+        self.seed = seed
+        self.session: RunSession | None = None
+        self.saves: Saves | None = None
+        self.loaders: Loaders | None = None
+        self.where: Where | None = None
+        self._trainer: L.Trainer | None = None
+        self._state: dict[str, Any] | None = None
+        self._validating: dict[str, Any] | None = None
+        self._undo: list[Callable[[], None]] = []
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Spawned ranks begin with `setup`."""
+        return {**self.__dict__, "_trainer": None, "loaders": None, "_undo": []}
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """Before Lightning asks for the loaders; the ranks are connected."""
+        self._end()
+        self._trainer, self.where, self._state, self._validating = trainer, None, None, None
+        session = self.session if stage == "fit" else None
+        same_ranks = True
+        if session is not None and session.checkpoint is not None and session.previous is not None:
+            folder = session.checkpoint.parent
+            same_ranks = session.previous.get("world_size") == trainer.world_size
+            self._state = rank_state.read(folder, trainer.global_rank if same_ranks else 0)
+        saved = self._state["loaders"] if self._state is not None else None
+        if self._state is not None and not same_ranks:
+            self._state = {"where": self._state["where"], "other_ranks": True}
+        self.loaders = Loaders(
+            trainer, seed=self._common_seed(saved), place=self.place, saved=saved, same_ranks=same_ranks
+        )
+        self._undo.append(compat.prepare_loaders_with(trainer, self.loaders.prepare))
+        if stage == "fit":
+            self._undo.append(compat.watch_boundaries(trainer, self))
+
+    def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """Leaves the trainer as it was."""
+        self._end()
+
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        """A state that is not whole is not saved."""
+        if trainer.training and self.where is None and compat.training_place(trainer)[1] == 0:
+            self.where = "between"  # Lightning stops behind an epoch, too
+
+    def on_train_batch_start(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """From here on the state is not whole."""
+        self.where = None
+
+    # -- where
+
+    def place(self) -> Place:
+        """Where the training is, in batches of this rank."""
+        assert self._trainer is not None
+        if self.where == "cut":
+            loop: Any = self._trainer.fit_loop
+            return Place(loop.epoch_progress.current.processed - 1, loop.epoch_loop.batch_progress.current.ready)
+        return Place(*compat.training_place(self._trainer))
+
+    @contextmanager
+    def at(self, where: Where) -> Iterator[None]:
+        """The state is whole inside the block."""
+        before, self.where = self.where, where
+        try:
+            yield
+        finally:
+            self.where = before
+
+    def before_epoch(self) -> None:
+        """See `compat.Boundaries`."""
+        trainer = self._trainer
+        assert trainer is not None
+        if self._state is not None and compat.training_place(trainer)[1] == 0:
+            self._restore(trainer)
+        if self.saves is not None:
+            with self.at("between"):
+                self.saves.before_epoch(trainer)
+
+    def going_on(self) -> bool | None:
+        """See `compat.Boundaries`."""
+        if self._state is None or self._trainer is None:
+            return None
+        due = self._state["where"] == "batch"
+        self._restore(self._trainer)
+        return due
+
+    def after_batch(self, validation_due: bool) -> None:
+        """See `compat.Boundaries`."""
+        trainer = self._trainer
+        assert trainer is not None
+        self.where = "batch"
+        if self.saves is not None:
+            self.saves.after_batch(trainer, validation_due)
+            if validation_due:  # a stop in the middle of the validation saves the state before it
+                self._validating = _copied(self.capture(trainer))
+        self.where = None
+
+    def after_validation(self) -> None:
+        """See `compat.Boundaries`."""
+        trainer = self._trainer
+        assert trainer is not None
+        self.where, self._validating = "done", None
+        if self.saves is not None:
+            self.saves.after_validation(trainer)
+
+    # -- what
+
+    def capture(self, trainer: L.Trainer) -> dict[str, Any]:
+        """This rank's part of a checkpoint."""
+        if self._validating is not None and self.where is None:
+            return self._validating
+        assert self.loaders is not None
+        return {
+            **rank_state.capture(trainer),
+            "where": self.where,
+            "loaders": self.loaders.state(),
+        }
+
+    def _restore(self, trainer: L.Trainer) -> None:
+        state, self._state = self._state, None
+        assert state is not None
+        if "other_ranks" in state:
+            assert self.loaders is not None
+            rank_state.seed_anew(self.loaders.seed, trainer.global_step, trainer.global_rank)
+        elif state["where"] is not None:
+            rank_state.restore(trainer, state)
+
+    def _common_seed(self, saved: Mapping[str, Any] | None) -> int:
+        if saved is not None:
+            return int(saved["seed"])
+        seed = os.environ.get(_SEED) if self.seed is None else self.seed
+        return int(shared(seed if seed is not None else torch.initial_seed()))
+
+    def _end(self) -> None:
+        for undo in self._undo:
+            undo()
+        self._undo = []
+
+
+def _copied(state: Any) -> Any:
+    if isinstance(state, dict):
+        return {key: _copied(value) for key, value in state.items()}
+    if isinstance(state, (list, tuple)):
+        return type(state)(_copied(value) for value in state)
+    return state.clone() if isinstance(state, torch.Tensor) else state
