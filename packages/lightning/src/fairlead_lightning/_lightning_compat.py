@@ -280,13 +280,16 @@ _VALUES = ("value", "cumulated_batch_size", "_forward_cache", "_computed", "_upd
 
 def _result_state(result: Any) -> dict[str, Any]:
     meta, sync = result.meta, result.meta.sync
+    # The state of a logged Metric is that of the module's attribute.
+    names = [name for name in (_VALUES if result.is_tensor else _VALUES[2:]) if name in vars(result)]
     return {
         "meta": {name: getattr(meta, name) for name in (*_META, *_META_TOO)},
         "reduce_fx": (meta.reduce_fx.__module__ == "builtins", meta.reduce_fx.__name__),
         "sync": {"_should": sync.should, "_op": sync.op, "rank_zero_only": sync.rank_zero_only},
         "is_tensor": result.is_tensor,
-        # The state of a logged Metric is that of the module's attribute.
-        "values": {name: vars(result)[name] for name in (_VALUES if result.is_tensor else _VALUES[2:]) if name in vars(result)},
+        "values": {name: vars(result)[name] for name in names},
+            name: vars(result)[name] for name in (_VALUES if result.is_tensor else _VALUES[2:]) if name in vars(result)
+        },
     }
 
 
@@ -415,7 +418,10 @@ def _copied(state: Any) -> Any:
 def _with_empty(before: Any, now: Any) -> Any:
     if isinstance(before, torch.Tensor) or not isinstance(now, list):
         return before
-    return [*before, *(one if isinstance(one, torch.Tensor) and one.ndim == 0 else one[:0] for one in now[len(before) :])]
+    return [
+        *before,
+        *(one if isinstance(one, torch.Tensor) and one.ndim == 0 else one[:0] for one in now[len(before) :]),
+    ]
 
 
 def evaluation_loaders(trainer: L.Trainer) -> list[Any]:

@@ -24,12 +24,16 @@ from fairlead_lightning.build import build_backend
 from fairlead_lightning.checkpoints import Checkpoints
 from fairlead_lightning.committing import CommittingIO
 from fairlead_lightning.describe import described
-from fairlead_lightning.exact.resume import ExactResume
-from fairlead_lightning.metrics import MetricsFile
+from fairlead_lightning.exact.averages import AverageOverRanks
+from fairlead_lightning.exact.resume import ExactResume, saved_positions
+from fairlead_lightning.exact.seen import uncut_loggers
+from fairlead_lightning.metrics import METRICS_FILE, MetricsFile
 from fairlead_lightning.recorder import Recorder
 from fairlead_lightning.session import STATE_FILE, RunSession, open_session
 
 __all__ = ["Fairlead"]
+
+_PARTS = (AverageOverRanks, ExactResume, Checkpoints, Recorder)
 
 
 class Fairlead(L.Callback):
@@ -117,15 +121,21 @@ class Fairlead(L.Callback):
             compat.resume_from(trainer, session.checkpoint)
         self._accumulate = trainer.accumulate_grad_batches
         trainer.accumulate_grad_batches = batch_plan(resolution, session.previous).accumulate_grad_batches
-        trainer.loggers = [*trainer.loggers, MetricsFile(session.path, resume_step=session.resume_step)]
+        if session.resumed and (theirs := uncut_loggers(trainer.loggers)):
+            names = ", ".join(theirs)
+            trainer.print(f"{names}: not cut back, steps that are done again are in it twice; metrics.csv is right")
+        position = saved_positions(session).get(METRICS_FILE)
+        own = MetricsFile(session.path, resume_step=session.resume_step, position=position)
+        trainer.loggers = [*trainer.loggers, own]
         # Last, and in this order: what a checkpoint holds of the other callbacks is their newest state.
         others = [callback for callback in _callbacks(trainer) if callback is not self]
         recorder = Recorder(session)
         saves = Checkpoints(self.checkpoint, session, self.exact)
         self.exact.session, self.exact.saves = session, saves
-        vars(trainer)["callbacks"] = [self.exact, *others, saves, recorder, self]
-        recorder.setup(trainer, pl_module, stage)
-        self.exact.setup(trainer, pl_module, stage)
+        averages = AverageOverRanks()
+        vars(trainer)["callbacks"] = [averages, self.exact, *others, saves, recorder, self]
+        for part in (recorder, averages, self.exact):
+            part.setup(trainer, pl_module, stage)
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Releases the run directory."""
@@ -144,7 +154,7 @@ class Fairlead(L.Callback):
     def _detach(self, trainer: L.Trainer) -> None:
         """Takes the parts of an ended fit away; what comes after it writes nothing into the run directory."""
         trainer.loggers = [logger for logger in trainer.loggers if not isinstance(logger, MetricsFile)]
-        vars(trainer)["callbacks"] = [c for c in _callbacks(trainer) if not isinstance(c, (ExactResume, Checkpoints, Recorder))]
+        vars(trainer)["callbacks"] = [c for c in _callbacks(trainer) if not isinstance(c, _PARTS)]
         if self._accumulate is not None:
             trainer.accumulate_grad_batches = self._accumulate
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import IO, Any, Final, cast
@@ -166,7 +166,7 @@ class Checkpoints(Checkpoint):
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Saves the result, and waits until it is durable."""
         reason, self._at_epoch_end = self._at_epoch_end, None
-        whole = nullcontext()
+        whole: AbstractContextManager[None] = nullcontext()
         if self._trained:
             over = _last_batch(trainer)
             self._corrected = compat.between_epochs if over else compat.inside_epoch

@@ -6,13 +6,13 @@ import sys
 from argparse import Namespace
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 from lightning.pytorch.loggers.logger import Logger
 from lightning.pytorch.utilities.rank_zero import rank_zero_only, rank_zero_warn
 
 from fairlead.errors import RunDirectoryError
-from fairlead_lightning.step_table import StepTable
+from fairlead_lightning.step_table import StepTable, TablePosition
 
 __all__ = ["METRICS_FILE", "MetricsFile"]
 
@@ -26,23 +26,33 @@ class MetricsFile(Logger):
     nothing was logged, and a number has all its digits.  The step is Lightning's: the
     n-th optimizer step, and the validation after it, are in row n-1.
 
+    A start that goes on from a checkpoint cuts the file back to the `position` that the checkpoint
+    holds: rows, cells and columns that came later will be logged again, or never.
+
     A disk that refuses to write is a warning, not the end of the training; the rows are kept and
     tried again.
 
     Args:
         run_dir: The run directory.
-        resume_step: The step that this start goes on from: later rows are of steps that will be
-            done again, and are cut off.  None: a new file.
+        resume_step: How many optimizer steps are done where this start goes on.  None: a new file.
+        position: What `position` said when that checkpoint, of this very run, was saved.  None: the rows before
+            `resume_step` are kept; a validation that was logged after the save stays in the last of them.
 
     Example:
         >>> MetricsFile(Path("runs/first"), resume_step=None).log_metrics({"loss": 0.5}, step=0)  # doctest: +SKIP
     """
 
-    def __init__(self, run_dir: Path, *, resume_step: int | None) -> None:
+    position_key: ClassVar[str] = METRICS_FILE
+
+    def __init__(self, run_dir: Path, *, resume_step: int | None, position: Mapping[str, Any] | None = None) -> None:
         super().__init__()
         self.path = run_dir / METRICS_FILE
-        self._keep_through = resume_step
+        self._keep: TablePosition | int | None = None
+        if resume_step is not None:
+            # Lightning counts from 0: the next row is that of `resume_step`.
+            self._keep = _table_position(position) or resume_step - 1
         self._table: StepTable | None = None
+        self._waiting: list[tuple[int, dict[str, str]]] = []
         self._last = 0
         self._warned = False
 
@@ -80,9 +90,24 @@ class MetricsFile(Logger):
         self._last = step if step is not None else self._last
         cells = {name: _cell(name, value) for name, value in metrics.items() if name != "step"}
         try:
-            self._open().add(self._last, cells)
+            self._waiting.append((self._last, cells))
+            self._open()
         except RunDirectoryError as error:
             self._warn(error)
+
+    @rank_zero_only
+    def position(self) -> dict[str, Any]:
+        """Where the file stands, for a checkpoint: what is in it up to here is on the disk when this returns.
+
+        Returns:
+            The number of rows, the last one's `step` and cells, and the columns: JSON-able, the `position` of
+            a later start.
+
+        Raises:
+            RunDirectoryError: The disk refused.
+        """
+        at = self._open().position()
+        return {"rows": at.rows, "step": at.step, "row": dict(at.row), "columns": list(at.columns)}
 
     @rank_zero_only
     def save(self) -> None:
@@ -106,8 +131,14 @@ class MetricsFile(Logger):
 
     def _open(self) -> StepTable:
         if self._table is None:
-            self._table = StepTable(self.path, self._keep_through)
-            self._keep_through = sys.maxsize  # what this start has written is not cut off when it opens the file again
+            self._table = StepTable(self.path, self._keep)
+            self._keep = sys.maxsize  # what this start has written is not cut off when it opens the file again
+            if self._table.missing:
+                rank_zero_warn(
+                    f"{self.path} lacks {self._table.missing} rows from before the checkpoint that the run goes on from"
+                )
+        while self._waiting:
+            self._table.add(*self._waiting.pop(0))
         return self._table
 
     def _warn(self, error: RunDirectoryError) -> None:
@@ -121,3 +152,14 @@ def _cell(name: str, value: Any) -> str:
     if isinstance(value, bool) or (name == "epoch" and isinstance(value, float) and value.is_integer()):
         return str(int(value))
     return repr(value) if isinstance(value, (int, float)) else str(value)
+
+
+def _table_position(position: Mapping[str, Any] | None) -> TablePosition | None:
+    """None where there is none, or one of another version of Fairlead: then the step decides."""
+    if position is None:
+        return None
+    try:
+        row = {str(name): str(cell) for name, cell in position["row"].items()}
+        return TablePosition(int(position["rows"]), int(position["step"]), row, tuple(map(str, position["columns"])))
+    except (KeyError, TypeError, ValueError, AttributeError):
+        return None

@@ -8,17 +8,38 @@ import io
 import os
 import time
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 from fairlead.commit import atomic_write
 from fairlead.errors import RunDirectoryError
 
-__all__ = ["StepTable"]
+__all__ = ["StepTable", "TablePosition"]
 
 FIRST: Final = ("step", "epoch")
 SYNC_EVERY_S: Final = 30.0
 MERGE_EVERY_S: Final = 5.0
+
+
+@dataclass(frozen=True)
+class TablePosition:
+    """How far a table has come: enough to cut it back to this, whatever it has taken since.
+
+    Bytes would not do: a column that appears later moves every row.
+
+    Args:
+        rows: How many rows there are.
+        step: The step of the last row; -1 where there is none.
+        row: The cells of that row: values that came later belong to what will be done again, and the power
+            may have failed while they were written over these.
+        columns: The columns in their order; those that came later appear again, perhaps elsewhere.
+    """
+
+    rows: int
+    step: int
+    row: Mapping[str, str]
+    columns: tuple[str, ...]
 
 
 class StepTable:
@@ -31,27 +52,57 @@ class StepTable:
 
     Args:
         path: The file.
-        keep_through: The last step whose row is kept of an existing file; None: a new file.
+        keep: What is kept of an existing file: all that was there at a position, or the rows through a
+            step with the columns that have a value in them; None: a new file.
+
+    Attributes:
+        missing: How many rows of the position that it was to be cut back to the file lacks.
+
+    Raises:
+        RunDirectoryError: The disk refused; the old file is as it was.
 
     Example:
         >>> table = StepTable(Path("metrics.csv"), None)            # doctest: +SKIP
         >>> table.add(0, {"train/loss": "2.5"}); table.flush()      # doctest: +SKIP
     """
 
-    def __init__(self, path: Path, keep_through: int | None) -> None:
+    def __init__(self, path: Path, keep: TablePosition | int | None) -> None:
         self.path = path
         self._columns: list[str] = list(FIRST)
         self._step = -1
         self._row: dict[str, str] = {}
-        self._offset = 0
+        self._rows = self._offset = 0
         self._late: dict[int, dict[str, str]] = {}
         self._dirty = self._wider = False
         self._synced = self._merged = time.monotonic()
-        self._file = path.open("ab", buffering=0)
-        rows: dict[int, dict[str, str]] = {}
-        if keep_through is not None:
-            self._columns, rows = read_rows(path)
-        self._store({step: row for step, row in rows.items() if keep_through is not None and step <= keep_through})
+        self.missing = 0
+        try:
+            self._file = path.open("ab", buffering=0)
+            try:
+                self._store(self._kept(keep))
+            except BaseException:
+                self._file.close()
+                raise
+        except OSError as error:
+            raise self._refused(error) from error
+
+    def _kept(self, keep: TablePosition | int | None) -> dict[int, dict[str, str]]:
+        if keep is None:
+            return {}
+        through = keep.step if isinstance(keep, TablePosition) else keep
+        columns, found = read_rows(self.path)
+        rows = {step: row for step, row in found.items() if step <= through}
+        if isinstance(keep, TablePosition):
+            self._columns = list(keep.columns)
+            if through >= 0:
+                rows[through] = dict(keep.row)
+            self.missing = max(0, keep.rows - len(rows))
+        elif len(rows) == len(found):
+            self._columns = columns
+        else:
+            used = {*FIRST}.union(*rows.values())
+            self._columns = [name for name in columns if name in used]
+        return rows
 
     # -- writing
 
@@ -84,6 +135,7 @@ class StepTable:
             failure = error
         self._offset = self._file.seek(0, os.SEEK_END)
         self._step, self._row, self._dirty = step, {"step": str(step)}, False
+        self._rows += 1
         return failure
 
     def flush(self, *, sync: bool = False) -> None:
@@ -96,18 +148,30 @@ class StepTable:
             RunDirectoryError: The disk refused; the rows are kept in memory and tried again.
         """
         now = time.monotonic()
-        if self._wider or (self._late and (sync or now - self._merged > MERGE_EVERY_S)):
-            self._merge()
         try:
+            if self._wider or (self._late and (sync or now - self._merged > MERGE_EVERY_S)):
+                self._merge()
             if self._dirty:
                 self._write()
             if sync or now - self._synced > SYNC_EVERY_S:
                 os.fsync(self._file.fileno())
                 self._synced = now
         except OSError as error:
-            raise RunDirectoryError(
-                f"cannot write {self.path.name}", where=str(self.path), why=error.strerror or str(error)
-            ) from error
+            raise self._refused(error) from error
+
+    def position(self) -> TablePosition:
+        """How far the table is, with everything up to here on the disk.
+
+        Raises:
+            RunDirectoryError: The disk refused; the rows are kept in memory and tried again.
+        """
+        self.flush(sync=True)
+        return TablePosition(self._rows, self._step, dict(self._row), tuple(self._columns))
+
+    def _refused(self, error: OSError) -> RunDirectoryError:
+        return RunDirectoryError(
+            f"cannot write {self.path.name}", where=str(self.path), why=error.strerror or str(error)
+        )
 
     def _write(self) -> None:
         line = _line([self._row.get(name, "") for name in self._columns])
@@ -145,8 +209,9 @@ class StepTable:
         steps = sorted(rows)
         lines += [_line([str(step), *(rows[step].get(name, "") for name in self._columns[1:])]) for step in steps]
         atomic_write(self.path, b"".join(lines), error=RunDirectoryError)
-        self._file.close()
-        self._file = self.path.open("r+b", buffering=0)
+        replaced, self._file = self._file, self.path.open("r+b", buffering=0)
+        replaced.close()
+        self._rows = len(steps)
         self._step = steps[-1] if steps else -1
         self._row = dict(rows[steps[-1]]) if steps else {}
         self._offset = self._file.seek(0, os.SEEK_END) - (len(lines[-1]) if steps else 0)

@@ -16,6 +16,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from fairlead.checks import check_trainer
 from fairlead.config import JobConfig, RunConfig, TrainerConfig
 from fairlead.errors import ConfigError
+from fairlead.exactness import device_reasons
 from fairlead.findings import raise_errors
 from fairlead.interfaces import BuildContext
 from fairlead.modules import CodeRoot, code_root
@@ -26,9 +27,11 @@ from fairlead_lightning.build import build_backend, trainer_arguments
 from fairlead_lightning.checkpoints import Checkpoints
 from fairlead_lightning.committing import CommittingIO
 from fairlead_lightning.describe import described
-from fairlead_lightning.exact.resume import ExactResume
+from fairlead_lightning.exact.averages import AverageOverRanks
+from fairlead_lightning.exact.resume import ExactResume, saved_positions
 from fairlead_lightning.loading import readable_load_errors
-from fairlead_lightning.metrics import MetricsFile
+from fairlead_lightning.loggers.positions import LOGGER_POSITIONS
+from fairlead_lightning.metrics import METRICS_FILE, MetricsFile
 from fairlead_lightning.process_group import join_process_group
 from fairlead_lightning.progress import Progress
 from fairlead_lightning.recorder import Recorder
@@ -93,8 +96,9 @@ class Trainer(L.Trainer):
         # A user's own bar takes the place of ours; Lightning refuses two.
         theirs = any(isinstance(c, ProgressBar) for c in [*arguments["callbacks"], *callbacks])
         shown = [self.progress] if arguments["enable_progress_bar"] and not theirs else []
-        self.exact = ExactResume(self.run_config.seed)
-        kept = [] if self.fairlead_config.barebones else [self.exact]
+        settings = device_reasons(self.resolution, plugins, self.run_config)
+        self.exact = ExactResume(self.run_config.seed, settings=settings, say=self.progress.say)
+        kept = [] if self.fairlead_config.barebones else [AverageOverRanks(), self.exact]
         arguments["callbacks"] = [*kept, *arguments["callbacks"], *callbacks, *shown]
         arguments["default_root_dir"] = str(Path(self.run_config.dir).absolute())
         # Fit adds our own checkpoint callback, when it knows the run.
@@ -196,6 +200,7 @@ class Trainer(L.Trainer):
         """Gives this fit its records: loggers, checkpoints, history; what comes after it must not write there."""
         root_dir = Path(self.default_root_dir)
         compat.set_root_dir(self, session.path)
+        positions = saved_positions(session)
         context = BuildContext(
             self.resolution,
             self._context.environ,
@@ -204,11 +209,12 @@ class Trainer(L.Trainer):
             extras={
                 "resumed": session.resumed,
                 "resume_step": session.resume_step,
+                LOGGER_POSITIONS: positions,
                 "run_name": session.path.name,
             },
         )
         self.loggers = [
-            MetricsFile(session.path, resume_step=session.resume_step),
+            MetricsFile(session.path, resume_step=session.resume_step, position=positions.get(METRICS_FILE)),
             # `csv` builds nothing: the run's own file is that logger.
             *filter(None, (build_backend(logger, context) for logger in self.resolution.loggers)),
         ]

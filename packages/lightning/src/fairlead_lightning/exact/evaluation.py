@@ -104,7 +104,7 @@ def why_kept(loader: object) -> str | None:
         >>> why_kept(DataLoader(range(3), sampler=EvaluationSampler(3)))
         'it has a sampler of its own, EvaluationSampler'
     """
-    kind = type(loader)
+    kind: Any = type(loader)
     if not isinstance(loader, DataLoader):
         return f"{kind.__name__} is not a torch DataLoader"
     if isinstance(loader.dataset, IterableDataset):

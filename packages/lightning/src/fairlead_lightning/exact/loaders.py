@@ -220,17 +220,18 @@ class Loaders:
         if stateful is not None and not sharding:
             ahead = max(1, loader.num_workers * (loader.prefetch_factor or 2))
             return _over(loader, CarriedOrder(batches, stateful, ahead=ahead, **common), seed)
-        if not known:
-            name = type(sampler if plain else batches).__name__
+        if stateful is not None:
             self._inexact(
-                f"the {'' if plain else 'batch '}sampler {name}",
-                "Lightning shards it, which hides its state"
-                if stateful is not None
-                else "it has no state_dict; its batches are drawn again from a seed of the epoch, which is exact only if "
-                "they depend on nothing else",
-                "shard in the sampler (a DistributedSampler, or use_distributed_sampler: false)"
-                if stateful is not None
-                else "give it state_dict and load_state_dict, or use ResumableDistributedSampler",
+                f"the sampler {type(stateful).__name__}",
+                "Lightning shards what it draws, which hides its state",
+                "shard in it (a DistributedSampler), or set use_distributed_sampler: false",
+            )
+        elif not known:
+            self._inexact(
+                f"the sampler {type(sampler).__name__}" if plain else f"the batch sampler {type(batches).__name__}",
+                "it has no state_dict; its batches are drawn again from a seed of the epoch, "
+                "which is exact only if they depend on nothing else",
+                "give it state_dict and load_state_dict, or use ResumableDistributedSampler",
             )
         return _over(loader, RedrawnOrder(batches, **common), seed)
 

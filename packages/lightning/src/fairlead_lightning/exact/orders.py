@@ -92,8 +92,9 @@ class Order:
         numbers = self._numbers(place, state)
         self._turn = numbers[-1]
         for wanted in (self.inner, self.sampler):
-            if callable(getattr(wanted, "set_epoch", None)):
-                wanted.set_epoch(place.epoch)  # Lightning does it too late: the workers draw ahead
+            set_epoch = getattr(wanted, "set_epoch", None)
+            if callable(set_epoch):
+                set_epoch(place.epoch)  # Lightning does it too late: the workers draw ahead
         for batch in self._begin(numbers, place, state):
             yield EpochBatch.of(batch, place.epoch)
 

@@ -33,7 +33,7 @@ def to_plain(value: Any, where: str = "state") -> Any:
         return value.item()
     if isinstance(value, np.ndarray) and value.dtype.kind in "biufc":
         # torch has no arithmetic on some unsigned types, but bytes are bytes.
-        data = torch.frombuffer(bytearray(np.ascontiguousarray(value).tobytes()), dtype=torch.uint8) if value.size else None
+        data = torch.frombuffer(bytearray(value.tobytes()), dtype=torch.uint8) if value.size else None
         return {_ARRAY: str(value.dtype), "shape": list(value.shape), "data": data}
     if isinstance(value, Mapping):
         return {key: to_plain(item, f"{where}[{key!r}]") for key, item in value.items()}

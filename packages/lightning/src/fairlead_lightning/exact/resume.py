@@ -3,25 +3,25 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, Final, Literal, Protocol
 
 import lightning.pytorch as L
 import torch
-from lightning.pytorch.utilities.model_helpers import is_overridden
-from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 
+from fairlead.errors import RunDirectoryError
 from fairlead.exactness import Inexact
 from fairlead_lightning import _lightning_compat as compat
-from fairlead_lightning.exact import rank_state
+from fairlead_lightning.exact import rank_state, seen
 from fairlead_lightning.exact.loaders import Loaders
 from fairlead_lightning.exact.orders import Place
+from fairlead_lightning.loggers.positions import LOGGER_POSITIONS, logger_positions
 from fairlead_lightning.process_group import shared
 from fairlead_lightning.session import RunSession
 
-__all__ = ["ExactResume", "Saves"]
+__all__ = ["ExactResume", "Saves", "saved_positions"]
 
 Where = Literal["between", "batch", "done", "cut"]
 """Between two epochs; a batch is done, but not the validation behind it; both are; a limit has cut the epoch."""
@@ -49,10 +49,20 @@ class ExactResume(L.Callback):
 
     Args:
         seed: The run's; None: that of Lightning's `seed_everything`, else any, the same on all ranks.
+        settings: What in the settings keeps a resume from being exact; None: asks the trainer.
+        say: Tells the user; None: the trainer's `print`.
     """
 
-    def __init__(self, seed: int | None = None) -> None:
+    def __init__(
+        self,
+        seed: int | None = None,
+        *,
+        settings: Sequence[Inexact] | None = None,
+        say: Callable[[str], None] | None = None,
+    ) -> None:
         self.seed = seed
+        self._settings = settings
+        self._say = say
         self.session: RunSession | None = None
         self.saves: Saves | None = None
         self.loaders: Loaders | None = None
@@ -85,6 +95,22 @@ class ExactResume(L.Callback):
         self._undo.append(compat.prepare_loaders_with(trainer, self.loaders.prepare))
         if stage == "fit":
             self._undo.append(compat.watch_boundaries(trainer, self))
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """The loaders were seen: says and writes down whether a resume is exact."""
+        if self.session is None or self.loaders is None or not trainer.is_global_zero:
+            return
+        settings = self._settings
+        if settings is None:
+            settings = seen.script_reasons(trainer, seeded=_SEED in os.environ)
+        settings = [*settings, *seen.loop_reasons(trainer)]
+        try:
+            text = seen.note(self.session, settings, self.loaders.reasons, trainer.world_size)
+        except RunDirectoryError as error:
+            warnings.warn(f"whether a resume is exact was not written down: {error.block()}", stacklevel=2)
+            return
+        if text is not None:
+            (self._say or trainer.print)(text)
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Leaves the trainer as it was."""
@@ -134,7 +160,7 @@ class ExactResume(L.Callback):
         """See `compat.Boundaries`."""
         if self._state is None or self._trainer is None:
             return None
-        due = self._state["where"] == "batch"
+        due: bool = self._state["where"] == "batch"
         self._restore(self._trainer)
         return due
 
@@ -168,6 +194,7 @@ class ExactResume(L.Callback):
             **rank_state.capture(trainer),
             "where": self.where,
             "loaders": self.loaders.state(),
+            LOGGER_POSITIONS: logger_positions(trainer.loggers) if trainer.is_global_zero else {},
         }
 
     def _restore(self, trainer: L.Trainer) -> None:
@@ -189,6 +216,15 @@ class ExactResume(L.Callback):
         for undo in self._undo:
             undo()
         self._undo = []
+
+
+def saved_positions(session: RunSession) -> Mapping[str, Any]:
+    """Where the loggers stood in the checkpoint that a start goes on from, if that is one of the same run."""
+    if session.checkpoint is None or not session.checkpoint.is_relative_to(session.path):
+        return {}
+    state = rank_state.read(session.checkpoint.parent, 0) or {}
+    positions: Mapping[str, Any] = state.get(LOGGER_POSITIONS, {})
+    return positions
 
 
 def _copied(state: Any) -> Any:

@@ -14,7 +14,9 @@ __all__ = ["TensorBoardLoggerConfig"]
 class TensorBoardLoggerConfig(LoggerConfigBase):
     """Event files in `tensorboard/` of the run directory: `tensorboard --logdir runs` shows all runs.
 
-    A restart continues in the same folder and hides the points that it computes again.
+    A start that goes on continues in the same folder and takes out what was logged after its checkpoint,
+    so that each point is there once; what is logged again with the same value of the epoch or the same
+    hyperparameters is written once too.
 
     Example:
         >>> TensorBoardLoggerConfig(log_graph=True).log_graph

@@ -16,6 +16,10 @@ class WandbLoggerConfig(LoggerConfigBase):
 
     All starts of a run are one run there: its id is kept in `wandb-run.json` of the run directory.
 
+    A record there cannot be cut back: what was logged between the checkpoint and an interruption is in
+    it twice, once from each start, and what W&B had not yet written when the process was killed is
+    missing.  `metrics.csv` and TensorBoard have each step once.
+
     Example:
         >>> WandbLoggerConfig(project="gpt").project
         'gpt'

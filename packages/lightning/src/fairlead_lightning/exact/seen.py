@@ -1,0 +1,105 @@
+"""What a start has seen that keeps a resume from being exact: written down for `explain`, and said once."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+
+import lightning.pytorch as L
+import torch
+from lightning.pytorch.loggers import Logger
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+
+from fairlead.commit import atomic_write
+from fairlead.errors import RunDirectoryError
+from fairlead.exactness import EXACTNESS_FILE, Inexact, record, sentence, verdict
+from fairlead_lightning.loggers.positions import Positioned
+from fairlead_lightning.session import RunSession
+
+__all__ = ["loop_reasons", "note", "script_reasons", "uncut_loggers"]
+
+
+def loop_reasons(trainer: L.Trainer) -> list[Inexact]:
+    """What the loops and the model's hooks do to exactness."""
+    reasons = []
+    if is_param_in_hook_signature(trainer.lightning_module.training_step, "dataloader_iter", explicit=True):
+        reasons.append(
+            Inexact(
+                "training_step(self, dataloader_iter)",
+                "the step takes its batches itself, and they are not counted",
+                "take batch and batch_idx",
+            )
+        )
+    return reasons
+
+
+def script_reasons(trainer: L.Trainer, *, seeded: bool) -> list[Inexact]:
+    """What a script's own Trainer has decided: nothing but the object says it.
+
+    Args:
+        trainer: It.
+        seeded: Whether the script has called `seed_everything`.
+    """
+    return list(_script(trainer, seeded))
+
+
+def _script(trainer: L.Trainer, seeded: bool) -> Iterator[Inexact]:
+    if not seeded:
+        yield Inexact(
+            "the script's random numbers",
+            "nothing has seeded them: a start before the first checkpoint begins with other weights",
+            "lightning.pytorch.seed_everything(1, workers=True) as the script's first line",
+        )
+    device = trainer.strategy.root_device.type
+    if device == "cuda" and not torch.are_deterministic_algorithms_enabled():
+        yield Inexact(
+            "Trainer(deterministic=...)",
+            "sums on a GPU are added in an order of their own, unless kernels are chosen that do not",
+            "Trainer(deterministic=True)",
+        )
+    elif device == "cuda" and torch.is_deterministic_algorithms_warn_only_enabled():
+        yield Inexact(
+            "Trainer(deterministic='warn')",
+            "operations without a deterministic kernel only warn, and are computed in an order of their own",
+            "Trainer(deterministic=True)",
+        )
+    elif device not in ("cpu", "cuda"):
+        yield Inexact(
+            f"the device {device}",
+            "no test has shown that it computes the same bits twice",
+            "a CPU or CUDA",
+            certain=False,
+        )
+    if device == "cuda" and torch.backends.cudnn.benchmark:
+        yield Inexact(
+            "Trainer(benchmark=True)",
+            "cuDNN measures its kernels at every start, and may choose others that round in another way",
+            "Trainer(benchmark=False)",
+        )
+    strategy = trainer.strategy
+    if not isinstance(strategy, (DDPStrategy, SingleDeviceStrategy)):
+        yield Inexact(
+            f"the strategy {type(strategy).__name__}", "it was not tried in a script", "fairlead.Trainer", certain=False
+        )
+
+
+def uncut_loggers(loggers: Sequence[Logger]) -> list[str]:
+    """Loggers that hold a step twice when it is done again: nothing can cut them back."""
+    return sorted({type(logger).__name__ for logger in loggers if not isinstance(logger, Positioned)})
+
+
+def note(session: RunSession, settings: list[Inexact], loaders: list[Inexact], world_size: int) -> str | None:
+    """Writes down what was seen; on rank 0.
+
+    Returns:
+        What to say, where a resume is not exact.
+    """
+    content = record(settings=settings, loaders=loaders, world_size=world_size)
+    path = session.path / "starts" / str(session.start) / EXACTNESS_FILE
+    atomic_write(path, (json.dumps(content, indent=1) + "\n").encode(), error=RunDirectoryError)
+    reasons = [*settings, *loaders]
+    said = verdict(reasons)
+    if said == "exact":
+        return None
+    return "\n".join([f"resume is {said}:", *(f"  {sentence(reason)}" for reason in reasons)])

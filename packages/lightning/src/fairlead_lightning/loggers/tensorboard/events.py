@@ -1,0 +1,122 @@
+"""TensorBoard's event files, cut back to where they stood when a checkpoint was saved."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
+from pathlib import Path
+
+from fairlead.commit import FileWriter, Syscalls, atomic_write
+from fairlead.errors import RunDirectoryError
+
+__all__ = ["cut_steps", "cut_to", "event_files", "make_durable"]
+
+
+def event_files(folder: Path) -> dict[str, int]:
+    """The size in bytes of each event file, by its path in the folder; `add_scalars` has folders of its own in it.
+
+    Args:
+        folder: The log directory.
+
+    Example:
+        >>> event_files(Path("runs/first/tensorboard"))  # doctest: +SKIP
+        {'events.out.tfevents.1760000000.node1.4242.0': 51217}
+    """
+    found = (path for path in sorted(folder.rglob("*tfevents*")) if path.is_file())  # as TensorBoard finds them
+    return {path.relative_to(folder).as_posix(): path.stat().st_size for path in found}
+
+
+def make_durable(folder: Path, names: Iterable[str]) -> None:
+    """Waits until these files, and their names, are on the disk.
+
+    Raises:
+        OSError: The disk refused.
+    """
+    paths = [folder / name for name in names]
+    for path in paths:
+        _fsync(path)
+    for parent in {parent for path in paths for parent in path.parents if parent.is_relative_to(folder.parent)}:
+        Syscalls().fsync_dir(parent)
+
+
+def cut_to(folder: Path, sizes: Mapping[str, int]) -> list[str]:
+    """Cuts the files back to these sizes; a file that is not named was begun later, and is deleted.
+
+    Nothing that is kept is written again, so that a kill in the middle loses nothing: the next start
+    goes on cutting.
+
+    Args:
+        folder: The log directory.
+        sizes: What is kept of each file, in bytes, as `event_files` said.
+
+    Returns:
+        The files that have less than that.
+
+    Raises:
+        OSError: The disk refused.
+    """
+    found = event_files(folder)
+    gone: set[Path] = set()
+    for name, size in found.items():
+        path, kept = folder / name, sizes.get(name, 0)
+        if kept <= 0:
+            path.unlink()
+            gone.add(path.parent)
+        elif size > kept:
+            os.truncate(path, kept)
+            _fsync(path)
+    for parent in gone:
+        Syscalls().fsync_dir(parent)
+    return [name for name, kept in sizes.items() if found.get(name, 0) < kept]
+
+
+def cut_steps(folder: Path, resume_step: int) -> None:
+    """Drops what was logged for this step and later ones, where no position is known; the rest stays, graphs too.
+
+    Each file is replaced as a whole.  It costs about a third of a second for each MB that is read:
+    TensorBoard's checksum is computed in Python.
+
+    Args:
+        folder: The log directory.
+        resume_step: The step that will be logged next.
+
+    Raises:
+        RunDirectoryError: The disk refused; that file is as it was.
+    """
+    for name in event_files(folder):
+        path = folder / name
+        if not all(kept for _, kept in _records(path, resume_step)):
+            atomic_write(path, partial(_write_kept, path, resume_step), error=RunDirectoryError)
+
+
+def _records(path: Path, resume_step: int) -> Iterator[tuple[bytes, bool]]:
+    """Each record with whether it is kept; a torn one ends the file, as it does for TensorBoard."""
+    from tensorboard.backend.event_processing.event_file_loader import (  # type: ignore[import-untyped]
+        RawEventFileLoader,
+    )
+    from tensorboard.compat.proto.event_pb2 import Event  # type: ignore[import-untyped]
+
+    for record in RawEventFileLoader(str(path)).Load():
+        event = Event.FromString(record)
+        later = event.WhichOneof("what") == "summary" and event.step >= resume_step
+        # Hyperparameters are written without a step, which reads as 0.
+        plugins = {value.metadata.plugin_data.plugin_name for value in event.summary.value}
+        yield record, not later or plugins == {"hparams"}
+
+
+def _write_kept(path: Path, resume_step: int, file: FileWriter) -> None:
+    from tensorboard.summary.writer.record_writer import RecordWriter  # type: ignore[import-untyped]
+
+    writer = RecordWriter(file)
+    for record, kept in _records(path, resume_step):
+        if kept:
+            writer.write(record)
+
+
+def _fsync(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
