@@ -9,6 +9,8 @@ from typing import Any
 
 import lightning.pytorch as L
 import pytest
+import torch
+import torchmetrics
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from tiny_job import Data, Line, plain
 
@@ -18,7 +20,7 @@ from fairlead_lightning import _lightning_compat as compat
 def test_every_private_use_has_a_test_here() -> None:
     """A new one needs a contract test in this file."""
     here = Path(__file__).read_text()
-    assert [name for name in compat.__all__ if f"compat.{name}(" not in here] == []
+    assert [name for name in compat.__all__ if f"compat.{name}" not in here] == []
 
 
 def test_the_root_directory_can_be_moved(tmp_path: Path) -> None:
@@ -145,3 +147,160 @@ def test_a_checkpoint_inside_an_epoch_resumes_in_that_epoch(tmp_path: Path) -> N
     trainer.fit(model, datamodule=Data(), ckpt_path=str(tmp_path / "saved.ckpt"))
     assert model.seen == list(range(11, 24))
     assert trainer.current_epoch == 3
+
+
+class Watcher:
+    """Writes down the boundaries that a fit comes to, each with its place."""
+
+    def __init__(self, trainer: L.Trainer, due: bool | None = None) -> None:
+        self.trainer = trainer
+        self.due = due
+        self.came: list[tuple[str, tuple[int, int]]] = []
+
+    def _note(self, name: str) -> None:
+        self.came.append((name, compat.training_place(self.trainer)))
+
+    def before_epoch(self) -> None:
+        self._note("epoch")
+
+    def going_on(self) -> bool | None:
+        self._note("going on")
+        return self.due
+
+    def after_batch(self, validation_due: bool) -> None:
+        self._note("batch, validation due" if validation_due else "batch")
+
+    def after_validation(self) -> None:
+        self._note("done")
+
+
+def test_the_boundaries_of_a_fit_are_watched() -> None:
+    """An epoch, its batches, and the validation behind the last; afterwards the loops are as they were."""
+    trainer = plain(max_epochs=2, limit_train_batches=2)
+    watcher: compat.Boundaries = Watcher(trainer)
+    undo = compat.watch_boundaries(trainer, watcher)
+    trainer.fit(Line(), datamodule=Data())
+    assert isinstance(watcher, Watcher)
+    epoch = ["epoch", "batch", "done", "batch, validation due", "done"]
+    assert [name for name, _ in watcher.came] == epoch * 2
+    assert [place for _, place in watcher.came[:6]] == [(0, 0), (0, 1), (0, 1), (0, 2), (0, 2), (1, 0)]
+    undo()
+    assert "on_advance_start" not in vars(trainer.fit_loop)
+    assert not {"on_run_start", "on_advance_end"} & vars(trainer.fit_loop.epoch_loop).keys()
+
+
+class SavesAfter(Watcher):
+    """Saves when the first batch that has a validation behind it is done, before or after that validation."""
+
+    path: Path
+
+    def after_batch(self, validation_due: bool) -> None:
+        super().after_batch(validation_due)
+        if validation_due and self.due:
+            self.trainer.save_checkpoint(self.path)
+            self.due = False
+
+    def after_validation(self) -> None:
+        if self.came[-1][0] == "batch, validation due" and self.due is None:
+            self.trainer.save_checkpoint(self.path)
+            self.due = False
+        super().after_validation()
+
+
+@pytest.mark.parametrize("before", [True, False])
+@pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch ended")
+def test_a_fit_goes_on_behind_a_batch(tmp_path: Path, before: bool) -> None:
+    """The validation behind it runs if it is due, and not again if it is done."""
+
+    class Counts(Line):
+        validated = 0
+
+        def on_validation_start(self) -> None:
+            self.validated += 1
+
+    first = plain(max_epochs=1, val_check_interval=4)
+    saves = SavesAfter(first, due=True if before else None)
+    saves.path = tmp_path / "saved.ckpt"
+    compat.watch_boundaries(first, saves)
+    first.fit(Counts(), datamodule=Data())
+    model, trainer = Counts(), plain(max_epochs=1, val_check_interval=4)
+    compat.watch_boundaries(trainer, Watcher(trainer, due=before))
+    trainer.fit(model, datamodule=Data(), ckpt_path=str(saves.path))
+    assert model.seen == [4, 5, 6, 7]
+    assert model.validated == (2 if before else 1)
+    private: Any = trainer.fit_loop.epoch_loop
+    assert private._batches_that_stepped == 8
+
+
+def test_the_number_of_batches_that_are_done_can_be_set() -> None:
+    class Skips(L.Callback):
+        def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+            compat.set_batches_done(trainer, 5)
+            private: Any = trainer.fit_loop.epoch_loop
+            private.restarting = True
+
+    model = Line()
+    plain(max_epochs=1, callbacks=[Skips()]).fit(model, datamodule=Data())
+    assert len(model.seen) == 3
+
+
+def test_loaders_are_made_ready_in_another_way() -> None:
+    seen: list[tuple[str, bool]] = []
+    trainer = plain(max_epochs=1)
+
+    def prepare(loader: object, shuffle: bool, stage: str, lightnings: Any) -> object:
+        seen.append((stage, lightnings() is loader))
+        return loader
+
+    undo = compat.prepare_loaders_with(trainer, prepare)
+    trainer.fit(Line(), datamodule=Data())
+    assert seen == [("train", True), ("validate", True)]
+    assert len(compat.train_loaders(trainer)) == 1
+    undo()
+    private: Any = trainer
+    assert "_prepare_dataloader" not in vars(private._data_connector)
+
+
+def test_one_process_wants_no_sharding() -> None:
+    assert not compat.wants_sharding(plain(), Data().train_dataloader())
+    assert compat.wants_sharding(plain(strategy="ddp"), Data().train_dataloader())
+    assert not compat.wants_sharding(plain(strategy="ddp", use_distributed_sampler=False), Data().train_dataloader())
+
+
+def test_what_was_logged_can_be_saved_and_put_back(tmp_path: Path) -> None:
+    """Running means of each kind, a metric, the last values: bit for bit, in another process's objects."""
+
+    class Logs(Line):
+        def __init__(self) -> None:
+            super().__init__()
+            self.seen_loss = torchmetrics.MeanMetric()
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            loss = super().training_step(batch, batch_idx)
+            self.seen_loss(loss)
+            self.log("metric", self.seen_loss, on_epoch=True)
+            for kind in ("mean", "sum", "min", "max"):
+                self.log(kind, loss.detach() / 3, on_step=kind == "sum", on_epoch=True, reduce_fx=kind, prog_bar=True)
+            return loss
+
+    class Saves(L.Callback):
+        state: dict[str, Any]
+
+        def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+            if trainer.global_step == 3:
+                torch.save(compat.logged_state(trainer), tmp_path / "logged.pt")
+                self.state = torch.load(tmp_path / "logged.pt", weights_only=True)
+
+    class Restores(L.Callback):
+        state: dict[str, Any]
+
+        def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+            compat.restore_logged(trainer, saves.state)
+            self.state = compat.logged_state(trainer)
+
+    saves, restores = Saves(), Restores()
+    plain(max_steps=3, callbacks=[saves]).fit(Logs(), datamodule=Data())
+    plain(max_steps=1, callbacks=[restores]).fit(Logs(), datamodule=Data())
+    assert restores.state == saves.state
+    assert set(saves.state["results"]) > {"training_step.mean", "training_step.metric"}
+    assert saves.state["hook"] == "training_step" and saves.state["first_batch"] is False

@@ -288,8 +288,6 @@ def _result_state(result: Any) -> dict[str, Any]:
         "sync": {"_should": sync.should, "_op": sync.op, "rank_zero_only": sync.rank_zero_only},
         "is_tensor": result.is_tensor,
         "values": {name: vars(result)[name] for name in names},
-            name: vars(result)[name] for name in (_VALUES if result.is_tensor else _VALUES[2:]) if name in vars(result)
-        },
     }
 
 
