@@ -92,7 +92,7 @@ def demo(session: nox.Session) -> None:
 def env(session: nox.Session) -> None:
     """Make the environment that the sessions below share."""
     places = [part for package in PACKAGES for part in editable(package, every_extra=True)]
-    install(session, *group("test", "types", "docs", "build", "release", "examples", "nox"), *places)
+    install(session, *group("test", "types", "docs", "build", "release", "examples", "nox", "data"), *places)
 
 
 @nox.session(venv_backend="none", requires=["env"])
@@ -178,6 +178,12 @@ def bench(session: nox.Session) -> None:
             continue
         run(session, "python", "benchmarks/_measure.py", str(script), str(results / f"{script.stem}.json"))
     run(session, "python", "benchmarks/_table.py", str(results), "docs/reference/measured.md")
+
+
+@nox.session(default=False, venv_backend="none", requires=["env"])
+def exact(session: nox.Session) -> None:
+    """Kill runs at 100 random moments, and write whether each ended as if nothing had happened; about half an hour."""
+    run(session, "python", "-m", "integration_tests.exact.table", *session.posargs)
 
 
 @nox.session(default=False, venv_backend="none", requires=["env"])

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import signal
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +13,12 @@ import lightning.pytorch as L
 import pytest
 import torch
 import torchmetrics
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning.pytorch.utilities.exceptions import SIGTERMException
-from tiny_job import Data, Line, plain
+from tiny_job import Data, Line, loader, plain
+from torch import Tensor
+from torch.utils.data import DataLoader
+from torchmetrics import CatMetric, MeanMetric
 
 from fairlead_lightning import _lightning_compat as compat
 
@@ -304,3 +310,166 @@ def test_what_was_logged_can_be_saved_and_put_back(tmp_path: Path) -> None:
     assert restores.state == saves.state
     assert set(saves.state["results"]) > {"training_step.mean", "training_step.metric"}
     assert saves.state["hook"] == "training_step" and saves.state["first_batch"] is False
+
+
+# -- what ranks log, made one
+
+
+class Evaluated(Line):
+    """Logs in every way in an evaluation of two loaders."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = CatMetric()
+        self.averaged = MeanMetric()
+        self.count = 0
+
+    def validation_step(self, batch: Sequence[Tensor], batch_idx: int, dataloader_idx: int = 0) -> None:
+        self.count += 1
+        value = torch.tensor(float(self.count))
+        self.log("mean", value, batch_size=self.count, on_step=True, on_epoch=True)
+        self.log("sum", value, reduce_fx="sum")
+        self.log("own", value, rank_zero_only=True)
+        self.rows(value.repeat(2))
+        self.averaged(value)
+        self.log("rows", self.averaged)
+
+
+class Changes(L.Callback):
+    """Looks at what was logged for a loader and puts other numbers in its place, also under a key of its own."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[int, dict[str, tuple[str, str, float, float]]]] = []
+        self.done: dict[str, Tensor] = {}
+        self.loaders: list[Any] = []
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        self.undo = compat.before_loader_results(trainer, lambda number: self.change(trainer, number))
+
+    def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        self.undo()
+
+    def on_validation_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
+        self.loaders = compat.evaluation_loaders(trainer)
+
+    def change(self, trainer: L.Trainer, number: int) -> None:
+        logged = compat.logged_for_epoch(trainer, self.done)
+        self.seen.append((number, {key: (x.hook, x.reduction, x.value, x.weight) for key, x in logged.items()}))
+        mean: compat.Logged = logged[f"validation_step.mean.{number}"]
+        absent = dataclasses.replace(
+            mean, result={**mean.result, "meta": {**mean.result["meta"], "name": "absent", "prog_bar": True}}
+        )
+        self.done["mean"] = compat.set_logged(trainer, f"validation_step.mean.{number}", mean, 42.5)
+        compat.set_logged(trainer, f"validation_step.absent.{number}", absent, 7.5)
+        assert f"validation_step.mean.{number}" in compat.logged_for_epoch(trainer, {})
+        assert f"validation_step.mean.{number}" not in compat.logged_for_epoch(
+            trainer, {f"validation_step.mean.{number}": self.done["mean"]}
+        )
+
+
+def test_what_was_logged_for_a_loader_can_be_replaced() -> None:
+    """Before Lightning computes it: in what `validate` returns, the callback metrics, the progress bar."""
+    changes, loaders = Changes(), [loader(16), loader(32)]
+    trainer = plain(callbacks=[changes])
+    given = trainer.validate(Evaluated(), loaders, verbose=False)
+    assert changes.loaders == loaders
+    assert changes.seen[0] == (
+        0,
+        {
+            "validation_step.mean.0": ("validation_step", "mean", 1.0 + 4.0, 3.0),
+            "validation_step.sum.0": ("validation_step", "sum", 3.0, 1.0),
+        },
+    )
+    assert [number for number, _ in changes.seen] == [0, 1]
+    for number, metrics in enumerate(given):
+        assert metrics[f"mean_epoch/dataloader_idx_{number}"] == 42.5
+        assert metrics[f"absent_epoch/dataloader_idx_{number}"] == 7.5
+        assert trainer.callback_metrics[f"absent/dataloader_idx_{number}"] == 7.5
+        assert trainer.progress_bar_metrics[f"absent_epoch/dataloader_idx_{number}"] == 7.5
+    assert given[1]["sum/dataloader_idx_1"] == 3.0
+    trainer.validate(Evaluated(), loaders, verbose=False)  # attached anew, and once
+    assert [number for number, _ in changes.seen] == [0, 1, 0, 1]
+    changes.undo()
+    private: Any = trainer
+    assert "_store_dataloader_outputs" not in vars(private.validate_loop)
+
+
+@pytest.mark.filterwarnings("ignore:.*`dataloader_iter`")
+@pytest.mark.parametrize("kind", ["several at once", "dataloader_iter"])
+def test_loaders_whose_batches_have_no_number(kind: str) -> None:
+    class Draws(Line):
+        def validation_step(self, dataloader_iter: Any) -> None:  # type: ignore[override]
+            next(dataloader_iter)
+
+    class Several(Line):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            pass
+
+    class Looks(L.Callback):
+        found: Any = None
+
+        def on_validation_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
+            self.found = compat.evaluation_loaders(trainer)
+
+    looks = Looks()
+    one: Any = CombinedLoader([loader(), loader()], "max_size") if kind == "several at once" else loader()
+    model = Several() if kind == "several at once" else Draws()
+    plain(callbacks=[looks]).validate(model, one, verbose=False)
+    assert looks.found == []
+
+
+class Holds(L.Callback):
+    """Lets the first batch count, and no other."""
+
+    def __init__(self) -> None:
+        self.held: list[Any] = []
+        self.steps: list[float] = []
+
+    def on_validation_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, *args: Any) -> None:
+        if args[1] == 1:
+            self.held = [compat.hold_logged(trainer), compat.hold_metrics(pl_module)]
+
+    def on_validation_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *args: Any) -> None:
+        self.steps.append(float(trainer.logged_metrics.get("mean_step", torch.nan)))
+
+    def release(self) -> None:
+        while self.held:
+            self.held.pop()()
+
+
+def test_what_is_logged_while_it_is_held_does_not_count() -> None:
+    """Neither in Lightning's own accumulation nor in torchmetrics; lists keep their length, with empty parts."""
+    holds, model = Holds(), Evaluated()
+    trainer = plain(callbacks=[holds])
+    undo = compat.before_loader_results(trainer, lambda number: holds.release())
+    trainer.validate(model, loader(8), verbose=False)
+    undo()
+    metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    assert metrics == {"mean": 1.0, "mean_epoch": 1.0, "sum": 1.0, "own": 1.0, "rows": 1.0}
+    assert [len(one) for one in model.rows.metric_state["value"]] == [2, 0, 0, 0]
+    assert model.rows.compute().tolist() == [1.0, 1.0]
+    assert model.rows.update_count == 1
+
+
+def test_iterators_are_made_behind_the_hooks_of_the_epoch(saved: Path) -> None:
+    """Also where the fit was restored from between two epochs."""
+    came: list[str] = []
+
+    class Watched(DataLoader[Any]):
+        def __iter__(self) -> Any:
+            came.append("iterator")
+            return super().__iter__()
+
+    class Begins(L.Callback):
+        def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+            came.clear()
+            compat.draw_anew(trainer)
+
+        def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+            came.append("epoch")
+
+    data = Data().train_dataloader().dataset
+    plain(max_epochs=2, callbacks=[Begins()]).fit(
+        Line(), Watched(data, batch_size=4), Data().val_dataloader(), ckpt_path=str(saved)
+    )
+    assert came == ["epoch", "iterator"]

@@ -134,8 +134,8 @@ def test_lightning_resumes_into_the_same_rows_as_without_a_stop(tmp_path: Path) 
     torch.manual_seed(1)
     trainer = fit(tmp_path / "parts", None, max_epochs=1)
     trainer.save_checkpoint(tmp_path / "state.ckpt")
-    more = MetricsFile(tmp_path / "parts", resume_step=None)
-    more._keep_through = 99  # what a longer first start would have logged after its last checkpoint
+    more = MetricsFile(tmp_path / "parts", resume_step=99)  # what a longer first start would have logged
+    more.log_metrics({"train/loss": 9.0, "stale": 1.0}, step=4)
     more.log_metrics({"train/loss": 9.0}, step=6)
     more.finalize("success")
     fit(tmp_path / "parts", 4, max_epochs=3, ckpt_path=tmp_path / "state.ckpt", weights_only=True)

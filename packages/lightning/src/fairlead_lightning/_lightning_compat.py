@@ -28,6 +28,7 @@ __all__ = [
     "before_loader_results",
     "begin_next_epoch",
     "between_epochs",
+    "draw_anew",
     "evaluation_loaders",
     "hold_logged",
     "hold_metrics",
@@ -97,6 +98,15 @@ def begin_next_epoch(trainer: L.Trainer) -> None:
         loop._restarting = False  # the setter of `restarting` would make it True again
         loop.epoch_loop.restarting = False
         loop.epoch_loop.reset_restart_stage()
+
+
+def draw_anew(trainer: L.Trainer) -> None:
+    """Called before the first epoch of a fit that goes on between two: iterators are made behind its hooks, as always.
+
+    Lightning would use those that it has made before the generators were restored.
+    """
+    loop: Any = trainer.fit_loop
+    loop._resuming_from_checkpoint = False
 
 
 def replace_sigterm_handler(trainer: L.Trainer, note: Callable[[int, FrameType | None], None]) -> None:
@@ -259,6 +269,8 @@ def logged_state(trainer: L.Trainer) -> dict[str, Any]:
         "progress_bar_metrics": dict(connector._progress_bar_metrics),
         # A process group cannot be written down; what is reduced over one begins anew.
         "results": {key: _result_state(one) for key, one in results.items() if one.meta.sync.group is None},
+        # The steps under which a validation logs its batches.
+        "validated": dict(_validation(trainer)._seen_batches_per_dataloader),
     }
 
 
@@ -271,6 +283,11 @@ def restore_logged(trainer: L.Trainer, state: Mapping[str, Any]) -> None:
     results: Any = trainer.fit_loop.epoch_loop._results
     for key, one in state["results"].items():
         results[key] = _result(trainer, _on_device(trainer, one))
+    _validation(trainer)._seen_batches_per_dataloader.update(state["validated"])
+
+
+def _validation(trainer: L.Trainer) -> Any:
+    return trainer.fit_loop.epoch_loop.val_loop
 
 
 _META = ("fx", "name", "prog_bar", "logger", "on_step", "on_epoch", "enable_graph", "add_dataloader_idx")
@@ -338,7 +355,10 @@ def logged_for_epoch(trainer: L.Trainer, done: Mapping[str, torch.Tensor]) -> di
     found = {}
     for key, one in results.valid_items():
         sync = one.meta.sync
-        if not (one.is_tensor and one.meta.on_epoch) or sync.rank_zero_only:
+        if not (one.is_tensor and one.meta.on_epoch):
+            continue
+        if sync.rank_zero_only:
+            one.compute()  # where Lightning does it, it advises to sync what is not to be synced
             continue
         if key in done and one._computed is done[key]:
             continue

@@ -24,6 +24,7 @@ from fairlead.exactness import Inexact
 from fairlead_distributed import ResumableDistributedSampler, SeededSamples, derive_seed, rng_state, set_rng_state
 from fairlead_lightning import _lightning_compat as compat
 from fairlead_lightning.exact.evaluation import evaluation_loader
+from fairlead_lightning.exact.generators import Apart
 from fairlead_lightning.exact.orders import CarriedOrder, Order, Place, RedrawnOrder, ShardedOrder
 from fairlead_lightning.exact.plain import from_plain, to_plain
 from fairlead_lightning.exact.samples import SeededInWorkers, own_generators
@@ -48,52 +49,76 @@ class CarriedLoader:
 
     Args:
         loader: The loader.
+        seed: The same on all ranks.
         place: Where the training is now.
     """
 
-    def __init__(self, loader: Any, place: Callable[[], Place]) -> None:
+    def __init__(self, loader: Any, seed: int, place: Callable[[], Place]) -> None:
         self.loader = loader
+        self._seed = seed
         self._place = place
+        self._finished = False
         self._resume: Mapping[str, Any] | None = None
         self._from = Place(-1, 0)
         self._fetched = 0
         self._before: dict[str, Any] | None = None
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("loader", "__len__", "state_dict", "load_state_dict"):  # Lightning would carry rank 0's for all
+        if name in ("loader", "__len__"):
             raise AttributeError(name)
         return getattr(self.loader, name)
 
     def __iter__(self) -> Iterator[Any]:
         """The batches from where the training is."""
-        state, self._resume = self._resume, None
-        if state is not None:
+        state = self._resume
+        if state is not None and state["state"] is not None:
             self.loader.load_state_dict(state["state"])
-        self._from, self._fetched, self._before = self._place(), 0, None
-        ahead = not hasattr(self, "__len__")
+        self._from, self._fetched, self._before, self._finished = self._place(), 0, None, False
         if state is not None and state["rng"] is not None:
             set_rng_state(state["rng"])  # what the batch that was taken ahead was made with
-        iterator = iter(self.loader)
+        with Apart(derive_seed("carried", self._seed, self._from.epoch)):  # a state may need more than one iterator
+            iterator = iter(self.loader)
+        return self._batches(iterator)
+
+    def _batches(self, iterator: Iterator[Any]) -> Iterator[Any]:
+        length = sized_len(self)
         while True:
-            if ahead:
+            if length is None:
                 self._before = {"state": copy.deepcopy(self.loader.state_dict()), "rng": rng_state()}
             batch = next(iterator, _END)
-            if batch is _END:
+            self._finished = batch is _END
+            if self._finished:
                 return
             self._fetched += 1
+            if length is not None and self._from.batches + self._fetched == length:
+                # Lightning asks for no more; the state would be one inside this epoch.
+                self._finished = next(iterator, _END) is _END
             yield batch
+
+    def state_dict(self) -> dict[str, Any]:
+        """Nothing: Lightning would carry that of rank 0 for all."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Nothing."""
 
     def taken(self) -> dict[str, Any]:
         """The state behind the last batch that was trained on."""
         place = self._place()
         inside = place.epoch == self._from.epoch
+        if not inside and not self._finished:
+            return {"state": None, "rng": None}  # a limit has cut the epoch: the next one does not go on in it
         if inside and self._before is not None and self._fetched > place.batches - self._from.batches:
             return self._before
         return {"state": self.loader.state_dict(), "rng": None}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Has the next iterator go on there."""
+        """Has the iterators go on there, until `begun`."""
         self._resume = state
+
+    def begun(self) -> None:
+        """The training has gone on: the next iterator begins an epoch."""
+        self._resume = None
 
 
 class _SizedLoader(CarriedLoader):
@@ -138,6 +163,13 @@ class Loaders:
         """Where each training loader is, for this rank; call it where a batch is done."""
         return {"seed": self.seed, "loaders": [self._state(one) for one in compat.train_loaders(self.trainer)]}
 
+    def begun(self) -> None:
+        """The training has gone on from where it was; what comes now is as in a run that was never interrupted."""
+        for loader in compat.train_loaders(self.trainer):
+            going_on = loader if isinstance(loader, CarriedLoader) else _order(loader)
+            if going_on is not None:
+                going_on.begun()
+
     def prepare(self, loader: object, shuffle: bool, stage: str, lightnings: Callable[[], object]) -> object:
         """One loader, made ready.
 
@@ -164,8 +196,9 @@ class Loaders:
 
     def _trained(self, loader: object, number: int, lightnings: Callable[[], object]) -> object:
         if is_stateful(loader):
+            self._check_epochs(loader)
             kind = _SizedLoader if sized_len(loader) is not None else CarriedLoader
-            return kind(lightnings(), self._place)
+            return kind(lightnings(), derive_seed("loader", self.seed, number), self._place)
         name = type(loader).__name__
         if not isinstance(loader, DataLoader):
             self._inexact(
@@ -234,6 +267,16 @@ class Loaders:
                 "give it state_dict and load_state_dict, or use ResumableDistributedSampler",
             )
         return _over(loader, RedrawnOrder(batches, **common), seed)
+
+    def _check_epochs(self, loader: Any) -> None:
+        length, limit = sized_len(loader), self.trainer.limit_train_batches
+        whole = limit == 1.0 if isinstance(limit, float) else length is not None and limit >= length
+        if not whole:
+            self._inexact(
+                f"limit_train_batches: {limit} with a {type(loader).__name__}",
+                "the limit leaves an epoch in the middle; its state says how to go on there, not how to begin another",
+                "leave out the limit, or let the loader have fewer batches",
+            )
 
     def _check_generators(self, loader: DataLoader[Any]) -> None:
         held = [f"dataset.{name}" for name in own_generators(loader.dataset)]
@@ -326,7 +369,13 @@ def _over(loader: DataLoader[Any], order: Order, seed: int) -> DataLoader[Any]:
     for name, value in replaced.items():
         object.__setattr__(made, name, value)  # DataLoader forbids it, for iterators that are under way
     made.generator = order.generator  # its own, so that an iterator draws nothing from the model's
+    # Lightning warns of a loader that does not know its place; this one's is in each rank's part of a checkpoint.
+    vars(made).update(state_dict=_elsewhere, load_state_dict=_elsewhere)
     return made
+
+
+def _elsewhere(state: object = None) -> dict[str, Any]:
+    return {}
 
 
 def _order(loader: object) -> Order | None:

@@ -9,17 +9,15 @@ sample is loaded).
 from __future__ import annotations
 
 import itertools
-import random
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from types import TracebackType
 from typing import Any, Final, NamedTuple, Protocol
 
-import numpy as np
 import torch
 from torch.utils.data import BatchSampler
 
 from fairlead_distributed import ResumableDistributedSampler, derive_seed
+from fairlead_lightning.exact.generators import Apart
 from fairlead_lightning.exact.samples import EpochBatch
 
 __all__ = ["CarriedOrder", "Order", "Place", "RedrawnOrder", "ShardedOrder"]
@@ -88,7 +86,6 @@ class Order:
 
     def _batches(self) -> Iterator[EpochBatch]:
         place, state = self._place(), self._resume
-        self._resume = None
         numbers = self._numbers(place, state)
         self._turn = numbers[-1]
         for wanted in (self.inner, self.sampler):
@@ -109,8 +106,12 @@ class Order:
         raise NotImplementedError
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Has the next iterator go on there."""
+        """Has the iterators go on there, until `begun`."""
         self._resume = dict(state)
+
+    def begun(self) -> None:
+        """The training has gone on: the next iterator begins an epoch."""
+        self._resume = None
 
     def _begin(self, numbers: tuple[int, int, int], place: Place, state: Mapping[str, Any] | None) -> Iterator[Any]:
         raise NotImplementedError
@@ -218,7 +219,8 @@ class CarriedOrder(Order):
         self._from, self._drawn = place, 0
         self._states.clear()
         self._states.append(self._stateful.state_dict())
-        return self._watched(derive_seed("order", *numbers))
+        left = len(self) - place.batches + self._turn * len(self)  # workers draw ahead, but not into the next epoch
+        return itertools.islice(self._watched(derive_seed("order", *numbers)), left)
 
     def _watched(self, seed: int) -> Iterator[Any]:
         for batch in _drawn_apart(self.inner, seed):
@@ -229,7 +231,7 @@ class CarriedOrder(Order):
 
 def _drawn_apart(batches: _Orders, seed: int) -> Iterator[Any]:
     """The batches, drawn with global generators of their own: what the model draws between two does not matter."""
-    apart = _Apart(seed)
+    apart = Apart(seed)
     with apart:
         iterator = iter(batches)
     while True:
@@ -241,35 +243,3 @@ def _drawn_apart(batches: _Orders, seed: int) -> Iterator[Any]:
 
 
 _END: Final = object()
-
-
-class _Apart:
-    """While it is entered, the global generators of the CPU are this object's."""
-
-    def __init__(self, seed: int) -> None:
-        self._theirs = _states()
-        self._own: tuple[Any, ...] = (
-            random.Random(seed).getstate(),
-            np.random.RandomState(seed % 2**32).get_state(),
-            torch.Generator().manual_seed(seed).get_state(),
-        )
-
-    def __enter__(self) -> None:
-        self._theirs = _states()
-        _set_states(self._own)
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self._own = _states()
-        _set_states(self._theirs)
-
-
-def _states() -> tuple[Any, ...]:
-    return random.getstate(), np.random.get_state(), torch.get_rng_state()
-
-
-def _set_states(states: tuple[Any, ...]) -> None:
-    random.setstate(states[0])
-    np.random.set_state(states[1])
-    torch.set_rng_state(states[2])

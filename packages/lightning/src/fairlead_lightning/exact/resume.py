@@ -10,9 +10,11 @@ from typing import Any, Final, Literal, Protocol
 
 import lightning.pytorch as L
 import torch
+from torch.nn.parallel import DistributedDataParallel
 
 from fairlead.errors import RunDirectoryError
 from fairlead.exactness import Inexact
+from fairlead_distributed import register_exact_reduction
 from fairlead_lightning import _lightning_compat as compat
 from fairlead_lightning.exact import rank_state, seen
 from fairlead_lightning.exact.loaders import Loaders
@@ -62,6 +64,8 @@ class ExactResume(L.Callback):
     ) -> None:
         self.seed = seed
         self._settings = settings
+        self._in_order = True
+        self._goes_on = False
         self._say = say
         self.session: RunSession | None = None
         self.saves: Saves | None = None
@@ -87,6 +91,7 @@ class ExactResume(L.Callback):
             same_ranks = session.previous.get("world_size") == trainer.world_size
             self._state = rank_state.read(folder, trainer.global_rank if same_ranks else 0)
         saved = self._state["loaders"] if self._state is not None else None
+        self._goes_on = self._state is not None
         if self._state is not None and not same_ranks:
             self._state = {"where": self._state["where"], "other_ranks": True}
         self.loaders = Loaders(
@@ -96,13 +101,20 @@ class ExactResume(L.Callback):
         if stage == "fit":
             self._undo.append(compat.watch_boundaries(trainer, self))
 
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """The model is wrapped: a script's own DDP adds gradients in a fixed order where that costs little."""
+        model = trainer.strategy.model
+        if self._settings is None and isinstance(model, DistributedDataParallel):
+            kept = model.find_unused_parameters and not model.static_graph  # DDP keeps its first buckets then
+            self._in_order = register_exact_reduction(model, auto=True) or trainer.world_size <= 2 or kept
+
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """The loaders were seen: says and writes down whether a resume is exact."""
         if self.session is None or self.loaders is None or not trainer.is_global_zero:
             return
         settings = self._settings
         if settings is None:
-            settings = seen.script_reasons(trainer, seeded=_SEED in os.environ)
+            settings = seen.script_reasons(trainer, seeded=_SEED in os.environ, in_order=self._in_order)
         settings = [*settings, *seen.loop_reasons(trainer)]
         try:
             text = seen.note(self.session, settings, self.loaders.reasons, trainer.world_size)
@@ -126,6 +138,9 @@ class ExactResume(L.Callback):
     ) -> None:
         """From here on the state is not whole."""
         self.where = None
+        if self._goes_on and self.loaders is not None:
+            self._goes_on = False
+            self.loaders.begun()
 
     # -- where
 
@@ -152,6 +167,7 @@ class ExactResume(L.Callback):
         assert trainer is not None
         if self._state is not None and compat.training_place(trainer)[1] == 0:
             self._restore(trainer)
+            compat.draw_anew(trainer)
         if self.saves is not None:
             with self.at("between"):
                 self.saves.before_epoch(trainer)

@@ -34,17 +34,18 @@ def loop_reasons(trainer: L.Trainer) -> list[Inexact]:
     return reasons
 
 
-def script_reasons(trainer: L.Trainer, *, seeded: bool) -> list[Inexact]:
+def script_reasons(trainer: L.Trainer, *, seeded: bool, in_order: bool) -> list[Inexact]:
     """What a script's own Trainer has decided: nothing but the object says it.
 
     Args:
         trainer: It.
         seeded: Whether the script has called `seed_everything`.
+        in_order: Whether gradients are added in an order that does not depend on when the run was started.
     """
-    return list(_script(trainer, seeded))
+    return list(_script(trainer, seeded, in_order))
 
 
-def _script(trainer: L.Trainer, seeded: bool) -> Iterator[Inexact]:
+def _script(trainer: L.Trainer, seeded: bool, in_order: bool) -> Iterator[Inexact]:
     if not seeded:
         yield Inexact(
             "the script's random numbers",
@@ -78,6 +79,12 @@ def _script(trainer: L.Trainer, seeded: bool) -> Iterator[Inexact]:
             "Trainer(benchmark=False)",
         )
     strategy = trainer.strategy
+    if not in_order:
+        yield Inexact(
+            f"DistributedDataParallel with {trainer.world_size} ranks",
+            "a resumed run adds the gradients of its first step in another order",
+            "DDPStrategy(find_unused_parameters=True), or fairlead.Trainer with exact_reduction: on",
+        )
     if not isinstance(strategy, (DDPStrategy, SingleDeviceStrategy)):
         yield Inexact(
             f"the strategy {type(strategy).__name__}", "it was not tried in a script", "fairlead.Trainer", certain=False

@@ -74,7 +74,7 @@ def cut_to(folder: Path, sizes: Mapping[str, int]) -> list[str]:
 def cut_steps(folder: Path, resume_step: int) -> None:
     """Drops what was logged for this step and later ones, where no position is known; the rest stays, graphs too.
 
-    Each file is replaced as a whole.  It costs about a third of a second for each MB that is read:
+    Each file is replaced as a whole.  It costs about half a second for each MB that is cut:
     TensorBoard's checksum is computed in Python.
 
     Args:

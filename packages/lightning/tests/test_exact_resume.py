@@ -1,0 +1,351 @@
+"""A run that is killed and started again ends with the bits of one that was not: each kind of loader, each place."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as L
+import numpy as np
+import pytest
+import torch
+import torchmetrics
+from tiny_job import contents
+from torch import Tensor
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, Sampler, WeightedRandomSampler
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from fairlead import RunConfig, Trainer, TrainerConfig
+
+pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata calls it
+
+SAMPLES, BATCH = 26, 4  # seven batches an epoch, the last of two samples
+
+
+class KilledError(Exception):
+    """What ends a run here; nothing of it is caught, and nothing of it is saved."""
+
+
+class Noisy(Dataset[tuple[Tensor, Tensor]]):
+    """Samples with noise from all three global generators."""
+
+    def __init__(self, count: int = SAMPLES) -> None:
+        self.x = torch.randn(count, 6, generator=torch.Generator().manual_seed(0))
+        self.y = (self.x.sum(1) > 0).long()
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        noise = 0.1 * torch.randn(6) * random.random() * np.random.rand()
+        return self.x[index] + noise, self.y[index]
+
+
+class Net(L.LightningModule):
+    """Everything that is easily lost: dropout, batch norm, epoch means, a metric, a plateau schedule on the mean."""
+
+    def __init__(self, kill: Callable[[Net, str, int], bool]) -> None:
+        super().__init__()
+        self.kill = kill
+        parts = (torch.nn.Linear(6, 16), torch.nn.BatchNorm1d(16), torch.nn.Dropout(0.3), torch.nn.Linear(16, 2))
+        self.net = torch.nn.Sequential(*parts)
+        self.accuracy = torchmetrics.Accuracy(task="multiclass", num_classes=2)
+
+    def _loss(self, batch: Any) -> tuple[Tensor, Tensor]:
+        x, y = batch
+        out = self.net(x)
+        return torch.nn.functional.cross_entropy(out, y), out
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        batches = list(batch.values()) if isinstance(batch, dict) else [batch]
+        loss, out = self._loss(batches[0])
+        for more in batches[1:]:
+            loss = loss + self._loss(more)[0]
+        self.accuracy(out, batches[0][1])
+        self.log("train/accuracy", self.accuracy, on_step=False, on_epoch=True)
+        self.log("train/loss", loss, on_step=True, on_epoch=True, batch_size=len(out))
+        if self.kill(self, "train", batch_idx):
+            raise KilledError
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        if self.kill(self, "validate", batch_idx):
+            raise KilledError
+        self.log("val/loss", self._loss(batch)[0] + 0.01 * torch.rand(()))
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=0.01)
+        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.7)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": plateau, "monitor": "train/loss_epoch"}}
+
+
+def never(model: Net, phase: str, batch_idx: int) -> bool:
+    return False
+
+
+def at(phase: str, step: int) -> Callable[[Net, str, int], bool]:
+    """In the step after `step` of them, or in the second batch of the validation behind it."""
+
+    def kill(model: Net, now: str, batch_idx: int) -> bool:
+        wanted = now == phase and model.trainer.global_step == step and not model.trainer.sanity_checking
+        return wanted and (phase == "train" or batch_idx == 1)
+
+    return kill
+
+
+def make_trainer(root: Path, **config: Any) -> Trainer:
+    settings: dict[str, Any] = {
+        "accelerator": "cpu",
+        "devices": 1,
+        "max_epochs": 3,
+        "val_check_interval": 0.5,
+        "log_every_n_steps": 1,
+        "checkpoint": {"every_n_steps": 1, "keep_last": 2},
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+    }
+    return Trainer(
+        TrainerConfig.model_validate({**settings, **config}), run=RunConfig(name="run", dir=str(root), seed=7)
+    )
+
+
+def run(root: Path, loaders: Callable[[], Any], kill: Callable[[Net, str, int], bool] = never, **config: Any) -> Any:
+    """One start; the weights at its end, and the rows of metrics.csv."""
+    L.seed_everything(7, workers=True, verbose=False)
+    model, trainer = Net(kill), make_trainer(root, **config)
+    trainer.fit(model, loaders(), DataLoader(Noisy(10), batch_size=3))
+    return {name: value.clone() for name, value in model.state_dict().items()}, (root / "run/metrics.csv").read_bytes()
+
+
+def assert_equal(
+    root: Path, loaders: Callable[[], Any], *kills: Callable[[Net, str, int], bool], **config: Any
+) -> None:
+    """KilledError at each of these places, one start after the other, the run ends as the undisturbed one."""
+    weights, rows = run(root / "undisturbed", loaders, **config)
+    for kill in kills:
+        with pytest.raises(KilledError):
+            run(root / "killed", loaders, kill, **config)
+    again, rows_again = run(root / "killed", loaders, **config)
+    assert [name for name, value in weights.items() if not torch.equal(value, again[name])] == []
+    assert rows_again.decode().splitlines() == rows.decode().splitlines()
+
+
+def exactness(root: Path) -> dict[str, Any]:
+    """What the last start has seen."""
+    starts = sorted((root / "run/starts").iterdir(), key=lambda p: int(p.name))
+    found: dict[str, Any] = json.loads((starts[-1] / "exactness.json").read_text())
+    return found
+
+
+def shuffled(workers: int = 0) -> DataLoader[Any]:
+    return DataLoader(Noisy(), batch_size=BATCH, shuffle=True, num_workers=workers)
+
+
+def weighted(workers: int = 0) -> DataLoader[Any]:
+    weights = torch.rand(SAMPLES, generator=torch.Generator().manual_seed(3))
+    sampler = WeightedRandomSampler(weights.tolist(), SAMPLES)
+    return DataLoader(Noisy(), batch_size=BATCH, sampler=sampler, num_workers=workers)
+
+
+def two(workers: int = 0) -> dict[str, DataLoader[Any]]:
+    """The shorter one is gone through more than once an epoch."""
+    return {"long": shuffled(workers), "short": DataLoader(Noisy(10), batch_size=BATCH, shuffle=True)}
+
+
+class Own(Sampler[list[int]]):
+    """A batch sampler of the user's, with a state: it goes through the data in one order that never ends."""
+
+    def __init__(self) -> None:
+        self.drawn = 0
+
+    def __len__(self) -> int:
+        return 7
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for _ in range(7):
+            self.drawn += 1
+            yield [(self.drawn * 5 + offset * 3) % SAMPLES for offset in range(BATCH)]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"drawn": np.int64(self.drawn)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.drawn = int(state["drawn"])
+
+
+def own(workers: int = 0) -> DataLoader[Any]:
+    return DataLoader(Noisy(), batch_sampler=Own(), num_workers=workers)
+
+
+def stateful(workers: int = 0) -> Any:
+    return StatefulDataLoader(Noisy(), batch_size=BATCH, shuffle=True, num_workers=workers)
+
+
+class Stream(IterableDataset[tuple[Tensor, Tensor]]):
+    """Without a length; its place is its state."""
+
+    def __init__(self) -> None:
+        self.given = 0
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        data = Noisy()
+        while self.given < SAMPLES:
+            self.given += 1
+            yield data[self.given - 1]
+        self.given = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"given": self.given}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.given = state["given"]
+
+
+def stream(workers: int = 0) -> Any:
+    return StatefulDataLoader(Stream(), batch_size=BATCH, num_workers=workers)
+
+
+KINDS = (shuffled, weighted, two, own)
+
+
+@pytest.mark.parametrize("loaders", KINDS)
+def test_killed_in_a_step(tmp_path: Path, loaders: Callable[[], Any]) -> None:
+    """In the first, a middle and the last step of an epoch, three starts one after the other (R68)."""
+    assert_equal(tmp_path, loaders, at("train", 1), at("train", 10), at("train", 13))
+    assert exactness(tmp_path / "killed")["exact"]
+
+
+@pytest.mark.parametrize("loaders", KINDS)
+def test_killed_in_a_step_with_workers(tmp_path: Path, loaders: Callable[[int], Any]) -> None:
+    """Workers draw ahead, and make random samples: the position counts what was trained on (R135)."""
+    assert_equal(tmp_path, lambda: loaders(2), at("train", 4), at("train", 13))
+
+
+@pytest.mark.parametrize("loaders", KINDS)
+def test_killed_in_a_validation(tmp_path: Path, loaders: Callable[[], Any]) -> None:
+    """A validation that is due is run from its start: the metrics have no gap (R68)."""
+    assert_equal(tmp_path, loaders, at("validate", 3), at("validate", 13))
+
+
+@pytest.mark.parametrize("loaders", [stateful, stream])
+def test_loaders_with_a_state_are_carried(tmp_path: Path, loaders: Callable[[], Any]) -> None:
+    """torchdata's StatefulDataLoader, with a length and without."""
+    config = {"val_check_interval": 1.0} if loaders is stream else {}
+    assert_equal(tmp_path, loaders, at("train", 4), at("train", 13), **config)
+    assert exactness(tmp_path / "killed")["exact"]
+
+
+def test_a_loader_with_a_state_and_workers_is_carried(tmp_path: Path) -> None:
+    assert_equal(tmp_path, lambda: stateful(2), at("train", 4), at("train", 13))
+
+
+@pytest.mark.parametrize("step", [1, 2, 3, 4, 5])
+def test_killed_while_gradients_accumulate(tmp_path: Path, step: int) -> None:
+    """Three micro-batches a step, and one in an epoch's last: nothing is saved between them."""
+    assert_equal(tmp_path, shuffled, at("train", step), accumulate_grad_batches=3, val_check_interval=1.0)
+
+
+def test_killed_with_a_limit_of_steps(tmp_path: Path) -> None:
+    """The limit is inside an epoch."""
+    assert_equal(tmp_path, shuffled, at("train", 9), at("train", 14), max_epochs=-1, max_steps=17)
+
+
+def test_killed_between_rare_checkpoints(tmp_path: Path) -> None:
+    """Steps that are done again do not appear twice in metrics.csv."""
+    rare = {"every_n_steps": 5, "every_n_epochs": None, "on_validation": False}
+    assert_equal(tmp_path, shuffled, at("train", 4), at("train", 12), checkpoint=rare)
+
+
+def test_killed_with_fewer_batches_than_the_data_have(tmp_path: Path) -> None:
+    assert_equal(tmp_path, shuffled, at("train", 7), at("train", 12), limit_train_batches=5, val_check_interval=1.0)
+
+
+def test_every_module_comes_back_in_its_mode(tmp_path: Path) -> None:
+    """A hook that has frozen a part at the start of the epoch is not called again inside it."""
+
+    class Freezes(Net):
+        def on_train_epoch_start(self) -> None:
+            self.net[1].eval()
+            self.net[0].requires_grad_(False)
+
+    def one(root: Path, kill: Callable[[Net, str, int], bool] = never) -> Any:
+        L.seed_everything(7, workers=True, verbose=False)
+        model = Freezes(kill)
+        make_trainer(root, max_epochs=1).fit(model, shuffled(), DataLoader(Noisy(10), batch_size=3))
+        return model.state_dict()
+
+    weights = one(tmp_path / "undisturbed")
+    with pytest.raises(KilledError):
+        one(tmp_path / "killed", at("train", 4))
+    again = one(tmp_path / "killed")
+    assert [name for name, value in weights.items() if not torch.equal(value, again[name])] == []
+
+
+# -- what cannot be gone on with is never called exact
+
+
+class Unknown(Sampler[int]):
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(SAMPLES))
+
+
+class UnknownBatches(BatchSampler):
+    """Derives from torch's, but nobody knows what it adds."""
+
+
+class Endless(IterableDataset[tuple[Tensor, Tensor]]):
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        data = Noisy()
+        return (data[index] for index in range(SAMPLES))
+
+
+class OwnGenerator(Noisy):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rng = np.random.default_rng(0)
+
+
+class Batches:
+    """A loader that is no DataLoader."""
+
+    def __len__(self) -> int:
+        return 3
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter([(torch.zeros(BATCH, 6), torch.zeros(BATCH, dtype=torch.long))] * 3)
+
+
+class Unwritable(Own):
+    def state_dict(self) -> dict[str, Any]:
+        return {"self": self}
+
+
+@pytest.mark.parametrize(
+    ("loaders", "what"),
+    [
+        (lambda: DataLoader(Endless(), batch_size=BATCH), "IterableDataset Endless"),
+        (lambda: DataLoader(Noisy(), batch_size=BATCH, sampler=Unknown()), "sampler Unknown"),
+        (lambda: DataLoader(Noisy(), batch_sampler=UnknownBatches(range(SAMPLES), 4, False)), "UnknownBatches"),  # type: ignore[arg-type]
+        (lambda: DataLoader(OwnGenerator(), batch_size=BATCH), "dataset.rng of OwnGenerator"),
+        (lambda: DataLoader(OwnGenerator(), batch_size=BATCH, num_workers=1), "dataset.rng of OwnGenerator"),
+        (lambda: Batches(), "training loader Batches"),
+    ],
+)
+def test_an_inexact_loader_is_not_called_exact(tmp_path: Path, loaders: Callable[[], Any], what: str) -> None:
+    """It trains all the same, and says what to do."""
+    run(tmp_path, loaders, max_steps=2, max_epochs=-1, val_check_interval=1.0)
+    found = exactness(tmp_path)
+    assert not found["exact"]
+    assert [reason for reason in found["reasons"] if what in reason["what"] and reason["do"]]
+
+
+def test_a_state_that_cannot_be_written_does_not_stop_the_training(tmp_path: Path) -> None:
+    """The checkpoint is there, without the place in the data."""
+    run(tmp_path, lambda: DataLoader(Noisy(), batch_sampler=Unwritable()), max_steps=2, max_epochs=-1)
+    assert "state.ckpt" in {Path(name).name for name in contents(tmp_path / "run/checkpoints")}
