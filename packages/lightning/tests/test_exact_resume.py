@@ -16,7 +16,7 @@ import torchmetrics
 from tiny_job import contents
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, Sampler, WeightedRandomSampler
-from torchdata.stateful_dataloader import StatefulDataLoader
+from torchdata.stateful_dataloader import StatefulDataLoader  # type: ignore[import-untyped]
 
 from fairlead import RunConfig, Trainer, TrainerConfig
 
@@ -331,7 +331,7 @@ class Unwritable(Own):
     [
         (lambda: DataLoader(Endless(), batch_size=BATCH), "IterableDataset Endless"),
         (lambda: DataLoader(Noisy(), batch_size=BATCH, sampler=Unknown()), "sampler Unknown"),
-        (lambda: DataLoader(Noisy(), batch_sampler=UnknownBatches(range(SAMPLES), 4, False)), "UnknownBatches"),  # type: ignore[arg-type]
+        (lambda: DataLoader(Noisy(), batch_sampler=UnknownBatches(range(SAMPLES), 4, False)), "UnknownBatches"),
         (lambda: DataLoader(OwnGenerator(), batch_size=BATCH), "dataset.rng of OwnGenerator"),
         (lambda: DataLoader(OwnGenerator(), batch_size=BATCH, num_workers=1), "dataset.rng of OwnGenerator"),
         (lambda: Batches(), "training loader Batches"),

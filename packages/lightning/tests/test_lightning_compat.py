@@ -309,7 +309,8 @@ def test_what_was_logged_can_be_saved_and_put_back(tmp_path: Path) -> None:
     plain(max_steps=1, callbacks=[restores]).fit(Logs(), datamodule=Data())
     assert restores.state == saves.state
     assert set(saves.state["results"]) > {"training_step.mean", "training_step.metric"}
-    assert saves.state["hook"] == "training_step" and saves.state["first_batch"] is False
+    assert saves.state["hook"] == "training_step"
+    assert saves.state["first_batch"] is False
 
 
 # -- what ranks log, made one

@@ -83,6 +83,7 @@ def test_timeouts_are_text_or_seconds(written: Any, seconds: float) -> None:
         (DDPStrategyConfig, {"timeout": 0}, "greater than"),
         (DDPStrategyConfig, {"find_unused_parameters": "yes"}, "boolean"),
         (DDPStrategyConfig, {"bucket_cap_mb": 0}, "greater than"),
+        (DDPStrategyConfig, {"exact_reduction": "nccl"}, "'auto', 'on' or 'off'"),
         (FSDPStrategyConfig, {"sharding_strategy": "FULL"}, "FULL_SHARD"),
         (FSDPStrategyConfig, {"device_mesh": [2, 2]}, "hybrid"),
         (FSDPStrategyConfig, {"auto_wrap_policy": ["Block"]}, "match"),

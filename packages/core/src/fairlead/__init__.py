@@ -1,8 +1,8 @@
 """Fairlead leads a PyTorch training job onto whatever hardware and cluster it finds.
 
 One typed config; the installed plugins do the rest.  This package is the slim core: it reads and
-checks configs and finds plugins, and never imports torch.  `Trainer`, `fabric` and the callback
-`Fairlead` come from fairlead-lightning.  Every name is imported when it is first used, so that
+checks configs and finds plugins, and never imports torch.  `Trainer`, `fabric`, `LoopRun` and the
+callback `Fairlead` come from fairlead-lightning.  Every name is imported when it is first used, so that
 `import fairlead` costs next to nothing.
 """
 
@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from fairlead.plugins import PluginManager as PluginManager
     from fairlead.resolution import Resolution as Resolution
     from fairlead_lightning import Fairlead as Fairlead
+    from fairlead_lightning import LoopRun as LoopRun
     from fairlead_lightning import Trainer as Trainer
     from fairlead_lightning import fabric as fabric
 
@@ -74,6 +75,7 @@ __all__ = [
     "LayerSyncPlugin",
     "LoggerConfigBase",
     "LoggerPlugin",
+    "LoopRun",
     "OpenUnion",
     "PluginManager",
     "PrecisionConfigBase",
@@ -137,7 +139,7 @@ _HOMES: Final = {
     "TrainerConfig": "fairlead.config",
     "hookimpl": "fairlead.hookspecs",
 }
-_LIGHTNING: Final = frozenset({"Fairlead", "Trainer", "fabric"})
+_LIGHTNING: Final = frozenset({"Fairlead", "LoopRun", "Trainer", "fabric"})
 _BROUGHT_BY_EXTRA: Final = frozenset({"fairlead_lightning", "fairlead_distributed", "lightning", "torch"})
 
 

@@ -44,6 +44,8 @@ CODES: Final[dict[str, str]] = {
     "profile-missing": "`check --for` needs `resources` in the job.",
     "profile-mismatch": "The job asks for more than its `resources` have.",
     "requeue-not-handled": "Signals are not acted on yet; a preempted job saves at its regular checkpoints only.",
+    "resume-exactness-unknown": "Whether a resumed run would end with the same bits cannot be told before a start.",
+    "resume-not-exact": "A resumed run may end with other bits than one that was not interrupted.",
     "resume-path": "The checkpoint to resume from does not exist.",
     "run-directory": "The run directory cannot be used as it is.",
     "run-finished": "The run has reached its limits; there is nothing left to do.",

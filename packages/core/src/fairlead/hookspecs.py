@@ -30,6 +30,7 @@ import pluggy
 if TYPE_CHECKING:
     from fairlead.bases import EnvironmentConfigBase
     from fairlead.capabilities import Capability
+    from fairlead.exactness import Inexact
     from fairlead.findings import Finding
     from fairlead.interfaces import Claim, Devices, Topology
     from fairlead.resolve import Resolution
@@ -79,4 +80,13 @@ class HookSpecs:
     @hookspec
     def fairlead_check(self, resolution: Resolution, environ: Mapping[str, str]) -> Iterable[Finding]:
         """Any selected plugin: what would go wrong later, said now."""
+        raise NotImplementedError
+
+    @hookspec
+    def fairlead_exactness(self, resolution: Resolution) -> Iterable[Inexact]:
+        """Any selected plugin: what of it keeps a resumed run from ending with the same bits as an undisturbed one.
+
+        Nothing, from a hook that is there, means that it keeps none. An accelerator, a strategy, a precision, a layer
+        sync or a checkpoint IO without this hook is *not known* to `explain`, never exact.
+        """
         raise NotImplementedError

@@ -17,6 +17,7 @@ from fairlead_distributed.errors import (
     TensorMismatchError,
 )
 from fairlead_distributed.evaluation import EvaluationSampler, SampleWeightedMean, weighted_mean
+from fairlead_distributed.exact_reduction import register_exact_reduction
 from fairlead_distributed.gradients import clip_grad_norm, no_sync
 from fairlead_distributed.info import (
     DistributedInfo,
@@ -87,6 +88,7 @@ __all__ = [
     "process_group",
     "rank_device",
     "reduce_scatter",
+    "register_exact_reduction",
     "rng_state",
     "sample_rng",
     "seeded_split",

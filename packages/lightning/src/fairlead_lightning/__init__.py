@@ -1,4 +1,4 @@
-"""Fairlead's bridge to Lightning: `Trainer`, `fabric` and the callback `Fairlead`, imported when first used.
+"""Fairlead's bridge to Lightning: `Trainer`, `fabric`, `LoopRun` and the callback `Fairlead`, imported when first used.
 
 Importing this package imports neither torch nor lightning, so that its plugins can be listed and
 checked on a login node.
@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
     from fairlead_lightning.callback import Fairlead as Fairlead
+    from fairlead_lightning.loop_run import LoopRun as LoopRun
     from fairlead_lightning.own_loop import fabric as fabric
     from fairlead_lightning.trainer import Trainer as Trainer
 
-__all__ = ["Fairlead", "Trainer", "fabric"]
+__all__ = ["Fairlead", "LoopRun", "Trainer", "fabric"]
 
 # No module is called `fabric`: importing it would put the module in the place of the function.
-_MODULES: Final = {"Fairlead": "callback", "Trainer": "trainer", "fabric": "own_loop"}
+_MODULES: Final = {"Fairlead": "callback", "LoopRun": "loop_run", "Trainer": "trainer", "fabric": "own_loop"}
 
 
 def __getattr__(name: str) -> Any:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import argparse
 import json
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fairlead.checks import CheckedJob, check_job
 from fairlead.cli.session import Session
 from fairlead.findings import Finding, errors_in
 from fairlead.jobs import load_job
+
+if TYPE_CHECKING:
+    from fairlead.exactness.told import Told
 
 __all__ = ["check_arguments", "explain_arguments", "job_arguments", "load_and_check", "run_check", "run_explain"]
 
@@ -74,12 +77,17 @@ def _verdict(job: str, findings: tuple[Finding, ...], failed: bool) -> str:
 
 
 def run_explain(arguments: argparse.Namespace, session: Session) -> int:
-    """Prints every setting with its reason; 2 when the job is not valid."""
+    """Prints every setting with its reason, and whether a resume is exact; 2 when the job is not valid."""
     checked = load_and_check(arguments, session)
     settings = checked.resolution.as_dict() if checked.resolution else {}
+    told = _exactness(checked, session)
+    if told is not None:
+        settings["exact"] = {"value": told.setting.value, "reason": told.setting.reason}
     code = 2 if errors_in(checked.findings) else 0
     if arguments.json:
-        session.print_json({"settings": settings, "findings": [f.as_dict() for f in checked.findings]})
+        findings = [*checked.findings]
+        findings += [checked.loaded.placed(finding) for finding in told.findings] if told is not None else []
+        session.print_json({"settings": settings, "findings": [f.as_dict() for f in findings]})
         return code
     width = max((len(name) for name in settings), default=0)
     for name, setting in settings.items():
@@ -89,7 +97,20 @@ def run_explain(arguments: argparse.Namespace, session: Session) -> int:
         session.print()
     for finding in checked.findings:
         print(finding, file=session.stderr if finding.severity == "error" else session.stdout, flush=True)
+    if told is not None:
+        session.print("\n" + "\n".join(told.lines))
     return code
+
+
+def _exactness(checked: CheckedJob, session: Session) -> Told | None:
+    """Whether a resume is exact; None where there is no job to say it of."""
+    job = checked.loaded.job
+    if job is None or checked.resolution is None:
+        return None
+    # Imported late: of all commands `explain` alone reads so much source.
+    from fairlead.exactness.told import exactness_of
+
+    return exactness_of(job, checked.resolution, checked.loaded.root, session.plugins, session.environ, session.cwd)
 
 
 def _short(value: Any) -> str:

@@ -43,7 +43,7 @@ class AverageOverRanks(L.Callback):
     all have it.
 
     A value that is logged in `on_validation_epoch_end` counts by the rank's number of samples, so that a mean which a
-    module makes itself comes out right; a value that all ranks agree on stays as it is.
+    module makes itself comes out right; a float32 value that all ranks agree on stays as it is.
 
     With the loaders of `evaluation_loader`, a batch that is nothing but padding runs as any other, since other ranks
     wait for its collectives, but does not count: not in what is logged, and not in torchmetrics that are attributes of
@@ -52,8 +52,9 @@ class AverageOverRanks(L.Callback):
     (`CombinedLoader`), where a step draws from `dataloader_iter`, and in torchmetrics states that are lists of single
     numbers.
 
-    It exchanges a few hundred bytes a rank twice an evaluation and twice a training epoch.  Without a
-    torch.distributed group (XLA, one process), and with `barebones`, it does nothing.
+    Once for each loader, once at the end of an evaluation and twice at the end of a training epoch the ranks exchange
+    about 200 bytes for each value.  Without a torch.distributed group (XLA, one process), and with `barebones`, it does
+    nothing.
 
     It has to be the first callback of the trainer: what it holds back in a batch of padding is what comes after it.
 
@@ -199,9 +200,6 @@ def merged(logged: Sequence[Logged]) -> float:
     if logged[0].reduction == "sum":
         return float(values.sum())
     counted = [one for one in logged if one.weight]  # what comes of no sample may be NaN
-    means = {one.value / one.weight for one in counted}
-    if len(means) == 1:
-        return means.pop()
     weight = sum(one.weight for one in counted)
     return sum(one.value for one in counted) / weight if weight else math.nan
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
-from fairlead import Capability, PrecisionPlugin, hookimpl
+from fairlead import Capability, PrecisionPlugin, Resolution, hookimpl
+from fairlead.exactness import Inexact
 from fairlead_precision.bitsandbytes.config import BitsandbytesPrecisionConfig
 from fairlead_precision.fields import LIGHTNING
 
@@ -29,6 +30,16 @@ class Bitsandbytes(PrecisionPlugin):
             "no",
             "Lightning supports bitsandbytes on CUDA GPUs only",
             "precision: bf16-true",
+        )
+
+    @hookimpl
+    def fairlead_exactness(self, resolution: Resolution) -> Iterator[Inexact]:
+        """Nobody has shown it, so it is not known."""
+        yield Inexact(
+            "precision: bitsandbytes",
+            "no test has resumed it: weights are quantised again when they are loaded",
+            "precision: bf16-true",
+            certain=False,
         )
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
-from fairlead import Capability, PrecisionPlugin, hookimpl
+from fairlead import Capability, PrecisionPlugin, Resolution, hookimpl
+from fairlead.exactness import Inexact
 from fairlead_precision.deepspeed.config import DeepSpeedPrecisionConfig
 from fairlead_precision.fields import LIGHTNING, OTHER_THAN_DEEPSPEED
 
@@ -29,6 +30,16 @@ class DeepSpeedPrecision(PrecisionPlugin):
             "no",
             "it hands backward and step to DeepSpeed's engine, which no other strategy has",
             "precision: bf16-mixed, or another general name, which fits every strategy",
+        )
+
+    @hookimpl
+    def fairlead_exactness(self, resolution: Resolution) -> Iterator[Inexact]:
+        """Nobody has shown it, so it is not known."""
+        yield Inexact(
+            "precision: deepspeed",
+            "no test has resumed it: DeepSpeed keeps the state itself",
+            "strategy: fsdp2, or ddp",
+            certain=False,
         )
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from fairlead import Capability, PrecisionPlugin, hookimpl
+from fairlead import Capability, PrecisionPlugin, Resolution, hookimpl
+from fairlead.exactness import Inexact
 from fairlead_precision.double.config import DoublePrecisionConfig
 from fairlead_precision.fields import LIGHTNING
 
@@ -26,6 +27,11 @@ class Double(PrecisionPlugin):
         yield Capability(
             "precision.64-true", ("accelerator.mps",), "no", "MPS has no 64-bit floating point", "precision: 32-true"
         )
+
+    @hookimpl
+    def fairlead_exactness(self, resolution: Resolution) -> Iterable[Inexact]:
+        """A checkpoint holds 64-bit numbers as they are."""
+        return ()
 
 
 double = Double()

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
-from fairlead import Capability, PrecisionPlugin, hookimpl
+from fairlead import Capability, PrecisionPlugin, Resolution, hookimpl
+from fairlead.exactness import Inexact
 from fairlead_precision.fields import LIGHTNING, OTHER_THAN_FSDP
 from fairlead_precision.fsdp.config import FSDPPrecisionConfig
 
@@ -29,6 +30,16 @@ class FSDPPrecision(PrecisionPlugin):
             "no",
             "it is made for FSDP1: it sets the formats of FSDP1's units and computes under CUDA's autocast only",
             "precision: bf16-mixed, or another general name, which fits every strategy",
+        )
+
+    @hookimpl
+    def fairlead_exactness(self, resolution: Resolution) -> Iterator[Inexact]:
+        """Nobody has shown it, so it is not known."""
+        yield Inexact(
+            "precision: fsdp",
+            "no test has resumed it: it needs GPUs",
+            "strategy: fsdp2, or ddp",
+            certain=False,
         )
 
 

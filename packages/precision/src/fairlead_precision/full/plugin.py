@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from fairlead import PrecisionPlugin
+from collections.abc import Iterable
+
+from fairlead import PrecisionPlugin, Resolution, hookimpl
+from fairlead.exactness import Inexact
 from fairlead_precision.fields import LIGHTNING
 from fairlead_precision.full.config import FullPrecisionConfig
 
@@ -16,6 +19,11 @@ class Full(PrecisionPlugin):
     runtime = "fairlead_precision.full.runtime:build"
     engines = LIGHTNING
     extra = "lightning"
+
+    @hookimpl
+    def fairlead_exactness(self, resolution: Resolution) -> Iterable[Inexact]:
+        """A checkpoint holds 32-bit numbers as they are."""
+        return ()
 
 
 full = Full()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 
 from fairlead import Capability, Finding, PrecisionPlugin, Resolution, hookimpl
+from fairlead.exactness import Inexact
 from fairlead_precision.checks import emulated_bfloat16
 from fairlead_precision.fields import LIGHTNING
 from fairlead_precision.half.config import HalfPrecisionConfig
@@ -40,6 +41,11 @@ class HalfPrecision(PrecisionPlugin):
         assert isinstance(config, HalfPrecisionConfig)
         if config.dtype == "bfloat16":
             yield from emulated_bfloat16(resolution, "trainer.precision", "precision: 16-mixed")
+
+    @hookimpl
+    def fairlead_exactness(self, resolution: Resolution) -> Iterable[Inexact]:
+        """A checkpoint holds 16-bit numbers as they are."""
+        return ()
 
 
 half = HalfPrecision()

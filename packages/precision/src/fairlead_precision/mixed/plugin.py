@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import ClassVar
 
 from fairlead import Capability, Finding, PrecisionPlugin, Resolution, hookimpl
+from fairlead.exactness import Inexact
 from fairlead_precision.checks import emulated_bfloat16
 from fairlead_precision.fields import LIGHTNING
 from fairlead_precision.mixed.config import MixedPrecisionConfig
@@ -55,6 +56,11 @@ class MixedPrecision(PrecisionPlugin):
                 "it scales the loss itself",
                 "set `loss_scale`, `initial_scale_power` and `loss_scale_window` of the strategy instead",
             )
+
+    @hookimpl
+    def fairlead_exactness(self, resolution: Resolution) -> Iterable[Inexact]:
+        """Parameters have 32 bits, and the loss scale is in the checkpoint."""
+        return ()
 
 
 mixed = MixedPrecision()

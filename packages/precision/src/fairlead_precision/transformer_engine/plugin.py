@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import ClassVar
 
 from fairlead import Capability, Finding, PrecisionPlugin, Resolution, hookimpl
+from fairlead.exactness import Inexact
 from fairlead_precision.fields import LIGHTNING
 from fairlead_precision.hardware import has_bf16, has_fp8
 from fairlead_precision.transformer_engine.config import TransformerEnginePrecisionConfig
@@ -49,6 +50,16 @@ class TransformerEngine(PrecisionPlugin):
                 "8-bit units came with compute capability 8.9: H100, L40, RTX 40 and later",
                 f"precision: {instead}",
             )
+
+    @hookimpl
+    def fairlead_exactness(self, resolution: Resolution) -> Iterator[Inexact]:
+        """Nobody has shown it, so it is not known."""
+        yield Inexact(
+            "precision: transformer-engine",
+            "no test has resumed it: it scales by the largest values of past steps",
+            "precision: bf16-mixed",
+            certain=False,
+        )
 
 
 transformer_engine = TransformerEngine()

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
-from fairlead import Capability, PrecisionPlugin, hookimpl
+from fairlead import Capability, PrecisionPlugin, Resolution, hookimpl
+from fairlead.exactness import Inexact
 from fairlead_precision.fields import LIGHTNING, OTHER_THAN_XLA
 from fairlead_precision.xla.config import XLAPrecisionConfig
 
@@ -29,6 +30,16 @@ class XLAPrecision(PrecisionPlugin):
             "no",
             "it steps the optimizer through torch-xla, which needs an XLA device",
             "precision: bf16-mixed, or another general name, which fits every strategy",
+        )
+
+    @hookimpl
+    def fairlead_exactness(self, resolution: Resolution) -> Iterator[Inexact]:
+        """Nobody has shown it, so it is not known."""
+        yield Inexact(
+            "precision: xla",
+            "no test has resumed a run on XLA devices",
+            "accelerator: cpu or cuda, where it matters",
+            certain=False,
         )
 
 

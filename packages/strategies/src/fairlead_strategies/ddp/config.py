@@ -38,6 +38,12 @@ class DDPStrategyConfig(ProcessGroupConfig):
     ddp_comm_hook: Literal["fp16", "bf16", "powersgd"] | None = None
     """How gradients are sent: None as they are; `fp16` and `bf16` halve the bytes; `powersgd` sends a low-rank
     approximation. `bf16` needs NCCL."""
+    exact_reduction: Literal["auto", "on", "off"] = "auto"
+    """Add the gradients of all ranks in the order of the ranks, so that a resumed run ends with the same bits as an
+    undisturbed one; otherwise more than two ranks add those of a resumed run's first step in another order. `auto` does
+    it where that order would change and the cost is small: on gloo, without a `ddp_comm_hook` and without
+    `find_unused_parameters` (which keeps the order anyway, unless the graph is static). `on` does it with NCCL too.
+    Two ranks need nothing: a + b = b + a."""
     powersgd_rank: int = Field(1, gt=0)
     """Rank of PowerSGD's approximation: higher is more exact and sends more. Used with `ddp_comm_hook: powersgd`."""
     powersgd_start_iter: int = Field(1000, ge=2)

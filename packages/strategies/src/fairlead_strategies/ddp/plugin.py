@@ -23,6 +23,7 @@ class DDP(StrategyPlugin):
     extra = "lightning"
     codes: ClassVar[Mapping[str, str]] = {
         "ddp-comm-hook": "The communication hook of DDP does not work with the process group's backend.",
+        "ddp-exact-reduction": "An exact order of reduction is asked for together with a communication hook.",
         "ddp-start-method": "DDP is to start ranks itself, but a launcher has started them already.",
     }
 
@@ -67,6 +68,15 @@ class DDP(StrategyPlugin):
                 "trainer.strategy.ddp_comm_hook",
                 "torch sends bfloat16 gradients over NCCL only",
                 "ddp_comm_hook: fp16",
+            )
+        if config.ddp_comm_hook is not None and config.exact_reduction == "on":
+            yield Finding(
+                "error",
+                "ddp-exact-reduction",
+                f"exact_reduction: on does not work together with ddp_comm_hook: {config.ddp_comm_hook}",
+                "trainer.strategy.exact_reduction",
+                "both are communication hooks, and DDP takes only one",
+                "leave ddp_comm_hook out, or exact_reduction: off",
             )
 
 

@@ -1,7 +1,8 @@
 """Builds Lightning's DDP strategies.
 
 Both are subclassed for one reason: Lightning's Trainer registers communication hooks on CUDA only
-and silently drops them elsewhere, and its Fabric strategy has no hooks at all.
+and silently drops them elsewhere, and its Fabric strategy has no hooks at all.  The exact order of
+reduction is such a hook too.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 
 from fairlead.interfaces import BuildContext
+from fairlead_distributed import register_exact_reduction
 from fairlead_strategies.ddp.config import DDPStrategyConfig
 from fairlead_strategies.objects import backend
 
@@ -48,7 +50,7 @@ class FabricDDP(FabricDDPStrategy):
 
 
 def register_hook(config: DDPStrategyConfig, model: DistributedDataParallel) -> None:
-    """Registers the communication hook that the config names, if it names one."""
+    """Registers the communication hook that the config names, or else the one that reduces in a fixed order."""
     if config.ddp_comm_hook == "fp16":
         model.register_comm_hook(None, default_hooks.fp16_compress_hook)
     elif config.ddp_comm_hook == "bf16":
@@ -60,6 +62,8 @@ def register_hook(config: DDPStrategyConfig, model: DistributedDataParallel) -> 
             start_powerSGD_iter=config.powersgd_start_iter,
         )
         model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    elif config.exact_reduction != "off":
+        register_exact_reduction(model, auto=config.exact_reduction == "auto")
 
 
 def build(config: DDPStrategyConfig, context: BuildContext) -> DDPStrategy | FabricDDP:

@@ -7,6 +7,7 @@ from typing import ClassVar
 
 from fairlead import Finding, StrategyPlugin, hookimpl
 from fairlead.capabilities import Capability
+from fairlead.exactness import Inexact
 from fairlead.resolve import Resolution
 from fairlead_strategies.deepspeed.config import DeepSpeedStrategyConfig
 from fairlead_strategies.fields import LIGHTNING
@@ -87,6 +88,16 @@ class DeepSpeed(StrategyPlugin):
                 "Lightning reads this variable when no `config` is given",
                 f"unset PL_DEEPSPEED_CONFIG_PATH, or write `config: {path}`",
             )
+
+    @hookimpl
+    def fairlead_exactness(self, resolution: Resolution) -> Iterator[Inexact]:
+        """Nobody has shown it, so it is not known."""
+        yield Inexact(
+            "strategy: deepspeed",
+            "no test has resumed it: DeepSpeed keeps and writes its state itself",
+            "strategy: fsdp2, or ddp",
+            certain=False,
+        )
 
 
 deepspeed = DeepSpeed()

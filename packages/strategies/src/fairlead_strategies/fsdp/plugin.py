@@ -8,6 +8,7 @@ from typing import ClassVar
 
 from fairlead import Finding, StrategyPlugin, hookimpl
 from fairlead.capabilities import Capability
+from fairlead.exactness import Inexact
 from fairlead.resolve import Resolution
 from fairlead_strategies.fields import LIGHTNING
 from fairlead_strategies.fsdp.config import FSDPStrategyConfig
@@ -81,6 +82,16 @@ class FSDP(StrategyPlugin):
                 f"{copies} x {shards} = {copies * shards}",
                 "choose sizes whose product is the number of ranks, or leave `device_mesh` out",
             )
+
+    @hookimpl
+    def fairlead_exactness(self, resolution: Resolution) -> Iterator[Inexact]:
+        """Nobody has shown it, so it is not known."""
+        yield Inexact(
+            "strategy: fsdp",
+            "no test has resumed it: it needs GPUs",
+            "strategy: fsdp2, or ddp",
+            certain=False,
+        )
 
 
 fsdp = FSDP()

@@ -7,6 +7,7 @@ from typing import ClassVar
 
 from fairlead import Finding, StrategyPlugin, hookimpl
 from fairlead.capabilities import Capability
+from fairlead.exactness import Inexact
 from fairlead.resolve import Resolution
 from fairlead_strategies.fields import LIGHTNING
 from fairlead_strategies.fsdp2.config import FSDP2StrategyConfig
@@ -75,6 +76,26 @@ class FSDP2(StrategyPlugin):
                 "Lightning has every rank write its own part of a distributed checkpoint directly",
                 "save_distributed_checkpoint: false",
             )
+
+    @hookimpl
+    def fairlead_exactness(self, resolution: Resolution) -> Iterator[Inexact]:
+        """Shown on CPUs with whole checkpoints: a unit always reduces the same gradients together."""
+        config = resolution.strategy
+        assert isinstance(config, FSDP2StrategyConfig)
+        backend = resolution.backend if config.process_group_backend == "auto" else config.process_group_backend
+        doubts = {
+            "save_distributed_checkpoint: true": config.save_distributed_checkpoint,
+            f"tensor_parallel_size: {config.tensor_parallel_size}": config.tensor_parallel_size > 1,
+            f"{resolution.world_size} ranks over {backend}": backend != "gloo" and resolution.world_size > 2,
+        }
+        for what, doubtful in doubts.items():
+            if doubtful:
+                yield Inexact(
+                    f"strategy: fsdp2 with {what}",
+                    "no test has resumed that",
+                    "accelerator: cpu, and no tensor parallelism or distributed checkpoint, where it matters",
+                    certain=False,
+                )
 
 
 fsdp2 = FSDP2()

@@ -6,6 +6,8 @@ from collections.abc import Iterable
 
 from fairlead import StrategyPlugin, hookimpl
 from fairlead.capabilities import Capability
+from fairlead.exactness import Inexact
+from fairlead.resolve import Resolution
 from fairlead_strategies.fields import LIGHTNING
 from fairlead_strategies.single_device.config import SingleDeviceStrategyConfig
 
@@ -30,6 +32,11 @@ class SingleDevice(StrategyPlugin):
             "Lightning drives an XLA device only through its XLA strategies, also when there is one",
             "strategy: xla",
         )
+
+    @hookimpl
+    def fairlead_exactness(self, resolution: Resolution) -> Iterable[Inexact]:
+        """One process adds in one order, and the checkpoint holds its state as it is."""
+        return ()
 
 
 single_device = SingleDevice()

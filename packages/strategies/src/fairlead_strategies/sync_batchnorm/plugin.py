@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from fairlead import LayerSyncPlugin
+from collections.abc import Iterable
+
+from fairlead import LayerSyncPlugin, hookimpl
+from fairlead.exactness import Inexact
+from fairlead.resolve import Resolution
 from fairlead_strategies.fields import LIGHTNING
 from fairlead_strategies.sync_batchnorm.config import TorchSyncBatchNormLayerSyncConfig
 
@@ -17,6 +21,11 @@ class TorchSyncBatchNorm(LayerSyncPlugin):
     aliases = ("TorchSyncBatchNormPlugin",)
     engines = LIGHTNING
     extra = "lightning"
+
+    @hookimpl
+    def fairlead_exactness(self, resolution: Resolution) -> Iterable[Inexact]:
+        """The running statistics are buffers, and ranks are summed in one order."""
+        return ()
 
 
 torch_sync_batchnorm = TorchSyncBatchNorm()

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from fairlead import StrategyPlugin, hookimpl
 from fairlead.capabilities import Capability
+from fairlead.exactness import Inexact
+from fairlead.resolve import Resolution
 from fairlead_strategies.fields import LIGHTNING
 from fairlead_strategies.xla.config import XLAStrategyConfig
 
@@ -49,6 +51,16 @@ class XLA(StrategyPlugin):
             ("checkpoint_io.torch",),
             "Lightning's XLA strategies accept the XLA checkpoint IO only",
             "checkpoint_io: xla",
+        )
+
+    @hookimpl
+    def fairlead_exactness(self, resolution: Resolution) -> Iterator[Inexact]:
+        """Nobody has shown it, so it is not known."""
+        yield Inexact(
+            "strategy: xla",
+            "no test has resumed a run on XLA devices",
+            "accelerator: cpu or cuda, where it matters",
+            certain=False,
         )
 
 

@@ -1,0 +1,289 @@
+"""What the settings say of an exact resume: devices, strategies, what is saved, and plugins that say it themselves."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator
+from typing import Any, ClassVar, Literal
+
+import pytest
+
+from fairlead import (
+    AcceleratorConfigBase,
+    AcceleratorPlugin,
+    PluginManager,
+    PrecisionConfigBase,
+    PrecisionPlugin,
+    Resolution,
+    StrategyConfigBase,
+    StrategyPlugin,
+    hookimpl,
+)
+from fairlead.config import RunConfig
+from fairlead.exactness import Inexact, Verdict, device_reasons, verdict
+from fairlead.interfaces import Devices
+from fairlead.testing import FakeEntryPoint, minimal_resolution, stand_ins
+
+
+class SingleConfig(StrategyConfigBase):
+    name: Literal["single_device"] = "single_device"
+
+
+class Single(StrategyPlugin):
+    config = SingleConfig
+
+    @hookimpl
+    def fairlead_exactness(self, resolution: Resolution) -> Iterable[Inexact]:
+        return ()
+
+
+class FullConfig(PrecisionConfigBase):
+    name: Literal["32-true"] = "32-true"
+
+
+class Full(PrecisionPlugin):
+    config = FullConfig
+
+    @hookimpl
+    def fairlead_exactness(self, resolution: Resolution) -> Iterable[Inexact]:
+        return ()
+
+
+class DDPConfig(StrategyConfigBase):
+    """The fields of fairlead-strategies' config that matter."""
+
+    name: Literal["ddp"] = "ddp"
+    find_unused_parameters: bool = False
+    static_graph: bool = False
+    ddp_comm_hook: Literal["fp16", "powersgd"] | None = None
+    exact_reduction: Literal["auto", "on", "off"] = "auto"
+    process_group_backend: str = "auto"
+
+
+class DDP(StrategyPlugin):
+    config = DDPConfig
+
+
+def device(tag: str, process_group: str) -> AcceleratorPlugin:
+    class Config(AcceleratorConfigBase):
+        name: Literal[tag] = tag  # type: ignore[valid-type]
+
+    class Device(AcceleratorPlugin):
+        config = Config
+        backend = process_group
+
+        @hookimpl
+        def fairlead_devices(self, environ: Any) -> Devices:
+            return Devices(8, "a test")
+
+    return Device()
+
+
+class Ring(StrategyPlugin):
+    """A strategy of somebody else's; `says` is what its hook does."""
+
+    class Config(StrategyConfigBase):
+        name: Literal["ring"] = "ring"
+
+    config = Config
+    says: ClassVar[Any] = ()
+
+
+class SpeakingRing(Ring):
+    @hookimpl
+    def fairlead_exactness(self, resolution: Resolution) -> Iterable[Inexact]:
+        said = self.says
+        if isinstance(said, Exception):
+            raise said
+        return said() if callable(said) else said  # type: ignore[no-any-return]
+
+
+def manager(**more: Any) -> PluginManager:
+    made = {
+        **stand_ins(),
+        "strategy.single_device": Single(),
+        "strategy.ddp": DDP(),
+        "precision.32-true": Full(),
+        "accelerator.cuda": device("cuda", "nccl"),
+        "accelerator.mps": device("mps", "gloo"),
+        "accelerator.xla": device("xla", "xla"),
+        "accelerator.other": device("other", "gloo"),
+        **{key.replace("__", "."): plugin for key, plugin in more.items()},
+    }
+    return PluginManager([FakeEntryPoint(name, target) for name, target in made.items()])
+
+
+def said(plugins: PluginManager | None = None, run: dict[str, Any] | None = None, **trainer: Any) -> list[Inexact]:
+    plugins = plugins or manager()
+    resolution = minimal_resolution(plugins, **trainer)
+    return device_reasons(resolution, plugins, RunConfig(**(run or {})))
+
+
+def test_a_cpu_job_is_exact() -> None:
+    assert said() == []
+    assert said(max_steps=10, max_time="01:00:00", accumulate_grad_batches=4, gradient_clip_val=1.0) == []
+    assert said(deterministic="warn", benchmark=True) == [], "a CPU has neither"
+
+
+@pytest.mark.parametrize(
+    ("trainer", "expected", "names"),
+    [
+        ({"accelerator": "cuda"}, "not exact", "trainer.deterministic: null"),
+        ({"accelerator": "cuda", "deterministic": False}, "not exact", "trainer.deterministic: false"),
+        ({"accelerator": "cuda", "deterministic": "warn"}, "not exact", "trainer.deterministic: warn"),
+        ({"accelerator": "cuda", "deterministic": True, "benchmark": True}, "not exact", "trainer.benchmark"),
+        ({"accelerator": "cuda", "deterministic": True}, "exact", ""),
+        ({"accelerator": "mps", "deterministic": True}, "not known", "'mps'"),
+        ({"accelerator": "xla", "deterministic": True}, "not known", "'xla'"),
+        ({"accelerator": "other", "deterministic": True}, "not known", "the accelerator 'other'"),
+        ({"enable_checkpointing": False}, "not exact", "enable_checkpointing"),
+        ({"fast_dev_run": True}, "not exact", "fast_dev_run"),
+        ({"fast_dev_run": 3}, "not exact", "fast_dev_run"),
+        ({"barebones": True}, "not exact", "barebones"),
+        ({"checkpoint": {"save_weights_only": True}}, "not exact", "save_weights_only"),
+        ({"val_check_interval": "00:10:00"}, "not exact", "val_check_interval"),
+        ({"val_check_interval": 0.5}, "exact", ""),
+        ({"reload_dataloaders_every_n_epochs": 2}, "not exact", "reload_dataloaders_every_n_epochs: 2"),
+        ({"reload_dataloaders_every_n_epochs": 1}, "exact", ""),
+        ({"overfit_batches": 2}, "not known", "overfit_batches"),
+        ({"lightning_kwargs": {"new_option": 1}}, "not known", "new_option"),
+    ],
+)
+def test_the_trainers_settings(trainer: dict[str, Any], expected: Verdict, names: str) -> None:
+    """Issue 3: every device setting; a non-deterministic GPU is never called exact."""
+    reasons = said(**trainer)
+    assert verdict(reasons) == expected, reasons
+    assert all(names in reason.what and reason.because and reason.do for reason in reasons)
+
+
+def test_every_field_of_the_trainer_was_thought_of() -> None:
+    """A new field is exact until somebody looks at it here: so look."""
+    from fairlead.config import CheckpointConfig, TrainerConfig
+
+    by_plugin = {
+        "accelerator",
+        "strategy",
+        "precision",
+        "environment",
+        "checkpoint_io",
+        "layer_sync",
+        "requeue",
+        "loggers",
+    }
+    inexact = {
+        *("deterministic", "benchmark", "enable_checkpointing", "fast_dev_run", "barebones", "checkpoint"),
+        *("val_check_interval", "reload_dataloaders_every_n_epochs", "overfit_batches", "lightning_kwargs"),
+    }
+    by_source = {"callbacks", "use_distributed_sampler", "limit_val_batches"}
+    by_ranks = {"devices", "num_nodes", "batch_policy"}  # `explain` says where a run goes on with other ranks
+    limits = {"max_epochs", "min_epochs", "max_steps", "min_steps", "max_time"}
+    the_same_each_time = {
+        *("plugins", "auto_determine_num_nodes", "limit_train_batches", "limit_test_batches", "limit_predict_batches"),
+        *("num_sanity_val_steps", "check_val_every_n_epoch", "log_every_n_steps", "accumulate_grad_batches"),
+        *("gradient_clip_val", "gradient_clip_algorithm", "sync_batchnorm", "inference_mode", "detect_anomaly"),
+        *("profiler", "enable_progress_bar", "progress_interval", "enable_model_summary", "enable_autolog_hparams"),
+        "model_registry",
+    }
+    known = by_plugin | inexact | by_source | by_ranks | limits | the_same_each_time
+    assert set(TrainerConfig.model_fields) == known
+    when_and_which = {"every_n_steps", "every_n_epochs", "every_n_minutes", "on_validation", "monitor", "mode"}
+    kept = {"keep_last", "keep_best", "keep_every_n_steps"}
+    assert set(CheckpointConfig.model_fields) == when_and_which | kept | {"save_weights_only"}
+
+
+@pytest.mark.parametrize(
+    ("run", "expected"),
+    [
+        ({}, "exact"),
+        ({"seed": None}, "not exact"),
+        ({"resume": "never"}, "exact"),
+        ({"resume": "runs/gpt/checkpoints/step-100"}, "exact"),
+        ({"resume": "plain.ckpt"}, "not known"),
+        ({"ckpt_path": "pretrained.ckpt"}, "exact"),
+    ],
+)
+def test_the_runs_settings(run: dict[str, Any], expected: Verdict) -> None:
+    assert verdict(said(run=run)) == expected
+
+
+@pytest.mark.parametrize(
+    ("ranks", "accelerator", "strategy", "expected"),
+    [
+        (2, "cpu", {"exact_reduction": "off"}, "exact"),  # a + b = b + a
+        (3, "cpu", {}, "exact"),
+        (3, "cpu", {"exact_reduction": "off"}, "not exact"),
+        (3, "cpu", {"exact_reduction": "off", "find_unused_parameters": True}, "exact"),
+        (3, "cpu", {"exact_reduction": "off", "find_unused_parameters": True, "static_graph": True}, "not exact"),
+        (3, "cpu", {"ddp_comm_hook": "fp16"}, "not exact"),
+        (3, "cpu", {"ddp_comm_hook": "fp16", "find_unused_parameters": True}, "exact"),
+        (3, "cpu", {"process_group_backend": "mpi"}, "not exact"),
+        (2, "cpu", {"ddp_comm_hook": "powersgd"}, "not exact"),
+        (2, "cuda", {}, "exact"),
+        (3, "cuda", {}, "not exact"),
+        (3, "cuda", {"exact_reduction": "on"}, "exact"),
+        (3, "cuda", {"process_group_backend": "gloo"}, "exact"),
+    ],
+)
+def test_ddp(ranks: int, accelerator: str, strategy: dict[str, Any], expected: Verdict) -> None:
+    """More than two ranks add in one order only where something keeps it."""
+    reasons = said(
+        accelerator=accelerator,
+        devices=ranks,
+        strategy={"name": "ddp", **strategy},
+        deterministic=accelerator == "cuda",
+    )
+    assert verdict(reasons) == expected, reasons
+
+
+def test_a_ddp_without_the_field_is_not_trusted() -> None:
+    """The stand-in has no `exact_reduction`: an older fairlead-strategies."""
+    plugins = manager(strategy__ddp=stand_ins()["strategy.ddp"])
+    assert verdict(said(plugins, devices=2)) == "exact"
+    assert verdict(said(plugins, devices=3)) == "not exact"
+
+
+REASON = Inexact("the ring", "it turns", "stop it")
+
+
+def iterated() -> Iterator[Inexact]:
+    yield REASON
+    raise ZeroDivisionError("oh")
+
+
+@pytest.mark.parametrize(
+    ("says", "expected", "because"),
+    [
+        ((), "exact", ""),
+        ([REASON], "not exact", "it turns"),
+        ([dataclasses.replace(REASON, certain=False)], "not known", "it turns"),
+        (None, "not known", "does not say"),
+        (["no Inexact"], "not known", "gave a str"),
+        (ValueError("no"), "not known", "raised ValueError"),
+        (iterated, "not known", "raised ZeroDivisionError"),
+    ],
+)
+def test_a_plugin_speaks_for_itself(says: Any, expected: Verdict, because: str) -> None:
+    """Third parties say it in `fairlead_exactness`; a hook that fails says nothing that can be relied on."""
+    plugin = type("Ring", (SpeakingRing,), {"says": staticmethod(says) if callable(says) else says})()
+    reasons = said(manager(strategy__ring=plugin), strategy="ring")
+    assert verdict(reasons) == expected, reasons
+    assert all(because in reason.because for reason in reasons)
+
+
+@pytest.mark.parametrize("tag", ["strategy.ring", "precision.32-true", "checkpoint_io.torch", "accelerator.cpu"])
+def test_a_plugin_without_the_hook_is_never_exact(tag: str) -> None:
+    """Fairlead's own accelerators and checkpoint IO are known by name; nothing else is."""
+    more: dict[str, Any] = {"strategy__ring": Ring(), "precision__32-true": stand_ins()["precision.32-true"]}
+    plugins = manager(**{key: value for key, value in more.items() if key.replace("__", ".") == tag})
+    reasons = said(plugins, strategy="ring" if tag == "strategy.ring" else "auto")
+    expected = "exact" if tag in ("checkpoint_io.torch", "accelerator.cpu") else "not known"
+    assert verdict(reasons) == expected
+
+
+def test_what_is_not_decided_is_not_exact() -> None:
+    """A job with errors, such as a plugin that is not installed."""
+    plugins = PluginManager([FakeEntryPoint(name, target) for name, target in stand_ins().items()])
+    resolution = dataclasses.replace(minimal_resolution(plugins), strategy=None)  # type: ignore[arg-type]  # a gap
+    reasons = device_reasons(resolution, plugins)
+    assert verdict(reasons) == "not known"
+    assert any(reason.what == "the strategy" for reason in reasons)

@@ -1,0 +1,203 @@
+"""Average DDP's gradients in an order that does not depend on what the run has done before.
+
+Adding floating-point numbers in another order gives other last bits. An all-reduce over more than two ranks takes its
+order from an element's place in the bucket, and DistributedDataParallel moves the elements: it starts with one bucket,
+and builds others after the first step. A run that is resumed has such a first step again, and ends with other weights
+than the same run undisturbed. The hook of this module adds every element's parts in the order of the ranks, wherever
+the element lies.
+
+Two ranks need nothing: a + b is b + a, bit for bit, and DDP divides element by element.
+"""
+
+# No `from __future__ import annotations`: torch compares the annotations of a hook with its classes, not with text.
+
+from collections import deque
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.futures import Future
+from torch.nn.parallel import DistributedDataParallel
+
+from fairlead.errors import ConfigError
+
+__all__ = ["register_exact_reduction"]
+
+
+def register_exact_reduction(ddp_model: DistributedDataParallel, *, auto: bool = False) -> bool:
+    """Lets a DDP model average its gradients in the order of the ranks, whatever its buckets look like.
+
+    Call it on all ranks, after wrapping the model and before the first backward pass. A gradient is then the same, bit
+    for bit, in the first step after a resume and in the same step of an undisturbed run, with any `bucket_cap_mb`.
+    16-bit gradients are added in float32 and rounded once.
+
+    It sends as many bytes as an all-reduce does, in two collectives for each bucket, and needs memory for two more
+    buckets. It works with every backend that has `all_to_all_single`. With NCCL, whose own order depends on the
+    topology and the algorithm too, it leaves nothing that does.
+
+    Args:
+        ddp_model: The wrapped model.
+        auto: Only where the order would change otherwise and the cost is small: gradients that are sent through gloo,
+            in buckets that DDP rebuilds (with `find_unused_parameters` it does not, unless the graph is static).
+
+    Returns:
+        Whether a hook was registered. False with one or two ranks, which need none; where the model has a
+        communication hook already, since DDP takes only one; where torch.compile takes the place of DDP's buckets
+        (`optimize_ddp = "python_reducer"`); and with `auto` as said there.
+
+    Raises:
+        ConfigError: The model is not wrapped in DistributedDataParallel.
+
+    Example:
+        >>> model = DistributedDataParallel(model)  # doctest: +SKIP
+        >>> register_exact_reduction(model)  # doctest: +SKIP
+        True
+    """
+    if not isinstance(ddp_model, DistributedDataParallel):
+        raise ConfigError(
+            f"{type(ddp_model).__name__} is no DistributedDataParallel",
+            where="register_exact_reduction",
+            why="only DDP has buckets and communication hooks; other ways to split a model reduce in a fixed order "
+            "or in the backend's",
+            fix="wrap the model first: DistributedDataParallel(model)",
+        )
+    group = ddp_model.process_group
+    if dist.get_world_size(group) <= 2 or _has_hook(ddp_model) or ddp_model._use_python_reducer:
+        return False
+    if auto and not (_rebuilds_buckets(ddp_model) and _sent_through(ddp_model) == "gloo"):
+        return False
+    # A bucket is added up while the next one is on its way, which needs the last one to arrive: not where it may be
+    # left out.
+    lag = 0 if ddp_model.skip_all_reduce_unused_params else 1
+    ddp_model.register_comm_hook(_Reduction(group, lag), exact_reduction_hook)
+    return True
+
+
+def _has_hook(ddp_model: DistributedDataParallel) -> bool:
+    # The list of hooks that the model keeps does not have those built into torch; its log has all.
+    return bool(ddp_model._get_ddp_logging_data().get("comm_hook"))  # type: ignore[no-untyped-call]
+
+
+def _rebuilds_buckets(ddp_model: DistributedDataParallel) -> bool:
+    return bool(ddp_model.static_graph or not ddp_model.find_unused_parameters)
+
+
+def _sent_through(ddp_model: DistributedDataParallel) -> str:
+    """The backend of the model's device: a group can have one for each kind of device."""
+    device = next(p.device.type for p in ddp_model.parameters() if p.requires_grad)
+    pairs = (pair.partition(":") for pair in dist.get_backend_config(ddp_model.process_group).split(","))
+    return {kind: backend for kind, _, backend in pairs}.get(device, "")
+
+
+@dataclass
+class _InFlight:
+    """A bucket whose parts are on their way to the ranks that add them up.
+
+    Attributes:
+        buffer: The bucket's gradients, (n,); takes the averages in the end.
+        parts: Every rank's gradients for the elements that this rank adds, (world size, share).
+        sent: Done when `parts` is filled.
+        result: Gets `buffer` when it holds the averages.
+    """
+
+    buffer: Tensor
+    parts: Tensor
+    sent: dist.Work
+    result: Future[Tensor]
+
+
+@dataclass
+class _Reduction:
+    """What one model's hook keeps from bucket to bucket.
+
+    Attributes:
+        group: The ranks that average.
+        lag: How many buckets may be on their way while backward goes on.
+    """
+
+    group: dist.ProcessGroup
+    lag: int
+    in_flight: deque[_InFlight] = field(default_factory=deque)
+
+    def __post_init__(self) -> None:
+        self.world_size = dist.get_world_size(self.group)
+        self.rank = dist.get_rank(self.group)
+
+    def shares(self, n: int) -> list[int]:
+        """How many of n elements each rank adds up; none where there are fewer elements than ranks."""
+        return [n // self.world_size + (rank < n % self.world_size) for rank in range(self.world_size)]
+
+    def scatter(self, buffer: Tensor) -> Future[Tensor]:
+        """Sends each rank the elements that it adds up."""
+        shares = self.shares(buffer.numel())
+        own = shares[self.rank]
+        parts = buffer.new_empty((self.world_size, own))
+        sent = dist.all_to_all_single(
+            parts.view(-1), buffer, [own] * self.world_size, shares, group=self.group, async_op=True
+        )
+        # A device's results are ready only for streams that wait for them: such a Future knows its device.
+        result = Future[Tensor](devices=[] if buffer.device.type == "cpu" else [buffer.device])
+        self.in_flight.append(_InFlight(buffer, parts, sent, result))
+        # Python keeps an exception as a value; only what a callback raises is an error to DDP, which is C++.
+        return result.then(lambda future: future.value())
+
+    def finish(self, keep: int) -> None:
+        """Adds up the oldest buckets and sends the averages to all ranks, until `keep` are left.
+
+        Always in the thread of the backward pass: the collectives of one group need the same order on all ranks, and
+        gloo's threads complete them in any order.
+        """
+        while len(self.in_flight) > keep:
+            bucket = self.in_flight.popleft()
+            bucket.sent.wait()
+            _average(bucket.parts)
+            shares = self.shares(bucket.buffer.numel())
+            own = [shares[self.rank]] * self.world_size
+            gathered = dist.all_to_all_single(
+                bucket.buffer, bucket.parts.view(-1), shares, own, group=self.group, async_op=True
+            )
+            _complete(bucket.result, gathered, bucket.buffer)
+
+
+def exact_reduction_hook(state: _Reduction, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """The communication hook: see `register_exact_reduction`."""
+    buffer = bucket.buffer()
+    # A sparse gradient has a bucket to itself, in which nothing can move.
+    result = _all_reduce(state, buffer) if buffer.is_sparse else state.scatter(buffer)
+    state.finish(0 if bucket.is_last() else state.lag)
+    return result
+
+
+def _average(parts: Tensor) -> None:
+    """Replaces each row by the mean of all, added in the order of the rows: (world size, share).
+
+    `parts.sum(0)` would not do: it chooses an order by the shape.
+    """
+    half = parts.dtype in (torch.float16, torch.bfloat16)
+    total = parts[0].float() if half else parts[0]
+    for part in parts[1:]:
+        total += part
+    total /= parts.shape[0]
+    parts[0 if half else 1 :].copy_(total)
+
+
+def _complete(result: Future[Tensor], gathered: dist.Work, value: Tensor) -> None:
+    """Sets `result` when the collective is done, also when it failed: DDP would wait for ever."""
+
+    def done(future: Future[object]) -> None:
+        try:
+            future.wait()
+        except Exception as error:  # a peer is gone, or the timeout is over
+            result.set_exception(error)  # type: ignore[arg-type]  # annotated wrongly in torch
+        else:
+            result.set_result(value)
+
+    gathered.get_future().then(done)
+
+
+def _all_reduce(state: _Reduction, buffer: Tensor) -> Future[Tensor]:
+    buffer /= state.world_size
+    work = dist.all_reduce(buffer, group=state.group, async_op=True)
+    reduced: Future[list[Tensor]] = work.get_future()
+    return reduced.then(lambda future: future.value()[0])

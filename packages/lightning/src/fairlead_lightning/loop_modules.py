@@ -1,0 +1,81 @@
+"""What a module has beside its `state_dict`, on each rank: torchmetrics' sums, buffers, what is frozen."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.nn import Module
+from torchmetrics import Metric
+
+__all__ = ["module_state", "restore_flags", "restore_module"]
+
+
+def module_state(module: Module, *, buffers: bool) -> dict[str, Any]:
+    """The state of a module on this rank.
+
+    Args:
+        module: The module itself, not what a strategy has wrapped it in: names must not depend on that.
+        buffers: Whether its buffers are wanted: each rank of data parallel training has its own (batch norm), and
+            one rank's are in the `state_dict` that is saved.
+
+    Returns:
+        Plain data and tensors.
+    """
+    return {
+        "metrics": {name: _metric_state(metric) for name, metric in _metrics(module)},
+        "buffers": {name: buffer.detach() for name, buffer in _buffers(module)} if buffers else {},
+        "in_evaluation": [name for name, one in module.named_modules() if not one.training],
+        "frozen": [name for name, parameter in module.named_parameters() if not parameter.requires_grad],
+    }
+
+
+@torch.no_grad()
+def restore_module(module: Module, state: Mapping[str, Any]) -> None:
+    """Puts back what `module_state` gave on a rank of this number, after the `state_dict`."""
+    metrics, buffers = dict(_metrics(module)), dict(_buffers(module))
+    for name, saved in state["metrics"].items():
+        _set_metric_state(metrics[name], saved)
+    for name, buffer in state["buffers"].items():
+        buffers[name].copy_(buffer)
+    restore_flags(module, state)
+
+
+def restore_flags(module: Module, state: Mapping[str, Any]) -> None:
+    """Puts back what is the same on every rank: which parts are in evaluation mode, which parameters are frozen."""
+    evaluated, frozen = set(state["in_evaluation"]), set(state["frozen"])
+    for name, one in module.named_modules():
+        one.training = name not in evaluated
+    for name, parameter in module.named_parameters():
+        if parameter.requires_grad is (name in frozen):
+            parameter.requires_grad_(name not in frozen)
+
+
+def _metrics(module: Module) -> Iterator[tuple[str, Metric]]:
+    return ((name, one) for name, one in module.named_modules() if isinstance(one, Metric))
+
+
+def _metric_state(metric: Metric) -> dict[str, Any]:
+    values = {key: list(value) if isinstance(value, list) else value for key, value in metric.metric_state.items()}
+    return {"values": values, "updates": metric.update_count}
+
+
+def _set_metric_state(metric: Metric, saved: Mapping[str, Any]) -> None:
+    for key, value in saved["values"].items():
+        moved = [one.to(metric.device) for one in value] if isinstance(value, list) else value.to(metric.device)
+        setattr(metric, key, moved)
+    metric._update_count = saved["updates"]  # torchmetrics has no public way
+    metric._computed = None
+
+
+def _buffers(module: Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """The buffers that a `state_dict` holds, but those of metrics, which have their own place."""
+    for prefix, one in module.named_modules():
+        if isinstance(one, Metric):
+            continue
+        left_out: set[str] = getattr(one, "_non_persistent_buffers_set", set())
+        for name, buffer in one.named_buffers(recurse=False):
+            if name not in left_out and not isinstance(buffer, DTensor):
+                yield f"{prefix}.{name}".lstrip("."), buffer
