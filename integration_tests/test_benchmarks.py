@@ -17,6 +17,12 @@ RATIOS = {
     "startup": {"import_vs_deps", "check_vs_lightning_import"},
     "step": {"trainer_vs_lightning", "trainer_vs_loop"},
     "ddp": {"trainer_vs_loop", "trainer_vs_lightning"},
+    "exact_reduction": {
+        "exact_vs_ddp_3_ranks",
+        "ddp_vs_nothing_sent_3_ranks",
+        "exact_vs_ddp_4_ranks",
+        "ddp_vs_nothing_sent_4_ranks",
+    },
 }
 
 

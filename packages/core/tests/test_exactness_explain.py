@@ -173,10 +173,13 @@ def test_a_setting_is_named_with_its_line(project: Project) -> None:
 
 
 def test_certain_reasons_come_first(project: Project) -> None:
-    project.write("app.py", APP.replace("Numbers(), batch", "make(), batch"))
-    value, findings = project.explained("--set", "run.seed=null")
+    project.write("job.yaml", JOB % "true")
+    value, findings = project.explained("--set", "trainer.overfit_batches=2")
     assert value == "not exact"
-    assert [f["code"] for f in findings] == ["resume-not-exact", "resume-exactness-unknown"]
+    assert [(f["code"], f["where"]) for f in findings] == [
+        ("resume-not-exact", "app.py:16"),
+        ("resume-exactness-unknown", "--set trainer.overfit_batches"),
+    ]
 
 
 def test_the_setting_does_not_take_the_place_of_resume(project: Project) -> None:
@@ -232,6 +235,18 @@ def test_the_models_code_still_counts_after_a_start(project: Project) -> None:
     project.write("app.py", "import random" + APP.replace("class Numbers", keeps + "class Numbers"))
     project.start()
     assert project.explained()[0] == "not exact"
+
+
+def test_a_generator_that_a_start_did_not_find_is_not_forgotten(project: Project) -> None:
+    """It may lie where a start does not look; or in a class that this job does not use."""
+    keeps = "    def __init__(self): self.rng = random.Random(0)\n"
+    source = "import random" + APP.replace("class Numbers(Dataset):\n", "class Numbers(Dataset):\n" + keeps)
+    project.write("app.py", source)
+    assert project.explained()[0] == "not exact"
+    project.start()
+    value, (finding,) = project.explained()
+    assert value == "not known"
+    assert "start 1 did not find it" in finding["why"]
 
 
 def test_code_that_changed_after_the_start_is_read(project: Project) -> None:

@@ -13,13 +13,14 @@ import random
 import signal
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import lightning.fabric as lf
 import numpy as np
 import torch
 from lightning.fabric.strategies import ModelParallelStrategy
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, Dataset
 
@@ -88,11 +89,15 @@ def make_fabric(ranks: int, strategy: str) -> lf.Fabric:
     """`sharded` and `sharded-folder` are FSDP2, saved as one file and as a folder of each rank's parts."""
     if not strategy.startswith("sharded"):
         return fabric(TrainerConfig(accelerator="cpu", devices=ranks, strategy=strategy))
+
+    def shard(module: nn.Module, mesh: DeviceMesh) -> nn.Module:
+        return cast("nn.Module", fully_shard(module, mesh=mesh["data_parallel"]))
+
     return lf.Fabric(
         accelerator="cpu",
         devices=ranks,
         strategy=ModelParallelStrategy(
-            lambda module, mesh: fully_shard(module, mesh=mesh["data_parallel"]),
+            shard,
             data_parallel_size=ranks,
             tensor_parallel_size=1,
             save_distributed_checkpoint=strategy.endswith("folder"),
@@ -110,7 +115,7 @@ def main(root: Path, out: Path) -> None:
     np.random.seed(30 + rank)
     killer = Killer(rank)
     model = fab.setup_module(Net())
-    optimizer = fab.setup_optimizers(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+    optimizer: Any = fab.setup_optimizers(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
     scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [9, 15])
     sampler = ResumableDistributedSampler(SAMPLES, seed=3)
     loader = DataLoader(Points(noisy=workers == 0), batch_size=4, sampler=sampler, num_workers=workers)

@@ -279,7 +279,8 @@ def test_a_loader_with_its_own_state_is_carried_for_each_rank(tmp_path: Path) ->
         fab = fabric(TrainerConfig(accelerator="cpu", devices=1))
         with LoopRun(fab, tmp_path / "run", per_rank={"loader": loader, "mine": [1]}) as run:
             run.restore()
-            for batch in run.batches(loader):  # type: ignore[arg-type]
+            batches: Iterator[Tensor] = run.batches(loader)  # type: ignore[arg-type]
+            for batch in batches:
                 seen.append(batch.item())
                 run.step += 1
                 run.per_rank["mine"] = [run.step]
@@ -677,6 +678,7 @@ def test_what_fails_in_the_background_is_told_when_the_loop_fails(
     job = Job(tmp_path, fabric=fabric(TrainerConfig(accelerator="cpu", devices=1, checkpoint_io="async")))
     with pytest.raises(InterruptedHereError), job.run as run:  # noqa: PT012
         run.restore()
+        run.log({"loss": 1.0})
         disk.full = True
         run.save()
         raise InterruptedHereError

@@ -61,7 +61,7 @@ def full_disk_on_rank_one(rank: int, root: Path) -> tuple[list[bool], list[str]]
                 def fsync(system: Syscalls, fd: int) -> None:
                     raise OSError(28, "No space left on device")
 
-                Syscalls.fsync = fsync  # type: ignore[method-assign]
+                Syscalls.fsync = fsync  # type: ignore[assignment,method-assign]
             saved.append(run.save())
             Syscalls.fsync = real  # type: ignore[method-assign]
         said = [str(w.message) for w in caught]

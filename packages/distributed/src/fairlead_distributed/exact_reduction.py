@@ -32,9 +32,11 @@ def register_exact_reduction(ddp_model: DistributedDataParallel, *, auto: bool =
     for bit, in the first step after a resume and in the same step of an undisturbed run, with any `bucket_cap_mb`.
     16-bit gradients are added in float32 and rounded once.
 
-    It sends as many bytes as an all-reduce does, in two collectives for each bucket, and needs memory for two more
-    buckets. It works with every backend that has `all_to_all_single`. With NCCL, whose own order depends on the
-    topology and the algorithm too, it leaves nothing that does.
+    It sends as many bytes as an all-reduce does, in two collectives for each bucket, and needs the buckets' memory once
+    more while they are on their way. It works with every backend that has `all_to_all_single`; it was run on gloo
+    only. NCCL's own order depends on the topology and the algorithm; with the hook it does not.
+
+    Like every hook of DDP it divides by the number of all ranks, also in `ddp_model.join()`.
 
     Args:
         ddp_model: The wrapped model.

@@ -58,7 +58,7 @@ class Generators:
         self._factories: set[int] = set()
 
     def reasons(self) -> tuple[list[Inexact], list[Inexact]]:
-        """What is to be said of them: first of those that a start finds in the data by itself, then of the others."""
+        """What is to be said of them: first of those that a start may find in the data, then of the others."""
         for _ in range(3):  # a function that returns what another one returns
             found = {id(unit.node) for unit in self._reach.units if self._returns_one(unit)}
             if found <= self._factories:

@@ -33,18 +33,20 @@ class Reading:
 
     Args:
         loaders: Of loaders, samplers and datasets; a start sees those themselves, and knows better.
+        held: Of random generators that objects of the data keep; a start looks for them, but not into everything.
         code: Of the code that computes with the batches, which a start does not see either.
         files: The files of the user's that were read.
     """
 
     loaders: tuple[Inexact, ...]
+    held: tuple[Inexact, ...]
     code: tuple[Inexact, ...]
     files: tuple[Path, ...] = ()
 
     @property
     def reasons(self) -> tuple[Inexact, ...]:
         """All of them."""
-        return tuple(dict.fromkeys((*self.loaders, *self.code)))
+        return tuple(dict.fromkeys((*self.loaders, *self.held, *self.code)))
 
 
 def source_reasons(job: JobConfig, root: CodeRoot, *, ranks: int = 1, accelerator: str = "cpu") -> Reading:
@@ -74,12 +76,13 @@ class _Reader:
 
     def read(self) -> Reading:
         try:
-            loaders, code = self._loaders_and_code()
+            parts = self._parts()
         except RecursionError:
-            loaders, code = [unknown("the sources", "they are too deeply nested to follow")], []
-        return Reading(tuple(dict.fromkeys(loaders)), tuple(dict.fromkeys(code)), self.names.files)
+            parts = [unknown("the sources", "they are too deeply nested to follow")], [], []
+        loaders, held, code = (tuple(dict.fromkeys(part)) for part in parts)
+        return Reading(loaders, held, code, self.names.files)
 
-    def _loaders_and_code(self) -> tuple[list[Inexact], list[Inexact]]:
+    def _parts(self) -> tuple[list[Inexact], list[Inexact], list[Inexact]]:
         job = self.job
         code = [*self._follow(job.model, "the model", "model", gives_data=job.data is None)]
         for index, callback in enumerate(job.trainer.callbacks):
@@ -99,8 +102,7 @@ class _Reader:
             package = use.name.partition(".")[0]
             loaders.append(unknown(f"the package {package}", "whether it keeps random numbers of its own is not known",
                                    use.unit.where))  # fmt: skip
-        in_objects, others = Generators(self.reach, ranks=self.ranks).reasons()
-        loaders += in_objects
+        held, others = Generators(self.reach, ranks=self.ranks).reasons()
         code += others
         loaders += [unknown(f"the module {name}", why) for name, why in list(self.names.unread.items())[:3]]
         if not self.reach.complete:
@@ -109,7 +111,7 @@ class _Reader:
         code += [*unsaved_state(self.reach), *changes_at_starts(self.reach), *changes_from_outside(self.reach)]
         if self.accelerator == "cpu" and job.trainer.deterministic is not True:
             code += indexed_tensors(self.reach)
-        return loaders, code
+        return loaders, held, code
 
     # -- the beginnings
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
@@ -90,9 +90,17 @@ def exactness_of(
     if seen is not None and not _still_holds(seen, reading, resolution):
         seen = None
     reasons = [*device_reasons(resolution, plugins, job.run), *_other_ranks(run, resolution)]
-    reasons += [*(seen.loaders if seen is not None else reading.loaders), *reading.code]
+    reasons += [*_of_loaders(seen, reading), *reading.code]
     ordered = sorted(dict.fromkeys(reasons), key=lambda reason: not reason.certain)
     return Told(Setting(verdict(ordered), _basis(ordered, seen, reading)), tuple(ordered))
+
+
+def _of_loaders(seen: Recorded | None, reading: Reading) -> list[Inexact]:
+    """What a start saw takes the place of what was read, but for generators, which it may have looked past."""
+    if seen is None:
+        return [*reading.loaders, *reading.held]
+    passed = f"start {seen.start} did not find it in the data, but it may lie deeper"
+    return [*seen.loaders, *(replace(one, because=passed, certain=False) for one in reading.held if one.certain)]
 
 
 def _run(job: JobConfig, environ: Mapping[str, str], cwd: Path) -> Path | None:

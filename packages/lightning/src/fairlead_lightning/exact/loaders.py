@@ -196,7 +196,7 @@ class Loaders:
 
     def _trained(self, loader: object, number: int, lightnings: Callable[[], object]) -> object:
         if is_stateful(loader):
-            self._check_epochs(loader)
+            self._check_carried(loader)
             kind = _SizedLoader if sized_len(loader) is not None else CarriedLoader
             return kind(lightnings(), derive_seed("loader", self.seed, number), self._place)
         name = type(loader).__name__
@@ -268,7 +268,15 @@ class Loaders:
             )
         return _over(loader, RedrawnOrder(batches, **common), seed)
 
-    def _check_epochs(self, loader: Any) -> None:
+    def _check_carried(self, loader: Any) -> None:
+        if getattr(loader, "num_workers", 0):
+            reason = Inexact(
+                f"the workers of a {type(loader).__name__}",
+                "their random generators are not in its state; without random samples it is exact",
+                "draw from sample_rng(seed, epoch, index) of fairlead_distributed, or use a plain DataLoader",
+                certain=False,
+            )
+            self.reasons.append(reason)
         length, limit = sized_len(loader), self.trainer.limit_train_batches
         whole = limit == 1.0 if isinstance(limit, float) else length is not None and limit >= length
         if not whole:

@@ -128,6 +128,10 @@ class ExactResume(L.Callback):
         """Leaves the trainer as it was."""
         self._end()
 
+    def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Lightning's own place for loaders has rank 0's for all, and plain Lightning could not read ours there."""
+        checkpoint["loops"]["fit_loop"]["state_dict"].pop("combined_loader", None)
+
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         """A state that is not whole is not saved."""
         if trainer.training and self.where is None and compat.training_place(trainer)[1] == 0:
