@@ -15,7 +15,15 @@ import torch
 import torchmetrics
 from tiny_job import contents
 from torch import Tensor
-from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, Sampler, WeightedRandomSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    WeightedRandomSampler,
+)
 from torchdata.stateful_dataloader import StatefulDataLoader  # type: ignore[import-untyped]
 
 from fairlead import RunConfig, Trainer, TrainerConfig
@@ -162,6 +170,13 @@ def two(workers: int = 0) -> dict[str, DataLoader[Any]]:
     return {"long": shuffled(workers), "short": DataLoader(Noisy(10), batch_size=BATCH, shuffle=True)}
 
 
+def explicit(workers: int = 0) -> DataLoader[Any]:
+    """The default, written out; with a generator of its own, as tutorials have it."""
+    generator = torch.Generator().manual_seed(5)
+    sampler = BatchSampler(RandomSampler(range(SAMPLES), generator=generator), BATCH, drop_last=False)
+    return DataLoader(Noisy(), batch_sampler=sampler, num_workers=workers)
+
+
 class Own(Sampler[list[int]]):
     """A batch sampler of the user's, with a state: it goes through the data in one order that never ends."""
 
@@ -216,7 +231,7 @@ def stream(workers: int = 0) -> Any:
     return StatefulDataLoader(Stream(), batch_size=BATCH, num_workers=workers)
 
 
-KINDS = (shuffled, weighted, two, own)
+KINDS = (shuffled, weighted, two, own, explicit)
 
 
 @pytest.mark.parametrize("loaders", KINDS)
@@ -330,6 +345,13 @@ class Batches:
         return iter([(torch.zeros(BATCH, 6), torch.zeros(BATCH, dtype=torch.long))] * 3)
 
 
+class Cutting(DataLoader[Any]):
+    """Does something to the batches."""
+
+    def __iter__(self) -> Any:
+        return iter(list(super().__iter__())[::-1])
+
+
 class Unwritable(Own):
     def state_dict(self) -> dict[str, Any]:
         return {"self": self}
@@ -344,6 +366,8 @@ class Unwritable(Own):
         (lambda: DataLoader(OwnGenerator(), batch_size=BATCH), "dataset.rng of OwnGenerator"),
         (lambda: DataLoader(OwnGenerator(), batch_size=BATCH, num_workers=1), "dataset.rng of OwnGenerator"),
         (lambda: Batches(), "training loader Batches"),
+        (lambda: Cutting(Noisy(), batch_size=BATCH), "the __iter__ of Cutting"),
+        (lambda: DataLoader(Noisy(), batch_size=BATCH, num_workers=1, in_order=False), "in_order=False"),
     ],
 )
 def test_an_inexact_loader_is_not_called_exact(tmp_path: Path, loaders: Callable[[], Any], what: str) -> None:

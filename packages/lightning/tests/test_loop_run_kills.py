@@ -6,6 +6,7 @@ import contextlib
 import multiprocessing
 import multiprocessing.connection
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -21,7 +22,6 @@ import torch
 from tiny_job import events
 from torch import Tensor
 
-SCRIPT = Path(__file__).parent / "loop_job.py"
 FORKS = multiprocessing.get_context("forkserver")  # the imports are most of the time of a short job
 FORKS.set_forkserver_preload(
     ["torch.distributed.fsdp", "fairlead_lightning.loop_run", "fairlead_lightning.own_loop", "lightning.pytorch"]
@@ -71,11 +71,12 @@ def start(root: Path, kill: str = "", *, ranks: int = 1, **settings: object) -> 
     return [code if code is not None else 1 for code in codes]
 
 
-def start_script(root: Path, kill: str = "", **settings: object) -> list[int]:
-    """Starts the script as its user would; Lightning starts its second rank."""
+def start_script(words: list[str], cwd: Path, kill: str = "", **settings: object) -> tuple[int, str]:
+    """Starts a script as its user would; Lightning starts its second rank. The exit code, and what it said."""
     process = subprocess.Popen(
-        [sys.executable, str(SCRIPT), str(root), str(root / "out")],
+        [sys.executable, *words],
         env={**os.environ, "OMP_NUM_THREADS": "1", "KILL": kill or "-1::0", **{k: str(v) for k, v in settings.items()}},
+        cwd=cwd,
         start_new_session=True,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -87,7 +88,7 @@ def start_script(root: Path, kill: str = "", **settings: object) -> list[int]:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
     assert kill or process.returncode == 0, said
-    return [process.returncode]
+    return process.returncode, said
 
 
 def differences(one: Any, other: Any, path: str) -> Iterator[str]:
@@ -144,7 +145,21 @@ def test_killed_and_started_again(tmp_path: Path, settings: dict[str, Any], kill
 
 @pytest.mark.slow
 def test_a_script_whose_ranks_lightning_starts(tmp_path: Path) -> None:
-    start_script(tmp_path / "whole", RANKS=2)
-    assert start_script(tmp_path / "parts", "1:backward:6", RANKS=2) == [-signal.SIGKILL]
-    start_script(tmp_path / "parts", RANKS=2)
+    script = str(Path(__file__).parent / "loop_job.py")
+    start_script([script, "whole", "whole/out"], tmp_path, RANKS=2)
+    code, _ = start_script([script, "parts", "parts/out"], tmp_path, "1:backward:6", RANKS=2)
+    assert code == -signal.SIGKILL
+    start_script([script, "parts", "parts/out"], tmp_path, RANKS=2)
     assert_same(tmp_path / "whole", tmp_path / "parts", 2)
+
+
+@pytest.mark.slow
+def test_the_script_of_the_documentation(tmp_path: Path) -> None:
+    page = Path(__file__).parents[3] / "docs/how-to/own-loop.md"
+    shown = re.findall(r"^```python title=\"train.py\"\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
+    (tmp_path / "train.py").write_text(shown[0].replace('accelerator="auto"', 'accelerator="cpu"'))
+    start_script(["train.py"], tmp_path)
+    run = tmp_path / "runs/own-loop"
+    assert [e["step"] for e in events(run, "checkpoint")] == [20, 40, 60, 80, 96]
+    _, said = start_script(["train.py"], tmp_path)
+    assert "runs/own-loop is finished: step 96" in said

@@ -77,8 +77,8 @@ class Fairlead(L.Callback):
         self.checkpoint = checkpoint or CheckpointConfig()
         self.batch_policy = batch_policy
         self.session: RunSession | None = None
-        self.exact = ExactResume()
         self._environ = os.environ if environ is None else environ
+        self.exact = ExactResume(environ=self._environ)
         self._plugins = plugins
         self._accumulate: int | None = None
 

@@ -97,7 +97,7 @@ class Trainer(L.Trainer):
         theirs = any(isinstance(c, ProgressBar) for c in [*arguments["callbacks"], *callbacks])
         shown = [self.progress] if arguments["enable_progress_bar"] and not theirs else []
         settings = device_reasons(self.resolution, plugins, self.run_config)
-        self.exact = ExactResume(self.run_config.seed, settings=settings, say=self.progress.say)
+        self.exact = ExactResume(self.run_config.seed, environ=environ, settings=settings, say=self.progress.say)
         kept = [] if self.fairlead_config.barebones else [AverageOverRanks(), self.exact]
         arguments["callbacks"] = [*kept, *arguments["callbacks"], *callbacks, *shown]
         arguments["default_root_dir"] = str(Path(self.run_config.dir).absolute())

@@ -109,7 +109,7 @@ class _Reader:
             loaders.append(unknown("the sources", "there are more than are looked at"))
         code += self._steps()
         code += [*unsaved_state(self.reach), *changes_at_starts(self.reach), *changes_from_outside(self.reach)]
-        if self.accelerator == "cpu" and job.trainer.deterministic is not True:
+        if self.accelerator == "cpu" and not job.trainer.deterministic:
             code += indexed_tensors(self.reach)
         return loaders, held, code
 

@@ -223,27 +223,42 @@ class Loaders:
             )
             return lightnings()
         self._check_generators(loader)
+        if type(loader).__iter__ is not DataLoader.__iter__:
+            self._inexact(
+                f"the __iter__ of {name}",
+                "nobody knows what it adds to that of DataLoader",
+                "give the loader state_dict and load_state_dict, or do it in the dataset or the sampler",
+            )
+        if not loader.in_order and loader.num_workers:
+            self._inexact(
+                "a training loader with in_order=False",
+                "the workers decide by their speed which batch comes next",
+                "leave in_order out",
+            )
         return self._ordered(loader, number, lightnings)
 
     def _ordered(self, loader: DataLoader[Any], number: int, lightnings: Callable[[], object]) -> DataLoader[Any]:
         seed = derive_seed("loader", self.seed, number) if number else self.seed
-        sampler: Any = loader.sampler
         batches: Any = loader.batch_sampler
         plain = type(batches) is BatchSampler
+        sampler: Any = batches.sampler if plain else loader.sampler
         sharding = compat.wants_sharding(self.trainer, loader)
         common: dict[str, Any] = {"seed": seed, "place": self._place, "generator": torch.Generator()}
         if plain and type(sampler) is ResumableDistributedSampler:
             common["seed"] = sampler.seed
             return _over(loader, ShardedOrder(batches, **common), seed)
-        if plain and (default := _default_sampler(loader)) is not None and (sharding or self.trainer.world_size == 1):
+        if (
+            plain
+            and (default := _default_sampler(sampler, loader)) is not None
+            and (sharding or self.trainer.world_size == 1)
+        ):
             shards = (self.trainer.distributed_sampler_kwargs or {}) if sharding else {"num_replicas": 1, "rank": 0}
             common["seed"] = shared(default.pop("seed", seed))  # a generator that ranks have seeded apart
             parts = ResumableDistributedSampler(
                 loader.dataset, **shards, **default, tag_epoch=isinstance(loader.dataset, SeededSamples)
             )
-            size = loader.batch_size
-            assert size is not None
-            return _over(loader, ShardedOrder(BatchSampler(parts, size, loader.drop_last), **common), seed)
+            order = ShardedOrder(BatchSampler(parts, batches.batch_size, batches.drop_last), **common)
+            return _over(loader, order, seed)
         stateful = next((one for one in (batches, sampler) if is_stateful(one)), None)
         known = plain and type(sampler) in _REDRAWN
         if sharding:
@@ -322,7 +337,8 @@ class Loaders:
         made = made if made is not None else lightnings()
         if not isinstance(made, DataLoader) or isinstance(made.dataset, IterableDataset) or is_stateful(made):
             return made
-        if made.num_workers == 0 or made.batch_sampler is None:
+        own = [made.generator, getattr(made.sampler, "generator", None), *own_generators(made.batch_sampler)]
+        if made.batch_sampler is None or (made.num_workers == 0 and not any(one is not None for one in own)):
             return made  # what it draws comes from the generators of this process
         order = RedrawnOrder(
             cast("Any", made.batch_sampler),
@@ -356,9 +372,8 @@ class Loaders:
             self.reasons.append(reason)
 
 
-def _default_sampler(loader: DataLoader[Any]) -> dict[str, Any] | None:
-    """Whether the loader has a sampler that DataLoader makes by itself, and how it shuffles."""
-    sampler = loader.sampler
+def _default_sampler(sampler: Any, loader: DataLoader[Any]) -> dict[str, Any] | None:
+    """Whether this is a sampler that DataLoader makes by itself, and how it shuffles."""
     if type(sampler) is SequentialSampler:
         return {"shuffle": False}
     if type(sampler) is not RandomSampler or sampler.replacement or sampler.num_samples != len(loader.dataset):  # type: ignore[arg-type]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -51,6 +50,7 @@ class ExactResume(L.Callback):
 
     Args:
         seed: The run's; None: that of Lightning's `seed_everything`, else any, the same on all ranks.
+        environ: The environment variables.
         settings: What in the settings keeps a resume from being exact; None: asks the trainer.
         say: Tells the user; None: the trainer's `print`.
     """
@@ -59,10 +59,12 @@ class ExactResume(L.Callback):
         self,
         seed: int | None = None,
         *,
+        environ: Mapping[str, str],
         settings: Sequence[Inexact] | None = None,
         say: Callable[[str], None] | None = None,
     ) -> None:
         self.seed = seed
+        self._environ = environ
         self._settings = settings
         self._in_order = True
         self._goes_on = False
@@ -78,7 +80,7 @@ class ExactResume(L.Callback):
 
     def __getstate__(self) -> dict[str, Any]:
         """Spawned ranks begin with `setup`."""
-        return {**self.__dict__, "_trainer": None, "loaders": None, "_undo": []}
+        return {**self.__dict__, "_trainer": None, "loaders": None, "_undo": [], "_environ": dict(self._environ)}
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Before Lightning asks for the loaders; the ranks are connected."""
@@ -114,7 +116,7 @@ class ExactResume(L.Callback):
             return
         settings = self._settings
         if settings is None:
-            settings = seen.script_reasons(trainer, seeded=_SEED in os.environ, in_order=self._in_order)
+            settings = seen.script_reasons(trainer, seeded=_SEED in self._environ, in_order=self._in_order)
         settings = [*settings, *seen.loop_reasons(trainer)]
         try:
             text = seen.note(self.session, settings, self.loaders.reasons, trainer.world_size)
@@ -229,7 +231,7 @@ class ExactResume(L.Callback):
     def _common_seed(self, saved: Mapping[str, Any] | None) -> int:
         if saved is not None:
             return int(saved["seed"])
-        seed = os.environ.get(_SEED) if self.seed is None else self.seed
+        seed = self._environ.get(_SEED) if self.seed is None else self.seed
         return int(shared(seed if seed is not None else torch.initial_seed()))
 
     def _end(self) -> None:
