@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import warnings
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from loop_job import make_fabric
 from tiny_job import checkpoints, events, latest
 from torch import nn
 from torch.utils.data import DataLoader
@@ -68,6 +70,25 @@ def full_disk_on_rank_one(rank: int, root: Path) -> tuple[list[bool], list[str]]
     return saved, said
 
 
+def full_disk_under_a_strategy_that_writes_itself(rank: int, root: Path, strategy: str) -> tuple[list[bool], list[str]]:
+    """FSDP2: the rank that writes may not write files as large as its part of the weights."""
+    fab = make_fabric(2, strategy)
+    fab.launch()
+    model = fab.setup_module(nn.Linear(300, 300))
+    limited = rank == (1 if strategy == "sharded-folder" else 0)
+    with LoopRun(fab, root / "run", model=model) as run, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run.restore()
+        saved = []
+        for run.step in (1, 2, 3):
+            before = resource.getrlimit(resource.RLIMIT_FSIZE)
+            if limited and run.step == 2:
+                resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))
+            saved.append(run.save())
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    return saved, [str(w.message) for w in caught if "no checkpoint" in str(w.message)]
+
+
 def unreadable_state_on_rank_one(rank: int, root: Path) -> str:
     run, _, _ = opened(root, 2, per_rank={"mine": 0.0})
     with run:
@@ -120,6 +141,10 @@ def two_ranks(rank: int, root: Path) -> dict[str, Any]:
     return {
         "draws": draws(rank, root / "draws", 2, 3, None),
         "full": full_disk_on_rank_one(rank, root / "full"),
+        "sharded": full_disk_under_a_strategy_that_writes_itself(rank, root / "sharded", "sharded"),
+        "sharded-folder": full_disk_under_a_strategy_that_writes_itself(
+            rank, root / "sharded-folder", "sharded-folder"
+        ),
         "unreadable": unreadable_state_on_rank_one(rank, root / "unreadable"),
         "damaged": damaged_part_of_rank_one(rank, root / "damaged"),
         "theirs": too_few_for_their_states(rank, root / "theirs", 2),
@@ -177,6 +202,18 @@ def test_a_disk_that_one_rank_finds_full_costs_one_checkpoint(root: Path, found:
     assert [one["full"][0] for one in found] == [[True, False, True]] * 2
     assert "No space left on device (rank 1)" in found[0]["full"][1][0]
     run = root / "full/run"
+    assert [c.step for c in checkpoints(run)] == [1, 3]
+    assert [e["step"] for e in events(run, "checkpoint-failed")] == [2]
+    assert not list((run / "checkpoints").glob(".stage-*"))
+
+
+@pytest.mark.parametrize("strategy", ["sharded", "sharded-folder"])
+def test_a_strategy_that_writes_itself_may_find_the_disk_full_too(
+    root: Path, found: list[dict[str, Any]], strategy: str
+) -> None:
+    assert [one[strategy][0] for one in found] == [[True, False, True]] * 2
+    assert "no checkpoint was written" in found[0][strategy][1][0]
+    run = root / strategy / "run"
     assert [c.step for c in checkpoints(run)] == [1, 3]
     assert [e["step"] for e in events(run, "checkpoint-failed")] == [2]
     assert not list((run / "checkpoints").glob(".stage-*"))
