@@ -111,6 +111,38 @@ def test_due_validation_is_rerun(killed: Killed, case: Case, place: str, step: i
     the_same(reference.run, case.directory(cwd))
 
 
+@pytest.mark.parametrize(
+    ("case", "places"),
+    [
+        (Case("metrics"), ["validation_batch_start:9", "train_batch_start:9"]),
+        (Case("metrics").setting("data.args.kind=stateful"), ["validation_batch_start:9", "train_batch_start:9"]),
+        (Case("gpt", workers=2), ["validation_batch_start:16", "train_batch_start:16"]),
+    ],
+    ids=["in an epoch", "a loader with a state", "counted in steps, workers"],
+)
+def test_save_behind_a_rerun_validation(
+    case: Case, places: list[str], warm_starter: Starter, references: References, tmp_path: Path
+) -> None:
+    """Killed in a validation, and again right behind the save that follows its second run.
+
+    No batch was trained in between: that save holds the place in the data from which the start went on.
+    """
+    reference = references.of(case)
+    for place in places:
+        ended = warm_starter(case, tmp_path, {KILL: place}).end()
+        assert ended.code != 0, f"it never came to {place}: {ended.text}"
+    run(case, tmp_path, warm_starter)
+    the_same(reference.run, case.directory(tmp_path))
+
+
+def test_validation_batches_are_counted_on(killed: Killed) -> None:
+    """What a validation logs of each batch is logged under a number that counts the batches of all validations."""
+    reference, cwd = killed.and_resumed(Case("conv"), "train_batch_start:8")
+    counted = rows(case_run := Case("conv").directory(cwd), ["val/loss_of_batch"])
+    assert counted == rows(reference.run, ["val/loss_of_batch"])
+    the_same(reference.run, case_run)
+
+
 # -- 3. Means over an epoch
 
 
@@ -158,6 +190,32 @@ def test_save_on_the_epochs_last_batch(killed: Killed, step: int, kind: str) -> 
     reference, cwd = killed.and_resumed(case, f"train_batch_start:{step}", step=step)
     assert _seen(cwd, 0) == _seen(reference.cwd, 0)
     the_same(reference.run, case.directory(cwd))
+
+
+def test_what_was_measured_earlier_is_not_of_this_step(killed: Killed) -> None:
+    """Steps behind a resume have not been validated: they are not rated by the validation before it."""
+    sets = (EVERY_STEP, "trainer.checkpoint.keep_last=30", "trainer.checkpoint.keep_best=2")
+    reference, cwd = killed.and_resumed(Case("mlp").setting(*sets), "train_batch_start:16", step=16)
+    rated = [
+        [(item.step, item.metadata["metrics"].get("val/loss")) for item in list_checkpoints(run / "checkpoints")]
+        for run in (reference.run, Case("mlp").directory(cwd))
+    ]
+    assert rated[1] == rated[0]
+    the_same(reference.run, Case("mlp").directory(cwd))
+
+
+def test_no_sanity_check_in_a_run_that_goes_on(killed: Killed) -> None:
+    """It would reset the counts of the validations that were done."""
+    case = Case("metrics").setting("trainer.checkpoint.keep_last=30")
+    reference, cwd = killed.and_resumed(case, "train_batch_start:6", step=6)
+    the_same(reference.run, case.directory(cwd))
+
+
+@pytest.mark.parametrize("place", ["publish:12", "retention:12", "fit_end:12"])
+def test_killed_behind_the_last_step(killed: Killed, place: str) -> None:
+    """Nothing is left to train: retention is finished; a script finds the best checkpoint and the metrics."""
+    reference, cwd = killed.and_resumed(Case("conv"), place, step=12)
+    the_same(reference.run, Case("conv").directory(cwd))
 
 
 # -- 5. Augmentation in workers, and who shards

@@ -63,10 +63,7 @@ class Strided(Sampler[int]):
 
 
 class StatefulLoader(DataLoader[Any]):
-    """A loader with a state, as torchdata's StatefulDataLoader has one: `batches` that were handed out, and the epoch.
-
-    At the end of an epoch its state is that of an exhausted loader until it is iterated again.
-    """
+    """A loader with a state, as torchdata's StatefulDataLoader has one: `handed` batches of an `epoch`."""
 
     def __init__(self, dataset: Dataset[Any], batch_size: int) -> None:
         super().__init__(dataset, batch_size)
@@ -76,18 +73,20 @@ class StatefulLoader(DataLoader[Any]):
 
     def __iter__(self) -> Any:
         skip, self._skip = self._skip, 0
-        drawn = super().__iter__()  # now, not at the first batch: it takes a seed from the global generator
-        return self._batches(drawn, skip)
+        super().__iter__()  # it takes a seed for workers from the global generator, as every loader does
+        return self._batches(skip)
 
-    def _batches(self, drawn: Iterator[Any], skip: int) -> Iterator[Any]:
+    def _batches(self, skip: int) -> Iterator[Any]:
         order = torch.randperm(len(self), generator=torch.Generator().manual_seed(self._epoch)).tolist()
-        batches = list(drawn)
         self._handed = skip
+        size: int = self.batch_size or 1
         for number in order[skip:]:
+            indices = range(number * size, min((number + 1) * size, len(self.dataset)))  # type: ignore[arg-type]
+            batch = self.collate_fn([self.dataset[index] for index in indices])
             self._handed += 1
             if self._handed == len(order):  # nothing will ask for more than the last one
                 self._epoch, self._handed = self._epoch + 1, 0
-            yield batches[number]
+            yield batch
 
     def state_dict(self) -> dict[str, Any]:
         return {"epoch": self._epoch, "handed": self._handed}

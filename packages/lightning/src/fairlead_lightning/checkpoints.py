@@ -100,6 +100,10 @@ class Checkpoints(Checkpoint):
         self._trained = False
         self._saved_step = trainer.global_step if own else -1
 
+    def restored(self, state: Mapping[str, Any]) -> None:
+        """The metrics are back; what an earlier validation measured is no property of the next checkpoints."""
+        self._measured, self._measured_at = frozenset(state.get("measured", ())), state.get("measured_at", -1)
+
     def after_batch(self, trainer: L.Trainer, validation_due: bool) -> None:
         """Saves at a step that is due, never between the micro-batches of one; also when the run is to stop here."""
         self._trained = True
@@ -242,6 +246,7 @@ class Checkpoints(Checkpoint):
         try:
             staged = stage(self.directory, checkpoint_name(trainer.global_step), token=self.session.token)
             state = self.exact.capture(trainer)
+            state |= {"measured": sorted(self._measured), "measured_at": self._measured_at}
             write_file(staged / rank_file(trainer.global_rank), partial(_save_rank_state, state))
         except (FairleadError, OSError) as error:
             return staged, error

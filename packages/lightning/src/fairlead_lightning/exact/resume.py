@@ -33,6 +33,9 @@ _SEED: Final = "PL_GLOBAL_SEED"  # Lightning's seed_everything leaves it
 class Saves(Protocol):
     """What writes checkpoints at the places where the state is whole."""
 
+    def restored(self, state: Mapping[str, Any]) -> None:
+        """The fit goes on; `state` is this rank's part of the checkpoint."""
+
     def before_epoch(self, trainer: L.Trainer) -> None:
         """Nothing of the next epoch has begun."""
 
@@ -227,6 +230,8 @@ class ExactResume(L.Callback):
             rank_state.seed_anew(self.loaders.seed, trainer.global_step, trainer.global_rank)
         elif state["where"] is not None:
             rank_state.restore(trainer, state)
+            if self.saves is not None:
+                self.saves.restored(state)
 
     def _common_seed(self, saved: Mapping[str, Any] | None) -> int:
         if saved is not None:
