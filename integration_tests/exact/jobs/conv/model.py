@@ -40,9 +40,8 @@ class ConvNet(L.LightningModule):
 
     def validation_step(self, batch: list[Tensor], index: int) -> None:
         images, labels = batch
-        loss = F.cross_entropy(self.layers(images), labels)
-        self.log("val/loss", loss, sync_dist=True, batch_size=len(labels))
-        self.log("val/loss_of_batch", loss, on_step=True, on_epoch=False)
+        logits = self.layers(images)
+        self.log("val/loss", F.cross_entropy(logits, labels), sync_dist=True, batch_size=len(labels))
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9, nesterov=True)
