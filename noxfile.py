@@ -122,10 +122,7 @@ def minimums(session: nox.Session) -> None:
 @nox.session(venv_backend="none", requires=["env"])
 def integration(session: nox.Session) -> None:
     """What needs two packages, two processes or a scheduler."""
-    pytest(session, "integration_tests", "--ignore=integration_tests/exact")
-    # The rest of that folder is for `exact`, until all of it is equal.
-    shown = "ddp_bucket or due_validation or epoch_means or plateau or micro_batches or epochs_last_batch or worker_aug"
-    pytest(session, "integration_tests/exact/test_breakers.py", "-k", shown)
+    pytest(session, "integration_tests")
 
 
 @nox.session

@@ -137,10 +137,12 @@ def test_save_behind_a_rerun_validation(
 
 def test_validation_batches_are_counted_on(killed: Killed) -> None:
     """What a validation logs of each batch is logged under a number that counts the batches of all validations."""
-    reference, cwd = killed.and_resumed(Case("conv"), "train_batch_start:8")
-    counted = rows(case_run := Case("conv").directory(cwd), ["val/loss_of_batch"])
+    case = Case("conv").setting("model.args.each_batch=true")
+    reference, cwd = killed.and_resumed(case, "train_batch_start:8")
+    counted = rows(case.directory(cwd), ["val/loss_of_batch"])
+    assert len(counted) == 2 * 3
     assert counted == rows(reference.run, ["val/loss_of_batch"])
-    the_same(reference.run, case_run)
+    the_same(reference.run, case.directory(cwd))
 
 
 # -- 3. Means over an epoch
@@ -211,11 +213,18 @@ def test_no_sanity_check_in_a_run_that_goes_on(killed: Killed) -> None:
     the_same(reference.run, case.directory(cwd))
 
 
-@pytest.mark.parametrize("place", ["publish:12", "retention:12", "fit_end:12"])
-def test_killed_behind_the_last_step(killed: Killed, place: str) -> None:
+@pytest.mark.parametrize(
+    ("case", "place"),
+    [
+        *((Case("conv"), f"{name}:12") for name in ("publish", "retention", "fit_end")),
+        (Case("metrics"), "fit_end:15"),
+    ],
+    ids=["publish", "retention", "fit_end", "stopped early"],
+)
+def test_killed_behind_the_last_step(killed: Killed, case: Case, place: str) -> None:
     """Nothing is left to train: retention is finished; a script finds the best checkpoint and the metrics."""
-    reference, cwd = killed.and_resumed(Case("conv"), place, step=12)
-    the_same(reference.run, Case("conv").directory(cwd))
+    reference, cwd = killed.and_resumed(case, place, step=int(place.partition(":")[2]))
+    the_same(reference.run, case.directory(cwd))
 
 
 # -- 5. Augmentation in workers, and who shards

@@ -47,12 +47,19 @@ def test_it_trains_as_without_it(tmp_path: Path) -> None:
     assert apart(model, without) == 0
 
 
+@pytest.mark.parametrize("stopped_early", [False, True])
 def test_a_finished_run_is_not_trained_again_but_has_its_weights(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], stopped_early: bool
 ) -> None:
-    _, first = script(tmp_path, max_epochs=1)
+    def once() -> tuple[L.Trainer, Line]:
+        patience = [EarlyStopping("val/loss", patience=1, min_delta=1e9)] if stopped_early else []
+        return script(tmp_path, *patience, max_epochs=4)
+
+    _, first = once()
     before = contents(tmp_path)
-    _, again = script(tmp_path, max_epochs=1)
+    trainer, again = once()
+    assert "val/loss" in trainer.callback_metrics
+    assert len(first.seen) == (16 if stopped_early else 32)
     assert again.seen == []
     assert apart(again, first) == 0
     assert "is finished" in capsys.readouterr().out

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import random
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -251,6 +253,29 @@ def test_killed_in_a_step_with_workers(tmp_path: Path, loaders: Callable[[int], 
 def test_killed_in_a_validation(tmp_path: Path, loaders: Callable[[], Any]) -> None:
     """A validation that is due is run from its start: the metrics have no gap (R68)."""
     assert_equal(tmp_path, loaders, at("validate", 3), at("validate", 13))
+
+
+@pytest.mark.parametrize("loaders", [*KINDS, stateful])
+def test_killed_again_behind_a_validation_that_was_rerun(tmp_path: Path, loaders: Callable[[], Any]) -> None:
+    """It was saved behind it, and no batch had been drawn since the start."""
+    assert_equal(tmp_path, loaders, at("validate", 10), at("train", 10))
+
+
+@pytest.mark.parametrize("loaders", [*KINDS, stateful])
+def test_stopped_behind_the_last_batch_of_an_epoch(tmp_path: Path, loaders: Callable[[], Any]) -> None:
+    """SIGTERM: that batch is saved, the validation behind it is not waited for."""
+    weights, rows = run(tmp_path / "undisturbed", loaders, val_check_interval=1.0)
+
+    def stop(model: Net, phase: str, batch_idx: int) -> bool:
+        if phase == "train" and model.trainer.global_step == 6:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return False
+
+    with pytest.raises(SystemExit):
+        run(tmp_path / "stopped", loaders, stop, val_check_interval=1.0)
+    again, rows_again = run(tmp_path / "stopped", loaders, val_check_interval=1.0)
+    assert [name for name, value in weights.items() if not torch.equal(value, again[name])] == []
+    assert rows_again.decode().splitlines() == rows.decode().splitlines()
 
 
 @pytest.mark.parametrize("loaders", [stateful, stream])

@@ -6,6 +6,7 @@ import dataclasses
 import os
 import signal
 from collections.abc import Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -267,6 +268,27 @@ def test_loaders_are_made_ready_in_another_way() -> None:
     assert "_prepare_dataloader" not in vars(private._data_connector)
 
 
+def test_validation_by_the_clock_is_seen() -> None:
+    assert compat.validates_by_clock(plain(val_check_interval=timedelta(minutes=5)))
+    assert not compat.validates_by_clock(plain(val_check_interval=2))
+
+
+def test_the_sanity_check_can_be_left_out() -> None:
+    class Checks(L.Callback):
+        checks = 0
+
+        def on_sanity_check_start(self, *_: Any) -> None:
+            Checks.checks += 1
+
+    trainer = plain(max_epochs=1, num_sanity_val_steps=2, callbacks=[Checks()])
+    undo = compat.without_sanity_check(trainer)
+    trainer.fit(Line(), datamodule=Data())
+    assert Checks.checks == 0
+    undo()
+    trainer.fit(Line(), datamodule=Data())
+    assert Checks.checks == 1
+
+
 def test_one_process_wants_no_sharding() -> None:
     assert not compat.wants_sharding(plain(), Data().train_dataloader())
     assert compat.wants_sharding(plain(strategy="ddp"), Data().train_dataloader())
@@ -311,6 +333,22 @@ def test_what_was_logged_can_be_saved_and_put_back(tmp_path: Path) -> None:
     assert set(saves.state["results"]) > {"training_step.mean", "training_step.metric"}
     assert saves.state["hook"] == "training_step"
     assert saves.state["first_batch"] is False
+
+
+@pytest.mark.parametrize("reload", [0, 1])
+def test_batches_of_validations_are_counted_on(reload: int) -> None:
+    """The numbers under which a validation's batches are logged, where its loaders are first asked for after it."""
+
+    class Restores(L.Callback):
+        def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+            if trainer.current_epoch == 0:
+                compat.restore_logged(trainer, {**compat.logged_state(trainer), "validated": {0: 40}})
+                assert compat.logged_state(trainer)["validated"] == {0: 40}  # also before that validation
+
+    trainer = plain(max_epochs=2, callbacks=[Restores()], reload_dataloaders_every_n_epochs=reload)
+    trainer.fit(Line(), datamodule=Data())
+    batches = len(Data().val_dataloader())
+    assert compat.logged_state(trainer)["validated"] == {0: batches if reload else 40 + 2 * batches}
 
 
 # -- what ranks log, made one

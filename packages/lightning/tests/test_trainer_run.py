@@ -183,6 +183,36 @@ def test_a_finished_run_says_so_and_does_nothing(tmp_path: Path, capsys: pytest.
     assert "is finished" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("stopped_early", [False, True])
+def test_what_follows_a_finished_fit_finds_what_it_would_have_found(tmp_path: Path, stopped_early: bool) -> None:
+    """A script that is started again behind its fit tests the same weights, the best ones too, and reports the same."""
+
+    stopping = {
+        "class": "lightning.pytorch.callbacks:EarlyStopping",
+        "args": {"monitor": "val/loss", "patience": 1, "min_delta": 1e9},
+    }
+
+    def once() -> tuple[Line, Any, str]:
+        trainer = make_trainer(tmp_path, max_epochs=4, callbacks=[stopping] if stopped_early else [])
+        model = Line()
+        trainer.fit(model, datamodule=Data())
+        saved = trainer.checkpoint_callback
+        assert saved is not None
+        return model, dict(trainer.callback_metrics), str(vars(saved)["best_model_path"])
+
+    first, metrics, best = once()
+    before = contents(tmp_path / "run")
+    again, metrics_again, best_again = once()
+    assert len(first.seen) == (16 if stopped_early else 32)
+    assert again.seen == []
+    assert apart(again, first) == 0
+    assert metrics_again == metrics
+    assert "val/loss" in metrics
+    assert best_again == best
+    assert Path(best).exists()
+    assert contents(tmp_path / "run") == before
+
+
 def test_a_second_fit_of_one_trainer_is_a_second_start_of_its_run(tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path, max_epochs=1)
     model = Line()

@@ -15,10 +15,16 @@ __all__ = ["ConvNet"]
 
 
 class ConvNet(L.LightningModule):
-    """For images of one channel and 8 x 8 pixels."""
+    """For images of one channel and 8 x 8 pixels.
 
-    def __init__(self, channels: int = 8) -> None:
+    Args:
+        channels: Of the first layer.
+        each_batch: Whether a validation logs the loss of each of its batches as well.
+    """
+
+    def __init__(self, channels: int = 8, each_batch: bool = False) -> None:
         super().__init__()
+        self.each_batch = each_batch
         self.layers = nn.Sequential(
             nn.Conv2d(1, channels, 3, padding=1, bias=False),
             nn.BatchNorm2d(channels),
@@ -40,8 +46,10 @@ class ConvNet(L.LightningModule):
 
     def validation_step(self, batch: list[Tensor], index: int) -> None:
         images, labels = batch
-        logits = self.layers(images)
-        self.log("val/loss", F.cross_entropy(logits, labels), sync_dist=True, batch_size=len(labels))
+        loss = F.cross_entropy(self.layers(images), labels)
+        self.log("val/loss", loss, sync_dist=True, batch_size=len(labels))
+        if self.each_batch:
+            self.log("val/loss_of_batch", loss, on_step=True, on_epoch=False)
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9, nesterov=True)

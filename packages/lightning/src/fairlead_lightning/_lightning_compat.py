@@ -45,8 +45,10 @@ __all__ = [
     "stop_on_sigterm",
     "train_loaders",
     "training_place",
+    "validates_by_clock",
     "wants_sharding",
     "watch_boundaries",
+    "without_sanity_check",
 ]
 
 
@@ -200,12 +202,33 @@ def watch_boundaries(trainer: L.Trainer, watcher: Boundaries) -> Callable[[], No
     return undo
 
 
+def without_sanity_check(trainer: L.Trainer) -> Callable[[], None]:
+    """Leaves out the sanity check; where a fit goes on between two epochs, Lightning does it again.
+
+    Returns:
+        Ends it.
+    """
+    private: Any = trainer
+    private._run_sanity_check = _nothing
+
+    def undo() -> None:
+        vars(trainer).pop("_run_sanity_check", None)
+
+    return undo
+
+
 def training_place(trainer: L.Trainer) -> tuple[int, int]:
     """(epochs that are over, batches of this rank in the one that has begun)."""
     loop: Any = trainer.fit_loop
     epochs = loop.epoch_progress.current
     batches: int = loop.epoch_loop.batch_progress.current.ready
     return epochs.processed, batches if epochs.ready > epochs.processed else 0
+
+
+def validates_by_clock(trainer: L.Trainer) -> bool:
+    """Whether validations begin when a time has passed, and not after a number of batches."""
+    private: Any = trainer
+    return private._val_check_time_interval is not None
 
 
 def set_batches_done(trainer: L.Trainer, batches: int) -> None:
@@ -283,11 +306,30 @@ def restore_logged(trainer: L.Trainer, state: Mapping[str, Any]) -> None:
     results: Any = trainer.fit_loop.epoch_loop._results
     for key, one in state["results"].items():
         results[key] = _result(trainer, _on_device(trainer, one))
-    _validation(trainer)._seen_batches_per_dataloader.update(state["validated"])
+    _count_validated_on(trainer, state["validated"])
 
 
 def _validation(trainer: L.Trainer) -> Any:
     return trainer.fit_loop.epoch_loop.val_loop
+
+
+def _count_validated_on(trainer: L.Trainer, counts: Mapping[int, int]) -> None:
+    """The loop forgets its counts when it asks for its loaders; after a restart that is in the first validation."""
+    loop = _validation(trainer)
+    loop._seen_batches_per_dataloader.update(counts)
+    if loop._combined_loader is not None:
+        return
+
+    def setup_data() -> None:
+        del loop.setup_data
+        kept = dict(loop._seen_batches_per_dataloader)
+        loop.setup_data()
+        if not vars(trainer)[
+            "reload_dataloaders_every_n_epochs"
+        ]:  # else they would have begun anew without a restart, too
+            loop._seen_batches_per_dataloader.update(kept)
+
+    loop.setup_data = setup_data
 
 
 _META = ("fx", "name", "prog_bar", "logger", "on_step", "on_epoch", "enable_graph", "add_dataloader_idx")

@@ -12,7 +12,6 @@ import lightning.pytorch as L
 from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 
-from fairlead.commit import newest_complete
 from fairlead.config import CheckpointConfig, RunConfig, TrainerConfig
 from fairlead.interfaces import BuildContext, Setting
 from fairlead.open_union import parse_backend
@@ -29,7 +28,7 @@ from fairlead_lightning.exact.resume import ExactResume, saved_positions
 from fairlead_lightning.exact.seen import uncut_loggers
 from fairlead_lightning.metrics import METRICS_FILE, MetricsFile
 from fairlead_lightning.recorder import Recorder
-from fairlead_lightning.session import STATE_FILE, RunSession, open_session
+from fairlead_lightning.session import RunSession, open_session
 
 __all__ = ["Fairlead"]
 
@@ -103,10 +102,11 @@ class Fairlead(L.Callback):
         session = open_session(job, resolution, self.run, environ=self._environ)
         self.session = session
         if session.finished:
-            newest = newest_complete(session.path / "checkpoints").checkpoint
-            if newest is not None:  # Lightning sees that the limits are reached and trains no further
-                compat.resume_from(trainer, newest.path / STATE_FILE)
             trainer.print(f"{session.path} is finished: {session.finished}")
+            if session.checkpoint is not None:  # Lightning sees that the limits are reached and trains no further
+                compat.resume_from(trainer, session.checkpoint)
+                self._attach(trainer, Checkpoints(self.checkpoint, session, self.exact))
+                self.exact.setup(trainer, pl_module, stage)
             return
         for message in session.messages:
             trainer.print(message)
@@ -127,13 +127,9 @@ class Fairlead(L.Callback):
         position = saved_positions(session).get(METRICS_FILE)
         own = MetricsFile(session.path, resume_step=session.resume_step, position=position)
         trainer.loggers = [*trainer.loggers, own]
-        # Last, and in this order: what a checkpoint holds of the other callbacks is their newest state.
-        others = [callback for callback in _callbacks(trainer) if callback is not self]
-        recorder = Recorder(session)
-        saves = Checkpoints(self.checkpoint, session, self.exact)
-        self.exact.session, self.exact.saves = session, saves
-        averages = AverageOverRanks()
-        vars(trainer)["callbacks"] = [averages, self.exact, *others, saves, recorder, self]
+        recorder, averages = Recorder(session), AverageOverRanks()
+        self._attach(trainer, Checkpoints(self.checkpoint, session, self.exact), recorder)
+        vars(trainer)["callbacks"].insert(0, averages)
         for part in (recorder, averages, self.exact):
             part.setup(trainer, pl_module, stage)
 
@@ -150,6 +146,12 @@ class Fairlead(L.Callback):
         """Releases the run directory, after the parts, which come first, have saved and recorded what they want to."""
         if self.session is not None:
             self.session.close()
+
+    def _attach(self, trainer: L.Trainer, saves: Checkpoints, *records: L.Callback) -> None:
+        # Last, and in this order: what a checkpoint holds of the other callbacks is their newest state.
+        others = [callback for callback in _callbacks(trainer) if callback is not self]
+        self.exact.session, self.exact.saves = self.session, saves
+        vars(trainer)["callbacks"] = [self.exact, *others, saves, *records, self]
 
     def _detach(self, trainer: L.Trainer) -> None:
         """Takes the parts of an ended fit away; what comes after it writes nothing into the run directory."""

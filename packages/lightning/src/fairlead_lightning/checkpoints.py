@@ -66,7 +66,7 @@ class Checkpoints(Checkpoint):
         self.exact = exact
         self.monitor: str | None = config.monitor
         self.best_model_path = ""
-        """Once training has ended, the best checkpoint by `monitor`, else the newest: `ckpt_path="best"` loads it."""
+        """Where training begins and ends, the best by `monitor`, else the newest: what `ckpt_path="best"` loads."""
         self._saved_step = -1
         self._saved_at = time.monotonic()
         self._last_step = 0
@@ -77,6 +77,7 @@ class Checkpoints(Checkpoint):
         self._at_epoch_end: str | None = None
         self._after_validation = False
         self._trained = False
+        self._began = False
         self._corrected: Callable[[dict[str, Any]], None] | None = None
         self._metrics: dict[str, float] | None = None
 
@@ -88,13 +89,15 @@ class Checkpoints(Checkpoint):
     # -- when
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """The clock of `every_n_minutes` starts with the training."""
+        """The clock of `every_n_minutes` starts with the training; perhaps nothing is left to train."""
+        self._find_best()
         self._saved_at = time.monotonic()
         self._accumulate = trainer.accumulate_grad_batches  # before a GradientAccumulationScheduler changes it
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """The step that was resumed from has its checkpoint already, if that is one of this run."""
         compat.begin_next_epoch(trainer)
+        self._began = True
         own = self.session.checkpoint is not None and self.session.checkpoint.is_relative_to(self.directory)
         self._last_step = trainer.global_step
         self._trained = False
@@ -178,9 +181,18 @@ class Checkpoints(Checkpoint):
         with whole:
             self._save_for_sure(trainer, reason or "end")
         self._corrected = None
-        rated = best(list_checkpoints(self.directory), self.monitor, self.config.mode) if self.monitor else []
-        newest = rated[0] if rated else newest_complete(self.directory).checkpoint
-        self.best_model_path = str(newest.path / STATE_FILE) if newest is not None else ""
+        self._find_best()
+
+    def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Nothing was left to train: an earlier start may have been killed in its retention."""
+        if not self._began and self.session.finished is None:
+            try:
+                if trainer.is_global_zero:
+                    retain(self.directory, self._policy())
+            except CheckpointError as error:
+                warnings.warn(f"older checkpoints were not deleted: {error.block()}", stacklevel=2)
+            trainer.strategy.barrier()
+            self._find_best()
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         """On SIGTERM Lightning stops every rank at the same step boundary: the place to save."""
@@ -191,6 +203,14 @@ class Checkpoints(Checkpoint):
         """Lightning asks this of every checkpoint; only ours is of a known place in the loops."""
         if self._corrected is not None:
             self._corrected(checkpoint)
+
+    def _find_best(self) -> None:
+        newest = newest_complete(self.directory).checkpoint
+        if self.monitor is None and newest is not None:
+            self.monitor = newest.metadata.get("monitor")
+        rated = best(list_checkpoints(self.directory), self.monitor, self.config.mode) if self.monitor else []
+        found = rated[0] if rated else newest
+        self.best_model_path = str(found.path / STATE_FILE) if found is not None else ""
 
     # -- what
 

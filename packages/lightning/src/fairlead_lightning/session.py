@@ -254,13 +254,13 @@ def waiting_handoff(environ: Mapping[str, str]) -> Handoff | None:
 def handed_over(session: RunSession) -> Iterator[None]:
     """While Lightning starts the other ranks from this process, they find the run in their environment.
 
-    When there is nothing to do it stays there, for ranks that `validate`, `test` or `predict` start later.
+    When `fairlead fit` has nothing to do it stays there, for ranks that `validate`, `test` or `predict` start later.
     """
     os.environ[HANDOFF] = session.handoff.to_json()
     try:
         yield
     finally:
-        if session.finished is None:
+        if session.finished is None or dist.is_initialized():
             os.environ.pop(HANDOFF, None)
 
 
@@ -272,7 +272,8 @@ def _taken_over(handoff: Handoff, job: Mapping[str, Any], run: RunConfig, enviro
         path = str(run_directory(job, run, environ, Path.cwd()))
         return RunSession(Handoff(path, 0, None), job, rank=rank, finished="earlier in this script")
     os.environ.pop(HANDOFF, None)  # from now on the ranks are a group
-    return RunSession(handoff, job, rank=rank, previous=_metadata(handoff))
+    finished = None if handoff.start else "as rank 0 has said"
+    return RunSession(handoff, job, rank=rank, finished=finished, previous=_metadata(handoff))
 
 
 def _asked(job: Mapping[str, Any], run: RunConfig, environ: Mapping[str, str]) -> str:
@@ -301,7 +302,10 @@ def _open(
     directory = RunDirectory.open(path, job=job, fingerprint=fingerprint(job), resume=run.resume, owner=owner)
     if directory.finished is not None:
         text = f"step {directory.finished.get('step')}, {directory.finished.get('time')}"
-        return RunSession(Handoff(str(directory.path), 0, None), job, finished=text)
+        newest = newest_complete(directory.checkpoints).checkpoint
+        file = str(newest.path / STATE_FILE) if newest is not None else None
+        handoff = Handoff(str(directory.path), 0, file, _asked(job, run, environ))
+        return RunSession(handoff, job, finished=text, previous=_metadata(handoff))
     try:
         begun = _start_of(directory.checkpoints, directory.load, fallback)
         provenance = collect_provenance(environ, code=code)

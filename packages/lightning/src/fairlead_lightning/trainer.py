@@ -11,6 +11,7 @@ from typing import Any
 import lightning.pytorch as L
 from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch.callbacks import Checkpoint, ProgressBar
+from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from fairlead.checks import check_trainer
@@ -164,11 +165,15 @@ class Trainer(L.Trainer):
         started = handed_over(session) if self._starts_ranks() else nullcontext()
         if session.finished:
             self.progress.say(f"{session.path} is finished: {session.finished}; nothing to do")
-            with started:
-                session.close()
-            return
+            if self._job is not None or session.checkpoint is None:
+                with started:
+                    session.close()
+                return
+            # What follows in a script wants the weights, the metrics and the best checkpoint. Lightning restores them,
+            # sees that the limits are reached, and trains no further.
         with session, self._attached(session):
-            keep_log(environ, session.path / "logs")
+            if not session.finished:
+                keep_log(environ, session.path / "logs")
             for message in session.messages:
                 self.progress.say(message)
             resume = session.checkpoint
@@ -181,7 +186,7 @@ class Trainer(L.Trainer):
                     ckpt_path=str(resume) if resume is not None else None,
                     weights_only=weights_only,
                 )
-            if self.progress in vars(self)["callbacks"] and self._trains_here():
+            if self.progress in vars(self)["callbacks"] and self._trains_here() and not session.finished:
                 self.progress.summary(self, session.path)
 
     def _described(self, model: L.LightningModule, datamodule: L.LightningDataModule | None) -> dict[str, Any]:
@@ -200,6 +205,25 @@ class Trainer(L.Trainer):
         """Gives this fit its records: loggers, checkpoints, history; what comes after it must not write there."""
         root_dir = Path(self.default_root_dir)
         compat.set_root_dir(self, session.path)
+        self.loggers = [] if session.finished else self._run_loggers(session)
+        self.accumulate_grad_batches = batch_plan(self.resolution, session.previous).accumulate_grad_batches
+        attached: list[L.Callback] = vars(self)["callbacks"]
+        kept = [c for c in attached if not isinstance(c, Checkpoints)]
+        if self.fairlead_config.enable_checkpointing:
+            self.exact.saves = Checkpoints(self.fairlead_config.checkpoint, session, self.exact)
+            kept.append(self.exact.saves)
+        # The recorder is last: a checkpoint that SIGTERM causes comes before the event that ends the start.
+        self.callbacks = kept if session.finished else [*kept, Recorder(session)]
+        self.exact.session = session
+        try:
+            yield
+        finally:
+            self.exact.session = self.exact.saves = None
+            self.callbacks = kept  # `checkpoint_callback.best_model_path` is asked for after the fit
+            self.loggers = []
+            compat.set_root_dir(self, root_dir)
+
+    def _run_loggers(self, session: RunSession) -> list[Logger]:
         positions = saved_positions(session)
         context = BuildContext(
             self.resolution,
@@ -213,27 +237,11 @@ class Trainer(L.Trainer):
                 "run_name": session.path.name,
             },
         )
-        self.loggers = [
+        return [
             MetricsFile(session.path, resume_step=session.resume_step, position=positions.get(METRICS_FILE)),
             # `csv` builds nothing: the run's own file is that logger.
             *filter(None, (build_backend(logger, context) for logger in self.resolution.loggers)),
         ]
-        self.accumulate_grad_batches = batch_plan(self.resolution, session.previous).accumulate_grad_batches
-        attached: list[L.Callback] = vars(self)["callbacks"]
-        kept = [c for c in attached if not isinstance(c, Checkpoints)]
-        if self.fairlead_config.enable_checkpointing:
-            self.exact.saves = Checkpoints(self.fairlead_config.checkpoint, session, self.exact)
-            kept.append(self.exact.saves)
-        # The recorder is last: a checkpoint that SIGTERM causes comes before the event that ends the start.
-        self.callbacks = [*kept, Recorder(session)]
-        self.exact.session = session
-        try:
-            yield
-        finally:
-            self.exact.session = self.exact.saves = None
-            self.callbacks = kept  # `checkpoint_callback.best_model_path` is asked for after the fit
-            self.loggers = []
-            compat.set_root_dir(self, root_dir)
 
     def _starts_ranks(self) -> bool:
         """Whether Lightning is to start the other ranks, each running this script from its first line."""

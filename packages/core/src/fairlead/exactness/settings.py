@@ -136,6 +136,12 @@ def _loops(trainer: TrainerConfig) -> Iterator[Inexact]:
             "validation comes by the clock, so no two runs validate at the same steps",
             "give a number of batches, or a fraction of an epoch",
         )
+    if trainer.max_time is not None:
+        yield Inexact(
+            "trainer.max_time",
+            "training ends by the clock, so no two runs end at the same step",
+            "max_steps or max_epochs",
+        )
     if trainer.reload_dataloaders_every_n_epochs > 1:
         yield Inexact(
             f"trainer.reload_dataloaders_every_n_epochs: {trainer.reload_dataloaders_every_n_epochs}",

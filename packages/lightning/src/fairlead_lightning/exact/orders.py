@@ -56,6 +56,7 @@ class Order:
         self.generator = generator
         self._place = place
         self._resume: Mapping[str, Any] | None = None
+        self._resumed_in = -1
         self._turn = 0
 
     @property
@@ -81,37 +82,48 @@ class Order:
     def __iter__(self) -> Iterator[EpochBatch]:
         """The batches from where the training is."""
         # Seeded before the loader draws its workers' seed from it.
-        self.generator.manual_seed(derive_seed("workers", *self._numbers(self._place(), self._resume)))
+        self.generator.manual_seed(derive_seed("workers", *self._numbers(self._place())))
         return self._batches()  # begins with the first batch: a loader with workers asks twice for an iterator
 
     def _batches(self) -> Iterator[EpochBatch]:
-        place, state = self._place(), self._resume
-        numbers = self._numbers(place, state)
+        place = self._place()
+        numbers = self._numbers(place)
         self._turn = numbers[-1]
         for wanted in (self.inner, self.sampler):
             set_epoch = getattr(wanted, "set_epoch", None)
             if callable(set_epoch):
                 set_epoch(place.epoch)  # Lightning does it too late: the workers draw ahead
-        for batch in self._begin(numbers, place, state):
+        for batch in self._begin(numbers, place, self._going_on(place)):
             yield EpochBatch.of(batch, place.epoch)
 
-    def _numbers(self, place: Place, state: Mapping[str, Any] | None) -> tuple[int, int, int]:
+    def _going_on(self, place: Place) -> Mapping[str, Any] | None:
+        """The state to go on from.  One that was saved behind an epoch's last batch is no place in the next epoch."""
+        return self._resume if place.epoch == self._resumed_in else None
+
+    def _numbers(self, place: Place) -> tuple[int, int, int]:
         """What the order is made of: seed, epoch, and how often the loader was gone through in it."""
+        state = self._going_on(place)
         # Asked for more than a whole loader in one epoch: it is gone through again.
         turn = place.batches // max(len(self), 1) if state is None else int(state["turn"])
         return self.seed, place.epoch, turn
 
     def state_dict(self) -> dict[str, Any]:
         """Where the training is, in terms of this order.  A turn that is over is the next one's beginning."""
-        raise NotImplementedError
+        place = self._place()
+        state = self._going_on(place)
+        # A validation that was due can be rerun, and saved behind, before the first batch is asked for.
+        return dict(state) if state is not None else self._taken(place)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Has the iterators go on there, until `begun`."""
-        self._resume = dict(state)
+        self._resume, self._resumed_in = dict(state), self._place().epoch
 
     def begun(self) -> None:
         """The training has gone on: the next iterator begins an epoch."""
-        self._resume = None
+        self._resume, self._resumed_in = None, -1
+
+    def _taken(self, place: Place) -> dict[str, Any]:
+        raise NotImplementedError
 
     def _begin(self, numbers: tuple[int, int, int], place: Place, state: Mapping[str, Any] | None) -> Iterator[Any]:
         raise NotImplementedError
@@ -128,9 +140,8 @@ class ShardedOrder(Order):
         self._from = Place(0, 0)
         self._consumed = 0
 
-    def state_dict(self) -> dict[str, Any]:
+    def _taken(self, place: Place) -> dict[str, Any]:
         """The samples that all ranks together have trained on in this turn."""
-        place = self._place()
         if place.epoch != self._from.epoch or place.batches < self._from.batches:  # between two epochs
             return {"turn": 0, "consumed": 0, "length": self._sampler.length, "seed": self.seed}
         size = self.batch_size
@@ -172,9 +183,9 @@ class RedrawnOrder(Order):
     theirs is seeded again for each epoch.
     """
 
-    def state_dict(self) -> dict[str, Any]:
+    def _taken(self, place: Place) -> dict[str, Any]:
         """How many batches to skip."""
-        batches, length = self._place().batches, max(len(self), 1)
+        batches, length = place.batches, max(len(self), 1)
         return {"turn": batches // length, "skip": batches % length}
 
     def _begin(self, numbers: tuple[int, int, int], place: Place, state: Mapping[str, Any] | None) -> Iterator[Any]:
@@ -205,17 +216,18 @@ class CarriedOrder(Order):
         self._drawn = 0
         self._states: deque[Any] = deque(maxlen=ahead + 2)
 
-    def state_dict(self) -> dict[str, Any]:
+    def _taken(self, place: Place) -> dict[str, Any]:
         """The sampler's state behind the last batch that was trained on."""
-        place = self._place()
+        if self._resume is not None:  # an epoch further, of which nothing was drawn yet
+            return {"turn": 0, "state": self._resume["state"]}
         if place.epoch != self._from.epoch or not self._states:
             return {"turn": 0, "state": self._stateful.state_dict()}
         trained = place.batches - self._from.batches
         return {"turn": self._turn, "state": self._states[trained - self._drawn - 1]}
 
     def _begin(self, numbers: tuple[int, int, int], place: Place, state: Mapping[str, Any] | None) -> Iterator[Any]:
-        if state is not None:
-            self._stateful.load_state_dict(state["state"])
+        if self._resume is not None:
+            self._stateful.load_state_dict(self._resume["state"])
         self._from, self._drawn = place, 0
         self._states.clear()
         self._states.append(self._stateful.state_dict())

@@ -98,16 +98,24 @@ class ExactResume(L.Callback):
         saved = self._state["loaders"] if self._state is not None else None
         self._goes_on = self._state is not None
         if self._state is not None and not same_ranks:
-            self._state = {"where": self._state["where"], "other_ranks": True}
+            self._state = {
+                "where": self._state["where"],
+                "should_stop": self._state["should_stop"],
+                "other_ranks": True,
+            }
         self.loaders = Loaders(
             trainer, seed=self._common_seed(saved), place=self.place, saved=saved, same_ranks=same_ranks
         )
         self._undo.append(compat.prepare_loaders_with(trainer, self.loaders.prepare))
         if stage == "fit":
             self._undo.append(compat.watch_boundaries(trainer, self))
+        if self._goes_on and stage == "fit":
+            self._undo.append(compat.without_sanity_check(trainer))  # it was done when the run began
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """The model is wrapped: a script's own DDP adds gradients in a fixed order where that costs little."""
+        if self._state is not None and self._state["where"] in ("between", "cut"):
+            trainer.should_stop = self._state["should_stop"]  # Lightning looks at it before its loops begin
         model = trainer.strategy.model
         if self._settings is None and isinstance(model, DistributedDataParallel):
             kept = model.find_unused_parameters and not model.static_graph  # DDP keeps its first buckets then
@@ -128,6 +136,11 @@ class ExactResume(L.Callback):
             return
         if text is not None:
             (self._say or trainer.print)(text)
+
+    def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Nothing was left to train: what comes after the fit finds what it would have found."""
+        if self._state is not None:
+            self._restore(trainer)
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Leaves the trainer as it was."""

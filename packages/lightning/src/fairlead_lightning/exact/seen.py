@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import lightning.pytorch as L
 import torch
+from lightning.pytorch.callbacks import Timer
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
@@ -14,6 +16,7 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from fairlead.commit import atomic_write
 from fairlead.errors import RunDirectoryError
 from fairlead.exactness import EXACTNESS_FILE, Inexact, record, sentence, verdict
+from fairlead_lightning import _lightning_compat as compat
 from fairlead_lightning.loggers.positions import Positioned
 from fairlead_lightning.session import RunSession
 
@@ -88,6 +91,36 @@ def _script(trainer: L.Trainer, seeded: bool, in_order: bool) -> Iterator[Inexac
     if not isinstance(strategy, (DDPStrategy, SingleDeviceStrategy)):
         yield Inexact(
             f"the strategy {type(strategy).__name__}", "it was not tried in a script", "fairlead.Trainer", certain=False
+        )
+    yield from _script_loops(trainer)
+
+
+def _script_loops(trainer: L.Trainer) -> Iterator[Inexact]:
+    settings: Any = trainer  # Lightning sets these without a declaration
+    if compat.validates_by_clock(trainer):
+        yield Inexact(
+            "Trainer(val_check_interval=...)",
+            "validation comes by the clock, so no two runs validate at the same steps",
+            "give a number of batches, or a fraction of an epoch",
+        )
+    if any(isinstance(callback, Timer) for callback in settings.callbacks):
+        yield Inexact(
+            "Trainer(max_time=...), or the callback Timer",
+            "training ends by the clock, so no two runs end at the same step",
+            "max_steps or max_epochs",
+        )
+    if settings.reload_dataloaders_every_n_epochs > 1:
+        yield Inexact(
+            f"Trainer(reload_dataloaders_every_n_epochs={settings.reload_dataloaders_every_n_epochs})",
+            "a start builds the loaders anew, also in an epoch where an undisturbed run keeps them",
+            "Trainer(reload_dataloaders_every_n_epochs=1), or 0",
+        )
+    if settings.overfit_batches:
+        yield Inexact(
+            "Trainer(overfit_batches=...)",
+            "Lightning replaces the samplers of the loaders, and no test has resumed that",
+            "limit_train_batches and limit_val_batches",
+            certain=False,
         )
 
 
