@@ -27,8 +27,8 @@ nox.options.default_venv_backend = "virtualenv"  # pip installs, as it does for 
 nox.options.reuse_existing_virtualenvs = True
 nox.options.allow_parallel = True  # under `nox -j 2`; none writes where another reads
 nox.options.error_on_missing_interpreters = bool(os.environ.get("CI"))
-nox.options.sessions = [
-    "lint", "types", "tests", "tests_core", "minimums", "integration", "docs", "build", "isolated",
+nox.options.sessions = [  # what takes longest comes first, so that `nox -j 2` is busy to the end
+    "lint", "integration", "isolated", "tests", "types", "tests_core", "minimums", "docs", "build",
 ]  # fmt: skip
 
 # One file pins what is tested, in every session; pip >= 25.3 reads the second name for the environments it builds in.

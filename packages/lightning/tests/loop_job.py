@@ -13,15 +13,12 @@ import random
 import signal
 import sys
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import lightning.fabric as lf
 import numpy as np
 import torch
-from lightning.fabric.strategies import ModelParallelStrategy
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, Dataset
 
 from fairlead import LoopRun, TrainerConfig, fabric
@@ -87,22 +84,11 @@ class Killer:
 
 def make_fabric(ranks: int, strategy: str) -> lf.Fabric:
     """`sharded` and `sharded-folder` are FSDP2, saved as one file and as a folder of each rank's parts."""
-    if not strategy.startswith("sharded"):
-        return fabric(TrainerConfig(accelerator="cpu", devices=ranks, strategy=strategy))
-
-    def shard(module: nn.Module, mesh: DeviceMesh) -> nn.Module:
-        return cast("nn.Module", fully_shard(module, mesh=mesh["data_parallel"]))
-
-    return lf.Fabric(
-        accelerator="cpu",
-        devices=ranks,
-        strategy=ModelParallelStrategy(
-            shard,
-            data_parallel_size=ranks,
-            tensor_parallel_size=1,
-            save_distributed_checkpoint=strategy.endswith("folder"),
-        ),
-    )
+    if strategy.startswith("sharded"):
+        chosen: Any = {"name": "fsdp2", "save_distributed_checkpoint": strategy.endswith("folder")}
+    else:
+        chosen = strategy
+    return fabric(TrainerConfig(accelerator="cpu", devices=ranks, strategy=chosen))
 
 
 def main(root: Path, out: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Final
 
@@ -88,7 +89,14 @@ def build_backend(config: BackendConfig, context: BuildContext) -> Any:
 def build_plugins(context: BuildContext) -> dict[str, Any]:
     """The arguments `accelerator`, `devices`, `num_nodes`, `strategy` and `plugins` of Trainer or Fabric."""
     resolution = context.resolution
-    plugins = [build_backend(resolution.checkpoint_io, context)]
+    strategy = build_backend(resolution.strategy, context)
+    checkpoint_io = build_backend(resolution.checkpoint_io, context)
+    plugins = []
+    if context.engine == "trainer":
+        plugins.append(checkpoint_io)
+    else:
+        with suppress(NotImplementedError):  # Fabric's sharded strategies write themselves
+            strategy.checkpoint_io = checkpoint_io
     if resolution.strategy.name != "xla" or resolution.world_size == 1:  # torch_xla brings its own processes
         plugins.append(build_backend(resolution.environment, context))
     precision = build_backend(resolution.precision, context)
@@ -102,7 +110,7 @@ def build_plugins(context: BuildContext) -> dict[str, Any]:
         "accelerator": build_backend(resolution.accelerator, context),
         "devices": list(indices) if indices is not None else resolution.devices,
         "num_nodes": resolution.num_nodes,
-        "strategy": build_backend(resolution.strategy, context),
+        "strategy": strategy,
         "plugins": plugins,
     }
 
