@@ -122,7 +122,13 @@ def minimums(session: nox.Session) -> None:
 @nox.session(venv_backend="none", requires=["env"])
 def integration(session: nox.Session) -> None:
     """What needs two packages, two processes or a scheduler."""
-    pytest(session, "integration_tests")
+    pytest(session, "integration_tests", "--ignore=integration_tests/slurm")
+
+
+@nox.session(default=False, venv_backend="none", requires=["env"])
+def slurm(session: nox.Session) -> None:
+    """What needs a SLURM: a real one of four nodes, on this machine (`integration_tests/slurm/README.md`)."""
+    pytest(session, "integration_tests/slurm")
 
 
 @nox.session

@@ -10,7 +10,9 @@ from urllib.parse import urlsplit
 import torch
 import torch.distributed as dist
 
+from fairlead.detect import choose_environment
 from fairlead.errors import ConfigError, MissingDependencyError
+from fairlead.plugins import default_plugins
 from fairlead_distributed import _environ, rendezvous
 from fairlead_distributed.errors import AlreadyInitializedError, RendezvousError
 from fairlead_distributed.info import DistributedInfo, get_distributed_info, get_rank, get_world_size, is_initialized
@@ -99,8 +101,9 @@ def init_process_group(
     Args:
         backend: `auto` is nccl (RCCL on AMD) for a CUDA device, xla for an XLA device, else gloo. Or any backend of
             torch, by name.
-        init_method: `env://` reads MASTER_ADDR and MASTER_PORT (29500 when unset); `tcp://host:port`; or
-            `file:///path` for a new file on a file system that all ranks see.
+        init_method: `env://` reads MASTER_ADDR and MASTER_PORT (29500 when unset), and where there is no MASTER_ADDR
+            the variables of the scheduler, such as SLURM's list of nodes; `tcp://host:port`; or `file:///path` for a
+            new file on a file system that all ranks see.
         world_size: The number of processes; None reads it as `setup_distributed` does.
         rank: This process's number, from 0; None as above.
         timeout: For the group to form, and for each of its collectives.
@@ -252,9 +255,7 @@ def _open_store(
     if scheme == "env":
         if world_size == 1:
             return "this process", dist.HashStore()
-        endpoint = rendezvous.Endpoint(
-            _master_address(environ), _environ.integer(environ, "MASTER_PORT") or DEFAULT_PORT
-        )
+        endpoint = _endpoint(environ)
     elif scheme == "tcp" and ":" in netloc:
         parts = urlsplit(init_method)
         if parts.hostname is None or parts.port is None:
@@ -269,13 +270,17 @@ def _open_store(
     return str(endpoint), rendezvous.connect(endpoint, rank=rank, environ=environ, timeout=timeout)
 
 
-def _master_address(environ: Mapping[str, str]) -> str:
-    address = environ.get("MASTER_ADDR", "").strip()
-    if not address:
-        raise ConfigError(
-            "MASTER_ADDR is not set: the processes do not know where to meet",
-            where="environment, MASTER_ADDR",
-            fix="set MASTER_ADDR to the name of the machine of rank 0 (127.0.0.1 when all are on one), "
-            "or start with torchrun, which sets it",
-        )
-    return address
+def _endpoint(environ: Mapping[str, str]) -> rendezvous.Endpoint:
+    """MASTER_ADDR and MASTER_PORT; without them what the scheduler says, where a plugin knows it (the first node)."""
+    address, port = environ.get("MASTER_ADDR", "").strip(), _environ.integer(environ, "MASTER_PORT")
+    if address:
+        return rendezvous.Endpoint(address, port or DEFAULT_PORT)
+    topology = choose_environment("auto", environ, default_plugins(), starting=True).topology
+    if topology is not None and topology.main_address is not None and topology.main_port is not None:
+        return rendezvous.Endpoint(topology.main_address.value, port or topology.main_port.value)
+    raise ConfigError(
+        "MASTER_ADDR is not set: the processes do not know where to meet",
+        where="environment, MASTER_ADDR",
+        fix="set MASTER_ADDR to the name of the machine of rank 0 (127.0.0.1 when all are on one), or start with "
+        "torchrun, which sets it; in a job of SLURM or LSF: pip install fairlead-environments, which finds it",
+    )

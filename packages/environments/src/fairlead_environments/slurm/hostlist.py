@@ -1,8 +1,9 @@
 """SLURM's notation for lists of hosts, `rack[1-2]n[03-04,7],login`, expanded.
 
 The grammar is that of `scontrol show hostnames`: entries divided by commas or white space; in an
-entry, any number of brackets with numbers and ranges, among text; the leftmost bracket varies
-slowest; numbers keep the zero padding of the lower end. Steps, `[1-9:2]`, are taken as well.
+entry, any number of brackets with numbers and ranges, among text; the last bracket varies
+fastest, then the first, the second and so on; numbers keep the zero padding of the lower end.
+Steps, `[1-9:2]`, and text behind the last bracket are taken as well, which Slurm 22.05 refuses.
 Duplicates and the order stay as they are.
 """
 
@@ -58,16 +59,17 @@ def _expand_entry(entry: str, room: int) -> list[str]:
         number.isascii() and number.isdigit() and "[" not in suffix and room
     ):  # `n[07]`: long lists of such are slow below
         return [prefix + number + suffix]
-    hosts = [""]
+    hosts, last = [""], [""]
     for match in _PIECE.finditer(entry):
         if match[2] is not None:
-            hosts = [host + match[2] for host in hosts]
+            last = [number + match[2] for number in last]
             continue
         numbers = _numbers(match[1], room)
-        if len(hosts) * len(numbers) > room:
+        if len(hosts) * len(last) * len(numbers) > room:
             raise ValueError(f"{entry[:40]!r} stands for more than {MOST_HOSTS} hosts")
-        hosts = [host + number for host in hosts for number in numbers]
-    return hosts
+        hosts = [host + number for number in last for host in hosts]  # SLURM's order: see above
+        last = numbers
+    return [host + number for host in hosts for number in last]
 
 
 def _numbers(bracket: str, room: int) -> list[str]:
