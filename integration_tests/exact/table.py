@@ -28,6 +28,15 @@ from integration_tests.exact.references import References
 __all__ = ["Row", "main", "markdown", "plan"]
 
 WAYS = ("fairlead fit", "torchrun")
+_HEAD = """# Killed at random, and equal
+
+Written by `nox -s exact`. Each run was killed by SIGKILL, all of its ranks or one of them, some of them twice, and
+started again until it ended; the columns from *start-up* to *end* count the kills by what the run was doing. *Equal*
+says that the weights, optimizers, schedules and loops of the last checkpoint, the state of each rank, `metrics.csv`,
+the points in TensorBoard and the choice of the best checkpoints are those of a run that was not disturbed, bit for bit.
+[Exactness](../exactness.md) says what is promised.
+
+"""
 
 
 @dataclass
@@ -172,7 +181,7 @@ def markdown(rows: Sequence[Row], seed: int, seconds: float) -> str:
     last = ["all", "", "", "", str(sum(row.runs for row in rows)), *ends, f"{unequal} are not" if unequal else "yes"]
     lines.append(" | ".join(last))
     day = datetime.datetime.now(datetime.UTC).date()
-    text = "\n".join(f"| {line} |" for line in lines)
+    text = _HEAD + "\n".join(f"| {line} |" for line in lines)
     text += f"\n\n{sum(total.values())} kills, seed {seed}, {seconds / 60:.0f} minutes, {day}.\n"
     for row in rows:
         text += "".join(f"\n    {row.case}: {line}" for line in row.differences)

@@ -148,6 +148,29 @@ def test_two_steps_share_a_node(cluster: Cluster, tmp_path: Path) -> None:
     assert len({one["main_port"] for one in [*found[0], *found[1]]}) == 2
 
 
+NESTED = """
+import os, subprocess, sys
+from fairlead_environments import clean_environment
+if os.environ["SLURM_PROCID"] == "0":
+    subprocess.run(sys.argv[1:], env=clean_environment(os.environ), check=True)
+"""
+
+
+@pytest.mark.parametrize("command", ["srun -N2 -n2", "sbatch --wait -N2 -n2 --output=nested.out"])
+def test_a_job_from_within_a_job(cluster: Cluster, tmp_path: Path, command: str) -> None:
+    """R78: without the outer step's variables it is a job of its own, with a shape of its own."""
+    outer = step(cluster, tmp_path, "-N1", "-n1")[0]
+    next(tmp_path.glob("*.json")).unlink()
+    who = [*WHO.split(), str(tmp_path)]
+    words = [*command.split(), *(["--wrap", f"srun {' '.join(who)}"] if command.startswith("sbatch") else who)]
+    cluster.run("srun", "-N1", "-n2", "--mem-per-cpu=100", sys.executable, "-c", NESTED, *words, cwd=tmp_path)
+    found = answers(tmp_path)
+    assert column(found, "world_size") == [2, 2]
+    assert column(found, "num_nodes") == [2, 2]
+    assert len(set(column(found, "job"))) == 1
+    assert int(found[0]["job"]) > int(outer["job"]) + 1  # that one was the step that asked
+
+
 def test_node_lists_are_those_of_scontrol(cluster: Cluster, tmp_path: Path) -> None:
     """R55: two thousand generated lists: several brackets, padding, ranges and single numbers."""
     generator = random.Random(55)

@@ -24,6 +24,7 @@ def main(folder: Path, meet: bool) -> None:
         "claims": list(chosen.claims),
         "findings": [finding.code for finding in chosen.findings],
         "host": socket.gethostname(),
+        "job": os.environ.get("SLURM_JOB_ID"),
         "gpus": os.environ.get("CUDA_VISIBLE_DEVICES"),
     }
     topology = chosen.topology
