@@ -40,6 +40,7 @@ ENVIRONMENT_PLACES = {
 # Module-level state that the design allows.
 STATE_PLACES = {
     ("fairlead.plugins", "_default"): "the one default plugin manager, made when a public function first needs it",
+    ("fairlead_environments.scrubbing", "_open"): "which blocks hide what of os.environ, which all threads share",
 }
 
 
