@@ -7,6 +7,9 @@ from collections.abc import Iterator
 
 import pytest
 
+from integration_tests.exact.cases import warm
+from integration_tests.exact.forks import Forks
+from integration_tests.exact.references import References
 from integration_tests.slurm.cluster import Cluster
 from integration_tests.slurm.plan import Options
 from integration_tests.slurm.system import MissingProgramError
@@ -31,3 +34,10 @@ def idle_again(cluster: Cluster) -> Iterator[None]:
     """No job of one test is there when the next one begins."""
     yield
     cluster.cancel_all()
+
+
+@pytest.fixture(scope="session")
+def references(tmp_path_factory: pytest.TempPathFactory) -> Iterator[References]:
+    """Undisturbed runs on this machine, without SLURM."""
+    with Forks() as forks:
+        yield References(tmp_path_factory.mktemp("undisturbed"), warm(forks))
