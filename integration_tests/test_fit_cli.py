@@ -187,3 +187,23 @@ def test_two_jobs_at_once_on_one_machine_do_not_take_each_others_port(tmp_path: 
     running = [start("fit", job, "--set", f"run.name=job-{n}", cwd=tmp_path) for n in (1, 2)]
     for call in [one.end() for one in running]:
         assert call.code == 0, call.text
+
+
+def test_two_jobs_of_one_name_at_once(tmp_path: Path) -> None:
+    """The second is told who is there, and what to do; the first does not notice it."""
+    job = changed(JOB, trainer={"devices": 1, "strategy": "auto", "max_steps": 9999}, model={"args": {"delay": 0.2}})
+    file = repository(tmp_path, job=job)
+    run = tmp_path / "runs" / "small"
+    first = start("fit", str(file), cwd=tmp_path)
+    try:
+        first.until(lambda: "checkpoint" in names(run), "its first checkpoint")
+        second = fairlead("fit", str(file), cwd=tmp_path)
+    finally:
+        first.process.terminate()
+        ended = first.end()
+    assert second.code == 2, second.text
+    assert "another job is using this run directory" in second.text
+    assert "--resume never" in second.text
+    assert ended.code == 143, ended.text
+    assert names(run).count("start") == 1
+    assert names(run)[-2:] == ["checkpoint", "stop"]
