@@ -1,4 +1,4 @@
-"""`srun fairlead fit` on two nodes, disturbed as SLURM disturbs, ends as a run on one machine that nothing disturbed."""
+"""`srun fairlead fit` on two nodes, disturbed as SLURM disturbs, ends as an undisturbed run on one machine."""
 
 from __future__ import annotations
 

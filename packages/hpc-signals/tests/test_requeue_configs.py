@@ -45,7 +45,7 @@ def test_each_is_built_into_a_requeuer(tag: str) -> None:
 def test_face_is_sorted_and_holds_every_config() -> None:
     assert fairlead_hpc_signals.__all__ == sorted(fairlead_hpc_signals.__all__)
     classes = {PluginManager().get("requeue", tag).config.__name__ for tag in OWN}
-    assert classes == set(fairlead_hpc_signals.__all__)
+    assert classes <= set(fairlead_hpc_signals.__all__)
 
 
 def test_nothing_here_imports_torch() -> None:

@@ -31,8 +31,10 @@ LOGGED: Final = (
 WARNED: Final = (
     r"The '\w+' does not have many workers which may be a bottleneck",
     r"`isinstance\(treespec, LeafSpec\)` is deprecated",
+    r"The `srun` command is available on your system but is not used",
 )
-"""How the warnings begin, as regular expressions: small data needs no workers; a matter between Lightning and torch."""
+"""How the warnings begin, as regular expressions: small data needs no workers; a matter between Lightning and torch; an
+allocation that stays idle is a finding of ours, and a login node no mistake."""
 
 _LOGGERS: Final = (
     "lightning.pytorch.utilities.rank_zero",

@@ -1,0 +1,96 @@
+"""A loop of one's own with `PreemptionGuard` on two nodes: every step is done once, whatever SLURM does."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from integration_tests.slurm.cluster import Cluster
+from integration_tests.slurm.jobs import Job, submit
+from integration_tests.slurm.system import wait_until
+
+pytestmark = pytest.mark.slow
+
+STEPS = 60
+LOOP = f"{sys.executable} -P {Path(__file__).with_name('own_loop.py')} {STEPS}"
+SHAPE = ("-N2", "--ntasks-per-node=2", "--exclusive", "-w", "n[1-2]")
+
+
+def training(cluster: Cluster, cwd: Path, *options: str, script: str = f"srun {LOOP}\n") -> Job:
+    """A job that has begun to train."""
+    job = submit(cluster, script, cwd, *SHAPE, *options, environ={"OMP_NUM_THREADS": "1"})
+    until_step(job, cwd, 5)
+    return job
+
+
+def until_step(job: Job, cwd: Path, step: int) -> None:
+    def there() -> bool:
+        assert job.state() in ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING"), job.text()
+        return len(steps(cwd)) >= step
+
+    wait_until(f"step {step}", there, 120)
+
+
+def steps(cwd: Path) -> list[int]:
+    file = cwd / "steps"
+    return [int(line) for line in file.read_text().split()] if file.exists() else []
+
+
+def outcomes(cwd: Path) -> list[str]:
+    return (cwd / "outcomes").read_text().splitlines()
+
+
+def every_step_once(job: Job, cwd: Path, restarts: int) -> None:
+    assert job.wait() == "COMPLETED", job.text()
+    assert steps(cwd) == list(range(1, STEPS + 1)), job.text()
+    assert (cwd / "done").exists()
+    assert job.shown()["Restarts"] == str(restarts)
+
+
+@pytest.mark.parametrize("partition", ["main", "brief"])
+def test_an_urgent_job_takes_the_nodes(cluster: Cluster, tmp_path: Path, partition: str) -> None:
+    """R70, R71, R75: started again exactly once, also where SLURM would cancel; nothing is lost, nothing done twice."""
+    job = training(cluster, tmp_path, "-p", partition)
+    submit(cluster, "sleep 3\n", tmp_path, "-p", "urgent", *SHAPE)
+    every_step_once(job, tmp_path, restarts=1)
+    assert outcomes(tmp_path) == ["preempted 75 True"]
+
+
+@pytest.mark.parametrize("twice", [False, True])
+def test_a_warning_before_the_end(cluster: Cluster, tmp_path: Path, twice: bool) -> None:
+    """`--signal=USR1@...` comes to the tasks; here at once, and once more to the job that goes on."""
+    job = training(cluster, tmp_path)
+    job.signal("USR1")
+    if twice:
+        wait_until("it runs again", lambda: job.shown()["Restarts"] == "1" and job.state() == "RUNNING", 60)
+        until_step(job, tmp_path, len(steps(tmp_path)) + 3)
+        job.signal("USR1")
+    every_step_once(job, tmp_path, restarts=1 + twice)
+
+
+def test_a_warning_to_the_batch_script(cluster: Cluster, tmp_path: Path) -> None:
+    """`--signal=B:USR1@...`: the script passes it on, and waits for the step."""
+    script = (
+        f"srun {LOOP} &\nstep=$!\ntrap 'kill -USR1 $step' USR1\nwait $step\nwhile kill -0 $step; do wait $step; done\n"
+    )
+    job = training(cluster, tmp_path, script=script)
+    job.signal("USR1", "-b")
+    every_step_once(job, tmp_path, restarts=1)
+
+
+def test_a_signal_to_one_rank(cluster: Cluster, tmp_path: Path) -> None:
+    """All ranks stop at the same step."""
+    job = training(cluster, tmp_path)
+    cluster.run(*cluster.on("n2", "pkill", "-USR1", "-o", "-f", "own_loop.py"))
+    every_step_once(job, tmp_path, restarts=1)
+
+
+def test_a_person_cancels_it(cluster: Cluster, tmp_path: Path) -> None:
+    """Saved, and not started again."""
+    job = training(cluster, tmp_path)
+    cluster.run("scancel", job.id)
+    assert job.wait() == "CANCELLED"
+    assert outcomes(tmp_path) == ["cancelled 143 False"]
+    assert int((tmp_path / "saved").read_text()) == steps(tmp_path)[-1]

@@ -1,0 +1,243 @@
+"""Any rank's signal becomes one decision: all ranks stop at the same step boundary. Without a cost per step.
+
+Each rank has two threads of its own with a client of the store each. One waits for a signal of this rank and asks all
+ranks; the other waits to be asked. When it is, it freezes this rank's counter and tells the lowest boundary at which
+the rank can still stop: the one after the last that its main thread has entered. The highest of these numbers is where
+all stop. The main thread waits at a boundary only between the freeze and that decision, for which no other main thread
+is needed. So a rank that sits in a collective holds nobody up, and is not left alone there: the ranks that it waits for
+learn the decision and go on, as all steps before it are taken by all.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import select
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Final
+
+import torch.distributed as dist
+
+from fairlead_hpc_signals.channel import LONG, Channel, clone
+from fairlead_hpc_signals.decision import AgreementError, Answer, StopDecision, decide, no_agreement, request_of
+from fairlead_hpc_signals.flags import SignalFlags
+
+__all__ = ["ANSWER_TIMEOUT", "START_TIMEOUT", "StopAgreement"]
+
+ANSWER_TIMEOUT: Final = timedelta(seconds=30)
+"""How long ranks that have started may take to answer; a rank that has died never does."""
+START_TIMEOUT: Final = timedelta(minutes=30)
+"""How long ranks may take to start, when a signal comes before all have: as long as torch's process group waits."""
+_MARGIN: Final = 30.0  # seconds beyond both, after which the main thread no longer believes in its own thread
+
+
+class StopAgreement:
+    """Where the ranks stop; made on all ranks, after the process group.
+
+    A decision is final: make another agreement for the next one, with another prefix of the store.
+
+    Args:
+        flags: The signals of this rank.
+        store: A store that all ranks share and no earlier agreement has used: give it a `PrefixStore` of its own.
+        rank: This rank.
+        world_size: The number of ranks.
+        answer_timeout: How long to wait for the answers of all ranks, once all have started.
+        start_timeout: How long to wait for all ranks to start.
+
+    Example:
+        >>> with SignalFlags() as flags:  # doctest: +SKIP
+        ...     agreement = StopAgreement(flags, store, rank, world_size)
+        ...     for step in range(1000):
+        ...         if agreement.boundary(step):
+        ...             break
+        ...         train(step)
+    """
+
+    def __init__(
+        self,
+        flags: SignalFlags,
+        store: dist.Store,
+        rank: int,
+        world_size: int,
+        *,
+        answer_timeout: timedelta = ANSWER_TIMEOUT,
+        start_timeout: timedelta = START_TIMEOUT,
+    ) -> None:
+        self.decision: StopDecision | None = None
+        """What was agreed; None before that."""
+        self._pid = os.getpid()
+        self._flags = flags
+        self._store = store  # on rank 0 it may be the server
+        self._entered = -1
+        self._frozen = False
+        self._failure: AgreementError | None = None
+        self._settled = threading.Event()
+        self._answer_timeout, self._start_timeout = answer_timeout.total_seconds(), start_timeout.total_seconds()
+        self._closing = False
+        self._woken = threading.Event()
+        self._answering = threading.Lock()
+        self._answered = False
+        self._asked: tuple[str, float] | None = None
+        # One client for the thread that waits for the others, one for whoever has something to say.
+        self._listening = Channel(clone(store), rank, world_size)
+        self.channel = Channel(clone(store), rank, world_size)
+        """This rank's client of the store, for what follows a decision."""
+        self.channel.arrive("begun", "")
+        self._stop_read, self._stop_write = os.pipe()
+        self._threads = [
+            threading.Thread(target=self._guarded, args=(run,), name=f"fairlead-stop-{name}", daemon=True)
+            for name, run in (("follow", self._follow), ("watch", self._watch))
+        ]
+        for thread in self._threads:
+            thread.start()
+        # A thread that comes back from torch while the interpreter ends would take the process down.
+        atexit.register(self.close)
+
+    @classmethod
+    def of_process_group(cls, flags: SignalFlags) -> StopAgreement:
+        """The agreement of torch's default process group, over its store; call it on all ranks.
+
+        Raises:
+            ValueError: There is no process group.
+        """
+        store, rank = dist.distributed_c10d._get_default_store(), dist.get_rank()
+        # Keys are never used twice; all ranks make their agreements in the same order.
+        number = store.add(f"fairlead/stop/{rank}", 1)
+        return cls(flags, dist.PrefixStore(f"fairlead/stop/{number}", store), rank, dist.get_world_size())
+
+    # -- the main thread
+
+    def boundary(self, number: int) -> bool:
+        """Whether to stop here; call it between two steps, on all ranks with the same numbers in the same order.
+
+        Args:
+            number: At least 0, and higher than the one before; gaps do no harm.
+
+        Raises:
+            AgreementError: A stop was asked for, and not all ranks answered in time.
+        """
+        # In this order: who froze the counter and then reads it sees this number, or this thread sees the freeze.
+        self._entered = number
+        if not self._frozen:
+            return False
+        return self._held(number)
+
+    def ask(self, why: str) -> None:
+        """Asks all ranks to stop without a signal, as before the end of a time budget; from any thread.
+
+        Args:
+            why: The reason, for the history.
+
+        Raises:
+            RuntimeError: The store went away.
+        """
+        if self._asked is None:
+            self._asked = (why, time.time())
+        self._tell_all()
+
+    def close(self) -> None:
+        """Ends the threads, at the end of the loop; the ranks that go on need no answer of this one any more."""
+        if self._closing or os.getpid() != self._pid:  # a forked child shares our connections
+            return
+        atexit.unregister(self.close)
+        self._closing = True
+        os.write(self._stop_write, b"!")
+        try:
+            self._answer(self.channel)
+            self.channel.store.set(f"wake/{self.channel.rank}", "")
+        except RuntimeError as error:
+            self._lose(error)  # whoever hosts the store has left before
+        for thread in self._threads:
+            thread.join(2.0)
+        if not any(thread.is_alive() for thread in self._threads):
+            os.close(self._stop_read)
+            os.close(self._stop_write)
+
+    def _held(self, number: int) -> bool:
+        if not self._settled.wait(self._answer_timeout + self._start_timeout + _MARGIN):
+            raise AgreementError("the ranks did not agree on a stop: the store does not answer")
+        if self.decision is None:
+            assert self._failure is not None
+            raise self._failure
+        return number >= self.decision.boundary
+
+    # -- the threads
+
+    def _guarded(self, run: Callable[[], None]) -> None:
+        try:
+            run()
+        except Exception as error:  # whatever it is, the main thread must not wait for this one
+            self._lose(error)
+
+    def _watch(self) -> None:
+        """Waits for a signal of this rank, and asks all ranks to stop."""
+        poll = select.poll()
+        poll.register(self._flags.fileno(), select.POLLIN)
+        poll.register(self._stop_read, select.POLLIN)
+        while not self._closing:
+            poll.poll()
+            if self._flags.raised and not self._closing:
+                self._tell_all()
+                return
+
+    def _tell_all(self) -> None:
+        # Signals mostly come to all ranks at once: the first speaks for all. It may be killed before it has.
+        if self.channel.store.add("askers", 1) > 1 and self._woken.wait(1.0):
+            return
+        self.channel.set_all([f"wake/{rank}" for rank in range(self.channel.world_size)])
+
+    def _follow(self) -> None:
+        """Waits to be asked, freezes the counter, answers, and learns the decision."""
+        channel = self._listening
+        while not channel.wait(f"wake/{channel.rank}", LONG):
+            pass
+        if self._closing:
+            return
+        self._frozen = True
+        self._woken.set()
+        self._answer(channel)
+        if not channel.wait("begun/all", self._start_timeout):
+            self._give_up(channel, "begun", f"did not start within {self._start_timeout:g} s")
+        elif not channel.wait("verdict", self._answer_timeout):
+            self._give_up(channel, "answer", f"did not answer within {self._answer_timeout:g} s")
+        verdict = channel.store.get("verdict").decode()
+        if verdict.startswith("{"):
+            self.decision = StopDecision.from_json(verdict)
+        else:
+            ranks, _, what = verdict.partition(" ")
+            self._failure = no_agreement(tuple(map(int, ranks.split(","))), what)
+        self._settled.set()
+
+    def _answer(self, channel: Channel) -> None:
+        with self._answering:
+            if self._answered:
+                return
+            self._answered = True
+            answer = Answer(self._entered + 1, request_of(channel.rank, self._flags, self._asked))
+            if channel.arrive("answer", answer.to_json()) and channel.store.add("askers", 0):
+                self._conclude(channel)
+
+    def _conclude(self, channel: Channel) -> None:
+        decision = decide(Answer.from_json(text) for text in channel.arrived("answer"))
+        # Only the first verdict counts: a rank whose patience ended may have been quicker.
+        channel.store.compare_set("verdict", "", decision.to_json())
+
+    def _give_up(self, channel: Channel, name: str, what: str) -> None:
+        if channel.store.add("late", 1) > 1 and channel.wait("verdict", 10.0):
+            return
+        missing = channel.missing(name) or channel.missing("answer")
+        if missing:
+            channel.store.compare_set("verdict", "", f"{','.join(map(str, missing))} {what}")
+        else:
+            self._conclude(channel)  # the last to answer died before it could
+
+    def _lose(self, error: Exception) -> None:
+        """The store is gone: of no consequence until a stop is asked for."""
+        if self.decision is None and self._failure is None:
+            self._failure = no_agreement((), f"lost the store: {str(error).splitlines()[0] if str(error) else error!r}")
+        self._settled.set()
+        if self._flags.raised or self._asked is not None:
+            self._frozen = True

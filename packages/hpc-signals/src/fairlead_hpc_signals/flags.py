@@ -1,0 +1,235 @@
+"""Signals that only set a flag: what they ask for is done later, at a step boundary.
+
+A handler interrupts the program anywhere: in the middle of a collective, of a write, of another handler. So ours
+notes the signal and wakes whoever waits, and nothing else. There is no buffered I/O in it (a nested handler would die
+of `reentrant call`), no lock and no logging.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import threading
+import time
+import weakref
+from collections.abc import Iterable
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any, Final
+
+from fairlead.errors import ConfigError
+from fairlead_hpc_signals.forks import watch_forks
+from fairlead_hpc_signals.signal_names import signal_number
+
+__all__ = ["DEFAULT_SIGNALS", "Conflict", "Flag", "SignalFlags"]
+
+DEFAULT_SIGNALS: Final = ("SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2")
+"""What schedulers send before they kill, what people set in `--signal=USR1@120`, and Ctrl-C."""
+
+_MOST = 1000  # notes that are kept; a sender that never stops must not fill the memory
+_FROM_TERMINAL = (signal.SIGINT, signal.SIGHUP)
+
+
+@dataclass(frozen=True, slots=True)
+class Flag:
+    """One signal that came.
+
+    Args:
+        signal: Its name, `SIGUSR1`.
+        time: When its handler ran, in seconds since the epoch.
+    """
+
+    signal: str
+    time: float
+
+
+@dataclass(frozen=True, slots=True)
+class Conflict:
+    """A signal whose handler somebody replaced after ours was installed.
+
+    Args:
+        signal: Its name, `SIGUSR1`.
+        handler: What is there now, as a name to look for: `signal.SIG_DFL`, `lightning...`.
+    """
+
+    signal: str
+    handler: str
+
+
+class SignalFlags:
+    """Handlers that note which signals came, and nothing else.
+
+    What was there before: a handler of somebody's is called after the flag is set; the default action of a signal (to
+    end the process) is not taken. SIGINT and SIGHUP stay ignored where they were (`nohup`, a job in the background);
+    other signals are taken over all the same, because a job script's `trap '' USR1` is inherited and hardly meant for
+    the training. The first Ctrl-C sets the flag; the next one does what it did before, so that a person gets out.
+
+    A forked child (a loader's worker) gets the earlier handlers back and has no flags; a signal that comes to it
+    before that waits until then.
+
+    Args:
+        signals: Names or numbers.
+
+    Example:
+        >>> with SignalFlags(["USR1"]) as flags:
+        ...     signal.raise_signal(signal.SIGUSR1)
+        ...     flags.raised, flags.counts
+        (True, {'SIGUSR1': 1})
+    """
+
+    def __init__(self, signals: Iterable[str | int] = DEFAULT_SIGNALS) -> None:
+        self.signals = tuple(dict.fromkeys(signal_number(name) for name in signals))
+        self.left_ignored: tuple[str, ...] = ()
+        """Signals that stay ignored because they were."""
+        self._pid = os.getpid()
+        self._notes: list[tuple[int, float]] = []
+        self._earlier: dict[signal.Signals, Any] = {}
+        self._hooked = False
+        self._read_fd, self._write_fd = os.pipe()
+        os.set_blocking(self._read_fd, False)
+        os.set_blocking(self._write_fd, False)
+        self._close = weakref.finalize(self, _close_both, self._read_fd, self._write_fd)
+        self._close.atexit = False  # a late signal would write into a closed file
+
+    # -- what came
+
+    @property
+    def raised(self) -> bool:
+        """Whether a signal came; cheap, from any thread."""
+        return bool(self._notes)
+
+    @property
+    def flags(self) -> tuple[Flag, ...]:
+        """All that came, in order; at most 1000 are kept."""
+        return tuple(Flag(signal.Signals(number).name, when) for number, when in list(self._notes))
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """How often each came, in the order of their first."""
+        counts: dict[str, int] = {}
+        for flag in self.flags:
+            counts[flag.signal] = counts.get(flag.signal, 0) + 1
+        return counts
+
+    def note(self, number: int) -> None:
+        """Sets the flag as if the signal had come: for a signal that reaches the program by another way.
+
+        From any thread, and from a signal handler: this is all that ours does.
+        """
+        if len(self._notes) < _MOST:
+            self._notes.append((number, time.time()))
+        try:
+            os.write(self._write_fd, b"!")
+        except OSError:
+            return  # the pipe is full, so whoever waits is awake; or it is closed, and nobody waits
+
+    def clear(self) -> None:
+        """Forgets what came, for a program that goes on after it."""
+        self._notes.clear()
+        while select.select([self._read_fd], [], [], 0)[0] and os.read(self._read_fd, 4096):
+            pass
+
+    def fileno(self) -> int:
+        """A file that is readable once a signal has come, until `clear`: for `select` and event loops."""
+        return self._read_fd
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Waits in this thread for a signal, at most so many seconds; whether one has come.
+
+        In the main thread a signal ends the wait as well; in another thread only the main one's handler does.
+        """
+        poll = select.poll()
+        poll.register(self._read_fd, select.POLLIN)
+        return bool(poll.poll(None if timeout is None else timeout * 1000)) or self.raised
+
+    # -- handlers
+
+    def install(self) -> SignalFlags:
+        """Installs the handlers; early, before data is prepared and checkpoints are loaded. Once is enough.
+
+        Raises:
+            ConfigError: This is not the main thread: Python lets only that one install handlers.
+        """
+        if threading.current_thread() is not threading.main_thread():
+            raise ConfigError(
+                "signal handlers can be installed in the main thread only",
+                where=f"thread {threading.current_thread().name!r}",
+                fix="make and install SignalFlags in the main thread, before the training thread starts, and hand the "
+                "object over: every thread can read it",
+            )
+        ignored = []
+        for number in self.signals:
+            if number in self._earlier:
+                continue
+            earlier = signal.getsignal(number)
+            if earlier is signal.SIG_IGN and number in _FROM_TERMINAL:
+                ignored.append(number.name)
+                continue
+            self._earlier[number] = earlier  # first: the signal may come at once
+            signal.signal(number, self._handle)
+        self.left_ignored = tuple(ignored)
+        if not self._hooked:
+            self._hooked = True
+            watch_forks(weakref.ref(self))
+        return self
+
+    def uninstall(self) -> None:
+        """Puts back what was there; a handler that somebody has put over ours since then stays. The flags stay."""
+        for number in list(self._earlier):
+            if signal.getsignal(number) == self._handle:
+                # None: set by C code, out of reach for Python; the default is the best that is left.
+                earlier = self._earlier[number]
+                signal.signal(number, signal.SIG_DFL if earlier is None else earlier)
+                del self._earlier[number]
+
+    def conflicts(self) -> list[Conflict]:
+        """The signals whose handler was replaced since `install`, as far as Python knows of it.
+
+        It may call ours all the same (a handler that chains): that cannot be seen from outside.
+        """
+        now = {number: signal.getsignal(number) for number in self._earlier}
+        return [Conflict(number.name, _shown(there)) for number, there in now.items() if there != self._handle]
+
+    def __enter__(self) -> SignalFlags:
+        return self.install()
+
+    def __exit__(self, *exc: object) -> None:
+        self.uninstall()
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        earlier = self._earlier.get(signal.Signals(number))
+        if os.getpid() != self._pid:
+            # A child that was forked behind Python's back: as if we had never been there.
+            ours = signal.getsignal(number) == self._handle
+            self.disown()
+            if ours:
+                signal.raise_signal(number)
+                return
+        else:
+            self.note(number)
+            if earlier is signal.default_int_handler and [n for n, _ in self._notes].count(number) < 2:
+                return
+        if callable(earlier):
+            earlier(number, frame)
+
+    def disown(self) -> None:
+        """Leaves a forked child as if these flags had never been made; called there by itself."""
+        self.uninstall()
+        self._notes = []
+        self._close()  # the child's copies; the parent's stay open
+        self._read_fd = self._write_fd = -1  # the numbers are free for other files now
+
+
+def _close_both(one: int, other: int) -> None:
+    os.close(one)
+    os.close(other)
+
+
+def _shown(handler: object) -> str:
+    if isinstance(handler, signal.Handlers):
+        return f"signal.{handler.name}"
+    if handler is None:
+        return "a handler of C code"
+    name = getattr(handler, "__qualname__", type(handler).__qualname__)
+    return f"{getattr(handler, '__module__', '?')}.{name}"

@@ -1,0 +1,87 @@
+"""Why an LSF job is to stop, as `bjobs` and `bhist` tell it.
+
+Written from IBM's documentation; not tried on a real LSF.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Mapping
+from typing import Final
+
+from fairlead_hpc_signals.questions import ask
+from fairlead_hpc_signals.reasons import StopReason, Why
+
+__all__ = ["ask_lsf", "read_bhist", "read_bjobs"]
+
+_FIELDS: Final = ("stat", "exit_reason", "time_left", "pend_reason", "suspend_reason")
+# Keywords of LSF's termination reasons, in the order in which they count.
+_KEYWORDS: Final[tuple[tuple[str, Why], ...]] = (
+    (r"TERM_PREEMPT|TERM_RC\b|TERM_REQUEUE_RC|TERM_MC_RECALL|preempt", "preempted"),
+    (r"TERM_RUNLIMIT|TERM_DEADLINE|TERM_WINDOW|TERM_CPULIMIT", "time_limit"),
+    (r"TERM_REQUEUE_(OWNER|ADMIN)", "requeued"),
+    (r"TERM_(FORCE_)?(OWNER|ADMIN)|TERM_BUCKET_KILL", "cancelled"),
+    (r"TERM_ZOMBIE|TERM_RMS", "node_failure"),
+)
+_STATES: Final[Mapping[str, Why]] = {"PEND": "requeued", "UNKWN": "node_failure", "ZOMBI": "node_failure"}
+
+
+def ask_lsf(job: str, environ: Mapping[str, str], deadline: float, limit_window_s: float) -> StopReason:
+    """Why this job is to stop.
+
+    Args:
+        job: Its id, `17` or `17[3]`.
+        environ: The environment of the commands.
+        deadline: On the monotonic clock.
+        limit_window_s: See `fairlead_hpc_signals.reasons.LIMIT_WINDOW`.
+    """
+    fields = f"{' '.join(_FIELDS)} delimiter='|'"
+    now = ask(["bjobs", "-noheader", "-o", fields, job], max(0.1, deadline - time.monotonic()), environ)
+    if now.problem:
+        return StopReason("unknown", now.problem)
+    reason = read_bjobs(now.text, limit_window_s)
+    if reason.why != "unknown":
+        return reason
+    history = ask(["bhist", "-l", job], max(0.1, deadline - time.monotonic()), environ)
+    return reason if history.problem else read_bhist(history.text, reason)
+
+
+def read_bjobs(text: str, limit_window_s: float) -> StopReason:
+    """The reason in a line of `bjobs -noheader -o "stat exit_reason time_left pend_reason suspend_reason ..."`.
+
+    At the run limit LSF sends SIGUSR2 and grants ten minutes, so `0:0 L` is no hurry: what is left is not known.
+
+    Example:
+        >>> read_bjobs("RUN|-|0:4 L|-|-", 600.0).remaining_s
+        240.0
+    """
+    line = text.strip().splitlines()[0] if text.strip() else ""
+    fields = dict(zip(_FIELDS, (field.strip() for field in line.split("|")), strict=False))
+    state, told = fields.get("stat", ""), " ".join(fields.values())
+    left = re.fullmatch(r"(\d+):(\d+)(?: [LE])?", fields.get("time_left", ""))
+    # E: an estimate, by which nothing is ended.
+    remaining = (int(left[1]) * 60 + int(left[2])) * 60.0 if left and "E" not in left[0] else None
+    evidence = f"bjobs: {line}" if line else "bjobs said nothing"
+    for words, why in _KEYWORDS:
+        if found := re.search(words, told, re.IGNORECASE):
+            again = "REQUEUE" in found[0]
+            return StopReason(why, evidence, remaining, scheduler_requeues=again, may_requeue=True)
+    if state in _STATES:
+        return StopReason(_STATES[state], evidence, remaining, scheduler_requeues=state == "PEND", may_requeue=True)
+    if state == "RUN" and remaining is not None and remaining <= limit_window_s:
+        return StopReason("time_limit", evidence, remaining or None, may_requeue=True)
+    return StopReason("unknown", evidence, remaining, may_requeue=True if line else None)
+
+
+def read_bhist(text: str, reason: StopReason) -> StopReason:
+    """The reason with what the job's history adds: whether somebody asked for its end.
+
+    Only signals that end a job count; a person who sends SIGUSR1 asks for something else.
+    """
+    events = " ".join(text.split())  # the lines are broken anywhere
+    last = re.findall(r"Signal <(\w+)> requested by user or administrator <([^>]*)>", events)[-1:]
+    if last and last[0][0].removeprefix("SIG") in ("KILL", "TERM", "INT"):
+        evidence = f"bhist: signal {last[0][0]} requested by {last[0][1]}"
+        return StopReason("cancelled", evidence, reason.remaining_s, may_requeue=True)
+    return reason

@@ -1,0 +1,125 @@
+"""Why a SLURM job is to stop, as `scontrol` tells it; seen with Slurm 22.05."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Mapping
+from datetime import datetime
+from typing import Final
+
+from fairlead_hpc_signals.questions import ask
+from fairlead_hpc_signals.reasons import StopReason, Why
+
+__all__ = ["ask_slurm", "fields_of", "read_job"]
+
+# States that a job may be in while its processes still run. COMPLETING hides what it was ended for.
+_STATES: Final[Mapping[str, Why]] = {
+    "PREEMPTED": "preempted",
+    "TIMEOUT": "time_limit",
+    "DEADLINE": "time_limit",
+    "NODE_FAIL": "node_failure",
+    "BOOT_FAIL": "node_failure",
+    "CANCELLED": "cancelled",
+    "COMPLETING": "cancelled",
+    "COMPLETED": "cancelled",
+    "FAILED": "cancelled",
+    "OUT_OF_MEMORY": "cancelled",
+}
+_REASONS: Final[Mapping[str, Why]] = {"TimeLimit": "time_limit", "NodeDown": "node_failure", "Preempted": "preempted"}
+_AGAIN: Final = ("PENDING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT")
+_KILL_WAIT: Final = 30.0  # Slurm's own default
+
+
+def ask_slurm(job: str, environ: Mapping[str, str], deadline: float, limit_window_s: float) -> StopReason:
+    """Why this job is to stop.
+
+    Of a preempted job it does not matter whether its partition requeues: SLURM requeues only what is still there when
+    the time of grace is over, and lets a job that has stopped before end as FAILED (seen with 22.05). `scontrol
+    requeue` in that time has it started again once, in a partition that cancels as well.
+
+    Args:
+        job: Its id, `17` or `17_3`.
+        environ: The environment of the commands.
+        deadline: On the monotonic clock.
+        limit_window_s: See `fairlead_hpc_signals.reasons.LIMIT_WINDOW`.
+    """
+    # Else the user's own form of times comes out.
+    environ = {**environ, "SLURM_TIME_FORMAT": "standard"}
+    answer = ask(["scontrol", "show", "job", "-o", job], max(0.1, deadline - time.monotonic()), environ)
+    if answer.problem:
+        return StopReason("unknown", answer.problem)
+    fields = fields_of(answer.text)
+    if "JobState" not in fields:
+        return StopReason("unknown", f"scontrol said nothing of job {job}")
+    restarts = environ.get("SLURM_RESTART_COUNT", "")
+    return read_job(
+        fields,
+        int(restarts) if restarts.isdigit() else 0,
+        environ.get("SLURM_JOB_NODELIST", ""),
+        time.time(),
+        limit_window_s,
+    )
+
+
+def fields_of(text: str) -> dict[str, str]:
+    """The fields of a line of `scontrol show -o`; values may hold blanks and `=`.
+
+    What a user can write comes after the fields that are read here, all but the job's name.
+
+    Example:
+        >>> fields_of("JobId=7 Command=/home/a b/job.sh Restarts=0")
+        {'JobId': '7', 'Command': '/home/a b/job.sh', 'Restarts': '0'}
+    """
+    line = text.strip().splitlines()[0] if text.strip() else ""
+    line = re.sub(r"(?<=JobName=).*(?= UserId=\S+\(\d+\) GroupId=)", "", line)
+    pairs = re.findall(r"([A-Za-z][\w/:.&-]*)=(.*?)(?=\s+[A-Za-z][\w/:.&-]*=|$)", line)
+    fields: dict[str, str] = {}
+    for name, value in pairs:
+        fields.setdefault(name, value.strip())
+    return fields
+
+
+def read_job(fields: Mapping[str, str], restarts: int, nodes: str, now: float, limit_window_s: float) -> StopReason:
+    """The reason in the fields of `scontrol show job -o`.
+
+    Args:
+        fields: The fields.
+        restarts: How often the job had been restarted when this process started (SLURM_RESTART_COUNT, 0 if unset).
+        nodes: The node list that this process was started with (SLURM_JOB_NODELIST).
+        now: Seconds since the epoch.
+        limit_window_s: See `fairlead_hpc_signals.reasons.LIMIT_WINDOW`.
+    """
+    state, told, preempted = fields["JobState"], fields.get("Reason", "None"), _time(fields.get("PreemptTime"))
+    may = {"0": False, "1": True}.get(fields.get("Requeue", ""))
+    end = _time(fields.get("EndTime"))
+    shown = ("JobState", "Reason", "Restarts", "NodeList", "EndTime", "PreemptTime")
+    evidence = ", ".join(f"{name}={fields[name]}" for name in shown if name in fields)
+
+    def because(why: Why, remaining: float | None, again: bool = False) -> StopReason:
+        return StopReason(why, evidence, None if remaining is None else max(0.0, remaining), again, may)
+
+    count = fields.get("Restarts", "")
+    if state in _AGAIN or (count.isdigit() and int(count) > restarts):
+        # PreemptTime is gone by now. Of the nodes, those that failed are missing; the others still end our processes.
+        lost = state == "COMPLETING" and fields.get("NodeList", nodes) != nodes != ""
+        return because("node_failure" if lost else "requeued", _KILL_WAIT, again=True)
+    if state in _STATES:
+        # A job that is cancelled while a preemption grants it time has an earlier PreemptTime.
+        at_once = preempted is not None and end is not None and end - preempted <= 1
+        why: Why = _REASONS.get(told) or ("preempted" if at_once else _STATES[state])
+        return because(why, _KILL_WAIT if end is None else end + _KILL_WAIT - now)
+    left = None if end is None else end - now
+    if preempted:
+        return because("preempted", left)
+    if left is not None and left <= limit_window_s:
+        return because("time_limit", left)
+    return because("unknown", left)
+
+
+def _time(text: str | None) -> float | None:
+    """Seconds since the epoch of a local time; None of `Unknown`, `None`, `N/A`."""
+    try:
+        return datetime.strptime(text or "", "%Y-%m-%dT%H:%M:%S").timestamp()
+    except ValueError:
+        return None

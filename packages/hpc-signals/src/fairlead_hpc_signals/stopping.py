@@ -1,0 +1,211 @@
+"""Stop on a signal in any training loop: all ranks at the same step, everything saved, and the job started again.
+
+```python
+with PreemptionGuard() as guard:            # before data is prepared and checkpoints are loaded
+    torch.distributed.init_process_group()
+    for batch in loader:
+        train_step(batch)
+        if guard.should_stop():             # the same answer on all ranks
+            guard.save_and_requeue(save, requeuer).exit()
+```
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING
+
+from fairlead.errors import ConfigError
+from fairlead.interfaces import Requeuer
+from fairlead_hpc_signals.alone import LocalStop, Stop
+from fairlead_hpc_signals.decision import StopDecision
+from fairlead_hpc_signals.flags import DEFAULT_SIGNALS, SignalFlags
+from fairlead_hpc_signals.leaving import Leaving
+from fairlead_hpc_signals.outcomes import StopOutcome, StopPolicy
+from fairlead_hpc_signals.reasons import StopReason, why_stopped
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+__all__ = ["PreemptionGuard"]
+
+
+class PreemptionGuard:
+    """Notices that the job is to stop, and stops it with nothing lost.
+
+    Args:
+        signals: Those that ask for a stop.
+        policy: What to do then; None is the default one.
+        environ: The environment of the job; None is this process's own.
+        flags: Handlers that the main thread has installed, instead of own ones for `signals`.
+
+    Raises:
+        ConfigError: This is not the main thread (make `flags` there, and pass them), or a signal does not exist.
+
+    Example:
+        >>> with PreemptionGuard(["SIGUSR1"], environ={}) as guard:
+        ...     guard.should_stop()
+        False
+    """
+
+    def __init__(
+        self,
+        signals: Iterable[str | int] = DEFAULT_SIGNALS,
+        *,
+        policy: StopPolicy | None = None,
+        environ: Mapping[str, str] | None = None,
+        flags: SignalFlags | None = None,
+    ) -> None:
+        self.policy = policy or StopPolicy()
+        self.flags = SignalFlags(signals).install() if flags is None else flags
+        """The signals that came to this process."""
+        self.outcome: StopOutcome | None = None
+        """How the stop ended, after `save_and_requeue`."""
+        self._own_flags = flags is None
+        self._environ = os.environ if environ is None else environ
+        self._stop: Stop | None = None
+        self._boundary = 0
+
+    # -- in the loop
+
+    def start(self, store: dist.Store | None = None, rank: int = 0, world_size: int = 1) -> PreemptionGuard:
+        """Joins the other ranks, which all do so; the first `should_stop` does it otherwise.
+
+        Args:
+            store: A store that all ranks share, under a prefix of its own. None takes torch's default process group,
+                and without one this process stands alone.
+            rank: This rank, where a store is given.
+            world_size: The number of ranks, where a store is given.
+        """
+        if self._stop is not None:
+            return self
+        torch_distributed = sys.modules.get("torch.distributed")  # never imported for a program without torch
+        if store is not None and world_size > 1:
+            from fairlead_hpc_signals.agreement import StopAgreement
+
+            self._stop = StopAgreement(self.flags, store, rank, world_size)
+        elif (
+            torch_distributed is not None
+            and torch_distributed.is_available()
+            and torch_distributed.is_initialized()
+            and torch_distributed.get_world_size() > 1
+        ):
+            from fairlead_hpc_signals.agreement import StopAgreement
+
+            self._stop = StopAgreement.of_process_group(self.flags)
+        else:
+            self._stop = LocalStop(self.flags)
+        return self
+
+    def should_stop(self) -> bool:
+        """Whether to stop here; call it between two steps, on all ranks equally often, after the process group.
+
+        Not in an evaluation of which ranks have different numbers of batches.
+
+        Raises:
+            AgreementError: A stop was asked for, and not all ranks answered in time.
+        """
+        stop = self._stop
+        if stop is None:
+            stop = self._started()
+        self._boundary += 1
+        return stop.boundary(self._boundary)
+
+    def ask(self, why: str) -> None:
+        """Asks all ranks to stop without a signal, as before the end of a time budget; `why` is for the history."""
+        self._started().ask(why)
+
+    # -- afterwards
+
+    @property
+    def decision(self) -> StopDecision | None:
+        """Where all stop and who was asked by what; None before that."""
+        return None if self._stop is None else self._stop.decision
+
+    @property
+    def signals(self) -> tuple[str, ...]:
+        """The signals that came to any rank before the decision; the same on all ranks."""
+        return () if self.decision is None else self.decision.signals
+
+    @property
+    def reason(self) -> StopReason | None:
+        """Why the job was stopped, after `save_and_requeue`."""
+        return None if self.outcome is None else self.outcome.reason
+
+    def save_and_requeue(
+        self,
+        save: Callable[[], object],
+        requeuer: Requeuer | None = None,
+        *,
+        durable: Callable[[], object] | None = None,
+        finish: Callable[[StopReason], object] | None = None,
+    ) -> StopOutcome:
+        """Saves on all ranks, then has the job started again by rank 0; called on all ranks once they agreed to stop.
+
+        Meanwhile rank 0 asks the scheduler why. No start is arranged before everything is saved, for a cancelled job,
+        or for one that is requeued already. When the time left is known to be short, `finish` is left
+        out. There is no budget of requeues here: who keeps the history of a run keeps count.
+
+        Args:
+            save: Writes the checkpoint.
+            requeuer: Has the job started again; None leaves it to who started it, by the exit code.
+            durable: Returns when what was saved survives a power cut.
+            finish: Closes loggers and writes the history, before the job is requeued: the scheduler may end it at once.
+
+        Returns:
+            What was done, and the exit code for all ranks: end the process with it (`outcome.exit()`).
+
+        Raises:
+            ConfigError: No stop was agreed on, or this was called before.
+            RunFailedError: Another rank could not save. Nothing was requeued.
+            Exception: Whatever `save` or `durable` raised on this rank.
+        """
+        stop = self._stop
+        if stop is None or stop.decision is None:
+            raise ConfigError("no stop was agreed on", fix="call save_and_requeue where should_stop() was true")
+        if self.outcome is not None:
+            raise ConfigError("this stop was carried out already", fix="end the process with outcome.exit_code")
+        leaving = Leaving(stop.channel, self.policy, stop.decision.signals, self._why)
+        error: BaseException | None = None
+        try:
+            save()
+            if durable is not None:
+                durable()
+        except BaseException as raised:  # the others must learn of it, whatever it is
+            error = raised
+        plan = leaving.plan(error, getattr(requeuer, "exit_code", None))
+        if error is not None:
+            raise error
+        leaving.finish(plan, finish)
+        self.outcome = leaving.requeue(plan, requeuer)
+        if self.outcome.error is not None and leaving.leads:
+            warnings.warn(self.outcome.error, stacklevel=2)
+        return self.outcome
+
+    def close(self) -> None:
+        """Ends what runs in the background and puts the earlier handlers back.
+
+        After a stop the handlers stay: a requeue ends the job with signals, and the exit code must be the agreed one.
+        """
+        if self._stop is not None:
+            self._stop.close()
+        if self._own_flags and self.outcome is None:
+            self.flags.uninstall()
+
+    def __enter__(self) -> PreemptionGuard:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def _started(self) -> Stop:
+        self.start()
+        assert self._stop is not None
+        return self._stop
+
+    def _why(self) -> StopReason:
+        policy = self.policy
+        return why_stopped(self._environ, timeout_s=policy.ask_timeout_s, limit_window_s=policy.limit_window_s)
