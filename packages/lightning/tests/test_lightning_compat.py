@@ -14,6 +14,7 @@ import lightning.pytorch as L
 import pytest
 import torch
 import torchmetrics
+from lightning.pytorch.profilers import PassThroughProfiler
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from tiny_job import Data, Line, loader, plain
@@ -28,6 +29,32 @@ def test_every_private_use_has_a_test_here() -> None:
     """A new one needs a contract test in this file."""
     here = Path(__file__).read_text()
     assert [name for name in compat.__all__ if f"compat.{name}" not in here] == []
+
+
+def test_batch_hooks_that_are_not_there_are_passed_over() -> None:
+    """A fit, a validation and a test call what a callback defines, and open no profiler's block for the rest."""
+    called: list[str] = []
+
+    @compat.only_its_own_batch_hooks
+    class Lean(L.Callback):
+        def on_train_batch_end(self, *_: Any) -> None:
+            called.append("own")
+
+    class Watching(PassThroughProfiler):
+        def start(self, action_name: str) -> None:
+            hook = action_name.rpartition(".")[2]
+            if "Lean" in action_name and any(word in hook for word in ("batch", "before", "backward")):
+                called.append(hook)
+
+    trainer = plain(max_steps=2, callbacks=[Lean()], profiler=Watching(), num_sanity_val_steps=1)
+    trainer.fit(Line(), datamodule=Data())
+    assert called == ["on_train_batch_end", "own"] * 2
+    trainer.validate(Line(), datamodule=Data(), verbose=False)
+    assert len(called) == 4
+    private: Any = Lean
+    assert private.on_before_zero_grad is None
+    assert private.on_after_backward is None
+    assert private.on_train_start is L.Callback.on_train_start
 
 
 def test_the_root_directory_can_be_moved(tmp_path: Path) -> None:

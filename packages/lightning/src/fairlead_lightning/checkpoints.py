@@ -48,6 +48,7 @@ __all__ = ["Checkpoints"]
 _USUAL_MONITORS: Final = ("val/loss", "val_loss")
 
 
+@compat.only_its_own_batch_hooks
 class Checkpoints(Checkpoint):
     """Writes and keeps checkpoints as `trainer.checkpoint` says, and always at the end.
 

@@ -15,6 +15,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from rich.console import Console
 from torch import Tensor
 
+from fairlead_lightning import _lightning_compat as compat
 from fairlead_lightning.display import Display, choose_display
 from fairlead_lightning.summary import summary_lines
 from fairlead_lightning.throughput import Throughput, batch_size, duration, number
@@ -26,6 +27,7 @@ _SHOWN: Final = 6
 _TASKS: Final = {"validate": "validation", "test": "test", "predict": "prediction"}
 
 
+@compat.only_its_own_batch_hooks
 class Progress(ProgressBar):
     """Lightning's progress bar: bars on a terminal, a plain line every few seconds elsewhere.
 

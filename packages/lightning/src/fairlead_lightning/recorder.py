@@ -7,12 +7,14 @@ from typing import Any
 import lightning.pytorch as L
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
+from fairlead_lightning import _lightning_compat as compat
 from fairlead_lightning.process_group import leave_at_exit
 from fairlead_lightning.session import RunSession
 
 __all__ = ["Recorder"]
 
 
+@compat.only_its_own_batch_hooks
 class Recorder(L.Callback):
     """Writes the history and this rank's heartbeat; it changes nothing about the training.
 

@@ -14,6 +14,7 @@ from fairlead_lightning import _lightning_compat as compat
 __all__ = ["StopTogether"]
 
 
+@compat.only_its_own_batch_hooks
 class StopTogether(L.Callback):
     """Notes SIGTERM, and has the ranks agree on it after each optimizer step.
 

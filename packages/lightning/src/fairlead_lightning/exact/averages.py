@@ -32,6 +32,7 @@ class _Part(NamedTuple):
     logged: dict[str, Logged]
 
 
+@compat.only_its_own_batch_hooks
 class AverageOverRanks(L.Callback):
     """Makes what `self.log` accumulates over an epoch or an evaluation the value of all ranks together.
 

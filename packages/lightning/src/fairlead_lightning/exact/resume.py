@@ -46,6 +46,7 @@ class Saves(Protocol):
         """All of a batch is done."""
 
 
+@compat.only_its_own_batch_hooks
 class ExactResume(L.Callback):
     """Makes loaders ready, restores what Lightning does not, and says where a checkpoint can be written.
 
