@@ -122,7 +122,7 @@ def minimums(session: nox.Session) -> None:
 @nox.session(venv_backend="none", requires=["env"])
 def integration(session: nox.Session) -> None:
     """What needs two packages, two processes or a scheduler."""
-    pytest(session, "integration_tests", "--ignore=integration_tests/slurm", "-n", "2", "--dist", "loadfile")
+    pytest(session, "integration_tests", "--ignore=integration_tests/slurm")
 
 
 @nox.session(default=False, venv_backend="none", requires=["env"])
