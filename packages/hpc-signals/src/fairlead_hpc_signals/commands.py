@@ -15,17 +15,30 @@ from dataclasses import dataclass
 from fairlead.errors import RunFailedError
 from fairlead_hpc_signals.base import CommandSettings
 
-__all__ = ["find_command", "run_command"]
+__all__ = ["Attempt", "attempt", "find_command", "run_command"]
 
 _SHOWN = 500
+_MOST = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class _Attempt:
-    """How one attempt ended; `code` is None when it was killed after its time."""
+class Attempt:
+    """How a command ended.
+
+    Args:
+        code: Its exit code; None when it was killed after its time.
+        output: What it printed, at most a megabyte.
+        complaint: What it printed on its standard error.
+    """
 
     code: int | None
     output: str
+    complaint: str = ""
+
+    @property
+    def said(self) -> str:
+        """Both, cut to what a person reads."""
+        return f"{self.output}\n{self.complaint}".strip()[:_SHOWN]
 
 
 def find_command(name: str, environ: Mapping[str, str]) -> str | None:
@@ -67,18 +80,18 @@ def run_command(
             why=f"PATH is {environ.get('PATH', os.defpath)}",
             fix=missing,
         )
-    attempts: list[_Attempt] = []
+    attempts: list[Attempt] = []
     for number in range(1 + settings.retries):
         if number:
             sleep(settings.retry_wait_s)
-        attempt = _attempt([program, *argv[1:]], settings.timeout_s, environ)
-        attempts.append(attempt)
-        if attempt.code == 0:
-            head = attempt.output.splitlines()[0] if attempt.output else ""
+        done = attempt([program, *argv[1:]], settings.timeout_s, environ)
+        attempts.append(done)
+        if done.code == 0:
+            head = done.said.splitlines()[0] if done.said else ""
             return f"{shown}: {head}" if head else shown
-        fix = next((fix for words, fix in (refusals or {}).items() if words in attempt.output), None)
+        fix = next((fix for words, fix in (refusals or {}).items() if words in done.said), None)
         if fix is not None:
-            raise RunFailedError("the job is not requeued: it was refused", where=shown, why=attempt.output, fix=fix)
+            raise RunFailedError("the job is not requeued: it was refused", where=shown, why=done.said, fix=fix)
     raise RunFailedError(
         f"the job is not requeued after {len(attempts)} attempt{'s' if len(attempts) > 1 else ''}",
         where=shown,
@@ -87,20 +100,27 @@ def run_command(
     )
 
 
-def _attempt(argv: list[str], timeout_s: float, environ: Mapping[str, str]) -> _Attempt:
-    # A file, not a pipe: a grandchild that survives the kill would keep a pipe open, and us waiting.
-    with tempfile.TemporaryFile() as output:
+def attempt(argv: Sequence[str], timeout_s: float, environ: Mapping[str, str]) -> Attempt:
+    """Runs a program once, without a shell, and kills it with all that it started when its time is over.
+
+    Args:
+        argv: The path of the program and its arguments.
+        timeout_s: Seconds after which it is killed.
+        environ: Its environment.
+    """
+    # Files, not pipes: a grandchild that survives the kill would keep a pipe open, and us waiting.
+    with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as complaint:
         try:
             process = subprocess.Popen(
                 argv,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
-                stderr=subprocess.STDOUT,
+                stderr=complaint,
                 env=dict(environ),
                 start_new_session=True,  # signals to our group must not end it half-way; and it is killed whole
             )
         except OSError as error:
-            return _Attempt(127, f"{argv[0]}: {error.strerror}")
+            return Attempt(127, "", f"{argv[0]}: {error.strerror}")
         try:
             code: int | None = process.wait(timeout_s)
         except subprocess.TimeoutExpired:
@@ -110,17 +130,18 @@ def _attempt(argv: list[str], timeout_s: float, environ: Mapping[str, str]) -> _
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
         output.seek(0)
-        text = output.read(1 << 16).decode(errors="replace").strip()
-    return _Attempt(code, text[:_SHOWN])
+        complaint.seek(0)
+        texts = (
+            file.read(size).decode(errors="replace").strip() for file, size in ((output, _MOST), (complaint, _SHOWN))
+        )
+        return Attempt(code, *texts)
 
 
-def _story(attempts: Sequence[_Attempt], timeout_s: float) -> str:
+def _story(attempts: Sequence[Attempt], timeout_s: float) -> str:
     lines = []
-    for attempt in attempts:
-        if attempt.code is None:
-            lines.append(
-                f"no answer within {timeout_s:g} s (it may have arrived all the same) {attempt.output}".strip()
-            )
+    for one in attempts:
+        if one.code is None:
+            lines.append(f"no answer within {timeout_s:g} s (it may have arrived all the same) {one.said}".strip())
         else:
-            lines.append(f"exit code {attempt.code}: {attempt.output or 'no output'}")
+            lines.append(f"exit code {one.code}: {one.said or 'no output'}")
     return "\n".join(dict.fromkeys(lines))
