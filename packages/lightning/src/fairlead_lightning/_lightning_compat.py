@@ -340,9 +340,8 @@ def _count_validated_on(trainer: L.Trainer, counts: Mapping[int, int]) -> None:
         del loop.setup_data
         kept = dict(loop._seen_batches_per_dataloader)
         loop.setup_data()
-        if not vars(trainer)[
-            "reload_dataloaders_every_n_epochs"
-        ]:  # else they would have begun anew without a restart, too
+        # With loaders that are asked for again they would have begun anew without a restart, too.
+        if not vars(trainer)["reload_dataloaders_every_n_epochs"]:
             loop._seen_batches_per_dataloader.update(kept)
 
     loop.setup_data = setup_data

@@ -9,6 +9,7 @@ sample is loaded).
 from __future__ import annotations
 
 import itertools
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final, NamedTuple, Protocol
@@ -37,7 +38,7 @@ class _Orders(Protocol):
     def __len__(self) -> int: ...
 
 
-class Order:
+class Order(ABC):
     """A batch sampler that begins every epoch by its number alone.
 
     A loader that is shorter than its epoch (several loaders at once) is gone through again: each turn has an order of
@@ -122,11 +123,13 @@ class Order:
         """The training has gone on: the next iterator begins an epoch."""
         self._resume, self._resumed_in = None, -1
 
+    @abstractmethod
     def _taken(self, place: Place) -> dict[str, Any]:
-        raise NotImplementedError
+        """The state behind the last batch that was trained on."""
 
+    @abstractmethod
     def _begin(self, numbers: tuple[int, int, int], place: Place, state: Mapping[str, Any] | None) -> Iterator[Any]:
-        raise NotImplementedError
+        """The batches of a turn, from `state` where there is one."""
 
 
 class ShardedOrder(Order):
