@@ -33,9 +33,6 @@ from fairlead import FairleadError, RunConfig, Trainer
 from fairlead.commit import verify
 from fairlead.errors import CheckpointError, ConfigError, FingerprintError
 
-# Lightning's own; the exact resume of loaders is another matter.
-mid_epoch = pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch ended")
-
 
 def test_a_run_directory_holds_what_happened(tmp_path: Path) -> None:
     """R65: one checkpoint directory per step, complete, with what it is of."""
@@ -79,7 +76,6 @@ def test_plain_lightning_reads_our_checkpoints(tmp_path: Path) -> None:
     assert again.seen == [8, 9, 10, 11]
 
 
-@mid_epoch
 def test_a_plain_checkpoint_is_resumed(tmp_path: Path) -> None:
     first = plain(max_steps=8)
     first.fit(Line(), datamodule=Data())
@@ -132,7 +128,6 @@ FIRST: dict[str, tuple[dict[str, Any], int | None, int]] = {
 }
 
 
-@mid_epoch
 @pytest.mark.parametrize("limit", [{"max_steps": 32}, {"max_epochs": 4}], ids=["steps", "epochs"])
 @pytest.mark.parametrize("first", FIRST)
 @pytest.mark.parametrize("saves", SAVES)
@@ -233,7 +228,6 @@ def test_never_makes_a_sibling(tmp_path: Path) -> None:
     assert contents(tmp_path / "run") == before
 
 
-@mid_epoch
 def test_resume_takes_the_path_of_a_checkpoint(tmp_path: Path) -> None:
     fit(tmp_path, max_steps=10, checkpoint={"every_n_steps": 4, "keep_last": 9})
     early = tmp_path / "run" / "checkpoints" / "step-00000004"
@@ -305,7 +299,6 @@ def test_evaluation_after_a_fit_writes_nothing_either(tmp_path: Path) -> None:
     assert contents(tmp_path) == before
 
 
-@mid_epoch
 def test_sigterm_saves_before_it_stops(tmp_path: Path) -> None:
     class Stopped(Line):
         def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
