@@ -53,9 +53,12 @@ def test_the_readme_example_runs_alone_and_under_torchrun(tmp_path: Path) -> Non
     script.write_text(example[1])
     alone = subprocess.run([sys.executable, script], capture_output=True, text=True, check=True).stdout
     assert alone == f"rank 0 of 1: loss {losses(1):.3f}, weights differ: None\n"
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
-    both = subprocess.run(torchrun, capture_output=True, text=True, check=True).stdout
-    assert sorted(both.splitlines()) == [f"rank {r} of 2: loss {losses(2):.3f}, weights differ: None" for r in (0, 1)]
+    # A file for each rank: torchrun's workers are unbuffered (python -u), and two lines in one pipe mix.
+    to_files = ["--log-dir", str(tmp_path / "logs"), "--redirects", "1"]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *to_files]
+    subprocess.run([*torchrun, str(script)], capture_output=True, text=True, check=True)
+    both = sorted(log.read_text() for log in (tmp_path / "logs").rglob("stdout.log"))
+    assert both == [f"rank {r} of 2: loss {losses(2):.3f}, weights differ: None\n" for r in (0, 1)]
 
 
 def losses(world_size: int) -> float:
