@@ -34,6 +34,7 @@ TEST_TOOLS = {"pytest", "_pytest", "hypothesis"}
 ENVIRONMENT_PLACES = {
     ("fairlead_environments.runtime", "Assign"): "a rank of `ddp_spawn` has its own, which does not travel in a pickle",
     ("fairlead_distributed.testing", "update"): "a process made for one test sets its own variables before it starts",
+    ("fairlead_lightning.stuck", "setdefault"): "torch reads where its flight recorder goes from nowhere else",
     ("fairlead_lightning.session", "Subscript"): "the ranks that Lightning starts from this process inherit the run",
     ("fairlead_lightning.session", "pop"): "and after they have started, it is taken back",
 }

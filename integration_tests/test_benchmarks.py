@@ -17,6 +17,8 @@ RATIOS = {
     "startup": {"import_vs_deps", "check_vs_lightning_import"},
     "step": {"trainer_vs_lightning", "trainer_vs_loop"},
     "ddp": {"trainer_vs_loop", "trainer_vs_lightning"},
+    "hostlist": {"seconds_100k", "seconds_resolve_16k", "expand_vs_simple"},
+    "preempt": {"steps_lost", "seconds_vs_step_plus_save", "seconds_vs_lightning"},
     "exact_reduction": {
         "exact_vs_ddp_3_ranks",
         "ddp_vs_nothing_sent_3_ranks",

@@ -37,6 +37,10 @@ class Job:
         text = self.cluster.run("scontrol", "show", "job", "-o", self.id).splitlines()[-1]
         return dict(re.findall(r"(\S+?)=(\S*)", text))
 
+    def nodes(self) -> list[str]:
+        """Where it runs, that of the batch script first."""
+        return self.cluster.run("scontrol", "show", "hostnames", self.shown()["NodeList"]).split()
+
     def state(self) -> str:
         """The name of its state."""
         return self.shown()["JobState"]

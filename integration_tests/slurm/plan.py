@@ -232,7 +232,7 @@ SelectTypeParameters=CR_Core
 # Quick rather than gentle.
 SchedulerType=sched/backfill
 SchedulerParameters=batch_sched_delay=0,sched_interval=1,sched_min_interval=0,bf_interval=1,bf_resolution=1
-KillWait=3
+KillWait=10
 CompleteWait=0
 SlurmctldTimeout=10
 SlurmdTimeout=6

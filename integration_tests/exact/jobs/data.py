@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from fairlead_distributed import ResumableDistributedSampler
+from integration_tests.exact.jobs.probe import pauses
 
 __all__ = ["Points", "PointsData", "StatefulLoader", "Strided", "note"]
 
@@ -37,11 +39,14 @@ class Points(Dataset[tuple[Tensor, int]]):
         self.labels = torch.randint(CLASSES, (size,), generator=generator)
         self.points = centres[self.labels] + 1.5 * torch.randn(size, *shape, generator=generator)
         self.noise = noise
+        self.pause = pauses().get("sample", 0.0)
 
     def __len__(self) -> int:
         return len(self.points)
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        if self.pause:
+            time.sleep(self.pause)
         point = self.points[index]
         if self.noise:
             shift = self.noise * (random.random() + float(np.random.rand()))

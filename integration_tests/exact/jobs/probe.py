@@ -7,7 +7,8 @@ The environment asks for it, so that all starts of a job have one fingerprint:
     EXACT_PAUSE="validation_batch_start=0.05"  seconds to sleep there; several with spaces between
     EXACT_DISK=0.01                            a slow disk: each fsync, rename and unlink of a commit takes so long
 
-A place is the name of a Lightning hook without its `on_`, or `save`, `publish` or `retention`.
+A place is the name of a Lightning hook without its `on_`, or `save`, `publish` or `retention`; a pause can also be for
+each `sample` that a loader draws.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import lightning.pytorch as L
 
 from fairlead.commit import Syscalls
 
-__all__ = ["DISK", "KILL", "PAUSE", "PLACE", "RESULT", "Probe"]
+__all__ = ["DISK", "KILL", "PAUSE", "PLACE", "RESULT", "Probe", "pauses"]
 
 KILL = "EXACT_KILL"
 PAUSE = "EXACT_PAUSE"
@@ -37,9 +38,7 @@ class Probe(L.Callback):
     """Writes the place of this rank into `place-0`, ..., and at the end what only the process knows: `result.json`."""
 
     def __init__(self) -> None:
-        self._pauses = {
-            name: float(seconds) for name, _, seconds in (p.partition("=") for p in os.environ.get(PAUSE, "").split())
-        }
+        self._pauses = pauses()
         where, _, rest = os.environ.get(KILL, "").partition(":")
         self._kill, _, times = where.partition("*")
         self._step, _, self._rank = rest.partition(":")
@@ -116,6 +115,12 @@ class Probe(L.Callback):
                 os.kill(os.getpid(), signal.SIGKILL)
         if name in self._pauses:
             time.sleep(self._pauses[name])
+
+
+def pauses() -> dict[str, float]:
+    """Seconds to sleep, by place."""
+    words = (word.partition("=") for word in os.environ.get(PAUSE, "").split())
+    return {name: float(seconds) for name, _, seconds in words}
 
 
 def _slowed(call: Callable[..., Any], seconds: float) -> Callable[..., Any]:

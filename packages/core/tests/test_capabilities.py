@@ -57,7 +57,7 @@ def resolve(plugins: PluginManager, environ: Mapping[str, str] | None = None, **
 
 def codes(resolution: Resolution) -> list[tuple[str, str]]:
     """Severity and code of each finding, without the one of every scheduler's job until signals are handled."""
-    return [(f.severity, f.code) for f in resolution.findings if f.code != "requeue-not-handled"]
+    return [(f.severity, f.code) for f in resolution.findings]
 
 
 class BadEnvironmentConfig(EnvironmentConfigBase):

@@ -11,8 +11,7 @@ import pytest
 
 from fairlead import PluginManager
 from fairlead.cli import commands, main
-from fairlead.run import RunDirectory, fingerprint, heartbeat_path
-from fairlead.run.heartbeat import Heartbeat
+from fairlead.run import RunDirectory, fingerprint
 from fairlead.testing import FakeEntryPoint
 
 
@@ -53,16 +52,6 @@ def fairlead(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Iterator[Cal
 
 
 Fairlead = Callable[..., tuple[int, str, str]]
-
-
-def beat(tmp_path: Path, rank: int, step: int, age_s: float, phase: str = "train") -> None:
-    """Writes the heartbeat of one rank, on a node of its own."""
-    import time
-
-    path = heartbeat_path(tmp_path / "runs" / "going" / "heartbeats", rank)
-    writer = Heartbeat(path, 0, rank, now=lambda: time.time() - age_s)
-    writer.beat(phase, step)
-    writer.close()
 
 
 def test_runs_lists_every_run(fairlead: Fairlead) -> None:
@@ -120,36 +109,6 @@ def test_status_says_why_a_run_ended(fairlead: Fairlead) -> None:
     code, out, _ = fairlead("status", "broken")
     assert code == 0
     assert out.startswith("broken: failed (rank 1: ValueError: bad batch)\n")
-
-
-def test_status_names_the_rank_that_is_behind(fairlead: Fairlead, tmp_path: Path) -> None:
-    for rank in range(4):
-        beat(tmp_path, rank, step=20 if rank != 2 else 19, age_s=1)
-    code, out, _ = fairlead("status", "runs/going")
-    assert code == 0
-    assert out.startswith("going: running\n")
-    assert "rank  node  phase  step  last heartbeat" in out
-    assert out.splitlines()[-1].startswith("rank 2 on node 2 is behind: train, step 19, ")
-
-
-def test_status_names_the_rank_that_is_silent(fairlead: Fairlead, tmp_path: Path) -> None:
-    for rank in range(3):
-        beat(tmp_path, rank, step=20, age_s=400 if rank == 1 else 2, phase="validate" if rank == 1 else "train")
-    # Older than the start of the run would be of an earlier start: move the start back.
-    history = tmp_path / "runs" / "going" / "history.jsonl"
-    events = [json.loads(line) for line in history.read_text().splitlines()]
-    for event in events:
-        event["time"] = "2020-01-01T00:00:00+00:00"
-    history.write_text("".join(json.dumps(event) + "\n" for event in events))
-    code, out, _ = fairlead("status", "going", "--json")
-    document = json.loads(out)
-    assert (code, document["behind"]) == (0, [1])
-    assert [(r["rank"], r["phase"], r["behind"]) for r in document["ranks"]] == [
-        (0, "train", False),
-        (1, "validate", True),
-        (2, "train", False),
-    ]
-    assert 399 < document["ranks"][1]["age_s"] < 500
 
 
 def test_status_of_a_run_that_is_not_there(fairlead: Fairlead) -> None:

@@ -136,7 +136,7 @@ def resolve(plugins: PluginManager, environ: Mapping[str, str] | None = None, **
 
 def codes(resolution: Resolution) -> list[tuple[str, str]]:
     """Severity and code of each finding, without the one of every scheduler's job until signals are handled."""
-    return [(f.severity, f.code) for f in resolution.findings if f.code != "requeue-not-handled"]
+    return [(f.severity, f.code) for f in resolution.findings]
 
 
 def shown(resolution: Resolution, *names: str) -> dict[str, tuple[Any, str]]:
@@ -265,7 +265,7 @@ def test_resources_stand_for_the_hardware(plugins: PluginManager) -> None:
     def profiled(trainer: TrainerConfig, **resources: Any) -> tuple[Resolution, list[str]]:
         profile = ResourcesConfig(**resources)
         resolution, found = check_trainer(trainer, environ=IN_JOB, plugins=plugins, profile=profile)
-        return resolution, [f"{f.severity} {f.code}" for f in found if f.code != "requeue-not-handled"]
+        return resolution, [f"{f.severity} {f.code}" for f in found]
 
     resolution, found = profiled(TrainerConfig(), nodes=4, devices_per_node=8, device="h100")
     assert found == []

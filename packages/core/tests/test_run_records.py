@@ -5,8 +5,11 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import subprocess
 import time
+import zlib
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,6 +17,7 @@ import pytest
 from fairlead.commit import Syscalls
 from fairlead.errors import RunDirectoryError
 from fairlead.run import (
+    Beat,
     Heartbeat,
     History,
     code_change,
@@ -115,10 +119,12 @@ def test_torn_records_and_junk_are_left_out(tmp_path: Path) -> None:
 
 def test_beats_are_written_at_most_once_a_second_and_at_every_change_of_phase(tmp_path: Path) -> None:
     clock = [0.0]
-    beat = Heartbeat(heartbeat_path(tmp_path, 0), 0, 0, clock=lambda: clock[0], now=lambda: 1000 + clock[0])
+    beat = Heartbeat(
+        heartbeat_path(tmp_path, 0), 0, 0, interval_s=100, clock=lambda: clock[0], now=lambda: 1000 + clock[0]
+    )
     seen = []
-    for at, phase, step in [(0.0, "train", 1), (0.5, "train", 2), (0.6, "validate", 2), (0.7, "validate", 2),
-                            (1.7, "validate", 3)]:  # fmt: skip
+    for at, phase, step in [(0, "train", 1), (50, "train", 2), (60, "validate", 2), (70, "validate", 2),
+                            (170, "validate", 3)]:  # fmt: skip
         clock[0] = at
         beat.beat(phase, step)
         (last,) = read_heartbeats(tmp_path)
@@ -126,10 +132,63 @@ def test_beats_are_written_at_most_once_a_second_and_at_every_change_of_phase(tm
     assert seen == [
         ("train", 1, 1000.0),
         ("train", 1, 1000.0),
-        ("validate", 2, 1000.6),
-        ("validate", 2, 1000.6),
-        ("validate", 3, 1001.7),
+        ("validate", 2, 1060.0),
+        ("validate", 2, 1060.0),
+        ("validate", 3, 1170.0),
     ]
+
+
+def until(found: Callable[[], object]) -> None:
+    """Waits for what another thread does."""
+    for _ in range(1200):
+        if found():
+            return
+        time.sleep(0.05)
+    raise AssertionError("not within a minute")
+
+
+def test_the_record_of_a_rank_that_stands_still_is_its_last_beat_and_says_where_it_stands(tmp_path: Path) -> None:
+    beat = Heartbeat(heartbeat_path(tmp_path, 0), 0, 7, interval_s=0.05, still_s=0.2, start=3, host="n2.example.org")
+    for step in range(50):
+        beat.beat("train", step)
+
+    def last() -> Beat:
+        (found,) = read_heartbeats(tmp_path)
+        return found
+
+    until(lambda: last().place)
+    assert (last().step, last().phase, last().start, last().host) == (49, "train", 3, "n2")
+    assert re.fullmatch(r"\w+@\w+\.py:\d+", last().place)
+    beat.beat("train", 50)
+    until(lambda: last().step == 50 and not last().place)
+    beat.close()
+
+
+def test_the_turns_within_a_step_are_counted(tmp_path: Path) -> None:
+    """After a validation the phase is the same as before it; the turn tells them apart."""
+    beat = Heartbeat(heartbeat_path(tmp_path, 0), 0, 0)
+    seen = []
+    for phase, step in [("train", 4), ("train", 5), ("validate", 5), ("train", 5), ("save", 5), ("train", 6)]:
+        beat.beat(phase, step)
+        (last,) = read_heartbeats(tmp_path)
+        seen.append((last.step, last.turn))
+    beat.close()
+    assert seen[2:5] == [(5, 1), (5, 2), (5, 3)]
+    assert seen == sorted(seen)
+
+
+def test_long_words_are_cut_and_old_records_are_read(tmp_path: Path) -> None:
+    path = heartbeat_path(tmp_path, 0)
+    beat = Heartbeat(path, 0, 16383, start=9999, host="an-extraordinarily-long-name-of-a-node.example.org")
+    beat.beat("a phase of sixty characters, which nobody would ever use", 10**10)
+    beat.close()
+    assert len(path.read_bytes()) == RECORD_BYTES
+    body = b"1 41 train 1700000000.500".ljust(RECORD_BYTES - 10)
+    with open(path, "ab") as file:
+        file.write(body + b" %08x\n" % zlib.crc32(body))
+    long, old = sorted(read_heartbeats(tmp_path), key=lambda found: -found.rank)
+    assert (long.rank, long.step, long.start, long.host) == (16383, 10**10, 9999, "an-extraordinarily-l")
+    assert old == Beat(1, 0, 1, "train", 41, 1700000000.5)
 
 
 def test_a_heartbeat_never_stops_a_training(tmp_path: Path) -> None:

@@ -100,4 +100,4 @@ def test_every_value_of_a_topology_has_a_reason(plugins: PluginManager) -> None:
     assert isinstance(found, Topology)
     for name in Topology.__slots__:
         value = getattr(found, name)
-        assert name == "launched" or (isinstance(value, Setting) and value.reason), name
+        assert name in {"launched", "start"} or (isinstance(value, Setting) and value.reason), name

@@ -13,12 +13,12 @@ from fairlead.open_union import parse_backend
 from fairlead.plugins import PluginManager
 
 
-def findings(value: Any, environ: dict[str, str], *, inside_job: bool = True) -> list[tuple[str, str]]:
+def findings(value: Any, environ: dict[str, str], *, inside_job: bool = True, rank: int = 0) -> list[tuple[str, str]]:
     manager = PluginManager()
     config = parse_backend("requeue", value, manager)
     plugin = manager.of(config)
-    # The two fields of a Resolution that these checks read.
-    resolution = SimpleNamespace(requeue=config, inside_job=inside_job)
+    # What these checks read of a Resolution.
+    resolution = SimpleNamespace(requeue=config, inside_job=inside_job, value=lambda name: {"global_rank": rank}[name])
     found: list[Finding] = []
     for result in manager.call(plugin, "fairlead_check", resolution=resolution, environ=environ):
         found.extend(result)
@@ -55,3 +55,17 @@ def test_a_command_that_is_not_there() -> None:
         ("warning", "requeue-command-missing")
     ]
     assert findings({"name": "command", "argv": ["sh"]}, environ) == []
+
+
+@pytest.mark.parametrize("answer", ["Requeue=0 BatchFlag=1", "Requeue=1 BatchFlag=0"])
+def test_a_job_that_slurm_will_not_requeue(answer: str, tmp_path: Path) -> None:
+    """Found at the start, by one rank: at the stop it would be too late. FAKE: prints what the real one printed."""
+    scontrol = tmp_path / "scontrol"
+    scontrol.write_text(f"#!/bin/sh\necho JobId=17 JobName=x JobState=RUNNING Reason=None {answer} Restarts=0\n")
+    scontrol.chmod(0o755)
+    environ = {"PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_JOB_ID": "17"}
+    assert findings("slurm", environ) == [("warning", "requeue-refused")]
+    assert findings("slurm", environ, rank=1) == []
+    assert findings("slurm", environ, inside_job=False) == []
+    scontrol.write_text("#!/bin/sh\nexit 1\n")
+    assert findings("slurm", environ) == []  # it does not say

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import multiprocessing
 import os
 import signal
+import subprocess
+import sys
+import time
 from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -14,11 +18,12 @@ import lightning.pytorch as L
 import pytest
 import torch
 import torchmetrics
+from lightning.fabric.strategies.launchers.subprocess_script import _ChildProcessObserver
 from lightning.pytorch.profilers import PassThroughProfiler
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
-from lightning.pytorch.utilities.exceptions import SIGTERMException
 from tiny_job import Data, Line, loader, plain
 from torch import Tensor
+from torch.multiprocessing import ProcessExitedException
 from torch.utils.data import DataLoader
 from torchmetrics import CatMetric, MeanMetric
 
@@ -109,29 +114,74 @@ class Terminated(Line):
             os.kill(os.getpid(), signal.SIGTERM)
 
 
-def test_sigterm_is_only_noted() -> None:
-    """Lightning's own handler would stop this fit; ours decides by itself when to stop."""
+def test_lightning_handles_no_signals() -> None:
+    """Its own handler would stop this fit, or end a SLURM job by itself; whoever was there before goes on."""
     noted: list[int] = []
-    trainer = plain(max_steps=5)
-    compat.replace_sigterm_handler(trainer, lambda signum, frame: noted.append(signum))
-    model = Terminated()
-    trainer.fit(model, datamodule=Data())
-    assert noted == [signal.SIGTERM]
-    assert model.seen == [0, 1, 2, 3, 4]
-    private: Any = trainer
-    assert callable(type(private.fit_loop.epoch_loop)._broadcast_sigterm_tensor)  # what is put out of action
+    before = signal.signal(signal.SIGTERM, lambda signum, frame: noted.append(signum))
+    try:
+        trainer = plain(max_steps=5)
+        undo = compat.without_signal_handlers(trainer)
+        model = Terminated()
+        trainer.fit(model, datamodule=Data())
+        assert noted == [signal.SIGTERM]
+        assert model.seen == [0, 1, 2, 3, 4]
+        private: Any = trainer
+        assert callable(type(private.fit_loop.epoch_loop)._broadcast_sigterm_tensor)  # what is put out of action
+        undo()
+        assert "register_signal_handlers" not in vars(private._signal_connector)
+        assert "_broadcast_sigterm_tensor" not in vars(private.fit_loop.epoch_loop)
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
-def test_the_loops_stop_at_their_next_boundary() -> None:
-    class Asks(Line):
-        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-            if self.trainer.global_step == 2:
-                compat.stop_on_sigterm(self.trainer)
+def test_children_may_end_with_a_code_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lightning's observer kills the first rank when another one has ended with anything but 0."""
+    trainer = plain(max_steps=1, devices=2, strategy="ddp")
+    launcher: Any = trainer.strategy.launcher
+    launcher.procs = [subprocess.Popen([sys.executable, "-c", "raise SystemExit(75)"])]
+    observer = _ChildProcessObserver(child_processes=launcher.procs, main_pid=os.getpid(), sleep_period=0)
+    killed: list[int] = []
+    monkeypatch.setattr(observer, "_terminate_all", lambda: killed.append(1))
+    child = launcher.procs[0]
+    child.wait()
+    assert observer._run()
+    assert killed == [1]  # what it does
+    compat.let_children_end(trainer)
+    assert observer._run()
+    assert killed == [1]
 
-    model = Asks()
-    with pytest.raises(SIGTERMException):
-        plain(max_steps=5).fit(model, datamodule=Data())
-    assert model.seen == [0, 1, 2]
+
+class Raises(L.Callback):
+    """Says where an exception of a spawned rank is heard of."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        (self.folder / f"spawned-{compat.is_spawned(trainer)}").touch()
+        raise SystemExit(7)
+
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        (self.folder / f"heard-{compat.is_spawned(trainer)}").touch()
+
+
+def test_a_spawned_rank_tells_no_callback_of_its_end(tmp_path: Path) -> None:
+    trainer = plain(max_steps=1, devices=1, strategy="ddp_spawn", callbacks=[Raises(tmp_path)])
+    with pytest.raises(ProcessExitedException) as ended:
+        trainer.fit(Line(), datamodule=Data())
+    assert ended.value.exit_code == 7
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["heard-False", "spawned-True"]
+
+
+def test_a_signal_reaches_spawned_children() -> None:
+    trainer = plain(max_steps=1, devices=2, strategy="ddp_spawn")
+    launcher: Any = trainer.strategy.launcher
+    child = multiprocessing.get_context("spawn").Process(target=time.sleep, args=(60,))
+    child.start()
+    launcher.procs = [child]
+    compat.signal_children(trainer, "SIGTERM")
+    child.join(30)
+    assert child.exitcode == -signal.SIGTERM
 
 
 class Begins(L.Callback):

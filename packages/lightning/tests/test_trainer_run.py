@@ -305,13 +305,15 @@ def test_sigterm_saves_before_it_stops(tmp_path: Path) -> None:
             if self.trainer.global_step == 5:
                 os.kill(os.getpid(), signal.SIGTERM)
 
-    with pytest.raises(SystemExit):
+    with pytest.raises(SystemExit) as ended:
         fit(tmp_path, model=Stopped(), max_steps=20)
+    assert ended.value.code == 143
     run = tmp_path / "run"
-    assert [e["event"] for e in events(run)][-2:] == ["checkpoint", "stop"]
-    assert events(run, "checkpoint")[-1]["reason"] == "terminated"
+    assert [e["event"] for e in events(run)][-3:] == ["signal", "checkpoint", "stop"]
+    assert events(run, "signal")[-1]["signals"] == ["SIGTERM"]
+    assert events(run, "checkpoint")[-1]["reason"] == "stop"
     saved = latest(run).step
-    assert saved >= 5
+    assert saved == 5
     again = Stopped()
     make_trainer(tmp_path, max_steps=saved + 3).fit(again, datamodule=Data())
     assert again.seen == [saved, saved + 1, saved + 2]

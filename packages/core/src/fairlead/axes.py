@@ -126,10 +126,23 @@ class LayerSyncPlugin(Plugin):
 
 
 class RequeuePlugin(Plugin):
-    """Who starts the job again. Its runtime returns a `fairlead.interfaces.Requeuer`."""
+    """Who starts the job again. Its runtime returns a `fairlead.interfaces.Requeuer`.
+
+    `requeue: auto` takes the first of: a plugin whose `evidence` is `before_the_launcher`; the requeuer of the
+    environment; any plugin with evidence, as for torchrun or a plain `python train.py` in a batch script.
+    """
 
     axis = "requeue"
     base = RequeueConfigBase
+    guard: ClassVar[str | None] = None
+    """`module:callable` that makes the `fairlead.interfaces.StopGuard` of a run, called with the config and the
+    build context; None: that of the plugin `none`."""
+    before_the_launcher: ClassVar[bool] = False
+    """Whether evidence for this plugin counts more than the requeuer that the environment names."""
+
+    def evidence(self, environ: Mapping[str, str]) -> str | None:
+        """The variables that show that this requeuer has something to start again; None when nothing does."""
+        return None
 
 
 class LoggerPlugin(Plugin):

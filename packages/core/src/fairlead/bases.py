@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from datetime import timedelta
+from typing import ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+from fairlead.durations import Duration
+from fairlead.network import GlooSettings, NCCLSettings
 
 __all__ = [
     "AXES",
@@ -71,6 +75,14 @@ class EnvironmentConfigBase(BackendConfig):
     """Where the ranks come from: who started this process, and who else is there."""
 
     axis = "environment"
+    preflight_timeout: Duration = Field(default=timedelta(minutes=5), gt=timedelta(0))
+    """How long the ranks may take to find each other at the start, before those that are missing are named. Each
+    collective of the run has the strategy's own `timeout`."""
+    nccl: NCCLSettings = Field(default_factory=dict)
+    """Settings of NCCL: `{debug: INFO, socket_ifname: ib0}` sets NCCL_DEBUG and NCCL_SOCKET_IFNAME in every rank before
+    the process group starts, unless the environment has them. Values are text, numbers, true and false (1 and 0)."""
+    gloo: GlooSettings = Field(default_factory=dict)
+    """Settings of gloo in the same way: `{socket_ifname: eth0}` sets GLOO_SOCKET_IFNAME."""
     auto_requeue: bool | None = None
     """Shorthand of the axis `requeue`: False turns requeueing off, True asks for this scheduler's own requeuer."""
     requeue_signal: str | None = None
@@ -100,9 +112,22 @@ class RequeueConfigBase(BackendConfig):
     axis = "requeue"
     signals: tuple[str, ...] | None = Field(default=None, min_length=1, strict=False)
     """Names of the signals that announce a stop, such as `[SIGUSR1]` or `[usr1]`. Default null: SIGUSR1 and
-    SIGUSR2, which schedulers are asked to send ahead of time, and SIGTERM, which they send at the end."""
+    SIGUSR2, which schedulers are asked to send ahead of time. SIGTERM, which they send at the end, and Ctrl-C always
+    ask for a stop."""
     max_requeues: int | None = Field(default=None, ge=0)
-    """How often the job may be started again; the stop after that is final. Default null: without a limit."""
+    """How often the job may be started again; the stop after that is final. Default null: without a limit. A start
+    of another scheduler job, one that a person has submitted, begins to count anew."""
+    max_without_progress: int | None = Field(default=5, ge=1)
+    """After so many starts in a row that took no training step the stop is final: the job would be requeued for
+    ever. Null: without a limit."""
+    when_unknown: Literal["requeue", "stop"] = "requeue"
+    """What to do when the scheduler does not say why the signal came, as after `scancel -s USR1` by hand, or in a
+    container without its commands."""
+    limit_window_s: float = Field(default=600.0, ge=0, strict=False)
+    """Seconds before its end in which a job that is signalled is taken to be near its time limit. Set more than
+    the lead of the warning signal (`--signal=USR1@1800` needs 1800 and a minute)."""
+    short_s: float = Field(default=30.0, ge=0, strict=False)
+    """With fewer seconds left, only the checkpoint and the requeue are done; loggers are not closed."""
 
     @field_validator("signals")
     @classmethod

@@ -43,7 +43,7 @@ class Resolution:
         devices: Ranks on this node.
         device_indices: The indices of the devices, where the config lists them.
         world_size: Ranks in all.
-        backend: The backend of torch.distributed that fits the device: gloo, nccl, xla.
+        backend: The backend of torch.distributed, as asked, else the one that fits the device: gloo, nccl, xla.
         devices_found: What the accelerator's probe saw on this machine.
         inside_job: Whether a scheduler or launcher started this process.
         findings: What the resolution noticed.

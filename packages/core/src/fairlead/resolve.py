@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import cast
 
-from fairlead.axes import AcceleratorPlugin, EnvironmentPlugin
+from fairlead.axes import AcceleratorPlugin, EnvironmentPlugin, RequeuePlugin
 from fairlead.bases import (
     AcceleratorConfigBase,
     CheckpointIOConfigBase,
@@ -21,6 +21,7 @@ from fairlead.errors import MissingDependencyError, PluginError
 from fairlead.findings import Severity
 from fairlead.hardware import choose_accelerator, count_devices
 from fairlead.interfaces import Setting, Topology
+from fairlead.network import network_findings, network_settings
 from fairlead.plugins import PluginManager
 from fairlead.resolution import Resolution
 
@@ -77,7 +78,8 @@ class _Resolver(Decisions):
         )
         requeue = self._requeue(chosen)
         self._optional()
-        backend = self._backend(accelerator)
+        backend = self._backend(accelerator, strategy)
+        self._network(chosen.config, backend)
         self.settings["resume"] = Setting(self.run.resume, "run.resume" if self.run.resume != "auto" else "the default")
         self._engines()
         return Resolution(
@@ -200,22 +202,26 @@ class _Resolver(Decisions):
             return self.default("requeue", RequeueConfigBase, asked, "none", "")
         tag, reason = "none", "trainer.environment.auto_requeue=false"
         if wanted is not False:
-            plugin = self.plugins.of(environment) if environment else None
-            tag = plugin.requeue if isinstance(plugin, EnvironmentPlugin) else "none"
-            reason = f"the requeuer of {environment.name}" if environment and tag != "none" else "no scheduler to ask"
+            tag, reason = self._requeuer(environment)
         config = self.default("requeue", RequeueConfigBase, asked, tag, reason)
         if config is not None and signal is not None:
             config = config.model_copy(update={"signals": (signal,)})
-        if config is not None and config.name != "none":
-            self.report(
-                "info",
-                "requeue-not-handled",
-                f"this version does not act on signals: requeue {config.name!r} is read, but not used",
-                "trainer.requeue",
-                "a job that its scheduler requeues goes on from its last regular checkpoint",
-                "set checkpoint.every_n_minutes to what you can afford to lose",
-            )
         return config
+
+    def _requeuer(self, environment: EnvironmentConfigBase | None) -> tuple[str, str]:
+        """Where the ranks come from and who starts the job again are two questions: torchrun may run in a batch job."""
+        found = [
+            (tag, evidence, plugin)
+            for tag, plugin in self.plugins.distinct("requeue").items()
+            if isinstance(plugin, RequeuePlugin) and (evidence := plugin.evidence(self.environ)) is not None
+        ]
+        for tag, evidence, plugin in found:
+            if plugin.before_the_launcher:
+                return tag, evidence
+        launcher = self.plugins.of(environment) if environment else None
+        if environment and isinstance(launcher, EnvironmentPlugin) and launcher.requeue != "none":
+            return launcher.requeue, f"the requeuer of {environment.name}"
+        return next(((tag, evidence) for tag, evidence, _ in found), ("none", "no scheduler to ask"))
 
     def _optional(self) -> None:
         if self.trainer.layer_sync is not None:
@@ -223,11 +229,20 @@ class _Resolver(Decisions):
         names = [self.plugins.label(logger) for logger in self.trainer.loggers]
         self.settings["loggers"] = Setting(names, "trainer.loggers" if names else "metrics.csv is always written")
 
-    def _backend(self, accelerator: AcceleratorConfigBase | None) -> str:
+    def _backend(self, accelerator: AcceleratorConfigBase | None, strategy: StrategyConfigBase | None) -> str:
+        asked: str = getattr(strategy, "process_group_backend", "auto")
+        if asked != "auto":
+            self.settings["backend"] = Setting(asked, "trainer.strategy.process_group_backend")
+            return asked
         plugin = self.plugins.of(accelerator) if accelerator else None
         backend = plugin.backend if isinstance(plugin, AcceleratorPlugin) else "gloo"
         self.settings["backend"] = Setting(backend, f"for the device {accelerator.name if accelerator else 'cpu'}")
         return backend
+
+    def _network(self, environment: EnvironmentConfigBase | None, backend: str) -> None:
+        if environment is not None:
+            self.settings.update(network_settings(environment, self.environ))
+            self.findings += network_findings(environment, backend, self.environ)
 
     def _engines(self) -> None:
         """Engines that the selected plugins need and that are not installed."""

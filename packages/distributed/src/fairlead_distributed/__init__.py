@@ -4,14 +4,18 @@
 """
 
 from fairlead_distributed._sampling import derive_seed
+from fairlead_distributed.alarms import Alarm
 from fairlead_distributed.collectives import ReduceOp, all_gather, all_reduce, barrier, broadcast, reduce_scatter
 from fairlead_distributed.divergence import Divergence, first_divergence
 from fairlead_distributed.errors import (
+    AddressNotFoundError,
+    AddressUnreachableError,
     AlreadyInitializedError,
     CollectiveError,
     NonFiniteGradientError,
     NotInitializedError,
     PortError,
+    PreflightError,
     RankFailedError,
     RendezvousError,
     TensorMismatchError,
@@ -30,6 +34,7 @@ from fairlead_distributed.info import (
 )
 from fairlead_distributed.process_group import (
     destroy_process_group,
+    group_store,
     init_process_group,
     process_group,
     rank_device,
@@ -45,9 +50,19 @@ from fairlead_distributed.seeding import (
     sample_rng,
     seeded_split,
 )
+from fairlead_distributed.stacks import (
+    dump_flight_recorder,
+    dump_stacks,
+    flight_recorder_variables,
+    show_stacks_on_signal,
+)
 from fairlead_distributed.store import bind_listener, choose_port, free_port, tcp_store
+from fairlead_distributed.stuck import RankWatch
 
 __all__ = [
+    "AddressNotFoundError",
+    "AddressUnreachableError",
+    "Alarm",
     "AlreadyInitializedError",
     "CollectiveError",
     "DistributedInfo",
@@ -56,7 +71,9 @@ __all__ = [
     "NonFiniteGradientError",
     "NotInitializedError",
     "PortError",
+    "PreflightError",
     "RankFailedError",
+    "RankWatch",
     "ReduceOp",
     "RendezvousError",
     "ResumableDistributedSampler",
@@ -74,13 +91,17 @@ __all__ = [
     "clip_grad_norm",
     "derive_seed",
     "destroy_process_group",
+    "dump_flight_recorder",
+    "dump_stacks",
     "first_divergence",
+    "flight_recorder_variables",
     "free_port",
     "get_distributed_info",
     "get_local_rank",
     "get_rank",
     "get_world_size",
     "global_mean_std",
+    "group_store",
     "init_process_group",
     "is_initialized",
     "isolated_rng",
@@ -94,6 +115,7 @@ __all__ = [
     "seeded_split",
     "set_rng_state",
     "setup_distributed",
+    "show_stacks_on_signal",
     "startup_lines",
     "tcp_store",
     "weighted_mean",

@@ -5,11 +5,14 @@ from __future__ import annotations
 from fairlead.errors import ConfigError, FairleadError, RunFailedError
 
 __all__ = [
+    "AddressNotFoundError",
+    "AddressUnreachableError",
     "AlreadyInitializedError",
     "CollectiveError",
     "NonFiniteGradientError",
     "NotInitializedError",
     "PortError",
+    "PreflightError",
     "RankFailedError",
     "RendezvousError",
     "TensorMismatchError",
@@ -25,7 +28,7 @@ class NotInitializedError(ConfigError):
 
 
 class PortError(FairleadError):
-    """None of the wanted ports can be bound."""
+    """None of the wanted ports can be bound, or another start has taken this one's."""
 
     exit_code = 1
 
@@ -34,6 +37,18 @@ class RendezvousError(RunFailedError):
     """The ranks did not find each other. `missing` holds the ranks that never arrived, where known."""
 
     missing: tuple[int, ...] = ()
+
+
+class AddressNotFoundError(RendezvousError):
+    """The name of the main address does not resolve on this machine."""
+
+
+class AddressUnreachableError(RendezvousError):
+    """Nothing answers at the main address: no route, a firewall, or rank 0 is not there."""
+
+
+class PreflightError(RendezvousError):
+    """The ranks came and do not fit together, or some did not come; the same text on all ranks."""
 
 
 class CollectiveError(RunFailedError):

@@ -5,22 +5,24 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
-from urllib.parse import urlsplit
 
 import torch
 import torch.distributed as dist
 
-from fairlead.detect import choose_environment
 from fairlead.errors import ConfigError, MissingDependencyError
-from fairlead.plugins import default_plugins
-from fairlead_distributed import _environ, rendezvous
+from fairlead.starts import Start
+from fairlead_distributed import _environ
 from fairlead_distributed.errors import AlreadyInitializedError, RendezvousError
 from fairlead_distributed.info import DistributedInfo, get_distributed_info, get_rank, get_world_size, is_initialized
-from fairlead_distributed.store import DEFAULT_PORT
+from fairlead_distributed.opening import open_store
+from fairlead_distributed.preflight import own_facts
+from fairlead_distributed.rendezvous import Company, meet
 
 __all__ = [
     "DEFAULT_TIMEOUT",
+    "PREFLIGHT_TIMEOUT",
     "destroy_process_group",
+    "group_store",
     "init_process_group",
     "process_group",
     "rank_device",
@@ -28,7 +30,9 @@ __all__ = [
 ]
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)
-"""How long ranks wait for each other, at the start and in each collective."""
+"""How long ranks wait for each other in each collective."""
+PREFLIGHT_TIMEOUT = timedelta(minutes=5)
+"""How long ranks may take to come, at the start."""
 
 
 def setup_distributed(environ: Mapping[str, str] | None = None) -> tuple[int, int]:
@@ -92,11 +96,16 @@ def init_process_group(
     store: dist.Store | None = None,
     environ: Mapping[str, str] | None = None,
     device: torch.device | str | None = None,
+    preflight_timeout: timedelta | None = None,
+    start: Start | None = None,
+    config_hash: str | None = None,
 ) -> None:
     """Makes this process one of a group, after it has taken its own device.
 
     Unlike `torch.distributed.init_process_group` it gives each start its own keys in the store, so that workers
-    restarted by torchrun find each other, and it says which ranks are missing when the timeout expires.
+    restarted by torchrun find each other. Before the backend starts, all ranks meet: those that do not come in time
+    are named, with their hosts where the launcher tells them, and so is a rank of another job, config, device or
+    version of torch. Without a port from the launcher or the user, rank 0 takes a free one and the others find it.
 
     Args:
         backend: `auto` is nccl (RCCL on AMD) for a CUDA device, xla for an XLA device, else gloo. Or any backend of
@@ -106,16 +115,23 @@ def init_process_group(
             new file on a file system that all ranks see.
         world_size: The number of processes; None reads it as `setup_distributed` does.
         rank: This process's number, from 0; None as above.
-        timeout: For the group to form, and for each of its collectives.
+        timeout: For each collective of the group.
         store: A store that all ranks share, instead of `init_method`.
         environ: The environment to read; None is this process's own.
         device: This rank's device; None is `rank_device(environ)`.
+        preflight_timeout: How long ranks may take to come; None is 5 minutes, or `timeout` where that is shorter.
+        start: What the launcher says of this start; None asks the environment's plugins. Its `ports` take the place of
+            the port in `init_method`.
+        config_hash: A digest of what decides what is computed; it has to be the same on all ranks.
 
     Raises:
         AlreadyInitializedError: There is a group already.
         ConfigError: Rank, world size, address or backend are wrong or missing.
         PortError: Rank 0 cannot listen on the port.
-        RendezvousError: Not all ranks came in time; its `missing` names them where it can be known.
+        AddressNotFoundError: The name of the main address does not resolve.
+        AddressUnreachableError: Nothing answers at the main address.
+        PreflightError: Not all ranks came in time (`missing` names them), or they do not fit together.
+        RendezvousError: The store went away, or the backend could not connect the ranks.
 
     Example:
         >>> init_process_group(environ={})
@@ -132,14 +148,28 @@ def init_process_group(
         )
     environ = _environ.or_process(environ)
     rank, world_size = _rank_and_world_size(rank, world_size, environ)
-    if timeout <= timedelta(0):
-        raise ConfigError(f"the timeout must be positive, not {timeout}", where="timeout")
+    preflight_timeout = preflight_timeout if preflight_timeout is not None else min(PREFLIGHT_TIMEOUT, timeout)
+    if min(timeout, preflight_timeout) <= timedelta(0):
+        raise ConfigError(f"the timeout must be positive, not {min(timeout, preflight_timeout)}", where="timeout")
     own = _own_device(backend, device, environ)
     if own.type == "cuda":
         torch.cuda.set_device(own)
     backend = _backend(backend, own)
-    where, shared = _open_store(init_method, store, rank, world_size, environ, timeout)
-    keys = rendezvous.meet(shared, rank=rank, world_size=world_size, environ=environ, timeout=timeout, where=where)
+    nccl = "nccl" in backend
+    opened, start = open_store(
+        init_method, store, rank, world_size, start=start, environ=environ, timeout=preflight_timeout
+    )
+    with opened:
+        facts = own_facts(own, start=start, config_hash=config_hash, exclusive=nccl and world_size > 1)
+        keys = meet(
+            opened.store,
+            Company(rank, world_size, facts, start),
+            environ=environ,
+            timeout=preflight_timeout,
+            where=opened.where,
+            all_here=opened.close_door,
+        )
+    keys.set_timeout(timeout)
     try:
         dist.init_process_group(
             backend,
@@ -148,11 +178,11 @@ def init_process_group(
             world_size=world_size,
             timeout=timeout,
             # With its device NCCL connects now, not in the first collective, and a wrong set-up fails here.
-            device_id=own if own.type == "cuda" and "nccl" in backend else None,
+            device_id=own if own.type == "cuda" and nccl else None,
         )
     except RuntimeError as error:
         raise RendezvousError(
-            f"all {world_size} processes came to {where}, but {backend} could not connect them",
+            f"all {world_size} processes came to {opened.where}, but {backend} could not connect them",
             where=f"rank {rank} of {world_size}",
             why=str(error).splitlines()[0],
             fix="name the network interface between the machines (GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME=eth0); "
@@ -166,6 +196,18 @@ def destroy_process_group() -> None:
         dist.destroy_process_group()
 
 
+def group_store() -> dist.Store | None:
+    """The store of the group of all processes, for messages beside its collectives; None without a group.
+
+    It serves one thread at a time: another one needs `clone()`. Put keys under a `PrefixStore` of your own.
+
+    Example:
+        >>> with process_group(environ={}):
+        ...     group_store().set("mine/step", "7")
+    """
+    return dist.distributed_c10d._get_default_store() if is_initialized() else None
+
+
 @contextmanager
 def process_group(
     backend: str = "auto",
@@ -177,6 +219,9 @@ def process_group(
     store: dist.Store | None = None,
     environ: Mapping[str, str] | None = None,
     device: torch.device | str | None = None,
+    preflight_timeout: timedelta | None = None,
+    start: Start | None = None,
+    config_hash: str | None = None,
 ) -> Iterator[DistributedInfo]:
     """`init_process_group` for the length of a block, with the same arguments.
 
@@ -186,7 +231,17 @@ def process_group(
         0 of 1
     """
     init_process_group(
-        backend, init_method, world_size, rank, timeout=timeout, store=store, environ=environ, device=device
+        backend,
+        init_method,
+        world_size,
+        rank,
+        timeout=timeout,
+        store=store,
+        environ=environ,
+        device=device,
+        preflight_timeout=preflight_timeout,
+        start=start,
+        config_hash=config_hash,
     )
     try:
         yield get_distributed_info()
@@ -232,55 +287,14 @@ def _backend(backend: str, device: torch.device) -> str:
             raise ConfigError(
                 f"unknown backend {name!r}", where="backend", fix=f"use auto or one of {', '.join(known)}"
             )
+        if name == "mpi" and not dist.is_mpi_available():
+            raise ConfigError(
+                "the backend 'mpi' cannot be used here",
+                where="backend",
+                why="this torch was built without MPI, as those of PyPI are",
+                fix="use gloo or nccl, which mpirun can start as well; or build torch from source beside your MPI",
+            )
         if name == "nccl" and not (dist.is_nccl_available() and torch.cuda.is_available()):
             why = "no CUDA or ROCm device is visible" if dist.is_nccl_available() else "this torch was built without it"
             raise ConfigError("the backend 'nccl' cannot be used here", where="backend", why=why, fix="use 'gloo'")
     return backend
-
-
-def _open_store(
-    init_method: str,
-    store: dist.Store | None,
-    rank: int,
-    world_size: int,
-    environ: Mapping[str, str],
-    timeout: timedelta,
-) -> tuple[str, dist.Store]:
-    """The address, for messages, and the store that all ranks share."""
-    if store is not None:
-        return "the given store", store
-    scheme, netloc, path = urlsplit(init_method)[:3]
-    if scheme == "file" and path:
-        return path, dist.FileStore(path, world_size)
-    if scheme == "env":
-        if world_size == 1:
-            return "this process", dist.HashStore()
-        endpoint = _endpoint(environ)
-    elif scheme == "tcp" and ":" in netloc:
-        parts = urlsplit(init_method)
-        if parts.hostname is None or parts.port is None:
-            raise ConfigError(f"no host and port in {init_method!r}", where="init_method", fix="write tcp://host:port")
-        endpoint = rendezvous.Endpoint(parts.hostname, parts.port)
-    else:
-        raise ConfigError(
-            f"init_method {init_method!r} is not understood",
-            where="init_method",
-            fix="use env://, tcp://host:port or file:///path",
-        )
-    return str(endpoint), rendezvous.connect(endpoint, rank=rank, environ=environ, timeout=timeout)
-
-
-def _endpoint(environ: Mapping[str, str]) -> rendezvous.Endpoint:
-    """MASTER_ADDR and MASTER_PORT; without them what the scheduler says, where a plugin knows it (the first node)."""
-    address, port = environ.get("MASTER_ADDR", "").strip(), _environ.integer(environ, "MASTER_PORT")
-    if address:
-        return rendezvous.Endpoint(address, port or DEFAULT_PORT)
-    topology = choose_environment("auto", environ, default_plugins(), starting=True).topology
-    if topology is not None and topology.main_address is not None and topology.main_port is not None:
-        return rendezvous.Endpoint(topology.main_address.value, port or topology.main_port.value)
-    raise ConfigError(
-        "MASTER_ADDR is not set: the processes do not know where to meet",
-        where="environment, MASTER_ADDR",
-        fix="set MASTER_ADDR to the name of the machine of rank 0 (127.0.0.1 when all are on one), or start with "
-        "torchrun, which sets it; in a job of SLURM or LSF: pip install fairlead-environments, which finds it",
-    )

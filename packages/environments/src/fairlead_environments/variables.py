@@ -6,18 +6,21 @@ as absent: shells and pod templates leave such behind.
 
 from __future__ import annotations
 
+import itertools
 import zlib
 from collections.abc import Iterable, Mapping
 
 from fairlead.errors import ConfigError
 from fairlead.interfaces import Setting, Topology
+from fairlead.starts import Start
 
 __all__ = [
+    "candidate_ports",
     "check_ranks",
-    "derived_port",
+    "given_port",
     "integer",
-    "main_port",
     "malformed",
+    "meeting",
     "present",
     "required",
     "short_name",
@@ -27,6 +30,8 @@ __all__ = [
 
 PORTS = range(20000, 30000)
 """Where derived ports lie: below Linux's ephemeral range (32768 on), above most services."""
+CANDIDATES = 16
+"""How many ports the ranks of a start try."""
 
 
 def malformed(name: str, value: str, expected: str) -> ConfigError:
@@ -88,25 +93,29 @@ def required(environ: Mapping[str, str], *names: str, by: str, minimum: int = 0)
     )
 
 
-def derived_port(*parts: object) -> int:
-    """A port that every rank of a job computes alike without talking to the others.
+def candidate_ports(identity: str) -> tuple[int, ...]:
+    """Ports that every rank of a start computes alike without talking to the others, none twice.
 
-    Two jobs get the same one by chance in one of 10,000 cases; nothing probes whether it is free.
+    The first candidates of two starts are the same by chance in one of 10,000 cases. Rank 0 takes the first that is
+    free, and the others look for it; so a port that is taken costs nothing.
 
     Example:
-        >>> derived_port("slurm", 12, 0, 0) in PORTS
-        True
+        >>> ports = candidate_ports("job 12, step 0, restart 0")
+        >>> len(set(ports)), all(port in PORTS for port in ports)
+        (16, True)
     """
-    return PORTS.start + zlib.crc32("/".join(map(str, parts)).encode()) % len(PORTS)
+    derived = (PORTS.start + zlib.crc32(f"{identity}/{n}".encode()) % len(PORTS) for n in itertools.count())
+    found: dict[int, None] = {}
+    while len(found) < CANDIDATES:
+        found[next(derived)] = None
+    return tuple(found)
 
 
-def main_port(asked: int | None, environ: Mapping[str, str], parts: Mapping[str, object]) -> Setting:
-    """The config's port, else MASTER_PORT, else one derived from what identifies the job.
+def given_port(asked: int | None, environ: Mapping[str, str]) -> Setting | None:
+    """The config's port, else MASTER_PORT; None leaves it to the ranks.
 
-    Args:
-        asked: `main_port` of the environment's config.
-        environ: The environment variables.
-        parts: What all ranks of this run share and other runs do not, named for the reason.
+    Raises:
+        ConfigError: MASTER_PORT is no port.
     """
     if asked is not None:
         return Setting(asked, "environment.main_port")
@@ -115,8 +124,36 @@ def main_port(asked: int | None, environ: Mapping[str, str], parts: Mapping[str,
         if exported.value > 65535:
             raise malformed("MASTER_PORT", str(exported.value), "a TCP port from 1 to 65535")
         return exported
-    named = ", ".join(f"{name} {value}" for name, value in parts.items())
-    return Setting(derived_port(*parts.items()), f"derived from {named}; not probed")
+    return None
+
+
+def meeting(
+    asked: int | None,
+    environ: Mapping[str, str],
+    parts: Mapping[str, object],
+    *,
+    hosts: Iterable[str] = (),
+    rank_hosts: Iterable[str] = (),
+) -> tuple[Setting, Start]:
+    """`main_port` with its reason, and what else the ranks of this start know of it before they meet.
+
+    Args:
+        asked: `main_port` of the environment's config.
+        environ: The environment variables.
+        parts: What all ranks of this start share and no other start does, named for messages.
+        hosts: The node of each node rank, where known.
+        rank_hosts: The node of each rank, where known.
+
+    Raises:
+        ConfigError: MASTER_PORT is no port.
+    """
+    identity = ", ".join(f"{name} {value}" for name, value in parts.items())
+    given = given_port(asked, environ)
+    ports = () if given is not None else candidate_ports(identity)
+    first = given or Setting(
+        ports[0], f"the first free one of {len(ports)} ports derived from {identity}; this is the first"
+    )
+    return first, Start(identity, ports, tuple(hosts), tuple(rank_hosts))
 
 
 def short_name(host: str) -> str:

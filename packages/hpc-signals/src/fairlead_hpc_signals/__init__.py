@@ -20,6 +20,7 @@ from fairlead_hpc_signals.reasons import StopReason, why_stopped
 from fairlead_hpc_signals.script.config import ScriptRequeueConfig
 from fairlead_hpc_signals.slurm.config import SLURMRequeueConfig
 from fairlead_hpc_signals.stopping import PreemptionGuard
+from fairlead_hpc_signals.workers import OutliveStops
 
 if TYPE_CHECKING:
     from fairlead_hpc_signals.agreement import StopAgreement
@@ -32,6 +33,7 @@ __all__ = [
     "Flag",
     "LSFRequeueConfig",
     "NoneRequeueConfig",
+    "OutliveStops",
     "PreemptionGuard",
     "SLURMRequeueConfig",
     "ScriptRequeueConfig",

@@ -21,6 +21,7 @@ from typing import Final
 
 import torch.distributed as dist
 
+from fairlead_distributed import group_store
 from fairlead_hpc_signals.channel import LONG, Channel, clone
 from fairlead_hpc_signals.decision import AgreementError, Answer, StopDecision, decide, no_agreement, request_of
 from fairlead_hpc_signals.flags import SignalFlags
@@ -103,7 +104,9 @@ class StopAgreement:
         Raises:
             ValueError: There is no process group.
         """
-        store, rank = dist.distributed_c10d._get_default_store(), dist.get_rank()
+        rank = dist.get_rank()
+        store = group_store()
+        assert store is not None  # or `get_rank` would have raised
         # Keys are never used twice; all ranks make their agreements in the same order.
         number = store.add(f"fairlead/stop/{rank}", 1)
         return cls(flags, dist.PrefixStore(f"fairlead/stop/{number}", store), rank, dist.get_world_size())

@@ -28,6 +28,7 @@ DEFAULT_SIGNALS: Final = ("SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2")
 """What schedulers send before they kill, what people set in `--signal=USR1@120`, and Ctrl-C."""
 
 _MOST = 1000  # notes that are kept; a sender that never stops must not fill the memory
+_WARNINGS = (signal.SIGUSR1, signal.SIGUSR2)
 _FROM_TERMINAL = (signal.SIGINT, signal.SIGHUP)
 
 
@@ -66,7 +67,7 @@ class SignalFlags:
     the training. The first Ctrl-C sets the flag; the next one does what it did before, so that a person gets out.
 
     A forked child (a loader's worker) gets the earlier handlers back and has no flags; a signal that comes to it
-    before that waits until then.
+    before that waits until then. SIGUSR1 and SIGUSR2 are ignored there, unless they were handled before.
 
     Args:
         signals: Names or numbers.
@@ -145,8 +146,12 @@ class SignalFlags:
 
     # -- handlers
 
-    def install(self) -> SignalFlags:
+    def install(self, only: Iterable[str] | None = None) -> SignalFlags:
         """Installs the handlers; early, before data is prepared and checkpoints are loaded. Once is enough.
+
+        Args:
+            only: Names of those to begin with: a signal that merely warns may be noted long before there is something
+                to stop, while SIGTERM is still to end the process.
 
         Raises:
             ConfigError: This is not the main thread: Python lets only that one install handlers.
@@ -158,9 +163,10 @@ class SignalFlags:
                 fix="make and install SignalFlags in the main thread, before the training thread starts, and hand the "
                 "object over: every thread can read it",
             )
+        chosen = None if only is None else set(only)
         ignored = []
         for number in self.signals:
-            if number in self._earlier:
+            if number in self._earlier or (chosen is not None and number.name not in chosen):
                 continue
             earlier = signal.getsignal(number)
             if earlier is signal.SIG_IGN and number in _FROM_TERMINAL:
@@ -214,8 +220,15 @@ class SignalFlags:
             earlier(number, frame)
 
     def disown(self) -> None:
-        """Leaves a forked child as if these flags had never been made; called there by itself."""
+        """Leaves a forked child as if these flags had never been made; called there by itself.
+
+        But for signals that only warn: they come to all processes of a job, and by default each would die of it.
+        """
+        warned = [number for number in self._earlier if number in _WARNINGS]
         self.uninstall()
+        for number in warned:
+            if signal.getsignal(number) == signal.SIG_DFL:
+                signal.signal(number, signal.SIG_IGN)
         self._notes = []
         self._close()  # the child's copies; the parent's stay open
         self._read_fd = self._write_fd = -1  # the numbers are free for other files now

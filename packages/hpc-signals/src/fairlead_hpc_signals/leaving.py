@@ -36,6 +36,7 @@ class Leaving:
         policy: How long each part may take.
         signals: What came to any rank: the same on all ranks.
         question: Asks the scheduler; called on the leading rank only.
+        budget: Says why no other start is wanted after a reason, or None; called on the leading rank only.
     """
 
     def __init__(
@@ -44,12 +45,14 @@ class Leaving:
         policy: StopPolicy,
         signals: Sequence[str],
         question: Callable[[], StopReason],
+        budget: Callable[[StopReason], str | None] | None = None,
     ) -> None:
         self.channel = channel
         self.policy = policy
         self.leads = channel is None or channel.rank == 0
         self._signals = signals
         self._question = question
+        self._budget = budget
         self._reason = StopReason("unknown", "the scheduler did not answer in time")
         self._asked_at = time.monotonic()
         self._code: int | None = None
@@ -146,8 +149,10 @@ class Leaving:
 
     def _outcome(self, reason: StopReason, cut: tuple[str, ...]) -> StopOutcome:
         wanted = start_wanted(reason, self._signals, self.policy)
+        refused = self._budget(reason) if wanted and self._budget is not None else None
+        wanted = wanted and refused is None
         code = (self._code or REQUEUE_EXIT_CODE) if wanted else exit_code_without_requeue(self._signals)
-        return StopOutcome(code, reason, wanted, cut=cut)
+        return StopOutcome(code, reason, wanted, cut=cut, refused=refused)
 
     def _requeued(self, plan: StopOutcome, requeuer: Requeuer | None) -> StopOutcome:
         if plan.start_wanted and not plan.cut and self._age() > _STALE:

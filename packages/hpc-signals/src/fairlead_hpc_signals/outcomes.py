@@ -55,6 +55,7 @@ class StopOutcome:
             failed.
         error: Why another start could not be arranged though it is wanted.
         cut: What was left out, as time was short.
+        refused: Why no other start is wanted though the reason alone would want one: a budget is used up.
     """
 
     exit_code: int
@@ -63,6 +64,7 @@ class StopOutcome:
     requeued: str | None = None
     error: str | None = None
     cut: tuple[str, ...] = ()
+    refused: str | None = None
 
     def exit(self) -> NoReturn:
         """Ends the process with the exit code."""

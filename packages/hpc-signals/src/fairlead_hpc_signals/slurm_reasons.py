@@ -91,7 +91,8 @@ def read_job(fields: Mapping[str, str], restarts: int, nodes: str, now: float, l
         limit_window_s: See `fairlead_hpc_signals.reasons.LIMIT_WINDOW`.
     """
     state, told, preempted = fields["JobState"], fields.get("Reason", "None"), _time(fields.get("PreemptTime"))
-    may = {"0": False, "1": True}.get(fields.get("Requeue", ""))
+    # SLURM starts a batch script again; of what salloc or srun began, nothing is left that it could start.
+    may = False if fields.get("BatchFlag") == "0" else {"0": False, "1": True}.get(fields.get("Requeue", ""))
     end = _time(fields.get("EndTime"))
     shown = ("JobState", "Reason", "Restarts", "NodeList", "EndTime", "PreemptTime")
     evidence = ", ".join(f"{name}={fields[name]}" for name in shown if name in fields)

@@ -26,6 +26,7 @@ from fairlead_hpc_signals.flags import DEFAULT_SIGNALS, SignalFlags
 from fairlead_hpc_signals.leaving import Leaving
 from fairlead_hpc_signals.outcomes import StopOutcome, StopPolicy
 from fairlead_hpc_signals.reasons import StopReason, why_stopped
+from fairlead_hpc_signals.workers import OutliveStops
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -118,6 +119,11 @@ class PreemptionGuard:
         """Asks all ranks to stop without a signal, as before the end of a time budget; `why` is for the history."""
         self._started().ask(why)
 
+    @property
+    def in_worker(self) -> OutliveStops:
+        """For `worker_init_fn` of loaders: a scheduler signals their workers too, which must outlive it."""
+        return OutliveStops(self.flags.signals)
+
     # -- afterwards
 
     @property
@@ -142,18 +148,21 @@ class PreemptionGuard:
         *,
         durable: Callable[[], object] | None = None,
         finish: Callable[[StopReason], object] | None = None,
+        budget: Callable[[StopReason], str | None] | None = None,
     ) -> StopOutcome:
         """Saves on all ranks, then has the job started again by rank 0; called on all ranks once they agreed to stop.
 
         Meanwhile rank 0 asks the scheduler why. No start is arranged before everything is saved, for a cancelled job,
         or for one that is requeued already. When the time left is known to be short, `finish` is left
-        out. There is no budget of requeues here: who keeps the history of a run keeps count.
+        out.
 
         Args:
             save: Writes the checkpoint.
             requeuer: Has the job started again; None leaves it to who started it, by the exit code.
             durable: Returns when what was saved survives a power cut.
             finish: Closes loggers and writes the history, before the job is requeued: the scheduler may end it at once.
+            budget: Says why no other start is wanted after a reason, or None where one is; called on rank 0. Whoever
+                keeps the history of a run keeps count of its starts.
 
         Returns:
             What was done, and the exit code for all ranks: end the process with it (`outcome.exit()`).
@@ -168,7 +177,7 @@ class PreemptionGuard:
             raise ConfigError("no stop was agreed on", fix="call save_and_requeue where should_stop() was true")
         if self.outcome is not None:
             raise ConfigError("this stop was carried out already", fix="end the process with outcome.exit_code")
-        leaving = Leaving(stop.channel, self.policy, stop.decision.signals, self._why)
+        leaving = Leaving(stop.channel, self.policy, stop.decision.signals, self._why, budget)
         error: BaseException | None = None
         try:
             save()

@@ -6,19 +6,20 @@ Lightning offers no public way to do these things; nothing else in Fairlead touc
 from __future__ import annotations
 
 import builtins
+import multiprocessing
+import signal
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
-from types import FrameType
 from typing import Any, Protocol, TypeVar
 
 import lightning.pytorch as L
 import torch
 import torch.distributed as dist
 from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher
+from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher, _SubprocessScriptLauncher
 from lightning.pytorch.trainer.connectors.logger_connector.result import _Metadata, _ResultMetric, _Sync
-from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.utils.data import DataLoader
 from torchmetrics import Metric
 
@@ -33,23 +34,25 @@ __all__ = [
     "hold_logged",
     "hold_metrics",
     "inside_epoch",
+    "is_spawned",
+    "let_children_end",
     "logged_for_epoch",
     "logged_state",
     "only_its_own_batch_hooks",
     "prepare_loaders_with",
-    "replace_sigterm_handler",
     "restore_logged",
     "resume_from",
     "set_batches_done",
     "set_logged",
     "set_root_dir",
-    "stop_on_sigterm",
+    "signal_children",
     "train_loaders",
     "training_place",
     "validates_by_clock",
     "wants_sharding",
     "watch_boundaries",
     "without_sanity_check",
+    "without_signal_handlers",
 ]
 
 _Callback = TypeVar("_Callback", bound=L.Callback)
@@ -127,20 +130,49 @@ def draw_anew(trainer: L.Trainer) -> None:
     loop._resuming_from_checkpoint = False
 
 
-def replace_sigterm_handler(trainer: L.Trainer, note: Callable[[int, FrameType | None], None]) -> None:
-    """Has `note` called on SIGTERM instead of Lightning's handler, which starts a collective wherever the rank is.
+def without_signal_handlers(trainer: L.Trainer) -> Callable[[], None]:
+    """Keeps Lightning from handling signals: its SIGTERM handler starts a collective wherever the rank is.
 
-    Lightning's broadcast before every batch, by which rank 0 tells the others, goes with it.
+    Its broadcast before every batch, by which rank 0 tells the others, goes with it, and so does what it does for SLURM
+    by itself.
+
+    Returns:
+        Ends it.
     """
     connector: Any = trainer._signal_connector
-    connector._sigterm_notifier_fn = note
     loop: Any = trainer.fit_loop.epoch_loop
+
+    def register_signal_handlers() -> None:
+        connector.received_sigterm = False
+
+    connector.register_signal_handlers = register_signal_handlers
     loop._broadcast_sigterm_tensor = _nothing
 
+    def undo() -> None:
+        vars(connector).pop("register_signal_handlers", None)
+        vars(loop).pop("_broadcast_sigterm_tensor", None)
 
-def stop_on_sigterm(trainer: L.Trainer) -> None:
-    """Makes Lightning's loops raise SIGTERMException at their next boundary."""
-    trainer._signal_connector.received_sigterm = True
+    return undo
+
+
+def let_children_end(trainer: L.Trainer) -> None:
+    """Has Lightning's launcher no longer watch the ranks it started: at their exit codes it would kill this process."""
+    launcher: Any = trainer.strategy.launcher
+    if isinstance(launcher, _SubprocessScriptLauncher):
+        launcher.procs.clear()
+
+
+def is_spawned(trainer: L.Trainer) -> bool:
+    """Whether this process is a rank that Lightning has spawned: it calls no `on_exception` there."""
+    spawns = isinstance(trainer.strategy.launcher, _MultiProcessingLauncher)
+    return spawns and multiprocessing.parent_process() is not None
+
+
+def signal_children(trainer: L.Trainer, name: str) -> None:
+    """Sends a signal to the ranks that this process has spawned."""
+    launcher: Any = trainer.strategy.launcher
+    if launcher is not None:
+        launcher.kill(signal.Signals[name])
 
 
 def _nothing() -> None:
@@ -199,12 +231,7 @@ def watch_boundaries(trainer: L.Trainer, watcher: Boundaries) -> Callable[[], No
         finish(data_fetcher)
 
     def finish(data_fetcher: Any) -> None:
-        try:
-            end(data_fetcher)
-        except SIGTERMException:
-            if trainer.training:  # not out of the middle of a validation
-                watcher.after_validation()
-            raise
+        end(data_fetcher)
         watcher.after_validation()
 
     fit.on_advance_start = on_advance_start

@@ -6,15 +6,16 @@ import importlib
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any, Final
+from typing import Any, Final, cast
 
-from fairlead.bases import BackendConfig
+from fairlead.axes import RequeuePlugin
+from fairlead.bases import BackendConfig, RequeueConfigBase
 from fairlead.config import ClassSpec
 from fairlead.errors import FairleadError, PluginError
-from fairlead.interfaces import BuildContext
+from fairlead.interfaces import BuildContext, StopGuard, StopSignals
 from fairlead.modules import CodeRoot, instantiate
 
-__all__ = ["PASSED_ON", "build_backend", "build_plugins", "trainer_arguments"]
+__all__ = ["PASSED_ON", "build_backend", "build_guard", "build_plugins", "trainer_arguments"]
 
 PASSED_ON: Final = (
     "accumulate_grad_batches",
@@ -64,16 +65,7 @@ def build_backend(config: BackendConfig, context: BuildContext) -> Any:
     plugin = plugins.of(config)
     if plugin.runtime is None:
         raise PluginError(f"the {config.axis} {config.name!r} has no runtime", where=f"trainer.{config.axis}")
-    module, _, name = plugin.runtime.partition(":")
-    try:
-        runtime: Callable[[BackendConfig, BuildContext], Any] = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError) as error:
-        raise PluginError(
-            f"the runtime of the {config.axis} {config.name!r} cannot be imported",
-            where=plugin.runtime,
-            why=f"{type(error).__name__}: {error}",
-            fix="its engine may be of a version that the plugin does not know; see `fairlead plugins`",
-        ) from error
+    runtime = _imported(plugin.runtime, f"the runtime of the {config.axis} {config.name!r}")
     try:
         return runtime(config, context)
     except FairleadError:
@@ -84,6 +76,26 @@ def build_backend(config: BackendConfig, context: BuildContext) -> Any:
             where=f"trainer.{config.axis}",
             why=f"{type(error).__name__}: {error}",
         ) from error
+
+
+def build_guard(config: RequeueConfigBase, context: BuildContext, flags: StopSignals | None = None) -> StopGuard:
+    """What stops a run on the signals of a requeuer; torch is not imported for it.
+
+    Args:
+        config: The requeuer's.
+        context: What it is built with.
+        flags: Those of an earlier guard of this process; None: new ones.
+
+    Raises:
+        PluginError: It cannot be imported.
+    """
+    plugins = context.plugins
+    plugin = cast("RequeuePlugin", plugins.of(config))
+    target = plugin.guard or cast("RequeuePlugin", plugins.get("requeue", "none")).guard
+    if target is None:
+        raise PluginError(f"the requeue {config.name!r} has no guard", where="trainer.requeue")
+    made: StopGuard = _imported(target, f"the guard of the requeue {config.name!r}")(config, context, flags)
+    return made
 
 
 def build_plugins(context: BuildContext) -> dict[str, Any]:
@@ -134,6 +146,20 @@ def trainer_arguments(context: BuildContext, root: CodeRoot) -> dict[str, Any]:
         # Lightning refuses what is on by default here.
         arguments |= {"enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
     return arguments | config.lightning_kwargs
+
+
+def _imported(target: str, what: str) -> Callable[..., Any]:
+    module, _, name = target.partition(":")
+    try:
+        found: Callable[..., Any] = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise PluginError(
+            f"{what} cannot be imported",
+            where=target,
+            why=f"{type(error).__name__}: {error}",
+            fix="its engine may be of a version that the plugin does not know; see `fairlead plugins`",
+        ) from error
+    return found
 
 
 def _instance(spec: ClassSpec, root: CodeRoot, *path: str | int) -> Any:

@@ -10,10 +10,12 @@ from typing import Any, Literal
 
 import lightning.pytorch as L
 from lightning.fabric.plugins import TorchCheckpointIO
+from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 
+from fairlead.bases import RequeueConfigBase
 from fairlead.config import CheckpointConfig, RunConfig, TrainerConfig
-from fairlead.interfaces import BuildContext, Setting
+from fairlead.interfaces import BuildContext, Setting, StopGuard
 from fairlead.open_union import parse_backend
 from fairlead.plugins import PluginManager, default_plugins
 from fairlead.resolve import Resolution, resolve
@@ -29,10 +31,12 @@ from fairlead_lightning.exact.seen import uncut_loggers
 from fairlead_lightning.metrics import METRICS_FILE, MetricsFile
 from fairlead_lightning.recorder import Recorder
 from fairlead_lightning.session import RunSession, open_session
+from fairlead_lightning.stops import Stops
+from fairlead_lightning.stuck import StuckRanks
 
 __all__ = ["Fairlead"]
 
-_PARTS = (AverageOverRanks, ExactResume, Checkpoints, Recorder)
+_PARTS = (AverageOverRanks, ExactResume, Checkpoints, Recorder, StuckRanks, Stops)
 
 
 class Fairlead(L.Callback):
@@ -46,9 +50,12 @@ class Fairlead(L.Callback):
     Args:
         run: The run directory, as `runs/digits`, or a `RunConfig`; None: `runs/<name of the script>`.
         checkpoint: When to save and what to keep; None: the defaults of `CheckpointConfig`.
+        requeue: Who starts the job again after a stop, as `trainer.requeue`; `auto`: the scheduler of this job.
         batch_policy: What stays the same when the run goes on with another number of ranks; see `TrainerConfig`.
         environ: The environment variables; None: this process's.
         plugins: The plugin manager; None: the plugins installed here.
+        guard: What stops the fit on a signal, with handlers that are installed already, as where the fit is not in
+            the main thread; None: made from `requeue`.
 
     Example:
         >>> import lightning.pytorch as L
@@ -62,9 +69,11 @@ class Fairlead(L.Callback):
         run: str | os.PathLike[str] | RunConfig | None = None,
         *,
         checkpoint: CheckpointConfig | None = None,
+        requeue: RequeueConfigBase | Mapping[str, Any] | str = "auto",
         batch_policy: Literal["keep_global", "keep_per_device"] | None = None,
         environ: Mapping[str, str] | None = None,
         plugins: PluginManager | None = None,
+        guard: StopGuard | None = None,
     ) -> None:
         if isinstance(run, RunConfig):
             self.run = run
@@ -79,6 +88,12 @@ class Fairlead(L.Callback):
         self._environ = os.environ if environ is None else environ
         self.exact = ExactResume(environ=self._environ)
         self._plugins = plugins
+        plugins = plugins if plugins is not None else default_plugins()
+        self._config = TrainerConfig.model_validate({"requeue": requeue}, context={"plugins": plugins})
+        resolution = resolve(self._config, environ=self._environ, plugins=plugins)
+        self.stuck = StuckRanks(self._environ)
+        self.stops = Stops(resolution.requeue, BuildContext(resolution, self._environ, plugins), _say, guard)
+        self.stops.listen_early()
         self._accumulate: int | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -90,7 +105,7 @@ class Fairlead(L.Callback):
         if stage != "fit":
             return
         plugins = self._plugins if self._plugins is not None else default_plugins()
-        resolution = _as_seen(trainer, self._environ, plugins, self.batch_policy)
+        resolution = _as_seen(trainer, self._environ, plugins, self._config, self.batch_policy)
         datamodule = getattr(trainer, "datamodule", None)  # set by Lightning when the fit begins
         job = {
             "run": self.run.model_dump(mode="json"),
@@ -128,9 +143,12 @@ class Fairlead(L.Callback):
         own = MetricsFile(session.path, resume_step=session.resume_step, position=position)
         trainer.loggers = [*trainer.loggers, own]
         recorder, averages = Recorder(session), AverageOverRanks()
-        self._attach(trainer, Checkpoints(self.checkpoint, session, self.exact), recorder)
+        self.stuck.session = session
+        self._attach(trainer, Checkpoints(self.checkpoint, session, self.exact), recorder, self.stuck, self.stops)
         vars(trainer)["callbacks"].insert(0, averages)
-        for part in (recorder, averages, self.exact):
+        self.exact.stops, self.stops.saves = self.stops, self.exact.saves
+        self.stops.begin(session)
+        for part in (recorder, averages, self.exact, self.stuck, self.stops):
             part.setup(trainer, pl_module, stage)
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
@@ -139,18 +157,20 @@ class Fairlead(L.Callback):
             for logger in trainer.loggers:
                 if isinstance(logger, MetricsFile):
                     logger.finalize("success")  # Lightning finalizes what is still attached after this hook
+            self.stops.end()
             self.session.close()
             self._detach(trainer)
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         """Releases the run directory, after the parts, which come first, have saved and recorded what they want to."""
+        self.stops.end()
         if self.session is not None:
             self.session.close()
 
     def _attach(self, trainer: L.Trainer, saves: Checkpoints, *records: L.Callback) -> None:
         # Last, and in this order: what a checkpoint holds of the other callbacks is their newest state.
         others = [callback for callback in _callbacks(trainer) if callback is not self]
-        self.exact.session, self.exact.saves = self.session, saves
+        self.exact.session, self.exact.saves, self.exact.stops = self.session, saves, None
         vars(trainer)["callbacks"] = [self.exact, *others, saves, *records, self]
 
     def _detach(self, trainer: L.Trainer) -> None:
@@ -159,6 +179,11 @@ class Fairlead(L.Callback):
         vars(trainer)["callbacks"] = [c for c in _callbacks(trainer) if not isinstance(c, _PARTS)]
         if self._accumulate is not None:
             trainer.accumulate_grad_batches = self._accumulate
+
+
+@rank_zero_only
+def _say(text: str) -> None:
+    print(text, flush=True)
 
 
 def _callbacks(trainer: L.Trainer) -> list[L.Callback]:
@@ -170,10 +195,11 @@ def _as_seen(
     trainer: L.Trainer,
     environ: Mapping[str, str],
     plugins: PluginManager,
+    config: TrainerConfig,
     batch_policy: Literal["keep_global", "keep_per_device"] | None,
 ) -> Resolution:
     """The resolution of this machine, corrected to what the script's own Trainer has decided."""
-    resolution = resolve(TrainerConfig(), environ=environ, plugins=plugins)
+    resolution = resolve(config, environ=environ, plugins=plugins)
     why = "the script's own Trainer"
     seen = {
         "world_size": trainer.world_size,

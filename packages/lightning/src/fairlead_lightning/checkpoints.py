@@ -18,7 +18,6 @@ from typing import IO, Any, Final, cast
 import lightning.pytorch as L
 import torch
 from lightning.pytorch.callbacks import Checkpoint
-from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from fairlead.commit import (
     FileWriter,
@@ -41,7 +40,6 @@ from fairlead_lightning.describe import described
 from fairlead_lightning.exact.rank_state import rank_file
 from fairlead_lightning.exact.resume import ExactResume
 from fairlead_lightning.session import STATE_FILE, RunSession
-from fairlead_lightning.stopping import StopTogether
 
 __all__ = ["Checkpoints"]
 
@@ -109,7 +107,7 @@ class Checkpoints(Checkpoint):
         self._measured, self._measured_at = frozenset(state.get("measured", ())), state.get("measured_at", -1)
 
     def after_batch(self, trainer: L.Trainer, validation_due: bool) -> None:
-        """Saves at a step that is due, never between the micro-batches of one; also when the run is to stop here."""
+        """Saves at a step that is due, never between the micro-batches of one."""
         self._trained = True
         step, last = trainer.global_step, self._last_step
         if step == last:
@@ -124,8 +122,6 @@ class Checkpoints(Checkpoint):
             self._at_epoch_end = "step"
         elif due:
             self.save(trainer, "step")
-        if trainer.received_sigterm and (trainer.world_size == 1 or _stops_together(trainer)):
-            raise SIGTERMException  # a validation that is due would take longer than a stop may
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Remembers the metrics, to tell afterwards which of them are new."""
@@ -195,10 +191,18 @@ class Checkpoints(Checkpoint):
             trainer.strategy.barrier()
             self._find_best()
 
-    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        """On SIGTERM Lightning stops every rank at the same step boundary: the place to save."""
-        if isinstance(exception, SIGTERMException) and trainer.state.fn == "fit":
-            self._save_for_sure(trainer, "terminated")
+    def save_at_stop(self, trainer: L.Trainer, *, between_epochs: bool) -> None:
+        """Saves where all ranks stop, unless nothing was trained since the fit began.
+
+        Raises:
+            CheckpointError: It cannot be saved.
+        """
+        if self._trained:
+            self._corrected = compat.between_epochs if between_epochs else None
+            try:
+                self._save_for_sure(trainer, "stop")
+            finally:
+                self._corrected = None
 
     def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
         """Lightning asks this of every checkpoint; only ours is of a known place in the loops."""
@@ -352,11 +356,6 @@ class Checkpoints(Checkpoint):
 def _last_batch(trainer: L.Trainer) -> bool:
     """Whether the epoch ends after this batch; an endless loader does not know it."""
     return bool(trainer.fit_loop.epoch_loop.batch_progress.is_last_batch)
-
-
-def _stops_together(trainer: L.Trainer) -> bool:
-    """Whether the ranks have agreed on a stop before each of them sees it."""
-    return any(isinstance(callback, StopTogether) for callback in vars(trainer)["callbacks"])
 
 
 def _save_rank_state(state: Mapping[str, Any], file: FileWriter) -> None:

@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import site
 import sys
 import sysconfig
 import traceback
 from collections.abc import Iterator, Sequence
 
-from lightning.pytorch.utilities.exceptions import SIGTERMException
-
 from fairlead.errors import FairleadError
 from fairlead.modules import CodeRoot
+from fairlead_lightning.stops import StopRequested
 
-__all__ = ["STOPPED", "described_failure"]
-
-STOPPED = "stopped by SIGTERM"
-"""What a rank says of a stop that it was asked for."""
+__all__ = ["described_failure"]
 
 _FRAME = re.compile(r'^\s+File "(?P<file>[^"]+)", line \d+, in ')
 
@@ -35,14 +32,20 @@ def described_failure(error: BaseException, root: CodeRoot) -> tuple[str, int]:
     """
     if isinstance(error, FairleadError):
         return f"error: {error.block()}", error.exit_code
-    if isinstance(error, SIGTERMException):
-        return STOPPED, 143
+    if isinstance(error, StopRequested):
+        # How a fit was stopped, its first rank has said.
+        said = "" if error.outcome is not None else f"stopped by {_asked_by(error)}; nothing was written"
+        return said, error.exit_code
     if isinstance(error, KeyboardInterrupt) or isinstance(error.__context__, KeyboardInterrupt):
         return "stopped by the keyboard; the run goes on from its last checkpoint when it is started again", 130
     if isinstance(error, SystemExit):
         code = error.code if isinstance(error.code, int) else 1
         return f"the job's own code called exit({code})\n{_traceback(error, root)}", 1
     return _traceback(error, root), 1
+
+
+def _asked_by(error: StopRequested) -> str:
+    return "Ctrl-C" if error.exit_code == 128 + signal.SIGINT else "a signal"
 
 
 def _traceback(error: BaseException, root: CodeRoot) -> str:

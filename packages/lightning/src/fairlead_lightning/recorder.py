@@ -34,10 +34,17 @@ class Recorder(L.Callback):
         self.session.join(trainer.global_rank, trainer.local_rank, trainer.node_rank)
         self._beat(trainer, "setup")
 
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """The model is there and its weights are loaded; the state of the loops comes next."""
+        self._beat(trainer, "restore")
+
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """The first step is next."""
+        """The first epoch is next."""
         self.session.event("training", step=trainer.global_step, epoch=trainer.current_epoch)
-        self._beat(trainer, "train")
+
+    def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """The loaders' workers start, and the first batch is waited for."""
+        self._beat(trainer, "first-batch")
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -49,13 +56,19 @@ class Recorder(L.Callback):
         """Validation, or the sanity check before training."""
         self._beat(trainer, "sanity" if trainer.sanity_checking else "validate")
 
+    def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
+        """A checkpoint is being written; the next batch ends that."""
+        self._beat(trainer, "save")
+
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Back to training."""
         self._beat(trainer, "train")
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        """Ends this start in the history; what was raised is named, not swallowed."""
-        stopped = isinstance(exception, (SIGTERMException, KeyboardInterrupt))
+        """Ends this start in the history; what was raised is named, not swallowed. `Stops` tells of stops."""
+        if isinstance(exception, SIGTERMException) or self.session.children_stopped(exception) is not None:
+            return
+        stopped = isinstance(exception, KeyboardInterrupt)
         self.session.event(
             "stop" if stopped else "failed",
             rank=trainer.global_rank,

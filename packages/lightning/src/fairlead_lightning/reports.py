@@ -21,6 +21,7 @@ __all__ = [
     "Report",
     "keep_log",
     "read_messages",
+    "secondary",
     "send_report",
     "watch_supervisor",
 ]
@@ -64,7 +65,7 @@ class Report:
     @property
     def secondary(self) -> bool:
         """Whether it only says that another rank went away."""
-        return any(word in self.text for word in _SECONDARY)
+        return secondary(self.text)
 
 
 @dataclass(frozen=True)
@@ -78,6 +79,11 @@ class Announcement:
 
     run: str
     log: str | None
+
+
+def secondary(text: str) -> bool:
+    """Whether an error only says that another rank went away."""
+    return any(word in text for word in _SECONDARY)
 
 
 def send_report(environ: Mapping[str, str], text: str, exit_code: int) -> bool:

@@ -13,6 +13,7 @@ from types import TracebackType
 from typing import Any, cast
 
 import torch.distributed as dist
+from torch.multiprocessing import ProcessExitedException
 
 from fairlead.commit import Checkpoint, LockOwner, discard_incomplete, newest_complete
 from fairlead.config import JobConfig, RunConfig
@@ -134,7 +135,7 @@ class RunSession:
         self._history = History(self.path / "history.jsonl", rank=rank)
         if self._heartbeat is None:
             folder = RunDirectory(self.path, rank=rank)
-            self._heartbeat = folder.heartbeat(node_rank=node_rank, local_rank=local_rank, rank=rank)
+            self._heartbeat = folder.heartbeat(node_rank=node_rank, local_rank=local_rank, rank=rank, start=self.start)
 
     def beat(self, phase: str, step: int) -> None:
         """Says where this rank is; costs microseconds."""
@@ -156,6 +157,13 @@ class RunSession:
     def complete(self, **fields: Any) -> None:
         """Records that the limits of the job were reached."""
         self.event("finished", limits=self._limits, **fields)
+
+    def children_stopped(self, exception: BaseException) -> int | None:
+        """The exit code of ranks that this process has spawned, if they have ended as they were asked to."""
+        if not isinstance(exception, ProcessExitedException):
+            return None
+        said = [event["event"] for event in self._history.read()]
+        return exception.exit_code if "stop" in said[len(said) - said[::-1].index("start") :] else None
 
     def close(self) -> None:
         """Releases the run directory; may be called twice."""

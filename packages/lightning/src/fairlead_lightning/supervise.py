@@ -22,7 +22,7 @@ from types import FrameType
 from typing import IO, Final
 
 from fairlead_lightning.reports import ALIVE_FD, REPORT_FD, Announcement, Report, read_messages
-from fairlead_lightning.verdict import Ended, verdict
+from fairlead_lightning.verdict import Ended, stopped_as_asked, verdict
 
 __all__ = ["supervise"]
 
@@ -58,7 +58,7 @@ def supervise(
 ) -> int:
     """Runs one process a rank until all have ended, and returns the exit code of the whole.
 
-    The first SIGTERM or Ctrl-C asks the ranks to save and stop; a second one ends them at once.
+    SIGTERM or Ctrl-C asks the ranks to save and stop; a second Ctrl-C ends them at once.
 
     Args:
         command: The command of every rank.
@@ -125,11 +125,11 @@ def _wait(ranks: list[_Rank], received: list[int]) -> int | None:
     while True:
         while received:
             signum = received.pop(0)
-            if signum in _STOPS and stop is not None:
-                return stop  # asked twice: no more waiting
-            if signum in _STOPS:
+            if signum == stop == signal.SIGINT:
+                return stop  # a person asks twice: no more waiting. Schedulers send SIGTERM twice within milliseconds
+            if stop not in _STOPS:
                 stop = signum
-            _signal(ranks, signal.SIGTERM if signum in _STOPS else signum)
+            _signal(ranks, signum)
         for rank in ranks:
             if rank.ended is None and rank.process.poll() is not None:
                 rank.ended = time.time()
@@ -152,8 +152,7 @@ def _signal(ranks: list[_Rank], signum: int) -> None:
 
 def _unclean(rank: _Rank, *, stopping: bool) -> bool:
     """Whether the others will wait for this rank in vain; a rank that stops as asked has met them before it ended."""
-    code = rank.process.returncode
-    return code != 0 and not (stopping and code in {75, 128 + signal.SIGTERM, -signal.SIGTERM})
+    return not (stopping and stopped_as_asked(rank.process.returncode, rank.report)) and rank.process.returncode != 0
 
 
 def _hear(rank: _Rank) -> None:

@@ -13,15 +13,17 @@ from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch.callbacks import Checkpoint, ProgressBar
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch.multiprocessing import ProcessExitedException
 
 from fairlead.checks import check_trainer
 from fairlead.config import JobConfig, RunConfig, TrainerConfig
 from fairlead.errors import ConfigError
 from fairlead.exactness import device_reasons
 from fairlead.findings import raise_errors
-from fairlead.interfaces import BuildContext
+from fairlead.interfaces import BuildContext, StopGuard
 from fairlead.modules import CodeRoot, code_root
 from fairlead.plugins import PluginManager, default_plugins
+from fairlead.run import fingerprint
 from fairlead_lightning import _lightning_compat as compat
 from fairlead_lightning.batch import batch_plan
 from fairlead_lightning.build import build_backend, trainer_arguments
@@ -38,6 +40,8 @@ from fairlead_lightning.progress import Progress
 from fairlead_lightning.recorder import Recorder
 from fairlead_lightning.reports import keep_log
 from fairlead_lightning.session import RunSession, handed_over, open_session, waiting_handoff
+from fairlead_lightning.stops import StopRequested, Stops
+from fairlead_lightning.stuck import StuckRanks
 
 __all__ = ["Trainer"]
 
@@ -56,6 +60,8 @@ class Trainer(L.Trainer):
         environ: The environment variables; None: this process's.
         plugins: The plugin manager; None: the plugins installed here.
         root: Where the user's code is found; None: found from the working directory.
+        guard: What stops a fit on a signal, with handlers that are installed already, as where the trainer is not in
+            the main thread; None: made from `trainer.requeue`.
 
     Raises:
         ConfigError: The config is wrong, or does not fit this machine or launcher.
@@ -76,6 +82,7 @@ class Trainer(L.Trainer):
         environ: Mapping[str, str] | None = None,
         plugins: PluginManager | None = None,
         root: CodeRoot | None = None,
+        guard: StopGuard | None = None,
     ) -> None:
         job = config if isinstance(config, JobConfig) else None
         trainer_config = job.trainer if job is not None else config
@@ -97,6 +104,9 @@ class Trainer(L.Trainer):
         # A user's own bar takes the place of ours; Lightning refuses two.
         theirs = any(isinstance(c, ProgressBar) for c in [*arguments["callbacks"], *callbacks])
         shown = [self.progress] if arguments["enable_progress_bar"] and not theirs else []
+        # `fast_dev_run` and `barebones` have nothing to save.
+        self.stops = Stops(self.resolution.requeue, self._context, self.progress.say, guard)
+        self.stuck = StuckRanks(environ, timeout=getattr(self.resolution.strategy, "timeout", None))
         settings = device_reasons(self.resolution, plugins, self.run_config)
         self.exact = ExactResume(self.run_config.seed, environ=environ, settings=settings, say=self.progress.say)
         kept = [] if self.fairlead_config.barebones else [AverageOverRanks(), self.exact]
@@ -114,6 +124,8 @@ class Trainer(L.Trainer):
                 why=str(error),
                 fix="see the documentation of lightning.pytorch.Trainer",
             ) from error
+
+        self.stops.listen_early()
 
     def __getstate__(self) -> dict[str, Any]:
         """A plugin manager cannot be pickled, and ranks that are spawned do not need it."""
@@ -152,7 +164,9 @@ class Trainer(L.Trainer):
             super().fit(model, train_dataloaders, val_dataloaders, datamodule, path, weights_only)
             return
         if waiting_handoff(environ) is None:
-            join_process_group(self.resolution, environ)
+            # Of a job file, all ranks must have read the same; what a script hands over may well differ in some repr.
+            digest = fingerprint(self._job.model_dump(mode="json")).digest if self._job is not None else None
+            join_process_group(self.resolution, environ, config_hash=digest)
         session = open_session(
             self._described(model, datamodule),
             self.resolution,
@@ -172,12 +186,17 @@ class Trainer(L.Trainer):
             # What follows in a script wants the weights, the metrics and the best checkpoint. Lightning restores them,
             # sees that the limits are reached, and trains no further.
         with session, self._attached(session):
+            self.stops.begin(session)
+            if self._trains_here() and not self._starts_ranks():
+                value = self.resolution.value
+                session.join(int(value("global_rank")), int(value("local_rank")), int(value("node_rank")))
+                session.beat("prepare", 0)
             if not session.finished:
                 keep_log(environ, session.path / "logs")
             for message in session.messages:
                 self.progress.say(message)
             resume = session.checkpoint
-            with started, readable_load_errors(resume):
+            with started, readable_load_errors(resume), self._spawns(session):
                 super().fit(
                     model,
                     train_dataloaders,
@@ -212,13 +231,15 @@ class Trainer(L.Trainer):
         if self.fairlead_config.enable_checkpointing:
             self.exact.saves = Checkpoints(self.fairlead_config.checkpoint, session, self.exact)
             kept.append(self.exact.saves)
-        # The recorder is last: a checkpoint that SIGTERM causes comes before the event that ends the start.
-        self.callbacks = kept if session.finished else [*kept, Recorder(session)]
-        self.exact.session = session
+        # Last, and in this order: a stop is carried out when all others have had their say.
+        self.callbacks = kept if session.finished else [*kept, Recorder(session), self.stuck, self.stops]
+        self.exact.session, self.exact.stops, self.stops.saves = session, self.stops, self.exact.saves
+        self.stuck.session = session
         try:
             yield
         finally:
-            self.exact.session = self.exact.saves = None
+            self.stops.end()
+            self.exact.session = self.exact.saves = self.exact.stops = self.stuck.session = None
             self.callbacks = kept  # `checkpoint_callback.best_model_path` is asked for after the fit
             self.loggers = []
             compat.set_root_dir(self, root_dir)
@@ -246,6 +267,21 @@ class Trainer(L.Trainer):
     def _starts_ranks(self) -> bool:
         """Whether Lightning is to start the other ranks, each running this script from its first line."""
         return self._trains_here() and not self.resolution.topology.launched and self.resolution.world_size > 1
+
+    @contextmanager
+    def _spawns(self, session: RunSession) -> Iterator[None]:
+        """With `ddp_spawn` the signals come to this process as well, and what the ranks end with is raised here."""
+        if self._trains_here():
+            yield
+            return
+        self.stops.pass_on(self)
+        try:
+            yield
+        except ProcessExitedException as ended:
+            code = session.children_stopped(ended)
+            if code is None:
+                raise
+            raise StopRequested(code) from ended
 
     def _trains_here(self) -> bool:
         """Whether this process is one of the ranks; with `ddp_spawn` it only waits for them."""

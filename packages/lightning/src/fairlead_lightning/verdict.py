@@ -15,10 +15,12 @@ from fairlead.errors import RunDirectoryError, RunFailedError
 from fairlead.run import History, read_history
 from fairlead_lightning.reports import Announcement, Report
 
-__all__ = ["Ended", "verdict"]
+__all__ = ["Ended", "stopped_as_asked", "verdict"]
 
 NOT_BEGUN = "stopped by SIGTERM before it began; nothing was lost"
-_STOPPED_AS_ASKED = {0, 75, 128 + signal.SIGTERM, -signal.SIGTERM}
+_NOT_BEGUN_EITHER = "stopped before it began; nothing was lost"
+_STOPS = {signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2}
+_STOPPED_AS_ASKED = {0, 75, 128 + signal.SIGTERM, 128 + signal.SIGINT} | {-number for number in _STOPS}
 
 
 @dataclass(frozen=True)
@@ -46,12 +48,17 @@ class Ended:
     stopped_by_us: bool = False
 
 
+def stopped_as_asked(code: int, report: Report | None) -> bool:
+    """Whether a rank that was asked to stop has done so; a requeuer may have an exit code of its own."""
+    return code in _STOPPED_AS_ASKED or (report is not None and not report.text)
+
+
 def verdict(ranks: Sequence[Ended], stop: int | None, stderr: IO[str]) -> int:
     """The exit code of the whole.
 
     Args:
         ranks: All ranks of this machine.
-        stop: The signal that asked the run to stop, or None.
+        stop: The signal that asked the run to stop first, or None.
         stderr: Where it is said why the run ended.
 
     Raises:
@@ -59,13 +66,16 @@ def verdict(ranks: Sequence[Ended], stop: int | None, stderr: IO[str]) -> int:
     """
     if all(rank.code == 0 for rank in ranks):
         return 0
-    if stop is not None and all(rank.code in _STOPPED_AS_ASKED for rank in ranks):
-        said = next((rank.report.text for rank in ranks if rank.report is not None), NOT_BEGUN)
-        print(said.replace("SIGTERM", "Ctrl-C") if stop == signal.SIGINT else said, file=stderr, flush=True)
-        return 128 + stop
+    if stop is not None and all(stopped_as_asked(rank.code, rank.report) for rank in ranks):
+        reports = [rank.report for rank in ranks if rank.report is not None]
+        said = next((report.text for report in reports), NOT_BEGUN if stop == signal.SIGTERM else _NOT_BEGUN_EITHER)
+        if said:
+            print(said, file=stderr, flush=True)
+        return max((report.exit_code for report in reports), default=128 + stop)
     first = min((rank for rank in ranks if rank.code != 0), key=_order)
     if first.report is not None and first.report.exit_code != 1:
-        print(_of_all_or_one(first.report, ranks), file=stderr, flush=True)
+        if first.report.text:
+            print(_of_all_or_one(first.report, ranks), file=stderr, flush=True)
         return first.report.exit_code
     _record(first, ranks)
     others = ", ".join(str(r.rank) for r in ranks if r is not first)

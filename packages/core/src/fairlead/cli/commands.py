@@ -41,8 +41,8 @@ runs = CommandPlugin(
 )
 status = CommandPlugin(
     "status",
-    "one run: its state, and which rank is where",
-    arguments="fairlead.cli.runs:status_arguments",
-    runtime="fairlead.cli.runs:run_status",
+    "one run: its state, and which rank is stuck where",
+    arguments="fairlead.cli.status:status_arguments",
+    runtime="fairlead.cli.status:run_status",
     group="runs",
 )

@@ -18,6 +18,7 @@ and `state`.
 
 from __future__ import annotations
 
+from fairlead.run.budget import Spent, refusal, spent
 from fairlead.run.directory import RunDirectory
 from fairlead.run.fingerprints import LIMITS, MAY_CHANGE, Difference, Fingerprint, fingerprint
 from fairlead.run.heartbeat import Beat, Heartbeat, heartbeat_path, read_heartbeats
@@ -39,6 +40,7 @@ __all__ = [
     "History",
     "RunDirectory",
     "RunState",
+    "Spent",
     "array_task",
     "code_change",
     "collect_provenance",
@@ -53,9 +55,11 @@ __all__ = [
     "redact",
     "redact_argv",
     "redact_text",
+    "refusal",
     "render_name",
     "run_path",
     "safe_name",
     "scheduler_job",
+    "spent",
     "state",
 ]

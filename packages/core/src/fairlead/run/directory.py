@@ -23,7 +23,8 @@ from fairlead.run.states import FINGERPRINT_FILE, HISTORY_FILE, LOCK_FILE
 __all__ = ["RunDirectory"]
 
 JOB_FILE = "job.yaml"
-_OURS = {JOB_FILE, FINGERPRINT_FILE, HISTORY_FILE, "starts", "metrics.csv", "checkpoints", "logs", "heartbeats"}
+_FILES = {JOB_FILE, FINGERPRINT_FILE, HISTORY_FILE, "metrics.csv"}
+_OURS = {*_FILES, "starts", "checkpoints", "logs", "heartbeats", "stacks", "flight-recorder"}
 _OURS_TOO = (LOCK_FILE, ".tmp-", "predictions-")
 _FOLDERS = ("starts", "checkpoints", "logs", "heartbeats")
 
@@ -163,9 +164,9 @@ class RunDirectory:
         self._held()
         self.history.append("finished", limits=limits(self._job), **fields)
 
-    def heartbeat(self, *, node_rank: int, local_rank: int, rank: int) -> Heartbeat:
-        """The heartbeat of one rank; every rank may call this."""
-        return Heartbeat(heartbeat_path(self.path / "heartbeats", node_rank), local_rank, rank)
+    def heartbeat(self, *, node_rank: int, local_rank: int, rank: int, start: int = 0) -> Heartbeat:
+        """The heartbeat of one rank in a start; every rank may call this."""
+        return Heartbeat(heartbeat_path(self.path / "heartbeats", node_rank), local_rank, rank, start=start)
 
     def close(self) -> None:
         """Releases the lock; may be called twice."""

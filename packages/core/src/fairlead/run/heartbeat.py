@@ -1,16 +1,22 @@
 """Heartbeats: per node one file with a fixed record per local rank, so that ranks never wait for each other.
 
-A record is one line of 128 bytes at offset `128 * local_rank`: rank, step, phase, time, padding, crc32.  It is
-written with one `pwrite`, without fsync: it need not survive a power cut.  `cat` shows it.
+A record is one line of 128 bytes at offset `128 * local_rank`: rank, step, phase, time, turn, start, host, place,
+padding, crc32; those after the time may be missing.  It is written with one `pwrite`, without fsync: it need not
+survive a power cut.  `cat` shows it.
+
+A beat costs a step next to nothing: at most one a second is written there and then.  A thread writes the last one a
+second later, so that the record of a rank that stands still is exact, and adds where its code stands.
 """
 
 from __future__ import annotations
 
 import os
 import re
+import sys
+import threading
 import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,7 +25,9 @@ __all__ = ["RECORD_BYTES", "Beat", "Heartbeat", "heartbeat_path", "read_heartbea
 RECORD_BYTES = 128
 _CHECK_BYTES = 10  # a space, eight hexadecimal digits, the line's end
 _NAME = re.compile(r"node-(\d+)\.txt")
-_PHASE = re.compile(r"[^\w.:/-]+")
+_WORD = re.compile(r"[^\w.:/<>@-]+", re.ASCII)
+_STILL_S = 10.0
+"""How long a rank has to stand still until its record says where."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +41,11 @@ class Beat:
         phase: What it was doing: `start`, `train`, `validate`, `save`, ...
         step: The training step.
         time: When, seconds since the epoch, by that node's clock.
+        turn: How often the phase changed since the step did: all ranks take the same turns, so that of two ranks the
+            one with the lower `(step, turn)` is behind.
+        start: The number of the start that it belongs to; 0: not known.
+        host: The node's name; empty: not known.
+        place: Where its code stands, `function@file.py:12`, once it has stood still for ten seconds; else empty.
     """
 
     rank: int
@@ -41,6 +54,10 @@ class Beat:
     phase: str
     step: int
     time: float
+    turn: int = 0
+    start: int = 0
+    host: str = ""
+    place: str = ""
 
 
 def heartbeat_path(folder: Path, node: int) -> Path:
@@ -49,18 +66,25 @@ def heartbeat_path(folder: Path, node: int) -> Path:
 
 
 class Heartbeat:
-    """Writes the heartbeat of one rank; cheap enough to call in every step.
+    """Writes the heartbeat of one rank; cheap enough to call in every step.  Made in the thread that trains.
 
     Args:
         path: `heartbeat_path(folder, node_rank)`; its folder is made when missing.
         local_rank: Rank on this node: which record is written.
         rank: Global rank.
         interval_s: Written at most so often, unless the phase changes.
+        still_s: After so long without a beat, the record says where the code stands.
+        start: The number of this start; 0: not known.
+        host: The node's name; None: this machine's.
         clock: Seconds that only go forward, for the interval.
         now: Seconds since the epoch, for the record.
 
     Attributes:
         error: Why nothing is written any more, or None.  A heartbeat never stops a training.
+
+    Example:
+        >>> heartbeat = Heartbeat(heartbeat_path(folder, node=0), local_rank=0, rank=0)  # doctest: +SKIP
+        >>> heartbeat.beat("train", 12)  # doctest: +SKIP
     """
 
     def __init__(
@@ -70,16 +94,27 @@ class Heartbeat:
         rank: int,
         *,
         interval_s: float = 1.0,
+        still_s: float = _STILL_S,
+        start: int = 0,
+        host: str | None = None,
         clock: Callable[[], float] = time.monotonic,
         now: Callable[[], float] = time.time,
     ) -> None:
         self._offset = local_rank * RECORD_BYTES
         self._rank = rank
         self._interval_s = interval_s
+        self._still_s = still_s
+        self._start = start
+        self._host = os.uname().nodename if host is None else host
         self._clock = clock
         self._now = now
-        self._phase = ""
+        self._thread_id = threading.get_ident()
+        self._phase, self._step, self._turn, self._time = "", -1, 0, 0.0
         self._due = float("-inf")
+        self._written = ("", -1, 0, 0.0, "")
+        self._lock = threading.Lock()
+        self._closed = threading.Event()
+        self._thread: threading.Thread | None = None
         self._fd: int | None = None
         self.error: OSError | None = None
         try:
@@ -91,22 +126,53 @@ class Heartbeat:
     def beat(self, phase: str, step: int) -> None:
         """Says that this rank is alive, in this phase and at this step."""
         at = self._clock()
-        if at < self._due and phase == self._phase:
-            return
-        self._due, self._phase = at + self._interval_s, phase
-        if self._fd is None:
-            return
-        try:
-            os.pwrite(self._fd, _record(self._rank, phase, step, self._now()), self._offset)
-        except OSError as error:
-            self.error = error
-            self.close()
+        if step != self._step:
+            self._turn = 0
+        elif phase != self._phase:
+            self._turn += 1
+        due = at >= self._due or phase != self._phase
+        self._phase, self._step, self._time = phase, step, self._now()
+        if due:
+            self._due = at + self._interval_s
+            self._write()
 
     def close(self) -> None:
         """Closes the file; later beats do nothing."""
-        if self._fd is not None:
-            fd, self._fd = self._fd, None
-            os.close(fd)
+        self._closed.set()
+        with self._lock:
+            if self._fd is not None:
+                fd, self._fd = self._fd, None
+                os.close(fd)
+
+    def _write(self, place: str = "") -> None:
+        """Writes what is new since the last write; in the thread that trains, or in ours."""
+        with self._lock:
+            last = (self._phase, self._step, self._turn, self._time, place)
+            if self._fd is None or last == self._written:
+                return
+            self._written = last
+            words = [str(self._rank), str(self._step), _word(self._phase, 24), f"{self._time:.3f}"]
+            words += [str(self._turn), str(self._start), _word(self._host.partition(".")[0], 20), _word(place, 60)]
+            try:
+                os.pwrite(self._fd, _record(words), self._offset)
+            except OSError as error:
+                self.error = error
+                os.close(self._fd)
+                self._fd = None
+                self._closed.set()
+                return
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._follow, name="fairlead-heartbeat", daemon=True)
+                self._thread.start()
+
+    def _follow(self) -> None:
+        """Writes the last beat of a rank that stands still, and where it stands."""
+        seen, since = self._time, time.monotonic()
+        while not self._closed.wait(self._interval_s):
+            if self._time != seen:
+                seen, since = self._time, time.monotonic()
+            still = time.monotonic() - since >= self._still_s
+            self._write(_place(self._thread_id) if still else "")
 
 
 def read_heartbeats(folder: Path) -> list[Beat]:
@@ -125,10 +191,22 @@ def read_heartbeats(folder: Path) -> list[Beat]:
     return sorted(beats, key=lambda beat: (beat.rank, beat.time))
 
 
-def _record(rank: int, phase: str, step: int, now: float) -> bytes:
+def _place(thread_id: int) -> str:
+    """The innermost frame of a thread."""
+    frame = sys._current_frames().get(thread_id)
+    if frame is None:
+        return "ended"
+    code = frame.f_code
+    return f"{code.co_name}@{os.path.basename(code.co_filename)}:{frame.f_lineno}"
+
+
+def _word(text: str, longest: int) -> str:
+    return _WORD.sub("_", text)[:longest] or "-"
+
+
+def _record(words: Sequence[str]) -> bytes:
     room = RECORD_BYTES - _CHECK_BYTES
-    word = _PHASE.sub("_", phase)[:40] or "-"
-    body = f"{rank} {step} {word} {now:.3f}".encode("ascii", "replace").ljust(room)[:room]
+    body = " ".join(words).encode("ascii").ljust(room)[:room]
     return body + b" %08x\n" % zlib.crc32(body)
 
 
@@ -136,5 +214,13 @@ def _parse(record: bytes, node: int, local_rank: int) -> Beat | None:
     body, check = record[:-_CHECK_BYTES], record[-_CHECK_BYTES:]
     if len(record) != RECORD_BYTES or check != b" %08x\n" % zlib.crc32(body):
         return None
-    rank, step, phase, when = body.decode("ascii").split()
-    return Beat(int(rank), node, local_rank, phase, int(step), float(when))
+    words = body.decode("ascii").split()
+    rank, step, phase, when = words[:4]
+    turn, start, host, place = [*words[4:], *("0", "0", "-", "-")[len(words) - 4 :]]
+    return Beat(
+        int(rank), node, local_rank, phase, int(step), float(when), int(turn), int(start), _named(host), _named(place)
+    )
+
+
+def _named(word: str) -> str:
+    return "" if word == "-" else word

@@ -96,8 +96,13 @@ def _state(path: Path, now: float) -> RunState:
     since = events[starts[-1] :] if starts else []
     started = _when(since[0]) if since else None
     earliest = started.timestamp() - _CLOCK_SLACK_S if started else float("inf")
+    number = since[0].get("start") if since else None
     # Records of ranks that only an earlier start had stay in the files; they are not of this start.
-    ranks = [beat for beat in read_heartbeats(path / "heartbeats") if beat.time >= earliest]
+    ranks = [
+        beat
+        for beat in read_heartbeats(path / "heartbeats")
+        if (beat.start == number if beat.start else beat.time >= earliest)
+    ]
     last_beat = max((beat.time for beat in ranks), default=None)
     lock = read_lock(path / LOCK_FILE)
     living = lock if lock is not None and lock.gone is None else None

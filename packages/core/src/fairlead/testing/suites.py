@@ -135,7 +135,7 @@ class EnvironmentConformance(PluginConformance):
         number: dict[str, int] = {}
         for name in Topology.__dataclass_fields__:
             setting = getattr(topology, name)
-            if name == "launched" or setting is None:
+            if name in {"launched", "start"} or setting is None:
                 continue
             assert isinstance(setting, Setting), f"{self.key}: {name} is {setting!r}, not a Setting with its reason"
             assert setting.reason.strip(), f"{self.key}: {name} has no reason"

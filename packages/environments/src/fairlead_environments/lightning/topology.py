@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from fairlead.errors import ConfigError
 from fairlead.interfaces import Setting, Topology
 from fairlead_environments.lightning.config import LightningEnvironmentConfig
-from fairlead_environments.variables import check_ranks, integer, main_port, supervised, text
+from fairlead_environments.variables import check_ranks, given_port, integer, supervised, text
 
 __all__ = ["topology"]
 
@@ -29,9 +29,7 @@ def topology(config: LightningEnvironmentConfig, environ: Mapping[str, str]) -> 
     if started_here is not None:
         return started_here
     address = text(environ, "MASTER_ADDR") or Setting("127.0.0.1", "one machine")
-    port = None
-    if config.main_port is not None or text(environ, "MASTER_PORT") is not None:
-        port = main_port(config.main_port, environ, {})
+    port = given_port(config.main_port, environ)
     local_rank = integer(environ, "LOCAL_RANK")
     if local_rank is None:
         return Topology(

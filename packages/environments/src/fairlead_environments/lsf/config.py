@@ -14,7 +14,7 @@ class LSFEnvironmentConfig(MainAddressConfig):
 
     A plain `bsub -n 4 python train.py` runs *one* process, on the first host, so it is not detected
     as LSF; `fairlead check` says so when the job has several hosts. `main_address` is the first
-    host that runs tasks, `main_port` is derived from the job and array index.
+    host that runs tasks; `main_port` is the first free one of 16 that are derived from the job and array index.
 
     Example:
         >>> LSFEnvironmentConfig(auto_requeue=False).name

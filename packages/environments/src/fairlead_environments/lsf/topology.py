@@ -11,9 +11,10 @@ from collections.abc import Mapping
 
 from fairlead.errors import ConfigError
 from fairlead.interfaces import Setting, Specificity, Topology
+from fairlead.starts import Start
 from fairlead_environments.lsf.config import LSFEnvironmentConfig
 from fairlead_environments.lsf.hosts import index_of, read_hosts
-from fairlead_environments.variables import check_ranks, integer, main_port, present, required, text
+from fairlead_environments.variables import check_ranks, integer, meeting, present, required, text
 
 __all__ = ["find_task", "topology"]
 
@@ -64,6 +65,8 @@ def _of_jsrun(config: LSFEnvironmentConfig, environ: Mapping[str, str], hostname
         raise _not_of_the_job(hostname, hosts, job.reason)
     if local is None and world.value % len(hosts) == 0:
         local = Setting(world.value // len(hosts), f"{world.reason} / {nodes.reason}")
+    # jsrun's resource sets decide where a rank runs; only the hosts are known.
+    port, start = _meeting(config, environ, hosts, ())
     return Topology(
         launched=True,
         num_nodes=Setting(len(hosts), nodes.reason),
@@ -73,7 +76,8 @@ def _of_jsrun(config: LSFEnvironmentConfig, environ: Mapping[str, str], hostname
         local_rank=required(environ, "JSM_NAMESPACE_LOCAL_RANK", by="jsrun"),
         global_rank=rank,
         main_address=_main_address(config, environ, hosts[0], nodes.reason),
-        main_port=_main_port(config, environ),
+        main_port=port,
+        start=start,
     )
 
 
@@ -98,6 +102,7 @@ def _of_blaunch(config: LSFEnvironmentConfig, environ: Mapping[str, str], hostna
             fix="start all ranks with one `blaunch fairlead fit JOB`, without host names",
         )
     local = job.slots.count(host)
+    port, start = _meeting(config, environ, job.hosts, job.slots)
     return Topology(
         launched=True,
         num_nodes=Setting(len(job.hosts), f"unique hosts in {job.reason}"),
@@ -107,7 +112,8 @@ def _of_blaunch(config: LSFEnvironmentConfig, environ: Mapping[str, str], hostna
         local_rank=Setting(job.slots[:rank].count(host), f"place of task {task.value} among the slots on {host}"),
         global_rank=Setting(rank, f"LSF_PM_TASKID={task.value}, which counts from 1"),
         main_address=_main_address(config, environ, job.hosts[0], f"hosts in {job.reason}"),
-        main_port=_main_port(config, environ),
+        main_port=port,
+        start=start,
     )
 
 
@@ -117,12 +123,17 @@ def _main_address(config: LSFEnvironmentConfig, environ: Mapping[str, str], firs
     return text(environ, "MASTER_ADDR") or Setting(first, f"first of the {reason}")
 
 
-def _main_port(config: LSFEnvironmentConfig, environ: Mapping[str, str]) -> Setting:
+def _meeting(
+    config: LSFEnvironmentConfig, environ: Mapping[str, str], hosts: tuple[str, ...], rank_hosts: tuple[str, ...]
+) -> tuple[Setting, Start]:
     parts = {
         "job": required(environ, "LSB_JOBID", by="LSF").value,
         "array index": environ.get("LSB_JOBINDEX", "0"),
     }
-    return main_port(config.main_port, environ, parts)
+    step = text(environ, "PMIX_NAMESPACE")  # of each jsrun its own: two of one job may share a host
+    if step is not None:
+        parts["step"] = step.value
+    return meeting(config.main_port, environ, parts, hosts=hosts, rank_hosts=rank_hosts)
 
 
 def _not_of_the_job(hostname: str, hosts: tuple[str, ...], reason: str) -> ConfigError:

@@ -12,7 +12,7 @@ from fairlead.errors import ConfigError
 from fairlead.interfaces import Setting, Topology
 from fairlead_environments.checks import is_loopback
 from fairlead_environments.manual.config import ManualEnvironmentConfig
-from fairlead_environments.variables import check_ranks, integer, main_port, required, supervised, text
+from fairlead_environments.variables import check_ranks, given_port, integer, required, supervised, text
 
 __all__ = ["DEFAULT_PORT", "find_variables", "topology"]
 
@@ -99,9 +99,7 @@ def _main_address(config: ManualEnvironmentConfig, environ: Mapping[str, str]) -
 
 
 def _main_port(config: ManualEnvironmentConfig, environ: Mapping[str, str]) -> Setting:
-    if config.main_port is None and text(environ, "MASTER_PORT") is None:
-        return Setting(DEFAULT_PORT, "the default of a manual start")
-    return main_port(config.main_port, environ, {})
+    return given_port(config.main_port, environ) or Setting(DEFAULT_PORT, "the default of a manual start")
 
 
 def _node_rank(config: ManualEnvironmentConfig, environ: Mapping[str, str]) -> Setting | None:

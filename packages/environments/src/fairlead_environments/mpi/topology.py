@@ -22,7 +22,7 @@ from fairlead.interfaces import Setting, Topology
 from fairlead_environments.checks import is_loopback
 from fairlead_environments.mpi.config import MPIEnvironmentConfig
 from fairlead_environments.slurm.hostlist import expand
-from fairlead_environments.variables import check_ranks, integer, main_port, malformed, present, text
+from fairlead_environments.variables import check_ranks, integer, malformed, meeting, present, text
 
 __all__ = ["CONTACT", "find_launcher", "topology"]
 
@@ -112,6 +112,8 @@ def topology(config: MPIEnvironmentConfig, environ: Mapping[str, str]) -> Topolo
     local_rank = _promised(config, environ, launcher.local_rank)
     local = integer(environ, launcher.local_size, minimum=1) if launcher.local_size else None
     nodes = _num_nodes(world, local)
+    asks = config.use_mpi4py and config.main_port is None
+    port, start = (None, None) if asks else meeting(config.main_port, environ, _job(environ, launcher))
     node_rank = _node_rank(rank, local_rank, local, nodes)
     return check_ranks(
         Topology(
@@ -123,9 +125,8 @@ def topology(config: MPIEnvironmentConfig, environ: Mapping[str, str]) -> Topolo
             local_rank=local_rank,
             global_rank=rank,
             main_address=_main_address(config, environ, nodes),
-            main_port=None
-            if config.use_mpi4py and config.main_port is None
-            else main_port(config.main_port, environ, _job(environ, launcher)),
+            main_port=port,
+            start=start,
         ),
         "mpirun",
     )

@@ -13,7 +13,8 @@ class SLURMEnvironmentConfig(MainAddressConfig):
     """Tasks of a SLURM job step: started by `srun`, one task per rank.
 
     Detected in the tasks of `srun`, and not in a batch script, a shell or a notebook inside an allocation.
-    `main_address` is the first node of the step, `main_port` is derived from job, step and restart count.
+    `main_address` is the first node of the step; `main_port` is the first free one of 16 that are derived from job,
+    step and restart count.
 
     Example:
         >>> SLURMEnvironmentConfig(auto_requeue=True).name

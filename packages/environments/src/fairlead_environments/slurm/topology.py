@@ -12,7 +12,7 @@ from fairlead.errors import ConfigError
 from fairlead.interfaces import Setting, Topology
 from fairlead_environments.slurm.config import SLURMEnvironmentConfig
 from fairlead_environments.slurm.hostlist import expand, tasks_per_node
-from fairlead_environments.variables import check_ranks, main_port, malformed, required, text
+from fairlead_environments.variables import check_ranks, malformed, meeting, required, text
 
 __all__ = ["topology"]
 
@@ -31,25 +31,33 @@ def topology(config: SLURMEnvironmentConfig, environ: Mapping[str, str]) -> Topo
     num_nodes = _step_before_job(environ, _NODES)
     world_size = _step_before_job(environ, _TASKS)
     node_rank = required(environ, "SLURM_NODEID", by="srun")
+    counts = _tasks_per_node(environ, num_nodes, world_size, node_rank)
+    hosts = _hosts(environ)
+    port, start = meeting(
+        config.main_port,
+        environ,
+        {
+            "job": required(environ, "SLURM_JOB_ID", "SLURM_JOBID", by="srun").value,
+            "step": required(environ, "SLURM_STEP_ID", "SLURM_STEPID", by="srun").value,
+            "restart": environ.get("SLURM_RESTART_COUNT", "0"),  # unset until the first requeue
+        },
+        hosts=hosts.value if hosts is not None else (),
+        rank_hosts=_rank_hosts(environ, counts.value, node_rank.value, hosts),
+    )
     return check_ranks(
         Topology(
             launched=True,
             num_nodes=num_nodes,
-            local_world_size=_local_world_size(environ, num_nodes, world_size, node_rank),
+            local_world_size=Setting(
+                counts.value[node_rank.value], f"{counts.reason} at SLURM_NODEID={node_rank.value}"
+            ),
             world_size=world_size,
             node_rank=node_rank,
             local_rank=required(environ, "SLURM_LOCALID", by="srun"),
             global_rank=required(environ, "SLURM_PROCID", by="srun"),
-            main_address=_main_address(config, environ),
-            main_port=main_port(
-                config.main_port,
-                environ,
-                {
-                    "job": required(environ, "SLURM_JOB_ID", "SLURM_JOBID", by="srun").value,
-                    "step": required(environ, "SLURM_STEP_ID", "SLURM_STEPID", by="srun").value,
-                    "restart": environ.get("SLURM_RESTART_COUNT", "0"),  # unset until the first requeue
-                },
-            ),
+            main_address=_main_address(config, environ, hosts),
+            main_port=port,
+            start=start,
         ),
         "SLURM",
     )
@@ -65,10 +73,8 @@ def _step_before_job(environ: Mapping[str, str], names: tuple[str, ...]) -> Sett
     return Setting(found.value, ", ".join([found.reason, *others]))
 
 
-def _local_world_size(
-    environ: Mapping[str, str], num_nodes: Setting, world_size: Setting, node_rank: Setting
-) -> Setting:
-    """Tasks on this node; nodes may differ (`3,1`)."""
+def _tasks_per_node(environ: Mapping[str, str], num_nodes: Setting, world_size: Setting, node_rank: Setting) -> Setting:
+    """Tasks on each node; nodes may differ (`3,1`)."""
     found = text(environ, *_TASKS_PER_NODE)
     if found is None:
         raise _absent(
@@ -86,25 +92,56 @@ def _local_world_size(
             why="variables of two jobs or steps are mixed",
             fix="start the command anew with srun, from a shell outside of other steps",
         )
-    return Setting(counts[node_rank.value], f"{found.reason}={found.value} at SLURM_NODEID={node_rank.value}")
+    return Setting(tuple(counts), f"{found.reason}={found.value}")
 
 
-def _main_address(config: SLURMEnvironmentConfig, environ: Mapping[str, str]) -> Setting:
+def _rank_hosts(
+    environ: Mapping[str, str], counts: tuple[int, ...], node_rank: int, hosts: Setting | None
+) -> tuple[str, ...]:
+    """The node of each rank, if the ranks of this one show in which of the two usual orders srun dealt them out."""
+    here = text(environ, "SLURM_GTIDS")
+    if hosts is None or here is None or len(hosts.value) != len(counts):
+        return ()
+    orders = {
+        "block": [node for node, count in enumerate(counts) for _ in range(count)],
+        "cyclic": [node for turn in range(max(counts)) for node, count in enumerate(counts) if count > turn],
+    }
+    fitting = [
+        order
+        for order in orders.values()
+        if ",".join(str(rank) for rank, node in enumerate(order) if node == node_rank) == here.value
+    ]
+    if fitting and fitting[0] != fitting[-1]:  # from here they look alike; inside an allocation srun says it
+        asked = environ.get("SLURM_DISTRIBUTION", "").partition(":")[0]
+        fitting = [orders[asked]] if asked in orders else []
+    if not fitting:
+        return ()
+    return tuple(hosts.value[node] for node in fitting[0])
+
+
+def _main_address(config: SLURMEnvironmentConfig, environ: Mapping[str, str], hosts: Setting | None) -> Setting:
     if config.main_address is not None:
         return Setting(config.main_address, "environment.main_address")
     exported = text(environ, "MASTER_ADDR")
     if exported is not None:
         return exported
+    if hosts is None:
+        raise _absent(_NODELIST[0], "the nodes of the step, such as n[1-2]", "set `environment.main_address`")
+    return Setting(hosts.value[0], f"first node of {hosts.reason}")
+
+
+def _hosts(environ: Mapping[str, str]) -> Setting | None:
+    """The nodes of the step, in order."""
     found = text(environ, *_NODELIST)
     if found is None:
-        raise _absent(_NODELIST[0], "the nodes of the step, such as n[1-2]", "set `environment.main_address`")
+        return None
     try:
         hosts = expand(found.value)
     except ValueError as error:
         raise malformed(found.reason, found.value, "a list of hosts such as n[1-2] or a1,b[02-03]") from error
     if not hosts:
         raise malformed(found.reason, found.value, "a list of hosts such as n[1-2] or a1,b[02-03]")
-    return Setting(hosts[0], f"first node of {found.reason}={_shortened(found.value)}")
+    return Setting(tuple(hosts), f"{found.reason}={_shortened(found.value)}")
 
 
 def _absent(name: str, meaning: str, otherwise: str) -> ConfigError:

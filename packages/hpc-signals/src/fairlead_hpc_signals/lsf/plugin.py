@@ -26,6 +26,11 @@ class LSF(RequeuePlugin):
     extra = "lsf"
     codes: ClassVar[Mapping[str, str]] = {**COMMAND_MISSING, **JOB_UNKNOWN}
 
+    def evidence(self, environ: Mapping[str, str]) -> str | None:
+        """Any process of a job."""
+        job = lsf_job(environ)
+        return f"LSB_JOBID={job.id}" if job is not None else None
+
     @hookimpl
     def fairlead_check(self, resolution: Resolution, environ: Mapping[str, str]) -> Iterable[Finding]:
         """Is there a job, and the command?"""

@@ -14,6 +14,7 @@ class NoRequeue(RequeuePlugin):
     config = NoneRequeueConfig
     runtime = "fairlead_hpc_signals.none.runtime:build"
     extra = "lightning"
+    guard = "fairlead_hpc_signals.guards:build"
 
 
 none = NoRequeue()

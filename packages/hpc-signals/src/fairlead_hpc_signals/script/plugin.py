@@ -30,6 +30,12 @@ class Script(RequeuePlugin):
         **JOB_UNKNOWN,
     }
 
+    before_the_launcher = True  # whoever sets the variable runs what is written there, and nothing else
+
+    def evidence(self, environ: Mapping[str, str]) -> str | None:
+        """The job runner's variable."""
+        return next((f"{name} is set" for name in DIRECTORY_VARIABLES if environ.get(name)), None)
+
     @hookimpl
     def fairlead_check(self, resolution: Resolution, environ: Mapping[str, str]) -> Iterable[Finding]:
         """Is there a directory, and something to run?"""

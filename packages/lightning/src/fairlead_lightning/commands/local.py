@@ -12,7 +12,9 @@ from fairlead.cli.session import Session
 from fairlead.detect import VARIABLE
 from fairlead.errors import FairleadError
 from fairlead.findings import raise_errors
+from fairlead.interfaces import BuildContext
 from fairlead.jobs import load_job
+from fairlead_lightning.build import build_guard
 from fairlead_lightning.ports import STORE_FD, listen
 from fairlead_lightning.ranks import LAUNCHED, rank_environment
 from fairlead_lightning.reports import send_report
@@ -63,9 +65,15 @@ def run_here_or_on_ranks(arguments: argparse.Namespace, session: Session) -> int
         return 0
     starts_ranks = not topology.launched and resolution.devices > 1 and resolution.strategy.name != "xla"
     if not starts_ranks or getattr(resolution.strategy, "start_method", "popen") != "popen":
-        from fairlead_lightning.commands.run import run_rank
+        guard = build_guard(resolution.requeue, BuildContext(resolution, session.environ, session.plugins))
+        guard.flags.install()  # before torch is imported, which takes seconds
+        try:
+            from fairlead_lightning.commands.run import run_rank
 
-        return run_rank(arguments, session, checked)
+            return run_rank(arguments, session, checked, guard)
+        finally:
+            if guard.outcome is None:
+                guard.flags.uninstall()
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     single = resolution.num_nodes == 1
     address = str(resolution.value("main_address"))

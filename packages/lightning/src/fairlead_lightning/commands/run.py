@@ -15,58 +15,67 @@ from fairlead.checks import CheckedJob
 from fairlead.cli.session import Session
 from fairlead.config import ClassSpec, JobConfig
 from fairlead.errors import FairleadError, RunFailedError, UserCodeError
+from fairlead.interfaces import StopGuard
 from fairlead.modules import CodeRoot, activate, instantiate
-from fairlead_lightning.failures import STOPPED, described_failure
+from fairlead_lightning.failures import described_failure
 from fairlead_lightning.loading import readable_load_errors
 from fairlead_lightning.predictions import PredictionFiles
 from fairlead_lightning.process_group import join_process_group
 from fairlead_lightning.quiet import quiet
 from fairlead_lightning.reports import send_report, watch_supervisor
 from fairlead_lightning.session import checkpoint_to_evaluate, run_directory
-from fairlead_lightning.stopping import StopTogether
+from fairlead_lightning.stops import StopEvaluation
 from fairlead_lightning.trainer import Trainer
 
 __all__ = ["run_rank"]
 
 
-def run_rank(arguments: argparse.Namespace, session: Session, checked: CheckedJob) -> int:
-    """Runs the command on this rank; an error goes to the supervisor when there is one."""
+def run_rank(arguments: argparse.Namespace, session: Session, checked: CheckedJob, guard: StopGuard) -> int:
+    """Runs the command on this rank; an error goes to the supervisor when there is one.
+
+    Args:
+        arguments: Those of the command.
+        session: The command line.
+        checked: The job.
+        guard: What stops it, with handlers that are installed.
+    """
     watch_supervisor(session.environ)
     root = checked.loaded.root
     activate(root)
     try:
         with quiet(), _stop_codes():
-            _run(arguments, session, checked)
+            _run(arguments, session, checked, guard)
     except BaseException as error:
         if session.debug:
             traceback.print_exc()
         text, code = described_failure(error, root)
-        if text == STOPPED:
-            saved = "everything is saved, the same command goes on from there"
-            text += f"; {saved if arguments.command == 'fit' else 'nothing was written'}"
         if send_report(session.environ, text, code):
             return code
         if isinstance(error, FairleadError):
             raise
         if code != 1:
-            session.warn(text)
+            if text:
+                session.warn(text)
             return code
         raise RunFailedError(text) from error
     return 0
 
 
-def _run(arguments: argparse.Namespace, session: Session, checked: CheckedJob) -> None:
+def _run(arguments: argparse.Namespace, session: Session, checked: CheckedJob, guard: StopGuard) -> None:
     job = cast("JobConfig", checked.loaded.job)
     root = checked.loaded.root
     if job.run.seed is not None:
         L.seed_everything(job.run.seed, workers=True, verbose=False)
-    stop = StopTogether()
-    trainer = Trainer(job, callbacks=[stop], environ=session.environ, plugins=session.plugins, root=root)
-    stop.attach(trainer)
+    evaluates = arguments.command != "fit"
+    stops = [StopEvaluation(guard.flags)] if evaluates else []
+    trainer = Trainer(job, callbacks=stops, environ=session.environ, plugins=session.plugins, root=root, guard=guard)
+    for stop in stops:
+        stop.attach(trainer)
     model = _built(job.model, root, "model", L.LightningModule)
     data = _built(job.data, root, "data", L.LightningDataModule) if job.data is not None else None
-    if arguments.command == "fit":
-        trainer.fit(model, datamodule=data)
+    if not evaluates:
+        with trainer.stuck.final():
+            trainer.fit(model, datamodule=data)
     else:
         _evaluate(arguments, session, job, trainer, model, data)
 

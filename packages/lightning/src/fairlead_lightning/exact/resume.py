@@ -22,7 +22,7 @@ from fairlead_lightning.loggers.positions import LOGGER_POSITIONS, logger_positi
 from fairlead_lightning.process_group import shared
 from fairlead_lightning.session import RunSession
 
-__all__ = ["ExactResume", "Saves", "saved_positions"]
+__all__ = ["ExactResume", "Saves", "Stoppable", "saved_positions"]
 
 Where = Literal["between", "batch", "done", "cut"]
 """Between two epochs; a batch is done, but not the validation behind it; both are; a limit has cut the epoch."""
@@ -44,6 +44,22 @@ class Saves(Protocol):
 
     def after_validation(self, trainer: L.Trainer) -> None:
         """All of a batch is done."""
+
+    def save_at_stop(self, trainer: L.Trainer, *, between_epochs: bool) -> None:
+        """The fit ends here, or between two epochs; raises when it cannot be saved."""
+
+
+class Stoppable(Protocol):
+    """What may end the fit at the places where the state is whole."""
+
+    def before_epoch(self, trainer: L.Trainer) -> None:
+        """Nothing of the next epoch has begun."""
+
+    def after_batch(self, trainer: L.Trainer) -> None:
+        """A batch is done; what is due at it is saved."""
+
+    def keep_workers(self, loader: object) -> None:
+        """A loader is ready: its workers outlive the signals that ask for a stop."""
 
 
 @compat.only_its_own_batch_hooks
@@ -75,6 +91,7 @@ class ExactResume(L.Callback):
         self._say = say
         self.session: RunSession | None = None
         self.saves: Saves | None = None
+        self.stops: Stoppable | None = None
         self.loaders: Loaders | None = None
         self.where: Where | None = None
         self._trainer: L.Trainer | None = None
@@ -107,7 +124,7 @@ class ExactResume(L.Callback):
         self.loaders = Loaders(
             trainer, seed=self._common_seed(saved), place=self.place, saved=saved, same_ranks=same_ranks
         )
-        self._undo.append(compat.prepare_loaders_with(trainer, self.loaders.prepare))
+        self._undo.append(compat.prepare_loaders_with(trainer, self._prepare))
         if stage == "fit":
             self._undo.append(compat.watch_boundaries(trainer, self))
         if self._goes_on and stage == "fit":
@@ -165,6 +182,13 @@ class ExactResume(L.Callback):
             self._goes_on = False
             self.loaders.begun()
 
+    def _prepare(self, loader: object, shuffle: bool, stage: str, lightnings: Callable[[], object]) -> object:
+        assert self.loaders is not None
+        ready = self.loaders.prepare(loader, shuffle, stage, lightnings)
+        if self.stops is not None:
+            self.stops.keep_workers(ready)
+        return ready
+
     # -- where
 
     def place(self) -> Place:
@@ -194,6 +218,9 @@ class ExactResume(L.Callback):
         if self.saves is not None:
             with self.at("between"):
                 self.saves.before_epoch(trainer)
+        if self.stops is not None:
+            with self.at("between"):
+                self.stops.before_epoch(trainer)
 
     def going_on(self) -> bool | None:
         """See `compat.Boundaries`."""
@@ -210,8 +237,12 @@ class ExactResume(L.Callback):
         self.where = "batch"
         if self.saves is not None:
             self.saves.after_batch(trainer, validation_due)
-            if validation_due:  # a stop in the middle of the validation saves the state before it
-                self._validating = _copied(self.capture(trainer))
+        if self.stops is not None:
+            self.stops.after_batch(trainer)
+        if (
+            self.saves is not None and validation_due
+        ):  # a stop in the middle of the validation saves the state before it
+            self._validating = _copied(self.capture(trainer))
         self.where = None
 
     def after_validation(self) -> None:

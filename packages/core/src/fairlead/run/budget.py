@@ -1,0 +1,77 @@
+"""How often a run may be started again: counted in its history, so that a requeue cannot go on for ever."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fairlead.bases import RequeueConfigBase
+
+__all__ = ["Spent", "refusal", "spent"]
+
+
+@dataclass(frozen=True)
+class Spent:
+    """What a run has used up of its starts.
+
+    Attributes:
+        requeues: How often the scheduler's job of the last start was started again by Fairlead.
+        without_progress: Starts in a row, the last one included, that kept no new training step.
+        stops: How often the run was stopped, by reason: `preempted`, `time_limit`, ...
+        failures: How often it failed; not a stop, and not counted as one.
+    """
+
+    requeues: int = 0
+    without_progress: int = 0
+    stops: Mapping[str, int] | None = None
+    failures: int = 0
+
+
+def spent(events: Sequence[Mapping[str, Any]]) -> Spent:
+    """Counts in the events of a history, oldest first.
+
+    Example:
+        >>> spent([{"event": "start", "job": "7"}, {"event": "requeue"}, {"event": "start", "job": "7"}]).requeues
+        1
+    """
+    requeues, idle, failures = 0, 0, 0
+    stops: dict[str, int] = {}
+    job: Any = None
+    starts = [index for index, event in enumerate(events) if event["event"] == "start"]
+    for index, begin in enumerate(starts):
+        during = events[begin : starts[index + 1]] if index + 1 < len(starts) else events[begin:]
+        if during[0].get("job") != job:  # a person has submitted it anew
+            requeues, idle, job = 0, 0, during[0].get("job")
+        requeues += sum(event["event"] == "requeue" for event in during)
+        failures += any(event["event"] == "failed" for event in during)
+        for event in during:
+            if event["event"] == "stop" and event.get("reason"):
+                stops[str(event["reason"])] = stops.get(str(event["reason"]), 0) + 1
+        idle = 0 if _progressed(during) else idle + 1
+    return Spent(requeues, idle, stops, failures)
+
+
+def refusal(config: RequeueConfigBase, events: Sequence[Mapping[str, Any]]) -> str | None:
+    """Why the run is not to be started once more; None when it is.
+
+    Args:
+        config: The budgets.
+        events: The history, with this stop or the checkpoint of it.
+    """
+    used = spent(events)
+    if config.max_requeues is not None and used.requeues >= config.max_requeues:
+        return f"it was started again {used.requeues} times, and max_requeues is {config.max_requeues}"
+    if config.max_without_progress is not None and used.without_progress >= config.max_without_progress:
+        return (
+            f"its last {used.without_progress} starts took no training step, and max_without_progress is "
+            f"{config.max_without_progress}"
+        )
+    return None
+
+
+def _progressed(during: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether a start kept a step that it had not begun with."""
+    begun = next((event.get("step") for event in during if event["event"] == "training"), None)
+    kept = [event["step"] for event in during if event["event"] == "checkpoint" and isinstance(event.get("step"), int)]
+    return isinstance(begun, int) and max(kept, default=begun) > begun

@@ -1,0 +1,93 @@
+"""Settings of NCCL and gloo: from the config to variables, reasons and findings."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import pytest
+
+from fairlead import PluginManager, TrainerConfig
+from fairlead.bases import EnvironmentConfigBase
+from fairlead.errors import FairleadError
+from fairlead.network import library_variables, network_findings, network_settings
+from fairlead.resolve import resolve
+
+
+def environment(**fields: Any) -> EnvironmentConfigBase:
+    return EnvironmentConfigBase(name="slurm", **fields)
+
+
+def test_names_and_values() -> None:
+    """R157: with and without the prefix, in any case; true and false are 1 and 0."""
+    config = environment(nccl={"debug": "INFO", "NCCL_IB_DISABLE": True, "Socket_NThreads": 4}, gloo={"x": False})
+    expected = {"NCCL_DEBUG": "INFO", "NCCL_IB_DISABLE": "1", "NCCL_SOCKET_NTHREADS": "4", "GLOO_X": "0"}
+    assert library_variables(config) == expected
+    assert library_variables(environment()) == {}
+    again = type(config).model_validate(config.model_dump(mode="json"))
+    assert again == config
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"socket-ifname": "ib0"}, "not the name of a variable"),
+        ({"": 1}, "not the name of a variable"),
+        ({"debug": "INFO", "NCCL_DEBUG": "WARN"}, "is set twice"),
+        ({"debug": 0.5}, "valid string"),
+        ({"debug": None}, "valid string"),
+        ({"debug": "a\nb"}, "line break"),
+        ("INFO", "dictionary"),
+    ],
+)
+def test_what_is_no_setting(settings: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        environment(nccl=settings)
+
+
+def test_the_environment_wins_and_it_is_said() -> None:
+    """R157."""
+    config = environment(nccl={"debug": "INFO", "socket_ifname": "ib0"})
+    environ = {"NCCL_DEBUG": "WARN", "NCCL_SOCKET_IFNAME": "ib0"}
+    settings = network_settings(config, environ)
+    assert settings["NCCL_DEBUG"].value == "WARN"
+    assert "set already" in settings["NCCL_DEBUG"].reason
+    (finding,) = network_findings(config, "nccl", environ)
+    assert (finding.severity, finding.code) == ("warning", "network-setting-overridden")
+    assert "NCCL_DEBUG is 'WARN' in the environment and 'INFO' in the config" in finding.what
+
+
+@pytest.mark.parametrize(
+    ("backend", "codes"), [("nccl", []), ("cpu:gloo,cuda:nccl", []), ("gloo", ["network-setting-unused"])]
+)
+def test_settings_of_nccl_without_nccl(backend: str, codes: list[str]) -> None:
+    config = environment(nccl={"debug": "INFO"}, gloo={"socket_ifname": "eth0"})
+    assert [finding.code for finding in network_findings(config, backend, {})] == codes
+
+
+def test_explain_shows_them_and_the_backend_that_was_asked_for() -> None:
+    """R57, R157, R183."""
+    trainer = TrainerConfig.model_validate(
+        {
+            "accelerator": "cpu",
+            "devices": 2,
+            "strategy": {"name": "ddp", "process_group_backend": "mpi"},
+            "environment": {"name": "lightning", "nccl": {"debug": "INFO"}, "preflight_timeout": "00:02:00"},
+        }
+    )
+    resolution = resolve(trainer, environ={}, plugins=PluginManager())
+    assert resolution.environment.preflight_timeout == timedelta(minutes=2)
+    assert resolution.settings["NCCL_DEBUG"].value == "INFO"
+    assert resolution.settings["NCCL_DEBUG"].reason == "trainer.environment.nccl.debug"
+    assert resolution.backend == resolution.value("backend") == "mpi"
+    assert resolution.settings["backend"].reason == "trainer.strategy.process_group_backend"
+    assert "network-setting-unused" in [finding.code for finding in resolution.findings]
+    by_device = resolve(TrainerConfig(accelerator="cpu"), environ={}, plugins=PluginManager())
+    assert by_device.settings["backend"].value == "gloo"
+    assert by_device.settings["backend"].reason == "for the device cpu"
+
+
+def test_a_deadline_that_is_none() -> None:
+    for wrong in (0, "-1", "soon"):
+        with pytest.raises((ValueError, FairleadError)):
+            environment(preflight_timeout=wrong)

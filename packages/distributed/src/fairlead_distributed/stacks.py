@@ -1,0 +1,167 @@
+"""Where every thread of this process stands, and what torch's flight recorder knows of its collectives, as files."""
+
+from __future__ import annotations
+
+import datetime
+import faulthandler
+import os
+import pickle
+import signal
+import threading
+from pathlib import Path
+from typing import Final
+
+import torch
+import torch.distributed as dist
+
+__all__ = [
+    "RankDumps",
+    "dump_flight_recorder",
+    "dump_stacks",
+    "flight_recorder_variables",
+    "show_stacks_on_signal",
+]
+
+_STACK_SIGNAL: Final = signal.SIGQUIT
+"""`kill -QUIT <pid>` shows a rank's stacks: what Java and Go do, and no scheduler's signal for a stop."""
+
+_RECORDERS: Final = {"nccl": "_dump_nccl_trace", "gloo": "_dump_fr_trace"}
+"""NCCL's collectives have a recorder of their own; the other one is for all other backends."""
+
+
+def dump_stacks(path: Path, why: str = "") -> None:
+    """Appends the Python frames of all threads of this process to a file.
+
+    It works from any thread while the main one is blocked in C code, as long as that has released the interpreter's
+    lock; for the case that it has not, see `show_stacks_on_signal`.
+
+    Args:
+        path: The file; its folder is made when missing.
+        why: What happened, for the first line.
+
+    Raises:
+        OSError: The file cannot be written.
+
+    Example:
+        >>> dump_stacks(Path("stacks") / "rank-00003.txt", "rank 0 failed")  # doctest: +SKIP
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    now = datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")
+    names = [f"  0x{thread.ident or 0:016x} {thread.name}" for thread in threading.enumerate()]
+    head = [f"== {now}  {os.uname().nodename}  process {os.getpid()}", why, "threads:", *names, ""]
+    with open(path, "a", encoding="utf-8", errors="replace") as file:
+        file.write("\n".join(head) + "\n")
+        file.flush()
+        faulthandler.dump_traceback(file, all_threads=True)
+        file.write("\n")
+
+
+def dump_flight_recorder(folder: Path, rank: int, *, frames: bool = True) -> list[Path]:
+    """Writes what torch has recorded of this process's last collectives, for `torchfrtrace <folder>/gloo`.
+
+    torch 2.13 records the last 2000, for gloo as for NCCL; TORCH_FR_BUFFER_SIZE sets another number, 0 for none.
+
+    Args:
+        folder: Gets a folder for each recorder that has something, `gloo` or `nccl`, with the file `rank_<rank>`.
+        rank: The global rank.
+        frames: With the lines of code that called the collectives; finding them takes seconds the first time.
+
+    Returns:
+        The files; empty when nothing was recorded.
+
+    Raises:
+        OSError: A file cannot be written.
+    """
+    written = []
+    for name, function in _RECORDERS.items():
+        dump = getattr(torch._C._distributed_c10d, function, None)  # a CPU build has no NCCL
+        recorded = pickle.loads(dump(includeStackTraces=frames)) if dump is not None else {}
+        if not recorded.get("entries"):
+            continue
+        recorded["entries"] = [{"frames": [], **entry} for entry in recorded["entries"]]
+        recorded["pg_config"] = {**_groups(), **recorded["pg_config"]}
+        path = folder / name / f"rank_{rank}"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        stage = path.with_name(f".{path.name}")
+        stage.write_bytes(pickle.dumps(recorded))
+        stage.replace(path)  # this process may be killed at any moment, and what is there is good
+        written.append(path)
+    return written
+
+
+class RankDumps:
+    """The files of one rank, written by any of its threads.
+
+    Args:
+        stacks: The file for the stacks.
+        flight_recorder: The folder for torch's flight recorder; None: it is not dumped.
+        rank: The global rank.
+    """
+
+    def __init__(self, stacks: Path, flight_recorder: Path | None, rank: int) -> None:
+        self.stacks = stacks
+        self._flight_recorder = flight_recorder
+        self._rank = rank
+        self._lock = threading.Lock()
+        self._done = False
+
+    def write(self, why: str, *, last: bool) -> None:
+        """Dumps the stacks, and the flight recorder without lines of code.
+
+        Args:
+            why: What happened.
+            last: Nothing more is to be written: what a rank raises of another's absence has nothing to add.
+
+        Raises:
+            OSError: A file cannot be written.
+        """
+        with self._lock:
+            if self._done:
+                return
+            self._done = last
+            dump_stacks(self.stacks, why)
+            if self._flight_recorder is not None:
+                dump_flight_recorder(self._flight_recorder, self._rank, frames=False)
+
+    def add_frames(self) -> None:
+        """Dumps the flight recorder again with lines of code, which torch takes seconds to find."""
+        if self._flight_recorder is not None:
+            dump_flight_recorder(self._flight_recorder, self._rank)
+
+
+def _groups() -> dict[str, dict[str, str]]:
+    """The process groups by name. torch 2.13 records those of gloo without one, and `torchfrtrace` fails of it."""
+    world = dist.distributed_c10d._world
+    return {
+        name: {"name": name, "desc": group.group_desc, "ranks": str(dist.get_process_group_ranks(group))}
+        for group, name in world.pg_names.items()
+    }
+
+
+def flight_recorder_variables(folder: Path) -> dict[str, str]:
+    """Variables that let NCCL's own dump, when its watchdog sees a time-out, go to the same folder.
+
+    They are to be set before the process group is made. That torch dumps then is its default
+    (TORCH_NCCL_DUMP_ON_TIMEOUT).
+
+    Example:
+        >>> flight_recorder_variables(Path("/run/flight-recorder/start-1"))["TORCH_FR_DUMP_TEMP_FILE"]
+        '/run/flight-recorder/start-1/nccl/rank_'
+    """
+    prefix = str(folder / "nccl" / "rank_")
+    return {"TORCH_FR_DUMP_TEMP_FILE": prefix, "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": prefix}
+
+
+def show_stacks_on_signal() -> bool:
+    """From now on SIGQUIT makes this process show the stacks of all threads on stderr, and go on.
+
+    That works also while C code holds the interpreter's lock and no thread of Python's can run. A handler that
+    somebody else has installed stays.
+
+    Returns:
+        Whether it is installed.
+    """
+    if signal.getsignal(_STACK_SIGNAL) not in (signal.SIG_DFL, signal.SIG_IGN):
+        return False
+    faulthandler.register(_STACK_SIGNAL, file=2, all_threads=True, chain=False)
+    return True

@@ -1,0 +1,297 @@
+"""What all ranks do when one of them fails, or when nothing moves any more: say who, dump their stacks, and end.
+
+Each rank has a thread that waits for one key of the store. It blocks there and costs the steps nothing. A rank that
+fails writes down why and wakes the threads of all others: also that of a rank whose main thread sits in a collective,
+or in the user's own code. What follows a failure:
+
+1. every rank dumps its stacks and torch's flight recorder into the run directory;
+2. it says which rank failed first, and of what;
+3. a rank that is still in the block after a grace ends itself: no launcher need do it.
+
+A rank that has left the block, by its end or by an exception that somebody caught, is left alone.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+import torch.distributed as dist
+
+from fairlead.run.waiting import rank_ranges
+from fairlead_distributed.alarms import Alarm, Alarms, asked_to_stop, end_process, to_stderr, within
+from fairlead_distributed.info import get_rank, get_world_size
+from fairlead_distributed.process_group import group_store
+from fairlead_distributed.stacks import RankDumps
+
+__all__ = ["GRACE", "RankWatch"]
+
+GRACE: Final = timedelta(seconds=10)
+"""How long a rank may go on in the block after another has failed: it mostly fails by itself, of the absence."""
+_HEARD_S: Final = 4.0  # how long a rank that fails waits until the others have heard of it: it may host the store
+_SECOND_S: Final = 2.0  # how long a rank that only lost its peers lets the one that failed first speak first
+_PATIENCE_S: Final = 8.0  # how long the store may take for all that: the node that hosts it may be gone
+_HANGS: Final = 5  # so often in one block are stacks dumped because nothing moves
+
+
+class RankWatch:
+    """Watches a block of work that all ranks do together; made on all ranks, after the process group.
+
+    As a context manager it is left by the end of the block, or by an exception: that is a failure of this rank, unless
+    it is one that stops a program (Ctrl-C, `SystemExit` with 0, 75, 130 or 143).
+
+    Args:
+        stacks: The folder that gets `rank-00003.txt` of every rank after a failure, or when nothing moves.
+        store: A store that all ranks share, with a prefix that nobody has used. None: this process is alone.
+        rank: This rank.
+        world_size: The number of ranks.
+        flight_recorder: The folder for torch's flight recorder; None: it is not dumped.
+        grace: How long a rank may go on after another has failed. It then ends with exit code 1, without clean-up.
+        progress: Something that changes while the rank gets on; asked in a thread, from time to time.
+        hang_after: When nothing has changed there for so long, the stacks of all ranks are dumped, and nothing else
+            happens. Best shorter than the process group's timeout, after which there may be no rank left to ask.
+        say: Gets what a person should read; None: stderr.
+        heard: Called with each alarm that came from another rank, and a hang of this one, in a thread.
+
+    Attributes:
+        alone: Why this rank hears nothing of the others, or None.
+
+    Example:
+        >>> with RankWatch.of_process_group(Path("runs/gpt/stacks")):  # doctest: +SKIP
+        ...     train()
+    """
+
+    def __init__(
+        self,
+        stacks: Path,
+        store: dist.Store | None = None,
+        rank: int = 0,
+        world_size: int = 1,
+        *,
+        flight_recorder: Path | None = None,
+        grace: timedelta = GRACE,
+        progress: Callable[[], object] | None = None,
+        hang_after: timedelta | None = None,
+        say: Callable[[str], None] | None = None,
+        heard: Callable[[Alarm], None] | None = None,
+    ) -> None:
+        self.path = stacks / f"rank-{rank:05d}.txt"
+        self.rank = rank
+        self.alone: str | None = "there is no other rank"
+        self._dumps = RankDumps(self.path, flight_recorder, rank)
+        self._grace_s = grace.total_seconds()
+        self._say = say if say is not None else to_stderr
+        self._listener = heard
+        self._pid = os.getpid()
+        self._number = 1  # of the alarm that comes next
+        self._first: Alarm | None = None
+        self._learning = threading.Lock()
+        self._left = threading.Event()
+        self._told = False
+        self._alarmed = time.monotonic()
+        self._alarms: Alarms | None = None
+        self._threads: list[threading.Thread] = []
+        if store is not None and world_size > 1:
+            try:
+                own = Alarms(store.clone(), rank, world_size)  # type: ignore[attr-defined]  # not in torch's stubs
+            except RuntimeError as error:  # not every store can be shared between threads
+                self.alone = str(error).splitlines()[0]
+            else:
+                self.alone, self._alarms = None, Alarms(store, rank, world_size)
+                self._thread("follow", self._follow, own)
+        if progress is not None and hang_after is not None:
+            self._thread("look", self._look, progress, hang_after.total_seconds())
+        # A thread that comes back from torch while the interpreter ends would take the process down.
+        atexit.register(self.close)
+
+    @classmethod
+    def of_process_group(cls, stacks: Path, **options: Any) -> RankWatch:
+        """The watch of torch's default process group, over its store; of this process alone where there is none.
+
+        Args:
+            stacks: As above.
+            options: The other arguments, by name.
+        """
+        store, rank, world_size = group_store(), get_rank(), get_world_size()
+        if store is None or world_size == 1:
+            return cls(stacks, **options)
+        # Keys are never used twice; all ranks make their watches in the same order.
+        number = store.add(f"fairlead/watch/{rank}", 1)
+        return cls(stacks, dist.PrefixStore(f"fairlead/watch/{number}", store), rank, world_size, **options)
+
+    # -- how the block ends
+
+    def close(self) -> None:
+        """The block has ended as it should."""
+        if os.getpid() != self._pid:
+            return
+        self.leave()
+        atexit.unregister(self.close)
+        if self.rank == 0 and not self._told and self._first is None:
+            self._told = True
+            # The store may go with this process: the others must not take that for its death.
+            within(_PATIENCE_S, self._tell, Alarm("over", 0, "", "", "", time.time()))
+
+    def leave(self) -> None:
+        """This rank has left the block, by an exception that may yet be caught: it is not to be ended any more."""
+        if self._left.is_set() or os.getpid() != self._pid:  # a forked child shares our connections
+            return
+        self._left.set()
+        if self._alarms is not None:
+            within(_PATIENCE_S, self._alarms.wake, self._number)  # where it fails, nobody is left to be told
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join(2.0)
+
+    def failed(self, error: BaseException | str, *, secondary: bool = False, exits: bool = False) -> None:
+        """This rank has failed: tells all ranks, and returns once they have dumped their stacks, or after seconds.
+
+        Does nothing but wait for it where another rank has failed before: that one was told to all.
+
+        Args:
+            error: What was raised, or a text.
+            secondary: It only says that another rank went away: that one may speak first.
+            exits: The process is about to end: it is ended after the grace, should it hang in that.
+        """
+        if os.getpid() != self._pid or self._told:
+            return
+        self._told = True
+        if exits:
+            threading.Thread(target=self._exit, name="fairlead-watch-exit", daemon=True).start()
+        alarm = Alarm.of_error(self.rank, error)
+        if self._first is None:
+            trouble = within(_PATIENCE_S, self._tell, alarm, _SECOND_S if secondary else 0.0)
+            if trouble is not None:
+                self._say(f"{alarm}\nthe other ranks could not be told: {trouble}")
+        self._dump(alarm)
+        self._detail(alarm)
+        self.leave()
+
+    def __enter__(self) -> RankWatch:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if error is None or asked_to_stop(error):
+            self.close()
+        else:
+            self.failed(error)
+
+    # -- the threads
+
+    def _thread(self, name: str, run: Callable[..., None], *args: object) -> None:
+        thread = threading.Thread(target=run, args=args, name=f"fairlead-watch-{name}", daemon=True)
+        self._threads.append(thread)
+        thread.start()
+
+    def _follow(self, alarms: Alarms) -> None:
+        """Waits for what the other ranks have to tell."""
+        try:
+            while True:
+                number = self._number
+                alarms.wait(number)
+                if self._left.is_set():
+                    return
+                alarm = alarms.read(number)
+                if alarm.kind == "hang" or alarm.rank != self.rank:
+                    self._alarmed = time.monotonic()
+                    if alarm.kind != "over":
+                        self._dump(alarm)
+                    alarms.acknowledge(number)
+                    self._detail(alarm)
+                if alarm.kind == "over" and alarm.rank != self.rank:
+                    self.alone, self._alarms = "the rank that may host the store has left the block", None
+                if alarm.kind != "hang":
+                    break  # the last one: who fails now finds it under this number
+                self._number = number + 1
+                self._hear(alarm)
+        except RuntimeError as error:
+            if self._left.is_set():
+                return
+            what = "the process that hosts this run's store has died (rank 0, or torchrun's agent)"
+            alarm = Alarm("lost", -1, "", what, f"{what}\n{error}", time.time())
+            self._dump(alarm)
+        if alarm.kind != "over" and alarm.rank != self.rank:
+            self._hear(alarm)
+            self._end(alarm)
+
+    def _hear(self, alarm: Alarm) -> None:
+        if alarm.kind != "hang":
+            self._learn(alarm)
+        if self._listener is not None:
+            self._listener(alarm)
+
+    def _end(self, alarm: Alarm) -> None:
+        """Ends this rank when it has not left the block by itself."""
+        if not self._left.wait(self._grace_s):
+            self._say(f"rank {self.rank} ends, {self._grace_s:g} s after that; its stacks are in {self.path}")
+            end_process()
+
+    def _exit(self) -> None:
+        time.sleep(_PATIENCE_S + self._grace_s)
+        end_process()
+
+    def _look(self, progress: Callable[[], object], seconds: float) -> None:
+        """Tells all ranks when this one has not got on for so long."""
+        last, self._alarmed, told = progress(), time.monotonic(), 0
+        while told < _HANGS and not self._left.wait(min(30.0, seconds / 10)):
+            now = progress()
+            if now != last:
+                last, self._alarmed = now, time.monotonic()
+            elif time.monotonic() - self._alarmed >= seconds:
+                told, self._alarmed = told + 1, time.monotonic()
+                self._hang(seconds)
+
+    def _hang(self, seconds: float) -> None:
+        what = f"nothing has moved for {seconds:g} s; the stacks of all ranks are in {self.path.parent}"
+        alarm = Alarm("hang", self.rank, os.uname().nodename, what, what, time.time())
+        trouble = within(_PATIENCE_S, self._tell, alarm)
+        if trouble is not None or self.alone is not None:  # nobody tells it to this rank's other thread
+            self._dump(alarm)
+            self._hear(alarm)
+
+    # -- what they do
+
+    def _tell(self, alarm: Alarm, patience_s: float = 0.0) -> None:
+        alarms = self._alarms
+        number = alarms.claim(alarm, self._number, patience_s) if alarms is not None else 0
+        if isinstance(number, Alarm):  # another rank was first
+            if number.kind == "over":
+                self._say(str(alarm))
+            elif number.kind == "failed":
+                self._learn(number)
+            return
+        if alarm.kind == "hang" or (alarm.kind == "failed" and alarms is not None):
+            self._say(str(alarm))
+        if alarms is None:
+            return  # a process that is alone shows its error itself
+        alarms.tell(alarm, number)
+        silent = alarms.unheard(number, _HEARD_S)
+        if silent and alarm.kind != "over":
+            self._say(f"no stacks of rank {rank_ranges(silent)}: it has died, or C code holds the interpreter's lock")
+
+    def _learn(self, alarm: Alarm) -> None:
+        """Says once which rank failed first."""
+        with self._learning:
+            if self._first is not None:
+                return
+            self._first = alarm
+        # On rank 0 the whole traceback; thousands of copies of it would help nobody.
+        self._say(f"{alarm}\n{alarm.text.rstrip()}" if self.rank == 0 and alarm.kind == "failed" else str(alarm))
+
+    def _dump(self, alarm: Alarm) -> None:
+        why = f"{alarm}\n{alarm.text}" if alarm.rank == self.rank else str(alarm)
+        write = partial(self._dumps.write, why, last=alarm.kind != "hang")
+        if (trouble := within(_PATIENCE_S, write)) is not None:  # a file system may be what the run hangs in
+            self._say(f"the stacks of rank {self.rank} are not in {self.path}: {trouble}")
+
+    def _detail(self, alarm: Alarm) -> None:
+        """Once the others need not wait for this rank any more."""
+        if alarm.of_waiting:
+            within(_PATIENCE_S, self._dumps.add_frames)  # where it fails, what was dumped before is there

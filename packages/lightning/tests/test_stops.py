@@ -1,0 +1,372 @@
+"""A fit that is asked to stop, in one process: what it saves, what it says, who starts it again, and how it ends."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_job import Data, Line, checkpoints, events, fit, latest, loader, make_trainer, metric_rows, plain
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from fairlead import Fairlead, RunConfig
+from fairlead_hpc_signals import OutliveStops, PreemptionGuard, SignalFlags
+
+AGAIN = {"name": "command", "argv": ["sh", "-c", "echo again >> asked"]}
+
+
+class Asked(Line):
+    """Gets a signal at a place, unless there is none."""
+
+    place, number, at = "", int(signal.SIGUSR1), 5
+
+    def _here(self, place: str) -> None:
+        if place == self.place and self.trainer.global_step == self.at:
+            self.place = ""
+            os.kill(os.getpid(), self.number)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self._here("step")
+
+    def on_validation_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        self._here("sanity" if self.trainer.sanity_checking else "validation")
+
+    def setup(self, stage: str) -> None:
+        self._here("setup")
+
+    def on_train_epoch_end(self) -> None:
+        self._here("epoch end")
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self._here("save")
+
+
+def asked(place: str, number: int = signal.SIGUSR1, at: int = 5, kind: type[Asked] = Asked) -> Asked:
+    """Not by arguments: a start that is not asked belongs to the same run."""
+    model = kind()
+    model.place, model.number, model.at = place, number, at
+    return model
+
+
+@pytest.fixture(autouse=True)
+def handlers() -> Any:
+    """A stop leaves its handlers in place: the process is to end. These tests go on."""
+    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
+    before = {number: signal.getsignal(number) for number in numbers}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Line, list[dict[str, str]]]:
+    """Three epochs without a stop."""
+    root = tmp_path_factory.mktemp("whole")
+    return fit(root, max_epochs=3), metric_rows(root / "run")
+
+
+PLACES = {  # and the step at which it stops
+    "setup": (0, 0),
+    "sanity": (0, 0),
+    "step": (5, 6),
+    "epoch end": (8, 8),
+    "validation": (8, 8),
+    "save": (8, 8),
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_wherever_it_is_asked_it_goes_on_exactly(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str, whole: tuple[Line, list[dict[str, str]]]
+) -> None:
+    """R70, R75: saved, started again by command, and the same weights as if nothing had happened."""
+    monkeypatch.chdir(tmp_path)
+    at, stops = PLACES[place]
+    settings = {"max_epochs": 3, "requeue": AGAIN, "num_sanity_val_steps": 2 if place == "sanity" else 0}
+    with pytest.raises(SystemExit) as ended:
+        fit(tmp_path, model=asked(place, at=at), **settings)
+    assert ended.value.code == 75
+    run = tmp_path / "run"
+    (stop,) = events(run, "stop")
+    assert (stop["step"], stop["reason"]) == (stops, "unknown")
+    assert [event["signals"] for event in events(run, "signal")] == [["SIGUSR1"]]
+    assert [event["by"] for event in events(run, "requeue")] == ["command"]
+    assert (tmp_path / "asked").read_text() == "again\n"
+    if stops:
+        assert latest(run).step == stops
+    else:
+        assert not events(run, "checkpoint")
+    again = fit(tmp_path, model=Asked(), **settings)
+    model, rows = whole
+    assert all(torch.equal(one, other) for one, other in zip(model.parameters(), again.parameters(), strict=True))
+    assert metric_rows(run) == rows
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGUSR1, 143)])
+def test_without_a_requeuer_the_code_says_that_it_ended(tmp_path: Path, number: int, code: int) -> None:
+    """R72: on a workstation nobody starts it again."""
+    with pytest.raises(SystemExit) as ended:
+        fit(tmp_path, model=asked("step", number), max_steps=20)
+    assert ended.value.code == code
+    assert latest(tmp_path / "run").step == 6
+    assert not events(tmp_path / "run", "requeue")
+
+
+def test_a_code_of_its_own_asks_for_another_start(tmp_path: Path) -> None:
+    """R70: as Kubernetes wants it."""
+    with pytest.raises(SystemExit) as ended:
+        fit(tmp_path, model=asked("step"), max_steps=20, requeue={"name": "exit_code", "code": 200})
+    assert ended.value.code == 200
+    assert events(tmp_path / "run", "requeue")
+
+
+def test_only_so_many_requeues(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    """The third stop is final, and says so."""
+    monkeypatch.chdir(tmp_path)
+    codes = []
+    for number in range(3):
+        with pytest.raises(SystemExit) as ended:
+            fit(tmp_path, model=asked("step", at=2 + number), max_steps=20, requeue={**AGAIN, "max_requeues": 2})
+        codes.append(ended.value.code)
+    assert codes == [75, 75, 143]
+    assert "max_requeues is 2" in capsys.readouterr().out
+    assert (tmp_path / "asked").read_text() == "again\n" * 2
+    assert events(tmp_path / "run", "stop")[-1]["stops_before"] == {"unknown": 2}
+
+
+def test_starts_that_come_to_nothing_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    """It would be requeued for ever."""
+    monkeypatch.chdir(tmp_path)
+    codes = []
+    for _ in range(2):
+        with pytest.raises(SystemExit) as ended:
+            fit(tmp_path, model=asked("setup", at=0), max_steps=20, requeue={**AGAIN, "max_without_progress": 2})
+        codes.append(ended.value.code)
+    assert codes == [75, 143]
+    assert "took no training step" in capsys.readouterr().out
+
+
+def test_a_requeue_that_fails_is_told(tmp_path: Path, capsys: Any) -> None:
+    """Everything is saved all the same; the code still says that a start is wanted."""
+    with pytest.warns(UserWarning, match="no-such-program"), pytest.raises(SystemExit) as ended:
+        fit(tmp_path, model=asked("step"), max_steps=20, requeue={"name": "command", "argv": ["no-such-program"]})
+    assert ended.value.code == 75
+    assert "does not start again by itself" in capsys.readouterr().out
+    assert "no-such-program" in events(tmp_path / "run", "requeue-failed")[0]["error"]
+    assert latest(tmp_path / "run").step == 6
+
+
+def test_a_stop_that_cannot_be_saved_requeues_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next start would lose what this one trained, and nobody would notice."""
+    monkeypatch.chdir(tmp_path)
+
+    class Broken(Asked):
+        def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+            raise OSError(28, "No space left on device")
+
+    with pytest.raises(OSError, match="No space left"):
+        fit(tmp_path, model=asked("step", kind=Broken), max_steps=20, requeue=AGAIN)
+    assert not (tmp_path / "asked").exists()
+    assert events(tmp_path / "run")[-1]["event"] == "failed"
+
+
+def test_a_second_fit_listens_again(tmp_path: Path) -> None:
+    """And after a fit that was not asked, the handlers of before are there again."""
+    before = signal.getsignal(signal.SIGTERM)
+    trainer = make_trainer(tmp_path, max_steps=3)
+    trainer.fit(Line(), datamodule=Data())
+    assert signal.getsignal(signal.SIGTERM) is before
+    with pytest.raises(SystemExit):
+        fit(tmp_path, run={"name": "second"}, model=asked("step", signal.SIGTERM), max_steps=20)
+    assert latest(tmp_path / "second").step == 6
+
+
+def test_a_handler_put_over_ours_is_a_finding(tmp_path: Path, capsys: Any) -> None:
+    """FIELD: libraries do this, and the job dies without a checkpoint."""
+
+    class Takes(Line):
+        def on_fit_start(self) -> None:
+            signal.signal(signal.SIGUSR1, lambda *_: None)
+
+    fit(tmp_path, model=Takes(), max_steps=2)
+    assert "warning[signal-handler-replaced]: SIGUSR1" in capsys.readouterr().out
+    assert [event["signal"] for event in events(tmp_path / "run", "signal-handler-replaced")] == ["SIGUSR1"]
+
+
+def test_a_warning_before_the_fit_ends_it_at_its_begin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a job: while the script still prepares, SIGUSR1 would end a process that does not handle it."""
+    monkeypatch.setenv("SLURM_JOB_ID", "17")
+    monkeypatch.chdir(tmp_path)
+    trainer = make_trainer(tmp_path, max_steps=20, requeue=AGAIN)
+    os.kill(os.getpid(), signal.SIGUSR1)
+    model = Line()
+    with pytest.raises(SystemExit) as ended:
+        trainer.fit(model, datamodule=Data())
+    assert ended.value.code == 75
+    assert model.seen == []
+
+
+def test_a_trainer_that_is_not_in_the_main_thread(tmp_path: Path, capsys: Any) -> None:
+    """Its handlers are installed by the main thread and handed over; without that it says that it hears nothing."""
+
+    def in_thread(run: Callable[[], None]) -> list[BaseException]:
+        raised: list[BaseException] = []
+
+        def target() -> None:
+            try:
+                run()
+            except BaseException as error:
+                raised.append(error)
+
+        thread = threading.Thread(target=target)
+        thread.start()
+        thread.join(60)
+        return raised
+
+    assert in_thread(lambda: fit(tmp_path, max_steps=2) and None) == []
+    assert "warning[signals-unheard]" in capsys.readouterr().out
+    with SignalFlags() as flags:
+        guard = PreemptionGuard(flags=flags)
+
+        def run() -> None:
+            fab = Fairlead(tmp_path / "threaded", guard=guard)
+            plain(max_steps=20, callbacks=[fab]).fit(asked("step"), datamodule=Data())
+
+        (error,) = in_thread(run)
+    assert isinstance(error, SystemExit)
+    assert latest(tmp_path / "threaded").step in (5, 6, 7)  # the main thread handles it when it comes to
+
+
+def test_the_callback_in_a_script_does_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    """R70, R71: a Lightning Trainer of the user's own."""
+    monkeypatch.chdir(tmp_path)
+
+    def start(model: Line) -> Line:
+        callback = Fairlead(RunConfig(name="run", dir=str(tmp_path)), requeue=AGAIN)
+        plain(max_epochs=3, callbacks=[callback]).fit(model, datamodule=Data())
+        return model
+
+    with pytest.raises(SystemExit) as ended:
+        start(asked("step"))
+    assert ended.value.code == 75
+    assert "the job starts again" in capsys.readouterr().out
+    run = tmp_path / "run"
+    assert [e["event"] for e in events(run)][-4:] == ["signal", "checkpoint", "stop", "requeue"]
+    again = start(Asked())
+    undisturbed = Line()
+    plain(max_epochs=3, callbacks=[Fairlead(tmp_path / "whole")]).fit(undisturbed, datamodule=Data())
+    assert all(torch.equal(a, b) for a, b in zip(again.parameters(), undisturbed.parameters(), strict=True))
+
+
+def test_spawned_ranks_stop_together(tmp_path: Path) -> None:
+    """`ddp_spawn`: the scheduler signals the process that only waits for them."""
+    script = tmp_path / "train.py"
+    script.write_text(
+        textwrap.dedent(f"""
+            import os, signal, sys, time
+            sys.path.insert(0, {str(Path(__file__).parent)!r})
+            import lightning.pytorch as L
+            from tiny_job import Data, Line, make_trainer
+            from pathlib import Path
+
+            class Tells(L.Callback):
+                def on_train_batch_end(self, trainer, *args):
+                    if trainer.global_step == 3 and trainer.is_global_zero:
+                        os.kill(os.getppid(), signal.SIGUSR1)
+                    time.sleep(0.1)
+
+            if __name__ == "__main__":
+                trainer = make_trainer(
+                    Path({str(tmp_path)!r}), devices=2, strategy="ddp_spawn", max_steps=1000,
+                    requeue={{"name": "exit_code"}},
+                )
+                trainer.callbacks.append(Tells())
+                trainer.fit(Line(), datamodule=Data())
+            """)
+    )
+    ended = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=300)
+    assert ended.returncode == 75, ended.stdout + ended.stderr
+    run = tmp_path / "run"
+    (stop,) = events(run, "stop")
+    assert latest(run).step == stop["step"] >= 3
+    assert events(run, "requeue")
+
+
+class Slow(Dataset[tuple[Tensor, Tensor]]):
+    """Takes its time; in a worker, in the eleventh batch, all processes are asked to stop."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        if index == 40 and not Path("asked").exists():
+            Path("asked").touch()
+            os.kill(os.getpid(), self.number)
+            os.kill(os.getppid(), self.number)
+            time.sleep(0.5)  # if the signal ends this worker, it does so here
+        x = torch.full((3,), float(index))
+        return x, x.sum(0, keepdim=True)
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("start_method", ["fork", "spawn"])
+def test_the_workers_of_a_loader_outlive_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, start_method: str
+) -> None:
+    """A scheduler signals all processes of a job: without its workers the fit cannot come to the end of the step."""
+    monkeypatch.chdir(tmp_path)
+    data = DataLoader(
+        Slow(number),
+        batch_size=4,
+        num_workers=2,
+        persistent_workers=True,
+        multiprocessing_context=start_method,
+        worker_init_fn=_started,
+    )
+    with pytest.raises(SystemExit) as ended:
+        make_trainer(tmp_path, max_steps=16, requeue={"name": "exit_code"}).fit(Line(), data, loader())
+    assert ended.value.code == (130 if number == signal.SIGINT else 75)
+    assert checkpoints(tmp_path / "run")[-1].step >= 1
+    assert sorted(path.name for path in tmp_path.glob("worker-*")) == ["worker-0", "worker-1"]  # theirs is called too
+
+
+def _started(worker: int) -> None:
+    Path(f"worker-{worker}").touch()
+
+
+def test_a_worker_that_its_loader_ends_does_end(tmp_path: Path) -> None:
+    """It hangs, and the loader's own SIGTERM is what is left."""
+    made = OutliveStops(["SIGTERM", "SIGUSR1"])
+    context = multiprocessing.get_context("fork")
+    ready = context.Event()
+
+    def worker() -> None:
+        made(0)
+        ready.set()
+        time.sleep(600)
+
+    process = context.Process(target=worker)
+    process.start()
+    assert ready.wait(60)
+    assert process.pid is not None
+    os.kill(process.pid, signal.SIGUSR1)
+    subprocess.run(["kill", "-TERM", str(process.pid)], check=True)  # not from its parent
+    process.join(1.0)
+    assert process.is_alive()
+    process.terminate()
+    process.join(60)
+    assert process.exitcode == 0

@@ -1,0 +1,212 @@
+"""A rank that fails or hangs in a fit that some launcher has started, with no supervisor of ours."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tiny_job import events
+
+from fairlead.run import read_heartbeats
+from fairlead_distributed import free_port
+
+LIMIT_S = 240.0  # only against a test that would hang for ever
+
+SCRIPT = """
+import os, sys, time
+from datetime import timedelta
+from pathlib import Path
+
+import lightning.pytorch as L
+import torch
+from lightning.pytorch.strategies import DDPStrategy
+from tiny_job import Line, loader
+
+from fairlead_lightning.ranks import Handoff
+from fairlead_lightning.recorder import Recorder
+from fairlead_lightning.session import RunSession
+from fairlead_lightning.stuck import StuckRanks
+
+torch.set_num_threads(1)
+rank, run = int(os.environ["RANK"]), os.environ["RUN"]
+
+
+def hangs_here():
+    time.sleep(3600)
+
+
+class Bad(Line):
+    def training_step(self, batch, batch_idx):
+        if batch_idx == 2:
+            trouble(self)
+        return super().training_step(batch, batch_idx)
+
+
+def fit(limit_s=1200, **settings):
+    session = RunSession(Handoff(run, 1, None), {}, rank=rank)
+    stuck = StuckRanks({}, timeout=timedelta(seconds=limit_s), grace=timedelta(seconds=2))
+    stuck.session = session
+    trainer = L.Trainer(
+        accelerator="cpu", devices=2, strategy=DDPStrategy(timeout=timedelta(seconds=limit_s)), max_steps=6,
+        enable_progress_bar=False, enable_checkpointing=False, enable_model_summary=False, logger=False,
+        callbacks=[Recorder(session), stuck], **settings,
+    )
+    trainer.fit(Bad(), loader(batch_size=2))
+    return trainer
+
+
+"""
+
+
+class Job:
+    """Two processes with the variables of torchrun."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.run = folder / "run"
+        self.processes: list[subprocess.Popen[str]] = []
+
+    def end(self, body: str) -> list[tuple[int, str, str]]:
+        """Exit code, output and errors of each rank."""
+        self.run.mkdir()
+        script = self.folder / "train.py"
+        script.write_text(SCRIPT + textwrap.dedent(body))
+        shared = {
+            "WORLD_SIZE": "2",
+            "LOCAL_WORLD_SIZE": "2",
+            "GROUP_RANK": "0",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(free_port()),
+            "TORCHELASTIC_RUN_ID": "test",
+            "RUN": str(self.run),
+            "PYTHONPATH": str(Path(__file__).parent),
+        }
+        for rank in range(2):
+            environ = {**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+            self.processes.append(
+                subprocess.Popen(
+                    [sys.executable, str(script)],
+                    env=environ,
+                    cwd=self.folder,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.PIPE,
+                    text=True,
+                )
+            )
+        deadline = time.monotonic() + LIMIT_S
+        outputs = [one.communicate(timeout=deadline - time.monotonic()) for one in self.processes]
+        return [(one.returncode, *output) for one, output in zip(self.processes, outputs, strict=True)]
+
+    def stacks(self) -> dict[str, str]:
+        return {path.name: path.read_text() for path in sorted((self.run / "stacks" / "start-1").glob("*"))}
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Iterator[Job]:
+    made = Job(tmp_path)
+    yield made
+    for process in made.processes:
+        if process.poll() is None:
+            process.kill()
+            process.communicate()
+
+
+def test_an_exception_on_one_rank_ends_the_other_which_says_whose_it_was(job: Job) -> None:
+    """R129: rank 0 sits in user code for an hour, and its time-out is twenty minutes."""
+    (code, _, said), (code_1, _, traceback) = job.end(
+        """
+        def trouble(model):
+            if rank == 1:
+                raise ValueError("no luck")
+            hangs_here()
+
+        fit()
+        """
+    )
+    assert (code, code_1) == (1, 1), said
+    assert f"rank 1 on {os.uname().nodename} failed: ValueError: no luck\nTraceback" in said
+    assert "ValueError: no luck" in traceback
+    failed = [event for event in events(job.run) if event["event"] == "failed"]
+    assert [(event["rank"], event["error"]) for event in failed] == [(1, "ValueError: no luck")]
+    assert list(job.stacks()) == ["rank-00000.txt", "rank-00001.txt"]
+    assert "in hangs_here" in job.stacks()["rank-00000.txt"]
+
+
+def test_a_time_out_of_a_collective_leaves_the_stacks_of_the_rank_that_never_came(job: Job) -> None:
+    """R157: in the backward pass of the other, where no Python frame says `all_reduce`."""
+    ranks = job.end(
+        """
+        def trouble(model):
+            if rank == 1:
+                hangs_here()
+
+        fit(limit_s=8)
+        """
+    )
+    assert [code for code, _, _ in ranks] == [1, 1]
+    assert "in hangs_here" in job.stacks()["rank-00001.txt"]
+    # Before the time-out, and once more after it.
+    assert job.stacks()["rank-00001.txt"].count("does not move") >= 1
+    assert "_engine_run_backward" in job.stacks()["rank-00000.txt"]
+    assert {path.name for path in (job.run / "flight-recorder").glob("start-1/gloo/*")} == {"rank_0", "rank_1"}
+    assert {"hang", "failed"} <= {event["event"] for event in events(job.run)}
+    last = read_heartbeats(job.run / "heartbeats")
+    assert [(beat.rank, beat.host) for beat in last] == [(rank, os.uname().nodename[:20]) for rank in range(2)]
+
+
+def test_an_exception_that_the_script_catches_ends_nobody(job: Job) -> None:
+    """All ranks raise, one long after the other, and each goes on by itself."""
+    ranks = job.end(
+        """
+        def trouble(model):
+            time.sleep(4 * rank)  # longer than the grace
+            raise ValueError("too large")
+
+        try:
+            fit()
+        except ValueError:
+            print("smaller then")
+        """
+    )
+    assert [(code, out) for code, out, _ in ranks] == [(0, "smaller then\n")] * 2, ranks
+    assert job.stacks() == {}
+
+
+@pytest.mark.parametrize("ends", ["pass", "model.trainer.should_stop = True", "raise SIGTERMException"])
+def test_a_fit_that_ends_or_is_stopped_dumps_nothing(job: Job, ends: str) -> None:
+    ranks = job.end(
+        f"""
+        from lightning.pytorch.utilities.exceptions import SIGTERMException
+
+        def trouble(model):
+            {ends}
+
+        try:
+            fit()
+        finally:
+            time.sleep(4 * rank)  # the other one, which hosts the store, is long gone
+        """
+    )
+    assert [code for code, _, _ in ranks] == [0, 0], ranks
+    assert job.stacks() == {}
+    assert "does not move" not in ranks[0][2]
+
+
+def test_what_calls_exit_is_a_failure_of_its_rank(job: Job) -> None:
+    ranks = job.end(
+        """
+        def trouble(model):
+            sys.exit(3) if rank == 1 else hangs_here()
+
+        fit()
+        """
+    )
+    assert [code for code, _, _ in ranks] == [1, 3]
+    assert "rank 1 on" in ranks[0][2]
+    assert "failed: SystemExit: 3" in ranks[0][2]
