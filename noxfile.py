@@ -28,7 +28,7 @@ nox.options.reuse_existing_virtualenvs = True
 nox.options.allow_parallel = True  # under `nox -j 2`; none writes where another reads
 nox.options.error_on_missing_interpreters = bool(os.environ.get("CI"))
 nox.options.sessions = [  # what takes longest comes first, so that `nox -j 2` is busy to the end
-    "lint", "integration", "isolated", "tests", "types", "tests_core", "minimums", "docs", "build",
+    "lint", "integration", "slurm", "isolated", "tests", "types", "tests_core", "minimums", "docs", "build",
 ]  # fmt: skip
 
 # One file pins what is tested, in every session; pip >= 25.3 reads the second name for the environments it builds in.
@@ -125,7 +125,7 @@ def integration(session: nox.Session) -> None:
     pytest(session, "integration_tests", "--ignore=integration_tests/slurm")
 
 
-@nox.session(default=False, venv_backend="none", requires=["env"])
+@nox.session(venv_backend="none", requires=["env"])
 def slurm(session: nox.Session) -> None:
     """What needs a SLURM: a real one of four nodes, on this machine (`integration_tests/slurm/README.md`)."""
     pytest(session, "integration_tests/slurm")

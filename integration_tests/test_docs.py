@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml as pyyaml
 
 import fairlead
 from docs.gen_reference import PARTS, expand, first_party_plugins, models
@@ -173,7 +174,11 @@ def plugins_of_the_pages() -> PluginManager:
     return PluginManager([*points, FakeEntryPoint("strategy.localsgd", example)])
 
 
-@pytest.mark.parametrize("block", blocks("yaml"), ids=str)
+MANIFESTS = [block for block in blocks("yaml") if "\nkind:" in block.text]
+"""What `kubectl apply` takes."""
+
+
+@pytest.mark.parametrize("block", [block for block in blocks("yaml") if block not in MANIFESTS], ids=str)
 def test_yaml_is_a_job(block: Block) -> None:
     """A whole job, or sections of one."""
     data = yaml.load(block.text, source=str(block)).data
@@ -184,6 +189,79 @@ def test_yaml_is_a_job(block: Block) -> None:
 @pytest.mark.parametrize("block", blocks("python"), ids=str)
 def test_python_parses(block: Block) -> None:
     ast.parse(block.text)
+
+
+@pytest.mark.parametrize("block", blocks("sh", "bash"), ids=str)
+def test_shell_parses(block: Block) -> None:
+    done = subprocess.run(["bash", "-n"], input=block.text, text=True, capture_output=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("block", MANIFESTS, ids=str)
+def test_manifests_run_jobs_that_are_right(block: Block) -> None:
+    """Of the kinds that Kubeflow's operators know, with commands of ours, an exit code that asks again, and time."""
+    manifest = pyyaml.safe_load(block.text)
+    kinds = {"PyTorchJob": "kubeflow.org/v1"} | dict.fromkeys(
+        ("TrainJob", "TrainingRuntime"), "trainer.kubeflow.org/v1alpha1"
+    )
+    assert manifest["apiVersion"] == kinds[manifest["kind"]]
+    assert manifest["metadata"]["name"]
+    found = list(nodes(manifest))
+    commands = [node["command"] for node in found if "command" in node]
+    assert len(commands) == {"PyTorchJob": 2, "TrainJob": 1, "TrainingRuntime": 0}[manifest["kind"]]
+    for _, name, *words in commands:
+        parser_of(name).parse_args(words)
+    pods = [node for node in found if "containers" in node]
+    assert len(pods) == {"PyTorchJob": 2, "TrainJob": 0, "TrainingRuntime": 1}[manifest["kind"]]
+    assert all(pod["terminationGracePeriodSeconds"] > 30 for pod in pods)
+    asked = next(b for b in blocks("yaml", pages=[block.page]) if b.title == "job.yaml")
+    code = pyyaml.safe_load(asked.text)["trainer"]["requeue"]["code"]
+    if manifest["kind"] == "PyTorchJob":
+        replicas = manifest["spec"]["pytorchReplicaSpecs"].values()
+        assert [replica["restartPolicy"] for replica in replicas] == ["ExitCode"] * 2
+        assert code >= 128
+    listed = [node["values"] for node in found if node.get("operator") == "NotIn"]
+    assert listed == ([[code]] if manifest["kind"] == "TrainingRuntime" else [])
+
+
+def nodes(tree: Any) -> Iterator[dict[str, Any]]:
+    """Every mapping in a tree."""
+    if isinstance(tree, dict):
+        yield tree
+    for child in tree.values() if isinstance(tree, dict) else tree if isinstance(tree, list) else ():
+        yield from nodes(child)
+
+
+ABOUT_CLUSTERS = [
+    DOCS / "how-to" / f"{name}.md"
+    for name in ("slurm", "lsf", "kubernetes", "mpi", "by-hand", "preemption", "troubleshooting", "start-up")
+]
+
+
+@functools.cache
+def sources() -> str:
+    return "".join(path.read_text(encoding="utf-8") for path in ROOT.glob("packages/*/src/**/*.py"))
+
+
+@pytest.mark.parametrize("source", ABOUT_CLUSTERS, ids=lambda path: path.name)
+def test_codes_in_the_pages_exist(source: Path) -> None:
+    """What looks like a code is one: of a finding, of a warning in a run, or an event of the history."""
+    text = FENCE.sub("", source.read_text(encoding="utf-8"))
+    named = set(re.findall(r"`([a-z]+(?:-[a-z]+)+)`", text))
+    told = set(re.findall(r"warning\[([a-z-]+)\]", sources())) | set(re.findall(r"event\(\s*\"([a-z-]+)\"", sources()))
+    assert named - told - set(re.findall(r"^\| `([a-z-]+)` \|", page("reference/findings.md"), re.MULTILINE)) == set()
+
+
+def test_errors_in_the_troubleshooting_tables_are_those_that_are_raised() -> None:
+    """The words between numbers and names of an error's text stand in the sources."""
+    text = (DOCS / "how-to/troubleshooting.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (?!symptom|---)(.+) \|$", text, re.MULTILINE)
+    said = [text for row in rows for text in re.findall(r"`([^`]+)`", row.split(" | ")[1]) if " " in text]
+    parts = [
+        part.strip() for text in said for part in re.split(r"\.\.\.|\S*\d\S*|\bRUN\b", text) if " " in part.strip()
+    ]
+    assert len(parts) > 8
+    assert [part for part in parts if part not in sources()] == []
 
 
 def test_the_page_on_plugins_shows_the_example() -> None:
@@ -233,7 +311,8 @@ def calls() -> Iterator[tuple[str, list[str], bool]]:
     """Every `fairlead ...` of a page: where, its words, and whether it is a whole call."""
     for each in PAGES:
         text = each.read_text(encoding="utf-8")
-        whole = "\n".join(match[2] for match in FENCE.findall(text) if match[0] == "sh")
+        whole = "\n".join(match[2] for match in FENCE.findall(text) if match[0] in ("sh", "bash"))
+        whole = re.sub(r" \\\n +| &$", " ", whole, flags=re.MULTILINE)
         shown = re.findall(r"^\$ (.*)$", text, re.MULTILINE)
         for line in [*whole.splitlines(), *shown]:
             if found := re.search(r"(?:^|[\s])fairlead (?=[a-z])(.*)", line):
@@ -355,6 +434,11 @@ def test_the_readme_shows_what_check_says_of_a_typo(tmp_path: Path) -> None:
     try_transcripts(tmp_path, ROOT / "README.md")
 
 
+def test_the_slurm_page_shows_what_is_printed(tmp_path: Path) -> None:
+    project(tmp_path, DOCS / "how-to/slurm.md")
+    try_transcripts(tmp_path, DOCS / "how-to/slurm.md")
+
+
 def test_the_sweep_page_shows_what_is_printed(tmp_path: Path) -> None:
     project(tmp_path, DOCS / "how-to/sweep.md")
     try_transcripts(tmp_path, DOCS / "how-to/sweep.md")
@@ -370,5 +454,5 @@ def test_the_tutorial_works_as_shown(tmp_path: Path) -> None:
 def test_examples_in_titles_are_unique() -> None:
     """Two files of one name on a page would overwrite each other unseen."""
     for each in PAGES:
-        titles: list[Any] = [b.title for b in blocks("python", "yaml", "toml", "sh", pages=[each]) if b.title]
+        titles: list[Any] = [b.title for b in blocks("python", "yaml", "toml", "sh", "bash", pages=[each]) if b.title]
         assert len(titles) == len(set(titles)), each
