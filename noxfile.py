@@ -193,6 +193,12 @@ def exact(session: nox.Session) -> None:
 
 
 @nox.session(default=False, venv_backend="none", requires=["env"])
+def chaos(session: nox.Session) -> None:
+    """Disturb runs 200 times by signals, kills and full disks, and write whether anything was lost; half an hour."""
+    run(session, "python", "-m", "integration_tests.exact.chaos", *session.posargs)
+
+
+@nox.session(default=False, venv_backend="none", requires=["env"])
 def gpu(session: nox.Session) -> None:
     """The tests that need a CUDA device."""
     pytest(session, "-m", "gpu", "packages", "integration_tests")

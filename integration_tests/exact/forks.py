@@ -31,6 +31,8 @@ _IMPORTS = (
     "fairlead.checks",
     "fairlead_lightning.commands.local",
     "fairlead_lightning.commands.run",
+    "fairlead_hpc_signals.guards",
+    "fairlead_hpc_signals.agreement",
     "fairlead_strategies.ddp.runtime",
     "fairlead_environments.runtime",
 )

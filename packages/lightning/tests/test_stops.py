@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from fairlead import Fairlead, RunConfig
 from fairlead_hpc_signals import OutliveStops, PreemptionGuard, SignalFlags
+from fairlead_lightning.early import EarlySignals
 
 AGAIN = {"name": "command", "argv": ["sh", "-c", "echo again >> asked"]}
 
@@ -370,3 +371,19 @@ def test_a_worker_that_its_loader_ends_does_end(tmp_path: Path) -> None:
     process.terminate()
     process.join(60)
     assert process.exitcode == 0
+
+
+def test_a_signal_before_anything_is_ready_is_kept() -> None:
+    """`fairlead fit` is still reading the job: SIGUSR1 would end it."""
+    with SignalFlags(["SIGUSR1"]) as flags:
+        flags.uninstall()
+        with EarlySignals() as early:
+            os.kill(os.getpid(), signal.SIGUSR1)
+            came = early.release()
+            flags.install()
+            for number in came:
+                signal.raise_signal(number)
+        assert flags.counts == {"SIGUSR1": 1}
+    with pytest.raises(KeyboardInterrupt), EarlySignals():  # nobody has taken it: it comes behind the block
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.05)

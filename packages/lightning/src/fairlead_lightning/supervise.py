@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import IO, Final
 
+from fairlead_lightning.early import EarlySignals
 from fairlead_lightning.reports import ALIVE_FD, REPORT_FD, Announcement, Report, read_messages
 from fairlead_lightning.verdict import Ended, stopped_as_asked, verdict
 
@@ -55,6 +56,7 @@ def supervise(
     *,
     stderr: IO[str],
     inherited: Sequence[int] = (),
+    early: EarlySignals | None = None,
 ) -> int:
     """Runs one process a rank until all have ended, and returns the exit code of the whole.
 
@@ -65,6 +67,7 @@ def supervise(
         environments: One environment a rank; `RANK` in it names the rank.
         stderr: Where the ranks' failures are shown.
         inherited: File descriptors that rank 0 inherits; they are closed here.
+        early: Signals that came before this.
 
     Raises:
         RunFailedError: A rank died; it is named, with its own traceback first.
@@ -76,7 +79,9 @@ def supervise(
     def note(signum: int, _frame: FrameType | None) -> None:
         received.append(signum)
 
+    came = early.release() if early is not None else []
     previous = {s: signal.signal(s, note) for s in (*_STOPS, *_PASSED_ON)}
+    received += came
     try:
         for index, environ in enumerate(environments):
             ranks.append(_start(command, environ, index, alive_read, inherited if index == 0 else ()))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import sys
 
 from fairlead.checks import CheckedJob, check_job
@@ -15,6 +16,7 @@ from fairlead.findings import raise_errors
 from fairlead.interfaces import BuildContext
 from fairlead.jobs import load_job
 from fairlead_lightning.build import build_guard
+from fairlead_lightning.early import EarlySignals
 from fairlead_lightning.ports import STORE_FD, listen
 from fairlead_lightning.ranks import LAUNCHED, rank_environment
 from fairlead_lightning.reports import send_report
@@ -47,6 +49,11 @@ def prepare(arguments: argparse.Namespace, session: Session) -> CheckedJob:
 
 def run_here_or_on_ranks(arguments: argparse.Namespace, session: Session) -> int:
     """Runs the command in this process, or starts one process a rank and watches them."""
+    with EarlySignals() as early:
+        return _run(arguments, session, early)
+
+
+def _run(arguments: argparse.Namespace, session: Session, early: EarlySignals) -> int:
     try:
         checked = prepare(arguments, session)
     except FairleadError as error:
@@ -66,7 +73,10 @@ def run_here_or_on_ranks(arguments: argparse.Namespace, session: Session) -> int
     starts_ranks = not topology.launched and resolution.devices > 1 and resolution.strategy.name != "xla"
     if not starts_ranks or getattr(resolution.strategy, "start_method", "popen") != "popen":
         guard = build_guard(resolution.requeue, BuildContext(resolution, session.environ, session.plugins))
+        came = early.release()
         guard.flags.install()  # before torch is imported, which takes seconds
+        for number in came:
+            signal.raise_signal(number)
         try:
             from fairlead_lightning.commands.run import run_rank
 
@@ -99,4 +109,4 @@ def run_here_or_on_ranks(arguments: argparse.Namespace, session: Session) -> int
         environments[0][STORE_FD] = str(inherited[0])
     # -P: the working directory is no place for code unless the rules for user code say so.
     command = [sys.executable, "-P", "-m", "fairlead", *session.argv, *(["--debug"] if session.debug else [])]
-    return supervise(command, environments, stderr=session.stderr, inherited=inherited)
+    return supervise(command, environments, stderr=session.stderr, inherited=inherited, early=early)
