@@ -94,7 +94,7 @@ def test_wherever_it_is_asked_it_goes_on_exactly(
     """R70, R75: saved, started again by command, and the same weights as if nothing had happened."""
     monkeypatch.chdir(tmp_path)
     at, stops = PLACES[place]
-    settings = {"max_epochs": 3, "requeue": AGAIN, "num_sanity_val_steps": 2 if place == "sanity" else 0}
+    settings: dict[str, Any] = {"max_epochs": 3, "requeue": AGAIN, "num_sanity_val_steps": 2 if place == "sanity" else 0}
     with pytest.raises(SystemExit) as ended:
         fit(tmp_path, model=asked(place, at=at), **settings)
     assert ended.value.code == 75
@@ -221,7 +221,7 @@ def test_a_warning_before_the_fit_ends_it_at_its_begin(tmp_path: Path, monkeypat
 def test_a_trainer_that_is_not_in_the_main_thread(tmp_path: Path, capsys: Any) -> None:
     """Its handlers are installed by the main thread and handed over; without that it says that it hears nothing."""
 
-    def in_thread(run: Callable[[], None]) -> list[BaseException]:
+    def in_thread(run: Callable[[], object]) -> list[BaseException]:
         raised: list[BaseException] = []
 
         def target() -> None:
@@ -235,7 +235,7 @@ def test_a_trainer_that_is_not_in_the_main_thread(tmp_path: Path, capsys: Any) -
         thread.join(60)
         return raised
 
-    assert in_thread(lambda: fit(tmp_path, max_steps=2) and None) == []
+    assert in_thread(lambda: fit(tmp_path, max_steps=2)) == []
     assert "warning[signals-unheard]" in capsys.readouterr().out
     with SignalFlags() as flags:
         guard = PreemptionGuard(flags=flags)
@@ -384,6 +384,10 @@ def test_a_signal_before_anything_is_ready_is_kept() -> None:
             for number in came:
                 signal.raise_signal(number)
         assert flags.counts == {"SIGUSR1": 1}
-    with pytest.raises(KeyboardInterrupt), EarlySignals():  # nobody has taken it: it comes behind the block
-        os.kill(os.getpid(), signal.SIGINT)
-        time.sleep(0.05)
+
+    def nobody_takes_it() -> None:
+        with EarlySignals():
+            os.kill(os.getpid(), signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt):  # it comes behind the block
+        nobody_takes_it()
