@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
 from typing import Any
 
 import pytest
 
-from fairlead import PluginManager, TrainerConfig
 from fairlead.bases import EnvironmentConfigBase
 from fairlead.errors import FairleadError
 from fairlead.network import library_variables, network_findings, network_settings
-from fairlead.resolve import resolve
 
 
 def environment(**fields: Any) -> EnvironmentConfigBase:
@@ -63,28 +60,6 @@ def test_the_environment_wins_and_it_is_said() -> None:
 def test_settings_of_nccl_without_nccl(backend: str, codes: list[str]) -> None:
     config = environment(nccl={"debug": "INFO"}, gloo={"socket_ifname": "eth0"})
     assert [finding.code for finding in network_findings(config, backend, {})] == codes
-
-
-def test_explain_shows_them_and_the_backend_that_was_asked_for() -> None:
-    """R57, R157, R183."""
-    trainer = TrainerConfig.model_validate(
-        {
-            "accelerator": "cpu",
-            "devices": 2,
-            "strategy": {"name": "ddp", "process_group_backend": "mpi"},
-            "environment": {"name": "lightning", "nccl": {"debug": "INFO"}, "preflight_timeout": "00:02:00"},
-        }
-    )
-    resolution = resolve(trainer, environ={}, plugins=PluginManager())
-    assert resolution.environment.preflight_timeout == timedelta(minutes=2)
-    assert resolution.settings["NCCL_DEBUG"].value == "INFO"
-    assert resolution.settings["NCCL_DEBUG"].reason == "trainer.environment.nccl.debug"
-    assert resolution.backend == resolution.value("backend") == "mpi"
-    assert resolution.settings["backend"].reason == "trainer.strategy.process_group_backend"
-    assert "network-setting-unused" in [finding.code for finding in resolution.findings]
-    by_device = resolve(TrainerConfig(accelerator="cpu"), environ={}, plugins=PluginManager())
-    assert by_device.settings["backend"].value == "gloo"
-    assert by_device.settings["backend"].reason == "for the device cpu"
 
 
 def test_a_deadline_that_is_none() -> None:

@@ -94,7 +94,8 @@ def test_wherever_it_is_asked_it_goes_on_exactly(
     """R70, R75: saved, started again by command, and the same weights as if nothing had happened."""
     monkeypatch.chdir(tmp_path)
     at, stops = PLACES[place]
-    settings: dict[str, Any] = {"max_epochs": 3, "requeue": AGAIN, "num_sanity_val_steps": 2 if place == "sanity" else 0}
+    sanity = 2 if place == "sanity" else 0
+    settings: dict[str, Any] = {"max_epochs": 3, "requeue": AGAIN, "num_sanity_val_steps": sanity}
     with pytest.raises(SystemExit) as ended:
         fit(tmp_path, model=asked(place, at=at), **settings)
     assert ended.value.code == 75
