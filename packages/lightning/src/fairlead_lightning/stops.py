@@ -105,7 +105,7 @@ class Stops(L.Callback):
             if threading.current_thread() is not threading.main_thread():
                 self._say(
                     "warning[signals-unheard]: the training is not in the main thread, where alone Python can handle "
-                    "signals: make `SignalFlags().install()` there and pass it on, `Trainer(..., signals=flags)`"
+                    "signals: make a PreemptionGuard there and pass it on, `guard=guard`"
                 )
             else:
                 guard.flags.install()

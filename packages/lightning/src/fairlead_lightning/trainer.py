@@ -161,12 +161,11 @@ class Trainer(L.Trainer):
         environ = self._context.environ
         if self.fairlead_config.fast_dev_run or self.fairlead_config.barebones:
             path = os.fspath(ckpt_path) if ckpt_path is not None else None
+            self._join()
             super().fit(model, train_dataloaders, val_dataloaders, datamodule, path, weights_only)
             return
-        if waiting_handoff(environ) is None:
-            # Of a job file, all ranks must have read the same; what a script hands over may well differ in some repr.
-            digest = fingerprint(self._job.model_dump(mode="json")).digest if self._job is not None else None
-            join_process_group(self.resolution, environ, config_hash=digest)
+        # Of a job file, all ranks must have read the same; what a script hands over may well differ in some repr.
+        self._join(fingerprint(self._job.model_dump(mode="json")).digest if self._job is not None else None)
         session = open_session(
             self._described(model, datamodule),
             self.resolution,
@@ -187,7 +186,7 @@ class Trainer(L.Trainer):
             # sees that the limits are reached, and trains no further.
         with session, self._attached(session):
             self.stops.begin(session)
-            if self._trains_here() and not self._starts_ranks():
+            if self._trains_here() and not self._starts_ranks() and not session.finished:
                 value = self.resolution.value
                 session.join(int(value("global_rank")), int(value("local_rank")), int(value("node_rank")))
                 session.beat("prepare", 0)
@@ -207,6 +206,26 @@ class Trainer(L.Trainer):
                 )
             if self.progress in vars(self)["callbacks"] and self._trains_here() and not session.finished:
                 self.progress.summary(self, session.path)
+
+    def validate(self, *args: Any, **kwargs: Any) -> Any:
+        """As in Lightning, once the ranks have met; so are `test` and `predict`."""
+        self._join()
+        return super().validate(*args, **kwargs)
+
+    def test(self, *args: Any, **kwargs: Any) -> Any:
+        """See `validate`."""
+        self._join()
+        return super().test(*args, **kwargs)
+
+    def predict(self, *args: Any, **kwargs: Any) -> Any:
+        """See `validate`."""
+        self._join()
+        return super().predict(*args, **kwargs)
+
+    def _join(self, config_hash: str | None = None) -> None:
+        """The ranks that a launcher started meet, unless Lightning starts them and they meet there."""
+        if waiting_handoff(self._context.environ) is None:
+            join_process_group(self.resolution, self._context.environ, config_hash=config_hash)
 
     def _described(self, model: L.LightningModule, datamodule: L.LightningDataModule | None) -> dict[str, Any]:
         """The job as plain data; from Python, model and data are described by class and hyperparameters."""
