@@ -126,8 +126,7 @@ class Cluster:
         """The variables for commands that are to reach it."""
         base = os.environ if base is None else base
         kept = {name: value for name, value in base.items() if not name.startswith(("SLURM_", "SBATCH_", "SRUN_"))}
-        # The nodes have no name server, and torch asks for the name of each client of a store: seconds each time.
-        return {**kept, "SLURM_CONF": str(self.home / "slurm.conf"), "RES_OPTIONS": "attempts:1 timeout:1"}
+        return {**kept, "SLURM_CONF": str(self.home / "slurm.conf")}
 
     def run(self, *command: str, cwd: Path | None = None, environ: Mapping[str, str] | None = None) -> str:
         """What a command prints.

@@ -162,7 +162,8 @@ def _write_files(plan: Plan, options: Options, tag: str) -> None:
         (plan.sockets / "tmp" / name).mkdir(parents=True)
     here = socket.gethostname().split(".")[0]
     hosts = ["127.0.0.1 localhost", "::1 localhost ip6-localhost", f"{plan.controller} {here}"]
-    hosts += [f"{node.address} {name}" for name, node in plan.nodes.items()]
+    # torch asks for the name of each client of a store, by its mapped address, and there is no name server to ask.
+    hosts += [f"{prefix}{node.address} {name}" for name, node in plan.nodes.items() for prefix in ("", "::ffff:")]
     (plan.home / "hosts").write_text("\n".join(hosts) + "\n")
     key = plan.home / "munge.key"
     key.unlink(missing_ok=True)

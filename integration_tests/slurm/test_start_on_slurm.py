@@ -41,9 +41,6 @@ except RendezvousError as error:
     (folder / f"{os.environ['SLURM_STEP_ID']}.{rank}").write_text(str(error))
 """
 
-# torch looks up the name of each peer, for its messages. These nodes have no name server to ask.
-QUICK = {"RES_OPTIONS": "attempts:1 timeout:1"}
-
 # Somebody else's services on the first three ports of step 1: a silent one, a talkative one, a store.
 OCCUPANT = """
 import os, socket, sys, threading, time
@@ -83,7 +80,7 @@ def said(folder: Path, step: int) -> dict[int, str]:
 def test_two_steps_at_once_on_the_same_nodes(cluster: Cluster, tmp_path: Path, rank: str) -> None:
     """R158: of one job, two nodes, two starts each; nobody chose a port."""
     steps = "\n".join(f"srun --overlap -N2 --ntasks-per-node=2 {rank} &" for _ in range(2))
-    job = submit(cluster, f"{steps}\nwait\n", tmp_path, "-N2", "--ntasks-per-node=2", environ=QUICK)
+    job = submit(cluster, f"{steps}\nwait\n", tmp_path, "-N2", "--ntasks-per-node=2")
     assert job.wait() == "COMPLETED", job.text()
     for step in range(2):
         assert said(tmp_path, step) == dict.fromkeys(range(4), "[10, 10]"), job.text()
@@ -97,7 +94,7 @@ def test_the_first_ports_are_taken(cluster: Cluster, tmp_path: Path, rank: str) 
     srun --overlap -N2 --ntasks-per-node=2 {rank} late=5
     kill %1
     """
-    job = submit(cluster, script, tmp_path, "-N2", "--ntasks-per-node=2", environ=QUICK)
+    job = submit(cluster, script, tmp_path, "-N2", "--ntasks-per-node=2")
     job.wait(seconds=240)
     assert (tmp_path / "occupied").exists(), job.text()
     assert said(tmp_path, 1) == dict.fromkeys(range(4), "[10, 10]"), job.text()
@@ -106,7 +103,7 @@ def test_the_first_ports_are_taken(cluster: Cluster, tmp_path: Path, rank: str) 
 def test_missing_ranks_are_named_with_their_nodes(cluster: Cluster, tmp_path: Path, rank: str) -> None:
     """R58, R159: the same text on all that came; with the nodes from which nobody did."""
     step = f"srun -N2 --ntasks-per-node=2 {rank} absent=2,3"
-    job = submit(cluster, step, tmp_path, "-N2", "--ntasks-per-node=2", environ={**QUICK, "PATIENCE": "20"})
+    job = submit(cluster, step, tmp_path, "-N2", "--ntasks-per-node=2", environ={"PATIENCE": "20"})
     job.wait()
     found = said(tmp_path, 0)
     nodes = cluster.run("scontrol", "show", "hostnames", job.shown()["NodeList"]).split()
@@ -120,7 +117,7 @@ def test_missing_ranks_are_named_with_their_nodes(cluster: Cluster, tmp_path: Pa
 def test_ranks_dealt_out_in_turn_are_named_with_their_nodes(cluster: Cluster, tmp_path: Path, rank: str) -> None:
     """`srun -m cyclic`: ranks 1 and 3 are on the second node."""
     step = f"srun -N2 --ntasks-per-node=2 -m cyclic {rank} absent=1,2"
-    job = submit(cluster, step, tmp_path, "-N2", "--ntasks-per-node=2", environ={**QUICK, "PATIENCE": "20"})
+    job = submit(cluster, step, tmp_path, "-N2", "--ntasks-per-node=2", environ={"PATIENCE": "20"})
     job.wait()
     nodes = cluster.run("scontrol", "show", "hostnames", job.shown()["NodeList"]).split()
     found = said(tmp_path, 0)
@@ -131,9 +128,7 @@ def test_ranks_dealt_out_in_turn_are_named_with_their_nodes(cluster: Cluster, tm
 
 def test_a_rank_with_another_torch_is_named(cluster: Cluster, tmp_path: Path, rank: str) -> None:
     """R159: rank, host and both values, on every rank."""
-    job = submit(
-        cluster, f"srun -N2 --ntasks-per-node=2 {rank} old=3", tmp_path, "-N2", "--ntasks-per-node=2", environ=QUICK
-    )
+    job = submit(cluster, f"srun -N2 --ntasks-per-node=2 {rank} old=3", tmp_path, "-N2", "--ntasks-per-node=2")
     job.wait()
     nodes = cluster.run("scontrol", "show", "hostnames", job.shown()["NodeList"]).split()
     found = said(tmp_path, 0)
@@ -145,7 +140,7 @@ def test_a_rank_with_another_torch_is_named(cluster: Cluster, tmp_path: Path, ra
 def test_a_name_that_does_not_resolve(cluster: Cluster, tmp_path: Path, rank: str) -> None:
     """R159: said by the ranks that look for it."""
     step = f"srun -N2 -n2 --ntasks-per-node=1 {rank} host=no-such-node.invalid"
-    job = submit(cluster, step, tmp_path, "-N2", "--ntasks-per-node=1", environ={**QUICK, "PATIENCE": "20"})
+    job = submit(cluster, step, tmp_path, "-N2", "--ntasks-per-node=1", environ={"PATIENCE": "20"})
     job.wait()
     found = said(tmp_path, 0)
     assert "the name 'no-such-node.invalid' does not resolve" in found[1], job.text()

@@ -211,6 +211,15 @@ def test_exit_code_and_none_say_what_they_do() -> None:
     assert NoRequeuer().requeue() == "not requeued (requeue: none)"
 
 
+def test_a_requeue_that_ended_its_own_command(scontrol: Fake) -> None:
+    """Seen on Slurm 22.05: `scontrol requeue` is ended with the job, and the next attempt finds it pending."""
+    environ = scontrol.answers('[ $N = 1 ] && kill -TERM $$\necho "Job is pending execution for job 17" >&2; exit 1')
+    config = SLURMRequeueConfig(retry_wait_s=0)
+    answer = SLURMRequeuer(config, {**environ, "SLURM_JOB_ID": "17"}).requeue()
+    assert "pending" in answer
+    assert scontrol.calls == [["requeue", "17"]] * 2
+
+
 @pytest.mark.parametrize(
     ("variables", "name", "command"),
     [

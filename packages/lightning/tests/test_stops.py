@@ -131,6 +131,10 @@ def test_a_code_of_its_own_asks_for_another_start(tmp_path: Path) -> None:
         fit(tmp_path, model=asked("step"), max_steps=20, requeue={"name": "exit_code", "code": 200})
     assert ended.value.code == 200
     assert events(tmp_path / "run", "requeue")
+    last = {"name": "exit_code", "code": 200, "final_code": 3, "max_requeues": 1}
+    with pytest.raises(SystemExit) as ended:
+        fit(tmp_path, model=asked("step", at=8), max_steps=20, requeue=last)
+    assert ended.value.code == 3  # its budget is used up, and 143 would start it once more
 
 
 def test_only_so_many_requeues(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:

@@ -53,6 +53,7 @@ def run_command(
     *,
     missing: str,
     refusals: Mapping[str, str] | None = None,
+    done_before: Sequence[str] = (),
     sleep: Callable[[float], None] = time.sleep,
 ) -> str:
     """Runs a command until it succeeds, without a shell.
@@ -63,6 +64,7 @@ def run_command(
         environ: The environment of the command; its PATH finds the program.
         missing: What to do when the program is not there.
         refusals: Words in its output after which trying again is of no use, each with what to do.
+        done_before: Words of a refusal that says that it is done: an attempt before may have been ended with the job.
         sleep: For tests.
 
     Returns:
@@ -89,6 +91,8 @@ def run_command(
         if done.code == 0:
             head = done.said.splitlines()[0] if done.said else ""
             return f"{shown}: {head}" if head else shown
+        if any(words in done.said for words in done_before):
+            return f"{shown}: {done.said.splitlines()[0]}"
         fix = next((fix for words, fix in (refusals or {}).items() if words in done.said), None)
         if fix is not None:
             raise RunFailedError("the job is not requeued: it was refused", where=shown, why=done.said, fix=fix)

@@ -28,6 +28,7 @@ def build(config: RequeueConfigBase, context: BuildContext, flags: SignalFlags |
     """
     policy = StopPolicy(
         auto_requeue=config.name != "none",
+        final_code=getattr(config, "final_code", None),
         requeue_unknown=config.when_unknown == "requeue",
         limit_window_s=config.limit_window_s,
         short_s=config.short_s,

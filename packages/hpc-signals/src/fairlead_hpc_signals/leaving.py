@@ -151,7 +151,8 @@ class Leaving:
         wanted = start_wanted(reason, self._signals, self.policy)
         refused = self._budget(reason) if wanted and self._budget is not None else None
         wanted = wanted and refused is None
-        code = (self._code or REQUEUE_EXIT_CODE) if wanted else exit_code_without_requeue(self._signals)
+        final = self.policy.final_code or exit_code_without_requeue(self._signals)
+        code = (self._code or REQUEUE_EXIT_CODE) if wanted else final
         return StopOutcome(code, reason, wanted, cut=cut, refused=refused)
 
     def _requeued(self, plan: StopOutcome, requeuer: Requeuer | None) -> StopOutcome:

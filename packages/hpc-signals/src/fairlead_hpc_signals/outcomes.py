@@ -22,6 +22,7 @@ class StopPolicy:
 
     Args:
         auto_requeue: Whether another start may be arranged at all. False means it.
+        final_code: The exit code when no other start is wanted; None: 143, or 130 after Ctrl-C.
         requeue_unknown: Whether it is arranged when the scheduler does not say why the signal came. It then mostly is
             a person's `scancel -s USR1`, a warning from the batch script, or a container without `scontrol`.
         ask_timeout_s: Seconds that the scheduler may take to answer.
@@ -33,6 +34,7 @@ class StopPolicy:
     """
 
     auto_requeue: bool = True
+    final_code: int | None = None
     requeue_unknown: bool = True
     ask_timeout_s: float = ASK_TIMEOUT
     limit_window_s: float = LIMIT_WINDOW

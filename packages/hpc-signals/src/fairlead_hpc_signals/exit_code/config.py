@@ -22,6 +22,10 @@ class ExitCodeRequeueConfig(RequeueConfigBase):
     """The exit code, 3 to 255. Default 75, `EX_TEMPFAIL` of sysexits.h. Kubeflow's `restartPolicy: ExitCode` takes
     1 to 127 as final and 128 and more as worth another start: set 200 there."""
 
+    final_code: int | None = Field(default=None, ge=3, le=255)
+    """The exit code of a stop after which no other start is wanted, as when a budget is used up. Default null: 143, or
+    130 after Ctrl-C. Kubeflow's `restartPolicy: ExitCode` starts those again: set 3 there."""
+
     @field_validator("code")
     @classmethod
     def _not_taken(cls, code: int) -> int:

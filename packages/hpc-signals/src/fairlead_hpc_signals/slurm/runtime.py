@@ -20,6 +20,9 @@ _REFUSALS = {
     "Access/permission denied": "submit the job again; on this cluster users may not requeue: try `requeue: script`",
 }
 
+# SLURM ends the job's processes as it requeues it, and sometimes the command itself before it has its answer.
+_DONE = ("Job is pending execution",)
+
 
 def build(config: SLURMRequeueConfig, context: BuildContext) -> SLURMRequeuer:
     """The runtime of the requeuer `slurm`."""
@@ -56,4 +59,5 @@ class SLURMRequeuer:
             self._environ,
             missing="set `requeue: script` and let the job script run what it writes: that is outside the container",
             refusals=_REFUSALS,
+            done_before=_DONE,
         )

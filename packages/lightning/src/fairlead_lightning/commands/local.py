@@ -70,7 +70,7 @@ def _run(arguments: argparse.Namespace, session: Session, early: EarlySignals) -
             session.warn(str(finding))
     if any(finding.code == "run-finished" for finding in checked.findings):
         return 0
-    starts_ranks = not topology.launched and resolution.devices > 1 and resolution.strategy.name != "xla"
+    starts_ranks = not topology.launched and resolution.world_size > 1 and resolution.strategy.name != "xla"
     if not starts_ranks or getattr(resolution.strategy, "start_method", "popen") != "popen":
         guard = build_guard(resolution.requeue, BuildContext(resolution, session.environ, session.plugins))
         came = early.release()
