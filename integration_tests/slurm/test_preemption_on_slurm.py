@@ -49,42 +49,22 @@ def every_step_once(job: Job, cwd: Path, restarts: int) -> None:
     assert job.shown()["Restarts"] == str(restarts)
 
 
-@pytest.mark.parametrize("partition", ["main", "brief"])
-def test_an_urgent_job_takes_the_nodes(cluster: Cluster, tmp_path: Path, partition: str) -> None:
-    """R70, R71, R75: started again exactly once, also where SLURM would cancel; nothing is lost, nothing done twice."""
-    job = training(cluster, tmp_path, "-p", partition)
+def test_an_urgent_job_takes_the_nodes(cluster: Cluster, tmp_path: Path) -> None:
+    """R70, R71, R75: started again exactly once; nothing is lost, nothing done twice."""
+    job = training(cluster, tmp_path)
     submit(cluster, "sleep 3\n", tmp_path, "-p", "urgent", *SHAPE)
     every_step_once(job, tmp_path, restarts=1)
     assert outcomes(tmp_path) == ["preempted 75 True"]
 
 
-@pytest.mark.parametrize("twice", [False, True])
-def test_a_warning_before_the_end(cluster: Cluster, tmp_path: Path, twice: bool) -> None:
-    """`--signal=USR1@...` comes to the tasks; here at once, and once more to the job that goes on."""
+def test_two_warnings(cluster: Cluster, tmp_path: Path) -> None:
+    """`--signal=USR1@...` comes to the tasks; here at once, and to one rank of the job that goes on."""
     job = training(cluster, tmp_path)
     job.signal("USR1")
-    if twice:
-        wait_until("it runs again", lambda: job.shown()["Restarts"] == "1" and job.state() == "RUNNING", 60)
-        until_step(job, tmp_path, len(steps(tmp_path)) + 3)
-        job.signal("USR1")
-    every_step_once(job, tmp_path, restarts=1 + twice)
-
-
-def test_a_warning_to_the_batch_script(cluster: Cluster, tmp_path: Path) -> None:
-    """`--signal=B:USR1@...`: the script passes it on, and waits for the step."""
-    script = (
-        f"srun {LOOP} &\nstep=$!\ntrap 'kill -USR1 $step' USR1\nwait $step\nwhile kill -0 $step; do wait $step; done\n"
-    )
-    job = training(cluster, tmp_path, script=script)
-    job.signal("USR1", "-b")
-    every_step_once(job, tmp_path, restarts=1)
-
-
-def test_a_signal_to_one_rank(cluster: Cluster, tmp_path: Path) -> None:
-    """All ranks stop at the same step."""
-    job = training(cluster, tmp_path)
+    wait_until("it runs again", lambda: job.shown()["Restarts"] == "1" and job.state() == "RUNNING", 60)
+    until_step(job, tmp_path, len(steps(tmp_path)) + 3)
     cluster.run(*cluster.on("n2", "pkill", "-USR1", "-o", "-f", "own_loop.py"))
-    every_step_once(job, tmp_path, restarts=1)
+    every_step_once(job, tmp_path, restarts=2)
 
 
 def test_a_person_cancels_it(cluster: Cluster, tmp_path: Path) -> None:
