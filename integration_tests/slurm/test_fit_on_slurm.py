@@ -128,7 +128,7 @@ def test_preempted_where_slurm_would_cancel(cluster: Cluster, references: Refere
 def test_the_time_limit(cluster: Cluster, references: References, tmp_path: Path, warned: bool) -> None:
     """With a warning ahead, and with nothing but the SIGTERM at the end."""
     options = ("--signal=USR1@30", "--time=60") if warned else ("--time=60",)
-    job = fit(cluster, tmp_path, *options, case=PAIR, pause=1.5)
+    job = fit(cluster, tmp_path, *options, case=PAIR, pause=2.5)
     until_saved(job, tmp_path, 3)
     cluster.run("scontrol", "update", f"JobId={job.id}", f"EndTime=now+{50 if warned else 1}")
     wait_until("it has stopped", lambda: bool(history(tmp_path, "stop")), 120)
