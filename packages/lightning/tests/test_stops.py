@@ -60,16 +60,6 @@ def asked(place: str, number: int = signal.SIGUSR1, at: int = 5, kind: type[Aske
     return model
 
 
-@pytest.fixture(autouse=True)
-def handlers() -> Any:
-    """A stop leaves its handlers in place: the process is to end. These tests go on."""
-    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
-    before = {number: signal.getsignal(number) for number in numbers}
-    yield
-    for number, handler in before.items():
-        signal.signal(number, handler)
-
-
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Line, list[dict[str, str]]]:
     """Three epochs without a stop."""
