@@ -45,7 +45,7 @@ class Job:
         """The name of its state."""
         return self.shown()["JobState"]
 
-    def wait(self, *states: str, seconds: float = 120) -> str:
+    def wait(self, *states: str, seconds: float = 300) -> str:
         """Waits for one of some states; that which came.
 
         Raises:
@@ -58,7 +58,7 @@ class Job:
             raise TimeoutError(f"{error}; it is {self.state()}\n{self.text()}") from error
         return self.state()
 
-    def wait_for_text(self, words: str, seconds: float = 120) -> None:
+    def wait_for_text(self, words: str, seconds: float = 300) -> None:
         """Waits until it has printed some words.
 
         Raises:

@@ -97,10 +97,10 @@ def test_ten_stops_in_one_run(cluster: Cluster, references: References, tmp_path
     pause = {"setup": 2.0, "train_batch_start": 0.3, "validation_batch_start": 0.5, "save": 0.5}
     job = fit(cluster, tmp_path, "-w", "n[1-2]", pause=pause, script=PASSED_ON)
     for number, stop in enumerate(STOPS, start=1):
-        wait_until(f"start {number}", lambda n=number: len(history(tmp_path, "start")) == n, 120)  # type: ignore[misc]
+        wait_until(f"start {number}", lambda n=number: len(history(tmp_path, "start")) == n, 300)  # type: ignore[misc]
         until_at(job, tmp_path, stop.place, stop.step)
         stop.ask(job)
-        wait_until(f"stop {number}", lambda n=number: len(history(tmp_path, "stop")) == n, 60)  # type: ignore[misc]
+        wait_until(f"stop {number}", lambda n=number: len(history(tmp_path, "stop")) == n, 150)  # type: ignore[misc]
         for place in tmp_path.glob("place-*"):
             place.unlink()
     stepless = sum(stop.place == "setup" for stop in STOPS)
@@ -158,7 +158,7 @@ def test_an_array_has_a_run_for_each_task(cluster: Cluster, references: Referenc
         until_saved(job, tmp_path, 3, run=run)
     job.signal("USR1")  # to all tasks of the array
     ended = lambda: all(history(tmp_path, "finished", run=run) for run in runs)  # noqa: E731
-    wait_until("all tasks have ended", ended, 240)
+    wait_until("all tasks have ended", ended, 400)
     for run in runs:
         (stop,) = history(tmp_path, "stop", run=run)
         assert [event["step"] for event in history(tmp_path, "training", run=run)] == [0, stop["step"]]
@@ -175,7 +175,7 @@ def test_a_node_that_fails_costs_the_steps_behind_the_last_checkpoint(
     victim = job.nodes()[1]  # not the one of the batch script
     cluster.fail(victim)
     try:
-        wait_until("the job runs again", lambda: len(history(tmp_path, "start")) == 2, 120)
+        wait_until("the job runs again", lambda: len(history(tmp_path, "start")) == 2, 300)
         assert job.wait() == "COMPLETED", job.text()
     finally:
         cluster.boot(victim)

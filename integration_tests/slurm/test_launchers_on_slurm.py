@@ -36,7 +36,7 @@ def test_torchrun_in_a_batch_script_is_preempted(cluster: Cluster, references: R
     )
     until_saved(job, tmp_path, 3)
     submit(cluster, "sleep 2\n", tmp_path, "-p", "urgent", "-N1", "--exclusive", "-w", "n1")
-    assert job.wait(seconds=240) == "COMPLETED", job.text()
+    assert job.wait(seconds=400) == "COMPLETED", job.text()
     (stop,) = history(tmp_path, "stop")
     assert stop["reason"] in ("requeued", "preempted")
     as_if_nothing_had_happened(references, tmp_path, job, stop["reason"], case=PAIR)
@@ -107,7 +107,7 @@ def test_a_plain_script_in_a_batch_script(cluster: Cluster, tmp_path: Path) -> N
             wait_until("it trains", lambda c=cwd: bool(history(c, "training")), 120)  # type: ignore[misc]
             until_saved(job, cwd, 8)
             job.signal("USR1", "-b")
-            assert job.wait(seconds=180) == "COMPLETED", job.text()
+            assert job.wait(seconds=400) == "COMPLETED", job.text()
             assert [event["by"] for event in history(cwd, "requeue")] == ["slurm"]
             assert job.shown()["Restarts"] == "1"
             assert [e["step"] for e in history(cwd, "training")] == [0, history(cwd, "stop")[0]["step"]]

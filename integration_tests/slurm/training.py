@@ -104,7 +104,7 @@ def until_saved(job: Job, cwd: Path, step: int, run: Path | None = None) -> None
         assert job.state() in _WAITS, job.text()
         return any(event["step"] >= step for event in history(cwd, "checkpoint", run=run))
 
-    wait_until(f"step {step} is saved", saved, 180)
+    wait_until(f"step {step} is saved", saved, 300)
 
 
 def until_at(job: Job, cwd: Path, place: str, step: int = 0, rank: int = 0) -> None:
@@ -116,7 +116,7 @@ def until_at(job: Job, cwd: Path, place: str, step: int = 0, rank: int = 0) -> N
         words = file.read_text().split() if file.exists() else []
         return len(words) == 2 and words[0] == place and int(words[1]) >= step
 
-    wait_until(f"rank {rank} is at {place} of step {step}", there, 180)
+    wait_until(f"rank {rank} is at {place} of step {step}", there, 300)
 
 
 def as_if_nothing_had_happened(
@@ -139,7 +139,7 @@ def as_if_nothing_had_happened(
         stepless: Starts that were stopped before they had taken up the training.
         case: The job.
     """
-    assert job.wait(seconds=240) == "COMPLETED", job.text()
+    assert job.wait(seconds=400) == "COMPLETED", job.text()
     the_same(references, cwd, job, case)
     stops = history(cwd, "stop")
     assert [stop["reason"] for stop in stops] == list(reasons), job.text()
