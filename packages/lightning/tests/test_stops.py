@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
 import signal
@@ -386,3 +387,22 @@ def test_a_signal_before_anything_is_ready_is_kept() -> None:
 
     with pytest.raises(KeyboardInterrupt):  # it comes behind the block
         nobody_takes_it()
+
+
+def test_in_a_hurry_the_history_still_comes_before_the_requeue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four seconds of grace: loggers are not closed, but the requeue may end the process. FAKE scontrol."""
+    monkeypatch.chdir(tmp_path)
+    now, end = (time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(time.time() + late)) for late in (0, 4))
+    fake = tmp_path / "scontrol"
+    fields = f"JobState=RUNNING Reason=None Requeue=1 BatchFlag=1 Restarts=0 EndTime={end} PreemptTime={now}"
+    fake.write_text(f"#!/bin/sh\necho JobId=17 {fields}\n")
+    fake.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setenv("SLURM_JOB_ID", "17")
+    seen = {"name": "command", "argv": ["sh", "-c", "cp run/history.jsonl seen.jsonl"]}
+    with pytest.raises(SystemExit) as ended:
+        fit(tmp_path, model=asked("step"), max_steps=20, requeue=seen)
+    assert ended.value.code == 75
+    told = [json.loads(line) for line in (tmp_path / "seen.jsonl").read_text().splitlines()]
+    assert [event["event"] for event in told[-2:]] == ["stop", "requeue"]
+    assert told[-2]["reason"] == "preempted"

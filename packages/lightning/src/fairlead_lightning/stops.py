@@ -71,6 +71,7 @@ class Stops(L.Callback):
         self._given = guard is not None
         self._failure: Exception | None = None
         self._recorded = False
+        self._reason: Any = None
         self._step = -1
         self._undo: Callable[[], None] | None = None
         self._closing: threading.Event | None = None
@@ -242,19 +243,19 @@ class Stops(L.Callback):
             return
         requeuer = None
         if trainer.is_global_zero and self._config.name != "none":
-            requeuer = _Recorded(build_backend(self._config, self._context), self._config, self._record)
+            requeuer = _Recorded(build_backend(self._config, self._context), self._record_requeue)
         try:
             outcome = guard.save_and_requeue(
                 self._saved,
                 requeuer,
                 finish=lambda reason: self._finish(trainer, reason),
-                budget=lambda _: refusal(self._config, read_history(session.path / "history.jsonl")),
+                budget=self._budget,
             )
         except Exception as error:
             session.event("failed", rank=trainer.global_rank, step=self._step, error=f"{type(error).__name__}: {error}")
             _close(trainer, "failed")  # Lightning does not come to it
             raise
-        self._record("stop", outcome.reason)
+        self._record_stop(outcome.reason)
         if outcome.refused or outcome.error:
             session.event("requeue-failed", error=outcome.refused or outcome.error)
         exception.code = exception.exit_code = outcome.exit_code
@@ -268,26 +269,36 @@ class Stops(L.Callback):
             raise self._failure
 
     def _finish(self, trainer: L.Trainer, reason: Any) -> None:
-        self._record("stop", reason)
+        self._record_stop(reason)
         _close(trainer, "finished")
 
-    def _record(self, event: str, reason: Any = None) -> None:
-        """Writes the stop into the history once, and the requeue behind it."""
+    def _budget(self, reason: Any) -> str | None:
+        """Why no other start is wanted; the first rank hears the reason here, before anything is requeued."""
         assert self.session is not None
-        if not self._recorded and reason is not None:
-            self._recorded = True
-            counts = spent(read_history(self.session.path / "history.jsonl"))
-            self.session.event(
-                "stop",
-                step=self._step,
-                reason=reason.why,
-                evidence=reason.evidence,
-                by_scheduler=reason.scheduler_requeues,
-                stops_before=dict(counts.stops or {}),
-                failures_before=counts.failures,
-            )
-        if event == "requeue":
-            self.session.event("requeue", by=self._config.name, step=self._step)
+        self._reason = reason
+        return refusal(self._config, read_history(self.session.path / "history.jsonl"))
+
+    def _record_requeue(self) -> None:
+        """The scheduler may end this process in the requeue: the history has the stop before, also in a hurry."""
+        assert self.session is not None
+        self._record_stop(self._reason)
+        self.session.event("requeue", by=self._config.name, step=self._step)
+
+    def _record_stop(self, reason: Any) -> None:
+        assert self.session is not None
+        if self._recorded:
+            return
+        self._recorded = True
+        counts = spent(read_history(self.session.path / "history.jsonl"))
+        self.session.event(
+            "stop",
+            step=self._step,
+            reason=reason.why,
+            evidence=reason.evidence,
+            by_scheduler=reason.scheduler_requeues,
+            stops_before=dict(counts.stops or {}),
+            failures_before=counts.failures,
+        )
 
     def _told(self, outcome: Stopped) -> str:
         why = _SENTENCES.get(outcome.reason.why, "asked to stop")
@@ -337,16 +348,16 @@ class _InWorker:
 
 
 class _Recorded:
-    """A requeuer that writes into the history what it is about to do: the scheduler may end the job in its call."""
+    """A requeuer that first has the history written: the scheduler may end the job in its call."""
 
-    def __init__(self, requeuer: Requeuer, config: RequeueConfigBase, record: Callable[[str], None]) -> None:
+    def __init__(self, requeuer: Requeuer, record: Callable[[], None]) -> None:
         self._requeuer = requeuer
         self._record = record
         if (code := getattr(requeuer, "exit_code", None)) is not None:
             self.exit_code = code
 
     def requeue(self) -> str:
-        self._record("requeue")
+        self._record()
         return self._requeuer.requeue()
 
 
