@@ -256,6 +256,7 @@ class Stops(L.Callback):
             _close(trainer, "failed")  # Lightning does not come to it
             raise
         self._record_stop(outcome.reason)
+        session.beat("stopped", self._step)
         if outcome.refused or outcome.error:
             session.event("requeue-failed", error=outcome.refused or outcome.error)
         exception.code = exception.exit_code = outcome.exit_code
