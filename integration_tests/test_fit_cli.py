@@ -206,4 +206,7 @@ def test_two_jobs_of_one_name_at_once(tmp_path: Path) -> None:
     assert "--resume never" in second.text
     assert ended.code == 143, ended.text
     assert names(run).count("start") == 1
-    assert names(run)[-2:] == ["checkpoint", "stop"]
+    assert names(run)[-1] == "stop"
+    # The signal may come at a step that has just been saved: nothing is saved twice.
+    saved = [event["step"] for event in events(run) if event["event"] == "checkpoint"]
+    assert saved[-1] == events(run)[-1]["step"]

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from fairlead_distributed import free_port
 from fairlead_distributed.alarms import asked_to_stop
-from fairlead_distributed.stacks import dump_flight_recorder, dump_stacks, flight_recorder_variables
+from fairlead_distributed.stacks import dump_stacks, flight_recorder_variables
 from fairlead_distributed.stuck import RankWatch
 
 LIMIT_S = 180.0  # only against a test that would hang for ever; torch's own time-out is longer in most tests
@@ -486,5 +486,11 @@ def test_dumps_are_appended_with_why_and_the_names_of_the_threads(tmp_path: Path
     text = path.read_text()
     assert [line for line in text.splitlines() if line in ("one", "two")] == ["one", "two"]
     assert "MainThread" in text
-    assert dump_flight_recorder(tmp_path, 0) == []  # no collective yet
+
+
+def test_a_process_without_a_collective_has_no_record(tmp_path: Path) -> None:
+    script = "import pathlib, fairlead_distributed.stacks as s; print(s.dump_flight_recorder(pathlib.Path(), 0))"
+    command = [sys.executable, "-c", script]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.stdout == "[]\n", done.stderr
     assert set(flight_recorder_variables(tmp_path).values()) == {f"{tmp_path}/nccl/rank_"}
