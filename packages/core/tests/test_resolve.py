@@ -25,10 +25,12 @@ from fairlead import (
     TrainerConfig,
     hookimpl,
 )
+from fairlead.by_hand import commands_by_hand
 from fairlead.checks import check_trainer
 from fairlead.detect import choose_environment
 from fairlead.errors import ConfigError
 from fairlead.testing import FakeEnviron, stand_ins
+from fairlead.threads import choose_threads
 
 IN_JOB = {"CLUSTER_RANK": "3", "CLUSTER_WORLD": "8", "CLUSTER_NODES": "4"}
 
@@ -257,6 +259,58 @@ def test_explicit_numbers_are_checked_against_the_launch(plugins: PluginManager)
     assert codes(resolve(plugins, IN_JOB, devices=4)) == [("error", "launch-mismatch")]
     assert codes(resolve(plugins, IN_JOB, auto_determine_num_nodes=False)) == [("error", "launch-mismatch")]
     assert codes(resolve(plugins, num_nodes=4)) == [("info", "launch-mismatch")]
+
+
+def test_the_command_of_each_node_is_told(plugins: PluginManager) -> None:
+    """R100: several nodes and no launcher: what to type where."""
+    (told,) = resolve(plugins, num_nodes=2).findings
+    assert told.what == "trainer.num_nodes is 2, but nothing started ranks on other nodes"
+    commands = (told.fix or "").splitlines()[1:]
+    assert [c.split()[1:3] for c in commands] == [["NNODES=2", "NODE_RANK=0"], ["NNODES=2", "NODE_RANK=1"]]
+
+
+@pytest.mark.parametrize(
+    ("argv", "command"),
+    [
+        ("/opt/bin/fairlead fit job.yaml --set trainer.devices=4", "fairlead fit job.yaml --set trainer.devices=4"),
+        ("fairlead --debug fit job.yaml", "fairlead fit job.yaml"),
+        ("fairlead check job.yaml --for h100 --strict --set a=1 --json", "fairlead fit job.yaml --set a=1"),
+        ("/x/fairlead/__main__.py explain my:job --set=a=1", "fairlead fit my:job --set=a=1"),
+        ("train.py --lr 1", "python train.py --lr 1"),
+        ("/usr/bin/pytest -q", "fairlead fit JOB"),
+    ],
+)
+def test_the_command_by_hand_is_the_one_that_trains(argv: str, command: str) -> None:
+    """R100."""
+    lines = commands_by_hand(3, argv=argv.split(), host="a")
+    assert lines == [f"MASTER_ADDR=a NNODES=3 NODE_RANK={rank} {command}" for rank in range(3)]
+    many = commands_by_hand(64, argv=argv.split(), host="a")
+    assert len(many) == 8
+    assert many[-1].startswith("MASTER_ADDR=a NNODES=64 NODE_RANK=63 ")
+
+
+@pytest.mark.parametrize(
+    ("asked", "environ", "ranks", "cpus", "threads", "reason"),
+    [
+        ("auto", {}, 1, 8, 8, "8 CPUs for this rank"),
+        ("auto", {}, 2, 8, 4, "8 CPUs for 2 ranks on this node"),
+        ("auto", {}, 16, 8, 1, "8 CPUs for 16 ranks on this node"),
+        ("auto", {"OMP_NUM_THREADS": "3"}, 2, 8, 3, "OMP_NUM_THREADS"),
+        ("auto", {"OMP_NUM_THREADS": "6,2"}, 2, 8, 6, "OMP_NUM_THREADS"),
+        ("auto", {"OMP_NUM_THREADS": "many"}, 2, 8, 4, "8 CPUs for 2 ranks on this node"),
+        (5, {"OMP_NUM_THREADS": "3"}, 2, 8, 5, "trainer.threads"),
+        # A task bound to its own CPUs, and one that sees all of the node's though the job has but some.
+        ("auto", {"SLURM_CPUS_ON_NODE": "8"}, 2, 4, 4, "4 CPUs for this rank"),
+        ("auto", {"SLURM_CPUS_ON_NODE": "8"}, 2, 64, 4, "8 CPUs for 2 ranks on this node"),
+        ("auto", {"SLURM_CPUS_ON_NODE": "8", "SLURM_CPUS_PER_TASK": "3"}, 2, 64, 3, "SLURM_CPUS_PER_TASK"),
+    ],
+)
+def test_ranks_share_the_cpus_of_their_node(
+    asked: int | str, environ: dict[str, str], ranks: int, cpus: int, threads: int, reason: str
+) -> None:
+    """R141, R142, R144: the user's number, else no more threads than CPUs."""
+    setting = choose_threads(asked, environ, ranks, cpus=cpus)
+    assert (setting.value, setting.reason) == (threads, reason)
 
 
 def test_resources_stand_for_the_hardware(plugins: PluginManager) -> None:

@@ -156,6 +156,8 @@ class TrainerConfig(ConfigModel):
     """Ranks on each node: a number, a list of device indices, `auto` or -1 for all."""
     num_nodes: PositiveInt | Auto = "auto"
     """Nodes; `auto` takes the launcher's number."""
+    threads: PositiveInt | Auto = "auto"
+    """CPU threads of each rank; `auto` is OMP_NUM_THREADS, else the CPUs of the node divided by its ranks."""
     auto_determine_num_nodes: bool = True
     """Whether `num_nodes: auto` asks the environment; False: it is 1."""
 

@@ -14,6 +14,7 @@ from fairlead.bases import (
     RequeueConfigBase,
     StrategyConfigBase,
 )
+from fairlead.by_hand import commands_by_hand
 from fairlead.config import ResourcesConfig, RunConfig, TrainerConfig
 from fairlead.decisions import Decisions, Purpose
 from fairlead.detect import FALLBACK, ChosenEnvironment, choose_environment
@@ -24,6 +25,7 @@ from fairlead.interfaces import Setting, Topology
 from fairlead.network import network_findings, network_settings
 from fairlead.plugins import PluginManager
 from fairlead.resolution import Resolution
+from fairlead.threads import choose_threads
 
 __all__ = ["Resolution", "resolve"]
 
@@ -69,6 +71,7 @@ class _Resolver(Decisions):
         devices, indices = count_devices(self, accelerator, found, topology)
         num_nodes = self._num_nodes(topology)
         world_size = self._world_size(devices, num_nodes, topology)
+        self._threads(topology, devices)
         self._ranks(topology, chosen)
         self._main(topology, num_nodes)
         strategy = self._strategy(world_size, accelerator)
@@ -111,22 +114,29 @@ class _Resolver(Decisions):
         if self.profile is not None:
             return self._profiled_nodes(asked, self.profile)
         if isinstance(asked, int):
-            if launched is not None and launched.value != asked:
+            alone = self.settings["environment"].value == FALLBACK and not topology.launched
+            if asked > 1 and alone:
+                self._not_started(asked)
+            elif launched is not None and launched.value != asked:
                 self.mismatch("num_nodes", asked, launched, "nodes")
-            elif launched is None and asked > 1 and self.settings["environment"].value == FALLBACK:
-                self.report(
-                    self.hardware_severity(),
-                    "launch-mismatch",
-                    f"trainer.num_nodes is {asked}, but nothing started ranks on other nodes",
-                    "trainer.num_nodes",
-                    f"the environment is {self.settings['environment'].value}: {self.settings['environment'].reason}",
-                    "start it with srun, torchrun or mpirun on each node, or export MASTER_ADDR, NODE_RANK and NNODES",
-                )
             path = "trainer.num_nodes" if self.trainer.num_nodes == asked else "trainer.auto_determine_num_nodes"
             self.settings["num_nodes"] = launched if launched is not None else Setting(asked, path)
         else:
             self.settings["num_nodes"] = launched or Setting(1, "one machine")
         return int(self.settings["num_nodes"].value)
+
+    def _not_started(self, nodes: int) -> None:
+        """Several nodes were asked for, and this process was not started by anything that knows them."""
+        self.report(
+            self.hardware_severity(),
+            "launch-mismatch",
+            f"trainer.num_nodes is {nodes}, but nothing started ranks on other nodes",
+            "trainer.num_nodes",
+            f"the environment is {self.settings['environment'].value}: {self.settings['environment'].reason}",
+            "\n".join(
+                ["start it with srun or mpirun, or by hand, one command on each node:", *commands_by_hand(nodes)]
+            ),
+        )
 
     def _profiled_nodes(self, asked: int | str, profile: ResourcesConfig) -> int:
         """Nodes of `resources`; asking for fewer is fine."""
@@ -151,6 +161,11 @@ class _Resolver(Decisions):
             return int(topology.world_size.value)
         self.settings["world_size"] = Setting(devices * num_nodes, f"{devices} devices x {num_nodes} nodes")
         return devices * num_nodes
+
+    def _threads(self, topology: Topology, devices: int) -> None:
+        if self.profile is None:  # of another machine it is not known how many CPUs there are
+            local = topology.local_world_size.value if topology.local_world_size is not None else devices
+            self.settings["threads"] = choose_threads(self.trainer.threads, self.environ, max(1, int(local)))
 
     def _ranks(self, topology: Topology, chosen: ChosenEnvironment) -> None:
         elsewhere = chosen.topology is None and self.profile is None and not chosen.is_fallback

@@ -62,7 +62,7 @@ def rank_environment(
     node_rank: int,
     address: str,
     port: int,
-    cores: int,
+    threads: int,
 ) -> dict[str, str]:
     """The environment of one rank on this machine.
 
@@ -80,5 +80,5 @@ def rank_environment(
         "MASTER_ADDR": address,
         "MASTER_PORT": str(port),
     }
-    defaults = {"OMP_NUM_THREADS": str(max(1, cores // devices)), "PYTHONFAULTHANDLER": "1"}
+    defaults = {"OMP_NUM_THREADS": str(threads), "PYTHONFAULTHANDLER": "1"}
     return {**defaults, **environ, **rank}

@@ -42,6 +42,7 @@ from fairlead_lightning.reports import keep_log
 from fairlead_lightning.session import RunSession, handed_over, open_session, waiting_handoff
 from fairlead_lightning.stops import StopRequested, Stops
 from fairlead_lightning.stuck import StuckRanks
+from fairlead_lightning.threads import start_line, use_threads
 
 __all__ = ["Trainer"]
 
@@ -95,6 +96,7 @@ class Trainer(L.Trainer):
             self.fairlead_config, environ=environ, plugins=plugins, run=self.run_config, purpose="run"
         )
         raise_errors(findings)
+        use_threads(self.resolution, environ)
         self.session: RunSession | None = None
         self._context = BuildContext(self.resolution, environ, plugins)
         root = root or code_root(None, code=self.run_config.code, cwd=Path.cwd())
@@ -192,6 +194,8 @@ class Trainer(L.Trainer):
                 session.beat("prepare", 0)
             if not session.finished:
                 keep_log(environ, session.path / "logs")
+            if self.progress in vars(self)["callbacks"] and not session.finished:
+                self.progress.say(start_line(self.resolution))
             for message in session.messages:
                 self.progress.say(message)
             resume = session.checkpoint

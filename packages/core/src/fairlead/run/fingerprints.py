@@ -19,6 +19,7 @@ __all__ = ["LIMITS", "MAY_CHANGE", "Difference", "Fingerprint", "fingerprint", "
 MAY_CHANGE: Mapping[str, str] = {
     "trainer.devices": "a run may move to another number of devices; the global batch is `batch_policy`'s",
     "trainer.num_nodes": "as devices",
+    "trainer.threads": "as devices",
     "trainer.auto_determine_num_nodes": "only how num_nodes is found",
     "trainer.batch_policy": "it is set because the world size changed",
     "trainer.environment": "a run may move to another cluster",

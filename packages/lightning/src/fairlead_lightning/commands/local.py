@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import signal
 import sys
 
@@ -84,7 +83,6 @@ def _run(arguments: argparse.Namespace, session: Session, early: EarlySignals) -
         finally:
             if guard.outcome is None:
                 guard.flags.uninstall()
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     single = resolution.num_nodes == 1
     address = str(resolution.value("main_address"))
     listener = listen(29500) if single and topology.main_port is None else None
@@ -99,7 +97,7 @@ def _run(arguments: argparse.Namespace, session: Session, early: EarlySignals) -
             node_rank=int(resolution.value("node_rank")),
             address=address,
             port=port,
-            cores=cores,
+            threads=int(resolution.value("threads")),
         )
         for local_rank in range(resolution.devices)
     ]

@@ -1,0 +1,55 @@
+"""The commands that start a job on several nodes by hand."""
+
+from __future__ import annotations
+
+import shlex
+import socket
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+__all__ = ["commands_by_hand"]
+
+_MOST: Final = 8
+_TRAINS: Final = ("fit", "validate", "test", "predict")
+
+
+def commands_by_hand(nodes: int, *, argv: Sequence[str] | None = None, host: str | None = None) -> list[str]:
+    """One command for each node, this one being the first; of many nodes only some.
+
+    Args:
+        nodes: How many.
+        argv: The command line that is to run on all of them; None: of this process.
+        host: The name of this node; None: as it calls itself.
+
+    Example:
+        >>> for line in commands_by_hand(2, argv=["fairlead", "check", "job.yaml"], host="node-a"):
+        ...     print(line)
+        MASTER_ADDR=node-a NNODES=2 NODE_RANK=0 fairlead fit job.yaml
+        MASTER_ADDR=node-a NNODES=2 NODE_RANK=1 fairlead fit job.yaml
+    """
+    address, command = host or socket.gethostname(), _command(sys.argv if argv is None else argv)
+    lines = [f"MASTER_ADDR={address} NNODES={nodes} NODE_RANK={rank} {command}" for rank in range(nodes)]
+    return lines if nodes <= _MOST else [*lines[: _MOST - 2], "...", lines[-1]]
+
+
+def _command(argv: Sequence[str]) -> str:
+    """What trains: `check` and `explain` only look at the same job."""
+    program, *words = argv or [""]
+    if program.endswith(".py") and Path(program).name != "__main__.py":
+        return shlex.join(["python", program, *words])
+    command, *rest = [word for word in words if word != "--debug"] or [""]
+    if command in _TRAINS:
+        return shlex.join(["fairlead", command, *rest])
+    if command not in ("check", "explain"):
+        return "fairlead fit JOB"
+    kept, options = [], iter(rest)
+    for word in options:
+        if word == "--set":
+            kept += [word, next(options, "")]
+        elif word == "--for":
+            next(options, None)
+        elif not word.startswith("-") or word.startswith("--set="):
+            kept.append(word)
+    return shlex.join(["fairlead", "fit", *kept])

@@ -1,0 +1,50 @@
+"""How many CPU threads each rank computes with: those of its node, divided by its ranks, unless the user says."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Final
+
+from fairlead.interfaces import Setting
+
+__all__ = ["choose_threads"]
+
+_OMP: Final = "OMP_NUM_THREADS"
+
+
+def choose_threads(asked: int | str, environ: Mapping[str, str], ranks: int, *, cpus: int | None = None) -> Setting:
+    """The threads of one rank, with the reason.
+
+    A task that its launcher binds to CPUs may use those only; where tasks are not bound, each sees all CPUs of the
+    node, and they have to share.
+
+    Args:
+        asked: `trainer.threads`.
+        environ: The environment variables of the rank.
+        ranks: Ranks on this node.
+        cpus: CPUs that this process may use; None: as the system says.
+
+    Example:
+        >>> choose_threads("auto", {}, 4, cpus=8).value
+        2
+    """
+    if asked != "auto":
+        return Setting(int(asked), "trainer.threads")
+    given = environ.get(_OMP, "").split(",")[0].strip()  # `8,2` is for nested regions
+    if given.isdecimal() and int(given):
+        return Setting(int(given), _OMP)
+    for_task = environ.get("SLURM_CPUS_PER_TASK", "")
+    usable = cpus if cpus is not None else _usable()
+    if for_task.isdecimal() and int(for_task):
+        return Setting(min(int(for_task), usable), "SLURM_CPUS_PER_TASK")
+    on_node = environ.get("SLURM_CPUS_ON_NODE", "")
+    allotted = int(on_node) if on_node.isdecimal() and int(on_node) else (cpus or os.cpu_count() or 1)
+    count = max(1, min(usable, allotted // ranks))
+    if ranks == 1 or count == usable:
+        return Setting(count, f"{usable} {'CPU' if usable == 1 else 'CPUs'} for this rank")
+    return Setting(count, f"{allotted} CPUs for {ranks} ranks on this node")
+
+
+def _usable() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
