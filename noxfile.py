@@ -28,7 +28,8 @@ nox.options.reuse_existing_virtualenvs = True
 nox.options.allow_parallel = True  # under `nox -j 2`; none writes where another reads
 nox.options.error_on_missing_interpreters = bool(os.environ.get("CI"))
 nox.options.sessions = [  # what takes longest comes first, so that `nox -j 2` is busy to the end
-    "lint", "integration", "slurm", "isolated", "tests", "types", "tests_core", "minimums", "docs", "build",
+    "lint", "integration", "slurm", "isolated", "tests", "types", "huggingface", "tests_core", "minimums", "docs",
+    "build",
 ]  # fmt: skip
 
 # One file pins what is tested, in every session; pip >= 25.3 reads the second name for the environments it builds in.
@@ -122,13 +123,22 @@ def minimums(session: nox.Session) -> None:
 @nox.session(venv_backend="none", requires=["env"])
 def integration(session: nox.Session) -> None:
     """What needs two packages, two processes or a scheduler."""
-    pytest(session, "integration_tests", "--ignore=integration_tests/slurm")
+    apart = ("slurm", "huggingface")  # sessions of their own
+    pytest(session, "integration_tests", *(f"--ignore=integration_tests/{name}" for name in apart))
 
 
 @nox.session(venv_backend="none", requires=["env"])
 def slurm(session: nox.Session) -> None:
     """What needs a SLURM: a real one of four nodes, on this machine (`integration_tests/slurm/README.md`)."""
     pytest(session, "integration_tests/slurm")
+
+
+@nox.session
+def huggingface(session: nox.Session) -> None:
+    """Stops of Hugging Face's Trainer, in an environment without Lightning."""
+    install(session, *group("test", "huggingface"), *(part for p in ("core", "distributed") for part in editable(p)),
+            "-e", "packages/hpc-signals[run]")  # fmt: skip
+    session.run("pytest", "integration_tests/huggingface", *session.posargs)
 
 
 @nox.session

@@ -177,7 +177,12 @@ def test_every_field_of_the_trainer_was_thought_of() -> None:
         "max_time",
     }
     by_source = {"callbacks", "use_distributed_sampler", "limit_val_batches"}
-    by_ranks = {"devices", "num_nodes", "threads", "batch_policy"}  # `explain` says where a run goes on with other ranks
+    by_ranks = {
+        "devices",
+        "num_nodes",
+        "threads",
+        "batch_policy",
+    }  # `explain` says where a run goes on with other ranks
     limits = {"max_epochs", "min_epochs", "max_steps", "min_steps"}
     the_same_each_time = {
         *("plugins", "auto_determine_num_nodes", "limit_train_batches", "limit_test_batches", "limit_predict_batches"),

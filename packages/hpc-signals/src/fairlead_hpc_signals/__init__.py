@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from fairlead_hpc_signals.choosing import requeuer_here
 from fairlead_hpc_signals.command.config import CommandRequeueConfig
 from fairlead_hpc_signals.decision import AgreementError, StopDecision, StopRequest
 from fairlead_hpc_signals.exit_code.config import ExitCodeRequeueConfig
@@ -44,6 +45,7 @@ __all__ = [
     "StopPolicy",
     "StopReason",
     "StopRequest",
+    "requeuer_here",
     "why_stopped",
 ]
 
