@@ -218,7 +218,7 @@ def test_a_run_directory_of_another_run_and_a_checkpoint_of_another_model(tmp_pa
         tmp_path, job, *ALONE, *other, says=["other settings", "model.args.lr", "--resume never"], commands=("fit",)
     )
 
-    checkpoint = next(path for path in (tmp_path / "runs/small/checkpoints").iterdir() if path.is_dir())
+    checkpoint = next(path for path in (tmp_path / "runs/small/checkpoints").iterdir() if path.name.startswith("step-"))
     before = tree(tmp_path / "runs" / "small")
     wider = ("--set", "model.args.width=8", "--set", "run.name=wider", "--resume", str(checkpoint))
     call = fairlead("fit", job, *ALONE, *wider, cwd=tmp_path)

@@ -95,7 +95,7 @@ def check_next_save_works(root: Path) -> None:
     discard_incomplete(root, token="s9")
     save(root, 9)
     check(root, 9, 9)
-    assert sorted(os.listdir(root)) == ["latest", "step-00000009"]
+    assert sorted(os.listdir(root)) == ["last", "latest", "step-00000009"]
 
 
 def count_of_calls(root: Path) -> int:

@@ -58,6 +58,10 @@ class Recorder(Syscalls):
         super().rename(source, target)
         self.trace.append(("rename", source, target))
 
+    def symlink(self, target: str, link: Path) -> None:
+        super().symlink(target, link)
+        self.trace.append(("symlink", target, link))
+
     def unlink(self, path: Path) -> None:
         super().unlink(path)
         self.trace.append(("remove", path))
@@ -78,17 +82,25 @@ class File:
 
 
 @dataclass
+class Link:
+    target: str
+
+
+@dataclass
 class Directory:
     """Its changes in order, each a set of names that appear (a node) or vanish (None); `synced` of them are safe."""
 
-    changes: list[dict[str, File | Directory | None]] = field(default_factory=list)
+    changes: list[dict[str, Node | None]] = field(default_factory=list)
     synced: int = 0
 
-    def entries(self, upto: int) -> dict[str, File | Directory]:
-        found: dict[str, File | Directory | None] = {}
+    def entries(self, upto: int) -> dict[str, Node]:
+        found: dict[str, Node | None] = {}
         for change in self.changes[:upto]:
             found.update(change)
         return {name: node for name, node in found.items() if node is not None}
+
+
+Node = File | Directory | Link
 
 
 class Disk:
@@ -102,7 +114,7 @@ class Disk:
             getattr(self, name)(*args)
 
     def directory(self, path: Path) -> Directory:
-        node: File | Directory = self.root
+        node: Node = self.root
         for part in path.relative_to(self.base).parts:
             assert isinstance(node, Directory)
             node = node.entries(len(node.changes))[part]
@@ -136,6 +148,9 @@ class Disk:
         node = parent.entries(len(parent.changes))[source.name]
         parent.changes.append({source.name: None, target.name: node})
 
+    def symlink(self, target: str, link: Path) -> None:
+        self.directory(link.parent).changes.append({link.name: Link(target)})
+
     def remove(self, path: Path) -> None:
         self.directory(path.parent).changes.append({path.name: None})
 
@@ -145,10 +160,13 @@ class Disk:
     def write_out(self, target: Path, upto: Callable[[Directory], int], lost: float) -> None:
         """What is on the disk after the cut, with `lost` as the share of unsynced data that is gone."""
 
-        def emit(node: File | Directory, path: Path) -> None:
+        def emit(node: Node, path: Path) -> None:
             if isinstance(node, File):
                 unsynced = node.data[len(node.durable) :]
                 path.write_bytes(node.durable + unsynced[: round(len(unsynced) * (1 - lost))])
+                return
+            if isinstance(node, Link):
+                path.symlink_to(node.target)
                 return
             path.mkdir()
             for name, child in node.entries(upto(node)).items():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import errno
 import os
 import shutil
 from pathlib import Path
@@ -134,7 +135,7 @@ def test_a_deletion_that_fails_half_way_leaves_no_half_checkpoint(tmp_path: Path
     assert steps(tmp_path) == [2]
     assert newest_complete(tmp_path).skipped == []
     assert len(discard_incomplete(tmp_path, token="next")) == 1
-    assert sorted(os.listdir(tmp_path)) == ["latest", "step-00000002"]
+    assert sorted(os.listdir(tmp_path)) == ["last", "latest", "step-00000002"]
 
 
 def test_nothing_to_delete_and_no_directory(tmp_path: Path) -> None:
@@ -150,3 +151,33 @@ def test_nothing_to_delete_and_no_directory(tmp_path: Path) -> None:
 def test_a_policy_without_meaning_is_refused(wrong: dict[str, object]) -> None:
     with pytest.raises(ConfigError):
         RetentionPolicy(**wrong)  # type: ignore[arg-type]
+
+
+def test_last_and_best_are_links_for_people(tmp_path: Path) -> None:
+    """They lead to what is kept, also after a restart, and are no checkpoints themselves."""
+    policy = RetentionPolicy(last=1, best=1, metric="loss")
+    for step, loss in enumerate([0.9, 0.2, 0.5], start=1):
+        save(tmp_path, step, metrics={"loss": loss})
+        retain(tmp_path, policy)
+    assert (tmp_path / "last").readlink() == Path("step-00000003")
+    assert (tmp_path / "best").readlink() == Path("step-00000002")
+    assert (tmp_path / "best" / "state.ckpt").read_bytes() == b"state 2"
+    assert steps(tmp_path) == [2, 3]
+    (tmp_path / "best").unlink()
+    (tmp_path / "best").mkdir()  # somebody else's
+    (tmp_path / "last").unlink()
+    (tmp_path / "last").symlink_to("gone")
+    retain(tmp_path, policy)
+    assert not (tmp_path / "best").is_symlink()
+    assert (tmp_path / "last").readlink() == Path("step-00000003")
+
+
+def test_a_file_system_without_links_is_no_failure(tmp_path: Path) -> None:
+    class WithoutLinks(Syscalls):
+        def symlink(self, target: str, link: Path) -> None:
+            raise OSError(errno.EPERM, "Operation not permitted")
+
+    save(tmp_path, 1)
+    save(tmp_path, 2)
+    retain(tmp_path, RetentionPolicy(last=1), syscalls=WithoutLinks())
+    assert sorted(os.listdir(tmp_path)) == ["latest", "step-00000002"]

@@ -119,6 +119,8 @@ class CheckpointConfig(ConfigModel):
     """How many of the best checkpoints by `monitor` are kept besides."""
     keep_every_n_steps: PositiveInt | None = None
     """Checkpoints at multiples of N steps are kept for ever."""
+    keep_every_n_minutes: PositiveFloat | None = None
+    """The first checkpoint of each N minutes is kept for ever."""
     save_weights_only: bool = False
     """Leave out optimizer and loop state: smaller, but a run cannot go on from it."""
 

@@ -341,16 +341,11 @@ class Checkpoints(Checkpoint):
             "accumulate_grad_batches": self._accumulate,
             "start": self.session.start,
             "fingerprint": self.session.fingerprint,
+            **self.session.origin,
         }
 
     def _policy(self) -> RetentionPolicy:
-        return RetentionPolicy(
-            last=self.config.keep_last,
-            best=self.config.keep_best if self.monitor else 0,
-            metric=self.monitor,
-            mode=self.config.mode,
-            every_n_steps=self.config.keep_every_n_steps,
-        )
+        return RetentionPolicy.of(self.config, self.monitor)
 
 
 def _last_batch(trainer: L.Trainer) -> bool:

@@ -395,16 +395,11 @@ class LoopRun:
             "accumulate_grad_batches": self._accumulate,
             "start": session.start,
             "fingerprint": session.fingerprint,
+            **session.origin,
         }
 
     def _policy(self) -> RetentionPolicy:
-        return RetentionPolicy(
-            last=self._keep.keep_last,
-            best=self._keep.keep_best if self._monitor else 0,
-            metric=self._monitor,
-            mode=self._keep.mode,
-            every_n_steps=self._keep.keep_every_n_steps,
-        )
+        return RetentionPolicy.of(self._keep, self._monitor)
 
     def _sampled(self) -> list[tuple[int, int]]:
         samplers = (one for one in self.state.values() if isinstance(one, ResumableDistributedSampler))

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from types import TracebackType
 from typing import Any, cast
@@ -26,6 +28,7 @@ from fairlead.run import (
     array_task,
     collect_provenance,
     fingerprint,
+    origin,
     render_name,
     run_path,
     scheduler_job,
@@ -112,6 +115,14 @@ class RunSession:
     def __getstate__(self) -> dict[str, Any]:
         """Spawned ranks get everything but the lock, which stays with the process that holds it."""
         return {**self.__dict__, "_directory": None, "_heartbeat": None}
+
+    @cached_property
+    def origin(self) -> Mapping[str, str | None]:
+        """The code and the environment of this start, for the manifests of its checkpoints; rank 0 writes them."""
+        file = self.path / "starts" / str(self.start) / "provenance.json"
+        if self._rank != 0 or not file.exists():  # people tidy up while a job runs
+            return {}
+        return origin(json.loads(file.read_text(encoding="utf-8")))
 
     @property
     def token(self) -> str:

@@ -8,13 +8,17 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from fairlead.commit.checkpoints import Checkpoint, list_checkpoints, read_latest, to_trash
 from fairlead.commit.files import atomic_write, disk_error, remove_tree
+from fairlead.commit.links import BEST, LAST, point
 from fairlead.commit.manifest import verify
 from fairlead.commit.syscalls import Syscalls
 from fairlead.errors import CheckpointError, ConfigError
+
+if TYPE_CHECKING:
+    from fairlead.config import CheckpointConfig
 
 __all__ = ["KEEP", "RetentionPolicy", "best", "is_kept_forever", "keep_forever", "retain"]
 
@@ -40,6 +44,23 @@ class RetentionPolicy:
     mode: Literal["min", "max"] = "min"
     every_n_steps: int | None = None
     every_minutes: float | None = None
+
+    @classmethod
+    def of(cls, config: CheckpointConfig, metric: str | None) -> RetentionPolicy:
+        """What the settings of a job say.
+
+        Args:
+            config: `trainer.checkpoint`.
+            metric: Which metric decides, once it is known; None: none of them is a best one.
+        """
+        return cls(
+            last=config.keep_last,
+            best=config.keep_best if metric else 0,
+            metric=metric,
+            mode=config.mode,
+            every_n_steps=config.keep_every_n_steps,
+            every_minutes=config.keep_every_n_minutes,
+        )
 
     def __post_init__(self) -> None:
         """Refuses what has no meaning."""
@@ -80,6 +101,8 @@ def is_kept_forever(checkpoint: Checkpoint) -> bool:
 def retain(root: Path, policy: RetentionPolicy, *, syscalls: Syscalls | None = None) -> list[Checkpoint]:
     """Deletes what the policy does not keep; call it only after `publish` has returned.
 
+    Before that, `last` and `best` are made links to the newest and the best checkpoint, where the file system has links.
+
     Never deletes the newest complete checkpoint, what `latest` names, a marked one, or a damaged one (whose
     remains may still be wanted; `fairlead checkpoint ls` shows them).  Of two checkpoints of one step, the
     older is deleted unless it is marked.
@@ -90,10 +113,14 @@ def retain(root: Path, policy: RetentionPolicy, *, syscalls: Syscalls | None = N
     Raises:
         CheckpointError: Something cannot be deleted; the listing is right all the same.
     """
-    if policy.last is None:
-        return []
     system = syscalls or Syscalls()
     ordered = sorted(_readable(root), key=lambda item: item.order)
+    try:
+        _link(root, ordered, policy, system)
+    except OSError as error:
+        raise disk_error(error, "cannot name the newest or the best checkpoint", root) from error
+    if policy.last is None:
+        return []
     keep = _keepers(ordered, policy, root)
     deleted = []
     try:
@@ -106,6 +133,14 @@ def retain(root: Path, policy: RetentionPolicy, *, syscalls: Syscalls | None = N
     except OSError as error:
         raise disk_error(error, "cannot delete an old checkpoint", root) from error
     return deleted
+
+
+def _link(root: Path, ordered: list[Checkpoint], policy: RetentionPolicy, system: Syscalls) -> None:
+    for newest in _first_sound(reversed(ordered), 1):
+        point(root, LAST, newest, system)
+    if policy.metric is not None and policy.best:  # without it, nothing says that the best one stays
+        for item in _first_sound(best(ordered, policy.metric, policy.mode), 1):
+            point(root, BEST, item, system)
 
 
 def _keepers(ordered: list[Checkpoint], policy: RetentionPolicy, root: Path) -> set[Checkpoint]:

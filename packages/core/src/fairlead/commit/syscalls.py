@@ -57,6 +57,10 @@ class Syscalls:
         """`link(2)`: fails when the target exists, on network file systems too."""
         os.link(source, target)
 
+    def symlink(self, target: str, link: Path) -> None:
+        """`symlink(2)`: a name that leads to another one beside it."""
+        os.symlink(target, link)
+
     def unlink(self, path: Path) -> None:
         """`unlink(2)`."""
         os.unlink(path)

@@ -24,7 +24,7 @@ from fairlead.run.fingerprints import LIMITS, MAY_CHANGE, Difference, Fingerprin
 from fairlead.run.heartbeat import Beat, Heartbeat, heartbeat_path, read_heartbeats
 from fairlead.run.history import History, read_history
 from fairlead.run.naming import array_task, render_name, run_path, safe_name
-from fairlead.run.provenance import CodeChange, code_change, collect_provenance, git_state, scheduler_job
+from fairlead.run.provenance import CodeChange, code_change, collect_provenance, git_state, origin, scheduler_job
 from fairlead.run.redaction import REDACTED, is_secret_name, redact, redact_argv, redact_text
 from fairlead.run.states import RunState, is_run, list_runs, state
 
@@ -50,6 +50,7 @@ __all__ = [
     "is_run",
     "is_secret_name",
     "list_runs",
+    "origin",
     "read_heartbeats",
     "read_history",
     "redact",

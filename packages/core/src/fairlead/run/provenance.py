@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.metadata
+import json
 import os
 import platform
 import re
@@ -17,7 +19,7 @@ from typing import Any
 
 from fairlead.run.redaction import is_secret_name, redact_argv, redact_text
 
-__all__ = ["CodeChange", "code_change", "collect_provenance", "git_state", "scheduler_job"]
+__all__ = ["CodeChange", "code_change", "collect_provenance", "git_state", "origin", "scheduler_job"]
 
 MAX_DIFF_BYTES = 1 << 20
 MAX_UNTRACKED = 200
@@ -82,6 +84,30 @@ def collect_provenance(
         },
         "scheduler_job": scheduler_job(environ)[0],
         "hardware": hardware(environ, timeout_s=timeout_s),
+    }
+
+
+def origin(provenance: Mapping[str, Any]) -> dict[str, str | None]:
+    """What a checkpoint says of the code and the environment that wrote it; the whole is in the run directory.
+
+    Args:
+        provenance: What `collect_provenance` gave.
+
+    Returns:
+        `code`: the commit, with `+changes` where files differ from it; None without git. `environment`: a digest of
+        the Python version, the machine's architecture and all installed packages.
+
+    Example:
+        >>> origin({"git": {"commit": "c0ffee", "dirty": True}})["code"]
+        'c0ffee+changes'
+    """
+    git = provenance.get("git") or {}
+    commit = git.get("commit")
+    packages, python = provenance.get("packages"), (provenance.get("python") or {}).get("version")
+    installed = json.dumps([python, platform.machine(), packages])
+    return {
+        "code": f"{commit}{'+changes' if git.get('dirty') else ''}" if commit else None,
+        "environment": hashlib.sha256(installed.encode()).hexdigest()[:16],
     }
 
 
