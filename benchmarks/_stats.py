@@ -15,7 +15,7 @@ import random
 import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Final
@@ -40,6 +40,8 @@ class Options:
     json: bool
     quick: bool
     rounds: int
+    numbers: Mapping[str, float] = field(default_factory=dict)
+    """What else it takes, by name."""
 
 
 @dataclass(frozen=True)
@@ -61,20 +63,24 @@ class Ratio:
         return self.high < self.bound
 
 
-def options(description: str | None, *, rounds: int, quick: int = 2) -> Options:
+def options(description: str | None, *, rounds: int, quick: int = 2, **numbers: float) -> Options:
     """Reads the command line.
 
     Args:
         description: The docstring of the benchmark.
         rounds: How often each side has its turn, unless `--rounds` says otherwise.
         quick: The same with `--quick`.
+        numbers: Further options that are numbers, with their defaults.
     """
     parser = argparse.ArgumentParser(description=(description or "").split("\n")[0])
     parser.add_argument("--json", action="store_true", help="print one JSON document")
     parser.add_argument("--quick", action="store_true", help="only show that it works")
     parser.add_argument("--rounds", type=int, help=f"turns of each side (default: {rounds})")
+    for name, default in numbers.items():
+        parser.add_argument(f"--{name}", type=float, default=default, help=f"default: {default:g}")
     given = parser.parse_args()
-    return Options(given.json, given.quick, given.rounds or (quick if given.quick else rounds))
+    taken = {name: float(getattr(given, name)) for name in numbers}
+    return Options(given.json, given.quick, given.rounds or (quick if given.quick else rounds), taken)
 
 
 def take_turns(sides: Mapping[str, Callable[[], float]], rounds: int, *, warm_up: int = 1) -> dict[str, list[float]]:

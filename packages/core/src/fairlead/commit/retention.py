@@ -101,7 +101,7 @@ def is_kept_forever(checkpoint: Checkpoint) -> bool:
 def retain(root: Path, policy: RetentionPolicy, *, syscalls: Syscalls | None = None) -> list[Checkpoint]:
     """Deletes what the policy does not keep; call it only after `publish` has returned.
 
-    Before that, `last` and `best` are made links to the newest and the best checkpoint, where the file system has links.
+    Before that, `last` and `best` become links to the newest and the best checkpoint, where the file system has links.
 
     Never deletes the newest complete checkpoint, what `latest` names, a marked one, or a damaged one (whose
     remains may still be wanted; `fairlead checkpoint ls` shows them).  Of two checkpoints of one step, the
