@@ -19,9 +19,10 @@ def test_every_backend_of_the_package_loads_and_bears_document_as_name() -> None
     """R63: the checkpoint plugins torch, async, xla."""
     manager = PluginManager()
     plugins = manager.loaded("checkpoint_io")
-    assert {name: plugins[name].config for name in ("torch", "async", "xla")} == {
+    assert {name: plugins[name].config for name in ("torch", "async", "distributed", "xla")} == {
         "torch": TorchCheckpointIOConfig,
         "async": AsyncCheckpointIOConfig,
+        "distributed": DistributedCheckpointIOConfig,
         "xla": XLACheckpointIOConfig,
     }
     assert {alias for plugin in plugins.values() for alias in plugin.aliases} >= {
@@ -44,7 +45,7 @@ def test_configs_and_plugins_import_neither_torch_nor_lightning() -> None:
         for point in importlib.metadata.entry_points(group="fairlead")
         if point.value.startswith("fairlead_checkpoint_io.")
     ]
-    assert len(modules) == 3
+    assert len(modules) == 4
     code = f"import sys, {', '.join(modules)}\n"
     code += "print([m for m in ('torch', 'lightning', 'numpy') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
