@@ -12,11 +12,16 @@ from pydantic import ValidationError
 import fairlead_checkpoint_io
 from fairlead.open_union import parse_backend
 from fairlead.plugins import PluginManager
-from fairlead_checkpoint_io import AsyncCheckpointIOConfig, TorchCheckpointIOConfig, XLACheckpointIOConfig
+from fairlead_checkpoint_io import (
+    AsyncCheckpointIOConfig,
+    DistributedCheckpointIOConfig,
+    TorchCheckpointIOConfig,
+    XLACheckpointIOConfig,
+)
 
 
 def test_every_backend_of_the_package_loads_and_bears_document_as_name() -> None:
-    """R63: the checkpoint plugins torch, async, xla."""
+    """R63: the checkpoint plugins torch, async, xla; and one for shards."""
     manager = PluginManager()
     plugins = manager.loaded("checkpoint_io")
     assert {name: plugins[name].config for name in ("torch", "async", "distributed", "xla")} == {
@@ -59,6 +64,8 @@ def test_async_writes_through_any_backend_but_itself() -> None:
     assert config.model_dump()["inner"] == {"name": "xla", "safe_globals": (), "verify": True}
     with pytest.raises(ValidationError, match="cannot write through itself"):
         parse_backend("checkpoint_io", {"name": "async", "inner": "async"}, PluginManager())
+    with pytest.raises(ValidationError, match="name: distributed, background: true"):
+        parse_backend("checkpoint_io", {"name": "async", "inner": "distributed"}, PluginManager())
 
 
 @pytest.mark.parametrize(
@@ -66,6 +73,8 @@ def test_async_writes_through_any_backend_but_itself() -> None:
     [
         ({"name": "async", "max_in_flight": 0}, "greater than or equal to 1"),
         ({"name": "torch", "safe_globals": ["Namespace"]}, "not a name like argparse.Namespace"),
+        ({"name": "distributed", "max_in_flight": 0}, "greater than or equal to 1"),
+        ({"name": "distributed", "timeout": 0}, "greater than 0"),
         ({"name": "torch", "max_in_flight": 1}, "Extra inputs are not permitted"),
     ],
 )

@@ -1,4 +1,4 @@
-"""`checkpoint_io: distributed` on real ranks: every tensor once, in any layout, and nothing half-written is committed."""
+"""`checkpoint_io: distributed` on real ranks: each tensor once, in any layout, and nothing half-written counts."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import resource
 import signal
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -62,28 +62,30 @@ def sizes(folder: Path) -> dict[str, int]:
 # -- what is written
 
 
-def save_plain(rank: int, folder: str, background: bool) -> dict[str, FileHash]:
-    backend, told = io(background=background), {}
-    for number in (1, 2):
-        backend.submit_shards(plain(number), Path(folder, f"{number}.ckpt"), told.update, names=NAMES)
-    backend.wait()
-    backend.teardown()
+def save_plain(rank: int, folder: str) -> dict[str, FileHash]:
+    told: dict[str, FileHash] = {}
+    for background in (False, True):
+        backend = io(background=background)
+        for number in (1, 2):
+            path = Path(folder, f"{background}-{number}.ckpt")
+            backend.submit_shards(plain(number), path, told.update, names=NAMES)
+        backend.wait()
+        backend.teardown()
     return told
 
 
-@pytest.mark.parametrize("background", [False, True])
-def test_what_all_ranks_hold_is_written_once_and_spread_over_them(tmp_path: Path, background: bool) -> None:
+def test_what_all_ranks_hold_is_written_once_and_spread_over_them(tmp_path: Path) -> None:
     """R30: bytes on disk are those of one state, each rank writes about as much, and rank 0 knows all checksums."""
-    told = run_ranks(save_plain, 3, str(tmp_path), background)
-    found = sizes(tmp_path / "2.ckpt")
-    assert found.keys() == {".metadata", "meta.pt", "__0_0.distcp", "__1_0.distcp", "__2_0.distcp"}
+    told = run_ranks(save_plain, 3, str(tmp_path))
     tensors = 4 * 30000 * 4
-    assert tensors < sum(found.values()) < 1.1 * tensors
-    assert max(found[f"__{rank}_0.distcp"] for rank in range(3)) < 0.55 * tensors
-    assert told[0] == {name: hash_file(tmp_path / "2.ckpt" / name) for name in found}
+    for path in sorted(tmp_path.iterdir()):
+        found = sizes(path)
+        assert found.keys() == {".metadata", "meta.pt", "__0_0.distcp", "__1_0.distcp", "__2_0.distcp"}
+        assert tensors < sum(found.values()) < 1.1 * tensors
+        assert max(found[f"__{rank}_0.distcp"] for rank in range(3)) < 0.55 * tensors
+        assert equal(io().load_checkpoint(path), plain(int(path.stem[-1])))
+        assert equal(told[0], {name: hash_file(path / name) for name in found}) is (path.stem[-1] == "2")
     assert told[1:] == [{}, {}]
-    for number in (1, 2):
-        assert equal(io().load_checkpoint(tmp_path / f"{number}.ckpt"), plain(number))
 
 
 # -- shards in every layout
@@ -171,7 +173,7 @@ def mutate(rank: int, folder: str) -> bool:
     backend = io(background=True)
     gate = threading.Event()
     inside = _held(backend, gate)
-    backend.submit_shards(state, Path(folder, "x"), lambda hashes: None, names=NAMES)
+    backend.submit_shards(state, Path(folder, "mutated"), lambda hashes: None, names=NAMES)
     assert inside.wait(60)
     for tensor in (*state["state_dict"].values(), *(s["m"] for s in state["optimizer_states"][0]["state"].values())):
         tensor.to_local().fill_(-1)
@@ -203,13 +205,28 @@ def _held(backend: DistributedCheckpointIO, gate: threading.Event) -> threading.
     return inside
 
 
-def test_nothing_that_is_changed_afterwards_gets_into_the_files(tmp_path: Path) -> None:
+def one_after_the_other(rank: int, folder: str) -> dict[str, Any]:
+    """One start of two ranks serves several tests."""
+    tried = (mutate, in_flight, refused, unlike)
+    return {one.__name__: one(rank, folder) for one in tried}
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
+    folder = tmp_path_factory.mktemp("two")
+    return folder, run_ranks(one_after_the_other, 2, str(folder))
+
+
+Two = tuple[Path, list[dict[str, Any]]]
+
+
+def test_nothing_that_is_changed_afterwards_gets_into_the_files(two_ranks: Two) -> None:
     """R64."""
-    run_ranks(mutate, 2, str(tmp_path))
+    tmp_path, _ = two_ranks
     expected = plain(rows=301)
     expected["optimizer_states"][0]["param_groups"][0]["list"] = [1, 2]
     expected["extra"] = {"tensor": torch.ones(3), "list": [1]}
-    assert equal(io().load_checkpoint(tmp_path / "x"), expected)
+    assert equal(io().load_checkpoint(tmp_path / "mutated"), expected)
 
 
 def in_flight(rank: int, folder: str) -> tuple[int, bool, list[str]]:
@@ -229,10 +246,9 @@ def in_flight(rank: int, folder: str) -> tuple[int, bool, list[str]]:
     return len(buffers), held[0] < 0.7 * 4 * 30000 * 4, [str(total.item()), str(backend._buffers.nbytes)]
 
 
-def test_each_rank_keeps_host_memory_for_its_part_only(tmp_path: Path) -> None:
+def test_each_rank_keeps_host_memory_for_its_part_only(two_ranks: Two) -> None:
     """What all ranks hold is copied by the one that writes it; the buffers are used again, and freed at the end."""
-    for buffers, part_only, rest in run_ranks(in_flight, 2, str(tmp_path)):
-        assert (buffers, part_only, rest) == (1, True, ["160.0", "0"])
+    assert [found["in_flight"] for found in two_ranks[1]] == [(1, True, ["160.0", "0"])] * 2
 
 
 # -- what goes wrong
@@ -246,8 +262,12 @@ def staged(root: str, step: int) -> Path:
     return stage(Path(root), checkpoint_name(step), token="s1") / "state.ckpt"
 
 
+def limited_twice(rank: int, root: str) -> list[list[str | None]]:
+    return [limited(rank, f"{root}/{background}", background) for background in (False, True)]
+
+
 def limited(rank: int, root: str, background: bool) -> list[str | None]:
-    """Rank 1 may write no more than a few kilobytes into a file, from the second save on, and then again."""
+    """Rank 1 may write no more than a few kilobytes into a file in the second save, and as much as it wants again."""
     backend = io(background=background)
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -271,20 +291,20 @@ def limited(rank: int, root: str, background: bool) -> list[str | None]:
     return errors
 
 
-@pytest.mark.parametrize("background", [False, True])
-def test_a_disk_error_of_one_rank_is_an_error_of_all_and_no_checkpoint(tmp_path: Path, background: bool) -> None:
+def test_a_disk_error_of_one_rank_is_an_error_of_all_and_no_checkpoint(tmp_path: Path) -> None:
     """A real refusal of the kernel; the checkpoint before it stays, and the next one is written."""
-    first, second = run_ranks(limited, 2, str(tmp_path), background)
+    first, second = run_ranks(limited_twice, 2, str(tmp_path))
     assert first == second
-    assert first[0] is None
-    assert first[2] is None
-    assert "rank 1: cannot write __1_0.distcp: File too large" in str(first[1])
-    assert str(tmp_path / ".stage-step-00000002.s1" / "state.ckpt") in str(first[1])
-    assert sorted(p.name for p in tmp_path.glob("step-*")) == ["step-00000001", "step-00000003"]
-    assert list((tmp_path / ".stage-step-00000002.s1").iterdir()) == []
-    newest = newest_complete(tmp_path, deep=True)
-    assert newest.checkpoint is not None
-    assert equal(io().load_checkpoint(newest.checkpoint.path / "state.ckpt"), plain(3))
+    for name, said in zip(("False", "True"), first, strict=True):
+        root = tmp_path / name
+        assert [text is None for text in said] == [True, False, True]
+        assert "rank 1: cannot write __1_0.distcp: File too large" in str(said[1])
+        assert str(root / ".stage-step-00000002.s1" / "state.ckpt") in str(said[1])
+        assert sorted(p.name for p in root.glob("step-*")) == ["step-00000001", "step-00000003"]
+        assert list((root / ".stage-step-00000002.s1").iterdir()) == []
+        newest = newest_complete(root, deep=True)
+        assert newest.checkpoint is not None
+        assert equal(io().load_checkpoint(newest.checkpoint.path / "state.ckpt"), plain(3))
 
 
 def refused(rank: int, root: str) -> str | None:
@@ -294,22 +314,22 @@ def refused(rank: int, root: str) -> str | None:
     def then(hashes: Mapping[str, FileHash]) -> None:
         raise OSError(28, "No space left on device", "manifest.json")
 
-    backend.submit_shards(plain(), Path(root, "x"), then, names=NAMES)
+    backend.submit_shards(plain(), Path(root, "refused"), then, names=NAMES)
     try:
-        backend.submit_shards(plain(), Path(root, "y"), lambda hashes: None, names=NAMES)
+        backend.submit_shards(plain(), Path(root, "taken"), lambda hashes: None, names=NAMES)
     except CheckpointError as error:
         backend.teardown()  # said once
         return f"{error.where}: {error.why}"
     return None
 
 
-def test_a_failed_commit_is_told_to_all_ranks_once_and_the_next_save_is_taken(tmp_path: Path) -> None:
-    said = run_ranks(refused, 2, str(tmp_path))
+def test_a_failed_commit_is_told_to_all_ranks_once_and_the_next_save_is_taken(two_ranks: Two) -> None:
+    folder, found = two_ranks
+    said = [one["refused"] for one in found]
     assert said[0] == said[1]
-    assert said[0] is not None
-    assert said[0].startswith(f"{tmp_path / 'x'}: a checkpoint was not written: rank 0: OSError: ")
+    assert said[0].startswith(f"{folder / 'refused'}: a checkpoint was not written: rank 0: OSError: ")
     assert "No space left on device" in said[0]
-    assert equal(io().load_checkpoint(tmp_path / "y"), plain())
+    assert equal(io().load_checkpoint(folder / "taken"), plain())
 
 
 def killed(rank: int, root: str) -> None:
@@ -330,7 +350,7 @@ def killed(rank: int, root: str) -> None:
 
 
 def test_a_rank_that_is_killed_in_a_save_leaves_the_checkpoint_before(tmp_path: Path) -> None:
-    with pytest.raises(RankFailedError, match="rank 1 of 2 failed.*SIGKILL"):
+    with pytest.raises(RankFailedError, match=r"rank 1 of 2 failed.*SIGKILL"):
         run_ranks(killed, 2, str(tmp_path))
     newest = newest_complete(tmp_path, deep=True)
     assert newest.checkpoint is not None
@@ -345,7 +365,7 @@ def slow(rank: int, root: str) -> str:
     if rank == 1:
         gate = threading.Event()
         _held(backend, gate)
-        threading.Thread(target=lambda: (_until(said.exists), gate.set())).start()
+        threading.Thread(target=_open, args=(gate, said.exists)).start()
     else:
         backend.meet()
     backend.submit_shards(plain(), Path(root, "x"), lambda hashes: None, names=NAMES)
@@ -357,10 +377,11 @@ def slow(rank: int, root: str) -> str:
     return ""
 
 
-def _until(there: Any) -> None:
+def _open(gate: threading.Event, when: Callable[[], bool]) -> None:
     deadline = time.monotonic() + 60
-    while not there() and time.monotonic() < deadline:
+    while not when() and time.monotonic() < deadline:
         time.sleep(0.05)
+    gate.set()
 
 
 def test_the_ranks_do_not_wait_for_ever(tmp_path: Path) -> None:
@@ -377,21 +398,22 @@ def unlike(rank: int, root: str) -> str:
     state = plain()
     if rank == 1:
         state["state_dict"]["only on 1"] = torch.ones(2)
-    backend.submit_shards(state, Path(root, "x"), lambda hashes: None, names=NAMES)
+    backend.submit_shards(state, Path(root, "unlike"), lambda hashes: None, names=NAMES)
     if rank == 1:
         state["optimizer_states"][0]["state"][0] = {3: 4}
     try:
-        backend.submit_shards(state, Path(root, "y"), lambda hashes: None, names=NAMES)
+        backend.submit_shards(state, Path(root, "no"), lambda hashes: None, names=NAMES)
     except CheckpointError as error:
         return error.block()
     return ""
 
 
-def test_ranks_that_hold_different_things_write_all_of_them_or_say_so(tmp_path: Path) -> None:
-    said = run_ranks(unlike, 2, str(tmp_path))
+def test_ranks_that_hold_different_things_write_all_of_them_or_say_so(two_ranks: Two) -> None:
+    folder, made = two_ranks
+    said = [one["unlike"] for one in made]
     assert said[0] == said[1]
     assert "rank 1: the state of an optimizer has the key 3" in said[0]
-    found = io().load_checkpoint(tmp_path / "x")
+    found = io().load_checkpoint(folder / "unlike")
     assert torch.equal(found["state_dict"].pop("only on 1"), torch.ones(2))
     assert equal(found, plain())
 

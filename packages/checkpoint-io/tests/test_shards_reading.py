@@ -172,13 +172,13 @@ def test_a_flipped_bit_in_a_weight_is_found_by_the_manifest(saved: Path) -> None
     data = bytearray(file.read_bytes())
     data[data.index(torch.arange(8.0).numpy().tobytes()) + 5] ^= 1
     file.write_bytes(data)
-    with pytest.raises(CheckpointError, match="__0_0.distcp does not match its checksum"):
+    with pytest.raises(CheckpointError, match=r"__0_0\.distcp does not match its checksum"):
         io().load_checkpoint(saved)
     assert not torch.equal(io(verify=False).load_checkpoint(saved)["state_dict"]["w"], checkpoint()["state_dict"]["w"])
 
 
 def test_a_save_that_fails_leaves_the_one_before(saved: Path) -> None:
-    with pytest.raises(CheckpointError, match="rank 0: .*Can't pickle"):
+    with pytest.raises(CheckpointError, match=r"rank 0: .*Can't pickle"):
         io().save_checkpoint({**checkpoint(), "loops": lambda: None}, saved)
     assert os.listdir(saved.parent) == ["state.ckpt"]
     assert io().load_checkpoint(saved)["loops"] == {"epoch": 1}

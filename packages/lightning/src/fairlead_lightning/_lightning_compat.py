@@ -9,7 +9,6 @@ import builtins
 import multiprocessing
 import signal
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
@@ -42,7 +41,6 @@ __all__ = [
     "logged_state",
     "only_its_own_batch_hooks",
     "prepare_loaders_with",
-    "profiled",
     "restore_logged",
     "resume_from",
     "set_batches_done",
@@ -101,13 +99,6 @@ def dump_checkpoint(trainer: L.Trainer, weights_only: bool | None) -> dict[str, 
     connector: Any = trainer._checkpoint_connector
     dumped: dict[str, Any] = connector.dump_checkpoint(weights_only)
     return dumped
-
-
-def profiled(trainer: L.Trainer, name: str) -> AbstractContextManager[None]:
-    """A block of the trainer's profiler, which its class does not declare."""
-    anything: Any = trainer
-    block: AbstractContextManager[None] = anything.profiler.profile(name)
-    return block
 
 
 def between_epochs(checkpoint: dict[str, Any]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, TypeVar
@@ -11,6 +12,8 @@ from typing import Any, Final, TypeVar
 import lightning.pytorch as L
 import torch
 import torch.distributed as dist
+from lightning.pytorch.profilers import Profiler
+from lightning.pytorch.trainer.states import TrainerStatus
 from torch.distributed.checkpoint.api import CheckpointException
 
 from fairlead.commit import FileHash
@@ -43,7 +46,7 @@ def save_and_commit(trainer: L.Trainer, file: Path, weights_only: bool, commit: 
         On rank 0 why it failed, on whichever rank that was; None on the others.  Not raised, because all go on.
     """
     zero = trainer.is_global_zero
-    with compat.profiled(trainer, "save_checkpoint"):
+    with _profiled(trainer):
         checkpoint = compat.dump_checkpoint(trainer, weights_only)
         shards = _sharded(trainer)
         if shards is not None:
@@ -87,8 +90,10 @@ def save_on_all_ranks(
             fix="leave storage_options out; settings are fields of `trainer.checkpoint_io`",
         )
     file = Path(trainer.strategy.broadcast(os.fspath(path)))
-    with compat.profiled(trainer, "save_checkpoint"):
+    with _profiled(trainer):
         _submit(trainer, shards, compat.dump_checkpoint(trainer, weights_only), file, lambda hashes: None)
+    if trainer.state.status != TrainerStatus.RUNNING:
+        shards.wait()  # nothing else would: what is saved in a fit is waited for where that ends
     return True
 
 
@@ -125,6 +130,11 @@ def explained(error: BaseException, file: Path) -> FairleadError | OSError:
     if isinstance(error, (FairleadError, OSError)):
         return error
     return CheckpointError("the strategy could not write it", where=str(file), why=f"{type(error).__name__}: {error}")
+
+
+def _profiled(trainer: L.Trainer) -> AbstractContextManager[None]:
+    profiler: Profiler = vars(trainer)["profiler"]  # the class does not declare it
+    return profiler.profile("save_checkpoint")
 
 
 def _sharded(trainer: L.Trainer) -> ShardedSaves | None:

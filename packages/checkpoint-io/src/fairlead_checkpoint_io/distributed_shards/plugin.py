@@ -34,28 +34,21 @@ class DistributedShards(CheckpointIOPlugin):
         )
         yield Capability(
             name,
-            (
-                "strategy.deepspeed",
-                "strategy.deepspeed_stage_1",
-                "strategy.deepspeed_stage_2",
-                "strategy.deepspeed_stage_2_offload",
-                "strategy.deepspeed_stage_3",
-                "strategy.deepspeed_stage_3_offload",
-            ),
+            ("strategy.deepspeed",),
             "no",
             "DeepSpeed's engine writes the state of its ranks itself, in its own layout",
             "checkpoint_io: torch, which commits what DeepSpeed has written",
         )
         yield Capability(
             name,
-            ("strategy.fsdp", "strategy.fsdp_native"),
+            ("strategy.fsdp",),
             "no",
             "the first FSDP gives its shards to its own writer only",
             "strategy: fsdp2, or checkpoint_io: torch",
         )
         yield Capability(
             name,
-            ("strategy.ddp", "strategy.ddp_spawn", "strategy.fsdp2", "strategy.single_device"),
+            ("strategy.ddp", "strategy.fsdp2", "strategy.single_device"),
             "yes",
             "each of them reads what the others have written",
         )
