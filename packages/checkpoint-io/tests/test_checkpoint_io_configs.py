@@ -12,16 +12,22 @@ from pydantic import ValidationError
 import fairlead_checkpoint_io
 from fairlead.open_union import parse_backend
 from fairlead.plugins import PluginManager
-from fairlead_checkpoint_io import AsyncCheckpointIOConfig, TorchCheckpointIOConfig, XLACheckpointIOConfig
+from fairlead_checkpoint_io import (
+    AsyncCheckpointIOConfig,
+    DistributedCheckpointIOConfig,
+    TorchCheckpointIOConfig,
+    XLACheckpointIOConfig,
+)
 
 
 def test_every_backend_of_the_package_loads_and_bears_document_as_name() -> None:
-    """R63: the checkpoint plugins torch, async, xla."""
+    """R63: the checkpoint plugins torch, async, xla; and one for shards."""
     manager = PluginManager()
     plugins = manager.loaded("checkpoint_io")
-    assert {name: plugins[name].config for name in ("torch", "async", "xla")} == {
+    assert {name: plugins[name].config for name in ("torch", "async", "distributed", "xla")} == {
         "torch": TorchCheckpointIOConfig,
         "async": AsyncCheckpointIOConfig,
+        "distributed": DistributedCheckpointIOConfig,
         "xla": XLACheckpointIOConfig,
     }
     assert {alias for plugin in plugins.values() for alias in plugin.aliases} >= {
@@ -44,7 +50,7 @@ def test_configs_and_plugins_import_neither_torch_nor_lightning() -> None:
         for point in importlib.metadata.entry_points(group="fairlead")
         if point.value.startswith("fairlead_checkpoint_io.")
     ]
-    assert len(modules) == 3
+    assert len(modules) == 4
     code = f"import sys, {', '.join(modules)}\n"
     code += "print([m for m in ('torch', 'lightning', 'numpy') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -58,6 +64,8 @@ def test_async_writes_through_any_backend_but_itself() -> None:
     assert config.model_dump()["inner"] == {"name": "xla", "safe_globals": (), "verify": True}
     with pytest.raises(ValidationError, match="cannot write through itself"):
         parse_backend("checkpoint_io", {"name": "async", "inner": "async"}, PluginManager())
+    with pytest.raises(ValidationError, match="name: distributed, background: true"):
+        parse_backend("checkpoint_io", {"name": "async", "inner": "distributed"}, PluginManager())
 
 
 @pytest.mark.parametrize(
@@ -65,6 +73,8 @@ def test_async_writes_through_any_backend_but_itself() -> None:
     [
         ({"name": "async", "max_in_flight": 0}, "greater than or equal to 1"),
         ({"name": "torch", "safe_globals": ["Namespace"]}, "not a name like argparse.Namespace"),
+        ({"name": "distributed", "max_in_flight": 0}, "greater than or equal to 1"),
+        ({"name": "distributed", "timeout": 0}, "greater than 0"),
         ({"name": "torch", "max_in_flight": 1}, "Extra inputs are not permitted"),
     ],
 )

@@ -36,6 +36,19 @@ def test_every_private_use_has_a_test_here() -> None:
     assert [name for name in compat.__all__ if f"compat.{name}" not in here] == []
 
 
+def test_a_dumped_checkpoint_is_what_lightning_saves(tmp_path: Path) -> None:
+    """A backend that saves on all ranks is handed it; Lightning itself would hand it to rank 0's only."""
+    trainer = plain(max_steps=2)
+    trainer.fit(Line(), datamodule=Data())
+    for weights_only in (False, True):
+        trainer.save_checkpoint(tmp_path / "saved.ckpt", weights_only)
+        saved = torch.load(tmp_path / "saved.ckpt", weights_only=True)
+        dumped = compat.dump_checkpoint(trainer, weights_only)
+        assert list(dumped) == list(saved)
+        assert ("optimizer_states" in dumped) is not weights_only
+        assert all(torch.equal(value, saved["state_dict"][key]) for key, value in dumped["state_dict"].items())
+
+
 def test_batch_hooks_that_are_not_there_are_passed_over() -> None:
     """A fit, a validation and a test call what a callback defines, and open no profiler's block for the rest."""
     called: list[str] = []

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from fairlead import PluginManager, Topology
+from fairlead import CheckpointIOConfigBase, PluginManager, Topology
 from fairlead.errors import ConfigError, MissingDependencyError
 from fairlead.open_union import parse_backend
 from fairlead_strategies import (
@@ -267,6 +267,24 @@ def test_what_does_not_fit_the_run_is_said_before_it(
 ) -> None:
     assert findings(plugins, ranks.resolution(config)) == codes
     assert set(codes) <= set(plugins.of(config).codes)
+
+
+def test_fsdp2_gives_its_shards_to_a_backend_that_takes_them(plugins: PluginManager, ranks: ModuleType) -> None:
+    """By itself; what is gathered on rank 0 would be no shards."""
+
+    class Shards(CheckpointIOConfigBase):
+        saves_shards = True
+
+    takes = {"checkpoint_io": Shards(name="shards")}
+    for asked, codes in ((None, []), (True, []), (False, ["fsdp2-checkpoint-io"])):
+        config = FSDP2StrategyConfig(save_distributed_checkpoint=asked)
+        assert findings(plugins, ranks.resolution(config, **takes)) == codes
+        strategy = build("fsdp2", config, ranks.context(config, **takes))
+        assert strategy._save_distributed_checkpoint is True
+    assert (
+        build("fsdp2", FSDP2StrategyConfig(), ranks.context(FSDP2StrategyConfig()))._save_distributed_checkpoint
+        is False
+    )
 
 
 def test_spawning_is_fine_where_nothing_was_launched(plugins: PluginManager, ranks: ModuleType) -> None:

@@ -98,6 +98,8 @@ class CheckpointIOConfigBase(BackendConfig):
     """How the bytes of a checkpoint reach storage."""
 
     axis = "checkpoint_io"
+    saves_shards: ClassVar[bool] = False
+    """Whether its runtime is a `fairlead.interfaces.ShardedSaves`: strategies then hand it what each rank holds."""
 
 
 class LayerSyncConfigBase(BackendConfig):

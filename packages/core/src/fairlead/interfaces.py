@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
+    from fairlead.commit import FileHash
     from fairlead.plugins import PluginManager
     from fairlead.resolve import Resolution
     from fairlead.starts import Start
@@ -21,6 +22,8 @@ __all__ = [
     "DurableSaves",
     "Requeuer",
     "Setting",
+    "ShardedLoads",
+    "ShardedSaves",
     "Specificity",
     "StopGuard",
     "StopSignals",
@@ -155,6 +158,78 @@ class DurableSaves(Protocol):
 
         Raises:
             FairleadError: A save failed that was not reported yet; each is reported once.
+        """
+        ...
+
+
+@runtime_checkable
+class ShardedSaves(Protocol):
+    """A Lightning `CheckpointIO` that saves on all ranks together, each its own part.
+
+    Lightning's strategies call their CheckpointIO on rank 0 only, so whoever saves hands such a backend the
+    checkpoint of every rank.  All of these are called on all ranks, in the same order, in the thread that trains.
+    """
+
+    def meet(self) -> None:
+        """Makes what the ranks need to talk to each other, once; `submit_shards` does so too."""
+        ...
+
+    def submit_shards(
+        self,
+        checkpoint: dict[str, Any],
+        path: str | os.PathLike[str],
+        then: Callable[[Mapping[str, FileHash]], None],
+        *,
+        names: Sequence[Sequence[str | None]],
+    ) -> None:
+        """Saves into the new directory `path`, and calls `then` on rank 0 once the files of all ranks are durable.
+
+        Args:
+            checkpoint: As Lightning dumps it; tensors may be DTensors.  Ranks that hold no part of it give less.
+            path: The directory, the same on all ranks.
+            then: Takes the checksum of each file by its name in the directory.  It runs in the calling thread before
+                this returns, or later in the thread that writes; it must not call this object.  It is not called
+                when the save fails on any rank; when it raises, that counts as a failure of this save.
+            names: For each optimizer the names of its parameters, in the order of its groups; None: not of the module.
+
+        Raises:
+            FairleadError: This save failed on some rank (`where` is this path), or an earlier one did (`where` is that
+                path): then this one was accepted all the same.  Raised on all ranks.
+        """
+        ...
+
+    def wait(self) -> None:
+        """Returns when everything submitted is durable and every `then` has run.
+
+        Raises:
+            FairleadError: A save failed that was not reported yet; each is reported once.
+        """
+        ...
+
+
+@runtime_checkable
+class ShardedLoads(Protocol):
+    """A Lightning `CheckpointIO` that reads directories of shards: each rank what it needs, into its own tensors."""
+
+    def load_shards(
+        self,
+        path: str | os.PathLike[str],
+        place: Callable[[tuple[str | int, ...], Any, Any], Any | None],
+        weights_only: bool | None = None,
+    ) -> dict[str, Any] | None:
+        """The checkpoint as Lightning dumped it, with integers for the optimizers' parameters.
+
+        Args:
+            path: The directory.
+            place: Called with a tensor's place in the checkpoint (`("state_dict", "layer.weight")`), its whole size and
+                its dtype; gives the tensor to read into, a DTensor for this rank's part, or None for a new one.
+            weights_only: As in Lightning.
+
+        Returns:
+            None where this backend cannot read it.
+
+        Raises:
+            FairleadError: It is damaged, or holds pickled objects.
         """
         ...
 

@@ -30,6 +30,7 @@ __all__ = [
     "begin_next_epoch",
     "between_epochs",
     "draw_anew",
+    "dump_checkpoint",
     "evaluation_loaders",
     "hold_logged",
     "hold_metrics",
@@ -91,6 +92,13 @@ def resume_from(trainer: L.Trainer, path: Path) -> None:
         original(str(path), weights_only=weights_only)
 
     connector.resume_start = resume_start
+
+
+def dump_checkpoint(trainer: L.Trainer, weights_only: bool | None) -> dict[str, Any]:
+    """What `trainer.save_checkpoint` would hand to the strategy; on all ranks together, since strategies talk in it."""
+    connector: Any = trainer._checkpoint_connector
+    dumped: dict[str, Any] = connector.dump_checkpoint(weights_only)
+    return dumped
 
 
 def between_epochs(checkpoint: dict[str, Any]) -> None:

@@ -20,6 +20,7 @@ import torch
 from lightning.pytorch.callbacks import Checkpoint
 
 from fairlead.commit import (
+    FileHash,
     FileWriter,
     RetentionPolicy,
     abandon,
@@ -39,6 +40,7 @@ from fairlead_lightning.committing import CommittingIO, make_room, of_earlier_sa
 from fairlead_lightning.describe import described
 from fairlead_lightning.exact.rank_state import rank_file
 from fairlead_lightning.exact.resume import ExactResume
+from fairlead_lightning.saving import meet, save_and_commit
 from fairlead_lightning.session import STATE_FILE, RunSession
 
 __all__ = ["Checkpoints"]
@@ -89,6 +91,7 @@ class Checkpoints(Checkpoint):
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """The clock of `every_n_minutes` starts with the training; perhaps nothing is left to train."""
+        meet(trainer)
         self._find_best()
         self._saved_at = time.monotonic()
         self._accumulate = trainer.accumulate_grad_batches  # before a GradientAccumulationScheduler changes it
@@ -240,8 +243,8 @@ class Checkpoints(Checkpoint):
             return
         assert staged is not None
 
-        def commit() -> None:
-            published = publish(staged, metadata)
+        def commit(hashes: Mapping[str, FileHash]) -> None:
+            published = publish(staged, metadata, hashes=hashes)
             self.session.event(
                 "checkpoint",
                 step=step,
@@ -252,12 +255,7 @@ class Checkpoints(Checkpoint):
             )
             retain(self.directory, policy)
 
-        io = trainer.strategy.checkpoint_io
-        if trainer.is_global_zero and isinstance(io, CommittingIO):
-            io.follow_with(commit)
-        trainer.save_checkpoint(staged / STATE_FILE, self.config.save_weights_only)
-        if trainer.is_global_zero:
-            error = io.finish() if isinstance(io, CommittingIO) else raised_by(commit)
+        error = save_and_commit(trainer, staged / STATE_FILE, self.config.save_weights_only, commit)
         self._report(trainer, error, reason)
         make_room(error, staged)
         # Rank 0 alone knows whether it is saved; all must decide alike whether to save at the end.

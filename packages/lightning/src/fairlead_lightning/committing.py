@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -11,7 +12,7 @@ from lightning.fabric.plugins import CheckpointIO
 
 from fairlead.commit import abandon
 from fairlead.errors import CheckpointError, FairleadError
-from fairlead.interfaces import DurableSaves
+from fairlead.interfaces import DurableSaves, ShardedLoads, ShardedSaves
 from fairlead_lightning.session import STATE_FILE
 
 __all__ = ["CommittingIO", "make_room", "of_earlier_saves", "raised_by"]
@@ -54,6 +55,10 @@ class CommittingIO(CheckpointIO):
                 return raised
         return error
 
+    def forget(self) -> None:
+        """Takes back what `follow_with` announced: on another rank the save has failed."""
+        self._then = self._error = None
+
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None = None) -> None:
         """Saves, and commits when the file is durable."""
         then, self._then = self._then, None
@@ -75,13 +80,23 @@ class CommittingIO(CheckpointIO):
         """Loads through the backend."""
         return self.inner.load_checkpoint(path, map_location, weights_only)
 
+    def load_shards(
+        self,
+        path: str | os.PathLike[str],
+        place: Callable[[tuple[str | int, ...], Any, Any], Any | None],
+        weights_only: bool | None = None,
+    ) -> dict[str, Any] | None:
+        """Loads shards through the backend, where it can; see `fairlead.interfaces.ShardedLoads`."""
+        inner = self.inner
+        return inner.load_shards(path, place, weights_only) if isinstance(inner, ShardedLoads) else None
+
     def remove_checkpoint(self, path: str | Path) -> None:
         """Removes through the backend."""
         self.inner.remove_checkpoint(path)
 
     def wait(self) -> None:
         """Returns when every save is durable and committed; raises what failed in the background."""
-        if isinstance(self.inner, DurableSaves):
+        if isinstance(self.inner, (DurableSaves, ShardedSaves)):
             self.inner.wait()
 
     def teardown(self) -> None:

@@ -11,7 +11,6 @@ from typing import IO, Any, TypeVar, cast
 
 import lightning.fabric as lf
 import torch
-import torch.distributed as dist
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from torch.distributed.checkpoint.api import CheckpointException
 
@@ -25,13 +24,14 @@ from fairlead.commit import (
     stage,
     write_file,
 )
-from fairlead.errors import CheckpointError, ConfigError, FairleadError
+from fairlead.errors import ConfigError, FairleadError
 from fairlead_lightning.committing import CommittingIO, make_room, of_earlier_saves, raised_by
 from fairlead_lightning.exact.rank_state import rank_file
 from fairlead_lightning.process_group import shared
+from fairlead_lightning.saving import explained, first_error, gathered
 from fairlead_lightning.session import STATE_FILE, RunSession
 
-__all__ = ["LoopCheckpoints", "gathered"]
+__all__ = ["LoopCheckpoints"]
 
 T = TypeVar("T")
 _Problem = FairleadError | OSError | None
@@ -83,7 +83,7 @@ class LoopCheckpoints:
         staged, digest, error = self._stage(step, own)
         reports = gathered((digest, error))
         refused = next((e for _, e in reports if isinstance(e, ConfigError)), None)
-        error = next((_of_rank(rank, e) for rank, (_, e) in enumerate(reports) if e is not None), None)
+        error = first_error([e for _, e in reports])
         if error is not None:
             self._fail(step, error, staged)
             if refused is not None:
@@ -147,9 +147,9 @@ class LoopCheckpoints:
         try:
             self.fabric.save(file, dict(state))
         except (FairleadError, OSError, RuntimeError, CheckpointException) as raised:
-            error = _explained(raised, file)
+            error = explained(raised, file)
             self.fabric.barrier()  # the others wait at the end of their `save`
-        error = next((_of_rank(rank, e) for rank, e in enumerate(gathered(error)) if e is not None), None)
+        error = first_error(gathered(error))
         return raised_by(commit) if error is None and self.fabric.is_global_zero else error
 
     def _fail(self, step: int, error: _Problem, staged: Path | None = None) -> None:
@@ -161,15 +161,6 @@ class LoopCheckpoints:
         if not isinstance(error, ConfigError):  # that one is raised
             warnings.warn(f"the training goes on, but no checkpoint was written: {text}", stacklevel=4)
         make_room(error, staged)
-
-
-def gathered(value: T) -> list[T]:
-    """What each rank gives, by rank, on every rank."""
-    if not dist.is_initialized():
-        return [value]
-    values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
 
 
 def _dump(own: Any, file: FileWriter) -> None:
@@ -191,17 +182,3 @@ def _committing(fabric: lf.Fabric) -> tuple[CommittingIO | None, Any]:
     io = CommittingIO(theirs)
     fabric.strategy.checkpoint_io = io
     return io, theirs
-
-
-def _of_rank(rank: int, error: FairleadError | OSError) -> FairleadError | OSError:
-    if rank and isinstance(error, FairleadError):
-        error.why = f"{error.why or 'it failed there'} (rank {rank})"
-    return error
-
-
-def _explained(error: BaseException, file: Path) -> FairleadError | OSError:
-    if isinstance(error, CheckpointException):
-        error = next(iter(error.failures.values()))[0]
-    if isinstance(error, (FairleadError, OSError)):
-        return error
-    return CheckpointError("the strategy could not write it", where=str(file), why=f"{type(error).__name__}: {error}")

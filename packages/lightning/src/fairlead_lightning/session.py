@@ -49,7 +49,7 @@ __all__ = [
 ]
 
 STATE_FILE = "state.ckpt"
-"""The file in a checkpoint that plain Lightning reads."""
+"""What plain Lightning reads of a checkpoint: a file, or a directory of shards."""
 
 
 @dataclass(frozen=True)
@@ -372,7 +372,8 @@ def _state_file(path: Path) -> Path:
 
 
 def _committed(path: Path) -> Checkpoint | None:
-    folder = path if path.is_dir() else path.parent
+    # The state is a file, or a directory of shards.
+    folder = path if path.is_dir() and path.name != STATE_FILE else path.parent
     return Checkpoint.at(folder) if (folder / "manifest.json").exists() else None
 
 

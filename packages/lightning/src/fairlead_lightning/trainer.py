@@ -39,6 +39,7 @@ from fairlead_lightning.process_group import join_process_group
 from fairlead_lightning.progress import Progress
 from fairlead_lightning.recorder import Recorder
 from fairlead_lightning.reports import keep_log
+from fairlead_lightning.saving import save_on_all_ranks
 from fairlead_lightning.session import RunSession, handed_over, open_session, waiting_handoff
 from fairlead_lightning.stops import StopRequested, Stops
 from fairlead_lightning.stuck import StuckRanks
@@ -210,6 +211,16 @@ class Trainer(L.Trainer):
                 )
             if self.progress in vars(self)["callbacks"] and self._trains_here() and not session.finished:
                 self.progress.summary(self, session.path)
+
+    def save_checkpoint(
+        self,
+        filepath: str | Path,
+        weights_only: bool | None = None,
+        storage_options: Any | None = None,
+    ) -> None:
+        """As in Lightning; with `checkpoint_io: distributed` every rank writes its part."""
+        if self.model is None or not save_on_all_ranks(self, filepath, weights_only, storage_options):
+            super().save_checkpoint(filepath, weights_only, storage_options)
 
     def validate(self, *args: Any, **kwargs: Any) -> Any:
         """As in Lightning, once the ranks have met; so are `test` and `predict`."""

@@ -48,7 +48,7 @@ class AsyncFile(CheckpointIOPlugin):
             _SHARDED,
             "partial",
             "sharded checkpoints are written by the strategy itself, synchronously; only full ones go through here",
-            "checkpoint_io: torch, or accept that the loop waits for sharded saves",
+            "strategy: fsdp2 with checkpoint_io: {name: distributed, background: true}, or accept that the loop waits",
         )
 
 

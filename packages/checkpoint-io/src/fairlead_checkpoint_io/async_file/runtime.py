@@ -10,7 +10,7 @@ from typing import Any
 from lightning.fabric.plugins import CheckpointIO
 
 from fairlead.errors import CheckpointError, PluginError
-from fairlead.interfaces import BuildContext
+from fairlead.interfaces import BuildContext, ShardedLoads
 from fairlead_checkpoint_io.async_file.config import AsyncCheckpointIOConfig
 from fairlead_checkpoint_io.async_file.writer import Writer
 from fairlead_checkpoint_io.files.buffers import HostBuffers
@@ -101,6 +101,18 @@ class AsyncFileCheckpointIO(CheckpointIO):
         if self._writer is not None:
             self._writer.drain()
         return self._inner.load_checkpoint(os.fspath(path), map_location=map_location, weights_only=weights_only)
+
+    def load_shards(
+        self,
+        path: str | os.PathLike[str],
+        place: Callable[[tuple[str | int, ...], Any, Any], Any | None],
+        weights_only: bool | None = None,
+    ) -> dict[str, Any] | None:
+        """Loads a directory of shards through the inner backend, where that can; see `fairlead.interfaces`."""
+        if self._writer is not None:
+            self._writer.drain()
+        inner = self._inner
+        return inner.load_shards(path, place, weights_only) if isinstance(inner, ShardedLoads) else None
 
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
         """Deletes a checkpoint behind the saves in flight; it stays when the newest of them fails."""

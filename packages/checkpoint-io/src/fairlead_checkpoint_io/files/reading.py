@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import os
 import pickle
-import pkgutil
 import zipfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +14,12 @@ import torch
 
 from fairlead.commit.files import disk_error
 from fairlead.errors import CheckpointError, ConfigError, did_you_mean
+from fairlead_checkpoint_io.files.metadata import CONTENTS, REST, is_sharded
+from fairlead_checkpoint_io.files.safe import allowed
+from fairlead_checkpoint_io.files.shards import read_shards
 from fairlead_checkpoint_io.files.writing import unsafe_globals
 
-__all__ = ["read_state"]
+__all__ = ["read_sharded", "read_state"]
 
 _STATE = "state.ckpt"
 _MANIFEST = "manifest.json"
@@ -36,7 +37,7 @@ def read_state(
     safe_globals: Sequence[str] = (),
     verify: bool = True,
 ) -> dict[str, Any]:
-    """Loads a checkpoint file, or the `state.ckpt` of a checkpoint directory.
+    """Loads a checkpoint file, a directory of shards, or the `state.ckpt` of a checkpoint directory, which is either.
 
     Args:
         path: The file or directory.
@@ -50,6 +51,14 @@ def read_state(
         ConfigError: A name in `safe_globals` does not exist.
     """
     path = _file_of(path)
+    if path.is_dir():
+        return read_sharded(
+            path,
+            map_location=map_location,
+            weights_only=weights_only,
+            safe_globals=safe_globals,
+            verify=verify,
+        )
     legacy = _inspect(path)
     strict = weights_only is not False
     place = "cpu" if map_location is None else map_location
@@ -58,7 +67,7 @@ def read_state(
         failure: Exception | None = None
         state: Any = None
         try:
-            with _allowed(safe_globals):
+            with allowed(safe_globals):
                 state = torch.load(path, map_location=place, weights_only=strict)
         except ConfigError:
             raise
@@ -76,7 +85,23 @@ def read_state(
     return state
 
 
+def read_sharded(path: Path, **options: Any) -> dict[str, Any]:
+    """Loads a directory of shards, of Fairlead's or Lightning's; the options are those of `read_shards`.
+
+    Raises:
+        CheckpointError: It is damaged, incomplete, or holds pickled objects.
+        ConfigError: A name in `safe_globals` does not exist.
+    """
+    for name in (CONTENTS, REST):
+        if not (path / name).is_file():
+            raise _damaged(path, f"{name} is missing: it was not written to its end")
+    passed = {key: value for key, value in options.items() if key in ("weights_only", "safe_globals", "verify")}
+    return read_shards(path, read_state(path / REST, **passed), **options)
+
+
 def _file_of(path: Path) -> Path:
+    if is_sharded(path) or (path / REST).is_file():
+        return path
     if path.is_dir():
         if (path / _MANIFEST).is_file():
             return _file_of(path / _STATE)
@@ -139,21 +164,6 @@ def _damaged_record(path: Path) -> str | None:
             except zipfile.BadZipFile:
                 return info.filename
     return None
-
-
-def _allowed(names: Sequence[str]) -> AbstractContextManager[Any]:
-    allowed: list[Callable[..., Any] | tuple[Callable[..., Any], str]] = []
-    for name in names:
-        try:
-            allowed.append((pkgutil.resolve_name(name), name))
-        except Exception as error:  # importing a module runs it
-            raise ConfigError(
-                f"{name!r} was not found",
-                where="trainer.checkpoint_io.safe_globals",
-                why=f"{type(error).__name__}: {error}",
-                fix="write it as package.module.Name",
-            ) from error
-    return torch.serialization.safe_globals(allowed)
 
 
 def _explained(

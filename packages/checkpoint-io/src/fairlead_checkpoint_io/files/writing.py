@@ -12,7 +12,7 @@ from fairlead.commit import FileWriter, Syscalls, atomic_write
 from fairlead.commit.files import disk_error, ensure_dir
 from fairlead.errors import CheckpointError, FairleadError
 
-__all__ = ["local_path", "unsafe_globals", "write_state"]
+__all__ = ["dump", "local_path", "unsafe_globals", "write_state"]
 
 
 def local_path(path: str | os.PathLike[str]) -> Path:
@@ -46,15 +46,8 @@ def write_state(state: dict[str, Any], path: Path, *, syscalls: Syscalls | None 
     except OSError as error:
         raise disk_error(error, f"cannot make the directory of {path.name}", path.parent) from error
 
-    def content(file: FileWriter) -> None:
-        sink = _Sink(file)
-        try:
-            torch.save(state, cast("IO[bytes]", sink))
-        finally:
-            sink.open = False
-
     try:
-        atomic_write(path, content, syscalls=system)
+        atomic_write(path, lambda file: dump(state, file), syscalls=system)
     except (FairleadError, OSError, MemoryError):
         raise
     except Exception as error:  # pickling calls the objects' own methods
@@ -64,6 +57,15 @@ def write_state(state: dict[str, Any], path: Path, *, syscalls: Syscalls | None 
             why=f"{type(error).__name__}: {error}",
             fix="keep it out of the state (state_dict, on_save_checkpoint, save_hyperparameters)",
         ) from error
+
+
+def dump(value: Any, file: FileWriter) -> None:
+    """Writes a value as `torch.save` does; several may follow each other in one file."""
+    sink = _Sink(file)
+    try:
+        torch.save(value, cast("IO[bytes]", sink))
+    finally:
+        sink.open = False
 
 
 def unsafe_globals(path: Path) -> list[str]:

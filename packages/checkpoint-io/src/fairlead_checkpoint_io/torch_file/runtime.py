@@ -15,7 +15,7 @@ from fairlead.commit.files import disk_error, remove_tree
 from fairlead.errors import ConfigError
 from fairlead.interfaces import BuildContext
 from fairlead_checkpoint_io.base import FileCheckpointIOConfig
-from fairlead_checkpoint_io.files.reading import read_state
+from fairlead_checkpoint_io.files.reading import read_sharded, read_state
 from fairlead_checkpoint_io.files.snapshot import Snapshot, on_host
 from fairlead_checkpoint_io.files.writing import local_path, unsafe_globals, write_state
 
@@ -90,6 +90,22 @@ class TorchFileCheckpointIO(CheckpointIO):
         return read_state(
             local_path(path),
             map_location=map_location,
+            weights_only=weights_only,
+            safe_globals=config.safe_globals,
+            verify=config.verify,
+        )
+
+    def load_shards(
+        self,
+        path: str | os.PathLike[str],
+        place: Callable[[tuple[str | int, ...], Any, Any], Any | None],
+        weights_only: bool | None = None,
+    ) -> dict[str, Any] | None:
+        """Loads from a directory of shards what this rank needs; see `fairlead.interfaces.ShardedLoads`."""
+        config = self._config
+        return read_sharded(
+            local_path(path),
+            place=place,
             weights_only=weights_only,
             safe_globals=config.safe_globals,
             verify=config.verify,

@@ -20,7 +20,7 @@ __all__ = ["device_reasons"]
 _MUST_SPEAK: Final = ("accelerator", "strategy", "precision", "layer_sync", "checkpoint_io")
 _OPTIONAL: Final = ("environment", "requeue")
 # Fairlead's own that write the state as it is, and have nothing to say.
-_FAITHFUL: Final = frozenset(("checkpoint_io.async", "checkpoint_io.torch", "checkpoint_io.xla"))
+_FAITHFUL: Final = frozenset(f"checkpoint_io.{name}" for name in ("async", "distributed", "torch", "xla"))
 
 
 def device_reasons(resolution: Resolution, plugins: PluginManager, run: RunConfig | None = None) -> list[Inexact]:

@@ -35,6 +35,7 @@ class FSDP2StrategyConfig(ProcessGroupConfig):
     `auto` is the number of nodes)."""
     tensor_parallel_size: int = Field(1, gt=0)
     """Ranks that split each layer. More than 1 needs a module that applies its own plan in `configure_model`."""
-    save_distributed_checkpoint: bool = False
-    """True has every rank write its own part into a folder, past `checkpoint_io`; False gathers a checkpoint on rank
-    0 into one file, through `checkpoint_io` (Lightning's default is True)."""
+    save_distributed_checkpoint: bool | None = None
+    """Default null: what `checkpoint_io` takes. With `distributed` every rank hands it its own part; any other gets a
+    whole checkpoint, gathered on rank 0. True has Lightning write the parts itself where `checkpoint_io` does not take
+    them, which holds up training until they are on disk; False always gathers (Lightning's default is True)."""

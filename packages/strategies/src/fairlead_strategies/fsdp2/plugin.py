@@ -23,7 +23,7 @@ class FSDP2(StrategyPlugin):
     engines = LIGHTNING
     extra = "lightning"
     codes: ClassVar[Mapping[str, str]] = {
-        "fsdp2-checkpoint-io": "Distributed checkpoints of FSDP2 do not go through `checkpoint_io`.",
+        "fsdp2-checkpoint-io": "`save_distributed_checkpoint` does not fit `checkpoint_io`.",
         "fsdp2-sizes": "Data and tensor parallel sizes do not multiply to the number of ranks.",
     }
 
@@ -67,14 +67,24 @@ class FSDP2(StrategyPlugin):
                 "every rank has exactly one place in the mesh",
                 "choose a `tensor_parallel_size` that divides the number of ranks, and `data_parallel_size: auto`",
             )
-        if config.save_distributed_checkpoint:
+        takes_shards, name = resolution.checkpoint_io.saves_shards, resolution.checkpoint_io.name
+        where = "trainer.strategy.save_distributed_checkpoint"
+        if config.save_distributed_checkpoint and not takes_shards:
             yield Finding(
                 "warning",
                 "fsdp2-checkpoint-io",
-                f"checkpoint_io {resolution.checkpoint_io.name!r} is not used",
-                "trainer.strategy.save_distributed_checkpoint",
-                "Lightning has every rank write its own part of a distributed checkpoint directly",
-                "save_distributed_checkpoint: false",
+                f"checkpoint_io {name!r} does not write the checkpoints, it only commits them",
+                where,
+                "Lightning has every rank write its own part of a distributed checkpoint, and the training waits",
+                "checkpoint_io: distributed",
+            )
+        if config.save_distributed_checkpoint is False and takes_shards:
+            yield Finding(
+                "error",
+                "fsdp2-checkpoint-io",
+                f"checkpoint_io {name!r} writes the part of each rank, but rank 0 would gather all of it",
+                where,
+                fix="leave save_distributed_checkpoint out, or use checkpoint_io: torch",
             )
 
     @hookimpl
@@ -84,7 +94,9 @@ class FSDP2(StrategyPlugin):
         assert isinstance(config, FSDP2StrategyConfig)
         backend = resolution.backend if config.process_group_backend == "auto" else config.process_group_backend
         doubts = {
-            "save_distributed_checkpoint: true": config.save_distributed_checkpoint,
+            "save_distributed_checkpoint: true": (
+                bool(config.save_distributed_checkpoint) and not resolution.checkpoint_io.saves_shards
+            ),
             f"tensor_parallel_size: {config.tensor_parallel_size}": config.tensor_parallel_size > 1,
             f"{resolution.world_size} ranks over {backend}": backend != "gloo" and resolution.world_size > 2,
         }

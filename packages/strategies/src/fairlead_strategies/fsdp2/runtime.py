@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 from lightning.fabric.strategies import ModelParallelStrategy as FabricModelParallelStrategy
+from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies import ModelParallelStrategy
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import register_fsdp_forward_method
 from torch.nn import Module
+from torch.optim import Optimizer
 
 from fairlead.errors import ConfigError
-from fairlead.interfaces import BuildContext
+from fairlead.interfaces import BuildContext, ShardedLoads
 from fairlead_strategies.fsdp2.config import FSDP2StrategyConfig
+from fairlead_strategies.fsdp2.places import places
 from fairlead_strategies.fsdp2.sharding import is_parallelised, shard
 from fairlead_strategies.objects import backend, load_classes
 
@@ -25,14 +31,29 @@ STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
 
 class FSDP2Strategy(ModelParallelStrategy):
-    """The Trainer's ModelParallelStrategy with default sharding."""
+    """The Trainer's ModelParallelStrategy with default sharding, whose shards may go through its CheckpointIO.
 
-    def __init__(self, config: FSDP2StrategyConfig, classes: set[type[Module]] | None, **kwargs: Any) -> None:
+    Args:
+        config: The settings.
+        classes: Which submodules become units.
+        hands_over: The CheckpointIO takes shards: the state is given as it is, on the device.
+        kwargs: Lightning's.
+    """
+
+    def __init__(
+        self,
+        config: FSDP2StrategyConfig,
+        classes: set[type[Module]] | None,
+        *,
+        hands_over: bool = False,
+        **kwargs: Any,
+    ) -> None:
         super().__init__(
             data_parallel_size=config.data_parallel_size, tensor_parallel_size=config.tensor_parallel_size, **kwargs
         )
         self._config = config
         self._classes = classes
+        self._hands_over = hands_over
 
     def setup_environment(self) -> None:
         """Resolves `data_parallel_size: auto` to all ranks, where Lightning would take the number of nodes."""
@@ -77,6 +98,46 @@ class FSDP2Strategy(ModelParallelStrategy):
             register_fsdp_forward_method(module, step)
         with _configured(module):
             super().setup(trainer)
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """The weights: shards where they are, or as Lightning gathers them."""
+        assert self.model is not None
+        return get_model_state_dict(self.model) if self._hands_over else super().lightning_module_state_dict()
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """The optimizer's own state with shards in it, or as Lightning gathers it."""
+        if not self._hands_over:
+            return super().optimizer_state(optimizer)
+        return (optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer).state_dict()
+
+    def load_checkpoint(
+        self, checkpoint_path: str | os.PathLike[str], weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """Loads a whole checkpoint as Lightning does, and shards through the CheckpointIO, each rank its part.
+
+        Lightning would read shards with plain `pickle`, which runs whatever they say.
+        """
+        path = Path(self.broadcast(os.fspath(checkpoint_path)))
+        io: Any = self.checkpoint_io
+        assert self.model is not None
+        assert self.lightning_module is not None
+        found = None
+        if path.is_dir() and isinstance(io, ShardedLoads):
+            found = io.load_shards(path, places(self.model, self.optimizers), weights_only)
+        if found is None:
+            return super().load_checkpoint(path, weights_only)
+        self.model.load_state_dict(found.pop("state_dict"), strict=self.lightning_module.strict_loading)
+        states = found.pop("optimizer_states", [])
+        for optimizer, state in zip(self.optimizers, states, strict=False):
+            optimizer.load_state_dict(state)
+        return found
+
+    def teardown(self) -> None:
+        """Also ends the CheckpointIO, which Lightning leaves out here: what it could not write would be lost."""
+        try:
+            self.checkpoint_io.teardown()
+        finally:
+            super().teardown()
 
 
 class FabricFSDP2(FabricModelParallelStrategy):
@@ -142,10 +203,12 @@ def build(config: FSDP2StrategyConfig, context: BuildContext) -> FSDP2Strategy |
     """
     policy = config.auto_wrap_policy
     classes = None if policy == "auto" else load_classes(policy, "trainer.strategy.auto_wrap_policy")
+    hands_over = context.resolution.checkpoint_io.saves_shards
     kwargs: dict[str, Any] = {
-        "save_distributed_checkpoint": config.save_distributed_checkpoint,
+        "save_distributed_checkpoint": bool(config.save_distributed_checkpoint) or hands_over,
         "process_group_backend": backend(config, context),
         "timeout": config.timeout,
     }
-    kind = FSDP2Strategy if context.engine == "trainer" else FabricFSDP2
-    return kind(config, classes, **kwargs)
+    if context.engine == "trainer":
+        return FSDP2Strategy(config, classes, hands_over=hands_over, **kwargs)
+    return FabricFSDP2(config, classes, **kwargs)

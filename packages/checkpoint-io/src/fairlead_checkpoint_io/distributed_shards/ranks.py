@@ -1,0 +1,161 @@
+"""How the ranks talk about a save: over groups of their own, so that nothing of the training comes in between."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from fairlead.errors import CheckpointError, FairleadError
+
+__all__ = ["Ranks"]
+
+log = logging.getLogger("fairlead.checkpoint_io")
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+
+class Ranks:
+    """Two gloo groups of all ranks, one for each thread that talks; nothing where there is one rank only.
+
+    An error of one rank is raised on all of them, and so is the loss of a rank.
+
+    Args:
+        timeout: How long one rank waits for another.
+        alone: This rank does it all, whatever other ranks there are.
+    """
+
+    def __init__(self, timeout: timedelta, *, alone: bool = False) -> None:
+        grouped = not alone and dist.is_initialized()
+        self._world = dist.group.WORLD if grouped else None
+        self.rank = dist.get_rank() if grouped else 0
+        self.size = dist.get_world_size() if grouped else 1
+        self._timeout = timeout
+        self._front = self._back = None
+        if self.size > 1:
+            self._front = dist.new_group(backend="gloo", timeout=timeout, group_desc="checkpoints")
+            self._back = dist.new_group(backend="gloo", timeout=timeout, group_desc="checkpoints-writing")
+
+    @property
+    def usable(self) -> bool:
+        """Whether the ranks are those for which this was made: a process may leave its group and join another."""
+        return self._world is (dist.group.WORLD if dist.is_initialized() else None)
+
+    def all_gather(self, mine: Callable[[], T], what: str) -> list[T]:
+        """What each rank makes, by rank; in the thread that trains.
+
+        Raises:
+            CheckpointError: A rank could not make it, or is gone.
+        """
+        found: list[Any] = [None] * self.size
+        value = _caught(mine)
+        if self._front is None:
+            found = [value]
+        else:
+            self._talk(lambda: dist.all_gather_object(found, value, group=self._front), what)
+        _raise(found, what)
+        return found
+
+    def scatter(self, mine: Callable[[], T], make: Callable[[Sequence[T]], Sequence[R]], what: str) -> R:
+        """What rank 0 makes for this rank out of what all ranks made; in the thread that trains.
+
+        Raises:
+            CheckpointError: A rank could not make its part, or is gone.
+        """
+        made = self._made(_caught(mine), make, what, self._front)
+        if self._front is None:
+            assert made is not None
+            _raise(made, what)
+            return made[0]  # type: ignore[no-any-return]
+        box: list[Any] = [None]
+        self._talk(lambda: dist.scatter_object_list(box, made, group=self._front), what)
+        _raise(box, what)
+        return box[0]  # type: ignore[no-any-return]
+
+    def report(self, mine: Callable[[], T], finish: Callable[[Sequence[T]], None], what: str) -> None:
+        """Rank 0 finishes what all ranks have done, and all hear how it went; in the thread that writes.
+
+        Raises:
+            CheckpointError: A rank failed, or is gone.
+        """
+
+        def once(values: Sequence[T]) -> list[None]:
+            finish(values)
+            return [None]
+
+        box = (self._made(_caught(mine), once, what, self._back) or [None])[:1]
+        if self._back is not None:
+            self._talk(lambda: dist.broadcast_object_list(box, group=self._back), what)
+        _raise(box, what)
+
+    def _made(
+        self, value: Any, make: Callable[[Sequence[Any]], Sequence[Any]], what: str, group: dist.ProcessGroup | None
+    ) -> list[Any] | None:
+        """On rank 0 what it makes of all ranks' values, or the failure in place of each; None on the others."""
+        gathered: list[Any] | None = [None] * self.size if self.rank == 0 else None
+        if group is None:
+            gathered = [value]
+        else:
+            self._talk(lambda: dist.gather_object(value, gathered, group=group), what)
+        if gathered is None:
+            return None
+        problem = _first(gathered, what)
+        made = _Failure(problem) if problem is not None else _caught(lambda: list(make(gathered)))
+        return [made] * self.size if isinstance(made, _Failure) else made
+
+    def _talk(self, call: Callable[[], None], what: str) -> None:
+        try:
+            call()
+        except RuntimeError as error:  # gloo: a peer is gone, or did not answer in time
+            first = next(iter(str(error).splitlines()), "")
+            raise CheckpointError(
+                what,
+                why=f"rank {self.rank} lost the others, or waited for them longer than {self._timeout}: {first}",
+                fix="see what became of the other ranks; with a slow disk, raise checkpoint_io.timeout",
+            ) from error
+
+
+class _Failure:
+    """What a rank ran into, on its way to the others."""
+
+    def __init__(self, error: BaseException) -> None:
+        # Errors travel as text: another rank may not be able to unpickle an exception of the user's.
+        plain = CheckpointError(f"{type(error).__name__}: {error}")
+        self.error = error if isinstance(error, FairleadError) else plain
+
+
+def _caught(call: Callable[[], Any]) -> Any:
+    try:
+        return call()
+    except Exception as error:  # all of it is told to the other ranks and raised there
+        log.debug("a save failed on this rank", exc_info=True)
+        return _Failure(error)
+
+
+def _raise(values: Sequence[Any], what: str) -> None:
+    problem = _first(values, what)
+    if problem is not None:
+        raise problem
+
+
+def _first(values: Sequence[Any], what: str) -> CheckpointError | None:
+    """One error for what went wrong on some ranks, with their numbers."""
+    failures = {rank: value.error for rank, value in enumerate(values) if isinstance(value, _Failure)}
+    told = next(
+        (error for error in failures.values() if isinstance(error, CheckpointError) and error.what == what), None
+    )
+    if told is not None:  # rank 0 has put it together already
+        return told
+    if not failures:
+        return None
+    lines = [f"rank {rank}: {_told(error)}" for rank, error in sorted(failures.items())]
+    return CheckpointError(what, why="\n".join(lines), fix=failures[min(failures)].fix)
+
+
+def _told(error: FairleadError) -> str:
+    text = f"{error.what}: {error.why}" if error.why else error.what
+    return f"{text} ({error.where})" if error.where else text

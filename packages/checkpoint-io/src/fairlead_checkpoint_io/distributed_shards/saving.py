@@ -1,0 +1,218 @@
+"""Who writes what, and how: planned once by torch's planner, then written again and again."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import pickle
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch.distributed.checkpoint import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
+from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.tensor import DTensor
+
+from fairlead.commit import FileHash, FileWriter, Syscalls, write_file
+from fairlead.commit.checkpoints import to_trash
+from fairlead.commit.files import disk_error, ensure_dir, remove_tree
+from fairlead.errors import CheckpointError
+from fairlead_checkpoint_io.distributed_shards.ranks import Ranks
+from fairlead_checkpoint_io.files.layout import Layout, Leaf
+from fairlead_checkpoint_io.files.metadata import CONTENTS, REST
+from fairlead_checkpoint_io.files.writing import dump
+
+__all__ = ["Agreed", "Then", "agree", "part", "save"]
+
+Then = Callable[[Mapping[str, FileHash]], None]
+"""What follows a save: takes the checksum of each file by its name."""
+
+_WHAT: Final = "the ranks could not agree on what each writes"
+
+
+@dataclass(frozen=True)
+class Agreed:
+    """What was agreed on, good for all saves of states of this form.
+
+    Attributes:
+        form: Names, shapes and dtypes of this rank's state.
+        plan: What this rank writes.
+        contents: On rank 0, the table of contents, but for where each part will be.
+    """
+
+    form: tuple[object, ...]
+    plan: SavePlan
+    contents: Metadata | None
+
+
+@dataclass(frozen=True)
+class Written:
+    """What one rank has written.
+
+    Attributes:
+        parts: Where each part of a tensor is.
+        hashes: The checksum of each file by its name.
+    """
+
+    parts: Mapping[MetadataIndex, _StorageInfo]
+    hashes: Mapping[str, FileHash]
+
+
+def agree(make: Callable[[], Layout], ranks: Ranks, before: Agreed | None) -> tuple[Layout, Agreed]:
+    """Who writes what: each part once, what several ranks hold by the one that has least to write.
+
+    The plan of the save before is kept while no rank's state has changed its form; then it costs one small message.
+
+    Args:
+        make: Takes this rank's checkpoint apart.
+        ranks: All of them.
+        before: What they agreed on at the save before.
+
+    Raises:
+        CheckpointError: A rank's state cannot be written.
+    """
+    made: list[tuple[Layout, tuple[object, ...]]] = []
+
+    def unchanged() -> bool:
+        layout = make()
+        made.append((layout, _form(layout)))
+        return before is not None and before.form == made[0][1]
+
+    same = all(ranks.all_gather(unchanged, _WHAT))
+    layout, form = made[0]
+    if same and before is not None:
+        return layout, before
+    planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    planner.set_up_planner(dict(layout.values), None, ranks.rank == 0)
+
+    def local() -> SavePlan:
+        return dataclasses.replace(planner.create_local_plan(), planner_data=layout.places)
+
+    def together(plans: Sequence[SavePlan]) -> list[tuple[SavePlan, Metadata | None]]:
+        places: dict[str, Any] = {}
+        for plan in plans:
+            for name, place in plan.planner_data.items():
+                places.setdefault(name, place)
+        shared, contents = planner.create_global_plan([dataclasses.replace(p, planner_data=None) for p in plans])
+        contents = dataclasses.replace(contents, planner_data=places)
+        return [(plan, None if rank else contents) for rank, plan in enumerate(shared)]
+
+    plan, contents = ranks.scatter(local, together, _WHAT)
+    return layout, Agreed(form, plan, contents)
+
+
+def _form(layout: Layout) -> tuple[object, ...]:
+    form: list[object] = []
+    for name, value in layout.values.items():
+        if isinstance(value, Leaf):
+            form.append(name)
+        elif isinstance(value, DTensor):
+            form.append((name, value.shape, value.dtype, value.placements, value.device_mesh))
+        else:
+            form.append((name, value.shape, value.dtype))
+    return tuple(form)
+
+
+def part(layout: Layout, agreed: Agreed, ranks: Ranks) -> dict[str, Any]:
+    """What this rank writes: `values`, its shards of DTensors and other tensors and objects as they are, and `rest`."""
+    found: dict[str, Any] = {}
+    for item in agreed.plan.items:
+        value = layout.values[item.index.fqn]
+        if isinstance(value, Leaf):
+            found[item.index.fqn] = value.value
+        else:
+            found[item.index.fqn] = value.to_local().detach() if isinstance(value, DTensor) else value
+    return {"values": found, "rest": layout.rest if ranks.rank == 0 else {}}
+
+
+def save(folder: Path, ranks: Ranks, agreed: Agreed, state: Callable[[], dict[str, Any]], then: Then) -> None:
+    """Every rank writes its part; once all are durable rank 0 puts the directory in its place and calls `then`.
+
+    Args:
+        folder: The directory; one that is there is replaced as a whole.
+        ranks: All of them.
+        agreed: Who writes what.
+        state: What `part` gave, in host memory.
+        then: Takes the checksums of the files.
+
+    Raises:
+        CheckpointError: A rank failed or is gone; raised on all ranks, and `folder` is as before.
+    """
+    beside, system = folder.with_name(f".tmp-{folder.name}"), Syscalls()
+    rest: dict[str, Any] = {}
+
+    def write() -> Written:
+        ensure_dir(beside, system)
+        mine = state()
+        rest.update(mine["rest"])
+        with torch.inference_mode(False), torch.no_grad():
+            return _write(beside, ranks.rank, agreed.plan, mine["values"])
+
+    def end(written: Sequence[Written]) -> None:
+        assert agreed.contents is not None
+        hashes = _finish(beside, agreed.contents, rest, written)
+        try:
+            _put(beside, folder, hashes, system)
+        except OSError as error:
+            raise disk_error(error, "cannot put a checkpoint in its place", folder) from error
+        then(hashes)
+
+    try:
+        ranks.report(write, end, "a checkpoint was not written")
+    except CheckpointError as error:
+        if ranks.rank == 0:
+            try:
+                remove_tree(beside, system)
+            except OSError as second:
+                error.add_note(f"its remains could not be deleted either: {beside}: {second.strerror}")
+        raise
+
+
+def _put(beside: Path, folder: Path, files: Collection[str], system: Syscalls) -> None:
+    for left in set(os.listdir(beside)) - set(files):  # of a save that was killed
+        remove_tree(beside / left, system)
+    system.fsync_dir(beside)
+    old = to_trash(folder, system) if folder.exists() else None
+    system.rename(beside, folder)
+    system.fsync_dir(folder.parent)
+    if old is not None:
+        remove_tree(old, system)
+
+
+def _write(folder: Path, rank: int, plan: SavePlan, values: Mapping[str, Any]) -> Written:
+    """Writes this rank's file, durably; a rank without a part writes none."""
+    if not plan.items:
+        return Written({}, {})
+    name = f"__{rank}_0.distcp"
+    parts: dict[MetadataIndex, _StorageInfo] = {}
+
+    def content(file: FileWriter) -> None:
+        for item in plan.items:
+            start = file.tell()
+            value = values[item.index.fqn]
+            if isinstance(value, torch.Tensor) and value.untyped_storage().nbytes() != value.nbytes:
+                value = value.clone()  # torch.save writes the whole storage of a view
+            dump(value, file)
+            parts[item.index] = _StorageInfo(name, start, file.tell() - start)
+
+    return Written(parts, {name: write_file(folder / name, content)})
+
+
+def _finish(
+    folder: Path, contents: Metadata, rest: Mapping[str, Any], written: Sequence[Written]
+) -> dict[str, FileHash]:
+    """On rank 0, after all ranks: the table of contents, and what is no tensor; gives the checksums of all files."""
+    parts = {index: place for one in written for index, place in one.parts.items()}
+    # Neither a path nor a random number: equal states give equal bytes.
+    contents = dataclasses.replace(
+        contents, storage_data=parts, storage_meta=StorageMeta(), version=CURRENT_DCP_VERSION
+    )
+    hashes = {name: digest for one in written for name, digest in one.hashes.items()}
+    hashes[REST] = write_file(folder / REST, partial(dump, dict(rest)))
+    hashes[CONTENTS] = write_file(folder / CONTENTS, pickle.dumps(contents, protocol=4))
+    return hashes

@@ -1,0 +1,134 @@
+"""The table of contents of a directory of shards, read without running anything that is in it.
+
+`.metadata` is a pickle, and torch reads it with plain `pickle.load`.  What it really consists of is a handful of data
+classes, dtypes and shapes; only these are let in.
+"""
+
+from __future__ import annotations
+
+import io
+import pathlib
+import pickle
+from collections.abc import Callable
+from pathlib import Path, PurePosixPath
+from typing import Any, Final
+
+import torch
+from torch.distributed.checkpoint import filesystem
+from torch.distributed.checkpoint import metadata as dcp
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+
+from fairlead.commit.files import disk_error
+from fairlead.errors import CheckpointError
+
+__all__ = ["CONTENTS", "REST", "is_sharded", "read_contents", "stored_at"]
+
+CONTENTS: Final = ".metadata"
+REST: Final = "meta.pt"
+"""Everything but tensors; Lightning's name."""
+
+_MemoryFormat: Any = dcp._MEM_FORMAT_ENCODING
+_CLASSES: Final = {
+    (kind.__module__, kind.__qualname__): kind
+    for kind in (
+        dcp.BytesStorageMetadata,
+        dcp.ChunkStorageMetadata,
+        dcp.Metadata,
+        dcp.MetadataIndex,
+        dcp.StorageMeta,
+        dcp.TensorProperties,
+        dcp.TensorStorageMetadata,
+        _MemoryFormat,
+        filesystem._StorageInfo,
+    )
+}
+_DTYPES: Final = {name: value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
+_LAYOUTS: Final = {str(value): value for value in vars(torch).values() if isinstance(value, torch.layout)}
+
+
+def is_sharded(path: Path) -> bool:
+    """Whether a directory holds shards: it has their table of contents."""
+    return (path / CONTENTS).is_file()
+
+
+def read_contents(path: Path) -> dcp.Metadata:
+    """What the directory `path` holds: which tensors, where their parts are.
+
+    Raises:
+        CheckpointError: It is damaged, or asks for something that no table of contents consists of.
+    """
+    file = path / CONTENTS
+    try:
+        data = file.read_bytes()
+    except OSError as error:
+        raise disk_error(error, "cannot read a checkpoint", file) from error
+    try:
+        found = _Unpickler(io.BytesIO(data)).load()
+    except CheckpointError as error:
+        error.where = str(file)
+        raise
+    except Exception as error:  # damaged bytes are executed as pickle opcodes: they raise anything
+        raise _damaged(file, f"{type(error).__name__}: {error}") from error
+    if not isinstance(found, dcp.Metadata) or not isinstance(found.state_dict_metadata, dict):
+        raise _damaged(file, f"it holds a {type(found).__name__}")
+    if not isinstance(found.storage_data, dict):
+        raise _damaged(file, "it does not say where the tensors are")
+    for info in found.storage_data.values():
+        stored_at(path, info)
+    return found
+
+
+def stored_at(path: Path, info: Any) -> Path:
+    """The file in the directory `path` that a part is in.
+
+    Raises:
+        CheckpointError: It would be outside.
+    """
+    name = info.relative_path if isinstance(info, _StorageInfo) else None
+    if not isinstance(name, str) or PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
+        raise _damaged(path / CONTENTS, f"{name!r} is not the name of a file in it")
+    return path / name
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) in _CLASSES:
+            return _CLASSES[module, name]
+        if module == "torch" and name in _DTYPES:
+            return _DTYPES[name]
+        if (module, name) == ("torch", "Size"):
+            return torch.Size
+        if (module, name) in _STAND_INS:
+            return _STAND_INS[module, name]
+        # `pathlib._local` in Python 3.13
+        if module.partition(".")[0] == "pathlib" and name in ("PosixPath", "WindowsPath", "Path", "PurePosixPath"):
+            return pathlib.PurePosixPath
+        raise CheckpointError(
+            "the checkpoint asks for code to be run",
+            why=f"its table of contents names {module}.{name}, which no such table consists of",
+            fix="do not use it; torch itself would have run this",
+        )
+
+    def persistent_load(self, pid: Any) -> Any:
+        raise pickle.UnpicklingError("a table of contents has no persistent objects")
+
+
+def _layout(name: str) -> torch.layout:
+    return _LAYOUTS[name]
+
+
+def _memory_format(kind: Any, name: str) -> Any:
+    """Python 3.11 writes the members of an enum as `getattr(kind, name)`."""
+    if kind is not _MemoryFormat:
+        raise CheckpointError("the checkpoint asks for code to be run", why=f"getattr of {kind!r}")
+    return _MemoryFormat[name]
+
+
+_STAND_INS: Final[dict[tuple[str, str], Callable[..., Any]]] = {
+    ("torch.serialization", "_get_layout"): _layout,
+    ("builtins", "getattr"): _memory_format,
+}
+
+
+def _damaged(file: Path, why: str) -> CheckpointError:
+    return CheckpointError("the checkpoint is damaged", where=str(file), why=why, fix="resume from another checkpoint")
