@@ -24,6 +24,7 @@ _OF_THE_ENGINE: Final = frozenset(
         *("frozen_param_fragments", "shared_params", "data_sampler", "random_ltd", "sparse_tensor_module_names"),
         *("csr_tensor_module_names", "skipped_steps", "global_steps", "global_samples", "dp_world_size"),
         *("mp_world_size", "ds_config", "ds_version", "expert_parallel_size", "autoep_layers"),
+        "checkpoint_parallel_dimensions",
     )
 )
 _FORCE: Final = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
@@ -52,8 +53,8 @@ def read_deepspeed(folder: Path, trust: Sequence[str]) -> dict[str, Any]:
             "reading a DeepSpeed folder needs deepspeed", why=str(error), fix="pip install 'fairlead[deepspeed]'"
         ) from error
     try:
-        # DeepSpeed loads with weights_only=False and prints; torch has a switch against the first.
-        with trusted(trust), _weights_only(), contextlib.redirect_stdout(io.StringIO()):
+        # DeepSpeed loads with weights_only=False, against which torch has a switch; and it prints, to both streams.
+        with trusted(trust), _weights_only(), _silent():
             weights = zero.get_fp32_state_dict_from_zero_checkpoint(str(base), tag)
             saved = torch.load(min((base / tag).glob("*_model_states.pt")), map_location="cpu", weights_only=True)
     except (OSError, ValueError, KeyError, IndexError, RuntimeError, pickle.UnpicklingError) as error:
@@ -77,6 +78,12 @@ def _tag(folder: Path) -> tuple[Path, str]:
             return folder, tag
         raise CheckpointError("the newest part of this DeepSpeed folder is not there", where=str(latest), why=tag)
     return folder.parent, folder.name
+
+
+@contextlib.contextmanager
+def _silent() -> Iterator[None]:
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        yield
 
 
 @contextlib.contextmanager

@@ -43,7 +43,7 @@ def prepare_target(target: Path, *sources: Path, overwrite: bool, where: str) ->
         raise ConfigError(
             "the destination exists", where=f"{where}: {target}", fix="name another one, or add --overwrite"
         )
-    if target.is_dir() and not target.is_symlink():
+    if os.path.isdir(target) and not os.path.islink(target):
         kind = kind_of_folder(target)
         if os.listdir(target) and kind not in ("exported", "distributed", "deepspeed"):
             raise ConfigError(
@@ -53,7 +53,7 @@ def prepare_target(target: Path, *sources: Path, overwrite: bool, where: str) ->
                 fix="name another place, or delete the folder yourself",
             )
     holder = target.parent
-    while not holder.exists():
+    while not os.path.lexists(holder):
         holder = holder.parent
     if not holder.is_dir() or not os.access(holder, os.W_OK | os.X_OK):
         why = "no permission to write there" if holder.is_dir() else f"{holder} is a file"
@@ -113,7 +113,7 @@ def _staged(target: Path) -> Iterator[tuple[Path, Syscalls]]:
 def _publish(staged: Path, target: Path, system: Syscalls) -> None:
     """The old one goes only after the new one is durable; a folder takes two renames, and is never half there."""
     trash = None
-    if os.path.lexists(target) and (target.is_dir() or staged.is_dir()):
+    if os.path.lexists(target) and (os.path.isdir(target) or staged.is_dir()):
         trash = to_trash(target, system)
     try:
         system.rename(staged, target)

@@ -73,7 +73,7 @@ def run(arguments: argparse.Namespace, session: Session) -> int:
     if not rows and not unfinished:
         session.print(f"no checkpoints in {root}")
     if rows:
-        header = ("checkpoint", "step", "epoch", "metric", "size", "ranks", "state", "kept as")
+        header = ("checkpoint", "step", "epoch", "metric", "size", "ranks", "kept as", "state")
         for line in table([header, *(_cells(row) for row in rows)]):
             session.print(line)
     for item in unfinished:
@@ -177,7 +177,7 @@ def _cells(row: Row) -> tuple[str, ...]:
         state = "complete" if row.created else "not checked"
     else:
         state = f"DAMAGED: {row.damage[0]}" + (f" and {len(row.damage) - 1} more" if len(row.damage) > 1 else "")
-    return row.name, step, epoch, metric(row.metrics), size_text(row.size), ranks, state, ", ".join(row.labels)
+    return row.name, step, epoch, metric(row.metrics), size_text(row.size), ranks, ", ".join(row.labels), state
 
 
 def _names(folder: Path) -> list[str]:

@@ -146,7 +146,8 @@ def format_of(path: Path) -> Format:
         raise CheckpointError("the checkpoint has no state", where=str(path), why=_listing(path.parent)) from None
     except OSError as error:
         raise disk_error(error, "cannot read a checkpoint", path) from error
-    if len(head) >= 9 and head[8:9] == b"{" and int.from_bytes(head[:8], "little") <= path.stat().st_size:
+    fits = int.from_bytes(head[:8], "little") <= path.stat().st_size or path.suffix == ".safetensors"
+    if head[8:9] == b"{" and fits:
         return "safetensors"
     if head.startswith((b"PK", _LEGACY)):
         return "torch"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +39,7 @@ def write_weights(weights: Mapping[str, Any], path: Path, described: Mapping[str
     Raises:
         CheckpointError: There are no tensors, or some that share memory without being the same.
     """
-    tensors = {str(name): value for name, value in weights.items() if isinstance(value, torch.Tensor)}
+    tensors = dict(_alone((str(name), v) for name, v in weights.items() if isinstance(v, torch.Tensor)))
     if not tensors:
         raise CheckpointError("there are no tensors to write", where=str(path))
     said = {str(key): str(value) for key, value in described.items() if value is not None and str(key) not in tensors}
@@ -53,3 +53,15 @@ def write_weights(weights: Mapping[str, Any], path: Path, described: Mapping[str
             fix="`--to torch --weights` keeps them as they are",
         ) from error
     return [str(name) for name in weights if str(name) not in tensors]
+
+
+def _alone(weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Takes parts of larger buffers out of them (DeepSpeed's are such); what was one tensor stays one."""
+    taken: dict[tuple[Any, ...], torch.Tensor] = {}
+    for name, value in weights:
+        whole = value.untyped_storage()
+        if whole.nbytes() == value.nbytes:
+            yield name, value
+            continue
+        key = (whole.data_ptr(), value.storage_offset(), value.shape, value.stride())
+        yield name, taken.setdefault(key, value.clone())

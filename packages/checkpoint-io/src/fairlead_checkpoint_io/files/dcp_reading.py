@@ -10,6 +10,7 @@ import io
 import itertools
 import os
 import pickle
+import re
 import warnings
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -18,6 +19,7 @@ from typing import Any, Final
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
@@ -29,6 +31,8 @@ __all__ = ["METADATA", "SafeLoadPlanner", "SafeReader", "missing_files", "nested
 METADATA: Final = ".metadata"
 """The file that makes a folder one of DCP's."""
 
+# What weights_only=True says of a name that it does not load.
+_GLOBAL: Final = re.compile(r"GLOBAL ([\w.]+)")
 _KNOWN: Final = {
     "torch.distributed.checkpoint.metadata": (
         *("Metadata", "MetadataIndex", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata"),
@@ -105,10 +109,11 @@ class SafeLoadPlanner(DefaultLoadPlanner):
         try:
             loaded = torch.load(value, map_location="cpu", weights_only=True)
         except pickle.UnpicklingError as error:
+            refused = _GLOBAL.search(str(error))
             raise CheckpointError(
                 "the checkpoint holds pickled objects, which could run any code on loading",
                 where=name,
-                why=_first_line(error),
+                why=f"it holds {refused[1]}" if refused else _first_line(error),
                 fix="allow by name what you trust: checkpoint_io.safe_globals, or --trust of `fairlead checkpoint`",
             ) from error
         self._take(name, loaded)
@@ -141,7 +146,11 @@ def read_flat(reader: SafeReader, names: Iterable[str] | None = None) -> dict[st
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         planner = SafeLoadPlanner(flatten_state_dict=False)
-        dcp.load(state, storage_reader=reader, planner=planner, no_dist=True)
+        try:
+            dcp.load(state, storage_reader=reader, planner=planner, no_dist=True)
+        except CheckpointException as error:  # torch's parcel of every rank's error
+            inner = next((one for one, _ in error.failures.values() if isinstance(one, CheckpointError)), None)
+            raise inner or _damaged(Path(reader.path), _first_line(error)) from error
     return state
 
 
