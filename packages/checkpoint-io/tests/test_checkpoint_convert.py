@@ -212,9 +212,7 @@ class Evil:
 
 
 @pytest.mark.parametrize("place", ["file", "metadata", "entry", "rest", "deepspeed"])
-def test_nothing_is_unpickled_that_was_not_named(
-    fairlead: Command, plain: Path, tmp_path: Path, place: str
-) -> None:
+def test_nothing_is_unpickled_that_was_not_named(fairlead: Command, plain: Path, tmp_path: Path, place: str) -> None:
     """R68: a checkpoint is data; in every file that a command opens."""
     mark = tmp_path / "ran"
     if place == "file":

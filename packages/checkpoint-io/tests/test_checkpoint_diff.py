@@ -88,8 +88,10 @@ def test_the_ranks_own_parts_count_between_runs_only(fairlead: Command, tmp_path
 
 @pytest.mark.parametrize(
     "dtype",
-    [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.complex64, torch.int64]
-    + [torch.uint8, torch.bool],
+    [
+        *(torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn),
+        *(torch.complex64, torch.int64, torch.uint8, torch.bool),
+    ],
     ids=str,
 )
 def test_every_dtype_is_compared(dtype: torch.dtype) -> None:

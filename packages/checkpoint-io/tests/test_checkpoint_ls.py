@@ -52,7 +52,17 @@ def test_ls_shows_which_checkpoint_is_what(fairlead: Command, root: Path) -> Non
     measured(root, 40, 1.0, epoch=3)
     said = fairlead("ls", "runs/gpt")
     assert (said.code, said.err) == (0, "")
-    assert said.out.splitlines()[0].split() == "checkpoint step epoch metric size ranks kept as state".split()
+    assert said.out.splitlines()[0].split() == [
+        "checkpoint",
+        "step",
+        "epoch",
+        "metric",
+        "size",
+        "ranks",
+        "kept",
+        "as",
+        "state",
+    ]
     assert cells(said.out, "step-00000010")[7:] == ["complete"]
     assert cells(said.out, "step-00000020")[7:] == ["best", "complete"]
     assert cells(said.out, "step-00000030")[7:] == ["forever", "complete"]
@@ -132,7 +142,14 @@ def test_a_name_that_is_nearly_right(fairlead: Command, root: Path) -> None:
 
 def test_a_wrong_call(fairlead: Command, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("no checkpoint")
-    calls = [(), ("lst",), ("ls", "a", "b"), ("ls", "s3://bucket/run"), ("verify", "file"), ("verify", "--threads", "0")]
+    calls = [
+        (),
+        ("lst",),
+        ("ls", "a", "b"),
+        ("ls", "s3://bucket/run"),
+        ("verify", "file"),
+        ("verify", "--threads", "0"),
+    ]
     for words in (*calls, ("verify",), ("convert", "a", "b"), ("convert", "a", "b", "--to", "onnx")):
         said = fairlead(*words)
         assert (said.code, said.out) == (2, ""), words

@@ -40,7 +40,7 @@ def checkpoint_arguments(parser: argparse.ArgumentParser) -> None:
     convert = _action(actions, "convert", "write a checkpoint in another format; that of A is found out")
     convert.add_argument("a", metavar="A", help=_ONE)
     convert.add_argument("b", metavar="B", help="the file or folder to write")
-    convert.add_argument("--to", choices=TARGETS, required=True, help="the format of B")
+    convert.add_argument("--to", choices=TARGETS, required=True, help=f"the format of B: {', '.join(TARGETS)}")
     convert.add_argument(
         "--weights", action="store_true", help="the model's weights only, without optimizers and loops"
     )

@@ -221,7 +221,7 @@ def _put(place: Any, key: Any, value: Any) -> None:
     place[key] = value
 
 
-def _first_line(error: Exception) -> str:
+def _first_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), '')}"
 
 
