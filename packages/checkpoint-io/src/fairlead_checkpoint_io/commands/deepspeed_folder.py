@@ -7,6 +7,7 @@ import importlib
 import io
 import os
 import pickle
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -27,6 +28,7 @@ _OF_THE_ENGINE: Final = frozenset(
         "checkpoint_parallel_dimensions",
     )
 )
+_GLOBAL: Final = re.compile(r"GLOBAL ([\w.]+)")
 _FORCE: Final = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
 
 
@@ -57,11 +59,12 @@ def read_deepspeed(folder: Path, trust: Sequence[str]) -> dict[str, Any]:
         with trusted(trust), _weights_only(), _silent():
             weights = zero.get_fp32_state_dict_from_zero_checkpoint(str(base), tag)
             saved = torch.load(min((base / tag).glob("*_model_states.pt")), map_location="cpu", weights_only=True)
-    except (OSError, ValueError, KeyError, IndexError, RuntimeError, pickle.UnpicklingError) as error:
+    except (OSError, ValueError, KeyError, IndexError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+        refused = _GLOBAL.search(str(error))  # in a file of torch before 1.6, which has no table of contents
         raise CheckpointError(
             "DeepSpeed cannot put this folder together",
             where=str(base / tag),
-            why=f"{type(error).__name__}: {error}",
+            why=f"it holds {refused[1]}, which could run any code" if refused else f"{type(error).__name__}: {error}",
             fix="is the file of every rank there? Use another checkpoint",
         ) from error
     state = {key: value for key, value in saved.items() if key not in _OF_THE_ENGINE}
