@@ -111,15 +111,23 @@ def _commands() -> str:
         parser = argparse.ArgumentParser(prog=f"fairlead {name}", add_help=False, allow_abbrev=False)
         module, _, function = command.arguments.partition(":")
         getattr(importlib.import_module(module), function)(parser)
-        rows = [(_words(action), action.help or "") for action in parser._actions]
-        usage = " ".join(parser.format_usage().removeprefix("usage: ").split())
-        usage = usage.replace(f" fairlead {name}", f"\nfairlead {name}")  # a command may be called in two ways
         brought = f"\n\nNeeds `pip install 'fairlead[{command.extra}]'`." if command.extra else ""
         text = command.help[:1].upper() + command.help[1:]
-        parts.append(
-            f"### fairlead {name}\n\n{text}.{brought}\n\n```text\n{usage}\n```\n\n" + table(("option", "what"), rows)
-        )
+        parts.append(f"### fairlead {name}\n\n{text}.{brought}\n\n{_options(parser)}")
+        for action in parser._actions:
+            if isinstance(action, argparse._SubParsersAction):
+                for inner, one in action.choices.items():
+                    told = str(one.description)
+                    parts.append(f"#### fairlead {name} {inner}\n\n{told[:1].upper() + told[1:]}.\n\n{_options(one)}")
     return "\n\n".join(parts)
+
+
+def _options(parser: argparse.ArgumentParser) -> str:
+    """How a command is called, and what its options are; a subcommand has its own section."""
+    usage = " ".join(parser.format_usage().removeprefix("usage: ").replace("[-h] ", "").split())
+    usage = usage.replace(f" {parser.prog}", f"\n{parser.prog}")  # a command may be called in two ways
+    shown = [action for action in parser._actions if not isinstance(action, argparse._HelpAction)]
+    return f"```text\n{usage}\n```\n\n" + table(("option", "what"), [(_words(each), each.help or "") for each in shown])
 
 
 def _words(action: argparse.Action) -> str:

@@ -37,6 +37,8 @@ ENVIRONMENT_PLACES = {
     ("fairlead_lightning.stuck", "setdefault"): "torch reads where its flight recorder goes from nowhere else",
     ("fairlead_lightning.session", "Subscript"): "the ranks that Lightning starts from this process inherit the run",
     ("fairlead_lightning.session", "pop"): "and after they have started, it is taken back",
+    ("fairlead_checkpoint_io.commands.deepspeed_folder", "Subscript"): "torch has no other switch against unpickling",
+    ("fairlead_checkpoint_io.commands.deepspeed_folder", "get"): "which is set back to what it was",
 }
 # Module-level state that the design allows.
 STATE_PLACES = {

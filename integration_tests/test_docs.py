@@ -85,7 +85,7 @@ def test_every_hook_is_documented() -> None:
 def test_every_command_and_option_is_documented(name: str) -> None:
     text = page("reference/cli.md")
     section = text.partition(f"### fairlead {name}\n")[2].partition("\n### ")[0]
-    options = [option for action in parser_of(name)._actions for option in action.option_strings]
+    options = options_of(parser_of(name))
     assert section
     assert [option for option in options if option not in {"-h", "--help"} and f"`{option}" not in section] == []
     assert [action.dest for action in parser_of(name)._actions if not action.help] == []
@@ -307,6 +307,15 @@ def parser_of(name: str) -> argparse.ArgumentParser:
     return parser
 
 
+def options_of(parser: argparse.ArgumentParser) -> set[str]:
+    """Those of a command and of its subcommands."""
+    inner = [a.choices.values() for a in parser._actions if isinstance(a, argparse._SubParsersAction)]
+    return {
+        *parser._option_string_actions,
+        *(o for group in inner for one in group for o in one._option_string_actions),
+    }
+
+
 def calls() -> Iterator[tuple[str, list[str], bool]]:
     """Every `fairlead ...` of a page: where, its words, and whether it is a whole call."""
     for each in PAGES:
@@ -338,7 +347,8 @@ def test_every_command_in_the_pages_exists() -> None:
         try:
             if whole:
                 parser.parse_args(words)
-            unknown = [w for w in words if w.startswith("--") and w.split("=")[0] not in parser._option_string_actions]
+            options = options_of(parser)
+            unknown = [w for w in words if w.startswith("--") and w.split("=")[0] not in options]
         except (argparse.ArgumentError, SystemExit) as error:
             unknown = [str(error)]
         wrong += [f"{where}: fairlead {name}: {problem}" for problem in unknown]

@@ -21,6 +21,7 @@ FIRST_PARTY: Final[dict[str, str]] = {
     "checkpoint_io.distributed": "lightning",
     "checkpoint_io.torch": "lightning",
     "checkpoint_io.xla": "xla",
+    "command.checkpoint": "check",
     "command.fit": "lightning",
     "command.predict": "lightning",
     "command.test": "lightning",

@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import lightning.pytorch as L
 from lightning.fabric.plugins import CheckpointIO
@@ -15,6 +15,7 @@ from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.multiprocessing import ProcessExitedException
 
+from fairlead.carried import carried_job
 from fairlead.checks import check_trainer
 from fairlead.config import JobConfig, RunConfig, TrainerConfig
 from fairlead.errors import ConfigError
@@ -37,10 +38,11 @@ from fairlead_lightning.loggers.positions import LOGGER_POSITIONS
 from fairlead_lightning.metrics import METRICS_FILE, MetricsFile
 from fairlead_lightning.process_group import join_process_group
 from fairlead_lightning.progress import Progress
+from fairlead_lightning.rebuilt import Rebuilt, rebuild
 from fairlead_lightning.recorder import Recorder
 from fairlead_lightning.reports import keep_log
 from fairlead_lightning.saving import save_on_all_ranks
-from fairlead_lightning.session import RunSession, handed_over, open_session, waiting_handoff
+from fairlead_lightning.session import STATE_FILE, RunSession, handed_over, open_session, waiting_handoff
 from fairlead_lightning.stops import StopRequested, Stops
 from fairlead_lightning.stuck import StuckRanks
 from fairlead_lightning.threads import start_line, use_threads
@@ -99,6 +101,9 @@ class Trainer(L.Trainer):
         raise_errors(findings)
         use_threads(self.resolution, environ)
         self.session: RunSession | None = None
+        self.rebuilt: Rebuilt | None = None
+        """What `from_checkpoint` has built; else None."""
+        self._fitted = False
         self._context = BuildContext(self.resolution, environ, plugins)
         root = root or code_root(None, code=self.run_config.code, cwd=Path.cwd())
         arguments = trainer_arguments(self._context, root)
@@ -130,6 +135,52 @@ class Trainer(L.Trainer):
 
         self.stops.listen_early()
 
+    @classmethod
+    def from_checkpoint(
+        cls,
+        path: str | os.PathLike[str],
+        *,
+        overrides: Sequence[str] = (),
+        callbacks: Sequence[L.Callback] = (),
+        environ: Mapping[str, str] | None = None,
+        plugins: PluginManager | None = None,
+    ) -> Self:
+        """A trainer with the model and data of the run that made a checkpoint: `trainer.rebuilt`.
+
+        `fit()` without arguments goes on in that run from exactly this checkpoint, also where it is not the newest;
+        `validate()`, `test()` and `predict()` take its weights.  Of a run directory it is the newest one; of a folder
+        of `fairlead checkpoint export`, which has weights only, `fit()` begins a new run with them.
+
+        Args:
+            path: A run directory, a checkpoint in it, or an exported folder.
+            overrides: Changes to the job, written as for `--set`: `trainer.max_steps=400`.
+            callbacks: As in the constructor.
+            environ: As in the constructor.
+            plugins: As in the constructor.
+
+        Raises:
+            CheckpointError: There is no such checkpoint, it carries no job, or the job cannot be built again.
+            ConfigError: The job does not fit this machine or launcher.
+            UserCodeError: The model's or the data's code was not found, or raised.
+
+        Example:
+            >>> trainer = Trainer.from_checkpoint("runs/gpt/checkpoints/step-00000200")  # doctest: +SKIP
+            >>> trainer.fit()                                                            # doctest: +SKIP
+        """
+        plugins = plugins if plugins is not None else default_plugins()
+        found = carried_job(Path(path), plugins=plugins, cwd=Path.cwd(), overrides=overrides)
+        job, root = found.loaded.job, found.loaded.root
+        assert job is not None
+        # A new run of its own for bare weights: an older run of the job's name is none of theirs.
+        resume = "never" if found.weights is not None else str(found.checkpoint or "auto")
+        if ("run", "resume") not in found.loaded.overrides:
+            job = job.model_copy(update={"run": job.run.model_copy(update={"resume": resume})})
+        if job.run.seed is not None:
+            L.seed_everything(job.run.seed, workers=True, verbose=False)
+        trainer = cls(job, callbacks=callbacks, environ=environ, plugins=plugins, root=root)
+        trainer.rebuilt = rebuild(job, root, checkpoint=found.checkpoint, weights=found.weights)
+        return trainer
+
     def __getstate__(self) -> dict[str, Any]:
         """A plugin manager cannot be pickled, and ranks that are spawned do not need it."""
         return {**self.__dict__, "_context": None}
@@ -138,7 +189,7 @@ class Trainer(L.Trainer):
 
     def fit(
         self,
-        model: L.LightningModule,
+        model: L.LightningModule | None = None,
         train_dataloaders: Any = None,
         val_dataloaders: Any = None,
         datamodule: L.LightningDataModule | None = None,
@@ -148,7 +199,7 @@ class Trainer(L.Trainer):
         """Trains, or goes on training, until a limit of the config is reached.
 
         Args:
-            model: The model.
+            model: The model; None: that of `from_checkpoint`, and its data where none is given.
             train_dataloaders: Loaders, or a datamodule, as in Lightning.
             val_dataloaders: Loaders.
             datamodule: The data.
@@ -161,7 +212,16 @@ class Trainer(L.Trainer):
         """
         if isinstance(train_dataloaders, L.LightningDataModule):
             train_dataloaders, datamodule = None, train_dataloaders
+        if model is None:
+            if self.rebuilt is None:
+                raise ConfigError(
+                    "fit needs a model", where="Trainer.fit", fix="give one, or make the trainer with from_checkpoint"
+                )
+            model = self.rebuilt.model
+            if train_dataloaders is None and datamodule is None:
+                datamodule = self.rebuilt.data
         environ = self._context.environ
+        self._fitted = True
         if self.fairlead_config.fast_dev_run or self.fairlead_config.barebones:
             path = os.fspath(ckpt_path) if ckpt_path is not None else None
             self._join()
@@ -223,19 +283,36 @@ class Trainer(L.Trainer):
             super().save_checkpoint(filepath, weights_only, storage_options)
 
     def validate(self, *args: Any, **kwargs: Any) -> Any:
-        """As in Lightning, once the ranks have met; so are `test` and `predict`."""
+        """As in Lightning, once the ranks have met; so are `test` and `predict`.
+
+        Without a model they take that of `from_checkpoint`, with its data and, before a fit, its weights.
+        """
         self._join()
-        return super().validate(*args, **kwargs)
+        return super().validate(*args, **self._of_checkpoint(args, kwargs))
 
     def test(self, *args: Any, **kwargs: Any) -> Any:
         """See `validate`."""
         self._join()
-        return super().test(*args, **kwargs)
+        return super().test(*args, **self._of_checkpoint(args, kwargs))
 
     def predict(self, *args: Any, **kwargs: Any) -> Any:
         """See `validate`."""
         self._join()
-        return super().predict(*args, **kwargs)
+        return super().predict(*args, **self._of_checkpoint(args, kwargs))
+
+    def _of_checkpoint(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """The arguments of an evaluation; what is not given is that of `from_checkpoint`."""
+        given = dict(kwargs)
+        if self.rebuilt is None or args or given.get("model") is not None:
+            return given
+        given["model"] = self.rebuilt.model
+        if given.get("dataloaders") is None and given.get("datamodule") is None:
+            given["datamodule"] = self.rebuilt.data
+        checkpoint = self.rebuilt.checkpoint
+        if given.get("ckpt_path") is None and checkpoint is not None and not self._fitted:
+            state = checkpoint / STATE_FILE
+            given["ckpt_path"] = str(state if state.exists() else checkpoint)
+        return given
 
     def _join(self, config_hash: str | None = None) -> None:
         """The ranks that a launcher started meet, unless Lightning starts them and they meet there."""

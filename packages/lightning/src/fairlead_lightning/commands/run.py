@@ -13,15 +13,16 @@ import lightning.pytorch as L
 
 from fairlead.checks import CheckedJob
 from fairlead.cli.session import Session
-from fairlead.config import ClassSpec, JobConfig
-from fairlead.errors import FairleadError, RunFailedError, UserCodeError
+from fairlead.config import JobConfig
+from fairlead.errors import FairleadError, RunFailedError
 from fairlead.interfaces import StopGuard
-from fairlead.modules import CodeRoot, activate, instantiate
+from fairlead.modules import activate
 from fairlead_lightning.failures import described_failure
 from fairlead_lightning.loading import readable_load_errors
 from fairlead_lightning.predictions import PredictionFiles
 from fairlead_lightning.process_group import join_process_group
 from fairlead_lightning.quiet import quiet
+from fairlead_lightning.rebuilt import build_user_object
 from fairlead_lightning.reports import send_report, watch_supervisor
 from fairlead_lightning.session import checkpoint_to_evaluate, run_directory
 from fairlead_lightning.stops import StopEvaluation
@@ -71,8 +72,8 @@ def _run(arguments: argparse.Namespace, session: Session, checked: CheckedJob, g
     trainer = Trainer(job, callbacks=stops, environ=session.environ, plugins=session.plugins, root=root, guard=guard)
     for stop in stops:
         stop.attach(trainer)
-    model = _built(job.model, root, "model", L.LightningModule)
-    data = _built(job.data, root, "data", L.LightningDataModule) if job.data is not None else None
+    model = build_user_object(job.model, root, "model", L.LightningModule)
+    data = build_user_object(job.data, root, "data", L.LightningDataModule) if job.data is not None else None
     if not evaluates:
         with trainer.stuck.final():
             trainer.fit(model, datamodule=data)
@@ -110,18 +111,6 @@ def _table(results: Sequence[Mapping[str, float]]) -> Iterator[str]:
     width = max((len(name) for name, _ in rows), default=0)
     for name, value in rows:
         yield f"{name:<{width}}  {value:.6g}"
-
-
-def _built(spec: ClassSpec, root: CodeRoot, where: str, expected: type) -> Any:
-    """The user's object, of the class that Lightning needs."""
-    thing = instantiate({"class": spec.class_, "args": spec.args}, root, path=(where,))
-    if not isinstance(thing, expected):
-        raise UserCodeError(
-            f"{spec.class_} made a {type(thing).__name__}, not a lightning.pytorch.{expected.__name__}",
-            where=where,
-            fix="derive it from that class (from lightning.pytorch, not from pytorch_lightning)",
-        )
-    return thing
 
 
 @contextmanager

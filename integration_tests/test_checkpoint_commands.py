@@ -1,0 +1,264 @@
+"""`fairlead checkpoint` and `from_checkpoint` on the checkpoints of one real run, as the documentation shows them."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as L
+import pytest
+import torch
+from lightning.pytorch.strategies import ModelParallelStrategy
+from torch.distributed.fsdp import fully_shard
+from torch.utils.data import DataLoader
+
+from fairlead import JobConfig
+from fairlead.cli import main
+from fairlead.errors import CheckpointError, ConfigError
+from fairlead_distributed.testing import run_ranks
+from integration_tests.jobs import JOB, Call, changed, fairlead, repository
+
+PAGE = Path(__file__).parent.parent / "docs" / "how-to" / "checkpoint-tools.md"
+TRAINER = {
+    "devices": 1,
+    "strategy": "auto",
+    "checkpoint": {"every_n_steps": 2, "keep_last": 9, "on_validation": False, "every_n_epochs": None},
+}
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A user's repository in which the job `job` was trained for eight steps with AdamW."""
+    folder = tmp_path_factory.mktemp("user")
+    job = repository(folder, job=changed(JOB, run={"name": "job"}, trainer=TRAINER))
+    model = folder / "mine" / "model.py"
+    model.write_text(model.read_text().replace("torch.optim.SGD", "torch.optim.AdamW"))
+    done = fairlead("fit", str(job), cwd=folder)
+    assert done.code == 0, done.text
+    return folder
+
+
+@pytest.fixture
+def user(made: Path, tmp_path: Path) -> Path:
+    """A copy that a test may change."""
+    return shutil.copytree(made, tmp_path / "user")
+
+
+@pytest.fixture
+def run(user: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., Call]:
+    """`fairlead checkpoint ...` in this process: the command's own start is tested elsewhere."""
+
+    def call(*words: str) -> Call:
+        code = main(["checkpoint", *words], environ={}, cwd=user)
+        return Call(code, *capsys.readouterr())
+
+    return call
+
+
+def python(code: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    """A user's script."""
+    script = cwd / "script.py"
+    script.write_text(code)
+    return subprocess.run([sys.executable, script.name], cwd=cwd, capture_output=True, text=True, check=False)
+
+
+def blocks(language: str, text: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+
+
+def test_the_pages_commands(run: Callable[..., Call], user: Path) -> None:
+    """Each as it stands there, in the page's order, on a real run; what they leave is what it says."""
+    codes = []
+    for line in "".join(blocks("sh", PAGE.read_text())).splitlines():
+        _, _, *words = shlex.split(line)
+        done = run(*words)
+        codes.append((words[0], done.code))
+        assert done.code in (0, 1), (line, done.text)
+    assert [code for action, code in codes if action != "diff"] == [0] * (len(codes) - 1)
+    assert ("diff", 1) in codes
+    ls = run("ls", "runs/job").out
+    assert ls.splitlines()[-1].split()[:3] == ["step-00000008", "8", "0"]
+    assert run("diff", "runs/job", "one.ckpt").code == 0
+    assert {path.name for path in (user / "model").iterdir()} == {
+        *("README.md", "job.yaml", "manifest.json", "weights.safetensors")
+    }
+
+
+def test_what_is_handed_on_can_be_loaded(run: Callable[..., Call], user: Path) -> None:
+    """R66, R67: by plain Lightning, and by the lines in the model card; the same bits each time."""
+    for words in ("convert runs/job sharded --to distributed", "consolidate sharded -o one.ckpt"):
+        assert run(*words.split()).code == 0
+    assert run("export", "runs/job", "-o", "model").code == 0
+    card = (user / "model" / "README.md").read_text()
+    for fact in ("mine.model:Model", "| step | 8 |", "| train/loss |", f"| torch | {torch.__version__}"):
+        assert fact in card, card
+    with_fairlead, without = blocks("python", card)
+    check = (
+        "import torch\n"
+        "saved = torch.load('runs/job/checkpoints/step-00000008/state.ckpt', weights_only=True)['state_dict']\n"
+        "assert all(torch.equal(value, saved[name]) for name, value in model.state_dict().items())\n"
+    )
+    plain = "model = Model.load_from_checkpoint('one.ckpt')\n"
+    done = python(with_fairlead + check + without + check + plain + check, user)
+    assert done.returncode == 0, done.stderr
+    (user / "model" / "job.yaml").write_text("changed")
+    assert run("verify", "model").code == 1
+
+
+@pytest.mark.slow
+def test_a_trainer_goes_on_from_exactly_that_checkpoint(run: Callable[..., Call], user: Path) -> None:
+    """R67: from the middle of a run that went on after it, from another directory, to the same bits as without."""
+    before = shutil.copytree(user / "runs/job/checkpoints/step-00000008", user / "before" / "step-00000008")
+    code = (
+        "import os, sys\n"
+        "sys.path.insert(0, os.getcwd())\n"
+        "os.makedirs('elsewhere'); os.chdir('elsewhere')\n"
+        "from fairlead import Trainer\n"
+        "trainer = Trainer.from_checkpoint('../runs/job/checkpoints/step-00000004')\n"
+        "trainer.fit()\n"
+        "assert trainer.global_step == 8, trainer.global_step\n"
+        "trained, = trainer.validate(verbose=False)\n"
+        "before, = trainer.validate(ckpt_path=str(trainer.rebuilt.checkpoint / 'state.ckpt'), verbose=False)\n"
+        "assert trained != before\n"
+    )
+    done = python(code, user)
+    assert done.returncode == 0, done.stderr
+    said = run("diff", str(before), "runs/job/checkpoints/step-00000008.2")
+    assert said.code == 0, said.out
+    assert list((user / "elsewhere").iterdir()) == []
+
+
+@pytest.mark.slow
+def test_the_pages_python(user: Path) -> None:
+    done = python("".join(blocks("python", PAGE.read_text())), user)
+    assert done.returncode == 0, done.stderr
+    assert (user / "runs" / "job" / "checkpoints" / "step-00000012").is_dir()
+
+
+def test_the_job_of_a_checkpoint(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(made)
+    runs = made / "runs"
+    for path in ("runs/job", runs / "job" / "checkpoints", "runs/job/checkpoints/step-00000004/state.ckpt"):
+        job = JobConfig.from_checkpoint(path)
+        assert (job.model.class_, job.trainer.max_steps) == ("mine.model:Model", 8)
+        assert (job.run.dir, job.run.name) == (str(runs), "job")
+    job = JobConfig.from_checkpoint("runs/job", overrides=["trainer.max_steps=12", "run.name=other"])
+    assert (job.trainer.max_steps, job.run.name) == (12, "other")
+
+
+def test_a_checkpoint_without_a_job(user: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(user)
+    shutil.copy("runs/job/checkpoints/step-00000008/state.ckpt", "alone.ckpt")
+    (user / "job.yaml").write_text("model: {class: 'not:Mine'}")  # a job that happens to lie beside it
+    with pytest.raises(CheckpointError, match="carries no job"):
+        JobConfig.from_checkpoint("alone.ckpt")
+    with pytest.raises(CheckpointError, match="did you mean"):
+        JobConfig.from_checkpoint("runs/jobs")
+    with pytest.raises(ConfigError, match="max_step"):
+        JobConfig.from_checkpoint("runs/job", overrides=["trainer.max_stepps=1"])
+    job = user / "runs" / "job" / "job.yaml"
+    job.write_text(job.read_text().replace("width: 4", "width: 4\n    api_key: <redacted>"))
+    with pytest.raises(ConfigError, match="lacks a secret"):
+        JobConfig.from_checkpoint("runs/job")
+    assert JobConfig.from_checkpoint("runs/job", overrides=["model.args.api_key=x"]).model.args["api_key"] == "x"
+
+
+def test_export_needs_a_job(run: Callable[..., Call], user: Path) -> None:
+    shutil.copy(user / "runs/job/checkpoints/step-00000008/state.ckpt", user / "alone.ckpt")
+    said = run("export", "alone.ckpt", "-o", "model")
+    assert (said.code, "carries no job" in said.err, (user / "model").exists()) == (2, True, False)
+
+
+def test_json_of_each(run: Callable[..., Call]) -> None:
+    step = "runs/job/checkpoints/step-00000004"
+    calls: Sequence[Sequence[str]] = (
+        ("ls", "runs/job"),
+        ("verify", "runs/job"),
+        ("diff", step, "runs/job"),
+        ("convert", step, "w", "--to", "safetensors"),
+        ("consolidate", step),
+        ("export", step, "-o", "model"),
+    )
+    for words in calls:
+        said = run(*words, "--json")
+        assert isinstance(json.loads(said.out), dict), words
+
+
+# -- with Lightning's own sharded strategy
+
+
+class Sharded(L.LightningModule):
+    """Two shards under ModelParallelStrategy, whole elsewhere."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 2))
+        self.losses: list[float] = []
+
+    def configure_model(self) -> None:
+        if isinstance(self.trainer.strategy, ModelParallelStrategy) and self.device_mesh is not None:
+            fully_shard(self.net, mesh=self.device_mesh["data_parallel"])
+
+    def training_step(self, batch: torch.Tensor, index: int) -> torch.Tensor:
+        loss: torch.Tensor = self.net(batch).square().mean()
+        self.losses.append(loss.item())
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=0.01)
+
+
+def fit(steps: int, checkpoint: Path | None, *, sharded: bool) -> tuple[L.Trainer, list[float]]:
+    """Plain Lightning; every rank has the same data, so that the number of ranks changes nothing."""
+    data: Any = [torch.randn(4, generator=torch.Generator().manual_seed(index)) for index in range(8)]
+    strategy: Any = ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1) if sharded else "auto"
+    trainer = L.Trainer(
+        accelerator="cpu",
+        devices=2 if sharded else 1,
+        strategy=strategy,
+        max_steps=steps,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        use_distributed_sampler=False,
+    )
+    model = Sharded()
+    trainer.fit(model, DataLoader(data, batch_size=4), ckpt_path=checkpoint, weights_only=True)
+    return trainer, model.losses
+
+
+def on_two_ranks(rank: int, folder: str) -> tuple[list[float], list[float]]:
+    """Saves shards at step 4; rank 0 makes a plain file of them, and shards of that; both shards are gone on from."""
+    place = Path(folder)
+    trainer, _ = fit(4, None, sharded=True)
+    trainer.save_checkpoint(place / "sharded")
+    if rank == 0:
+        words: Sequence[Sequence[str]] = (
+            ("consolidate", "sharded", "-o", "one.ckpt"),
+            ("convert", "one.ckpt", "again", "--to", "distributed"),
+            ("diff", "sharded", "one.ckpt"),
+            ("diff", "sharded", "again"),
+        )
+        assert [main(["checkpoint", *each], environ={}, cwd=place) for each in words] == [0, 0, 0, 0]
+    torch.distributed.barrier()
+    return fit(8, place / "sharded", sharded=True)[1], fit(8, place / "again", sharded=True)[1]
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_lightnings_sharded_checkpoints_there_and_back(tmp_path: Path) -> None:
+    """R66: real shards of two ranks -> one plain file, which one rank resumes; -> shards, which two ranks resume."""
+    (before, after), _ = run_ranks(on_two_ranks, 2, str(tmp_path), timeout=150)
+    assert len(before) == 4
+    assert before == after
+    _, alone = fit(8, tmp_path / "one.ckpt", sharded=False)
+    torch.testing.assert_close(alone, before, rtol=1e-5, atol=0)

@@ -1,0 +1,80 @@
+"""The arguments of `fairlead checkpoint` and its subcommands."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Final
+
+__all__ = ["TARGETS", "checkpoint_arguments"]
+
+TARGETS: Final = ("torch", "distributed", "safetensors")
+"""What `convert` writes."""
+
+_PLACE: Final = "a run directory, its checkpoints/ folder, or one checkpoint"
+_ONE: Final = "a checkpoint: its folder or file; of a run directory, the newest complete one"
+
+
+def checkpoint_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of `fairlead checkpoint`."""
+    actions = parser.add_subparsers(
+        dest="action", metavar="ls|verify|diff|convert|consolidate|export", required=True, help="what to do"
+    )
+    ls = _action(actions, "ls", "all checkpoints of a run: step, metrics, size, whether each is complete")
+    ls.add_argument("path", metavar="PATH", nargs="?", default=".", help=f"{_PLACE} (default: the working directory)")
+
+    verify = _action(actions, "verify", "compare sizes and checksums with the manifests; damage is exit code 1")
+    verify.add_argument(
+        "path", metavar="PATH", nargs="?", default=".", help=f"{_PLACE} (default: the working directory)"
+    )
+    verify.add_argument("--newest", action="store_true", help="only the newest checkpoint of the run")
+    verify.add_argument(
+        "--threads", metavar="N", type=int, help="files read at a time (default: one a core, at most 16)"
+    )
+
+    diff = _action(actions, "diff", "which tensors and values of two checkpoints differ; a difference is exit code 1")
+    diff.add_argument("a", metavar="A", help=_ONE)
+    diff.add_argument("b", metavar="B", help="the other checkpoint")
+    diff.add_argument("--weights", action="store_true", help="compare the model's weights only")
+    _trust(diff)
+
+    convert = _action(actions, "convert", "write a checkpoint in another format; that of A is found out")
+    convert.add_argument("a", metavar="A", help=_ONE)
+    convert.add_argument("b", metavar="B", help="the file or folder to write")
+    convert.add_argument("--to", choices=TARGETS, required=True, help=f"the format of B: {', '.join(TARGETS)}")
+    convert.add_argument(
+        "--weights", action="store_true", help="the model's weights only, without optimizers and loops"
+    )
+    _writes(convert)
+
+    consolidate = _action(actions, "consolidate", "one plain Lightning file of a sharded checkpoint")
+    consolidate.add_argument("path", metavar="PATH", help=_ONE)
+    consolidate.add_argument("-o", "--output", metavar="FILE", help="the file to write (default: NAME.ckpt here)")
+    _writes(consolidate)
+
+    export = _action(actions, "export", "one portable folder: weights, job, model card")
+    export.add_argument("path", metavar="PATH", help=_ONE)
+    export.add_argument("-o", "--output", metavar="FOLDER", required=True, help="the folder to write")
+    _writes(export)
+
+
+def _action(
+    actions: argparse._SubParsersAction[argparse.ArgumentParser], name: str, text: str
+) -> argparse.ArgumentParser:
+    parser = actions.add_parser(name, help=text, description=text, allow_abbrev=False)
+    parser.add_argument("--json", action="store_true", help="print one JSON document")
+    return parser
+
+
+def _trust(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--trust",
+        metavar="NAME",
+        action="append",
+        default=[],
+        help="a class or function (package.module.Name) that the checkpoint may contain; loading calls it. Repeatable",
+    )
+
+
+def _writes(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--overwrite", action="store_true", help="replace what is there")
+    _trust(parser)

@@ -1,0 +1,119 @@
+"""The model card of an exported folder."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from fairlead import yaml
+from fairlead_checkpoint_io.commands.ls import size_text
+
+__all__ = ["model_card"]
+
+_TOLD: Final = ("fairlead", "torch", "lightning", "safetensors", "numpy", "transformers", "deepspeed")
+
+
+def model_card(name: str, job: Mapping[str, Any], metadata: Mapping[str, Any], run: Path, weights: Path) -> str:
+    """The text of README.md: what the model is, what it was trained on, and lines that load it.
+
+    Args:
+        name: The folder's name.
+        job: The job, as its file has it.
+        metadata: Of the checkpoint: step, epoch, metrics, ...
+        run: The run directory, for the versions that were used.
+        weights: The file of weights.
+    """
+    model, data = _spec(job.get("model")), _spec(job.get("data"))
+    facts = [
+        ("model", _code(model)),
+        ("data", _code(data) if data else "the model's own loaders"),
+        ("step", metadata.get("step")),
+        ("epochs", metadata.get("epoch")),
+        ("ranks", metadata.get("world_size")),
+        ("checkpoint", f"`{metadata['checkpoint']}`"),
+        ("written", metadata.get("written")),
+        ("weights", f"`{weights.name}`, {size_text(weights.stat().st_size)}"),
+    ]
+    lines = [
+        "---",
+        "library_name: fairlead",
+        "tags: [lightning, safetensors]",
+        "---",
+        "",
+        f"# {name}",
+        "",
+        "The weights of one checkpoint of a training run, the job that trained it, and this page; exported by",
+        "`fairlead checkpoint export`. `manifest.json` has the checksums: `fairlead checkpoint verify` compares them.",
+        "",
+        *_table(("", ""), [(key, value) for key, value in facts if value is not None]),
+    ]
+    metrics = metadata.get("metrics")
+    if isinstance(metrics, Mapping) and metrics:
+        lines += ["", "## Metrics", "", *_table(("metric", "value"), list(metrics.items()))]
+    lines += [
+        "",
+        "## Model",
+        "",
+        "```yaml",
+        yaml.dump({"model": job.get("model"), "data": job.get("data")}).rstrip(),
+        "```",
+    ]
+    lines += ["", "## Load it", "", *_loading(name, model)]
+    versions = _versions(run)
+    if versions:
+        lines += ["", "## Trained with", "", *_table(("package", "version"), versions)]
+    return "\n".join(lines) + "\n"
+
+
+def _loading(name: str, model: Mapping[str, Any]) -> Iterator[str]:
+    """Lines that run where the model's code can be imported and the folder is in the working directory."""
+    yield "Where the model's code can be imported, with the folder that holds this one as the working directory:"
+    yield from ("", "```python", "from fairlead import Trainer", "")
+    yield f'trainer = Trainer.from_checkpoint("{name}")  # model, weights and data, as job.yaml describes them'
+    yield from ("model = trainer.rebuilt.model", "```")
+    module, colon, kind = str(model.get("class", "")).partition(":")
+    args = model.get("args") or {}
+    plain = colon and kind.isidentifier() and all(part.isidentifier() for part in module.split("."))
+    if plain and not any(isinstance(value, Mapping) and "class" in value for value in args.values()):
+        given = ", ".join(f"{key}={value!r}" for key, value in args.items())
+        yield from ("", "Without Fairlead:", "", "```python", "from safetensors.torch import load_model", "")
+        yield from (f"from {module} import {kind}", "", f"model = {kind}({given})")
+        yield from (f'load_model(model, "{name}/weights.safetensors")', "```")
+
+
+def _spec(value: Any) -> Mapping[str, Any]:
+    if isinstance(value, Mapping):
+        return value
+    return {"class": value} if isinstance(value, str) else {}
+
+
+def _code(spec: Mapping[str, Any]) -> str:
+    return f"`{spec.get('class', '?')}`"
+
+
+def _table(head: tuple[str, str], rows: list[tuple[str, Any]]) -> Iterator[str]:
+    yield f"| {head[0]} | {head[1]} |"
+    yield "|---|---|"
+    for key, value in rows:
+        cell = str(value).replace("|", "\\|").replace("\n", " ")
+        yield f"| {key} | {cell} |"
+
+
+def _versions(run: Path) -> list[tuple[str, Any]]:
+    """Of the run's last start."""
+    starts = run / "starts"
+    numbers = [int(name) for name in os.listdir(starts) if name.isdecimal()] if starts.is_dir() else []
+    if not numbers:
+        return []
+    try:
+        found = json.loads((starts / str(max(numbers)) / "provenance.json").read_bytes())
+        packages = dict(line.split("==", 1) for line in found["packages"])
+        return [
+            ("python", found["python"]["version"]),
+            *((name, packages[name]) for name in _TOLD if name in packages),
+        ]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return []  # the start was killed before it was written; the card is right without it

@@ -1,0 +1,102 @@
+"""A DeepSpeed ZeRO folder as one plain Lightning state, by DeepSpeed's own `zero_to_fp32`."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import io
+import os
+import pickle
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from fairlead.errors import CheckpointError, MissingDependencyError
+from fairlead_checkpoint_io.commands.trust import foreign, refuse_foreign, trusted
+
+__all__ = ["read_deepspeed"]
+
+_OF_THE_ENGINE: Final = frozenset(
+    (
+        *("module", "optimizer", "lr_scheduler", "buffer_names", "param_shapes", "frozen_param_shapes"),
+        *("frozen_param_fragments", "shared_params", "data_sampler", "random_ltd", "sparse_tensor_module_names"),
+        *("csr_tensor_module_names", "skipped_steps", "global_steps", "global_samples", "dp_world_size"),
+        *("mp_world_size", "ds_config", "ds_version", "expert_parallel_size", "autoep_layers"),
+        "checkpoint_parallel_dimensions",
+    )
+)
+_GLOBAL: Final = re.compile(r"GLOBAL ([\w.]+)")
+_FORCE: Final = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
+
+
+def read_deepspeed(folder: Path, trust: Sequence[str]) -> dict[str, Any]:
+    """The weights of all ranks together in float32, and what Lightning saved with them; no optimizer state.
+
+    Args:
+        folder: What DeepSpeed's `save_checkpoint` has written: the folder with `latest`, or that of one tag.
+        trust: The objects of DeepSpeed's that may be loaded.
+
+    Raises:
+        CheckpointError: A rank's file is missing or damaged, or the files hold objects that are not in `trust`.
+        MissingDependencyError: DeepSpeed is not installed.
+    """
+    base, tag = _tag(folder)
+    found: set[str] = set()
+    for path in sorted((base / tag).glob("*.pt")):
+        found.update(foreign(path, trust))
+    refuse_foreign(base / tag, sorted(found), kind="this DeepSpeed folder")
+    try:
+        zero = importlib.import_module("deepspeed.utils.zero_to_fp32")
+    except ImportError as error:
+        raise MissingDependencyError(
+            "reading a DeepSpeed folder needs deepspeed", why=str(error), fix="pip install 'fairlead[deepspeed]'"
+        ) from error
+    try:
+        # DeepSpeed loads with weights_only=False, against which torch has a switch; and it prints, to both streams.
+        with trusted(trust), _weights_only(), _silent():
+            weights = zero.get_fp32_state_dict_from_zero_checkpoint(str(base), tag)
+            saved = torch.load(min((base / tag).glob("*_model_states.pt")), map_location="cpu", weights_only=True)
+    except (OSError, ValueError, KeyError, IndexError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+        refused = _GLOBAL.search(str(error))  # in a file of torch before 1.6, which has no table of contents
+        raise CheckpointError(
+            "DeepSpeed cannot put this folder together",
+            where=str(base / tag),
+            why=f"it holds {refused[1]}, which could run any code" if refused else f"{type(error).__name__}: {error}",
+            fix="is the file of every rank there? Use another checkpoint",
+        ) from error
+    state = {key: value for key, value in saved.items() if key not in _OF_THE_ENGINE}
+    # Lightning before 2.1 wrapped the module.
+    state["state_dict"] = {name.removeprefix("_forward_module."): value for name, value in weights.items()}
+    return state
+
+
+def _tag(folder: Path) -> tuple[Path, str]:
+    latest = folder / "latest"
+    if latest.is_file():
+        tag = latest.read_text(encoding="utf-8", errors="replace").strip()
+        if Path(tag).name == tag and (folder / tag).is_dir():
+            return folder, tag
+        raise CheckpointError("the newest part of this DeepSpeed folder is not there", where=str(latest), why=tag)
+    return folder.parent, folder.name
+
+
+@contextlib.contextmanager
+def _silent() -> Iterator[None]:
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        yield
+
+
+@contextlib.contextmanager
+def _weights_only() -> Iterator[None]:
+    before = os.environ.get(_FORCE)
+    os.environ[_FORCE] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[_FORCE]
+        else:
+            os.environ[_FORCE] = before

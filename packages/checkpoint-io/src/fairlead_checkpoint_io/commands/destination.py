@@ -1,0 +1,126 @@
+"""Where a command writes: complete and durable under its name, or not there at all."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from fairlead.commit import Syscalls, hash_file
+from fairlead.commit.checkpoints import to_trash
+from fairlead.commit.files import disk_error, ensure_dir, remove_tree
+from fairlead.errors import CheckpointError, ConfigError, FairleadError
+from fairlead_checkpoint_io.commands.places import kind_of_folder
+
+__all__ = ["prepare_target", "write_file_whole", "write_folder_whole"]
+
+
+def prepare_target(target: Path, *sources: Path, overwrite: bool, where: str) -> None:
+    """Refuses a destination before anything is read: hours may lie between the two.
+
+    Args:
+        target: The file or folder to write.
+        sources: What is read; the destination is none of them, nor around or inside one.
+        overwrite: Whether something may be there already.
+        where: The argument that named it.
+
+    Raises:
+        ConfigError: Something is there, or it is a part of what is read.
+    """
+    resolved = target.resolve()
+    for source in (path.resolve() for path in sources):
+        if resolved == source or resolved.is_relative_to(source) or source.is_relative_to(resolved):
+            raise ConfigError(
+                "the destination is, holds, or lies inside what is read",
+                where=f"{where}: {target}",
+                why=f"{source} is read",
+                fix="name another place",
+            )
+    if os.path.lexists(target) and not overwrite:
+        raise ConfigError(
+            "the destination exists", where=f"{where}: {target}", fix="name another one, or add --overwrite"
+        )
+    if os.path.isdir(target) and not os.path.islink(target):
+        kind = kind_of_folder(target)
+        if os.listdir(target) and kind not in ("exported", "distributed", "deepspeed"):
+            raise ConfigError(
+                "a folder that is no converted checkpoint is never overwritten",
+                where=f"{where}: {target}",
+                why="it holds " + ("a checkpoint of a run" if kind == "own" else "other files"),
+                fix="name another place, or delete the folder yourself",
+            )
+    holder = target.parent
+    while not os.path.lexists(holder):
+        holder = holder.parent
+    if not holder.is_dir() or not os.access(holder, os.W_OK | os.X_OK):
+        why = "no permission to write there" if holder.is_dir() else f"{holder} is a file"
+        raise CheckpointError(
+            "the destination cannot be written", where=f"{where}: {target}", why=why, fix="name another place"
+        )
+
+
+def write_file_whole(target: Path, write: Callable[[Path], None]) -> None:
+    """Makes a file with `write`, which is given another name in the same folder; then gives it its own.
+
+    Raises:
+        CheckpointError: The disk refused; what was at `target` is still there.
+    """
+    with _staged(target) as (staged, system):
+        write(staged)
+        hash_file(staged, "crc32", sync=True, syscalls=system)
+        _publish(staged, target, system)
+
+
+def write_folder_whole(target: Path, write: Callable[[Path], None]) -> None:
+    """Makes a folder with `write`, which fills an empty one beside it; then gives it its name.
+
+    Raises:
+        CheckpointError: The disk refused; what was at `target` is still there.
+    """
+    with _staged(target) as (staged, system):
+        system.mkdir(staged)
+        write(staged)
+        for folder, _, names in os.walk(staged, topdown=False):
+            for name in names:
+                hash_file(Path(folder, name), "crc32", sync=True, syscalls=system)
+            system.fsync_dir(Path(folder))
+        _publish(staged, target, system)
+
+
+@contextmanager
+def _staged(target: Path) -> Iterator[tuple[Path, Syscalls]]:
+    system = Syscalls()
+    staged = target.with_name(f".tmp-{target.name[:100]}.{secrets.token_hex(4)}")
+    try:
+        ensure_dir(target.parent, system)
+        yield staged, system
+    except OSError as error:
+        raise disk_error(error, f"cannot write {target.name}", target) from error
+    except (FairleadError, MemoryError):
+        raise
+    except Exception as error:  # torch and safetensors have errors of their own for a full disk
+        raise CheckpointError(
+            f"cannot write {target.name}", where=str(target), why=f"{type(error).__name__}: {error}"
+        ) from error
+    finally:
+        if os.path.lexists(staged):
+            shutil.rmtree(staged, ignore_errors=True) if staged.is_dir() else staged.unlink(missing_ok=True)
+
+
+def _publish(staged: Path, target: Path, system: Syscalls) -> None:
+    """The old one goes only after the new one is durable; a folder takes two renames, and is never half there."""
+    trash = None
+    if os.path.lexists(target) and (os.path.isdir(target) or staged.is_dir()):
+        trash = to_trash(target, system)
+    try:
+        system.rename(staged, target)
+    except OSError:
+        if trash is not None:
+            system.rename(trash, target)
+        raise
+    system.fsync_dir(target.parent)
+    if trash is not None:
+        remove_tree(trash, system)
