@@ -18,6 +18,7 @@ FIRST_PARTY: Final[dict[str, str]] = {
     "accelerator.tpu": "xla",
     "accelerator.xla": "xla",
     "checkpoint_io.async": "lightning",
+    "checkpoint_io.remote": "remote",
     "checkpoint_io.torch": "lightning",
     "checkpoint_io.xla": "xla",
     "command.fit": "lightning",

@@ -24,11 +24,13 @@ class AsyncCheckpointIOConfig(CheckpointIOConfigBase):
     """Saves that may be unfinished at a time, the one being written included; the next one waits. Default 1:
     a disk that is slower than the checkpoints come shows at once, and only one copy is held."""
     inner: Annotated[CheckpointIOConfigBase, OpenUnion("checkpoint_io")] = TorchCheckpointIOConfig()
-    """The backend that writes, any but `async`."""
+    """The backend that writes, any but `async` and `remote`."""
 
     @field_validator("inner")
     @classmethod
     def _not_itself(cls, inner: CheckpointIOConfigBase) -> CheckpointIOConfigBase:
         if inner.name == "async":
             raise ValueError("`async` cannot write through itself; choose `torch` or another backend")
+        if inner.name == "remote":
+            raise ValueError("write it the other way round: {name: remote, url: ..., inner: async}")
         return inner
