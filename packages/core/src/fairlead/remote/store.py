@@ -19,8 +19,8 @@ from fairlead.remote.urls import check_options, check_url, join
 __all__ = ["MIB", "Entry", "Store", "missing_library"]
 
 MIB: Final = 1 << 20
-# A dead endpoint is noticed in seconds, and tried again by `Retries` alone, not by three libraries at once.
-_S3: Final[Mapping[str, Any]] = {"connect_timeout": 10, "read_timeout": 60, "retries": {"max_attempts": 1}}
+# A dead endpoint is noticed in seconds. Single parts are tried again by botocore and s3fs, whole files by `Retries`.
+_S3: Final[Mapping[str, Any]] = {"connect_timeout": 10, "read_timeout": 60, "retries": {"max_attempts": 2}}
 _PACKAGES: Final = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "az": "adlfs", "abfs": "adlfs"}
 
 
