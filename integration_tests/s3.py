@@ -29,7 +29,7 @@ class Fault:
     """What is done to requests.
 
     Args:
-        how: `503`, `500`: that answer. `hang`: none, it is lost. `reset`: in the middle of the body. `truncate`, `flip`: half
+        how: `503`, `500`: that answer. `hang`: none. `reset`: in the middle of the body. `truncate`, `flip`: half
             of the body is stored, or one bit of it is another, and the answer is that all is well.
         method: Of the request.
         path: A regular expression that is searched in its path.

@@ -30,7 +30,6 @@ from fairlead.remote import (
     verify,
 )
 from integration_tests.jobs import JOB, changed, events, fairlead, repository, start
-from integration_tests.jobs import names as names_of
 from integration_tests.s3 import S3, s3_server
 
 PART = 5 << 20
@@ -277,6 +276,11 @@ def test_a_missing_library_is_named_with_the_pip_line(monkeypatch: pytest.Monkey
     assert raised.value.fix == "pip install 'fairlead[remote]' gcsfs"
 
 
+def own_events(run: Path, pid: int) -> list[str]:
+    """What one process has written into a history that came from the store."""
+    return [event["event"] for event in events(run) if event["pid"] == pid]
+
+
 @pytest.mark.slow
 def test_a_job_goes_on_from_the_store_on_a_machine_that_has_nothing(s3: S3, tmp_path: Path) -> None:
     """R63, R68: killed in an upload, stopped, each time on a new machine: the same weights and metrics, bit for bit."""
@@ -305,12 +309,13 @@ def test_a_job_goes_on_from_the_store_on_a_machine_that_has_nothing(s3: S3, tmp_
 
     second = machine("second")
     running = start("fit", str(job), cwd=second, environ=environ)
-    running.until(lambda: "training" in names_of(second / "runs/small"), "training")
+    running.until(lambda: "uploaded" in own_events(second / "runs/small", running.process.pid), "an upload")
     running.process.send_signal(signal.SIGTERM)
     stopped = running.end()
     assert stopped.code == 143, stopped.text
     assert "downloaded step-00000002 from s3://runs-bucket/prefix/small" in stopped.text
     assert "yet:" not in stopped.text
+    assert own_events(second / "runs/small", running.process.pid).count("uploaded") >= 2  # the last one at the stop
 
     third = machine("third")
     ended = fairlead("fit", str(job), cwd=third, environ=environ)

@@ -347,7 +347,7 @@ def _open(
             resolution=resolution.as_dict(),
             provenance=provenance,
             world_size=resolution.world_size,
-            after=_newest_start(directory.checkpoints),
+            after=_newest_start(directory),
             resumed_from=str(begun.file) if begun.file else None,
         )
         discard_incomplete(directory.checkpoints, token=directory.token)
@@ -378,10 +378,11 @@ def _downloaded(url: str, run: Path) -> Path:
     return fetch(url, folder).path
 
 
-def _newest_start(checkpoints: Path) -> int:
-    """The start that wrote the newest checkpoint here: a later one must have a higher number, or it counts as older."""
-    newest = newest_complete(checkpoints).checkpoint
-    return newest.order[0] if newest is not None else 0
+def _newest_start(directory: RunDirectory) -> int:
+    """The last start that is known, here or elsewhere: a later one must have a higher number, or it counts as older."""
+    newest = newest_complete(directory.checkpoints).checkpoint
+    starts = [event["start"] for event in directory.history.read() if isinstance(event.get("start"), int)]
+    return max([*starts, newest.order[0] if newest is not None else 0])
 
 
 def _start_of(checkpoints: Path, load: Path | None, fallback: str | os.PathLike[str] | None) -> _Start:

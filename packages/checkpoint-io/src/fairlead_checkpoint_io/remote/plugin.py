@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from typing import cast
+from collections.abc import Iterable, Iterator, Mapping
+from typing import ClassVar, cast
 
 from fairlead.axes import CheckpointIOPlugin
 from fairlead.capabilities import Capability
@@ -23,7 +23,7 @@ class Remote(CheckpointIOPlugin):
     runtime = "fairlead_checkpoint_io.remote.runtime:build"
     engines = ("torch>=2.13", "lightning>=2.6.6,<2.7", "fsspec>=2025.3")
     extra = "remote"
-    codes = {
+    codes: ClassVar[Mapping[str, str]] = {
         "remote-library": "The URL of `checkpoint_io: remote` needs a package that is not installed: s3fs for `s3://`, "
         "gcsfs for `gs://`. It is said before the job waits for its nodes.",
     }
