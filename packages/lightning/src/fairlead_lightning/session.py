@@ -381,7 +381,7 @@ def _downloaded(url: str, run: Path) -> Path:
 def _newest_start(directory: RunDirectory) -> int:
     """The last start that is known, here or elsewhere: a later one must have a higher number, or it counts as older."""
     newest = newest_complete(directory.checkpoints).checkpoint
-    starts = [event["start"] for event in directory.history.read() if isinstance(event.get("start"), int)]
+    starts = [int(event["start"]) for event in directory.history.read() if event["event"] == "start"]
     return max([*starts, newest.order[0] if newest is not None else 0])
 
 
