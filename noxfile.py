@@ -93,7 +93,7 @@ def demo(session: nox.Session) -> None:
 def env(session: nox.Session) -> None:
     """Make the environment that the sessions below share."""
     places = [part for package in PACKAGES for part in editable(package, every_extra=True)]
-    install(session, *group("test", "types", "docs", "build", "release", "examples", "nox", "data"), *places)
+    install(session, *group("test", "types", "docs", "build", "release", "examples", "nox", "data", "store"), *places)
 
 
 @nox.session(venv_backend="none", requires=["env"])

@@ -211,6 +211,7 @@ PARTS: Final[Mapping[str, Callable[[], str]]] = {
     "hooks": _hooks,
     "testing": _api("fairlead.testing", "core"),
     "commit": _api("fairlead.commit", "core"),
+    "remote": _api("fairlead.remote", "core"),
     "distributed": _api("fairlead_distributed", "distributed"),
 }
 """Every part by its name in a marker."""

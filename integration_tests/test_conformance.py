@@ -45,6 +45,7 @@ ENVIRONS: dict[str, dict[str, str]] = {
 }
 # Fields without which a config means nothing.
 EXAMPLES: dict[str, dict[str, Any]] = {
+    "checkpoint_io.remote": {"url": "s3://bucket/prefix"},
     "requeue.command": {"argv": ["true"]},
 }
 

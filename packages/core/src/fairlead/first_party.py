@@ -19,6 +19,7 @@ FIRST_PARTY: Final[dict[str, str]] = {
     "accelerator.xla": "xla",
     "checkpoint_io.async": "lightning",
     "checkpoint_io.distributed": "lightning",
+    "checkpoint_io.remote": "remote",
     "checkpoint_io.torch": "lightning",
     "checkpoint_io.xla": "xla",
     "command.checkpoint": "check",

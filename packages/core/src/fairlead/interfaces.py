@@ -10,13 +10,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
-    from fairlead.commit import FileHash
+    from fairlead.commit import Checkpoint, FileHash, RetentionPolicy
     from fairlead.plugins import PluginManager
     from fairlead.resolve import Resolution
+    from fairlead.run import Fingerprint
     from fairlead.starts import Start
 
 __all__ = [
     "BuildContext",
+    "CheckpointCopies",
     "Claim",
     "Devices",
     "DurableSaves",
@@ -231,6 +233,66 @@ class ShardedLoads(Protocol):
         Raises:
             FairleadError: It is damaged, or holds pickled objects.
         """
+        ...
+
+
+@runtime_checkable
+class CheckpointCopies(Protocol):
+    """A Lightning `CheckpointIO` that keeps copies of a run's checkpoints elsewhere; rank 0 alone calls these.
+
+    `open`, `fetch` and `begin` in this order at a start; `committed` after each commit; `settle` at the end.
+    """
+
+    @property
+    def stop_wait_s(self) -> float:
+        """For how many seconds after its signal a stop may wait for the copies."""
+        ...
+
+    def open(self, name: str, fingerprint: Fingerprint, *, new: bool = False) -> None:
+        """Looks at the place of a run; nothing is written.
+
+        Args:
+            name: The run directory's name.
+            fingerprint: That of the job.
+            new: The run must be a new one.
+
+        Raises:
+            FingerprintError: The place belongs to another run, or holds one already.
+            FairleadError: It cannot be reached.
+        """
+        ...
+
+    def fetch(self, run: Path) -> list[str]:
+        """Publishes the newest sound copy in the run directory, if that has nothing as new; what to tell the user.
+
+        Raises:
+            FairleadError: The copies cannot be reached, or the disk refuses.
+        """
+        ...
+
+    def begin(self, run: Path, start: int, event: Callable[..., None]) -> None:
+        """A start of the run writes from now on, and earlier ones that still live no longer.
+
+        Args:
+            run: The run directory.
+            start: The number of the start.
+            event: Adds a line to the history; called from any thread.
+
+        Raises:
+            FairleadError: The place cannot be written.
+        """
+        ...
+
+    def committed(self, checkpoint: Checkpoint, policy: RetentionPolicy) -> None:
+        """Copies a published checkpoint in the background, and does the retention, here and there.
+
+        Raises:
+            FairleadError: An old checkpoint cannot be deleted here.
+        """
+        ...
+
+    def settle(self, timeout_s: float | None = None) -> str | None:
+        """Waits until all copies are complete, at most so many seconds; what is lacking and why, or None."""
         ...
 
 

@@ -10,6 +10,7 @@ from fairlead.config import JobConfig
 from fairlead.errors import FairleadError
 from fairlead.findings import Finding
 from fairlead.interfaces import Setting
+from fairlead.remote.urls import is_url, split_checkpoint_url
 from fairlead.run import Fingerprint, array_task, fingerprint, render_name, run_path
 from fairlead.run.directory import finished_event, stored_fingerprint
 
@@ -49,19 +50,26 @@ def check_run(
     asked = job.run.resume
     if asked not in ("auto", "never"):
         settings["resume"] = Setting(asked, "run.resume")
-        return settings, _missing(cwd / asked, "run.resume")
+        return settings, _missing(asked, cwd, "run.resume")
     if asked == "never" or stored is None:
         reason = "a new run beside it" if stored is not None else "a new run"
         settings["resume"] = Setting(asked, f"run.resume: {reason}" if asked == "never" else reason)
         given = job.run.ckpt_path
         if given is not None:
             settings["resume"] = Setting(given, "run.ckpt_path, for the run has no checkpoint of its own")
-            return settings, _missing(cwd / given, "run.ckpt_path")
+            return settings, _missing(given, cwd, "run.ckpt_path")
         return settings, []
     return settings, _existing(path, job, stored, world_size, settings)
 
 
-def _missing(path: Path, where: str) -> list[Finding]:
+def _missing(asked: str, cwd: Path, where: str) -> list[Finding]:
+    if is_url(asked):  # the store is asked when the run starts
+        try:
+            split_checkpoint_url(asked)
+        except FairleadError as error:
+            return [Finding("error", "resume-path", error.what, where, error.why, error.fix)]
+        return []
+    path = cwd / asked
     if path.exists():
         return []
     return [

@@ -11,8 +11,8 @@ from typing import Any, Final, cast
 from fairlead.axes import RequeuePlugin
 from fairlead.bases import BackendConfig, RequeueConfigBase
 from fairlead.config import ClassSpec
-from fairlead.errors import FairleadError, PluginError
-from fairlead.interfaces import BuildContext, StopGuard, StopSignals
+from fairlead.errors import ConfigError, FairleadError, PluginError
+from fairlead.interfaces import BuildContext, CheckpointCopies, StopGuard, StopSignals
 from fairlead.modules import CodeRoot, instantiate
 
 __all__ = ["PASSED_ON", "build_backend", "build_guard", "build_plugins", "trainer_arguments"]
@@ -109,6 +109,14 @@ def build_plugins(context: BuildContext) -> dict[str, Any]:
     else:
         with suppress(NotImplementedError):  # Fabric's sharded strategies write themselves
             strategy.checkpoint_io = checkpoint_io
+            checkpoint_io = None
+        if isinstance(checkpoint_io, CheckpointCopies):
+            raise ConfigError(
+                f"in a loop of your own, {resolution.strategy.name} writes past the checkpoint_io",
+                where="trainer.checkpoint_io",
+                why="no checkpoint would be copied to the store",
+                fix="leave it out, and call fairlead.remote.upload after each save",
+            )
     if resolution.strategy.name != "xla" or resolution.world_size == 1:  # torch_xla brings its own processes
         plugins.append(build_backend(resolution.environment, context))
     precision = build_backend(resolution.precision, context)

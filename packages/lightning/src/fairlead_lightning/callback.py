@@ -23,7 +23,7 @@ from fairlead_lightning import _lightning_compat as compat
 from fairlead_lightning.batch import batch_plan
 from fairlead_lightning.build import build_backend
 from fairlead_lightning.checkpoints import Checkpoints
-from fairlead_lightning.committing import CommittingIO
+from fairlead_lightning.committing import CommittingIO, copies_of
 from fairlead_lightning.describe import described
 from fairlead_lightning.exact.averages import AverageOverRanks
 from fairlead_lightning.exact.resume import ExactResume, saved_positions
@@ -114,7 +114,8 @@ class Fairlead(L.Callback):
             "trainer": _trainer_settings(trainer),
         }
         self._detach(trainer)  # what a fit that raised has left
-        session = open_session(job, resolution, self.run, environ=self._environ)
+        copies = copies_of(getattr(trainer.strategy, "checkpoint_io", None))
+        session = open_session(job, resolution, self.run, environ=self._environ, copies=copies)
         self.session = session
         if session.finished:
             trainer.print(f"{session.path} is finished: {session.finished}")

@@ -36,7 +36,14 @@ from fairlead.commit import (
 from fairlead.config import CheckpointConfig
 from fairlead.errors import CheckpointError, FairleadError
 from fairlead_lightning import _lightning_compat as compat
-from fairlead_lightning.committing import CommittingIO, make_room, of_earlier_saves, raised_by
+from fairlead_lightning.committing import (
+    CommittingIO,
+    copies_of,
+    make_room,
+    of_earlier_saves,
+    raised_by,
+    retain_everywhere,
+)
 from fairlead_lightning.describe import described
 from fairlead_lightning.exact.rank_state import rank_file
 from fairlead_lightning.exact.resume import ExactResume
@@ -181,6 +188,7 @@ class Checkpoints(Checkpoint):
         with whole:
             self._save_for_sure(trainer, reason or "end")
         self._corrected = None
+        self._copied(trainer)
         self._find_best()
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -192,6 +200,7 @@ class Checkpoints(Checkpoint):
             except CheckpointError as error:
                 warnings.warn(f"older checkpoints were not deleted: {error.block()}", stacklevel=2)
             trainer.strategy.barrier()
+            self._copied(trainer)
             self._find_best()
 
     def save_at_stop(self, trainer: L.Trainer, *, between_epochs: bool) -> None:
@@ -253,7 +262,7 @@ class Checkpoints(Checkpoint):
                 metrics=metadata["metrics"],
                 seconds=round(time.monotonic() - began, 3),
             )
-            retain(self.directory, policy)
+            retain_everywhere(trainer.strategy.checkpoint_io, published, policy)
 
         error = save_and_commit(trainer, staged / STATE_FILE, self.config.save_weights_only, commit)
         self._report(trainer, error, reason)
@@ -300,6 +309,22 @@ class Checkpoints(Checkpoint):
                 where=str(self.directory),
                 why="the warnings before this say why; the checkpoints before it are intact",
                 fix="make room or get write access, and start the job again: it goes on from the newest checkpoint",
+            )
+
+    def _copied(self, trainer: L.Trainer) -> None:
+        """The run is over: waits for the copies elsewhere, where the backend keeps them.
+
+        Raises:
+            CheckpointError: They are not complete; on all ranks.
+        """
+        copies = copies_of(trainer.strategy.checkpoint_io) if trainer.is_global_zero else None
+        lacking = trainer.strategy.broadcast(copies.settle() if copies is not None else None)
+        if lacking is not None:
+            raise CheckpointError(
+                "the result is saved here, but its copy is not complete",
+                where=str(self.directory),
+                why=lacking,
+                fix="start the job again on this machine: it uploads what is lacking",
             )
 
     def _drained(self, trainer: L.Trainer) -> FairleadError | OSError | None:

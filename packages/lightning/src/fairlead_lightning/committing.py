@@ -10,12 +10,12 @@ from typing import Any
 
 from lightning.fabric.plugins import CheckpointIO
 
-from fairlead.commit import abandon
+from fairlead.commit import Checkpoint, RetentionPolicy, abandon, retain
 from fairlead.errors import CheckpointError, FairleadError
-from fairlead.interfaces import DurableSaves, ShardedLoads, ShardedSaves
+from fairlead.interfaces import CheckpointCopies, DurableSaves, ShardedLoads, ShardedSaves
 from fairlead_lightning.session import STATE_FILE
 
-__all__ = ["CommittingIO", "make_room", "of_earlier_saves", "raised_by"]
+__all__ = ["CommittingIO", "copies_of", "make_room", "of_earlier_saves", "raised_by", "retain_everywhere"]
 
 
 class CommittingIO(CheckpointIO):
@@ -102,6 +102,21 @@ class CommittingIO(CheckpointIO):
     def teardown(self) -> None:
         """Ends the backend's own threads or processes."""
         self.inner.teardown()
+
+
+def copies_of(io: object) -> CheckpointCopies | None:
+    """The backend that keeps copies of the checkpoints elsewhere, if this is one or passes on to one."""
+    inner = io.inner if isinstance(io, CommittingIO) else io
+    return inner if isinstance(inner, CheckpointCopies) else None
+
+
+def retain_everywhere(io: object, checkpoint: Checkpoint, policy: RetentionPolicy) -> None:
+    """What follows a commit: retention, and the copy elsewhere where the backend keeps one."""
+    copies = copies_of(io)
+    if copies is not None:
+        copies.committed(checkpoint, policy)
+    else:
+        retain(checkpoint.path.parent, policy)
 
 
 def of_earlier_saves(error: FairleadError | OSError, file: Path) -> bool:

@@ -19,11 +19,12 @@ from fairlead.errors import CheckpointError, ConfigError, RunDirectoryError
 from fairlead.plugins import PluginManager, default_plugins
 from fairlead_distributed import ResumableDistributedSampler
 from fairlead_lightning.batch import batch_plan
+from fairlead_lightning.committing import copies_of
 from fairlead_lightning.loggers.positions import LOGGER_POSITIONS, logger_positions, resume_position
 from fairlead_lightning.loop_batches import batches_of
 from fairlead_lightning.loop_identity import as_seen, job_of, only_what_is_kept, run_config
 from fairlead_lightning.loop_loading import Loaded, load_checkpoint
-from fairlead_lightning.loop_saving import LoopCheckpoints
+from fairlead_lightning.loop_saving import LoopCheckpoints, own_checkpoint_io
 from fairlead_lightning.loop_state import OWN, LoopState
 from fairlead_lightning.metrics import MetricsFile
 from fairlead_lightning.process_group import leave_at_exit
@@ -139,7 +140,8 @@ class LoopRun:
         plugins = self._plugins if self._plugins is not None else default_plugins()
         job = job_of(fabric, self._run, self._config, self.state)
         resolution = as_seen(fabric, self._config, self._batch_policy, environ=self._environ, plugins=plugins)
-        session = open_session(job, resolution, self._run, environ=self._environ)
+        copies = copies_of(own_checkpoint_io(fabric))
+        session = open_session(job, resolution, self._run, environ=self._environ, copies=copies)
         self._session = session
         self.finished = session.finished
         try:
@@ -347,6 +349,7 @@ class LoopRun:
                 why="the warnings before this say why; the checkpoints before it are intact",
                 fix="make room or get write access, and start the job again: it goes on from the newest checkpoint",
             )
+        checkpoints.copied()
         if self._metrics is not None:
             self._metrics.finalize("success")
         session.complete(step=self.step, epoch=self.epoch)

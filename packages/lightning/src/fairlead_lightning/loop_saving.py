@@ -20,18 +20,24 @@ from fairlead.commit import (
     RetentionPolicy,
     checkpoint_name,
     publish,
-    retain,
     stage,
     write_file,
 )
-from fairlead.errors import ConfigError, FairleadError
-from fairlead_lightning.committing import CommittingIO, make_room, of_earlier_saves, raised_by
+from fairlead.errors import CheckpointError, ConfigError, FairleadError
+from fairlead_lightning.committing import (
+    CommittingIO,
+    copies_of,
+    make_room,
+    of_earlier_saves,
+    raised_by,
+    retain_everywhere,
+)
 from fairlead_lightning.exact.rank_state import rank_file
 from fairlead_lightning.process_group import shared
 from fairlead_lightning.saving import explained, first_error, gathered
 from fairlead_lightning.session import STATE_FILE, RunSession
 
-__all__ = ["LoopCheckpoints"]
+__all__ = ["LoopCheckpoints", "own_checkpoint_io"]
 
 T = TypeVar("T")
 _Problem = FairleadError | OSError | None
@@ -101,7 +107,7 @@ class LoopCheckpoints:
                 metrics=metadata["metrics"],
                 seconds=round(time.monotonic() - began, 3),
             )
-            retain(published.path.parent, keep)
+            retain_everywhere(self._io, published, keep)
 
         error = shared(self._write(staged / STATE_FILE, state, commit))
         self._fail(step, error, staged)
@@ -118,6 +124,22 @@ class LoopCheckpoints:
         """Waits for what is written in the background, on this rank alone: the others may be gone."""
         if self._io is not None and self.fabric.is_global_zero:
             self._fail(step, raised_by(self._io.wait))
+
+    def copied(self) -> None:
+        """Waits for the copies elsewhere, where the CheckpointIO keeps them.
+
+        Raises:
+            CheckpointError: They are not complete; on all ranks.
+        """
+        copies = copies_of(self._io) if self.fabric.is_global_zero else None
+        lacking = shared(copies.settle() if copies is not None else None)
+        if lacking is not None:
+            raise CheckpointError(
+                "the result is saved here, but its copy is not complete",
+                where=str(self.session.path),
+                why=lacking,
+                fix="start it again on this machine: it uploads what is lacking",
+            )
 
     def close(self) -> None:
         """Gives the Fabric its own CheckpointIO back."""
@@ -163,15 +185,22 @@ class LoopCheckpoints:
         make_room(error, staged)
 
 
+def own_checkpoint_io(fabric: lf.Fabric) -> Any:
+    """The CheckpointIO of a Fabric's strategy; None where that writes past it: FSDP, FSDP2 and DeepSpeed."""
+    try:
+        return fabric.strategy.checkpoint_io
+    except NotImplementedError:
+        return None
+
+
 def _dump(own: Any, file: FileWriter) -> None:
     torch.save(own, cast("IO[bytes]", file))
 
 
 def _committing(fabric: lf.Fabric) -> tuple[CommittingIO | None, Any]:
     """The CheckpointIO that commits, now the Fabric's own, and the one before it; None where the strategy has none."""
-    try:
-        theirs = fabric.strategy.checkpoint_io
-    except NotImplementedError:  # FSDP, FSDP2 and DeepSpeed write past it
+    theirs = own_checkpoint_io(fabric)
+    if theirs is None:
         return None, None
     if isinstance(theirs, AsyncCheckpointIO):
         raise ConfigError(

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
+import shutil
 import sys
+import tempfile
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -17,9 +20,12 @@ from typing import Any, cast
 import torch.distributed as dist
 from torch.multiprocessing import ProcessExitedException
 
-from fairlead.commit import Checkpoint, LockOwner, discard_incomplete, newest_complete
+from fairlead.commit import Checkpoint, LockOwner, Syscalls, discard_incomplete, newest_complete
+from fairlead.commit.files import remove_tree
 from fairlead.config import JobConfig, RunConfig
 from fairlead.errors import CheckpointError, FairleadError, RunDirectoryError
+from fairlead.interfaces import CheckpointCopies
+from fairlead.remote import fetch, is_url, split_checkpoint_url
 from fairlead.resolve import Resolution
 from fairlead.run import (
     Heartbeat,
@@ -50,6 +56,7 @@ __all__ = [
 
 STATE_FILE = "state.ckpt"
 """What plain Lightning reads of a checkpoint: a file, or a directory of shards."""
+_DOWNLOADS = ".downloads"
 
 
 @dataclass(frozen=True)
@@ -201,6 +208,7 @@ def open_session(
     environ: Mapping[str, str],
     ckpt_path: str | os.PathLike[str] | None = None,
     code: Path | None = None,
+    copies: CheckpointCopies | None = None,
 ) -> RunSession:
     """Opens the run on rank 0 and tells the other ranks; an error on rank 0 is raised on all.
 
@@ -211,6 +219,7 @@ def open_session(
         environ: The environment variables.
         ckpt_path: A checkpoint to start from while the run has none of its own.
         code: The folder of the user's code, for the record.
+        copies: What keeps copies of the checkpoints elsewhere: the newest is fetched, and this start copies there.
 
     Raises:
         FairleadError: The run directory cannot be used, or the checkpoint does not exist.
@@ -224,7 +233,7 @@ def open_session(
     error: FairleadError | None = None
     if rank == 0:
         try:
-            session = _open(job, resolution, run, environ, ckpt_path, code)
+            session = _open(job, resolution, run, environ, ckpt_path, code, copies)
         except FairleadError as raised:
             error = raised
     decided = _Decision(session.handoff if session else None, session.finished if session else None, error)
@@ -251,6 +260,10 @@ def checkpoint_to_evaluate(job: JobConfig, environ: Mapping[str, str], cwd: Path
     """
     if resume in (None, "never"):
         return None
+    if is_url(resume):
+        folder = tempfile.mkdtemp(prefix="fairlead-")
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+        return _state_file(fetch(str(resume), Path(folder)).path)
     if resume != "auto":
         return _state_file(Path(cwd, str(resume)))
     path = run_directory(job.model_dump(mode="json"), job.run, environ, cwd)
@@ -306,16 +319,22 @@ def _open(
     environ: Mapping[str, str],
     ckpt_path: str | os.PathLike[str] | None,
     code: Path | None,
+    copies: CheckpointCopies | None,
 ) -> RunSession:
     path = run_directory(job, run, environ, Path.cwd())
     given = run.resume if run.resume not in ("auto", "never") else None
     fallback = ckpt_path if ckpt_path is not None else run.ckpt_path
     for file in (given, fallback):
-        if file is not None:
+        if file is not None and not is_url(file):
             _state_file(Path(file))  # an error before anything is written
-    if run.resume != "never":
+    if is_url(given):
+        split_checkpoint_url(str(given))
+    if copies is not None and run.resume == "auto":
+        copies.open(path.name, fingerprint(job))
+    if run.resume != "never" and not is_url(given):
         load = Path(given) if given is not None else None
-        batch_plan(resolution, _start_of(path / "checkpoints", load, fallback).own_metadata())
+        here = fallback if not is_url(fallback) else None
+        batch_plan(resolution, _start_of(path / "checkpoints", load, here).own_metadata())
     task, attempt = scheduler_job(environ)
     owner = LockOwner.here(job=task, attempt=attempt)
     directory = RunDirectory.open(path, job=job, fingerprint=fingerprint(job), resume=run.resume, owner=owner)
@@ -326,24 +345,55 @@ def _open(
         handoff = Handoff(str(directory.path), 0, file, _asked(job, run, environ))
         return RunSession(handoff, job, finished=text, previous=_metadata(handoff))
     try:
-        begun = _start_of(directory.checkpoints, directory.load, fallback)
+        said = _fetched(copies, directory, run, job) if copies is not None else []
+        load = directory.load
+        if load is not None and is_url(given):
+            load = _downloaded(str(given), directory.path)
+        elif is_url(fallback) and newest_complete(directory.checkpoints).checkpoint is None:
+            fallback = _downloaded(str(fallback), directory.path)
+        begun = _start_of(directory.checkpoints, load, fallback)
+        batch_plan(resolution, begun.own_metadata())  # again: it may have come from elsewhere
         provenance = collect_provenance(environ, code=code)
         start = directory.begin(
             resolution=resolution.as_dict(),
             provenance=provenance,
             world_size=resolution.world_size,
+            after=_newest_start(directory),
             resumed_from=str(begun.file) if begun.file else None,
         )
         discard_incomplete(directory.checkpoints, token=directory.token)
+        if copies is not None:
+            copies.begin(directory.path, start, directory.history.append)
     except BaseException:
         directory.close()
         raise
-    said = list(begun.said)
+    said += begun.said
     if directory.code.changed:
         said.append(f"warning[code-changed]: the code changed since the last start: {directory.code.summary}")
     asked = _asked(job, run, environ)
     handoff = Handoff(str(directory.path), start, str(begun.file) if begun.file else None, asked)
     return RunSession(handoff, job, directory=directory, previous=begun.own_metadata(), messages=tuple(said))
+
+
+def _fetched(copies: CheckpointCopies, directory: RunDirectory, run: RunConfig, job: Mapping[str, Any]) -> list[str]:
+    """What a machine that has never seen this run gets of it; what to tell the user."""
+    if run.resume != "auto":
+        copies.open(directory.path.name, fingerprint(job), new=not directory.continued)
+    return copies.fetch(directory.path) if directory.load is None else []
+
+
+def _downloaded(url: str, run: Path) -> Path:
+    """A checkpoint that is not this run's own, beside the run directory until the next start needs another one."""
+    folder = run.parent / _DOWNLOADS / run.name
+    remove_tree(folder, Syscalls())
+    return fetch(url, folder).path
+
+
+def _newest_start(directory: RunDirectory) -> int:
+    """The last start that is known, here or elsewhere: a later one must have a higher number, or it counts as older."""
+    newest = newest_complete(directory.checkpoints).checkpoint
+    starts = [int(event["start"]) for event in directory.history.read() if event["event"] == "start"]
+    return max([*starts, newest.order[0] if newest is not None else 0])
 
 
 def _start_of(checkpoints: Path, load: Path | None, fallback: str | os.PathLike[str] | None) -> _Start:

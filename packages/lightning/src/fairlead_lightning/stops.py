@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import signal
 import threading
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, Final
@@ -19,6 +20,7 @@ from fairlead.plugins import default_plugins
 from fairlead.run import read_history, refusal, scheduler_job, spent
 from fairlead_lightning import _lightning_compat as compat
 from fairlead_lightning.build import build_backend, build_guard
+from fairlead_lightning.committing import copies_of
 from fairlead_lightning.exact.loaders import CarriedLoader
 from fairlead_lightning.exact.resume import Saves
 from fairlead_lightning.session import RunSession
@@ -71,6 +73,7 @@ class Stops(L.Callback):
         self._given = guard is not None
         self._failure: Exception | None = None
         self._recorded = False
+        self._lacking: str | None = None
         self._reason: Any = None
         self._step = -1
         self._undo: Callable[[], None] | None = None
@@ -129,7 +132,7 @@ class Stops(L.Callback):
         if self.guard is None:
             self.guard = build_guard(self._config, self._context, self._flags)
             self._flags = self.guard.flags
-            self._failure, self._recorded, self._step, self._even = None, False, -1, True
+            self._failure, self._lacking, self._recorded, self._step, self._even = None, None, False, -1, True
         return self.guard
 
     def pass_on(self, trainer: L.Trainer) -> None:
@@ -246,7 +249,7 @@ class Stops(L.Callback):
             requeuer = _Recorded(build_backend(self._config, self._context), self._record_requeue)
         try:
             outcome = guard.save_and_requeue(
-                self._saved,
+                lambda: self._saved(trainer),
                 requeuer,
                 finish=lambda reason: self._finish(trainer, reason),
                 budget=self._budget,
@@ -265,9 +268,18 @@ class Stops(L.Callback):
         if trainer.is_global_zero:
             self._say(self._told(outcome))
 
-    def _saved(self) -> None:
+    def _saved(self, trainer: L.Trainer) -> None:
         if self._failure is not None:
             raise self._failure
+        copies = copies_of(trainer.strategy.checkpoint_io) if trainer.is_global_zero else None
+        if copies is None:
+            return
+        assert self.guard is not None
+        since = getattr(self.guard.decision, "time", None)
+        gone = max(0.0, time.time() - since) if since is not None else 0.0
+        self._lacking = copies.settle(max(0.0, copies.stop_wait_s - gone))
+        if self._lacking is not None and self.session is not None:
+            self.session.event("upload-unfinished", step=self._step, why=self._lacking)
 
     def _finish(self, trainer: L.Trainer, reason: Any) -> None:
         self._record_stop(reason)
@@ -305,6 +317,8 @@ class Stops(L.Callback):
         why = _SENTENCES.get(outcome.reason.why, "asked to stop")
         assert self.session is not None
         saved = "everything is saved" if self.saves is not None else "no checkpoint was asked for"
+        if self._lacking is not None:
+            saved += f" in {self.session.path}, where the next start must find it: {self._lacking}"
         begin = f"stopped at step {self._step}, {why}; {saved}"
         if outcome.error:
             return f"{begin}. The job does not start again by itself:\n{outcome.error}"

@@ -29,7 +29,7 @@ from fairlead_lightning import _lightning_compat as compat
 from fairlead_lightning.batch import batch_plan
 from fairlead_lightning.build import build_backend, trainer_arguments
 from fairlead_lightning.checkpoints import Checkpoints
-from fairlead_lightning.committing import CommittingIO
+from fairlead_lightning.committing import CommittingIO, copies_of
 from fairlead_lightning.describe import described
 from fairlead_lightning.exact.averages import AverageOverRanks
 from fairlead_lightning.exact.resume import ExactResume, saved_positions
@@ -235,6 +235,7 @@ class Trainer(L.Trainer):
             self.run_config,
             environ=environ,
             ckpt_path=ckpt_path,
+            copies=copies_of(self.strategy.checkpoint_io),
         )
         self.session = session
         # Ranks that Lightning starts from this process run the script again, and have to be told.

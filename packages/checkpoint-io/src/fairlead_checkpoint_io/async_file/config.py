@@ -24,7 +24,7 @@ class AsyncCheckpointIOConfig(CheckpointIOConfigBase):
     """Saves that may be unfinished at a time, the one being written included; the next one waits. Default 1:
     a disk that is slower than the checkpoints come shows at once, and only one copy is held."""
     inner: Annotated[CheckpointIOConfigBase, OpenUnion("checkpoint_io")] = TorchCheckpointIOConfig()
-    """The backend that writes, any but `async` and `distributed`, which writes in the background by itself."""
+    """The backend that writes, any but `async`, `remote` and `distributed`, which writes in the background by itself."""
 
     @field_validator("inner")
     @classmethod
@@ -36,4 +36,6 @@ class AsyncCheckpointIOConfig(CheckpointIOConfigBase):
                 f"`async` writes on rank 0, {inner.name!r} on all ranks; "
                 "write `checkpoint_io: {name: distributed, background: true}` for saves in the background"
             )
+        if inner.name == "remote":
+            raise ValueError("write it the other way round: {name: remote, url: ..., inner: async}")
         return inner

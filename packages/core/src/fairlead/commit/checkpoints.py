@@ -90,6 +90,11 @@ class Checkpoint:
         return self.manifest.metadata
 
     @property
+    def created(self) -> str:
+        """When it was written, UTC, ISO 8601."""
+        return self.manifest.created
+
+    @property
     def order(self) -> tuple[int, int, int]:
         """Sorts by age: a later start of the run is newer, also when it went back to an earlier step."""
         start = self.metadata.get("start", 0)

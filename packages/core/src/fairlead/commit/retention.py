@@ -5,10 +5,10 @@ from __future__ import annotations
 import datetime
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
 from fairlead.commit.checkpoints import Checkpoint, list_checkpoints, read_latest, to_trash
 from fairlead.commit.files import atomic_write, disk_error, remove_tree
@@ -20,9 +20,32 @@ from fairlead.errors import CheckpointError, ConfigError
 if TYPE_CHECKING:
     from fairlead.config import CheckpointConfig
 
-__all__ = ["KEEP", "RetentionPolicy", "best", "is_kept_forever", "keep_forever", "retain"]
+__all__ = ["KEEP", "Rated", "RetentionPolicy", "best", "chosen", "is_kept_forever", "keep_forever", "retain"]
 
 KEEP = "KEEP"
+
+
+class Rated(Protocol):
+    """What a policy looks at: a checkpoint here or on a store."""
+
+    @property
+    def step(self) -> int:
+        """The training step."""
+
+    @property
+    def order(self) -> tuple[int, int, int]:
+        """Sorts by age."""
+
+    @property
+    def created(self) -> str:
+        """When it was written, ISO 8601."""
+
+    @property
+    def metadata(self) -> Mapping[str, Any]:
+        """What the writer said of it."""
+
+
+R = TypeVar("R", bound=Rated)
 
 
 @dataclass(frozen=True)
@@ -74,7 +97,7 @@ class RetentionPolicy:
                 raise ConfigError(f"{name} cannot be {value}", fix="give a positive number")
 
 
-def best(checkpoints: Sequence[Checkpoint], metric: str, mode: Literal["min", "max"] = "min") -> list[Checkpoint]:
+def best(checkpoints: Sequence[R], metric: str, mode: Literal["min", "max"] = "min") -> list[R]:
     """The checkpoints that have this metric, the best first; of equal ones the older.
 
     Read from the manifests, so it also holds after a restart.  NaN is no value.
@@ -98,7 +121,9 @@ def is_kept_forever(checkpoint: Checkpoint) -> bool:
     return (checkpoint.path / KEEP).exists() or checkpoint.metadata.get("keep") is True
 
 
-def retain(root: Path, policy: RetentionPolicy, *, syscalls: Syscalls | None = None) -> list[Checkpoint]:
+def retain(
+    root: Path, policy: RetentionPolicy, *, held: Collection[str] = (), syscalls: Syscalls | None = None
+) -> list[Checkpoint]:
     """Deletes what the policy does not keep; call it only after `publish` has returned.
 
     Before that, `last` and `best` become links to the newest and the best checkpoint, where the file system has links.
@@ -106,6 +131,12 @@ def retain(root: Path, policy: RetentionPolicy, *, syscalls: Syscalls | None = N
     Never deletes the newest complete checkpoint, what `latest` names, a marked one, or a damaged one (whose
     remains may still be wanted; `fairlead checkpoint ls` shows them).  Of two checkpoints of one step, the
     older is deleted unless it is marked.
+
+    Args:
+        root: The `checkpoints` directory.
+        policy: What is kept.
+        held: Names of those that somebody is reading, as an upload; they stay for now.
+        syscalls: For tests.
 
     Returns:
         What was deleted, oldest first.
@@ -125,7 +156,7 @@ def retain(root: Path, policy: RetentionPolicy, *, syscalls: Syscalls | None = N
     deleted = []
     try:
         for checkpoint in ordered:
-            if checkpoint in keep or verify(checkpoint.path):
+            if checkpoint in keep or checkpoint.name in held or verify(checkpoint.path):
                 continue
             trash = to_trash(checkpoint.path, system)
             deleted.append(checkpoint)
@@ -136,21 +167,32 @@ def retain(root: Path, policy: RetentionPolicy, *, syscalls: Syscalls | None = N
 
 
 def _link(root: Path, ordered: list[Checkpoint], policy: RetentionPolicy, system: Syscalls) -> None:
-    for newest in _first_sound(reversed(ordered), 1):
+    for newest in _first_sound(reversed(ordered), 1, _sound):
         point(root, LAST, newest, system)
     if policy.metric is not None and policy.best:  # without it, nothing says that the best one stays
-        for item in _first_sound(best(ordered, policy.metric, policy.mode), 1):
+        for item in _first_sound(best(ordered, policy.metric, policy.mode), 1, _sound):
             point(root, BEST, item, system)
 
 
 def _keepers(ordered: list[Checkpoint], policy: RetentionPolicy, root: Path) -> set[Checkpoint]:
     latest = read_latest(root)
-    keep = {item for item in ordered if item.name == latest or is_kept_forever(item)}
+    protected = {item for item in ordered if item.name == latest or is_kept_forever(item)}
+    return protected | chosen(ordered, policy, _sound)
+
+
+def chosen(ordered: Sequence[R], policy: RetentionPolicy, sound: Callable[[R], bool] = lambda _: True) -> set[R]:
+    """What the rules of a policy keep; wherever the checkpoints are.
+
+    Args:
+        ordered: The checkpoints, oldest first.
+        policy: The rules.
+        sound: Whether one is complete: a damaged one is none of the last, and none of the best.
+    """
     newest_of_step = {item.step: item for item in ordered}
     current = [item for item in ordered if newest_of_step[item.step] is item]
-    keep.update(_first_sound(reversed(current), max(policy.last or 0, 1)))
+    keep = set(_first_sound(reversed(current), max(policy.last or 0, 1), sound))
     if policy.metric is not None:
-        keep.update(_first_sound(best(current, policy.metric, policy.mode), policy.best))
+        keep.update(_first_sound(best(current, policy.metric, policy.mode), policy.best, sound))
     if policy.every_n_steps is not None:
         keep.update(item for item in current if item.step % policy.every_n_steps == 0)
     if policy.every_minutes is not None:
@@ -158,11 +200,11 @@ def _keepers(ordered: list[Checkpoint], policy: RetentionPolicy, root: Path) -> 
     return keep
 
 
-def _spaced(ordered: list[Checkpoint], minutes: float) -> list[Checkpoint]:
-    kept: list[Checkpoint] = []
+def _spaced(ordered: list[R], minutes: float) -> list[R]:
+    kept: list[R] = []
     previous: datetime.datetime | None = None
     for item in ordered:
-        created = datetime.datetime.fromisoformat(item.manifest.created)
+        created = datetime.datetime.fromisoformat(item.created)
         # A clock that went backwards gives a negative span; counting from there keeps too much, never too little.
         if previous is None or not 0 <= (created - previous).total_seconds() < minutes * 60:
             kept.append(item)
@@ -181,12 +223,16 @@ def _readable(root: Path) -> list[Checkpoint]:
     return found
 
 
-def _first_sound(candidates: Iterable[Checkpoint], count: int) -> Iterator[Checkpoint]:
+def _sound(checkpoint: Checkpoint) -> bool:
+    return not verify(checkpoint.path)
+
+
+def _first_sound(candidates: Iterable[R], count: int, sound: Callable[[R], bool]) -> Iterator[R]:
     """The first so many that are complete by sizes: a damaged one keeps nothing alive."""
-    return itertools.islice((item for item in candidates if not verify(item.path)), count)
+    return itertools.islice(filter(sound, candidates), count)
 
 
-def _metric(checkpoint: Checkpoint, name: str) -> float | None:
+def _metric(checkpoint: Rated, name: str) -> float | None:
     metrics: Any = checkpoint.metadata.get("metrics")
     if not isinstance(metrics, dict):
         return None

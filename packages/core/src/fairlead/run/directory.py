@@ -120,12 +120,15 @@ class RunDirectory:
         """This start's token for `fairlead.commit.stage`."""
         return f"s{self.start}"
 
-    def begin(self, *, resolution: Mapping[str, Any], provenance: Mapping[str, Any], **fields: Any) -> int:
+    def begin(
+        self, *, resolution: Mapping[str, Any], provenance: Mapping[str, Any], after: int = 0, **fields: Any
+    ) -> int:
         """Records a start: `starts/N/` and the event `start`.
 
         Args:
             resolution: Every resolved setting with its reason.
             provenance: What `collect_provenance` returned.
+            after: The number of a start that this directory may not know of: of a downloaded checkpoint.
             fields: More for the event: world_size, resumed_from, ...
 
         Returns:
@@ -138,6 +141,7 @@ class RunDirectory:
         starts = self.path / "starts"
         try:
             previous = max((int(name) for name in os.listdir(starts) if name.isdecimal()), default=0)
+            previous = max(previous, after)
             folder = starts / str(previous + 1)
             self._system.mkdir(folder)
             self._system.fsync_dir(starts)

@@ -1,0 +1,71 @@
+"""The config of the backend `remote`."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, field_validator
+
+from fairlead.bases import CheckpointIOConfigBase
+from fairlead.errors import ConfigError
+from fairlead.open_union import OpenUnion
+from fairlead.remote.urls import check_options, check_url
+from fairlead_checkpoint_io.torch_file.config import TorchCheckpointIOConfig
+
+__all__ = ["RemoteCheckpointIOConfig"]
+
+
+class RemoteCheckpointIOConfig(CheckpointIOConfigBase):
+    """Saved in the run directory through `inner`, then copied to `<url>/<run name>/` by a thread.
+
+    A start that finds a newer complete checkpoint there than in its run directory goes on from that. Credentials
+    come from where the store's own library looks for them, never from here.
+    """
+
+    name: Literal["remote"] = "remote"
+    url: str
+    """Where the runs are kept, as `s3://bucket/prefix`, `gs://bucket/prefix`; any protocol of fsspec."""
+    inner: Annotated[CheckpointIOConfigBase, OpenUnion("checkpoint_io")] = TorchCheckpointIOConfig()
+    """The backend that writes the local files, any but `remote`."""
+    keep_local_gib: float | None = Field(default=None, gt=0, strict=False)
+    """GiB that the local checkpoints may take. Above it those that are on the store are deleted here, the oldest first,
+    never the newest or the best; a save waits until an upload makes room. Default null: as the run keeps them."""
+    retries: int = Field(default=8, ge=1)
+    """Tries of each request, with pauses that double from 1 to 60 s. A checkpoint that failed all of them is tried
+    again after the next save, and at the end."""
+    part_mib: int = Field(default=32, ge=5, le=5120)
+    """MiB of each part of a large file. Host memory: twice this for each file that is being uploaded."""
+    parallel_files: int = Field(default=4, ge=1)
+    """Files uploaded or downloaded at a time."""
+    check: Literal["checksum", "size"] = "checksum"
+    """What is compared after each file. `checksum`: the store's own; where that says nothing of the content (S3 with
+    encryption by KMS) the file is read back. `size`: its size only."""
+    stop_wait_s: float = Field(default=20.0, ge=0, strict=False)
+    """Seconds after the signal for which a stop waits for the last upload; then the local copy must do, and it is
+    said. Less than the time between the signal and the kill; set it higher where the job is warned earlier."""
+    storage_options: dict[str, Any] = Field(default_factory=dict)
+    """Options of fsspec's file system for this protocol: `{endpoint_url: "https://..."}`. Secrets are refused."""
+
+    @field_validator("url")
+    @classmethod
+    def _url(cls, url: str) -> str:
+        try:
+            return check_url(url)
+        except ConfigError as error:
+            raise ValueError(f"{error.what}; {error.fix}") from None
+
+    @field_validator("storage_options")
+    @classmethod
+    def _no_secrets(cls, options: dict[str, Any]) -> dict[str, Any]:
+        try:
+            check_options(options)
+        except ConfigError as error:
+            raise ValueError(f"{error.what}; {error.fix}") from None
+        return options
+
+    @field_validator("inner")
+    @classmethod
+    def _not_itself(cls, inner: CheckpointIOConfigBase) -> CheckpointIOConfigBase:
+        if inner.name == "remote":
+            raise ValueError("`remote` cannot write through itself; choose `torch`, `async` or another backend")
+        return inner

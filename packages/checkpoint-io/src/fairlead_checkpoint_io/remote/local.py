@@ -1,0 +1,61 @@
+"""The local copies: how much they take, and which may go because the store has them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from pathlib import Path
+
+from fairlead.commit import Checkpoint, RetentionPolicy, Syscalls, best, is_kept_forever, list_checkpoints
+from fairlead.commit.checkpoints import to_trash
+from fairlead.commit.files import disk_error, remove_tree
+from fairlead.errors import CheckpointError
+
+__all__ = ["evict", "readable"]
+
+
+def readable(root: Path) -> list[Checkpoint]:
+    """The local checkpoints whose manifest is sound, the oldest first."""
+    found = []
+    for checkpoint in list_checkpoints(root):
+        try:
+            _ = checkpoint.order
+        except CheckpointError:
+            continue  # damaged: `newest_complete` reports it
+        found.append(checkpoint)
+    return sorted(found, key=lambda item: item.order)
+
+
+def evict(root: Path, limit: int, uploaded: Collection[str], policy: RetentionPolicy | None) -> tuple[int, list[str]]:
+    """Deletes local copies that the store has, the oldest first, until one more checkpoint has room.
+
+    Args:
+        root: The `checkpoints` directory.
+        limit: Bytes that all of them may take.
+        uploaded: Names of those that are complete on the store.
+        policy: Says which is the best one; it stays, and so do the newest and those that are marked.
+
+    Returns:
+        Bytes that are lacking for one more of the newest one's size, and the names of those that could still go once
+        they are uploaded.
+
+    Raises:
+        CheckpointError: Something cannot be deleted.
+    """
+    there = readable(root)
+    stay = {there[-1].name} if there else set()
+    if policy is not None and policy.metric is not None:
+        stay.update(item.name for item in best(there, policy.metric, policy.mode)[:1])
+    size = {item.name: item.manifest.size for item in there}
+    missing = sum(size.values()) + (size[there[-1].name] if there else 0) - limit
+    movable = [item for item in there if item.name not in stay and not is_kept_forever(item)]
+    system = Syscalls()
+    for item in movable:
+        if missing <= 0:
+            break
+        if item.name in uploaded:
+            try:
+                remove_tree(to_trash(item.path, system), system)
+            except OSError as error:
+                raise disk_error(error, "cannot delete a local copy", item.path) from error
+            missing -= size[item.name]
+    return max(0, missing), [item.name for item in movable if item.name not in uploaded]

@@ -1,0 +1,357 @@
+"""The thread that keeps a store's copy of a run: what is committed goes there, the newest first."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final
+
+from fairlead.commit import Checkpoint, RetentionPolicy, newest_complete, retain
+from fairlead.errors import CheckpointError, FairleadError, FingerprintError, RunDirectoryError
+from fairlead.remote import Retries, Store, discard_incomplete, list_checkpoints, upload
+from fairlead.remote import retain as retain_remote
+from fairlead.remote.downloading import newest_sound
+from fairlead.run import Fingerprint
+from fairlead_checkpoint_io.remote.config import RemoteCheckpointIOConfig
+from fairlead_checkpoint_io.remote.local import evict
+
+__all__ = ["Mirror"]
+
+log = logging.getLogger("fairlead.checkpoint_io")
+
+_GIB: Final = 1 << 30
+_OWNER: Final = "owner.json"
+_FINGERPRINT: Final = "fingerprint.json"
+_RECORDS: Final = (_FINGERPRINT, "job.yaml", "metrics.csv", "history.jsonl")
+_AT_START: Final = 4  # tries while a person may be waiting
+
+
+class _StopUploadingError(Exception):
+    """Leaves an upload: the run is over."""
+
+
+class Mirror:
+    """Copies one run to a store; used by rank 0 alone.
+
+    Args:
+        config: How the store is used.
+        store: The run's place on it.
+    """
+
+    def __init__(self, config: RemoteCheckpointIOConfig, store: Store) -> None:
+        self._config = config
+        self._closing = threading.Event()
+        self._store = store.trying(Retries(config.retries, sleep=self._sleep))
+        self._patient = store.trying(Retries(min(config.retries, _AT_START), longest_s=4.0))
+        self._state = threading.Condition()
+        self._pending: dict[str, Checkpoint] = {}
+        self._failed: dict[str, FairleadError] = {}
+        self._current: str | None = None
+        self._uploaded: set[str] = set()
+        self._policy: RetentionPolicy | None = None
+        self._lost: FairleadError | None = None
+        self._thread: threading.Thread | None = None
+        self._nonce = secrets.token_hex(8)
+        self._event: Callable[..., None] = lambda *_, **__: None
+        self._run: Path | None = None
+        self._warned = False
+
+    # -- at a start, in the main thread
+
+    def open(self, fingerprint: Fingerprint, *, new: bool) -> None:
+        """Looks whose place this is.
+
+        Raises:
+            FingerprintError: Another run's, or, for a new run, anybody's.
+            CheckpointError: The store refuses, or does not answer.
+        """
+        content = self._patient.read(_FINGERPRINT)
+        if content is None:
+            return
+        try:
+            body = json.loads(content)
+            stored = Fingerprint(body["digest"], body["settings"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise RunDirectoryError(
+                "a run's fingerprint on the store is damaged", where=self._store.url, why=str(error), fix=_ELSEWHERE
+            ) from None
+        if new:
+            raise FingerprintError(
+                "the place on the store holds a run already",
+                where=self._store.url,
+                why="--resume never",
+                fix=_ELSEWHERE,
+            )
+        if stored.digest != fingerprint.digest:
+            raise FingerprintError(
+                "the place on the store belongs to a run with other settings",
+                where=self._store.url,
+                why="\n".join(str(difference) for difference in stored.differences(fingerprint)[:20]),
+                fix=f"take the changes back to continue it; {_ELSEWHERE}",
+            )
+
+    def fetch(self, run: Path) -> list[str]:
+        """Downloads the newest sound checkpoint, if it is newer than the newest complete one here, and the records.
+
+        Returns:
+            What the user should be told.
+
+        Raises:
+            CheckpointError: The store refuses or does not answer, or the disk refuses.
+        """
+        root = run / "checkpoints"
+        here = newest_complete(root).checkpoint
+        began = time.monotonic()
+        found, skipped = newest_sound(self._patient, root, after=here.order if here is not None else None)
+        said = [f"warning: {text}; the checkpoint before it is used" for text in skipped]
+        if found is not None:
+            seconds = time.monotonic() - began
+            gib = found.manifest.size / _GIB
+            said.append(f"downloaded {found.name} from {self._store.url} ({gib:.2f} GiB in {seconds:.1f} s)")
+        for name in ("metrics.csv", "history.jsonl"):
+            if found is not None and not (run / name).exists() and (content := self._patient.read(name)) is not None:
+                (run / name).write_bytes(content)
+        return said
+
+    def begin(self, run: Path, start: int, event: Callable[..., None]) -> None:
+        """Takes the place on the store for this start, and uploads what an earlier one has left behind.
+
+        Raises:
+            CheckpointError: The store refuses, or does not answer: known before anything is computed.
+        """
+        self._run, self._event = run, event
+        owner = {"nonce": self._nonce, "start": start, "host": socket.gethostname(), "pid": os.getpid()}
+        self._patient.write(_OWNER, json.dumps(owner).encode())
+        self._patient.write(_FINGERPRINT, (run / _FINGERPRINT).read_bytes())
+        copies = [item for item in list_checkpoints(self._patient) if item.complete]
+        here = newest_complete(run / "checkpoints").checkpoint
+        if here is None:
+            return
+        if any(copy.same_as(here.manifest) for copy in copies):
+            self._uploaded.add(here.name)
+            return
+        self._add(here)
+
+    # -- during a run
+
+    def committed(self, checkpoint: Checkpoint, policy: RetentionPolicy) -> None:
+        """Takes a published checkpoint, and deletes here what the policy does not keep.
+
+        One that is being uploaded stays; one that waits for its upload, and that the policy no longer keeps, is not
+        uploaded at all: a newer one is.
+        """
+        with self._state:
+            self._policy = policy
+            self._failed.clear()
+            held = {self._current} if self._current is not None else set()
+        self._add(checkpoint)
+        gone = {item.name for item in retain(checkpoint.path.parent, policy, held=held)}
+        with self._state:
+            for name in gone & self._pending.keys():
+                if name != self._current:
+                    del self._pending[name]
+                    log.info("%s was replaced by a newer checkpoint before it was uploaded", name)
+
+    def make_room(self) -> None:
+        """Returns when one more checkpoint fits into `keep_local_gib`; waits for uploads, and says so.
+
+        Raises:
+            CheckpointError: The uploads that would make room have failed.
+        """
+        if self._config.keep_local_gib is None or self._run is None:
+            return
+        limit, said = int(self._config.keep_local_gib * _GIB), False
+        root = self._run / "checkpoints"
+        with self._state:
+            self._failed.clear()  # they are tried once more
+            self._state.notify_all()
+            while True:
+                missing, movable = evict(root, limit, self._uploaded, self._policy)
+                waiting = [name for name in movable if name in self._pending]
+                if not missing:
+                    return
+                if not waiting:
+                    if not self._warned:
+                        self._warned = True
+                        log.warning(
+                            "the local checkpoints take more than keep_local_gib=%g: the newest, the best and the next "
+                            "one need %.2f GiB more",
+                            self._config.keep_local_gib,
+                            missing / _GIB,
+                        )
+                    return
+                failed = [self._failed[name] for name in waiting if name in self._failed]
+                if len(failed) == len(waiting) or self._lost is not None:
+                    raise CheckpointError(
+                        "no room for another local checkpoint: those that are here could not be uploaded",
+                        where=str(root),
+                        why=(self._lost or failed[0]).block(),
+                        fix="raise trainer.checkpoint_io.keep_local_gib, or see to the store",
+                    )
+                if not said:
+                    log.warning("training waits: %s must be uploaded to make room (keep_local_gib)", waiting[0])
+                    said = True
+                self._state.wait(1.0)
+
+    def settle(self, timeout_s: float | None) -> str | None:
+        """Waits until everything is uploaded.
+
+        Args:
+            timeout_s: At most so many seconds, and then the uploads are given up; None: until each was tried
+                `retries` times more.
+
+        Returns:
+            What is not on the store, and why; None when all is.
+        """
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        with self._state:
+            self._failed.clear()
+            self._state.notify_all()
+            while self._pending.keys() - self._failed.keys() and self._lost is None:
+                left = 1.0 if deadline is None else deadline - time.monotonic()
+                if left <= 0:
+                    break
+                self._state.wait(min(left, 1.0))
+            lost, names, failed = self._lost, sorted(self._pending), list(self._failed.values())
+        if lost is None and not names:
+            self._last_records()
+            return None
+        if timeout_s is not None:
+            self._closing.set()
+        reason = lost or (failed[0] if failed else None)
+        why = reason.block() if reason is not None else f"not finished within {timeout_s:g} s"
+        return f"{', '.join(names) or 'the last checkpoint'} is not on {self._store.url} yet: {why}"
+
+    def close(self) -> None:
+        """Waits for what is being uploaded, at most `stop_wait_s`, and ends the thread."""
+        if self._thread is None or self._closing.is_set():
+            return
+        lacking = self.settle(self._config.stop_wait_s)
+        if lacking is not None:
+            log.warning("%s; the local copy is complete, and the next start uploads it", lacking)
+        self._closing.set()
+        with self._state:
+            self._state.notify_all()
+        if lacking is None:
+            self._thread.join()
+        self._thread = None
+
+    # -- in the thread
+
+    def _add(self, checkpoint: Checkpoint) -> None:
+        with self._state:
+            self._pending[checkpoint.name] = checkpoint
+            if self._thread is None and not self._closing.is_set():
+                # A daemon: a process that must end now must not wait for a network.
+                self._thread = threading.Thread(target=self._work, name="fairlead-upload", daemon=True)
+                self._thread.start()
+            self._state.notify_all()
+
+    def _work(self) -> None:
+        while True:
+            with self._state:
+                while not (waiting := [c for name, c in self._pending.items() if name not in self._failed]):
+                    if self._closing.is_set():
+                        return
+                    self._state.wait(1.0)
+                if self._closing.is_set() or self._lost is not None:
+                    return
+                checkpoint = max(waiting, key=lambda item: item.order)
+                self._current = checkpoint.name
+            failure: FairleadError | None = None
+            try:
+                self._upload(checkpoint)
+            except _StopUploadingError:
+                return
+            except FairleadError as error:
+                failure = error
+            except Exception as error:  # told to the thread that trains; an upload must never end in silence
+                failure = CheckpointError(
+                    "an upload failed", where=str(checkpoint.path), why=f"{type(error).__name__}: {error}"
+                )
+            with self._state:
+                self._current = None
+                if failure is None:
+                    self._uploaded.add(checkpoint.name)
+                    self._pending.pop(checkpoint.name, None)
+                else:
+                    self._failed[checkpoint.name] = failure
+                self._state.notify_all()
+            if failure is not None:
+                log.warning("%s was not uploaded, the local copy stays: %s", checkpoint.name, failure.block())
+                self._event("upload-failed", checkpoint=checkpoint.name, url=self._store.url, error=failure.block())
+
+    def _upload(self, checkpoint: Checkpoint) -> None:
+        began = time.monotonic()
+        self._mine()
+        copy = upload(
+            checkpoint.path,
+            self._store,
+            threads=self._config.parallel_files,
+            check=self._config.check,
+            before_commit=self._before_commit,
+        )
+        self._event(
+            "uploaded",
+            checkpoint=checkpoint.name,
+            url=copy.url,
+            bytes=checkpoint.manifest.size,
+            seconds=round(time.monotonic() - began, 3),
+        )
+        if self._policy is not None:
+            discard_incomplete(self._store)
+            retain_remote(self._store, self._policy, keep={copy.name})
+
+    def _before_commit(self) -> None:
+        self._mine()
+        self._save_records()
+
+    def _save_records(self) -> None:
+        """What a start elsewhere wants besides the checkpoint: the metrics so far, the history, the job."""
+        for name in _RECORDS:
+            file = (self._run or Path()) / name
+            if self._run is not None and file.is_file():
+                self._store.write(name, file.read_bytes())
+
+    def _last_records(self) -> None:
+        try:
+            self._save_records()
+        except FairleadError as error:
+            log.warning("the last lines of metrics and history are not on the store: %s", error.block())
+
+    def _mine(self) -> None:
+        """Nothing of a start is written once another one has begun, perhaps on another machine.
+
+        Raises:
+            CheckpointError: Another one has.
+        """
+        content = self._store.read(_OWNER)
+        try:
+            owner: dict[str, Any] = json.loads(content) if content is not None else {}
+        except ValueError:
+            owner = {}
+        if owner.get("nonce") == self._nonce:
+            return
+        lost = CheckpointError(
+            "another start of this run writes to the store now: nothing more is uploaded from here",
+            where=self._store.url,
+            why=f"start {owner.get('start')} on {owner.get('host')}, process {owner.get('pid')}",
+            fix="stop one of the two; give each run a name or a URL of its own",
+        )
+        with self._state:
+            self._lost = lost
+        raise lost
+
+    def _sleep(self, seconds: float) -> None:
+        if self._closing.wait(seconds):
+            raise _StopUploadingError
+
+
+_ELSEWHERE: Final = "set another run.name, or another trainer.checkpoint_io.url"

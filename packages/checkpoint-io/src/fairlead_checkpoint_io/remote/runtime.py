@@ -1,0 +1,156 @@
+"""Saves through another backend, and has every committed checkpoint copied to an object store."""
+
+from __future__ import annotations
+
+import os
+import pkgutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from lightning.fabric.plugins import CheckpointIO
+
+from fairlead.commit import Checkpoint, RetentionPolicy
+from fairlead.errors import PluginError
+from fairlead.interfaces import BuildContext, DurableSaves
+from fairlead.remote import Store, fetch, is_url, split_checkpoint_url
+from fairlead.run import Fingerprint
+from fairlead_checkpoint_io.remote.config import RemoteCheckpointIOConfig
+from fairlead_checkpoint_io.remote.mirror import Mirror
+
+__all__ = ["RemoteCheckpointIO", "build"]
+
+
+def build(config: RemoteCheckpointIOConfig, context: BuildContext) -> RemoteCheckpointIO:
+    """The runtime of the backend `remote`, around the runtime of `config.inner`.
+
+    Raises:
+        MissingDependencyError: The engine of the inner backend is not installed.
+    """
+    plugin = context.plugins.of(config.inner)
+    context.plugins.require_engines("checkpoint_io", config.inner.name, where="trainer.checkpoint_io.inner")
+    if plugin.runtime is None:
+        raise PluginError(
+            f"the checkpoint_io {config.inner.name!r} has no runtime", where="trainer.checkpoint_io.inner"
+        )
+    inner = pkgutil.resolve_name(plugin.runtime)(config.inner, context)
+    return RemoteCheckpointIO(config, inner)
+
+
+class RemoteCheckpointIO(CheckpointIO):
+    """Saves and loads through another backend; copies what is committed; loads from URLs too.
+
+    It is a `fairlead.interfaces.CheckpointCopies`: whoever commits a checkpoint tells it so.
+
+    Args:
+        config: The store, and how it is used.
+        inner: The backend that reads and writes the local files.
+
+    Example:
+        >>> io = RemoteCheckpointIO(config, inner)                              # doctest: +SKIP
+        >>> io.load_checkpoint("s3://bucket/prefix/gpt/step-00000200")          # doctest: +SKIP
+    """
+
+    def __init__(self, config: RemoteCheckpointIOConfig, inner: CheckpointIO) -> None:
+        super().__init__()
+        self._config = config
+        self._inner = inner
+        self._mirror: Mirror | None = None
+
+    # -- a Lightning CheckpointIO
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any | None = None
+    ) -> None:
+        """Writes a local file through the inner backend, once there is room."""
+        self._make_room()
+        self._inner.save_checkpoint(checkpoint, os.fspath(path), storage_options)
+
+    def submit(self, checkpoint: dict[str, Any], path: str | os.PathLike[str], then: Callable[[], None]) -> None:
+        """Writes a local file once there is room, and calls `then`; see `fairlead.interfaces.DurableSaves`."""
+        self._make_room()
+        if isinstance(self._inner, DurableSaves):
+            self._inner.submit(checkpoint, path, then)
+        else:
+            self._inner.save_checkpoint(checkpoint, os.fspath(path))
+            then()
+
+    def wait(self) -> None:
+        """Returns when all local files are durable; for their copies there is `settle`."""
+        if isinstance(self._inner, DurableSaves):
+            self._inner.wait()
+
+    def load_checkpoint(
+        self, path: str | os.PathLike[str], map_location: Any | None = None, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """Loads a local file, or the URL of a checkpoint, which is downloaded and compared with its manifest.
+
+        Raises:
+            CheckpointError: There is no such checkpoint, it is damaged, or the store does not answer.
+        """
+        text = os.fspath(path)
+        if not is_url(text):
+            return self._inner.load_checkpoint(text, map_location=map_location, weights_only=weights_only)
+        run, _ = split_checkpoint_url(text)
+        with tempfile.TemporaryDirectory(prefix="fairlead-") as folder:
+            local = fetch(text, Path(folder), store=self._store(run))
+            return self._inner.load_checkpoint(str(local.path), map_location=map_location, weights_only=weights_only)
+
+    def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
+        """Deletes a local file; the store has the retention of the run."""
+        self._inner.remove_checkpoint(os.fspath(path))
+
+    def teardown(self) -> None:
+        """Ends the inner backend; what is still being uploaded gets a last `stop_wait_s`."""
+        try:
+            self._inner.teardown()
+        finally:
+            if self._mirror is not None:
+                self._mirror.close()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """To another process (`ddp_spawn`) go the settings, not the thread."""
+        return {**self.__dict__, "_mirror": None}
+
+    # -- copies; see fairlead.interfaces.CheckpointCopies
+
+    @property
+    def stop_wait_s(self) -> float:
+        """For how long a stop waits."""
+        return self._config.stop_wait_s
+
+    def open(self, name: str, fingerprint: Fingerprint, *, new: bool = False) -> None:
+        """Looks at the run's place on the store; see the protocol."""
+        mirror = Mirror(self._config, self._store(f"{self._config.url.rstrip('/')}/{name}"))
+        mirror.open(fingerprint, new=new)
+        self._mirror = mirror
+
+    def fetch(self, run: Path) -> list[str]:
+        """Brings what the run directory lacks; see the protocol."""
+        return self._opened().fetch(run)
+
+    def begin(self, run: Path, start: int, event: Callable[..., None]) -> None:
+        """This start uploads from now on; see the protocol."""
+        self._opened().begin(run, start, event)
+
+    def committed(self, checkpoint: Checkpoint, policy: RetentionPolicy) -> None:
+        """Has a published checkpoint uploaded; see the protocol."""
+        if self._mirror is not None:
+            self._mirror.committed(checkpoint, policy)
+
+    def settle(self, timeout_s: float | None = None) -> str | None:
+        """Waits for the uploads; see the protocol."""
+        return self._mirror.settle(timeout_s) if self._mirror is not None else None
+
+    def _opened(self) -> Mirror:
+        if self._mirror is None:
+            raise PluginError("the run was not opened", where="RemoteCheckpointIO", fix="call open() first")
+        return self._mirror
+
+    def _make_room(self) -> None:
+        if self._mirror is not None:
+            self._mirror.make_room()
+
+    def _store(self, url: str) -> Store:
+        return Store.open(url, self._config.storage_options, part_mib=self._config.part_mib)

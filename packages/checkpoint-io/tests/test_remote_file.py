@@ -1,0 +1,296 @@
+"""`checkpoint_io: remote`: what is committed is copied, nothing is deleted before, and everything is said."""
+
+from __future__ import annotations
+
+import logging
+import pickle
+import threading
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pydantic import ValidationError
+
+from fairlead.commit import Checkpoint, RetentionPolicy, checkpoint_name, list_checkpoints, publish, stage, write_file
+from fairlead.errors import CheckpointError, FingerprintError
+from fairlead.interfaces import CheckpointCopies, DurableSaves
+from fairlead.remote import Store
+from fairlead.remote import list_checkpoints as copies
+from fairlead.run import fingerprint
+from fairlead_checkpoint_io import AsyncCheckpointIOConfig, RemoteCheckpointIOConfig, TorchCheckpointIOConfig
+from fairlead_checkpoint_io.remote.runtime import RemoteCheckpointIO
+from fairlead_checkpoint_io.torch_file.runtime import TorchFileCheckpointIO
+
+JOB = {"trainer": {"precision": "32-true"}}
+MIB = 1 << 20
+
+
+class Gate:
+    """Lets the uploads of a store pass, hold, or fail."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.open = threading.Event()
+        self.open.set()
+        self.begun = threading.Event()
+        self.failing = False
+        put = Store.put
+
+        def gated(store: Store, file: Path, name: str) -> None:
+            self.begun.set()
+            assert self.open.wait(60)
+            if self.failing:
+                raise CheckpointError("cannot write an object", where=name, why="the store is away")
+            put(store, file, name)
+
+        monkeypatch.setattr(Store, "put", gated)
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
+    made = Gate(monkeypatch)
+    yield made
+    made.open.set()
+
+
+@pytest.fixture
+def url() -> str:
+    return f"memory://{uuid.uuid4().hex}"
+
+
+def remote(url: str, **settings: Any) -> RemoteCheckpointIO:
+    config = RemoteCheckpointIOConfig(url=url, **settings)
+    return RemoteCheckpointIO(config, TorchFileCheckpointIO(TorchCheckpointIOConfig()))
+
+
+def begun(io: RemoteCheckpointIO, run: Path, start: int = 1) -> list[tuple[str, dict[str, Any]]]:
+    """A start of a run; the events that it will have."""
+    (run / "checkpoints").mkdir(parents=True, exist_ok=True)
+    (run / "fingerprint.json").write_bytes(fingerprint(JOB).dump())
+    events: list[tuple[str, dict[str, Any]]] = []
+    io.open(run.name, fingerprint(JOB))
+    io.fetch(run)
+    io.begin(run, start, lambda name, **fields: events.append((name, fields)))
+    return events
+
+
+def saved(run: Path, step: int, size: int = 100, start: int = 1) -> Checkpoint:
+    staged = stage(run / "checkpoints", checkpoint_name(step), token="s1")
+    digest = write_file(staged / "state.ckpt", bytes([step]) * size)
+    return publish(staged, {"step": step, "start": start}, hashes={"state.ckpt": digest})
+
+
+def here(run: Path) -> list[int]:
+    return [checkpoint.step for checkpoint in list_checkpoints(run / "checkpoints")]
+
+
+def there(url: str, name: str = "gpt") -> list[int]:
+    return [checkpoint.step for checkpoint in copies(Store.open(f"{url}/{name}"))]
+
+
+def test_a_committed_checkpoint_is_copied_and_retention_is_the_same_there(url: str, tmp_path: Path) -> None:
+    io, run = remote(url), tmp_path / "gpt"
+    events = begun(io, run)
+    for step in (1, 2, 3):
+        io.committed(saved(run, step), RetentionPolicy(last=2))
+        assert io.settle() is None
+    assert here(run) == there(url) == [2, 3]
+    assert [name for name, _ in events] == ["uploaded"] * 3
+    assert isinstance(io, CheckpointCopies)
+    assert isinstance(io, DurableSaves)
+    io.teardown()
+
+
+def test_the_one_being_uploaded_stays_and_one_that_was_replaced_is_not_uploaded(
+    url: str, tmp_path: Path, gate: Gate
+) -> None:
+    io, run = remote(url), tmp_path / "gpt"
+    events = begun(io, run)
+    gate.open.clear()
+    io.committed(saved(run, 1), RetentionPolicy(last=1))
+    assert gate.begun.wait(60)
+    for step in (2, 3):
+        io.committed(saved(run, step), RetentionPolicy(last=1))
+    assert here(run) == [1, 3]
+    gate.open.set()
+    assert io.settle() is None
+    assert [fields["checkpoint"] for _, fields in events] == ["step-00000001", "step-00000003"]
+    assert there(url) == [3]
+    io.teardown()
+
+
+def test_a_save_waits_for_an_upload_that_makes_room(
+    url: str, tmp_path: Path, gate: Gate, caplog: pytest.LogCaptureFixture
+) -> None:
+    io, run = remote(url, keep_local_gib=2.5 / 1024), tmp_path / "gpt"
+    begun(io, run)
+    gate.open.clear()
+    for step in (1, 2):
+        io.committed(saved(run, step, MIB), RetentionPolicy(last=5))
+    done = threading.Event()
+
+    def save() -> None:
+        io.save_checkpoint({"w": torch.zeros(1)}, tmp_path / "next.ckpt")
+        done.set()
+
+    with caplog.at_level(logging.WARNING):
+        thread = threading.Thread(target=save)
+        thread.start()
+        assert gate.begun.wait(60)
+        assert not done.wait(0.5)
+        assert here(run) == [1, 2]
+        gate.open.set()
+        thread.join(60)
+    assert done.is_set()
+    assert "must be uploaded to make room" in caplog.text
+    assert here(run) == [2]
+    assert io.settle() is None
+    assert there(url) == [1, 2]
+    io.teardown()
+
+
+def test_when_uploads_fail_nothing_is_deleted_for_room_and_the_save_says_so(
+    url: str, tmp_path: Path, gate: Gate
+) -> None:
+    io, run = remote(url, keep_local_gib=2.5 / 1024), tmp_path / "gpt"
+    events = begun(io, run)
+    gate.failing = True
+    for step in (1, 2):
+        io.committed(saved(run, step, MIB), RetentionPolicy(last=5))
+    with pytest.raises(CheckpointError, match="could not be uploaded") as raised:
+        io.save_checkpoint({"w": torch.zeros(1)}, tmp_path / "next.ckpt")
+    assert "the store is away" in str(raised.value)
+    assert here(run) == [1, 2]
+    assert ("upload-failed", "step-00000002") in [(name, fields["checkpoint"]) for name, fields in events]
+    gate.failing = False
+    assert io.settle() is None  # tried again
+    assert there(url) == [1, 2]
+    io.teardown()
+
+
+def test_a_stop_that_is_short_of_time_says_what_is_lacking_and_the_next_start_uploads_it(
+    url: str, tmp_path: Path, gate: Gate
+) -> None:
+    io, run = remote(url), tmp_path / "gpt"
+    begun(io, run)
+    gate.open.clear()
+    io.committed(saved(run, 1), RetentionPolicy(last=1))
+    lacking = io.settle(0.1)
+    assert lacking is not None
+    assert f"step-00000001 is not on {url}/gpt yet: not finished within 0.1 s" in lacking
+    io.teardown()  # does not wait again
+    gate.open.set()
+    again = remote(url)
+    begun(again, run, start=2)
+    assert again.settle() is None
+    assert there(url) == [1]
+    again.teardown()
+
+
+def test_a_machine_without_the_run_gets_the_newest_sound_checkpoint_and_the_records(url: str, tmp_path: Path) -> None:
+    io, run = remote(url), tmp_path / "a" / "gpt"
+    begun(io, run)
+    (run / "metrics.csv").write_text("step,loss\n1,2\n")
+    for step in (1, 2, 3):
+        io.committed(saved(run, step), RetentionPolicy(last=5))
+        assert io.settle() is None
+    io.teardown()
+    Store.open(f"{url}/gpt").write("step-00000003/state.ckpt", b"x" * 100)
+    other = tmp_path / "b" / "gpt"
+    (other / "checkpoints").mkdir(parents=True)
+    fresh = remote(url)
+    fresh.open("gpt", fingerprint(JOB))
+    said = fresh.fetch(other)
+    assert "step-00000003: state.ckpt: its" in said[0]
+    assert "the checkpoint before it is used" in said[0]
+    assert said[1].startswith(f"downloaded step-00000002 from {url}/gpt")
+    assert here(other) == [2]
+    assert (other / "metrics.csv").read_text() == "step,loss\n1,2\n"
+    assert fresh.fetch(other) == said[:1]  # nothing newer that is sound
+
+
+def test_an_earlier_start_that_still_lives_uploads_nothing_more(url: str, tmp_path: Path) -> None:
+    old, new = remote(url), remote(url)
+    begun(old, tmp_path / "a" / "gpt", start=1)
+    begun(new, tmp_path / "b" / "gpt", start=2)
+    old.committed(saved(tmp_path / "a" / "gpt", 7), RetentionPolicy())
+    lacking = old.settle()
+    assert lacking is not None
+    assert "another start of this run writes to the store now" in lacking
+    assert "start 2 on" in lacking
+    assert there(url) == []
+    old.teardown()
+    new.teardown()
+
+
+def test_a_place_of_another_run_is_refused(url: str, tmp_path: Path) -> None:
+    io = remote(url)
+    begun(io, tmp_path / "gpt")
+    with pytest.raises(FingerprintError, match="32-true -> 16-mixed"):
+        remote(url).open("gpt", fingerprint({"trainer": {"precision": "16-mixed"}}))
+    with pytest.raises(FingerprintError, match="holds a run already"):
+        remote(url).open("gpt", fingerprint(JOB), new=True)
+    io.teardown()
+
+
+def test_a_url_is_loaded_and_a_damaged_one_is_not(url: str, tmp_path: Path) -> None:
+    io, run = remote(url), tmp_path / "gpt"
+    begun(io, run)
+    staged = stage(run / "checkpoints", checkpoint_name(1), token="s1")
+    io.save_checkpoint({"w": torch.arange(3)}, staged / "state.ckpt")
+    io.committed(publish(staged, {"step": 1}), RetentionPolicy())
+    assert io.settle() is None
+    assert torch.equal(io.load_checkpoint(f"{url}/gpt/step-00000001")["w"], torch.arange(3))
+    with pytest.raises(CheckpointError, match="there are: step-00000001"):
+        io.load_checkpoint(f"{url}/gpt/step-00000009")
+    store = Store.open(f"{url}/gpt")
+    store.write("step-00000001/state.ckpt", b"x" * (store.list()["step-00000001/state.ckpt"].size))
+    with pytest.raises(CheckpointError, match="checksum is wrong"):
+        io.load_checkpoint(f"{url}/gpt/step-00000001")
+    io.teardown()
+
+
+def test_a_manifest_of_a_stranger_cannot_write_elsewhere(url: str, tmp_path: Path) -> None:
+    made = saved(tmp_path / "gpt", 1)
+    (made.path / "state.ckpt").rename(tmp_path / "evil")
+    digest = made.manifest.files["state.ckpt"]
+    text = type(made.manifest).now({"../../../evil": digest}, {"step": 1}).dump()
+    store = Store.open(f"{url}/gpt")
+    store.write("step-00000001/manifest.json", text)
+    io = remote(url)
+    with pytest.raises(CheckpointError, match="leads out of the checkpoint"):
+        io.load_checkpoint(f"{url}/gpt/step-00000001")
+
+
+def test_a_ranks_copy_of_the_backend_has_no_thread(url: str, tmp_path: Path) -> None:
+    io = remote(url)
+    begun(io, tmp_path / "gpt")
+    assert pickle.loads(pickle.dumps(io)).settle() is None
+    io.teardown()
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"url": "runs/gpt"}, "is no URL"),
+        ({"url": "s3://"}, "names no place"),
+        ({"url": "s3://me:hidden@bucket/x"}, "holds a user or a password"),
+        ({"url": "s3://bucket/../x"}, "has a `.`"),
+        ({"url": "s3://b/x", "storage_options": {"secret": "hidden"}}, "is a secret"),
+        ({"url": "s3://b/x", "storage_options": {"client_kwargs": {"aws_session_token": "hidden"}}}, "is a secret"),
+        ({"url": "s3://b/x", "keep_local_gib": 0}, "greater than 0"),
+        ({"url": "s3://b/x", "part_mib": 1}, "greater than or equal to 5"),
+        ({"url": "s3://b/x", "inner": {"name": "remote", "url": "s3://b/y"}}, "cannot write through itself"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused(settings: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValidationError) as raised:
+        RemoteCheckpointIOConfig(**settings)
+    assert said in str(raised.value)
+
+
+def test_async_around_remote_is_told_the_other_way_round() -> None:
+    with pytest.raises(ValidationError, match="inner: async"):
+        AsyncCheckpointIOConfig.model_validate({"inner": {"name": "remote", "url": "s3://b/x"}})
