@@ -15,6 +15,7 @@ import shutil
 import statistics
 import sys
 import tempfile
+import threading
 import time
 import warnings
 from collections import defaultdict
@@ -32,7 +33,7 @@ from lightning.pytorch.plugins import AsyncCheckpointIO
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks._stats import options, paired_ratio, report
-from fairlead.commit import checkpoint_name, publish, stage
+from fairlead.commit import FileHash, checkpoint_name, publish, stage
 from fairlead_checkpoint_io import TorchCheckpointIOConfig
 from fairlead_checkpoint_io.async_file.runtime import AsyncFileCheckpointIO
 from fairlead_checkpoint_io.files.writing import write_state
@@ -103,7 +104,8 @@ class Sides:
         began = time.perf_counter()
         fd = os.open(self.target("raw"), os.O_WRONLY | os.O_CREAT)
         for tensor in self.tensors:
-            view = memoryview(tensor.numpy()).cast("B")
+            array: Any = tensor.numpy()
+            view = memoryview(array).cast("B")
             while view.nbytes:
                 view = view[os.write(fd, view) :]
         os.fsync(fd)
@@ -134,7 +136,7 @@ class Sides:
         root = self.target("ours")
         began = time.perf_counter()
         staged = stage(root, checkpoint_name(10), token="b")
-        self.ours.submit(self.state, staged / "state.ckpt", lambda: _publish(staged))
+        self.ours.submit(self.state, staged / "state.ckpt", lambda digest: _publish(staged, digest))
         self.note("Fairlead torch", began)
 
     # -- saves that go on behind the loop: blocked, then durable
@@ -158,7 +160,7 @@ class Sides:
         root = self.target("ours-async")
         began = time.perf_counter()
         staged = stage(root, checkpoint_name(10), token="b")
-        self.ours_async.submit(self.state, staged / "state.ckpt", lambda: _publish(staged))
+        self.ours_async.submit(self.state, staged / "state.ckpt", lambda digest: _publish(staged, digest))
         self.note("Fairlead async, blocked", began)
         self.ours_async.wait()
         self.note("Fairlead async, durable", began)
@@ -184,8 +186,8 @@ SIDES = [
 ]
 
 
-def _publish(staged: Path) -> None:
-    publish(staged, {"step": 10, "start": 1})
+def _publish(staged: Path, digest: FileHash | None) -> None:
+    publish(staged, {"step": 10, "start": 1}, hashes={"state.ckpt": digest} if digest else {})
 
 
 # -- what the steps feel
@@ -199,7 +201,8 @@ class Steps:
 
     def times(self, until: Callable[[float], bool]) -> list[float]:
         """Seconds of each step until the condition holds, which is told the seconds since the beginning."""
-        taken, began = [], time.perf_counter()
+        taken: list[float] = []
+        began = time.perf_counter()
         while not taken or not until(time.perf_counter() - began):
             step = time.perf_counter()
             for _ in range(4):
@@ -225,7 +228,7 @@ class Savers:
     def __init__(self, sides: Sides) -> None:
         self.sides = sides
         context = multiprocessing.get_context("spawn")
-        shared: State = {**sides.state, "state_dict": {k: t.share_memory_() for k, t in _copies(sides.state).items()}}
+        shared: State = {**sides.state, "state_dict": _shared(sides.state)}
         self.path = sides.folder / "process"
         self.go, self.done = context.Event(), context.Event()
         self.process = context.Process(target=_writes, args=(shared, self.path, self.go, self.done), daemon=True)
@@ -234,12 +237,15 @@ class Savers:
             raise RuntimeError("the writing process did not start")
 
     def ours(self) -> Callable[[], bool]:
-        ended: list[bool] = []
+        ended = threading.Event()
         staged = stage(self.sides.target("ours"), checkpoint_name(10), token="b")
-        self.sides.ours_async.submit(
-            self.sides.state, staged / "state.ckpt", lambda: (_publish(staged), ended.append(True))[0]
-        )
-        return lambda: bool(ended)
+
+        def then(digest: FileHash | None) -> None:
+            _publish(staged, digest)
+            ended.set()
+
+        self.sides.ours_async.submit(self.sides.state, staged / "state.ckpt", then)
+        return ended.is_set
 
     def another_process(self) -> Callable[[], bool]:
         """What ours would be with a process instead of a thread, the copy into shared memory left out."""
@@ -259,8 +265,10 @@ class Savers:
         return lambda: bool(future.done())
 
 
-def _copies(state: State) -> dict[str, torch.Tensor]:
-    return {name: tensor.clone() for name, tensor in state["state_dict"].items()}
+def _shared(state: State) -> dict[str, Any]:
+    """Copies that another process sees."""
+    copies: dict[str, Any] = {name: tensor.clone() for name, tensor in state["state_dict"].items()}
+    return {name: tensor.share_memory_() for name, tensor in copies.items()}
 
 
 def _writes(state: State, path: Path, go: Event, done: Event) -> None:

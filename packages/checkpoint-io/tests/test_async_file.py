@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 
+from fairlead.commit import FileHash
 from fairlead.errors import CheckpointError
 from fairlead.interfaces import BuildContext, DurableSaves
 from fairlead.plugins import PluginManager
@@ -255,7 +256,7 @@ def test_then_runs_when_the_file_is_durable_and_not_after_a_failure(
     seen: list[tuple[str, bool]] = []
     assert isinstance(backend, DurableSaves)
 
-    def publish() -> None:
+    def publish(digest: FileHash | None) -> None:
         seen.append((threading.current_thread().name, (tmp_path / "good.ckpt").exists()))
 
     backend.submit({"n": 1}, tmp_path / "good.ckpt", publish)
@@ -274,7 +275,7 @@ def test_an_error_of_then_is_a_failure_of_its_save(
 ) -> None:
     inner.gate.set()
 
-    def publish() -> None:
+    def publish(digest: FileHash | None) -> None:
         raise CheckpointError("the manifest was not written", fix="free some space")
 
     backend.submit({"n": 1}, tmp_path / "x.ckpt", publish)
@@ -288,7 +289,7 @@ def test_then_that_waits_for_itself_is_an_error_and_no_deadlock(
     backend: AsyncFileCheckpointIO, inner: Gated, tmp_path: Path
 ) -> None:
     inner.gate.set()
-    backend.submit({"n": 1}, tmp_path / "x.ckpt", backend.wait)
+    backend.submit({"n": 1}, tmp_path / "x.ckpt", lambda _: backend.wait())
     with pytest.raises(CheckpointError, match="in the background") as caught:
         backend.wait()
     assert "must not call" in str(caught.value.why)

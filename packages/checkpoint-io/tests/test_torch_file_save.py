@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from fairlead.commit import Syscalls
+from fairlead.commit import FileHash, Syscalls, hash_file
 from fairlead.errors import CheckpointError, ConfigError
 from fairlead.interfaces import DurableSaves
 from fairlead_checkpoint_io import TorchCheckpointIOConfig
@@ -219,13 +219,13 @@ def test_urls_and_options_are_refused(backend: TorchFileCheckpointIO, tmp_path: 
 
 
 def test_then_follows_the_durable_file(backend: TorchFileCheckpointIO, tmp_path: Path) -> None:
-    seen: list[list[str]] = []
+    seen: list[tuple[list[str], FileHash | None]] = []
     assert isinstance(backend, DurableSaves)
-    backend.submit({"a": 1}, tmp_path / "x.ckpt", lambda: seen.append(os.listdir(tmp_path)))
-    assert seen == [["x.ckpt"]]
+    backend.submit({"a": 1}, tmp_path / "x.ckpt", lambda digest: seen.append((os.listdir(tmp_path), digest)))
+    assert seen == [(["x.ckpt"], hash_file(tmp_path / "x.ckpt"))]
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointError):
-        backend.submit({"a": 1}, tmp_path / "file" / "x.ckpt", lambda: seen.append([]))
+        backend.submit({"a": 1}, tmp_path / "file" / "x.ckpt", lambda digest: seen.append(([], digest)))
     assert len(seen) == 1
     backend.wait()
 

@@ -142,12 +142,14 @@ class DurableSaves(Protocol):
     `save_checkpoint`, which then must not return before the file is complete.
     """
 
-    def submit(self, checkpoint: dict[str, Any], path: str | os.PathLike[str], then: Callable[[], None]) -> None:
+    def submit(
+        self, checkpoint: dict[str, Any], path: str | os.PathLike[str], then: Callable[[FileHash | None], None]
+    ) -> None:
         """Saves as `save_checkpoint` does and calls `then` once the file is durable.
 
-        `then` runs in the calling thread before this returns (synchronous backends) or later in
-        the thread that writes; it must not call this object.  It is not called when the save
-        fails; when it raises, that counts as a failure of this save.
+        `then` takes the file's checksum, or None where it was not computed in passing.  It runs in the calling thread
+        before this returns (synchronous backends) or later in the thread that writes; it must not call this object.
+        It is not called when the save fails; when it raises, that counts as a failure of this save.
 
         Raises:
             FairleadError: This save failed (`where` is this path), or an earlier one did (`where`

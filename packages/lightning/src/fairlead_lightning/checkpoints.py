@@ -20,7 +20,6 @@ import torch
 from lightning.pytorch.callbacks import Checkpoint
 
 from fairlead.commit import (
-    FileHash,
     FileWriter,
     RetentionPolicy,
     abandon,
@@ -38,6 +37,7 @@ from fairlead.errors import CheckpointError, FairleadError
 from fairlead_lightning import _lightning_compat as compat
 from fairlead_lightning.committing import (
     CommittingIO,
+    Hashes,
     copies_of,
     make_room,
     of_earlier_saves,
@@ -252,7 +252,7 @@ class Checkpoints(Checkpoint):
             return
         assert staged is not None
 
-        def commit(hashes: Mapping[str, FileHash]) -> None:
+        def commit(hashes: Hashes) -> None:
             published = publish(staged, metadata, hashes=hashes)
             self.session.event(
                 "checkpoint",

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from lightning.fabric.plugins import CheckpointIO
 
-from fairlead.commit import Checkpoint, RetentionPolicy, abandon, retain
+from fairlead.commit import Checkpoint, FileHash, RetentionPolicy, abandon, retain
 from fairlead.errors import CheckpointError, FairleadError
 from fairlead.interfaces import CheckpointCopies, DurableSaves, ShardedLoads, ShardedSaves
 from fairlead_lightning.session import STATE_FILE
 
-__all__ = ["CommittingIO", "copies_of", "make_room", "of_earlier_saves", "raised_by", "retain_everywhere"]
+__all__ = ["CommittingIO", "Hashes", "copies_of", "make_room", "of_earlier_saves", "raised_by", "retain_everywhere"]
+
+
+Hashes = Mapping[str, FileHash]
+"""The checksums that were computed in passing, by file name."""
 
 
 class CommittingIO(CheckpointIO):
@@ -31,10 +35,10 @@ class CommittingIO(CheckpointIO):
     def __init__(self, inner: CheckpointIO) -> None:
         super().__init__()
         self.inner = inner
-        self._then: Callable[[], None] | None = None
+        self._then: Callable[[Hashes], None] | None = None
         self._error: FairleadError | OSError | None = None
 
-    def follow_with(self, then: Callable[[], None]) -> None:
+    def follow_with(self, then: Callable[[Hashes], None]) -> None:
         """Runs `then` after the next save, as soon as its file is durable; `finish` tells whether that save failed."""
         self._then = then
 
@@ -50,7 +54,7 @@ class CommittingIO(CheckpointIO):
         error, self._error = self._error, None
         if then is not None:
             try:
-                then()
+                then({})
             except (FairleadError, OSError) as raised:
                 return raised
         return error
@@ -67,10 +71,10 @@ class CommittingIO(CheckpointIO):
             return
         try:
             if storage_options is None and isinstance(self.inner, DurableSaves):
-                self.inner.submit(checkpoint, path, then)
+                self.inner.submit(checkpoint, path, lambda digest: then({Path(path).name: digest} if digest else {}))
             else:
                 self.inner.save_checkpoint(checkpoint, path, storage_options)
-                then()
+                then({})
         except (FairleadError, OSError) as error:
             self._error = error
 

@@ -26,6 +26,7 @@ from fairlead.commit import (
 from fairlead.errors import CheckpointError, ConfigError, FairleadError
 from fairlead_lightning.committing import (
     CommittingIO,
+    Hashes,
     copies_of,
     make_room,
     of_earlier_saves,
@@ -97,9 +98,9 @@ class LoopCheckpoints:
             return False
         assert staged is not None
 
-        def commit() -> None:
-            hashes = {rank_file(rank): digest for rank, (digest, _) in enumerate(reports) if digest is not None}
-            published = publish(staged, metadata, hashes=hashes)
+        def commit(hashes: Hashes) -> None:
+            own = {rank_file(rank): digest for rank, (digest, _) in enumerate(reports) if digest is not None}
+            published = publish(staged, metadata, hashes={**own, **hashes})
             self.session.event(
                 "checkpoint",
                 step=step,
@@ -158,7 +159,7 @@ class LoopCheckpoints:
         except (FairleadError, OSError) as error:
             return staged, None, error
 
-    def _write(self, file: Path, state: Mapping[str, Any], commit: Callable[[], None]) -> _Problem:
+    def _write(self, file: Path, state: Mapping[str, Any], commit: Callable[[Hashes], None]) -> _Problem:
         """Has the strategy write the shared state, then commits; what went wrong, as rank 0 knows it."""
         if self._io is not None:
             if self.fabric.is_global_zero:
@@ -172,7 +173,7 @@ class LoopCheckpoints:
             error = explained(raised, file)
             self.fabric.barrier()  # the others wait at the end of their `save`
         error = first_error(gathered(error))
-        return raised_by(commit) if error is None and self.fabric.is_global_zero else error
+        return raised_by(partial(commit, {})) if error is None and self.fabric.is_global_zero else error
 
     def _fail(self, step: int, error: _Problem, staged: Path | None = None) -> None:
         """Says loudly that a checkpoint was not written, and deletes what there is of it."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
@@ -16,17 +16,16 @@ from lightning.pytorch.profilers import Profiler
 from lightning.pytorch.trainer.states import TrainerStatus
 from torch.distributed.checkpoint.api import CheckpointException
 
-from fairlead.commit import FileHash
 from fairlead.errors import CheckpointError, ConfigError, FairleadError
 from fairlead.interfaces import ShardedSaves
 from fairlead_lightning import _lightning_compat as compat
-from fairlead_lightning.committing import CommittingIO, raised_by
+from fairlead_lightning.committing import CommittingIO, Hashes, raised_by
 
 __all__ = ["explained", "first_error", "gathered", "meet", "save_and_commit", "save_on_all_ranks"]
 
 T = TypeVar("T")
 Problem = FairleadError | OSError | None
-Commit = Callable[[Mapping[str, FileHash]], None]
+Commit = Callable[[Hashes], None]
 """Publishes what was written; takes the checksums that are known, by name in the checkpoint."""
 
 # What compilers and wrappers put into the names of parameters; torch leaves it out of sharded states, too.
@@ -55,7 +54,7 @@ def save_and_commit(trainer: L.Trainer, file: Path, weights_only: bool, commit: 
         io = trainer.strategy.checkpoint_io
         follows = io if zero and isinstance(io, CommittingIO) else None
         if follows is not None:
-            follows.follow_with(partial(commit, {}))
+            follows.follow_with(commit)
         error = None
         try:
             trainer.strategy.save_checkpoint(checkpoint, file)
@@ -144,7 +143,7 @@ def _sharded(trainer: L.Trainer) -> ShardedSaves | None:
 
 
 def _submit(trainer: L.Trainer, shards: ShardedSaves, checkpoint: dict[str, Any], file: Path, commit: Commit) -> None:
-    def then(hashes: Mapping[str, FileHash]) -> None:
+    def then(hashes: Hashes) -> None:
         commit({f"{file.name}/{name}": digest for name, digest in hashes.items()})
 
     module = trainer.lightning_module

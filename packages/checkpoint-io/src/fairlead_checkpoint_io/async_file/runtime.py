@@ -9,8 +9,9 @@ from typing import Any
 
 from lightning.fabric.plugins import CheckpointIO
 
+from fairlead.commit import FileHash
 from fairlead.errors import CheckpointError, PluginError
-from fairlead.interfaces import BuildContext, ShardedLoads
+from fairlead.interfaces import BuildContext, DurableSaves, ShardedLoads
 from fairlead_checkpoint_io.async_file.config import AsyncCheckpointIOConfig
 from fairlead_checkpoint_io.async_file.writer import Writer
 from fairlead_checkpoint_io.files.buffers import HostBuffers
@@ -66,9 +67,11 @@ class AsyncFileCheckpointIO(CheckpointIO):
             ConfigError: `storage_options` were given; there are none.
         """
         refuse_options(storage_options)
-        self.submit(checkpoint, os.fspath(path), lambda: None)
+        self.submit(checkpoint, os.fspath(path), lambda _: None)
 
-    def submit(self, checkpoint: dict[str, Any], path: str | os.PathLike[str], then: Callable[[], None]) -> None:
+    def submit(
+        self, checkpoint: dict[str, Any], path: str | os.PathLike[str], then: Callable[[FileHash | None], None]
+    ) -> None:
         """Saves, and calls `then` in the writing thread; see `fairlead.interfaces.DurableSaves`."""
         target, writer = local_path(path), self._started()
         writer.acquire()
@@ -81,8 +84,12 @@ class AsyncFileCheckpointIO(CheckpointIO):
             raise
 
         def write() -> None:
-            self._inner.save_checkpoint(state, target)
-            then()
+            if isinstance(self._inner, DurableSaves):
+                self._inner.submit(state, target, then)
+                self._inner.wait()
+            else:
+                self._inner.save_checkpoint(state, target)
+                then(None)
 
         earlier = writer.take_errors()
         writer.save(target, write, lambda: self._buffers.give(arena))

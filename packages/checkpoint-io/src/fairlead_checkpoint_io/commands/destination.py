@@ -62,7 +62,7 @@ def prepare_target(target: Path, *sources: Path, overwrite: bool, where: str) ->
         )
 
 
-def write_file_whole(target: Path, write: Callable[[Path], None]) -> None:
+def write_file_whole(target: Path, write: Callable[[Path], object]) -> None:
     """Makes a file with `write`, which is given another name in the same folder; then gives it its own.
 
     Raises:

@@ -8,7 +8,7 @@ from typing import IO, Any, cast
 
 import torch
 
-from fairlead.commit import FileWriter, Syscalls, atomic_write
+from fairlead.commit import FileHash, FileWriter, Syscalls, atomic_write, default_algorithm
 from fairlead.commit.files import disk_error, ensure_dir
 from fairlead.errors import CheckpointError, FairleadError
 
@@ -31,11 +31,14 @@ def local_path(path: str | os.PathLike[str]) -> Path:
     return Path(text.removeprefix("file://"))
 
 
-def write_state(state: dict[str, Any], path: Path, *, syscalls: Syscalls | None = None) -> None:
+def write_state(state: dict[str, Any], path: Path, *, syscalls: Syscalls | None = None) -> FileHash:
     """Replaces `path` by a file with this state, atomically and durably; directories are made when missing.
 
     torch writes into a file object, so that the archive inside has a fixed name instead of the file's, and
     the memory of large tensors goes to the kernel as it is.
+
+    Returns:
+        The file's checksum, computed in passing.
 
     Raises:
         CheckpointError: The disk refused, or something in the state cannot be pickled. `path` is as before.
@@ -47,7 +50,7 @@ def write_state(state: dict[str, Any], path: Path, *, syscalls: Syscalls | None 
         raise disk_error(error, f"cannot make the directory of {path.name}", path.parent) from error
 
     try:
-        atomic_write(path, lambda file: dump(state, file), syscalls=system)
+        return atomic_write(path, lambda file: dump(state, file), algorithm=default_algorithm(), syscalls=system)
     except (FairleadError, OSError, MemoryError):
         raise
     except Exception as error:  # pickling calls the objects' own methods

@@ -11,7 +11,7 @@ from typing import Any
 
 from lightning.fabric.plugins import CheckpointIO
 
-from fairlead.commit import Checkpoint, RetentionPolicy
+from fairlead.commit import Checkpoint, FileHash, RetentionPolicy
 from fairlead.errors import PluginError
 from fairlead.interfaces import BuildContext, DurableSaves
 from fairlead.remote import Store, fetch, is_url, split_checkpoint_url
@@ -67,14 +67,16 @@ class RemoteCheckpointIO(CheckpointIO):
         self._make_room()
         self._inner.save_checkpoint(checkpoint, os.fspath(path), storage_options)
 
-    def submit(self, checkpoint: dict[str, Any], path: str | os.PathLike[str], then: Callable[[], None]) -> None:
+    def submit(
+        self, checkpoint: dict[str, Any], path: str | os.PathLike[str], then: Callable[[FileHash | None], None]
+    ) -> None:
         """Writes a local file once there is room, and calls `then`; see `fairlead.interfaces.DurableSaves`."""
         self._make_room()
         if isinstance(self._inner, DurableSaves):
             self._inner.submit(checkpoint, path, then)
         else:
             self._inner.save_checkpoint(checkpoint, os.fspath(path))
-            then()
+            then(None)
 
     def wait(self) -> None:
         """Returns when all local files are durable; for their copies there is `settle`."""

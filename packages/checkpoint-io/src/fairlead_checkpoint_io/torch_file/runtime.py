@@ -9,7 +9,7 @@ from typing import Any
 
 from lightning.fabric.plugins import CheckpointIO
 
-from fairlead.commit import Syscalls
+from fairlead.commit import FileHash, Syscalls
 from fairlead.commit.checkpoints import to_trash
 from fairlead.commit.files import disk_error, remove_tree
 from fairlead.errors import ConfigError
@@ -55,9 +55,12 @@ class TorchFileCheckpointIO(CheckpointIO):
             ConfigError: `storage_options` were given; there are none.
         """
         refuse_options(storage_options)
+        self._save(checkpoint, path)
+
+    def _save(self, checkpoint: dict[str, Any], path: str | os.PathLike[str]) -> FileHash:
         target = local_path(path)
         snapshot = self._on_host(checkpoint)
-        write_state(snapshot.state, target)
+        digest = write_state(snapshot.state, target)
         if snapshot.foreign:
             names = [n for n in unsafe_globals(target) if n not in self._config.safe_globals]
             if not self._warned.issuperset(names):
@@ -68,11 +71,13 @@ class TorchFileCheckpointIO(CheckpointIO):
                     target,
                     ", ".join(names),
                 )
+        return digest
 
-    def submit(self, checkpoint: dict[str, Any], path: str | os.PathLike[str], then: Callable[[], None]) -> None:
+    def submit(
+        self, checkpoint: dict[str, Any], path: str | os.PathLike[str], then: Callable[[FileHash | None], None]
+    ) -> None:
         """Saves, then calls `then`; see `fairlead.interfaces.DurableSaves`."""
-        self.save_checkpoint(checkpoint, os.fspath(path))
-        then()
+        then(self._save(checkpoint, path))
 
     def wait(self) -> None:
         """Returns at once: nothing is ever pending."""

@@ -130,12 +130,16 @@ def atomic_write(
     path: Path,
     content: Content,
     *,
+    algorithm: str = "crc32",
     error: type[FairleadError] = CheckpointError,
     syscalls: Syscalls | None = None,
-) -> None:
+) -> FileHash:
     """Replaces a single file as a whole: whoever reads it, and whenever the power fails, it is old or new.
 
     Written under another name in the same directory, fsynced, renamed, the directory fsynced.
+
+    Returns:
+        The checksum by `algorithm`, computed in passing.
 
     Raises:
         CheckpointError: (or the class given as `error`) the disk refused; the old file is untouched.
@@ -143,7 +147,7 @@ def atomic_write(
     system = syscalls or Syscalls()
     temporary = path.with_name(f"{_TEMPORARY}{secrets.token_hex(6)}")
     try:
-        _write(temporary, content, os.O_EXCL, "crc32", system)
+        digest = _write(temporary, content, os.O_EXCL, algorithm, system)
         try:
             system.rename(temporary, path)
         except OSError:
@@ -153,6 +157,7 @@ def atomic_write(
         system.fsync_dir(path.parent)
     except OSError as failure:
         raise disk_error(failure, f"cannot write {path.name}", path, error) from failure
+    return digest
 
 
 def ensure_dir(path: Path, syscalls: Syscalls) -> None:
