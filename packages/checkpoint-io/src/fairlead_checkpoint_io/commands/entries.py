@@ -82,7 +82,7 @@ def _flat(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
     ):
         for index, item in enumerate(value):
             yield from _flat(item, f"{path}.{index}")
-    else:
+    elif path:  # all of an empty file is nothing
         yield path, value
 
 
