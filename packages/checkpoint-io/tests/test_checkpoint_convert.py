@@ -155,7 +155,9 @@ def test_what_is_no_tensor_is_left_out_of_safetensors_loudly(fairlead: Command, 
 
 def test_a_file_of_nothing_but_tensors_is_weights(fairlead: Command, tmp_path: Path) -> None:
     torch.save(OrderedDict(a=torch.ones(2)), tmp_path / "weights.pt")
-    assert fairlead("convert", "weights.pt", "w.safetensors", "--to", "safetensors").code == 0
+    for to in ("safetensors", "distributed"):
+        assert fairlead("convert", "weights.pt", f"w.{to}", "--to", to).code == 0
+        assert fairlead("diff", f"w.{to}", "weights.pt").code == 0
     torch.save({"step": 3}, tmp_path / "nothing.pt")
     said = fairlead("convert", "nothing.pt", "n.safetensors", "--to", "safetensors")
     assert (said.code, "this file holds no weights" in said.err) == (2, True)

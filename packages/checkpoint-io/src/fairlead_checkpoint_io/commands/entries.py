@@ -48,7 +48,11 @@ def entries_of(source: Source, trust: Sequence[str] = ()) -> dict[str, Any]:
         CheckpointError: Something is missing, damaged, or an object that is not in `trust`.
     """
     if source.format == "torch":
-        found = dict(_flat(_mapped(source.content, trust)))
+        state = _mapped(source.content, trust)
+        bare = isinstance(state, Mapping) and all(isinstance(value, torch.Tensor) for value in state.values())
+        found = dict(
+            _flat({"state_dict": state} if bare else state)
+        )  # a file of weights alone has no names around them
     elif source.format == "distributed":
         found = _distributed(source.content, trust)
     elif source.format == "safetensors":
@@ -82,7 +86,7 @@ def _flat(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
     ):
         for index, item in enumerate(value):
             yield from _flat(item, f"{path}.{index}")
-    else:
+    elif path:  # all of an empty file is nothing
         yield path, value
 
 
