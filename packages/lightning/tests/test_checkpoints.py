@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from tiny_job import Data, Line, checkpoints, events, fit, latest, loader, make_trainer, metric_rows
 
 from fairlead import RunConfig, Trainer
-from fairlead.commit import Syscalls, verify
+from fairlead.commit import Checkpoint, Syscalls, publish, verify
 from fairlead.errors import CheckpointError
 
 
@@ -117,6 +118,34 @@ def test_async_saves_are_committed_when_durable_and_drained_at_the_end(tmp_path:
     assert [e["step"] for e in events(run, "checkpoint")] == [2, 4, 6, 8, 10, 12]
     assert all(verify(c.path, deep=True) == [] for c in checkpoints(run))
     assert latest(run).step == 12
+
+
+@pytest.mark.parametrize("backend", ["async", {"name": "distributed", "background": True}], ids=["async", "shards"])
+def test_two_saves_of_one_step_do_not_write_into_each_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, backend: Any
+) -> None:
+    """One is due at the step and one after its validation, while a slow disk still has the first."""
+
+    def slowly(*args: Any, **kwargs: Any) -> Checkpoint:
+        time.sleep(0.3)
+        return publish(*args, **kwargs)
+
+    monkeypatch.setattr("fairlead_lightning.checkpoints.publish", slowly)
+    fit(
+        tmp_path,
+        max_steps=8,
+        val_check_interval=4,
+        checkpoint_io=backend,
+        checkpoint={"every_n_steps": 2, "keep_last": 9},
+    )
+    found = checkpoints(tmp_path / "run")
+    assert [(c.step, c.version) for c in found] == [(2, 1), (4, 2), (6, 1), (8, 1)]
+    for one in found:
+        assert verify(one.path, deep=True) == []
+        assert "rank-00000.pt" in one.manifest.files
+        assert any(name.startswith("state.ckpt") for name in one.manifest.files)
+    assert "val/loss" in found[1].metadata["metrics"]
+    assert [e["step"] for e in events(tmp_path / "run", "checkpoint-failed")] == []
 
 
 @pytest.mark.parametrize("backend", ["torch", "async"])

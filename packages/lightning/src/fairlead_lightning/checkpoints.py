@@ -75,7 +75,7 @@ class Checkpoints(Checkpoint):
         self.monitor: str | None = config.monitor
         self.best_model_path = ""
         """Where training begins and ends, the best by `monitor`, else the newest: what `ckpt_path="best"` loads."""
-        self._saved_step = -1
+        self._saved_step = self._staged_step = -1
         self._saved_at = time.monotonic()
         self._last_step = 0
         self._accumulate = 1
@@ -241,6 +241,12 @@ class Checkpoints(Checkpoint):
         step = trainer.global_step
         if step == self._saved_step:
             return
+        if step == self._staged_step:  # its stage may still be written, and the next save would write into it
+            error = self._drained(trainer)
+            if trainer.is_global_zero:
+                self._report(trainer, error, reason)
+                make_room(error)
+        self._staged_step = step
         began = time.monotonic()
         metadata, policy = self._metadata(trainer), self._policy()
         staged, error = self._staged(trainer)

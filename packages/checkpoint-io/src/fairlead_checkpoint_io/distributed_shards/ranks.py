@@ -20,16 +20,18 @@ R = TypeVar("R")
 
 
 class Ranks:
-    """Two gloo groups of all ranks, one for each thread that talks; nothing where there is one rank only.
+    """A gloo group of all ranks; nothing where there is one rank only.
 
     An error of one rank is raised on all of them, and so is the loss of a rank.
 
     Args:
         timeout: How long one rank waits for another.
         alone: This rank does it all, whatever other ranks there are.
+        overlapping: The thread that trains may talk while the one that writes does: each gets a group of its own.  It
+            costs a socket for every other rank, so it is made only where it is needed.
     """
 
-    def __init__(self, timeout: timedelta, *, alone: bool = False) -> None:
+    def __init__(self, timeout: timedelta, *, alone: bool = False, overlapping: bool = False) -> None:
         grouped = not alone and dist.is_initialized()
         self._world = dist.group.WORLD if grouped else None
         self.rank = dist.get_rank() if grouped else 0
@@ -37,7 +39,8 @@ class Ranks:
         self._timeout = timeout
         self._front = self._back = None
         if self.size > 1:
-            self._front = dist.new_group(backend="gloo", timeout=timeout, group_desc="checkpoints")
+            self._front = self._back = dist.new_group(backend="gloo", timeout=timeout, group_desc="checkpoints")
+        if self.size > 1 and overlapping:
             self._back = dist.new_group(backend="gloo", timeout=timeout, group_desc="checkpoints-writing")
 
     @property

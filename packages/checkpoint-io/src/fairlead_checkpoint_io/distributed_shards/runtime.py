@@ -66,7 +66,8 @@ class DistributedCheckpointIO(CheckpointIO):
     def meet(self) -> None:
         """Makes the groups in which the ranks talk about saves; on all ranks, when the training is not talking."""
         if self._ranks is None or not self._ranks.usable:
-            self._ranks, self._agreed = Ranks(self._config.timeout), None
+            overlapping = self._config.background and self._config.max_in_flight > 1
+            self._ranks, self._agreed = Ranks(self._config.timeout, overlapping=overlapping), None
 
     def submit_shards(
         self,
