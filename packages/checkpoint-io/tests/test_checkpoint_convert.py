@@ -17,7 +17,7 @@ from safetensors import safe_open
 from safetensors.torch import load_model
 
 from fairlead.commit import publish, stage
-from fairlead_checkpoint_io.files.dcp_reading import METADATA
+from fairlead_checkpoint_io.files.metadata import CONTENTS
 
 RECORDED = Path(__file__).parent / "recorded" / "deepspeed"
 TRUST = (
@@ -104,7 +104,7 @@ def test_torch_to_distributed_and_back_loses_no_bit(fairlead: Command, tmp_path:
     state["optimizer_states"] = state["optimizer_states"][: 1 if named else 2]
     torch.save(state, tmp_path / "a.ckpt")
     assert fairlead("convert", "a.ckpt", "sharded", "--to", "distributed").code == 0
-    assert METADATA in left(tmp_path / "sharded")
+    assert CONTENTS in left(tmp_path / "sharded")
     assert fairlead("convert", "sharded", "b.ckpt", "--to", "torch").code == 0
     assert same(load(tmp_path / "b.ckpt"), state)
     assert left(tmp_path) == {"a.ckpt", "b.ckpt", "sharded"}
@@ -227,7 +227,7 @@ def test_nothing_is_unpickled_that_was_not_named(fairlead: Command, plain: Path,
     else:
         fairlead("convert", plain, "bad", "--to", "distributed")
         if place == "metadata":
-            (tmp_path / "bad" / METADATA).write_bytes(pickle.dumps(Evil(mark)))
+            (tmp_path / "bad" / CONTENTS).write_bytes(pickle.dumps(Evil(mark)))
         elif place == "rest":
             torch.save({"x": Evil(mark)}, tmp_path / "bad" / "meta.pt")
         else:
@@ -283,7 +283,7 @@ def test_damage_is_said_and_nothing_is_written(fairlead: Command, plain: Path, t
 
 def test_metadata_that_leads_out_of_the_folder_is_refused(fairlead: Command, plain: Path, tmp_path: Path) -> None:
     fairlead("convert", plain, "sharded", "--to", "distributed")
-    path = tmp_path / "sharded" / METADATA
+    path = tmp_path / "sharded" / CONTENTS
     data = path.read_bytes()
     assert b"__0_0.distcp" in data
     path.write_bytes(data.replace(b"__0_0.distcp", b"../plain.ckp"))

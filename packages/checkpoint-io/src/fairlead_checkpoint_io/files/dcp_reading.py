@@ -1,13 +1,12 @@
 """Reads what torch.distributed.checkpoint (DCP) has written, in one process, without running anything from it.
 
-torch unpickles DCP's `.metadata` and its entries of plain data without restriction.  Here the first goes through an
-unpickler that knows DCP's own classes only, the others through `weights_only=True`.
+torch unpickles DCP's `.metadata` and its entries of plain data without restriction.  Here the first goes through
+`read_contents`, the others through `weights_only=True`.
 """
 
 from __future__ import annotations
 
 import io
-import itertools
 import os
 import pickle
 import re
@@ -25,40 +24,13 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
 from fairlead.errors import CheckpointError
+from fairlead_checkpoint_io.files.layout import put
+from fairlead_checkpoint_io.files.metadata import CONTENTS, is_sharded, read_contents
 
-__all__ = ["METADATA", "SafeLoadPlanner", "SafeReader", "missing_files", "nested", "read_flat"]
-
-METADATA: Final = ".metadata"
-"""The file that makes a folder one of DCP's."""
+__all__ = ["SafeLoadPlanner", "SafeReader", "missing_files", "nested", "read_flat"]
 
 # What weights_only=True says of a name that it does not load.
 _GLOBAL: Final = re.compile(r"GLOBAL ([\w.]+)")
-_KNOWN: Final = {
-    "torch.distributed.checkpoint.metadata": (
-        *("Metadata", "MetadataIndex", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata"),
-        *("TensorProperties", "StorageMeta", "_MEM_FORMAT_ENCODING"),
-    ),
-    "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),
-    "torch.serialization": ("_get_layout",),
-    "collections": ("OrderedDict",),
-    "pathlib": ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath"),
-    "pathlib._local": ("PosixPath", "WindowsPath"),
-}
-
-
-class _MetadataUnpickler(pickle.Unpickler):
-    """Knows the classes that DCP's metadata consists of, and nothing that does anything."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        if module == "torch":
-            value = getattr(torch, name, None)
-            if value is torch.Size or isinstance(value, torch.dtype):
-                return value
-        elif name in _KNOWN.get(module, ()):
-            if module.startswith("pathlib"):
-                return os.path.join  # where it was once written to; another system's path cannot even be made here
-            return super().find_class(module, name)
-        raise pickle.UnpicklingError(f"it names {module}.{name}, which is no part of such metadata")
 
 
 class SafeReader(FileSystemReader):
@@ -156,14 +128,10 @@ def read_flat(reader: SafeReader, names: Iterable[str] | None = None) -> dict[st
 
 def nested(reader: SafeReader, flat: Mapping[str, Any]) -> dict[str, Any]:
     """The state as it was before DCP made its names flat.  Empty mappings are not stored and do not come back."""
-    paths = reader.read_metadata().planner_data or {}
+    places = reader.read_metadata().planner_data or {}
     state: dict[str, Any] = {}
     for name, value in flat.items():
-        way = paths.get(name, (name,))
-        place: Any = state
-        for key, following in itertools.pairwise(way):
-            place = _inside(place, key, [] if isinstance(following, int) else {})
-        _put(place, way[-1], value)
+        put(state, places.get(name, (name,)), value)
     return state
 
 
@@ -185,40 +153,9 @@ def missing_files(folder: Path) -> list[str]:
 
 
 def _read_metadata(folder: Path) -> Metadata:
-    path = folder / METADATA
-    try:
-        with path.open("rb") as file:
-            metadata = _MetadataUnpickler(file).load()
-    except FileNotFoundError:
-        raise CheckpointError(
-            "this is not a distributed checkpoint", where=str(folder), why=f"it has no {METADATA}"
-        ) from None
-    except Exception as error:  # damaged bytes are executed as pickle opcodes: they raise anything
-        raise _damaged(path, _first_line(error)) from error
-    if not isinstance(metadata, Metadata) or not isinstance(metadata.state_dict_metadata, dict):
-        raise _damaged(path, "it does not hold what DCP writes there")
-    for info in (metadata.storage_data or {}).values():
-        name = Path(str(info.relative_path))
-        if name.is_absolute() or ".." in name.parts:
-            raise _damaged(path, f"it names a file outside of its folder: {name}")
-    return metadata
-
-
-def _inside(place: Any, key: Any, fresh: Any) -> Any:
-    if isinstance(place, list):
-        while len(place) <= key:
-            place.append(None)
-        if place[key] is None:
-            place[key] = fresh
-        return place[key]
-    return place.setdefault(key, fresh)
-
-
-def _put(place: Any, key: Any, value: Any) -> None:
-    if isinstance(place, list):
-        while len(place) <= key:
-            place.append(None)
-    place[key] = value
+    if not is_sharded(folder):
+        raise CheckpointError("this is not a distributed checkpoint", where=str(folder), why=f"it has no {CONTENTS}")
+    return read_contents(folder)
 
 
 def _first_line(error: BaseException) -> str:

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from fairlead.errors import CheckpointError
 
-__all__ = ["Layout", "Leaf", "Place", "from_layout", "named", "numbered", "to_layout"]
+__all__ = ["Layout", "Leaf", "Place", "from_layout", "named", "numbered", "put", "to_layout"]
 
 Place = tuple[str | int, ...]
 """Where a leaf is: keys of mappings and indices of lists, from the top."""
@@ -193,7 +193,7 @@ def from_layout(values: Mapping[Place, Any], rest: Mapping[str, Any]) -> dict[st
     """
     tree: dict[str, Any] = {}
     for place, value in values.items():
-        _put(tree, place, value)
+        put(tree, place, value)
     checkpoint = dict(rest)
     versions = checkpoint.pop(_VERSIONS, None)
     # The first FSDP calls the weights `model`.
@@ -208,7 +208,8 @@ def from_layout(values: Mapping[Place, Any], rest: Mapping[str, Any]) -> dict[st
     return {**checkpoint, **tree}
 
 
-def _put(tree: dict[str, Any], place: Place, value: Any) -> None:
+def put(tree: dict[str, Any], place: Place, value: Any) -> None:
+    """Puts a value at its place in nested mappings and lists, which are made where they are missing."""
     at: Any = tree
     for key, after in zip(place, (*place[1:], None), strict=True):
         step: Any = key

@@ -86,7 +86,7 @@ def stored_at(path: Path, info: Any) -> Path:
     """
     name = info.relative_path if isinstance(info, _StorageInfo) else None
     if not isinstance(name, str) or PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
-        raise _damaged(path / CONTENTS, f"{name!r} is not the name of a file in it")
+        raise _damaged(path / CONTENTS, f"it names a file outside of its folder: {name!r}")
     return path / name
 
 

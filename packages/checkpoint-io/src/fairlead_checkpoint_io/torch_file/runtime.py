@@ -44,6 +44,7 @@ class TorchFileCheckpointIO(CheckpointIO):
         super().__init__()
         self._config = config
         self._warned: set[str] = set()
+        self._digest: FileHash | None = None
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any | None = None
@@ -55,12 +56,9 @@ class TorchFileCheckpointIO(CheckpointIO):
             ConfigError: `storage_options` were given; there are none.
         """
         refuse_options(storage_options)
-        self._save(checkpoint, path)
-
-    def _save(self, checkpoint: dict[str, Any], path: str | os.PathLike[str]) -> FileHash:
         target = local_path(path)
         snapshot = self._on_host(checkpoint)
-        digest = write_state(snapshot.state, target)
+        self._digest = write_state(snapshot.state, target)
         if snapshot.foreign:
             names = [n for n in unsafe_globals(target) if n not in self._config.safe_globals]
             if not self._warned.issuperset(names):
@@ -71,13 +69,14 @@ class TorchFileCheckpointIO(CheckpointIO):
                     target,
                     ", ".join(names),
                 )
-        return digest
 
     def submit(
         self, checkpoint: dict[str, Any], path: str | os.PathLike[str], then: Callable[[FileHash | None], None]
     ) -> None:
         """Saves, then calls `then`; see `fairlead.interfaces.DurableSaves`."""
-        then(self._save(checkpoint, path))
+        self._digest = None
+        self.save_checkpoint(checkpoint, os.fspath(path))
+        then(self._digest)
 
     def wait(self) -> None:
         """Returns at once: nothing is ever pending."""
