@@ -31,7 +31,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from fairlead_distributed import all_reduce, destroy_process_group, init_process_group
-from fairlead_distributed.stacks import show_stacks_on_signal
+from fairlead_distributed.stacks import dump_flight_recorder, show_stacks_on_signal
 from fairlead_distributed.stuck import RankWatch
 
 rank = int(os.environ["RANK"])
@@ -158,6 +158,8 @@ def test_torch_can_read_the_flight_recorder_of_every_rank(ranks: Ranks) -> None:
         """
         with watch():
             meet()
+            # torch reads its own symbols the first time; a loaded machine is too slow for that when a rank is ending.
+            dump_flight_recorder(folder / "warm", rank)
             never_comes() if rank == 1 else meet()
         """,
         world_size=2,

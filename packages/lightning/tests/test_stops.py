@@ -345,6 +345,26 @@ def _started(worker: int) -> None:
     Path(f"worker-{worker}").touch()
 
 
+class SignalledAtItsStart(Slow):
+    """A spawned worker gets the signal while it is made, before anything of ours runs there."""
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        os.kill(os.getpid(), self.number)
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
+def test_a_worker_that_just_starts_outlives_it_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "asked").touch()  # none comes later
+    slow = SignalledAtItsStart(number)
+    data = DataLoader(slow, batch_size=4, num_workers=1, persistent_workers=True, multiprocessing_context="spawn")
+    make_trainer(tmp_path, max_steps=4, requeue={"name": "exit_code"}).fit(Line(), data, loader())
+    assert latest(tmp_path / "run").step == 4
+
+
 def test_a_worker_that_its_loader_ends_does_end(tmp_path: Path) -> None:
     """It hangs, and the loader's own SIGTERM is what is left."""
     made = OutliveStops(["SIGTERM", "SIGUSR1"])

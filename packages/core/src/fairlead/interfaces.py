@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from enum import IntEnum
 from pathlib import Path
@@ -22,6 +23,7 @@ __all__ = [
     "Claim",
     "Devices",
     "DurableSaves",
+    "OutlivesStops",
     "Requeuer",
     "Setting",
     "ShardedLoads",
@@ -379,6 +381,18 @@ class Stopped(Protocol):
         ...
 
 
+class OutlivesStops(Protocol):
+    """Has a worker of a loader outlive the signals that ask a run to stop; see `StopGuard.in_worker`."""
+
+    def __call__(self, worker: int) -> None:
+        """To be called in each worker, with its number."""
+        ...
+
+    def held(self) -> AbstractContextManager[None]:
+        """Around the start of workers: what comes before they are that far waits for them."""
+        ...
+
+
 class StopGuard(Protocol):
     """Has all ranks stop at the same step, and the job started again; made by a requeue plugin's `guard`."""
 
@@ -398,8 +412,8 @@ class StopGuard(Protocol):
         ...
 
     @property
-    def in_worker(self) -> Callable[[int], None]:
-        """To be called in each worker of a loader, which must outlive the signals."""
+    def in_worker(self) -> OutlivesStops:
+        """For the workers of a loader, which must outlive the signals."""
         ...
 
     def start(self) -> object:

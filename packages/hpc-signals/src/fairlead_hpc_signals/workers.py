@@ -9,7 +9,8 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from types import FrameType
 
 from fairlead_hpc_signals.signal_names import signal_number
@@ -44,6 +45,18 @@ class OutliveStops:
             signal.signal(number, _nothing)
         signal.pthread_sigmask(signal.SIG_BLOCK, self.signals)
         threading.Thread(target=self._wait, args=(parent,), name=f"fairlead-outlive-{worker}", daemon=True).start()
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Around the start of workers: one that is spawned keeps what comes until it is called there.
+
+        It would die of it otherwise, for it begins without handlers, and imports for seconds before it gets here.
+        """
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, self.signals)
+        try:
+            yield
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     def _wait(self, parent: int) -> None:
         while True:

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any, Final
 
 import lightning.pytorch as L
@@ -15,7 +16,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.utils.data import DataLoader
 
 from fairlead.bases import RequeueConfigBase
-from fairlead.interfaces import BuildContext, Requeuer, StopGuard, Stopped, StopSignals
+from fairlead.interfaces import BuildContext, OutlivesStops, Requeuer, StopGuard, Stopped, StopSignals
 from fairlead.plugins import default_plugins
 from fairlead.run import read_history, refusal, scheduler_job, spent
 from fairlead_lightning import _lightning_compat as compat
@@ -185,7 +186,9 @@ class Stops(L.Callback):
         theirs = inner.worker_init_fn
         if isinstance(theirs, _InWorker):  # of an earlier fit
             theirs = theirs.theirs
-        inner.worker_init_fn = _InWorker(self.guard.in_worker, theirs)
+        outlive = self.guard.in_worker
+        inner.worker_init_fn = _InWorker(outlive, theirs)
+        vars(inner)["_get_iterator"] = partial(_start_workers, inner, outlive)
 
     def before_epoch(self, trainer: L.Trainer) -> None:
         """Nothing of the next epoch has begun."""
@@ -347,6 +350,12 @@ _SENTENCES: Final[Mapping[str, str]] = {
     "node_failure": "as a node failed",
     "requeued": "as somebody has requeued the job",
 }
+
+
+def _start_workers(loader: DataLoader[Any], outlive: OutlivesStops) -> Any:
+    """In place of a loader's `_get_iterator`: there is no public place around the start of its workers."""
+    with outlive.held():
+        return type(loader)._get_iterator(loader)
 
 
 class _InWorker:
