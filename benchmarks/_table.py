@@ -7,6 +7,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks._plot import checkpoint_plot, checkpoint_section
+
 HEAD = """# Measured
 
 Ratios of Fairlead to its peer, taken side by side in one session on the machine named below. `nox -s bench` writes this
@@ -35,7 +39,13 @@ def main(results: Path, page: Path) -> int:
     rows = [row(doc["name"], ratio, value) for doc in documents for ratio, value in doc["ratios"].items()]
     machines = {json.dumps(doc["machine"], sort_keys=True): doc["machine"] for doc in documents}
     said = [", ".join(f"{key}: {value}" for key, value in machine.items()) for machine in machines.values()]
-    page.write_text(HEAD + "".join(rows) + "\nMachine: " + "; ".join(said) + ".\n", encoding="utf-8")
+    text = HEAD + "".join(rows) + "\nMachine: " + "; ".join(said) + ".\n"
+    for doc in documents:
+        if doc["name"] == "checkpoint":
+            image = page.with_name("measured-checkpoint.svg")
+            image.write_text(checkpoint_plot(doc), encoding="utf-8")
+            text += checkpoint_section(doc, image.name)
+    page.write_text(text, encoding="utf-8")
     print(page)
     return 0
 

@@ -19,6 +19,11 @@ RATIOS = {
     "ddp": {"trainer_vs_loop", "trainer_vs_lightning"},
     "hostlist": {"seconds_100k", "seconds_resolve_16k", "expand_vs_simple"},
     "preempt": {"steps_lost", "seconds_vs_step_plus_save", "seconds_vs_lightning"},
+    "checkpoint": {
+        *("block_vs_memcpy", "durable_vs_raw_write", "save_vs_raw_write", "load_vs_torch_load"),
+        *("block_vs_lightning_async", "block_vs_dcp_async", "step_slowdown_while_saving"),
+        *("step_slowdown_of_a_process", "step_slowdown_of_lightning", "step_slowdown_of_dcp"),
+    },
     "exact_reduction": {
         "exact_vs_ddp_3_ranks",
         "ddp_vs_nothing_sent_3_ranks",
