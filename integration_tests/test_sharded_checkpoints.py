@@ -172,7 +172,8 @@ def two_ranks(rank: int, root: str) -> dict[str, Any]:
     theirs = lightnings_own(rank, root, f"{step(root, 'ddp', 4)}/state.ckpt")
     back: list[Fit] = [(f"back-{s}", s, "torch", f"{root}/lightnings") for s in ("ddp", "fsdp2")]
     own = strategys_own(rank, root)[0]
-    return {**made, "own": own, "lightnings": theirs, "back": fits(rank, root, 2, 6, back)}
+    again = fits(rank, root, 2, 4, [("again", "fsdp2", BACKGROUND, step(root, "fsdp2", 2))])[0]
+    return {**made, "again": again, "own": own, "lightnings": theirs, "back": fits(rank, root, 2, 6, back)}
 
 
 OWN: Any = {"name": "fsdp2", "save_distributed_checkpoint": True}
@@ -219,6 +220,13 @@ def test_a_fit_leaves_the_same_whoever_writes_it(written: tuple[str, dict[str, A
     assert same(made["ddp"]["end"], made["later"]["end"])
     assert same(made["ddp"]["end"]["weights"], made["fsdp2"]["end"]["weights"])
     assert made["ddp"]["tested"] == made["fsdp2"]["tested"] == made["later"]["tested"]
+
+
+def test_what_goes_on_from_shards_ends_as_what_was_never_stopped(written: tuple[str, dict[str, Any]]) -> None:
+    """R68: FSDP2 from the middle of its run; what `explain` says of `fsdp2` with `distributed` rests on this."""
+    _, made = written
+    assert not same(made["again"]["start"], made["fsdp2"]["end"])
+    assert same(made["again"]["end"], made["fsdp2"]["end"])
 
 
 def test_lightning_reads_ours_and_ours_reads_lightnings(written: tuple[str, dict[str, Any]]) -> None:
