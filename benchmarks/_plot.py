@@ -33,7 +33,7 @@ def checkpoint_section(document: Mapping[str, Any], image: str) -> str:
     """
     seconds, raw = document["raw"]["seconds"], document["raw"]
     lines = [
-        f"\n## Checkpoints\n\nMedians of one session with a state of {raw['gib']:g} GiB, in seconds, for this machine alone.",
+        f"\n## Checkpoints\n\nMedians of one session, a state of {raw['gib']:g} GiB, in seconds on this machine.",
         "What Lightning and DCP have saved is not on the disk yet when they have ended.\n",
         "| | the loop waits | until it has ended |\n|---|---|---|",
     ]
