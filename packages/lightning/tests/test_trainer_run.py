@@ -51,6 +51,29 @@ def test_a_run_directory_holds_what_happened(tmp_path: Path) -> None:
     assert model.seen == list(range(10))
 
 
+@pytest.mark.parametrize("file", ["state.ckpt", "rank-00000.pt"])
+def test_a_flipped_bit_is_found_and_the_checkpoint_before_is_used(
+    tmp_path: Path, file: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Said loudly, and nothing is lost: what was done since is done again."""
+    undisturbed = fit(tmp_path / "a", max_steps=12)
+    often = {"every_n_steps": 3, "keep_last": 3}
+    fit(tmp_path / "b", max_steps=9, checkpoint=often)
+    run = tmp_path / "b" / "run"
+    damaged = latest(run).path / file
+    content = bytearray(damaged.read_bytes())
+    content[len(content) // 2] ^= 1
+    damaged.write_bytes(content)
+    with pytest.raises(CheckpointError, match="is damaged"):
+        fit(tmp_path / "c", {"resume": str(damaged.parent)}, max_steps=12)
+    capsys.readouterr()
+    again = fit(tmp_path / "b", max_steps=12, checkpoint=often)
+    assert f"step-00000009/{file}: its xxh3_128 checksum is wrong" in capsys.readouterr().out
+    assert events(run, "start")[-1]["resumed_from"].endswith("step-00000008/state.ckpt")
+    assert apart(again, undisturbed) == 0
+    assert [row["step"] for row in metric_rows(run)] == [row["step"] for row in metric_rows(tmp_path / "a" / "run")]
+
+
 def test_metrics_in_a_manifest_are_of_that_state(tmp_path: Path) -> None:
     """What an earlier validation measured does not make a later state the best one."""
     fit(tmp_path, max_steps=11, val_check_interval=4, checkpoint={"every_n_steps": 1, "keep_last": 99})

@@ -20,7 +20,8 @@ from typing import Any, cast
 import torch.distributed as dist
 from torch.multiprocessing import ProcessExitedException
 
-from fairlead.commit import Checkpoint, LockOwner, Syscalls, discard_incomplete, newest_complete
+from fairlead.bases import CheckpointIOConfigBase
+from fairlead.commit import Checkpoint, LockOwner, Syscalls, discard_incomplete, newest_complete, verify
 from fairlead.commit.files import remove_tree
 from fairlead.config import JobConfig, RunConfig
 from fairlead.errors import CheckpointError, FairleadError, RunDirectoryError
@@ -351,7 +352,7 @@ def _open(
             load = _downloaded(str(given), directory.path)
         elif is_url(fallback) and newest_complete(directory.checkpoints).checkpoint is None:
             fallback = _downloaded(str(fallback), directory.path)
-        begun = _start_of(directory.checkpoints, load, fallback)
+        begun = _start_of(directory.checkpoints, load, fallback, deep=_compares(resolution.checkpoint_io))
         batch_plan(resolution, begun.own_metadata())  # again: it may have come from elsewhere
         provenance = collect_provenance(environ, code=code)
         start = directory.begin(
@@ -396,11 +397,28 @@ def _newest_start(directory: RunDirectory) -> int:
     return max([*starts, newest.order[0] if newest is not None else 0])
 
 
-def _start_of(checkpoints: Path, load: Path | None, fallback: str | os.PathLike[str] | None) -> _Start:
-    """`--resume PATH`, else the run's own newest complete checkpoint, else `ckpt_path`, else nothing."""
+def _start_of(
+    checkpoints: Path, load: Path | None, fallback: str | os.PathLike[str] | None, *, deep: bool = False
+) -> _Start:
+    """`--resume PATH`, else the run's own newest complete checkpoint, else `ckpt_path`, else nothing.
+
+    Args:
+        checkpoints: Those of the run.
+        load: What was asked for.
+        fallback: What a run begins with.
+        deep: Compare the checksums of all files, those of other ranks too: what is damaged is passed over.
+    """
     if load is not None:
-        return _Start(_state_file(load), _committed(load), (f"starts from {load}",))
-    newest = newest_complete(checkpoints)
+        own = _committed(load)
+        if own is not None and (damages := verify(own.path, deep=deep)):
+            raise CheckpointError(
+                "the checkpoint is damaged",
+                where=str(own.path),
+                why="\n".join(map(str, damages)),
+                fix="name another one; `fairlead checkpoint ls` shows what there is",
+            )
+        return _Start(_state_file(load), own, (f"starts from {load}",))
+    newest = newest_complete(checkpoints, deep=deep)
     skipped = tuple(f"warning: {damage} was skipped, the checkpoint before it is used" for damage in newest.skipped)
     if newest.checkpoint is not None:
         file = newest.checkpoint.path / STATE_FILE
@@ -408,6 +426,12 @@ def _start_of(checkpoints: Path, load: Path | None, fallback: str | os.PathLike[
     if fallback is not None:
         return _Start(_state_file(Path(fallback)), None, (*skipped, f"starts from {fallback}"))
     return _Start(said=skipped)
+
+
+def _compares(config: CheckpointIOConfigBase) -> bool:
+    """Whether a backend compares checksums when it loads, or the one that it wraps does."""
+    inner = getattr(config, "inner", None)
+    return _compares(inner) if isinstance(inner, CheckpointIOConfigBase) else bool(getattr(config, "verify", True))
 
 
 def _state_file(path: Path) -> Path:
