@@ -22,8 +22,11 @@ from torch.utils.data import DataLoader
 from fairlead import JobConfig
 from fairlead.cli import main
 from fairlead.errors import CheckpointError, ConfigError
+from fairlead.remote import Retries, Store, upload
+from fairlead_checkpoint_io.commands import stored
 from fairlead_distributed.testing import run_ranks
 from integration_tests.jobs import JOB, Call, changed, fairlead, repository
+from integration_tests.s3 import s3_server
 
 PAGE = Path(__file__).parent.parent / "docs" / "how-to" / "checkpoint-tools.md"
 TRAINER = {
@@ -174,6 +177,43 @@ def test_export_needs_a_job(run: Callable[..., Call], user: Path) -> None:
     shutil.copy(user / "runs/job/checkpoints/step-00000008/state.ckpt", user / "alone.ckpt")
     said = run("export", "alone.ckpt", "-o", "model")
     assert (said.code, "carries no job" in said.err, (user / "model").exists()) == (2, True, False)
+
+
+def test_of_a_run_on_s3(run: Callable[..., Call], user: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """R65, R67: listed, verified, compared and handed on from a machine that does not have it."""
+    with s3_server(tmp_path) as s3:
+        for name, value in s3.environ.items():
+            monkeypatch.setenv(name, value)
+        s3.call("PUT", "runs-bucket")
+        url = "s3://runs-bucket/prefix/job"
+        store, steps = Store.open(url), sorted((user / "runs/job/checkpoints").glob("step-*"))
+        for step in steps:
+            upload(step, store)
+        for record in ("job.yaml", "fingerprint.json"):
+            store.put(user / "runs/job" / record, record)
+        shutil.move(user / "runs/job", user / "elsewhere")
+        s3.faults.clear()
+        listed = run("ls", url)
+        assert (listed.code, listed.err) == (0, "")
+        assert listed.out == run("ls", "elsewhere").out
+        read = [request for request in s3.faults.requests if request.startswith("GET") and "list-type" not in request]
+        assert all(request.endswith(("/manifest.json", "/latest")) for request in read), read
+        assert run("verify", url).out == run("verify", "elsewhere").out
+        assert run("diff", f"{url}/{steps[-1].name}", "elsewhere").code == 0
+        exported = run("export", url, "-o", "model")
+        assert exported.code == 0, exported.err
+        assert f"`job-{steps[-1].name}`" in (user / "model" / "README.md").read_text()
+        assert run("verify", "model").code == 0
+        store.delete([f"{steps[0].name}/manifest.json"])
+        s3.faults.add("flip", "PUT", "state.ckpt")
+        store.put(user / "elsewhere/checkpoints" / steps[-1].name / "state.ckpt", f"{steps[-1].name}/state.ckpt")
+        assert f"{steps[0].name}: unfinished: being uploaded" in run("ls", url).out
+        damaged = run("verify", url)
+        assert (damaged.code, "state.ckpt: its" in damaged.out) == (1, True)
+        s3.faults.add("500", "GET", "manifest", times=1000)
+        monkeypatch.setattr(stored, "_PATIENCE", Retries(2, first_s=0.01))
+        away = run("ls", url)
+        assert (away.code, away.out, "2 tries" in away.err) == (2, "", True), away.err
 
 
 def test_json_of_each(run: Callable[..., Call]) -> None:

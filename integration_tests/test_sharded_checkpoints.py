@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,6 +22,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from fairlead import RunConfig, Trainer, TrainerConfig
 from fairlead.commit import read_manifest, verify
 from fairlead.config import CheckpointConfig
+from fairlead.remote import Store, list_checkpoints
+from fairlead.remote import verify as verify_copy
 from fairlead_checkpoint_io import TorchCheckpointIOConfig
 from fairlead_checkpoint_io.torch_file.runtime import TorchFileCheckpointIO
 from fairlead_distributed.testing import run_ranks
@@ -300,6 +303,51 @@ def test_any_number_of_ranks_and_any_layout_goes_on(written: tuple[str, dict[str
     last: list[Fit] = [("two", "ddp", SYNC, step(str(tmp_path / "one"), "one", 6))]
     for rank in run_ranks(fits, 2, str(tmp_path / "two"), 2, 7, last, timeout=300):
         assert same(rank[0]["start"], ones[-1]["end"])
+
+
+def copied_to(url: str, inner: Any) -> Any:
+    return {"name": "remote", "url": url, "inner": inner}
+
+
+def undisturbed_and_first_start(rank: int, root: str, url: str) -> dict[str, Any]:
+    """Two runs of six steps, and the first four steps of the same on another machine, which copies them."""
+    through = fits(
+        rank, f"{root}/through", 2, 6, [("ddp", "ddp", SYNC, "auto"), ("fsdp2", "fsdp2", BACKGROUND, "auto")]
+    )
+    first: list[Fit] = [
+        ("ddp", "ddp", copied_to(url, SYNC), "auto"),
+        ("fsdp2", "fsdp2", copied_to(url, BACKGROUND), "auto"),
+    ]
+    return {"through": through, "first": fits(rank, f"{root}/first", 2, 4, first)}
+
+
+def test_shards_are_copied_to_a_store_and_a_machine_that_has_nothing_goes_on(tmp_path: Path) -> None:
+    """R30, R63, R64: shards of two ranks; the disk is lost; the same bits as without. `torch` reads them, too."""
+    root, url = str(tmp_path), f"file://{tmp_path}/store"
+    made = run_ranks(undisturbed_and_first_start, 2, root, url, timeout=300)
+    shutil.rmtree(tmp_path / "first")
+    for name in ("ddp", "fsdp2"):
+        store = Store.open(f"{url}/{name}")
+        copies = list_checkpoints(store)
+        assert copies[-1].step == 4
+        assert [verify_copy(store, copy, deep=True) for copy in copies] == [[]] * len(copies)
+        inside = {f"state.ckpt/{file}" for file in (".metadata", "meta.pt", "__0_0.distcp", "__1_0.distcp")}
+        assert inside <= copies[-1].entries.keys()
+    again: list[Fit] = [
+        ("ddp", "ddp", copied_to(url, SYNC), "auto"),
+        ("fsdp2", "fsdp2", copied_to(url, BACKGROUND), "auto"),
+    ]
+    # Through `torch` around the store, from the URL of shards, with another strategy than wrote them.
+    again.append(("other", "fsdp2", copied_to(url, "torch"), f"{url}/ddp/step-00000004"))
+    for rank, one in enumerate(run_ranks(fits, 2, f"{root}/second", 2, 6, again, timeout=300)):
+        for index, began in enumerate((0, 1, 0)):
+            assert same(one[index]["start"], made[rank]["first"][began]["end"]), (rank, index)
+        assert [same(one[index]["end"], made[rank]["through"][index]["end"]) for index in (0, 1)] == [True, True]
+        assert same(one[2]["end"]["weights"], made[rank]["through"][1]["end"]["weights"])
+    for name in ("ddp", "fsdp2", "other"):
+        assert list_checkpoints(Store.open(f"{url}/{name}"))[-1].step == 6, name
+        uploaded = [event["checkpoint"] for event in events(tmp_path / "second" / name) if event["event"] == "uploaded"]
+        assert uploaded[-1] == "step-00000006"
 
 
 MODEL = """

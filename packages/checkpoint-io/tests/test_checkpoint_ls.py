@@ -21,7 +21,7 @@ from fairlead.cli.session import Session
 from fairlead.commit import Checkpoint, FileHash, keep_forever, stage
 from fairlead.commit.manifest import Manifest
 from fairlead_checkpoint_io.commands import verify
-from fairlead_checkpoint_io.commands.ls import size_text
+from fairlead_checkpoint_io.commands.rows import size_text
 
 
 @pytest.fixture

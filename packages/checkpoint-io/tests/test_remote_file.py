@@ -8,21 +8,33 @@ import threading
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from pydantic import ValidationError
 
+from fairlead import PluginManager, TrainerConfig
+from fairlead.checks import check_trainer
 from fairlead.commit import Checkpoint, RetentionPolicy, checkpoint_name, list_checkpoints, publish, stage, write_file
 from fairlead.errors import CheckpointError, FingerprintError
-from fairlead.interfaces import CheckpointCopies, DurableSaves
+from fairlead.exactness.settings import device_reasons
+from fairlead.interfaces import CheckpointCopies, DurableSaves, ShardedLoads, ShardedSaves
 from fairlead.remote import Store
 from fairlead.remote import list_checkpoints as copies
 from fairlead.run import fingerprint
-from fairlead_checkpoint_io import AsyncCheckpointIOConfig, RemoteCheckpointIOConfig, TorchCheckpointIOConfig
-from fairlead_checkpoint_io.remote.runtime import RemoteCheckpointIO
+from fairlead.testing import FakeEnviron
+from fairlead_checkpoint_io import (
+    AsyncCheckpointIOConfig,
+    DistributedCheckpointIOConfig,
+    RemoteCheckpointIOConfig,
+    TorchCheckpointIOConfig,
+)
+from fairlead_checkpoint_io.distributed_shards.runtime import DistributedCheckpointIO
+from fairlead_checkpoint_io.remote.runtime import RemoteCheckpointIO, RemoteShardsIO, build
 from fairlead_checkpoint_io.torch_file.runtime import TorchFileCheckpointIO
+from fairlead_distributed.testing import run_ranks
 
 JOB = {"trainer": {"precision": "32-true"}}
 MIB = 1 << 20
@@ -250,6 +262,111 @@ def test_a_url_is_loaded_and_a_damaged_one_is_not(url: str, tmp_path: Path) -> N
     with pytest.raises(CheckpointError, match="checksum is wrong"):
         io.load_checkpoint(f"{url}/gpt/step-00000001")
     io.teardown()
+
+
+def test_shards_are_read_through_an_inner_backend_that_can(url: str, tmp_path: Path) -> None:
+    """`torch` around the store reads what `distributed` wrote; a backend that cannot says so."""
+    io, run = remote(url), tmp_path / "gpt"
+    begun(io, run)
+    staged = stage(run / "checkpoints", checkpoint_name(1), token="s1")
+    state = {"state_dict": {"w": torch.arange(3)}, "epoch": 4}
+    DistributedCheckpointIO(DistributedCheckpointIOConfig()).save_checkpoint(state, staged / "state.ckpt")
+    here = publish(staged, {"step": 1})
+    io.committed(here, RetentionPolicy())
+    assert io.settle() is None
+    into = torch.zeros(3, dtype=torch.int64)
+    found = io.load_shards(here.path / "state.ckpt", lambda where, size, dtype: into)
+    assert found is not None
+    assert found["state_dict"]["w"] is into
+    assert (into.tolist(), found["epoch"]) == ([0, 1, 2], 4)
+    whole = io.load_checkpoint(f"{url}/gpt/step-00000001")
+    assert (whole["state_dict"]["w"].tolist(), whole["epoch"]) == ([0, 1, 2], 4)
+    plain: Any = object()
+    assert RemoteCheckpointIO(RemoteCheckpointIOConfig(url=url), plain).load_shards("x", lambda *_: None) is None
+    io.teardown()
+
+
+class Shards:
+    """A backend that saves on all ranks, as `distributed` does, and says when it was called."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def meet(self) -> None:
+        self.calls.append("meet")
+
+    def submit_shards(self, checkpoint: Any, path: Any, then: Any, *, names: Any) -> None:
+        self.calls.append("submit")
+        then({})
+
+    def wait(self) -> None:
+        self.calls.append("wait")
+
+
+def test_it_saves_shards_where_its_inner_backend_does(url: str) -> None:
+    """Strategies ask the config, whoever saves asks the runtime: the answers are the same."""
+    context: Any = SimpleNamespace(plugins=PluginManager(), engine="trainer")
+    for inner in ("torch", "async", "distributed"):
+        config = RemoteCheckpointIOConfig.model_validate({"url": url, "inner": inner})
+        io = build(config, context)
+        assert config.saves_shards is isinstance(io, ShardedSaves) is (inner == "distributed")
+        assert isinstance(io, CheckpointCopies)
+        assert isinstance(io, ShardedLoads)
+    with pytest.raises(ValidationError, match="inner: async"):
+        AsyncCheckpointIOConfig.model_validate({"inner": {"name": "remote", "url": url, "inner": "distributed"}})
+
+
+def test_what_the_inner_backend_does_not_go_with_is_said_of_it(url: str) -> None:
+    """The table's rows of `distributed` hold inside `remote`, too, and so does what is known of an exact resume."""
+    inside = RemoteCheckpointIOConfig.model_validate({"url": url, "inner": "distributed"})
+    trainer = TrainerConfig(accelerator="cpu", devices=1, strategy="fsdp", checkpoint_io=inside)
+    resolution, findings = check_trainer(trainer, environ=FakeEnviron({}), plugins=PluginManager())
+    assert ("checkpoint_io 'distributed' does not work with strategy 'fsdp'", "trainer.checkpoint_io.inner") in [
+        (finding.what, str(finding.where).split(",")[0]) for finding in findings
+    ]
+    assert not [one for one in device_reasons(resolution, PluginManager()) if "checkpoint_io" in one.what]
+
+
+def test_waiting_for_shards_is_waiting_for_the_inner_backend(url: str) -> None:
+    inner: Any = Shards()
+    io = RemoteShardsIO(RemoteCheckpointIOConfig(url=url), inner)
+    io.submit_shards({}, "x", lambda hashes: None, names=[])
+    io.wait()
+    assert inner.calls == ["meet", "submit", "wait"]
+
+
+def bounded(rank: int, folder: str) -> list[str]:
+    """Two ranks save with a small local disk; rank 0 alone makes room, first it can and then it cannot."""
+    run, told = Path(folder, "gpt"), []
+    inner: Any = Shards()
+    config = RemoteCheckpointIOConfig(url=f"file://{folder}/store", keep_local_gib=2.5 / 1024, retries=1)
+    io = RemoteShardsIO(config, inner)
+    if rank == 0:
+        begun(io, run)
+        for step in (1, 2):
+            io.committed(saved(run, step, MIB), RetentionPolicy(last=5))
+    io.submit_shards({}, run / "3", lambda hashes: None, names=[])
+    if rank == 0:
+        assert here(run) == [2]
+        Path(folder, "store").rename(f"{folder}/away")
+        Path(folder, "store").write_bytes(b"")
+        io.committed(saved(run, 3, MIB), RetentionPolicy(last=5))
+        io.committed(saved(run, 4, MIB), RetentionPolicy(last=5))
+    try:
+        io.submit_shards({}, run / "5", lambda hashes: None, names=[])
+    except CheckpointError as error:
+        told.append(str(error))
+    torch.distributed.barrier()
+    return [*told, *inner.calls]
+
+
+def test_all_ranks_wait_for_room_and_hear_when_there_is_none(tmp_path: Path) -> None:
+    """R63: rank 0 alone knows the store; an error of it that the others did not hear of would have them wait."""
+    for said, *calls in run_ranks(bounded, 2, str(tmp_path), timeout=120):
+        assert "there is no room for another local checkpoint" in said
+        assert "rank 0: no room for another local checkpoint: those that are here could not be uploaded" in said
+        assert f"{tmp_path}/gpt/5" in said
+        assert calls == ["meet", "submit", "meet"]
 
 
 def test_a_manifest_of_a_stranger_cannot_write_elsewhere(url: str, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import sys
 from datetime import timedelta
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -273,7 +273,7 @@ def test_fsdp2_gives_its_shards_to_a_backend_that_takes_them(plugins: PluginMana
     """By itself; what is gathered on rank 0 would be no shards."""
 
     class Shards(CheckpointIOConfigBase):
-        saves_shards = True
+        saves_shards: ClassVar[bool] = True
 
     takes = {"checkpoint_io": Shards(name="shards")}
     for asked, codes in ((None, []), (True, []), (False, ["fsdp2-checkpoint-io"])):

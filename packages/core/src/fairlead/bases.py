@@ -98,8 +98,14 @@ class CheckpointIOConfigBase(BackendConfig):
     """How the bytes of a checkpoint reach storage."""
 
     axis = "checkpoint_io"
-    saves_shards: ClassVar[bool] = False
-    """Whether its runtime is a `fairlead.interfaces.ShardedSaves`: strategies then hand it what each rank holds."""
+
+    @property
+    def saves_shards(self) -> bool:
+        """Whether its runtime is a `fairlead.interfaces.ShardedSaves`: strategies then hand it what each rank holds.
+
+        A subclass says so with `saves_shards: ClassVar[bool] = True`, or with a property where its fields decide.
+        """
+        return False
 
 
 class LayerSyncConfigBase(BackendConfig):

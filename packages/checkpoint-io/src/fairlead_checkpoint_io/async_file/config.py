@@ -31,11 +31,11 @@ class AsyncCheckpointIOConfig(CheckpointIOConfigBase):
     def _not_itself(cls, inner: CheckpointIOConfigBase) -> CheckpointIOConfigBase:
         if inner.name == "async":
             raise ValueError("`async` cannot write through itself; choose `torch` or another backend")
+        if inner.name == "remote":
+            raise ValueError("write it the other way round: {name: remote, url: ..., inner: async}")
         if inner.saves_shards:
             raise ValueError(
                 f"`async` writes on rank 0, {inner.name!r} on all ranks; "
                 "write `checkpoint_io: {name: distributed, background: true}` for saves in the background"
             )
-        if inner.name == "remote":
-            raise ValueError("write it the other way round: {name: remote, url: ..., inner: async}")
         return inner

@@ -10,8 +10,8 @@ __all__ = ["TARGETS", "checkpoint_arguments"]
 TARGETS: Final = ("torch", "distributed", "safetensors")
 """What `convert` writes."""
 
-_PLACE: Final = "a run directory, its checkpoints/ folder, or one checkpoint"
-_ONE: Final = "a checkpoint: its folder or file; of a run directory, the newest complete one"
+_PLACE: Final = "a run directory, its checkpoints/ folder, or one checkpoint; or the URL of a run or checkpoint"
+_ONE: Final = "a checkpoint: its folder, file or URL; of a run directory, the newest complete one"
 
 
 def checkpoint_arguments(parser: argparse.ArgumentParser) -> None:

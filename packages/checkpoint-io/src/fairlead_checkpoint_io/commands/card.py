@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from fairlead import yaml
-from fairlead_checkpoint_io.commands.ls import size_text
+from fairlead_checkpoint_io.commands.rows import size_text
 
 __all__ = ["model_card"]
 

@@ -10,9 +10,10 @@ from typing import Any
 from fairlead.cli.session import Session
 from fairlead.errors import ConfigError
 from fairlead_checkpoint_io.commands.destination import prepare_target, write_file_whole, write_folder_whole
-from fairlead_checkpoint_io.commands.ls import size_text
-from fairlead_checkpoint_io.commands.places import Source, existing, one_checkpoint
+from fairlead_checkpoint_io.commands.places import Source
+from fairlead_checkpoint_io.commands.rows import size_text
 from fairlead_checkpoint_io.commands.states import only_weights, read_any, weights_of, write_distributed
+from fairlead_checkpoint_io.commands.stored import is_stored, sources
 from fairlead_checkpoint_io.files.snapshot import on_host
 from fairlead_checkpoint_io.files.writing import write_state
 
@@ -21,8 +22,14 @@ __all__ = ["describe", "report", "run", "write_plain"]
 
 def run(arguments: argparse.Namespace, session: Session) -> int:
     """Reads A, writes B in the format that was asked for."""
-    source = one_checkpoint(existing(arguments.a, session))
     target = Path(session.cwd, arguments.b).expanduser()
+    if is_stored(arguments.a):
+        prepare_target(target, overwrite=arguments.overwrite, where="B")  # not only after the download
+    with sources((arguments.a,), session) as (source,):
+        return _converted(source, target, arguments, session)
+
+
+def _converted(source: Source, target: Path, arguments: argparse.Namespace, session: Session) -> int:
     prepare_target(target, source.path, source.content, overwrite=arguments.overwrite, where="B")
     if source.format == "safetensors" and arguments.to == "safetensors":
         raise ConfigError("A is a safetensors file already", where=str(source.content), fix="copy it")
@@ -66,7 +73,7 @@ def report(
     if arguments.json:
         session.print_json(
             {
-                "from": str(source.path),
+                "from": source.place,
                 "from_format": source.format,
                 "to": str(target),
                 "to_format": to,
@@ -75,4 +82,4 @@ def report(
             }
         )
     else:
-        session.print(f"{target}: {to}, {size_text(size)}, from {source.path} ({source.format})")
+        session.print(f"{target}: {to}, {size_text(size)}, from {source.place} ({source.format})")

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from fairlead.cli.session import Session
 from fairlead.cli.texts import table
 from fairlead_checkpoint_io.commands.differences import Difference, compare
 from fairlead_checkpoint_io.commands.entries import WEIGHTS, Lazy, entries_of
-from fairlead_checkpoint_io.commands.places import existing, one_checkpoint
+from fairlead_checkpoint_io.commands.places import Source
+from fairlead_checkpoint_io.commands.stored import sources
 
 __all__ = ["run"]
 
@@ -21,9 +22,13 @@ _LONG: Final = 60
 
 def run(arguments: argparse.Namespace, session: Session) -> int:
     """Compares two checkpoints; 1 when they differ."""
-    sources = [one_checkpoint(existing(text, session)) for text in (arguments.a, arguments.b)]
-    a, b = (entries_of(source, arguments.trust) for source in sources)
-    weights = arguments.weights or any(source.format == "safetensors" for source in sources)
+    with sources((arguments.a, arguments.b), session) as both:
+        return _compared(both, arguments, session)
+
+
+def _compared(both: Sequence[Source], arguments: argparse.Namespace, session: Session) -> int:
+    a, b = (entries_of(source, arguments.trust) for source in both)
+    weights = arguments.weights or any(source.format == "safetensors" for source in both)
     if weights:
         a, b = ({name: value for name, value in side.items() if name.startswith(WEIGHTS)} for side in (a, b))
     alone = [side for side in (a, b) if any(map(_of_rank, side))]
@@ -32,7 +37,7 @@ def run(arguments: argparse.Namespace, session: Session) -> int:
     found = list(_differences(a, b))
     same = len(a.keys() | b.keys()) - len(found)
     if arguments.json:
-        document = {"a": str(sources[0].path), "b": str(sources[1].path), "weights_only": weights}
+        document = {"a": both[0].place, "b": both[1].place, "weights_only": weights}
         session.print_json(
             {**document, "ranks_compared": len(alone) != 1, "equal": not found, "same": same, "differences": found}
         )

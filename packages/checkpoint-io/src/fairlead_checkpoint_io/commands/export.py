@@ -17,8 +17,9 @@ from fairlead.errors import ConfigError
 from fairlead_checkpoint_io.commands.card import model_card
 from fairlead_checkpoint_io.commands.convert import describe, report
 from fairlead_checkpoint_io.commands.destination import prepare_target, write_folder_whole
-from fairlead_checkpoint_io.commands.places import WEIGHTS_FILE, Source, existing, one_checkpoint
+from fairlead_checkpoint_io.commands.places import WEIGHTS_FILE, Source
 from fairlead_checkpoint_io.commands.states import read_any, weights_of
+from fairlead_checkpoint_io.commands.stored import is_stored, sources
 from fairlead_checkpoint_io.commands.weights_file import write_weights
 
 __all__ = ["run"]
@@ -26,10 +27,16 @@ __all__ = ["run"]
 
 def run(arguments: argparse.Namespace, session: Session) -> int:
     """Reads a checkpoint of a run, writes the folder."""
-    source = one_checkpoint(existing(arguments.path, session))
+    target = Path(session.cwd, arguments.output).expanduser()
+    if is_stored(arguments.path):
+        prepare_target(target, overwrite=arguments.overwrite, where="--output")  # not only after the download
+    with sources((arguments.path,), session) as (source,):
+        return _exported(source, target, arguments, session)
+
+
+def _exported(source: Source, target: Path, arguments: argparse.Namespace, session: Session) -> int:
     if source.format == "safetensors":
         raise ConfigError("this holds weights only", where=str(source.content), fix="export the checkpoint of the run")
-    target = Path(session.cwd, arguments.output).expanduser()
     prepare_target(target, source.path, source.content, overwrite=arguments.overwrite, where="--output")
     job = job_file(source.path)
     document = cast("dict[str, Any]", yaml.load_file(job).data)

@@ -47,12 +47,19 @@ class Source:
         content: The file or folder with the state.
         format: How that is written.
         own: The checkpoint of Fairlead's that it is; None: a bare one.
+        url: Where it is, if `path` is a copy of one on a store.
     """
 
     path: Path
     content: Path
     format: Format
     own: Checkpoint | None = None
+    url: str | None = None
+
+    @property
+    def place(self) -> str:
+        """Where it is, for people."""
+        return self.url or str(self.path)
 
     @property
     def name(self) -> str:
@@ -67,12 +74,8 @@ def existing(text: str, session: Session) -> Path:
     """The path as it was meant: from the working directory, or the name of a run in `runs/`.
 
     Raises:
-        ConfigError: There is nothing of that name, or it is a URL.
+        ConfigError: There is nothing of that name.
     """
-    if "://" in text and not text.startswith("file://"):
-        raise ConfigError(
-            "fairlead checkpoint works on local paths", where=text, fix="copy the checkpoint to a local disk first"
-        )
     asked = Path(session.cwd, text.removeprefix("file://")).expanduser()
     for path in (asked, session.cwd / "runs" / text):
         if os.path.lexists(path):
@@ -95,7 +98,9 @@ def checkpoints_folder(path: Path) -> Path | None:
     if not path.is_dir() or kind_of_folder(path) is not None:
         return None
     inner = path / "checkpoints"
-    return inner if is_run(path) or (inner.is_dir() and not _has_checkpoints(path)) else path
+    if _has_checkpoints(path):  # also a run as it is kept on a store
+        return path
+    return inner if is_run(path) or inner.is_dir() else path
 
 
 def one_checkpoint(path: Path) -> Source:

@@ -5,85 +5,41 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import threading
-import time
 import zipfile
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any, Final
+from typing import Any, Final
 
 from fairlead.cli.session import Session
-from fairlead.commit import Syscalls, hash_file, list_checkpoints, read_latest, read_manifest
+from fairlead.commit import hash_file, list_checkpoints, read_latest, read_manifest
 from fairlead.commit.checkpoints import NAME
 from fairlead.commit.hashing import FileHash, new_hasher
 from fairlead.commit.manifest import MANIFEST
 from fairlead.errors import CheckpointError, ConfigError, MissingDependencyError
-from fairlead_checkpoint_io.commands.ls import size_text
+from fairlead_checkpoint_io.commands.checked import Bytes, Checked, Task
 from fairlead_checkpoint_io.commands.places import checkpoints_folder, existing, format_of
+from fairlead_checkpoint_io.commands.rows import size_text
+from fairlead_checkpoint_io.commands.stored import is_stored
+from fairlead_checkpoint_io.commands.stored_views import planned
 
 __all__ = ["run"]
 
 _CHUNK: Final = 4 << 20
-_REDRAW_S: Final = 0.1
-_WIDTH: Final = 30
-
-
-@dataclass
-class _Checked:
-    """What was found out of one checkpoint."""
-
-    path: Path
-    files: int = 0
-    size: int = 0
-    damage: list[dict[str, str]] = field(default_factory=list)
-    note: str = ""
-
-
-_Task = tuple[_Checked, Callable[["_Bytes"], str | None], str]
-
-
-class _Bytes(Syscalls):
-    """Counts what is read, for the progress bar."""
-
-    def __init__(self, total: int, stream: IO[str] | None) -> None:
-        self._total, self._stream = total, stream
-        self._done, self._drawn = 0, 0.0
-        self._lock = threading.Lock()
-
-    def readinto(self, fd: int, buffer: memoryview) -> int:
-        """As `Syscalls.readinto`."""
-        count = super().readinto(fd, buffer)
-        self.add(count)
-        return count
-
-    def add(self, count: int) -> None:
-        """Counts bytes; redraws a bar on a terminal, ten times a second at most."""
-        with self._lock:
-            self._done += count
-            now = time.monotonic()
-            if self._stream is not None and now - self._drawn >= _REDRAW_S:
-                self._drawn = now
-                part = min(1.0, self._done / self._total) if self._total else 1.0
-                bar = "#" * int(part * _WIDTH)
-                done = f"{size_text(self._done)} of {size_text(self._total)}"
-                print(f"\r[{bar:<{_WIDTH}}] {part:4.0%} {done} ", end="", file=self._stream, flush=True)
-
-    def close_bar(self) -> None:
-        """Takes the bar off the terminal."""
-        if self._stream is not None:
-            print(f"\r{'':<{_WIDTH + 40}}\r", end="", file=self._stream, flush=True)
 
 
 def run(arguments: argparse.Namespace, session: Session) -> int:
     """Verifies one checkpoint, the newest, or all of a run; 1 when something is damaged."""
     if arguments.threads is not None and arguments.threads < 1:
         raise ConfigError(f"{arguments.threads} threads", where="--threads", fix="give a number from 1")
-    path = existing(arguments.path, session)
-    checked, tasks = _plan(path, newest=arguments.newest)
+    if is_stored(arguments.path):
+        checked, tasks, unfinished = planned(arguments.path, newest=arguments.newest)
+        for name in unfinished:
+            session.warn(f"{name}: not uploaded to its end, so it is no checkpoint; nothing was compared")
+    else:
+        checked, tasks = _plan(existing(arguments.path, session), newest=arguments.newest)
     bar = session.stderr if session.stderr.isatty() and not arguments.json else None
-    reader = _Bytes(sum(each.size for each in checked), bar)
+    reader = Bytes(sum(each.size for each in checked), bar)
     try:
         with ThreadPoolExecutor(arguments.threads or min(16, os.cpu_count() or 1)) as pool:
             problems = list(pool.map(lambda task: task[1](reader), tasks))
@@ -103,7 +59,7 @@ def run(arguments: argparse.Namespace, session: Session) -> int:
     return 1 if damaged else 0
 
 
-def _plan(path: Path, *, newest: bool) -> tuple[list[_Checked], list[_Task]]:
+def _plan(path: Path, *, newest: bool) -> tuple[list[Checked], list[Task]]:
     """What is to be read: one task a file, so that many small checkpoints and one large one are parallel alike."""
     folder = checkpoints_folder(path)
     if folder is None:
@@ -112,16 +68,16 @@ def _plan(path: Path, *, newest: bool) -> tuple[list[_Checked], list[_Task]]:
         roots = [path]
     else:
         roots = _of_folder(folder, newest=newest)
-    checked: list[_Checked] = []
-    tasks: list[_Task] = []
+    checked: list[Checked] = []
+    tasks: list[Task] = []
     for root in roots:
-        one = _Checked(root)
+        one = Checked(root)
         checked.append(one)
         tasks += _tasks(one, alone=folder is None)
     latest = read_latest(folder) if folder is not None else None
     if folder is not None and latest is not None and not (folder / latest).is_dir():
         problem = {"file": "latest", "problem": f"it names {latest}, which is not there"}
-        checked.append(_Checked(folder, damage=[problem]))
+        checked.append(Checked(folder, damage=[problem]))
     return checked, tasks
 
 
@@ -149,7 +105,7 @@ def _of_folder(folder: Path, *, newest: bool) -> list[Path]:
     return roots
 
 
-def _tasks(one: _Checked, *, alone: bool) -> Iterable[_Task]:
+def _tasks(one: Checked, *, alone: bool) -> Iterable[Task]:
     if one.path.is_dir() and ((one.path / MANIFEST).exists() or NAME.fullmatch(one.path.name)):
         return _by_manifest(one)
     try:
@@ -184,7 +140,7 @@ def _tasks(one: _Checked, *, alone: bool) -> Iterable[_Task]:
     )
 
 
-def _by_manifest(one: _Checked) -> list[_Task]:
+def _by_manifest(one: Checked) -> list[Task]:
     try:
         files = read_manifest(one.path).files
     except CheckpointError as error:
@@ -196,8 +152,8 @@ def _by_manifest(one: _Checked) -> list[_Task]:
     return [(one, _compare(one.path / name, expected), name) for name, expected in files.items()]
 
 
-def _compare(path: Path, expected: FileHash) -> Callable[[_Bytes], str | None]:
-    def problem(reader: _Bytes) -> str | None:
+def _compare(path: Path, expected: FileHash) -> Callable[[Bytes], str | None]:
+    def problem(reader: Bytes) -> str | None:
         try:
             size = path.stat().st_size
             if size != expected.size:
@@ -214,7 +170,7 @@ def _compare(path: Path, expected: FileHash) -> Callable[[_Bytes], str | None]:
     return problem
 
 
-def _archive_problem(path: Path, reader: _Bytes) -> str | None:
+def _archive_problem(path: Path, reader: Bytes) -> str | None:
     """The first record of a file of torch.save whose checksum is wrong."""
     try:
         with zipfile.ZipFile(path) as archive:
@@ -245,7 +201,7 @@ def _safetensors_problem(path: Path) -> str | None:
     return None if size == wanted else f"{size} bytes, should be {wanted}"
 
 
-def _distributed(one: _Checked) -> list[_Task]:
+def _distributed(one: Checked) -> list[Task]:
     try:
         from fairlead_checkpoint_io.files.dcp_reading import missing_files
     except ImportError as error:
@@ -267,15 +223,15 @@ def _distributed(one: _Checked) -> list[_Task]:
     return []
 
 
-def _line(one: _Checked) -> str:
+def _line(one: Checked) -> str:
     said = f"{one.files} files, {size_text(one.size)}" if one.files != 1 else f"1 file, {size_text(one.size)}"
     state = "DAMAGED" if one.damage else "ok"
     return f"{one.path.name}: {state} ({said}{f'; {one.note}' if one.note else ''})"
 
 
-def _document(one: _Checked) -> dict[str, Any]:
+def _document(one: Checked) -> dict[str, Any]:
     return {
-        "path": str(one.path),
+        "path": one.url or str(one.path),
         "ok": not one.damage,
         "files": one.files,
         "size": one.size,

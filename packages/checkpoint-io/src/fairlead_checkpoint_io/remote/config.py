@@ -26,7 +26,7 @@ class RemoteCheckpointIOConfig(CheckpointIOConfigBase):
     url: str
     """Where the runs are kept, as `s3://bucket/prefix`, `gs://bucket/prefix`; any protocol of fsspec."""
     inner: Annotated[CheckpointIOConfigBase, OpenUnion("checkpoint_io")] = TorchCheckpointIOConfig()
-    """The backend that writes the local files, any but `remote`."""
+    """The backend that writes the local files, any but `remote`. With `distributed` every rank writes its part."""
     keep_local_gib: float | None = Field(default=None, gt=0, strict=False)
     """GiB that the local checkpoints may take. Above it those that are on the store are deleted here, the oldest first,
     never the newest or the best; a save waits until an upload makes room. Default null: as the run keeps them."""
@@ -45,6 +45,11 @@ class RemoteCheckpointIOConfig(CheckpointIOConfigBase):
     said. Less than the time between the signal and the kill; set it higher where the job is warned earlier."""
     storage_options: dict[str, Any] = Field(default_factory=dict)
     """Options of fsspec's file system for this protocol: `{endpoint_url: "https://..."}`. Secrets are refused."""
+
+    @property
+    def saves_shards(self) -> bool:
+        """As the inner one: every rank hands over its part, and rank 0 copies what all have written."""
+        return self.inner.saves_shards
 
     @field_validator("url")
     @classmethod

@@ -30,13 +30,19 @@ class Remote(CheckpointIOPlugin):
 
     @hookimpl
     def fairlead_capabilities(self) -> Iterable[Capability]:
-        """Lightning's XLA strategies refuse it."""
+        """Lightning's XLA strategies refuse it; what the inner backend does not go with, that one says."""
         yield Capability(
             "checkpoint_io.remote",
             ("strategy.xla",),
             "no",
             "Lightning's XLA strategy takes the XLA checkpoint backend only",
             "checkpoint_io: xla, and copy its checkpoints afterwards with fairlead.remote.upload",
+        )
+        yield Capability(
+            "checkpoint_io.remote",
+            ("strategy.ddp", "strategy.fsdp2", "strategy.single_device"),
+            "yes",
+            "whole files and shards of all ranks are copied once they are committed, and read again",
         )
 
     @hookimpl

@@ -5,21 +5,26 @@ from __future__ import annotations
 import os
 import pkgutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from lightning.fabric.plugins import CheckpointIO
 
 from fairlead.commit import Checkpoint, FileHash, RetentionPolicy
-from fairlead.errors import PluginError
-from fairlead.interfaces import BuildContext, DurableSaves
+from fairlead.errors import CheckpointError, PluginError
+from fairlead.interfaces import BuildContext, DurableSaves, ShardedLoads, ShardedSaves
 from fairlead.remote import Store, fetch, is_url, split_checkpoint_url
 from fairlead.run import Fingerprint
+from fairlead_checkpoint_io.distributed_shards.ranks import Ranks
 from fairlead_checkpoint_io.remote.config import RemoteCheckpointIOConfig
 from fairlead_checkpoint_io.remote.mirror import Mirror
 
-__all__ = ["RemoteCheckpointIO", "build"]
+__all__ = ["RemoteCheckpointIO", "RemoteShardsIO", "build"]
+
+# A rank that is gone is noticed at once, by its closed connection; an upload ends by itself.
+_UPLOADING: Final = timedelta(days=7)
 
 
 def build(config: RemoteCheckpointIOConfig, context: BuildContext) -> RemoteCheckpointIO:
@@ -35,7 +40,7 @@ def build(config: RemoteCheckpointIOConfig, context: BuildContext) -> RemoteChec
             f"the checkpoint_io {config.inner.name!r} has no runtime", where="trainer.checkpoint_io.inner"
         )
     inner = pkgutil.resolve_name(plugin.runtime)(config.inner, context)
-    return RemoteCheckpointIO(config, inner)
+    return RemoteShardsIO(config, inner) if isinstance(inner, ShardedSaves) else RemoteCheckpointIO(config, inner)
 
 
 class RemoteCheckpointIO(CheckpointIO):
@@ -99,6 +104,16 @@ class RemoteCheckpointIO(CheckpointIO):
             local = fetch(text, Path(folder), store=self._store(run))
             return self._inner.load_checkpoint(str(local.path), map_location=map_location, weights_only=weights_only)
 
+    def load_shards(
+        self,
+        path: str | os.PathLike[str],
+        place: Callable[[tuple[str | int, ...], Any, Any], Any | None],
+        weights_only: bool | None = None,
+    ) -> dict[str, Any] | None:
+        """Loads local shards through the inner backend, where it can; see `fairlead.interfaces.ShardedLoads`."""
+        inner = self._inner
+        return inner.load_shards(path, place, weights_only) if isinstance(inner, ShardedLoads) else None
+
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
         """Deletes a local file; the store has the retention of the run."""
         self._inner.remove_checkpoint(os.fspath(path))
@@ -156,3 +171,52 @@ class RemoteCheckpointIO(CheckpointIO):
 
     def _store(self, url: str) -> Store:
         return Store.open(url, self._config.storage_options, part_mib=self._config.part_mib)
+
+
+class RemoteShardsIO(RemoteCheckpointIO):
+    """Around a backend that saves on all ranks together; then this is a `fairlead.interfaces.ShardedSaves`, too.
+
+    Only rank 0 knows the store.  The others wait while it makes room, and hear when there is none.
+
+    Args:
+        config: The store, and how it is used.
+        inner: The backend that reads and writes the local files.
+    """
+
+    def __init__(self, config: RemoteCheckpointIOConfig, inner: Any) -> None:
+        super().__init__(config, inner)
+        self._shards: ShardedSaves = inner
+        self._ranks: Ranks | None = None
+
+    def meet(self) -> None:
+        """Makes what the ranks need to talk to each other."""
+        self._shards.meet()
+        bounded = self._config.keep_local_gib is not None
+        if bounded and (self._ranks is None or not self._ranks.usable):
+            self._ranks = Ranks(_UPLOADING)
+
+    def submit_shards(
+        self,
+        checkpoint: dict[str, Any],
+        path: str | os.PathLike[str],
+        then: Callable[[Mapping[str, FileHash]], None],
+        *,
+        names: Sequence[Sequence[str | None]],
+    ) -> None:
+        """Saves on all ranks once there is room, then calls `then` on rank 0; see the protocol."""
+        self.meet()
+        if self._ranks is not None:
+            try:
+                self._ranks.all_gather(self._make_room, "there is no room for another local checkpoint")
+            except CheckpointError as error:
+                error.where = os.fspath(path)
+                raise
+        self._shards.submit_shards(checkpoint, path, then, names=names)
+
+    def wait(self) -> None:
+        """Returns when all local files are durable; for their copies there is `settle`."""
+        self._shards.wait()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """To another process (`ddp_spawn`) go the settings, not threads and groups."""
+        return {**super().__getstate__(), "_ranks": None}

@@ -20,7 +20,7 @@ __all__ = ["device_reasons"]
 _MUST_SPEAK: Final = ("accelerator", "strategy", "precision", "layer_sync", "checkpoint_io")
 _OPTIONAL: Final = ("environment", "requeue")
 # Fairlead's own that write the state as it is, and have nothing to say.
-_FAITHFUL: Final = frozenset(f"checkpoint_io.{name}" for name in ("async", "distributed", "torch", "xla"))
+_FAITHFUL: Final = frozenset(f"checkpoint_io.{name}" for name in ("async", "distributed", "remote", "torch", "xla"))
 
 
 def device_reasons(resolution: Resolution, plugins: PluginManager, run: RunConfig | None = None) -> list[Inexact]:
@@ -65,7 +65,8 @@ def _backend(config: BackendConfig, resolution: Resolution, plugins: PluginManag
     if config.axis == "strategy" and config.name == "ddp":
         return ddp_reasons(config, resolution)
     if f"{config.axis}.{config.name}" in _FAITHFUL:
-        return []
+        inner = getattr(config, "inner", None)  # the one that reads and writes
+        return _backend(inner, resolution, plugins) if isinstance(inner, BackendConfig) else []
     return [
         Inexact(
             f"the {config.axis} {plugins.label(config)!r}",

@@ -20,8 +20,10 @@ from fairlead.remote.downloading import DamagedCopyError, download, fetch
 from fairlead.remote.listing import (
     RemoteCheckpoint,
     RemoteNewest,
+    RemoteRun,
     checkpoint_at,
     list_checkpoints,
+    list_run,
     newest_complete,
     verify,
 )
@@ -36,6 +38,7 @@ __all__ = [
     "Entry",
     "RemoteCheckpoint",
     "RemoteNewest",
+    "RemoteRun",
     "Retries",
     "Store",
     "check_url",
@@ -45,6 +48,7 @@ __all__ = [
     "fetch",
     "is_url",
     "list_checkpoints",
+    "list_run",
     "newest_complete",
     "retain",
     "split_checkpoint_url",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
@@ -16,7 +16,16 @@ from fairlead.remote.retrying import store_error
 from fairlead.remote.store import Entry, Store
 from fairlead.remote.urls import join
 
-__all__ = ["RemoteCheckpoint", "RemoteNewest", "checkpoint_at", "list_checkpoints", "newest_complete", "verify"]
+__all__ = [
+    "RemoteCheckpoint",
+    "RemoteNewest",
+    "RemoteRun",
+    "checkpoint_at",
+    "list_checkpoints",
+    "list_run",
+    "newest_complete",
+    "verify",
+]
 
 _THREADS = 8
 
@@ -100,6 +109,38 @@ class RemoteNewest:
     skipped: list[Damage] = field(default_factory=list)
 
 
+@dataclass(frozen=True)
+class RemoteRun:
+    """What is at the place of a run.
+
+    Attributes:
+        checkpoints: Those that have a manifest, by step.
+        unfinished: Names of those that have none: they are being uploaded, or a killed start has left them.
+        others: The first part of all other names: `latest`, `job.yaml`; at another place those of runs.
+    """
+
+    checkpoints: list[RemoteCheckpoint]
+    unfinished: list[str]
+    others: list[str]
+
+
+def list_run(store: Store) -> RemoteRun:
+    """All that is at the place of a run, with one look at the store and one at each manifest.
+
+    Raises:
+        CheckpointError: The store refuses, or does not answer.
+
+    Example:
+        >>> list_run(Store.open("s3://bucket/prefix/gpt")).unfinished                # doctest: +SKIP
+        ['step-00000400']
+    """
+    entries = store.list()
+    groups = grouped(entries)
+    unfinished = [name for name, inside in groups.items() if MANIFEST not in inside]
+    others = dict.fromkeys(name.partition("/")[0] for name in entries)
+    return RemoteRun(_of(store, groups), unfinished, [name for name in others if name not in groups])
+
+
 def list_checkpoints(store: Store) -> list[RemoteCheckpoint]:
     """The checkpoints of a run by step; those with a damaged manifest too. What has no manifest is none.
 
@@ -162,11 +203,32 @@ def verify(store: Store, checkpoint: RemoteCheckpoint, *, deep: bool = False, th
         return damages
     with ThreadPoolExecutor(threads) as pool:
         files = checkpoint.manifest.files.items()
-        return [d for d in pool.map(lambda item: _damaged(store, checkpoint.name, *item), files) if d is not None]
+        return [d for d in pool.map(lambda item: changed(store, checkpoint.name, *item), files) if d is not None]
 
 
-def stored_hash(store: Store, name: str, algorithm: str) -> FileHash:
-    """The checksum of an object, by reading all of it.
+def changed(
+    store: Store, checkpoint: str, name: str, expected: FileHash, count: Callable[[int], None] | None = None
+) -> Damage | None:
+    """What is wrong with the content of one file, by reading all of it.
+
+    Args:
+        store: The run's.
+        checkpoint: The checkpoint's name.
+        name: The file's name in it.
+        expected: What the manifest says.
+        count: Is told how many bytes were read, each time.
+
+    Raises:
+        CheckpointError: The store refuses, does not answer, or there is no such object.
+    """
+    found = stored_hash(store, f"{checkpoint}/{name}", expected.algorithm, count)
+    if found == expected:
+        return None
+    return Damage(Path(checkpoint), name, f"its {expected.algorithm} checksum is wrong: the content has changed")
+
+
+def stored_hash(store: Store, name: str, algorithm: str, count: Callable[[int], None] | None = None) -> FileHash:
+    """The checksum of an object, by reading all of it; `count` is told of each piece.
 
     Raises:
         CheckpointError: The store refuses, does not answer, or there is no such object.
@@ -177,6 +239,8 @@ def stored_hash(store: Store, name: str, algorithm: str) -> FileHash:
         for chunk in store.chunks(name):
             hasher.update(chunk)
             size += len(chunk)
+            if count is not None:
+                count(len(chunk))
         return FileHash(algorithm, hasher.hexdigest(), size)
 
     url = join(store.url, name)
@@ -215,13 +279,6 @@ def _of(store: Store, groups: Mapping[str, Mapping[str, Entry]]) -> list[RemoteC
         url = join(store.url, name)
         found.append(RemoteCheckpoint(url, int(match[1]), int(match[2] or 1), manifest, problem, entries))
     return sorted(found, key=lambda item: (item.step, item.version))
-
-
-def _damaged(store: Store, checkpoint: str, name: str, expected: FileHash) -> Damage | None:
-    found = stored_hash(store, f"{checkpoint}/{name}", expected.algorithm)
-    if found == expected:
-        return None
-    return Damage(Path(checkpoint), name, f"its {expected.algorithm} checksum is wrong: the content has changed")
 
 
 def _is_inside(name: str) -> bool:
