@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import itertools
-import json
 import os
 import random
 import shutil
@@ -26,6 +25,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, Literal
 
+from fairlead.run import read_history
 from integration_tests.exact.attempts import Attempt
 from integration_tests.exact.cases import Case, Starter, run, warm
 from integration_tests.exact.compare import differences
@@ -153,8 +153,8 @@ def inflict(one: Interruption, attempt: Attempt, disk: Disk, seconds: float) -> 
 
 def events(run_directory: Path) -> list[dict[str, Any]]:
     """The history so far."""
-    file = run_directory / "history.jsonl"
-    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+    # A full disk may have cut a line off; it is no event then.
+    return read_history(run_directory / "history.jsonl")
 
 
 def lost_steps(history: Sequence[dict[str, Any]]) -> list[str]:
