@@ -338,6 +338,7 @@ def test_a_stop_without_a_signal(store: dist.Store) -> None:
     """`ask` for a time budget; the reason reaches all ranks."""
     (_, one), (_, other) = agreements(store, 2)
     one.ask("the time budget is spent")
+    frozen(one)
     frozen(other)
     assert one.boundary(0)
     assert other.boundary(0)
