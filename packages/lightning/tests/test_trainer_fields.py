@@ -57,6 +57,18 @@ def has(path: str, value: Any) -> Check:
     return check
 
 
+def computes_with(threads: int) -> Check:
+    """Torch takes that many threads; they are the process's, so the other tests get theirs back."""
+    before = torch.get_num_threads()
+
+    def check(trainer: Trainer, root: Path) -> None:
+        found = torch.get_num_threads()
+        torch.set_num_threads(before)
+        assert found == threads
+
+    return check
+
+
 def isa(path: str, kind: type) -> Check:
     def check(trainer: Trainer, root: Path) -> None:
         found: Any = trainer
@@ -177,6 +189,7 @@ EXPECTED: dict[str, list[tuple[dict[str, Any], Check]]] = {
         ({"devices": -1}, has("num_devices", 1)),
     ],
     "num_nodes": [({"num_nodes": 1}, has("num_nodes", 1)), ({"num_nodes": "auto"}, has("num_nodes", 1))],
+    "threads": [({"threads": 1}, computes_with(1)), ({"threads": 3}, computes_with(3))],
     "auto_determine_num_nodes": [({"auto_determine_num_nodes": False}, has("num_nodes", 1))],
     "max_epochs": [({"max_epochs": 7}, has("max_epochs", 7)), ({"max_epochs": -1}, has("max_epochs", -1))],
     "min_epochs": [({"min_epochs": 2}, has("min_epochs", 2))],
