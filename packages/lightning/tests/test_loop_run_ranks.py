@@ -109,15 +109,16 @@ def damaged_part_of_rank_one(rank: int, root: Path) -> str:
         run.step = 1
         run.save()
     torch.distributed.barrier()
-    if rank == 1:
-        file = latest(root / "run").path / "rank-00001.pt"
-        data = bytearray(file.read_bytes())
-        data[len(data) // 2] ^= 1
-        file.write_bytes(data)
-    torch.distributed.barrier()
     run, _, _ = opened(root, 2)
     try:
-        with run:
+        with run:  # the start has compared the checksums
+            torch.distributed.barrier()
+            if rank == 1:
+                file = latest(root / "run").path / "rank-00001.pt"
+                data = bytearray(file.read_bytes())
+                data[len(data) // 2] ^= 1
+                file.write_bytes(data)
+            torch.distributed.barrier()
             run.restore()
     except CheckpointError as error:
         return str(error)
