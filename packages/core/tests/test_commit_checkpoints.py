@@ -8,6 +8,7 @@ import json
 import os
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -333,6 +334,43 @@ def test_an_error_of_the_disk_is_reported_though_the_writer_hides_it(tmp_path: P
 
     with pytest.raises(CheckpointError, match="No space left"):
         write_file(tmp_path / "state.ckpt", hiding, syscalls=Full())
+
+
+def test_the_disk_begins_before_everything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Then the fsync, for which a save waits, finds little to do; a system that knows no such advice saves as well."""
+    calls: list[tuple[Any, ...]] = []
+
+    class Watch(Syscalls):
+        def write(self, fd: int, data: memoryview) -> int:
+            count = super().write(fd, data)
+            calls.append(("write", count))
+            return count
+
+        def start_writeback(self, fd: int, offset: int, nbytes: int) -> None:
+            super().start_writeback(fd, offset, nbytes)
+            calls.append(("start", offset, nbytes))
+
+        def fsync(self, fd: int) -> None:
+            calls.append(("fsync",))
+            super().fsync(fd)
+
+    content = os.urandom(40 << 20)
+    digest = write_file(tmp_path / "state.ckpt", content, syscalls=Watch())
+    assert (tmp_path / "state.ckpt").read_bytes() == content
+    assert calls[0] == ("write", 16 << 20)
+    assert [call for call in calls if call[0] != "write"] == [
+        ("start", 0, 16 << 20),
+        ("start", 16 << 20, 16 << 20),
+        ("fsync",),
+    ]
+
+    def refuses(*args: Any) -> None:
+        raise OSError(errno.EINVAL, "Invalid argument")
+
+    monkeypatch.setattr(os, "posix_fadvise", refuses)
+    assert write_file(tmp_path / "again.ckpt", content) == digest
+    monkeypatch.delattr(os, "posix_fadvise")
+    assert write_file(tmp_path / "without.ckpt", content) == digest
 
 
 def test_an_error_of_the_writer_itself_leaves_nothing(tmp_path: Path) -> None:

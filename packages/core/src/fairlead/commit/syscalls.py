@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 from pathlib import Path
@@ -29,6 +30,15 @@ class Syscalls:
     def write(self, fd: int, data: memoryview) -> int:
         """`write(2)`; may write less than it was given."""
         return os.write(fd, data)
+
+    def start_writeback(self, fd: int, offset: int, nbytes: int) -> None:
+        """Has the kernel begin to write a range to the disk, and does not wait; where that is not known, nothing.
+
+        `posix_fadvise(2)` with "not needed": Linux then writes what is dirty, and drops from memory what is not.
+        """
+        if hasattr(os, "posix_fadvise"):
+            with contextlib.suppress(OSError):  # advice: the fsync that follows reports what the disk refuses
+                os.posix_fadvise(fd, offset, nbytes, os.POSIX_FADV_DONTNEED)
 
     def fsync(self, fd: int) -> None:
         """`fsync(2)` of a file: its bytes survive a power cut from here on."""
