@@ -367,6 +367,24 @@ def test_it_is_built_around_what_the_config_says(tmp_path: Path) -> None:
     assert backend.load_checkpoint(tmp_path / "x.ckpt") == {"n": 1}
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere threads have no priority of their own")
+def test_the_steps_go_before_the_thread_that_writes(
+    backend: AsyncFileCheckpointIO, inner: Gated, tmp_path: Path
+) -> None:
+    """Where all cores compute, a save behind the loop would otherwise take half of them."""
+    inner.gate.set()
+    niceness: list[int] = []
+    before = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+    backend.submit(
+        {"n": 1},
+        tmp_path / "x.ckpt",
+        lambda digest: niceness.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id())),
+    )
+    backend.wait()
+    assert niceness == [min(19, before + 10)]
+    assert os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) == before
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_gpu_tensors_are_copied_before_the_save_returns(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -12,6 +13,8 @@ from pathlib import Path
 from fairlead.errors import CheckpointError, FairleadError
 
 __all__ = ["Writer"]
+
+_NICER = 10  # where cores are scarce, the steps go first; a loop that waits for a save leaves them all to it
 
 log = logging.getLogger("fairlead.checkpoint_io")
 
@@ -121,6 +124,9 @@ class Writer:
 
     def _started(self) -> None:
         self._thread = threading.get_ident()
+        if sys.platform == "linux":  # elsewhere threads have no priority of their own
+            thread = threading.get_native_id()
+            os.setpriority(os.PRIO_PROCESS, thread, min(19, os.getpriority(os.PRIO_PROCESS, thread) + _NICER))
 
     def _not_inside(self) -> None:
         if threading.get_ident() == self._thread:
