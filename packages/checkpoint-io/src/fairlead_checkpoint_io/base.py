@@ -16,8 +16,8 @@ class FileCheckpointIOConfig(CheckpointIOConfigBase):
     """Classes and functions, as `package.module.Name`, that a checkpoint may contain besides tensors and plain
     data. Loading one imports and calls it, so name only what you trust. Default none: nothing is run on loading."""
     verify: bool = True
-    """Compare the checksums inside the file while it is being loaded; torch itself does not. Off: loading uses
-    one processor core less, and flipped bits go unnoticed."""
+    """Compare the checksums inside the file while it is being loaded; torch itself does not. Off: loading is
+    somewhat faster, and flipped bits go unnoticed."""
 
     @field_validator("safe_globals")
     @classmethod

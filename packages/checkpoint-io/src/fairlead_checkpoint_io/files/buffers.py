@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from fairlead_checkpoint_io.files.memory import use_huge_pages
+
 __all__ = ["Arena", "HostBuffers"]
 
 
@@ -77,7 +79,10 @@ class HostBuffers:
 
 
 def _allocate(nbytes: int, pinned: bool) -> torch.UntypedStorage:
-    return torch.empty(nbytes, dtype=torch.uint8, pin_memory=pinned).untyped_storage()
+    storage = torch.empty(nbytes, dtype=torch.uint8, pin_memory=pinned).untyped_storage()
+    if not pinned:
+        use_huge_pages(storage.data_ptr(), nbytes)
+    return storage
 
 
 def _as_bytes(storage: torch.UntypedStorage) -> torch.Tensor:

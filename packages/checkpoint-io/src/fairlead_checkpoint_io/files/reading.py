@@ -6,7 +6,8 @@ import os
 import pickle
 import zipfile
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 
 from fairlead.commit.files import disk_error
 from fairlead.errors import CheckpointError, ConfigError, did_you_mean
+from fairlead_checkpoint_io.files.archive import Archive
 from fairlead_checkpoint_io.files.metadata import CONTENTS, REST, is_sharded
 from fairlead_checkpoint_io.files.safe import allowed
 from fairlead_checkpoint_io.files.shards import read_shards
@@ -23,7 +25,6 @@ __all__ = ["read_sharded", "read_state"]
 
 _STATE = "state.ckpt"
 _MANIFEST = "manifest.json"
-_CHUNK = 4 << 20
 _SHOWN = 8
 # What torch.save wrote before 1.6: a pickle that starts with this number.
 _LEGACY = pickle.dumps(0x1950A86A20F9469CFC6C, protocol=2)
@@ -59,27 +60,27 @@ def read_state(
             safe_globals=safe_globals,
             verify=verify,
         )
-    legacy = _inspect(path)
     strict = weights_only is not False
     place = "cpu" if map_location is None else map_location
-    with ThreadPoolExecutor(1, thread_name_prefix="fairlead-verify") as executor:
-        checked = executor.submit(_damaged_record, path) if verify and not legacy else None
-        failure: Exception | None = None
-        state: Any = None
-        try:
-            with allowed(safe_globals):
-                state = torch.load(path, map_location=place, weights_only=strict)
-        except ConfigError:
-            raise
-        except OSError as error:
-            raise disk_error(error, "cannot read a checkpoint", path) from error
-        except Exception as error:  # damaged bytes are executed as pickle opcodes: they raise anything
-            failure = error
-        record = checked.result() if checked else None
+    failure: Exception | None = None
+    state: Any = None
+    try:
+        with _opened(path, verify) or nullcontext() as archive:
+            load = archive.load if archive is not None else partial(torch.load, path)
+            try:
+                with allowed(safe_globals):
+                    state = load(map_location=place, weights_only=strict)
+            except (ConfigError, OSError):
+                raise
+            except Exception as error:  # damaged bytes are executed as pickle opcodes: they raise anything
+                failure = error
+            record = archive.damaged_record() if archive is not None else None
+    except OSError as error:
+        raise disk_error(error, "cannot read a checkpoint", path) from error
     if record is not None:
         raise _damaged(path, f"{record} does not match its checksum")
     if failure is not None:
-        raise _explained(path, failure, strict, legacy, safe_globals) from failure
+        raise _explained(path, failure, strict, archive is None, safe_globals) from failure
     if not isinstance(state, dict):
         raise _no_checkpoint(path, f"it holds a {type(state).__name__}, not a dict")
     return state
@@ -129,41 +130,26 @@ def _listing(folder: Path) -> str:
     return f"{folder} has: {', '.join(names[-_SHOWN:])}{more}" if names else f"{folder} is empty"
 
 
-def _inspect(path: Path) -> bool:
-    """Whether a file is of torch's old format; raises when it cannot be a checkpoint at all."""
+def _opened(path: Path, verify: bool) -> Archive | None:
+    """The file; None: it is of torch's old format. Raises when it cannot be a checkpoint at all."""
+    with path.open("rb") as file:
+        head = file.read(len(_LEGACY))
+    if not head:
+        raise _damaged(path, "the file is empty")
+    if head.startswith(_LEGACY[:-1]):
+        return None
+    if not head.startswith(b"PK"):
+        raise _no_checkpoint(path, "it does not begin as a file of torch.save does")
+    if not zipfile.is_zipfile(path):
+        raise _damaged(path, "its end is missing: it was cut off")
     try:
-        with path.open("rb") as file:
-            head = file.read(len(_LEGACY))
-        if not head:
-            raise _damaged(path, "the file is empty")
-        if head.startswith(_LEGACY[:-1]):
-            return True
-        if not head.startswith(b"PK"):
-            raise _no_checkpoint(path, "it does not begin as a file of torch.save does")
-        if not zipfile.is_zipfile(path):
-            raise _damaged(path, "its end is missing: it was cut off")
-        with zipfile.ZipFile(path) as archive:
-            names = archive.namelist()
+        archive = Archive(path, verify=verify)
     except zipfile.BadZipFile as error:
         raise _damaged(path, str(error)) from error
-    except OSError as error:
-        raise disk_error(error, "cannot read a checkpoint", path) from error
-    if not any(name.count("/") == 1 and name.endswith("/data.pkl") for name in names):
+    if not any(name.count("/") == 1 and name.endswith("/data.pkl") for name in archive.names):
+        archive.close()
         raise _no_checkpoint(path, "it is a ZIP archive, but not one of torch.save")
-    return False
-
-
-def _damaged_record(path: Path) -> str | None:
-    """The first record of the archive whose checksum is wrong."""
-    with zipfile.ZipFile(path) as archive:
-        for info in archive.infolist():
-            try:
-                with archive.open(info) as record:
-                    while record.read(_CHUNK):
-                        pass
-            except zipfile.BadZipFile:
-                return info.filename
-    return None
+    return archive
 
 
 def _explained(

@@ -1,0 +1,173 @@
+"""A file of `torch.save`, read by several threads which compute its checksums in passing.
+
+`torch.load` reads one record after the other in one thread and compares no checksum.  Here a large record is split
+among threads, each of which computes the CRC of the piece that it has just read, while that is still in the
+processor's cache: verifying costs no second pass over the file.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import io
+import os
+import struct
+import zipfile
+import zlib
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from pathlib import Path
+from typing import IO, Any, Final, cast
+
+import torch
+
+from fairlead_checkpoint_io.files.memory import use_huge_pages
+
+__all__ = ["Archive"]
+
+_PIECE: Final = 1 << 22
+_LOCAL_HEADER: Final = struct.Struct("<26xHH")  # its last two numbers: the lengths of the name and of what follows it
+
+
+class Archive(io.RawIOBase):
+    """The file as `torch.load` wants it; for use in one thread.
+
+    Args:
+        path: An archive of `torch.save`.
+        verify: Compare checksums.
+
+    Raises:
+        zipfile.BadZipFile: It is no archive, or its table of contents is damaged.
+        OSError: It cannot be read.
+
+    Example:
+        >>> with Archive(Path("state.ckpt")) as archive:                         # doctest: +SKIP
+        ...     state = archive.load(weights_only=True)
+        ...     damaged = archive.damaged_record()
+    """
+
+    def __init__(self, path: Path, *, verify: bool = True) -> None:
+        super().__init__()
+        self._file = path.open("rb", buffering=0)
+        try:
+            self._zip = zipfile.ZipFile(self._file)
+        except BaseException:
+            self._file.close()
+            raise
+        self._verify = verify
+        self._position = 0
+        self._damaged: str | None = None
+        self._unread = {info.header_offset: info for info in self._zip.infolist()}
+        self._data: dict[int, zipfile.ZipInfo] = {}
+        self._threads = ThreadPoolExecutor(4, thread_name_prefix="fairlead-read")
+
+    @property
+    def names(self) -> list[str]:
+        """The names of all records."""
+        return self._zip.namelist()
+
+    def load(self, **options: Any) -> Any:
+        """What `torch.load` makes of the file, with its options and its errors."""
+        return torch.load(cast("IO[bytes]", self), **options)
+
+    def damaged_record(self) -> str | None:
+        """The name of a record that does not match its checksum; records that nobody has read are read now."""
+        if not self._verify:
+            return None
+        while self._unread and self._damaged is None:
+            _, info = self._unread.popitem()
+            try:
+                with self._zip.open(info) as record:
+                    while record.read(_PIECE):
+                        pass
+            except zipfile.BadZipFile:
+                self._damaged = info.filename
+        return self._damaged
+
+    def readable(self) -> bool:
+        """True."""
+        return True
+
+    def seekable(self) -> bool:
+        """True."""
+        return True
+
+    def tell(self) -> int:
+        """The position, in bytes."""
+        return self._position
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
+        """Moves the position; see `io.IOBase.seek`."""
+        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._position}.get(whence)
+        self._position = offset + (os.fstat(self._file.fileno()).st_size if base is None else base)
+        return self._position
+
+    def readinto(self, buffer: Any, /) -> int:
+        """Fills a buffer from the position on; short only at the end of the file."""
+        view, begin = memoryview(buffer).cast("B"), self._position
+        record = self._data.get(begin)
+        if record is not None and view.nbytes == record.compress_size == record.file_size:
+            count, crc = self._in_pieces(view, begin)
+            self._unread.pop(record.header_offset, None)
+            if self._verify and crc != record.CRC:
+                self._damaged = record.filename
+        else:
+            count = self._fill(view, begin)
+            if begin in self._unread and count == _LOCAL_HEADER.size:
+                self._data[begin + count + sum(_LOCAL_HEADER.unpack(view))] = self._unread[begin]
+        self._position += count
+        return count
+
+    def close(self) -> None:
+        """Closes the file and ends the threads."""
+        if not self.closed:
+            self._threads.shutdown()
+            self._zip.close()
+            self._file.close()
+        super().close()
+
+    def _in_pieces(self, view: memoryview, begin: int) -> tuple[int, int]:
+        """The number of bytes read, and their CRC."""
+        use_huge_pages(ctypes.addressof(ctypes.c_char.from_buffer(view)), view.nbytes)
+        first = view.nbytes % _PIECE or min(view.nbytes, _PIECE)  # the others are all of one length
+        pieces = [(0, first), *((start, start + _PIECE) for start in range(first, view.nbytes, _PIECE))]
+
+        def read(piece: tuple[int, int]) -> tuple[int, int]:
+            part = view[slice(*piece)]
+            return self._fill(part, begin + piece[0]), zlib.crc32(part) if self._verify else 0
+
+        total = crc = 0
+        for count, own in self._threads.map(read, pieces) if len(pieces) > 1 else map(read, pieces):
+            total += count
+            crc = _with_piece_behind(crc) ^ own
+        return total, crc
+
+    def _fill(self, view: memoryview, begin: int) -> int:
+        done = 0
+        while done < view.nbytes:
+            count = os.preadv(self._file.fileno(), [view[done:]], begin + done)
+            if not count:
+                break
+            done += count
+        return done
+
+
+def _with_piece_behind(crc: int) -> int:
+    """The CRC of what has this CRC, followed by a piece whose own CRC is still to be combined (by exclusive or)."""
+    return _product(_matrix(), crc)
+
+
+@cache
+def _matrix() -> list[int]:
+    """The columns of the linear map over GF(2) that the bytes of a piece apply to the CRC of what is before them."""
+    columns = [zlib.crc32(b"\0", 1 << bit) ^ zlib.crc32(b"\0") for bit in range(32)]  # the map of one byte
+    for _ in range(_PIECE.bit_length() - 1):  # squared: that of twice as many
+        columns = [_product(columns, column) for column in columns]
+    return columns
+
+
+def _product(columns: list[int], vector: int) -> int:
+    result = 0
+    for bit, column in enumerate(columns):
+        if vector >> bit & 1:
+            result ^= column
+    return result

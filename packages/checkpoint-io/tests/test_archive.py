@@ -1,0 +1,108 @@
+"""Reading a file of torch.save in several threads: the same state as torch's, and every damage is found."""
+
+from __future__ import annotations
+
+import os
+import random
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+
+from fairlead_checkpoint_io.files.archive import _PIECE, Archive
+
+MIB = 1 << 18  # float32 elements
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Records below, at and above the size of a piece, and one that is empty."""
+    path = tmp_path_factory.mktemp("archive") / "state.ckpt"
+    sizes = [3, 0, _PIECE // 4 - 1, _PIECE // 4, _PIECE // 4 + 1, 5 * MIB, 8 * MIB, 9 * MIB + 7]
+    torch.save({f"w{number}": torch.randn(size) for number, size in enumerate(sizes)} | {"step": 3}, path)
+    return path
+
+
+def load(path: Path, *, verify: bool = True) -> tuple[dict[str, object], str | None]:
+    with Archive(path, verify=verify) as archive:
+        return archive.load(weights_only=True), archive.damaged_record()
+
+
+def flip(path: Path, position: int) -> None:
+    with path.open("r+b") as file:
+        file.seek(position)
+        byte = file.read(1)[0]
+        file.seek(position)
+        file.write(bytes([byte ^ 4]))
+
+
+def data_of(path: Path, info: zipfile.ZipInfo) -> int:
+    """Where a record's bytes begin."""
+    with path.open("rb") as file:
+        file.seek(info.header_offset + 26)
+        return info.header_offset + 30 + sum(int.from_bytes(file.read(2), "little") for _ in range(2))
+
+
+def test_the_state_is_that_of_torch_bit_for_bit(saved: Path) -> None:
+    loaded, damaged = load(saved)
+    expected = torch.load(saved, weights_only=True)
+    assert damaged is None
+    assert loaded.keys() == expected.keys()
+    for name, value in expected.items():
+        got = loaded[name]
+        assert torch.equal(got, value) if isinstance(got, torch.Tensor) else got == value
+
+
+def test_a_flipped_bit_anywhere_in_a_record_is_found(saved: Path, tmp_path: Path) -> None:
+    """R66: in the first and last byte of each record, and at random places, where the pieces meet among them."""
+    chance = random.Random(5)
+    path = tmp_path / "damaged.ckpt"
+    path.write_bytes(saved.read_bytes())
+    with zipfile.ZipFile(saved) as archive:
+        records = [info for info in archive.infolist() if info.file_size > 100]
+    assert len(records) == 7
+    for info in records:
+        begin, size = data_of(saved, info), info.file_size
+        if info.filename.endswith("data.pkl"):
+            places = {size // 2}
+        else:
+            places = {0, size - 1, chance.randrange(size)} | {size % _PIECE, _PIECE} & set(range(size))
+        for place in places:
+            flip(path, begin + place)
+            with Archive(path) as opened:
+                try:
+                    opened.load(weights_only=True)
+                except Exception:  # a damaged pickle raises anything
+                    assert info.filename.endswith("data.pkl")
+                assert opened.damaged_record() == info.filename
+            flip(path, begin + place)
+    assert load(path)[1] is None
+
+
+def test_damage_goes_unnoticed_where_nobody_asked(saved: Path, tmp_path: Path) -> None:
+    path = tmp_path / "damaged.ckpt"
+    path.write_bytes(saved.read_bytes())
+    flip(path, path.stat().st_size // 2)
+    assert load(path)[1] is not None
+    assert load(path, verify=False)[1] is None
+
+
+def test_records_that_nobody_read_are_compared_at_the_end(saved: Path, tmp_path: Path) -> None:
+    with Archive(saved) as archive:
+        assert archive.damaged_record() is None  # all of them: nothing was loaded
+    with zipfile.ZipFile(saved) as read:
+        identity = next(info for info in read.infolist() if info.filename.endswith("serialization_id"))
+    path = tmp_path / "identity.ckpt"
+    path.write_bytes(saved.read_bytes())
+    flip(path, data_of(saved, identity))
+    assert str(load(path)[1]).endswith("serialization_id")
+
+
+def test_a_file_that_gets_shorter_while_it_is_read_is_an_error_and_no_hang(saved: Path, tmp_path: Path) -> None:
+    path = tmp_path / "short.ckpt"
+    path.write_bytes(saved.read_bytes())
+    with Archive(path) as archive:
+        os.truncate(path, path.stat().st_size // 2)
+        with pytest.raises(RuntimeError):
+            archive.load(weights_only=True)
