@@ -156,12 +156,12 @@ def test_buffers_are_reused_and_those_without_use_are_freed(inner: Gated, tmp_pa
         backend.wait()
     assert len(set(inner.addresses)) == 1
     assert [backend.load_checkpoint(tmp_path / f"{n}.ckpt")["w"][0].item() for n in range(3)] == [0, 1, 2]
-    assert backend._buffers.nbytes == 4000
+    assert backend._background.nbytes == 4000
     backend.save_checkpoint({"w": torch.zeros(10)}, tmp_path / "small.ckpt")
     backend.wait()
-    assert backend._buffers.nbytes == 40
+    assert backend._background.nbytes == 40
     backend.teardown()
-    assert backend._buffers.nbytes == 0
+    assert backend._background.nbytes == 0
 
 
 def test_the_save_after_the_bound_waits_and_says_so(

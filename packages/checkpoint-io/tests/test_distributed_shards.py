@@ -240,10 +240,10 @@ def in_flight(rank: int, folder: str) -> tuple[int, bool, list[str]]:
             dist.all_reduce(one)
             total += one
         backend.wait()
-        held.append(backend._buffers.nbytes)
+        held.append(backend._background.nbytes)
     buffers = sorted(set(held[1:]))
     backend.teardown()
-    return len(buffers), 0.3 < held[0] / (4 * 30000 * 4) < 0.7, [str(total.item()), str(backend._buffers.nbytes)]
+    return len(buffers), 0.3 < held[0] / (4 * 30000 * 4) < 0.7, [str(total.item()), str(backend._background.nbytes)]
 
 
 def test_each_rank_keeps_host_memory_for_its_part_only(two_ranks: Two) -> None:

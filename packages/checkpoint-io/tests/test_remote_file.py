@@ -175,6 +175,7 @@ def test_when_uploads_fail_nothing_is_deleted_for_room_and_the_save_says_so(
         io.save_checkpoint({"w": torch.zeros(1)}, tmp_path / "next.ckpt")
     assert "the store is away" in str(raised.value)
     assert here(run) == [1, 2]
+    assert io.settle() is not None  # the second one has had its turn, too
     assert ("upload-failed", "step-00000002") in [(name, fields["checkpoint"]) for name, fields in events]
     gate.failing = False
     assert io.settle() is None  # tried again

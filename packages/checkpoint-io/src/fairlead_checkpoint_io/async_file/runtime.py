@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import os
-import pkgutil
 from collections.abc import Callable
 from typing import Any
 
 from lightning.fabric.plugins import CheckpointIO
 
 from fairlead.commit import FileHash
-from fairlead.errors import CheckpointError, PluginError
 from fairlead.interfaces import BuildContext, DurableSaves, ShardedLoads
 from fairlead_checkpoint_io.async_file.config import AsyncCheckpointIOConfig
-from fairlead_checkpoint_io.async_file.writer import Writer
-from fairlead_checkpoint_io.files.buffers import HostBuffers
+from fairlead_checkpoint_io.files.background import Background
 from fairlead_checkpoint_io.files.snapshot import copied
 from fairlead_checkpoint_io.files.writing import local_path
+from fairlead_checkpoint_io.inner import build_inner
 from fairlead_checkpoint_io.torch_file.runtime import refuse_options
 
 __all__ = ["AsyncFileCheckpointIO", "build"]
@@ -28,13 +26,7 @@ def build(config: AsyncCheckpointIOConfig, context: BuildContext) -> AsyncFileCh
     Raises:
         MissingDependencyError: The engine of the inner backend is not installed.
     """
-    plugin = context.plugins.of(config.inner)
-    context.plugins.require_engines("checkpoint_io", config.inner.name, where="trainer.checkpoint_io.inner")
-    if plugin.runtime is None:
-        raise PluginError(
-            f"the checkpoint_io {config.inner.name!r} has no runtime", where="trainer.checkpoint_io.inner"
-        )
-    inner = pkgutil.resolve_name(plugin.runtime)(config.inner, context)
+    inner = build_inner(config.inner, context)
     return AsyncFileCheckpointIO(inner, max_in_flight=config.max_in_flight)
 
 
@@ -53,9 +45,7 @@ class AsyncFileCheckpointIO(CheckpointIO):
     def __init__(self, inner: CheckpointIO, *, max_in_flight: int = 1) -> None:
         super().__init__()
         self._inner = inner
-        self._max_in_flight = max_in_flight
-        self._buffers = HostBuffers()
-        self._writer: Writer | None = None
+        self._background = Background(max_in_flight)
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any | None = None
@@ -73,17 +63,15 @@ class AsyncFileCheckpointIO(CheckpointIO):
         self, checkpoint: dict[str, Any], path: str | os.PathLike[str], then: Callable[[FileHash | None], None]
     ) -> None:
         """Saves, and calls `then` in the writing thread; see `fairlead.interfaces.DurableSaves`."""
-        target, writer = local_path(path), self._started()
-        writer.acquire()
-        arena = self._buffers.take()
+        target, arena = local_path(path), self._background.begin()
         try:
             state = copied(checkpoint, arena).state
         except BaseException:
-            self._buffers.give(arena)
-            writer.release()
+            self._background.abandon(arena)
             raise
 
         def write() -> None:
+            arena.settle()
             if isinstance(self._inner, DurableSaves):
                 self._inner.submit(state, target, then)
                 self._inner.wait()
@@ -91,22 +79,17 @@ class AsyncFileCheckpointIO(CheckpointIO):
                 self._inner.save_checkpoint(state, target)
                 then(None)
 
-        earlier = writer.take_errors()
-        writer.save(target, write, lambda: self._buffers.give(arena))
-        _raise(earlier)  # only now, so that one failure does not cost the next checkpoint too
+        self._background.save(target, write, arena)
 
     def wait(self) -> None:
         """Returns when all that was saved is durable; raises what was not."""
-        if self._writer is not None:
-            self._writer.drain()
-            _raise(self._writer.take_errors())
+        self._background.finish()
 
     def load_checkpoint(
         self, path: str | os.PathLike[str], map_location: Any | None = None, weights_only: bool | None = None
     ) -> dict[str, Any]:
         """Loads through the inner backend, after the saves in flight."""
-        if self._writer is not None:
-            self._writer.drain()
+        self._background.drain()
         return self._inner.load_checkpoint(os.fspath(path), map_location=map_location, weights_only=weights_only)
 
     def load_shards(
@@ -116,35 +99,17 @@ class AsyncFileCheckpointIO(CheckpointIO):
         weights_only: bool | None = None,
     ) -> dict[str, Any] | None:
         """Loads a directory of shards through the inner backend, where that can; see `fairlead.interfaces`."""
-        if self._writer is not None:
-            self._writer.drain()
+        self._background.drain()
         inner = self._inner
         return inner.load_shards(path, place, weights_only) if isinstance(inner, ShardedLoads) else None
 
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
         """Deletes a checkpoint behind the saves in flight; it stays when the newest of them fails."""
-        self._started().remove(local_path(path), lambda: self._inner.remove_checkpoint(os.fspath(path)))
+        self._background.remove(local_path(path), lambda: self._inner.remove_checkpoint(os.fspath(path)))
 
     def teardown(self) -> None:
         """Finishes all saves and frees the buffers; raises what was not written. The next save starts afresh."""
-        writer, self._writer = self._writer, None
-        self._buffers = HostBuffers()
-        if writer is not None and writer.usable:
-            writer.close()
-        self._inner.teardown()
-        if writer is not None:
-            _raise(writer.take_errors())
-
-    def __getstate__(self) -> dict[str, Any]:
-        """To another process (`ddp_spawn`) go the settings, not the thread."""
-        return {**self.__dict__, "_writer": None, "_buffers": HostBuffers()}
-
-    def _started(self) -> Writer:
-        if self._writer is None or not self._writer.usable:
-            self._writer = Writer(self._max_in_flight)
-        return self._writer
-
-
-def _raise(error: CheckpointError | None) -> None:
-    if error is not None:
-        raise error
+        try:
+            self._background.close()
+        finally:
+            self._inner.teardown()

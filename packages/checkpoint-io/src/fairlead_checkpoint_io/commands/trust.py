@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import pkgutil
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-import torch
 from pydantic import ValidationError
 
 from fairlead.errors import CheckpointError, ConfigError
 from fairlead_checkpoint_io.base import FileCheckpointIOConfig
+from fairlead_checkpoint_io.files.safe import allowed
 from fairlead_checkpoint_io.files.writing import unsafe_globals
 
 __all__ = ["foreign", "refuse_foreign", "trusted"]
@@ -29,18 +28,7 @@ def trusted(names: Sequence[str]) -> AbstractContextManager[Any]:
     except ValidationError as error:
         said = error.errors()[0]["msg"].removeprefix("Value error, ")
         raise ConfigError(said, where="--trust", fix="write it as package.module.Name") from None
-    allowed: list[Callable[..., Any] | tuple[Callable[..., Any], str]] = []
-    for name in names:
-        try:
-            allowed.append((pkgutil.resolve_name(name), name))
-        except Exception as error:  # importing a module runs it
-            raise ConfigError(
-                f"{name!r} was not found",
-                where="--trust",
-                why=f"{type(error).__name__}: {error}",
-                fix="write it as package.module.Name",
-            ) from error
-    return torch.serialization.safe_globals(allowed)
+    return allowed(names, where="--trust")
 
 
 def foreign(path: Path, names: Sequence[str]) -> list[str]:

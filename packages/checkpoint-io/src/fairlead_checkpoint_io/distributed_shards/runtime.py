@@ -12,11 +12,10 @@ from lightning.fabric.plugins import CheckpointIO
 
 from fairlead.errors import CheckpointError, ConfigError
 from fairlead.interfaces import BuildContext
-from fairlead_checkpoint_io.async_file.writer import Writer
 from fairlead_checkpoint_io.distributed_shards.config import DistributedCheckpointIOConfig
 from fairlead_checkpoint_io.distributed_shards.ranks import Ranks
 from fairlead_checkpoint_io.distributed_shards.saving import Agreed, Then, agree, part, save
-from fairlead_checkpoint_io.files.buffers import HostBuffers
+from fairlead_checkpoint_io.files.background import Background
 from fairlead_checkpoint_io.files.layout import to_layout
 from fairlead_checkpoint_io.files.snapshot import copied, on_host
 from fairlead_checkpoint_io.files.writing import local_path
@@ -58,8 +57,7 @@ class DistributedCheckpointIO(CheckpointIO):
         super().__init__()
         self._config = config
         self._files = TorchFileCheckpointIO(config)
-        self._buffers = HostBuffers()
-        self._writer: Writer | None = None
+        self._background = Background(config.max_in_flight)
         self._ranks: Ranks | None = None
         self._agreed: Agreed | None = None
 
@@ -109,8 +107,7 @@ class DistributedCheckpointIO(CheckpointIO):
         self, path: str | os.PathLike[str], map_location: Any | None = None, weights_only: bool | None = None
     ) -> dict[str, Any]:
         """Loads the whole state, from a directory of shards or a plain file, after the saves in flight."""
-        if self._writer is not None:
-            self._writer.drain()
+        self._background.drain()
         return self._files.load_checkpoint(path, map_location=map_location, weights_only=weights_only)
 
     def load_shards(
@@ -120,34 +117,28 @@ class DistributedCheckpointIO(CheckpointIO):
         weights_only: bool | None = None,
     ) -> dict[str, Any] | None:
         """Loads what this rank needs; see `fairlead.interfaces.ShardedLoads`."""
-        if self._writer is not None:
-            self._writer.drain()
+        self._background.drain()
         return self._files.load_shards(path, place, weights_only)
 
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
         """Deletes a directory or file as a whole; one that is gone already is no error."""
-        if self._writer is not None:
-            self._writer.remove(local_path(path), lambda: self._files.remove_checkpoint(path))
+        if self._config.background:
+            self._background.remove(local_path(path), lambda: self._files.remove_checkpoint(path))
         else:
             self._files.remove_checkpoint(path)
 
     def wait(self) -> None:
         """Returns when all that was saved is durable; raises what was not."""
-        if self._writer is not None:
-            self._writer.drain()
-            _raise(self._writer.take_errors())
+        self._background.finish()
 
     def teardown(self) -> None:
         """Finishes all saves and frees the buffers; raises what was not written. The next save starts afresh."""
-        writer, self._writer = self._writer, None
-        self._buffers, self._agreed = HostBuffers(), None
-        if writer is not None and writer.usable:
-            writer.close()
-            _raise(writer.take_errors())
+        self._agreed = None
+        self._background.close()
 
     def __getstate__(self) -> dict[str, Any]:
-        """To another process (`ddp_spawn`) go the settings, not threads and groups."""
-        return {**self.__dict__, "_writer": None, "_buffers": HostBuffers(), "_ranks": None, "_agreed": None}
+        """To another process (`ddp_spawn`) go the settings, not the groups."""
+        return {**self.__dict__, "_ranks": None, "_agreed": None}
 
     def _in_background(
         self,
@@ -157,17 +148,12 @@ class DistributedCheckpointIO(CheckpointIO):
         names: Sequence[Sequence[str | None]],
         ranks: Ranks,
     ) -> None:
-        if self._writer is None or not self._writer.usable:
-            self._writer = Writer(self._config.max_in_flight)
-        writer = self._writer
-        writer.acquire()
-        arena = self._buffers.take()
+        arena = self._background.begin()
         try:
             with _about(target):
                 layout, agreed = agree(lambda: to_layout(checkpoint, names), ranks, self._agreed)
         except BaseException:
-            self._buffers.give(arena)
-            writer.release()
+            self._background.abandon(arena)
             raise
         self._agreed = agreed
         copy: dict[str, Any] | Exception
@@ -179,11 +165,10 @@ class DistributedCheckpointIO(CheckpointIO):
         def state() -> dict[str, Any]:
             if isinstance(copy, Exception):
                 raise copy
+            arena.settle()
             return copy
 
-        earlier = writer.take_errors()
-        writer.save(target, lambda: save(target, ranks, agreed, state, then), lambda: self._buffers.give(arena))
-        _raise(earlier)  # only now, so that one failure does not cost the next checkpoint too
+        self._background.save(target, lambda: save(target, ranks, agreed, state, then), arena)
 
 
 @contextmanager
@@ -194,8 +179,3 @@ def _about(target: Path) -> Iterator[None]:
     except CheckpointError as error:
         error.where = str(target)
         raise
-
-
-def _raise(error: CheckpointError | None) -> None:
-    if error is not None:
-        raise error

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from fairlead_checkpoint_io.files.beside import Beside
 from fairlead_checkpoint_io.files.memory import use_huge_pages
 
 __all__ = ["Arena", "HostBuffers"]
@@ -14,13 +15,21 @@ class Arena:
 
     Args:
         pin: Page-lock what is copied from a GPU: faster, but slow to allocate, so only for what is reused.
+        beside: What may be copied while the next step computes; None: nothing.
     """
 
-    def __init__(self, *, pin: bool) -> None:
+    def __init__(self, *, pin: bool, beside: Beside | None = None) -> None:
         self._pin = pin
+        self._beside = beside
         self._free: dict[tuple[int, bool], list[torch.UntypedStorage]] = {}
         self._used: list[tuple[tuple[int, bool], torch.UntypedStorage]] = []
-        self._devices: set[torch.device] = set()
+        self._streams: set[torch.cuda.Stream] = set()
+        self._copies: list[torch.cuda.Event] = []
+
+    def begin(self) -> None:
+        """A save begins."""
+        if self._beside is not None:
+            self._beside.begin()
 
     def copy(self, source: torch.UntypedStorage) -> torch.UntypedStorage:
         """The bytes of a CPU or CUDA storage in a buffer; valid after `settle`."""
@@ -29,21 +38,32 @@ class Arena:
         idle = self._free.get(key)
         target = idle.pop() if idle else _allocate(*key)
         self._used.append((key, target))
-        if key[0]:
-            _as_bytes(target).copy_(_as_bytes(source), non_blocking=on_gpu)
         if on_gpu:
-            self._devices.add(source.device)
+            self._from_gpu(_as_bytes(target), source)
+        elif key[0]:
+            _as_bytes(target).copy_(_as_bytes(source))
         return target
 
-    def settle(self) -> None:
-        """Waits for copies from GPUs, and lets go of buffers that the state has no more use for."""
-        for device in self._devices:
-            torch.cuda.synchronize(device)
-        self._devices.clear()
+    def seal(self) -> None:
+        """All copies have been begun; lets go of buffers that the state has no more use for."""
+        for stream in self._streams:
+            event = stream.record_event()
+            self._copies.append(event)
+            if self._beside is not None:
+                self._beside.hold(event)
+        self._streams.clear()
         self._free.clear()
+
+    def settle(self) -> None:
+        """Waits for copies from GPUs, in whichever thread needs the bytes."""
+        for event in self._copies:
+            event.synchronize()
+        self._copies.clear()
 
     def release(self) -> None:
         """Makes the buffers free for the next save; what was copied into them is no longer valid."""
+        self.seal()
+        self.settle()
         for key, buffer in self._used:
             self._free.setdefault(key, []).append(buffer)
         self._used.clear()
@@ -53,24 +73,40 @@ class Arena:
         """Host memory held, in bytes."""
         return sum(key[0] for key, _ in self._used) + sum(key[0] * len(held) for key, held in self._free.items())
 
+    def _from_gpu(self, target: torch.Tensor, source: torch.UntypedStorage) -> None:
+        beside = self._beside.stream(source) if self._beside is not None else None
+        stream = beside or torch.cuda.current_stream(source.device)
+        memory = _as_bytes(source)
+        with torch.cuda.stream(stream):
+            target.copy_(memory, non_blocking=True)
+        if beside is not None:
+            memory.record_stream(beside)  # the state may be freed before it is copied
+        self._streams.add(stream)
+
 
 class HostBuffers:
     """One arena for each save in flight; `take` and `give` may be called from different threads."""
 
     def __init__(self) -> None:
         self._idle: list[Arena] = []
+        self._beside = Beside()
 
     def take(self) -> Arena:
         """An arena that no save uses."""
         try:
             return self._idle.pop()
         except IndexError:
-            return Arena(pin=True)
+            return Arena(pin=True, beside=self._beside)
 
     def give(self, arena: Arena) -> None:
         """Takes an arena back, when its save has ended."""
         arena.release()
         self._idle.append(arena)
+
+    def close(self) -> None:
+        """Frees what no save uses, and watches no steps any more."""
+        self._idle.clear()
+        self._beside.end()
 
     @property
     def nbytes(self) -> int:

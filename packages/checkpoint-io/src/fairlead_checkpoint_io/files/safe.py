@@ -14,11 +14,12 @@ from fairlead.errors import ConfigError
 __all__ = ["allowed"]
 
 
-def allowed(names: Sequence[str]) -> AbstractContextManager[Any]:
+def allowed(names: Sequence[str], *, where: str = "trainer.checkpoint_io.safe_globals") -> AbstractContextManager[Any]:
     """Inside it `torch.load(weights_only=True)` takes these classes and functions too.
 
     Args:
         names: As `package.module.Name`; each is imported.
+        where: Where the user has named them.
 
     Raises:
         ConfigError: One does not exist.
@@ -30,7 +31,7 @@ def allowed(names: Sequence[str]) -> AbstractContextManager[Any]:
         except Exception as error:  # importing a module runs it
             raise ConfigError(
                 f"{name!r} was not found",
-                where="trainer.checkpoint_io.safe_globals",
+                where=where,
                 why=f"{type(error).__name__}: {error}",
                 fix="write it as package.module.Name",
             ) from error

@@ -38,7 +38,10 @@ class Snapshot:
 
 def on_host(state: dict[str, Any]) -> Snapshot:
     """For a save that ends before the loop goes on: what is on a device is copied, the rest is shared."""
-    return _run(_Copier(Arena(pin=False), everything=False), state)
+    arena = Arena(pin=False)
+    snapshot = _run(_Copier(arena, everything=False), state)
+    arena.settle()
+    return snapshot
 
 
 def copied(state: dict[str, Any], arena: Arena) -> Snapshot:
@@ -46,7 +49,8 @@ def copied(state: dict[str, Any], arena: Arena) -> Snapshot:
 
     Args:
         state: What to copy.
-        arena: Where the tensors' bytes go; they stay valid until it is released.
+        arena: Where the tensors' bytes go: those of GPUs are there after `arena.settle()`, which may be called in
+            another thread; all stay valid until it is released.
 
     Raises:
         CheckpointError: An object cannot be copied; its type is named.
@@ -55,9 +59,10 @@ def copied(state: dict[str, Any], arena: Arena) -> Snapshot:
 
 
 def _run(copier: _Copier, state: dict[str, Any]) -> Snapshot:
+    copier.arena.begin()
     with torch.inference_mode(False), torch.no_grad():
         result = copier.copy(state)
-        copier.arena.settle()
+    copier.arena.seal()
     return Snapshot(result, foreign=copier.foreign)
 
 

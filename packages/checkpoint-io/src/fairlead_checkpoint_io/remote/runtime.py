@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import pkgutil
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
@@ -18,6 +17,7 @@ from fairlead.interfaces import BuildContext, DurableSaves, ShardedLoads, Sharde
 from fairlead.remote import Store, fetch, is_url, split_checkpoint_url
 from fairlead.run import Fingerprint
 from fairlead_checkpoint_io.distributed_shards.ranks import Ranks
+from fairlead_checkpoint_io.inner import build_inner
 from fairlead_checkpoint_io.remote.config import RemoteCheckpointIOConfig
 from fairlead_checkpoint_io.remote.mirror import Mirror
 
@@ -33,13 +33,7 @@ def build(config: RemoteCheckpointIOConfig, context: BuildContext) -> RemoteChec
     Raises:
         MissingDependencyError: The engine of the inner backend is not installed.
     """
-    plugin = context.plugins.of(config.inner)
-    context.plugins.require_engines("checkpoint_io", config.inner.name, where="trainer.checkpoint_io.inner")
-    if plugin.runtime is None:
-        raise PluginError(
-            f"the checkpoint_io {config.inner.name!r} has no runtime", where="trainer.checkpoint_io.inner"
-        )
-    inner = pkgutil.resolve_name(plugin.runtime)(config.inner, context)
+    inner = build_inner(config.inner, context)
     return RemoteShardsIO(config, inner) if isinstance(inner, ShardedSaves) else RemoteCheckpointIO(config, inner)
 
 
