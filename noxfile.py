@@ -21,6 +21,8 @@ WORKSPACE = nox.project.load_toml(ROOT / "pyproject.toml")
 # Extras that the shared environment leaves to `isolated`: two engines that cannot be imported on the test machine, and
 # mpi4py, with which Lightning does not start where there is no MPI library.
 NOT_SHARED = {"mpi", "transformer-engine", "xla"}
+BENCHMARKED = {"checkpoint": [["--gib", "0.1"], ["--gib", "1"], ["--gib", "4", "--rounds", "5"]]}
+"""The options with which a benchmark is run, one result each, where that is more than once."""
 
 nox.needs_version = ">=2026.10"
 nox.options.default_venv_backend = "virtualenv"  # pip installs, as it does for a user
@@ -192,7 +194,9 @@ def bench(session: nox.Session) -> None:
     for script in sorted(ROOT.glob("benchmarks/[!_]*.py")):
         if session.posargs and script.stem not in session.posargs:
             continue
-        run(session, "python", "benchmarks/_measure.py", str(script), str(results / f"{script.stem}.json"))
+        for options in BENCHMARKED.get(script.stem, ([],)):
+            result = results / f"{''.join([script.stem, *options])}.json"
+            run(session, "python", "benchmarks/_measure.py", str(script), str(result), *options)
     run(session, "python", "benchmarks/_table.py", str(results), "docs/reference/measured.md")
 
 

@@ -1,4 +1,7 @@
-"""Run one benchmark and keep the JSON document that it prints: `_measure.py SCRIPT RESULT`; used by `nox -s bench`."""
+"""Run one benchmark and keep the JSON document that it prints; used by `nox -s bench`.
+
+`_measure.py SCRIPT RESULT OPTION...`
+"""
 
 from __future__ import annotations
 
@@ -10,10 +13,11 @@ from pathlib import Path
 KEYS = {"name", "ratios", "raw", "machine"}
 
 
-def main(script: Path, result: Path) -> int:
+def main(script: Path, result: Path, options: list[str]) -> int:
     """Write what the benchmark printed; 1 when it failed or printed something else."""
-    print(f"{script} ...", flush=True)
-    done = subprocess.run([sys.executable, script, "--json"], stdout=subprocess.PIPE, text=True, check=False)
+    print(" ".join([str(script), *options, "..."]), flush=True)
+    command = [sys.executable, str(script), "--json", *options]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
     if done.returncode:
         return 1
     document = json.loads(done.stdout)
@@ -25,4 +29,4 @@ def main(script: Path, result: Path) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1]), Path(sys.argv[2])))
+    sys.exit(main(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:]))

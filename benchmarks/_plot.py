@@ -1,8 +1,8 @@
-"""The plot of the checkpoints' times: what the loop waits for, and how long it takes until all is written."""
+"""The table and the plot of the checkpoints' times: what the loop waits for, and how long until all is written."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any, Final
 
@@ -20,43 +20,53 @@ LINES: Final = (
     ("torch DCP async", "torch DCP async, blocked", "torch DCP async, ended"),
     ("Fairlead async", "Fairlead async, blocked", "Fairlead async, durable"),
 )
+_LOADS: Final = (("load: `torch.load`", "torch.load"), ("load: Fairlead, checksums compared", "Fairlead load"))
+_SLOWER: Final = (
+    ("Fairlead async, a thread", "step_slowdown_while_saving"),
+    ("the same in a process", "step_slowdown_of_a_process"),
+    ("Lightning async", "step_slowdown_of_lightning"),
+    ("torch DCP async", "step_slowdown_of_dcp"),
+)
 _LEFT, _WIDTH, _ROW, _TOP = 150, 480, 26, 30
 _WAITS, _BEHIND = "#b3423a", "#d9a9a5"
 
+Document = Mapping[str, Any]
+"""What `benchmarks/checkpoint.py --json` printed."""
 
-def checkpoint_section(document: Mapping[str, Any], image: str) -> str:
+
+def checkpoint_section(documents: Sequence[Document], image: str) -> str:
     """The part of the page about checkpoints: the medians in seconds, and the plot of them.
 
     Args:
-        document: What `benchmarks/checkpoint.py --json` printed.
+        documents: One for each size of the state.
         image: Where the plot is, from the page.
     """
-    seconds, raw = document["raw"]["seconds"], document["raw"]
+    sizes = [f"{document['raw']['gib']:g} GiB" for document in documents]
     lines = [
-        f"\n## Checkpoints\n\nMedians of one session, a state of {raw['gib']:g} GiB, in seconds on this machine.",
+        "\n## Checkpoints\n\nMedians in seconds, by the size of the state: the loop waits / until the save has ended.",
         "What Lightning and DCP have saved is not on the disk yet when they have ended.\n",
-        "| | the loop waits | until it has ended |\n|---|---|---|",
+        f"| | {' | '.join(sizes)} |\n|---|{'---|' * len(sizes)}",
     ]
     for label, blocked, ended in LINES:
-        total = seconds[ended]["median"]
-        waits = seconds[blocked]["median"] if blocked else total
-        lines.append(f"| {label} | {waits:.2f} | {total:.2f} |")
-    lines += [f"| load: {name} | {seconds[key]['median']:.2f} | |" for name, key in _LOADS]
+        lines.append(_line(label, [_waits_and_ends(document, blocked, ended) for document in documents]))
+    for label, key in _LOADS:
+        lines.append(_line(label, [f"{_median(document, key):.2f}" for document in documents]))
+    lines.append(
+        f"\nA step that keeps all cores busy takes so much longer while a save goes on:\n\n| | {' | '.join(sizes)} |"
+    )
+    lines.append(f"|---|{'---|' * len(sizes)}")
+    for label, key in _SLOWER:
+        lines.append(_line(label, [f"{document['ratios'][key]['median']:.2f} x" for document in documents]))
     return "\n".join([*lines, f"\n![What the loop waits for, and until all is written]({image})\n"])
 
 
-_LOADS: Final = (("`torch.load`", "torch.load"), ("Fairlead, checksums compared", "Fairlead load"))
-
-
-def checkpoint_plot(document: Mapping[str, Any]) -> str:
-    """The same as an SVG.
+def checkpoint_plot(documents: Sequence[Document]) -> str:
+    """The same as an SVG, one group of bars for each size, each group to a scale of its own.
 
     Args:
-        document: What `benchmarks/checkpoint.py --json` printed.
+        documents: One for each size of the state.
     """
-    seconds = document["raw"]["seconds"]
-    longest = max(seconds[ended]["median"] for _, _, ended in LINES)
-    height = _TOP + _ROW * len(LINES) + 10
+    height = _TOP + (_TOP + _ROW * len(LINES)) * len(documents)
     box = f"0 0 {_LEFT + _WIDTH + 60} {height}"
     parts = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="{box}" font-family="sans-serif" font-size="13">']
     for x, colour, label in ((_LEFT, _WAITS, "the loop waits"), (_LEFT + 140, _BEHIND, "behind the loop")):
@@ -64,15 +74,37 @@ def checkpoint_plot(document: Mapping[str, Any]) -> str:
             f'<rect width="12" height="12" x="{x}" y="6" fill="{colour}"/>',
             f'<text x="{x + 18}" y="17" fill="currentColor">{label}</text>',
         ]
+    for number, document in enumerate(documents):
+        parts += _bars(document, _TOP + (_TOP + _ROW * len(LINES)) * number)
+    return "\n".join([*parts, "</svg>", ""])
+
+
+def _bars(document: Document, top: int) -> list[str]:
+    longest = max(_median(document, ended) for _, _, ended in LINES)
+    size = f"{document['raw']['gib']:g} GiB"
+    parts = [
+        f'<text x="{_LEFT - 8}" y="{top + 18}" text-anchor="end" font-weight="bold" fill="currentColor">{size}</text>'
+    ]
     for number, (label, blocked, ended) in enumerate(LINES):
-        y = _TOP + _ROW * number
-        total = seconds[ended]["median"]
-        waits = seconds[blocked]["median"] if blocked else total
-        whole, part = (round(_WIDTH * value / longest, 1) for value in (total, waits))
+        y = top + _TOP + _ROW * number
+        total = _median(document, ended)
+        whole, part = (round(_WIDTH * seconds / longest, 1) for seconds in (total, _median(document, blocked or ended)))
         parts += [
             f'<text x="{_LEFT - 8}" y="{y + 15}" text-anchor="end" fill="currentColor">{escape(label)}</text>',
             f'<rect x="{_LEFT}" y="{y + 3}" width="{whole}" height="16" fill="{_BEHIND}"/>',
             f'<rect x="{_LEFT}" y="{y + 3}" width="{part}" height="16" fill="{_WAITS}"/>',
             f'<text x="{_LEFT + whole + 6}" y="{y + 15}" fill="currentColor">{total:.2f} s</text>',
         ]
-    return "\n".join([*parts, "</svg>", ""])
+    return parts
+
+
+def _waits_and_ends(document: Document, blocked: str | None, ended: str) -> str:
+    return f"{_median(document, blocked or ended):.2f} / {_median(document, ended):.2f}"
+
+
+def _median(document: Document, key: str) -> float:
+    return float(document["raw"]["seconds"][key]["median"])
+
+
+def _line(label: str, cells: Sequence[str]) -> str:
+    return f"| {label} | {' | '.join(cells)} |"

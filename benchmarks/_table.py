@@ -30,21 +30,27 @@ def row(name: str, ratio: str, value: Any) -> str:
     return f"| `{name}` | {ratio} | {value['median']:.3g} | {interval} | {'' if bound is None else bound} |\n"
 
 
+def title(document: dict[str, Any]) -> str:
+    """The benchmark, with the size that it was given."""
+    gib = document["raw"].get("gib")
+    return document["name"] if gib is None else f"{document['name']} --gib {gib:g}"
+
+
 def main(results: Path, page: Path) -> int:
     """Write the page; 1 when there is no result."""
     documents = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(results.glob("*.json"))]
     if not documents:
         print(f"{results} holds no result", file=sys.stderr)
         return 1
-    rows = [row(doc["name"], ratio, value) for doc in documents for ratio, value in doc["ratios"].items()]
+    rows = [row(title(doc), ratio, value) for doc in documents for ratio, value in doc["ratios"].items()]
     machines = {json.dumps(doc["machine"], sort_keys=True): doc["machine"] for doc in documents}
     said = [", ".join(f"{key}: {value}" for key, value in machine.items()) for machine in machines.values()]
     text = HEAD + "".join(rows) + "\nMachine: " + "; ".join(said) + ".\n"
-    for doc in documents:
-        if doc["name"] == "checkpoint":
-            image = page.with_name("measured-checkpoint.svg")
-            image.write_text(checkpoint_plot(doc), encoding="utf-8")
-            text += checkpoint_section(doc, image.name)
+    saves = sorted((doc for doc in documents if doc["name"] == "checkpoint"), key=lambda doc: float(doc["raw"]["gib"]))
+    if saves:
+        image = page.with_name("measured-checkpoint.svg")
+        image.write_text(checkpoint_plot(saves), encoding="utf-8")
+        text += checkpoint_section(saves, image.name)
     page.write_text(text, encoding="utf-8")
     print(page)
     return 0

@@ -60,9 +60,8 @@ class Sides:
     def __init__(self, folder: Path, state: State) -> None:
         self.folder, self.state = folder, state
         self.tensors: list[torch.Tensor] = list(state["state_dict"].values())
-        self.warm = [torch.empty_like(t) for t in self.tensors]
-        for target, source in zip(self.warm, self.tensors, strict=True):
-            target.copy_(source)
+        # Copied into again and again: as warm as one of the whole size, which would leave too little memory at 4 GiB.
+        self.warm = [tensor.clone() for tensor in self.tensors[: 1024 // TENSOR_MIB]]
         self.found: dict[str, list[float]] = defaultdict(list)
         self.peaks: dict[str, float] = {}
         self.ours = TorchFileCheckpointIO(TorchCheckpointIOConfig())
@@ -84,10 +83,14 @@ class Sides:
             Path("/proc/self/clear_refs").write_text("5")  # the high-water mark begins anew
             getattr(self, name)()
             self.peaks[name] = max(self.peaks.get(name, 0.0), _memory_gib("VmHWM") - before)
-            for left in self.folder.iterdir():
-                if left != self.file:
-                    shutil.rmtree(left) if left.is_dir() else left.unlink()
-            os.sync()
+            self.tidy()
+
+    def tidy(self) -> None:
+        """Deletes what was saved, and has all of it on the disk that the kernel still holds."""
+        for left in self.folder.iterdir():
+            if left != self.file:
+                shutil.rmtree(left) if left.is_dir() else left.unlink()
+        os.sync()
 
     def _even(self) -> None:
         """The same beginning for each side: the file to load is in the kernel's cache, no freed memory is at hand."""
@@ -105,8 +108,8 @@ class Sides:
 
     def memcpy(self) -> None:
         began = time.perf_counter()
-        for target, source in zip(self.warm, self.tensors, strict=True):
-            target.copy_(source)
+        for number, source in enumerate(self.tensors):
+            self.warm[number % len(self.warm)].copy_(source)
         self.note("memcpy", began)
 
     def raw_write(self) -> None:
@@ -143,6 +146,7 @@ class Sides:
 
     def our_save(self) -> None:
         root = self.target("ours")
+        root.mkdir()
         began = time.perf_counter()
         staged = stage(root, checkpoint_name(10), token="b")
         self.ours.submit(self.state, staged / "state.ckpt", lambda digest: _publish(staged, digest))
@@ -167,6 +171,8 @@ class Sides:
 
     def our_async(self) -> None:
         root = self.target("ours-async")
+        root.mkdir()  # it is there from the second save on
+        self.memcpy()  # right before, or the ratio would be of two moments
         began = time.perf_counter()
         staged = stage(root, checkpoint_name(10), token="b")
         self.ours_async.submit(self.state, staged / "state.ckpt", lambda digest: _publish(staged, digest))
@@ -190,7 +196,7 @@ class Sides:
 
 
 SIDES = [
-    *("memcpy", "raw_write", "torch_save", "lightning_save", "dcp_save", "our_save"),
+    *("raw_write", "torch_save", "lightning_save", "dcp_save", "our_save"),
     *("lightning_async", "dcp_async", "our_async", "torch_load", "our_load"),
 ]
 
@@ -237,10 +243,12 @@ class Savers:
     def __init__(self, sides: Sides) -> None:
         self.sides = sides
         context = multiprocessing.get_context("spawn")
-        shared: State = {**sides.state, "state_dict": _shared(sides.state)}
+        for tensor in sides.tensors:
+            shared: Any = tensor
+            shared.share_memory_()  # all of them save the same memory, which another process sees
         self.path = sides.folder / "process"
         self.go, self.done = context.Event(), context.Event()
-        self.process = context.Process(target=_writes, args=(shared, self.path, self.go, self.done), daemon=True)
+        self.process = context.Process(target=_writes, args=(sides.state, self.path, self.go, self.done), daemon=True)
         self.process.start()
         if not self.done.wait(120):
             raise RuntimeError("the writing process did not start")
@@ -274,12 +282,6 @@ class Savers:
         return lambda: bool(future.done())
 
 
-def _shared(state: State) -> dict[str, Any]:
-    """Copies that another process sees."""
-    copies: dict[str, Any] = {name: tensor.clone() for name, tensor in state["state_dict"].items()}
-    return {name: tensor.share_memory_() for name, tensor in copies.items()}
-
-
 def _writes(state: State, path: Path, go: Event, done: Event) -> None:
     """The writing process, as polite as our thread."""
     os.nice(10)
@@ -308,6 +310,7 @@ def main() -> None:
         for turn in range(1 + given.rounds):
             sides.turn(SIDES if turn % 2 == 0 else SIDES[::-1])
         taken = {name: values[1:] for name, values in sides.found.items()}
+        sides.warm.clear()
         steps, savers = Steps(), Savers(sides)
         slower: dict[str, list[float]] = defaultdict(list)
         for turn in range(1 + given.rounds):
@@ -317,7 +320,7 @@ def main() -> None:
                 if turn:
                     slower[name].append(slowdown)
                 sides.ours_async.wait()
-                os.sync()
+                sides.tidy()
         savers.process.kill()
         sides.ours_async.teardown()
     dist.destroy_process_group()
