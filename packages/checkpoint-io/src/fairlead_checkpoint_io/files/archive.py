@@ -13,8 +13,8 @@ import os
 import struct
 import zipfile
 import zlib
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache
 from pathlib import Path
 from typing import IO, Any, Final, cast
 
@@ -127,7 +127,8 @@ class Archive(io.RawIOBase):
 
     def _in_pieces(self, view: memoryview, begin: int) -> tuple[int, int]:
         """The number of bytes read, and their CRC."""
-        use_huge_pages(ctypes.addressof(ctypes.c_char.from_buffer(view)), view.nbytes)
+        if view.nbytes >= _PIECE:
+            use_huge_pages(ctypes.addressof(ctypes.c_char.from_buffer(view)), view.nbytes)
         first = view.nbytes % _PIECE or min(view.nbytes, _PIECE)  # the others are all of one length
         pieces = [(0, first), *((start, start + _PIECE) for start in range(first, view.nbytes, _PIECE))]
 
@@ -138,7 +139,7 @@ class Archive(io.RawIOBase):
         total = crc = 0
         for count, own in self._threads.map(read, pieces) if len(pieces) > 1 else map(read, pieces):
             total += count
-            crc = _with_piece_behind(crc) ^ own
+            crc = _product(_BEHIND, crc) ^ own  # exclusive or: the CRC of both pieces
         return total, crc
 
     def _fill(self, view: memoryview, begin: int) -> int:
@@ -151,23 +152,20 @@ class Archive(io.RawIOBase):
         return done
 
 
-def _with_piece_behind(crc: int) -> int:
-    """The CRC of what has this CRC, followed by a piece whose own CRC is still to be combined (by exclusive or)."""
-    return _product(_matrix(), crc)
-
-
-@cache
-def _matrix() -> list[int]:
-    """The columns of the linear map over GF(2) that the bytes of a piece apply to the CRC of what is before them."""
-    columns = [zlib.crc32(b"\0", 1 << bit) ^ zlib.crc32(b"\0") for bit in range(32)]  # the map of one byte
-    for _ in range(_PIECE.bit_length() - 1):  # squared: that of twice as many
-        columns = [_product(columns, column) for column in columns]
-    return columns
-
-
-def _product(columns: list[int], vector: int) -> int:
+def _product(columns: Sequence[int], vector: int) -> int:
     result = 0
     for bit, column in enumerate(columns):
         if vector >> bit & 1:
             result ^= column
     return result
+
+
+def _map_of_a_piece() -> tuple[int, ...]:
+    """The linear map over GF(2) that the bytes of a piece apply to the CRC of what is before them, by columns."""
+    columns = [zlib.crc32(b"\0", 1 << bit) ^ zlib.crc32(b"\0") for bit in range(32)]  # the map of one byte
+    for _ in range(_PIECE.bit_length() - 1):  # squared: that of twice as many
+        columns = [_product(columns, column) for column in columns]
+    return tuple(columns)
+
+
+_BEHIND: Final = _map_of_a_piece()

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import ctypes
 import sys
-from functools import cache
-from typing import Any, Final
+from typing import Final
 
 __all__ = ["use_huge_pages"]
 
 _HUGE: Final = 2 << 20
 _MADV_HUGEPAGE: Final = 14
+_LIBC: Final = ctypes.CDLL(None)
 
 
 def use_huge_pages(address: int, nbytes: int) -> None:
@@ -24,9 +24,4 @@ def use_huge_pages(address: int, nbytes: int) -> None:
     """
     begin, end = -(-address // _HUGE) * _HUGE, (address + nbytes) // _HUGE * _HUGE
     if begin < end and sys.platform == "linux":
-        _libc().madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), _MADV_HUGEPAGE)
-
-
-@cache
-def _libc() -> Any:
-    return ctypes.CDLL(None)
+        _LIBC.madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), _MADV_HUGEPAGE)
