@@ -2,35 +2,27 @@
 
 from __future__ import annotations
 
-import json
 import logging
-import os
-import secrets
-import socket
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from fairlead.commit import Checkpoint, RetentionPolicy, newest_complete, retain
-from fairlead.errors import CheckpointError, FairleadError, FingerprintError, RunDirectoryError
-from fairlead.remote import Retries, Store, discard_incomplete, list_checkpoints, upload
+from fairlead.errors import CheckpointError, FairleadError
+from fairlead.remote import Retries, Store, discard_incomplete, upload
 from fairlead.remote import retain as retain_remote
-from fairlead.remote.downloading import newest_sound
 from fairlead.run import Fingerprint
 from fairlead_checkpoint_io.remote.config import RemoteCheckpointIOConfig
 from fairlead_checkpoint_io.remote.local import evict
+from fairlead_checkpoint_io.remote.place import Place, save_records
 
 __all__ = ["Mirror"]
 
 log = logging.getLogger("fairlead.checkpoint_io")
 
 _GIB: Final = 1 << 30
-_OWNER: Final = "owner.json"
-_FINGERPRINT: Final = "fingerprint.json"
-_RECORDS: Final = (_FINGERPRINT, "job.yaml", "metrics.csv", "history.jsonl")
-_AT_START: Final = 4  # tries while a person may be waiting
 
 
 class _StopUploadingError(Exception):
@@ -49,7 +41,7 @@ class Mirror:
         self._config = config
         self._closing = threading.Event()
         self._store = store.trying(Retries(config.retries, sleep=self._sleep))
-        self._patient = store.trying(Retries(min(config.retries, _AT_START), longest_s=4.0))
+        self._place = Place(store, config.retries)
         self._state = threading.Condition()
         self._pending: dict[str, Checkpoint] = {}
         self._failed: dict[str, FairleadError] = {}
@@ -58,7 +50,6 @@ class Mirror:
         self._policy: RetentionPolicy | None = None
         self._lost: FairleadError | None = None
         self._thread: threading.Thread | None = None
-        self._nonce = secrets.token_hex(8)
         self._event: Callable[..., None] = lambda *_, **__: None
         self._run: Path | None = None
         self._warned = False
@@ -66,59 +57,12 @@ class Mirror:
     # -- at a start, in the main thread
 
     def open(self, fingerprint: Fingerprint, *, new: bool) -> None:
-        """Looks whose place this is.
-
-        Raises:
-            FingerprintError: Another run's, or, for a new run, anybody's.
-            CheckpointError: The store refuses, or does not answer.
-        """
-        content = self._patient.read(_FINGERPRINT)
-        if content is None:
-            return
-        try:
-            body = json.loads(content)
-            stored = Fingerprint(body["digest"], body["settings"])
-        except (ValueError, KeyError, TypeError) as error:
-            raise RunDirectoryError(
-                "a run's fingerprint on the store is damaged", where=self._store.url, why=str(error), fix=_ELSEWHERE
-            ) from None
-        if new:
-            raise FingerprintError(
-                "the place on the store holds a run already",
-                where=self._store.url,
-                why="--resume never",
-                fix=_ELSEWHERE,
-            )
-        if stored.digest != fingerprint.digest:
-            raise FingerprintError(
-                "the place on the store belongs to a run with other settings",
-                where=self._store.url,
-                why="\n".join(str(difference) for difference in stored.differences(fingerprint)[:20]),
-                fix=f"take the changes back to continue it; {_ELSEWHERE}",
-            )
+        """Looks whose place this is; see `Place.check`."""
+        self._place.check(fingerprint, new=new)
 
     def fetch(self, run: Path) -> list[str]:
-        """Downloads the newest sound checkpoint, if it is newer than the newest complete one here, and the records.
-
-        Returns:
-            What the user should be told.
-
-        Raises:
-            CheckpointError: The store refuses or does not answer, or the disk refuses.
-        """
-        root = run / "checkpoints"
-        here = newest_complete(root).checkpoint
-        began = time.monotonic()
-        found, skipped = newest_sound(self._patient, root, after=here.order if here is not None else None)
-        said = [f"warning: {text}; the checkpoint before it is used" for text in skipped]
-        if found is not None:
-            seconds = time.monotonic() - began
-            gib = found.manifest.size / _GIB
-            said.append(f"downloaded {found.name} from {self._store.url} ({gib:.2f} GiB in {seconds:.1f} s)")
-        for name in ("metrics.csv", "history.jsonl"):
-            if found is not None and not (run / name).exists() and (content := self._patient.read(name)) is not None:
-                (run / name).write_bytes(content)
-        return said
+        """Brings what the run directory lacks; see `Place.fetch`."""
+        return self._place.fetch(run)
 
     def begin(self, run: Path, start: int, event: Callable[..., None]) -> None:
         """Takes the place on the store for this start, and uploads what an earlier one has left behind.
@@ -127,10 +71,7 @@ class Mirror:
             CheckpointError: The store refuses, or does not answer: known before anything is computed.
         """
         self._run, self._event = run, event
-        owner = {"nonce": self._nonce, "start": start, "host": socket.gethostname(), "pid": os.getpid()}
-        self._patient.write(_OWNER, json.dumps(owner).encode())
-        self._patient.write(_FINGERPRINT, (run / _FINGERPRINT).read_bytes())
-        copies = [item for item in list_checkpoints(self._patient) if item.complete]
+        copies = self._place.claim(run, start)
         here = newest_complete(run / "checkpoints").checkpoint
         if here is None:
             return
@@ -311,47 +252,23 @@ class Mirror:
 
     def _before_commit(self) -> None:
         self._mine()
-        self._save_records()
-
-    def _save_records(self) -> None:
-        """What a start elsewhere wants besides the checkpoint: the metrics so far, the history, the job."""
-        for name in _RECORDS:
-            file = (self._run or Path()) / name
-            if self._run is not None and file.is_file():
-                self._store.write(name, file.read_bytes())
+        if self._run is not None:
+            save_records(self._run, self._store)
 
     def _last_records(self) -> None:
         try:
-            self._save_records()
+            if self._run is not None:
+                save_records(self._run, self._store)
         except FairleadError as error:
             log.warning("the last lines of metrics and history are not on the store: %s", error.block())
 
     def _mine(self) -> None:
-        """Nothing of a start is written once another one has begun, perhaps on another machine.
-
-        Raises:
-            CheckpointError: Another one has.
-        """
-        content = self._store.read(_OWNER)
-        try:
-            owner: dict[str, Any] = json.loads(content) if content is not None else {}
-        except ValueError:
-            owner = {}
-        if owner.get("nonce") == self._nonce:
-            return
-        lost = CheckpointError(
-            "another start of this run writes to the store now: nothing more is uploaded from here",
-            where=self._store.url,
-            why=f"start {owner.get('start')} on {owner.get('host')}, process {owner.get('pid')}",
-            fix="stop one of the two; give each run a name or a URL of its own",
-        )
-        with self._state:
-            self._lost = lost
-        raise lost
+        lost = self._place.lost(self._store)
+        if lost is not None:
+            with self._state:
+                self._lost = lost
+            raise lost
 
     def _sleep(self, seconds: float) -> None:
         if self._closing.wait(seconds):
             raise _StopUploadingError
-
-
-_ELSEWHERE: Final = "set another run.name, or another trainer.checkpoint_io.url"

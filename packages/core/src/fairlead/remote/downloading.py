@@ -88,7 +88,7 @@ def newest_sound(
 
 
 def fetch(url: str, root: Path, *, store: Store | None = None) -> Checkpoint:
-    """Downloads the checkpoint of a URL; one that is there already, of the same content, is taken as it is.
+    """Downloads the checkpoint of a URL.
 
     Args:
         url: `s3://bucket/prefix/RUN/step-00000200`.

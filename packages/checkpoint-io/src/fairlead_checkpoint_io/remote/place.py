@@ -1,0 +1,140 @@
+"""A run's place on a store: whose it is, and what lies there besides the checkpoints."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import socket
+import time
+from pathlib import Path
+from typing import Any, Final
+
+from fairlead.commit import newest_complete
+from fairlead.errors import CheckpointError, FingerprintError, RunDirectoryError
+from fairlead.remote import RemoteCheckpoint, Retries, Store, list_checkpoints
+from fairlead.remote.downloading import newest_sound
+from fairlead.run import Fingerprint
+
+__all__ = ["Place", "save_records"]
+
+_GIB: Final = 1 << 30
+_OWNER: Final = "owner.json"
+_FINGERPRINT: Final = "fingerprint.json"
+_RECORDS: Final = (_FINGERPRINT, "job.yaml", "metrics.csv", "history.jsonl")
+_AT_START: Final = 4  # tries while a person may be waiting
+_ELSEWHERE: Final = "set another run.name, or another trainer.checkpoint_io.url"
+
+
+class Place:
+    """Belongs to the start that claimed it last.
+
+    Args:
+        store: The run's place on it.
+        retries: How often a request is tried; at a start, while a person may be waiting, a few times at most.
+    """
+
+    def __init__(self, store: Store, retries: int) -> None:
+        self._url = store.url
+        self._patient = store.trying(Retries(min(retries, _AT_START), longest_s=4.0))
+        self._nonce = secrets.token_hex(8)
+
+    def check(self, fingerprint: Fingerprint, *, new: bool) -> None:
+        """Looks whose it is.
+
+        Raises:
+            FingerprintError: Another run's, or, for a new run, anybody's.
+            CheckpointError: The store refuses, or does not answer.
+        """
+        content = self._patient.read(_FINGERPRINT)
+        if content is None:
+            return
+        try:
+            body = json.loads(content)
+            stored = Fingerprint(body["digest"], body["settings"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise RunDirectoryError(
+                "a run's fingerprint on the store is damaged", where=self._url, why=str(error), fix=_ELSEWHERE
+            ) from None
+        if new:
+            raise FingerprintError(
+                "the place on the store holds a run already",
+                where=self._url,
+                why="--resume never",
+                fix=_ELSEWHERE,
+            )
+        if stored.digest != fingerprint.digest:
+            raise FingerprintError(
+                "the place on the store belongs to a run with other settings",
+                where=self._url,
+                why="\n".join(str(difference) for difference in stored.differences(fingerprint)[:20]),
+                fix=f"take the changes back to continue it; {_ELSEWHERE}",
+            )
+
+    def fetch(self, run: Path) -> list[str]:
+        """Downloads the newest sound checkpoint, if it is newer than the newest complete one here, and the records.
+
+        Returns:
+            What the user should be told.
+
+        Raises:
+            CheckpointError: The store refuses or does not answer, or the disk refuses.
+        """
+        root = run / "checkpoints"
+        here = newest_complete(root).checkpoint
+        began = time.monotonic()
+        found, skipped = newest_sound(self._patient, root, after=here.order if here is not None else None)
+        said = [f"warning: {text}; the checkpoint before it is used" for text in skipped]
+        if found is not None:
+            seconds = time.monotonic() - began
+            gib = found.manifest.size / _GIB
+            said.append(f"downloaded {found.name} from {self._url} ({gib:.2f} GiB in {seconds:.1f} s)")
+        for name in ("metrics.csv", "history.jsonl"):
+            if found is not None and not (run / name).exists() and (content := self._patient.read(name)) is not None:
+                (run / name).write_bytes(content)
+        return said
+
+    def claim(self, run: Path, start: int) -> list[RemoteCheckpoint]:
+        """Takes it for this start; gives the complete checkpoints that are there.
+
+        Raises:
+            CheckpointError: The store refuses, or does not answer: known before anything is computed.
+        """
+        owner = {"nonce": self._nonce, "start": start, "host": socket.gethostname(), "pid": os.getpid()}
+        self._patient.write(_OWNER, json.dumps(owner).encode())
+        self._patient.write(_FINGERPRINT, (run / _FINGERPRINT).read_bytes())
+        return [item for item in list_checkpoints(self._patient) if item.complete]
+
+    def lost(self, store: Store) -> CheckpointError | None:
+        """Why nothing of this start may be written any more: another one has begun, perhaps on another machine.
+
+        Args:
+            store: The same place, with the patience of the uploads.
+
+        Raises:
+            CheckpointError: The store refuses, or does not answer.
+        """
+        content = store.read(_OWNER)
+        try:
+            owner: dict[str, Any] = json.loads(content) if content is not None else {}
+        except ValueError:
+            owner = {}
+        if owner.get("nonce") == self._nonce:
+            return None
+        return CheckpointError(
+            "another start of this run writes to the store now: nothing more is uploaded from here",
+            where=self._url,
+            why=f"start {owner.get('start')} on {owner.get('host')}, process {owner.get('pid')}",
+            fix="stop one of the two; give each run a name or a URL of its own",
+        )
+
+
+def save_records(run: Path, store: Store) -> None:
+    """Writes what a start elsewhere wants besides the checkpoint: the metrics so far, the history, the job.
+
+    Raises:
+        CheckpointError: The store refuses, or does not answer.
+    """
+    for name in _RECORDS:
+        if (run / name).is_file():
+            store.write(name, (run / name).read_bytes())
