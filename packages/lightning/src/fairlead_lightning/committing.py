@@ -12,7 +12,7 @@ from lightning.fabric.plugins import CheckpointIO
 
 from fairlead.commit import Checkpoint, FileHash, RetentionPolicy, abandon, retain
 from fairlead.errors import CheckpointError, FairleadError
-from fairlead.interfaces import CheckpointCopies, DurableSaves, ShardedLoads, ShardedSaves
+from fairlead.interfaces import CheckpointCopies, DurableSaves, PlaceTensor, ShardedLoads, ShardedSaves
 from fairlead_lightning.session import STATE_FILE
 
 __all__ = ["CommittingIO", "Hashes", "copies_of", "make_room", "of_earlier_saves", "raised_by", "retain_everywhere"]
@@ -85,10 +85,7 @@ class CommittingIO(CheckpointIO):
         return self.inner.load_checkpoint(path, map_location, weights_only)
 
     def load_shards(
-        self,
-        path: str | os.PathLike[str],
-        place: Callable[[tuple[str | int, ...], Any, Any], Any | None],
-        weights_only: bool | None = None,
+        self, path: str | os.PathLike[str], place: PlaceTensor, weights_only: bool | None = None
     ) -> dict[str, Any] | None:
         """Loads shards through the backend, where it can; see `fairlead.interfaces.ShardedLoads`."""
         inner = self.inner

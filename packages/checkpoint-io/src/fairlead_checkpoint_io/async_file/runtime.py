@@ -9,7 +9,7 @@ from typing import Any
 from lightning.fabric.plugins import CheckpointIO
 
 from fairlead.commit import FileHash
-from fairlead.interfaces import BuildContext, DurableSaves, ShardedLoads
+from fairlead.interfaces import BuildContext, DurableSaves, PlaceTensor, ShardedLoads
 from fairlead_checkpoint_io.async_file.config import AsyncCheckpointIOConfig
 from fairlead_checkpoint_io.files.background import Background
 from fairlead_checkpoint_io.files.snapshot import copied
@@ -93,10 +93,7 @@ class AsyncFileCheckpointIO(CheckpointIO):
         return self._inner.load_checkpoint(os.fspath(path), map_location=map_location, weights_only=weights_only)
 
     def load_shards(
-        self,
-        path: str | os.PathLike[str],
-        place: Callable[[tuple[str | int, ...], Any, Any], Any | None],
-        weights_only: bool | None = None,
+        self, path: str | os.PathLike[str], place: PlaceTensor, weights_only: bool | None = None
     ) -> dict[str, Any] | None:
         """Loads a directory of shards through the inner backend, where that can; see `fairlead.interfaces`."""
         self._background.drain()

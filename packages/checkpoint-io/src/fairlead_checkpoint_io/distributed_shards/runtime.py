@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ from typing import Any
 from lightning.fabric.plugins import CheckpointIO
 
 from fairlead.errors import CheckpointError, ConfigError
-from fairlead.interfaces import BuildContext
+from fairlead.interfaces import BuildContext, PlaceTensor
 from fairlead_checkpoint_io.distributed_shards.config import DistributedCheckpointIOConfig
 from fairlead_checkpoint_io.distributed_shards.ranks import Ranks
 from fairlead_checkpoint_io.distributed_shards.saving import Agreed, Then, agree, part, save
@@ -111,10 +111,7 @@ class DistributedCheckpointIO(CheckpointIO):
         return self._files.load_checkpoint(path, map_location=map_location, weights_only=weights_only)
 
     def load_shards(
-        self,
-        path: str | os.PathLike[str],
-        place: Callable[[tuple[str | int, ...], Any, Any], Any | None],
-        weights_only: bool | None = None,
+        self, path: str | os.PathLike[str], place: PlaceTensor, weights_only: bool | None = None
     ) -> dict[str, Any] | None:
         """Loads what this rank needs; see `fairlead.interfaces.ShardedLoads`."""
         self._background.drain()

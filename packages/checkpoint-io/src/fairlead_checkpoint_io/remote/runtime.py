@@ -13,7 +13,7 @@ from lightning.fabric.plugins import CheckpointIO
 
 from fairlead.commit import Checkpoint, FileHash, RetentionPolicy
 from fairlead.errors import CheckpointError, PluginError
-from fairlead.interfaces import BuildContext, DurableSaves, ShardedLoads, ShardedSaves
+from fairlead.interfaces import BuildContext, DurableSaves, PlaceTensor, ShardedLoads, ShardedSaves
 from fairlead.remote import Store, fetch, is_url, split_checkpoint_url
 from fairlead.run import Fingerprint
 from fairlead_checkpoint_io.distributed_shards.ranks import Ranks
@@ -99,10 +99,7 @@ class RemoteCheckpointIO(CheckpointIO):
             return self._inner.load_checkpoint(str(local.path), map_location=map_location, weights_only=weights_only)
 
     def load_shards(
-        self,
-        path: str | os.PathLike[str],
-        place: Callable[[tuple[str | int, ...], Any, Any], Any | None],
-        weights_only: bool | None = None,
+        self, path: str | os.PathLike[str], place: PlaceTensor, weights_only: bool | None = None
     ) -> dict[str, Any] | None:
         """Loads local shards through the inner backend, where it can; see `fairlead.interfaces.ShardedLoads`."""
         inner = self._inner

@@ -13,7 +13,7 @@ from fairlead.commit import FileHash, Syscalls
 from fairlead.commit.checkpoints import to_trash
 from fairlead.commit.files import disk_error, remove_tree
 from fairlead.errors import ConfigError
-from fairlead.interfaces import BuildContext
+from fairlead.interfaces import BuildContext, PlaceTensor
 from fairlead_checkpoint_io.base import FileCheckpointIOConfig
 from fairlead_checkpoint_io.files.reading import read_sharded, read_state
 from fairlead_checkpoint_io.files.snapshot import Snapshot, on_host
@@ -100,10 +100,7 @@ class TorchFileCheckpointIO(CheckpointIO):
         )
 
     def load_shards(
-        self,
-        path: str | os.PathLike[str],
-        place: Callable[[tuple[str | int, ...], Any, Any], Any | None],
-        weights_only: bool | None = None,
+        self, path: str | os.PathLike[str], place: PlaceTensor, weights_only: bool | None = None
     ) -> dict[str, Any] | None:
         """Loads from a directory of shards what this rank needs; see `fairlead.interfaces.ShardedLoads`."""
         config = self._config
