@@ -35,8 +35,8 @@ ENVIRONMENT_PLACES = {
     ("fairlead_environments.runtime", "Assign"): "a rank of `ddp_spawn` has its own, which does not travel in a pickle",
     ("fairlead_distributed.testing", "update"): "a process made for one test sets its own variables before it starts",
     ("fairlead_lightning.stuck", "setdefault"): "torch reads where its flight recorder goes from nowhere else",
-    ("fairlead_lightning.session", "Subscript"): "the ranks that Lightning starts from this process inherit the run",
-    ("fairlead_lightning.session", "pop"): "and after they have started, it is taken back",
+    ("fairlead_lightning.opening", "Subscript"): "the ranks that Lightning starts from this process inherit the run",
+    ("fairlead_lightning.opening", "pop"): "and after they have started, it is taken back",
     ("fairlead_checkpoint_io.commands.deepspeed_folder", "Subscript"): "torch has no other switch against unpickling",
     ("fairlead_checkpoint_io.commands.deepspeed_folder", "get"): "which is set back to what it was",
 }

@@ -29,8 +29,9 @@ from fairlead_lightning.exact.averages import AverageOverRanks
 from fairlead_lightning.exact.resume import ExactResume, saved_positions
 from fairlead_lightning.exact.seen import uncut_loggers
 from fairlead_lightning.metrics import METRICS_FILE, MetricsFile
+from fairlead_lightning.opening import open_session
 from fairlead_lightning.recorder import Recorder
-from fairlead_lightning.session import RunSession, open_session
+from fairlead_lightning.session import RunSession
 from fairlead_lightning.stops import Stops
 from fairlead_lightning.stuck import StuckRanks
 

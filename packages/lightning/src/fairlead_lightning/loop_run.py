@@ -27,8 +27,9 @@ from fairlead_lightning.loop_loading import Loaded, load_checkpoint
 from fairlead_lightning.loop_saving import LoopCheckpoints, own_checkpoint_io
 from fairlead_lightning.loop_state import OWN, LoopState
 from fairlead_lightning.metrics import MetricsFile
+from fairlead_lightning.opening import open_session
 from fairlead_lightning.process_group import leave_at_exit
-from fairlead_lightning.session import STATE_FILE, RunSession, open_session
+from fairlead_lightning.session import STATE_FILE, RunSession
 
 __all__ = ["LoopRun"]
 

@@ -36,13 +36,14 @@ from fairlead_lightning.exact.resume import ExactResume, saved_positions
 from fairlead_lightning.loading import readable_load_errors
 from fairlead_lightning.loggers.positions import LOGGER_POSITIONS
 from fairlead_lightning.metrics import METRICS_FILE, MetricsFile
+from fairlead_lightning.opening import handed_over, open_session, waiting_handoff
 from fairlead_lightning.process_group import join_process_group
 from fairlead_lightning.progress import Progress
 from fairlead_lightning.rebuilt import Rebuilt, rebuild
 from fairlead_lightning.recorder import Recorder
 from fairlead_lightning.reports import keep_log
 from fairlead_lightning.saving import save_on_all_ranks
-from fairlead_lightning.session import STATE_FILE, RunSession, handed_over, open_session, waiting_handoff
+from fairlead_lightning.session import STATE_FILE, RunSession
 from fairlead_lightning.stops import StopRequested, Stops
 from fairlead_lightning.stuck import StuckRanks
 from fairlead_lightning.threads import start_line, use_threads

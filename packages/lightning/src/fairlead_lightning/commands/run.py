@@ -7,28 +7,36 @@ import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Final, cast
 
 import lightning.pytorch as L
+from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from fairlead.checks import CheckedJob
 from fairlead.cli.session import Session
 from fairlead.config import JobConfig
-from fairlead.errors import FairleadError, RunFailedError
+from fairlead.errors import ConfigError, FairleadError, RunFailedError
 from fairlead.interfaces import StopGuard
 from fairlead.modules import activate
 from fairlead_lightning.failures import described_failure
 from fairlead_lightning.loading import readable_load_errors
+from fairlead_lightning.opening import checkpoint_to_evaluate, run_directory
 from fairlead_lightning.predictions import PredictionFiles
 from fairlead_lightning.process_group import join_process_group
 from fairlead_lightning.quiet import quiet
 from fairlead_lightning.rebuilt import build_user_object
 from fairlead_lightning.reports import send_report, watch_supervisor
-from fairlead_lightning.session import checkpoint_to_evaluate, run_directory
 from fairlead_lightning.stops import StopEvaluation
 from fairlead_lightning.trainer import Trainer
 
 __all__ = ["run_rank"]
+
+_LOADERS: Final = {
+    "fit": "train_dataloader",
+    "validate": "val_dataloader",
+    "test": "test_dataloader",
+    "predict": "predict_dataloader",
+}
 
 
 def run_rank(arguments: argparse.Namespace, session: Session, checked: CheckedJob, guard: StopGuard) -> int:
@@ -74,11 +82,32 @@ def _run(arguments: argparse.Namespace, session: Session, checked: CheckedJob, g
         stop.attach(trainer)
     model = build_user_object(job.model, root, "model", L.LightningModule)
     data = build_user_object(job.data, root, "data", L.LightningDataModule) if job.data is not None else None
+    _require_loader(arguments.command, model, data)
     if not evaluates:
         with trainer.stuck.final():
             trainer.fit(model, datamodule=data)
     else:
         _evaluate(arguments, session, job, trainer, model, data)
+
+
+def _require_loader(command: str, model: L.LightningModule, data: L.LightningDataModule | None) -> None:
+    """Raises where nothing says what the command reads; Lightning says so in the middle of its own set-up."""
+    name = _LOADERS[command]
+    if is_overridden(name, model) or (data is not None and is_overridden(name, data)):
+        return
+    if data is None:
+        raise ConfigError(
+            "the job names no data",
+            where="data",
+            why=f"`fairlead {command}` needs it, as {type(model).__name__} has no {name}() of its own",
+            fix="add the class of a LightningDataModule: `data: {class: my_module:MyData}`",
+        )
+    raise ConfigError(
+        f"{type(data).__name__} has no {name}()",
+        where="data",
+        why=f"`fairlead {command}` needs it, as {type(model).__name__} has none of its own either",
+        fix=f"define {name}() in {type(data).__name__}",
+    )
 
 
 def _evaluate(
