@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoint_files import Command, command, flip
+from checkpoint_files import Command, flip
 from safetensors import safe_open
 from safetensors.torch import load_model
 
@@ -75,11 +75,6 @@ def same(a: Any, b: Any) -> bool:
 
 def load(path: Path) -> Any:
     return torch.load(path, weights_only=True)
-
-
-@pytest.fixture
-def fairlead(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Command:
-    return command(tmp_path, capsys)
 
 
 @pytest.fixture

@@ -8,17 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoint_files import Command, command
+from checkpoint_files import Command
 from hypothesis import given
 from hypothesis import strategies as st
 
 from fairlead.commit import publish, stage
 from fairlead_checkpoint_io.commands.differences import compare
-
-
-@pytest.fixture
-def fairlead(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Command:
-    return command(tmp_path, capsys)
 
 
 def save(path: Path, **entries: Any) -> Path:

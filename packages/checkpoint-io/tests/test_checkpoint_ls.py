@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoint_files import Command, command, flip, saved
+from checkpoint_files import Command, flip, saved
 
 from fairlead import PluginManager
 from fairlead.cli.session import Session
@@ -22,16 +22,6 @@ from fairlead.commit import Checkpoint, FileHash, keep_forever, stage
 from fairlead.commit.manifest import Manifest
 from fairlead_checkpoint_io.commands import verify
 from fairlead_checkpoint_io.commands.rows import size_text
-
-
-@pytest.fixture
-def root(tmp_path: Path) -> Path:
-    return tmp_path / "runs" / "gpt" / "checkpoints"
-
-
-@pytest.fixture
-def fairlead(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Command:
-    return command(tmp_path, capsys)
 
 
 def measured(root: Path, step: int, loss: float, **metadata: Any) -> Checkpoint:

@@ -12,22 +12,12 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoint_files import Command, command, saved
+from checkpoint_files import Command, saved
 
 from fairlead.commit import Checkpoint, keep_forever
 from fairlead.remote import Store, upload
 from fairlead_checkpoint_io import TorchCheckpointIOConfig
 from fairlead_checkpoint_io.torch_file.runtime import TorchFileCheckpointIO
-
-
-@pytest.fixture
-def root(tmp_path: Path) -> Path:
-    return tmp_path / "runs" / "gpt" / "checkpoints"
-
-
-@pytest.fixture
-def fairlead(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Command:
-    return command(tmp_path, capsys)
 
 
 @pytest.fixture
