@@ -29,7 +29,7 @@ class Noting(Beside):
         self.held: list[tuple[float, float | None]] = []
 
     def save(self) -> None:
-        self.begin()
+        self.watch()
         self.hold(None)  # type: ignore[arg-type]
 
     def _wait(self) -> None:

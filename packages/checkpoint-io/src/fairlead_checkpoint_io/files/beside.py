@@ -37,11 +37,17 @@ class Beside:
 
     def begin(self) -> None:
         """A save begins: looks which memory belongs to optimizers, and watches their steps from now on."""
-        if self._hook is None:
-            self._hook = register_optimizer_step_pre_hook(self._before_step)
+        if not torch.cuda.is_initialized():
+            return
+        self.watch()
         self._own = {address for optimizer in self._optimizers for address in storages_of(optimizer)}
         for device, stream in self._streams.items():
             stream.wait_stream(torch.cuda.current_stream(device))
+
+    def watch(self) -> None:
+        """Learns of optimizers by their steps, and holds those steps, until `end`."""
+        if self._hook is None:
+            self._hook = register_optimizer_step_pre_hook(self._before_step)
 
     def stream(self, source: torch.UntypedStorage) -> torch.cuda.Stream | None:
         """The stream to copy a GPU's memory in; None: the one that computes."""
