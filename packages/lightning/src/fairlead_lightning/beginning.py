@@ -64,7 +64,7 @@ def beginning_of(
             )
         return Beginning(state_file(load), own, (f"starts from {load}",))
     newest = newest_complete(checkpoints, deep=deep)
-    skipped = tuple(f"warning: {damage}; this checkpoint is skipped, the one before it is used" for damage in newest.skipped)
+    skipped = tuple(f"warning: {damage}; it is skipped, the one before it is used" for damage in newest.skipped)
     if newest.checkpoint is not None:
         file = newest.checkpoint.path / STATE_FILE
         return Beginning(file, newest.checkpoint, (*skipped, f"goes on from {newest.checkpoint.path}"))

@@ -37,7 +37,7 @@ class Beside:
 
     def begin(self) -> None:
         """A save begins: looks which memory belongs to optimizers, and watches their steps from now on."""
-        if not torch.cuda.is_initialized():
+        if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             return
         self.watch()
         self._own = {address for optimizer in self._optimizers for address in storages_of(optimizer)}
