@@ -16,6 +16,7 @@ from fairlead.commit import Checkpoint, Syscalls, newest_complete, verify
 from fairlead.commit.files import remove_tree
 from fairlead.errors import CheckpointError
 from fairlead.remote import fetch
+from fairlead_lightning.comparing import Check
 from fairlead_lightning.session import STATE_FILE
 
 __all__ = ["Beginning", "beginning_of", "committed", "compares", "downloaded", "downloaded_for_now", "state_file"]
@@ -43,7 +44,7 @@ class Beginning:
 
 
 def beginning_of(
-    checkpoints: Path, load: Path | None, fallback: str | os.PathLike[str] | None, *, deep: bool = False
+    checkpoints: Path, load: Path | None, fallback: str | os.PathLike[str] | None, *, check: Check = verify
 ) -> Beginning:
     """`--resume PATH`, else the run's own newest complete checkpoint, else `ckpt_path`, else nothing.
 
@@ -51,11 +52,11 @@ def beginning_of(
         checkpoints: Those of the run.
         load: What was asked for.
         fallback: What a run begins with.
-        deep: Compare the checksums of all files, those of other ranks too: what is damaged is passed over.
+        check: Says what is wrong with a checkpoint: what is damaged is passed over.
     """
     if load is not None:
         own = committed(load)
-        if own is not None and (damages := verify(own.path, deep=deep)):
+        if own is not None and (damages := check(own.path)):
             raise CheckpointError(
                 "the checkpoint is damaged",
                 where=str(own.path),
@@ -63,7 +64,7 @@ def beginning_of(
                 fix="name another one; `fairlead checkpoint ls` shows what there is",
             )
         return Beginning(state_file(load), own, (f"starts from {load}",))
-    newest = newest_complete(checkpoints, deep=deep)
+    newest = newest_complete(checkpoints, check=check)
     skipped = tuple(f"warning: {damage}; it is skipped, the one before it is used" for damage in newest.skipped)
     if newest.checkpoint is not None:
         file = newest.checkpoint.path / STATE_FILE

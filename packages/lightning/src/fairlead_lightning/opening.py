@@ -36,6 +36,7 @@ from fairlead_lightning.beginning import (
     downloaded_for_now,
     state_file,
 )
+from fairlead_lightning.comparing import check_for, help_to_compare
 from fairlead_lightning.process_group import shared
 from fairlead_lightning.ranks import HANDOFF, Handoff
 from fairlead_lightning.session import STATE_FILE, RunSession
@@ -88,14 +89,24 @@ def open_session(
             session = _open(job, resolution, run, environ, ckpt_path, code, copies)
         except FairleadError as raised:
             error = raised
-    decided = _Decision(session.handoff if session else None, session.finished if session else None, error)
-    decided = shared(decided)
+        decided = shared(_Decision(session.handoff if session else None, session.finished if session else None, error))
+    else:
+        decided = _heard()
     if decided.error is not None:
         raise decided.error
     if session is not None:
         return session
     told = cast("Handoff", decided.handoff)
     return RunSession(told, job, rank=rank, finished=decided.finished, previous=_metadata(told))
+
+
+def _heard() -> _Decision:
+    """What rank 0 decides, after it has had help."""
+    while True:
+        heard: Any = shared(None)
+        if isinstance(heard, _Decision):
+            return heard
+        help_to_compare(heard)
 
 
 def run_directory(job: Mapping[str, Any], run: RunConfig, environ: Mapping[str, str], cwd: Path) -> Path:
@@ -201,7 +212,8 @@ def _open(
             load = downloaded(str(given), directory.path)
         elif is_url(fallback) and newest_complete(directory.checkpoints).checkpoint is None:
             fallback = downloaded(str(fallback), directory.path)
-        begun = beginning_of(directory.checkpoints, load, fallback, deep=compares(resolution.checkpoint_io))
+        check = check_for(deep=compares(resolution.checkpoint_io))
+        begun = beginning_of(directory.checkpoints, load, fallback, check=check)
         batch_plan(resolution, begun.own_metadata())  # again: it may have come from elsewhere
         provenance = collect_provenance(environ, code=code)
         start = directory.begin(

@@ -7,7 +7,7 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -116,13 +116,19 @@ def read_manifest(path: Path) -> Manifest:
 
 
 def verify(
-    path: Path, *, deep: bool = False, threads: int | None = None, syscalls: Syscalls | None = None
+    path: Path,
+    *,
+    deep: bool = False,
+    only: Collection[str] | None = None,
+    threads: int | None = None,
+    syscalls: Syscalls | None = None,
 ) -> list[Damage]:
     """What is wrong with a checkpoint; an empty list when nothing is.
 
     Args:
         path: The checkpoint's directory.
         deep: Also read all files and compare their checksums; otherwise only sizes.
+        only: The files to look at, by name in the manifest; None: all.
         threads: How many files are read at a time; None: one per core, at most 16.
         syscalls: For tests.
 
@@ -149,11 +155,12 @@ def verify(
             return Damage(path, name, f"cannot be read: {error.strerror}")
         return None
 
-    if deep and len(manifest.files) > 1:  # hashing and reading release the GIL
+    files = [item for item in manifest.files.items() if only is None or item[0] in only]
+    if deep and len(files) > 1:  # hashing and reading release the GIL
         with ThreadPoolExecutor(threads or min(16, os.cpu_count() or 1)) as pool:
-            found = list(pool.map(check, manifest.files.items()))
+            found = list(pool.map(check, files))
     else:
-        found = [check(item) for item in manifest.files.items()]
+        found = [check(item) for item in files]
     return [damage for damage in found if damage]
 
 
