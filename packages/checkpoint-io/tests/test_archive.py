@@ -10,7 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from fairlead.errors import CheckpointError
 from fairlead_checkpoint_io.files.archive import _PIECE, Archive
+from fairlead_checkpoint_io.files.reading import read_state
+from fairlead_checkpoint_io.files.writing import write_state
 
 MIB = 1 << 18  # float32 elements
 
@@ -78,6 +81,29 @@ def test_a_flipped_bit_anywhere_in_a_record_is_found(saved: Path, tmp_path: Path
                 assert opened.damaged_record() == info.filename
             flip(path, begin + place)
     assert load(path)[1] is None
+
+
+@pytest.mark.filterwarnings("ignore:Detected pickle protocol")
+def test_no_flipped_bit_changes_the_state_or_raises_anything_else(tmp_path: Path) -> None:
+    """R66: one bit of each byte, those of headers and of the table of contents among them."""
+    good, damaged = tmp_path / "good.ckpt", tmp_path / "damaged.ckpt"
+    write_state({"w": torch.arange(40.0), "b": torch.ones(3), "n": {"a": [1, 2.5, "x"]}}, good)
+    data = bytearray(good.read_bytes())
+    found = 0
+    for position in range(len(data)):
+        for bit in (position % 8, 3):  # 3: a stored record that calls itself compressed
+            data[position] ^= 1 << bit
+            damaged.write_bytes(data)
+            data[position] ^= 1 << bit
+            try:
+                state = read_state(damaged)
+            except CheckpointError:
+                found += 1
+            else:  # of padding, or of what nobody reads
+                assert torch.equal(state["w"], torch.arange(40.0)), position
+                assert torch.equal(state["b"], torch.ones(3)), position
+                assert state["n"] == {"a": [1, 2.5, "x"]}, position
+    assert found > len(data) / 2
 
 
 def test_damage_goes_unnoticed_where_nobody_asked(saved: Path, tmp_path: Path) -> None:

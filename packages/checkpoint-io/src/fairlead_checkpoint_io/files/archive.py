@@ -25,6 +25,7 @@ from fairlead_checkpoint_io.files.memory import use_huge_pages
 __all__ = ["Archive"]
 
 _PIECE: Final = 1 << 22
+_FOLDER: Final = 0x10  # of MS-DOS's attributes
 _LOCAL_HEADER: Final = struct.Struct("<26xHH")  # its last two numbers: the lengths of the name and of what follows it
 
 
@@ -50,6 +51,9 @@ class Archive(io.RawIOBase):
         self._file = path.open("rb", buffering=0)
         try:
             self._zip = zipfile.ZipFile(self._file)
+            for info in self._zip.infolist():
+                if info.external_attr & _FOLDER and info.file_size:  # torch would leave the tensor's memory as it is
+                    raise zipfile.BadZipFile(f"{info.filename} calls itself a folder")
         except BaseException:
             self._file.close()
             raise
@@ -79,7 +83,9 @@ class Archive(io.RawIOBase):
                 with self._zip.open(info) as record:
                     while record.read(_PIECE):
                         pass
-            except zipfile.BadZipFile:
+            except OSError:
+                raise
+            except Exception:  # a damaged table of contents may say "encrypted", "compressed", or anything else
                 self._damaged = info.filename
         return self._damaged
 
@@ -105,7 +111,7 @@ class Archive(io.RawIOBase):
         """Fills a buffer from the position on; short only at the end of the file."""
         view, begin = memoryview(buffer).cast("B"), self._position
         record = self._data.get(begin)
-        if record is not None and view.nbytes == record.compress_size == record.file_size:
+        if record is not None and view.nbytes == record.file_size and record.compress_type == zipfile.ZIP_STORED:
             count, crc = self._in_pieces(view, begin)
             self._unread.pop(record.header_offset, None)
             if self._verify and crc != record.CRC:

@@ -140,12 +140,14 @@ def _opened(path: Path, verify: bool) -> Archive | None:
         return None
     if not head.startswith(b"PK"):
         raise _no_checkpoint(path, "it does not begin as a file of torch.save does")
-    if not zipfile.is_zipfile(path):
-        raise _damaged(path, "its end is missing: it was cut off")
     try:
+        if not zipfile.is_zipfile(path):
+            raise _damaged(path, "its end is missing: it was cut off")
         archive = Archive(path, verify=verify)
-    except zipfile.BadZipFile as error:
-        raise _damaged(path, str(error)) from error
+    except (CheckpointError, OSError):
+        raise
+    except Exception as error:  # a damaged table of contents may hold any text and any number
+        raise _damaged(path, f"its table of contents cannot be read: {error}") from error
     if not any(name.count("/") == 1 and name.endswith("/data.pkl") for name in archive.names):
         archive.close()
         raise _no_checkpoint(path, "it is a ZIP archive, but not one of torch.save")
@@ -158,7 +160,7 @@ def _explained(
     first = next(iter(str(error).strip().splitlines()), "")
     if strict and isinstance(error, pickle.UnpicklingError):
         # The old format has no table of contents to look the names up in.
-        names = [] if legacy else [name for name in unsafe_globals(path) if name not in safe_globals]
+        names = [] if legacy else _unsafe(path, safe_globals)
         if names or legacy:
             listed = ", ".join(names)
             ask = f"checkpoint_io: {{name: torch, safe_globals: [{listed}]}}; or " if names else ""
@@ -174,6 +176,13 @@ def _explained(
         why=f"{type(error).__name__}: {first}",
         fix="resume from another checkpoint",
     )
+
+
+def _unsafe(path: Path, safe_globals: Sequence[str]) -> list[str]:
+    try:
+        return [name for name in unsafe_globals(path) if name not in safe_globals]
+    except Exception:  # the pickle is damaged, and nobody wanted the checksums compared
+        return []
 
 
 def _damaged(path: Path, why: str) -> CheckpointError:
