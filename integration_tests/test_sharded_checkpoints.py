@@ -27,7 +27,7 @@ from fairlead.remote import verify as verify_copy
 from fairlead_checkpoint_io import TorchCheckpointIOConfig
 from fairlead_checkpoint_io.torch_file.runtime import TorchFileCheckpointIO
 from fairlead_distributed.testing import run_ranks
-from integration_tests.jobs import changed, events, fairlead
+from integration_tests.jobs import Call, changed, events, fairlead
 
 # Lightning's advice: about workers, loggers, and what it would log.
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::UserWarning:lightning", "ignore::FutureWarning")]
@@ -430,29 +430,34 @@ def losses(folder: Path) -> dict[tuple[int, int], set[str]]:
     return found
 
 
-def start(folder: Path, trouble: str = "", **trainer: Any) -> int:
+def start(folder: Path, trouble: str = "", **trainer: Any) -> Call:
     folder.mkdir(exist_ok=True)
     (folder / "pyproject.toml").touch()
     (folder / "model.py").write_text(MODEL)
     job = folder / "job.json"
     job.write_text(json.dumps(changed(JOB, trainer=trainer)))
-    return fairlead("fit", str(job), cwd=folder, environ={"TROUBLE": trouble}).code
+    return fairlead("fit", str(job), cwd=folder, environ={"TROUBLE": trouble})
+
+
+def ended(call: Call) -> bool:
+    assert call.code == 0, call.text
+    return True
 
 
 def test_a_job_moves_from_2_to_4_ranks_and_back_with_identical_losses(tmp_path: Path) -> None:
     """R30, R64, R68: also when one rank is killed while it saves, and the disk refuses another one's part."""
     throughout, changing = tmp_path / "throughout", tmp_path / "changing"
-    assert start(throughout, checkpoint_io="torch") == 0
-    assert start(changing, "kill 1 4", checkpoint_io=BACKGROUND) != 0
+    assert ended(start(throughout, checkpoint_io="torch"))
+    assert start(changing, "kill 1 4", checkpoint_io=BACKGROUND).code != 0
     run = changing / "runs" / "small"
     assert sorted(path.name for path in run.glob("checkpoints/step-*")) == ["step-00000002"]
-    assert start(changing, "full 3 4", devices=4, max_steps=6, checkpoint_io=BACKGROUND) == 0
+    assert ended(start(changing, "full 3 4", devices=4, max_steps=6, checkpoint_io=BACKGROUND))
     failed = [event for event in events(run) if event["event"] == "checkpoint-failed"]
     assert len(failed) == 1
     assert "rank 3: cannot write __3_0.distcp: File too large" in failed[0]["error"]
     there = sorted(path.name for path in run.glob("checkpoints/*"))
     assert there == ["last", "latest", "step-00000002", "step-00000006"]
-    assert start(changing, checkpoint_io=SYNC) == 0
+    assert ended(start(changing, checkpoint_io=SYNC))
     one, other = losses(throughout), losses(changing)
     assert len(one) == 64
     assert one == other

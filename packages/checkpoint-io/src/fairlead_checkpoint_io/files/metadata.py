@@ -64,17 +64,17 @@ def read_contents(path: Path) -> dcp.Metadata:
         raise disk_error(error, "cannot read a checkpoint", file) from error
     try:
         found = _Unpickler(io.BytesIO(data)).load()
+        if not isinstance(found, dcp.Metadata) or not isinstance(found.state_dict_metadata, dict):
+            raise _damaged(file, f"it holds a {type(found).__name__}")
+        if not isinstance(found.storage_data, dict):
+            raise _damaged(file, "it does not say where the tensors are")
+        for info in found.storage_data.values():
+            stored_at(path, info)
     except CheckpointError as error:
         error.where = str(file)
         raise
-    except Exception as error:  # damaged bytes are executed as pickle opcodes: they raise anything
+    except Exception as error:  # damaged bytes are executed as pickle opcodes: they raise, and leave, anything
         raise _damaged(file, f"{type(error).__name__}: {error}") from error
-    if not isinstance(found, dcp.Metadata) or not isinstance(found.state_dict_metadata, dict):
-        raise _damaged(file, f"it holds a {type(found).__name__}")
-    if not isinstance(found.storage_data, dict):
-        raise _damaged(file, "it does not say where the tensors are")
-    for info in found.storage_data.values():
-        stored_at(path, info)
     return found
 
 

@@ -52,6 +52,13 @@ def read_shards(
         CheckpointError: It is damaged, or holds pickled objects.
         ConfigError: A name in `safe_globals` does not exist.
     """
+    if verify:
+        try:
+            damage = _damage(path, CONTENTS)
+        except OSError as error:
+            raise disk_error(error, "cannot read a checkpoint", path / CONTENTS) from error
+        if damage is not None:
+            raise _damaged(path, [damage])
     contents = read_contents(path)
     places = contents.planner_data or {}
     device = map_location if isinstance(map_location, (str, torch.device)) else "cpu"
@@ -77,17 +84,20 @@ def read_shards(
         except OSError as error:
             failure = failure or error
     if damages:
-        raise CheckpointError(
-            "the checkpoint is damaged", where=str(path), why="\n".join(damages), fix="resume from another checkpoint"
-        )
+        raise _damaged(path, damages)
     if isinstance(failure, OSError):
         raise disk_error(failure, "cannot read a checkpoint", failure.filename or path) from failure
     if failure is not None:
         raise _explained(path, failure) from failure
     values = planner.state_dict
-    ordered = {tuple(where): values[name] for name, where in places.items() if name in values}
-    ordered |= {(name,): value for name, value in values.items() if name not in places}
-    return from_layout(ordered, rest)
+    try:
+        ordered = {tuple(where): values[name] for name, where in places.items() if name in values}
+        ordered |= {(name,): value for name, value in values.items() if name not in places}
+        return from_layout(ordered, rest)
+    except FairleadError:
+        raise
+    except Exception as error:  # the table of contents may name any places
+        raise _damaged(path, [f"{CONTENTS}: {type(error).__name__}: {error}"]) from error
 
 
 def _targets(
@@ -107,9 +117,9 @@ def _targets(
 
 
 def _files(contents: Metadata, plan: LoadPlan) -> list[str]:
-    """The files that the plan reads, and those that everybody reads."""
+    """The files that the plan reads, and what everybody reads besides the table of contents."""
     names = {contents.storage_data[item.storage_index].relative_path for item in plan.items}
-    return [CONTENTS, REST, *sorted(names)]
+    return [REST, *sorted(names)]
 
 
 def _damage(path: Path, name: str) -> str | None:
@@ -121,6 +131,12 @@ def _damage(path: Path, name: str) -> str | None:
     if expected is not None and hash_file(path / name, expected.algorithm) != expected:
         return f"{name} does not match its checksum"
     return None
+
+
+def _damaged(path: Path, why: Sequence[str]) -> CheckpointError:
+    return CheckpointError(
+        "the checkpoint is damaged", where=str(path), why="\n".join(why), fix="resume from another checkpoint"
+    )
 
 
 class _Reader(FileSystemReader):
