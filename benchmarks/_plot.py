@@ -50,7 +50,7 @@ def checkpoint_section(documents: Sequence[Document], image: str) -> str:
     for label, blocked, ended in LINES:
         lines.append(_line(label, [_waits_and_ends(document, blocked, ended) for document in documents]))
     for label, key in _LOADS:
-        lines.append(_line(label, [f"{_median(document, key):.2f}" for document in documents]))
+        lines.append(_line(label, [_seconds(_median(document, key)) for document in documents]))
     lines.append(
         f"\nA step that keeps all cores busy takes so much longer while a save goes on:\n\n| | {' | '.join(sizes)} |"
     )
@@ -99,7 +99,11 @@ def _bars(document: Document, top: int) -> list[str]:
 
 
 def _waits_and_ends(document: Document, blocked: str | None, ended: str) -> str:
-    return f"{_median(document, blocked or ended):.2f} / {_median(document, ended):.2f}"
+    return f"{_seconds(_median(document, blocked or ended))} / {_seconds(_median(document, ended))}"
+
+
+def _seconds(value: float) -> str:
+    return f"{value:.3f}" if value < 0.1 else f"{value:.2f}"
 
 
 def _median(document: Document, key: str) -> float:
