@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import time
 import zipfile
 from pathlib import Path
 
@@ -123,6 +124,33 @@ def test_records_that_nobody_read_are_compared_at_the_end(saved: Path, tmp_path:
     path.write_bytes(saved.read_bytes())
     flip(path, data_of(saved, identity))
     assert str(load(path)[1]).endswith("serialization_id")
+
+
+def test_nothing_writes_into_a_buffer_whose_reading_has_failed(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One piece meets a bad sector while others are being read: torch frees the memory when it hears of that."""
+    real = os.preadv
+    ended: list[int] = []
+
+    def preadv(fd: int, buffers: list[memoryview], offset: int) -> int:
+        if buffers[0].nbytes != _PIECE:
+            return real(fd, buffers, offset)
+        if not ended:
+            ended.append(-1)
+            raise OSError(5, "Input/output error")
+        time.sleep(0.2)
+        ended.append(offset)
+        return real(fd, buffers, offset)
+
+    monkeypatch.setattr(os, "preadv", preadv)
+    archive = Archive(saved)
+    info = max(archive._zip.infolist(), key=lambda item: item.file_size)
+    archive._data[data_of(saved, info)] = info
+    archive.seek(data_of(saved, info))
+    with pytest.raises(OSError, match="Input/output error"):
+        archive.readinto(bytearray(info.file_size))
+    at_the_error = len(ended)
+    archive.close()
+    assert len(ended) == at_the_error > 1
 
 
 def test_a_file_that_gets_shorter_while_it_is_read_is_an_error_and_no_hang(saved: Path, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import struct
 import zipfile
 import zlib
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import IO, Any, Final, cast
 
@@ -142,8 +142,14 @@ class Archive(io.RawIOBase):
             part = view[slice(*piece)]
             return self._fill(part, begin + piece[0]), zlib.crc32(part) if self._verify else 0
 
+        if len(pieces) > 1:
+            reads = [self._threads.submit(read, piece) for piece in pieces]
+            wait(reads)  # all of them, also when one fails: torch frees the buffer as soon as this raises
+            found = [one.result() for one in reads]
+        else:
+            found = [read(piece) for piece in pieces]
         total = crc = 0
-        for count, own in self._threads.map(read, pieces) if len(pieces) > 1 else map(read, pieces):
+        for count, own in found:
             total += count
             crc = _product(_BEHIND, crc) ^ own  # exclusive or: the CRC of both pieces
         return total, crc
