@@ -7,7 +7,6 @@ import os
 import pickle
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -23,9 +22,9 @@ from fairlead.commit.checkpoints import to_trash
 from fairlead.commit.files import disk_error, ensure_dir, remove_tree
 from fairlead.errors import CheckpointError
 from fairlead_checkpoint_io.distributed_shards.ranks import Ranks
+from fairlead_checkpoint_io.files.archive_writer import ArchiveWriter
 from fairlead_checkpoint_io.files.layout import Layout, Leaf
 from fairlead_checkpoint_io.files.metadata import CONTENTS, REST
-from fairlead_checkpoint_io.files.writing import dump
 
 __all__ = ["Agreed", "Then", "agree", "part", "save"]
 
@@ -192,12 +191,13 @@ def _write(folder: Path, rank: int, plan: SavePlan, values: Mapping[str, Any]) -
     parts: dict[MetadataIndex, _StorageInfo] = {}
 
     def content(file: FileWriter) -> None:
+        archives = ArchiveWriter(file)
         for item in plan.items:
             start = file.tell()
             value = values[item.index.fqn]
             if isinstance(value, torch.Tensor) and value.untyped_storage().nbytes() != value.nbytes:
                 value = value.clone()  # torch.save writes the whole storage of a view
-            dump(value, file)
+            archives.add(value)
             parts[item.index] = _StorageInfo(name, start, file.tell() - start)
 
     return Written(parts, {name: write_file(folder / name, content)})
@@ -213,6 +213,6 @@ def _finish(
         contents, storage_data=parts, storage_meta=StorageMeta(), version=CURRENT_DCP_VERSION
     )
     hashes = {name: digest for one in written for name, digest in one.hashes.items()}
-    hashes[REST] = write_file(folder / REST, partial(dump, dict(rest)))
+    hashes[REST] = write_file(folder / REST, lambda file: ArchiveWriter(file).add(dict(rest)))
     hashes[CONTENTS] = write_file(folder / CONTENTS, pickle.dumps(contents, protocol=4))
     return hashes

@@ -12,13 +12,12 @@ import io
 import os
 import struct
 import zipfile
-import zlib
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import IO, Any, Final, cast
 
 import torch
+from zlib_ng import zlib_ng
 
 from fairlead_checkpoint_io.files.memory import use_huge_pages
 
@@ -135,12 +134,11 @@ class Archive(io.RawIOBase):
         """The number of bytes read, and their CRC."""
         if view.nbytes >= _PIECE:
             use_huge_pages(ctypes.addressof(ctypes.c_char.from_buffer(view)), view.nbytes)
-        first = view.nbytes % _PIECE or min(view.nbytes, _PIECE)  # the others are all of one length
-        pieces = [(0, first), *((start, start + _PIECE) for start in range(first, view.nbytes, _PIECE))]
+        pieces = [(start, start + _PIECE) for start in range(0, view.nbytes, _PIECE)]
 
         def read(piece: tuple[int, int]) -> tuple[int, int]:
             part = view[slice(*piece)]
-            return self._fill(part, begin + piece[0]), zlib.crc32(part) if self._verify else 0
+            return self._fill(part, begin + piece[0]), zlib_ng.crc32(part) if self._verify else 0
 
         if len(pieces) > 1:
             reads = [self._threads.submit(read, piece) for piece in pieces]
@@ -151,7 +149,7 @@ class Archive(io.RawIOBase):
         total = crc = 0
         for count, own in found:
             total += count
-            crc = _product(_BEHIND, crc) ^ own  # exclusive or: the CRC of both pieces
+            crc = zlib_ng.crc32_combine(crc, own, count)
         return total, crc
 
     def _fill(self, view: memoryview, begin: int) -> int:
@@ -162,22 +160,3 @@ class Archive(io.RawIOBase):
                 break
             done += count
         return done
-
-
-def _product(columns: Sequence[int], vector: int) -> int:
-    result = 0
-    for bit, column in enumerate(columns):
-        if vector >> bit & 1:
-            result ^= column
-    return result
-
-
-def _map_of_a_piece() -> tuple[int, ...]:
-    """The linear map over GF(2) that the bytes of a piece apply to the CRC of what is before them, by columns."""
-    columns = [zlib.crc32(b"\0", 1 << bit) ^ zlib.crc32(b"\0") for bit in range(32)]  # the map of one byte
-    for _ in range(_PIECE.bit_length() - 1):  # squared: that of twice as many
-        columns = [_product(columns, column) for column in columns]
-    return tuple(columns)
-
-
-_BEHIND: Final = _map_of_a_piece()

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import Any
 
 import torch
 
-from fairlead.commit import FileHash, FileWriter, Syscalls, atomic_write, default_algorithm
+from fairlead.commit import FileHash, Syscalls, atomic_write, default_algorithm
 from fairlead.commit.files import disk_error, ensure_dir
 from fairlead.errors import CheckpointError, FairleadError
+from fairlead_checkpoint_io.files.archive_writer import ArchiveWriter
 
-__all__ = ["dump", "local_path", "unsafe_globals", "write_state"]
+__all__ = ["local_path", "unsafe_globals", "write_state"]
 
 
 def local_path(path: str | os.PathLike[str]) -> Path:
@@ -50,7 +51,9 @@ def write_state(state: dict[str, Any], path: Path, *, syscalls: Syscalls | None 
         raise disk_error(error, f"cannot make the directory of {path.name}", path.parent) from error
 
     try:
-        return atomic_write(path, lambda file: dump(state, file), algorithm=default_algorithm(), syscalls=system)
+        return atomic_write(
+            path, lambda file: ArchiveWriter(file).add(state), algorithm=default_algorithm(), syscalls=system
+        )
     except (FairleadError, OSError, MemoryError):
         raise
     except Exception as error:  # pickling calls the objects' own methods
@@ -62,39 +65,6 @@ def write_state(state: dict[str, Any], path: Path, *, syscalls: Syscalls | None 
         ) from error
 
 
-def dump(value: Any, file: FileWriter) -> None:
-    """Writes a value as `torch.save` does; several may follow each other in one file."""
-    sink = _Sink(file)
-    try:
-        torch.save(value, cast("IO[bytes]", sink))
-    finally:
-        sink.open = False
-
-
 def unsafe_globals(path: Path) -> list[str]:
     """The classes and functions in a file that `weights_only=True` will not load, sorted."""
     return sorted(torch.serialization.get_unsafe_globals_in_checkpoint(str(path)))
-
-
-class _Sink:
-    """Passes bytes on while the save lasts, and until the first error.
-
-    After an error torch's writer goes on, and once more when it is collected: by then the number of the
-    file descriptor may belong to another file.
-    """
-
-    def __init__(self, file: FileWriter) -> None:
-        self._file = file
-        self.open = True
-
-    def write(self, data: memoryview) -> int:
-        if not self.open:
-            raise OSError("the save has ended")
-        self.open = False
-        count = self._file.write(data)
-        self.open = True
-        return count
-
-    def flush(self) -> None:
-        if self.open:
-            self._file.flush()

@@ -21,7 +21,7 @@ __all__ = ["Place", "save_records"]
 _GIB: Final = 1 << 30
 _OWNER: Final = "owner.json"
 _FINGERPRINT: Final = "fingerprint.json"
-_RECORDS: Final = (_FINGERPRINT, "job.yaml", "metrics.csv", "history.jsonl")
+_RECORDS: Final = ("job.yaml", "metrics.csv", "history.jsonl")  # the fingerprint only at a start: a start reads it
 _AT_START: Final = 4  # tries while a person may be waiting
 _ELSEWHERE: Final = "set another run.name, or another trainer.checkpoint_io.url"
 
