@@ -21,7 +21,7 @@ WORKSPACE = nox.project.load_toml(ROOT / "pyproject.toml")
 # Extras that the shared environment leaves to `isolated`: two engines that cannot be imported on the test machine, and
 # mpi4py, with which Lightning does not start where there is no MPI library.
 NOT_SHARED = {"mpi", "transformer-engine", "xla"}
-BENCHMARKED = {"checkpoint": [["--gib", "0.1"], ["--gib", "1"], ["--gib", "4", "--rounds", "3"]]}
+BENCHMARKED = {"checkpoint": [["--gib", "0.1"], ["--gib", "1"], ["--gib", "4", "--rounds", "5"]]}
 """The options with which a benchmark is run, one result each, where that is more than once."""
 
 nox.needs_version = ">=2026.10"

@@ -27,6 +27,17 @@ _SLOWER: Final = (
     ("Lightning async", "step_slowdown_of_lightning"),
     ("torch DCP async", "step_slowdown_of_dcp"),
 )
+_MEMORY: Final = (
+    ("torch.save + fsync", "torch_save"),
+    ("Lightning", "lightning_save"),
+    ("torch DCP", "dcp_save"),
+    ("Fairlead torch", "our_save"),
+    ("Lightning async", "lightning_async"),
+    ("torch DCP async", "dcp_async"),
+    ("Fairlead async, kept for the next save", "our_async"),
+    ("load: `torch.load`", "torch_load"),
+    ("load: Fairlead", "our_load"),
+)
 _LEFT, _WIDTH, _ROW, _TOP = 150, 480, 26, 30
 _WAITS, _BEHIND = "#b3423a", "#d9a9a5"
 
@@ -51,12 +62,10 @@ def checkpoint_section(documents: Sequence[Document], image: str) -> str:
         lines.append(_line(label, [_waits_and_ends(document, blocked, ended) for document in documents]))
     for label, key in _LOADS:
         lines.append(_line(label, [_seconds(_median(document, key)) for document in documents]))
-    lines.append(
-        f"\nA step that keeps all cores busy takes so much longer while a save goes on:\n\n| | {' | '.join(sizes)} |"
-    )
-    lines.append(f"|---|{'---|' * len(sizes)}")
-    for label, key in _SLOWER:
-        lines.append(_line(label, [f"{document['ratios'][key]['median']:.2f} x" for document in documents]))
+    slower = [(label, [f"{doc['ratios'][key]['median']:.2f} x" for doc in documents]) for label, key in _SLOWER]
+    lines += _table("A step that keeps all cores busy takes so much longer while a save goes on:", sizes, slower)
+    memory = [(label, [f"{doc['raw']['peak_memory_gib'][key]:.2f}" for doc in documents]) for label, key in _MEMORY]
+    lines += _table("Host memory that it takes at most, in GiB, besides the state itself:", sizes, memory)
     return "\n".join([*lines, f"\n![What the loop waits for, and until all is written]({image})\n"])
 
 
@@ -108,6 +117,11 @@ def _seconds(value: float) -> str:
 
 def _median(document: Document, key: str) -> float:
     return float(document["raw"]["seconds"][key]["median"])
+
+
+def _table(title: str, sizes: Sequence[str], rows: Sequence[tuple[str, list[str]]]) -> list[str]:
+    head = [f"\n{title}\n", f"| | {' | '.join(sizes)} |", f"|---|{'---|' * len(sizes)}"]
+    return head + [_line(label, cells) for label, cells in rows]
 
 
 def _line(label: str, cells: Sequence[str]) -> str:

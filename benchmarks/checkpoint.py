@@ -345,7 +345,7 @@ def main() -> None:
         "block_vs_memcpy": paired_ratio(taken["Fairlead async, blocked"], taken["memcpy"], bound=1.3),
         "durable_vs_raw_write": paired_ratio(taken["Fairlead async, durable"], taken["write and fsync"], bound=1.2),
         "save_vs_raw_write": paired_ratio(taken["Fairlead torch"], taken["write and fsync"], bound=1.2),
-        "load_vs_torch_load": paired_ratio(taken["Fairlead load"], taken["torch.load"], bound=1.15),
+        "load_vs_torch_load": paired_ratio(taken["Fairlead load"], taken["torch.load"], bound=1.0),
         "block_vs_lightning_async": paired_ratio(taken["Fairlead async, blocked"], taken["Lightning async, blocked"]),
         "block_vs_dcp_async": paired_ratio(taken["Fairlead async, blocked"], taken["torch DCP async, blocked"]),
         "step_slowdown_while_saving": paired_ratio(slower["ours"], one),
