@@ -71,7 +71,8 @@ class ArchiveWriter:
 def _save(value: object, file: Target, *, fill_in: bool) -> None:
     sink = _Sink(file, fill_in=fill_in)
     before = get_crc32_options()
-    set_crc32_options(not fill_in)  # of this thread only
+    # Of this thread only.  What an object saves into bytes while it is pickled has none either; torch.load never looks.
+    set_crc32_options(not fill_in)
     try:
         torch.save(value, cast("IO[bytes]", sink))
     except Exception as error:
