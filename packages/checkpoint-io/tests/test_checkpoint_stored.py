@@ -6,6 +6,7 @@ import importlib.util
 import subprocess
 import sys
 import tempfile
+import threading
 import uuid
 from pathlib import Path
 from typing import Any
@@ -210,3 +211,25 @@ def test_ls_and_verify_of_a_url_import_no_torch(root: Path, tmp_path: Path) -> N
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("step-00000010: ok") == 3
     assert done.stdout.count("complete") == 3
+
+
+def test_who_reads_a_directory_that_serves_as_store_finds_the_old_object_or_the_new_one(tmp_path: Path) -> None:
+    """As on a store: a start elsewhere reads the fingerprint or `latest` while this one replaces it."""
+    store, file = Store.open(f"file://{tmp_path}/store/gpt"), tmp_path / "store" / "gpt" / "latest"
+    versions = [b"a" * (1 << 20), b"b" * (1 << 20)]
+    store.write("latest", versions[0])
+    seen: set[bytes] = set()
+    ended = threading.Event()
+
+    def read() -> None:
+        while not ended.is_set():
+            seen.add(file.read_bytes())
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    for number in range(50):
+        store.write("latest", versions[number % 2])
+    ended.set()
+    reader.join()
+    assert seen <= set(versions)
+    assert list(file.parent.iterdir()) == [file]

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from fairlead.commit.files import ensure_dir
+from fairlead.commit.syscalls import Syscalls
 from fairlead.errors import ConfigError, MissingDependencyError
 from fairlead.remote.retrying import Retries, store_error
 from fairlead.remote.urls import check_options, check_url, join
@@ -174,15 +176,22 @@ class Store:
                 yield memoryview(data)
 
     def write(self, name: str, content: bytes) -> None:
-        """Replaces a small object as a whole.
+        """Replaces a small object as a whole: whoever reads it meanwhile gets the old one or the new one.
 
         Raises:
             CheckpointError: The store refuses, or does not answer.
         """
+        folder, _, last = name.rpartition("/")
+        beside = f"{folder}/.tmp-{last}".lstrip("/")
 
         def written() -> None:
-            self._make_folder(name)
-            self._fs.pipe_file(self._path(name), content)
+            if not self._local:
+                self._fs.pipe_file(self._path(name), content)
+                return
+            self._make_folder(name)  # a directory has to be told what a store promises
+            self._fs.pipe_file(self._path(beside), content)
+            self._sync(beside)
+            os.replace(self._path(beside), self._path(name))
             self._sync(name)
 
         self._written(name, written)
@@ -235,7 +244,7 @@ class Store:
 
     def _make_folder(self, name: str) -> None:
         if self._local:
-            os.makedirs(os.path.dirname(self._path(name)), exist_ok=True)
+            ensure_dir(Path(self._path(name)).parent, Syscalls())
 
     def _sync(self, name: str) -> None:
         """A store answers when an object is durable; a file has to be told."""
