@@ -452,9 +452,10 @@ def test_a_job_moves_from_2_to_4_ranks_and_back_with_identical_losses(tmp_path: 
     assert ended(start(throughout, checkpoint_io="torch"))
     assert start(changing, "kill 1 4", checkpoint_io=BACKGROUND).code != 0
     run = changing / "runs" / "small"
+    before = len(events(run))  # rank 0 may live to write that the save of step 4 failed, or be ended first
     assert sorted(path.name for path in run.glob("checkpoints/step-*")) == ["step-00000002"]
     assert ended(start(changing, "full 3 4", devices=4, max_steps=6, checkpoint_io=BACKGROUND))
-    failed = [event for event in events(run) if event["event"] == "checkpoint-failed"]
+    failed = [event for event in events(run)[before:] if event["event"] == "checkpoint-failed"]
     assert len(failed) == 1
     assert "rank 3: cannot write __3_0.distcp: No space left on device" in failed[0]["error"]
     there = sorted(path.name for path in run.glob("checkpoints/*"))
