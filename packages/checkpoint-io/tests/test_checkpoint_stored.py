@@ -8,6 +8,7 @@ import sys
 import tempfile
 import threading
 import uuid
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -214,7 +215,7 @@ def test_ls_and_verify_of_a_url_import_no_torch(root: Path, tmp_path: Path) -> N
 
 
 def test_who_reads_a_directory_that_serves_as_store_finds_the_old_object_or_the_new_one(tmp_path: Path) -> None:
-    """As on a store: a start elsewhere reads the fingerprint or `latest` while this one replaces it."""
+    """As on a store: a start elsewhere reads the fingerprint or `latest`, or replaces it, while this one does."""
     store, file = Store.open(f"file://{tmp_path}/store/gpt"), tmp_path / "store" / "gpt" / "latest"
     versions = [b"a" * (1 << 20), b"b" * (1 << 20)]
     store.write("latest", versions[0])
@@ -225,11 +226,16 @@ def test_who_reads_a_directory_that_serves_as_store_finds_the_old_object_or_the_
         while not ended.is_set():
             seen.add(file.read_bytes())
 
+    def write(first: int) -> None:
+        for number in range(50):
+            store.write("latest", versions[(first + number) % 2])
+
     reader = threading.Thread(target=read)
     reader.start()
-    for number in range(50):
-        store.write("latest", versions[number % 2])
+    with ThreadPoolExecutor(2) as writers:
+        written = [writers.submit(write, first) for first in (0, 1)]
     ended.set()
     reader.join()
+    assert [one.exception() for one in written] == [None, None]
     assert seen <= set(versions)
     assert list(file.parent.iterdir()) == [file]

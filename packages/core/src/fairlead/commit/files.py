@@ -14,7 +14,16 @@ from fairlead.commit.hashing import FileHash, default_algorithm, new_hasher
 from fairlead.commit.syscalls import Syscalls
 from fairlead.errors import CheckpointError, FairleadError
 
-__all__ = ["Content", "FileWriter", "atomic_write", "disk_error", "ensure_dir", "remove_tree", "write_file"]
+__all__ = [
+    "Content",
+    "FileWriter",
+    "atomic_write",
+    "disk_error",
+    "ensure_dir",
+    "remove_tree",
+    "replace_file",
+    "write_file",
+]
 
 _BUFFER = 1 << 20
 _PIECE = 16 << 20
@@ -157,19 +166,30 @@ def atomic_write(
     Raises:
         CheckpointError: (or the class given as `error`) the disk refused; the old file is untouched.
     """
-    system = syscalls or Syscalls()
-    temporary = path.with_name(f"{_TEMPORARY}{secrets.token_hex(6)}")
     try:
-        digest = _write(temporary, content, os.O_EXCL, algorithm, system)
-        try:
-            system.rename(temporary, path)
-        except OSError:
-            with contextlib.suppress(OSError):
-                system.unlink(temporary)
-            raise
-        system.fsync_dir(path.parent)
+        return replace_file(path, content, algorithm=algorithm, syscalls=syscalls)
     except OSError as failure:
         raise disk_error(failure, f"cannot write {path.name}", path, error) from failure
+
+
+def replace_file(
+    path: Path, content: Content, *, algorithm: str = "crc32", syscalls: Syscalls | None = None
+) -> FileHash:
+    """`atomic_write`, for who has an error of their own for what the disk says.
+
+    Raises:
+        OSError: The disk refused; the old file is untouched.
+    """
+    system = syscalls or Syscalls()
+    temporary = path.with_name(f"{_TEMPORARY}{secrets.token_hex(6)}")
+    digest = _write(temporary, content, os.O_EXCL, algorithm, system)
+    try:
+        system.rename(temporary, path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            system.unlink(temporary)
+        raise
+    system.fsync_dir(path.parent)
     return digest
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from fairlead.commit.files import ensure_dir
+from fairlead.commit.files import ensure_dir, replace_file
 from fairlead.commit.syscalls import Syscalls
 from fairlead.errors import ConfigError, MissingDependencyError
 from fairlead.remote.retrying import Retries, store_error
@@ -181,18 +181,13 @@ class Store:
         Raises:
             CheckpointError: The store refuses, or does not answer.
         """
-        folder, _, last = name.rpartition("/")
-        beside = f"{folder}/.tmp-{last}".lstrip("/")
 
         def written() -> None:
-            if not self._local:
+            if self._local:  # a file has to be told what a store promises
+                self._make_folder(name)
+                replace_file(Path(self._path(name)), content)
+            else:
                 self._fs.pipe_file(self._path(name), content)
-                return
-            self._make_folder(name)  # a directory has to be told what a store promises
-            self._fs.pipe_file(self._path(beside), content)
-            self._sync(beside)
-            os.replace(self._path(beside), self._path(name))
-            self._sync(name)
 
         self._written(name, written)
 
