@@ -51,6 +51,17 @@ def trouble(what):
         open("hanging", "w").close()
         signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # which would end the sleep
         ctypes.PyDLL(None).sleep(3600)
+    if what == "full":  # from now on, for checkpoints
+        from fairlead.commit import Syscalls
+
+        fsync = Syscalls.fsync
+
+        def refused(self, fd):
+            if "checkpoints" in os.readlink(f"/proc/self/fd/{fd}"):
+                raise OSError(28, "No space left on device")
+            fsync(self, fd)
+
+        Syscalls.fsync = refused
 
 
 def helper():

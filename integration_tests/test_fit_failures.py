@@ -67,6 +67,22 @@ def test_a_run_that_failed_goes_on_from_its_last_checkpoint(tmp_path: Path, trou
     assert (events(run)[-1]["event"], events(run)[-1]["step"]) == ("finished", 8)
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_result_that_cannot_be_saved_is_a_failure_of_the_run(tmp_path: Path, ranks: int) -> None:
+    """R67: not exit code 2, after which a script need not try again; the next start goes on."""
+    words = ("fit", str(repository(tmp_path / "repo")), "--set", f"trainer.devices={ranks}")
+    failed = fairlead(*words, cwd=tmp_path, environ={"FAIL": "full:0:5"})
+    assert failed.code == 1, failed.text
+    assert "the state at step 8 could not be saved" in failed.err
+    assert "No space left on device" in failed.err
+    run = tmp_path / "runs" / "small"
+    assert state(run).state == "failed"
+    resumed = fairlead(*words, cwd=tmp_path)
+    assert resumed.code == 0, resumed.text
+    assert "goes on from" in resumed.out
+    assert (events(run)[-1]["event"], events(run)[-1]["step"]) == ("finished", 8)
+
+
 def test_what_fails_before_the_run_begins_writes_nothing(tmp_path: Path) -> None:
     job = repository(tmp_path / "repo")
     for trouble, says in (

@@ -208,8 +208,9 @@ def test_a_result_that_cannot_be_saved_is_an_error(
                 self.trainer.strategy.checkpoint_io.wait()  # type: ignore[attr-defined]
                 full["now"] = True
 
-    with pytest.raises(CheckpointError, match="could not be saved"):
+    with pytest.raises(CheckpointError, match="could not be saved") as raised:
         make_trainer(tmp_path, max_steps=12, checkpoint_io=backend).fit(Fills(), datamodule=Data())
+    assert raised.value.exit_code == 1  # the run failed; 2 would say that nothing was started
     run = tmp_path / "run"
     assert events(run, "finished") == []
     assert latest(run).step == 8

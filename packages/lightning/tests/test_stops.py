@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from fairlead import Fairlead, RunConfig
+from fairlead.errors import CheckpointError
 from fairlead_hpc_signals import OutliveStops, PreemptionGuard, SignalFlags
 from fairlead_lightning.early import EarlySignals
 
@@ -170,10 +171,11 @@ def test_a_stop_that_cannot_be_saved_requeues_nothing(tmp_path: Path, monkeypatc
 
     class Broken(Asked):
         def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-            raise OSError(28, "No space left on device")
+            raise CheckpointError("cannot write state.ckpt", why="No space left on device")
 
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(CheckpointError, match="No space left") as raised:
         fit(tmp_path, model=asked("step", kind=Broken), max_steps=20, requeue=AGAIN)
+    assert raised.value.exit_code == 1  # not 75, and not 2: it had begun
     assert not (tmp_path / "asked").exists()
     assert events(tmp_path / "run")[-1]["event"] == "failed"
 

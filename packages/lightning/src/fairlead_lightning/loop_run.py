@@ -251,7 +251,7 @@ class LoopRun:
             self._saved_step = self.step if own else -1
             if self.fabric.is_global_zero:
                 self._metrics = _metrics_from(session.path, loaded if own else None)
-            session.event("training", step=self.step, epoch=self.epoch)
+            session.begin(step=self.step, epoch=self.epoch)
         self._positions = self._sampled()
         return file is not None
 

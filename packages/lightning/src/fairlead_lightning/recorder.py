@@ -40,7 +40,7 @@ class Recorder(L.Callback):
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """The first epoch is next."""
-        self.session.event("training", step=trainer.global_step, epoch=trainer.current_epoch)
+        self.session.begin(step=trainer.global_step, epoch=trainer.current_epoch)
 
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """The loaders' workers start, and the first batch is waited for."""

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch.multiprocessing import ProcessExitedException
 
-from fairlead.errors import RunDirectoryError
+from fairlead.errors import FairleadError, RunDirectoryError, RunFailedError
 from fairlead.run import Heartbeat, History, RunDirectory, fingerprint, origin
 from fairlead.run.fingerprints import limits
 from fairlead_lightning.ranks import Handoff
@@ -59,6 +59,7 @@ class RunSession:
         self._directory = directory
         self._history = History(self.path / "history.jsonl", rank=rank)
         self._rank = rank
+        self._begun = False
         self._heartbeat: Heartbeat | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -114,6 +115,11 @@ class RunSession:
         except RunDirectoryError as error:
             warnings.warn(f"the event {name!r} is not in the history: {error.block()}", stacklevel=2)
 
+    def begin(self, **fields: Any) -> None:
+        """Records that the training begins: what ends it from now on is a failure of the run."""
+        self._begun = True
+        self.event("training", **fields)
+
     def complete(self, **fields: Any) -> None:
         """Records that the limits of the job were reached."""
         self.event("finished", limits=self._limits, **fields)
@@ -139,4 +145,6 @@ class RunSession:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        if self._begun and isinstance(error, FairleadError):
+            error.exit_code = RunFailedError.exit_code  # 2, of most errors, says that nothing was started
         self.close()
