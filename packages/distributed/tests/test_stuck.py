@@ -207,14 +207,25 @@ def test_a_second_failure_does_not_hide_the_first(ranks: Ranks) -> None:
     """Rank 1 fails of rank 0's absence, before it has heard why; its own error comes second."""
     ranks.start(
         """
+        from fairlead_distributed import stuck
+
+        stuck._SECOND_S = stuck._PATIENCE_S = 60.0  # a loaded machine may keep rank 0 from speaking for seconds
+
+        def until(name):
+            while not (folder / name).exists():
+                time.sleep(0.05)
+
         watched = watch()
         meet()
         if rank == 0:
-            time.sleep(1)
+            until("second")
             watched.failed(ValueError("the first"))
+            until("heard")  # it hosts the store
         else:
             watched.leave()
+            threading.Timer(0.5, (folder / "second").touch).start()
             watched.failed(RuntimeError("Connection closed by peer"), secondary=True)
+            (folder / "heard").touch()
         os._exit(3)
         """,
         world_size=2,
