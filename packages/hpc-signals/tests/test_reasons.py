@@ -169,17 +169,17 @@ def test_a_restart_count_from_the_environment(fakes: Fakes) -> None:
     [
         ("echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1", "Invalid job id specified"),
         ("exit 0", "said nothing of job 17"),
-        ("sleep 60 & sleep 60", r"did not answer within 0\.5 s"),
+        ("sleep 60 & sleep 60", r"did not answer within 2\.0 s"),
     ],
 )
 def test_a_scheduler_that_does_not_answer(body: str, evidence: str, fakes: Fakes) -> None:
     """R75: the reason is unknown, after the deadline at the latest; nothing is left running."""
     fakes.answers("scontrol", f"echo $$ > {fakes.folder}/pid; {body}")
-    reason = why_stopped({**fakes.environ, "SLURM_JOB_ID": "17"}, timeout_s=0.5)
+    reason = why_stopped({**fakes.environ, "SLURM_JOB_ID": "17"}, timeout_s=2)
     assert reason.why == "unknown"
     assert re.search(evidence, reason.evidence)
     group = int((fakes.folder / "pid").read_text())
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while any(f" {group} " in stat_of(process) for process in os.listdir("/proc") if process.isdigit()):
         assert time.monotonic() < deadline
         time.sleep(0.01)
