@@ -150,6 +150,7 @@ def test_the_groups_store_is_shared() -> None:
 def limit_of_files(rank: int, ports: tuple[int, ...]) -> int:
     resource.setrlimit(resource.RLIMIT_NOFILE, (256, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
     with process_group("gloo", "tcp://localhost:1", 2, rank, environ={}, start=Start("job 12", ports)):
+        all_reduce(torch.tensor(1))  # a rank that has left is no peer for one that still connects
         return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
 
 
