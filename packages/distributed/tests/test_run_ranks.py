@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fairlead_distributed import RankFailedError, all_reduce, get_distributed_info, startup_lines
+from fairlead_distributed import RankFailedError, RendezvousError, all_reduce, get_distributed_info, startup_lines
 from fairlead_distributed.testing import run_ranks
 
 
@@ -78,6 +78,18 @@ def test_the_rank_that_raised_comes_first() -> None:
         run_ranks(one_raises, 2)
     assert caught.value.rank == 1
     assert "in one_raises" in str(caught.value)
+
+
+def refused(rank: int) -> None:
+    raise RendezvousError(f"rank {rank} was refused", why="the port is closed", fix="open it")
+
+
+def test_an_error_of_several_lines_is_named_by_its_first() -> None:
+    with pytest.raises(
+        RankFailedError, match=r"rank \d of 2 failed: .*RendezvousError: rank \d was refused\n"
+    ) as caught:
+        run_ranks(refused, 2)
+    assert "do:    open it" in str(caught.value)
 
 
 def test_a_killed_rank_is_named_before_those_that_missed_it() -> None:

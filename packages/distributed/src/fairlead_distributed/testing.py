@@ -26,6 +26,7 @@ from typing import Generic, TypeVar
 
 import torch
 
+from fairlead_distributed.collectives import barrier
 from fairlead_distributed.errors import RankFailedError
 from fairlead_distributed.process_group import destroy_process_group, init_process_group
 from fairlead_distributed.store import bind_listener, tcp_store
@@ -208,13 +209,18 @@ def _collect(ranks: list[_Rank[T]], timeout: float) -> list[T]:
 
 def _error(first: _Rank[T], others: list[_Rank[T]], world_size: int) -> RankFailedError:
     failure = first.failure or ""
-    then = [f"rank {one.rank} then failed: {(one.failure or '').strip().splitlines()[-1]}" for one in others]
+    then = [f"rank {one.rank} then failed: {_headline(one.failure or '')}" for one in others]
     error = RankFailedError(
-        f"rank {first.rank} of {world_size} failed: {failure.strip().splitlines()[-1]}",
+        f"rank {first.rank} of {world_size} failed: {_headline(failure)}",
         why="\n".join([failure.rstrip(), *then]),
     )
     error.rank = first.rank
     return error
+
+
+def _headline(failure: str) -> str:
+    """What was raised, of a traceback: not the last of its lines, where an error has indented ones."""
+    return next(line for line in reversed(failure.strip().splitlines()) if line[:1].strip())
 
 
 def _stuck(stuck: list[_Rank[T]], world_size: int, timeout: float) -> RankFailedError:
@@ -249,6 +255,7 @@ def _main(
             fn, args = payload.load()
             if init:
                 init_process_group("gloo", timeout=timedelta(seconds=max(timeout, _START)), device="cpu")
+                barrier()  # a function that is done at once would leave while others still connect to this rank
             pipe.send_bytes(pickle.dumps((None, None)))
             answer = pickle.dumps((True, fn(rank, *args)))
         except BaseException as error:  # also SystemExit and KeyboardInterrupt: whatever ends the function is told
