@@ -6,13 +6,22 @@ import subprocess
 import sys
 import time
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from fairlead_distributed import RankFailedError, RendezvousError, all_reduce, get_distributed_info, startup_lines
+from fairlead_distributed import (
+    RankFailedError,
+    RendezvousError,
+    all_reduce,
+    get_distributed_info,
+    startup_lines,
+    testing,
+)
 from fairlead_distributed.testing import run_ranks
 
 
@@ -84,12 +93,42 @@ def refused(rank: int) -> None:
     raise RendezvousError(f"rank {rank} was refused", why="the port is closed", fix="open it")
 
 
-def test_an_error_of_several_lines_is_named_by_its_first() -> None:
+def test_an_error_is_named_by_what_it_says_not_by_its_last_hint() -> None:
     with pytest.raises(
         RankFailedError, match=r"rank \d of 2 failed: .*RendezvousError: rank \d was refused\n"
     ) as caught:
         run_ranks(refused, 2)
     assert "do:    open it" in str(caught.value)
+
+
+class Late:
+    """An argument that keeps rank 1 from being connected for a second: it is unpickled before that."""
+
+    def __reduce__(self) -> tuple[Callable[[], list[float]], tuple[()]]:
+        return connect_late, ()
+
+
+def connect_late() -> list[float]:
+    connect, connected = testing.init_process_group, []
+
+    def late(*args: Any, **options: Any) -> None:
+        connect(*args, **options)
+        if os.environ["RANK"] == "1":
+            time.sleep(1)
+        connected.append(time.monotonic())
+
+    testing.init_process_group = late
+    return connected
+
+
+def times(rank: int, connected: list[float]) -> tuple[float, float]:
+    return connected[0], time.monotonic()
+
+
+def test_no_rank_begins_before_all_are_connected() -> None:
+    """One that is done at once would leave while another still connects to it."""
+    (early, begun), (late, _) = run_ranks(times, 2, Late())
+    assert early < late <= begun
 
 
 def test_a_killed_rank_is_named_before_those_that_missed_it() -> None:
