@@ -19,6 +19,7 @@ from fairlead_distributed import (
     RendezvousError,
     all_reduce,
     get_distributed_info,
+    init_process_group,
     startup_lines,
     testing,
 )
@@ -109,7 +110,7 @@ class Late:
 
 
 def connect_late() -> list[float]:
-    connect, connected = testing.init_process_group, []
+    connect, connected = init_process_group, list[float]()
 
     def late(*args: Any, **options: Any) -> None:
         connect(*args, **options)
@@ -117,7 +118,7 @@ def connect_late() -> list[float]:
             time.sleep(1)
         connected.append(time.monotonic())
 
-    testing.init_process_group = late
+    vars(testing)["init_process_group"] = late
     return connected
 
 
