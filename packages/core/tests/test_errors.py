@@ -59,8 +59,8 @@ def test_did_you_mean_ignores_case_and_gives_up() -> None:
 
 def test_findings_are_raised_together() -> None:
     warning = Finding("warning", "oversubscribed", "many ranks")
-    first = Finding("error", "unknown-field", "unknown field 'a'", "a")
-    second = Finding("error", "wrong-type", "b is text", "b", None, "remove the quotes")
+    first = Finding("error", "unknown-field", "unknown field 'a'", where="a")
+    second = Finding("error", "wrong-type", "b is text", where="b", fix="remove the quotes")
     raise_errors([warning])
     assert errors_in([warning, first]) == [first]
     with pytest.raises(ConfigError, match="unknown field 'a'") as one:

@@ -24,8 +24,8 @@ from fairlead import (
 )
 from fairlead.cli import commands, main
 from fairlead.commit import checkpoint_name, publish, stage, write_file
-from fairlead.exactness import EXACTNESS_FILE, Inexact, last_record, record
-from fairlead.findings import CODES
+from fairlead.exactness import EXACTNESS_FILE, last_record, record
+from fairlead.findings import CODES, Inexact
 from fairlead.jobs import load_job
 from fairlead.run import RunDirectory, fingerprint
 from fairlead.testing import stand_ins
@@ -55,7 +55,7 @@ data:
   args: {stream: %s}
 trainer: {max_steps: 3}
 """
-STREAM = Inexact("the IterableDataset Stream", "it begins anew", "use another")
+STREAM = Inexact("the IterableDataset Stream", why="it begins anew", fix="use another")
 
 
 class SingleConfig(StrategyConfigBase):
@@ -220,12 +220,12 @@ def test_a_start_knows_better_than_the_sources(project: Project) -> None:
     assert "the loaders as start 1 saw them" in project("explain", "job.yaml").splitlines()[-1]
     project.start(STREAM)
     value, (finding,) = project.explained()
-    assert (value, finding["why"]) == ("not exact", STREAM.because)
+    assert (value, finding["why"]) == ("not exact", STREAM.why)
 
 
 def test_settings_still_count_after_a_start(project: Project) -> None:
     """What the start found in its settings may not be what these settings are."""
-    project.start(settings=[Inexact("trainer.benchmark: true", "it was set then", "unset it")])
+    project.start(settings=[Inexact("trainer.benchmark: true", why="it was set then", fix="unset it")])
     assert project.explained()[0] == "exact"
     assert project.explained("--set", "trainer.enable_checkpointing=false")[0] == "not exact"
 
@@ -295,7 +295,7 @@ def test_going_on_with_other_ranks_is_not_exact(project: Project) -> None:
         '{"exact": true, "reasons": {"what": "x"}}',
         '{"exact": false, "reasons": []}',
         '{"exact": false, "reasons": [{"what": "x"}]}',
-        '{"exact": false, "reasons": [{"what": 1, "because": "y", "do": "z"}]}',
+        '{"exact": false, "reasons": [{"what": 1, "why": "y", "fix": "z"}]}',
     ],
 )
 def test_a_record_that_cannot_be_read_is_none(project: Project, content: str) -> None:
@@ -312,13 +312,13 @@ def test_a_record_that_cannot_be_read_is_none(project: Project, content: str) ->
 
 
 def test_a_record_in_the_shape_of_the_contract(project: Project) -> None:
-    """`{"exact": bool, "reasons": [{"what", "because", "do"}]}`: what else there is, is more."""
+    """`{"exact": bool, "reasons": [{"what", "why", "fix"}]}`: what else there is, is more."""
     project.start()
     file = project.run / "starts" / "1" / EXACTNESS_FILE
-    file.write_text('{"exact": false, "reasons": [{"what": "a", "because": "b", "do": "c"}]}')
+    file.write_text('{"exact": false, "reasons": [{"what": "a", "why": "b", "fix": "c"}]}')
     found = last_record(project.run)
     assert found is not None
-    assert found.loaders == (Inexact("a", "b", "c"),)
+    assert found.loaders == (Inexact("a", why="b", fix="c"),)
     assert found.world_size is None
 
 
@@ -331,14 +331,16 @@ def test_the_newest_start_counts_not_the_last_by_name(project: Project) -> None:
 
 
 def test_a_record_says_what_the_loaders_are_to_blame_for() -> None:
-    made = record(settings=[Inexact("a", "b", "c")], loaders=[Inexact("d", "e", "f", certain=False)], world_size=2)
+    made = record(
+        settings=[Inexact("a", why="b", fix="c")], loaders=[Inexact("d", why="e", fix="f", certain=False)], world_size=2
+    )
     assert made["exact"] is False
     assert [(one["what"], one["about"], one["certain"]) for one in made["reasons"]] == [
         ("a", "settings", True),
         ("d", "loaders", False),
     ]
     assert record(settings=[], loaders=[], world_size=1)["exact"] is True
-    doubtful = record(settings=[], loaders=[Inexact("d", "e", "f", certain=False)], world_size=1)
+    doubtful = record(settings=[], loaders=[Inexact("d", why="e", fix="f", certain=False)], world_size=1)
     assert doubtful["exact"] is False, "what is not known is not exact"
 
 
@@ -352,11 +354,11 @@ def test_codes_are_documented() -> None:
 def test_only_explain_loads_the_reader_of_sources() -> None:
     """`check` and `fit` do not pay for it, nor does a plugin that names its reasons."""
     code = (
-        "import sys, fairlead.checks, fairlead.cli.job\nfrom fairlead.exactness import Inexact\n"
+        "import sys, fairlead.checks, fairlead.cli.job\nfrom fairlead.findings import Inexact\n"
         "print(sorted(m for m in sys.modules if m.startswith('fairlead.exactness')))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "['fairlead.exactness', 'fairlead.exactness.reasons']"
+    assert done.stdout.strip() == "[]"
 
 
 def test_reading_sources_imports_no_engine() -> None:

@@ -20,7 +20,8 @@ from fairlead import (
     hookimpl,
 )
 from fairlead.config import RunConfig
-from fairlead.exactness import Inexact, Verdict, device_reasons, verdict
+from fairlead.exactness import Verdict, device_reasons, verdict
+from fairlead.findings import Inexact
 from fairlead.interfaces import Devices
 from fairlead.testing import FakeEntryPoint, minimal_resolution, stand_ins
 
@@ -154,7 +155,7 @@ def test_the_trainers_settings(trainer: dict[str, Any], expected: Verdict, names
     """Issue 3: every device setting; a non-deterministic GPU is never called exact."""
     reasons = said(**trainer)
     assert verdict(reasons) == expected, reasons
-    assert all(names in reason.what and reason.because and reason.do for reason in reasons)
+    assert all(names in reason.what and reason.why and reason.fix for reason in reasons)
 
 
 def test_every_field_of_the_trainer_was_thought_of() -> None:
@@ -249,7 +250,7 @@ def test_a_ddp_without_the_field_is_not_trusted() -> None:
     assert verdict(said(plugins, devices=3)) == "not exact"
 
 
-REASON = Inexact("the ring", "it turns", "stop it")
+REASON = Inexact("the ring", why="it turns", fix="stop it")
 
 
 def iterated() -> Iterator[Inexact]:
@@ -274,7 +275,7 @@ def test_a_plugin_speaks_for_itself(says: Any, expected: Verdict, because: str) 
     plugin = type("Ring", (SpeakingRing,), {"says": staticmethod(says) if callable(says) else says})()
     reasons = said(manager(strategy__ring=plugin), strategy="ring")
     assert verdict(reasons) == expected, reasons
-    assert all(because in reason.because for reason in reasons)
+    assert all(because in reason.why for reason in reasons)
 
 
 @pytest.mark.parametrize("tag", ["strategy.ring", "precision.32-true", "checkpoint_io.torch", "accelerator.cpu"])

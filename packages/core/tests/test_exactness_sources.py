@@ -386,7 +386,7 @@ def test_every_kind_of_loader(read: Read, expected: Verdict, source: str) -> Non
     """Issue 3: exact, not exact or not known, from the sources alone."""
     reading = read(source)
     assert verdict(reading.reasons) == expected, reading.reasons
-    assert all(reason.what and reason.because and reason.do for reason in reading.reasons)
+    assert all(reason.what and reason.why and reason.fix for reason in reading.reasons)
 
 
 def dataset(body: str, before: str = "") -> str:

@@ -400,7 +400,7 @@ def test_an_inexact_loader_is_not_called_exact(tmp_path: Path, loaders: Callable
     run(tmp_path, loaders, max_steps=2, max_epochs=-1, val_check_interval=1.0)
     found = exactness(tmp_path)
     assert not found["exact"]
-    assert [reason for reason in found["reasons"] if what in reason["what"] and reason["do"]]
+    assert [reason for reason in found["reasons"] if what in reason["what"] and reason["fix"]]
 
 
 def test_a_state_that_cannot_be_written_does_not_stop_the_training(tmp_path: Path) -> None:

@@ -29,4 +29,4 @@ def test_a_scripts_settings(options: dict[str, Any], expected: str) -> None:
 
 def test_a_script_without_a_seed() -> None:
     (reason,) = script_reasons(plain(max_steps=3), seeded=False, in_order=True)
-    assert "seed_everything" in reason.do
+    assert "seed_everything" in reason.fix

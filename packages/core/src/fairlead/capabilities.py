@@ -65,9 +65,9 @@ def _finding(row: Capability, other: str, chosen: dict[str, str | None]) -> Find
         "error" if row.support == "no" else "warning",
         "capability",
         f"{subject} {verb} {counterpart}",
-        ", ".join(dict.fromkeys(where)) or None,
-        row.reason,
-        row.fix,
+        where=", ".join(dict.fromkeys(where)) or None,
+        why=row.reason,
+        fix=row.fix,
     )
 
 

@@ -130,7 +130,14 @@ def capability_table(plugins: PluginManager) -> tuple[list[Capability], list[Fin
                 rows += _collected(plugin, "fairlead_capabilities", Capability, plugins)
             except FairleadError as error:
                 failed.append(
-                    Finding("warning", "plugin-broken", error.what, f"the plugin {axis}.{name}", error.why, error.fix)
+                    Finding(
+                        "warning",
+                        "plugin-broken",
+                        error.what,
+                        where=f"the plugin {axis}.{name}",
+                        why=error.why,
+                        fix=error.fix,
+                    )
                 )
     return rows, failed
 
@@ -171,9 +178,9 @@ def _profile(job: JobConfig, name: str | None) -> tuple[ResourcesConfig | None, 
             "error",
             "profile-missing",
             what,
-            "--for",
-            "the one profile is `resources`, the job's own section",
-            "add resources: {nodes: 4, devices_per_node: 8, device: h100} and write --for resources",
+            where="--for",
+            why="the one profile is `resources`, the job's own section",
+            fix="add resources: {nodes: 4, devices_per_node: 8, device: h100} and write --for resources",
         )
     return job.resources, None
 
@@ -218,7 +225,7 @@ def _plugin_findings(
         return _collected(plugin, "fairlead_check", Finding, plugins, resolution=resolution, environ=environ)
     except FairleadError as error:
         where = error.where or f"trainer.{config.axis}"
-        return [Finding("error", "plugin-broken", error.what, where, error.why, error.fix)]
+        return [Finding("error", "plugin-broken", error.what, where=where, why=error.why, fix=error.fix)]
 
 
 def _class_specs(job: JobConfig) -> Iterator[tuple[str, ClassSpec]]:
@@ -238,7 +245,7 @@ def _user_code(job: JobConfig, root: CodeRoot) -> Iterator[Finding]:
         for problem in check_spec(spec.class_, spec.args, root, sources=sources):
             severity, code = _PROBLEM_CODES[problem.kind]
             where = path + ("." if problem.path and isinstance(problem.path[0], str) else "") + dotted(problem.path)
-            yield Finding(severity, code, problem.what, where, problem.why, problem.fix)
+            yield Finding(severity, code, problem.what, where=where, why=problem.why, fix=problem.fix)
 
 
 def _with_reasons(resolution: Resolution, loaded: LoadedJob, job: JobConfig) -> Resolution:

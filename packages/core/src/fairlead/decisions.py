@@ -50,9 +50,11 @@ class Decisions:
         self.probed: dict[str, Devices] = {}
         self.inside_job = False
 
-    def report(self, severity: Severity, code: str, what: str, where: str, why: str | None, fix: str | None) -> None:
+    def report(
+        self, severity: Severity, code: str, what: str, *, where: str, why: str | None = None, fix: str | None = None
+    ) -> None:
         """Adds a finding."""
-        self.findings.append(Finding(severity, code, what, where, why, fix))
+        self.findings.append(Finding(severity, code, what, where=where, why=why, fix=fix))
 
     def hardware_severity(self) -> Severity:
         """Hardware that is not here is an error where the job is to run, and to be expected on a login node."""
@@ -77,7 +79,7 @@ class Decisions:
         except FairleadError as error:
             broken = isinstance(error, PluginError) and not isinstance(error, MissingDependencyError)
             code = "plugin-broken" if broken else "plugin-missing"
-            self.report("error", code, error.what, f"trainer.{axis}", error.why, error.fix)
+            self.report("error", code, error.what, where=f"trainer.{axis}", why=error.why, fix=error.fix)
             self.settings[axis] = Setting(tag, f"{reason}, but {error.what}")
             return None
         self.settings[axis] = Setting(tag, reason)
@@ -95,9 +97,9 @@ class Decisions:
                     "error" if selected else "warning",
                     "plugin-broken",
                     error.what,
-                    "trainer.accelerator",
-                    error.why,
-                    error.fix,
+                    where="trainer.accelerator",
+                    why=error.why,
+                    fix=error.fix,
                 )
         return self.probed[plugin.tag]
 
@@ -116,7 +118,7 @@ class Decisions:
             "error",
             "launch-mismatch",
             f"trainer.{name} is {asked}, but the launcher started {launched.value} {noun}",
-            f"trainer.{name}",
-            f"{launched.value} comes from {launched.reason}",
-            f"write `{name}: auto`, or start the job with {asked}",
+            where=f"trainer.{name}",
+            why=f"{launched.value} comes from {launched.reason}",
+            fix=f"write `{name}: auto`, or start the job with {asked}",
         )

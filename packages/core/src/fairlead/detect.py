@@ -66,7 +66,12 @@ def collect_claims(
             if findings is not None:
                 findings.append(
                     Finding(
-                        "warning", "plugin-broken", error.what, f"the plugin environment.{name}", error.why, error.fix
+                        "warning",
+                        "plugin-broken",
+                        error.what,
+                        where=f"the plugin environment.{name}",
+                        why=error.why,
+                        fix=error.fix,
                     )
                 )
             continue
@@ -114,7 +119,9 @@ def choose_environment(
         topology = _topology(plugin, config, environ, plugins) if known else None
     except FairleadError as error:
         where = "trainer.environment" if error.where is None else error.where
-        findings.append(Finding("error", _code(error, name, plugins), error.what, where, error.why, error.fix))
+        findings.append(
+            Finding("error", _code(error, name, plugins), error.what, where=where, why=error.why, fix=error.fix)
+        )
         return ChosenEnvironment(None, Setting(name, reason), claims, None, tuple(findings))
     if name not in claims and name != FALLBACK:
         seen = ", ".join(f"{tag} ({claim.evidence})" for tag, claim in claims.items()) or "nothing"
@@ -123,9 +130,9 @@ def choose_environment(
                 "warning" if starting or in_job else "info",
                 "environment-unclaimed",
                 f"the environment {name!r} was asked for, but this process does not look like one of its ranks",
-                reason,
-                f"what is seen here: {seen}",
-                f"start it the way {name} starts ranks, or leave the environment out",
+                where=reason,
+                why=f"what is seen here: {seen}",
+                fix=f"start it the way {name} starts ranks, or leave the environment out",
             )
         )
     return ChosenEnvironment(config, Setting(name, reason), claims, topology, tuple(findings))
@@ -151,9 +158,9 @@ def _by_claims(claims: Mapping[str, Claim], findings: list[Finding]) -> tuple[st
                 "warning",
                 "environment-tie",
                 f"{' and '.join(rivals)} both claim this process; {name} is taken",
-                "trainer.environment",
-                evidence,
-                f"say which: `environment: {rivals[0]}`, or export {VARIABLE}={rivals[0]}",
+                where="trainer.environment",
+                why=evidence,
+                fix=f"say which: `environment: {rivals[0]}`, or export {VARIABLE}={rivals[0]}",
             )
         )
     passed = [f"{tag} ({other.evidence})" for tag, other in claims.items() if other.specificity < claim.specificity]

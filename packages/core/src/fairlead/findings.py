@@ -8,12 +8,12 @@ a plugin lists its own in `Plugin.codes`.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Final, Literal
 
 from fairlead.errors import ConfigError
 
-__all__ = ["CODES", "Finding", "Severity", "errors_in", "raise_errors"]
+__all__ = ["CODES", "Finding", "Inexact", "Severity", "errors_in", "raise_errors"]
 
 Severity = Literal["error", "warning", "info"]
 
@@ -72,7 +72,7 @@ class Finding:
         fix: What to do.
 
     Example:
-        >>> print(Finding("error", "devices-count", "9 devices were asked for, 1 is there", "trainer.devices"))
+        >>> print(Finding("error", "devices-count", "9 devices were asked for, 1 is there", where="trainer.devices"))
         error[devices-count]: 9 devices were asked for, 1 is there
           where: trainer.devices
     """
@@ -80,6 +80,7 @@ class Finding:
     severity: Severity
     code: str
     what: str
+    _: KW_ONLY
     where: str | None = None
     why: str | None = None
     fix: str | None = None
@@ -95,6 +96,28 @@ class Finding:
     def as_error(self) -> ConfigError:
         """The finding as the error that a command would end with."""
         return ConfigError(self.what, where=self.where, why=self.why, fix=self.fix)
+
+
+@dataclass(frozen=True, slots=True)
+class Inexact:
+    """One thing that keeps a resumed run from ending with the same bits, or that may.
+
+    Args:
+        what: The thing, with its place: `the IterableDataset Stream in data.py:12`.
+        why: Why it is not exact.
+        fix: What to change.
+        certain: False where it may be exact all the same, and nobody can tell.
+
+    Example:
+        >>> Inexact("trainer.benchmark: true", "cuDNN may choose other kernels", "benchmark: false").certain
+        True
+    """
+
+    what: str
+    _: KW_ONLY
+    why: str
+    fix: str
+    certain: bool = True
 
 
 def errors_in(findings: Iterable[Finding]) -> list[Finding]:

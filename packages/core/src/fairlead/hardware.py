@@ -46,9 +46,9 @@ def choose_accelerator(d: Decisions) -> tuple[AcceleratorConfigBase | None, Devi
             d.hardware_severity(),
             "accelerator-unavailable",
             f"the accelerator {d.settings['accelerator'].value!r} is not on this machine",
-            "trainer.accelerator",
-            f"{found.evidence}; available here: {', '.join(here) or 'none'}",
-            "write `accelerator: auto`, or run it where there is one; `check --for resources` is for that",
+            where="trainer.accelerator",
+            why=f"{found.evidence}; available here: {', '.join(here) or 'none'}",
+            fix="write `accelerator: auto`, or run it where there is one; `check --for resources` is for that",
         )
     return config, found
 
@@ -69,9 +69,8 @@ def _profiled_accelerator(d: Decisions, profile: ResourcesConfig) -> tuple[Accel
             "error",
             "profile-mismatch",
             f"the job asks for the accelerator {config.name!r}, its resources are {kind!r}",
-            "trainer.accelerator",
-            None,
-            f"write `accelerator: {tag}` or `accelerator: auto`",
+            where="trainer.accelerator",
+            fix=f"write `accelerator: {tag}` or `accelerator: auto`",
         )
     return config, found
 
@@ -119,9 +118,9 @@ def _enough(
                 "warning" if meant else d.hardware_severity(),
                 "oversubscribed" if meant else "devices-count",
                 f"{explicit} ranks were asked for; this machine has no accelerator, and {cores} cores",
-                "trainer.devices",
-                "each rank is a process on the CPU, and they will take turns",
-                f"write `devices: {cores}`"
+                where="trainer.devices",
+                why="each rank is a process on the CPU, and they will take turns",
+                fix=f"write `devices: {cores}`"
                 if meant
                 else f"write `devices: {cores}`, or `accelerator: cpu` if you mean {explicit} processes",
             )
@@ -135,7 +134,7 @@ def _enough(
             d.hardware_severity(),
             "profile-mismatch" if d.profile else "devices-count",
             f"{asked} were asked for, {found.count} of the kind {accelerator.name!r} {are} there",
-            "trainer.devices",
-            f"found by {found.evidence}" + (f": {', '.join(found.names)}" if found.names else ""),
-            f"write `devices: {found.count}` or `auto` ({valid})" if found.count else "write `devices: auto`",
+            where="trainer.devices",
+            why=f"found by {found.evidence}" + (f": {', '.join(found.names)}" if found.names else ""),
+            fix=f"write `devices: {found.count}` or `auto` ({valid})" if found.count else "write `devices: auto`",
         )

@@ -30,8 +30,7 @@ import pluggy
 if TYPE_CHECKING:
     from fairlead.bases import EnvironmentConfigBase
     from fairlead.capabilities import Capability
-    from fairlead.exactness import Inexact
-    from fairlead.findings import Finding
+    from fairlead.findings import Finding, Inexact
     from fairlead.interfaces import Claim, Devices, Topology
     from fairlead.resolve import Resolution
 

@@ -100,9 +100,8 @@ def load_job(source: str, *, plugins: PluginManager, cwd: Path, overrides: Seque
             "error",
             "wrong-type",
             f"{source} is {kind}, not a job",
-            f"{source}:1",
-            None,
-            "a job is a mapping with `model`, `data` and `trainer`",
+            where=f"{source}:1",
+            fix="a job is a mapping with `model`, `data` and `trainer`",
         )
         return dataclasses.replace(loaded, findings=(found,))
     return _validated(_overridden(loaded, parsed), plugins, default_name=path.stem)

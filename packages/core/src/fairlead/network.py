@@ -94,9 +94,9 @@ def network_findings(environment: EnvironmentConfigBase, backend: str, environ: 
             "info",
             "network-setting-unused",
             f"settings of NCCL are given, but the backend is {backend}",
-            "trainer.environment.nccl",
-            "NCCL carries the messages of CUDA and ROCm devices only",
-            "leave them out, or keep them for the runs on GPUs",
+            where="trainer.environment.nccl",
+            why="NCCL carries the messages of CUDA and ROCm devices only",
+            fix="leave them out, or keep them for the runs on GPUs",
         )
     for name, value in library_variables(environment).items():
         if name in environ and environ[name] != value:
@@ -104,9 +104,9 @@ def network_findings(environment: EnvironmentConfigBase, backend: str, environ: 
                 "warning",
                 "network-setting-overridden",
                 f"{name} is {environ[name]!r} in the environment and {value!r} in the config; the environment wins",
-                f"trainer.environment.{_field(name)}",
-                "what a site or a job script exports fits the machine",
-                f"unset {name} in the job script, or leave it out of the config",
+                where=f"trainer.environment.{_field(name)}",
+                why="what a site or a job script exports fits the machine",
+                fix=f"unset {name} in the job script, or leave it out of the config",
             )
 
 

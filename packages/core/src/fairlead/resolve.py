@@ -131,9 +131,9 @@ class _Resolver(Decisions):
             self.hardware_severity(),
             "launch-mismatch",
             f"trainer.num_nodes is {nodes}, but nothing started ranks on other nodes",
-            "trainer.num_nodes",
-            f"the environment is {self.settings['environment'].value}: {self.settings['environment'].reason}",
-            "\n".join(
+            where="trainer.num_nodes",
+            why=f"the environment is {self.settings['environment'].value}: {self.settings['environment'].reason}",
+            fix="\n".join(
                 ["start it with srun or mpirun, or by hand, one command on each node:", *commands_by_hand(nodes)]
             ),
         )
@@ -145,9 +145,8 @@ class _Resolver(Decisions):
                 "error",
                 "profile-mismatch",
                 f"the job asks for {asked} nodes, its resources have {profile.nodes}",
-                "trainer.num_nodes",
-                None,
-                f"write `num_nodes: auto` or `resources.nodes: {asked}`",
+                where="trainer.num_nodes",
+                fix=f"write `num_nodes: auto` or `resources.nodes: {asked}`",
             )
         known = (
             Setting(asked, "trainer.num_nodes") if isinstance(asked, int) else Setting(profile.nodes, "resources.nodes")
@@ -194,9 +193,9 @@ class _Resolver(Decisions):
                 "error",
                 "capability",
                 f"strategy 'single_device' runs one rank, but there are {world_size}",
-                "trainer.strategy",
-                f"world_size: {self.settings['world_size'].reason}",
-                "write `strategy: auto` or `ddp`, or `devices: 1`",
+                where="trainer.strategy",
+                why=f"world_size: {self.settings['world_size'].reason}",
+                fix="write `strategy: auto` or `ddp`, or `devices: 1`",
             )
         return config
 
@@ -210,9 +209,8 @@ class _Resolver(Decisions):
                     "error",
                     "axis-set-twice",
                     "requeueing is set twice: in `requeue` and in the environment's `auto_requeue` or `requeue_signal`",
-                    "trainer.requeue",
-                    None,
-                    "keep one of the two",
+                    where="trainer.requeue",
+                    fix="keep one of the two",
                 )
             return self.default("requeue", RequeueConfigBase, asked, "none", "")
         tag, reason = "none", "trainer.environment.auto_requeue=false"
@@ -275,9 +273,9 @@ class _Resolver(Decisions):
             except MissingDependencyError as error:
                 if error.fix not in seen:
                     seen.add(str(error.fix))
-                    self.report(severity, "plugin-missing", error.what, where, None, error.fix)
+                    self.report(severity, "plugin-missing", error.what, where=where, fix=error.fix)
             except PluginError as error:
-                self.report("error", "plugin-broken", error.what, where, error.why, error.fix)
+                self.report("error", "plugin-broken", error.what, where=where, why=error.why, fix=error.fix)
 
 
 def _default_strategies(plugins: PluginManager, accelerator: AcceleratorConfigBase | None) -> tuple[str, str]:

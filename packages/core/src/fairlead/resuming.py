@@ -41,12 +41,14 @@ def check_run(
     try:
         path = run_directory(job, environ, cwd)
     except FairleadError as error:
-        return {}, [Finding("error", "name-invalid", error.what, "run.name", error.why, error.fix)]
+        return {}, [Finding("error", "name-invalid", error.what, where="run.name", why=error.why, fix=error.fix)]
     settings = {"run_dir": Setting(str(path), "run.dir and run.name")}
     try:
         stored = stored_fingerprint(path)
     except FairleadError as error:
-        return settings, [Finding("error", "run-directory", error.what, error.where, error.why, error.fix)]
+        return settings, [
+            Finding("error", "run-directory", error.what, where=error.where, why=error.why, fix=error.fix)
+        ]
     asked = job.run.resume
     if asked not in ("auto", "never"):
         settings["resume"] = Setting(asked, "run.resume")
@@ -67,7 +69,7 @@ def _missing(asked: str, cwd: Path, where: str) -> list[Finding]:
         try:
             split_checkpoint_url(asked)
         except FairleadError as error:
-            return [Finding("error", "resume-path", error.what, where, error.why, error.fix)]
+            return [Finding("error", "resume-path", error.what, where=where, why=error.why, fix=error.fix)]
         return []
     path = cwd / asked
     if path.exists():
@@ -77,9 +79,8 @@ def _missing(asked: str, cwd: Path, where: str) -> list[Finding]:
             "error",
             "resume-path",
             f"the checkpoint {str(path)!r} does not exist",
-            where,
-            None,
-            "name a .ckpt file, or a folder under checkpoints/",
+            where=where,
+            fix="name a .ckpt file, or a folder under checkpoints/",
         )
     ]
 
@@ -98,14 +99,14 @@ def _existing(
                 "error",
                 "run-directory",
                 "the run directory belongs to a run with other settings",
-                str(path),
-                changed,
-                f"take the changes back, set another run.name, or use --resume never (makes {path.name}-2)",
+                where=str(path),
+                why=changed,
+                fix=f"take the changes back, set another run.name, or use --resume never (makes {path.name}-2)",
             )
         ]
     if (end := finished_event(path, data)) is not None:
         settings["resume"] = Setting(None, f"the run is finished, at step {end.get('step')}")
-        return [Finding("info", "run-finished", f"the run is finished, at step {end.get('step')}", str(path))]
+        return [Finding("info", "run-finished", f"the run is finished, at step {end.get('step')}", where=str(path))]
     newest = newest_complete(path / "checkpoints").checkpoint
     value = str(newest.path) if newest is not None else job.run.ckpt_path
     settings["resume"] = Setting(value or "auto", "the newest complete checkpoint" if newest else "no checkpoint yet")
@@ -121,9 +122,9 @@ def _locked(path: Path) -> list[Finding]:
             "warning",
             "run-directory",
             "another job is using the run directory now",
-            str(path),
-            f"process {state.owner.pid} on {state.owner.host}, since {state.owner.since}" if state.owner else None,
-            "wait until it has ended, or set another run.name",
+            where=str(path),
+            why=f"process {state.owner.pid} on {state.owner.host}, since {state.owner.since}" if state.owner else None,
+            fix="wait until it has ended, or set another run.name",
         )
     ]
 
@@ -138,8 +139,8 @@ def _batch(newest: Checkpoint, job: JobConfig, world_size: int) -> list[Finding]
             "error",
             "batch-policy",
             f"the run was trained with {before} ranks and would go on with {world_size}",
-            "trainer.batch_policy",
-            "the global batch would change with the number of ranks",
-            "set batch_policy: keep_global (same global batch) or keep_per_device (same batch for each rank)",
+            where="trainer.batch_policy",
+            why="the global batch would change with the number of ranks",
+            fix="set batch_policy: keep_global (same global batch) or keep_per_device (same batch for each rank)",
         )
     ]

@@ -77,14 +77,20 @@ def _finding(
     kind, context = detail["type"], detail.get("ctx", {})
     where = locate(path) or None
     if kind in _OWN_CODES:
-        return Finding("error", kind, context["what"], where, context.get("why"), context.get("fix"))
+        return Finding("error", kind, context["what"], where=where, why=context.get("why"), fix=context.get("fix"))
     if kind == "extra_forbidden":
         return _unknown_field(path, data, model, plugins, where)
     if kind == "missing":
-        return Finding("error", "missing-field", f"{dotted(path)!r} is not set", where, None, f"add `{path[-1]}: ...`")
+        return Finding(
+            "error",
+            "missing-field",
+            f"{dotted(path)!r} is not set",
+            where=where,
+            fix=f"add `{path[-1]}: ...`",
+        )
     got = _shown(detail["input"])
     if kind == "value_error":
-        return Finding("error", "wrong-value", str(context["error"]), where)
+        return Finding("error", "wrong-value", str(context["error"]), where=where)
     wanted = " or ".join(dict.fromkeys(_lowered(d["msg"]) for d in details))
     code = "wrong-type" if kind.endswith(("_type", "_parsing")) else "wrong-value"
     fix = None
@@ -93,7 +99,7 @@ def _finding(
     elif kind == "literal_error" and isinstance(detail["input"], str):
         near = did_you_mean(detail["input"], _quoted(str(context.get("expected", ""))))
         fix = f"did you mean {near!r}?" if near else None
-    return Finding("error", code, f"{dotted(path) or 'the job'} is {got}: {wanted}", where, None, fix)
+    return Finding("error", code, f"{dotted(path) or 'the job'} is {got}: {wanted}", where=where, fix=fix)
 
 
 def _unknown_field(path: Path, data: Any, model: type[BaseModel], plugins: PluginManager, where: str | None) -> Finding:
@@ -103,7 +109,12 @@ def _unknown_field(path: Path, data: Any, model: type[BaseModel], plugins: Plugi
     near = did_you_mean(name, fields)
     why = f"{dotted(parent) or 'a job'} takes: {', '.join(fields)}" if fields else None
     return Finding(
-        "error", "unknown-field", f"unknown field {name!r}", where, why, f"did you mean {near!r}?" if near else None
+        "error",
+        "unknown-field",
+        f"unknown field {name!r}",
+        where=where,
+        why=why,
+        fix=f"did you mean {near!r}?" if near else None,
     )
 
 

@@ -39,7 +39,7 @@ def loopback_address(resolution: Resolution, severity: Severity = "error") -> It
         severity,
         LOOPBACK,
         f"the main address of {nodes.value} nodes is {address.value!r}, which is another machine on each of them",
-        address.reason,
-        "the ranks of the other nodes would wait for a rank 0 on their own machine until the time-out",
-        "set it to a name or address of the first node that the others reach, or unset it where a launcher knows it",
+        where=address.reason,
+        why="the ranks of the other nodes would wait for a rank 0 on their own machine until the time-out",
+        fix="set it to a name of the first node that the others reach, or unset it where a launcher knows it",
     )

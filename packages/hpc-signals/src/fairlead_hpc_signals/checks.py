@@ -32,9 +32,9 @@ def check_job(job: Job | None, scheduler: str, evidence: str, resolution: Resolu
             "warning",
             "requeue-job-unknown",
             f"this process belongs to no {scheduler} job, so that there is nothing to requeue",
-            "trainer.requeue",
-            evidence,
-            "requeue: none, exit_code, script or command",
+            where="trainer.requeue",
+            why=evidence,
+            fix="requeue: none, exit_code, script or command",
         )
 
 
@@ -45,7 +45,7 @@ def check_command(name: str, resolution: Resolution, environ: Mapping[str, str])
             severity(resolution),
             "requeue-command-missing",
             f"{name} is not on the PATH; the job could not be requeued from here",
-            "trainer.requeue",
-            "containers often lack the scheduler's commands",
-            "requeue: script, and let the job script run what it writes; or make the command available",
+            where="trainer.requeue",
+            why="containers often lack the scheduler's commands",
+            fix="requeue: script, and let the job script run what it writes; or make the command available",
         )

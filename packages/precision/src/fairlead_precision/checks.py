@@ -18,7 +18,7 @@ def emulated_bfloat16(resolution: Resolution, where: str, fix: str) -> Iterator[
             "warning",
             "precision-emulated",
             f"{', '.join(old)} has no native bfloat16; it would be emulated, slowly",
-            where,
-            "bfloat16 units came with compute capability 8.0 (A100)",
-            fix,
+            where=where,
+            why="bfloat16 units came with compute capability 8.0 (A100)",
+            fix=fix,
         )

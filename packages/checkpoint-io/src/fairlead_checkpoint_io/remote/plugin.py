@@ -52,7 +52,7 @@ class Remote(CheckpointIOPlugin):
         lacking = missing_library(config.url)
         if lacking is not None:
             where = "trainer.checkpoint_io.url"
-            yield Finding("error", "remote-library", lacking.what, where, None, lacking.fix)
+            yield Finding("error", "remote-library", lacking.what, where=where, fix=lacking.fix)
 
 
 remote = Remote()

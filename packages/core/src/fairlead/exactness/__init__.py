@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
-from fairlead.exactness.reasons import Inexact, Verdict, sentence, verdict
+from fairlead.exactness.reasons import Verdict, sentence, verdict
 
 if TYPE_CHECKING:
     from fairlead.exactness.recorded import EXACTNESS_FILE as EXACTNESS_FILE
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "EXACTNESS_FILE",
-    "Inexact",
     "Reading",
     "Recorded",
     "Verdict",
@@ -34,7 +33,6 @@ __all__ = [
     "verdict",
 ]
 
-# A plugin imports `Inexact` when it is loaded; what reads sources and files is imported by those who read them.
 _HOMES: Final = {
     "EXACTNESS_FILE": "recorded",
     "Reading": "sources",

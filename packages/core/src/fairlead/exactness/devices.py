@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from fairlead.bases import BackendConfig
-from fairlead.exactness.reasons import Inexact
+from fairlead.findings import Inexact
 from fairlead.resolution import Resolution
 
 __all__ = ["accelerator_reasons", "ddp_reasons"]
@@ -31,20 +31,20 @@ def _cuda(resolution: Resolution) -> Iterator[Inexact]:
         because = "sums on a GPU are added in an order of their own, unless kernels are chosen that do not"
         if asked == "warn":
             because = "operations without a deterministic kernel only warn, and are computed in an order of their own"
-        yield Inexact(f"trainer.deterministic: {shown}", because, "trainer.deterministic: true")
+        yield Inexact(f"trainer.deterministic: {shown}", why=because, fix="trainer.deterministic: true")
     if resolution.trainer.benchmark:
         yield Inexact(
             "trainer.benchmark: true",
-            "cuDNN measures its kernels at every start, and may choose others that round in another way",
-            "trainer.benchmark: false",
+            why="cuDNN measures its kernels at every start, and may choose others that round in another way",
+            fix="trainer.benchmark: false",
         )
 
 
 def _mps(resolution: Resolution) -> Iterator[Inexact]:
     yield Inexact(
         "the accelerator 'mps'",
-        "no test has shown that Apple's GPU computes the same bits twice",
-        "accelerator: cpu, where it matters",
+        why="no test has shown that Apple's GPU computes the same bits twice",
+        fix="accelerator: cpu, where it matters",
         certain=False,
     )
 
@@ -52,8 +52,8 @@ def _mps(resolution: Resolution) -> Iterator[Inexact]:
 def _xla(resolution: Resolution) -> Iterator[Inexact]:
     yield Inexact(
         "the accelerator 'xla'",
-        "no test has resumed a run on XLA devices",
-        "accelerator: cpu or cuda, where it matters",
+        why="no test has resumed a run on XLA devices",
+        fix="accelerator: cpu or cuda, where it matters",
         certain=False,
     )
 
@@ -70,8 +70,8 @@ def ddp_reasons(config: BackendConfig, resolution: Resolution) -> list[Inexact]:
         reasons.append(
             Inexact(
                 "trainer.strategy.ddp_comm_hook: powersgd",
-                "the error that it carries from step to step is in no checkpoint",
-                "leave ddp_comm_hook out",
+                why="the error that it carries from step to step is in no checkpoint",
+                fix="leave ddp_comm_hook out",
             )
         )
     if resolution.world_size <= 2 or _fixed_order(config, resolution):
@@ -81,7 +81,7 @@ def ddp_reasons(config: BackendConfig, resolution: Resolution) -> list[Inexact]:
     if hook is not None:
         because += f", for the communication hook {hook} takes the place of exact_reduction"
         do = "leave ddp_comm_hook out, or find_unused_parameters: true"
-    reasons.append(Inexact(f"strategy: ddp with {resolution.world_size} ranks", because, do))
+    reasons.append(Inexact(f"strategy: ddp with {resolution.world_size} ranks", why=because, fix=do))
     return reasons
 
 

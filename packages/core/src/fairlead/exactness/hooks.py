@@ -9,7 +9,7 @@ from typing import Final
 from fairlead.exactness.kinds import CALLBACKS, MODULES
 from fairlead.exactness.names import place
 from fairlead.exactness.reach import Reach, Unit
-from fairlead.exactness.reasons import Inexact
+from fairlead.findings import Inexact
 
 __all__ = ["changes_at_starts", "changes_from_outside"]
 
@@ -29,8 +29,8 @@ def changes_at_starts(reach: Reach) -> Iterator[Inexact]:
             if _changes_tensors(node):
                 yield Inexact(
                     f"{unit.name} of {owner.node.name} in {place(unit.module, node)}",
-                    "it runs at every start, and changes what the checkpoint has put back",
-                    "do it in configure_model or __init__, which come before that",
+                    why="it runs at every start, and changes what the checkpoint has put back",
+                    fix="do it in configure_model or __init__, which come before that",
                     certain=False,
                 )
                 break
@@ -63,7 +63,7 @@ def changes_from_outside(reach: Reach) -> Iterator[Inexact]:
 def _doubt(unit: Unit, node: ast.AST, because: str) -> Inexact:
     owner = f" of {unit.owner.node.name}" if unit.owner is not None else ""
     what = f"{unit.name or 'a value'}{owner} in {place(unit.module, node)}"
-    return Inexact(what, because, "make samples from their index and epoch alone", certain=False)
+    return Inexact(what, why=because, fix="make samples from their index and epoch alone", certain=False)
 
 
 def _changes_data(node: ast.AST) -> bool:

@@ -15,7 +15,7 @@ from typing import Final
 from fairlead.exactness.kinds import MODULES
 from fairlead.exactness.names import Scope, place
 from fairlead.exactness.reach import Reach, Unit
-from fairlead.exactness.reasons import Inexact
+from fairlead.findings import Inexact
 
 __all__ = ["indexed_tensors"]
 
@@ -69,7 +69,9 @@ def indexed_tensors(reach: Reach) -> Iterator[Inexact]:
     for unit in reach.units:
         if unit.side == "model" and (unit.owner is None or reach.classes.is_a(unit.owner, MODULES)):
             for node in _indexed(unit):
-                yield Inexact(f"{ast.unparse(node)[:60]} in {place(unit.module, node)}", _BECAUSE, _DO, certain=False)
+                yield Inexact(
+                    f"{ast.unparse(node)[:60]} in {place(unit.module, node)}", why=_BECAUSE, fix=_DO, certain=False
+                )
                 return  # one is enough to say it
     seen: set[str] = set()
     for use in reach.uses:
@@ -79,8 +81,8 @@ def indexed_tensors(reach: Reach) -> Iterator[Inexact]:
             where = place(use.unit.module, use.node)
             yield Inexact(
                 f"the layers of {top} in {where}",
-                f"they are not read; if they take x[index], {_BECAUSE}",
-                _DO,
+                why=f"they are not read; if they take x[index], {_BECAUSE}",
+                fix=_DO,
                 certain=False,
             )
 

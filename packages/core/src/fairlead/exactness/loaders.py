@@ -19,8 +19,8 @@ from fairlead.exactness.kinds import (
     is_known,
 )
 from fairlead.exactness.names import External, Scope
-from fairlead.exactness.reasons import Inexact
 from fairlead.exactness.values import Call, Constant, Frame, Instance, Items, Thunk, Unknown, Value, Values
+from fairlead.findings import Inexact
 from fairlead.modules.symbols import ClassSymbol, FunctionSymbol
 
 __all__ = ["Judge", "Role", "unknown"]
@@ -44,7 +44,7 @@ def unknown(what: str, why: str, where: str | None = None) -> Inexact:
     """A doubt: a start, which sees the objects themselves, says more."""
     place = f" in {where}" if where else ""
     return Inexact(
-        f"{what}{place}", why, "start it once; `fairlead explain` then says what the start saw", certain=False
+        f"{what}{place}", why=why, fix="start it once; `fairlead explain` then says what the start saw", certain=False
     )
 
 
@@ -160,8 +160,8 @@ class Judge:
         if _may_be(given.get("in_order"), False):
             yield Inexact(
                 f"in_order=False of the {role} loader in {call.where}",
-                "batches come in the order in which workers finish them",
-                "leave in_order out",
+                why="batches come in the order in which workers finish them",
+                fix="leave in_order out",
             )
 
     def _sizes(self, given: dict[str, Thunk], where: str) -> Iterator[Inexact]:
@@ -171,8 +171,8 @@ class Judge:
             if isinstance(value, Constant) and value.known and value.value is None:
                 yield Inexact(
                     f"batch_size=None of the training loader in {where}",
-                    "its samples are not counted in batches",
-                    f"let the loader make batches, or {_GIVE_STATE}",
+                    why="its samples are not counted in batches",
+                    fix=f"let the loader make batches, or {_GIVE_STATE}",
                 )
             elif isinstance(value, Unknown):
                 yield unknown("the batch size of the training loader", f"it may be None: {value.why}", where)
@@ -246,8 +246,8 @@ class Judge:
             if self._ranks > 1 and self._shards and not distributed:
                 yield Inexact(
                     what,
-                    "Lightning shards it, which hides its state",
-                    "shard in the sampler (a DistributedSampler, or use_distributed_sampler: false)",
+                    why="Lightning shards it, which hides its state",
+                    fix="shard in the sampler (a DistributedSampler, or use_distributed_sampler: false)",
                 )
             return
         if foreign is not None:
@@ -255,9 +255,9 @@ class Judge:
             return
         yield Inexact(
             what,
-            "it has no state_dict; its batches are drawn again from a seed of the epoch, which is exact only if they "
-            "depend on nothing else",
-            f"{_GIVE_STATE}, or use ResumableDistributedSampler",
+            why="it has no state_dict; its batches are drawn again from a seed of the epoch, which is exact only if "
+            "they depend on nothing else",
+            fix=f"{_GIVE_STATE}, or use ResumableDistributedSampler",
         )
 
     # -- datasets
@@ -323,9 +323,9 @@ class Judge:
         if not stateful:
             yield Inexact(
                 f"{what} in {value.call.where}",
-                "a stream has no place to go on from: it begins anew",
-                "use torchdata's StatefulDataLoader with state_dict and load_state_dict in the dataset, or a dataset "
-                "with __getitem__ and __len__",
+                why="a stream has no place to go on from: it begins anew",
+                fix="use torchdata's StatefulDataLoader with state_dict and load_state_dict in the dataset, or a "
+                "dataset with __getitem__ and __len__",
             )
         elif not known:
             yield unknown(
@@ -336,8 +336,8 @@ class Judge:
 def _anew(name: str, where: str) -> Inexact:
     return Inexact(
         f"the training loader {name} in {where}",
-        "it has no state_dict: it begins anew where the run goes on",
-        f"{_GIVE_STATE}, or use a torch.utils.data.DataLoader",
+        why="it has no state_dict: it begins anew where the run goes on",
+        fix=f"{_GIVE_STATE}, or use a torch.utils.data.DataLoader",
     )
 
 

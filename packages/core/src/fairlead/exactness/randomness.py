@@ -9,7 +9,7 @@ from typing import Final
 from fairlead.exactness.kinds import DATALOADERS, ITERABLE_DATASETS, MAP_DATASETS, MODULES, STATEFUL_LOADERS
 from fairlead.exactness.names import External, Scope, place
 from fairlead.exactness.reach import Reach, Unit
-from fairlead.exactness.reasons import Inexact
+from fairlead.findings import Inexact
 from fairlead.modules.symbols import ClassSymbol, FunctionSymbol
 
 __all__ = ["GENERATORS", "Generators", "draws_random_numbers"]
@@ -146,8 +146,8 @@ class Generators:
         if fate in ("used", "returned", "loader") and self._unseeded(call, scope):
             yield Inexact(
                 f"the random generator without a seed in {where}",
-                "the operating system seeds it, at every start anew",
-                f"give it a seed, or {_DRAW}",
+                why="the operating system seeds it, at every start anew",
+                fix=f"give it a seed, or {_DRAW}",
             )
         elif fate.startswith("kept"):
             yield from self._kept(unit, fate.partition(" ")[2], where)
@@ -275,8 +275,8 @@ class Generators:
                 if isinstance(meaning, External) and meaning.name in _SEEDING and nothing:
                     yield Inexact(
                         f"{meaning.name}() in {place(unit.module, call)}",
-                        "without a number the operating system seeds the generator, at every start anew",
-                        "give it a number, or leave it out: run.seed seeds all generators",
+                        why="without a number the operating system seeds the generator, at every start anew",
+                        fix="give it a number, or leave it out: run.seed seeds all generators",
                     )
 
     def _handed_on(self, unit: Unit) -> Iterator[Inexact]:
@@ -297,7 +297,7 @@ class Generators:
     def _kept(self, unit: Unit, name: str, where: str) -> Iterator[Inexact]:
         owner = unit.owner
         what = f"the random generator {name}" + (f" of {owner.node.name}" if owner is not None else "") + f" in {where}"
-        reason = Inexact(what, "only the global generators are saved", _DRAW)
+        reason = Inexact(what, why="only the global generators are saved", fix=_DRAW)
         if owner is None:
             yield reason
             return
@@ -308,13 +308,13 @@ class Generators:
         if not saves or (dataset and not self._classes.is_a(owner, ITERABLE_DATASETS)):
             if self._classes.is_a(owner, MODULES):
                 do = "draw from torch's own generator, or save its state in on_save_checkpoint and on_load_checkpoint"
-                reason = Inexact(what, reason.because, do)
+                reason = Inexact(what, why=reason.why, fix=do)
             yield reason
         elif self._ranks > 1 and self._classes.has(owner, *_STATES[1]):
             yield Inexact(
                 what,
-                "on_save_checkpoint keeps the state of rank 0 for all ranks",
-                "draw from torch's own generator",
+                why="on_save_checkpoint keeps the state of rank 0 for all ranks",
+                fix="draw from torch's own generator",
                 certain=False,
             )
 
@@ -341,8 +341,8 @@ class Generators:
 def _lost(where: str) -> Inexact:
     return Inexact(
         f"the random generator made in {where}",
-        "how long it lives cannot be followed; the state of one that outlives a sample is not saved",
-        _DRAW,
+        why="how long it lives cannot be followed; the state of one that outlives a sample is not saved",
+        fix=_DRAW,
         certain=False,
     )
 

@@ -3,33 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["Inexact", "Verdict", "sentence", "verdict"]
+from fairlead.findings import Inexact
+
+__all__ = ["Verdict", "sentence", "verdict"]
 
 Verdict = Literal["exact", "not exact", "not known"]
-
-
-@dataclass(frozen=True, slots=True)
-class Inexact:
-    """One thing that keeps a resumed run from ending with the same bits, or that may.
-
-    Args:
-        what: The thing, with its place: `the IterableDataset Stream in data.py:12`.
-        because: Why it is not exact.
-        do: What to change.
-        certain: False where it may be exact all the same, and nobody can tell.
-
-    Example:
-        >>> Inexact("trainer.benchmark: true", "cuDNN may choose other kernels", "benchmark: false").certain
-        True
-    """
-
-    what: str
-    because: str
-    do: str
-    certain: bool = True
 
 
 def verdict(reasons: Iterable[Inexact]) -> Verdict:
@@ -53,4 +33,4 @@ def sentence(reason: Inexact) -> str:
         'not exact, because of trainer.benchmark: true (cuDNN may choose other kernels), do: benchmark: false'
     """
     word = "not exact" if reason.certain else "not known"
-    return f"{word}, because of {reason.what} ({reason.because}), do: {reason.do}"
+    return f"{word}, because of {reason.what} ({reason.why}), do: {reason.fix}"

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from fairlead.exactness.reasons import Inexact, verdict
+from fairlead.exactness.reasons import verdict
+from fairlead.findings import Inexact
 
 __all__ = ["EXACTNESS_FILE", "Recorded", "last_record", "record"]
 
@@ -46,7 +47,7 @@ def record(*, settings: Iterable[Inexact], loaders: Iterable[Inexact], world_siz
     """
     parts = {"settings": tuple(settings), "loaders": tuple(loaders)}
     reasons = [
-        {"what": one.what, "because": one.because, "do": one.do, "certain": one.certain, "about": about}
+        {"what": one.what, "why": one.why, "fix": one.fix, "certain": one.certain, "about": about}
         for about, part in parts.items()
         for one in part
     ]
@@ -93,6 +94,6 @@ def _read(path: Path, number: int) -> Recorded | None:
 
 
 def _reason(one: Any) -> Inexact | None:
-    if not isinstance(one, Mapping) or not all(isinstance(one.get(name), str) for name in ("what", "because", "do")):
+    if not isinstance(one, Mapping) or not all(isinstance(one.get(name), str) for name in ("what", "why", "fix")):
         return None
-    return Inexact(one["what"], one["because"], one["do"], certain=one.get("certain", True) is not False)
+    return Inexact(one["what"], why=one["why"], fix=one["fix"], certain=one.get("certain", True) is not False)

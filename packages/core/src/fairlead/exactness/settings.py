@@ -10,7 +10,7 @@ from fairlead.bases import BackendConfig
 from fairlead.config import RunConfig, TrainerConfig
 from fairlead.errors import FairleadError, PluginError
 from fairlead.exactness.devices import accelerator_reasons, ddp_reasons
-from fairlead.exactness.reasons import Inexact
+from fairlead.findings import Inexact
 from fairlead.plugins import PluginManager
 from fairlead.resolution import Resolution
 
@@ -47,7 +47,10 @@ def device_reasons(resolution: Resolution, plugins: PluginManager, run: RunConfi
         elif axis != "layer_sync":
             reasons.append(
                 Inexact(
-                    f"the {axis}", "it is not decided", "mend the errors that `fairlead check` shows", certain=False
+                    f"the {axis}",
+                    why="it is not decided",
+                    fix="mend the errors that `fairlead check` shows",
+                    certain=False,
                 )
             )
     for logger in resolution.loggers:
@@ -70,8 +73,8 @@ def _backend(config: BackendConfig, resolution: Resolution, plugins: PluginManag
     return [
         Inexact(
             f"the {config.axis} {plugins.label(config)!r}",
-            "its plugin does not say whether it resumes exactly",
-            "ask its authors for the hook fairlead_exactness, or choose another",
+            why="its plugin does not say whether it resumes exactly",
+            fix="ask its authors for the hook fairlead_exactness, or choose another",
             certain=False,
         )
     ]
@@ -87,7 +90,7 @@ def _asked(config: BackendConfig, resolution: Resolution, plugins: PluginManager
     except Exception as error:  # a generator of the plugin's raises while it is iterated
         because = f"fairlead_exactness raised {type(error).__name__}: {error}"
     what = f"the {config.axis} {config.name!r}"
-    return [Inexact(what, because, "report it to the plugin's authors, or choose another", certain=False)]
+    return [Inexact(what, why=because, fix="report it to the plugin's authors, or choose another", certain=False)]
 
 
 def _checked(one: object, config: BackendConfig) -> Inexact:
@@ -102,14 +105,14 @@ def _run(run: RunConfig) -> Iterator[Inexact]:
     if run.seed is None:
         yield Inexact(
             "run.seed: null",
-            "each start draws other random numbers: for first weights without a checkpoint, and for splits of the data",
-            "run.seed: 0, or any number",
+            why="each start draws other random numbers, for first weights without a checkpoint and splits of the data",
+            fix="run.seed: 0, or any number",
         )
     if run.resume not in ("auto", "never") and run.resume.endswith(".ckpt"):
         yield Inexact(
             f"run.resume: {run.resume}",
-            "a single file has no random state and no place in the data for each rank, unless Fairlead wrote it",
-            "name a folder under checkpoints/, or resume: auto",
+            why="a single file has no random state and no place in the data for each rank, unless Fairlead wrote it",
+            fix="name a folder under checkpoints/, or resume: auto",
             certain=False,
         )
 
@@ -117,16 +120,16 @@ def _run(run: RunConfig) -> Iterator[Inexact]:
 def _saved(trainer: TrainerConfig) -> Iterator[Inexact]:
     nothing = "no checkpoint is written: there is nothing to go on from"
     if not trainer.enable_checkpointing:
-        yield Inexact("trainer.enable_checkpointing: false", nothing, "enable_checkpointing: true")
+        yield Inexact("trainer.enable_checkpointing: false", why=nothing, fix="enable_checkpointing: true")
     if trainer.fast_dev_run:
-        yield Inexact("trainer.fast_dev_run", nothing, "fast_dev_run: false")
+        yield Inexact("trainer.fast_dev_run", why=nothing, fix="fast_dev_run: false")
     if trainer.barebones:
-        yield Inexact("trainer.barebones: true", nothing, "barebones: false")
+        yield Inexact("trainer.barebones: true", why=nothing, fix="barebones: false")
     if trainer.checkpoint.save_weights_only:
         yield Inexact(
             "trainer.checkpoint.save_weights_only: true",
-            "the state of the optimizer and the place in the epoch are not saved",
-            "save_weights_only: false",
+            why="the state of the optimizer and the place in the epoch are not saved",
+            fix="save_weights_only: false",
         )
 
 
@@ -134,32 +137,32 @@ def _loops(trainer: TrainerConfig) -> Iterator[Inexact]:
     if isinstance(trainer.val_check_interval, timedelta):
         yield Inexact(
             "trainer.val_check_interval",
-            "validation comes by the clock, so no two runs validate at the same steps",
-            "give a number of batches, or a fraction of an epoch",
+            why="validation comes by the clock, so no two runs validate at the same steps",
+            fix="give a number of batches, or a fraction of an epoch",
         )
     if trainer.max_time is not None:
         yield Inexact(
             "trainer.max_time",
-            "training ends by the clock, so no two runs end at the same step",
-            "max_steps or max_epochs",
+            why="training ends by the clock, so no two runs end at the same step",
+            fix="max_steps or max_epochs",
         )
     if trainer.reload_dataloaders_every_n_epochs > 1:
         yield Inexact(
             f"trainer.reload_dataloaders_every_n_epochs: {trainer.reload_dataloaders_every_n_epochs}",
-            "a start builds the loaders anew, also in an epoch where an undisturbed run keeps them",
-            "reload_dataloaders_every_n_epochs: 1, or 0",
+            why="a start builds the loaders anew, also in an epoch where an undisturbed run keeps them",
+            fix="reload_dataloaders_every_n_epochs: 1, or 0",
         )
     if trainer.overfit_batches:
         yield Inexact(
             "trainer.overfit_batches",
-            "Lightning replaces the samplers of the loaders, and no test has resumed that",
-            "limit_train_batches and limit_val_batches",
+            why="Lightning replaces the samplers of the loaders, and no test has resumed that",
+            fix="limit_train_batches and limit_val_batches",
             certain=False,
         )
     if trainer.lightning_kwargs:
         yield Inexact(
             f"trainer.lightning_kwargs: {', '.join(trainer.lightning_kwargs)}",
-            "what they do to a resume is not known",
-            "leave them out",
+            why="what they do to a resume is not known",
+            fix="leave them out",
             certain=False,
         )

@@ -16,9 +16,9 @@ from fairlead.exactness.loaders import Judge, Role, unknown
 from fairlead.exactness.names import External, Lost, Meaning, Names, Scope, place
 from fairlead.exactness.randomness import Generators, draws_random_numbers
 from fairlead.exactness.reach import Reach
-from fairlead.exactness.reasons import Inexact
 from fairlead.exactness.state import unsaved_state
 from fairlead.exactness.values import Call, Constant, Frame, Instance, Items, Method, Named, Thunk, Unknown, Values
+from fairlead.findings import Inexact
 from fairlead.modules import CodeRoot, is_spec
 from fairlead.modules.symbols import ClassSymbol, FunctionSymbol
 
@@ -132,8 +132,8 @@ class _Reader:
                     return
                 yield Inexact(
                     "StochasticWeightAveraging",
-                    "no test has resumed a run with it",
-                    "leave it out",
+                    why="no test has resumed a run with it",
+                    fix="leave it out",
                     certain=False,
                 )
                 return
@@ -155,8 +155,8 @@ class _Reader:
                 if "dataloader_iter" in names:
                     yield Inexact(
                         f"training_step(self, dataloader_iter) in {place(cls.module, binding.node)}",
-                        "the step takes its batches itself, and they are not counted",
-                        "take batch and batch_idx",
+                        why="the step takes its batches itself, and they are not counted",
+                        fix="take batch and batch_idx",
                     )
 
     # -- loaders

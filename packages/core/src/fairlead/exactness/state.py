@@ -10,7 +10,7 @@ from fairlead.exactness.classes import Classes, methods_of, self_name
 from fairlead.exactness.kinds import CALLBACKS, ITERABLE_DATASETS, MAP_DATASETS, MODULES, OPTIMIZERS
 from fairlead.exactness.names import External, Names, Scope, place
 from fairlead.exactness.reach import Reach
-from fairlead.exactness.reasons import Inexact
+from fairlead.findings import Inexact
 from fairlead.modules.symbols import ClassSymbol
 
 __all__ = ["unsaved_state"]
@@ -51,8 +51,8 @@ def unsaved_state(reach: Reach) -> Iterator[Inexact]:
                 keep = "register_buffer, or on_save_checkpoint and on_load_checkpoint"
                 yield Inexact(
                     f"{name} of {cls.node.name} in {where}",
-                    f"{method} changes it, and it is in no checkpoint",
-                    f"keep it with {keep if module else 'state_dict and load_state_dict'}, if it matters",
+                    why=f"{method} changes it, and it is in no checkpoint",
+                    fix=f"keep it with {keep if module else 'state_dict and load_state_dict'}, if it matters",
                     certain=False,
                 )
         elif classes.is_a(cls, MAP_DATASETS | ITERABLE_DATASETS) or classes.has(cls, "__getitem__"):
@@ -134,8 +134,8 @@ def _counted(cls: ClassSymbol) -> Iterator[Inexact]:
             if (method.name in _SAMPLING and _counts(node, me)) or _keeps_iterator(node, me):
                 yield Inexact(
                     f"{method.name} of {cls.node.name} in {place(cls.module, node)}",
-                    "a sample may depend on those that were made before it",
-                    "make a sample from its index alone",
+                    why="a sample may depend on those that were made before it",
+                    fix="make a sample from its index alone",
                     certain=False,
                 )
                 return

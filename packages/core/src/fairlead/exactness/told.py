@@ -11,11 +11,11 @@ from typing import Final
 from fairlead.commit import newest_complete
 from fairlead.config import JobConfig
 from fairlead.errors import FairleadError
-from fairlead.exactness.reasons import Inexact, sentence, verdict
+from fairlead.exactness.reasons import sentence, verdict
 from fairlead.exactness.recorded import Recorded, last_record
 from fairlead.exactness.settings import device_reasons
 from fairlead.exactness.sources import Reading, source_reasons
-from fairlead.findings import Finding
+from fairlead.findings import Finding, Inexact
 from fairlead.interfaces import Setting
 from fairlead.modules import CodeRoot
 from fairlead.plugins import PluginManager
@@ -50,9 +50,9 @@ class Told:
                 "info",
                 "resume-not-exact" if reason.certain else "resume-exactness-unknown",
                 f"a resume is {'not' if reason.certain else 'not known to be'} exact: {reason.what}",
-                _where(reason.what),
-                reason.because,
-                reason.do,
+                where=_where(reason.what),
+                why=reason.why,
+                fix=reason.fix,
             )
             for reason in self.reasons
         ]
@@ -100,7 +100,7 @@ def _of_loaders(seen: Recorded | None, reading: Reading) -> list[Inexact]:
     if seen is None:
         return [*reading.loaders, *reading.held]
     passed = f"start {seen.start} did not find it in the data, but it may lie deeper"
-    return [*seen.loaders, *(replace(one, because=passed, certain=False) for one in reading.held if one.certain)]
+    return [*seen.loaders, *(replace(one, why=passed, certain=False) for one in reading.held if one.certain)]
 
 
 def _run(job: JobConfig, environ: Mapping[str, str], cwd: Path) -> Path | None:
@@ -129,8 +129,8 @@ def _other_ranks(run: Path | None, resolution: Resolution) -> list[Inexact]:
     return [
         Inexact(
             f"{resolution.world_size} ranks after {before}",
-            "other numbers of ranks add in another order; the data go on exactly where they were",
-            f"go on with {before}, where it matters",
+            why="other numbers of ranks add in another order; the data go on exactly where they were",
+            fix=f"go on with {before}, where it matters",
         )
     ]
 
@@ -142,7 +142,7 @@ def _basis(reasons: list[Inexact], seen: Recorded | None, reading: Reading) -> s
     if not reasons:
         return basis
     more = f"; {len(reasons) - 1} more" if len(reasons) > 1 else ""
-    return f"{reasons[0].what} ({reasons[0].because}){more}"
+    return f"{reasons[0].what} ({reasons[0].why}){more}"
 
 
 def _where(what: str) -> str:

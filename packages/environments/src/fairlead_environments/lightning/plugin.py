@@ -66,9 +66,9 @@ class Lightning(EnvironmentPlugin):
                     "warning",
                     "allocation-unused",
                     f"{what}, but the run will use this machine only",
-                    "trainer.environment",
-                    why,
-                    f"start it with {launcher}, or ask for one node and one task",
+                    where="trainer.environment",
+                    why=why,
+                    fix=f"start it with {launcher}, or ask for one node and one task",
                 )
         node = text(environ, "NODE_RANK")
         if node is not None and node.value != "0" and not resolution.topology.launched:
@@ -76,9 +76,8 @@ class Lightning(EnvironmentPlugin):
                 "warning",
                 "node-rank-ignored",
                 f"NODE_RANK is {node.value}, but MASTER_ADDR is not set: this node would run by itself",
-                "environment variable NODE_RANK",
-                None,
-                "export MASTER_ADDR and NNODES too, or unset NODE_RANK",
+                where="environment variable NODE_RANK",
+                fix="export MASTER_ADDR and NNODES too, or unset NODE_RANK",
             )
 
 

@@ -60,9 +60,9 @@ class MPI(EnvironmentPlugin):
                 "error",
                 "main-address-elsewhere",
                 f"rank 0 runs on {socket.gethostname()}, but the main address is {address.value}, another machine's",
-                f"environment variable {CONTACT}",
-                "mpirun was started on a machine that has no rank 0",
-                f"set `environment.main_address: {socket.gethostname()}`",
+                where=f"environment variable {CONTACT}",
+                why="mpirun was started on a machine that has no rank 0",
+                fix=f"set `environment.main_address: {socket.gethostname()}`",
             )
 
 

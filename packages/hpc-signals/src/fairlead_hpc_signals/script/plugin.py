@@ -46,9 +46,9 @@ class Script(RequeuePlugin):
                 "error" if resolution.inside_job else "info",
                 "requeue-directory-missing",
                 "`requeue: script` has no directory to write the script into",
-                "trainer.requeue.directory",
-                f"neither {' nor '.join(DIRECTORY_VARIABLES)} is set",
-                "set `requeue: {name: script, directory: ...}`",
+                where="trainer.requeue.directory",
+                why=f"neither {' nor '.join(DIRECTORY_VARIABLES)} is set",
+                fix="set `requeue: {name: script, directory: ...}`",
             )
         if config.argv is None:
             yield from check_job(

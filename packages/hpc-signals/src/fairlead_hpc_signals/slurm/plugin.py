@@ -58,9 +58,9 @@ def check_allowed(environ: Mapping[str, str]) -> Iterable[Finding]:
             "warning",
             "requeue-refused",
             f"SLURM will not requeue job {job.id}: a stop saves everything, but nothing starts it again",
-            "trainer.requeue",
-            "its Requeue is 0 (sbatch --no-requeue, or JobRequeue=0 in slurm.conf), or it was not started by sbatch",
-            "submit it with `sbatch --requeue`; or `requeue: none`, if it is not to start again",
+            where="trainer.requeue",
+            why="its Requeue is 0 (sbatch --no-requeue, or JobRequeue=0 in slurm.conf), or sbatch did not start it",
+            fix="submit it with `sbatch --requeue`; or `requeue: none`, if it is not to start again",
         )
 
 

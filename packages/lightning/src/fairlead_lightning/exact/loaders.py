@@ -20,7 +20,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from fairlead.exactness import Inexact
+from fairlead.findings import Inexact
 from fairlead_distributed import ResumableDistributedSampler, SeededSamples, derive_seed, rng_state, set_rng_state
 from fairlead_lightning import _lightning_compat as compat
 from fairlead_lightning.exact.evaluation import evaluation_loader
@@ -287,8 +287,8 @@ class Loaders:
         if getattr(loader, "num_workers", 0):
             reason = Inexact(
                 f"the workers of a {type(loader).__name__}",
-                "their random generators are not in its state; without random samples it is exact",
-                "draw from sample_rng(seed, epoch, index) of fairlead_distributed, or use a plain DataLoader",
+                why="their random generators are not in its state; without random samples it is exact",
+                fix="draw from sample_rng(seed, epoch, index) of fairlead_distributed, or use a plain DataLoader",
                 certain=False,
             )
             self.reasons.append(reason)
@@ -367,7 +367,7 @@ class Loaders:
             return None
 
     def _inexact(self, what: str, because: str, do: str) -> None:
-        reason = Inexact(what, because, do)
+        reason = Inexact(what, why=because, fix=do)
         if reason not in self.reasons:
             self.reasons.append(reason)
 

@@ -12,7 +12,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from fairlead.errors import RunDirectoryError
-from fairlead.exactness import Inexact
+from fairlead.findings import Inexact
 from fairlead_distributed import register_exact_reduction
 from fairlead_lightning import _lightning_compat as compat
 from fairlead_lightning.exact import rank_state, seen

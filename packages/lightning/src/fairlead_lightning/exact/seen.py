@@ -15,7 +15,8 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 
 from fairlead.commit import atomic_write
 from fairlead.errors import RunDirectoryError
-from fairlead.exactness import EXACTNESS_FILE, Inexact, record, sentence, verdict
+from fairlead.exactness import EXACTNESS_FILE, record, sentence, verdict
+from fairlead.findings import Inexact
 from fairlead_lightning import _lightning_compat as compat
 from fairlead_lightning.loggers.positions import Positioned
 from fairlead_lightning.session import RunSession
@@ -30,8 +31,8 @@ def loop_reasons(trainer: L.Trainer) -> list[Inexact]:
         reasons.append(
             Inexact(
                 "training_step(self, dataloader_iter)",
-                "the step takes its batches itself, and they are not counted",
-                "take batch and batch_idx",
+                why="the step takes its batches itself, and they are not counted",
+                fix="take batch and batch_idx",
             )
         )
     return reasons
@@ -52,45 +53,48 @@ def _script(trainer: L.Trainer, seeded: bool, in_order: bool) -> Iterator[Inexac
     if not seeded:
         yield Inexact(
             "the script's random numbers",
-            "nothing has seeded them: a start before the first checkpoint begins with other weights",
-            "lightning.pytorch.seed_everything(1, workers=True) as the script's first line",
+            why="nothing has seeded them: a start before the first checkpoint begins with other weights",
+            fix="lightning.pytorch.seed_everything(1, workers=True) as the script's first line",
         )
     device = trainer.strategy.root_device.type
     if device == "cuda" and not torch.are_deterministic_algorithms_enabled():
         yield Inexact(
             "Trainer(deterministic=...)",
-            "sums on a GPU are added in an order of their own, unless kernels are chosen that do not",
-            "Trainer(deterministic=True)",
+            why="sums on a GPU are added in an order of their own, unless kernels are chosen that do not",
+            fix="Trainer(deterministic=True)",
         )
     elif device == "cuda" and torch.is_deterministic_algorithms_warn_only_enabled():
         yield Inexact(
             "Trainer(deterministic='warn')",
-            "operations without a deterministic kernel only warn, and are computed in an order of their own",
-            "Trainer(deterministic=True)",
+            why="operations without a deterministic kernel only warn, and are computed in an order of their own",
+            fix="Trainer(deterministic=True)",
         )
     elif device not in ("cpu", "cuda"):
         yield Inexact(
             f"the device {device}",
-            "no test has shown that it computes the same bits twice",
-            "a CPU or CUDA",
+            why="no test has shown that it computes the same bits twice",
+            fix="a CPU or CUDA",
             certain=False,
         )
     if device == "cuda" and torch.backends.cudnn.benchmark:
         yield Inexact(
             "Trainer(benchmark=True)",
-            "cuDNN measures its kernels at every start, and may choose others that round in another way",
-            "Trainer(benchmark=False)",
+            why="cuDNN measures its kernels at every start, and may choose others that round in another way",
+            fix="Trainer(benchmark=False)",
         )
     strategy = trainer.strategy
     if not in_order:
         yield Inexact(
             f"DistributedDataParallel with {trainer.world_size} ranks",
-            "a resumed run adds the gradients of its first step in another order",
-            "DDPStrategy(find_unused_parameters=True), or fairlead.Trainer with exact_reduction: on",
+            why="a resumed run adds the gradients of its first step in another order",
+            fix="DDPStrategy(find_unused_parameters=True), or fairlead.Trainer with exact_reduction: on",
         )
     if not isinstance(strategy, (DDPStrategy, SingleDeviceStrategy)):
         yield Inexact(
-            f"the strategy {type(strategy).__name__}", "it was not tried in a script", "fairlead.Trainer", certain=False
+            f"the strategy {type(strategy).__name__}",
+            why="it was not tried in a script",
+            fix="fairlead.Trainer",
+            certain=False,
         )
     yield from _script_loops(trainer)
 
@@ -100,26 +104,26 @@ def _script_loops(trainer: L.Trainer) -> Iterator[Inexact]:
     if compat.validates_by_clock(trainer):
         yield Inexact(
             "Trainer(val_check_interval=...)",
-            "validation comes by the clock, so no two runs validate at the same steps",
-            "give a number of batches, or a fraction of an epoch",
+            why="validation comes by the clock, so no two runs validate at the same steps",
+            fix="give a number of batches, or a fraction of an epoch",
         )
     if any(isinstance(callback, Timer) for callback in settings.callbacks):
         yield Inexact(
             "Trainer(max_time=...), or the callback Timer",
-            "training ends by the clock, so no two runs end at the same step",
-            "max_steps or max_epochs",
+            why="training ends by the clock, so no two runs end at the same step",
+            fix="max_steps or max_epochs",
         )
     if settings.reload_dataloaders_every_n_epochs > 1:
         yield Inexact(
             f"Trainer(reload_dataloaders_every_n_epochs={settings.reload_dataloaders_every_n_epochs})",
-            "a start builds the loaders anew, also in an epoch where an undisturbed run keeps them",
-            "Trainer(reload_dataloaders_every_n_epochs=1), or 0",
+            why="a start builds the loaders anew, also in an epoch where an undisturbed run keeps them",
+            fix="Trainer(reload_dataloaders_every_n_epochs=1), or 0",
         )
     if settings.overfit_batches:
         yield Inexact(
             "Trainer(overfit_batches=...)",
-            "Lightning replaces the samplers of the loaders, and no test has resumed that",
-            "limit_train_batches and limit_val_batches",
+            why="Lightning replaces the samplers of the loaders, and no test has resumed that",
+            fix="limit_train_batches and limit_val_batches",
             certain=False,
         )
 

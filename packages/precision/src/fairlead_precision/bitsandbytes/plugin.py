@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from fairlead import Capability, PrecisionPlugin, Resolution, hookimpl
-from fairlead.exactness import Inexact
+from fairlead.findings import Inexact
 from fairlead_precision.bitsandbytes.config import BitsandbytesPrecisionConfig
 from fairlead_precision.fields import LIGHTNING
 
@@ -37,8 +37,8 @@ class Bitsandbytes(PrecisionPlugin):
         """Nobody has shown it, so it is not known."""
         yield Inexact(
             "precision: bitsandbytes",
-            "no test has resumed it: weights are quantised again when they are loaded",
-            "precision: bf16-true",
+            why="no test has resumed it: weights are quantised again when they are loaded",
+            fix="precision: bf16-true",
             certain=False,
         )
 

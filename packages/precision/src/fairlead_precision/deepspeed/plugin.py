@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from fairlead import Capability, PrecisionPlugin, Resolution, hookimpl
-from fairlead.exactness import Inexact
+from fairlead.findings import Inexact
 from fairlead_precision.deepspeed.config import DeepSpeedPrecisionConfig
 from fairlead_precision.fields import LIGHTNING, OTHER_THAN_DEEPSPEED
 
@@ -37,8 +37,8 @@ class DeepSpeedPrecision(PrecisionPlugin):
         """Nobody has shown it, so it is not known."""
         yield Inexact(
             "precision: deepspeed",
-            "no test has resumed it: DeepSpeed keeps the state itself",
-            "strategy: fsdp2, or ddp",
+            why="no test has resumed it: DeepSpeed keeps the state itself",
+            fix="strategy: fsdp2, or ddp",
             certain=False,
         )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from fairlead import Capability, PrecisionPlugin, Resolution, hookimpl
-from fairlead.exactness import Inexact
+from fairlead.findings import Inexact
 from fairlead_precision.fields import LIGHTNING, OTHER_THAN_FSDP
 from fairlead_precision.fsdp.config import FSDPPrecisionConfig
 
@@ -37,8 +37,8 @@ class FSDPPrecision(PrecisionPlugin):
         """Nobody has shown it, so it is not known."""
         yield Inexact(
             "precision: fsdp",
-            "no test has resumed it: it needs GPUs",
-            "strategy: fsdp2, or ddp",
+            why="no test has resumed it: it needs GPUs",
+            fix="strategy: fsdp2, or ddp",
             certain=False,
         )
 

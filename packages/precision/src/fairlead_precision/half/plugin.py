@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 
 from fairlead import Capability, Finding, PrecisionPlugin, Resolution, hookimpl
-from fairlead.exactness import Inexact
+from fairlead.findings import Inexact
 from fairlead_precision.checks import emulated_bfloat16
 from fairlead_precision.fields import LIGHTNING
 from fairlead_precision.half.config import HalfPrecisionConfig

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import ClassVar
 
 from fairlead import Capability, Finding, PrecisionPlugin, Resolution, hookimpl
-from fairlead.exactness import Inexact
+from fairlead.findings import Inexact
 from fairlead_precision.checks import emulated_bfloat16
 from fairlead_precision.fields import LIGHTNING
 from fairlead_precision.mixed.config import MixedPrecisionConfig
@@ -52,9 +52,9 @@ class MixedPrecision(PrecisionPlugin):
                 "error",
                 "precision-scaler",
                 "DeepSpeed does not use these settings of the loss scale",
-                "trainer.precision",
-                "it scales the loss itself",
-                "set `loss_scale`, `initial_scale_power` and `loss_scale_window` of the strategy instead",
+                where="trainer.precision",
+                why="it scales the loss itself",
+                fix="set `loss_scale`, `initial_scale_power` and `loss_scale_window` of the strategy instead",
             )
 
     @hookimpl

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import ClassVar
 
 from fairlead import Capability, Finding, PrecisionPlugin, Resolution, hookimpl
-from fairlead.exactness import Inexact
+from fairlead.findings import Inexact
 from fairlead_precision.fields import LIGHTNING
 from fairlead_precision.hardware import has_bf16, has_fp8
 from fairlead_precision.transformer_engine.config import TransformerEnginePrecisionConfig
@@ -46,9 +46,9 @@ class TransformerEngine(PrecisionPlugin):
                 "error",
                 "precision-fp8",
                 f"{', '.join(old)} cannot compute in 8-bit floating point",
-                "trainer.precision",
-                "8-bit units came with compute capability 8.9: H100, L40, RTX 40 and later",
-                f"precision: {instead}",
+                where="trainer.precision",
+                why="8-bit units came with compute capability 8.9: H100, L40, RTX 40 and later",
+                fix=f"precision: {instead}",
             )
 
     @hookimpl
@@ -56,8 +56,8 @@ class TransformerEngine(PrecisionPlugin):
         """Nobody has shown it, so it is not known."""
         yield Inexact(
             "precision: transformer-engine",
-            "no test has resumed it: it scales by the largest values of past steps",
-            "precision: bf16-mixed",
+            why="no test has resumed it: it scales by the largest values of past steps",
+            fix="precision: bf16-mixed",
             certain=False,
         )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from fairlead import Capability, PrecisionPlugin, Resolution, hookimpl
-from fairlead.exactness import Inexact
+from fairlead.findings import Inexact
 from fairlead_precision.fields import LIGHTNING, OTHER_THAN_XLA
 from fairlead_precision.xla.config import XLAPrecisionConfig
 
@@ -37,8 +37,8 @@ class XLAPrecision(PrecisionPlugin):
         """Nobody has shown it, so it is not known."""
         yield Inexact(
             "precision: xla",
-            "no test has resumed a run on XLA devices",
-            "accelerator: cpu or cuda, where it matters",
+            why="no test has resumed a run on XLA devices",
+            fix="accelerator: cpu or cuda, where it matters",
             certain=False,
         )
 

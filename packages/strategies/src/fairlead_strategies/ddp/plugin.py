@@ -55,9 +55,9 @@ class DDP(StrategyPlugin):
                 "error",
                 "ddp-start-method",
                 f"every launched process would {config.start_method} {resolution.devices} more",
-                "trainer.strategy.start_method",
-                f"the ranks were already started: environment {resolution.environment.name!r}",
-                "strategy: ddp",
+                where="trainer.strategy.start_method",
+                why=f"the ranks were already started: environment {resolution.environment.name!r}",
+                fix="strategy: ddp",
             )
         backend = resolution.backend if config.process_group_backend == "auto" else config.process_group_backend
         if config.ddp_comm_hook == "bf16" and backend != "nccl":
@@ -65,18 +65,18 @@ class DDP(StrategyPlugin):
                 "error",
                 "ddp-comm-hook",
                 f"the communication hook 'bf16' does not work with the backend {backend!r}",
-                "trainer.strategy.ddp_comm_hook",
-                "torch sends bfloat16 gradients over NCCL only",
-                "ddp_comm_hook: fp16",
+                where="trainer.strategy.ddp_comm_hook",
+                why="torch sends bfloat16 gradients over NCCL only",
+                fix="ddp_comm_hook: fp16",
             )
         if config.ddp_comm_hook is not None and config.exact_reduction == "on":
             yield Finding(
                 "error",
                 "ddp-exact-reduction",
                 f"exact_reduction: on does not work together with ddp_comm_hook: {config.ddp_comm_hook}",
-                "trainer.strategy.exact_reduction",
-                "both are communication hooks, and DDP takes only one",
-                "leave ddp_comm_hook out, or exact_reduction: off",
+                where="trainer.strategy.exact_reduction",
+                why="both are communication hooks, and DDP takes only one",
+                fix="leave ddp_comm_hook out, or exact_reduction: off",
             )
 
 

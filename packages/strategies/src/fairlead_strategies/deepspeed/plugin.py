@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from fairlead import Finding, StrategyPlugin, hookimpl
 from fairlead.capabilities import Capability
-from fairlead.exactness import Inexact
+from fairlead.findings import Inexact
 from fairlead.resolve import Resolution
 from fairlead_strategies.deepspeed.config import DeepSpeedStrategyConfig
 from fairlead_strategies.fields import LIGHTNING
@@ -84,9 +84,9 @@ class DeepSpeed(StrategyPlugin):
                 "error",
                 "deepspeed-environment",
                 f"PL_DEEPSPEED_CONFIG_PATH={path} would replace every setting of the strategy",
-                "trainer.strategy",
-                "Lightning reads this variable when no `config` is given",
-                f"unset PL_DEEPSPEED_CONFIG_PATH, or write `config: {path}`",
+                where="trainer.strategy",
+                why="Lightning reads this variable when no `config` is given",
+                fix=f"unset PL_DEEPSPEED_CONFIG_PATH, or write `config: {path}`",
             )
 
     @hookimpl
@@ -94,8 +94,8 @@ class DeepSpeed(StrategyPlugin):
         """Nobody has shown it, so it is not known."""
         yield Inexact(
             "strategy: deepspeed",
-            "no test has resumed it: DeepSpeed keeps and writes its state itself",
-            "strategy: fsdp2, or ddp",
+            why="no test has resumed it: DeepSpeed keeps and writes its state itself",
+            fix="strategy: fsdp2, or ddp",
             certain=False,
         )
 

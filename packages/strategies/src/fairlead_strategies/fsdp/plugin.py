@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from fairlead import Finding, StrategyPlugin, hookimpl
 from fairlead.capabilities import Capability
-from fairlead.exactness import Inexact
+from fairlead.findings import Inexact
 from fairlead.resolve import Resolution
 from fairlead_strategies.fields import LIGHTNING
 from fairlead_strategies.fsdp.config import FSDPStrategyConfig
@@ -68,9 +68,9 @@ class FSDP(StrategyPlugin):
                 "warning",
                 "fsdp-checkpoint-io",
                 f"checkpoint_io {resolution.checkpoint_io.name!r} is not used",
-                "trainer.strategy.state_dict_type",
-                "Lightning has every rank write its own part of a sharded checkpoint directly",
-                "state_dict_type: full",
+                where="trainer.strategy.state_dict_type",
+                why="Lightning has every rank write its own part of a sharded checkpoint directly",
+                fix="state_dict_type: full",
             )
         if config.device_mesh is not None and prod(config.device_mesh) != resolution.world_size:
             copies, shards = config.device_mesh
@@ -78,9 +78,9 @@ class FSDP(StrategyPlugin):
                 "error",
                 "fsdp-mesh",
                 f"a device mesh of {copies} x {shards} does not have {resolution.world_size} places, one per rank",
-                "trainer.strategy.device_mesh",
-                f"{copies} x {shards} = {copies * shards}",
-                "choose sizes whose product is the number of ranks, or leave `device_mesh` out",
+                where="trainer.strategy.device_mesh",
+                why=f"{copies} x {shards} = {copies * shards}",
+                fix="choose sizes whose product is the number of ranks, or leave `device_mesh` out",
             )
 
     @hookimpl
@@ -88,8 +88,8 @@ class FSDP(StrategyPlugin):
         """Nobody has shown it, so it is not known."""
         yield Inexact(
             "strategy: fsdp",
-            "no test has resumed it: it needs GPUs",
-            "strategy: fsdp2, or ddp",
+            why="no test has resumed it: it needs GPUs",
+            fix="strategy: fsdp2, or ddp",
             certain=False,
         )
 

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from fairlead import Finding, StrategyPlugin, hookimpl
 from fairlead.capabilities import Capability
-from fairlead.exactness import Inexact
+from fairlead.findings import Inexact
 from fairlead.resolve import Resolution
 from fairlead_strategies.fields import LIGHTNING
 from fairlead_strategies.fsdp2.config import FSDP2StrategyConfig
@@ -63,9 +63,9 @@ class FSDP2(StrategyPlugin):
                 "error",
                 "fsdp2-sizes",
                 f"{data} (data) x {tensor} (tensor) is not the number of ranks, {world}",
-                "trainer.strategy",
-                "every rank has exactly one place in the mesh",
-                "choose a `tensor_parallel_size` that divides the number of ranks, and `data_parallel_size: auto`",
+                where="trainer.strategy",
+                why="every rank has exactly one place in the mesh",
+                fix="choose a `tensor_parallel_size` that divides the number of ranks, and `data_parallel_size: auto`",
             )
         takes_shards, name = resolution.checkpoint_io.saves_shards, resolution.checkpoint_io.name
         where = "trainer.strategy.save_distributed_checkpoint"
@@ -74,16 +74,16 @@ class FSDP2(StrategyPlugin):
                 "warning",
                 "fsdp2-checkpoint-io",
                 f"checkpoint_io {name!r} does not write the checkpoints, it only commits them",
-                where,
-                "Lightning has every rank write its own part of a distributed checkpoint, and the training waits",
-                "checkpoint_io: distributed",
+                where=where,
+                why="Lightning has every rank write its own part of a distributed checkpoint, and the training waits",
+                fix="checkpoint_io: distributed",
             )
         if config.save_distributed_checkpoint is False and takes_shards:
             yield Finding(
                 "error",
                 "fsdp2-checkpoint-io",
                 f"checkpoint_io {name!r} writes the part of each rank, but rank 0 would gather all of it",
-                where,
+                where=where,
                 fix="leave save_distributed_checkpoint out, or use checkpoint_io: torch",
             )
 
@@ -104,8 +104,8 @@ class FSDP2(StrategyPlugin):
             if doubtful:
                 yield Inexact(
                     f"strategy: fsdp2 with {what}",
-                    "no test has resumed that",
-                    "accelerator: cpu, and no tensor parallelism or distributed checkpoint, where it matters",
+                    why="no test has resumed that",
+                    fix="accelerator: cpu, and no tensor parallelism or distributed checkpoint, where it matters",
                     certain=False,
                 )
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from fairlead import StrategyPlugin, hookimpl
 from fairlead.capabilities import Capability
-from fairlead.exactness import Inexact
+from fairlead.findings import Inexact
 from fairlead.resolve import Resolution
 from fairlead_strategies.fields import LIGHTNING
 from fairlead_strategies.single_device.config import SingleDeviceStrategyConfig

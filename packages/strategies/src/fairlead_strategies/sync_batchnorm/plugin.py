@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from fairlead import LayerSyncPlugin, hookimpl
-from fairlead.exactness import Inexact
+from fairlead.findings import Inexact
 from fairlead.resolve import Resolution
 from fairlead_strategies.fields import LIGHTNING
 from fairlead_strategies.sync_batchnorm.config import TorchSyncBatchNormLayerSyncConfig

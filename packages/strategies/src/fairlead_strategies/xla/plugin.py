@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 
 from fairlead import StrategyPlugin, hookimpl
 from fairlead.capabilities import Capability
-from fairlead.exactness import Inexact
+from fairlead.findings import Inexact
 from fairlead.resolve import Resolution
 from fairlead_strategies.fields import LIGHTNING
 from fairlead_strategies.xla.config import XLAStrategyConfig
@@ -58,8 +58,8 @@ class XLA(StrategyPlugin):
         """Nobody has shown it, so it is not known."""
         yield Inexact(
             "strategy: xla",
-            "no test has resumed a run on XLA devices",
-            "accelerator: cpu or cuda, where it matters",
+            why="no test has resumed a run on XLA devices",
+            fix="accelerator: cpu or cuda, where it matters",
             certain=False,
         )
 
