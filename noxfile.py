@@ -215,7 +215,7 @@ def chaos(session: nox.Session) -> None:
 @nox.session(default=False, venv_backend="none", requires=["env"])
 def kills(session: nox.Session) -> None:
     """SIGKILL at 200 random moments of saving, retention and commit; with an error and a death at every system call."""
-    tests = [f"packages/core/tests/test_commit_{name}.py" for name in ("crash", "replay")]
+    tests = [f"packages/runs/tests/test_commit_{name}.py" for name in ("crash", "replay")]
     run(session, "python", "-m", "pytest", *tests, *session.posargs, FAIRLEAD_KILLS="200")
 
 

@@ -35,11 +35,11 @@ from lightning.pytorch.plugins import AsyncCheckpointIO
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks._stats import options, paired_ratio, report
-from fairlead.commit import FileHash, checkpoint_name, publish, stage
 from fairlead_checkpoint_io import TorchCheckpointIOConfig
 from fairlead_checkpoint_io.async_file.runtime import AsyncFileCheckpointIO
 from fairlead_checkpoint_io.files.writing import write_state
 from fairlead_checkpoint_io.torch_file.runtime import TorchFileCheckpointIO
+from fairlead_runs.commit import FileHash, checkpoint_name, publish, stage
 
 TENSOR_MIB = 16
 STEPS_S = 1.0

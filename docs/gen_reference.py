@@ -25,7 +25,7 @@ from fairlead.findings import CODES
 from fairlead.first_party import FIRST_PARTY
 from fairlead.hookspecs import HookSpecs
 from fairlead.plugins import PluginManager
-from fairlead.run.fingerprints import MAY_CHANGE
+from fairlead_runs.fingerprints import MAY_CHANGE
 
 sys.path.insert(0, str(Path(__file__).parent.parent))  # MkDocs runs a hook as a file, outside of any package
 from docs.field_tables import JOB_MODELS, describe, fields, nested, table, yaml_word
@@ -210,8 +210,8 @@ PARTS: Final[Mapping[str, Callable[[], str]]] = {
     "may-change": _may_change,
     "hooks": _hooks,
     "testing": _api("fairlead.testing", "core"),
-    "commit": _api("fairlead.commit", "core"),
-    "remote": _api("fairlead.remote", "core"),
+    "commit": _api("fairlead_runs.commit", "runs"),
+    "remote": _api("fairlead_runs.remote", "runs"),
     "distributed": _api("fairlead_distributed", "distributed"),
 }
 """Every part by its name in a marker."""

@@ -52,7 +52,7 @@ def trouble(what):
         signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # which would end the sleep
         ctypes.PyDLL(None).sleep(3600)
     if what == "full":  # from now on, for checkpoints
-        from fairlead.commit import Syscalls
+        from fairlead_runs.commit import Syscalls
 
         fsync = Syscalls.fsync
 

@@ -28,6 +28,12 @@ ROOT = Path(__file__).parent.parent
 HEAVY = {"torch", "numpy", "lightning", "pytorch_lightning", "lightning_fabric", "fairlead_distributed"}
 # Modules of a distribution that is itself declared: pydantic brings these and pins them.
 PART_OF = {"pydantic_core": "pydantic", "annotated_types": "pydantic", "_pytest": "pytest"}
+LOWER: dict[str, set[str]] = {
+    "core": set(),
+    "runs": {"fairlead"},
+    "distributed": {"fairlead", "fairlead_runs"},
+}
+"""What the packages below the plugins may import of their siblings."""
 TEST_TOOLS = {"pytest", "_pytest", "hypothesis"}
 
 # Where a process may touch its own environment other than as the default of an injectable `environ`.
@@ -115,7 +121,7 @@ FACES = [source for source in SOURCES if source.module == source.top]
 
 def plugin_sources() -> list[Source]:
     """The modules of the packages that contribute plugins to an axis."""
-    return [source for source in SOURCES if source.package not in {"core", "distributed"}]
+    return [source for source in SOURCES if source.package not in LOWER]
 
 
 def declared(package: str) -> set[str]:
@@ -181,10 +187,10 @@ def test_loading_every_installed_plugin_imports_no_torch() -> None:
 
 @pytest.mark.parametrize("package", PACKAGES)
 def test_a_package_imports_only_lower_layers_and_what_it_declares(package: str) -> None:
-    """Core <- distributed <- lightning and the plugins; no plugin package imports another."""
+    """Core <- runs <- distributed <- lightning and the plugins; no plugin package imports another."""
     own = MODULE_OF[canonicalize_name(PROJECTS[package]["name"])]
     names, installed = declared(package), packages_distributions()
-    lower = {"core": set(), "distributed": {"fairlead"}}.get(package, {"fairlead", "fairlead_distributed"})
+    lower = LOWER.get(package, {"fairlead", "fairlead_runs", "fairlead_distributed"})
     siblings = set(MODULE_OF.values()) - {own} - lower
     breaches = []
     for source in (source for source in SOURCES if source.package == package):
@@ -223,7 +229,11 @@ def impurities(source: Source, seen: frozenset[str] = frozenset()) -> Iterator[s
     by_module = {other.module: other for other in SOURCES if other.top == source.top}
     for module, name, line in source.imports():
         top = module.partition(".")[0]
-        if top in sys.stdlib_module_names or PART_OF.get(top, top) == "pydantic" or top == "fairlead":
+        if (
+            top in sys.stdlib_module_names
+            or PART_OF.get(top, top) == "pydantic"
+            or top in {"fairlead", "fairlead_runs"}
+        ):
             continue
         own = by_module.get(f"{module}.{name}") or by_module.get(module)
         if own is None or own.path.name in {"plugin.py", "runtime.py"}:

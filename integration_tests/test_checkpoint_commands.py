@@ -22,9 +22,9 @@ from torch.utils.data import DataLoader
 from fairlead import JobConfig
 from fairlead.cli import main
 from fairlead.errors import CheckpointError, ConfigError
-from fairlead.remote import Retries, Store, upload
 from fairlead_checkpoint_io.commands import stored
 from fairlead_distributed.testing import run_ranks
+from fairlead_runs.remote import Retries, Store, upload
 from integration_tests.jobs import JOB, Call, changed, fairlead, repository
 from integration_tests.s3 import s3_server
 

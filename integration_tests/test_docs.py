@@ -30,8 +30,8 @@ from fairlead.findings import CODES
 from fairlead.first_party import FIRST_PARTY
 from fairlead.hookspecs import HookSpecs
 from fairlead.plugins import PluginManager
-from fairlead.run.fingerprints import MAY_CHANGE
 from fairlead.testing import FakeEntryPoint, write_dist
+from fairlead_runs.fingerprints import MAY_CHANGE
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"

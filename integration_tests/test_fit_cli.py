@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fairlead.commit import list_checkpoints
+from fairlead_runs.commit import list_checkpoints
 from integration_tests.jobs import JOB, Call, changed, dedent, events, fairlead, names, repository, start, tree
 
 pytestmark = pytest.mark.slow

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from fairlead.run import state
+from fairlead_runs import state
 from integration_tests.jobs import Running, events, fairlead, names, repository, start
 
 pytestmark = pytest.mark.slow

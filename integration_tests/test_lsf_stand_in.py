@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from fairlead.run import read_history
+from fairlead_runs import read_history
 from integration_tests.exact.cases import Case, cold
 from integration_tests.exact.compare import differences
 from integration_tests.exact.jobs.probe import PAUSE

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import torch
 
-from fairlead.commit import Checkpoint, RetentionPolicy, checkpoint_name, publish, stage, write_file
-from fairlead.commit import list_checkpoints as local
 from fairlead.errors import CheckpointError, MissingDependencyError
-from fairlead.remote import (
+from fairlead_runs.commit import Checkpoint, RetentionPolicy, checkpoint_name, publish, stage, write_file
+from fairlead_runs.commit import list_checkpoints as local
+from fairlead_runs.remote import (
     DamagedCopyError,
     Retries,
     Store,
@@ -207,7 +207,7 @@ def test_another_checkpoint_of_a_step_does_not_replace_the_one_there(store: Stor
 UPLOADER = """
 import sys
 from pathlib import Path
-from fairlead.remote import Store, upload
+from fairlead_runs.remote import Store, upload
 upload(Path(sys.argv[1]), Store.open("s3://runs-bucket/prefix/gpt", part_mib=5), threads=1)
 """
 

@@ -20,13 +20,13 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, TensorDataset
 
 from fairlead import RunConfig, Trainer, TrainerConfig
-from fairlead.commit import read_manifest, verify
 from fairlead.config import CheckpointConfig
-from fairlead.remote import Store, list_checkpoints
-from fairlead.remote import verify as verify_copy
 from fairlead_checkpoint_io import TorchCheckpointIOConfig
 from fairlead_checkpoint_io.torch_file.runtime import TorchFileCheckpointIO
 from fairlead_distributed.testing import run_ranks
+from fairlead_runs.commit import read_manifest, verify
+from fairlead_runs.remote import Store, list_checkpoints
+from fairlead_runs.remote import verify as verify_copy
 from integration_tests.jobs import Call, changed, events, fairlead
 
 # Lightning's advice: about workers, loggers, and what it would log.
@@ -354,7 +354,7 @@ MODEL = """
 import os, signal
 import lightning.pytorch as L
 import torch
-from fairlead.commit import Syscalls
+from fairlead_runs.commit import Syscalls
 from fairlead_checkpoint_io.distributed_shards import saving
 from torch.utils.data import DataLoader
 

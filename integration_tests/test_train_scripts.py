@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 import torch
 
-from fairlead.commit import list_checkpoints, verify
-from fairlead.run import read_history
+from fairlead_runs import read_history
+from fairlead_runs.commit import list_checkpoints, verify
 
 ROOT = Path(__file__).parents[1]
 CLOSE = 1e-6

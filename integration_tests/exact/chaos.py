@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, Literal
 
-from fairlead.run import read_history
+from fairlead_runs import read_history
 from integration_tests.exact.attempts import Attempt
 from integration_tests.exact.cases import Case, Starter, run, warm
 from integration_tests.exact.compare import differences

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from fairlead.commit import Checkpoint, best, list_checkpoints
+from fairlead_runs.commit import Checkpoint, best, list_checkpoints
 from integration_tests.exact.jobs.probe import RESULT
 
 __all__ = ["differences", "recorded", "scalars"]

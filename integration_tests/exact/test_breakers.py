@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from fairlead.commit import list_checkpoints, newest_complete
+from fairlead_runs.commit import list_checkpoints, newest_complete
 from integration_tests.exact.cases import Case, Starter, run
 from integration_tests.exact.compare import differences, recorded, scalars
 from integration_tests.exact.jobs.data import Points

@@ -23,7 +23,7 @@ from typing import Any
 
 import lightning.pytorch as L
 
-from fairlead.commit import Syscalls
+from fairlead_runs.commit import Syscalls
 
 __all__ = ["DISK", "KILL", "PAUSE", "PLACE", "RESULT", "Probe", "pauses"]
 

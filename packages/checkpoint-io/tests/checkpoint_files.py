@@ -12,9 +12,9 @@ import pytest
 
 from fairlead import PluginManager
 from fairlead.cli import main
-from fairlead.commit import Checkpoint, checkpoint_name, publish, stage, write_file
 from fairlead.testing import FakeEntryPoint
 from fairlead_checkpoint_io.commands.plugin import checkpoint
+from fairlead_runs.commit import Checkpoint, checkpoint_name, publish, stage, write_file
 
 
 @dataclass

@@ -18,14 +18,15 @@ from typing import Any
 import pytest
 import torch
 
-from fairlead.commit import FileHash
 from fairlead.errors import CheckpointError
-from fairlead.interfaces import BuildContext, DurableSaves
+from fairlead.interfaces import BuildContext
 from fairlead.plugins import PluginManager
 from fairlead_checkpoint_io import AsyncCheckpointIOConfig, TorchCheckpointIOConfig
 from fairlead_checkpoint_io.async_file import runtime
 from fairlead_checkpoint_io.async_file.runtime import AsyncFileCheckpointIO
 from fairlead_checkpoint_io.torch_file.runtime import TorchFileCheckpointIO
+from fairlead_runs.checkpoint_io import DurableSaves
+from fairlead_runs.commit import FileHash
 
 
 class Gated(TorchFileCheckpointIO):

@@ -16,8 +16,8 @@ from checkpoint_files import Command, flip
 from safetensors import safe_open
 from safetensors.torch import load_model
 
-from fairlead.commit import publish, stage
 from fairlead_checkpoint_io.files.metadata import CONTENTS
+from fairlead_runs.commit import publish, stage
 
 RECORDED = Path(__file__).parent / "recorded" / "deepspeed"
 TRUST = (
@@ -313,7 +313,7 @@ def test_a_full_disk_leaves_what_was_there(
 ) -> None:
     import errno
 
-    from fairlead.commit import Syscalls
+    from fairlead_runs.commit import Syscalls
 
     (tmp_path / "b.ckpt").write_bytes(b"old")
 

@@ -12,8 +12,8 @@ from checkpoint_files import Command
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fairlead.commit import publish, stage
 from fairlead_checkpoint_io.commands.differences import compare
+from fairlead_runs.commit import publish, stage
 
 
 def save(path: Path, **entries: Any) -> Path:

@@ -16,10 +16,10 @@ import pytest
 import torch
 from checkpoint_files import Command, saved
 
-from fairlead.commit import Checkpoint, keep_forever
-from fairlead.remote import Store, upload
 from fairlead_checkpoint_io import TorchCheckpointIOConfig
 from fairlead_checkpoint_io.torch_file.runtime import TorchFileCheckpointIO
+from fairlead_runs.commit import Checkpoint, keep_forever
+from fairlead_runs.remote import Store, upload
 
 
 @pytest.fixture
@@ -201,7 +201,7 @@ def test_ls_and_verify_of_a_url_import_no_torch(root: Path, tmp_path: Path) -> N
     script = (
         "import sys; sys.modules['torch'] = sys.modules['lightning'] = None\n"
         "from fairlead.cli import main\n"
-        "from fairlead.remote import Store, upload\n"
+        "from fairlead_runs.remote import Store, upload\n"
         "from pathlib import Path\n"
         "upload(Path('runs/gpt/checkpoints/step-00000010'), Store.open('memory://gpt'))\n"
         f"places = ['memory://gpt', {place!r}, 'store/gpt']\n"

@@ -18,9 +18,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
-from fairlead.commit import FileHash, checkpoint_name, hash_file, newest_complete, publish, stage
 from fairlead.errors import CheckpointError, ConfigError
-from fairlead.interfaces import BuildContext, ShardedLoads, ShardedSaves
+from fairlead.interfaces import BuildContext
 from fairlead.plugins import PluginManager
 from fairlead.testing import minimal_resolution
 from fairlead_checkpoint_io import DistributedCheckpointIOConfig, TorchCheckpointIOConfig
@@ -29,6 +28,8 @@ from fairlead_checkpoint_io.distributed_shards.runtime import DistributedCheckpo
 from fairlead_checkpoint_io.torch_file.runtime import TorchFileCheckpointIO
 from fairlead_distributed.errors import RankFailedError
 from fairlead_distributed.testing import run_ranks
+from fairlead_runs.checkpoint_io import ShardedLoads, ShardedSaves
+from fairlead_runs.commit import FileHash, checkpoint_name, hash_file, newest_complete, publish, stage
 
 NAMES = [["b", "w"]]
 

@@ -17,13 +17,8 @@ from pydantic import ValidationError
 
 from fairlead import PluginManager, TrainerConfig
 from fairlead.checks import check_trainer
-from fairlead.commit import Checkpoint, RetentionPolicy, checkpoint_name, list_checkpoints, publish, stage, write_file
 from fairlead.errors import CheckpointError, FingerprintError
 from fairlead.exactness.settings import device_reasons
-from fairlead.interfaces import CheckpointCopies, DurableSaves, ShardedLoads, ShardedSaves
-from fairlead.remote import Store
-from fairlead.remote import list_checkpoints as copies
-from fairlead.run import fingerprint
 from fairlead.testing import FakeEnviron
 from fairlead_checkpoint_io import (
     AsyncCheckpointIOConfig,
@@ -35,6 +30,19 @@ from fairlead_checkpoint_io.distributed_shards.runtime import DistributedCheckpo
 from fairlead_checkpoint_io.remote.runtime import RemoteCheckpointIO, RemoteShardsIO, build
 from fairlead_checkpoint_io.torch_file.runtime import TorchFileCheckpointIO
 from fairlead_distributed.testing import run_ranks
+from fairlead_runs import fingerprint
+from fairlead_runs.checkpoint_io import CheckpointCopies, DurableSaves, ShardedLoads, ShardedSaves
+from fairlead_runs.commit import (
+    Checkpoint,
+    RetentionPolicy,
+    checkpoint_name,
+    list_checkpoints,
+    publish,
+    stage,
+    write_file,
+)
+from fairlead_runs.remote import Store
+from fairlead_runs.remote import list_checkpoints as copies
 
 JOB = {"trainer": {"precision": "32-true"}}
 MIB = 1 << 20

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from fairlead.commit import publish, stage
 from fairlead.errors import CheckpointError, ConfigError
 from fairlead_checkpoint_io import TorchCheckpointIOConfig
 from fairlead_checkpoint_io.torch_file.runtime import TorchFileCheckpointIO
+from fairlead_runs.commit import publish, stage
 
 STATE = {"weight": torch.arange(1000.0), "step": 3}
 

@@ -16,12 +16,12 @@ from typing import Any
 import pytest
 import torch
 
-from fairlead.commit import FileHash, Syscalls, hash_file
 from fairlead.errors import CheckpointError, ConfigError
-from fairlead.interfaces import DurableSaves
 from fairlead_checkpoint_io import TorchCheckpointIOConfig
 from fairlead_checkpoint_io.files import writing
 from fairlead_checkpoint_io.torch_file.runtime import TorchFileCheckpointIO
+from fairlead_runs.checkpoint_io import DurableSaves
+from fairlead_runs.commit import FileHash, Syscalls, hash_file
 
 
 @pytest.fixture
@@ -168,7 +168,7 @@ def test_a_kill_while_writing_leaves_the_old_file(tmp_path: Path) -> None:
     code = f"""
 import os, signal, torch
 from pathlib import Path
-from fairlead.commit import Syscalls
+from fairlead_runs.commit import Syscalls
 from fairlead_checkpoint_io.files.writing import write_state
 class Dies(Syscalls):
     count = 0

@@ -23,12 +23,12 @@ from fairlead import (
     hookimpl,
 )
 from fairlead.cli import commands, main
-from fairlead.commit import checkpoint_name, publish, stage, write_file
 from fairlead.exactness import EXACTNESS_FILE, last_record, record
 from fairlead.findings import CODES, Inexact
 from fairlead.jobs import load_job
-from fairlead.run import RunDirectory, fingerprint
 from fairlead.testing import stand_ins
+from fairlead_runs import RunDirectory, fingerprint
+from fairlead_runs.commit import checkpoint_name, publish, stage, write_file
 
 CORE = {f"command.{name}": getattr(commands, name) for name in commands.__all__}
 APP = """

@@ -22,9 +22,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from fairlead import LoopRun, TrainerConfig, fabric
-from fairlead.commit import Syscalls
 from fairlead.config import CheckpointConfig
 from fairlead_distributed import ResumableDistributedSampler
+from fairlead_runs.commit import Syscalls
 
 EPOCHS = 3
 SAMPLES = 43  # 11 batches of 4 on one rank, 6 on two; the last is not full, and two ranks share an odd number

@@ -14,9 +14,9 @@ from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from tiny_job import Data, Line, apart, checkpoints, contents, events, latest, loader, metric_rows, plain
 
 from fairlead import Fairlead, RunConfig
-from fairlead.commit import verify
 from fairlead.config import CheckpointConfig
 from fairlead.errors import FingerprintError
+from fairlead_runs.commit import verify
 
 
 def script(root: Path, *callbacks: L.Callback, model: Line | None = None, **settings: Any) -> tuple[L.Trainer, Line]:

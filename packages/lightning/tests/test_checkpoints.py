@@ -13,8 +13,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from tiny_job import Data, Line, checkpoints, events, fit, latest, loader, make_trainer, metric_rows
 
 from fairlead import RunConfig, Trainer
-from fairlead.commit import Checkpoint, Syscalls, publish, verify
 from fairlead.errors import CheckpointError
+from fairlead_runs.commit import Checkpoint, Syscalls, publish, verify
 
 
 def test_best_is_known_to_lightning(tmp_path: Path) -> None:

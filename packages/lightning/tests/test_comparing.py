@@ -9,12 +9,12 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from fairlead.commit import checkpoint_name, manifest, publish, stage, write_file
-from fairlead.commit.hashing import FileHash, hash_file
 from fairlead.errors import FairleadError
 from fairlead_distributed.testing import run_ranks
 from fairlead_lightning.comparing import check_for, help_to_compare
 from fairlead_lightning.process_group import shared
+from fairlead_runs.commit import checkpoint_name, manifest, publish, stage, write_file
+from fairlead_runs.commit.hashing import FileHash, hash_file
 
 CASES = ("sound", "flipped", "unseen", "short", "unknown")
 

@@ -22,11 +22,11 @@ from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanMetric
 
 from fairlead import LoopRun, RunConfig, TrainerConfig, fabric
-from fairlead.commit import Syscalls, verify
 from fairlead.config import CheckpointConfig
 from fairlead.errors import CheckpointError, ConfigError, FingerprintError, RunDirectoryError, RunLockedError
 from fairlead_distributed import ResumableDistributedSampler, derive_seed
 from fairlead_lightning.loop_state import plain
+from fairlead_runs.commit import Syscalls, verify
 
 SAMPLES, BATCH, STEPS = 22, 4, 6  # to an epoch, the last of half a batch
 

@@ -16,10 +16,10 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from fairlead import LoopRun, TrainerConfig, fabric
-from fairlead.commit import Checkpoint, Syscalls
 from fairlead.errors import CheckpointError, ConfigError
 from fairlead_distributed import ResumableDistributedSampler
 from fairlead_distributed.testing import run_ranks
+from fairlead_runs.commit import Checkpoint, Syscalls
 
 SAMPLES = 24
 

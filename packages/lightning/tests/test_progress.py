@@ -19,9 +19,9 @@ import torch
 from rich.console import Console
 from torch.utils.data import DataLoader, TensorDataset
 
-from fairlead.commit import checkpoint_name, publish, stage, write_file
 from fairlead_lightning.progress import Progress
 from fairlead_lightning.throughput import Throughput, batch_size
+from fairlead_runs.commit import checkpoint_name, publish, stage, write_file
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*does not have many workers", "ignore:.*LeafSpec")
 

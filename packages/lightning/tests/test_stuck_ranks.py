@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 from tiny_job import events
 
-from fairlead.run import read_heartbeats
 from fairlead_distributed import free_port
+from fairlead_runs import read_heartbeats
 
 LIMIT_S = 240.0  # only against a test that would hang for ever
 

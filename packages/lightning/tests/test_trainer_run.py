@@ -30,8 +30,8 @@ from tiny_job import (
 )
 
 from fairlead import FairleadError, RunConfig, Trainer
-from fairlead.commit import verify
 from fairlead.errors import CheckpointError, ConfigError, FingerprintError
+from fairlead_runs.commit import verify
 
 
 def test_a_run_directory_holds_what_happened(tmp_path: Path) -> None:

@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
 from fairlead import RunConfig, Trainer, TrainerConfig
-from fairlead.commit import Checkpoint, list_checkpoints, read_latest
-from fairlead.run import read_history
+from fairlead_runs import read_history
+from fairlead_runs.commit import Checkpoint, list_checkpoints, read_latest
 
 SAMPLES = 32
 BATCH = 4

@@ -19,8 +19,8 @@ from fairlead.jobs import LoadedJob
 from fairlead.modules import CodeRoot, Sources, check_spec
 from fairlead.plugins import PluginManager
 from fairlead.resolve import Resolution, resolve
-from fairlead.resuming import check_run
 from fairlead.validation import dotted
+from fairlead_runs.resuming import check_run
 
 __all__ = ["CheckedJob", "capability_table", "check_job", "check_trainer", "find_conflicts"]
 

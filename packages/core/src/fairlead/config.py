@@ -407,8 +407,8 @@ class JobConfig(ConfigModel):
             >>> job.model.class_                                                       # doctest: +SKIP
             'examples.gpt.model:GPT'
         """
-        from fairlead.carried import carried_job  # which needs this module
         from fairlead.plugins import default_plugins
+        from fairlead_runs.carried import carried_job  # which needs this module
 
         plugins = plugins if plugins is not None else default_plugins()
         found = carried_job(Path(path), plugins=plugins, cwd=Path.cwd(), overrides=overrides).loaded.job

@@ -25,6 +25,8 @@ FIRST_PARTY: Final[dict[str, str]] = {
     "command.checkpoint": "check",
     "command.fit": "lightning",
     "command.predict": "lightning",
+    "command.runs": "check",
+    "command.status": "check",
     "command.test": "lightning",
     "command.validate": "lightning",
     "environment.kubeflow": "kubeflow",

@@ -25,11 +25,11 @@ from typing import Any, Final
 
 import torch.distributed as dist
 
-from fairlead.run.waiting import rank_ranges
 from fairlead_distributed.alarms import Alarm, Alarms, asked_to_stop, end_process, to_stderr, within
 from fairlead_distributed.info import get_rank, get_world_size
 from fairlead_distributed.process_group import group_store
 from fairlead_distributed.stacks import RankDumps
+from fairlead_runs.waiting import rank_ranges
 
 __all__ = ["GRACE", "RankWatch"]
 

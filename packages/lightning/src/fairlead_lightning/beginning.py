@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from fairlead.bases import CheckpointIOConfigBase
-from fairlead.commit import Checkpoint, Syscalls, newest_complete, verify
-from fairlead.commit.files import remove_tree
 from fairlead.errors import CheckpointError
-from fairlead.remote import fetch
 from fairlead_lightning.comparing import Check
 from fairlead_lightning.session import STATE_FILE
+from fairlead_runs.commit import Checkpoint, Syscalls, newest_complete, verify
+from fairlead_runs.commit.files import remove_tree
+from fairlead_runs.remote import fetch
 
 __all__ = ["Beginning", "beginning_of", "committed", "compares", "downloaded", "downloaded_for_now", "state_file"]
 

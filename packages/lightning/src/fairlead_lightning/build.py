@@ -12,8 +12,9 @@ from fairlead.axes import RequeuePlugin
 from fairlead.bases import BackendConfig, RequeueConfigBase
 from fairlead.config import ClassSpec
 from fairlead.errors import ConfigError, FairleadError, PluginError
-from fairlead.interfaces import BuildContext, CheckpointCopies, StopGuard, StopSignals
+from fairlead.interfaces import BuildContext, StopGuard, StopSignals
 from fairlead.modules import CodeRoot, instantiate
+from fairlead_runs.checkpoint_io import CheckpointCopies
 
 __all__ = ["PASSED_ON", "build_backend", "build_guard", "build_plugins", "trainer_arguments"]
 
@@ -115,7 +116,7 @@ def build_plugins(context: BuildContext) -> dict[str, Any]:
                 f"in a loop of your own, {resolution.strategy.name} writes past the checkpoint_io",
                 where="trainer.checkpoint_io",
                 why="no checkpoint would be copied to the store",
-                fix="leave it out, and call fairlead.remote.upload after each save",
+                fix="leave it out, and call fairlead_runs.remote.upload after each save",
             )
     if resolution.strategy.name != "xla" or resolution.world_size == 1:  # torch_xla brings its own processes
         plugins.append(build_backend(resolution.environment, context))

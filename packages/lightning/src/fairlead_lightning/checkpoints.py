@@ -19,19 +19,6 @@ import lightning.pytorch as L
 import torch
 from lightning.pytorch.callbacks import Checkpoint
 
-from fairlead.commit import (
-    FileWriter,
-    RetentionPolicy,
-    abandon,
-    best,
-    checkpoint_name,
-    list_checkpoints,
-    newest_complete,
-    publish,
-    retain,
-    stage,
-    write_file,
-)
 from fairlead.config import CheckpointConfig
 from fairlead.errors import CheckpointError, FairleadError
 from fairlead_lightning import _lightning_compat as compat
@@ -49,6 +36,19 @@ from fairlead_lightning.exact.rank_state import rank_file
 from fairlead_lightning.exact.resume import ExactResume
 from fairlead_lightning.saving import meet, save_and_commit
 from fairlead_lightning.session import STATE_FILE, RunSession
+from fairlead_runs.commit import (
+    FileWriter,
+    RetentionPolicy,
+    abandon,
+    best,
+    checkpoint_name,
+    list_checkpoints,
+    newest_complete,
+    publish,
+    retain,
+    stage,
+    write_file,
+)
 
 __all__ = ["Checkpoints"]
 

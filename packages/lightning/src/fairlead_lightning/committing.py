@@ -10,10 +10,10 @@ from typing import Any
 
 from lightning.fabric.plugins import CheckpointIO
 
-from fairlead.commit import Checkpoint, FileHash, RetentionPolicy, abandon, retain
 from fairlead.errors import CheckpointError, FairleadError
-from fairlead.interfaces import CheckpointCopies, DurableSaves, PlaceTensor, ShardedLoads, ShardedSaves
 from fairlead_lightning.session import STATE_FILE
+from fairlead_runs.checkpoint_io import CheckpointCopies, DurableSaves, PlaceTensor, ShardedLoads, ShardedSaves
+from fairlead_runs.commit import Checkpoint, FileHash, RetentionPolicy, abandon, retain
 
 __all__ = ["CommittingIO", "Hashes", "copies_of", "make_room", "of_earlier_saves", "raised_by", "retain_everywhere"]
 

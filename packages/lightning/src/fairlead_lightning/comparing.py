@@ -12,11 +12,11 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from fairlead.commit import Damage, FileHash, read_manifest, verify
-from fairlead.commit.manifest import MANIFEST
 from fairlead.errors import CheckpointError, FairleadError
 from fairlead_lightning.process_group import shared
 from fairlead_lightning.saving import gathered
+from fairlead_runs.commit import Damage, FileHash, read_manifest, verify
+from fairlead_runs.commit.manifest import MANIFEST
 
 __all__ = ["Check", "check_for", "help_to_compare"]
 

@@ -10,13 +10,13 @@ from typing import Any
 import lightning.fabric as lf
 import torch
 
-from fairlead.commit import Checkpoint, hash_file
 from fairlead.errors import CheckpointError, FairleadError
 from fairlead_distributed import set_rng_state
 from fairlead_lightning.exact.rank_state import rank_file, seed_anew
 from fairlead_lightning.loop_state import OWN, LoopState, loading
 from fairlead_lightning.saving import gathered
 from fairlead_lightning.session import STATE_FILE
+from fairlead_runs.commit import Checkpoint, hash_file
 
 __all__ = ["Loaded", "load_checkpoint"]
 

@@ -13,7 +13,6 @@ import lightning.fabric as lf
 import torch.distributed as dist
 from torch.utils.data import DataLoader
 
-from fairlead.commit import RetentionPolicy, newest_complete
 from fairlead.config import CheckpointConfig, RunConfig
 from fairlead.errors import CheckpointError, ConfigError, RunDirectoryError
 from fairlead.plugins import PluginManager, default_plugins
@@ -30,6 +29,7 @@ from fairlead_lightning.metrics import MetricsFile
 from fairlead_lightning.opening import open_session
 from fairlead_lightning.process_group import leave_at_exit
 from fairlead_lightning.session import STATE_FILE, RunSession
+from fairlead_runs.commit import RetentionPolicy, newest_complete
 
 __all__ = ["LoopRun"]
 

@@ -14,15 +14,6 @@ import torch
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from torch.distributed.checkpoint.api import CheckpointException
 
-from fairlead.commit import (
-    FileHash,
-    FileWriter,
-    RetentionPolicy,
-    checkpoint_name,
-    publish,
-    stage,
-    write_file,
-)
 from fairlead.errors import CheckpointError, ConfigError, FairleadError
 from fairlead_lightning.committing import (
     CommittingIO,
@@ -37,6 +28,15 @@ from fairlead_lightning.exact.rank_state import rank_file
 from fairlead_lightning.process_group import shared
 from fairlead_lightning.saving import explained, first_error, gathered
 from fairlead_lightning.session import STATE_FILE, RunSession
+from fairlead_runs.commit import (
+    FileHash,
+    FileWriter,
+    RetentionPolicy,
+    checkpoint_name,
+    publish,
+    stage,
+    write_file,
+)
 
 __all__ = ["LoopCheckpoints", "own_checkpoint_io"]
 

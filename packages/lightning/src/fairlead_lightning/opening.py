@@ -12,21 +12,9 @@ from typing import Any, cast
 
 import torch.distributed as dist
 
-from fairlead.commit import LockOwner, discard_incomplete, newest_complete
 from fairlead.config import JobConfig, RunConfig
 from fairlead.errors import CheckpointError, FairleadError
-from fairlead.interfaces import CheckpointCopies
-from fairlead.remote import is_url, split_checkpoint_url
 from fairlead.resolve import Resolution
-from fairlead.run import (
-    RunDirectory,
-    array_task,
-    collect_provenance,
-    fingerprint,
-    render_name,
-    run_path,
-    scheduler_job,
-)
 from fairlead_lightning.batch import batch_plan
 from fairlead_lightning.beginning import (
     beginning_of,
@@ -40,6 +28,18 @@ from fairlead_lightning.comparing import check_for, help_to_compare
 from fairlead_lightning.process_group import shared
 from fairlead_lightning.ranks import HANDOFF, Handoff
 from fairlead_lightning.session import STATE_FILE, RunSession
+from fairlead_runs import (
+    RunDirectory,
+    array_task,
+    collect_provenance,
+    fingerprint,
+    render_name,
+    run_path,
+    scheduler_job,
+)
+from fairlead_runs.checkpoint_io import CheckpointCopies
+from fairlead_runs.commit import LockOwner, discard_incomplete, newest_complete
+from fairlead_runs.remote import is_url, split_checkpoint_url
 
 __all__ = ["checkpoint_to_evaluate", "handed_over", "open_session", "run_directory", "waiting_handoff"]
 

@@ -17,9 +17,9 @@ from lightning.pytorch.trainer.states import TrainerStatus
 from torch.distributed.checkpoint.api import CheckpointException
 
 from fairlead.errors import CheckpointError, ConfigError, FairleadError
-from fairlead.interfaces import ShardedSaves
 from fairlead_lightning import _lightning_compat as compat
 from fairlead_lightning.committing import CommittingIO, Hashes, raised_by
+from fairlead_runs.checkpoint_io import ShardedSaves
 
 __all__ = ["explained", "first_error", "gathered", "meet", "save_and_commit", "save_on_all_ranks"]
 

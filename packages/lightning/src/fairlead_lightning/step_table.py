@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from fairlead.commit import atomic_write
 from fairlead.errors import RunDirectoryError
+from fairlead_runs.commit import atomic_write
 
 __all__ = ["StepTable", "TablePosition"]
 

@@ -18,13 +18,13 @@ from torch.utils.data import DataLoader
 from fairlead.bases import RequeueConfigBase
 from fairlead.interfaces import BuildContext, OutlivesStops, Requeuer, StopGuard, Stopped, StopSignals
 from fairlead.plugins import default_plugins
-from fairlead.run import read_history, refusal, scheduler_job, spent
 from fairlead_lightning import _lightning_compat as compat
 from fairlead_lightning.build import build_backend, build_guard
 from fairlead_lightning.committing import copies_of
 from fairlead_lightning.exact.loaders import CarriedLoader
 from fairlead_lightning.exact.resume import Saves
 from fairlead_lightning.session import RunSession
+from fairlead_runs import read_history, refusal, scheduler_job, spent
 
 __all__ = ["StopEvaluation", "StopRequested", "Stops"]
 

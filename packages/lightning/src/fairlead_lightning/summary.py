@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from fairlead.commit import Checkpoint, best, list_checkpoints
 from fairlead.errors import CheckpointError
 from fairlead_lightning.throughput import Throughput, duration, number
+from fairlead_runs.commit import Checkpoint, best, list_checkpoints
 
 __all__ = ["summary_lines"]
 

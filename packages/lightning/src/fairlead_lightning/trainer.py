@@ -15,7 +15,6 @@ from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.multiprocessing import ProcessExitedException
 
-from fairlead.carried import carried_job
 from fairlead.checks import check_trainer
 from fairlead.config import JobConfig, RunConfig, TrainerConfig
 from fairlead.errors import ConfigError
@@ -24,7 +23,6 @@ from fairlead.findings import raise_errors
 from fairlead.interfaces import BuildContext, StopGuard
 from fairlead.modules import CodeRoot, code_root
 from fairlead.plugins import PluginManager, default_plugins
-from fairlead.run import fingerprint
 from fairlead_lightning import _lightning_compat as compat
 from fairlead_lightning.batch import batch_plan
 from fairlead_lightning.build import build_backend, trainer_arguments
@@ -47,6 +45,8 @@ from fairlead_lightning.session import STATE_FILE, RunSession
 from fairlead_lightning.stops import StopRequested, Stops
 from fairlead_lightning.stuck import StuckRanks
 from fairlead_lightning.threads import start_line, use_threads
+from fairlead_runs import fingerprint
+from fairlead_runs.carried import carried_job
 
 __all__ = ["Trainer"]
 

@@ -8,14 +8,15 @@ from typing import Any
 
 from lightning.fabric.plugins import CheckpointIO
 
-from fairlead.commit import FileHash
-from fairlead.interfaces import BuildContext, DurableSaves, PlaceTensor, ShardedLoads
+from fairlead.interfaces import BuildContext
 from fairlead_checkpoint_io.async_file.config import AsyncCheckpointIOConfig
 from fairlead_checkpoint_io.files.background import Background
 from fairlead_checkpoint_io.files.snapshot import copied
 from fairlead_checkpoint_io.files.writing import local_path
 from fairlead_checkpoint_io.inner import build_inner
 from fairlead_checkpoint_io.torch_file.runtime import refuse_options
+from fairlead_runs.checkpoint_io import DurableSaves, PlaceTensor, ShardedLoads
+from fairlead_runs.commit import FileHash
 
 __all__ = ["AsyncFileCheckpointIO", "build"]
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Final
 
-from fairlead.commit import Syscalls
 from fairlead_checkpoint_io.commands.rows import size_text
+from fairlead_runs.commit import Syscalls
 
 __all__ = ["Bytes", "Checked", "Task"]
 

@@ -9,11 +9,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from fairlead.commit import Syscalls, hash_file
-from fairlead.commit.checkpoints import to_trash
-from fairlead.commit.files import disk_error, ensure_dir, remove_tree
 from fairlead.errors import CheckpointError, ConfigError, FairleadError
 from fairlead_checkpoint_io.commands.places import kind_of_folder
+from fairlead_runs.commit import Syscalls, hash_file
+from fairlead_runs.commit.checkpoints import to_trash
+from fairlead_runs.commit.files import disk_error, ensure_dir, remove_tree
 
 __all__ = ["prepare_target", "write_file_whole", "write_folder_whole"]
 

@@ -8,11 +8,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from fairlead.cli.session import Session
-from fairlead.cli.texts import table
 from fairlead_checkpoint_io.commands.differences import Difference, compare
 from fairlead_checkpoint_io.commands.entries import WEIGHTS, Lazy, entries_of
 from fairlead_checkpoint_io.commands.places import Source
 from fairlead_checkpoint_io.commands.stored import sources
+from fairlead_runs.commands.texts import table
 
 __all__ = ["run"]
 

@@ -9,10 +9,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from fairlead import yaml
-from fairlead.carried import job_file
 from fairlead.cli.session import Session
-from fairlead.commit import hash_file
-from fairlead.commit.manifest import MANIFEST, Manifest
 from fairlead.errors import ConfigError
 from fairlead_checkpoint_io.commands.card import model_card
 from fairlead_checkpoint_io.commands.convert import describe, report
@@ -21,6 +18,9 @@ from fairlead_checkpoint_io.commands.places import WEIGHTS_FILE, Source
 from fairlead_checkpoint_io.commands.states import read_any, weights_of
 from fairlead_checkpoint_io.commands.stored import is_stored, sources
 from fairlead_checkpoint_io.commands.weights_file import write_weights
+from fairlead_runs.carried import job_file
+from fairlead_runs.commit import hash_file
+from fairlead_runs.commit.manifest import MANIFEST, Manifest
 
 __all__ = ["run"]
 

@@ -12,15 +12,15 @@ from pathlib import Path
 from typing import Any, Final
 
 from fairlead.cli.session import Session
-from fairlead.cli.texts import ago, table
-from fairlead.commit import Checkpoint, is_kept_forever, read_latest, verify
-from fairlead.commit.checkpoints import NAME, STAGE, TEMPORARY, TRASH
-from fairlead.commit.files import disk_error
 from fairlead.errors import CheckpointError, ConfigError
 from fairlead_checkpoint_io.commands.places import checkpoints_folder, existing
 from fairlead_checkpoint_io.commands.rows import HEADER, Listing, Row
 from fairlead_checkpoint_io.commands.stored import is_stored
 from fairlead_checkpoint_io.commands.stored_views import listed
+from fairlead_runs.commands.texts import ago, table
+from fairlead_runs.commit import Checkpoint, is_kept_forever, read_latest, verify
+from fairlead_runs.commit.checkpoints import NAME, STAGE, TEMPORARY, TRASH
+from fairlead_runs.commit.files import disk_error
 
 __all__ = ["run"]
 

@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Final, Literal
 
 from fairlead.cli.session import Session
-from fairlead.commit import Checkpoint, newest_complete
-from fairlead.commit.checkpoints import NAME
-from fairlead.commit.files import disk_error
-from fairlead.commit.manifest import MANIFEST
 from fairlead.errors import CheckpointError, ConfigError, did_you_mean
-from fairlead.run import is_run
+from fairlead_runs import is_run
+from fairlead_runs.commit import Checkpoint, newest_complete
+from fairlead_runs.commit.checkpoints import NAME
+from fairlead_runs.commit.files import disk_error
+from fairlead_runs.commit.manifest import MANIFEST
 
 __all__ = [
     "WEIGHTS_FILE",

@@ -6,9 +6,9 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from fairlead.cli.texts import metric, or_dash
-from fairlead.commit import Checkpoint, Damage, best
-from fairlead.remote import RemoteCheckpoint
+from fairlead_runs.commands.texts import metric, or_dash
+from fairlead_runs.commit import Checkpoint, Damage, best
+from fairlead_runs.remote import RemoteCheckpoint
 
 __all__ = ["HEADER", "Listing", "Row", "size_text"]
 

@@ -12,7 +12,6 @@ from typing import Any, Final
 import torch
 import torch.distributed.checkpoint as dcp
 
-from fairlead.commit.files import disk_error
 from fairlead.errors import CheckpointError
 from fairlead_checkpoint_io.commands.deepspeed_folder import read_deepspeed
 from fairlead_checkpoint_io.commands.optimizers import by_name, by_number
@@ -20,6 +19,7 @@ from fairlead_checkpoint_io.commands.places import Source
 from fairlead_checkpoint_io.commands.trust import foreign, refuse_foreign, trusted
 from fairlead_checkpoint_io.files.dcp_reading import SafeReader, nested, read_flat
 from fairlead_checkpoint_io.files.reading import read_state
+from fairlead_runs.commit.files import disk_error
 
 __all__ = ["REST", "only_weights", "read_any", "read_file", "weights_of", "write_distributed"]
 

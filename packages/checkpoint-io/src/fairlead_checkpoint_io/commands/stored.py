@@ -11,7 +11,9 @@ from typing import Final
 
 from fairlead.cli.session import Session
 from fairlead.errors import CheckpointError, ConfigError, FairleadError
-from fairlead.remote import (
+from fairlead_checkpoint_io.commands.places import Source, existing, one_checkpoint
+from fairlead_checkpoint_io.commands.rows import size_text
+from fairlead_runs.remote import (
     RemoteCheckpoint,
     RemoteRun,
     Retries,
@@ -24,8 +26,6 @@ from fairlead.remote import (
     newest_complete,
     split_checkpoint_url,
 )
-from fairlead_checkpoint_io.commands.places import Source, existing, one_checkpoint
-from fairlead_checkpoint_io.commands.rows import size_text
 
 __all__ = ["StoredRun", "is_stored", "sources", "stored_run"]
 

@@ -6,14 +6,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
-from fairlead.commit.hashing import FileHash, new_hasher
-from fairlead.commit.retention import KEEP
 from fairlead.errors import ConfigError
-from fairlead.remote import RemoteCheckpoint, Store
-from fairlead.remote.listing import changed
 from fairlead_checkpoint_io.commands.checked import Bytes, Checked, Task
 from fairlead_checkpoint_io.commands.rows import Listing, Row
 from fairlead_checkpoint_io.commands.stored import StoredRun, stored_run
+from fairlead_runs.commit.hashing import FileHash, new_hasher
+from fairlead_runs.commit.retention import KEEP
+from fairlead_runs.remote import RemoteCheckpoint, Store
+from fairlead_runs.remote.listing import changed
 
 __all__ = ["listed", "planned"]
 

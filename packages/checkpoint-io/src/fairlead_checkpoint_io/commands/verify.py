@@ -12,16 +12,16 @@ from pathlib import Path
 from typing import Any, Final
 
 from fairlead.cli.session import Session
-from fairlead.commit import hash_file, list_checkpoints, read_latest, read_manifest
-from fairlead.commit.checkpoints import NAME
-from fairlead.commit.hashing import FileHash, new_hasher
-from fairlead.commit.manifest import MANIFEST
 from fairlead.errors import CheckpointError, ConfigError, MissingDependencyError
 from fairlead_checkpoint_io.commands.checked import Bytes, Checked, Task
 from fairlead_checkpoint_io.commands.places import checkpoints_folder, existing, format_of
 from fairlead_checkpoint_io.commands.rows import size_text
 from fairlead_checkpoint_io.commands.stored import is_stored
 from fairlead_checkpoint_io.commands.stored_views import planned
+from fairlead_runs.commit import hash_file, list_checkpoints, read_latest, read_manifest
+from fairlead_runs.commit.checkpoints import NAME
+from fairlead_runs.commit.hashing import FileHash, new_hasher
+from fairlead_runs.commit.manifest import MANIFEST
 
 __all__ = ["run"]
 

@@ -11,7 +11,7 @@ from typing import Any
 from lightning.fabric.plugins import CheckpointIO
 
 from fairlead.errors import CheckpointError, ConfigError
-from fairlead.interfaces import BuildContext, PlaceTensor
+from fairlead.interfaces import BuildContext
 from fairlead_checkpoint_io.distributed_shards.config import DistributedCheckpointIOConfig
 from fairlead_checkpoint_io.distributed_shards.ranks import Ranks
 from fairlead_checkpoint_io.distributed_shards.saving import Agreed, Then, agree, part, save
@@ -20,6 +20,7 @@ from fairlead_checkpoint_io.files.layout import to_layout
 from fairlead_checkpoint_io.files.snapshot import copied, on_host
 from fairlead_checkpoint_io.files.writing import local_path
 from fairlead_checkpoint_io.torch_file.runtime import TorchFileCheckpointIO, refuse_options
+from fairlead_runs.checkpoint_io import PlaceTensor
 
 __all__ = ["DistributedCheckpointIO", "build"]
 

@@ -17,14 +17,14 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Stora
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.tensor import DTensor
 
-from fairlead.commit import FileHash, FileWriter, Syscalls, write_file
-from fairlead.commit.checkpoints import to_trash
-from fairlead.commit.files import disk_error, ensure_dir, remove_tree
 from fairlead.errors import CheckpointError
 from fairlead_checkpoint_io.distributed_shards.ranks import Ranks
 from fairlead_checkpoint_io.files.archive_writer import ArchiveWriter
 from fairlead_checkpoint_io.files.layout import Layout, Leaf
 from fairlead_checkpoint_io.files.metadata import CONTENTS, REST
+from fairlead_runs.commit import FileHash, FileWriter, Syscalls, write_file
+from fairlead_runs.commit.checkpoints import to_trash
+from fairlead_runs.commit.files import disk_error, ensure_dir, remove_tree
 
 __all__ = ["Agreed", "Then", "agree", "part", "save"]
 

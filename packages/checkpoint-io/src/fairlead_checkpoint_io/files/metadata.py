@@ -18,8 +18,8 @@ from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
-from fairlead.commit.files import disk_error
 from fairlead.errors import CheckpointError
+from fairlead_runs.commit.files import disk_error
 
 __all__ = ["CONTENTS", "REST", "is_sharded", "read_contents", "stored_at"]
 

@@ -13,13 +13,13 @@ from typing import Any
 
 import torch
 
-from fairlead.commit.files import disk_error
 from fairlead.errors import CheckpointError, ConfigError, did_you_mean
 from fairlead_checkpoint_io.files.archive import Archive
 from fairlead_checkpoint_io.files.metadata import CONTENTS, REST, is_sharded
 from fairlead_checkpoint_io.files.safe import allowed
 from fairlead_checkpoint_io.files.shards import read_shards
 from fairlead_checkpoint_io.files.writing import unsafe_globals
+from fairlead_runs.commit.files import disk_error
 
 __all__ = ["read_sharded", "read_state"]
 

@@ -14,12 +14,12 @@ from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 
-from fairlead.commit import hash_file, read_manifest
-from fairlead.commit.files import disk_error
 from fairlead.errors import CheckpointError, FairleadError
 from fairlead_checkpoint_io.files.layout import Place, from_layout
 from fairlead_checkpoint_io.files.metadata import CONTENTS, REST, read_contents
 from fairlead_checkpoint_io.files.safe import allowed
+from fairlead_runs.commit import hash_file, read_manifest
+from fairlead_runs.commit.files import disk_error
 
 __all__ = ["read_shards"]
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from fairlead.commit import FileHash, Syscalls, atomic_write, default_algorithm
-from fairlead.commit.files import disk_error, ensure_dir
 from fairlead.errors import CheckpointError, FairleadError
 from fairlead_checkpoint_io.files.archive_writer import ArchiveWriter
+from fairlead_runs.commit import FileHash, Syscalls, atomic_write, default_algorithm
+from fairlead_runs.commit.files import disk_error, ensure_dir
 
 __all__ = ["local_path", "unsafe_globals", "write_state"]
 

@@ -9,8 +9,8 @@ from pydantic import Field, field_validator
 from fairlead.bases import CheckpointIOConfigBase
 from fairlead.errors import ConfigError
 from fairlead.open_union import OpenUnion
-from fairlead.remote.urls import check_options, check_url
 from fairlead_checkpoint_io.torch_file.config import TorchCheckpointIOConfig
+from fairlead_runs.remote.urls import check_options, check_url
 
 __all__ = ["RemoteCheckpointIOConfig"]
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Collection
 from pathlib import Path
 
-from fairlead.commit import Checkpoint, RetentionPolicy, Syscalls, best, is_kept_forever, list_checkpoints
-from fairlead.commit.checkpoints import to_trash
-from fairlead.commit.files import disk_error, remove_tree
 from fairlead.errors import CheckpointError
+from fairlead_runs.commit import Checkpoint, RetentionPolicy, Syscalls, best, is_kept_forever, list_checkpoints
+from fairlead_runs.commit.checkpoints import to_trash
+from fairlead_runs.commit.files import disk_error, remove_tree
 
 __all__ = ["evict", "readable"]
 

@@ -9,14 +9,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
-from fairlead.commit import Checkpoint, RetentionPolicy, newest_complete, retain
 from fairlead.errors import CheckpointError, FairleadError
-from fairlead.remote import Retries, Store, discard_incomplete, upload
-from fairlead.remote import retain as retain_remote
-from fairlead.run import Fingerprint
 from fairlead_checkpoint_io.remote.config import RemoteCheckpointIOConfig
 from fairlead_checkpoint_io.remote.local import evict
 from fairlead_checkpoint_io.remote.place import Place, save_records
+from fairlead_runs import Fingerprint
+from fairlead_runs.commit import Checkpoint, RetentionPolicy, newest_complete, retain
+from fairlead_runs.remote import Retries, Store, discard_incomplete, upload
+from fairlead_runs.remote import retain as retain_remote
 
 __all__ = ["Mirror"]
 

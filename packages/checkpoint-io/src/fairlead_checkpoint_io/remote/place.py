@@ -10,11 +10,11 @@ import time
 from pathlib import Path
 from typing import Any, Final
 
-from fairlead.commit import newest_complete
 from fairlead.errors import CheckpointError, FingerprintError, RunDirectoryError
-from fairlead.remote import RemoteCheckpoint, Retries, Store, list_checkpoints
-from fairlead.remote.downloading import newest_sound
-from fairlead.run import Fingerprint
+from fairlead_runs import Fingerprint
+from fairlead_runs.commit import newest_complete
+from fairlead_runs.remote import RemoteCheckpoint, Retries, Store, list_checkpoints
+from fairlead_runs.remote.downloading import newest_sound
 
 __all__ = ["Place", "save_records"]
 

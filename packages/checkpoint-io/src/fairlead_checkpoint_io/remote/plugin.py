@@ -9,9 +9,9 @@ from fairlead.axes import CheckpointIOPlugin
 from fairlead.capabilities import Capability
 from fairlead.findings import Finding
 from fairlead.hookspecs import hookimpl
-from fairlead.remote.store import missing_library
 from fairlead.resolve import Resolution
 from fairlead_checkpoint_io.remote.config import RemoteCheckpointIOConfig
+from fairlead_runs.remote.store import missing_library
 
 __all__ = ["Remote", "remote"]
 
@@ -36,7 +36,7 @@ class Remote(CheckpointIOPlugin):
             ("strategy.xla",),
             "no",
             "Lightning's XLA strategy takes the XLA checkpoint backend only",
-            "checkpoint_io: xla, and copy its checkpoints afterwards with fairlead.remote.upload",
+            "checkpoint_io: xla, and copy its checkpoints afterwards with fairlead_runs.remote.upload",
         )
         yield Capability(
             "checkpoint_io.remote",

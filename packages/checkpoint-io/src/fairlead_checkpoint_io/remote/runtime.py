@@ -11,15 +11,16 @@ from typing import Any, Final
 
 from lightning.fabric.plugins import CheckpointIO
 
-from fairlead.commit import Checkpoint, FileHash, RetentionPolicy
 from fairlead.errors import CheckpointError, PluginError
-from fairlead.interfaces import BuildContext, DurableSaves, PlaceTensor, ShardedLoads, ShardedSaves
-from fairlead.remote import Store, fetch, is_url, split_checkpoint_url
-from fairlead.run import Fingerprint
+from fairlead.interfaces import BuildContext
 from fairlead_checkpoint_io.distributed_shards.ranks import Ranks
 from fairlead_checkpoint_io.inner import build_inner
 from fairlead_checkpoint_io.remote.config import RemoteCheckpointIOConfig
 from fairlead_checkpoint_io.remote.mirror import Mirror
+from fairlead_runs import Fingerprint
+from fairlead_runs.checkpoint_io import DurableSaves, PlaceTensor, ShardedLoads, ShardedSaves
+from fairlead_runs.commit import Checkpoint, FileHash, RetentionPolicy
+from fairlead_runs.remote import Store, fetch, is_url, split_checkpoint_url
 
 __all__ = ["RemoteCheckpointIO", "RemoteShardsIO", "build"]
 

@@ -9,15 +9,16 @@ from typing import Any
 
 from lightning.fabric.plugins import CheckpointIO
 
-from fairlead.commit import FileHash, Syscalls
-from fairlead.commit.checkpoints import to_trash
-from fairlead.commit.files import disk_error, remove_tree
 from fairlead.errors import ConfigError
-from fairlead.interfaces import BuildContext, PlaceTensor
+from fairlead.interfaces import BuildContext
 from fairlead_checkpoint_io.base import FileCheckpointIOConfig
 from fairlead_checkpoint_io.files.reading import read_sharded, read_state
 from fairlead_checkpoint_io.files.snapshot import Snapshot, on_host
 from fairlead_checkpoint_io.files.writing import local_path, unsafe_globals, write_state
+from fairlead_runs.checkpoint_io import PlaceTensor
+from fairlead_runs.commit import FileHash, Syscalls
+from fairlead_runs.commit.checkpoints import to_trash
+from fairlead_runs.commit.files import disk_error, remove_tree
 
 __all__ = ["TorchFileCheckpointIO", "build"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fairlead.axes import CommandPlugin
 
-__all__ = ["check", "explain", "plugins", "runs", "schema", "status"]
+__all__ = ["check", "explain", "plugins", "schema"]
 
 plugins = CommandPlugin(
     "plugins",
@@ -31,18 +31,4 @@ explain = CommandPlugin(
     "every setting of a job, its value, and the reason for it",
     arguments="fairlead.cli.job:explain_arguments",
     runtime="fairlead.cli.job:run_explain",
-)
-runs = CommandPlugin(
-    "runs",
-    "all runs: state, step, metric, last heartbeat",
-    arguments="fairlead.cli.runs:runs_arguments",
-    runtime="fairlead.cli.runs:run_runs",
-    group="runs",
-)
-status = CommandPlugin(
-    "status",
-    "one run: its state, and which rank is stuck where",
-    arguments="fairlead.cli.status:status_arguments",
-    runtime="fairlead.cli.status:run_status",
-    group="runs",
 )

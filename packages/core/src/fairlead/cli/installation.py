@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 from pathlib import Path
 
 from fairlead.axes import AXIS_PLUGINS
 from fairlead.cli.session import Session
-from fairlead.commit import atomic_write
 from fairlead.errors import ConfigError, did_you_mean
 from fairlead.first_party import FIRST_PARTY
 from fairlead.plugins import PluginRecord, pip_target
@@ -85,7 +85,9 @@ def run_schema(arguments: argparse.Namespace, session: Session) -> int:
         return 0
     path = session.cwd / arguments.output
     try:
-        atomic_write(path, text.encode())
+        written = path.with_name(f".{path.name}.{os.getpid()}")
+        written.write_text(text, encoding="utf-8")
+        os.replace(written, path)  # an editor may be reading the one before
     except OSError as error:
         raise ConfigError(
             f"cannot write {path}", where="-o", why=error.strerror, fix="name a file in a folder that exists"

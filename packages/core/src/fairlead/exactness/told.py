@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
-from fairlead.commit import newest_complete
 from fairlead.config import JobConfig
 from fairlead.errors import FairleadError
 from fairlead.exactness.reasons import sentence, verdict
@@ -20,9 +19,10 @@ from fairlead.interfaces import Setting
 from fairlead.modules import CodeRoot
 from fairlead.plugins import PluginManager
 from fairlead.resolution import Resolution
-from fairlead.resuming import run_directory
-from fairlead.run import fingerprint
-from fairlead.run.directory import stored_fingerprint
+from fairlead_runs import fingerprint
+from fairlead_runs.commit import newest_complete
+from fairlead_runs.directory import stored_fingerprint
+from fairlead_runs.resuming import run_directory
 
 __all__ = ["Told", "exactness_of"]
 

@@ -8,13 +8,13 @@ import shlex
 from collections.abc import Mapping
 from pathlib import Path
 
-from fairlead.commit import Syscalls, write_file
-from fairlead.commit.files import disk_error, ensure_dir
 from fairlead.errors import RunFailedError
 from fairlead.interfaces import BuildContext
 from fairlead_hpc_signals.jobs import current_job
 from fairlead_hpc_signals.script.config import ScriptRequeueConfig
 from fairlead_hpc_signals.script.places import DIRECTORY_VARIABLES, script_directory
+from fairlead_runs.commit import Syscalls, write_file
+from fairlead_runs.commit.files import disk_error, ensure_dir
 
 __all__ = ["ScriptRequeuer", "build"]
 

@@ -13,13 +13,13 @@ from lightning.pytorch.loggers import Logger
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 
-from fairlead.commit import atomic_write
 from fairlead.errors import RunDirectoryError
 from fairlead.exactness import EXACTNESS_FILE, record, sentence, verdict
 from fairlead.findings import Inexact
 from fairlead_lightning import _lightning_compat as compat
 from fairlead_lightning.loggers.positions import Positioned
 from fairlead_lightning.session import RunSession
+from fairlead_runs.commit import atomic_write
 
 __all__ = ["loop_reasons", "note", "script_reasons", "uncut_loggers"]
 

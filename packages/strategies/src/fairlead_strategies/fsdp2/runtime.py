@@ -19,7 +19,8 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from fairlead.errors import ConfigError
-from fairlead.interfaces import BuildContext, ShardedLoads
+from fairlead.interfaces import BuildContext
+from fairlead_runs.checkpoint_io import ShardedLoads
 from fairlead_strategies.fsdp2.config import FSDP2StrategyConfig
 from fairlead_strategies.fsdp2.places import places
 from fairlead_strategies.fsdp2.sharding import is_parallelised, shard

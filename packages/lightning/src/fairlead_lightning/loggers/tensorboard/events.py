@@ -7,8 +7,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 
-from fairlead.commit import FileWriter, Syscalls, atomic_write
 from fairlead.errors import RunDirectoryError
+from fairlead_runs.commit import FileWriter, Syscalls, atomic_write
 
 __all__ = ["cut_steps", "cut_to", "event_files", "make_durable"]
 

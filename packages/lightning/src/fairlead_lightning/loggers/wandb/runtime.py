@@ -11,11 +11,11 @@ from typing import Any, Final
 from lightning.pytorch.loggers import WandbLogger
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
-from fairlead.commit import atomic_write
 from fairlead.errors import RunDirectoryError
 from fairlead.interfaces import BuildContext
 from fairlead_lightning.loggers.wandb.config import WandbLoggerConfig
 from fairlead_lightning.loggers.wandb.connection import wandb_mode
+from fairlead_runs.commit import atomic_write
 
 __all__ = ["RUN_FILE", "RunLogger", "build", "run_id"]
 

@@ -1,0 +1,63 @@
+"""What a run leaves and finds again: its directory, checkpoints, history and heartbeats; for any loop, without torch.
+
+```
+runs/gpt/
+  job.yaml              the job as asked, secrets redacted
+  fingerprint.json      the settings that make it this run
+  starts/N/             resolution.json, provenance.json of each start
+  history.jsonl         one event a line
+  metrics.csv           written by the trainer
+  checkpoints/          `fairlead_runs.commit`
+  logs/  heartbeats/    written by the ranks
+  .lock                 who is using it now
+```
+
+The process that trains opens it with `RunDirectory.open`; `fairlead runs` and `status` read it with `list_runs`
+and `state`.
+"""
+
+from __future__ import annotations
+
+from fairlead_runs.budget import Spent, refusal, spent
+from fairlead_runs.directory import RunDirectory
+from fairlead_runs.fingerprints import Difference, Fingerprint, fingerprint
+from fairlead_runs.heartbeat import Beat, Heartbeat, heartbeat_path, read_heartbeats
+from fairlead_runs.history import History, read_history
+from fairlead_runs.naming import array_task, render_name, run_path, safe_name
+from fairlead_runs.provenance import CodeChange, code_change, collect_provenance, git_state, origin, scheduler_job
+from fairlead_runs.redaction import is_secret_name, redact, redact_argv, redact_text
+from fairlead_runs.states import RunState, is_run, list_runs, state
+
+__all__ = [
+    "Beat",
+    "CodeChange",
+    "Difference",
+    "Fingerprint",
+    "Heartbeat",
+    "History",
+    "RunDirectory",
+    "RunState",
+    "Spent",
+    "array_task",
+    "code_change",
+    "collect_provenance",
+    "fingerprint",
+    "git_state",
+    "heartbeat_path",
+    "is_run",
+    "is_secret_name",
+    "list_runs",
+    "origin",
+    "read_heartbeats",
+    "read_history",
+    "redact",
+    "redact_argv",
+    "redact_text",
+    "refusal",
+    "render_name",
+    "run_path",
+    "safe_name",
+    "scheduler_job",
+    "spent",
+    "state",
+]

@@ -1,0 +1,117 @@
+"""The job that a checkpoint carries: in its run directory, or in the folder that was exported of it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Final
+
+from fairlead.errors import CheckpointError, ConfigError, did_you_mean
+from fairlead.findings import raise_errors
+from fairlead.jobs import LoadedJob, load_job
+from fairlead.plugins import PluginManager
+from fairlead_runs.commit import newest_complete
+from fairlead_runs.redaction import REDACTED
+from fairlead_runs.states import is_run
+
+__all__ = ["CarriedJob", "carried_job", "job_file"]
+
+_JOB: Final = "job.yaml"
+_WEIGHTS: Final = "weights.safetensors"
+_STATE: Final = "state.ckpt"
+
+
+@dataclass(frozen=True)
+class CarriedJob:
+    """A job, and the checkpoint it was found by.
+
+    Attributes:
+        loaded: The job, valid, with the place where the user's code is found.
+        checkpoint: The checkpoint to go on from; of a run directory its newest complete one; None: it has none yet,
+            or this is an exported folder.
+        weights: The weights of an exported folder.
+    """
+
+    loaded: LoadedJob
+    checkpoint: Path | None = None
+    weights: Path | None = None
+
+
+def carried_job(path: Path, *, plugins: PluginManager, cwd: Path, overrides: Sequence[str] = ()) -> CarriedJob:
+    """The job of a checkpoint; `run.dir` and `run.name` lead to the run that it is of, wherever this is called.
+
+    Args:
+        path: A run directory, its `checkpoints` folder, a checkpoint in it, or an exported folder.
+        plugins: The plugin manager.
+        cwd: The working directory.
+        overrides: Changes, as `--set` takes them: `trainer.max_steps=400`.
+
+    Raises:
+        CheckpointError: There is no such checkpoint, or it carries no job.
+        ConfigError: The job does not validate here, or a secret was left out of it.
+    """
+    path = Path(os.path.abspath(cwd / path))
+    file = job_file(path)
+    run = file.parent
+    loaded = load_job(str(file), plugins=plugins, cwd=cwd, overrides=overrides)
+    raise_errors(loaded.findings)
+    assert loaded.job is not None
+    if secret := next(_redacted(loaded.data), None):
+        raise ConfigError(
+            "the checkpoint's job lacks a secret",
+            where=f"{file}, {secret}",
+            why="secrets are not written into run directories",
+            fix=f"give it again: overrides=['{secret}=...']",
+        )
+    if (run / _WEIGHTS).is_file():
+        return CarriedJob(loaded, weights=run / _WEIGHTS)
+    here = {"dir": str(run.parent), "name": run.name.replace("{", "{{").replace("}", "}}")}
+    update = {name: value for name, value in here.items() if ("run", name) not in loaded.overrides}
+    job = loaded.job.model_copy(update={"run": loaded.job.run.model_copy(update=update)})
+    return CarriedJob(replace(loaded, job=job), checkpoint=_checkpoint(path, run))
+
+
+def job_file(path: Path) -> Path:
+    """The `job.yaml` that belongs to a checkpoint, a run directory or an exported folder.
+
+    Raises:
+        CheckpointError: There is no such path, or no job belongs to it.
+    """
+    if not path.exists():
+        folder = next(parent for parent in path.parents if parent.is_dir())
+        near = did_you_mean(path.relative_to(folder).parts[0], os.listdir(folder))
+        raise CheckpointError(
+            "there is no such checkpoint",
+            where=str(path),
+            fix=f"did you mean {str(folder / near)!r}?" if near else "give the path of one that exists",
+        )
+    for folder in (path, *list(path.parents)[:4]):
+        if (folder / _JOB).is_file() and (is_run(folder) or (folder / _WEIGHTS).is_file()):
+            return folder / _JOB
+    raise CheckpointError(
+        "this checkpoint carries no job",
+        where=str(path),
+        why="it is in no run directory of Fairlead's, nor a folder of `fairlead checkpoint export`",
+        fix="name the run directory or a checkpoint in it; or give the job file: fairlead fit JOB --resume PATH",
+    )
+
+
+def _checkpoint(path: Path, run: Path) -> Path | None:
+    if path in (run, run / "checkpoints"):
+        newest = newest_complete(run / "checkpoints").checkpoint
+        return newest.path if newest is not None else None
+    return path.parent if path.name == _STATE else path
+
+
+def _redacted(value: Any, path: str = "") -> Iterator[str]:
+    """The settings whose secret values were left out when the job was written down."""
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _redacted(item, f"{path}.{key}" if path else str(key))
+    elif isinstance(value, list):
+        for index, item in enumerate(value):
+            yield from _redacted(item, f"{path}[{index}]")
+    elif isinstance(value, str) and REDACTED in value:
+        yield path

@@ -1,0 +1,169 @@
+"""`fairlead status`: what a run is doing, and which rank is stuck where."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from fairlead.cli.session import Session
+from fairlead_runs import Beat, RunState, state
+from fairlead_runs.commands.texts import ago, find_run, metric, or_dash, summary, table
+from fairlead_runs.dumps import find_dumps
+from fairlead_runs.waiting import Group, Waiting, grouped, rank_ranges, waiting
+
+__all__ = ["run_status", "status_arguments"]
+
+_ROWS: Final = 20
+"""Groups of ranks that are shown: a job of any size fits on a screen."""
+_AHEAD_S: Final = 5.0
+"""A beat that lies so far in the future comes from a clock that is wrong."""
+
+
+def status_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of `fairlead status`."""
+    parser.add_argument("run", metavar="RUN", help="a run directory, or the name of one in runs/")
+    parser.add_argument("--json", action="store_true", help="print one JSON document: every rank, not groups of them")
+
+
+def run_status(arguments: argparse.Namespace, session: Session) -> int:
+    """Shows one run: its state, why, where the ranks are, and for which of them the others wait."""
+    now = time.time()
+    run = state(find_run(arguments.run, session), now=now)
+    stuck = _stuck(run, now)
+    dumps = find_dumps(run.path)
+    if arguments.json:
+        behind = [beat.rank for beat in stuck.behind] if stuck is not None else []
+        named = set(behind)
+        session.print_json(
+            {
+                **summary(run),
+                "ranks": [{**_rank(beat, now), "behind": beat.rank in named} for beat in run.ranks],
+                "behind": behind,
+                "why_behind": stuck.why if stuck is not None else None,
+                "dumps": [{"kind": d.kind, "path": str(d.path), "files": d.files} for d in dumps],
+            }
+        )
+        return 0
+    session.print(f"{run.name}: {run.state}" + (f" ({run.reason})" if run.reason else ""))
+    facts = {
+        "directory": str(run.path),
+        "starts": str(run.starts),
+        "step": or_dash(run.step),
+        "metrics": metric(run.metrics),
+    }
+    if run.owner is not None:
+        facts["held by"] = f"{run.owner.host}, process {run.owner.pid}"
+    for name, value in facts.items():
+        session.print(f"  {name + ':':<11}{value}")
+    if run.ranks:
+        session.print()
+        for line in _groups(grouped(run.ranks), now):
+            session.print(line)
+    notes = list(_wrong_clocks(run.ranks, now))
+    if stuck is not None:
+        notes.append(_said(stuck, now, running=run.state == "running"))
+    notes += [f"{d.kind}: {_shown(d.path, session)} ({_count(d.files, 'file')})" for d in dumps]
+    if notes:
+        session.print()
+        for note in notes:
+            session.print(note)
+    return 0
+
+
+def _stuck(run: RunState, now: float) -> Waiting | None:
+    if run.state == "running":
+        return waiting(run.ranks, now)
+    # A job that hung until its time was over ends without a word; its last heartbeats still say who hung.
+    return waiting(run.ranks, None) if run.state == "interrupted" else None
+
+
+def _groups(groups: Sequence[Group], now: float) -> Iterator[str]:
+    rows = [("ranks", "on", "step", "phase", "last heartbeat", "stands in")]
+    for group in groups[:_ROWS]:
+        first = group.first
+        rows.append(
+            (
+                rank_ranges(beat.rank for beat in group.beats),
+                _hosts(group.beats),
+                str(first.step),
+                first.phase,
+                ago(now - max(beat.time for beat in group.beats)),
+                first.place or "-",
+            )
+        )
+    yield from table(rows)
+    left = groups[_ROWS:]
+    if left:
+        ranks = _count(sum(len(group.beats) for group in left), "rank")
+        yield f"and {ranks} in {_count(len(left), 'more group')}; --json has each"
+
+
+def _said(stuck: Waiting, now: float, *, running: bool) -> str:
+    """Which rank is stuck where, and who waits for it, as a sentence."""
+    first, alone = stuck.behind[0], len(stuck.others) == 1
+    who, is_, it = ("rank", "is", "it") if len(stuck.behind) == 1 else ("ranks", "are", "them")
+    others = "the other rank is" if alone else f"the other {len(stuck.others)} ranks are"
+    wait = f"{'it waits' if alone else 'they wait'} for {it}"
+    since = f" since {_for(now - max(beat.time for beat in stuck.behind))}" if running else ""
+    places = {beat.place for beat in stuck.behind}
+    place = f", in {first.place}" if first.place and len(places) == 1 else ""
+    text = "" if running else "when the run ended: "
+    text += (
+        f"{who} {rank_ranges(beat.rank for beat in stuck.behind)} ({_hosts(stuck.behind)}) {is_} at step {first.step}"
+    )
+    text += f" in {first.phase}{since}{place}; "
+    if stuck.why == "silent":
+        return f"{text}{others} alive at the same step: look whether {'it is' if it == 'it' else 'they are'} too"
+    if stuck.why == "elsewhere":
+        return f"{text}{others} at the same step in another place: {wait}"
+    steps = sorted({beat.step for beat in stuck.others})
+    if steps == [first.step]:
+        reached = "further: " + ", ".join(sorted({beat.phase for beat in stuck.others}))
+    else:
+        reached = f"at step {steps[0]}" if len(steps) == 1 else f"at steps {steps[0]} to {steps[-1]}"
+    return f"{text}{others} {reached}" + (f": {wait}" if stuck.all_wait else "")
+
+
+def _wrong_clocks(beats: Sequence[Beat], now: float) -> Iterator[str]:
+    """The nodes whose beats lie in the future."""
+    ahead = [beat for beat in beats if beat.time - now > _AHEAD_S]
+    if ahead:
+        most = max(beat.time for beat in ahead) - now
+        yield (
+            f"the clock of {_hosts(ahead)} is up to {_for(most)} ahead of this machine's: "
+            "when its ranks gave their last sign of life is not known"
+        )
+
+
+def _hosts(beats: Sequence[Beat]) -> str:
+    names = sorted({beat.host or f"node {beat.node}" for beat in beats})
+    return ", ".join(names) if len(names) <= 3 else f"{len(names)} nodes"
+
+
+def _rank(beat: Beat, now: float) -> dict[str, Any]:
+    return {
+        "rank": beat.rank,
+        "node": beat.node,
+        "local_rank": beat.local_rank,
+        "host": beat.host or None,
+        "phase": beat.phase,
+        "step": beat.step,
+        "turn": beat.turn,
+        "place": beat.place or None,
+        "age_s": max(0.0, now - beat.time),
+    }
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'s'[: number != 1]}"
+
+
+def _for(seconds: float) -> str:
+    return ago(seconds).removesuffix(" ago")
+
+
+def _shown(path: Path, session: Session) -> str:
+    return str(path.relative_to(session.cwd)) if path.is_relative_to(session.cwd) else str(path)

@@ -1,0 +1,79 @@
+"""What the commands about runs share: finding a run, and how its facts are written."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from fairlead.cli.session import Session
+from fairlead.errors import ConfigError, did_you_mean
+from fairlead_runs import RunState, is_run, list_runs
+
+__all__ = ["ago", "find_run", "metric", "or_dash", "summary", "table"]
+
+
+def find_run(name: str, session: Session) -> Path:
+    """A run directory, or the name of one in `runs/`.
+
+    Raises:
+        ConfigError: There is none.
+    """
+    for path in (session.cwd / name, session.cwd / "runs" / name):
+        if is_run(path):
+            return path
+    folder = session.cwd / "runs"
+    known = [run.name for run in list_runs(folder)] if folder.is_dir() else []
+    near = did_you_mean(name, known)
+    raise ConfigError(
+        f"there is no run {name!r}",
+        where="RUN",
+        why=f"looked for {session.cwd / name} and {folder / name}",
+        fix=f"did you mean {near!r}?" if near else "`fairlead runs DIR` lists the runs of a folder",
+    )
+
+
+def summary(run: RunState) -> dict[str, Any]:
+    """A run as JSON has it."""
+    return {
+        "name": run.name,
+        "path": str(run.path),
+        "state": run.state,
+        "reason": run.reason,
+        "step": run.step,
+        "metrics": dict(run.metrics),
+        "starts": run.starts,
+        "started": run.started.isoformat() if run.started else None,
+        "heartbeat_age_s": run.heartbeat_age_s,
+    }
+
+
+def table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    """Rows of cells as lines with columns."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    for row in rows:
+        yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+
+
+def or_dash(value: object) -> str:
+    """A value, or a dash where there is none."""
+    return "-" if value is None else str(value)
+
+
+def metric(metrics: Mapping[str, Any]) -> str:
+    """The metric that a run is judged by: a validation loss if there is one, else the first."""
+    name = next((n for n in ("val/loss", "val_loss") if n in metrics), next(iter(metrics), None))
+    if name is None:
+        return "-"
+    value = metrics[name]
+    return f"{name}={value:.4g}" if isinstance(value, float) else f"{name}={value}"
+
+
+def ago(seconds: float | None) -> str:
+    """How long ago something was; a clock that is ahead makes it now, not the future."""
+    if seconds is None:
+        return "-"
+    for size, unit in ((86400, "d"), (3600, "h"), (60, "min")):
+        if seconds >= 2 * size:
+            return f"{int(seconds // size)} {unit} ago"
+    return f"{max(0, int(seconds))} s ago"

@@ -1,0 +1,266 @@
+"""Checkpoints as directories: listed, the newest complete one found, what killed writers left cleaned away.
+
+```
+checkpoints/
+  .stage-step-00000300.s2/     being written by all ranks
+  step-00000200/               complete: it got this name after its manifest was durable
+    manifest.json  state.ckpt  rank-00001.pt
+  latest                       "step-00000200"
+```
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import secrets
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from fairlead.errors import CheckpointError
+from fairlead_runs.commit.files import disk_error, remove_tree
+from fairlead_runs.commit.manifest import MANIFEST, Damage, Manifest, read_manifest, verify
+from fairlead_runs.commit.syscalls import Syscalls
+
+__all__ = [
+    "LATEST",
+    "Checkpoint",
+    "Newest",
+    "checkpoint_name",
+    "discard_incomplete",
+    "list_checkpoints",
+    "newest_complete",
+    "read_latest",
+]
+
+LATEST = "latest"
+NAME = re.compile(r"step-(\d+)(?:\.(\d+))?")
+STAGE = ".stage-"
+TRASH = ".trash-"
+TEMPORARY = ".tmp-"
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A published checkpoint directory; its manifest is read when it is first asked for.
+
+    Attributes:
+        path: The directory.
+        step: The training step in its name.
+        version: 1, or n for the n-th checkpoint of one step (`step-00000200.2`).
+    """
+
+    path: Path
+    step: int
+    version: int = 1
+
+    @classmethod
+    def at(cls, path: Path) -> Checkpoint:
+        """The checkpoint at this path, by its name alone.
+
+        Raises:
+            CheckpointError: It is not named like one.
+        """
+        match = NAME.fullmatch(path.name)
+        if match is None:
+            raise CheckpointError("not a checkpoint's name", where=str(path), why="they are named step-00000200")
+        return cls(path, int(match[1]), int(match[2] or 1))
+
+    @property
+    def name(self) -> str:
+        """The directory's name."""
+        return self.path.name
+
+    @cached_property
+    def manifest(self) -> Manifest:
+        """Its manifest.
+
+        Raises:
+            CheckpointError: It is damaged or gone.
+        """
+        return read_manifest(self.path)
+
+    @property
+    def metadata(self) -> Mapping[str, Any]:
+        """What the writer said of it: step, epoch, metrics, ..."""
+        return self.manifest.metadata
+
+    @property
+    def created(self) -> str:
+        """When it was written, UTC, ISO 8601."""
+        return self.manifest.created
+
+    @property
+    def order(self) -> tuple[int, int, int]:
+        """Sorts by age: a later start of the run is newer, also when it went back to an earlier step."""
+        start = self.metadata.get("start", 0)
+        return (start if isinstance(start, int) else 0, self.step, self.version)
+
+
+@dataclass(frozen=True)
+class Newest:
+    """The newest complete checkpoint (None: there is none) and what was passed over, with the reasons."""
+
+    checkpoint: Checkpoint | None
+    skipped: list[Damage] = field(default_factory=list)
+
+
+def checkpoint_name(step: int) -> str:
+    """The directory name of a step's checkpoint.
+
+    Example:
+        >>> checkpoint_name(200)
+        'step-00000200'
+    """
+    return f"step-{step:08d}"
+
+
+def list_checkpoints(root: Path) -> list[Checkpoint]:
+    """The published checkpoints by step; one pass over the directory, no manifest is read.
+
+    Raises:
+        CheckpointError: The directory cannot be read.  (A missing one holds no checkpoints.)
+    """
+    try:
+        with os.scandir(root) as entries:
+            names = [e.name for e in entries if NAME.fullmatch(e.name) and e.is_dir(follow_symlinks=False)]
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise disk_error(error, "cannot read the checkpoints", root) from error
+    found = (Checkpoint.at(root / name) for name in names if (root / name / MANIFEST).exists())
+    return sorted(found, key=lambda checkpoint: (checkpoint.step, checkpoint.version))
+
+
+def read_latest(root: Path) -> str | None:
+    """The name in the file `latest`; None when there is none.  A hint for people and scripts, never trusted here."""
+    try:
+        return (root / LATEST).read_text(encoding="utf-8", errors="replace").strip() or None
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as error:
+        raise disk_error(error, "cannot read which checkpoint is the latest", root / LATEST) from error
+
+
+def newest_complete(root: Path, *, deep: bool = False, check: Callable[[Path], list[Damage]] | None = None) -> Newest:
+    """The newest checkpoint that is complete, and what had to be passed over.
+
+    `latest` is not trusted: it is one commit behind after a kill between two system calls, and it may name
+    something that was damaged since.  Manifests decide.
+
+    Args:
+        root: The `checkpoints` directory.
+        deep: Also compare the files' checksums, not only their sizes.
+        check: Says what is wrong with a checkpoint, in place of `verify`.
+
+    Raises:
+        CheckpointError: The directory cannot be read.
+
+    Example:
+        >>> newest = newest_complete(Path("runs/gpt/checkpoints"))
+        >>> for damage in newest.skipped:
+        ...     print(f"passed over {damage}")
+    """
+    skipped: list[Damage] = []
+    readable: list[Checkpoint] = []
+    for checkpoint in _with_names(root):
+        try:
+            _ = checkpoint.order
+            readable.append(checkpoint)
+        except CheckpointError as error:
+            if checkpoint.path.is_dir():  # otherwise retention deleted it while we were looking
+                skipped.append(Damage(checkpoint.path, None, error.why or error.what))
+    latest = read_latest(root)
+    if latest is not None and not (root / latest).is_dir():
+        skipped.append(Damage(root / latest, None, "`latest` names it, but it is not there"))
+    for checkpoint in sorted(readable, key=lambda item: item.order, reverse=True):
+        damages = check(checkpoint.path) if check is not None else verify(checkpoint.path, deep=deep)
+        if not damages:
+            return Newest(checkpoint, skipped)
+        skipped.extend(damages)
+    return Newest(None, skipped)
+
+
+def discard_incomplete(
+    root: Path, *, token: str | None = None, idle_s: float = 3600.0, syscalls: Syscalls | None = None
+) -> list[Path]:
+    """Deletes what killed writers left behind: stages, temporary files, half-deleted checkpoints.
+
+    Args:
+        root: The `checkpoints` directory.
+        token: That of this start.  The caller says with it that it holds the run's lock: everything that
+            belongs to another token is dead and goes at once, everything of this one stays.
+        idle_s: Without a token: only what nobody has written to for so long, by the file system's clock.
+        syscalls: For tests.
+
+    Returns:
+        What was deleted.
+
+    Raises:
+        CheckpointError: Something cannot be deleted.
+    """
+    system = syscalls or Syscalls()
+    deleted = []
+    try:
+        names = sorted(name for name in os.listdir(root) if name.startswith((STAGE, TRASH, TEMPORARY)))
+        if not names:
+            return []
+        now = _file_system_time(root, system) if token is None else 0.0
+        for path in (root / name for name in names):
+            if token is None:
+                dead = now - _last_write(path) > idle_s
+            else:
+                dead = not (path.name.startswith(STAGE) and path.name.endswith(f".{token}"))
+            if dead:
+                remove_tree(path, system)
+                deleted.append(path)
+    except FileNotFoundError:
+        return deleted
+    except OSError as error:
+        raise disk_error(error, "cannot delete unfinished checkpoints", root) from error
+    return deleted
+
+
+def to_trash(path: Path, system: Syscalls) -> Path:
+    """Takes a checkpoint out of the listing with one rename, so that a kill leaves no half of it."""
+    trash = path.with_name(f"{TRASH}{path.name}.{secrets.token_hex(4)}")
+    system.rename(path, trash)
+    system.fsync_dir(path.parent)
+    return trash
+
+
+def _with_names(root: Path) -> list[Checkpoint]:
+    """All that is named like a checkpoint, also without a manifest, so that it can be reported."""
+    try:
+        names = os.listdir(root)
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise disk_error(error, "cannot read the checkpoints", root) from error
+    named = (root / name for name in names if NAME.fullmatch(name))
+    return [Checkpoint.at(path) for path in named if not path.is_symlink()]
+
+
+def _last_write(path: Path) -> float:
+    newest = os.lstat(path).st_mtime
+    if path.is_dir() and not path.is_symlink():
+        for folder, _, names in os.walk(path):
+            for name in ("", *names):
+                with contextlib.suppress(FileNotFoundError):
+                    newest = max(newest, os.lstat(os.path.join(folder, name)).st_mtime)
+    return newest
+
+
+def _file_system_time(root: Path, system: Syscalls) -> float:
+    """The clock that mtimes are set by; that of this host may be another."""
+    probe = root / f"{TEMPORARY}{secrets.token_hex(6)}"
+    fd = system.open(probe, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+    try:
+        return os.fstat(fd).st_mtime
+    finally:
+        system.close(fd)
+        system.unlink(probe)

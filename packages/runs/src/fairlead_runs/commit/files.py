@@ -1,0 +1,259 @@
+"""Single files: written durably, replaced atomically, deleted without a half-way state."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import secrets
+import stat
+from collections.abc import Callable
+from pathlib import Path
+
+from fairlead.errors import CheckpointError, FairleadError
+from fairlead_runs.commit.hashing import FileHash, default_algorithm, new_hasher
+from fairlead_runs.commit.syscalls import Syscalls
+
+__all__ = [
+    "Content",
+    "FileWriter",
+    "atomic_write",
+    "disk_error",
+    "ensure_dir",
+    "remove_tree",
+    "replace_file",
+    "write_file",
+]
+
+_BUFFER = 1 << 20
+_PIECE = 16 << 20
+_TEMPORARY = ".tmp-"
+
+_ADVICE = {
+    errno.ENOSPC: "free some space, or put run.dir on another file system",
+    errno.EDQUOT: "your quota is used up: delete something, or put run.dir on another file system",
+    errno.EROFS: "the file system is read-only: put run.dir somewhere else",
+    errno.EACCES: "check the permissions of the directory, or put run.dir somewhere else",
+    errno.EPERM: "check the permissions of the directory, or put run.dir somewhere else",
+    errno.ENOENT: "the directory was deleted or moved: do not touch a run directory while its run is alive",
+    errno.ESTALE: "the network file system dropped the directory: check its server",
+    errno.EIO: "the disk or its server is failing: check the kernel's log, put run.dir on another file system",
+    errno.ENOTDIR: "a file is in the way of the directory: move it away, or choose another run.dir or run.name",
+    errno.ENAMETOOLONG: "choose a shorter run.name or run.dir",
+}
+
+
+class FileWriter:
+    """A write-only binary file that hashes what passes: give it to `torch.save`, `pickle.dump`, ...
+
+    Small writes are gathered, large ones go to the kernel as they are, without a copy.  The disk begins with the
+    first pieces while the next ones are still being hashed and copied, so that the fsync at the end finds little to do.
+    """
+
+    def __init__(self, fd: int, algorithm: str, syscalls: Syscalls) -> None:
+        self._fd = fd
+        self._system = syscalls
+        self._algorithm = algorithm
+        self._hasher = new_hasher(algorithm)
+        self._pending = bytearray()
+        self._size = 0
+        self._written = 0
+        self._started = 0
+        self.error: OSError | None = None
+
+    def write(self, data: bytes | bytearray | memoryview) -> int:
+        """Takes the next bytes; returns how many they were."""
+        view = memoryview(data)
+        count = view.nbytes
+        if count + len(self._pending) < _BUFFER:
+            self._pending += view
+        else:
+            self.flush()
+            self._emit(view)
+        self._size += count
+        return count
+
+    def tell(self) -> int:
+        """How many bytes have been written."""
+        return self._size
+
+    def flush(self) -> None:
+        """Hands what was gathered to the kernel."""
+        if self._pending:
+            pending, self._pending = self._pending, bytearray()
+            self._emit(memoryview(pending))
+
+    def hash(self) -> FileHash:
+        """The checksum of all bytes written so far."""
+        self.flush()
+        return FileHash(self._algorithm, self._hasher.hexdigest(), self._size)
+
+    def _emit(self, view: memoryview) -> None:
+        if not view.nbytes:
+            return
+        view = view.cast("B")
+        try:
+            for begin in range(0, view.nbytes, _PIECE):
+                self._emit_piece(view[begin : begin + _PIECE])
+        except OSError as error:
+            self.error = self.error or error
+            raise
+
+    def _emit_piece(self, view: memoryview) -> None:
+        self._hasher.update(view)
+        while view.nbytes:
+            count = self._system.write(self._fd, view)
+            self._written += count
+            view = view[count:]
+        if self._written - self._started >= _PIECE:
+            self._system.start_writeback(self._fd, self._started, self._written - self._started)
+            self._started = self._written
+
+
+Content = bytes | bytearray | memoryview | Callable[[FileWriter], object]
+
+
+def disk_error(
+    error: OSError, what: str, path: Path | str, kind: type[FairleadError] = CheckpointError
+) -> FairleadError:
+    """The user's error for an `OSError`: what was being done, where, why, and what to do about it."""
+    advice = _ADVICE.get(error.errno or 0)
+    return kind(what, where=str(path), why=error.strerror or str(error), fix=advice)
+
+
+def write_file(
+    path: Path, content: Content, *, algorithm: str | None = None, syscalls: Syscalls | None = None
+) -> FileHash:
+    """Writes one file of a stage and fsyncs it; on an error nothing is left behind.
+
+    Args:
+        path: A path inside a stage; an old file of that name is overwritten.
+        content: The bytes, or a function that writes them to the `FileWriter` it is given.
+        algorithm: The checksum; None: the fastest that is installed.
+        syscalls: For tests.
+
+    Returns:
+        The checksum, computed in passing, for `publish(hashes=...)`.
+
+    Raises:
+        CheckpointError: The disk refused; the path and what to do are in it.
+
+    Example:
+        >>> write_file(stage_dir / "state.ckpt", lambda file: torch.save(state, file))   # doctest: +SKIP
+    """
+    system = syscalls or Syscalls()
+    try:
+        return _write(path, content, os.O_TRUNC, algorithm, system)
+    except OSError as error:
+        raise disk_error(error, f"cannot write {path.name}", path) from error
+
+
+def atomic_write(
+    path: Path,
+    content: Content,
+    *,
+    algorithm: str = "crc32",
+    error: type[FairleadError] = CheckpointError,
+    syscalls: Syscalls | None = None,
+) -> FileHash:
+    """Replaces a single file as a whole: whoever reads it, and whenever the power fails, it is old or new.
+
+    Written under another name in the same directory, fsynced, renamed, the directory fsynced.
+
+    Returns:
+        The checksum by `algorithm`, computed in passing.
+
+    Raises:
+        CheckpointError: (or the class given as `error`) the disk refused; the old file is untouched.
+    """
+    try:
+        return replace_file(path, content, algorithm=algorithm, syscalls=syscalls)
+    except OSError as failure:
+        raise disk_error(failure, f"cannot write {path.name}", path, error) from failure
+
+
+def replace_file(
+    path: Path, content: Content, *, algorithm: str = "crc32", syscalls: Syscalls | None = None
+) -> FileHash:
+    """`atomic_write`, for who has an error of their own for what the disk says.
+
+    Raises:
+        OSError: The disk refused; the old file is untouched.
+    """
+    system = syscalls or Syscalls()
+    temporary = path.with_name(f"{_TEMPORARY}{secrets.token_hex(6)}")
+    digest = _write(temporary, content, os.O_EXCL, algorithm, system)
+    try:
+        system.rename(temporary, path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            system.unlink(temporary)
+        raise
+    system.fsync_dir(path.parent)
+    return digest
+
+
+def ensure_dir(path: Path, syscalls: Syscalls) -> None:
+    """Makes a directory and its parents, each durable, where they are missing.
+
+    Raises:
+        OSError: It cannot be made, or a file is in the way.
+    """
+    if path.is_dir():
+        return
+    if path.parent != path:
+        ensure_dir(path.parent, syscalls)
+    try:
+        syscalls.mkdir(path)
+    except FileExistsError:
+        if not path.is_dir():
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(path)) from None
+        return
+    syscalls.fsync_dir(path.parent)
+
+
+def remove_tree(path: Path, syscalls: Syscalls) -> None:
+    """Deletes a directory or file and all below it; what is already gone is no error, links are not followed."""
+    try:
+        if stat.S_ISDIR(os.lstat(path).st_mode):
+            for name in sorted(os.listdir(path)):
+                remove_tree(path / name, syscalls)
+            syscalls.rmdir(path)
+        else:
+            syscalls.unlink(path)
+    except FileNotFoundError:
+        return
+
+
+def _call(content: Callable[[FileWriter], object], writer: FileWriter) -> None:
+    try:
+        content(writer)
+    except Exception as error:
+        if writer.error is None or writer.error is error:
+            raise
+        raise writer.error from error  # torch.save hides "disk full" behind an error of its zip writer
+    if writer.error is not None:
+        raise writer.error
+
+
+def _write(path: Path, content: Content, flags: int, algorithm: str | None, system: Syscalls) -> FileHash:
+    fd = system.open(path, os.O_WRONLY | os.O_CREAT | flags)
+    closing = True
+    try:
+        writer = FileWriter(fd, algorithm or default_algorithm(), system)
+        if callable(content):
+            _call(content, writer)
+        else:
+            writer.write(content)
+        digest = writer.hash()
+        system.fsync(fd)
+        closing = False
+        system.close(fd)  # network file systems report a full disk or quota only here
+    except BaseException:
+        with contextlib.suppress(OSError):  # the first error is the one to report
+            if closing:
+                system.close(fd)
+        with contextlib.suppress(OSError):
+            system.unlink(path)
+        raise
+    return digest

@@ -1,0 +1,243 @@
+"""Which checkpoints are kept.  One policy for every backend; it deletes only what is not the newest complete one."""
+
+from __future__ import annotations
+
+import datetime
+import itertools
+import math
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
+
+from fairlead.errors import CheckpointError, ConfigError
+from fairlead_runs.commit.checkpoints import Checkpoint, list_checkpoints, read_latest, to_trash
+from fairlead_runs.commit.files import atomic_write, disk_error, remove_tree
+from fairlead_runs.commit.links import BEST, LAST, point
+from fairlead_runs.commit.manifest import verify
+from fairlead_runs.commit.syscalls import Syscalls
+
+if TYPE_CHECKING:
+    from fairlead.config import CheckpointConfig
+
+__all__ = ["KEEP", "Rated", "RetentionPolicy", "best", "chosen", "is_kept_forever", "keep_forever", "retain"]
+
+KEEP = "KEEP"
+
+
+class Rated(Protocol):
+    """What a policy looks at: a checkpoint here or on a store."""
+
+    @property
+    def step(self) -> int:
+        """The training step."""
+
+    @property
+    def order(self) -> tuple[int, int, int]:
+        """Sorts by age."""
+
+    @property
+    def created(self) -> str:
+        """When it was written, ISO 8601."""
+
+    @property
+    def metadata(self) -> Mapping[str, Any]:
+        """What the writer said of it."""
+
+
+R = TypeVar("R", bound=Rated)
+
+
+@dataclass(frozen=True)
+class RetentionPolicy:
+    """What to keep; a checkpoint that any rule wants is kept.
+
+    Attributes:
+        last: The newest so many; None: all.
+        best: The so many best ones by `metric`, a key of the metadata's `metrics`.
+        metric: Which one; needed when `best` is not 0.
+        mode: Whether a small (`min`) or a large (`max`) value is good.
+        every_n_steps: Those whose step is a multiple of it.
+        every_minutes: The first one of each such span of time.
+    """
+
+    last: int | None = 1
+    best: int = 0
+    metric: str | None = None
+    mode: Literal["min", "max"] = "min"
+    every_n_steps: int | None = None
+    every_minutes: float | None = None
+
+    @classmethod
+    def of(cls, config: CheckpointConfig, metric: str | None) -> RetentionPolicy:
+        """What the settings of a job say.
+
+        Args:
+            config: `trainer.checkpoint`.
+            metric: Which metric decides, once it is known; None: none of them is a best one.
+        """
+        return cls(
+            last=config.keep_last,
+            best=config.keep_best if metric else 0,
+            metric=metric,
+            mode=config.mode,
+            every_n_steps=config.keep_every_n_steps,
+            every_minutes=config.keep_every_n_minutes,
+        )
+
+    def __post_init__(self) -> None:
+        """Refuses what has no meaning."""
+        if self.best and self.metric is None:
+            raise ConfigError(f"keeping the best {self.best} checkpoints needs a metric", fix="set its name")
+        if self.mode not in ("min", "max"):
+            raise ConfigError(f"unknown mode {self.mode!r}", fix="write 'min' or 'max'")
+        for name in ("last", "best", "every_n_steps", "every_minutes"):
+            value = getattr(self, name)
+            if value is not None and (value < 0 or (value == 0 and name.startswith("every"))):
+                raise ConfigError(f"{name} cannot be {value}", fix="give a positive number")
+
+
+def best(checkpoints: Sequence[R], metric: str, mode: Literal["min", "max"] = "min") -> list[R]:
+    """The checkpoints that have this metric, the best first; of equal ones the older.
+
+    Read from the manifests, so it also holds after a restart.  NaN is no value.
+    """
+    rated = [(value, item) for item in checkpoints if (value := _metric(item, metric)) is not None]
+    sign = 1.0 if mode == "min" else -1.0
+    return [item for _, item in sorted(rated, key=lambda pair: (sign * pair[0], pair[1].order))]
+
+
+def keep_forever(checkpoint: Checkpoint, *, syscalls: Syscalls | None = None) -> None:
+    """Marks a checkpoint so that no retention deletes it; deleting the file `KEEP` in it takes that back.
+
+    Raises:
+        CheckpointError: The mark cannot be written.
+    """
+    atomic_write(checkpoint.path / KEEP, b"This checkpoint is kept until this file is deleted.\n", syscalls=syscalls)
+
+
+def is_kept_forever(checkpoint: Checkpoint) -> bool:
+    """Whether it is marked: by `keep_forever`, or by `keep: true` in its metadata."""
+    return (checkpoint.path / KEEP).exists() or checkpoint.metadata.get("keep") is True
+
+
+def retain(
+    root: Path, policy: RetentionPolicy, *, held: Collection[str] = (), syscalls: Syscalls | None = None
+) -> list[Checkpoint]:
+    """Deletes what the policy does not keep; call it only after `publish` has returned.
+
+    Before that, `last` and `best` become links to the newest and the best checkpoint, where the file system has links.
+
+    Never deletes the newest complete checkpoint, what `latest` names, a marked one, or a damaged one (whose
+    remains may still be wanted; `fairlead checkpoint ls` shows them).  Of two checkpoints of one step, the
+    older is deleted unless it is marked.
+
+    Args:
+        root: The `checkpoints` directory.
+        policy: What is kept.
+        held: Names of those that somebody is reading, as an upload; they stay for now.
+        syscalls: For tests.
+
+    Returns:
+        What was deleted, oldest first.
+
+    Raises:
+        CheckpointError: Something cannot be deleted; the listing is right all the same.
+    """
+    system = syscalls or Syscalls()
+    ordered = sorted(_readable(root), key=lambda item: item.order)
+    try:
+        _link(root, ordered, policy, system)
+    except OSError as error:
+        raise disk_error(error, "cannot name the newest or the best checkpoint", root) from error
+    if policy.last is None:
+        return []
+    keep = _keepers(ordered, policy, root)
+    deleted = []
+    try:
+        for checkpoint in ordered:
+            if checkpoint in keep or checkpoint.name in held or verify(checkpoint.path):
+                continue
+            trash = to_trash(checkpoint.path, system)
+            deleted.append(checkpoint)
+            remove_tree(trash, system)
+    except OSError as error:
+        raise disk_error(error, "cannot delete an old checkpoint", root) from error
+    return deleted
+
+
+def _link(root: Path, ordered: list[Checkpoint], policy: RetentionPolicy, system: Syscalls) -> None:
+    for newest in _first_sound(reversed(ordered), 1, _sound):
+        point(root, LAST, newest, system)
+    if policy.metric is not None and policy.best:  # without it, nothing says that the best one stays
+        for item in _first_sound(best(ordered, policy.metric, policy.mode), 1, _sound):
+            point(root, BEST, item, system)
+
+
+def _keepers(ordered: list[Checkpoint], policy: RetentionPolicy, root: Path) -> set[Checkpoint]:
+    latest = read_latest(root)
+    protected = {item for item in ordered if item.name == latest or is_kept_forever(item)}
+    return protected | chosen(ordered, policy, _sound)
+
+
+def chosen(ordered: Sequence[R], policy: RetentionPolicy, sound: Callable[[R], bool] = lambda _: True) -> set[R]:
+    """What the rules of a policy keep; wherever the checkpoints are.
+
+    Args:
+        ordered: The checkpoints, oldest first.
+        policy: The rules.
+        sound: Whether one is complete: a damaged one is none of the last, and none of the best.
+    """
+    newest_of_step = {item.step: item for item in ordered}
+    current = [item for item in ordered if newest_of_step[item.step] is item]
+    keep = set(_first_sound(reversed(current), max(policy.last or 0, 1), sound))
+    if policy.metric is not None:
+        keep.update(_first_sound(best(current, policy.metric, policy.mode), policy.best, sound))
+    if policy.every_n_steps is not None:
+        keep.update(item for item in current if item.step % policy.every_n_steps == 0)
+    if policy.every_minutes is not None:
+        keep.update(_spaced(current, policy.every_minutes))
+    return keep
+
+
+def _spaced(ordered: list[R], minutes: float) -> list[R]:
+    kept: list[R] = []
+    previous: datetime.datetime | None = None
+    for item in ordered:
+        created = datetime.datetime.fromisoformat(item.created)
+        # A clock that went backwards gives a negative span; counting from there keeps too much, never too little.
+        if previous is None or not 0 <= (created - previous).total_seconds() < minutes * 60:
+            kept.append(item)
+            previous = created
+    return kept
+
+
+def _readable(root: Path) -> list[Checkpoint]:
+    found = []
+    for item in list_checkpoints(root):
+        try:
+            _ = item.order
+        except CheckpointError:
+            continue  # damaged: `newest_complete` reports it, and it must not count as one of the last N
+        found.append(item)
+    return found
+
+
+def _sound(checkpoint: Checkpoint) -> bool:
+    return not verify(checkpoint.path)
+
+
+def _first_sound(candidates: Iterable[R], count: int, sound: Callable[[R], bool]) -> Iterator[R]:
+    """The first so many that are complete by sizes: a damaged one keeps nothing alive."""
+    return itertools.islice(filter(sound, candidates), count)
+
+
+def _metric(checkpoint: Rated, name: str) -> float | None:
+    metrics: Any = checkpoint.metadata.get("metrics")
+    if not isinstance(metrics, dict):
+        return None
+    try:
+        value = float(metrics[name])
+    except (KeyError, TypeError, ValueError):
+        return None
+    return None if math.isnan(value) else value

@@ -1,0 +1,195 @@
+"""What makes a run this run: if any of it changes, continuing would mix two experiments."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fairlead.errors import ConfigError, RunDirectoryError
+from fairlead_runs.redaction import redact
+
+__all__ = ["LIMITS", "MAY_CHANGE", "Difference", "Fingerprint", "fingerprint", "limits"]
+
+# Everything else of `model`, `data`, `run.seed` and `trainer` must stay as it is.
+MAY_CHANGE: Mapping[str, str] = {
+    "trainer.devices": "a run may move to another number of devices; the global batch is `batch_policy`'s",
+    "trainer.num_nodes": "as devices",
+    "trainer.threads": "as devices",
+    "trainer.auto_determine_num_nodes": "only how num_nodes is found",
+    "trainer.batch_policy": "it is set because the world size changed",
+    "trainer.environment": "a run may move to another cluster",
+    "trainer.requeue": "what happens after a stop, not what is computed",
+    "trainer.max_epochs": "a run may be trained for longer",
+    "trainer.min_epochs": "as max_epochs",
+    "trainer.max_steps": "as max_epochs",
+    "trainer.min_steps": "as max_epochs",
+    "trainer.max_time": "the time limit is the cluster's",
+    "trainer.loggers": "where metrics are shown, not what they are",
+    "trainer.log_every_n_steps": "as loggers",
+    "trainer.enable_autolog_hparams": "as loggers",
+    "trainer.model_registry": "where models are uploaded to",
+    "trainer.checkpoint": "how often is saved and what is kept",
+    "trainer.checkpoint_io": "how files are written",
+    "trainer.enable_checkpointing": "as checkpoint",
+    "trainer.num_sanity_val_steps": "a trial before training; nothing of it is kept",
+    "trainer.limit_test_batches": "not a part of training",
+    "trainer.limit_predict_batches": "not a part of training",
+    "trainer.inference_mode": "how validation saves memory",
+    "trainer.detect_anomaly": "a debugging aid",
+    "trainer.profiler": "it only watches",
+    "trainer.enable_progress_bar": "display",
+    "trainer.progress_interval": "display",
+    "trainer.enable_model_summary": "display",
+}
+
+LIMITS = ("max_epochs", "min_epochs", "max_steps", "min_steps", "max_time")
+_NOTHING = "(not set)"
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One setting that differs; texts as they are shown, `(not set)` where there is none."""
+
+    path: str
+    old: str
+    new: str
+
+    def __str__(self) -> str:
+        return f"{self.path}: {self.old} -> {self.new}"
+
+
+@dataclass(frozen=True)
+class Fingerprint:
+    """The settings that count, and their digest.
+
+    Attributes:
+        digest: sha256 of the canonical JSON of `settings`, hexadecimal.
+        settings: Nested, JSON types only, secrets redacted (a renewed token is not another experiment).
+    """
+
+    digest: str
+    settings: Mapping[str, Any]
+
+    def differences(self, new: Fingerprint) -> list[Difference]:
+        """What a later job changed, setting by setting.
+
+        Example:
+            >>> old, new = (fingerprint({"trainer": {"precision": p}}) for p in ("bf16-true", "32-true"))
+            >>> [str(difference) for difference in old.differences(new)]
+            ['trainer.precision: bf16-true -> 32-true']
+        """
+        before, after = dict(_leaves(self.settings)), dict(_leaves(new.settings))
+        return [
+            Difference(path, *_shown(before.get(path), after.get(path)))
+            for path in sorted(before.keys() | after.keys())
+            if before.get(path) != after.get(path)
+        ]
+
+    def dump(self) -> bytes:
+        """The text of `fingerprint.json`."""
+        body = {"format": 1, "digest": self.digest, "settings": self.settings}
+        return (json.dumps(body, indent=1, ensure_ascii=False) + "\n").encode()
+
+    @classmethod
+    def load(cls, path: Path) -> Fingerprint:
+        """Reads `fingerprint.json`.
+
+        Raises:
+            RunDirectoryError: It is damaged or cannot be read.
+        """
+        try:
+            body = json.loads(path.read_bytes())
+            settings, digest = body["settings"], body["digest"]
+            if digest != _digest(settings):
+                raise ValueError("its digest does not fit its settings")
+        except OSError as error:
+            raise RunDirectoryError("cannot read a run's fingerprint", where=str(path), why=error.strerror) from error
+        except (ValueError, KeyError, TypeError) as error:
+            raise RunDirectoryError(
+                "a run's fingerprint is damaged",
+                where=str(path),
+                why=str(error),
+                fix="use --resume never for a sibling directory, or move this one away",
+            ) from None
+        return cls(digest, settings)
+
+
+def fingerprint(job: Mapping[str, Any]) -> Fingerprint:
+    """The fingerprint of a job.
+
+    Args:
+        job: The fully dumped job (every field with its value, so that a default written out is no change),
+            of JSON types.
+
+    Raises:
+        ConfigError: A value is not of a JSON type.
+    """
+    run = job.get("run") or {}
+    counted = {
+        "model": job.get("model"),
+        "data": job.get("data"),
+        "run": {"seed": run.get("seed")},
+        "trainer": job.get("trainer") or {},
+    }
+    settings = redact(_canonical(counted, ""))
+    return Fingerprint(_digest(settings), settings)
+
+
+def limits(job: Mapping[str, Any]) -> dict[str, Any]:
+    """How long a job wants to train: a finished run with higher limits is not finished."""
+    trainer = job.get("trainer") or {}
+    return {name: _canonical(trainer.get(name), f"trainer.{name}") for name in LIMITS}
+
+
+def _digest(settings: Any) -> str:
+    text = json.dumps(settings, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _canonical(value: Any, path: str) -> Any:
+    """JSON types, with 1.0 as 1 (YAML authors do not tell them apart) and without what may change."""
+    if isinstance(value, Mapping):
+        items = ((f"{path}.{key}" if path else str(key), str(key), item) for key, item in value.items())
+        return {
+            key: _canonical(item, at) for at, key, item in sorted(items, key=lambda i: i[0]) if at not in MAY_CHANGE
+        }
+    if isinstance(value, (list, tuple)):
+        return [_canonical(item, f"{path}.{index}") for index, item in enumerate(value)]
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, float) and value.is_integer() and abs(value) < 2**53:
+        return int(value)
+    if value is None or isinstance(value, (str, int, float)):
+        return value
+    raise ConfigError(
+        f"a setting holds a {type(value).__name__}, which cannot be written down",
+        where=path,
+        fix="use text, numbers, lists, mappings, or {class: ..., args: ...}",
+    )
+
+
+def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, str]]:
+    if isinstance(value, Mapping) and value:
+        for key, item in value.items():
+            yield from _leaves(item, f"{path}.{key}" if path else key)
+    elif isinstance(value, list) and value:
+        for index, item in enumerate(value):
+            yield from _leaves(item, f"{path}.{index}")
+    else:
+        yield path, json.dumps(value, ensure_ascii=False)
+
+
+def _shown(old: str | None, new: str | None) -> tuple[str, str]:
+    """Two JSON texts as people write them: texts without quotes, unless only the quotes differ."""
+    before, after = (_NOTHING if text is None else _bare(text) for text in (old, new))
+    return (old or _NOTHING, new or _NOTHING) if before == after else (before, after)
+
+
+def _bare(text: str) -> str:
+    value = json.loads(text)
+    return value if isinstance(value, str) else text

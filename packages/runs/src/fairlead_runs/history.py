@@ -1,0 +1,119 @@
+"""`history.jsonl`: what happened to a run, one event a line, in order; it survives crashes in mid-line."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import math
+import os
+import socket
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from fairlead.errors import RunDirectoryError
+from fairlead_runs.commit import Syscalls
+from fairlead_runs.commit.files import disk_error
+from fairlead_runs.redaction import redact
+
+__all__ = ["History", "read_history"]
+
+
+class History:
+    """Appends events; one process (rank 0) writes, anyone may read at any time.
+
+    Args:
+        path: `history.jsonl`; made at the first event.
+        rank: The writer's global rank.
+        syscalls: For tests.
+
+    Example:
+        >>> History(run / "history.jsonl").append("checkpoint", step=200, seconds=1.5)   # doctest: +SKIP
+    """
+
+    def __init__(self, path: Path, *, rank: int = 0, syscalls: Syscalls | None = None) -> None:
+        self.path = path
+        self._rank = rank
+        self._system = syscalls or Syscalls()
+
+    def append(self, event: str, /, *, durable: bool = True, **fields: Any) -> None:
+        """Writes one event with its time (UTC), rank, host and pid.
+
+        Args:
+            event: `start`, `stop`, `signal`, `requeue`, `checkpoint`, `failed`, `finished`, ...
+            durable: Whether it must survive a power cut; False for what is frequent and unimportant.
+            fields: More about it; texts of secret names are redacted, NaN is written as text.
+
+        Raises:
+            RunDirectoryError: It cannot be written.
+        """
+        body = {
+            "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds"),
+            "event": event,
+            "rank": self._rank,
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            **_plain(redact(fields)),
+        }
+        line = json.dumps(body, ensure_ascii=False, separators=(", ", ": ")).encode() + b"\n"
+        try:
+            self._write(line, durable)
+        except OSError as error:
+            raise disk_error(error, "cannot write the run's history", self.path, RunDirectoryError) from error
+
+    def read(self) -> list[dict[str, Any]]:
+        """All events so far, oldest first."""
+        return read_history(self.path)
+
+    def _write(self, line: bytes, durable: bool) -> None:
+        new = not self.path.exists()
+        fd = self._system.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
+        try:
+            size = os.fstat(fd).st_size
+            if size and os.pread(fd, 1, size - 1) != b"\n":
+                line = b"\n" + line  # an earlier writer died in mid-line: its rest must not swallow this event
+            view = memoryview(line)
+            while view:
+                view = view[self._system.write(fd, view) :]
+            if durable:
+                self._system.fsync(fd)
+        finally:
+            self._system.close(fd)
+        if new and durable:
+            self._system.fsync_dir(self.path.parent)
+
+
+def read_history(path: Path) -> list[dict[str, Any]]:
+    """The events in a history file, oldest first; torn lines are left out, a missing file has none.
+
+    Raises:
+        RunDirectoryError: It cannot be read.
+    """
+    try:
+        lines = path.read_bytes().splitlines()
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise disk_error(error, "cannot read the run's history", path, RunDirectoryError) from error
+    events = []
+    for line in lines:
+        try:
+            event = json.loads(line)
+        except ValueError:
+            continue  # written by a process that died in it
+        if isinstance(event, dict) and isinstance(event.get("event"), str):
+            events.append(event)
+    return events
+
+
+def _plain(value: Any) -> Any:
+    """JSON types; other things by their text, since an event must never fail for its decoration."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    if isinstance(value, float):
+        return value if math.isfinite(value) else str(value)
+    if value is None or isinstance(value, (str, int)):
+        return value
+    return str(value)

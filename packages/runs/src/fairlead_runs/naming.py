@@ -1,0 +1,129 @@
+"""The name and path of a run: from the job alone, so that every rank and every requeue computes the same."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import unicodedata
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from fairlead.errors import ConfigError, did_you_mean
+from fairlead_runs.redaction import is_secret_name
+
+__all__ = ["array_task", "render_name", "run_path", "safe_name"]
+
+MAX_BYTES = 200
+_FIELD = re.compile(r"\{\{|\}\}|\{([^{}]*)\}|[{}]")
+_PUNCTUATION = frozenset("._+=,@%-")
+# The array's index of a task, by scheduler; LSF says 0 outside an array.
+_TASK_VARIABLES = ("SLURM_ARRAY_TASK_ID", "LSB_JOBINDEX", "PBS_ARRAY_INDEX", "SGE_TASK_ID")
+
+
+def render_name(template: str, job: Mapping[str, Any]) -> str:
+    """Fills a template such as `gpt-lr{model.args.lr}` from the job, and makes a safe folder name of it.
+
+    Args:
+        template: Text with `{dotted.path}` into the job, list items by index; `{{` is a brace.
+        job: The job as mappings and lists.
+
+    Raises:
+        ConfigError: A path leads nowhere, or to a mapping or a secret; the name is empty.
+
+    Example:
+        >>> render_name("gpt-lr{model.args.lr}", {"model": {"args": {"lr": 0.001}}})
+        'gpt-lr0.001'
+    """
+
+    def fill(match: re.Match[str]) -> str:
+        if match[0] in ("{{", "}}"):
+            return match[0][0]
+        if match[1] is None:
+            raise ConfigError(
+                f"a single {match[0]!r} in {template!r}", where="run.name", fix=f"double it: {match[0] * 2}"
+            )
+        return _text(_lookup(job, match[1].strip(), template), match[1])
+
+    name = safe_name(_FIELD.sub(fill, template))
+    if not name:
+        raise ConfigError(f"the run's name {template!r} is empty", where="run.name", fix="use letters or digits in it")
+    return name
+
+
+def safe_name(text: str) -> str:
+    """A folder name that no shell or file system trips over: no slashes, spaces, control characters, leading dots.
+
+    Letters of all scripts are kept; at most 200 bytes, a longer name ends in a hash of the whole.
+    """
+    text = unicodedata.normalize("NFC", text)
+    name = "".join(char if _is_safe(char) else "_" for char in text)
+    name = re.sub(r"_{2,}", "_", name).lstrip("._-").rstrip("._")
+    raw = name.encode()
+    if len(raw) > MAX_BYTES:
+        digest = hashlib.sha256(raw).hexdigest()[:8]
+        name = f"{raw[: MAX_BYTES - 9].decode(errors='ignore')}-{digest}"
+    return name
+
+
+def run_path(directory: str | Path, name: str, task: str | None = None) -> Path:
+    """The run directory: `<run.dir>/<run.name>`, for a task of an array `<run.dir>/<run.name>-task-<task>`."""
+    return Path(directory) / (name if task is None else f"{name}-task-{safe_name(task)}")
+
+
+def array_task(environ: Mapping[str, str]) -> str | None:
+    """Which task of a job array this is, or None outside of one."""
+    for variable in _TASK_VARIABLES:
+        value = environ.get(variable, "")
+        if value.isdecimal() and not (variable == "LSB_JOBINDEX" and int(value) == 0):
+            return value
+    return None
+
+
+def _is_safe(char: str) -> bool:
+    if char.isascii():
+        return char.isalnum() or char in _PUNCTUATION
+    return char.isprintable() and not char.isspace()
+
+
+def _lookup(job: Mapping[str, Any], path: str, template: str) -> Any:
+    value: Any = job
+    walked: list[str] = []
+    for part in path.split("."):
+        known: list[str] = []
+        if isinstance(value, Mapping):
+            known = [str(key) for key in value]
+            if part in value:
+                value = value[part]
+                walked.append(part)
+                continue
+        elif isinstance(value, Sequence) and not isinstance(value, str):
+            known = [str(index) for index in range(len(value))]
+            if part in known:
+                value = value[int(part)]
+                walked.append(part)
+                continue
+        at = ".".join(walked) or "the job"
+        near = did_you_mean(part, known)
+        raise ConfigError(
+            f"the run's name needs {path!r}, which the job does not have",
+            where=f"run.name: {template}",
+            why=f"{at} has no {part!r}" + (f", only {', '.join(known[:20])}" if known else ", it is a single value"),
+            fix=f"write {'.'.join([*walked, near])!r}" if near else "use a path that the job has",
+        )
+    return value
+
+
+def _text(value: Any, path: str) -> str:
+    if isinstance(value, (Mapping, list, tuple)):
+        inside = ", ".join(str(key) for key in value) if isinstance(value, Mapping) else "a list"
+        raise ConfigError(
+            f"the run's name needs one value, but {path!r} has several", where="run.name", why=f"it holds {inside}"
+        )
+    if isinstance(value, str) and is_secret_name(path.rpartition(".")[2]):
+        raise ConfigError(
+            f"the run's name would show the secret {path!r}", where="run.name", fix="leave it out of the name"
+        )
+    if value is None or isinstance(value, bool):
+        return str(value).lower()
+    return str(value)

@@ -1,0 +1,241 @@
+"""Where a result comes from: code, packages, machine, scheduler, command line; without secrets."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import json
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fairlead_runs.redaction import is_secret_name, redact_argv, redact_text
+
+__all__ = ["CodeChange", "code_change", "collect_provenance", "git_state", "origin", "scheduler_job"]
+
+MAX_DIFF_BYTES = 1 << 20
+MAX_UNTRACKED = 200
+TIMEOUT_S = 10.0
+
+# Which environment variables are written at all; those named like a secret never are.
+_ALLOWED = re.compile(
+    r"SLURM_(JOB_ID|JOBID|JOB_NAME|JOB_NODELIST|JOB_NUM_NODES|JOB_PARTITION|JOB_QOS|JOB_ACCOUNT|ARRAY_JOB_ID"
+    r"|ARRAY_TASK_ID|RESTART_COUNT|STEP_ID|NTASKS|NNODES|NTASKS_PER_NODE|TASKS_PER_NODE|CPUS_PER_TASK|GPUS_ON_NODE"
+    r"|GPUS_PER_NODE|GPUS_PER_TASK|CLUSTER_NAME|SUBMIT_DIR|SUBMIT_HOST|MEM_PER_NODE|CPU_BIND|CPU_BIND_TYPE)"
+    r"|LSB_(JOBID|JOBINDEX|JOBNAME|QUEUE|HOSTS|MCPU_HOSTS|DJOB_NUMPROC|DJOB_RANKFILE|AFFINITY_HOSTFILE)"
+    r"|PBS_(JOBID|JOBNAME|ARRAY_INDEX|QUEUE|NUM_PPN|O_WORKDIR)"
+    r"|(KUBERNETES_SERVICE_HOST|JOB_COMPLETION_INDEX|HOSTNAME|CONDA_DEFAULT_ENV|VIRTUAL_ENV|MASTER_ADDR|MASTER_PORT)"
+    r"|(WORLD_SIZE|RANK|LOCAL_RANK|LOCAL_WORLD_SIZE|GROUP_RANK|NODE_RANK)"
+    r"|TORCHELASTIC_\w+|(CUDA|ROCR|HIP)_VISIBLE_DEVICES|CUBLAS_WORKSPACE_CONFIG|PYTHONHASHSEED"
+    r"|(NCCL|GLOO|UCX|FI|OMP|MKL|KMP|TORCH|PYTORCH|XLA|FAIRLEAD)_\w+"
+)
+
+
+@dataclass(frozen=True)
+class CodeChange:
+    """Whether the code is another than at the start before.
+
+    Attributes:
+        changed: None when it cannot be known (no git).
+        summary: One sentence for a warning.
+    """
+
+    changed: bool | None
+    summary: str
+
+
+def collect_provenance(
+    environ: Mapping[str, str],
+    *,
+    code: Path | None = None,
+    argv: Sequence[str] | None = None,
+    timeout_s: float = TIMEOUT_S,
+    max_diff_bytes: int = MAX_DIFF_BYTES,
+) -> dict[str, Any]:
+    """All that is known about where a start runs and what it runs, of JSON types.
+
+    Args:
+        environ: The environment; an allow-list of it is kept.
+        code: A folder of the user's code, to ask git about; None: the working directory.
+        argv: The command line; None: this process's.
+        timeout_s: For each external command (git, nvidia-smi); what takes longer is null.
+        max_diff_bytes: How much of `git diff HEAD` is kept.
+    """
+    return {
+        "python": {"version": platform.python_version(), "executable": sys.executable},
+        "platform": platform.platform(),
+        "host": platform.node(),
+        "cwd": _cwd(),
+        "argv": redact_argv(sys.argv if argv is None else argv),
+        "packages": packages(importlib.metadata.distributions()),
+        "git": git_state(code or Path(), environ, timeout_s=timeout_s, max_diff_bytes=max_diff_bytes),
+        "environ": {
+            name: redact_text(value)
+            for name, value in sorted(environ.items())
+            if _ALLOWED.fullmatch(name) and not is_secret_name(name)
+        },
+        "scheduler_job": scheduler_job(environ)[0],
+        "hardware": hardware(environ, timeout_s=timeout_s),
+    }
+
+
+def origin(provenance: Mapping[str, Any]) -> dict[str, str | None]:
+    """What a checkpoint says of the code and the environment that wrote it; the whole is in the run directory.
+
+    Args:
+        provenance: What `collect_provenance` gave.
+
+    Returns:
+        `code`: the commit, with `+changes` where files differ from it; None without git. `environment`: a digest of
+        the Python version, the machine's architecture and all installed packages.
+
+    Example:
+        >>> origin({"git": {"commit": "c0ffee", "dirty": True}})["code"]
+        'c0ffee+changes'
+    """
+    git = provenance.get("git") or {}
+    commit = git.get("commit")
+    packages, python = provenance.get("packages"), (provenance.get("python") or {}).get("version")
+    installed = json.dumps([python, platform.machine(), packages])
+    return {
+        "code": f"{commit}{'+changes' if git.get('dirty') else ''}" if commit else None,
+        "environment": hashlib.sha256(installed.encode()).hexdigest()[:16],
+    }
+
+
+def scheduler_job(environ: Mapping[str, str]) -> tuple[str | None, int]:
+    """The scheduler's id of this job, such as `slurm:4711`, and how often it was restarted, for `LockOwner.here`."""
+    if job := environ.get("SLURM_JOB_ID"):
+        attempt = environ.get("SLURM_RESTART_COUNT", "0")
+        return f"slurm:{job}", int(attempt) if attempt.isdecimal() else 0
+    if job := environ.get("LSB_JOBID"):
+        index = environ.get("LSB_JOBINDEX", "0")
+        return f"lsf:{job}" + (f"[{index}]" if index != "0" else ""), 0
+    if job := environ.get("PBS_JOBID"):
+        return f"pbs:{job}", 0
+    return None, 0
+
+
+def packages(distributions: Iterable[importlib.metadata.Distribution]) -> list[str]:
+    """Installed packages as `name==version`; damaged metadata is left out."""
+    found = set()
+    for distribution in distributions:
+        metadata = distribution.metadata
+        name = metadata["Name"] if metadata and "Name" in metadata else None
+        if name and distribution.version:
+            found.add(f"{name}=={distribution.version}")
+    return sorted(found, key=str.lower)
+
+
+def git_state(
+    code: Path, environ: Mapping[str, str], *, timeout_s: float = TIMEOUT_S, max_diff_bytes: int = MAX_DIFF_BYTES
+) -> dict[str, Any] | None:
+    """Commit, branch, changes and new files of the repository around `code`.
+
+    Returns:
+        None without git, outside a repository, or when git takes too long; else `commit` (None before the
+        first one), `branch`, `dirty`, `diff` (secrets redacted), `diff_cut`, `untracked`, `root`.
+    """
+    git = shutil.which("git", path=environ.get("PATH"))
+    if git is None:
+        return None
+
+    def ask(*args: str, limit: int = 1 << 20) -> tuple[str, bool] | None:
+        return _run([git, "-C", str(code), *args], environ, timeout_s, limit)
+
+    root = ask("rev-parse", "--show-toplevel")
+    if root is None:
+        return None
+    status = ask("status", "--porcelain", "-z", "--untracked-files=all")
+    if status is None:
+        return None
+    entries = status[0].split("\0")
+    commit, branch = ask("rev-parse", "--verify", "HEAD"), ask("symbolic-ref", "--short", "-q", "HEAD")
+    diff = ask("diff", "HEAD", "--no-color", "--no-ext-diff", "--no-textconv", limit=max_diff_bytes) if commit else None
+    untracked = [entry[3:] for entry in entries if entry.startswith("?? ")]
+    return {
+        "root": root[0].rstrip("\n"),
+        "commit": commit[0].strip() if commit else None,
+        "branch": branch[0].strip() if branch else None,
+        "dirty": any(entries),
+        "diff": redact_text(diff[0]) if diff else None,
+        "diff_cut": bool(diff and diff[1]),
+        "untracked": untracked[:MAX_UNTRACKED],
+        "untracked_count": len(untracked),
+    }
+
+
+def code_change(old: Mapping[str, Any] | None, new: Mapping[str, Any] | None) -> CodeChange:
+    """Compares the `git` parts of two provenances.
+
+    Example:
+        >>> code_change({"commit": "a" * 40, "diff": ""}, {"commit": "b" * 40, "diff": ""}).summary
+        'the commit is another: aaaaaaaaaaaa -> bbbbbbbbbbbb'
+    """
+    if not old or not new:
+        return CodeChange(None, "unknown: the code is not in a git repository, or git is not installed")
+    if old.get("commit") != new.get("commit"):
+        before, after = (str(state.get("commit") or "none")[:12] for state in (old, new))
+        return CodeChange(True, f"the commit is another: {before} -> {after}")
+    if old.get("diff") != new.get("diff"):
+        files = sorted(_changed_files(old) ^ _changed_files(new)) or sorted(_changed_files(new))
+        return CodeChange(True, f"uncommitted changes differ: {', '.join(files[:5]) or 'see provenance.json'}")
+    if old.get("untracked") != new.get("untracked"):
+        files = sorted(set(old.get("untracked") or ()) ^ set(new.get("untracked") or ()))
+        return CodeChange(True, f"untracked files differ: {', '.join(files[:5])}")
+    if new.get("diff_cut"):
+        return CodeChange(None, "unknown: the uncommitted changes are too large to be kept as a whole")
+    return CodeChange(False, "the code is the same")
+
+
+def hardware(environ: Mapping[str, str], *, timeout_s: float = TIMEOUT_S) -> dict[str, Any]:
+    """CPU cores (of the machine, and usable by this process), memory in GiB, NVIDIA GPUs by name, memory, driver."""
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
+    gpus: list[str] | None = None
+    if tool := shutil.which("nvidia-smi", path=environ.get("PATH")):
+        query = [tool, "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
+        answer = _run(query, environ, timeout_s, 1 << 20)
+        gpus = answer[0].splitlines() if answer else None
+    return {"cpus": os.cpu_count(), "cpus_usable": usable, "memory_gib": round(memory, 1), "gpus": gpus}
+
+
+def _changed_files(state: Mapping[str, Any]) -> set[str]:
+    return set(re.findall(r"^diff --git a/.* b/(.*)$", state.get("diff") or "", re.MULTILINE))
+
+
+def _run(command: list[str], environ: Mapping[str, str], timeout_s: float, limit: int) -> tuple[str, bool] | None:
+    """Output of a command and whether it was cut; None when it fails or is too slow."""
+    with tempfile.TemporaryFile() as output:  # not a pipe: the output may be gigabytes
+        try:
+            done = subprocess.run(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.DEVNULL,
+                env={**environ, "GIT_OPTIONAL_LOCKS": "0", "LC_ALL": "C"},
+                timeout=timeout_s,
+                check=False,
+            )
+        except (OSError, subprocess.TimeoutExpired):
+            return None
+        if done.returncode:
+            return None
+        output.seek(0)
+        data = output.read(limit + 1)
+    return data[:limit].decode(errors="replace"), len(data) > limit
+
+
+def _cwd() -> str | None:
+    try:
+        return str(Path.cwd())
+    except FileNotFoundError:  # deleted under us
+        return None

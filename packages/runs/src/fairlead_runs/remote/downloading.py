@@ -1,0 +1,127 @@
+"""From a store into a directory of checkpoints, through the same protocol as a save."""
+
+from __future__ import annotations
+
+import contextlib
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from fairlead.errors import CheckpointError
+from fairlead_runs.commit.checkpoints import Checkpoint
+from fairlead_runs.commit.files import disk_error, ensure_dir
+from fairlead_runs.commit.hashing import FileHash, hash_file
+from fairlead_runs.commit.manifest import Damage
+from fairlead_runs.commit.publish import abandon, publish, stage
+from fairlead_runs.commit.syscalls import Syscalls
+from fairlead_runs.remote.listing import RemoteCheckpoint, checkpoint_at, list_checkpoints
+from fairlead_runs.remote.store import Store
+from fairlead_runs.remote.urls import split_checkpoint_url
+
+__all__ = ["DamagedCopyError", "download", "fetch"]
+
+_TOKEN = "download"
+
+
+class DamagedCopyError(CheckpointError):
+    """A checkpoint on a store is not what its manifest says; nothing of it was kept."""
+
+
+def download(store: Store, checkpoint: RemoteCheckpoint, root: Path, *, threads: int = 8) -> Checkpoint:
+    """Copies a checkpoint into a directory of checkpoints, where it appears once all of it is there and right.
+
+    Args:
+        store: The run's.
+        checkpoint: One of it.
+        root: The `checkpoints` directory; made when missing.
+        threads: Files downloaded at a time.
+
+    Returns:
+        The local checkpoint; `step-00000200.2` where there is a complete one of that name already.
+
+    Raises:
+        DamagedCopyError: A file is missing or is not what the manifest says.
+        CheckpointError: The store does not answer, or the disk refuses.
+    """
+    damages = checkpoint.damages()
+    if damages or checkpoint.manifest is None:
+        raise _damaged(checkpoint, damages)
+    staged = stage(root, checkpoint.name.partition(".")[0], token=_TOKEN)
+    with contextlib.ExitStack() as undo:
+        undo.callback(abandon, staged)
+        with ThreadPoolExecutor(threads) as pool:
+            found = list(
+                pool.map(lambda item: _get(store, checkpoint.name, staged, *item), checkpoint.manifest.files.items())
+            )
+        damages = [damage for damage in found if damage is not None]
+        if damages:
+            raise _damaged(checkpoint, damages)
+        published = publish(staged, checkpoint.manifest.metadata, hashes=checkpoint.manifest.files)
+        undo.pop_all()
+    return published
+
+
+def newest_sound(
+    store: Store, root: Path, *, after: tuple[int, int, int] | None
+) -> tuple[Checkpoint | None, list[str]]:
+    """Downloads the newest checkpoint of a run that is right, of those newer than a local one.
+
+    Args:
+        store: The run's.
+        root: The local `checkpoints` directory.
+        after: The `order` of the newest complete local one; None: there is none.
+
+    Returns:
+        The local copy, or None where the store has nothing newer; and what was passed over, in words.
+
+    Raises:
+        CheckpointError: The store does not answer, or the disk refuses.
+    """
+    skipped: list[str] = []
+    for checkpoint in sorted(list_checkpoints(store), key=lambda item: item.order, reverse=True):
+        if checkpoint.manifest is not None and after is not None and checkpoint.order <= after:
+            break
+        try:
+            return download(store, checkpoint, root), skipped
+        except DamagedCopyError as error:
+            skipped.append(f"{checkpoint.url}: {error.why}")
+    return None, skipped
+
+
+def fetch(url: str, root: Path, *, store: Store | None = None) -> Checkpoint:
+    """Downloads the checkpoint of a URL.
+
+    Args:
+        url: `s3://bucket/prefix/RUN/step-00000200`.
+        root: A directory of checkpoints.
+        store: The run's, where it is open already; None: opened without options.
+
+    Raises:
+        ConfigError: This is not the URL of a checkpoint.
+        CheckpointError: There is none, it is damaged, or the store does not answer.
+    """
+    place, name = split_checkpoint_url(url)
+    store = store if store is not None and store.url == place else Store.open(place)
+    return download(store, checkpoint_at(store, name), root)
+
+
+def _get(store: Store, checkpoint: str, staged: Path, name: str, expected: FileHash) -> Damage | None:
+    target, system = staged / name, Syscalls()
+    try:
+        ensure_dir(target.parent, system)
+        for _ in range(2):  # a connection may end too early without an error
+            store.get(f"{checkpoint}/{name}", target)
+            if hash_file(target, expected.algorithm, sync=True) == expected:
+                return None
+    except OSError as error:
+        raise disk_error(error, "cannot write a downloaded checkpoint", target) from error
+    return Damage(Path(checkpoint), name, f"its {expected.algorithm} checksum is wrong: the content has changed")
+
+
+def _damaged(checkpoint: RemoteCheckpoint, damages: list[Damage]) -> DamagedCopyError:
+    more = f", and {len(damages) - 1} more" if len(damages) > 1 else ""
+    return DamagedCopyError(
+        "a checkpoint on the store is damaged",
+        where=checkpoint.url,
+        why=f"{damages[0].file or checkpoint.name}: {damages[0].problem}{more}",
+        fix="use the one before it; `fairlead checkpoint ls` shows what is there",
+    )

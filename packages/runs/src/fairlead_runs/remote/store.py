@@ -1,0 +1,310 @@
+"""One place on a store: its objects by their names below a URL."""
+
+from __future__ import annotations
+
+import base64
+import importlib
+import importlib.util
+import inspect
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from fairlead.errors import ConfigError, MissingDependencyError
+from fairlead_runs.commit.files import ensure_dir, replace_file
+from fairlead_runs.commit.syscalls import Syscalls
+from fairlead_runs.remote.retrying import Retries, store_error
+from fairlead_runs.remote.urls import check_options, check_url, join
+
+__all__ = ["MIB", "Entry", "Store", "missing_library"]
+
+MIB: Final = 1 << 20
+# A dead endpoint is noticed in seconds. Single parts are tried again by botocore and s3fs, whole files by `Retries`.
+_S3: Final[Mapping[str, Any]] = {"connect_timeout": 10, "read_timeout": 60, "retries": {"max_attempts": 2}}
+_PACKAGES: Final = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "az": "adlfs", "abfs": "adlfs"}
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One object.
+
+    Args:
+        name: Its name below the store's URL, with `/`.
+        size: Bytes.
+        checksum: The store's own, where it gives one: an MD5 in hexadecimal, or S3's of several parts, `<md5>-<parts>`.
+    """
+
+    name: str
+    size: int
+    checksum: str | None = None
+
+
+class Store:
+    """The objects below a URL; each call is tried again while the store does not answer.
+
+    Credentials and the endpoint come from where the store's own library looks for them.
+
+    Args:
+        url: The place.
+        filesystem: An fsspec file system.
+        root: The place as that file system names it.
+        retries: How often each request is made.
+        part_mib: MiB of one part of an object that is uploaded in parts; two are in flight for each file.
+
+    Example:
+        >>> store = Store.open("memory://docs/run")                                 # doctest: +SKIP
+        >>> store.write("latest", b"step-00000200")                                 # doctest: +SKIP
+        >>> store.read("latest")                                                    # doctest: +SKIP
+        b'step-00000200'
+    """
+
+    def __init__(
+        self, url: str, filesystem: Any, root: str, *, retries: Retries | None = None, part_mib: int = 32
+    ) -> None:
+        self.url = url
+        self.retries = retries or Retries()
+        self.part = part_mib * MIB
+        self._fs = filesystem
+        self._root = root.rstrip("/")
+        self._local = "file" in _protocols(filesystem)
+        takes = inspect.signature(getattr(filesystem, "_put_file", filesystem.put_file)).parameters
+        self._put_options = {"chunksize": self.part} if "chunksize" in takes else {}
+        self._put_options |= {"max_concurrency": 2} if "max_concurrency" in takes else {}
+
+    @classmethod
+    def open(
+        cls,
+        url: str,
+        options: Mapping[str, Any] | None = None,
+        *,
+        retries: Retries | None = None,
+        part_mib: int = 32,
+    ) -> Store:
+        """Opens the place; nothing is asked of the store yet.
+
+        Args:
+            url: `s3://bucket/prefix`; any protocol of fsspec.
+            options: For fsspec's file system, as `{"endpoint_url": ...}`; no secrets.
+            retries: How often each request is made.
+            part_mib: MiB of one part of a large object.
+
+        Raises:
+            ConfigError: The URL or an option is wrong, or a secret.
+            MissingDependencyError: fsspec, or the library of this protocol, is not installed.
+        """
+        url = check_url(url)
+        given = dict(options or {})
+        check_options(given)
+        lacking = missing_library(url)
+        if lacking is not None:
+            raise lacking
+        if url.startswith(("s3://", "s3a://")):
+            given["config_kwargs"] = {**_S3, **given.get("config_kwargs", {})}
+        try:
+            filesystem, root = importlib.import_module("fsspec.core").url_to_fs(
+                url, use_listings_cache=False, skip_instance_cache=True, **given
+            )
+        except (ValueError, TypeError, ImportError) as error:
+            raise ConfigError(
+                "the store cannot be opened", where=url, why=str(error), fix="check the URL and storage_options"
+            ) from error
+        except Exception as error:  # some libraries look for credentials here
+            raise store_error(error, "open the store", url) from error
+        return cls(url, filesystem, root, retries=retries, part_mib=part_mib)
+
+    def at(self, name: str) -> Store:
+        """The place below this one."""
+        child = Store.__new__(Store)
+        child.__dict__.update(self.__dict__)
+        child.url, child._root = join(self.url, name), f"{self._root}/{name}"
+        return child
+
+    def trying(self, retries: Retries) -> Store:
+        """This place with another number of tries."""
+        other = self.at("")
+        other.url, other._root, other.retries = self.url, self._root, retries
+        return other
+
+    def list(self) -> dict[str, Entry]:
+        """All objects below this place, by name, in order; empty where there is none.
+
+        Raises:
+            CheckpointError: The store refuses, or does not answer.
+        """
+
+        def found() -> dict[str, Entry]:
+            self._fs.invalidate_cache()
+            try:
+                infos = self._fs.find(self._root, detail=True)
+            except FileNotFoundError:
+                return {}
+            entries = (_entry(info, self._name(path)) for path, info in infos.items())
+            return {entry.name: entry for entry in sorted(entries, key=lambda entry: entry.name)}
+
+        return self.retries("list what is there", self.url, found)
+
+    def entry(self, name: str) -> Entry | None:
+        """One object as the store has it now; None where there is none."""
+
+        def found() -> Entry | None:
+            self._fs.invalidate_cache()
+            try:
+                info = self._fs.info(self._path(name))
+            except FileNotFoundError:
+                return None
+            return _entry(info, name) if info.get("type") != "directory" else None
+
+        return self.retries("look at an object", join(self.url, name), found)
+
+    def read(self, name: str) -> bytes | None:
+        """The content of a small object; None where there is none."""
+
+        def content() -> bytes | None:
+            try:
+                return bytes(self._fs.cat_file(self._path(name)))
+            except FileNotFoundError:
+                return None
+
+        return self.retries("read an object", join(self.url, name), content)
+
+    def chunks(self, name: str, size: int = 8 * MIB) -> Iterator[memoryview]:
+        """The content of an object, piece by piece; not tried again."""
+        with self._fs.open(self._path(name), "rb") as file:
+            while data := file.read(size):
+                yield memoryview(data)
+
+    def write(self, name: str, content: bytes) -> None:
+        """Replaces a small object as a whole: whoever reads it meanwhile gets the old one or the new one.
+
+        Raises:
+            CheckpointError: The store refuses, or does not answer.
+        """
+
+        def written() -> None:
+            if self._local:  # a file has to be told what a store promises
+                self._make_folder(name)
+                replace_file(Path(self._path(name)), content)
+            else:
+                self._fs.pipe_file(self._path(name), content)
+
+        self._written(name, written)
+
+    def put(self, file: Path, name: str) -> None:
+        """Uploads a file, a large one in parts, in parallel.
+
+        Raises:
+            CheckpointError: The store refuses, or does not answer.
+            OSError: The file cannot be read.
+        """
+        with file.open("rb"):  # what is wrong with the file is no fault of the store
+            pass
+
+        def uploaded() -> None:
+            self._make_folder(name)
+            self._fs.put_file(str(file), self._path(name), **self._put_options)
+            self._sync(name)
+
+        self._written(name, uploaded)
+
+    def get(self, name: str, file: Path) -> None:
+        """Downloads an object into a file; its content is not checked here.
+
+        Raises:
+            CheckpointError: The store refuses, does not answer, or there is no such object.
+        """
+        url = join(self.url, name)
+        try:
+            self.retries("download an object", url, lambda: self._fs.get_file(self._path(name), str(file)))
+        except FileNotFoundError as error:
+            raise store_error(error, "download an object", url) from error
+
+    def delete(self, names: Iterable[str]) -> None:
+        """Deletes objects; one that is gone already is no error."""
+        for name in names:
+            try:
+                self.retries("delete an object", join(self.url, name), lambda n=name: self._fs.rm_file(self._path(n)))  # type: ignore[misc]
+            except FileNotFoundError:
+                continue
+        if self._local:
+            self._remove_empty()
+
+    def _written(self, name: str, call: Any) -> None:
+        url = join(self.url, name)
+        try:
+            self.retries("write an object", url, call)
+        except FileNotFoundError as error:
+            raise store_error(error, "write an object", url) from error
+
+    def _make_folder(self, name: str) -> None:
+        if self._local:
+            ensure_dir(Path(self._path(name)).parent, Syscalls())
+
+    def _sync(self, name: str) -> None:
+        """A store answers when an object is durable; a file has to be told."""
+        if not self._local:
+            return
+        path = self._path(name)
+        for place in (path, os.path.dirname(path)):
+            fd = os.open(place, os.O_RDONLY)
+            try:
+                os.fsync(fd)
+            finally:
+                os.close(fd)
+
+    def _remove_empty(self) -> None:
+        for folder, _, _ in os.walk(self._root, topdown=False):
+            if folder != self._root and not os.listdir(folder):
+                os.rmdir(folder)
+
+    def _path(self, name: str) -> str:
+        return f"{self._root}/{name}" if self._root else name
+
+    def _name(self, path: str) -> str:
+        return path.lstrip("/").removeprefix(self._root.lstrip("/")).lstrip("/")
+
+
+def missing_library(url: str) -> MissingDependencyError | None:
+    """What is to be installed before this URL can be opened, as an error; None: nothing. Imports nothing of it."""
+    if importlib.util.find_spec("fsspec") is None:
+        return MissingDependencyError(
+            "checkpoints on an object store need the package fsspec, which is not installed",
+            where=url,
+            fix="pip install 'fairlead[remote]'",
+        )
+    protocol = url.partition("://")[0]
+    known = importlib.import_module("fsspec.registry").known_implementations
+    package = _PACKAGES.get(protocol)
+    if package is not None and importlib.util.find_spec(package) is None:
+        return MissingDependencyError(
+            f"URLs of {protocol}:// need the package {package}, which is not installed",
+            where=url,
+            fix=f"pip install 'fairlead[remote]' {package}",
+        )
+    if protocol not in known and protocol not in importlib.import_module("fsspec").available_protocols():
+        return MissingDependencyError(
+            f"fsspec knows no protocol {protocol!r}",
+            where=url,
+            fix="write s3://, gs://, az://, file:// or another of it",
+        )
+    return None
+
+
+def _protocols(filesystem: Any) -> tuple[str, ...]:
+    protocol = filesystem.protocol
+    return (protocol,) if isinstance(protocol, str) else tuple(protocol)
+
+
+def _entry(info: Mapping[str, Any], name: str) -> Entry:
+    return Entry(name, int(info.get("size") or 0), _checksum(info))
+
+
+def _checksum(info: Mapping[str, Any]) -> str | None:
+    """S3's ETag, Google's md5Hash, Azure's content_md5; nothing for file systems without one."""
+    if isinstance(etag := info.get("ETag"), str):
+        return etag.strip('"').lower()
+    md5 = info.get("md5Hash") or (info.get("content_settings") or {}).get("content_md5")
+    if isinstance(md5, str):
+        return base64.b64decode(md5).hex()
+    return bytes(md5).hex() if isinstance(md5, (bytes, bytearray)) else None

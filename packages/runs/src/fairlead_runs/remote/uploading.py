@@ -1,0 +1,170 @@
+"""Copying a published checkpoint to a store: its files first, each checked, the manifest last."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from fairlead.errors import CheckpointError
+from fairlead_runs.commit.checkpoints import LATEST, Checkpoint
+from fairlead_runs.commit.files import disk_error
+from fairlead_runs.commit.hashing import FileHash, new_hasher
+from fairlead_runs.commit.manifest import MANIFEST, Manifest, read_manifest
+from fairlead_runs.commit.retention import KEEP, is_kept_forever
+from fairlead_runs.remote.listing import RemoteCheckpoint, list_checkpoints, stored_hash
+from fairlead_runs.remote.store import MIB, Entry, Store
+from fairlead_runs.remote.urls import join
+
+__all__ = ["Check", "upload"]
+
+Check = Literal["checksum", "size"]
+_PARTS = 10_000  # that an object of S3 may have
+
+
+@dataclass(frozen=True)
+class _Read:
+    """What reading a file once tells: its checksum, and what a store would call it."""
+
+    hash: FileHash
+    md5: str
+    of_parts: str
+
+
+def upload(
+    path: Path,
+    store: Store,
+    *,
+    threads: int = 4,
+    check: Check = "checksum",
+    before_commit: Callable[[], None] | None = None,
+) -> RemoteCheckpoint:
+    """Copies a published checkpoint; when this returns, the copy is complete, and `latest` names it.
+
+    What an earlier attempt has uploaded is not uploaded again when the store's own checksum shows it to be right.
+    A checkpoint that is there already stays as it is; another one of that name is never overwritten: this one then
+    becomes `step-00000200.2`, as in a directory.
+
+    Args:
+        path: The checkpoint's directory.
+        store: The run's place.
+        threads: Files uploaded at a time.
+        check: What is compared after each upload. `checksum`: the store's own (MD5, or S3's of the parts); where it
+            gives one that cannot be compared, as with encryption by KMS, the object is read back. `size`: sizes only.
+        before_commit: Called before the manifest is written; raises to leave it out.
+
+    Raises:
+        CheckpointError: The checkpoint is damaged, the store refuses or does not answer, or an object is not what was
+            sent. There is no manifest then.
+    """
+    manifest = read_manifest(path)
+    there = [item for item in list_checkpoints(store) if _same_step(item, path)]
+    name = path.name
+    for item in there:
+        if item.same_as(manifest) and item.complete:
+            store.write(LATEST, f"{item.name}\n".encode())
+            return item
+    if any(item.name == name for item in there):
+        name = _free_name(path.name, {item.name for item in there if item.complete})
+        store.delete([f"{name}/{MANIFEST}"])  # of a damaged one: it must not vouch for what is uploaded now
+    known = store.at(name).list()
+
+    def send(item: tuple[str, FileHash]) -> None:
+        _send(path / item[0], store, f"{name}/{item[0]}", item[1], known.get(item[0]), check)
+
+    with ThreadPoolExecutor(threads) as pool:
+        list(pool.map(send, manifest.files.items()))
+    if is_kept_forever(Checkpoint.at(path)):
+        store.write(f"{name}/{KEEP}", b"This checkpoint is kept until this object is deleted.\n")
+    if before_commit is not None:
+        before_commit()
+    content = manifest.dump()
+    store.write(f"{name}/{MANIFEST}", content)
+    if store.read(f"{name}/{MANIFEST}") != content:
+        store.delete([f"{name}/{MANIFEST}"])
+        raise _not_as_sent(join(store.url, name, MANIFEST))
+    store.write(LATEST, f"{name}\n".encode())
+    return _committed(store, name, manifest)
+
+
+def _send(file: Path, store: Store, name: str, expected: FileHash, known: Entry | None, check: Check) -> None:
+    url = join(store.url, name)
+    try:
+        read = _read_once(file, expected, store.part)
+        if read.hash != expected:
+            raise CheckpointError(
+                "a checkpoint is damaged and was not uploaded",
+                where=str(file),
+                why=f"its {expected.algorithm} checksum is wrong: the content has changed since it was written",
+                fix="check the disk; the copies of earlier checkpoints are not touched",
+            )
+        if known is not None and known.size == expected.size and known.checksum in (read.md5, read.of_parts):
+            return
+        for last in (False, True):
+            store.put(file, name)
+            if _arrived(store, name, expected, read, check):
+                return
+            if last:
+                raise _not_as_sent(url)
+    except OSError as error:
+        raise disk_error(error, "cannot read a checkpoint that is to be uploaded", file) from error
+
+
+def _arrived(store: Store, name: str, expected: FileHash, read: _Read, check: Check) -> bool:
+    entry = store.entry(name)
+    if entry is None or entry.size != expected.size:
+        return False
+    if check == "size" or entry.checksum is None or entry.checksum in (read.md5, read.of_parts):
+        return True
+    # With encryption by KMS, or other parts than expected, an ETag says nothing of the content.
+    return stored_hash(store, name, expected.algorithm) == expected
+
+
+def _read_once(file: Path, expected: FileHash, part: int) -> _Read:
+    size = os.stat(file).st_size
+    part = max(part, -(-size // _PARTS))
+    ours, whole, parts = new_hasher(expected.algorithm), hashlib.md5(usedforsecurity=False), []
+    buffer = memoryview(bytearray(min(part, 4 * MIB)))
+    with file.open("rb", buffering=0) as source:
+        of_part, left, total = hashlib.md5(usedforsecurity=False), part, 0
+        while count := source.readinto(buffer[: min(len(buffer), left)]):
+            for hasher in (ours, whole, of_part):
+                hasher.update(buffer[:count])
+            left, total = left - count, total + count
+            if left == 0:
+                parts.append(of_part.digest())
+                of_part, left = hashlib.md5(usedforsecurity=False), part
+        if left != part:
+            parts.append(of_part.digest())
+    of_parts = hashlib.md5(b"".join(parts), usedforsecurity=False).hexdigest()
+    return _Read(FileHash(expected.algorithm, ours.hexdigest(), total), whole.hexdigest(), f"{of_parts}-{len(parts)}")
+
+
+def _same_step(item: RemoteCheckpoint, path: Path) -> bool:
+    return item.step == Checkpoint.at(path).step
+
+
+def _free_name(name: str, taken: set[str]) -> str:
+    stem = name.partition(".")[0]
+    names = itertools.chain([name], (f"{stem}.{version}" for version in itertools.count(2)))
+    return next(candidate for candidate in names if candidate not in taken)
+
+
+def _committed(store: Store, name: str, manifest: Manifest) -> RemoteCheckpoint:
+    url, place = join(store.url, name), Checkpoint.at(Path(name))
+    entries = {file: Entry(f"{name}/{file}", expected.size) for file, expected in manifest.files.items()}
+    return RemoteCheckpoint(url, place.step, place.version, manifest, None, entries)
+
+
+def _not_as_sent(url: str) -> CheckpointError:
+    return CheckpointError(
+        "an object on the store is not what was sent",
+        where=url,
+        why="its size or checksum is another, twice",
+        fix="somebody else may write there: give each run a prefix of its own",
+    )

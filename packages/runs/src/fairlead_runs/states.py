@@ -1,0 +1,148 @@
+"""What a run is doing, from what its directory holds; reads only, and copes with folders that are no runs."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from fairlead.errors import FairleadError, RunDirectoryError
+from fairlead_runs.commit import LockOwner, read_lock
+from fairlead_runs.heartbeat import Beat, read_heartbeats
+from fairlead_runs.history import read_history
+
+__all__ = ["FINGERPRINT_FILE", "HISTORY_FILE", "LOCK_FILE", "RunState", "is_run", "list_runs", "state"]
+
+FINGERPRINT_FILE = "fingerprint.json"
+HISTORY_FILE = "history.jsonl"
+LOCK_FILE = ".lock"
+
+State = Literal["running", "finished", "failed", "stopped", "interrupted", "unknown"]
+_ENDS: Mapping[str, State] = {"finished": "finished", "failed": "failed", "stop": "stopped"}
+_CLOCK_SLACK_S = 5.0
+
+
+@dataclass(frozen=True)
+class RunState:
+    """A run at a glance.
+
+    Attributes:
+        path: Its directory.
+        state: `running`; `finished`; `failed` (its code raised, a rank died); `stopped` (on a signal,
+            everything saved); `interrupted` (it ended without a word: killed, or its node died); `unknown`
+            (never started, or not readable).
+        reason: Why, in a few words; may be empty.
+        step: The last known training step, or None.
+        metrics: The last ones in the history.
+        starts: How often it was started.
+        started: When the last start was, UTC, or None.
+        heartbeat_age_s: Seconds since the last sign of life of any rank, or None.
+        owner: Who holds its lock now, or None.
+        ranks: The last beat of each rank of the last start.
+    """
+
+    path: Path
+    state: State
+    reason: str = ""
+    step: int | None = None
+    metrics: Mapping[str, Any] = field(default_factory=dict)
+    starts: int = 0
+    started: datetime.datetime | None = None
+    heartbeat_age_s: float | None = None
+    owner: LockOwner | None = None
+    ranks: Sequence[Beat] = ()
+
+    @property
+    def name(self) -> str:
+        """The directory's name."""
+        return self.path.name
+
+
+def is_run(path: Path) -> bool:
+    """Whether this folder is a run directory."""
+    return (path / FINGERPRINT_FILE).is_file()
+
+
+def list_runs(directory: Path, *, now: float | None = None) -> list[RunState]:
+    """The state of every run in a folder (or of the run that it is), by name; other folders are passed over.
+
+    Raises:
+        RunDirectoryError: The folder does not exist or cannot be read.
+    """
+    if is_run(directory):
+        return [state(directory, now=now)]
+    try:
+        names = sorted(os.listdir(directory))
+    except OSError as error:
+        raise RunDirectoryError("cannot list runs", where=str(directory), why=error.strerror) from error
+    return [state(directory / name, now=now) for name in names if is_run(directory / name)]
+
+
+def state(path: Path, *, now: float | None = None) -> RunState:
+    """The state of one run.  Never raises for what is in it: what cannot be read is `unknown`, with the reason."""
+    try:
+        return _state(path, time.time() if now is None else now)
+    except (FairleadError, OSError) as error:
+        return RunState(path, "unknown", getattr(error, "why", None) or str(error))
+
+
+def _state(path: Path, now: float) -> RunState:
+    events = read_history(path / HISTORY_FILE)
+    starts = [index for index, event in enumerate(events) if event["event"] == "start"]
+    since = events[starts[-1] :] if starts else []
+    started = _when(since[0]) if since else None
+    earliest = started.timestamp() - _CLOCK_SLACK_S if started else float("inf")
+    number = since[0].get("start") if since else None
+    # Records of ranks that only an earlier start had stay in the files; they are not of this start.
+    ranks = [
+        beat
+        for beat in read_heartbeats(path / "heartbeats")
+        if (beat.start == number if beat.start else beat.time >= earliest)
+    ]
+    last_beat = max((beat.time for beat in ranks), default=None)
+    lock = read_lock(path / LOCK_FILE)
+    living = lock if lock is not None and lock.gone is None else None
+    signs = [] if last_beat is None else [max(0.0, now - last_beat)]
+    if living is not None:
+        signs.append(living.age_s)
+    kind, reason = _kind(since, living is not None, lock.gone if lock else None)
+    return RunState(
+        path=path,
+        state=kind,
+        reason=reason,
+        step=_step(events, ranks),
+        metrics=next((e["metrics"] for e in reversed(events) if isinstance(e.get("metrics"), dict)), {}),
+        starts=len(starts),
+        started=started,
+        heartbeat_age_s=min(signs, default=None),
+        owner=living.owner if living else None,
+        ranks=ranks,
+    )
+
+
+def _kind(since: Sequence[Mapping[str, Any]], locked: bool, gone: str | None) -> tuple[State, str]:
+    end = next((event for event in reversed(since) if event["event"] in _ENDS), None)
+    if end is not None:
+        return _ENDS[end["event"]], str(end.get("reason") or "")
+    if locked:
+        return "running", "" if since else "starting"
+    if not since:
+        return "unknown", "it was never started"
+    return "interrupted", gone or "it ended without a word: killed, or its node died"
+
+
+def _step(events: Sequence[Mapping[str, Any]], ranks: Sequence[Beat]) -> int | None:
+    if ranks:
+        return max(beat.step for beat in ranks)
+    return next((event["step"] for event in reversed(events) if isinstance(event.get("step"), int)), None)
+
+
+def _when(event: Mapping[str, Any]) -> datetime.datetime | None:
+    try:
+        return datetime.datetime.fromisoformat(str(event.get("time")))
+    except ValueError:
+        return None

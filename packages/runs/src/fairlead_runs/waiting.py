@@ -1,0 +1,139 @@
+"""Who waits for whom, from the heartbeats of all ranks.
+
+All ranks run the same program, so the one with the lowest step, and within the step the lowest turn, is behind: the
+others will wait for it in their next collective, if they do not yet. Clocks of different nodes are never compared for
+that. Where all are equally far, the one that stands elsewhere than the others is it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby, pairwise
+from typing import Final, Literal
+
+from fairlead_runs.heartbeat import Beat
+
+__all__ = ["Group", "Waiting", "grouped", "rank_ranges", "waiting"]
+
+_BEHIND_S: Final = 10.0
+"""A rank that is behind for so long is named; before that, a step or a slow file system explains it."""
+_SILENT_S: Final = 60.0
+"""The same for a rank that is no step behind."""
+_WAITS = re.compile(r"(_engine_run_backward@|.*@(distributed_c10d|c10d_logger|collectives)\.py:)")
+"""Where a rank stands that waits for others: in the backward pass with its all-reduce, or in a collective."""
+
+
+@dataclass(frozen=True)
+class Group:
+    """Ranks that are equally far.
+
+    Attributes:
+        beats: Their last signs of life, by rank; at least one.
+    """
+
+    beats: tuple[Beat, ...]
+
+    @property
+    def first(self) -> Beat:
+        """The beat of the lowest rank: step, phase and place are those of all."""
+        return self.beats[0]
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """Ranks that the others wait for.
+
+    Attributes:
+        why: `behind`: they are at an earlier step or phase. `elsewhere`: they stand where the others do not.
+            `silent`: they alone have given no sign of life for a minute.
+        behind: Their beats, by rank.
+        others: The beats of the others.
+    """
+
+    why: Literal["behind", "elsewhere", "silent"]
+    behind: tuple[Beat, ...]
+    others: tuple[Beat, ...]
+
+    @property
+    def all_wait(self) -> bool:
+        """Whether each of the others stands still, as far as is known."""
+        return all(beat.place for beat in self.others)
+
+
+def grouped(beats: Iterable[Beat]) -> list[Group]:
+    """The ranks by how far they are and where they stand, those who are behind first."""
+    ordered = sorted(beats, key=lambda b: (*_reached(b), b.phase, b.place, b.rank))
+    return [Group(tuple(same)) for _, same in groupby(ordered, key=lambda b: (*_reached(b), b.phase, b.place))]
+
+
+def waiting(beats: Sequence[Beat], now: float | None) -> Waiting | None:
+    """The ranks that the others wait for, or None: no rank stands out.
+
+    Args:
+        beats: The last beat of each rank.
+        now: Seconds since the epoch, by this machine's clock; None for a run that has ended.
+    """
+    if len(beats) < 2:
+        return None
+
+    def still(beat: Beat, seconds: float) -> bool:
+        return bool(beat.place) if now is None else now - beat.time > seconds
+
+    lowest = min(map(_reached, beats))
+    if lowest != max(map(_reached, beats)):
+        late = [b for b in beats if _reached(b) == lowest]
+        return _named("behind", [b for b in late if b.place or still(b, _BEHIND_S)], beats)
+    newest, placed = max(b.time for b in beats), any(b.place for b in beats)
+    silent = [b for b in beats if not b.place and still(b, _SILENT_S) and (placed or newest - b.time > _SILENT_S)]
+    if silent:
+        return _named("silent", silent, beats)
+    if not all(b.place and still(b, _SILENT_S) for b in beats):
+        return None
+    return _named("elsewhere", _standing_elsewhere(beats), beats)
+
+
+def rank_ranges(ranks: Iterable[int], longest: int = 40) -> str:
+    """Ranks as few words, `0-6,8-16383`; what is longer than so many characters is counted.
+
+    Example:
+        >>> rank_ranges([0, 1, 2, 5, 7, 8])
+        '0-2,5,7-8'
+        >>> rank_ranges(range(0, 100, 2), longest=12)
+        '0,2,4,6 and 46 more'
+    """
+    ordered = sorted(set(ranks))
+    text, told = "", 0
+    for first, last in _runs(ordered):
+        word = f"{first}-{last}" if last > first else f"{first}"
+        if text and len(text) + len(word) + 1 > longest:
+            return f"{text} and {len(ordered) - told} more"
+        text, told = f"{text},{word}" if text else word, told + last - first + 1
+    return text
+
+
+def _runs(ordered: Sequence[int]) -> Iterator[tuple[int, int]]:
+    cuts = [0, *(at + 1 for at, (a, b) in enumerate(pairwise(ordered)) if b != a + 1), len(ordered)]
+    return ((ordered[a], ordered[b - 1]) for a, b in pairwise(cuts) if b > a)
+
+
+def _reached(beat: Beat) -> tuple[int, int]:
+    return beat.step, beat.turn
+
+
+def _standing_elsewhere(beats: Sequence[Beat]) -> list[Beat]:
+    """The ranks that do not wait while others do; else those at the rarest place, if most stand elsewhere."""
+    busy = [b for b in beats if not _WAITS.match(b.place)]
+    if len(busy) < len(beats):
+        return busy
+    rarest = min(grouped(beats), key=lambda group: len(group.beats))
+    return list(rarest.beats) if 2 * len(rarest.beats) < len(beats) else []
+
+
+def _named(
+    why: Literal["behind", "elsewhere", "silent"], behind: Sequence[Beat], beats: Sequence[Beat]
+) -> Waiting | None:
+    ranks = {b.rank for b in behind}
+    others = tuple(b for b in beats if b.rank not in ranks)
+    return Waiting(why, tuple(behind), others) if behind and others else None

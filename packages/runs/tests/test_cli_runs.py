@@ -1,0 +1,118 @@
+"""`fairlead runs` and `fairlead status` over real run directories."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fairlead import PluginManager
+from fairlead.cli import main
+from fairlead.testing import FakeEntryPoint
+from fairlead_runs import RunDirectory, fingerprint
+from fairlead_runs.commands import plugins as commands
+
+
+def job(**trainer: Any) -> dict[str, Any]:
+    """A job as plain data."""
+    return {
+        "model": {"class": "m:Net", "args": {"lr": 0.1}},
+        "run": {"seed": 0},
+        "trainer": {"max_steps": 10, **trainer},
+    }
+
+
+def open_run(path: Path, **trainer: Any) -> RunDirectory:
+    """A run that has started and is held by this process."""
+    made = RunDirectory.open(path, job=job(**trainer), fingerprint=fingerprint(job(**trainer)))
+    made.begin(resolution={}, provenance={})
+    return made
+
+
+@pytest.fixture
+def fairlead(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Iterator[Callable[..., tuple[int, str, str]]]:
+    """Runs a command in a folder with three runs: one finished, one failed, one running."""
+    with open_run(tmp_path / "runs" / "done") as run:
+        run.history.append("checkpoint", step=10, metrics={"train/loss": 2.0, "val/loss": 1.23456})
+        run.finish(step=10)
+    with open_run(tmp_path / "runs" / "broken", max_steps=20) as run:
+        run.history.append("failed", reason="rank 1: ValueError: bad batch")
+    (tmp_path / "runs" / "notes").mkdir()
+    running = open_run(tmp_path / "runs" / "going", batch_policy="keep_global")
+    plugins = PluginManager([FakeEntryPoint(f"command.{n}", getattr(commands, n)) for n in commands.__all__])
+
+    def run_command(*words: str) -> tuple[int, str, str]:
+        code = main(words, plugins=plugins, environ={}, cwd=tmp_path)
+        return code, *capsys.readouterr()
+
+    with running:
+        yield run_command
+
+
+Fairlead = Callable[..., tuple[int, str, str]]
+
+
+def test_runs_lists_every_run(fairlead: Fairlead) -> None:
+    code, out, err = fairlead("runs")
+    assert (code, err) == (0, "")
+    header, *rows = out.splitlines()
+    assert header.split()[:5] == ["name", "state", "step", "metric", "starts"]
+    assert [row.split()[:4] for row in rows] == [
+        ["broken", "failed", "-", "-"],
+        ["done", "finished", "10", "val/loss=1.235"],
+        ["going", "running", "-", "-"],
+    ]
+
+
+def test_runs_as_json(fairlead: Fairlead) -> None:
+    code, out, _ = fairlead("runs", "runs", "--json")
+    runs = {run["name"]: run for run in json.loads(out)}
+    assert code == 0
+    assert list(runs["done"]) == [
+        "name", "path", "state", "reason", "step", "metrics", "starts", "started", "heartbeat_age_s",
+    ]  # fmt: skip
+    assert (runs["done"]["metrics"]["val/loss"], runs["done"]["starts"]) == (1.23456, 1)
+    assert runs["broken"]["reason"] == "rank 1: ValueError: bad batch"
+
+
+def test_runs_of_a_folder_that_is_not_there(fairlead: Fairlead, tmp_path: Path) -> None:
+    code, out, err = fairlead("runs", "experiments")
+    assert (code, out) == (2, "")
+    assert str(tmp_path / "experiments") in err
+    (tmp_path / "empty").mkdir()
+    assert fairlead("runs", "empty")[:2] == (0, "no runs in empty\n")
+
+
+def test_diff_shows_the_settings_that_differ(fairlead: Fairlead) -> None:
+    code, out, _ = fairlead("runs", "diff", "done", "going")
+    assert code == 0
+    header, row = out.splitlines()
+    assert header.split() == ["setting", "done", "going"]
+    assert row.split() == ["trainer.batch_policy", "-", "keep_global"]
+    code, out, _ = fairlead("runs", "diff", "done", "runs/broken", "--json")
+    assert json.loads(out) == {"trainer.max_steps": {"a": 10, "b": 20}}
+    assert "the same settings" in fairlead("runs", "diff", "done", "done")[1]
+
+
+@pytest.mark.parametrize(
+    "words", [["diff"], ["diff", "done"], ["diff", "done", "going", "x"], ["runs", "more"], ["diff", "done", "goin"]]
+)
+def test_a_wrong_call_of_runs_is_2(fairlead: Fairlead, words: list[str]) -> None:
+    code, out, err = fairlead("runs", *words)
+    assert (code, out) == (2, "")
+    assert "do:" in err
+
+
+def test_status_says_why_a_run_ended(fairlead: Fairlead) -> None:
+    code, out, _ = fairlead("status", "broken")
+    assert code == 0
+    assert out.startswith("broken: failed (rank 1: ValueError: bad batch)\n")
+
+
+def test_status_of_a_run_that_is_not_there(fairlead: Fairlead) -> None:
+    code, out, err = fairlead("status", "goign")
+    assert (code, out) == (2, "")
+    assert "did you mean 'going'?" in err
