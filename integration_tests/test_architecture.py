@@ -31,6 +31,7 @@ PART_OF = {"pydantic_core": "pydantic", "annotated_types": "pydantic", "_pytest"
 LOWER: dict[str, set[str]] = {
     "core": set(),
     "runs": {"fairlead"},
+    "launch": {"fairlead", "fairlead_runs"},
     "distributed": {"fairlead", "fairlead_runs"},
 }
 """What the packages below the plugins may import of their siblings."""
@@ -190,7 +191,7 @@ def test_a_package_imports_only_lower_layers_and_what_it_declares(package: str) 
     """Core <- runs <- distributed <- lightning and the plugins; no plugin package imports another."""
     own = MODULE_OF[canonicalize_name(PROJECTS[package]["name"])]
     names, installed = declared(package), packages_distributions()
-    lower = LOWER.get(package, {"fairlead", "fairlead_runs", "fairlead_distributed"})
+    lower = LOWER.get(package, {"fairlead", "fairlead_runs", "fairlead_launch", "fairlead_distributed"})
     siblings = set(MODULE_OF.values()) - {own} - lower
     breaches = []
     for source in (source for source in SOURCES if source.package == package):

@@ -26,7 +26,7 @@ from fairlead_lightning.loggers.positions import Positioned, logger_positions, r
 from fairlead_lightning.loggers.tensorboard import events
 from fairlead_lightning.loggers.tensorboard.runtime import EventLogger, build
 from fairlead_lightning.metrics import MetricsFile
-from fairlead_lightning.step_table import StepTable
+from fairlead_runs.step_table import StepTable
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:tensorboard", "ignore::DeprecationWarning:google")
 

@@ -18,7 +18,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from fairlead_lightning.metrics import MetricsFile
-from fairlead_lightning.step_table import StepTable
+from fairlead_runs.step_table import StepTable
 
 
 def rows(path: Path) -> list[dict[str, str]]:

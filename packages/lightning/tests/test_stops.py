@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader, Dataset
 from fairlead import Fairlead, RunConfig
 from fairlead.errors import CheckpointError
 from fairlead_hpc_signals import OutliveStops, PreemptionGuard, SignalFlags
-from fairlead_lightning.early import EarlySignals
+from fairlead_launch.early_signals import EarlySignals
 
 AGAIN = {"name": "command", "argv": ["sh", "-c", "echo again >> asked"]}
 

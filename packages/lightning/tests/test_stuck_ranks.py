@@ -28,7 +28,7 @@ import torch
 from lightning.pytorch.strategies import DDPStrategy
 from tiny_job import Line, loader
 
-from fairlead_lightning.ranks import Handoff
+from fairlead_runs.handoff import Handoff
 from fairlead_lightning.recorder import Recorder
 from fairlead_lightning.session import RunSession
 from fairlead_lightning.stuck import StuckRanks

@@ -20,11 +20,9 @@ from fairlead.open_union import parse_backend
 from fairlead.plugins import PluginManager, default_plugins
 from fairlead.resolve import Resolution, resolve
 from fairlead_lightning import _lightning_compat as compat
-from fairlead_lightning.batch import batch_plan
 from fairlead_lightning.build import build_backend
 from fairlead_lightning.checkpoints import Checkpoints
 from fairlead_lightning.committing import CommittingIO, copies_of
-from fairlead_lightning.describe import described
 from fairlead_lightning.exact.averages import AverageOverRanks
 from fairlead_lightning.exact.resume import ExactResume, saved_positions
 from fairlead_lightning.exact.seen import uncut_loggers
@@ -34,6 +32,8 @@ from fairlead_lightning.recorder import Recorder
 from fairlead_lightning.session import RunSession
 from fairlead_lightning.stops import Stops
 from fairlead_lightning.stuck import StuckRanks
+from fairlead_runs.batch_policy import batch_plan
+from fairlead_runs.describe import described
 
 __all__ = ["Fairlead"]
 

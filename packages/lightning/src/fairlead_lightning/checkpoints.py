@@ -31,7 +31,6 @@ from fairlead_lightning.committing import (
     raised_by,
     retain_everywhere,
 )
-from fairlead_lightning.describe import described
 from fairlead_lightning.exact.rank_state import rank_file
 from fairlead_lightning.exact.resume import ExactResume
 from fairlead_lightning.saving import meet, save_and_commit
@@ -49,6 +48,7 @@ from fairlead_runs.commit import (
     stage,
     write_file,
 )
+from fairlead_runs.describe import described
 
 __all__ = ["Checkpoints"]
 

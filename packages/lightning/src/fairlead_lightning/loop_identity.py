@@ -16,8 +16,8 @@ from fairlead.errors import ConfigError
 from fairlead.interfaces import Setting
 from fairlead.plugins import PluginManager
 from fairlead.resolve import Resolution, resolve
-from fairlead_lightning.describe import described
 from fairlead_lightning.loop_state import inner_module
+from fairlead_runs.describe import described
 
 __all__ = ["as_seen", "job_of", "only_what_is_kept", "run_config"]
 

@@ -17,7 +17,6 @@ from fairlead.config import CheckpointConfig, RunConfig
 from fairlead.errors import CheckpointError, ConfigError, RunDirectoryError
 from fairlead.plugins import PluginManager, default_plugins
 from fairlead_distributed import ResumableDistributedSampler
-from fairlead_lightning.batch import batch_plan
 from fairlead_lightning.committing import copies_of
 from fairlead_lightning.loggers.positions import LOGGER_POSITIONS, logger_positions, resume_position
 from fairlead_lightning.loop_batches import batches_of
@@ -29,6 +28,7 @@ from fairlead_lightning.metrics import MetricsFile
 from fairlead_lightning.opening import open_session
 from fairlead_lightning.process_group import leave_at_exit
 from fairlead_lightning.session import STATE_FILE, RunSession
+from fairlead_runs.batch_policy import batch_plan
 from fairlead_runs.commit import RetentionPolicy, newest_complete
 
 __all__ = ["LoopRun"]

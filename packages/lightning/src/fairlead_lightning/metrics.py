@@ -12,7 +12,7 @@ from lightning.pytorch.loggers.logger import Logger
 from lightning.pytorch.utilities.rank_zero import rank_zero_only, rank_zero_warn
 
 from fairlead.errors import RunDirectoryError
-from fairlead_lightning.step_table import StepTable, TablePosition
+from fairlead_runs.step_table import StepTable, TablePosition
 
 __all__ = ["METRICS_FILE", "MetricsFile"]
 

@@ -15,7 +15,6 @@ import torch.distributed as dist
 from fairlead.config import JobConfig, RunConfig
 from fairlead.errors import CheckpointError, FairleadError
 from fairlead.resolve import Resolution
-from fairlead_lightning.batch import batch_plan
 from fairlead_lightning.beginning import (
     beginning_of,
     committed,
@@ -26,7 +25,6 @@ from fairlead_lightning.beginning import (
 )
 from fairlead_lightning.comparing import check_for, help_to_compare
 from fairlead_lightning.process_group import shared
-from fairlead_lightning.ranks import HANDOFF, Handoff
 from fairlead_lightning.session import STATE_FILE, RunSession
 from fairlead_runs import (
     RunDirectory,
@@ -37,8 +35,10 @@ from fairlead_runs import (
     run_path,
     scheduler_job,
 )
+from fairlead_runs.batch_policy import batch_plan
 from fairlead_runs.checkpoint_io import CheckpointCopies
 from fairlead_runs.commit import LockOwner, discard_incomplete, newest_complete
+from fairlead_runs.handoff import HANDOFF, Handoff
 from fairlead_runs.remote import is_url, split_checkpoint_url
 
 __all__ = ["checkpoint_to_evaluate", "handed_over", "open_session", "run_directory", "waiting_handoff"]

@@ -12,9 +12,9 @@ from fairlead.config import TrainerConfig
 from fairlead.findings import raise_errors
 from fairlead.interfaces import BuildContext
 from fairlead.plugins import PluginManager, default_plugins
+from fairlead_launch.environment import LAUNCHED
 from fairlead_lightning.build import build_backend, build_plugins
 from fairlead_lightning.process_group import join_process_group
-from fairlead_lightning.ranks import LAUNCHED
 
 __all__ = ["fabric"]
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from fairlead.network import library_variables
 from fairlead.resolve import Resolution
 from fairlead_distributed import destroy_process_group, init_process_group, tcp_store
-from fairlead_lightning.ports import inherited_listener
+from fairlead_launch.ports import inherited_listener
 
 __all__ = ["apply_network_settings", "join_process_group", "leave_at_exit", "shared"]
 

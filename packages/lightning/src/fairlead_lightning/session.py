@@ -13,9 +13,9 @@ from typing import Any
 from torch.multiprocessing import ProcessExitedException
 
 from fairlead.errors import FairleadError, RunDirectoryError, RunFailedError
-from fairlead_lightning.ranks import Handoff
 from fairlead_runs import Heartbeat, History, RunDirectory, fingerprint, origin
 from fairlead_runs.fingerprints import limits
+from fairlead_runs.handoff import Handoff
 
 __all__ = ["STATE_FILE", "RunSession"]
 

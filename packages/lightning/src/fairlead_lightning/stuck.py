@@ -18,8 +18,8 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from fairlead_distributed.alarms import Alarm, asked_to_stop
 from fairlead_distributed.stacks import flight_recorder_variables, show_stacks_on_signal
 from fairlead_distributed.stuck import GRACE, RankWatch
+from fairlead_launch.reports import REPORT_FD, secondary
 from fairlead_lightning import _lightning_compat as compat
-from fairlead_lightning.reports import REPORT_FD, secondary
 from fairlead_lightning.session import RunSession
 from fairlead_runs.dumps import flight_recorder_folder, stack_folder
 

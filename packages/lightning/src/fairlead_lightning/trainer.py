@@ -23,12 +23,11 @@ from fairlead.findings import raise_errors
 from fairlead.interfaces import BuildContext, StopGuard
 from fairlead.modules import CodeRoot, code_root
 from fairlead.plugins import PluginManager, default_plugins
+from fairlead_launch.reports import keep_log
 from fairlead_lightning import _lightning_compat as compat
-from fairlead_lightning.batch import batch_plan
 from fairlead_lightning.build import build_backend, trainer_arguments
 from fairlead_lightning.checkpoints import Checkpoints
 from fairlead_lightning.committing import CommittingIO, copies_of
-from fairlead_lightning.describe import described
 from fairlead_lightning.exact.averages import AverageOverRanks
 from fairlead_lightning.exact.resume import ExactResume, saved_positions
 from fairlead_lightning.loading import readable_load_errors
@@ -39,14 +38,15 @@ from fairlead_lightning.process_group import join_process_group
 from fairlead_lightning.progress import Progress
 from fairlead_lightning.rebuilt import Rebuilt, rebuild
 from fairlead_lightning.recorder import Recorder
-from fairlead_lightning.reports import keep_log
 from fairlead_lightning.saving import save_on_all_ranks
 from fairlead_lightning.session import STATE_FILE, RunSession
 from fairlead_lightning.stops import StopRequested, Stops
 from fairlead_lightning.stuck import StuckRanks
 from fairlead_lightning.threads import start_line, use_threads
 from fairlead_runs import fingerprint
+from fairlead_runs.batch_policy import batch_plan
 from fairlead_runs.carried import carried_job
+from fairlead_runs.describe import described
 
 __all__ = ["Trainer"]
 

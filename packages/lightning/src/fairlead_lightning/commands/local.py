@@ -14,12 +14,12 @@ from fairlead.errors import FairleadError
 from fairlead.findings import raise_errors
 from fairlead.interfaces import BuildContext
 from fairlead.jobs import load_job
+from fairlead_launch.early_signals import EarlySignals
+from fairlead_launch.environment import LAUNCHED, rank_environment
+from fairlead_launch.ports import STORE_FD, listen
+from fairlead_launch.reports import send_report
+from fairlead_launch.supervise import supervise
 from fairlead_lightning.build import build_guard
-from fairlead_lightning.early import EarlySignals
-from fairlead_lightning.ports import STORE_FD, listen
-from fairlead_lightning.ranks import LAUNCHED, rank_environment
-from fairlead_lightning.reports import send_report
-from fairlead_lightning.supervise import supervise
 
 __all__ = ["prepare", "run_here_or_on_ranks"]
 

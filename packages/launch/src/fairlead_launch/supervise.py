@@ -21,9 +21,9 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import IO, Final
 
-from fairlead_lightning.early import EarlySignals
-from fairlead_lightning.reports import ALIVE_FD, REPORT_FD, Announcement, Report, read_messages
-from fairlead_lightning.verdict import Ended, stopped_as_asked, verdict
+from fairlead_launch.early_signals import EarlySignals
+from fairlead_launch.reports import ALIVE_FD, REPORT_FD, Announcement, Report, read_messages
+from fairlead_launch.verdict import Ended, stopped_as_asked, verdict
 
 __all__ = ["supervise"]
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import IO
 
 from fairlead.errors import RunDirectoryError, RunFailedError
-from fairlead_lightning.reports import Announcement, Report
+from fairlead_launch.reports import Announcement, Report
 from fairlead_runs import History, read_history
 
 __all__ = ["Ended", "stopped_as_asked", "verdict"]

@@ -10,7 +10,7 @@ from fairlead import TrainerConfig
 from fairlead.errors import ConfigError
 from fairlead.plugins import default_plugins
 from fairlead.resolve import Resolution, resolve
-from fairlead_lightning.batch import batch_plan
+from fairlead_runs.batch_policy import batch_plan
 
 
 def resolution(world: int, **config: Any) -> Resolution:

@@ -1,4 +1,4 @@
-"""The variables that hand a run from the process that starts ranks to the ranks it starts."""
+"""Which run, start and checkpoint the process that starts the ranks has decided on, for the ranks."""
 
 from __future__ import annotations
 
@@ -9,12 +9,10 @@ from typing import Final
 
 from fairlead.errors import ConfigError
 
-__all__ = ["HANDOFF", "LAUNCHED", "Handoff", "rank_environment"]
+__all__ = ["HANDOFF", "Handoff"]
 
 HANDOFF: Final = "FAIRLEAD_RUN"
 """Holds a `Handoff` as JSON: which run, which start, which checkpoint; decided once for all ranks."""
-LAUNCHED: Final = "FAIRLEAD_LAUNCHED"
-"""Set in ranks that Fairlead started on this machine."""
 
 
 @dataclass(frozen=True)
@@ -51,34 +49,3 @@ class Handoff:
             return cls(**json.loads(text))
         except (TypeError, ValueError) as error:
             raise ConfigError(f"{HANDOFF} is not readable", why=str(error), fix=f"unset {HANDOFF}") from error
-
-
-def rank_environment(
-    environ: Mapping[str, str],
-    *,
-    local_rank: int,
-    devices: int,
-    num_nodes: int,
-    node_rank: int,
-    address: str,
-    port: int,
-    threads: int,
-) -> dict[str, str]:
-    """The environment of one rank on this machine.
-
-    OMP_NUM_THREADS is set, unless the user did, so that N ranks do not each start a thread a core;
-    PYTHONFAULTHANDLER, so that a crash in native code leaves the Python frames that led to it.
-    """
-    rank = {
-        LAUNCHED: "1",
-        "RANK": str(node_rank * devices + local_rank),
-        "LOCAL_RANK": str(local_rank),
-        "WORLD_SIZE": str(devices * num_nodes),
-        "LOCAL_WORLD_SIZE": str(devices),
-        "NODE_RANK": str(node_rank),
-        "NNODES": str(num_nodes),
-        "MASTER_ADDR": address,
-        "MASTER_PORT": str(port),
-    }
-    defaults = {"OMP_NUM_THREADS": str(threads), "PYTHONFAULTHANDLER": "1"}
-    return {**defaults, **environ, **rank}

@@ -1,0 +1,29 @@
+"""Starts the ranks of a job on this machine, watches them, and says which one failed first; never imports torch.
+
+Example:
+    >>> import sys
+    >>> from fairlead_launch import rank_environment, supervise
+    >>> node = {"devices": 2, "num_nodes": 1, "node_rank": 0, "address": "127.0.0.1", "port": 29500, "threads": 1}
+    >>> ranks = [rank_environment({}, local_rank=n, **node) for n in range(2)]
+    >>> supervise([sys.executable, "-c", "pass"], ranks, stderr=sys.stderr)
+    0
+"""
+
+from __future__ import annotations
+
+from fairlead_launch.early_signals import EarlySignals
+from fairlead_launch.environment import rank_environment
+from fairlead_launch.ports import inherited_listener, listen
+from fairlead_launch.reports import keep_log, send_report, watch_supervisor
+from fairlead_launch.supervise import supervise
+
+__all__ = [
+    "EarlySignals",
+    "inherited_listener",
+    "keep_log",
+    "listen",
+    "rank_environment",
+    "send_report",
+    "supervise",
+    "watch_supervisor",
+]
