@@ -92,7 +92,7 @@ def test_a_killed_rank_takes_the_others_down(tmp_path: Path) -> None:
 def test_sigterm_reaches_every_rank(tmp_path: Path) -> None:
     """They stop in order; as none of them had a run yet, nothing is lost and no start is wanted."""
     code = """
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     (folder / f"ready-{rank}").touch()
     time.sleep(600)
     """
