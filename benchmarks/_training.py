@@ -27,7 +27,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from fairlead import RunConfig, Trainer, TrainerConfig
-from fairlead_lightning.quiet import quiet
+from fairlead_lightning.display.quiet import quiet
 
 __all__ = ["Net", "Workload"]
 

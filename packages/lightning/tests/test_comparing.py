@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 import pytest
 
 from fairlead.errors import FairleadError
+from fairlead_distributed.objects import broadcast_object
+from fairlead_distributed.run.checksums import check_for, help_to_compare
 from fairlead_distributed.testing import run_ranks
-from fairlead_lightning.comparing import check_for, help_to_compare
-from fairlead_lightning.process_group import shared
 from fairlead_runs.commit import checkpoint_name, manifest, publish, stage, write_file
 from fairlead_runs.commit.hashing import FileHash, hash_file
 
@@ -66,10 +66,10 @@ def compare(rank: int, path: Path, case: str) -> Compared:
                 damages = [str(damage) for damage in check_for(deep=True)(path)]
             except FairleadError as error:
                 problem = error.what
-            shared("done")
+            broadcast_object("done")
         else:
             heard: Any
-            while (heard := shared(None)) != "done":
+            while (heard := broadcast_object(None)) != "done":
                 help_to_compare(heard)
     return Compared(sorted(read), damages, problem, [str(warning.message) for warning in caught])
 

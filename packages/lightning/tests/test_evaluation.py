@@ -31,9 +31,9 @@ from torch.utils.data import (
 from torchmetrics import MeanMetric, Metric, MetricCollection
 
 from fairlead_distributed import EvaluationSampler, all_reduce
+from fairlead_distributed.evaluation_loaders import evaluation_loader, shard_of, why_kept
 from fairlead_distributed.testing import run_ranks
-from fairlead_lightning.exact.averages import AverageOverRanks
-from fairlead_lightning.exact.evaluation import evaluation_loader, shard_of, why_kept
+from fairlead_lightning.resume.averages import AverageOverRanks
 
 SIZES = range(1, 18)
 BATCHES = range(1, 6)

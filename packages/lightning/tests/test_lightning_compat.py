@@ -27,7 +27,7 @@ from torch.multiprocessing import ProcessExitedException
 from torch.utils.data import DataLoader
 from torchmetrics import CatMetric, MeanMetric
 
-from fairlead_lightning import _lightning_compat as compat
+from fairlead_lightning import compat
 
 
 def test_every_private_use_has_a_test_here() -> None:

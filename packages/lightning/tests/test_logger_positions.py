@@ -25,7 +25,7 @@ from fairlead.plugins import PluginManager
 from fairlead_lightning.loggers.positions import Positioned, logger_positions, resume_position
 from fairlead_lightning.loggers.tensorboard import events
 from fairlead_lightning.loggers.tensorboard.runtime import EventLogger, build
-from fairlead_lightning.metrics import MetricsFile
+from fairlead_lightning.metrics.metrics_file import MetricsFile
 from fairlead_runs.step_table import StepTable
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:tensorboard", "ignore::DeprecationWarning:google")
@@ -71,7 +71,7 @@ from fairlead.open_union import parse_backend
 from fairlead.plugins import PluginManager
 from fairlead_lightning.loggers.positions import logger_positions, resume_position
 from fairlead_lightning.loggers.tensorboard.runtime import build
-from fairlead_lightning.metrics import MetricsFile
+from fairlead_lightning.metrics.metrics_file import MetricsFile
 
 warnings.simplefilter("ignore", DeprecationWarning)
 TOTAL, SAVE_EVERY, VALIDATE_EVERY = 7, 3, 3

@@ -25,7 +25,7 @@ from fairlead import LoopRun, RunConfig, TrainerConfig, fabric
 from fairlead.config import CheckpointConfig
 from fairlead.errors import CheckpointError, ConfigError, FingerprintError, RunDirectoryError, RunLockedError
 from fairlead_distributed import ResumableDistributedSampler, derive_seed
-from fairlead_lightning.loop_state import plain
+from fairlead_lightning.custom_loop.state import plain
 from fairlead_runs.commit import Syscalls, verify
 
 SAMPLES, BATCH, STEPS = 22, 4, 6  # to an epoch, the last of half a batch

@@ -24,7 +24,12 @@ from torch import Tensor
 
 FORKS = multiprocessing.get_context("forkserver")  # the imports are most of the time of a short job
 FORKS.set_forkserver_preload(
-    ["torch.distributed.fsdp", "fairlead_lightning.loop_run", "fairlead_lightning.own_loop", "lightning.pytorch"]
+    [
+        "torch.distributed.fsdp",
+        "fairlead_lightning.custom_loop.run",
+        "fairlead_lightning.custom_loop.fabric",
+        "lightning.pytorch",
+    ]
 )
 LIMIT_S = 120.0  # only against a start that would hang for ever
 PEERS_S = 30.0  # and against ranks that do not notice that another is gone

@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from fairlead_lightning.metrics import MetricsFile
+from fairlead_lightning.metrics.metrics_file import MetricsFile
 from fairlead_runs.step_table import StepTable
 
 
@@ -182,7 +182,7 @@ def test_saved_rows_survive_a_kill(tmp_path: Path) -> None:
     code = f"""
 import os, signal
 from pathlib import Path
-from fairlead_lightning.metrics import MetricsFile
+from fairlead_lightning.metrics.metrics_file import MetricsFile
 file = MetricsFile(Path({str(tmp_path)!r}), resume_step=None)
 for step in range(50):
     file.log_metrics({{"loss": 1.0 / (step + 1)}}, step=step)

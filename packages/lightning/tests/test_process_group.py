@@ -11,8 +11,8 @@ import torch.distributed as dist
 from fairlead import PluginManager, TrainerConfig
 from fairlead.resolve import Resolution, resolve
 from fairlead_distributed import PreflightError
+from fairlead_distributed.run.joining import apply_network_settings, join_process_group
 from fairlead_distributed.testing import run_ranks
-from fairlead_lightning.process_group import apply_network_settings, join_process_group
 
 
 def resolved(environment: dict[str, Any] | str, environ: dict[str, str], **trainer: Any) -> Resolution:

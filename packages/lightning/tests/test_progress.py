@@ -19,8 +19,8 @@ import torch
 from rich.console import Console
 from torch.utils.data import DataLoader, TensorDataset
 
-from fairlead_lightning.progress import Progress
-from fairlead_lightning.throughput import Throughput, batch_size
+from fairlead_lightning.display.progress import Progress
+from fairlead_lightning.display.throughput import Throughput, batch_size
 from fairlead_runs.commit import checkpoint_name, publish, stage, write_file
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*does not have many workers", "ignore:.*LeafSpec")
@@ -154,7 +154,7 @@ def test_on_a_terminal_there_are_bars_and_other_output_stays_whole(tmp_path: Pat
         sys.path.insert(0, {str(Path(__file__).parent)!r})
         import lightning.pytorch as L
         import test_progress as t
-        from fairlead_lightning.display import Bars
+        from fairlead_lightning.display.displays import Bars
         Bars.interval = 0.0
 
         class Loud(L.Callback):

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from fairlead_lightning.quiet import quiet
+from fairlead_lightning.display.quiet import quiet
 
 
 class Model(L.LightningModule):

@@ -9,7 +9,7 @@ import pytest
 from tiny_job import plain
 
 from fairlead.exactness import verdict
-from fairlead_lightning.exact.seen import script_reasons
+from fairlead_lightning.resume.seen import script_reasons
 
 
 @pytest.mark.parametrize(

@@ -29,9 +29,9 @@ from lightning.pytorch.strategies import DDPStrategy
 from tiny_job import Line, loader
 
 from fairlead_runs.handoff import Handoff
-from fairlead_lightning.recorder import Recorder
-from fairlead_lightning.session import RunSession
-from fairlead_lightning.stuck import StuckRanks
+from fairlead_lightning.lifecycle.recorder import Recorder
+from fairlead_distributed.run.session import RunSession
+from fairlead_lightning.lifecycle.stuck import StuckRanks
 
 torch.set_num_threads(1)
 rank, run = int(os.environ["RANK"]), os.environ["RUN"]

@@ -11,14 +11,19 @@ from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
     from fairlead_lightning.callback import Fairlead as Fairlead
-    from fairlead_lightning.loop_run import LoopRun as LoopRun
-    from fairlead_lightning.own_loop import fabric as fabric
+    from fairlead_lightning.custom_loop.fabric import fabric as fabric
+    from fairlead_lightning.custom_loop.run import LoopRun as LoopRun
     from fairlead_lightning.trainer import Trainer as Trainer
 
 __all__ = ["Fairlead", "LoopRun", "Trainer", "fabric"]
 
-# No module is called `fabric`: importing it would put the module in the place of the function.
-_MODULES: Final = {"Fairlead": "callback", "LoopRun": "loop_run", "Trainer": "trainer", "fabric": "own_loop"}
+# No module here is called `fabric`: importing it would put the module in the place of the function.
+_MODULES: Final = {
+    "Fairlead": "callback",
+    "LoopRun": "custom_loop.run",
+    "Trainer": "trainer",
+    "fabric": "custom_loop.fabric",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -19,19 +19,19 @@ from fairlead.interfaces import BuildContext, Setting, StopGuard
 from fairlead.open_union import parse_backend
 from fairlead.plugins import PluginManager, default_plugins
 from fairlead.resolve import Resolution, resolve
-from fairlead_lightning import _lightning_compat as compat
+from fairlead_distributed.run.opening import open_session
+from fairlead_distributed.run.session import RunSession
+from fairlead_lightning import compat
 from fairlead_lightning.build import build_backend
-from fairlead_lightning.checkpoints import Checkpoints
-from fairlead_lightning.committing import CommittingIO, copies_of
-from fairlead_lightning.exact.averages import AverageOverRanks
-from fairlead_lightning.exact.resume import ExactResume, saved_positions
-from fairlead_lightning.exact.seen import uncut_loggers
-from fairlead_lightning.metrics import METRICS_FILE, MetricsFile
-from fairlead_lightning.opening import open_session
-from fairlead_lightning.recorder import Recorder
-from fairlead_lightning.session import RunSession
-from fairlead_lightning.stops import Stops
-from fairlead_lightning.stuck import StuckRanks
+from fairlead_lightning.checkpoint.checkpoints import Checkpoints
+from fairlead_lightning.checkpoint.committing import CommittingIO, copies_of
+from fairlead_lightning.lifecycle.recorder import Recorder
+from fairlead_lightning.lifecycle.stops import Stops
+from fairlead_lightning.lifecycle.stuck import StuckRanks
+from fairlead_lightning.metrics.metrics_file import METRICS_FILE, MetricsFile
+from fairlead_lightning.resume.averages import AverageOverRanks
+from fairlead_lightning.resume.exact_resume import ExactResume, saved_positions
+from fairlead_lightning.resume.seen import uncut_loggers
 from fairlead_runs.batch_policy import batch_plan
 from fairlead_runs.describe import described
 

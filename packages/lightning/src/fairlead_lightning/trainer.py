@@ -23,26 +23,26 @@ from fairlead.findings import raise_errors
 from fairlead.interfaces import BuildContext, StopGuard
 from fairlead.modules import CodeRoot, code_root
 from fairlead.plugins import PluginManager, default_plugins
+from fairlead_distributed.run.joining import join_process_group
+from fairlead_distributed.run.opening import handed_over, open_session, waiting_handoff
+from fairlead_distributed.run.session import STATE_FILE, RunSession
+from fairlead_distributed.threads import start_line, use_threads
 from fairlead_launch.reports import keep_log
-from fairlead_lightning import _lightning_compat as compat
+from fairlead_lightning import compat
 from fairlead_lightning.build import build_backend, trainer_arguments
-from fairlead_lightning.checkpoints import Checkpoints
-from fairlead_lightning.committing import CommittingIO, copies_of
-from fairlead_lightning.exact.averages import AverageOverRanks
-from fairlead_lightning.exact.resume import ExactResume, saved_positions
-from fairlead_lightning.loading import readable_load_errors
+from fairlead_lightning.checkpoint.checkpoints import Checkpoints
+from fairlead_lightning.checkpoint.committing import CommittingIO, copies_of
+from fairlead_lightning.checkpoint.loading import readable_load_errors
+from fairlead_lightning.checkpoint.rebuilt import Rebuilt, rebuild
+from fairlead_lightning.checkpoint.saving import save_on_all_ranks
+from fairlead_lightning.display.progress import Progress
+from fairlead_lightning.lifecycle.recorder import Recorder
+from fairlead_lightning.lifecycle.stops import StopRequested, Stops
+from fairlead_lightning.lifecycle.stuck import StuckRanks
 from fairlead_lightning.loggers.positions import LOGGER_POSITIONS
-from fairlead_lightning.metrics import METRICS_FILE, MetricsFile
-from fairlead_lightning.opening import handed_over, open_session, waiting_handoff
-from fairlead_lightning.process_group import join_process_group
-from fairlead_lightning.progress import Progress
-from fairlead_lightning.rebuilt import Rebuilt, rebuild
-from fairlead_lightning.recorder import Recorder
-from fairlead_lightning.saving import save_on_all_ranks
-from fairlead_lightning.session import STATE_FILE, RunSession
-from fairlead_lightning.stops import StopRequested, Stops
-from fairlead_lightning.stuck import StuckRanks
-from fairlead_lightning.threads import start_line, use_threads
+from fairlead_lightning.metrics.metrics_file import METRICS_FILE, MetricsFile
+from fairlead_lightning.resume.averages import AverageOverRanks
+from fairlead_lightning.resume.exact_resume import ExactResume, saved_positions
 from fairlead_runs import fingerprint
 from fairlead_runs.batch_policy import batch_plan
 from fairlead_runs.carried import carried_job

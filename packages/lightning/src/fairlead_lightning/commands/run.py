@@ -18,15 +18,15 @@ from fairlead.config import JobConfig
 from fairlead.errors import ConfigError, FairleadError, RunFailedError
 from fairlead.interfaces import StopGuard
 from fairlead.modules import activate
+from fairlead_distributed.run.joining import join_process_group
+from fairlead_distributed.run.opening import checkpoint_to_evaluate, run_directory
 from fairlead_launch.reports import send_report, watch_supervisor
-from fairlead_lightning.failures import described_failure
-from fairlead_lightning.loading import readable_load_errors
-from fairlead_lightning.opening import checkpoint_to_evaluate, run_directory
-from fairlead_lightning.predictions import PredictionFiles
-from fairlead_lightning.process_group import join_process_group
-from fairlead_lightning.quiet import quiet
-from fairlead_lightning.rebuilt import build_user_object
-from fairlead_lightning.stops import StopEvaluation
+from fairlead_lightning.checkpoint.loading import readable_load_errors
+from fairlead_lightning.checkpoint.rebuilt import build_user_object
+from fairlead_lightning.display.quiet import quiet
+from fairlead_lightning.lifecycle.failures import described_failure
+from fairlead_lightning.lifecycle.stops import StopEvaluation
+from fairlead_lightning.metrics.predictions import PredictionFiles
 from fairlead_lightning.trainer import Trainer
 
 __all__ = ["run_rank"]

@@ -1,0 +1,260 @@
+"""The batches of a map-style loader, from any place of an epoch on.
+
+`Order` stands in a loader where its batch sampler was.  It draws the same batches in a resumed run as in an undisturbed
+one, in one of three ways: a `ResumableDistributedSampler` starts at the sample; a sampler with `state_dict` is carried;
+the batches of any other are drawn again from a seed of the epoch, and the first ones are skipped (indices only, no
+sample is loaded).
+"""
+
+from __future__ import annotations
+
+import itertools
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Final, NamedTuple, Protocol
+
+import torch
+from torch.utils.data import BatchSampler
+
+from fairlead_distributed import ResumableDistributedSampler, derive_seed
+from fairlead_distributed.isolated_generators import Apart
+from fairlead_distributed.worker_seeds import EpochBatch
+
+__all__ = ["CarriedOrder", "Order", "Place", "RedrawnOrder", "ShardedOrder"]
+
+
+class Place(NamedTuple):
+    """Where the training is: batches of this rank that it took in an epoch."""
+
+    epoch: int
+    batches: int
+
+
+class _Orders(Protocol):
+    """What draws the batches."""
+
+    def __iter__(self) -> Iterator[Any]: ...
+    def __len__(self) -> int: ...
+
+
+class Order(ABC):
+    """A batch sampler that begins every epoch by its number alone.
+
+    A loader that is shorter than its epoch (several loaders at once) is gone through again: each turn has an order of
+    its own.
+
+    Args:
+        inner: The batch sampler.
+        seed: The same on all ranks.
+        place: Where the training is now.
+        generator: The loader's: it seeds the workers.
+    """
+
+    def __init__(self, inner: _Orders, *, seed: int, place: Callable[[], Place], generator: torch.Generator) -> None:
+        self.inner = inner
+        self.seed = seed
+        self.generator = generator
+        self._place = place
+        self._resume: Mapping[str, Any] | None = None
+        self._resumed_in = -1
+        self._turn = 0
+
+    @property
+    def batch_size(self) -> int | None:
+        """Samples in a batch, where the batch sampler says it."""
+        size = getattr(self.inner, "batch_size", None)
+        return size if isinstance(size, int) else None
+
+    @property
+    def sampler(self) -> Any:
+        """The sampler of the batch sampler; Lightning tells it the epoch."""
+        return getattr(self.inner, "sampler", None)
+
+    @property
+    def drop_last(self) -> bool:
+        """Whether a last batch that is not full is left out."""
+        return bool(getattr(self.inner, "drop_last", False))
+
+    def __len__(self) -> int:
+        """The batches of a whole epoch, wherever it goes on: Lightning counts up to it from its own progress."""
+        return len(self.inner)
+
+    def __iter__(self) -> Iterator[EpochBatch]:
+        """The batches from where the training is."""
+        # Seeded before the loader draws its workers' seed from it.
+        self.generator.manual_seed(derive_seed("workers", *self._numbers(self._place())))
+        return self._batches()  # begins with the first batch: a loader with workers asks twice for an iterator
+
+    def _batches(self) -> Iterator[EpochBatch]:
+        place = self._place()
+        numbers = self._numbers(place)
+        self._turn = numbers[-1]
+        for wanted in (self.inner, self.sampler):
+            set_epoch = getattr(wanted, "set_epoch", None)
+            if callable(set_epoch):
+                set_epoch(place.epoch)  # Lightning does it too late: the workers draw ahead
+        for batch in self._begin(numbers, place, self._going_on(place)):
+            yield EpochBatch.of(batch, place.epoch)
+
+    def _going_on(self, place: Place) -> Mapping[str, Any] | None:
+        """The state to go on from.  One that was saved behind an epoch's last batch is no place in the next epoch."""
+        return self._resume if place.epoch == self._resumed_in else None
+
+    def _numbers(self, place: Place) -> tuple[int, int, int]:
+        """What the order is made of: seed, epoch, and how often the loader was gone through in it."""
+        state = self._going_on(place)
+        # Asked for more than a whole loader in one epoch: it is gone through again.
+        turn = place.batches // max(len(self), 1) if state is None else int(state["turn"])
+        return self.seed, place.epoch, turn
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the training is, in terms of this order.  A turn that is over is the next one's beginning."""
+        place = self._place()
+        state = self._going_on(place)
+        # A validation that was due can be rerun, and saved behind, before the first batch is asked for.
+        return dict(state) if state is not None else self._taken(place)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Has the iterators go on there, until `begun`."""
+        self._resume, self._resumed_in = dict(state), self._place().epoch
+
+    def begun(self) -> None:
+        """The training has gone on: the next iterator begins an epoch."""
+        self._resume, self._resumed_in = None, -1
+
+    @abstractmethod
+    def _taken(self, place: Place) -> dict[str, Any]:
+        """The state behind the last batch that was trained on."""
+
+    @abstractmethod
+    def _begin(self, numbers: tuple[int, int, int], place: Place, state: Mapping[str, Any] | None) -> Iterator[Any]:
+        """The batches of a turn, from `state` where there is one."""
+
+
+class ShardedOrder(Order):
+    """The batches of a `ResumableDistributedSampler`: any number of ranks goes on with exactly what is left."""
+
+    def __init__(self, inner: BatchSampler, **arguments: Any) -> None:
+        super().__init__(inner, **arguments)
+        sampler = inner.sampler
+        assert isinstance(sampler, ResumableDistributedSampler)
+        self._sampler = sampler
+        self._from = Place(0, 0)
+        self._consumed = 0
+
+    def _taken(self, place: Place) -> dict[str, Any]:
+        """The samples that all ranks together have trained on in this turn."""
+        if place.epoch != self._from.epoch or place.batches < self._from.batches:  # between two epochs
+            return {"turn": 0, "consumed": 0, "length": self._sampler.length, "seed": self.seed}
+        size = self.batch_size
+        assert size is not None
+        consumed = self._consumed + (place.batches - self._from.batches) * size * self._sampler.num_replicas
+        turn = self._turn
+        if self.batches_left(consumed) == 0:
+            turn, consumed = turn + 1, 0
+        return {"turn": turn, "consumed": consumed, "length": self._sampler.length, "seed": self.seed}
+
+    def batches_left(self, consumed: int) -> int:
+        """This rank's batches to the end of the turn, for this number of ranks.
+
+        Args:
+            consumed: Samples that all ranks together have taken from it.
+        """
+        sampler, size = self._sampler, self.batch_size
+        assert size is not None
+        left = max(0, sampler.length - consumed)
+        share = left // sampler.num_replicas if sampler.drop_last else -(-left // sampler.num_replicas)
+        return share // size if self.drop_last else -(-share // size)
+
+    def _begin(self, numbers: tuple[int, int, int], place: Place, state: Mapping[str, Any] | None) -> Iterator[Any]:
+        seed, epoch, turn = numbers
+        self._from, self._consumed = place, int(state["consumed"]) if state is not None else 0
+        self._sampler.seed = seed if turn == 0 else derive_seed("turn", seed, turn)
+        self._sampler.set_epoch(epoch + 1)  # away from a position that an earlier iterator has left
+        self._sampler.set_epoch(epoch)
+        if self.batches_left(self._consumed) == 0:
+            return iter(())
+        self._sampler.consumed = self._consumed
+        return iter(self.inner)
+
+
+class RedrawnOrder(Order):
+    """Batches that depend on the seed and the epoch alone: they are drawn again, and the first ones are skipped.
+
+    What the samplers draw from the global generators comes from generators of this order, and a `torch.Generator` of
+    theirs is seeded again for each epoch.
+    """
+
+    def _taken(self, place: Place) -> dict[str, Any]:
+        """How many batches to skip."""
+        batches, length = place.batches, max(len(self), 1)
+        return {"turn": batches // length, "skip": batches % length}
+
+    def _begin(self, numbers: tuple[int, int, int], place: Place, state: Mapping[str, Any] | None) -> Iterator[Any]:
+        for wanted in (self.inner, self.sampler):
+            generator = getattr(wanted, "generator", None)
+            if isinstance(generator, torch.Generator):
+                generator.manual_seed(derive_seed("sampler", *numbers))
+        batches = _drawn_apart(self.inner, derive_seed("order", *numbers))
+        return itertools.islice(batches, int(state["skip"]) if state is not None else 0, None)
+
+
+class CarriedOrder(Order):
+    """Batches of a sampler or batch sampler with `state_dict` and `load_state_dict`.
+
+    Workers draw ahead of the training, so the state behind each batch is kept until the training has taken it.
+
+    Args:
+        inner: The batch sampler.
+        stateful: It, or its sampler.
+        ahead: How many batches are drawn ahead, at most.
+        arguments: Those of `Order`.
+    """
+
+    def __init__(self, inner: _Orders, stateful: Any, *, ahead: int, **arguments: Any) -> None:
+        super().__init__(inner, **arguments)
+        self._stateful = stateful
+        self._from = Place(0, 0)
+        self._drawn = 0
+        self._states: deque[Any] = deque(maxlen=ahead + 2)
+
+    def _taken(self, place: Place) -> dict[str, Any]:
+        """The sampler's state behind the last batch that was trained on."""
+        if self._resume is not None:  # an epoch further, of which nothing was drawn yet
+            return {"turn": 0, "state": self._resume["state"]}
+        if place.epoch != self._from.epoch or not self._states:
+            return {"turn": 0, "state": self._stateful.state_dict()}
+        trained = place.batches - self._from.batches
+        return {"turn": self._turn, "state": self._states[trained - self._drawn - 1]}
+
+    def _begin(self, numbers: tuple[int, int, int], place: Place, state: Mapping[str, Any] | None) -> Iterator[Any]:
+        if self._resume is not None:
+            self._stateful.load_state_dict(self._resume["state"])
+        self._from, self._drawn = place, 0
+        self._states.clear()
+        self._states.append(self._stateful.state_dict())
+        left = len(self) - place.batches + self._turn * len(self)  # workers draw ahead, but not into the next epoch
+        return itertools.islice(self._watched(derive_seed("order", *numbers)), left)
+
+    def _watched(self, seed: int) -> Iterator[Any]:
+        for batch in _drawn_apart(self.inner, seed):
+            self._drawn += 1
+            self._states.append(self._stateful.state_dict())
+            yield batch
+
+
+def _drawn_apart(batches: _Orders, seed: int) -> Iterator[Any]:
+    """The batches, drawn with global generators of their own: what the model draws between two does not matter."""
+    apart = Apart(seed)
+    with apart:
+        iterator = iter(batches)
+    while True:
+        with apart:
+            batch = next(iterator, _END)
+        if batch is _END:
+            return
+        yield batch
+
+
+_END: Final = object()

@@ -1,0 +1,29 @@
+"""Small Python objects between the ranks; without a process group each is alone."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+__all__ = ["broadcast_object", "gather_objects"]
+
+T = TypeVar("T")
+
+
+def broadcast_object(value: T) -> T:
+    """Rank 0's value on every rank; the value itself when there is no group."""
+    if not dist.is_initialized():
+        return value
+    box = [value]
+    dist.broadcast_object_list(box, src=0)
+    return box[0]
+
+
+def gather_objects(value: T) -> list[T]:
+    """What each rank gives, by rank, on every rank."""
+    if not dist.is_initialized():
+        return [value]
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values

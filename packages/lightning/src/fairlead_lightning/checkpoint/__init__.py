@@ -1,0 +1,1 @@
+"""Checkpoints of a Trainer: when they are made, how they are committed, how they are loaded."""

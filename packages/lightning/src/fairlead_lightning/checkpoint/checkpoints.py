@@ -1,0 +1,386 @@
+"""When a checkpoint is written: a Lightning callback over Fairlead's commit protocol.
+
+Every checkpoint is a directory, `checkpoints/step-00000200`, with `state.ckpt` (a plain Lightning
+checkpoint), one `rank-*.pt` a rank, and a manifest.  It appears under its name only when all of it
+is on disk; `latest` and retention move after that.
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from pathlib import Path
+from typing import IO, Any, Final, cast
+
+import lightning.pytorch as L
+import torch
+from lightning.pytorch.callbacks import Checkpoint
+
+from fairlead.config import CheckpointConfig
+from fairlead.errors import CheckpointError, FairleadError
+from fairlead_distributed.run.session import STATE_FILE, RunSession
+from fairlead_lightning import compat
+from fairlead_lightning.checkpoint.committing import (
+    CommittingIO,
+    Hashes,
+    copies_of,
+    make_room,
+    of_earlier_saves,
+    raised_by,
+    retain_everywhere,
+)
+from fairlead_lightning.checkpoint.saving import meet, save_and_commit
+from fairlead_lightning.resume.exact_resume import ExactResume
+from fairlead_lightning.resume.rank_state import rank_file
+from fairlead_runs.commit import (
+    FileWriter,
+    RetentionPolicy,
+    abandon,
+    best,
+    checkpoint_name,
+    list_checkpoints,
+    newest_complete,
+    publish,
+    retain,
+    stage,
+    write_file,
+)
+from fairlead_runs.describe import described
+
+__all__ = ["Checkpoints"]
+
+_USUAL_MONITORS: Final = ("val/loss", "val_loss")
+
+
+@compat.only_its_own_batch_hooks
+class Checkpoints(Checkpoint):
+    """Writes and keeps checkpoints as `trainer.checkpoint` says, and always at the end.
+
+    A save that fails (a full disk) is a warning and an event in the history; the training goes on and
+    the checkpoint before it stays.  At the end of the run it is an error: its result would be lost.
+
+    Args:
+        config: When to save and what to keep.
+        session: The run that the checkpoints belong to.
+        exact: Says where the state is whole, and what a rank adds to it.
+    """
+
+    def __init__(self, config: CheckpointConfig, session: RunSession, exact: ExactResume) -> None:
+        self.config = config
+        self.session = session
+        self.exact = exact
+        self.monitor: str | None = config.monitor
+        self.best_model_path = ""
+        """Where training begins and ends, the best by `monitor`, else the newest: what `ckpt_path="best"` loads."""
+        self._saved_step = self._staged_step = -1
+        self._saved_at = time.monotonic()
+        self._last_step = 0
+        self._accumulate = 1
+        self._before: Mapping[str, Any] = {}
+        self._measured: frozenset[str] = frozenset()
+        self._measured_at = -1
+        self._at_epoch_end: str | None = None
+        self._after_validation = False
+        self._trained = False
+        self._began = False
+        self._corrected: Callable[[dict[str, Any]], None] | None = None
+        self._metrics: dict[str, float] | None = None
+
+    @property
+    def directory(self) -> Path:
+        """Where the checkpoints are."""
+        return self.session.path / "checkpoints"
+
+    # -- when
+
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """The clock of `every_n_minutes` starts with the training; perhaps nothing is left to train."""
+        meet(trainer)
+        self._find_best()
+        self._saved_at = time.monotonic()
+        self._accumulate = trainer.accumulate_grad_batches  # before a GradientAccumulationScheduler changes it
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """The step that was resumed from has its checkpoint already, if that is one of this run."""
+        compat.begin_next_epoch(trainer)
+        self._began = True
+        own = self.session.checkpoint is not None and self.session.checkpoint.is_relative_to(self.directory)
+        self._last_step = trainer.global_step
+        self._trained = False
+        self._saved_step = trainer.global_step if own else -1
+
+    def restored(self, state: Mapping[str, Any]) -> None:
+        """The metrics are back; what an earlier validation measured is no property of the next checkpoints."""
+        self._measured, self._measured_at = frozenset(state.get("measured", ())), state.get("measured_at", -1)
+
+    def after_batch(self, trainer: L.Trainer, validation_due: bool) -> None:
+        """Saves at a step that is due, never between the micro-batches of one."""
+        self._trained = True
+        step, last = trainer.global_step, self._last_step
+        if step == last:
+            return
+        self._last_step = step
+        every = self.config.every_n_steps
+        due = every is not None and step // every > last // every  # with two optimizers a batch has two steps
+        if not due and self.config.every_n_minutes is not None:
+            late = time.monotonic() - self._saved_at >= self.config.every_n_minutes * 60
+            due = bool(trainer.strategy.broadcast(late))  # rank 0's clock decides for all
+        if due and _last_batch(trainer):
+            self._at_epoch_end = "step"
+        elif due:
+            self.save(trainer, "step")
+
+    def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Remembers the metrics, to tell afterwards which of them are new."""
+        self._before = dict(trainer.callback_metrics)
+
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Notes that what was just measured is to be saved."""
+        if trainer.state.fn != "fit" or trainer.sanity_checking:
+            return
+        before, self._before = self._before, {}
+        self._measured = frozenset(k for k, v in trainer.callback_metrics.items() if v is not before.get(k))
+        self._measured_at = trainer.global_step
+        if self.config.on_validation and _last_batch(trainer):
+            self._at_epoch_end = "validation"
+        elif self.config.on_validation:
+            self._after_validation = True
+
+    def after_validation(self, trainer: L.Trainer) -> None:
+        """Saves what was just measured, once the schedules that depend on it have seen it."""
+        due, self._after_validation = self._after_validation, False
+        if due:
+            self._saved_step = -1  # one that this step has already was saved before it was measured
+            self.save(trainer, "validation")
+
+    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Notes that a save is due at the end of this epoch, and the metrics of it.
+
+        It is saved a moment later, before the next epoch or at the end of training: only then have
+        EarlyStopping, the user's hooks and the epoch's schedules had their say, and only from such a
+        state does Lightning count steps and epochs rightly when it goes on.
+        """
+        every = self.config.every_n_epochs
+        if self._at_epoch_end is None and every is not None and (trainer.current_epoch + 1) % every == 0:
+            self._at_epoch_end = "epoch"
+        self._metrics = self._current_metrics(trainer)
+
+    def before_epoch(self, trainer: L.Trainer) -> None:
+        """Saves what was due at the end of the last epoch."""
+        reason, self._at_epoch_end = self._at_epoch_end, None
+        if reason is not None:
+            self._corrected = compat.between_epochs
+            self.save(trainer, reason)
+            self._corrected = None
+        self._metrics = None
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Saves the result, and waits until it is durable."""
+        reason, self._at_epoch_end = self._at_epoch_end, None
+        whole: AbstractContextManager[None] = nullcontext()
+        if self._trained:
+            over = _last_batch(trainer)
+            self._corrected = compat.between_epochs if over else compat.inside_epoch
+            whole = self.exact.at("between" if over else "cut")
+        with whole:
+            self._save_for_sure(trainer, reason or "end")
+        self._corrected = None
+        self._copied(trainer)
+        self._find_best()
+
+    def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Nothing was left to train: an earlier start may have been killed in its retention."""
+        if not self._began and self.session.finished is None:
+            try:
+                if trainer.is_global_zero:
+                    retain(self.directory, self._policy())
+            except CheckpointError as error:
+                warnings.warn(f"older checkpoints were not deleted: {error.block()}", stacklevel=2)
+            trainer.strategy.barrier()
+            self._copied(trainer)
+            self._find_best()
+
+    def save_at_stop(self, trainer: L.Trainer, *, between_epochs: bool) -> None:
+        """Saves where all ranks stop, unless nothing was trained since the fit began.
+
+        Raises:
+            CheckpointError: It cannot be saved.
+        """
+        if self._trained:
+            self._corrected = compat.between_epochs if between_epochs else None
+            try:
+                self._save_for_sure(trainer, "stop")
+            finally:
+                self._corrected = None
+
+    def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Lightning asks this of every checkpoint; only ours is of a known place in the loops."""
+        if self._corrected is not None:
+            self._corrected(checkpoint)
+
+    def _find_best(self) -> None:
+        newest = newest_complete(self.directory).checkpoint
+        if self.monitor is None and newest is not None:
+            self.monitor = newest.metadata.get("monitor")
+        rated = best(list_checkpoints(self.directory), self.monitor, self.config.mode) if self.monitor else []
+        found = rated[0] if rated else newest
+        self.best_model_path = str(found.path / STATE_FILE) if found is not None else ""
+
+    # -- what
+
+    def save(self, trainer: L.Trainer, reason: str) -> None:
+        """Writes a checkpoint of this step, on all ranks together, unless this step has one already.
+
+        Args:
+            trainer: The trainer.
+            reason: Why now, for the history.
+        """
+        step = trainer.global_step
+        if step == self._saved_step:
+            return
+        if step == self._staged_step:  # its stage may still be written, and the next save would write into it
+            error = self._drained(trainer)
+            if trainer.is_global_zero:
+                self._report(trainer, error, reason)
+                make_room(error)
+        self._staged_step = step
+        began = time.monotonic()
+        metadata, policy = self._metadata(trainer), self._policy()
+        staged, error = self._staged(trainer)
+        # Every rank's own file is durable, or no rank goes on with this checkpoint.
+        if not trainer.strategy.reduce_boolean_decision(error is None):
+            self._report(trainer, error, reason)
+            if trainer.is_global_zero and staged is not None:
+                raised_by(partial(abandon, staged))
+            return
+        assert staged is not None
+
+        def commit(hashes: Hashes) -> None:
+            published = publish(staged, metadata, hashes=hashes)
+            self.session.event(
+                "checkpoint",
+                step=step,
+                path=str(published.path.relative_to(self.session.path)),
+                reason=reason,
+                metrics=metadata["metrics"],
+                seconds=round(time.monotonic() - began, 3),
+            )
+            retain_everywhere(trainer.strategy.checkpoint_io, published, policy)
+
+        error = save_and_commit(trainer, staged / STATE_FILE, self.config.save_weights_only, commit)
+        self._report(trainer, error, reason)
+        make_room(error, staged)
+        # Rank 0 alone knows whether it is saved; all must decide alike whether to save at the end.
+        if trainer.strategy.broadcast(error is None or of_earlier_saves(error, staged / STATE_FILE)):
+            self._saved_step = step
+        self._saved_at = time.monotonic()
+
+    def _staged(self, trainer: L.Trainer) -> tuple[Path | None, FairleadError | OSError | None]:
+        """The folder of the next checkpoint with this rank's own file in it, or why there is none."""
+        staged: Path | None = None
+        try:
+            staged = stage(self.directory, checkpoint_name(trainer.global_step), token=self.session.token)
+            state = self.exact.capture(trainer)
+            state |= {"measured": sorted(self._measured), "measured_at": self._measured_at}
+            write_file(staged / rank_file(trainer.global_rank), partial(_save_rank_state, state))
+        except (FairleadError, OSError) as error:
+            return staged, error
+        return staged, None
+
+    def _save_for_sure(self, trainer: L.Trainer, reason: str) -> None:
+        """Saves and waits until it is durable.
+
+        Raises:
+            CheckpointError: It is not; raised on all ranks, so that none waits for the others.
+        """
+        self.save(trainer, reason)
+        error = self._drained(trainer)
+        if error is not None:  # the save of this very step may be what failed in the background
+            if trainer.is_global_zero:
+                self._report(trainer, error, reason)
+                make_room(error)
+            self._saved_step = -1
+            self.save(trainer, reason)
+            error = self._drained(trainer)
+            if error is not None:
+                self._saved_step = -1
+            if trainer.is_global_zero:
+                self._report(trainer, error, reason)
+        if self._saved_step != trainer.global_step:
+            raise CheckpointError(
+                f"the state at step {trainer.global_step} could not be saved",
+                where=str(self.directory),
+                why="the warnings before this say why; the checkpoints before it are intact",
+                fix="make room or get write access, and start the job again: it goes on from the newest checkpoint",
+            )
+
+    def _copied(self, trainer: L.Trainer) -> None:
+        """The run is over: waits for the copies elsewhere, where the backend keeps them.
+
+        Raises:
+            CheckpointError: They are not complete; on all ranks.
+        """
+        copies = copies_of(trainer.strategy.checkpoint_io) if trainer.is_global_zero else None
+        lacking = trainer.strategy.broadcast(copies.settle() if copies is not None else None)
+        if lacking is not None:
+            raise CheckpointError(
+                "the result is saved here, but its copy is not complete",
+                where=str(self.directory),
+                why=lacking,
+                fix="start the job again on this machine: it uploads what is lacking",
+            )
+
+    def _drained(self, trainer: L.Trainer) -> FairleadError | OSError | None:
+        """Waits for what is written in the background; what went wrong with it, the same on all ranks."""
+        io = trainer.strategy.checkpoint_io
+        error = raised_by(io.wait) if isinstance(io, CommittingIO) else None
+        shared: FairleadError | OSError | None = trainer.strategy.broadcast(error)
+        return shared
+
+    def _report(self, trainer: L.Trainer, error: FairleadError | OSError | None, reason: str) -> None:
+        """Says loudly that a checkpoint was not written; the rank that knows why says it."""
+        if error is None:
+            return
+        text = error.block() if isinstance(error, FairleadError) else f"{type(error).__name__}: {error}"
+        self.session.event("checkpoint-failed", step=trainer.global_step, reason=reason, error=text)
+        warnings.warn(f"the training goes on, but no checkpoint was written: {text}", stacklevel=2)
+
+    def _current_metrics(self, trainer: L.Trainer) -> dict[str, float]:
+        # What an earlier validation measured is no property of this state.
+        stale = self._measured if self._measured_at != trainer.global_step else ()
+        current = {k: v for k, v in trainer.callback_metrics.items() if k not in stale}
+        return {k: float(v) for k, v in current.items() if torch.as_tensor(v).numel() == 1}
+
+    def _metadata(self, trainer: L.Trainer) -> dict[str, Any]:
+        metrics = self._metrics if self._metrics is not None else self._current_metrics(trainer)
+        if self.monitor is None:
+            self.monitor = next((name for name in _USUAL_MONITORS if name in metrics), None)
+        return {
+            "step": trainer.global_step,
+            # Epochs that are over; Lightning counts one that a limit cut short.
+            "epoch": trainer.current_epoch - (self._corrected is compat.inside_epoch),
+            "hyperparameters": described(trainer.lightning_module)["args"],
+            "metrics": metrics,
+            "monitor": self.monitor,
+            "mode": self.config.mode,
+            "world_size": trainer.world_size,
+            "accumulate_grad_batches": self._accumulate,
+            "start": self.session.start,
+            "fingerprint": self.session.fingerprint,
+            **self.session.origin,
+        }
+
+    def _policy(self) -> RetentionPolicy:
+        return RetentionPolicy.of(self.config, self.monitor)
+
+
+def _last_batch(trainer: L.Trainer) -> bool:
+    """Whether the epoch ends after this batch; an endless loader does not know it."""
+    return bool(trainer.fit_loop.epoch_loop.batch_progress.is_last_batch)
+
+
+def _save_rank_state(state: Mapping[str, Any], file: FileWriter) -> None:
+    torch.save(state, cast("IO[bytes]", file))

@@ -1,0 +1,105 @@
+"""A job's model and data as objects, for the commands and for what a checkpoint carries."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, cast
+
+import lightning.pytorch as L
+
+from fairlead.config import ClassSpec, JobConfig
+from fairlead.errors import CheckpointError, MissingDependencyError, UserCodeError
+from fairlead.modules import CodeRoot, activate, instantiate
+from fairlead_lightning.checkpoint.loading import readable_load_errors
+
+__all__ = ["Rebuilt", "build_user_object", "rebuild"]
+
+_STAND_IN: Final = re.compile(r"<[A-Za-z_][\w.]*>")
+
+
+@dataclass
+class Rebuilt:
+    """What a checkpoint carries, built again.
+
+    Attributes:
+        model: The model; with weights where they came from an exported folder, else as it is built:
+            `fit`, `validate`, `test` and `predict` load them.
+        data: The datamodule; None: the job has none.
+        checkpoint: What the trainer goes on from; None: there is nothing to go on from.
+    """
+
+    model: L.LightningModule
+    data: L.LightningDataModule | None
+    checkpoint: Path | None
+
+
+def rebuild(job: JobConfig, root: CodeRoot, *, checkpoint: Path | None, weights: Path | None) -> Rebuilt:
+    """Builds a job's model and data.
+
+    Args:
+        job: The job.
+        root: Where the user's code is found.
+        checkpoint: What is to be gone on from.
+        weights: A file of safetensors to load into the model.
+
+    Raises:
+        UserCodeError: The user's code was not found or raised.
+        CheckpointError: The run was started from Python with arguments that no job file can hold, or the weights
+            are those of another model.
+    """
+    activate(root)
+    for where, spec in (("model", job.model), ("data", job.data)):
+        if spec is not None and (lost := next(_stand_ins(spec.args, f"{where}.args"), None)):
+            raise CheckpointError(
+                "the checkpoint's job cannot be built again",
+                where=f"{lost[0]}: {lost[1]}",
+                why="the run was started from Python, and this argument is no plain data: only its type is recorded",
+                fix="build the objects as your script does, and name the checkpoint: trainer.fit(model, ckpt_path=...)",
+            )
+    model = cast("L.LightningModule", build_user_object(job.model, root, "model", L.LightningModule))
+    data = build_user_object(job.data, root, "data", L.LightningDataModule) if job.data is not None else None
+    if weights is not None:
+        _load(model, weights)
+    return Rebuilt(model, data, checkpoint)
+
+
+def build_user_object(spec: ClassSpec, root: CodeRoot, where: str, expected: type) -> Any:
+    """The user's object, of the class that Lightning needs.
+
+    Raises:
+        UserCodeError: It was not found, raised, or is of another class.
+    """
+    thing = instantiate({"class": spec.class_, "args": spec.args}, root, path=(where,))
+    if not isinstance(thing, expected):
+        raise UserCodeError(
+            f"{spec.class_} made a {type(thing).__name__}, not a lightning.pytorch.{expected.__name__}",
+            where=where,
+            fix="derive it from that class (from lightning.pytorch, not from pytorch_lightning)",
+        )
+    return thing
+
+
+def _load(model: L.LightningModule, weights: Path) -> None:
+    try:
+        from safetensors.torch import load_model
+    except ImportError as error:
+        raise MissingDependencyError(
+            "loading an exported folder needs safetensors", why=str(error), fix="pip install 'fairlead[lightning]'"
+        ) from error
+    with readable_load_errors(weights):
+        load_model(model, str(weights))
+
+
+def _stand_ins(value: Any, path: str) -> Iterator[tuple[str, str]]:
+    """Texts like `<torch.nn.modules.linear.Linear>`, which a description has in place of an object."""
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _stand_ins(item, f"{path}.{key}")
+    elif isinstance(value, list):
+        for index, item in enumerate(value):
+            yield from _stand_ins(item, f"{path}[{index}]")
+    elif isinstance(value, str) and _STAND_IN.fullmatch(value):
+        yield path, value

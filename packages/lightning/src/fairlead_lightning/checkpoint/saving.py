@@ -1,0 +1,153 @@
+"""One save of a Trainer, on all ranks together, whoever writes it: backend, strategy, or every rank its part."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import partial
+from pathlib import Path
+from typing import Any, Final, TypeVar
+
+import lightning.pytorch as L
+import torch
+from lightning.pytorch.profilers import Profiler
+from lightning.pytorch.trainer.states import TrainerStatus
+from torch.distributed.checkpoint.api import CheckpointException
+
+from fairlead.errors import CheckpointError, ConfigError, FairleadError
+from fairlead_distributed.objects import gather_objects
+from fairlead_lightning import compat
+from fairlead_lightning.checkpoint.committing import CommittingIO, Hashes, raised_by
+from fairlead_runs.checkpoint_io import ShardedSaves
+
+__all__ = ["explained", "first_error", "meet", "save_and_commit", "save_on_all_ranks"]
+
+T = TypeVar("T")
+Problem = FairleadError | OSError | None
+Commit = Callable[[Hashes], None]
+"""Publishes what was written; takes the checksums that are known, by name in the checkpoint."""
+
+# What compilers and wrappers put into the names of parameters; torch leaves it out of sharded states, too.
+_WRAPPERS: Final = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
+
+
+def save_and_commit(trainer: L.Trainer, file: Path, weights_only: bool, commit: Commit) -> Problem:
+    """Saves the trainer's state and has it committed, at once or when it is durable; on all ranks together.
+
+    Args:
+        trainer: The trainer.
+        file: `state.ckpt` in a stage.
+        weights_only: Leave out what only training needs.
+        commit: What follows on rank 0.
+
+    Returns:
+        On rank 0 why it failed, on whichever rank that was; None on the others.  Not raised, because all go on.
+    """
+    zero = trainer.is_global_zero
+    with _profiled(trainer):
+        checkpoint = compat.dump_checkpoint(trainer, weights_only)
+        shards = _sharded(trainer)
+        if shards is not None:
+            error = raised_by(partial(_submit, trainer, shards, checkpoint, file, commit))
+            return error if zero else None
+        io = trainer.strategy.checkpoint_io
+        follows = io if zero and isinstance(io, CommittingIO) else None
+        if follows is not None:
+            follows.follow_with(commit)
+        error = None
+        try:
+            trainer.strategy.save_checkpoint(checkpoint, file)
+        except (FairleadError, OSError, RuntimeError, CheckpointException) as raised:
+            error = explained(raised, file)
+        trainer.strategy.barrier("Trainer.save_checkpoint")
+    # A strategy that writes by itself may have failed on one rank only.
+    error = first_error(gather_objects(error))
+    if error is not None:
+        if follows is not None:
+            follows.forget()
+        return error if zero else None
+    if not zero:
+        return None
+    return follows.finish() if follows is not None else raised_by(partial(commit, {}))
+
+
+def save_on_all_ranks(
+    trainer: L.Trainer, path: str | os.PathLike[str], weights_only: bool | None, storage_options: Any
+) -> bool:
+    """Saves where the user wants it, through a backend that all ranks must call; False where there is none.
+
+    Raises:
+        FairleadError: It failed on some rank; raised on all.
+    """
+    shards = _sharded(trainer)
+    if shards is None:
+        return False
+    if storage_options is not None:
+        raise ConfigError(
+            "save_checkpoint got storage_options, but this backend has none",
+            fix="leave storage_options out; settings are fields of `trainer.checkpoint_io`",
+        )
+    file = Path(trainer.strategy.broadcast(os.fspath(path)))
+    with _profiled(trainer):
+        _submit(trainer, shards, compat.dump_checkpoint(trainer, weights_only), file, lambda hashes: None)
+    if trainer.state.status != TrainerStatus.RUNNING:
+        shards.wait()  # nothing else would: what is saved in a fit is waited for where that ends
+    return True
+
+
+def meet(trainer: L.Trainer) -> None:
+    """Has a backend that saves on all ranks connect them, before anything is saved."""
+    shards = _sharded(trainer)
+    if shards is not None:
+        shards.meet()
+
+
+def first_error(errors: list[Problem]) -> Problem:
+    """The error of the lowest rank that has one, which then says its rank."""
+    for rank, error in enumerate(errors):
+        if rank and isinstance(error, FairleadError):
+            error.why = f"{error.why or 'it failed there'} (rank {rank})"
+        if error is not None:
+            return error
+    return None
+
+
+def explained(error: BaseException, file: Path) -> FairleadError | OSError:
+    """What a strategy raised while it wrote a checkpoint, as an error of the disk or of ours."""
+    if isinstance(error, CheckpointException):
+        error = next(iter(error.failures.values()))[0]
+    if isinstance(error, (FairleadError, OSError)):
+        return error
+    return CheckpointError("the strategy could not write it", where=str(file), why=f"{type(error).__name__}: {error}")
+
+
+def _profiled(trainer: L.Trainer) -> AbstractContextManager[None]:
+    profiler: Profiler = vars(trainer)["profiler"]  # the class does not declare it
+    return profiler.profile("save_checkpoint")
+
+
+def _sharded(trainer: L.Trainer) -> ShardedSaves | None:
+    io = trainer.strategy.checkpoint_io
+    inner = io.inner if isinstance(io, CommittingIO) else io
+    return inner if isinstance(inner, ShardedSaves) else None
+
+
+def _submit(trainer: L.Trainer, shards: ShardedSaves, checkpoint: dict[str, Any], file: Path, commit: Commit) -> None:
+    def then(hashes: Hashes) -> None:
+        commit({f"{file.name}/{name}": digest for name, digest in hashes.items()})
+
+    module = trainer.lightning_module
+    shards.submit_shards(checkpoint, file, then, names=[_names(module, one) for one in trainer.optimizers])
+
+
+def _names(module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[str | None]:
+    """The names of an optimizer's parameters in the order of its groups; None for those of something else."""
+    found = {id(parameter): _bare(name) for name, parameter in module.named_parameters()}
+    return [found.get(id(parameter)) for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _bare(name: str) -> str:
+    for wrapper in _WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name

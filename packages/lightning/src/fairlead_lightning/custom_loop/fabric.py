@@ -1,0 +1,55 @@
+"""`fabric`: a Lightning Fabric from the same config, for people with their own loop."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+import lightning.fabric as lf
+
+from fairlead.checks import check_trainer
+from fairlead.config import TrainerConfig
+from fairlead.findings import raise_errors
+from fairlead.interfaces import BuildContext
+from fairlead.plugins import PluginManager, default_plugins
+from fairlead_distributed.run.joining import join_process_group
+from fairlead_launch.environment import LAUNCHED
+from fairlead_lightning.build import build_backend, build_plugins
+
+__all__ = ["fabric"]
+
+
+def fabric(
+    config: TrainerConfig | None = None,
+    *,
+    environ: Mapping[str, str] | None = None,
+    plugins: PluginManager | None = None,
+) -> lf.Fabric:
+    """A Lightning Fabric on the resolved hardware, not launched yet.
+
+    The settings of the loop (max_steps, validation, callbacks) are the caller's own business; of
+    the config only the axes are used.
+
+    Args:
+        config: How to run; None: the defaults.
+        environ: The environment variables; None: this process's.
+        plugins: The plugin manager; None: the plugins installed here.
+
+    Raises:
+        ConfigError: The config is wrong, or does not fit this machine or launcher.
+
+    Example:
+        >>> from fairlead import TrainerConfig, fabric
+        >>> fab = fabric(TrainerConfig(accelerator="cpu", devices=1))  # doctest: +SKIP
+        >>> fab.launch()  # doctest: +SKIP
+    """
+    environ = os.environ if environ is None else environ
+    plugins = plugins if plugins is not None else default_plugins()
+    resolution, findings = check_trainer(config or TrainerConfig(), environ=environ, plugins=plugins, purpose="run")
+    raise_errors(findings)
+    # A rank that Lightning's launcher started meets the first one in `launch`, as that one does.
+    if resolution.environment.name != "lightning" or LAUNCHED in environ:
+        join_process_group(resolution, environ)
+    context = BuildContext(resolution, environ, plugins, engine="fabric")
+    loggers = [build_backend(logger, context) for logger in resolution.loggers]
+    return lf.Fabric(**build_plugins(context), loggers=[logger for logger in loggers if logger is not None])

@@ -1,0 +1,128 @@
+"""A checkpoint of a loop's run, read back: first looked at on all ranks, then loaded; the generators come last."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import lightning.fabric as lf
+import torch
+
+from fairlead.errors import CheckpointError, FairleadError
+from fairlead_distributed import set_rng_state
+from fairlead_distributed.objects import gather_objects
+from fairlead_distributed.run.session import STATE_FILE
+from fairlead_lightning.custom_loop.state import OWN, LoopState, loading
+from fairlead_lightning.resume.rank_state import rank_file, seed_anew
+from fairlead_runs.commit import Checkpoint, hash_file
+
+__all__ = ["Loaded", "load_checkpoint"]
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """Where the run stands.
+
+    Args:
+        step: Optimizer steps that are done.
+        epoch: What the loop said.
+        monitor: The metric that decides which checkpoints are best, as far as it was known.
+        own: The run's own entry: the positions of the loggers.
+    """
+
+    step: int
+    epoch: int
+    monitor: str | None
+    own: Mapping[str, Any]
+
+
+def load_checkpoint(file: Path, objects: LoopState, fabric: lf.Fabric) -> Loaded:
+    """Loads everything that `LoopCheckpoints.save` wrote; called by all ranks together.
+
+    Raises:
+        CheckpointError: It is damaged, of something else, or does not fit; the same on all ranks.
+    """
+    checkpoint = _of_a_loop(file)
+    metadata = checkpoint.metadata
+    objects.require_same(metadata.get("state"), checkpoint.path)
+    same_ranks = _same_ranks(metadata, objects, fabric, checkpoint)
+    mine = _together(checkpoint, fabric.global_rank if same_ranks else 0)
+    with loading("the state of what Fabric has set up", file):
+        rest = fabric.load(file, objects.of_strategy(), weights_only=True)
+    objects.load_others(rest, file)
+    own = rest[OWN]
+    if own["precision"]:
+        fabric.strategy.precision.load_state_dict(own["precision"])
+    step = int(metadata["step"])
+    objects.load_own(mine, file, same_ranks=same_ranks)
+    if same_ranks:
+        set_rng_state(mine["rng"])
+    else:
+        seed_anew(torch.initial_seed(), step, fabric.global_rank)
+    return Loaded(step, int(metadata["epoch"]), metadata.get("monitor"), own)
+
+
+def _of_a_loop(file: Path) -> Checkpoint:
+    folder = file.parent if file.name == STATE_FILE else file
+    try:
+        checkpoint = Checkpoint.at(folder)
+        _ = checkpoint.manifest
+    except CheckpointError as error:
+        raise CheckpointError(
+            "this is no checkpoint of a loop's run",
+            where=str(file),
+            why=error.why or error.what,
+            fix="name a folder under a run's checkpoints/; load another file with fabric.load() before the loop",
+        ) from error
+    return checkpoint
+
+
+def _same_ranks(metadata: Mapping[str, Any], objects: LoopState, fabric: lf.Fabric, checkpoint: Checkpoint) -> bool:
+    """Whether as many ranks go on; what is of each rank cannot be dealt out to another number of them."""
+    before, now = int(metadata["world_size"]), fabric.world_size
+    if before == now:
+        return True
+    if objects.per_rank:
+        raise CheckpointError(
+            f"{before} ranks have saved states of their own, {now} would go on",
+            where=str(checkpoint.path),
+            why=f"per_rank: {', '.join(sorted(objects.per_rank))}",
+            fix=f"start {before} ranks",
+        )
+    fabric.print(f"warning: {before} ranks have saved, {now} go on: the random generators begin anew")
+    return False
+
+
+def _together(checkpoint: Checkpoint, rank: int) -> dict[str, Any]:
+    """A rank's part, or the first error of any rank: no rank waits for one that could not read."""
+    found, problem = None, None
+    try:
+        found = _read(checkpoint, rank)
+    except FairleadError as error:
+        problem = error
+    first = next((error for error in gather_objects(problem) if error is not None), None)
+    if first is not None:
+        raise first
+    assert found is not None
+    return found
+
+
+def _read(checkpoint: Checkpoint, rank: int) -> dict[str, Any]:
+    path = checkpoint.path / rank_file(rank)
+    expected = checkpoint.manifest.files.get(path.name)
+    try:
+        if expected is None or hash_file(path, expected.algorithm) != expected:  # torch does not look
+            raise CheckpointError(
+                "a rank's part of the checkpoint is damaged",
+                where=str(path),
+                why="its checksum is not that of the manifest",
+                fix="begin from an older one: RunConfig(resume=PATH)",
+            )
+        found: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+    except OSError as error:
+        raise CheckpointError(
+            "a rank's part of the checkpoint cannot be read", where=str(path), why=error.strerror
+        ) from error
+    return found

@@ -1,0 +1,1 @@
+"""What a fit shows: progress, throughput, a summary."""

@@ -1,0 +1,316 @@
+"""Shows on rank 0 how a run is doing, and sums it up at its end."""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import lightning.pytorch as L
+from lightning.pytorch.callbacks import ProgressBar, Timer
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from rich.console import Console
+from torch import Tensor
+
+from fairlead_lightning import compat
+from fairlead_lightning.display.displays import Display, choose_display
+from fairlead_lightning.display.summary import summary_lines
+from fairlead_lightning.display.throughput import Throughput, batch_size, duration, number
+
+__all__ = ["Progress"]
+
+_LOSSES: Final = ("train/loss", "train_loss", "loss")
+_SHOWN: Final = 6
+_TASKS: Final = {"validate": "validation", "test": "test", "predict": "prediction"}
+
+
+@compat.only_its_own_batch_hooks
+class Progress(ProgressBar):
+    """Lightning's progress bar: bars on a terminal, a plain line every few seconds elsewhere.
+
+    A step costs a count and a look at the clock; values are read from the device only when they are
+    shown.  Between validations the line tells the loss, samples a second over all ranks, and the time left.
+
+    Args:
+        interval: Seconds between plain lines.
+        console: Where to write; None: the standard output.
+        environ: The environment variables; None: this process's.
+
+    Example:
+        >>> trainer = L.Trainer(callbacks=[Progress(10.0)])  # doctest: +SKIP
+    """
+
+    def __init__(
+        self, interval: float, console: Console | None = None, *, environ: Mapping[str, str] | None = None
+    ) -> None:
+        super().__init__()
+        self.interval = interval
+        self._ci = {"CI": (os.environ if environ is None else environ).get("CI", "")}
+        self._display: Display | None = choose_display(interval, console, self._ci)
+        self._enabled = True
+        self._speed = Throughput(0, 0.0)
+        self._replicas = 1
+        self._total: int | None = None
+        self._ended: float | None = None
+        self._last_batch = -1
+        self._due = 0.0
+        self._evaluated = 0
+        self._evaluation_due = 0.0
+        self._before: dict[str, Any] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A terminal cannot be pickled; ranks that are spawned open their own."""
+        return {**self.__dict__, "_display": None}
+
+    @property
+    def display(self) -> Display:
+        """Where progress is shown."""
+        if self._display is None:
+            self._display = choose_display(self.interval, None, self._ci)
+        return self._display
+
+    # -- Lightning's switches
+
+    @property
+    def is_enabled(self) -> bool:
+        """Whether this rank shows anything; Lightning asks before it prints through `print`."""
+        return self._enabled and self._is_first()
+
+    def enable(self) -> None:
+        """Shows progress again, after `disable`."""
+        self._enabled = True
+
+    def disable(self) -> None:
+        """Shows nothing, for example while Lightning looks for a learning rate."""
+        self._enabled = False
+        self.display.close()
+
+    def _is_first(self) -> bool:
+        return int(getattr(rank_zero_only, "rank", 0)) == 0
+
+    # -- text
+
+    def say(self, text: str) -> None:
+        """Prints a line, above the bars if there are any; on rank 0 only."""
+        if self._is_first():
+            self.display.say(text)
+
+    def print(self, *args: Any, **kwargs: Any) -> None:
+        """What `LightningModule.print` calls; takes the arguments of `print`."""
+        if kwargs.get("file") is not None or kwargs.get("end", "\n") != "\n":
+            print(*args, **kwargs)
+        else:
+            self.say(str(kwargs.get("sep", " ") or " ").join(map(str, args)))
+
+    def summary(self, trainer: L.Trainer, run_dir: Path | None = None) -> None:
+        """Says what a finished fit did: steps, speed, the best value, where the checkpoint is; on rank 0 only.
+
+        Args:
+            trainer: The trainer.
+            run_dir: The run directory; None: `trainer.default_root_dir`.
+        """
+        self.display.close()
+        if not self._is_first():
+            return
+        lines = summary_lines(
+            step=trainer.global_step,
+            epoch=trainer.current_epoch,
+            speed=self._speed,
+            replicas=self._replicas,
+            now=self._ended if self._ended is not None else time.monotonic(),
+            run_dir=run_dir or Path(trainer.default_root_dir),
+        )
+        self.say("\n".join(lines))
+
+    # -- fit
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Training begins, or goes on."""
+        if not self.is_enabled:
+            return
+        now = time.monotonic()
+        sampler = getattr(trainer.strategy, "distributed_sampler_kwargs", None) or {}
+        self._replicas = int(sampler.get("num_replicas", 1))
+        done, self._total = self._position(trainer, pl_module)
+        self._speed, self._ended = Throughput(done, now), None
+        self._due = 0.0
+        self._last_batch = -1
+        if self._total is not None:
+            self._last_batch = (self._total - done) * trainer.accumulate_grad_batches
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Counts; shows something when it is time, and at the last step."""
+        if not self._enabled or not trainer.is_global_zero:
+            return
+        speed = self._speed
+        speed.add(batch_size(batch))
+        now = time.monotonic()
+        if now < self._due and speed.batches != self._last_batch:
+            return
+        self._due = now + self.display.interval
+        done, _ = self._position(trainer, pl_module)
+        rates = speed.mark(done, now)
+        parts = [f"epoch {trainer.current_epoch}", *self._metrics(trainer, outputs)]
+        if rates is not None:
+            parts.append(f"samples/s {number(rates[0] * self._replicas)}")
+            left = self._left(trainer, done, rates[1], now)
+            if left is not None:
+                parts.append(f"left {duration(left)}")
+        self.display.update("train", done, self._total, "  ".join(parts))
+
+    def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Stops the clock of training."""
+        if self.is_enabled:
+            self._speed.pause(time.monotonic())
+            self._before = dict(trainer.callback_metrics)
+            self._begin_evaluation()
+
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Shows what was measured."""
+        if not self.is_enabled:
+            return
+        self.display.remove("validation")
+        self.display.remove("sanity check")
+        if trainer.state.fn == "fit" and not trainer.sanity_checking:
+            new = {k: v for k, v in trainer.callback_metrics.items() if v is not self._before.get(k)}
+            shown = _values(new)
+            if shown:
+                self.say(f"step {trainer.global_step}  {shown}")
+        if trainer.state.fn != "fit":
+            self.display.close()  # Lightning prints its table next
+        self._before = {}
+        self._speed.resume(time.monotonic())
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Gives the terminal back before other callbacks print their results."""
+        self._ended = time.monotonic()
+        self.display.close()
+
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        """Gives the terminal back before the error is printed."""
+        self.display.close()
+
+    def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """Gives the terminal back."""
+        self.display.close()
+
+    def _position(self, trainer: L.Trainer, pl_module: L.LightningModule) -> tuple[int, int | None]:
+        """Steps done and in all; with several optimizers by hand, batches, since each counts steps of its own."""
+        if pl_module.automatic_optimization or trainer.max_steps != -1:
+            total = trainer.estimated_stepping_batches
+            done = trainer.global_step
+        else:
+            epochs = trainer.max_epochs if trainer.max_epochs is not None else -1
+            total = trainer.num_training_batches * epochs if epochs >= 0 else math.inf
+            done = trainer.fit_loop.total_batch_idx + 1
+        return done, int(total) if 0 <= total < math.inf else None
+
+    def _left(self, trainer: L.Trainer, done: int, steps_per_s: float, now: float) -> float | None:
+        left = math.inf
+        if self._total is not None and steps_per_s > 0:
+            left = self._speed.left_s(done, self._total, steps_per_s, now)
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]  # set by Lightning's callback connector
+            remaining = callback.time_remaining() if isinstance(callback, Timer) else None
+            left = left if remaining is None else min(left, remaining)
+        return left if left < math.inf else None
+
+    def _metrics(self, trainer: L.Trainer, outputs: Any) -> list[str]:
+        """The loss, and what was logged with `prog_bar=True`; reads from the device."""
+        logged = trainer.callback_metrics
+        bar = {k: v for k, v in trainer.progress_bar_metrics.items() if isinstance(v, (int, float))}
+        name = next((name for name in _LOSSES if name in logged), None)
+        parts = []
+        if name is not None:
+            parts.append(f"loss {number(float(logged[name]))}")
+        elif not bar and isinstance(outputs, Mapping) and isinstance(outputs.get("loss"), Tensor):
+            # Lightning has divided it for the accumulation of gradients.
+            parts.append(f"loss {number(float(outputs['loss']) * trainer.accumulate_grad_batches)}")
+        others = [f"{k} {number(v)}" for k, v in bar.items() if k not in {name, f"{name}_step", f"{name}_epoch"}]
+        return parts + others[:_SHOWN]
+
+    # -- validate, test, predict
+
+    def _begin_evaluation(self) -> None:
+        self._evaluated = 0
+        self._evaluation_due = time.monotonic() + self.display.interval
+
+    def on_test_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Testing begins."""
+        self._begin_evaluation()
+
+    def on_predict_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Predicting begins."""
+        self._begin_evaluation()
+
+    def on_validation_batch_end(
+        self,
+        trainer: L.Trainer,
+        pl_module: L.LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        """Counts; shows something when it is time."""
+        if trainer.sanity_checking:
+            self._evaluate("sanity check", trainer.num_sanity_val_batches)
+        else:
+            self._evaluate("validation", trainer.num_val_batches)
+
+    def on_test_batch_end(
+        self,
+        trainer: L.Trainer,
+        pl_module: L.LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        """Counts; shows something when it is time."""
+        self._evaluate("test", trainer.num_test_batches)
+
+    def on_predict_batch_end(
+        self,
+        trainer: L.Trainer,
+        pl_module: L.LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        """Counts; shows something when it is time."""
+        self._evaluate("prediction", trainer.num_predict_batches)
+
+    def on_test_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Gives the terminal back before Lightning prints its table."""
+        self.display.close()
+
+    def on_predict_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Gives the terminal back."""
+        self.display.close()
+
+    def _evaluate(self, task: str, batches: Any) -> None:
+        if not self.is_enabled:
+            return
+        self._evaluated += 1
+        now = time.monotonic()
+        if now < self._evaluation_due:
+            return
+        self._evaluation_due = now + self.display.interval
+        counts = batches if isinstance(batches, list) else [batches]
+        total = sum(counts)
+        self.display.update(task, self._evaluated, int(total) if total < math.inf else None, "")
+
+
+def _values(metrics: Mapping[str, Any]) -> str:
+    """`val/loss 2.1  val/acc 0.53`, at most six of them."""
+    numbers = {k: float(v) for k, v in metrics.items() if not isinstance(v, Tensor) or v.numel() == 1}
+    shown = [f"{name} {number(value)}" for name, value in list(numbers.items())[:_SHOWN]]
+    if len(numbers) > _SHOWN:
+        shown.append(f"and {len(numbers) - _SHOWN} more in metrics.csv")
+    return "  ".join(shown)

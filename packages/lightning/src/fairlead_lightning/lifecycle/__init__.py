@@ -1,0 +1,1 @@
+"""How a fit begins, is stopped, hangs, fails and ends."""

@@ -1,0 +1,96 @@
+"""A failure of a rank, as it is shown: the user's own frames, and the exit code it means."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import site
+import sys
+import sysconfig
+import traceback
+from collections.abc import Iterator, Sequence
+
+from fairlead.errors import FairleadError
+from fairlead.modules import CodeRoot
+from fairlead_lightning.lifecycle.stops import StopRequested
+
+__all__ = ["described_failure"]
+
+_FRAME = re.compile(r'^\s+File "(?P<file>[^"]+)", line \d+, in ')
+
+
+def described_failure(error: BaseException, root: CodeRoot) -> tuple[str, int]:
+    """The text to show for an error, and the exit code.
+
+    A mistake in the config has no traceback.  An error of the user's own code has one, cut to
+    their frames, with the innermost frame of the library that raised.
+
+    Args:
+        error: What was raised.
+        root: Where the user's code is.
+    """
+    if isinstance(error, FairleadError):
+        return f"error: {error.block()}", error.exit_code
+    if isinstance(error, StopRequested):
+        # How a fit was stopped, its first rank has said.
+        said = "" if error.outcome is not None else f"stopped by {_asked_by(error)}; nothing was written"
+        return said, error.exit_code
+    if isinstance(error, KeyboardInterrupt) or isinstance(error.__context__, KeyboardInterrupt):
+        return "stopped by the keyboard; the run goes on from its last checkpoint when it is started again", 130
+    if isinstance(error, SystemExit):
+        code = error.code if isinstance(error.code, int) else 1
+        return f"the job's own code called exit({code})\n{_traceback(error, root)}", 1
+    return _traceback(error, root), 1
+
+
+def _asked_by(error: StopRequested) -> str:
+    return "Ctrl-C" if error.exit_code == 128 + signal.SIGINT else "a signal"
+
+
+def _traceback(error: BaseException, root: CodeRoot) -> str:
+    """The traceback of an error, and before it that of its cause, each cut."""
+    cause = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    before = f"{_traceback(cause, root)}\n\nwhich led to:\n" if cause is not None and cause is not error else ""
+    frames = traceback.extract_tb(error.__traceback__)
+    theirs = _Theirs(root)
+    users = [frame for frame in frames if theirs.is_file(frame.filename)]
+    shown = list(users)
+    if frames and (not users or frames[-1] is not users[-1]):
+        shown.append(frames[-1])
+    lines = ["Traceback (your code):\n" if users else "Traceback:\n", *traceback.format_list(shown)]
+    text = "".join(traceback.format_exception_only(error))
+    lines += [f"{line}\n" for line in _cut(text.splitlines(), theirs)]
+    return before + "".join(lines).rstrip()
+
+
+class _Theirs:
+    """Tells the files of the user from those of libraries."""
+
+    def __init__(self, root: CodeRoot) -> None:
+        self._folders = tuple(f"{folder}{os.sep}" for folder in root.folders)
+        # In a checkout of Fairlead its own sources lie under the user's root as well.
+        ours = (m for name, m in list(sys.modules.items()) if name.partition("_")[0] == "fairlead" and "." not in name)
+        others = [*site.getsitepackages(), sysconfig.get_path("stdlib"), *(_folder(module) for module in ours)]
+        self._others = tuple(f"{folder}{os.sep}" for folder in others if folder)
+
+    def is_file(self, path: str) -> bool:
+        return path.startswith(self._folders) and not path.startswith(self._others)
+
+
+def _folder(module: object) -> str | None:
+    file = getattr(module, "__file__", None)
+    return os.path.dirname(file) if file else None
+
+
+def _cut(lines: Sequence[str], theirs: _Theirs) -> Iterator[str]:
+    """Without the library frames of a traceback that a message quotes: that of a DataLoader worker."""
+    skipping = False
+    for line in lines:
+        frame = _FRAME.match(line)
+        if frame is not None:
+            skipping = not theirs.is_file(frame["file"])
+        elif not line.startswith("    "):
+            skipping = False
+        if not skipping:
+            yield line

@@ -1,0 +1,83 @@
+"""Tells the run directory what happens: history, heartbeats, where each rank is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning.pytorch as L
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+
+from fairlead_distributed.run.joining import leave_at_exit
+from fairlead_distributed.run.session import RunSession
+from fairlead_lightning import compat
+
+__all__ = ["Recorder"]
+
+
+@compat.only_its_own_batch_hooks
+class Recorder(L.Callback):
+    """Writes the history and this rank's heartbeat; it changes nothing about the training.
+
+    Args:
+        session: The run.
+    """
+
+    def __init__(self, session: RunSession) -> None:
+        self.session = session
+
+    def _beat(self, trainer: L.Trainer, phase: str) -> None:
+        self.session.beat(phase, trainer.global_step)
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """The process group is there; the data are being prepared."""
+        leave_at_exit()
+        self.session.join(trainer.global_rank, trainer.local_rank, trainer.node_rank)
+        self._beat(trainer, "setup")
+
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """The model is there and its weights are loaded; the state of the loops comes next."""
+        self._beat(trainer, "restore")
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """The first epoch is next."""
+        self.session.begin(step=trainer.global_step, epoch=trainer.current_epoch)
+
+    def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """The loaders' workers start, and the first batch is waited for."""
+        self._beat(trainer, "first-batch")
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """One more batch."""
+        self._beat(trainer, "train")
+
+    def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Validation, or the sanity check before training."""
+        self._beat(trainer, "sanity" if trainer.sanity_checking else "validate")
+
+    def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
+        """A checkpoint is being written; the next batch ends that."""
+        self._beat(trainer, "save")
+
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Back to training."""
+        self._beat(trainer, "train")
+
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        """Ends this start in the history; what was raised is named, not swallowed. `Stops` tells of stops."""
+        if isinstance(exception, SIGTERMException) or self.session.children_stopped(exception) is not None:
+            return
+        stopped = isinstance(exception, KeyboardInterrupt)
+        self.session.event(
+            "stop" if stopped else "failed",
+            rank=trainer.global_rank,
+            step=trainer.global_step,
+            error=f"{type(exception).__name__}: {exception}"[:2000],
+        )
+        self._beat(trainer, "stopped" if stopped else "failed")
+
+    def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """The limits of the job were reached, and the last checkpoint is durable."""
+        self.session.complete(step=trainer.global_step, epoch=trainer.current_epoch)
+        self._beat(trainer, "end")

@@ -1,0 +1,147 @@
+"""A rank that fails or hangs during a fit: all ranks dump their stacks into the run directory, and none is left."""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from datetime import timedelta
+from types import TracebackType
+from typing import Any, Final
+
+import lightning.pytorch as L
+import torch
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+
+from fairlead_distributed.alarms import Alarm, asked_to_stop
+from fairlead_distributed.run.session import RunSession
+from fairlead_distributed.stacks import flight_recorder_variables, show_stacks_on_signal
+from fairlead_distributed.stuck import GRACE, RankWatch
+from fairlead_launch.reports import REPORT_FD, secondary
+from fairlead_lightning import compat
+from fairlead_runs.dumps import flight_recorder_folder, stack_folder
+
+__all__ = ["StuckRanks"]
+
+_TIMEOUT: Final = timedelta(minutes=30)
+"""Torch's own for a collective, where the strategy says nothing."""
+_HANG_SHARE: Final = 0.8
+"""Nothing has moved for this share of the time-out: all ranks are still there to be asked where they stand."""
+
+
+@compat.only_its_own_batch_hooks
+class StuckRanks(L.Callback):
+    """Tells all ranks when this one fails, and dumps the stacks of all when nothing moves. It costs the steps nothing.
+
+    Only an exception that nobody catches is a failure: one that leaves the script, or the block `final`. A stop on a
+    signal and the end of a fit are none.
+
+    Args:
+        environ: The environment variables; under the supervisor of `fairlead fit`, that one says what happened.
+        timeout: That of the process group, for how long nothing may move.
+        grace: How long a rank may go on after another has failed.
+
+    Example:
+        >>> stuck = StuckRanks({})  # doctest: +SKIP
+        >>> stuck.session = session  # doctest: +SKIP
+        >>> trainer = L.Trainer(callbacks=[Recorder(session), stuck])  # doctest: +SKIP
+    """
+
+    def __init__(
+        self, environ: Mapping[str, str], *, timeout: timedelta | None = None, grace: timedelta = GRACE
+    ) -> None:
+        self.session: RunSession | None = None
+        """The run of this fit; None: nothing is watched."""
+        self._supervised = REPORT_FD in environ
+        self._hang_after = (timeout if isinstance(timeout, timedelta) else _TIMEOUT) * _HANG_SHARE
+        self._grace = grace
+        self._watch: RankWatch | None = None
+        self._earlier: Any = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Spawned ranks make their own threads."""
+        return {**self.__dict__, "_watch": None, "_earlier": None}
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """The ranks are connected: from now on they hear of each other."""
+        session = self.session
+        if session is None or stage != "fit":
+            return
+        self._end()  # what a fit that raised, and whose error was caught, has left
+        rank, recorder = trainer.global_rank, flight_recorder_folder(session.path, session.start)
+        if not faulthandler.is_enabled():
+            faulthandler.enable()  # NCCL's watchdog aborts the process: then this shows where it stood
+        show_stacks_on_signal()
+        if torch.cuda.is_available():
+            if rank == 0:
+                (recorder / "nccl").mkdir(parents=True, exist_ok=True)
+            for name, value in flight_recorder_variables(recorder).items():
+                os.environ.setdefault(name, value)  # torch reads nothing else, and not before it dumps
+
+        def progress() -> object:
+            loop = trainer.fit_loop.epoch_loop
+            validated = loop.val_loop.batch_progress.total.ready
+            return trainer.current_epoch, loop.batch_progress.total.ready, validated, trainer.state.stage
+
+        def heard(alarm: Alarm) -> None:
+            if alarm.kind == "hang" and rank == 0:
+                session.event("hang", seen_by=alarm.rank, host=alarm.host, reason=alarm.what)
+            if alarm.kind == "lost" and rank == 1:  # rank 0 is gone, and one line is enough
+                session.event("failed", rank=0, error=alarm.what)
+
+        self._watch = RankWatch.of_process_group(
+            stack_folder(session.path, session.start),
+            flight_recorder=recorder,
+            grace=self._grace,
+            progress=progress,
+            hang_after=self._hang_after,
+            say=_nobody if self._supervised else None,
+            heard=heard,
+        )
+        self._earlier, sys.excepthook = sys.excepthook, self._uncaught
+
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        """The fit is left; whether the exception will be caught, nobody knows yet."""
+        if self._watch is None:
+            return
+        if isinstance(exception, SIGTERMException) or asked_to_stop(exception):
+            self._end()
+        elif isinstance(exception, SystemExit):
+            self.failed(exception)  # no hook of Python's will see it
+        else:
+            self._watch.leave()
+
+    def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Everything is done."""
+        self._end()
+
+    def failed(self, error: BaseException) -> None:
+        """The fit has failed, and the program ends of it: tells all ranks, and has their stacks dumped."""
+        if self._watch is not None and not isinstance(error, SIGTERMException) and not asked_to_stop(error):
+            self._watch.failed(error, secondary=secondary(str(error)), exits=not self._supervised)
+
+    @contextmanager
+    def final(self) -> Iterator[None]:
+        """A block that nobody catches exceptions of: one that leaves it is a failure of this rank."""
+        try:
+            yield
+        except BaseException as error:
+            self.failed(error)
+            raise
+
+    def _uncaught(self, kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+        self._earlier(kind, error, traceback)  # first: the traceback of the rank that failed
+        self.failed(error)
+
+    def _end(self) -> None:
+        if self._watch is not None:
+            self._watch.close()
+            self._watch = None
+            if sys.excepthook == self._uncaught:
+                sys.excepthook = self._earlier
+
+
+def _nobody(text: str) -> None:
+    """The supervisor says it."""

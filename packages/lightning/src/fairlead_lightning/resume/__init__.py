@@ -1,0 +1,1 @@
+"""What makes a resumed run end with the same bits: loaders, generators, averages."""

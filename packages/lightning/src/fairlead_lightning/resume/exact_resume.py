@@ -1,0 +1,307 @@
+"""`ExactResume`: a fit that goes on from a checkpoint does what the fit that saved it would have done next."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Final, Literal, Protocol
+
+import lightning.pytorch as L
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from fairlead.errors import RunDirectoryError
+from fairlead.findings import Inexact
+from fairlead_distributed import register_exact_reduction
+from fairlead_distributed.batch_order import Place
+from fairlead_distributed.objects import broadcast_object
+from fairlead_distributed.run.session import RunSession
+from fairlead_lightning import compat
+from fairlead_lightning.loggers.positions import LOGGER_POSITIONS, logger_positions
+from fairlead_lightning.resume import rank_state, seen
+from fairlead_lightning.resume.loaders import Loaders
+
+__all__ = ["ExactResume", "Saves", "Stoppable", "saved_positions"]
+
+Where = Literal["between", "batch", "done", "cut"]
+"""Between two epochs; a batch is done, but not the validation behind it; both are; a limit has cut the epoch."""
+
+_SEED: Final = "PL_GLOBAL_SEED"  # Lightning's seed_everything leaves it
+
+
+class Saves(Protocol):
+    """What writes checkpoints at the places where the state is whole."""
+
+    def restored(self, state: Mapping[str, Any]) -> None:
+        """The fit goes on; `state` is this rank's part of the checkpoint."""
+
+    def before_epoch(self, trainer: L.Trainer) -> None:
+        """Nothing of the next epoch has begun."""
+
+    def after_batch(self, trainer: L.Trainer, validation_due: bool) -> None:
+        """A batch is done, but not the validation behind it."""
+
+    def after_validation(self, trainer: L.Trainer) -> None:
+        """All of a batch is done."""
+
+    def save_at_stop(self, trainer: L.Trainer, *, between_epochs: bool) -> None:
+        """The fit ends here, or between two epochs; raises when it cannot be saved."""
+
+
+class Stoppable(Protocol):
+    """What may end the fit at the places where the state is whole."""
+
+    def before_epoch(self, trainer: L.Trainer) -> None:
+        """Nothing of the next epoch has begun."""
+
+    def after_batch(self, trainer: L.Trainer) -> None:
+        """A batch is done; what is due at it is saved."""
+
+    def keep_workers(self, loader: object) -> None:
+        """A loader is ready: its workers outlive the signals that ask for a stop."""
+
+
+@compat.only_its_own_batch_hooks
+class ExactResume(L.Callback):
+    """Makes loaders ready, restores what Lightning does not, and says where a checkpoint can be written.
+
+    Attached to every fit, validation and test; what it saves and restores belongs to fits with a run directory.
+
+    Args:
+        seed: The run's; None: that of Lightning's `seed_everything`, else any, the same on all ranks.
+        environ: The environment variables.
+        settings: What in the settings keeps a resume from being exact; None: asks the trainer.
+        say: Tells the user; None: the trainer's `print`.
+    """
+
+    def __init__(
+        self,
+        seed: int | None = None,
+        *,
+        environ: Mapping[str, str],
+        settings: Sequence[Inexact] | None = None,
+        say: Callable[[str], None] | None = None,
+    ) -> None:
+        self.seed = seed
+        self._environ = environ
+        self._settings = settings
+        self._in_order = True
+        self._goes_on = False
+        self._say = say
+        self.session: RunSession | None = None
+        self.saves: Saves | None = None
+        self.stops: Stoppable | None = None
+        self.loaders: Loaders | None = None
+        self.where: Where | None = None
+        self._trainer: L.Trainer | None = None
+        self._state: dict[str, Any] | None = None
+        self._validating: dict[str, Any] | None = None
+        self._undo: list[Callable[[], None]] = []
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Spawned ranks begin with `setup`."""
+        return {**self.__dict__, "_trainer": None, "loaders": None, "_undo": [], "_environ": dict(self._environ)}
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """Before Lightning asks for the loaders; the ranks are connected."""
+        self._end()
+        self._trainer, self.where, self._state, self._validating = trainer, None, None, None
+        session = self.session if stage == "fit" else None
+        same_ranks = True
+        if session is not None and session.checkpoint is not None and session.previous is not None:
+            folder = session.checkpoint.parent
+            same_ranks = session.previous.get("world_size") == trainer.world_size
+            self._state = rank_state.read(folder, trainer.global_rank if same_ranks else 0)
+        saved = self._state["loaders"] if self._state is not None else None
+        self._goes_on = self._state is not None
+        if self._state is not None and not same_ranks:
+            self._state = {
+                "where": self._state["where"],
+                "should_stop": self._state["should_stop"],
+                "other_ranks": True,
+            }
+        self.loaders = Loaders(
+            trainer, seed=self._common_seed(saved), place=self.place, saved=saved, same_ranks=same_ranks
+        )
+        self._undo.append(compat.prepare_loaders_with(trainer, self._prepare))
+        if stage == "fit":
+            self._undo.append(compat.watch_boundaries(trainer, self))
+        if self._goes_on and stage == "fit":
+            self._undo.append(compat.without_sanity_check(trainer))  # it was done when the run began
+
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """The model is wrapped: a script's own DDP adds gradients in a fixed order where that costs little."""
+        if self._state is not None and self._state["where"] in ("between", "cut"):
+            trainer.should_stop = self._state["should_stop"]  # Lightning looks at it before its loops begin
+        model = trainer.strategy.model
+        if self._settings is None and isinstance(model, DistributedDataParallel):
+            kept = model.find_unused_parameters and not model.static_graph  # DDP keeps its first buckets then
+            self._in_order = register_exact_reduction(model, auto=True) or trainer.world_size <= 2 or kept
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """The loaders were seen: says and writes down whether a resume is exact."""
+        if self.session is None or self.loaders is None or not trainer.is_global_zero:
+            return
+        settings = self._settings
+        if settings is None:
+            settings = seen.script_reasons(trainer, seeded=_SEED in self._environ, in_order=self._in_order)
+        settings = [*settings, *seen.loop_reasons(trainer)]
+        try:
+            text = seen.note(self.session, settings, self.loaders.reasons, trainer.world_size)
+        except RunDirectoryError as error:
+            warnings.warn(f"whether a resume is exact was not written down: {error.block()}", stacklevel=2)
+            return
+        if text is not None:
+            (self._say or trainer.print)(text)
+
+    def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Nothing was left to train: what comes after the fit finds what it would have found."""
+        if self._state is not None:
+            self._restore(trainer)
+
+    def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """Leaves the trainer as it was."""
+        self._end()
+
+    def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Lightning's own place for loaders has rank 0's for all, and plain Lightning could not read ours there."""
+        checkpoint["loops"]["fit_loop"]["state_dict"].pop("combined_loader", None)
+
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        """A state that is not whole is not saved."""
+        if trainer.training and self.where is None and compat.training_place(trainer)[1] == 0:
+            self.where = "between"  # Lightning stops behind an epoch, too
+
+    def on_train_batch_start(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """From here on the state is not whole."""
+        self.where = None
+        if self._goes_on and self.loaders is not None:
+            self._goes_on = False
+            self.loaders.begun()
+
+    def _prepare(self, loader: object, shuffle: bool, stage: str, lightnings: Callable[[], object]) -> object:
+        assert self.loaders is not None
+        ready = self.loaders.prepare(loader, shuffle, stage, lightnings)
+        if self.stops is not None:
+            self.stops.keep_workers(ready)
+        return ready
+
+    # -- where
+
+    def place(self) -> Place:
+        """Where the training is, in batches of this rank."""
+        assert self._trainer is not None
+        if self.where == "cut":
+            loop: Any = self._trainer.fit_loop
+            return Place(loop.epoch_progress.current.processed - 1, loop.epoch_loop.batch_progress.current.ready)
+        return Place(*compat.training_place(self._trainer))
+
+    @contextmanager
+    def at(self, where: Where) -> Iterator[None]:
+        """The state is whole inside the block."""
+        before, self.where = self.where, where
+        try:
+            yield
+        finally:
+            self.where = before
+
+    def before_epoch(self) -> None:
+        """See `compat.Boundaries`."""
+        trainer = self._trainer
+        assert trainer is not None
+        if self._state is not None and compat.training_place(trainer)[1] == 0:
+            self._restore(trainer)
+            compat.draw_anew(trainer)
+        if self.saves is not None:
+            with self.at("between"):
+                self.saves.before_epoch(trainer)
+        if self.stops is not None:
+            with self.at("between"):
+                self.stops.before_epoch(trainer)
+
+    def going_on(self) -> bool | None:
+        """See `compat.Boundaries`."""
+        if self._state is None or self._trainer is None:
+            return None
+        due: bool = self._state["where"] == "batch"
+        self._restore(self._trainer)
+        return due
+
+    def after_batch(self, validation_due: bool) -> None:
+        """See `compat.Boundaries`."""
+        trainer = self._trainer
+        assert trainer is not None
+        self.where = "batch"
+        if self.saves is not None:
+            self.saves.after_batch(trainer, validation_due)
+        if self.stops is not None:
+            self.stops.after_batch(trainer)
+        if (
+            self.saves is not None and validation_due
+        ):  # a stop in the middle of the validation saves the state before it
+            self._validating = _copied(self.capture(trainer))
+        self.where = None
+
+    def after_validation(self) -> None:
+        """See `compat.Boundaries`."""
+        trainer = self._trainer
+        assert trainer is not None
+        self.where, self._validating = "done", None
+        if self.saves is not None:
+            self.saves.after_validation(trainer)
+
+    # -- what
+
+    def capture(self, trainer: L.Trainer) -> dict[str, Any]:
+        """This rank's part of a checkpoint."""
+        if self._validating is not None and self.where is None:
+            return self._validating
+        assert self.loaders is not None
+        return {
+            **rank_state.capture(trainer),
+            "where": self.where,
+            "loaders": self.loaders.state(),
+            LOGGER_POSITIONS: logger_positions(trainer.loggers) if trainer.is_global_zero else {},
+        }
+
+    def _restore(self, trainer: L.Trainer) -> None:
+        state, self._state = self._state, None
+        assert state is not None
+        if "other_ranks" in state:
+            assert self.loaders is not None
+            rank_state.seed_anew(self.loaders.seed, trainer.global_step, trainer.global_rank)
+        elif state["where"] is not None:
+            rank_state.restore(trainer, state)
+            if self.saves is not None:
+                self.saves.restored(state)
+
+    def _common_seed(self, saved: Mapping[str, Any] | None) -> int:
+        if saved is not None:
+            return int(saved["seed"])
+        seed = self._environ.get(_SEED) if self.seed is None else self.seed
+        return int(broadcast_object(seed if seed is not None else torch.initial_seed()))
+
+    def _end(self) -> None:
+        for undo in self._undo:
+            undo()
+        self._undo = []
+
+
+def saved_positions(session: RunSession) -> Mapping[str, Any]:
+    """Where the loggers stood in the checkpoint that a start goes on from, if that is one of the same run."""
+    if session.checkpoint is None or not session.checkpoint.is_relative_to(session.path):
+        return {}
+    state = rank_state.read(session.checkpoint.parent, 0) or {}
+    positions: Mapping[str, Any] = state.get(LOGGER_POSITIONS, {})
+    return positions
+
+
+def _copied(state: Any) -> Any:
+    if isinstance(state, dict):
+        return {key: _copied(value) for key, value in state.items()}
+    if isinstance(state, (list, tuple)):
+        return type(state)(_copied(value) for value in state)
+    return state.clone() if isinstance(state, torch.Tensor) else state

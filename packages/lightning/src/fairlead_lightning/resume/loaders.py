@@ -1,0 +1,406 @@
+"""The loaders of a fit, made ready so that a resumed run draws what an undisturbed one would have drawn."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Final, cast
+
+import lightning.pytorch as L
+import torch
+from lightning.fabric.utilities.data import sized_len
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
+
+from fairlead.findings import Inexact
+from fairlead_distributed import ResumableDistributedSampler, SeededSamples, derive_seed, rng_state, set_rng_state
+from fairlead_distributed.batch_order import CarriedOrder, Order, Place, RedrawnOrder, ShardedOrder
+from fairlead_distributed.evaluation_loaders import evaluation_loader
+from fairlead_distributed.isolated_generators import Apart
+from fairlead_distributed.objects import broadcast_object
+from fairlead_distributed.plain_data import from_plain, to_plain
+from fairlead_distributed.worker_seeds import SeededInWorkers, own_generators
+from fairlead_lightning import compat
+
+__all__ = ["CarriedLoader", "Loaders", "is_stateful"]
+
+# They depend on nothing but their generator and the epoch.
+_REDRAWN: Final = (RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler, DistributedSampler)
+
+
+def is_stateful(thing: object) -> bool:
+    """Whether it can say and take back where it is."""
+    return callable(getattr(thing, "state_dict", None)) and callable(getattr(thing, "load_state_dict", None))
+
+
+class CarriedLoader:
+    """A loader with a state of its own (StatefulDataLoader and the like), carried for each rank.
+
+    Lightning takes one batch ahead of a loader without a length, to know which is the last; the state before that
+    batch is kept for it.
+
+    Args:
+        loader: The loader.
+        seed: The same on all ranks.
+        place: Where the training is now.
+    """
+
+    def __init__(self, loader: Any, seed: int, place: Callable[[], Place]) -> None:
+        self.loader = loader
+        self._seed = seed
+        self._place = place
+        self._finished = False
+        self._resume: Mapping[str, Any] | None = None
+        self._from = Place(-1, 0)
+        self._fetched = 0
+        self._before: dict[str, Any] | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("loader", "__len__"):
+            raise AttributeError(name)
+        return getattr(self.loader, name)
+
+    def __iter__(self) -> Iterator[Any]:
+        """The batches from where the training is."""
+        state = self._resume
+        if state is not None and state["state"] is not None:
+            self.loader.load_state_dict(state["state"])
+        self._from, self._fetched, self._before, self._finished = self._place(), 0, None, False
+        if state is not None and state["rng"] is not None:
+            set_rng_state(state["rng"])  # what the batch that was taken ahead was made with
+        with Apart(derive_seed("carried", self._seed, self._from.epoch)):  # a state may need more than one iterator
+            iterator = iter(self.loader)
+        return self._batches(iterator)
+
+    def _batches(self, iterator: Iterator[Any]) -> Iterator[Any]:
+        length = sized_len(self)
+        while True:
+            if length is None:
+                self._before = {"state": copy.deepcopy(self.loader.state_dict()), "rng": rng_state()}
+            batch = next(iterator, _END)
+            self._finished = batch is _END
+            if self._finished:
+                return
+            self._fetched += 1
+            if length is not None and self._from.batches + self._fetched == length:
+                # Lightning asks for no more; the state would be one inside this epoch.
+                self._finished = next(iterator, _END) is _END
+            yield batch
+
+    def state_dict(self) -> dict[str, Any]:
+        """Nothing: Lightning would carry that of rank 0 for all."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Nothing."""
+
+    def taken(self) -> dict[str, Any]:
+        """The state behind the last batch that was trained on."""
+        place = self._place()
+        inside = place.epoch == self._from.epoch
+        if not inside and not self._finished:
+            return {"state": None, "rng": None}  # a limit has cut the epoch: the next one does not go on in it
+        if inside and self._before is not None and self._fetched > place.batches - self._from.batches:
+            return self._before
+        return {"state": self.loader.state_dict(), "rng": None}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Has the iterators go on there, until `begun`."""
+        self._resume = state
+
+    def begun(self) -> None:
+        """The training has gone on: the next iterator begins an epoch."""
+        self._resume = None
+
+
+class _SizedLoader(CarriedLoader):
+    """A carried loader that has a length."""
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+
+_END: Final = object()
+
+
+class Loaders:
+    """Makes the loaders of one fit ready, says where they are, and what of them cannot be gone on with.
+
+    Args:
+        trainer: The trainer.
+        seed: The same on all ranks.
+        place: Where the training is now.
+        saved: What `state` gave in the run that goes on; None: the data begin anew.
+        same_ranks: Whether as many ranks go on as have saved.
+    """
+
+    def __init__(
+        self,
+        trainer: L.Trainer,
+        *,
+        seed: int,
+        place: Callable[[], Place],
+        saved: Mapping[str, Any] | None = None,
+        same_ranks: bool = True,
+    ) -> None:
+        self.trainer = trainer
+        self.seed = seed if saved is None else int(saved["seed"])
+        self.reasons: list[Inexact] = []
+        self._place = place
+        self._saved: list[Any] = from_plain(saved["loaders"]) if saved is not None else []
+        self._same_ranks = same_ranks
+        self._ready: tuple[int, int] = (-1, 0)  # the epoch for which loaders were made ready, and how many
+
+    def state(self) -> dict[str, Any]:
+        """Where each training loader is, for this rank; call it where a batch is done."""
+        return {"seed": self.seed, "loaders": [self._state(one) for one in compat.train_loaders(self.trainer)]}
+
+    def begun(self) -> None:
+        """The training has gone on from where it was; what comes now is as in a run that was never interrupted."""
+        for loader in compat.train_loaders(self.trainer):
+            going_on = loader if isinstance(loader, CarriedLoader) else _order(loader)
+            if going_on is not None:
+                going_on.begun()
+
+    def prepare(self, loader: object, shuffle: bool, stage: str, lightnings: Callable[[], object]) -> object:
+        """One loader, made ready.
+
+        Args:
+            loader: As the user made it.
+            shuffle: What Lightning would do with it; what the loader says counts.
+            stage: `train`, `validate`, `sanity_check`, `test` or `predict`.
+            lightnings: Makes it ready as Lightning would.
+        """
+        if stage == "predict":
+            return lightnings()
+        if stage != "train":
+            return self._evaluated(loader, lightnings)
+        epoch = self._place().epoch
+        number = self._ready[1] if self._ready[0] == epoch else 0
+        self._ready = (epoch, number + 1)
+        ready = self._trained(loader, number, lightnings)
+        saved = self._saved.pop(0) if self._saved else None
+        if saved is not None:
+            self._load(ready, saved, number)
+        return ready
+
+    # -- training
+
+    def _trained(self, loader: object, number: int, lightnings: Callable[[], object]) -> object:
+        if is_stateful(loader):
+            self._check_carried(loader)
+            kind = _SizedLoader if sized_len(loader) is not None else CarriedLoader
+            return kind(lightnings(), derive_seed("loader", self.seed, number), self._place)
+        name = type(loader).__name__
+        if not isinstance(loader, DataLoader):
+            self._inexact(
+                f"the training loader {name}",
+                "it has no state_dict: it begins anew where the run goes on",
+                "give it state_dict and load_state_dict, or use a torch.utils.data.DataLoader",
+            )
+            return lightnings()
+        if isinstance(loader.dataset, IterableDataset):
+            self._inexact(
+                f"the IterableDataset {type(loader.dataset).__name__}",
+                "a stream has no place to go on from: it begins anew",
+                "use torchdata's StatefulDataLoader with state_dict and load_state_dict in the dataset, "
+                "or a dataset with __getitem__ and __len__",
+            )
+            return lightnings()
+        if loader.batch_sampler is None:
+            self._inexact(
+                "a training loader with batch_size=None",
+                "its samples are not counted in batches",
+                "let the loader make batches, or give it state_dict and load_state_dict",
+            )
+            return lightnings()
+        self._check_generators(loader)
+        if type(loader).__iter__ is not DataLoader.__iter__:
+            self._inexact(
+                f"the __iter__ of {name}",
+                "nobody knows what it adds to that of DataLoader",
+                "give the loader state_dict and load_state_dict, or do it in the dataset or the sampler",
+            )
+        if not loader.in_order and loader.num_workers:
+            self._inexact(
+                "a training loader with in_order=False",
+                "the workers decide by their speed which batch comes next",
+                "leave in_order out",
+            )
+        return self._ordered(loader, number, lightnings)
+
+    def _ordered(self, loader: DataLoader[Any], number: int, lightnings: Callable[[], object]) -> DataLoader[Any]:
+        seed = derive_seed("loader", self.seed, number) if number else self.seed
+        batches: Any = loader.batch_sampler
+        plain = type(batches) is BatchSampler
+        sampler: Any = batches.sampler if plain else loader.sampler
+        sharding = compat.wants_sharding(self.trainer, loader)
+        common: dict[str, Any] = {"seed": seed, "place": self._place, "generator": torch.Generator()}
+        if plain and type(sampler) is ResumableDistributedSampler:
+            common["seed"] = sampler.seed
+            return _over(loader, ShardedOrder(batches, **common), seed)
+        if (
+            plain
+            and (default := _default_sampler(sampler, loader)) is not None
+            and (sharding or self.trainer.world_size == 1)
+        ):
+            shards = (self.trainer.distributed_sampler_kwargs or {}) if sharding else {"num_replicas": 1, "rank": 0}
+            common["seed"] = broadcast_object(default.pop("seed", seed))  # a generator that ranks have seeded apart
+            parts = ResumableDistributedSampler(
+                loader.dataset, **shards, **default, tag_epoch=isinstance(loader.dataset, SeededSamples)
+            )
+            order = ShardedOrder(BatchSampler(parts, batches.batch_size, batches.drop_last), **common)
+            return _over(loader, order, seed)
+        stateful = next((one for one in (batches, sampler) if is_stateful(one)), None)
+        known = plain and type(sampler) in _REDRAWN
+        if sharding:
+            made = lightnings()  # Lightning's wrapper gives each rank its part of what the sampler draws
+            assert isinstance(made, DataLoader)
+            loader, batches = made, made.batch_sampler
+        if stateful is not None and not sharding:
+            ahead = max(1, loader.num_workers * (loader.prefetch_factor or 2))
+            return _over(loader, CarriedOrder(batches, stateful, ahead=ahead, **common), seed)
+        if stateful is not None:
+            self._inexact(
+                f"the sampler {type(stateful).__name__}",
+                "Lightning shards what it draws, which hides its state",
+                "shard in it (a DistributedSampler), or set use_distributed_sampler: false",
+            )
+        elif not known:
+            self._inexact(
+                f"the sampler {type(sampler).__name__}" if plain else f"the batch sampler {type(batches).__name__}",
+                "it has no state_dict; its batches are drawn again from a seed of the epoch, "
+                "which is exact only if they depend on nothing else",
+                "give it state_dict and load_state_dict, or use ResumableDistributedSampler",
+            )
+        return _over(loader, RedrawnOrder(batches, **common), seed)
+
+    def _check_carried(self, loader: Any) -> None:
+        if getattr(loader, "num_workers", 0):
+            reason = Inexact(
+                f"the workers of a {type(loader).__name__}",
+                why="their random generators are not in its state; without random samples it is exact",
+                fix="draw from sample_rng(seed, epoch, index) of fairlead_distributed, or use a plain DataLoader",
+                certain=False,
+            )
+            self.reasons.append(reason)
+        length, limit = sized_len(loader), self.trainer.limit_train_batches
+        whole = limit == 1.0 if isinstance(limit, float) else length is not None and limit >= length
+        if not whole:
+            self._inexact(
+                f"limit_train_batches: {limit} with a {type(loader).__name__}",
+                "the limit leaves an epoch in the middle; its state says how to go on there, not how to begin another",
+                "leave out the limit, or let the loader have fewer batches",
+            )
+
+    def _check_generators(self, loader: DataLoader[Any]) -> None:
+        held = [f"dataset.{name}" for name in own_generators(loader.dataset)]
+        held += [f"collate_fn.{name}" for name in own_generators(loader.collate_fn)]
+        if held:
+            self._inexact(
+                f"the random generator {', '.join(held[:3])} of {type(loader.dataset).__name__}",
+                "only the global generators are saved",
+                "draw from them, or from sample_rng(seed, epoch, index) of fairlead_distributed",
+            )
+
+    def _load(self, loader: object, saved: Mapping[str, Any], number: int) -> None:
+        order = _order(loader)
+        kind = "loader" if isinstance(loader, CarriedLoader) else type(order).__name__ if order is not None else None
+        if kind is None or saved["kind"] != kind:
+            return  # nothing is carried, or the job's loader is another now; the start has said so
+        state = saved["state"]
+        if isinstance(loader, CarriedLoader):
+            if self._same_ranks:
+                loader.load(state)
+        elif isinstance(order, ShardedOrder):
+            order.load_state_dict(state)
+            if not self._same_ranks and number == 0:
+                compat.set_batches_done(self.trainer, len(order) - order.batches_left(int(state["consumed"])))
+        elif order is not None and self._same_ranks:
+            order.load_state_dict(state)
+
+    # -- evaluation
+
+    def _evaluated(self, loader: object, lightnings: Callable[[], object]) -> object:
+        made: object = None
+        shards = self.trainer.distributed_sampler_kwargs
+        if isinstance(loader, DataLoader) and shards is not None and compat.wants_sharding(self.trainer, loader):
+            made = evaluation_loader(loader, int(shards["num_replicas"]), int(shards["rank"]))
+        made = made if made is not None else lightnings()
+        if not isinstance(made, DataLoader) or isinstance(made.dataset, IterableDataset) or is_stateful(made):
+            return made
+        own = [made.generator, getattr(made.sampler, "generator", None), *own_generators(made.batch_sampler)]
+        if made.batch_sampler is None or (made.num_workers == 0 and not any(one is not None for one in own)):
+            return made  # what it draws comes from the generators of this process
+        order = RedrawnOrder(
+            cast("Any", made.batch_sampler),
+            seed=derive_seed("evaluation", self.seed),
+            place=lambda: Place(self._place().epoch, 0),
+            generator=torch.Generator(),
+        )
+        return _over(made, order, self.seed)
+
+    def _state(self, loader: object) -> dict[str, Any] | None:
+        order = _order(loader)
+        if isinstance(loader, CarriedLoader):
+            kind, state = "loader", loader.taken()
+        elif order is not None:
+            kind, state = type(order).__name__, order.state_dict()
+        else:
+            return None
+        try:
+            return {"kind": kind, "state": to_plain(state, "its state")}
+        except TypeError as error:
+            self._inexact(
+                f"the state_dict of {type(loader).__name__}",
+                f"{error}; it is not saved",
+                "let state_dict return numbers, texts, tensors, arrays, and lists and dicts of them",
+            )
+            return None
+
+    def _inexact(self, what: str, because: str, do: str) -> None:
+        reason = Inexact(what, why=because, fix=do)
+        if reason not in self.reasons:
+            self.reasons.append(reason)
+
+
+def _default_sampler(sampler: Any, loader: DataLoader[Any]) -> dict[str, Any] | None:
+    """Whether this is a sampler that DataLoader makes by itself, and how it shuffles."""
+    if type(sampler) is SequentialSampler:
+        return {"shuffle": False}
+    if type(sampler) is not RandomSampler or sampler.replacement or sampler.num_samples != len(loader.dataset):  # type: ignore[arg-type]
+        return None
+    generator = sampler.generator
+    return {"shuffle": True, **({"seed": generator.initial_seed()} if generator is not None else {})}
+
+
+def _over(loader: DataLoader[Any], order: Order, seed: int) -> DataLoader[Any]:
+    """The same loader over an order; with workers, each sample is drawn from a seed of its own."""
+    made = copy.copy(loader)
+    made._iterator = None
+    replaced: dict[str, Any] = {"batch_sampler": order, "sampler": order.sampler}
+    if made.num_workers > 0:
+        replaced["dataset"] = SeededInWorkers(loader.dataset, seed)
+    for name, value in replaced.items():
+        object.__setattr__(made, name, value)  # DataLoader forbids it, for iterators that are under way
+    made.generator = order.generator  # its own, so that an iterator draws nothing from the model's
+    # Lightning warns of a loader that does not know its place; this one's is in each rank's part of a checkpoint.
+    vars(made).update(state_dict=_elsewhere, load_state_dict=_elsewhere)
+    return made
+
+
+def _elsewhere(state: object = None) -> dict[str, Any]:
+    return {}
+
+
+def _order(loader: object) -> Order | None:
+    batches = getattr(loader, "batch_sampler", None)
+    return batches if isinstance(batches, Order) else None
