@@ -145,10 +145,12 @@ def huggingface(session: nox.Session) -> None:
 
 @nox.session
 def lint(session: nox.Session) -> None:
-    """Style and common mistakes; `nox -s lint -- --fix` repairs what it can."""
+    """Style, common mistakes and layers; `nox -s lint -- --fix` repairs what it can."""
     install(session, *group("lint"))
     session.run("ruff", "check", ".", *session.posargs)
     session.run("ruff", "format", *([] if "--fix" in session.posargs else ["--check"]), ".")
+    sources = os.pathsep.join(str(path) for path in sorted(ROOT.glob("packages/*/src")))
+    session.run("lint-imports", "--no-cache", env={"PYTHONPATH": sources})  # which package and module may import which
 
 
 @nox.session(venv_backend="none", requires=["env"])
