@@ -17,6 +17,7 @@ import nox
 ROOT = Path(__file__).parent
 PACKAGES = sorted(p.parent.name for p in ROOT.glob("packages/*/pyproject.toml"))
 ENV = ROOT / ".nox" / "env"  # where nox puts the session `env`; the sessions that need torch share it
+RAN = ROOT / ".nox" / "ran"  # what became of each test, a folder for each session (`conftest.py`)
 WORKSPACE = nox.project.load_toml(ROOT / "pyproject.toml")
 # Extras that the shared environment leaves to `isolated`: two engines that cannot be imported on the test machine, and
 # mpi4py, with which Lightning does not start where there is no MPI library.
@@ -31,7 +32,7 @@ nox.options.allow_parallel = True  # under `nox -j 2`; none writes where another
 nox.options.error_on_missing_interpreters = bool(os.environ.get("CI"))
 nox.options.sessions = [  # what takes longest comes first, so that `nox -j 2` is busy to the end
     "lint", "integration", "slurm", "isolated", "tests", "types", "huggingface", "tests_core", "minimums", "docs",
-    "build",
+    "build", "acceptance",
 ]  # fmt: skip
 
 # One file pins what is tested, in every session; pip >= 25.3 reads the second name for the environments it builds in.
@@ -72,7 +73,7 @@ def run(session: nox.Session, *command: str, **environ: str) -> None:
 
 
 def pytest(session: nox.Session, *arguments: str) -> None:
-    run(session, "python", "-m", "pytest", *arguments, *session.posargs)
+    run(session, "python", "-m", "pytest", *arguments, *session.posargs, FAIRLEAD_RAN=str(RAN / session.name))
 
 
 def build_into(session: nox.Session, folder: Path) -> None:
@@ -140,7 +141,19 @@ def huggingface(session: nox.Session) -> None:
     """Stops of Hugging Face's Trainer, in an environment without Lightning."""
     install(session, *group("test", "huggingface"), *(part for p in ("core", "distributed") for part in editable(p)),
             "-e", "packages/hpc-signals[run]")  # fmt: skip
-    session.run("pytest", "integration_tests/huggingface", *session.posargs)
+    ran = {"FAIRLEAD_RAN": str(RAN / session.name)}
+    session.run("pytest", "integration_tests/huggingface", *session.posargs, env=ran)
+
+
+@nox.session(
+    venv_backend="none",
+    requires=["env", "integration", "slurm", "huggingface", *(f"tests({package})" for package in PACKAGES)],
+)
+def acceptance(session: nox.Session) -> None:
+    """Each test that `integration_tests/acceptance.toml` names has passed in these sessions."""
+    if session.posargs:
+        session.skip("with arguments for pytest not every test has run")
+    run(session, "python", "integration_tests/acceptance.py", *map(str, sorted(RAN.glob("*/tests.txt"))))
 
 
 @nox.session
