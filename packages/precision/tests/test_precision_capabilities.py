@@ -12,6 +12,7 @@ from fairlead import (
     Capability,
     PluginManager,
 )
+from fairlead.checks import capability_table
 from fairlead_precision import (
     DeepSpeedPrecisionConfig,
     FSDPPrecisionConfig,
@@ -23,8 +24,8 @@ Build = Callable[..., Any]
 
 def row(plugins: PluginManager, name: str, other: str) -> str:
     """The support of a row, which has a reason and a way out."""
-    rows = [r for result in plugins.call(plugins.get("precision", name), "fairlead_capabilities") for r in result]
-    found: Capability = next(r for r in rows if r.subject == f"precision.{name}" and other in r.others)
+    rows = [row for row in capability_table(plugins)[0] if row.subject == f"precision.{name}"]
+    found: Capability = next(r for r in rows if other in r.others)
     assert found.reason
     assert found.fix
     return found.support

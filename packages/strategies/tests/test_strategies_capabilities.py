@@ -18,7 +18,7 @@ PARALLEL = [DDPStrategyConfig(), FSDPStrategyConfig(), FSDP2StrategyConfig(), De
 def table() -> dict[tuple[str, str], Capability]:
     plugins, rows = PluginManager(), {}
     for tag in ("single_device", "ddp", "fsdp", "fsdp2", "deepspeed", "xla"):
-        for result in plugins.call(plugins.get("strategy", tag), "fairlead_capabilities"):
+        for result in plugins.call(plugins.get("strategy", tag), "fairlead_capabilities", plugins=plugins):
             rows.update({(row.subject.removeprefix("strategy."), other): row for row in result for other in row.others})
     return rows
 

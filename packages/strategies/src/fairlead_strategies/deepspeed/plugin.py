@@ -28,6 +28,8 @@ class DeepSpeed(StrategyPlugin):
 
     config = DeepSpeedStrategyConfig
     runtime = "fairlead_strategies.deepspeed.runtime:build"
+    sharded_state = True
+    precision = "deepspeed"
     engines = (*LIGHTNING, "deepspeed>=0.19.8")
     extra = "deepspeed"
     codes: ClassVar[Mapping[str, str]] = {

@@ -21,6 +21,8 @@ class FSDP(StrategyPlugin):
 
     config = FSDPStrategyConfig
     runtime = "fairlead_strategies.fsdp.runtime:build"
+    sharded_state = True
+    precision = "fsdp"
     engines = LIGHTNING
     extra = "lightning"
     codes: ClassVar[Mapping[str, str]] = {

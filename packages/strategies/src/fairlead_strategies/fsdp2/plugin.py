@@ -20,6 +20,7 @@ class FSDP2(StrategyPlugin):
 
     config = FSDP2StrategyConfig
     runtime = "fairlead_strategies.fsdp2.runtime:build"
+    sharded_state = True
     engines = LIGHTNING
     extra = "lightning"
     codes: ClassVar[Mapping[str, str]] = {

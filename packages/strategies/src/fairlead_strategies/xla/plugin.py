@@ -19,6 +19,8 @@ class XLA(StrategyPlugin):
 
     config = XLAStrategyConfig
     runtime = "fairlead_strategies.xla.runtime:build"
+    starts_processes = True
+    precision = "xla"
     engines = (*LIGHTNING, "torch-xla>=2.9")
     extra = "xla"
 
