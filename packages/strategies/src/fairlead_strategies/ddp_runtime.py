@@ -17,8 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fairlead.interfaces import BuildContext
 from fairlead_distributed import register_exact_reduction
-from fairlead_strategies.ddp.config import DDPStrategyConfig
-from fairlead_strategies.objects import backend
+from fairlead_strategies.ddp import DDPStrategyConfig
 
 __all__ = ["DDPStrategy", "FabricDDP", "build"]
 
@@ -69,7 +68,7 @@ def register_hook(config: DDPStrategyConfig, model: DistributedDataParallel) -> 
 def build(config: DDPStrategyConfig, context: BuildContext) -> DDPStrategy | FabricDDP:
     """The strategy, with the resolved backend; the engine adds accelerator, precision and environment."""
     kwargs: dict[str, Any] = {
-        "process_group_backend": backend(config, context),
+        "process_group_backend": context.resolution.backend,
         "timeout": config.timeout,
         "start_method": config.start_method,
         "find_unused_parameters": config.find_unused_parameters,

@@ -18,7 +18,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from fairlead.errors import ConfigError
 from fairlead.interfaces import BuildContext
-from fairlead_strategies.sync_batchnorm.config import TorchSyncBatchNormLayerSyncConfig
+from fairlead_strategies.sync_batchnorm import TorchSyncBatchNormLayerSyncConfig
 
 __all__ = ["CPUSyncBatchNorm", "CPUSyncBatchNormLayerSync", "build"]
 
