@@ -206,7 +206,7 @@ class DeepSpeed(StrategyPlugin):
                 why="Lightning reads this variable when no `config` is given",
                 fix=f"unset PL_DEEPSPEED_CONFIG_PATH, or write `config: {path}`",
             )
-        fields = type(resolution.precision).model_fields
+        fields: dict[str, Any] = getattr(type(resolution.precision), "model_fields", {})  # None: it is not installed
         if any(getattr(resolution.precision, name) != fields[name].default for name in LOSS_SCALE & fields.keys()):
             yield Finding(
                 "error",

@@ -1,7 +1,7 @@
 """How a module that does not parallelise itself is sharded, and where the parts of its checkpoint are read into.
 
 Its blocks are sharded, then what is left.  Every *unit* is gathered before its forward and freed after it, so the
-memory saved depends on how the model is cut into units.  Blocks in a `ModuleList` are what nearly all deep models consist of.
+memory saved depends on how the model is cut into units.  Blocks in a `ModuleList` are what nearly all deep models have.
 """
 
 from __future__ import annotations
