@@ -187,7 +187,7 @@ def test_the_requeue_example(plugins: PluginManager) -> None:
 
 def test_the_bfloat16_example(plugins: PluginManager) -> None:
     """R48: the question is answered on every machine, and the literal is a config."""
-    from fairlead_precision.bf16 import is_bf16_supported_no_emulation
+    from fairlead_precision import is_bf16_supported_no_emulation
 
     assert is_bf16_supported_no_emulation() in (True, False)
     config = TrainerConfig.model_validate({"precision": "bf16-mixed", "accelerator": "cpu"})

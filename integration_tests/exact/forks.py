@@ -33,7 +33,7 @@ _IMPORTS = (
     "fairlead_lightning.commands.run",
     "fairlead_hpc_signals.guards",
     "fairlead_hpc_signals.agreement",
-    "fairlead_strategies.ddp.runtime",
+    "fairlead_strategies.ddp_runtime",
     "fairlead_environments.runtime",
 )
 

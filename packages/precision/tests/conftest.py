@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
+import pkgutil
 from collections.abc import Callable
 from typing import Any
 
@@ -22,8 +22,6 @@ from fairlead import (
     Topology,
     TrainerConfig,
 )
-
-MODULES = {"32-true": "full", "64-true": "double", "transformer-engine": "transformer_engine"}
 
 
 @pytest.fixture(scope="module")
@@ -59,8 +57,9 @@ def resolution(
 
 
 def build(config: PrecisionConfigBase, engine: Any = "trainer", **choices: Any) -> Any:
-    module = importlib.import_module(f"fairlead_precision.{MODULES.get(config.name, config.name)}.runtime")
-    return module.build(config, BuildContext(resolution(config, **choices), {}, PluginManager([]), engine))
+    plugins = PluginManager()
+    runtime = pkgutil.resolve_name(str(plugins.of(config).runtime))
+    return runtime(config, BuildContext(resolution(config, **choices), {}, plugins, engine))
 
 
 @pytest.fixture(name="build")

@@ -2,29 +2,41 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 import pytest
+from pydantic import create_model
 
 from fairlead import (
+    BuildContext,
     Capability,
     PluginManager,
+    PrecisionConfigBase,
+    PrecisionPlugin,
+    StrategyConfigBase,
+    StrategyPlugin,
 )
+from fairlead.checks import capability_table
+from fairlead.errors import ConfigError
+from fairlead.testing import FakeEntryPoint
 from fairlead_precision import (
     DeepSpeedPrecisionConfig,
     FSDPPrecisionConfig,
+    MixedPrecisionConfig,
     XLAPrecisionConfig,
 )
+from fairlead_precision.mixed import build as build_mixed
 
 Build = Callable[..., Any]
 
 
 def row(plugins: PluginManager, name: str, other: str) -> str:
     """The support of a row, which has a reason and a way out."""
-    rows = [r for result in plugins.call(plugins.get("precision", name), "fairlead_capabilities") for r in result]
-    found: Capability = next(r for r in rows if r.subject == f"precision.{name}" and other in r.others)
+    rows = [row for row in capability_table(plugins)[0] if row.subject == f"precision.{name}"]
+    found: Capability = next(r for r in rows if other in r.others)
     assert found.reason
     assert found.fix
     return found.support
@@ -94,3 +106,49 @@ def test_xlas_precision_needs_torch_xla(plugins: PluginManager, build: Build) ->
     for engine in ("trainer", "fabric"):
         with pytest.raises(ModuleNotFoundError, match="torch_xla"):
             build(XLAPrecisionConfig(), engine, strategy="xla")
+
+
+@pytest.mark.parametrize("name", ["fsdp", "deepspeed", "xla"])
+def test_a_strategys_own_precision_is_refused_by_every_other(plugins: PluginManager, name: str) -> None:
+    """Of those that are installed, a third party's too: it needs no line in this package."""
+    ring = type("Ring", (StrategyPlugin,), {"config": strategy_config("ring")})
+    sharded = type("Sharded", (StrategyPlugin,), {"config": strategy_config("sharded"), "precision": name})
+    third = [FakeEntryPoint("strategy.ring", ring()), FakeEntryPoint("strategy.sharded", sharded())]
+    more = PluginManager([*importlib.metadata.entry_points(group="fairlead"), *third])
+    assert row(more, name, "strategy.ring") == "no"
+    refused = {other for row in capability_table(more)[0] if row.subject == f"precision.{name}" for other in row.others}
+    assert refused == {f"strategy.{tag}" for tag in more.distinct("strategy")} - {
+        f"strategy.{name}",
+        "strategy.sharded",
+    }
+
+
+def strategy_config(name: str) -> type[StrategyConfigBase]:
+    tag: Any = Literal[name]
+    return create_model("Config", __base__=StrategyConfigBase, name=(tag, name))
+
+
+def test_a_third_partys_strategy_brings_its_own_precision(resolution: Any) -> None:
+    """General names are built as the precision that the strategy names, and refused where that has no such mode."""
+
+    class RingPrecisionConfig(PrecisionConfigBase):
+        name: Literal["ring"] = "ring"
+        precision: Literal["32-true", "16-mixed"] = "32-true"
+
+    class RingPrecision(PrecisionPlugin):
+        config = RingPrecisionConfig
+        runtime = f"{__name__}:built"
+
+    ring = type("Ring", (StrategyPlugin,), {"config": strategy_config("ring"), "precision": "ring"})
+    third = [FakeEntryPoint("strategy.ring", ring()), FakeEntryPoint("precision.ring", RingPrecision())]
+    plugins = PluginManager([*importlib.metadata.entry_points(group="fairlead"), *third])
+    chosen = MixedPrecisionConfig(dtype="float16", init_scale=8.0)
+    made = build_mixed(chosen, BuildContext(resolution(chosen, "ring"), {}, plugins))
+    assert (made["mode"], made["scaler"]["init_scale"]) == ("16-mixed", 8.0)
+    with pytest.raises(ConfigError, match="strategy 'ring' does not know precision 'bf16-mixed'") as caught:
+        build_mixed(MixedPrecisionConfig(), BuildContext(resolution(MixedPrecisionConfig(), "ring"), {}, plugins))
+    assert caught.value.fix == "choose one of: 32-true, 16-mixed"
+
+
+def built(config: Any, context: BuildContext) -> dict[str, Any]:
+    return {"mode": config.precision, "scaler": context.extras["scaler"]}

@@ -65,14 +65,6 @@ def test_what_devices_can_compute(name: str, bf16: bool | None, fp8: bool | None
         (MixedPrecisionConfig(dtype="float16"), "Tesla V100-SXM2-32GB", "ddp", None, None),
         (MixedPrecisionConfig(), "NVIDIA A100-SXM4-80GB", "ddp", None, None),
         (HalfPrecisionConfig(dtype="bfloat16"), "Tesla T4", "ddp", "precision-emulated", "16-mixed"),
-        (
-            MixedPrecisionConfig(dtype="float16", init_scale=8.0),
-            "NVIDIA H100",
-            "deepspeed",
-            "precision-scaler",
-            "loss_scale",
-        ),
-        (MixedPrecisionConfig(dtype="float16"), "NVIDIA H100", "deepspeed", None, None),
     ],
 )
 def test_what_does_not_fit_the_device_is_said_before_the_run(
@@ -104,11 +96,10 @@ def test_transformer_engine_refuses_an_older_gpu_when_built(
 def test_transformer_engine_gets_its_recipe(monkeypatch: pytest.MonkeyPatch, build: Build) -> None:
     """What reaches Lightning, which cannot be constructed here."""
     import torch
-
-    from fairlead_precision.transformer_engine import runtime
+    from lightning.pytorch.plugins import precision
 
     seen: dict[str, Any] = {}
-    monkeypatch.setattr(runtime, "TransformerEnginePrecision", lambda **kwargs: seen.update(kwargs))
+    monkeypatch.setattr(precision, "TransformerEnginePrecision", lambda **kwargs: seen.update(kwargs))
     build(TransformerEnginePrecisionConfig(weights_dtype="float16", recipe=FP8Recipe(margin=1), replace_layers=True))
     assert seen["weights_dtype"] is torch.float16
     assert (seen["replace_layers"], seen["fallback_compute_dtype"]) == (True, None)
@@ -129,7 +120,7 @@ def test_bfloat16_probe(monkeypatch: pytest.MonkeyPatch, cuda: bool, hip: str | 
     """R48, R49: True on Ampere and later and on ROCm, False on older GPUs and on a CPU alone."""
     import torch
 
-    from fairlead_precision.bf16 import is_bf16_supported_no_emulation
+    from fairlead_precision import is_bf16_supported_no_emulation
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)
     monkeypatch.setattr(torch.version, "hip", hip)

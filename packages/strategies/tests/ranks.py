@@ -22,6 +22,7 @@ from fairlead import (
 
 def resolution(strategy: StrategyConfigBase, **changes: Any) -> Resolution:
     """A resolution of two CPU ranks, without the plugins of other packages."""
+    asked = getattr(strategy, "process_group_backend", "auto")
     fields: dict[str, Any] = {
         "settings": {},
         "trainer": TrainerConfig(),
@@ -38,7 +39,7 @@ def resolution(strategy: StrategyConfigBase, **changes: Any) -> Resolution:
         "devices": 2,
         "device_indices": None,
         "world_size": 2,
-        "backend": "gloo",
+        "backend": "gloo" if asked == "auto" else asked,
         "devices_found": Devices(2, "test", unlimited=True),
         "inside_job": True,
         "findings": (),

@@ -29,10 +29,10 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from fairlead.errors import ConfigError
 from fairlead_strategies import DDPStrategyConfig, FSDP2StrategyConfig, TorchSyncBatchNormLayerSyncConfig
-from fairlead_strategies.ddp.runtime import build as build_ddp
+from fairlead_strategies.ddp_runtime import build as build_ddp
 from fairlead_strategies.fsdp2.runtime import build as build_fsdp2
 from fairlead_strategies.fsdp2.sharding import is_parallelised
-from fairlead_strategies.sync_batchnorm.runtime import build as build_sync_batchnorm
+from fairlead_strategies.sync_batchnorm_runtime import build as build_sync_batchnorm
 
 ranks: Any = importlib.import_module("ranks")  # beside this file
 context = ranks.context

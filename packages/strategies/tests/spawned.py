@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from fairlead_strategies import DDPStrategyConfig
-from fairlead_strategies.ddp.runtime import build
+from fairlead_strategies.ddp_runtime import build
 
 
 class Tiny(pl.LightningModule):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pkgutil
 import subprocess
 import sys
 from datetime import timedelta
@@ -12,8 +13,9 @@ from types import ModuleType
 from typing import Any, ClassVar
 
 import pytest
+from pydantic import create_model
 
-from fairlead import CheckpointIOConfigBase, PluginManager, Topology
+from fairlead import CheckpointIOConfigBase, PluginManager, PrecisionConfigBase, Topology
 from fairlead.errors import ConfigError, MissingDependencyError
 from fairlead.open_union import parse_backend
 from fairlead_strategies import (
@@ -30,10 +32,8 @@ def plugins() -> PluginManager:
     return PluginManager()
 
 
-def build(name: str, config: Any, context: Any) -> Any:
-    import importlib
-
-    return importlib.import_module(f"fairlead_strategies.{name}.runtime").build(config, context)
+def build(config: Any, context: Any) -> Any:
+    return pkgutil.resolve_name(str(PluginManager().of(config).runtime))(config, context)
 
 
 @pytest.mark.parametrize(
@@ -54,7 +54,7 @@ def test_deepspeed_literals_reach_deepspeed(
 ) -> None:
     """R8 to R12: the stage is in the configuration that DeepSpeed gets; plain `deepspeed` is stage 1."""
     config = parse_backend("strategy", name, plugins)
-    zero = build("deepspeed", config, ranks.context(config, engine)).config["zero_optimization"]
+    zero = build(config, ranks.context(config, engine)).config["zero_optimization"]
     assert zero["stage"] == stage
     assert ("offload_optimizer" in zero, "offload_param" in zero) == (optimizer, parameters)
 
@@ -69,16 +69,16 @@ def test_deepspeed_config_files(tmp_path: Path, ranks: ModuleType) -> None:
         config = DeepSpeedStrategyConfig.model_validate({"config": given})
         assert config.stage is None
         assert DeepSpeedStrategyConfig.model_validate(config.model_dump(mode="json")) == config
-        assert build("deepspeed", config, ranks.context(config)).config == own
+        assert build(config, ranks.context(config)).config == own
     path.write_text("[1]")
     with pytest.raises(ConfigError, match="holds a list"):
-        build("deepspeed", config := DeepSpeedStrategyConfig(config=str(path)), ranks.context(config))
+        build(config := DeepSpeedStrategyConfig(config=str(path)), ranks.context(config))
     path.write_text("{")
     with pytest.raises(ConfigError, match="is not JSON"):
-        build("deepspeed", config, ranks.context(config))
+        build(config, ranks.context(config))
     path.unlink()
     with pytest.raises(ConfigError, match="cannot read"):
-        build("deepspeed", config, ranks.context(config))
+        build(config, ranks.context(config))
 
 
 @pytest.mark.parametrize("engine", ["trainer", "fabric"])
@@ -92,11 +92,11 @@ def test_each_engine_gets_its_own_family(ranks: ModuleType, engine: str) -> None
         (FSDPStrategyConfig(timeout=timedelta(seconds=7)), "FSDPStrategy"),
         (FSDP2StrategyConfig(timeout=timedelta(seconds=7)), "ModelParallelStrategy"),
     ):
-        strategy = build(config.name, config, ranks.context(config, engine))
+        strategy = build(config, ranks.context(config, engine))
         assert isinstance(strategy, getattr(family, kind))
         assert (strategy.process_group_backend, strategy._timeout) == ("gloo", timedelta(seconds=7))
     named = DDPStrategyConfig(process_group_backend="nccl")
-    assert build("ddp", named, ranks.context(named, engine)).process_group_backend == "nccl"
+    assert build(named, ranks.context(named, engine)).process_group_backend == "nccl"
 
 
 @pytest.mark.parametrize("engine", ["trainer", "fabric"])
@@ -113,7 +113,7 @@ def test_single_device_takes_the_first_chosen_device(
 
     config = parse_backend("strategy", "single_device", plugins)
     changes = {"accelerator": AcceleratorConfigBase(name=kind), "device_indices": indices, "world_size": 1}
-    strategy = build("single_device", config, ranks.context(config, engine, **changes))
+    strategy = build(config, ranks.context(config, engine, **changes))
     assert strategy.root_device == torch.device(device)
 
 
@@ -135,7 +135,7 @@ def test_fsdp_fields_reach_torch(ranks: ModuleType, engine: str) -> None:
         }
     )
     assert FSDPStrategyConfig.model_validate(json.loads(config.model_dump_json())) == config
-    strategy = build("fsdp", config, ranks.context(config, engine))
+    strategy = build(config, ranks.context(config, engine))
     kwargs = strategy.kwargs if engine == "trainer" else strategy._fsdp_kwargs
     assert strategy.sharding_strategy is ShardingStrategy.SHARD_GRAD_OP
     assert strategy.cpu_offload == CPUOffload(offload_params=True)
@@ -153,7 +153,7 @@ def test_fsdp_mixed_precision_is_inherited_or_bfloat16(ranks: ModuleType, asked:
     import torch
 
     config = FSDPStrategyConfig(mixed_precision=asked)
-    built = build("fsdp", config, ranks.context(config)).mixed_precision
+    built = build(config, ranks.context(config)).mixed_precision
     assert built is None if asked is None else built.param_dtype is torch.bfloat16
 
 
@@ -161,7 +161,7 @@ def test_fsdp_wraps_by_size(ranks: ModuleType) -> None:
     from torch import nn
 
     config = FSDPStrategyConfig(auto_wrap_policy=1000)
-    policy = build("fsdp", config, ranks.context(config)).kwargs["auto_wrap_policy"]
+    policy = build(config, ranks.context(config)).kwargs["auto_wrap_policy"]
     wraps = [policy(module=nn.Linear(n, n), recurse=False, nonwrapped_numel=n * n) for n in (10, 100)]
     assert wraps == [False, True]
 
@@ -177,7 +177,7 @@ def test_fsdp_wraps_by_size(ranks: ModuleType) -> None:
 def test_a_policy_that_names_no_class_is_an_error(ranks: ModuleType, path: str, says: str) -> None:
     config = FSDP2StrategyConfig(auto_wrap_policy=(path,))
     with pytest.raises(ConfigError) as caught:
-        build("fsdp2", config, ranks.context(config))
+        build(config, ranks.context(config))
     assert says in str(caught.value)
     assert "trainer.strategy.auto_wrap_policy" in str(caught.value)
 
@@ -209,9 +209,9 @@ def test_xla_needs_torch_xla(plugins: PluginManager, ranks: ModuleType) -> None:
     config = parse_backend("strategy", "xla", plugins)
     for engine in ("trainer", "fabric"):
         with pytest.raises(ModuleNotFoundError, match="torch_xla"):
-            build("xla", config, ranks.context(config, engine, world_size=1))
+            build(config, ranks.context(config, engine, world_size=1))
     with pytest.raises(ModuleNotFoundError, match="torch_xla"):
-        build("xla", config, ranks.context(config, "trainer"))
+        build(config, ranks.context(config, "trainer"))
 
 
 def test_layer_sync_on_a_cpu_converts_in_place_and_back(ranks: ModuleType) -> None:
@@ -220,7 +220,7 @@ def test_layer_sync_on_a_cpu_converts_in_place_and_back(ranks: ModuleType) -> No
     from torch import nn
 
     context = ranks.context(DDPStrategyConfig())
-    layer_sync = build("sync_batchnorm", TorchSyncBatchNormLayerSyncConfig(), context)
+    layer_sync = build(TorchSyncBatchNormLayerSyncConfig(), context)
     model = nn.Sequential(nn.Conv2d(1, 3, 1), nn.BatchNorm2d(3))
     reference = nn.Sequential(nn.Conv2d(1, 3, 1), nn.BatchNorm2d(3))
     reference.load_state_dict(model.state_dict())
@@ -232,7 +232,7 @@ def test_layer_sync_on_a_cpu_converts_in_place_and_back(ranks: ModuleType) -> No
     torch.testing.assert_close(model(x), reference(x))
     assert type(layer_sync.revert(model)[1]) is nn.BatchNorm2d
     with pytest.raises(ConfigError, match="Fabric does not apply"):
-        build("sync_batchnorm", TorchSyncBatchNormLayerSyncConfig(), ranks.context(DDPStrategyConfig(), "fabric"))
+        build(TorchSyncBatchNormLayerSyncConfig(), ranks.context(DDPStrategyConfig(), "fabric"))
 
 
 def findings(plugins: PluginManager, resolution: Any, environ: dict[str, str] | None = None) -> list[str]:
@@ -279,12 +279,19 @@ def test_fsdp2_gives_its_shards_to_a_backend_that_takes_them(plugins: PluginMana
     for asked, codes in ((None, []), (True, []), (False, ["fsdp2-checkpoint-io"])):
         config = FSDP2StrategyConfig(save_distributed_checkpoint=asked)
         assert findings(plugins, ranks.resolution(config, **takes)) == codes
-        strategy = build("fsdp2", config, ranks.context(config, **takes))
+        strategy = build(config, ranks.context(config, **takes))
         assert strategy._save_distributed_checkpoint is True
-    assert (
-        build("fsdp2", FSDP2StrategyConfig(), ranks.context(FSDP2StrategyConfig()))._save_distributed_checkpoint
-        is False
-    )
+    assert build(FSDP2StrategyConfig(), ranks.context(FSDP2StrategyConfig()))._save_distributed_checkpoint is False
+
+
+@pytest.mark.parametrize(("init_scale", "codes"), [(8.0, ["precision-scaler"]), (65536.0, [])])
+def test_deepspeed_does_not_use_the_gradient_scaler(
+    plugins: PluginManager, ranks: ModuleType, init_scale: float, codes: list[str]
+) -> None:
+    """Of any precision that has its settings."""
+    kind: Any = create_model("Scaled", __base__=PrecisionConfigBase, init_scale=(float, 65536.0))
+    resolution = ranks.resolution(DeepSpeedStrategyConfig(), precision=kind(name="scaled", init_scale=init_scale))
+    assert findings(plugins, resolution) == codes
 
 
 def test_spawning_is_fine_where_nothing_was_launched(plugins: PluginManager, ranks: ModuleType) -> None:
@@ -304,7 +311,7 @@ def test_a_variable_that_would_replace_deepspeeds_settings(
     assert findings(plugins, ranks.resolution(config), environ) == ["deepspeed-environment"]
     assert findings(plugins, ranks.resolution(DeepSpeedStrategyConfig(config=str(path))), environ) == []
     monkeypatch.setenv("PL_DEEPSPEED_CONFIG_PATH", str(path))
-    assert build("deepspeed", config, ranks.context(config)).config == {"zero_optimization": {"stage": 3}}
+    assert build(config, ranks.context(config)).config == {"zero_optimization": {"stage": 3}}
 
 
 @pytest.mark.parametrize("method", ["spawn", "fork"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import pkgutil
 from types import ModuleType
 from typing import Any
 
@@ -18,15 +19,13 @@ PARALLEL = [DDPStrategyConfig(), FSDPStrategyConfig(), FSDP2StrategyConfig(), De
 def table() -> dict[tuple[str, str], Capability]:
     plugins, rows = PluginManager(), {}
     for tag in ("single_device", "ddp", "fsdp", "fsdp2", "deepspeed", "xla"):
-        for result in plugins.call(plugins.get("strategy", tag), "fairlead_capabilities"):
+        for result in plugins.call(plugins.get("strategy", tag), "fairlead_capabilities", plugins=plugins):
             rows.update({(row.subject.removeprefix("strategy."), other): row for row in result for other in row.others})
     return rows
 
 
 def build(config: Any, context: Any) -> Any:
-    import importlib
-
-    return importlib.import_module(f"fairlead_strategies.{config.name}.runtime").build(config, context)
+    return pkgutil.resolve_name(str(PluginManager().of(config).runtime))(config, context)
 
 
 def refuses(*pairs: tuple[str, str], support: str = "no") -> None:
@@ -106,11 +105,11 @@ def test_other_strategies_on_xla(ranks: ModuleType, tag: str) -> None:
 
 @pytest.mark.parametrize("engine", ["trainer", "fabric"])
 def test_fsdp_accepts_its_own_precision_only(ranks: ModuleType, engine: str) -> None:
-    """bitsandbytes, Transformer Engine, DeepSpeed and XLA are all "another plugin" to it."""
+    """bitsandbytes and Transformer Engine are "another plugin" to it, as are those of DeepSpeed and XLA."""
     import lightning.fabric.plugins.precision as fabric
     import lightning.pytorch.plugins.precision as trainer
 
-    kinds = ("64-true", "bitsandbytes", "transformer-engine", "deepspeed", "xla")
+    kinds = ("64-true", "bitsandbytes", "transformer-engine")
     refuses(*[("fsdp", f"precision.{kind}") for kind in kinds])
     config = FSDPStrategyConfig()
     strategy = build(config, ranks.context(config, engine))
@@ -147,7 +146,7 @@ def test_deepspeed_on_a_cpu(ranks: ModuleType) -> None:
 def test_deepspeed_has_five_precisions() -> None:
     from lightning.pytorch.plugins.precision import DeepSpeedPrecision
 
-    kinds = ("64-true", "bitsandbytes", "transformer-engine", "fsdp", "xla")
+    kinds = ("64-true", "bitsandbytes", "transformer-engine")
     refuses(*[("deepspeed", f"precision.{kind}") for kind in kinds])
     wrong: Any = "64-true"
     with pytest.raises(ValueError, match="is not supported"):
@@ -194,7 +193,7 @@ def test_xla_accepts_its_own_precision_and_checkpoint_io_only() -> None:
     from lightning.pytorch.strategies import XLAStrategy
 
     modes = ("64-true", "16-mixed", "bf16-mixed")
-    kinds = ("bitsandbytes", "transformer-engine", "deepspeed", "fsdp")
+    kinds = ("bitsandbytes", "transformer-engine")
     refuses(*[("xla", f"precision.{name}") for name in (*modes, *kinds)], ("xla", "checkpoint_io.torch"))
     assert not set(modes) & set(get_args(_PRECISION_INPUT))
     strategy = object.__new__(XLAStrategy)  # its constructor needs torch-xla; its setters do not

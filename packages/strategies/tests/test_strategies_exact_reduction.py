@@ -60,7 +60,7 @@ def build(engine: str, **fields: Any) -> Any:
         sys.path.insert(0, here)
     config = DDPStrategyConfig(**fields)
     context = importlib.import_module("ranks").context(config, engine)
-    return importlib.import_module("fairlead_strategies.ddp.runtime").build(config, context)
+    return importlib.import_module("fairlead_strategies.ddp_runtime").build(config, context)
 
 
 def hook(model: DistributedDataParallel) -> str | None:

@@ -93,6 +93,15 @@ class StrategyPlugin(Plugin):
 
     axis = "strategy"
     base = StrategyConfigBase
+    starts_processes: ClassVar[bool] = False
+    """Whether its engine starts and connects several ranks by itself, as torch-xla does: then `fit` starts none, and
+    the environment is not built."""
+    sharded_state: ClassVar[bool] = False
+    """Whether a rank holds only its part of the weights, gradients or optimizer state, so that a checkpoint in one
+    file has to be gathered first."""
+    precision: ClassVar[str | None] = None
+    """The tag of the one precision that its engine accepts, such as `fsdp`. `precision: bf16-mixed` and the like are
+    then built as that precision with this mode in its field `precision`. None: it takes the general ones."""
 
 
 class PrecisionPlugin(Plugin):

@@ -6,13 +6,13 @@ A pair without a row is taken to work.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal, Protocol
 
 from fairlead.findings import Finding
 
-__all__ = ["Capability", "check_capabilities"]
+__all__ = ["Capability", "InstalledPlugins", "check_capabilities"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +40,13 @@ class Capability:
     support: Literal["yes", "partial", "no"]
     reason: str
     fix: str | None = None
+
+
+class InstalledPlugins(Protocol):
+    """What the hook `fairlead_capabilities` may ask of the plugin manager."""
+
+    def distinct(self, axis: str) -> Mapping[str, Any]:
+        """The plugins of an axis that can be loaded, by tag, without their presets."""
 
 
 def check_capabilities(rows: Iterable[Capability], chosen: dict[str, str | None]) -> list[Finding]:

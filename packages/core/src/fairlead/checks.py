@@ -127,7 +127,7 @@ def capability_table(plugins: PluginManager) -> tuple[list[Capability], list[Fin
     for axis in AXES:
         for name, plugin in plugins.distinct(axis).items():
             try:
-                rows += _collected(plugin, "fairlead_capabilities", Capability, plugins)
+                rows += _collected(plugin, "fairlead_capabilities", Capability, plugins, plugins=plugins)
             except FairleadError as error:
                 failed.append(
                     Finding(
@@ -142,14 +142,14 @@ def capability_table(plugins: PluginManager) -> tuple[list[Capability], list[Fin
     return rows, failed
 
 
-def _collected(plugin: Plugin, hook: str, kind: type[T], plugins: PluginManager, **arguments: Any) -> list[T]:
+def _collected(plugin: Plugin, hook: str, kind: type[T], manager: PluginManager, /, **arguments: Any) -> list[T]:
     """What a hook that gives several things gave.
 
     Raises:
         PluginError: It raised, or gave something else; also while it was iterated, for it may be a generator.
     """
     found: list[T] = []
-    for result in plugins.call(plugin, hook, **arguments):
+    for result in manager.call(plugin, hook, **arguments):
         try:
             items = list(result)
         except FairleadError:

@@ -29,7 +29,7 @@ import pluggy
 
 if TYPE_CHECKING:
     from fairlead.bases import EnvironmentConfigBase
-    from fairlead.capabilities import Capability
+    from fairlead.capabilities import Capability, InstalledPlugins
     from fairlead.findings import Finding, Inexact
     from fairlead.interfaces import Claim, Devices, Topology
     from fairlead.resolve import Resolution
@@ -72,8 +72,12 @@ class HookSpecs:
         raise NotImplementedError
 
     @hookspec
-    def fairlead_capabilities(self) -> Iterable[Capability]:
-        """Any plugin: rows for the capability table, each with its reason."""
+    def fairlead_capabilities(self, plugins: InstalledPlugins) -> Iterable[Capability]:
+        """Any plugin: rows for the capability table, each with its reason.
+
+        A row about a property, such as `StrategyPlugin.sharded_state`, is made for those of the installed plugins
+        that have it, so that it holds for a third party's too: `plugins.distinct("strategy")`.
+        """
         raise NotImplementedError
 
     @hookspec

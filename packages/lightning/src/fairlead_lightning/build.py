@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Final, cast
 
-from fairlead.axes import RequeuePlugin
+from fairlead.axes import RequeuePlugin, StrategyPlugin
 from fairlead.bases import BackendConfig, RequeueConfigBase
 from fairlead.config import ClassSpec
 from fairlead.errors import ConfigError, FairleadError, PluginError
@@ -118,7 +118,8 @@ def build_plugins(context: BuildContext) -> dict[str, Any]:
                 why="no checkpoint would be copied to the store",
                 fix="leave it out, and call fairlead_runs.remote.upload after each save",
             )
-    if resolution.strategy.name != "xla" or resolution.world_size == 1:  # torch_xla brings its own processes
+    starts_processes = cast("StrategyPlugin", context.plugins.of(resolution.strategy)).starts_processes
+    if not starts_processes or resolution.world_size == 1:
         plugins.append(build_backend(resolution.environment, context))
     precision = build_backend(resolution.precision, context)
     if precision is not None:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from fairlead_precision.bitsandbytes.config import BitsandbytesPrecisionConfig
-from fairlead_precision.deepspeed.config import DeepSpeedPrecisionConfig
-from fairlead_precision.double.config import DoublePrecisionConfig
-from fairlead_precision.fsdp.config import FSDPPrecisionConfig
-from fairlead_precision.full.config import FullPrecisionConfig
-from fairlead_precision.half.config import HalfPrecisionConfig
-from fairlead_precision.mixed.config import MixedPrecisionConfig
-from fairlead_precision.transformer_engine.config import FP8Recipe, TransformerEnginePrecisionConfig
-from fairlead_precision.xla.config import XLAPrecisionConfig
+from fairlead_precision.bitsandbytes import BitsandbytesPrecisionConfig
+from fairlead_precision.deepspeed import DeepSpeedPrecisionConfig
+from fairlead_precision.double import DoublePrecisionConfig
+from fairlead_precision.fsdp import FSDPPrecisionConfig
+from fairlead_precision.full import FullPrecisionConfig
+from fairlead_precision.half import HalfPrecisionConfig
+from fairlead_precision.hardware import is_bf16_supported_no_emulation
+from fairlead_precision.mixed import MixedPrecisionConfig
+from fairlead_precision.transformer_engine import FP8Recipe, TransformerEnginePrecisionConfig
+from fairlead_precision.xla import XLAPrecisionConfig
 
 __all__ = [
     "BitsandbytesPrecisionConfig",
@@ -23,4 +24,5 @@ __all__ = [
     "MixedPrecisionConfig",
     "TransformerEnginePrecisionConfig",
     "XLAPrecisionConfig",
+    "is_bf16_supported_no_emulation",
 ]

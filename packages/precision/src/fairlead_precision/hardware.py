@@ -1,14 +1,18 @@
-"""What a device can compute natively, told by its name: checks run where there is no torch.
+"""What a device can compute natively.
 
-A name that is not recognised gives None: nothing is claimed about it.
+Checks go by its name, because they run where there is no torch; a name that is not recognised gives None: nothing is
+claimed about it.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from typing import Final
 
-__all__ = ["fp8_native", "has_bf16", "has_fp8"]
+from fairlead import Finding, Resolution
+
+__all__ = ["emulated_bfloat16", "fp8_native", "has_bf16", "has_fp8", "is_bf16_supported_no_emulation"]
 
 # NVIDIA's CUDA GPU compute capability table (developer.nvidia.com/cuda-gpus): bfloat16 since 8.0, FP8 since 8.9.
 _BEFORE_8_0: Final = r"V100|P100|P40|P4|T4|K80|M60|TITAN|GTX|RTX 20\d\d|QUADRO (RTX|GV|GP)|T4G"
@@ -49,3 +53,38 @@ def has_bf16(name: str) -> bool | None:
 def fp8_native(capability: tuple[int, int]) -> bool:
     """Whether a CUDA compute capability has FP8 units: 8.9 (Ada), 9.0 (Hopper) and later."""
     return capability >= (8, 9)
+
+
+def emulated_bfloat16(resolution: Resolution) -> Iterator[Finding]:
+    """Warns once when a device whose name is known has no native bfloat16."""
+    old = sorted({name for name in resolution.devices_found.names if has_bf16(name) is False})
+    if old:
+        yield Finding(
+            "warning",
+            "precision-emulated",
+            f"{', '.join(old)} has no native bfloat16; it would be emulated, slowly",
+            where="trainer.precision",
+            why="bfloat16 units came with compute capability 8.0 (A100)",
+            fix="precision: 16-mixed",
+        )
+
+
+def is_bf16_supported_no_emulation(device: int | None = None) -> bool:
+    """Whether this machine's CUDA or ROCm device computes in bfloat16 in hardware, for choosing a precision in code.
+
+    True on NVIDIA GPUs of compute capability 8.0 (Ampere) and later and on AMD GPUs under ROCm;
+    False on older GPUs, which only emulate it, and on a machine with a CPU alone.
+
+    Args:
+        device: Index of the device; None is the current one.
+
+    Example:
+        >>> precision = "bf16-mixed" if is_bf16_supported_no_emulation() else "32-true"
+    """
+    import torch
+
+    if not torch.cuda.is_available():
+        return False
+    if torch.version.hip:
+        return True
+    return int(torch.cuda.get_device_properties(torch.cuda.current_device() if device is None else device).major) >= 8

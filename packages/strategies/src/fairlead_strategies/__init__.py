@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from fairlead_strategies.ddp.config import DDPStrategyConfig
-from fairlead_strategies.deepspeed.config import DeepSpeedStrategyConfig
-from fairlead_strategies.fsdp.config import FSDPMixedPrecision, FSDPStrategyConfig
-from fairlead_strategies.fsdp2.config import FSDP2StrategyConfig
-from fairlead_strategies.single_device.config import SingleDeviceStrategyConfig
-from fairlead_strategies.sync_batchnorm.config import TorchSyncBatchNormLayerSyncConfig
-from fairlead_strategies.xla.config import XLAStrategyConfig
+from fairlead_strategies.ddp import DDPStrategyConfig
+from fairlead_strategies.deepspeed import DeepSpeedStrategyConfig
+from fairlead_strategies.fsdp import FSDPMixedPrecision, FSDPStrategyConfig
+from fairlead_strategies.fsdp2.plugin import FSDP2StrategyConfig
+from fairlead_strategies.single_device import SingleDeviceStrategyConfig
+from fairlead_strategies.sync_batchnorm import TorchSyncBatchNormLayerSyncConfig
+from fairlead_strategies.xla import XLAStrategyConfig
 
 __all__ = [
     "DDPStrategyConfig",

@@ -223,7 +223,7 @@ class PluginConformance(EntryPointConformance):
     def test_capabilities_are_rows(self) -> None:
         """The hook `fairlead_capabilities` gives rows about `axis.tag`, each with its reason."""
         plugins = self.plugins()
-        for result in plugins.call(self.plugin(plugins), "fairlead_capabilities"):
+        for result in plugins.call(self.plugin(plugins), "fairlead_capabilities", plugins=plugins):
             for row in result:
                 assert isinstance(row, Capability), f"fairlead_capabilities of {self.key} gave a {type(row).__name__}"
                 assert row.reason.strip(), f"{self.key}: a capability of {row.subject} has no reason"

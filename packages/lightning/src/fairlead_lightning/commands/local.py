@@ -6,7 +6,9 @@ import argparse
 import json
 import signal
 import sys
+from typing import cast
 
+from fairlead.axes import StrategyPlugin
 from fairlead.checks import CheckedJob, check_job
 from fairlead.cli.session import Session
 from fairlead.detect import VARIABLE
@@ -69,7 +71,8 @@ def _run(arguments: argparse.Namespace, session: Session, early: EarlySignals) -
             session.warn(str(finding))
     if any(finding.code == "run-finished" for finding in checked.findings):
         return 0
-    starts_ranks = not topology.launched and resolution.world_size > 1 and resolution.strategy.name != "xla"
+    starts_ranks = not topology.launched and resolution.world_size > 1
+    starts_ranks &= not cast("StrategyPlugin", session.plugins.of(resolution.strategy)).starts_processes
     if not starts_ranks or getattr(resolution.strategy, "start_method", "popen") != "popen":
         guard = build_guard(resolution.requeue, BuildContext(resolution, session.environ, session.plugins))
         came = early.release()

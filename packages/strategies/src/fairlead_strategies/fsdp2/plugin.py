@@ -1,18 +1,47 @@
-"""What `fsdp2` contributes."""
+"""Fully sharded data parallel, torch's second generation: the settings, and what it contributes."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from typing import ClassVar
+from typing import ClassVar, Literal
 
-from fairlead import Finding, StrategyPlugin, hookimpl
-from fairlead.capabilities import Capability
+from pydantic import Field
+
+from fairlead import Capability, Finding, Resolution, StrategyPlugin, hookimpl
 from fairlead.findings import Inexact
-from fairlead.resolve import Resolution
-from fairlead_strategies.fields import LIGHTNING
-from fairlead_strategies.fsdp2.config import FSDP2StrategyConfig
+from fairlead_strategies.shared import LIGHTNING, ClassPaths, ProcessGroupConfig, refuse_mps_and_xla
 
-__all__ = ["FSDP2", "fsdp2"]
+__all__ = ["FSDP2", "FSDP2StrategyConfig", "fsdp2"]
+
+
+class FSDP2StrategyConfig(ProcessGroupConfig):
+    """Fully sharded data parallel with torch's `fully_shard`, on GPUs and CPUs.
+
+    A module that parallelises itself in `configure_model` is left as it is. Any other is sharded
+    here: its blocks, then the rest of it.
+
+    Example:
+        >>> FSDP2StrategyConfig(auto_wrap_policy=["my.layers:Block"]).auto_wrap_policy
+        ('my.layers:Block',)
+    """
+
+    name: Literal["fsdp2"] = "fsdp2"
+    auto_wrap_policy: ClassPaths | Literal["auto"] = "auto"
+    """Which submodules are gathered and freed as one: a list of classes (`module:Class`); `auto` takes the items of
+    the outermost `ModuleList`s, which is where models keep their layers. An empty list makes the whole model one
+    unit."""
+    reshard_after_forward: bool = True
+    """Free the gathered parameters of a unit after its forward and gather them again for backward: least memory.
+    False keeps them, as ZeRO stage 2 does: less communication."""
+    data_parallel_size: int | Literal["auto"] = Field("auto")
+    """Ranks that share the shards; `auto` is the number of ranks divided by `tensor_parallel_size` (Lightning's own
+    `auto` is the number of nodes)."""
+    tensor_parallel_size: int = Field(1, gt=0)
+    """Ranks that split each layer. More than 1 needs a module that applies its own plan in `configure_model`."""
+    save_distributed_checkpoint: bool | None = None
+    """Default null: what `checkpoint_io` takes. With `distributed` every rank hands it its own part; any other gets a
+    whole checkpoint, gathered on rank 0. True has Lightning write the parts itself where `checkpoint_io` does not take
+    them, which holds up training until they are on disk; False always gathers (Lightning's default is True)."""
 
 
 class FSDP2(StrategyPlugin):
@@ -20,6 +49,7 @@ class FSDP2(StrategyPlugin):
 
     config = FSDP2StrategyConfig
     runtime = "fairlead_strategies.fsdp2.runtime:build"
+    sharded_state = True
     engines = LIGHTNING
     extra = "lightning"
     codes: ClassVar[Mapping[str, str]] = {
@@ -34,20 +64,15 @@ class FSDP2(StrategyPlugin):
         def no(others: tuple[str, ...], reason: str, fix: str) -> Capability:
             return Capability("strategy.fsdp2", others, "no", reason, fix)
 
-        yield no(
-            ("accelerator.mps",),
-            "MPS is a single device, and Lightning refuses parallel strategies on it",
-            "strategy: single_device",
-        )
-        yield no(("accelerator.xla",), "Lightning drives XLA devices only through its XLA strategies", "strategy: xla")
+        yield from refuse_mps_and_xla("fsdp2")
         yield no(
             ("precision.16-mixed", "precision.64-true", "precision.transformer-engine"),
             "Lightning's ModelParallelStrategy allows 32-true, bf16-mixed, bf16-true and 16-true only",
             "precision: bf16-mixed",
         )
         yield no(
-            ("precision.bitsandbytes", "precision.deepspeed", "precision.fsdp", "precision.xla"),
-            "this precision belongs to another strategy, or keeps weights in a form that cannot be sharded",
+            ("precision.bitsandbytes",),
+            "it keeps weights in a form that cannot be sharded",
             "precision: 32-true, bf16-mixed or bf16-true",
         )
 
@@ -92,13 +117,13 @@ class FSDP2(StrategyPlugin):
         """Shown on CPUs with whole checkpoints: a unit always reduces the same gradients together."""
         config = resolution.strategy
         assert isinstance(config, FSDP2StrategyConfig)
-        backend = resolution.backend if config.process_group_backend == "auto" else config.process_group_backend
         doubts = {
             "save_distributed_checkpoint: true": (
                 bool(config.save_distributed_checkpoint) and not resolution.checkpoint_io.saves_shards
             ),
             f"tensor_parallel_size: {config.tensor_parallel_size}": config.tensor_parallel_size > 1,
-            f"{resolution.world_size} ranks over {backend}": backend != "gloo" and resolution.world_size > 2,
+            f"{resolution.world_size} ranks over {resolution.backend}": resolution.backend != "gloo"
+            and resolution.world_size > 2,
         }
         for what, doubtful in doubts.items():
             if doubtful:

@@ -1,4 +1,4 @@
-"""Builds Lightning's ModelParallelStrategy, taught to shard a module that does not shard itself."""
+"""Builds Lightning's ModelParallelStrategy, which also shards a module that does not shard itself."""
 
 from __future__ import annotations
 
@@ -21,10 +21,9 @@ from torch.optim import Optimizer
 from fairlead.errors import ConfigError
 from fairlead.interfaces import BuildContext
 from fairlead_runs.checkpoint_io import ShardedLoads
-from fairlead_strategies.fsdp2.config import FSDP2StrategyConfig
-from fairlead_strategies.fsdp2.places import places
-from fairlead_strategies.fsdp2.sharding import is_parallelised, shard
-from fairlead_strategies.objects import backend, load_classes
+from fairlead_strategies.fsdp2.plugin import FSDP2StrategyConfig
+from fairlead_strategies.fsdp2.sharding import destinations, is_parallelised, shard
+from fairlead_strategies.shared import load_classes
 
 __all__ = ["FSDP2Strategy", "FabricFSDP2", "build"]
 
@@ -37,7 +36,7 @@ class FSDP2Strategy(ModelParallelStrategy):
     Args:
         config: The settings.
         classes: Which submodules become units.
-        hands_over: The CheckpointIO takes shards: the state is given as it is, on the device.
+        saves_shards: The CheckpointIO takes shards: the state is given as it is, on the device.
         kwargs: Lightning's.
     """
 
@@ -46,7 +45,7 @@ class FSDP2Strategy(ModelParallelStrategy):
         config: FSDP2StrategyConfig,
         classes: set[type[Module]] | None,
         *,
-        hands_over: bool = False,
+        saves_shards: bool = False,
         **kwargs: Any,
     ) -> None:
         super().__init__(
@@ -54,7 +53,7 @@ class FSDP2Strategy(ModelParallelStrategy):
         )
         self._config = config
         self._classes = classes
-        self._hands_over = hands_over
+        self._saves_shards = saves_shards
 
     def setup_environment(self) -> None:
         """Resolves `data_parallel_size: auto` to all ranks, where Lightning would take the number of nodes."""
@@ -63,7 +62,7 @@ class FSDP2Strategy(ModelParallelStrategy):
         super().setup_environment()
 
     def setup(self, trainer: pl.Trainer) -> None:
-        """Shards the module unless it did so itself, then lets Lightning go on.
+        """Shards the module unless it did so itself, then lets Lightning continue.
 
         Raises:
             ConfigError: Tensor parallelism was asked for, but the module applies no plan; or there is a layer sync
@@ -103,11 +102,11 @@ class FSDP2Strategy(ModelParallelStrategy):
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The weights: shards where they are, or as Lightning gathers them."""
         assert self.model is not None
-        return get_model_state_dict(self.model) if self._hands_over else super().lightning_module_state_dict()
+        return get_model_state_dict(self.model) if self._saves_shards else super().lightning_module_state_dict()
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The optimizer's own state with shards in it, or as Lightning gathers it."""
-        if not self._hands_over:
+        if not self._saves_shards:
             return super().optimizer_state(optimizer)
         return (optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer).state_dict()
 
@@ -124,7 +123,7 @@ class FSDP2Strategy(ModelParallelStrategy):
         assert self.lightning_module is not None
         found = None
         if path.is_dir() and isinstance(io, ShardedLoads):
-            found = io.load_shards(path, places(self.model, self.optimizers), weights_only)
+            found = io.load_shards(path, destinations(self.model, self.optimizers), weights_only)
         if found is None:
             return super().load_checkpoint(path, weights_only)
         self.model.load_state_dict(found.pop("state_dict"), strict=self.lightning_module.strict_loading)
@@ -204,12 +203,12 @@ def build(config: FSDP2StrategyConfig, context: BuildContext) -> FSDP2Strategy |
     """
     policy = config.auto_wrap_policy
     classes = None if policy == "auto" else load_classes(policy, "trainer.strategy.auto_wrap_policy")
-    hands_over = context.resolution.checkpoint_io.saves_shards
+    saves_shards = context.resolution.checkpoint_io.saves_shards
     kwargs: dict[str, Any] = {
-        "save_distributed_checkpoint": bool(config.save_distributed_checkpoint) or hands_over,
-        "process_group_backend": backend(config, context),
+        "save_distributed_checkpoint": bool(config.save_distributed_checkpoint) or saves_shards,
+        "process_group_backend": context.resolution.backend,
         "timeout": config.timeout,
     }
     if context.engine == "trainer":
-        return FSDP2Strategy(config, classes, hands_over=hands_over, **kwargs)
+        return FSDP2Strategy(config, classes, saves_shards=saves_shards, **kwargs)
     return FabricFSDP2(config, classes, **kwargs)

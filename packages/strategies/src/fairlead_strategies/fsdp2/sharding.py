@@ -1,24 +1,30 @@
-"""How a module that does not parallelise itself is sharded: its blocks, then what is left.
+"""How a module that does not parallelise itself is sharded, and where the parts of its checkpoint are read into.
 
-Every *unit* is gathered before its forward and freed after it, so the memory saved depends on how
-the model is cut into units.  Blocks in a `ModuleList` are what nearly all deep models consist of.
+Its blocks are sharded, then what is left.  Every *unit* is gathered before its forward and freed after it, so the
+memory saved depends on how the model is cut into units.  Blocks in a `ModuleList` are what nearly all deep models have.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, zeros
 from torch.nn import Module, ModuleList
+from torch.optim import Optimizer
 
 from fairlead.errors import ConfigError
 
-__all__ = ["blocks", "is_parallelised", "shard"]
+__all__ = ["blocks", "destinations", "is_parallelised", "shard"]
+
+Key = tuple[str | int, ...]
+"""Where a tensor is in a checkpoint: the keys that lead to it."""
 
 
 def is_parallelised(module: Module) -> bool:
@@ -41,8 +47,8 @@ def blocks(module: Module, classes: set[type[Module]] | None) -> list[Module]:
     """
     if classes is None:
         items = list(_listed(module))
-        places = Counter(id(p) for m in module.modules() for p in m.parameters(recurse=False))
-        return [item for item in items if all(_inside(item)[p] == places[p] for p in map(id, item.parameters()))]
+        uses = Counter(id(p) for m in module.modules() for p in m.parameters(recurse=False))
+        return [item for item in items if all(_inside(item)[p] == uses[p] for p in map(id, item.parameters()))]
     found = [m for m in module.modules() if m is not module and isinstance(m, tuple(classes))]
     if classes and not found:
         names = sorted({type(m).__qualname__ for m in module.modules() if m is not module})
@@ -108,3 +114,36 @@ def _from_rank_zero(tensors: Iterable[torch.Tensor], device: torch.device) -> No
         dist.broadcast(there, src=0)
         if there is not tensor:
             tensor.copy_(there)
+
+
+def destinations(
+    model: Module, optimizers: Iterable[Optimizer]
+) -> Callable[[Key, torch.Size, torch.dtype], torch.Tensor | None]:
+    """Which tensor to read into, for a key in Lightning's checkpoint; see `fairlead.interfaces.ShardedLoads`.
+
+    Weights are read where they are. The state of a parameter is laid out as the parameter is; what has another shape
+    is held whole by each rank.
+
+    Args:
+        model: The sharded model.
+        optimizers: Its optimizers.
+    """
+    weights: dict[str, Any] = get_model_state_dict(model)
+    parameters = {name: value for name, value in weights.items() if isinstance(value, DTensor)}
+    count = sum(1 for _ in optimizers)
+
+    def destination(key: Key, size: torch.Size, dtype: torch.dtype) -> torch.Tensor | None:
+        if key[0] in ("state_dict", "model"):
+            own = weights.get(str(key[1]))
+            fits = isinstance(own, torch.Tensor) and own.shape == size and own.dtype == dtype
+            return own if fits else None
+        known = len(key) == 4 and key[1] == "state" and key[0] in {f"optimizer_{i}" for i in range(count)}
+        parameter = parameters.get(str(key[2])) if known else None
+        if parameter is None or (not size and parameter.ndim):
+            return None
+        if parameter.shape == size:
+            return torch.empty_like(parameter, dtype=dtype)
+        mesh = parameter.device_mesh
+        return zeros(*size, dtype=dtype, device_mesh=mesh, placements=[Replicate()] * mesh.ndim)
+
+    return destination

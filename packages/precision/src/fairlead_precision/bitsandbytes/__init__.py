@@ -1,1 +1,0 @@
-"""Quantised linear layers by bitsandbytes."""

@@ -1,1 +1,0 @@
-"""The precision of the strategy `deepspeed`."""

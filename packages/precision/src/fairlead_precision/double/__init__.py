@@ -1,1 +1,0 @@
-"""64-bit numbers throughout."""

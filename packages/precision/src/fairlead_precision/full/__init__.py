@@ -1,1 +1,0 @@
-"""32-bit numbers throughout."""

@@ -1,1 +1,0 @@
-"""16-bit numbers throughout."""

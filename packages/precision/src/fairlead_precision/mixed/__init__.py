@@ -1,1 +1,0 @@
-"""16-bit computation on 32-bit parameters."""

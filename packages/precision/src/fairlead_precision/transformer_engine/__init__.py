@@ -1,1 +1,0 @@
-"""8-bit floating point by NVIDIA's Transformer Engine."""

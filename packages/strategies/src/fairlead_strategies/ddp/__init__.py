@@ -1,1 +1,0 @@
-"""Distributed data parallel: a full copy of the model on every rank."""

@@ -1,0 +1,103 @@
+"""What several strategies share: field types, the classes that they name, and rows of the capability table."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterable, Iterator
+from datetime import timedelta
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator, Field
+
+from fairlead import Capability, StrategyConfigBase
+from fairlead.errors import ConfigError, did_you_mean
+
+__all__ = [
+    "LIGHTNING",
+    "ClassPath",
+    "ClassPaths",
+    "ProcessGroupConfig",
+    "load_class",
+    "load_classes",
+    "refuse_mps_and_xla",
+]
+
+
+LIGHTNING = ("torch>=2.13", "lightning>=2.6.6,<2.7")
+"""The engines that every strategy needs."""
+
+
+def _path(value: Any) -> Any:
+    return f"{value.__module__}:{value.__qualname__}" if isinstance(value, type) else value
+
+
+def _paths(value: Any) -> Any:
+    if isinstance(value, (set, frozenset)):
+        return tuple(sorted(map(str, map(_path, value))))  # a set has no order; a config must have one
+    return tuple(value) if isinstance(value, Iterable) and not isinstance(value, (str, dict)) else value
+
+
+ClassPath = Annotated[
+    str, BeforeValidator(_path), Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_][\w.]*$", examples=["my.layers:Block"])
+]
+"""A class as text, `module:Class`; in Python the class itself is accepted too."""
+
+ClassPaths = Annotated[tuple[ClassPath, ...], BeforeValidator(_paths)]
+"""Classes as a list of `module:Class`; in Python a set of classes is accepted too."""
+
+
+class ProcessGroupConfig(StrategyConfigBase):
+    """What every strategy with a process group can set."""
+
+    process_group_backend: str = "auto"
+    """Backend of torch.distributed: `nccl`, `gloo`, ...; `auto` takes the one that fits the device."""
+    timeout: timedelta = Field(timedelta(minutes=30), strict=False, gt=timedelta(0))
+    """How long a collective, the first rendezvous included, may take before it fails: `"00:30:00"` or a number of
+    seconds. The default is torch's for gloo."""
+
+
+def load_class(path: str, where: str) -> type[Any]:
+    """The class that `module:Class` names.
+
+    Args:
+        path: The class as text.
+        where: The config path to name in an error.
+
+    Raises:
+        ConfigError: There is no such module or no such class in it.
+
+    Example:
+        >>> load_class("collections:OrderedDict", "trainer.strategy.auto_wrap_policy").__name__
+        'OrderedDict'
+    """
+    module_name, _, qualname = path.partition(":")
+    try:
+        found: Any = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"no module {error.name!r}", where=where, why=f"it is needed for {path!r}", fix="write `module:Class`"
+        ) from error
+    for part in qualname.split("."):
+        inside = found
+        found = getattr(inside, part, None)
+        if found is None:
+            near = did_you_mean(part, dir(inside))
+            fix = f"did you mean {near!r}?" if near else "write `module:Class`"
+            raise ConfigError(f"{module_name} has no {qualname!r}", where=where, fix=fix)
+    if not isinstance(found, type):
+        raise ConfigError(f"{path} is a {type(found).__name__}, not a class", where=where, fix="write `module:Class`")
+    return found
+
+
+def load_classes(paths: Iterable[str], where: str) -> set[type[Any]]:
+    """The classes of several paths; raises as `load_class` does."""
+    return {load_class(path, where) for path in paths}
+
+
+def refuse_mps_and_xla(tag: str) -> Iterator[Capability]:
+    """The rows of a strategy for several ranks: the devices that Lightning does not drive with it."""
+    subject = f"strategy.{tag}"
+    reason = "MPS is a single device, and Lightning refuses parallel strategies on it"
+    yield Capability(subject, ("accelerator.mps",), "no", reason, "strategy: single_device")
+    reason = "Lightning drives XLA devices only through its XLA strategies"
+    yield Capability(subject, ("accelerator.xla",), "no", reason, "strategy: xla")

@@ -1,1 +1,0 @@
-"""One device, one process."""

@@ -1,1 +1,0 @@
-"""Batch normalisation over the batches of all ranks."""

@@ -1,1 +1,0 @@
-"""TPUs through torch-xla."""
