@@ -14,6 +14,7 @@ from fairlead import (
     Devices,
     EnvironmentConfigBase,
     EnvironmentPlugin,
+    Finding,
     PluginManager,
     RequeueConfigBase,
     RequeuePlugin,
@@ -27,9 +28,10 @@ from fairlead import (
 )
 from fairlead.by_hand import commands_by_hand
 from fairlead.checks import check_trainer
-from fairlead.detect import choose_environment
+from fairlead.detect import choose_environment, find_job
 from fairlead.errors import ConfigError
-from fairlead.testing import FakeEnviron, stand_ins
+from fairlead.interfaces import Job
+from fairlead.testing import FakeEntryPoint, FakeEnviron, stand_ins
 from fairlead.threads import choose_threads
 
 IN_JOB = {"CLUSTER_RANK": "3", "CLUSTER_WORLD": "8", "CLUSTER_NODES": "4"}
@@ -69,6 +71,11 @@ class Cluster(EnvironmentPlugin):
             local_rank=Setting(rank % 2, "CLUSTER_RANK"),
             main_address=Setting("node1", "CLUSTER_HOSTS"),
         )
+
+    @hookimpl
+    def fairlead_job(self, environ: Mapping[str, str]) -> Job | None:
+        """The job around its tasks."""
+        return Job(f"cluster:{environ['CLUSTER_JOB']}") if "CLUSTER_JOB" in environ else None
 
 
 class AgentEnvironmentConfig(EnvironmentConfigBase):
@@ -299,10 +306,6 @@ def test_the_command_by_hand_is_the_one_that_trains(argv: str, command: str) -> 
         ("auto", {"OMP_NUM_THREADS": "6,2"}, 2, 8, 6, "OMP_NUM_THREADS"),
         ("auto", {"OMP_NUM_THREADS": "many"}, 2, 8, 4, "8 CPUs for 2 ranks on this node"),
         (5, {"OMP_NUM_THREADS": "3"}, 2, 8, 5, "trainer.threads"),
-        # A task bound to its own CPUs, and one that sees all of the node's though the job has but some.
-        ("auto", {"SLURM_CPUS_ON_NODE": "8"}, 2, 4, 4, "4 CPUs for this rank"),
-        ("auto", {"SLURM_CPUS_ON_NODE": "8"}, 2, 64, 4, "8 CPUs for 2 ranks on this node"),
-        ("auto", {"SLURM_CPUS_ON_NODE": "8", "SLURM_CPUS_PER_TASK": "3"}, 2, 64, 3, "SLURM_CPUS_PER_TASK"),
     ],
 )
 def test_ranks_share_the_cpus_of_their_node(
@@ -310,6 +313,62 @@ def test_ranks_share_the_cpus_of_their_node(
 ) -> None:
     """R141, R142, R144: the user's number, else no more threads than CPUs."""
     setting = choose_threads(asked, environ, ranks, cpus=cpus)
+    assert (setting.value, setting.reason) == (threads, reason)
+
+
+def test_a_job_is_known_whichever_environment_is_chosen(plugins: PluginManager) -> None:
+    """Under an agent, and in a batch script, which no environment claims."""
+    environ = {"CLUSTER_JOB": "7", "AGENT_ID": "1"}
+    chosen = choose_environment("auto", environ, plugins)
+    assert (chosen.setting.value, chosen.job) == ("agent", Job("cluster:7"))
+    assert choose_environment("auto", {"CLUSTER_JOB": "7"}, plugins).job == Job("cluster:7")
+    assert choose_environment("auto", {"AGENT_ID": "1"}, plugins).job is None
+
+
+class Machine(EnvironmentPlugin):
+    """Any machine; it knows some schedulers that have no environment."""
+
+    config = AgentEnvironmentConfig
+
+    @hookimpl
+    def fairlead_detect(self, environ: Mapping[str, str]) -> Claim:
+        """Always."""
+        return Claim("any machine", Specificity.MACHINE)
+
+    @hookimpl
+    def fairlead_job(self, environ: Mapping[str, str]) -> Any:
+        """A job, or what no plugin may return."""
+        return Job("guess:1") if environ.get("GUESS") == "1" else environ.get("GUESS")
+
+
+def test_the_most_specific_job_counts_and_a_wrong_answer_is_passed_over() -> None:
+    plugins = PluginManager(
+        [FakeEntryPoint("environment.agent", Machine()), FakeEntryPoint("environment.cluster", Cluster())]
+    )
+    assert find_job({"GUESS": "1", "CLUSTER_JOB": "7"}, plugins) == Job("cluster:7")
+    assert find_job({"GUESS": "1"}, plugins) == Job("guess:1")
+    assert find_job({}, plugins) is None
+    findings: list[Finding] = []
+    assert find_job({"GUESS": "many", "CLUSTER_JOB": "7"}, plugins, findings=findings) == Job("cluster:7")
+    assert [found.code for found in findings] == ["plugin-broken"]
+    assert "fairlead_job of environment.agent returned a str, not a Job or None" in findings[0].what
+
+
+@pytest.mark.parametrize(
+    ("for_task", "cpus", "threads", "reason"),
+    [
+        # A task bound to its own CPUs, and one that sees all of the node's though the job has but some.
+        (None, 4, 4, "4 CPUs for this rank"),
+        (None, 64, 4, "8 CPUs for 2 ranks on this node"),
+        (3, 64, 3, "CLUSTER_CPUS"),
+        (3, 2, 2, "CLUSTER_CPUS"),
+    ],
+)
+def test_ranks_share_the_cpus_that_their_job_has(for_task: int | None, cpus: int, threads: int, reason: str) -> None:
+    """R141: the scheduler's number, whatever the scheduler is."""
+    per_rank = Setting(for_task, "CLUSTER_CPUS") if for_task is not None else None
+    job = Job("cluster:1", cpus_per_rank=per_rank, cpus_on_node=Setting(8, "CLUSTER_NODE_CPUS"))
+    setting = choose_threads("auto", {}, 2, job=job, cpus=cpus)
     assert (setting.value, setting.reason) == (threads, reason)
 
 

@@ -8,11 +8,11 @@ import pytest
 
 from fairlead import FairleadError, PluginManager, Topology
 from fairlead.detect import ChosenEnvironment
-from fairlead_environments import LightningEnvironmentConfig, ManualEnvironmentConfig
-from fairlead_environments.lightning.topology import topology as lightning_topology
-from fairlead_environments.manual.topology import topology as manual_topology
-from fairlead_environments.torchelastic.topology import topology as torchelastic_topology
-from fairlead_environments.xla.topology import topology as xla_topology
+from fairlead_environments import LightningEnvironmentConfig, ManualEnvironmentConfig, TorchElasticEnvironmentConfig
+from fairlead_environments.lightning import topology as lightning_topology
+from fairlead_environments.manual import topology as manual_topology
+from fairlead_environments.torchelastic import torchelastic
+from fairlead_environments.xla import topology as xla_topology
 
 Choose = Callable[[Mapping[str, str]], ChosenEnvironment]
 Ranks = Callable[[Topology], tuple[object, ...]]
@@ -173,12 +173,14 @@ def test_fairleads_launcher_keeps_its_promise_or_it_is_named(variable: str) -> N
 def test_torchruns_promise_is_named(variable: str) -> None:
     worker = variables(next(h[1] for h in HAND if h[0] == "torchrun"))
     with pytest.raises(FairleadError, match=f"{variable} is not set"):
-        torchelastic_topology({k: v for k, v in worker.items() if k != variable})
+        torchelastic.fairlead_topology(
+            TorchElasticEnvironmentConfig(), {k: v for k, v in worker.items() if k != variable}
+        )
 
 
 def test_an_old_agent_without_the_number_of_nodes(ranks: Ranks) -> None:
     worker = variables("RANK=3 LOCAL_RANK=1 WORLD_SIZE=4 LOCAL_WORLD_SIZE=2 GROUP_RANK=1 MASTER_ADDR=a MASTER_PORT=1")
-    assert ranks(torchelastic_topology(worker)) == (2, 2, 4, 1, 1, 3)
+    assert ranks(torchelastic.fairlead_topology(TorchElasticEnvironmentConfig(), worker)) == (2, 2, 4, 1, 1, 3)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import pytest
 from fairlead import Finding, PluginManager, Resolution
 from fairlead.axes import EnvironmentPlugin
 from fairlead.detect import choose_environment
-from fairlead_environments.mpi.topology import CONTACT
+from fairlead_environments.mpi import CONTACT
 
 Recorded = Callable[[str], dict[str, str]]
 

@@ -8,7 +8,7 @@ import pytest
 
 from fairlead import FairleadError, Topology
 from fairlead.detect import ChosenEnvironment
-from fairlead_environments.kubeflow.topology import topology
+from fairlead_environments.kubeflow import topology
 
 Choose = Callable[[Mapping[str, str]], ChosenEnvironment]
 Ranks = Callable[[Topology], tuple[object, ...]]

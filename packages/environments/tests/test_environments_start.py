@@ -15,8 +15,8 @@ from fairlead_environments import (
     SLURMEnvironmentConfig,
 )
 from fairlead_environments.lsf.topology import topology as lsf_topology
-from fairlead_environments.manual.topology import topology as manual_topology
-from fairlead_environments.mpi.topology import topology as mpi_topology
+from fairlead_environments.manual import topology as manual_topology
+from fairlead_environments.mpi import topology as mpi_topology
 from fairlead_environments.slurm.topology import topology as slurm_topology
 from fairlead_environments.variables import PORTS, candidate_ports
 

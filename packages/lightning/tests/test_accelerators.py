@@ -13,11 +13,11 @@ import pytest
 from fairlead.interfaces import BuildContext
 from fairlead.open_union import parse_backend
 from fairlead.plugins import PluginManager
+from fairlead_lightning.accelerators.cuda import find_devices
 from fairlead_lightning.accelerators.cuda.nvidia import ask_nvidia_smi, nvidia_devices
-from fairlead_lightning.accelerators.cuda.plugin import find_devices
 from fairlead_lightning.accelerators.cuda.visible import GPU
-from fairlead_lightning.accelerators.mps.plugin import find_devices as find_mps
-from fairlead_lightning.accelerators.xla.plugin import find_devices as find_xla
+from fairlead_lightning.accelerators.mps import find_devices as find_mps
+from fairlead_lightning.accelerators.xla import find_devices as find_xla
 
 INFORMATION = """Model: \t\t NVIDIA {model}
 IRQ:   \t\t 11
@@ -216,8 +216,7 @@ def test_the_cpu_accelerator_is_of_the_engine_s_family(engine: Any) -> None:
     from lightning.fabric.accelerators import CPUAccelerator as FabricCPU
     from lightning.pytorch.accelerators import CPUAccelerator
 
-    from fairlead_lightning.accelerators.cpu.config import CPUAcceleratorConfig
-    from fairlead_lightning.accelerators.cpu.runtime import build
+    from fairlead_lightning.accelerators.cpu import CPUAcceleratorConfig, build
 
     context = BuildContext(cast("Any", None), {}, PluginManager([]), engine=engine)
     assert type(build(CPUAcceleratorConfig(), context)) is (CPUAccelerator if engine == "trainer" else FabricCPU)
@@ -228,8 +227,7 @@ def test_a_gpu_that_torch_cannot_use_is_said_with_the_evidence(monkeypatch: pyte
     from lightning.pytorch.accelerators import CUDAAccelerator
 
     from fairlead.errors import ConfigError
-    from fairlead_lightning.accelerators.cuda.config import CUDAAcceleratorConfig
-    from fairlead_lightning.accelerators.cuda.runtime import build
+    from fairlead_lightning.accelerators.cuda import CUDAAcceleratorConfig, build
 
     monkeypatch.setattr(CUDAAccelerator, "is_available", staticmethod(lambda: False))
     resolution = SimpleNamespace(devices_found=SimpleNamespace(evidence="/dev/nvidia*"))

@@ -16,8 +16,8 @@ from fairlead.errors import RunDirectoryError
 from fairlead.interfaces import BuildContext
 from fairlead.open_union import parse_backend
 from fairlead.plugins import PluginManager
-from fairlead_lightning.loggers.csv.runtime import build as build_csv
-from fairlead_lightning.loggers.wandb.connection import can_connect, wandb_mode
+from fairlead_lightning.loggers.csv import build as build_csv
+from fairlead_lightning.loggers.wandb_runtime import can_connect, wandb_mode
 
 
 def context(run_dir: Path, **extras: Any) -> BuildContext:
@@ -94,7 +94,7 @@ def test_a_server_that_refuses_is_not_reachable() -> None:
 
 
 def test_the_id_at_wandb_is_kept_and_a_new_run_gets_another(tmp_path: Path) -> None:
-    from fairlead_lightning.loggers.wandb.runtime import build, run_id
+    from fairlead_lightning.loggers.wandb_runtime import build, run_id
 
     run = tmp_path / "run"
     run.mkdir()
@@ -122,7 +122,7 @@ def test_wandb_offline_records_and_says_how_to_upload(tmp_path: Path) -> None:
         from fairlead.interfaces import BuildContext
         from fairlead.open_union import parse_backend
         from fairlead.plugins import PluginManager
-        from fairlead_lightning.loggers.wandb.runtime import build
+        from fairlead_lightning.loggers.wandb_runtime import build
         plugins = PluginManager()
         config = parse_backend("logger", {"name": "wandb", "project": "p", "tags": ["a"]}, plugins)
         context = BuildContext(None, os.environ, plugins, run_dir=Path(sys.argv[1]), extras={"run_name": "first"})

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from fairlead.errors import RunDirectoryError, RunLockedError
+from fairlead.interfaces import Job
 from fairlead_runs.commit import Lock, LockOwner, Syscalls, read_lock
 
 
@@ -42,7 +43,8 @@ HOLD = """
 import sys
 from pathlib import Path
 from fairlead_runs.commit import Lock, LockOwner
-with Lock(Path(sys.argv[1]), owner=LockOwner.here(job="slurm:4711")):
+from fairlead.interfaces import Job
+with Lock(Path(sys.argv[1]), owner=LockOwner.here(Job("slurm:4711", cancel="scancel 4711"))):
     print("held", flush=True)
     sys.stdin.read()
 """
@@ -103,7 +105,7 @@ def test_the_lock_of_a_killed_process_is_taken_over_at_once(tmp_path: Path) -> N
 def test_when_an_owner_counts_as_dead(tmp_path: Path, changes: dict[str, Any], age_s: float, stale: bool) -> None:
     path = tmp_path / "lock"
     write_lock(path, age_s=age_s, **changes)
-    lock = Lock(path, owner=LockOwner.here(job="slurm:1", attempt=1))
+    lock = Lock(path, owner=LockOwner.here(Job("slurm:1", attempt=1)))
     if stale:
         lock.acquire()
         assert lock.held
@@ -125,6 +127,15 @@ def test_a_torn_lock_file_is_someone_who_is_just_taking_it_until_it_is_old(tmp_p
     os.utime(path, (0, 0))
     with Lock(path) as lock:
         lock.check()
+
+
+def test_a_lock_file_of_an_earlier_version_names_its_owner(tmp_path: Path) -> None:
+    """It does not say yet how to cancel the job."""
+    body = json.loads(LockOwner.here(Job("slurm:7", cancel="scancel 7")).dump())
+    del body["cancel"]
+    owner = LockOwner.load(json.dumps(body).encode())
+    assert owner is not None
+    assert (owner.job, owner.cancel) == ("slurm:7", None)
 
 
 RACE = """

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from fairlead.errors import FingerprintError, RunDirectoryError, RunLockedError
+from fairlead.interfaces import Job
 from fairlead_runs import RunDirectory, fingerprint, list_runs, read_history, state
 from fairlead_runs.commit import LockOwner, Syscalls, atomic_write
 
@@ -147,14 +148,14 @@ def test_a_requeued_job_with_never_continues_its_own_sibling(tmp_path: Path) -> 
     """Its command still says `never`; starting anew after each preemption would never end."""
     with open_run(tmp_path / "gpt") as run:
         begin(run)
-    first = LockOwner.here(job="slurm:7", attempt=0)
+    first = LockOwner.here(Job("slurm:7", attempt=0))
     with open_run(tmp_path / "gpt", resume="never", owner=first) as run:
         begin(run)
         assert run.path.name == "gpt-2"
-    again = LockOwner.here(job="slurm:7", attempt=1)
+    again = LockOwner.here(Job("slurm:7", attempt=1))
     with open_run(tmp_path / "gpt", resume="never", owner=again) as run:
         assert (run.path.name, run.continued) == ("gpt-2", True)
-    with open_run(tmp_path / "gpt", resume="never", owner=LockOwner.here(job="slurm:8")) as run:
+    with open_run(tmp_path / "gpt", resume="never", owner=LockOwner.here(Job("slurm:8"))) as run:
         assert run.path.name == "gpt-3"
 
 

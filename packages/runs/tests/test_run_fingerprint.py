@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 
 from fairlead.errors import ConfigError, RunDirectoryError
+from fairlead.interfaces import Job
 from fairlead_runs import Fingerprint, fingerprint, render_name
 from fairlead_runs.fingerprints import MAY_CHANGE
-from fairlead_runs.naming import array_task, run_path, safe_name
+from fairlead_runs.naming import run_path, safe_name
 
 
 def job(**trainer: Any) -> dict[str, Any]:
@@ -173,7 +174,5 @@ def test_a_name_does_not_show_a_secret() -> None:
 
 def test_tasks_of_an_array_get_a_directory_each() -> None:
     assert run_path("runs", "gpt") == Path("runs/gpt")
-    assert run_path("runs", "gpt", array_task({"SLURM_ARRAY_TASK_ID": "3"})) == Path("runs/gpt-task-3")
-    assert array_task({"LSB_JOBINDEX": "0"}) is None
-    assert array_task({"LSB_JOBINDEX": "2"}) == "2"
-    assert array_task({"SGE_TASK_ID": "undefined"}) is None
+    assert run_path("runs", "gpt", Job("slurm:17")) == Path("runs/gpt")
+    assert run_path("runs", "gpt", Job("slurm:17", array_task="3")) == Path("runs/gpt-task-3")

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from fairlead.errors import RunDirectoryError
+from fairlead.interfaces import Job
 from fairlead_runs import (
     Beat,
     Heartbeat,
@@ -29,7 +30,6 @@ from fairlead_runs import (
     redact,
     redact_argv,
     redact_text,
-    scheduler_job,
 )
 from fairlead_runs.commit import Syscalls
 from fairlead_runs.heartbeat import RECORD_BYTES
@@ -377,6 +377,7 @@ def test_provenance_keeps_an_allow_list_of_the_environment_and_no_secret(tmp_pat
         "PATH": "/bin",
         "SLURM_JOB_ID": "4711",
         "SLURM_JWT": "hunter2",
+        "SLURM_JWT_KEY": "hunter2",
         "NCCL_DEBUG": "INFO",
         "FAIRLEAD_TOKEN": "hunter2",
         "WANDB_API_KEY": "hunter2",
@@ -384,7 +385,8 @@ def test_provenance_keeps_an_allow_list_of_the_environment_and_no_secret(tmp_pat
         "HOME": "/home/me",
         "TORCH_PROXY": "http://me:hunter2@proxy:80",
     }
-    found = collect_provenance(environ, code=tmp_path, argv=["fit", "--set", "a.token=hunter2"])
+    job = Job("slurm:4711", variables=("SLURM_JOB_ID", "SLURM_JOB_NAME", "SLURM_JWT_KEY"))
+    found = collect_provenance(environ, job=job, code=tmp_path, argv=["fit", "--set", "a.token=hunter2"])
     text = json.dumps(found)
     assert "hunter2" not in text
     assert found["environ"] == {
@@ -406,17 +408,3 @@ def test_gpus_are_asked_of_nvidia_smi(tmp_path: Path) -> None:
     tool.chmod(0o755)
     found = collect_provenance({"PATH": f"{tmp_path}:/bin:/usr/bin"}, code=tmp_path)
     assert found["hardware"]["gpus"] == ["NVIDIA H100, 81559 MiB, 550.1"]
-
-
-@pytest.mark.parametrize(
-    ("environ", "expected"),
-    [
-        ({}, (None, 0)),
-        ({"SLURM_JOB_ID": "1"}, ("slurm:1", 0)),
-        ({"SLURM_JOB_ID": "1", "SLURM_RESTART_COUNT": "2"}, ("slurm:1", 2)),
-        ({"LSB_JOBID": "5", "LSB_JOBINDEX": "3"}, ("lsf:5[3]", 0)),
-        ({"PBS_JOBID": "9.srv"}, ("pbs:9.srv", 0)),
-    ],
-)
-def test_the_schedulers_job_and_its_restarts(environ: dict[str, str], expected: tuple[str | None, int]) -> None:
-    assert scheduler_job(environ) == expected

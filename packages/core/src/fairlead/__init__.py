@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from fairlead.interfaces import BuildContext as BuildContext
     from fairlead.interfaces import Claim as Claim
     from fairlead.interfaces import Devices as Devices
+    from fairlead.interfaces import Job as Job
     from fairlead.interfaces import Setting as Setting
     from fairlead.interfaces import Specificity as Specificity
     from fairlead.interfaces import Topology as Topology
@@ -70,6 +71,7 @@ __all__ = [
     "Fairlead",
     "FairleadError",
     "Finding",
+    "Job",
     "JobConfig",
     "LayerSyncConfigBase",
     "LayerSyncPlugin",
@@ -116,6 +118,7 @@ _HOMES: Final = {
     "EnvironmentPlugin": "fairlead.axes",
     "FairleadError": "fairlead.errors",
     "Finding": "fairlead.findings",
+    "Job": "fairlead.interfaces",
     "JobConfig": "fairlead.config",
     "LayerSyncConfigBase": "fairlead.bases",
     "LayerSyncPlugin": "fairlead.axes",

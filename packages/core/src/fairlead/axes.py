@@ -112,7 +112,7 @@ class PrecisionPlugin(Plugin):
 
 
 class EnvironmentPlugin(Plugin):
-    """A launcher or scheduler. Hooks: `fairlead_detect`, `fairlead_topology`."""
+    """A launcher or scheduler. Hooks: `fairlead_detect`, `fairlead_topology`, `fairlead_job`."""
 
     axis = "environment"
     base = EnvironmentConfigBase

@@ -88,7 +88,7 @@ def check_job(
     findings += _user_code(job, loaded.root)
     if uses_run and not (resolution.topology.launched and purpose == "run"):
         # Of ranks that start together, one will hold the run directory while others still check.
-        settings, found = check_run(job, environ, cwd, resolution.world_size)
+        settings, found = check_run(job, resolution.job, cwd, resolution.world_size)
         resolution = dataclasses.replace(resolution, settings={**resolution.settings, **settings})
         findings += found
     resolution = _with_reasons(resolution, loaded, job)

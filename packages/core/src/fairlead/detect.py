@@ -4,22 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TypeVar
 
-from fairlead.axes import EnvironmentPlugin, Plugin
+from fairlead.axes import EnvironmentPlugin
 from fairlead.bases import EnvironmentConfigBase
 from fairlead.errors import FairleadError, MissingDependencyError, PluginError
 from fairlead.findings import Finding
-from fairlead.interfaces import Claim, Setting, Specificity, Topology
+from fairlead.interfaces import Claim, Job, Setting, Specificity, Topology
 from fairlead.open_union import parse_backend
 from fairlead.plugins import PluginManager
 
-__all__ = ["FALLBACK", "VARIABLE", "ChosenEnvironment", "choose_environment", "collect_claims"]
+__all__ = ["FALLBACK", "VARIABLE", "ChosenEnvironment", "choose_environment", "collect_claims", "find_job"]
 
 VARIABLE = "FAIRLEAD_ENVIRONMENT"
 """Names the environment when neither the config nor detection should decide."""
 
 FALLBACK = "lightning"
 """The environment of one machine, where nothing says otherwise."""
+
+A = TypeVar("A")
 
 
 @dataclass(frozen=True)
@@ -31,6 +34,7 @@ class ChosenEnvironment:
         setting: Its tag and the reason for the choice.
         claims: Every claim that was made, by tag, most specific first.
         topology: Who this rank is; None when the environment does not say so before run time.
+        job: The scheduler's job that this process is in, whatever the environment is.
         findings: A tie, a named environment without evidence, a malformed variable.
     """
 
@@ -38,6 +42,7 @@ class ChosenEnvironment:
     setting: Setting
     claims: Mapping[str, Claim]
     topology: Topology | None
+    job: Job | None
     findings: tuple[Finding, ...]
 
     @property
@@ -58,10 +63,50 @@ def collect_claims(
 
     A plugin that fails to answer is passed over, with a warning in `findings`: it may be one that nobody uses.
     """
-    claims: dict[str, Claim] = {}
+    claims = _answers("fairlead_detect", Claim, environ, plugins, findings)
+    return dict(sorted(claims.items(), key=lambda item: (-item[1].specificity, item[0])))
+
+
+def find_job(
+    environ: Mapping[str, str],
+    plugins: PluginManager,
+    *,
+    claims: Mapping[str, Claim] | None = None,
+    findings: list[Finding] | None = None,
+) -> Job | None:
+    """The scheduler's job that this process is in, as any installed environment knows it.
+
+    Where several know one, that of the most specific claim counts; an environment that claims nothing here, such as
+    SLURM's inside `torchrun`, counts as a scheduler.
+
+    Args:
+        environ: The environment variables.
+        plugins: The plugin manager.
+        claims: What `collect_claims` has found; None looks.
+        findings: Where a plugin that fails to answer is reported.
+    """
+    jobs = _answers("fairlead_job", Job, environ, plugins, findings)
+    if not jobs:
+        return None
+    known = collect_claims(environ, plugins) if claims is None else claims
+    rank = {tag: known[tag].specificity if tag in known else Specificity.SCHEDULER for tag in jobs}
+    return jobs[min(jobs, key=lambda tag: (-rank[tag], tag))]
+
+
+def _answers(
+    hook: str, kind: type[A], environ: Mapping[str, str], plugins: PluginManager, findings: list[Finding] | None
+) -> dict[str, A]:
+    """What a hook of each installed environment returns, without None."""
+    found: dict[str, A] = {}
     for name, plugin in plugins.distinct("environment").items():
         try:
-            claim = _claim(name, plugin, environ, plugins)
+            for answer in plugins.call(plugin, hook, environ=environ):
+                if not isinstance(answer, kind):
+                    raise PluginError(
+                        f"{hook} of environment.{name} returned a {type(answer).__name__}, "
+                        f"not a {kind.__name__} or None"
+                    )
+                found[name] = answer
         except FairleadError as error:
             if findings is not None:
                 findings.append(
@@ -74,20 +119,7 @@ def collect_claims(
                         fix=error.fix,
                     )
                 )
-            continue
-        if claim is not None:
-            claims[name] = claim
-    return dict(sorted(claims.items(), key=lambda item: (-item[1].specificity, item[0])))
-
-
-def _claim(name: str, plugin: Plugin, environ: Mapping[str, str], plugins: PluginManager) -> Claim | None:
-    for claim in plugins.call(plugin, "fairlead_detect", environ=environ):
-        if not isinstance(claim, Claim):
-            raise PluginError(
-                f"fairlead_detect of environment.{name} returned a {type(claim).__name__}, not a Claim or None"
-            )
-        return claim
-    return None
+    return found
 
 
 def choose_environment(
@@ -104,6 +136,7 @@ def choose_environment(
     """
     findings: list[Finding] = []
     claims = collect_claims(environ, plugins, findings)
+    job = find_job(environ, plugins, claims=claims, findings=findings)
     if isinstance(asked, EnvironmentConfigBase):
         name, reason = asked.name, "trainer.environment"
     elif environ.get(VARIABLE):
@@ -122,7 +155,7 @@ def choose_environment(
         findings.append(
             Finding("error", _code(error, name, plugins), error.what, where=where, why=error.why, fix=error.fix)
         )
-        return ChosenEnvironment(None, Setting(name, reason), claims, None, tuple(findings))
+        return ChosenEnvironment(None, Setting(name, reason), claims, None, job, tuple(findings))
     if name not in claims and name != FALLBACK:
         seen = ", ".join(f"{tag} ({claim.evidence})" for tag, claim in claims.items()) or "nothing"
         findings.append(
@@ -135,7 +168,7 @@ def choose_environment(
                 fix=f"start it the way {name} starts ranks, or leave the environment out",
             )
         )
-    return ChosenEnvironment(config, Setting(name, reason), claims, topology, tuple(findings))
+    return ChosenEnvironment(config, Setting(name, reason), claims, topology, job, tuple(findings))
 
 
 def _code(error: FairleadError, name: str, plugins: PluginManager) -> str:

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from fairlead.bases import EnvironmentConfigBase
     from fairlead.capabilities import Capability, InstalledPlugins
     from fairlead.findings import Finding, Inexact
-    from fairlead.interfaces import Claim, Devices, Topology
+    from fairlead.interfaces import Claim, Devices, Job, Topology
     from fairlead.resolve import Resolution
 
 __all__ = ["API_VERSION", "HookSpecs", "hookimpl"]
@@ -65,6 +65,15 @@ class HookSpecs:
             ConfigError: A variable that the launcher promises is absent or malformed.
         """
         raise NotImplementedError
+
+    @hookspec
+    def fairlead_job(self, environ: Mapping[str, str]) -> Job | None:
+        """Environments: the scheduler's job that this process is in, or None.
+
+        Asked of every installed environment, whichever is chosen: under `torchrun`, in a batch script and in a shell
+        inside an allocation there is a job too. The run's name, its lock, its provenance and the threads of a rank
+        come from it. A variable that the scheduler would not set so is left out; it is no error.
+        """
 
     @hookspec
     def fairlead_devices(self, environ: Mapping[str, str]) -> Devices:

@@ -18,7 +18,7 @@ from fairlead.bases import (
 )
 from fairlead.config import TrainerConfig
 from fairlead.findings import Finding
-from fairlead.interfaces import Devices, Setting, Topology
+from fairlead.interfaces import Devices, Job, Setting, Topology
 
 __all__ = ["Resolution"]
 
@@ -46,6 +46,7 @@ class Resolution:
         backend: The backend of torch.distributed, as asked, else the one that fits the device: gloo, nccl, xla.
         devices_found: What the accelerator's probe saw on this machine.
         inside_job: Whether a scheduler or launcher started this process.
+        job: The scheduler's job that this process is in; None outside of one.
         findings: What the resolution noticed.
     """
 
@@ -67,6 +68,7 @@ class Resolution:
     backend: str
     devices_found: Devices
     inside_job: bool
+    job: Job | None
     findings: tuple[Finding, ...]
 
     def value(self, name: str) -> Any:

@@ -21,7 +21,7 @@ from fairlead.detect import FALLBACK, ChosenEnvironment, choose_environment
 from fairlead.errors import MissingDependencyError, PluginError
 from fairlead.findings import Severity
 from fairlead.hardware import choose_accelerator, count_devices
-from fairlead.interfaces import Setting, Topology
+from fairlead.interfaces import Job, Setting, Topology
 from fairlead.network import network_findings, network_settings
 from fairlead.plugins import PluginManager
 from fairlead.resolution import Resolution
@@ -71,7 +71,7 @@ class _Resolver(Decisions):
         devices, indices = count_devices(self, accelerator, found, topology)
         num_nodes = self._num_nodes(topology)
         world_size = self._world_size(devices, num_nodes, topology)
-        self._threads(topology, devices)
+        self._threads(topology, devices, chosen.job)
         self._ranks(topology, chosen)
         self._main(topology, num_nodes)
         strategy = self._strategy(world_size, accelerator)
@@ -104,6 +104,7 @@ class _Resolver(Decisions):
             backend=backend,
             devices_found=found,
             inside_job=self.inside_job,
+            job=chosen.job,
             findings=tuple(self.findings),
         )
 
@@ -161,10 +162,10 @@ class _Resolver(Decisions):
         self.settings["world_size"] = Setting(devices * num_nodes, f"{devices} devices x {num_nodes} nodes")
         return devices * num_nodes
 
-    def _threads(self, topology: Topology, devices: int) -> None:
+    def _threads(self, topology: Topology, devices: int, job: Job | None) -> None:
         if self.profile is None:  # of another machine it is not known how many CPUs there are
             local = topology.local_world_size.value if topology.local_world_size is not None else devices
-            self.settings["threads"] = choose_threads(self.trainer.threads, self.environ, max(1, int(local)))
+            self.settings["threads"] = choose_threads(self.trainer.threads, self.environ, max(1, int(local)), job=job)
 
     def _ranks(self, topology: Topology, chosen: ChosenEnvironment) -> None:
         elsewhere = chosen.topology is None and self.profile is None and not chosen.is_fallback

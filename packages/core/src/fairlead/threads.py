@@ -6,14 +6,16 @@ import os
 from collections.abc import Mapping
 from typing import Final
 
-from fairlead.interfaces import Setting
+from fairlead.interfaces import Job, Setting
 
 __all__ = ["choose_threads"]
 
 _OMP: Final = "OMP_NUM_THREADS"
 
 
-def choose_threads(asked: int | str, environ: Mapping[str, str], ranks: int, *, cpus: int | None = None) -> Setting:
+def choose_threads(
+    asked: int | str, environ: Mapping[str, str], ranks: int, *, job: Job | None = None, cpus: int | None = None
+) -> Setting:
     """The threads of one rank, with the reason.
 
     A task that its launcher binds to CPUs may use those only; where tasks are not bound, each sees all CPUs of the
@@ -23,6 +25,7 @@ def choose_threads(asked: int | str, environ: Mapping[str, str], ranks: int, *, 
         asked: `trainer.threads`.
         environ: The environment variables of the rank.
         ranks: Ranks on this node.
+        job: The scheduler's job, which may hold only some of the node's CPUs.
         cpus: CPUs that this process may use; None: as the system says.
 
     Example:
@@ -34,12 +37,11 @@ def choose_threads(asked: int | str, environ: Mapping[str, str], ranks: int, *, 
     given = environ.get(_OMP, "").split(",")[0].strip()  # `8,2` is for nested regions
     if given.isdecimal() and int(given):
         return Setting(int(given), _OMP)
-    for_task = environ.get("SLURM_CPUS_PER_TASK", "")
     usable = cpus if cpus is not None else _usable()
-    if for_task.isdecimal() and int(for_task):
-        return Setting(min(int(for_task), usable), "SLURM_CPUS_PER_TASK")
-    on_node = environ.get("SLURM_CPUS_ON_NODE", "")
-    allotted = int(on_node) if on_node.isdecimal() and int(on_node) else (cpus or os.cpu_count() or 1)
+    if job is not None and job.cpus_per_rank is not None:
+        return Setting(min(job.cpus_per_rank.value, usable), job.cpus_per_rank.reason)
+    on_node = job.cpus_on_node if job is not None else None
+    allotted = on_node.value if on_node is not None else (cpus or os.cpu_count() or 1)
     count = max(1, min(usable, allotted // ranks))
     if ranks == 1 or count == usable:
         return Setting(count, f"{usable} {'CPU' if usable == 1 else 'CPUs'} for this rank")

@@ -1,4 +1,8 @@
-"""What the launcher told this process through its environment. Only numbers; nothing is imported or connected."""
+"""The numbers that a launcher gives this process in its environment; nothing is imported or connected.
+
+SLURM's are read here as well as in `fairlead_environments`, which may not be installed: a script that uses torch alone
+gets its rank under `srun` without any plugin. Nodes, hosts and ports are left to the plugins.
+"""
 
 from __future__ import annotations
 

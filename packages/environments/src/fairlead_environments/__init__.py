@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from fairlead_environments.kubeflow.config import KubeflowEnvironmentConfig
-from fairlead_environments.lightning.config import LightningEnvironmentConfig
-from fairlead_environments.lsf.config import LSFEnvironmentConfig
-from fairlead_environments.manual.config import ManualEnvironmentConfig
-from fairlead_environments.mpi.config import MPIEnvironmentConfig
+from fairlead_environments.kubeflow import KubeflowEnvironmentConfig
+from fairlead_environments.lightning import LightningEnvironmentConfig
+from fairlead_environments.lsf import LSFEnvironmentConfig
+from fairlead_environments.manual import ManualEnvironmentConfig
+from fairlead_environments.mpi import MPIEnvironmentConfig
 from fairlead_environments.scrubbing import (
     DEVICE_VARIABLES,
     clean_environment,
@@ -14,9 +14,9 @@ from fairlead_environments.scrubbing import (
     remove_lsf_environment_variables,
     remove_slurm_environment_variables,
 )
-from fairlead_environments.slurm.config import SLURMEnvironmentConfig
-from fairlead_environments.torchelastic.config import TorchElasticEnvironmentConfig
-from fairlead_environments.xla.config import XLAEnvironmentConfig
+from fairlead_environments.slurm import SLURMEnvironmentConfig
+from fairlead_environments.torchelastic import TorchElasticEnvironmentConfig
+from fairlead_environments.xla import XLAEnvironmentConfig
 
 __all__ = [
     "DEVICE_VARIABLES",

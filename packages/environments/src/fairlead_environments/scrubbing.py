@@ -151,7 +151,7 @@ def remove_launcher_environment_variables(
 
 
 def remove_slurm_environment_variables(*, keep: Iterable[str] = (), also: Iterable[str] = ()) -> HiddenVariables:
-    """`remove_launcher_environment_variables("slurm")`: the job's, the step's and its MPI's variables (R78).
+    """`remove_launcher_environment_variables("slurm")`: the job's, the step's and its MPI's variables.
 
     What SLURM's commands need (SLURM_CONF, SLURM_JWT) stays, and so do a person's defaults (SBATCH_ACCOUNT).
 
@@ -163,7 +163,7 @@ def remove_slurm_environment_variables(*, keep: Iterable[str] = (), also: Iterab
 
 
 def remove_lsf_environment_variables(*, keep: Iterable[str] = (), also: Iterable[str] = ()) -> HiddenVariables:
-    """`remove_launcher_environment_variables("lsf")`: the job's, jsrun's, blaunch's and their MPI's variables (R79).
+    """`remove_launcher_environment_variables("lsf")`: the job's, jsrun's, blaunch's and their MPI's variables.
 
     What LSF's commands need (LSF_ENVDIR, EGO_TOP) stays, and so do a person's defaults (LSB_DEFAULTQUEUE).
 

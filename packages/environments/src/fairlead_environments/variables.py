@@ -17,15 +17,18 @@ from fairlead.starts import Start
 __all__ = [
     "candidate_ports",
     "check_ranks",
+    "given_address",
     "given_port",
     "integer",
     "malformed",
     "meeting",
+    "number",
     "present",
     "required",
     "short_name",
     "supervised",
     "text",
+    "workers",
 ]
 
 PORTS = range(20000, 30000)
@@ -76,6 +79,12 @@ def integer(environ: Mapping[str, str], *names: str, minimum: int = 0) -> Settin
     return Setting(int(found.value), found.reason)
 
 
+def number(environ: Mapping[str, str], name: str) -> Setting | None:
+    """A whole number from 1 on; None where the variable holds anything else, for values that no rank depends on."""
+    value = environ.get(name, "").strip()
+    return Setting(int(value), name) if value.isascii() and value.isdigit() and int(value) else None
+
+
 def required(environ: Mapping[str, str], *names: str, by: str, minimum: int = 0) -> Setting:
     """Like `integer`, for a variable that the launcher `by` always sets.
 
@@ -109,6 +118,11 @@ def candidate_ports(identity: str) -> tuple[int, ...]:
     while len(found) < CANDIDATES:
         found[next(derived)] = None
     return tuple(found)
+
+
+def given_address(asked: str | None, environ: Mapping[str, str]) -> Setting | None:
+    """The config's main address, else MASTER_ADDR; None leaves it to the environment."""
+    return text(environ, "MASTER_ADDR") if asked is None else Setting(asked, "environment.main_address")
 
 
 def given_port(asked: int | None, environ: Mapping[str, str]) -> Setting | None:
@@ -201,22 +215,41 @@ def supervised(environ: Mapping[str, str]) -> Topology | None:
     """
     if text(environ, "FAIRLEAD_LAUNCHED") is None:
         return None
-    by = "Fairlead's launcher"
+    return workers(environ, by="Fairlead's launcher", nodes="NNODES", node_rank="NODE_RANK")
+
+
+def workers(environ: Mapping[str, str], *, by: str, nodes: str, node_rank: str) -> Topology:
+    """The topology of a rank from torchrun's variables, which Fairlead's own launcher sets too.
+
+    Args:
+        environ: The environment variables.
+        by: The launcher, for messages.
+        nodes: The variable with the number of nodes; WORLD_SIZE / LOCAL_WORLD_SIZE where it is not set.
+        node_rank: The variable with the index of this node.
+
+    Raises:
+        ConfigError: A variable is absent or malformed.
+    """
     world = required(environ, "WORLD_SIZE", by=by, minimum=1)
     local = required(environ, "LOCAL_WORLD_SIZE", by=by, minimum=1)
+    num_nodes = integer(environ, nodes, minimum=1)
+    if num_nodes is None and world.value % local.value == 0:
+        num_nodes = Setting(world.value // local.value, "WORLD_SIZE / LOCAL_WORLD_SIZE")
     address = text(environ, "MASTER_ADDR")
     if address is None:
-        raise ConfigError("MASTER_ADDR is not set", where="environment variable MASTER_ADDR", why=f"{by} sets it")
-    nodes = integer(environ, "NNODES", minimum=1)
-    if nodes is None and world.value % local.value == 0:
-        nodes = Setting(world.value // local.value, "WORLD_SIZE / LOCAL_WORLD_SIZE")
+        raise ConfigError(
+            "MASTER_ADDR is not set",
+            where="environment variable MASTER_ADDR",
+            why=f"{by} sets it in every rank to the host of rank 0",
+            fix=f"do not unset it between {by} and this process",
+        )
     return check_ranks(
         Topology(
             launched=True,
-            num_nodes=nodes,
+            num_nodes=num_nodes,
             local_world_size=local,
             world_size=world,
-            node_rank=required(environ, "NODE_RANK", by=by),
+            node_rank=required(environ, node_rank, by=by),
             local_rank=required(environ, "LOCAL_RANK", by=by),
             global_rank=required(environ, "RANK", by=by),
             main_address=address,

@@ -23,8 +23,8 @@ from fairlead_runs.directory import RunDirectory
 from fairlead_runs.fingerprints import Difference, Fingerprint, fingerprint
 from fairlead_runs.heartbeat import Beat, Heartbeat, heartbeat_path, read_heartbeats
 from fairlead_runs.history import History, read_history
-from fairlead_runs.naming import array_task, render_name, run_path, safe_name
-from fairlead_runs.provenance import CodeChange, code_change, collect_provenance, git_state, origin, scheduler_job
+from fairlead_runs.naming import render_name, run_path, safe_name
+from fairlead_runs.provenance import CodeChange, code_change, collect_provenance, git_state, origin
 from fairlead_runs.redaction import is_secret_name, redact, redact_argv, redact_text
 from fairlead_runs.states import RunState, is_run, list_runs, state
 
@@ -38,7 +38,6 @@ __all__ = [
     "RunDirectory",
     "RunState",
     "Spent",
-    "array_task",
     "code_change",
     "collect_provenance",
     "fingerprint",
@@ -57,7 +56,6 @@ __all__ = [
     "render_name",
     "run_path",
     "safe_name",
-    "scheduler_job",
     "spent",
     "state",
 ]

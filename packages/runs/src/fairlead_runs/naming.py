@@ -10,15 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from fairlead.errors import ConfigError, did_you_mean
+from fairlead.interfaces import Job
 from fairlead_runs.redaction import is_secret_name
 
-__all__ = ["array_task", "render_name", "run_path", "safe_name"]
+__all__ = ["render_name", "run_path", "safe_name"]
 
 MAX_BYTES = 200
 _FIELD = re.compile(r"\{\{|\}\}|\{([^{}]*)\}|[{}]")
 _PUNCTUATION = frozenset("._+=,@%-")
-# The array's index of a task, by scheduler; LSF says 0 outside an array.
-_TASK_VARIABLES = ("SLURM_ARRAY_TASK_ID", "LSB_JOBINDEX", "PBS_ARRAY_INDEX", "SGE_TASK_ID")
 
 
 def render_name(template: str, job: Mapping[str, Any]) -> str:
@@ -66,18 +65,10 @@ def safe_name(text: str) -> str:
     return name
 
 
-def run_path(directory: str | Path, name: str, task: str | None = None) -> Path:
+def run_path(directory: str | Path, name: str, job: Job | None = None) -> Path:
     """The run directory: `<run.dir>/<run.name>`, for a task of an array `<run.dir>/<run.name>-task-<task>`."""
+    task = job.array_task if job is not None else None
     return Path(directory) / (name if task is None else f"{name}-task-{safe_name(task)}")
-
-
-def array_task(environ: Mapping[str, str]) -> str | None:
-    """Which task of a job array this is, or None outside of one."""
-    for variable in _TASK_VARIABLES:
-        value = environ.get(variable, "")
-        if value.isdecimal() and not (variable == "LSB_JOBINDEX" and int(value) == 0):
-            return value
-    return None
 
 
 def _is_safe(char: str) -> bool:

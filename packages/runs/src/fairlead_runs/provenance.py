@@ -17,22 +17,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fairlead.interfaces import Job
 from fairlead_runs.redaction import is_secret_name, redact_argv, redact_text
 
-__all__ = ["CodeChange", "code_change", "collect_provenance", "git_state", "origin", "scheduler_job"]
+__all__ = ["CodeChange", "code_change", "collect_provenance", "git_state", "origin"]
 
 MAX_DIFF_BYTES = 1 << 20
 MAX_UNTRACKED = 200
 TIMEOUT_S = 10.0
 
-# Which environment variables are written at all; those named like a secret never are.
+# Which environment variables are written besides those that the job names; those named like a secret never are.
 _ALLOWED = re.compile(
-    r"SLURM_(JOB_ID|JOBID|JOB_NAME|JOB_NODELIST|JOB_NUM_NODES|JOB_PARTITION|JOB_QOS|JOB_ACCOUNT|ARRAY_JOB_ID"
-    r"|ARRAY_TASK_ID|RESTART_COUNT|STEP_ID|NTASKS|NNODES|NTASKS_PER_NODE|TASKS_PER_NODE|CPUS_PER_TASK|GPUS_ON_NODE"
-    r"|GPUS_PER_NODE|GPUS_PER_TASK|CLUSTER_NAME|SUBMIT_DIR|SUBMIT_HOST|MEM_PER_NODE|CPU_BIND|CPU_BIND_TYPE)"
-    r"|LSB_(JOBID|JOBINDEX|JOBNAME|QUEUE|HOSTS|MCPU_HOSTS|DJOB_NUMPROC|DJOB_RANKFILE|AFFINITY_HOSTFILE)"
-    r"|PBS_(JOBID|JOBNAME|ARRAY_INDEX|QUEUE|NUM_PPN|O_WORKDIR)"
-    r"|(KUBERNETES_SERVICE_HOST|JOB_COMPLETION_INDEX|HOSTNAME|CONDA_DEFAULT_ENV|VIRTUAL_ENV|MASTER_ADDR|MASTER_PORT)"
+    r"(KUBERNETES_SERVICE_HOST|JOB_COMPLETION_INDEX|HOSTNAME|CONDA_DEFAULT_ENV|VIRTUAL_ENV|MASTER_ADDR|MASTER_PORT)"
     r"|(WORLD_SIZE|RANK|LOCAL_RANK|LOCAL_WORLD_SIZE|GROUP_RANK|NODE_RANK)"
     r"|TORCHELASTIC_\w+|(CUDA|ROCR|HIP)_VISIBLE_DEVICES|CUBLAS_WORKSPACE_CONFIG|PYTHONHASHSEED"
     r"|(NCCL|GLOO|UCX|FI|OMP|MKL|KMP|TORCH|PYTORCH|XLA|FAIRLEAD)_\w+"
@@ -55,6 +51,7 @@ class CodeChange:
 def collect_provenance(
     environ: Mapping[str, str],
     *,
+    job: Job | None = None,
     code: Path | None = None,
     argv: Sequence[str] | None = None,
     timeout_s: float = TIMEOUT_S,
@@ -64,11 +61,13 @@ def collect_provenance(
 
     Args:
         environ: The environment; an allow-list of it is kept.
+        job: The scheduler's job, which names more variables to keep.
         code: A folder of the user's code, to ask git about; None: the working directory.
         argv: The command line; None: this process's.
         timeout_s: For each external command (git, nvidia-smi); what takes longer is null.
         max_diff_bytes: How much of `git diff HEAD` is kept.
     """
+    named = job.variables if job is not None else ()
     return {
         "python": {"version": platform.python_version(), "executable": sys.executable},
         "platform": platform.platform(),
@@ -80,9 +79,9 @@ def collect_provenance(
         "environ": {
             name: redact_text(value)
             for name, value in sorted(environ.items())
-            if _ALLOWED.fullmatch(name) and not is_secret_name(name)
+            if (name in named or _ALLOWED.fullmatch(name)) and not is_secret_name(name)
         },
-        "scheduler_job": scheduler_job(environ)[0],
+        "scheduler_job": job.id if job is not None else None,
         "hardware": hardware(environ, timeout_s=timeout_s),
     }
 
@@ -109,19 +108,6 @@ def origin(provenance: Mapping[str, Any]) -> dict[str, str | None]:
         "code": f"{commit}{'+changes' if git.get('dirty') else ''}" if commit else None,
         "environment": hashlib.sha256(installed.encode()).hexdigest()[:16],
     }
-
-
-def scheduler_job(environ: Mapping[str, str]) -> tuple[str | None, int]:
-    """The scheduler's id of this job, such as `slurm:4711`, and how often it was restarted, for `LockOwner.here`."""
-    if job := environ.get("SLURM_JOB_ID"):
-        attempt = environ.get("SLURM_RESTART_COUNT", "0")
-        return f"slurm:{job}", int(attempt) if attempt.isdecimal() else 0
-    if job := environ.get("LSB_JOBID"):
-        index = environ.get("LSB_JOBINDEX", "0")
-        return f"lsf:{job}" + (f"[{index}]" if index != "0" else ""), 0
-    if job := environ.get("PBS_JOBID"):
-        return f"pbs:{job}", 0
-    return None, 0
 
 
 def packages(distributions: Iterable[importlib.metadata.Distribution]) -> list[str]:

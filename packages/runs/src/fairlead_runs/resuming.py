@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 
 from fairlead.config import JobConfig
 from fairlead.errors import FairleadError
 from fairlead.findings import Finding
-from fairlead.interfaces import Setting
-from fairlead_runs import Fingerprint, array_task, fingerprint, render_name, run_path
+from fairlead.interfaces import Job, Setting
+from fairlead_runs import Fingerprint, fingerprint, render_name, run_path
 from fairlead_runs.commit import Checkpoint, newest_complete, read_lock
 from fairlead_runs.directory import finished_event, stored_fingerprint
 from fairlead_runs.remote.urls import is_url, split_checkpoint_url
@@ -17,29 +16,29 @@ from fairlead_runs.remote.urls import is_url, split_checkpoint_url
 __all__ = ["check_run", "run_directory"]
 
 
-def run_directory(job: JobConfig, environ: Mapping[str, str], cwd: Path) -> Path:
-    """The run directory, decided by the job alone and the task of an array.
+def run_directory(job: JobConfig, scheduled: Job | None, cwd: Path) -> Path:
+    """The run directory, decided by the job alone and the task of the scheduler's array.
 
     Raises:
         ConfigError: `run.name` is a template that the job cannot fill.
     """
     name = render_name(job.run.name or "run", job.model_dump(mode="json"))
-    return run_path((cwd / job.run.dir).absolute(), name, array_task(environ))
+    return run_path((cwd / job.run.dir).absolute(), name, scheduled)
 
 
 def check_run(
-    job: JobConfig, environ: Mapping[str, str], cwd: Path, world_size: int
+    job: JobConfig, scheduled: Job | None, cwd: Path, world_size: int
 ) -> tuple[dict[str, Setting], list[Finding]]:
     """The settings `run_dir` and `resume` as they would be now, and what would stop a start.
 
     Args:
         job: The job.
-        environ: The environment variables, for the task of an array.
+        scheduled: The scheduler's job, which may be a task of an array.
         cwd: The working directory.
         world_size: The ranks that would be started.
     """
     try:
-        path = run_directory(job, environ, cwd)
+        path = run_directory(job, scheduled, cwd)
     except FairleadError as error:
         return {}, [Finding("error", "name-invalid", error.what, where="run.name", why=error.why, fix=error.fix)]
     settings = {"run_dir": Setting(str(path), "run.dir and run.name")}

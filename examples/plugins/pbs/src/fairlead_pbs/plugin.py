@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from fairlead import Claim, EnvironmentPlugin, Setting, Topology, hookimpl
+from fairlead import Claim, EnvironmentPlugin, Job, Setting, Topology, hookimpl
 from fairlead.errors import ConfigError
 from fairlead_pbs.config import PBSEnvironmentConfig
 
@@ -22,6 +22,15 @@ class PBS(EnvironmentPlugin):
         if "PBS_NODEFILE" in environ and "PBS_VNODENUM" in environ:
             return Claim(evidence="PBS_NODEFILE, PBS_VNODENUM")
         return None
+
+    @hookimpl
+    def fairlead_job(self, environ: Mapping[str, str]) -> Job | None:
+        """The job around this process: it names the runs of an array's tasks, and whoever holds a run's lock."""
+        job = environ.get("PBS_JOBID")
+        if not job:
+            return None
+        recorded = ("PBS_JOBID", "PBS_JOBNAME", "PBS_ARRAY_INDEX", "PBS_QUEUE")
+        return Job(f"pbs:{job}", array_task=environ.get("PBS_ARRAY_INDEX"), cancel=f"qdel {job}", variables=recorded)
 
     @hookimpl
     def fairlead_topology(self, config: PBSEnvironmentConfig, environ: Mapping[str, str]) -> Topology:

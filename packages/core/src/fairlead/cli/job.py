@@ -110,7 +110,7 @@ def _exactness(checked: CheckedJob, session: Session) -> Told | None:
     # Imported late: of all commands `explain` alone reads so much source.
     from fairlead.exactness.told import exactness_of
 
-    return exactness_of(job, checked.resolution, checked.loaded.root, session.plugins, session.environ, session.cwd)
+    return exactness_of(job, checked.resolution, checked.loaded.root, session.plugins, session.cwd)
 
 
 def _short(value: Any) -> str:

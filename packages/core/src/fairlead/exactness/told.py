@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
@@ -15,7 +14,7 @@ from fairlead.exactness.recorded import Recorded, last_record
 from fairlead.exactness.settings import device_reasons
 from fairlead.exactness.sources import Reading, source_reasons
 from fairlead.findings import Finding, Inexact
-from fairlead.interfaces import Setting
+from fairlead.interfaces import Job, Setting
 from fairlead.modules import CodeRoot
 from fairlead.plugins import PluginManager
 from fairlead.resolution import Resolution
@@ -70,7 +69,6 @@ def exactness_of(
     resolution: Resolution,
     root: CodeRoot,
     plugins: PluginManager,
-    environ: Mapping[str, str],
     cwd: Path,
 ) -> Told:
     """Whether this job would resume exactly.
@@ -80,12 +78,11 @@ def exactness_of(
         resolution: Every decision of the run.
         root: Where the user's code is found.
         plugins: The plugin manager.
-        environ: The environment variables, for the run directory of an array's task.
         cwd: The working directory.
     """
     accelerator = resolution.accelerator.name if resolution.accelerator is not None else "cpu"
     reading = source_reasons(job, root, ranks=resolution.world_size, accelerator=accelerator)
-    run = _run(job, environ, cwd)
+    run = _run(job, resolution.job, cwd)
     seen = last_record(run) if run is not None else None
     if seen is not None and not _still_holds(seen, reading, resolution):
         seen = None
@@ -103,10 +100,10 @@ def _of_loaders(seen: Recorded | None, reading: Reading) -> list[Inexact]:
     return [*seen.loaders, *(replace(one, why=passed, certain=False) for one in reading.held if one.certain)]
 
 
-def _run(job: JobConfig, environ: Mapping[str, str], cwd: Path) -> Path | None:
+def _run(job: JobConfig, scheduled: Job | None, cwd: Path) -> Path | None:
     """The run directory, where it is this job's."""
     try:
-        path = run_directory(job, environ, cwd)
+        path = run_directory(job, scheduled, cwd)
         stored = stored_fingerprint(path)
     except FairleadError:
         return None  # `check_run` has said it

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from fairlead.interfaces.launch import BuildContext, Claim, Devices, Setting, Specificity, Topology
+from fairlead.interfaces.launch import BuildContext, Claim, Devices, Job, Setting, Specificity, Topology
 from fairlead.interfaces.stops import OutlivesStops, Requeuer, StopGuard, Stopped, StopSignals
 
 __all__ = [
     "BuildContext",
     "Claim",
     "Devices",
+    "Job",
     "OutlivesStops",
     "Requeuer",
     "Setting",

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from fairlead.resolve import Resolution
     from fairlead.starts import Start
 
-__all__ = ["BuildContext", "Claim", "Devices", "Setting", "Specificity", "Topology"]
+__all__ = ["BuildContext", "Claim", "Devices", "Job", "Setting", "Specificity", "Topology"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +45,34 @@ class Claim:
 
     evidence: str
     specificity: Specificity = Specificity.SCHEDULER
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """The job of a scheduler that this process runs in, whoever started the process inside it.
+
+    Args:
+        id: Scheduler and id, `slurm:4711`; a task of an array has an id of its own.
+        attempt: How often the scheduler has restarted it. A job never runs twice at a time, so a higher attempt proves
+            the lower one dead.
+        array_task: The index of this task in its array, as the scheduler writes it; None outside of one.
+        cancel: The command line that ends the job, `scancel 4711`.
+        cpus_per_rank: CPUs for each task, where the user asked for a number.
+        cpus_on_node: CPUs of this node that belong to the job.
+        variables: Names of environment variables to record with the run, none of them a secret.
+
+    Example:
+        >>> Job("slurm:4711", cancel="scancel 4711").attempt
+        0
+    """
+
+    id: str
+    attempt: int = 0
+    array_task: str | None = None
+    cancel: str | None = None
+    cpus_per_rank: Setting | None = None
+    cpus_on_node: Setting | None = None
+    variables: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

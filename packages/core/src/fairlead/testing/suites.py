@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 from fairlead.axes import AcceleratorPlugin, CommandPlugin, EnvironmentPlugin
 from fairlead.bases import EnvironmentConfigBase
 from fairlead.errors import FairleadError
-from fairlead.interfaces import Claim, Devices, Setting, Specificity, Topology
+from fairlead.interfaces import Claim, Devices, Job, Setting, Specificity, Topology
 from fairlead.plugins import PluginManager
 from fairlead.testing.conformance import EntryPointConformance, PluginConformance, skip
 from fairlead.testing.fakes import FakeEnviron
@@ -124,6 +124,18 @@ class EnvironmentConformance(PluginConformance):
         for topology in plugins.call(self.plugin(plugins), "fairlead_topology", config=config, environ=environ):
             assert isinstance(topology, Topology), f"fairlead_topology of {self.key} gave a {type(topology).__name__}"
             self._check(topology)
+
+    def test_its_job_is_usable(self) -> None:
+        """No variables, no job; the example's has an id with its scheduler, and numbers with their reasons."""
+        plugins = self.plugins()
+        plugin = self.plugin(plugins)
+        assert plugins.call(plugin, "fairlead_job", environ=FakeEnviron()) == [], f"{self.key}: a job without variables"
+        for job in plugins.call(plugin, "fairlead_job", environ=FakeEnviron(self.example_environ or {})):
+            assert isinstance(job, Job), f"fairlead_job of {self.key} gave a {type(job).__name__}"
+            scheduler, _, name = job.id.partition(":")
+            assert all((scheduler, name)), f"{self.key}: the job's id {job.id!r} is not `scheduler:id`"
+            for cpus in (job.cpus_per_rank, job.cpus_on_node):
+                assert cpus is None or (cpus.value > 0 and cpus.reason), f"{self.key}: {cpus!r} is no number of CPUs"
 
     def test_names_its_requeuer(self) -> None:
         """`requeue` is the tag of a requeuer."""

@@ -13,7 +13,9 @@ from typing import Any, cast
 import torch.distributed as dist
 
 from fairlead.config import JobConfig, RunConfig
+from fairlead.detect import find_job
 from fairlead.errors import CheckpointError, FairleadError
+from fairlead.plugins import default_plugins
 from fairlead.resolve import Resolution
 from fairlead_distributed.objects import broadcast_object
 from fairlead_distributed.run.checksums import check_for, help_to_compare
@@ -28,12 +30,10 @@ from fairlead_distributed.run.resume_source import (
 from fairlead_distributed.run.session import STATE_FILE, RunSession
 from fairlead_runs import (
     RunDirectory,
-    array_task,
     collect_provenance,
     fingerprint,
     render_name,
     run_path,
-    scheduler_job,
 )
 from fairlead_runs.batch_policy import batch_plan
 from fairlead_runs.checkpoint_io import CheckpointCopies
@@ -114,7 +114,7 @@ def _heard() -> _Decision:
 def run_directory(job: Mapping[str, Any], run: RunConfig, environ: Mapping[str, str], cwd: Path) -> Path:
     """The run directory that the job alone, and the task of an array, decide."""
     name = render_name(run.name or Path(sys.argv[0]).stem or "run", job)
-    return run_path((cwd / run.dir).absolute(), name, array_task(environ))
+    return run_path((cwd / run.dir).absolute(), name, find_job(environ, default_plugins()))
 
 
 def checkpoint_to_evaluate(job: JobConfig, environ: Mapping[str, str], cwd: Path, resume: str | None) -> Path | None:
@@ -198,8 +198,7 @@ def _open(
         load = Path(given) if given is not None else None
         here = fallback if not is_url(fallback) else None
         batch_plan(resolution, beginning_of(path / "checkpoints", load, here).own_metadata())
-    task, attempt = scheduler_job(environ)
-    owner = LockOwner.here(job=task, attempt=attempt)
+    owner = LockOwner.here(resolution.job)
     directory = RunDirectory.open(path, job=job, fingerprint=fingerprint(job), resume=run.resume, owner=owner)
     if directory.finished is not None:
         text = f"step {directory.finished.get('step')}, {directory.finished.get('time')}"
@@ -217,7 +216,7 @@ def _open(
         check = check_for(deep=compares(resolution.checkpoint_io))
         begun = beginning_of(directory.checkpoints, load, fallback, check=check)
         batch_plan(resolution, begun.own_metadata())  # again: it may have come from elsewhere
-        provenance = collect_provenance(environ, code=code)
+        provenance = collect_provenance(environ, job=resolution.job, code=code)
         start = directory.begin(
             resolution=resolution.as_dict(),
             provenance=provenance,

@@ -12,9 +12,9 @@ from collections.abc import Mapping
 from fairlead.errors import ConfigError
 from fairlead.interfaces import Setting, Specificity, Topology
 from fairlead.starts import Start
-from fairlead_environments.lsf.config import LSFEnvironmentConfig
 from fairlead_environments.lsf.hosts import index_of, read_hosts
-from fairlead_environments.variables import check_ranks, integer, meeting, present, required, text
+from fairlead_environments.shared import MainAddressConfig
+from fairlead_environments.variables import check_ranks, given_address, integer, meeting, present, required, text
 
 __all__ = ["find_task", "topology"]
 
@@ -32,7 +32,7 @@ def find_task(environ: Mapping[str, str]) -> tuple[str, Specificity] | None:
     return None
 
 
-def topology(config: LSFEnvironmentConfig, environ: Mapping[str, str], hostname: str) -> Topology:
+def topology(config: MainAddressConfig, environ: Mapping[str, str], hostname: str) -> Topology:
     """The topology of this task.
 
     Args:
@@ -47,7 +47,7 @@ def topology(config: LSFEnvironmentConfig, environ: Mapping[str, str], hostname:
     return check_ranks(found(config, environ, hostname), "LSF")
 
 
-def _of_jsrun(config: LSFEnvironmentConfig, environ: Mapping[str, str], hostname: str) -> Topology:
+def _of_jsrun(config: MainAddressConfig, environ: Mapping[str, str], hostname: str) -> Topology:
     job = read_hosts(environ)
     world = required(environ, "JSM_NAMESPACE_SIZE", by="jsrun", minimum=1)
     rank = required(environ, "JSM_NAMESPACE_RANK", by="jsrun")
@@ -81,7 +81,7 @@ def _of_jsrun(config: LSFEnvironmentConfig, environ: Mapping[str, str], hostname
     )
 
 
-def _of_blaunch(config: LSFEnvironmentConfig, environ: Mapping[str, str], hostname: str) -> Topology:
+def _of_blaunch(config: MainAddressConfig, environ: Mapping[str, str], hostname: str) -> Topology:
     job = read_hosts(environ)
     task = required(environ, "LSF_PM_TASKID", by="blaunch", minimum=1)
     rank = task.value - 1
@@ -117,14 +117,12 @@ def _of_blaunch(config: LSFEnvironmentConfig, environ: Mapping[str, str], hostna
     )
 
 
-def _main_address(config: LSFEnvironmentConfig, environ: Mapping[str, str], first: str, reason: str) -> Setting:
-    if config.main_address is not None:
-        return Setting(config.main_address, "environment.main_address")
-    return text(environ, "MASTER_ADDR") or Setting(first, f"first of the {reason}")
+def _main_address(config: MainAddressConfig, environ: Mapping[str, str], first: str, reason: str) -> Setting:
+    return given_address(config.main_address, environ) or Setting(first, f"first of the {reason}")
 
 
 def _meeting(
-    config: LSFEnvironmentConfig, environ: Mapping[str, str], hosts: tuple[str, ...], rank_hosts: tuple[str, ...]
+    config: MainAddressConfig, environ: Mapping[str, str], hosts: tuple[str, ...], rank_hosts: tuple[str, ...]
 ) -> tuple[Setting, Start]:
     parts = {
         "job": required(environ, "LSB_JOBID", by="LSF").value,

@@ -1,1 +1,82 @@
-"""The environment `slurm`."""
+"""The environment `slurm`: tasks of a job step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final, Literal
+
+from fairlead import Claim, EnvironmentConfigBase, Specificity, Topology, hookimpl
+from fairlead.interfaces import Job
+from fairlead_environments.shared import LaunchedEnvironment, MainAddressConfig
+from fairlead_environments.slurm.step import find_step
+from fairlead_environments.slurm.topology import topology
+from fairlead_environments.variables import number, text
+
+__all__ = ["SLURM", "SLURMEnvironmentConfig", "slurm"]
+
+RECORDED: Final = tuple(
+    f"SLURM_{name}"
+    for name in (
+        *("JOB_ID", "JOBID", "JOB_NAME", "JOB_NODELIST", "JOB_NUM_NODES", "JOB_PARTITION", "JOB_QOS", "JOB_ACCOUNT"),
+        *("ARRAY_JOB_ID", "ARRAY_TASK_ID", "RESTART_COUNT", "STEP_ID", "NTASKS", "NNODES", "NTASKS_PER_NODE"),
+        *("TASKS_PER_NODE", "CPUS_PER_TASK", "GPUS_ON_NODE", "GPUS_PER_NODE", "GPUS_PER_TASK", "CLUSTER_NAME"),
+        *("SUBMIT_DIR", "SUBMIT_HOST", "MEM_PER_NODE", "CPU_BIND", "CPU_BIND_TYPE"),
+    )
+)
+"""The variables that a run's provenance keeps; SLURM_JWT and the like are secrets."""
+
+
+class SLURMEnvironmentConfig(MainAddressConfig):
+    """Tasks of a SLURM job step: started by `srun`, one task per rank.
+
+    Detected in the tasks of `srun`, and not in a batch script, a shell or a notebook inside an allocation.
+    `main_address` is the first node of the step; `main_port` is the first free one of 16 that are derived from job,
+    step and restart count.
+
+    Example:
+        >>> SLURMEnvironmentConfig(auto_requeue=True).name
+        'slurm'
+    """
+
+    name: Literal["slurm"] = "slurm"
+
+
+class SLURM(LaunchedEnvironment):
+    """Tasks of a SLURM job step."""
+
+    config = SLURMEnvironmentConfig
+    aliases = ("SLURMEnvironmentPlugin",)
+    extra = "slurm"
+    requeue = "slurm"
+
+    @hookimpl
+    def fairlead_detect(self, environ: Mapping[str, str]) -> Claim | None:
+        """Claims a task of a *step*, never a mere allocation: shells and notebooks live in allocations too."""
+        evidence = find_step(environ)
+        return None if evidence is None else Claim(evidence, Specificity.SCHEDULER)
+
+    @hookimpl
+    def fairlead_topology(self, config: EnvironmentConfigBase, environ: Mapping[str, str]) -> Topology:
+        """From the variables of `srun`, the step's before the job's."""
+        assert isinstance(config, SLURMEnvironmentConfig)
+        return topology(config, environ)
+
+    @hookimpl
+    def fairlead_job(self, environ: Mapping[str, str]) -> Job | None:
+        """The allocation around this process, a task of a step or not."""
+        job = text(environ, "SLURM_JOB_ID")
+        if job is None:
+            return None
+        attempt, task = number(environ, "SLURM_RESTART_COUNT"), environ.get("SLURM_ARRAY_TASK_ID", "")
+        return Job(
+            f"slurm:{job.value}",
+            attempt=attempt.value if attempt is not None else 0,  # unset until the first requeue
+            array_task=task if task.isdecimal() else None,
+            cancel=f"scancel {job.value}",
+            cpus_per_rank=number(environ, "SLURM_CPUS_PER_TASK"),
+            cpus_on_node=number(environ, "SLURM_CPUS_ON_NODE"),
+            variables=RECORDED,
+        )
+
+
+slurm = SLURM()

@@ -10,9 +10,9 @@ from collections.abc import Mapping
 
 from fairlead.errors import ConfigError
 from fairlead.interfaces import Setting, Topology
-from fairlead_environments.slurm.config import SLURMEnvironmentConfig
+from fairlead_environments.shared import MainAddressConfig
 from fairlead_environments.slurm.hostlist import expand, tasks_per_node
-from fairlead_environments.variables import check_ranks, malformed, meeting, required, text
+from fairlead_environments.variables import check_ranks, given_address, malformed, meeting, required, text
 
 __all__ = ["topology"]
 
@@ -22,7 +22,7 @@ _TASKS_PER_NODE = ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
 _NODELIST = ("SLURM_STEP_NODELIST", "SLURM_NODELIST", "SLURM_JOB_NODELIST")
 
 
-def topology(config: SLURMEnvironmentConfig, environ: Mapping[str, str]) -> Topology:
+def topology(config: MainAddressConfig, environ: Mapping[str, str]) -> Topology:
     """The topology of this task.
 
     Raises:
@@ -119,12 +119,10 @@ def _rank_hosts(
     return tuple(hosts.value[node] for node in fitting[0])
 
 
-def _main_address(config: SLURMEnvironmentConfig, environ: Mapping[str, str], hosts: Setting | None) -> Setting:
-    if config.main_address is not None:
-        return Setting(config.main_address, "environment.main_address")
-    exported = text(environ, "MASTER_ADDR")
-    if exported is not None:
-        return exported
+def _main_address(config: MainAddressConfig, environ: Mapping[str, str], hosts: Setting | None) -> Setting:
+    given = given_address(config.main_address, environ)
+    if given is not None:
+        return given
     if hosts is None:
         raise _absent(_NODELIST[0], "the nodes of the step, such as n[1-2]", "set `environment.main_address`")
     return Setting(hosts.value[0], f"first node of {hosts.reason}")

@@ -16,6 +16,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.utils.data import DataLoader
 
 from fairlead.bases import RequeueConfigBase
+from fairlead.detect import find_job
 from fairlead.interfaces import BuildContext, OutlivesStops, Requeuer, StopGuard, Stopped, StopSignals
 from fairlead.plugins import default_plugins
 from fairlead_distributed.run.session import RunSession
@@ -24,7 +25,7 @@ from fairlead_lightning.build import build_backend, build_guard
 from fairlead_lightning.checkpoint.committing import copies_of
 from fairlead_lightning.resume.exact_resume import Saves
 from fairlead_lightning.resume.loaders import CarriedLoader
-from fairlead_runs import read_history, refusal, scheduler_job, spent
+from fairlead_runs import read_history, refusal, spent
 
 __all__ = ["StopEvaluation", "StopRequested", "Stops"]
 
@@ -98,7 +99,7 @@ class Stops(L.Callback):
 
         In a job of a scheduler and in the main thread only; elsewhere nobody sends them.
         """
-        in_job = scheduler_job(self._context.environ)[0] is not None
+        in_job = find_job(self._context.environ, self._context.plugins) is not None
         if in_job and self._config.name != "none" and threading.current_thread() is threading.main_thread():
             self._made().flags.install(_WARNINGS)
 

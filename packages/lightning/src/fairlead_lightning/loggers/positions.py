@@ -1,4 +1,4 @@
-"""Where each logger stands when a checkpoint is saved, and where a start that goes on from it begins."""
+"""Where each logger stands when a checkpoint is saved, and where a start that resumes from it begins."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def logger_positions(loggers: Iterable[object]) -> dict[str, Any]:
     """Where the loggers stand, for a checkpoint; called before it is committed, so that it is never ahead of them.
 
     A disk that refuses is a warning, and that logger has no position in this checkpoint: a start
-    that goes on from it cuts by the step.
+    that resumes from it cuts by the step.
 
     Args:
         loggers: The trainer's; those without a position, such as W&B, are left out.
@@ -68,7 +68,7 @@ def logger_positions(loggers: Iterable[object]) -> dict[str, Any]:
 
 
 def resume_position(extras: Mapping[str, Any], key: str) -> Mapping[str, Any] | None:
-    """The position that a logger is to go on from.
+    """The position that a logger resumes from.
 
     Args:
         extras: The `BuildContext.extras`, or a checkpoint, with the positions under `logger_positions`.

@@ -260,8 +260,7 @@ class Lock:
 
     def _locked(self, state: LockState) -> RunLockedError:
         owner = state.owner
-        job = (owner.job or "").removeprefix("slurm:") if owner else ""
-        cancel = f" (scancel {job})" if owner and (owner.job or "").startswith("slurm:") else ""
+        cancel = f" ({owner.cancel})" if owner and owner.cancel else ""
         return RunLockedError(
             "another job is using this run directory",
             where=str(self.path),

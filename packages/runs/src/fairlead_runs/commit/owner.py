@@ -8,8 +8,10 @@ import json
 import os
 import secrets
 import socket
-from dataclasses import asdict, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
+
+from fairlead.interfaces import Job
 
 __all__ = ["LockOwner"]
 
@@ -29,6 +31,7 @@ class LockOwner:
         nonce: Random; tells two owners apart whatever else they share.
         pid_start: The process's start in clock ticks since boot (a pid alone is used again), or None.
         boot: The kernel's boot id and pid namespace: only inside both does a pid mean something.
+        cancel: The command line that ends the job, or None.
     """
 
     host: str
@@ -40,21 +43,23 @@ class LockOwner:
     nonce: str
     pid_start: int | None
     boot: str
+    cancel: str | None = None
 
     @classmethod
-    def here(cls, *, job: str | None = None, attempt: int = 0) -> LockOwner:
-        """This process as an owner."""
+    def here(cls, job: Job | None = None) -> LockOwner:
+        """This process as an owner, in the scheduler's job if there is one."""
         pid = os.getpid()
         return cls(
             host=socket.gethostname(),
             pid=pid,
             user=_user(),
-            job=job,
-            attempt=attempt,
+            job=job.id if job is not None else None,
+            attempt=job.attempt if job is not None else 0,
             since=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             nonce=secrets.token_hex(8),
             pid_start=_pid_start(pid),
             boot=_boot(),
+            cancel=job.cancel if job is not None else None,
         )
 
     def dump(self) -> bytes:
@@ -66,7 +71,8 @@ class LockOwner:
         """The owner in a lock file's text; None when that is torn."""
         try:
             body = json.loads(data)
-            return cls(**{field.name: body[field.name] for field in fields(cls)})
+            names = [f.name for f in fields(cls) if f.name in body or f.default is MISSING]
+            return cls(**{name: body[name] for name in names})
         except (ValueError, KeyError, TypeError):
             return None
 

@@ -1,1 +1,101 @@
-"""GPUs of NVIDIA (CUDA) and AMD (ROCm, which torch drives under the name `cuda`)."""
+"""The accelerator `cuda` and its second name `gpu`: GPUs of NVIDIA, and of AMD, which torch drives as `cuda`."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from fairlead import AcceleratorConfigBase, AcceleratorPlugin, hookimpl
+from fairlead.errors import ConfigError
+from fairlead.interfaces import BuildContext, Devices
+from fairlead_lightning.accelerators.cuda.amd import amd_devices
+from fairlead_lightning.accelerators.cuda.nvidia import nvidia_devices
+from fairlead_lightning.fields import LIGHTNING
+
+if TYPE_CHECKING:
+    from lightning.fabric.accelerators import Accelerator
+
+__all__ = ["CUDA", "CUDAAcceleratorConfig", "build", "cuda", "find_devices", "gpu"]
+
+
+class CUDAAcceleratorConfig(AcceleratorConfigBase):
+    """Compute on GPUs of NVIDIA, or of AMD with a ROCm build of torch; one rank each.
+
+    Example:
+        >>> CUDAAcceleratorConfig().name
+        'cuda'
+    """
+
+    name: Literal["cuda"] = "cuda"
+
+
+class CUDA(AcceleratorPlugin):
+    """GPUs of NVIDIA, and of AMD under ROCm; the first choice of `accelerator: auto`."""
+
+    config = CUDAAcceleratorConfig
+    runtime = "fairlead_lightning.accelerators.cuda:build"
+    engines = LIGHTNING
+    extra = "lightning"
+    priority = 100
+    backend = "nccl"
+
+    @hookimpl
+    def fairlead_devices(self, environ: Mapping[str, str]) -> Devices:
+        """GPUs that the kernel shows, the environment leaves visible, and the installed torch can drive."""
+        return find_devices(environ, Path("/"), torch=_torch_version())
+
+
+cuda = CUDA()
+gpu = CUDA(name="cuda")
+
+
+def build(config: CUDAAcceleratorConfig, context: BuildContext) -> Accelerator:
+    """Lightning's accelerator, of the engine's class family.
+
+    Raises:
+        ConfigError: The machine may have GPUs, but this torch cannot use them.
+    """
+    import torch
+    from lightning.fabric.accelerators import CUDAAccelerator as FabricCUDA
+    from lightning.pytorch.accelerators import CUDAAccelerator
+
+    if not CUDAAccelerator.is_available():
+        built = torch.version.cuda or torch.version.hip
+        raise ConfigError(
+            f"torch {torch.__version__} finds no GPU it can use",
+            where="trainer.accelerator",
+            why=f"seen without torch: {context.resolution.devices_found.evidence}; "
+            + (f"torch was built for CUDA or ROCm {built}" if built else "torch was built for the CPU only"),
+            fix="the driver may be too old for this torch: see `nvidia-smi` for the CUDA version it serves"
+            if built
+            else "install a torch built for CUDA (pytorch.org/get-started), or choose `accelerator: cpu`",
+        )
+    return CUDAAccelerator() if context.engine == "trainer" else FabricCUDA()
+
+
+def find_devices(environ: Mapping[str, str], root: Path, *, torch: str | None) -> Devices:
+    """The GPUs that this process may use.
+
+    Args:
+        environ: The environment variables.
+        root: The root of the file system.
+        torch: The version of the installed torch; None: it is not installed, or not known.
+    """
+    nvidia = nvidia_devices(environ, root)
+    found = nvidia
+    if not nvidia.count:
+        amd = amd_devices(environ, root)
+        evidence = f"{nvidia.evidence}, {amd.evidence}" if not amd.count else amd.evidence
+        found = Devices(amd.count, evidence, amd.names)
+    if found.count and torch is not None and torch.endswith("+cpu"):
+        return Devices(0, f"{found.count} by {found.evidence}; but torch {torch} was built without CUDA")
+    return found
+
+
+def _torch_version() -> str | None:
+    try:
+        return importlib.metadata.version("torch")
+    except importlib.metadata.PackageNotFoundError:
+        return None

@@ -16,7 +16,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only, rank_zero_warn
 from fairlead.errors import RunDirectoryError
 from fairlead.interfaces import BuildContext
 from fairlead_lightning.loggers.positions import resume_position
-from fairlead_lightning.loggers.tensorboard.config import TensorBoardLoggerConfig
+from fairlead_lightning.loggers.tensorboard import TensorBoardLoggerConfig
 from fairlead_lightning.loggers.tensorboard.events import cut_steps, cut_to, event_files, make_durable
 
 __all__ = ["POSITION_KEY", "EventLogger", "build"]
@@ -26,13 +26,13 @@ NOTHING: Final[Mapping[str, Any]] = {"files": {}, "hyperparameters": [], "epoch"
 
 
 class EventLogger(TensorBoardLogger):
-    """Lightning's logger; before it writes, rank 0 cuts the files back to where the run goes on.
+    """Lightning's logger; before it writes, rank 0 cuts the files back to where the run resumes.
 
     A disk that refuses to write is a warning, not the end of the training; what was refused is missing.
 
     Args:
         position: What `position` said when the checkpoint was saved; None: unknown.
-        resume_step: How many optimizer steps are done where the run goes on: it decides what is kept where the
+        resume_step: How many optimizer steps are done where the run resumes: it decides what is kept where the
             position is unknown, or is that of another folder.  None, and no position: nothing is cut.
         arguments: Those of Lightning's logger.
     """
@@ -168,7 +168,7 @@ class EventLogger(TensorBoardLogger):
 def build(config: TensorBoardLoggerConfig, context: BuildContext) -> EventLogger:
     """The logger, in `tensorboard/` of the run directory.
 
-    The context's extras say where this start goes on: `resume_step`, and the position among
+    The context's extras say where this start resumes: `resume_step`, and the position among
     `logger_positions`.  A `resume_step` of None begins anew; without one nothing is cut.
     """
     resume_step = context.extras.get("resume_step")

@@ -1,0 +1,155 @@
+"""One machine: what this process knows of the ranks on it.
+
+Three cases. Nobody started ranks yet: almost nothing is decided. Fairlead's launcher started this
+rank: FAIRLEAD_LAUNCHED and all the rest are set. Lightning's launcher (or a person) started it:
+LOCAL_RANK is set, which is Lightning's own sign, and at least MASTER_PORT has to be.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import ClassVar, Final, Literal
+
+from fairlead import Claim, EnvironmentConfigBase, Finding, Resolution, Specificity, Topology, hookimpl
+from fairlead.errors import ConfigError
+from fairlead.interfaces import Job, Setting
+from fairlead_environments.kubeflow import idle_job
+from fairlead_environments.lsf.hosts import idle_job as idle_lsf_job
+from fairlead_environments.shared import Port, ResolvedRanks
+from fairlead_environments.slurm.step import idle_allocation
+from fairlead_environments.variables import check_ranks, given_port, integer, supervised, text
+
+__all__ = ["Lightning", "LightningEnvironmentConfig", "lightning", "topology"]
+
+PBS_RECORDED: Final = ("PBS_JOBID", "PBS_JOBNAME", "PBS_ARRAY_INDEX", "PBS_QUEUE", "PBS_NUM_PPN", "PBS_O_WORKDIR")
+"""The variables of a PBS job that a run's provenance keeps."""
+
+
+class LightningEnvironmentConfig(EnvironmentConfigBase):
+    """One machine without a launcher: Fairlead, or Lightning, starts the ranks.
+
+    Example:
+        >>> LightningEnvironmentConfig(main_port=29501).main_port
+        29501
+    """
+
+    name: Literal["lightning"] = "lightning"
+    main_port: Port | None = None
+    """TCP port on which the ranks meet; None takes MASTER_PORT if it is exported, else a free one."""
+
+
+class Lightning(ResolvedRanks):
+    """One machine, without a launcher."""
+
+    config = LightningEnvironmentConfig
+    aliases = ("LightningEnvironmentPlugin",)
+    extra = "lightning"
+    codes: ClassVar[Mapping[str, str]] = {
+        "allocation-unused": "The scheduler gave this job more nodes or tasks than the run will use.",
+        "node-rank-ignored": "NODE_RANK says that this is one of several nodes, but not where the first one is.",
+    }
+
+    @hookimpl
+    def fairlead_detect(self, environ: Mapping[str, str]) -> Claim:
+        """Claims every machine, at the lowest specificity."""
+        launched = text(environ, "FAIRLEAD_LAUNCHED", "LOCAL_RANK")
+        evidence = "no launcher is seen" if launched is None else f"{launched.reason}={launched.value}"
+        return Claim(evidence, Specificity.MACHINE)
+
+    @hookimpl
+    def fairlead_topology(self, config: EnvironmentConfigBase, environ: Mapping[str, str]) -> Topology:
+        """One machine; the ranks where a launcher of this machine has already started them."""
+        assert isinstance(config, LightningEnvironmentConfig)
+        return topology(config, environ)
+
+    @hookimpl
+    def fairlead_check(self, resolution: Resolution, environ: Mapping[str, str]) -> Iterator[Finding]:
+        """Allocations of which a single process would use one node, silently."""
+        unused = (
+            (idle_allocation(environ), "this process is no task of a step: srun did not start it", "srun"),
+            (idle_lsf_job(environ), "this process is one task: neither jsrun nor blaunch started it", "blaunch"),
+            (idle_job(environ), "torchrun did not start this process", "torchrun"),
+        )
+        for what, why, launcher in unused:
+            if what is not None and not resolution.topology.launched:
+                yield Finding(
+                    "warning",
+                    "allocation-unused",
+                    f"{what}, but the run will use this machine only",
+                    where="trainer.environment",
+                    why=why,
+                    fix=f"start it with {launcher}, or ask for one node and one task",
+                )
+        node = text(environ, "NODE_RANK")
+        if node is not None and node.value != "0" and not resolution.topology.launched:
+            yield Finding(
+                "warning",
+                "node-rank-ignored",
+                f"NODE_RANK is {node.value}, but MASTER_ADDR is not set: this node would run by itself",
+                where="environment variable NODE_RANK",
+                fix="export MASTER_ADDR and NNODES too, or unset NODE_RANK",
+            )
+
+    @hookimpl
+    def fairlead_job(self, environ: Mapping[str, str]) -> Job | None:
+        """A job of PBS or Grid Engine, which have no environment of their own in this package."""
+        pbs, index = text(environ, "PBS_JOBID"), text(environ, "PBS_ARRAY_INDEX")
+        if pbs is not None:
+            task = index.value if index is not None and index.value.isdecimal() else None
+            return Job(f"pbs:{pbs.value}", array_task=task, variables=PBS_RECORDED)
+        job, task_id = text(environ, "JOB_ID"), text(environ, "SGE_TASK_ID")  # `undefined` outside of an array
+        if job is None or task_id is None:
+            return None
+        if not task_id.value.isdecimal():
+            return Job(f"sge:{job.value}")
+        return Job(f"sge:{job.value}.{task_id.value}", array_task=task_id.value)
+
+
+lightning = Lightning()
+
+
+_ONE_MACHINE = Setting(1, "one machine")
+
+
+def topology(config: LightningEnvironmentConfig, environ: Mapping[str, str]) -> Topology:
+    """The topology of this process.
+
+    Raises:
+        ConfigError: A variable is malformed, or a started rank does not know where to meet the others.
+    """
+    started_here = supervised(environ)
+    if started_here is not None:
+        return started_here
+    address = text(environ, "MASTER_ADDR") or Setting("127.0.0.1", "one machine")
+    port = given_port(config.main_port, environ)
+    local_rank = integer(environ, "LOCAL_RANK")
+    if local_rank is None:
+        return Topology(
+            launched=False,
+            num_nodes=_ONE_MACHINE,
+            node_rank=Setting(0, "one machine"),
+            main_address=address,
+            main_port=port,
+        )
+    world = integer(environ, "WORLD_SIZE", minimum=1)
+    if port is None and (local_rank.value > 0 or (world is not None and world.value > 1)):
+        raise ConfigError(
+            f"LOCAL_RANK is {local_rank.value}, but MASTER_PORT is not set",
+            where="environment variable MASTER_PORT",
+            why="each rank would choose a port of its own, and they would wait for each other",
+            fix="export the same free MASTER_PORT for all ranks; or unset LOCAL_RANK, and Fairlead starts the ranks",
+        )
+    return check_ranks(
+        Topology(
+            launched=True,
+            num_nodes=_ONE_MACHINE,
+            local_world_size=world,
+            world_size=world,
+            node_rank=Setting(0, "one machine"),
+            local_rank=local_rank,
+            global_rank=integer(environ, "RANK") or Setting(local_rank.value, "LOCAL_RANK, on one machine"),
+            main_address=address,
+            main_port=port,
+        ),
+        "Lightning's launcher",
+    )

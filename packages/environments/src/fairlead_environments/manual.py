@@ -1,0 +1,202 @@
+"""The contract for starting nodes or ranks by hand.
+
+MASTER_ADDR, MASTER_PORT (29500), WORLD_SIZE, RANK and LOCAL_RANK are those of torch's `env://`;
+NODE_RANK and NNODES, LOCAL_WORLD_SIZE those of torchrun and Lightning.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from fairlead import Claim, EnvironmentConfigBase, Specificity, Topology, hookimpl
+from fairlead.errors import ConfigError
+from fairlead.interfaces import Setting
+from fairlead_environments.shared import LaunchedEnvironment, MainAddressConfig, is_loopback
+from fairlead_environments.variables import (
+    check_ranks,
+    given_address,
+    given_port,
+    integer,
+    required,
+    supervised,
+    text,
+)
+
+__all__ = ["Manual", "ManualEnvironmentConfig", "manual", "topology"]
+
+
+class ManualEnvironmentConfig(MainAddressConfig):
+    """Nodes or ranks that a person starts one by one, with variables exported by hand.
+
+    One command per node, Fairlead starts the ranks of each: MASTER_ADDR, NODE_RANK and NNODES. One
+    command per rank: MASTER_ADDR, RANK, WORLD_SIZE and LOCAL_RANK. MASTER_PORT is 29500 unless set.
+
+    Example:
+        >>> ManualEnvironmentConfig(main_address="n1", node_rank=1).node_rank
+        1
+    """
+
+    name: Literal["manual"] = "manual"
+    node_rank: Annotated[int, Field(ge=0)] | None = None
+    """Index of this node, from 0; None takes NODE_RANK. Differs per node, so set it on the command line."""
+
+
+class Manual(LaunchedEnvironment):
+    """Nodes or ranks started by hand."""
+
+    config = ManualEnvironmentConfig
+    aliases = ("ManualEnvironmentPlugin",)
+    extra = "lightning"
+    loopback = "warning"  # two 'nodes' on one machine are a fair test
+
+    @hookimpl
+    def fairlead_detect(self, environ: Mapping[str, str]) -> Claim | None:
+        """Claims exported ranks; any launcher's own claim comes before it."""
+        evidence = find_variables(environ)
+        return None if evidence is None else Claim(evidence, Specificity.MANUAL)
+
+    @hookimpl
+    def fairlead_topology(self, config: EnvironmentConfigBase, environ: Mapping[str, str]) -> Topology:
+        """From the variables that torch's `env://`, torchrun and Lightning share."""
+        assert isinstance(config, ManualEnvironmentConfig)
+        return topology(config, environ)
+
+
+manual = Manual()
+
+
+DEFAULT_PORT = 29500
+"""The port that torch's documentation uses."""
+
+
+def find_variables(environ: Mapping[str, str]) -> str | None:
+    """The evidence that a person exported ranks for several processes; None when not."""
+    if text(environ, "FAIRLEAD_LAUNCHED") is not None:  # the same variables, but Fairlead set them
+        return None
+    address, rank, node = text(environ, "MASTER_ADDR"), text(environ, "RANK"), text(environ, "NODE_RANK")
+    if address is None or (rank is None and node is None):
+        return None
+    nodes = text(environ, "NNODES")
+    one_machine = rank is None and node is not None and node.value == "0" and (nodes is None or nodes.value == "1")
+    if one_machine and is_loopback(address.value):  # what Lightning's own launcher exports on one machine
+        return None
+    known = ("MASTER_ADDR", "NODE_RANK", "NNODES", "RANK", "WORLD_SIZE", "LOCAL_RANK")
+    return ", ".join(f"{name}={environ[name].strip()}" for name in known if text(environ, name) is not None)
+
+
+def topology(config: ManualEnvironmentConfig, environ: Mapping[str, str]) -> Topology:
+    """The topology of this rank, or of this node when Fairlead is to start its ranks.
+
+    Raises:
+        ConfigError: A variable is absent, malformed, or does not go with another.
+    """
+    started_here = supervised(environ)
+    if started_here is not None:
+        return started_here
+    address = _main_address(config, environ)
+    port = _main_port(config, environ)
+    world = integer(environ, "WORLD_SIZE", minimum=1)
+    nodes = integer(environ, "NNODES", minimum=1)
+    local_world = _local_world_size(environ, world, nodes)
+    if nodes is None and world is not None and local_world is not None and world.value % local_world.value == 0:
+        nodes = Setting(world.value // local_world.value, "WORLD_SIZE / LOCAL_WORLD_SIZE")
+    rank, local_rank = integer(environ, "RANK"), integer(environ, "LOCAL_RANK")
+    if rank is None and local_rank is None:
+        return check_ranks(
+            Topology(
+                launched=False,
+                num_nodes=nodes,
+                local_world_size=local_world,
+                world_size=world,
+                node_rank=_node_rank(config, environ) or required(environ, "NODE_RANK", by="a manual start"),
+                main_address=address,
+                main_port=port,
+            ),
+            "a manual start",
+        )
+    if rank is not None and world is None:
+        world = required(environ, "WORLD_SIZE", by="a manual start of each rank", minimum=1)
+    node_rank = _node_rank(config, environ) or _derived_node_rank(rank, local_world)
+    return check_ranks(
+        Topology(
+            launched=True,
+            num_nodes=nodes,
+            local_world_size=local_world,
+            world_size=world,
+            node_rank=node_rank,
+            local_rank=local_rank or _derived_local_rank(rank, world, local_world),
+            global_rank=rank or _derived_global_rank(node_rank, local_rank, local_world),
+            main_address=address,
+            main_port=port,
+        ),
+        "a manual start",
+    )
+
+
+def _main_address(config: ManualEnvironmentConfig, environ: Mapping[str, str]) -> Setting:
+    given = given_address(config.main_address, environ)
+    if given is not None:
+        return given
+    raise ConfigError(
+        "MASTER_ADDR is not set",
+        where="environment variable MASTER_ADDR",
+        why="nodes that are started by hand meet at the address of the first one",
+        fix="on every node: export MASTER_ADDR=<first node> NNODES=<number of nodes> NODE_RANK=<0 on the first, ...>",
+    )
+
+
+def _main_port(config: ManualEnvironmentConfig, environ: Mapping[str, str]) -> Setting:
+    return given_port(config.main_port, environ) or Setting(DEFAULT_PORT, "the default of a manual start")
+
+
+def _node_rank(config: ManualEnvironmentConfig, environ: Mapping[str, str]) -> Setting | None:
+    if config.node_rank is not None:
+        return Setting(config.node_rank, "environment.node_rank")
+    return integer(environ, "NODE_RANK", "GROUP_RANK")
+
+
+def _local_world_size(environ: Mapping[str, str], world: Setting | None, nodes: Setting | None) -> Setting | None:
+    known = integer(environ, "LOCAL_WORLD_SIZE", minimum=1)
+    if known is not None or world is None or nodes is None:
+        return known
+    if world.value % nodes.value:
+        raise ConfigError(
+            f"WORLD_SIZE is {world.value} and NNODES is {nodes.value}: the ranks per node differ",
+            where="environment variable LOCAL_WORLD_SIZE",
+            fix="export LOCAL_WORLD_SIZE on each node, the number of ranks on it",
+        )
+    return Setting(world.value // nodes.value, "WORLD_SIZE / NNODES")
+
+
+def _derived_node_rank(rank: Setting | None, local_world: Setting | None) -> Setting | None:
+    if rank is None or local_world is None:
+        return None
+    return Setting(rank.value // local_world.value, f"RANK / {local_world.reason}")
+
+
+def _derived_local_rank(rank: Setting | None, world: Setting | None, local_world: Setting | None) -> Setting:
+    if rank is not None and local_world is not None:
+        return Setting(rank.value % local_world.value, f"RANK modulo {local_world.reason}")
+    if world is not None and world.value == 1:
+        return Setting(0, "WORLD_SIZE=1")
+    raise ConfigError(
+        "LOCAL_RANK is not set",
+        where="environment variable LOCAL_RANK",
+        why="RANK alone does not tell which ranks share this node's devices",
+        fix="export LOCAL_RANK, the index of this process on its node; or LOCAL_WORLD_SIZE or NNODES, to derive it",
+    )
+
+
+def _derived_global_rank(
+    node_rank: Setting | None, local_rank: Setting | None, local_world: Setting | None
+) -> Setting | None:
+    """None leaves it to the config's `devices`: NODE_RANK x devices + LOCAL_RANK, as Lightning does."""
+    if node_rank is None or local_rank is None or local_world is None:
+        return None
+    return Setting(
+        node_rank.value * local_world.value + local_rank.value,
+        f"{node_rank.reason} x ({local_world.reason}) + LOCAL_RANK",
+    )

@@ -1,0 +1,55 @@
+"""Who a worker of torch's elastic agent is.
+
+The variables are set in `torch/distributed/elastic/agent/server/local_elastic_agent.py`
+(`_start_workers`). "Group" is torch's word for the workers of one agent, so GROUP_RANK is the node.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal
+
+from fairlead import Claim, EnvironmentConfigBase, Specificity, Topology, hookimpl
+from fairlead_environments.shared import LaunchedEnvironment
+from fairlead_environments.variables import present, workers
+
+__all__ = ["TorchElastic", "TorchElasticEnvironmentConfig", "torchelastic"]
+
+_WORKER = ("TORCHELASTIC_RUN_ID", "RANK", "LOCAL_RANK")  # the last two: not a process beside the agent
+
+
+class TorchElasticEnvironmentConfig(EnvironmentConfigBase):
+    """Workers that `torchrun` (torch's elastic agent) started on this node.
+
+    Ranks, address and port are the agent's; it may change them at each restart, so nothing here overrides them.
+
+    Example:
+        >>> TorchElasticEnvironmentConfig().name
+        'torchelastic'
+    """
+
+    name: Literal["torchelastic"] = "torchelastic"
+
+
+class TorchElastic(LaunchedEnvironment):
+    """Workers of `torchrun`."""
+
+    config = TorchElasticEnvironmentConfig
+    aliases = ("TorchElasticEnvironmentPlugin",)
+    extra = "lightning"
+    loopback = "warning"  # tests start two 'nodes' on one machine
+
+    @hookimpl
+    def fairlead_detect(self, environ: Mapping[str, str]) -> Claim | None:
+        """Claims a worker, also inside a scheduler's task: the agent is the nearer parent."""
+        if not present(environ, _WORKER):
+            return None
+        return Claim(f"TORCHELASTIC_RUN_ID={environ['TORCHELASTIC_RUN_ID']}", Specificity.AGENT)
+
+    @hookimpl
+    def fairlead_topology(self, config: EnvironmentConfigBase, environ: Mapping[str, str]) -> Topology:
+        """From the variables of the agent."""
+        return workers(environ, by="torchrun", nodes="GROUP_WORLD_SIZE", node_rank="GROUP_RANK")
+
+
+torchelastic = TorchElastic()

@@ -1,0 +1,155 @@
+"""Which host of a TPU slice this is.
+
+The variables are those of `torch_xla/_internal/tpu.py` and `torch_xla/core/xla_env_vars.py`, which
+GKE's TPU webhook and the TPU VMs' start-up set: TPU_WORKER_ID, TPU_WORKER_HOSTNAMES (a comma list),
+TPU_PROCESS_ADDRESSES (`host:port,...`, or `local`), CLOUD_TPU_TASK_ID (index in the latter),
+TPU_PROCESS_BOUNDS, formerly TPU_HOST_BOUNDS (`x,y,z`, whose product is the number of processes).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Literal
+
+from fairlead import Claim, EnvironmentConfigBase, EnvironmentPlugin, Specificity, Topology, hookimpl
+from fairlead.interfaces import BuildContext, Setting
+from fairlead_environments.shared import ENGINES
+from fairlead_environments.variables import check_ranks, integer, malformed, required, text
+
+if TYPE_CHECKING:
+    from lightning.fabric.plugins.environments import XLAEnvironment
+
+__all__ = ["XLA", "XLAEnvironmentConfig", "build", "topology", "xla"]
+
+
+class XLAEnvironmentConfig(EnvironmentConfigBase):
+    """Hosts of a TPU slice: one process per host, in which PyTorch/XLA starts a rank per chip.
+
+    The ranks meet through the TPU runtime, so there is no main address or port to set.
+
+    Example:
+        >>> XLAEnvironmentConfig().name
+        'xla'
+    """
+
+    name: Literal["xla"] = "xla"
+
+
+class XLA(EnvironmentPlugin):
+    """Hosts of a TPU slice."""
+
+    config = XLAEnvironmentConfig
+    runtime = "fairlead_environments.xla:build"
+    aliases = ("XLAEnvironmentPlugin",)
+    engines = (*ENGINES, "torch-xla>=2.9")
+    extra = "xla"
+
+    @hookimpl
+    def fairlead_detect(self, environ: Mapping[str, str]) -> Claim | None:
+        """Claims a host of a slice; a machine on which PJRT_DEVICE=TPU was exported only as by hand."""
+        evidence = find_worker(environ)
+        if evidence is not None:
+            return Claim(evidence, Specificity.SCHEDULER)
+        return Claim("PJRT_DEVICE=TPU", Specificity.MANUAL) if is_tpu_machine(environ) else None
+
+    @hookimpl
+    def fairlead_topology(self, config: EnvironmentConfigBase, environ: Mapping[str, str]) -> Topology:
+        """Number and index of the hosts; PyTorch/XLA starts the ranks."""
+        return topology(environ)
+
+
+xla = XLA()
+
+
+def build(config: XLAEnvironmentConfig, context: BuildContext) -> XLAEnvironment:
+    """Lightning's own environment: the ranks are known only in the processes that PyTorch/XLA starts.
+
+    Raises:
+        ModuleNotFoundError: torch_xla is not installed.
+    """
+    from lightning.fabric.plugins.environments import XLAEnvironment
+
+    return XLAEnvironment()
+
+
+_WORKER = ("TPU_WORKER_ID", "CLOUD_TPU_TASK_ID")
+_SLICE = ("TPU_WORKER_HOSTNAMES", "TPU_PROCESS_ADDRESSES", "TPU_PROCESS_BOUNDS", "TPU_HOST_BOUNDS")
+_BY = "the TPU runtime"
+
+
+def find_worker(environ: Mapping[str, str]) -> str | None:
+    """The evidence that this is a host of a TPU slice; None when it is not."""
+    worker, slice_ = text(environ, *_WORKER), text(environ, *_SLICE)
+    if worker is None or slice_ is None:
+        return None
+    return f"{worker.reason}={worker.value}, {slice_.reason}"
+
+
+def is_tpu_machine(environ: Mapping[str, str]) -> bool:
+    """Whether PyTorch/XLA was told to use a TPU, which people export on a single TPU machine."""
+    found = text(environ, "PJRT_DEVICE")
+    return found is not None and found.value.upper() == "TPU"
+
+
+def topology(environ: Mapping[str, str]) -> Topology:
+    """The topology of this host; PyTorch/XLA starts the ranks on it.
+
+    Raises:
+        ConfigError: A variable of the TPU runtime is absent or malformed.
+    """
+    hosts = _hosts(environ)
+    nodes = _num_nodes(environ, hosts)
+    return check_ranks(
+        Topology(
+            launched=False,
+            num_nodes=nodes,
+            node_rank=_node_rank(environ, nodes),
+            main_address=None if hosts is None else Setting(hosts.value[0], f"first of {hosts.reason}"),
+        ),
+        _BY,
+    )
+
+
+def _hosts(environ: Mapping[str, str]) -> Setting | None:
+    """The hosts in order, each once."""
+    found = text(environ, "TPU_WORKER_HOSTNAMES", "TPU_PROCESS_ADDRESSES")
+    if found is None or found.value == "local":
+        return None
+    hosts = [_without_port(entry) for entry in found.value.split(",")]
+    if not all(hosts):
+        raise malformed(found.reason, found.value, "a comma list of hosts such as t1k-0,t1k-1")
+    return Setting(tuple(dict.fromkeys(hosts)), found.reason)
+
+
+def _without_port(entry: str) -> str:
+    """`host:port` without the port; an IPv6 address has more than one colon."""
+    entry = entry.strip()
+    return entry.partition(":")[0] if entry.count(":") == 1 else entry
+
+
+def _num_nodes(environ: Mapping[str, str], hosts: Setting | None) -> Setting:
+    if hosts is not None:
+        return Setting(len(hosts.value), f"hosts in {hosts.reason}")
+    bounds = text(environ, "TPU_PROCESS_BOUNDS", "TPU_HOST_BOUNDS")
+    if bounds is None:
+        return Setting(1, "one TPU host")
+    sides = bounds.value.split(",")
+    if not all(side.strip().isdigit() and int(side) > 0 for side in sides):
+        raise malformed(bounds.reason, bounds.value, "three numbers such as 2,2,1")
+    return Setting(math.prod(map(int, sides)), f"product of {bounds.reason}={bounds.value}")
+
+
+def _node_rank(environ: Mapping[str, str], nodes: Setting) -> Setting:
+    if integer(environ, "TPU_WORKER_ID") is None:
+        addresses = text(environ, "TPU_PROCESS_ADDRESSES")
+        task = integer(environ, "CLOUD_TPU_TASK_ID")
+        if task is None and nodes.value == 1:
+            return Setting(0, nodes.reason)
+        if task is not None and addresses is not None and "," in addresses.value:
+            # Several processes may share a host: each has an index in this list.
+            listed = [_without_port(entry) for entry in addresses.value.split(",")]
+            if task.value < len(listed):
+                node = list(dict.fromkeys(listed)).index(listed[task.value])
+                return Setting(node, f"host of CLOUD_TPU_TASK_ID={task.value} in TPU_PROCESS_ADDRESSES")
+    return required(environ, *_WORKER, by=_BY)

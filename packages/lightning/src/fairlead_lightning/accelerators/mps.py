@@ -1,0 +1,64 @@
+"""The accelerator `mps`: the GPU of an Apple computer."""
+
+from __future__ import annotations
+
+import platform
+import sys
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Literal
+
+from fairlead import AcceleratorConfigBase, AcceleratorPlugin, hookimpl
+from fairlead.interfaces import BuildContext, Devices
+from fairlead_lightning.fields import LIGHTNING
+
+if TYPE_CHECKING:
+    from lightning.fabric.accelerators import Accelerator
+
+__all__ = ["MPS", "MPSAcceleratorConfig", "build", "find_devices", "mps"]
+
+
+class MPSAcceleratorConfig(AcceleratorConfigBase):
+    """Compute on the GPU of an Apple computer, through Metal Performance Shaders; one rank.
+
+    Example:
+        >>> MPSAcceleratorConfig().name
+        'mps'
+    """
+
+    name: Literal["mps"] = "mps"
+
+
+class MPS(AcceleratorPlugin):
+    """The GPU of an Apple computer."""
+
+    config = MPSAcceleratorConfig
+    runtime = "fairlead_lightning.accelerators.mps:build"
+    engines = LIGHTNING
+    extra = "lightning"
+    priority = 80
+
+    @hookimpl
+    def fairlead_devices(self, environ: Mapping[str, str]) -> Devices:
+        """One device on macOS with an Apple processor."""
+        return find_devices(sys.platform, platform.machine())
+
+
+mps = MPS()
+
+
+def build(config: MPSAcceleratorConfig, context: BuildContext) -> Accelerator:
+    """Lightning's accelerator, of the engine's class family."""
+    from lightning.fabric.accelerators import MPSAccelerator as FabricMPS
+    from lightning.pytorch.accelerators import MPSAccelerator
+
+    return MPSAccelerator() if context.engine == "trainer" else FabricMPS()
+
+
+def find_devices(system: str, machine: str) -> Devices:
+    """One device where the system is macOS and the processor Apple's own.
+
+    Example:
+        >>> find_devices("darwin", "arm64").count, find_devices("linux", "aarch64").count
+        (1, 0)
+    """
+    return Devices(int(system == "darwin" and machine == "arm64"), f"{system} on {machine}")

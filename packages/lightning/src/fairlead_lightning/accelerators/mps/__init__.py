@@ -1,1 +1,0 @@
-"""The GPU of an Apple computer."""

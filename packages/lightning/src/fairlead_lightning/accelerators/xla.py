@@ -1,0 +1,117 @@
+"""The accelerator `xla` and its second name `tpu`: TPUs, and what else PJRT drives."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from fairlead import AcceleratorConfigBase, AcceleratorPlugin, hookimpl
+from fairlead.interfaces import BuildContext, Devices
+from fairlead_lightning.fields import LIGHTNING
+
+if TYPE_CHECKING:
+    from lightning.fabric.accelerators import Accelerator
+
+__all__ = ["XLA", "XLAAcceleratorConfig", "build", "find_devices", "tpu", "xla"]
+
+GOOGLE = "0x1ae0"
+"""Google's vendor number on the PCI bus (pci-ids.ucw.cz)."""
+
+
+class XLAAcceleratorConfig(AcceleratorConfigBase):
+    """Compute on TPUs, or on what else PJRT drives, through PyTorch/XLA.
+
+    Example:
+        >>> XLAAcceleratorConfig().name
+        'xla'
+    """
+
+    name: Literal["xla"] = "xla"
+
+
+class XLA(AcceleratorPlugin):
+    """TPUs, and what else PJRT drives."""
+
+    config = XLAAcceleratorConfig
+    runtime = "fairlead_lightning.accelerators.xla:build"
+    engines = (*LIGHTNING, "torch-xla>=2.9")
+    extra = "xla"
+    priority = 90
+    backend = "xla"
+    strategies = ("xla", "xla")
+
+    @hookimpl
+    def fairlead_devices(self, environ: Mapping[str, str]) -> Devices:
+        """TPU chips that the kernel shows, or what PJRT_DEVICE names."""
+        return find_devices(environ, Path("/"), installed=importlib.util.find_spec("torch_xla") is not None)
+
+
+xla = XLA()
+tpu = XLA(name="xla")
+
+
+def build(config: XLAAcceleratorConfig, context: BuildContext) -> Accelerator:
+    """Lightning's accelerator, of the engine's class family."""
+    from lightning.fabric.accelerators import XLAAccelerator as FabricXLA
+    from lightning.pytorch.accelerators import XLAAccelerator
+
+    return XLAAccelerator() if context.engine == "trainer" else FabricXLA()
+
+
+def find_devices(environ: Mapping[str, str], root: Path, *, installed: bool) -> Devices:
+    """The XLA devices that this process may use.
+
+    Args:
+        environ: The environment variables.
+        root: The root of the file system.
+        installed: Whether torch_xla is.
+    """
+    asked = environ.get("PJRT_DEVICE", "").upper()
+    if asked and asked != "TPU":
+        if not installed:
+            return Devices(0, f"PJRT_DEVICE={asked}, but torch_xla is not installed")
+        variable = "GPU_NUM_DEVICES" if asked in {"CUDA", "GPU", "ROCM"} else f"{asked}_NUM_DEVICES"
+        count = environ.get(variable, "1")
+        return Devices(int(count) if count.isdecimal() else 1, f"PJRT_DEVICE={asked}", (asked,))
+    chips, source = _chips(environ, root)
+    if not chips:
+        return Devices(0, "no TPU in /dev/accel* or /dev/vfio")
+    wanted = environ.get("TPU_VISIBLE_CHIPS", environ.get("TPU_VISIBLE_DEVICES"))
+    if wanted is not None:
+        left = {int(item) for item in wanted.split(",") if item.strip().isdecimal()}
+        chips, source = len([chip for chip in left if chip < chips]), f"{source}, TPU_VISIBLE_CHIPS={wanted!r}"
+    kind = environ.get("TPU_ACCELERATOR_TYPE", "")
+    # Versions 2 and 3 show the two cores of a chip as two devices; later ones show one.
+    per_chip = 2 if re.match(r"v[23]-", kind) else 1
+    return Devices(chips * per_chip, source, (f"TPU {kind}".strip(),) * chips * per_chip)
+
+
+def _chips(environ: Mapping[str, str], root: Path) -> tuple[int, str]:
+    accel = [p for p in (root / "dev").glob("accel*") if re.fullmatch(r"accel_?\d+", p.name)]
+    if accel and _is_tpu(environ, root):
+        return len(accel), "/dev/accel*"
+    groups = [p for p in (root / "dev/vfio").glob("*") if p.name.isdecimal()]
+    if groups and _is_tpu(environ, root):
+        return len(groups), "/dev/vfio"
+    return 0, ""
+
+
+def _is_tpu(environ: Mapping[str, str], root: Path) -> bool:
+    """Such device files also belong to other vendors' accelerators and to virtual machines."""
+    if any(name.startswith("TPU_") for name in environ) or environ.get("PJRT_DEVICE", "").upper() == "TPU":
+        return True
+    for path in (root / "sys/bus/pci/devices").glob("*/vendor"):
+        try:
+            if path.read_text().strip() == GOOGLE and _is_compute(path.parent):
+                return True
+        except OSError:
+            continue  # one device that cannot be read says nothing about the others
+    return False
+
+
+def _is_compute(device: Path) -> bool:
+    """Google's virtual disks (class 0x01....) and network cards (0x02....) have the same vendor number."""
+    return not (device / "class").read_text().startswith(("0x01", "0x02"))

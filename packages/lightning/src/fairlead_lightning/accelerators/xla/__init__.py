@@ -1,1 +1,0 @@
-"""XLA devices: TPUs, and what else PJRT drives."""

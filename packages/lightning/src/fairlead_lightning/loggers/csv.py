@@ -1,0 +1,40 @@
+"""The logger `csv`: the file `metrics.csv`, which is written in any case."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from fairlead import LoggerConfigBase, LoggerPlugin
+from fairlead.interfaces import BuildContext
+from fairlead_lightning.fields import LIGHTNING
+
+__all__ = ["CSV", "CSVLoggerConfig", "build", "csv"]
+
+
+class CSVLoggerConfig(LoggerConfigBase):
+    """The file `metrics.csv` in the run directory.
+
+    It is written in any case: naming it says so, and changes nothing.
+
+    Example:
+        >>> CSVLoggerConfig().name
+        'csv'
+    """
+
+    name: Literal["csv"] = "csv"
+
+
+class CSV(LoggerPlugin):
+    """`metrics.csv`, which every run has."""
+
+    config = CSVLoggerConfig
+    runtime = "fairlead_lightning.loggers.csv:build"
+    engines = LIGHTNING
+    extra = "lightning"
+
+
+csv = CSV()
+
+
+def build(config: CSVLoggerConfig, context: BuildContext) -> None:
+    """None, which the bridge leaves out: the run's `MetricsFile` is this logger."""

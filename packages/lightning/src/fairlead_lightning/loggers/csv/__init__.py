@@ -1,1 +1,0 @@
-"""The file `metrics.csv`, which is written in any case."""

@@ -1,0 +1,60 @@
+"""The logger `wandb`: Weights & Biases."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from fairlead import LoggerConfigBase, LoggerPlugin
+from fairlead_lightning.fields import LIGHTNING
+
+__all__ = ["Wandb", "WandbLoggerConfig", "wandb"]
+
+
+class WandbLoggerConfig(LoggerConfigBase):
+    """A run at Weights & Biases, or a record of one on disk where there is no network.
+
+    All starts of a run are one run there: its id is kept in `wandb-run.json` of the run directory.
+
+    A record there cannot be cut back: what was logged between the checkpoint and an interruption is in
+    it twice, once from each start, and what W&B had not yet written when the process was killed is
+    missing.  `metrics.csv` and TensorBoard have each step once.
+
+    Example:
+        >>> WandbLoggerConfig(project="gpt").project
+        'gpt'
+    """
+
+    name: Literal["wandb"] = "wandb"
+    project: str | None = None
+    """The project; None: WANDB_PROJECT, else Lightning's `lightning_logs`."""
+    entity: str | None = None
+    """The user or team; None: WANDB_ENTITY, else the account's default."""
+    run_name: str | None = None
+    """How the run is called there; None: the name of the run directory."""
+    group: str | None = None
+    """Runs with the same group are shown together: a sweep, or the seeds of one experiment."""
+    tags: Annotated[tuple[str, ...], Field(strict=False)] = ()
+    """Tags of the run."""
+    notes: str | None = None
+    """A longer description."""
+    job_type: str | None = None
+    """What kind of run it is: train, eval."""
+    offline: bool | None = None
+    """Whether to record on disk only. None: as WANDB_MODE says; without it, offline where no login is found or the
+    server cannot be reached. The command that uploads the record is printed at the end."""
+    prefix: str = ""
+    """Put before the name of each metric, with a dash."""
+
+
+class Wandb(LoggerPlugin):
+    """Metrics at Weights & Biases."""
+
+    config = WandbLoggerConfig
+    runtime = "fairlead_lightning.loggers.wandb_runtime:build"
+    engines = (*LIGHTNING, "wandb>=0.19")
+    extra = "wandb"
+
+
+wandb = Wandb()
