@@ -22,7 +22,7 @@ from pydantic import BaseModel
 from fairlead.axes import AXIS_PLUGINS, Plugin
 from fairlead.checks import capability_table
 from fairlead.findings import CODES
-from fairlead.first_party import FIRST_PARTY
+from fairlead.first_party import first_party
 from fairlead.hookspecs import HookSpecs
 from fairlead.plugins import PluginManager
 from fairlead_runs.fingerprints import MAY_CHANGE
@@ -48,7 +48,7 @@ def first_party_plugins() -> PluginManager:
 
 
 def _is_ours(point: Any) -> bool:
-    return point.name in FIRST_PARTY or bool(point.dist and point.dist.name == "fairlead")
+    return point.name in first_party() or bool(point.dist and point.dist.name == "fairlead")
 
 
 # -- parts

@@ -27,7 +27,7 @@ from fairlead import yaml
 from fairlead.axes import AXIS_PLUGINS
 from fairlead.config import JobConfig
 from fairlead.findings import CODES
-from fairlead.first_party import FIRST_PARTY
+from fairlead.first_party import first_party
 from fairlead.hookspecs import HookSpecs
 from fairlead.plugins import PluginManager
 from fairlead.testing import FakeEntryPoint, write_dist
@@ -107,7 +107,7 @@ def test_every_config_field_is_documented() -> None:
 def test_every_plugin_preset_and_alias_is_documented() -> None:
     text, migrating = page("reference/plugins.md"), page("migrating.md")
     manager = ours()
-    names = [key.split(".") for key in FIRST_PARTY if not key.startswith("command.")]
+    names = [key.split(".") for key in first_party() if not key.startswith("command.")]
     assert [n for axis, n in names if f"### {axis}: {n} " not in text and f"- `{n}` is " not in text] == []
     aliases = {alias for axis, name in names for alias in manager.get(axis, name).aliases}
     assert [alias for alias in aliases if f"| `{alias}` |" not in migrating] == []
@@ -170,7 +170,7 @@ def plugins_of_the_pages() -> PluginManager:
         example = importlib.import_module("fairlead_localsgd.plugin").localsgd
     finally:
         del sys.path[0]
-    points = [ours()._points[f"{axis}.{name}"] for axis, name in (k.split(".") for k in FIRST_PARTY)]
+    points = [ours()._points[f"{axis}.{name}"] for axis, name in (k.split(".") for k in first_party())]
     return PluginManager([*points, FakeEntryPoint("strategy.localsgd", example)])
 
 

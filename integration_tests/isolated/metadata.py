@@ -26,6 +26,7 @@ def problems_of_wheel(path: Path) -> list[str]:
         "no licence expression": metadata.license_expression != "Apache-2.0",
         "no licence text": not any("/licenses/" in file and file.endswith("LICENSE") for file in files),
         "no py.typed": f"{module}/py.typed" not in files,
+        "no list of the plugins of all packages": module == "fairlead" and "fairlead/first_party.json" not in files,
         f"unexpected top-level files {sorted(strays)}": bool(strays),
     }
     return [f"{path.name}: {problem}" for problem, holds in checks.items() if holds]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import pytest
 from pydantic import ValidationError
@@ -23,6 +23,7 @@ from fairlead import (
     TrainerConfig,
     yaml,
 )
+from fairlead.config.marks import MayChange, NotExact, PassedToLightning, inexact_settings, marked
 from fairlead.durations import format_duration, parse_duration
 from fairlead.testing import stand_ins
 
@@ -280,3 +281,18 @@ def test_every_field_is_documented() -> None:
     models = [getattr(config, name) for name in config.__all__ if name.endswith(("Config", "Spec"))]
     assert len(models) == 7
     assert [name for model in models for name in bare(model)] == []
+
+
+def test_a_field_says_about_itself_what_matters_elsewhere() -> None:
+    class Ours(TrainerConfig):
+        temperature: Annotated[float, MayChange("it only smooths the plots"), NotExact(bool, why="w", fix="f")] = 0.0
+
+    assert marked(Ours, MayChange)["temperature"].why == "it only smooths the plots"
+    assert [(reason.what, reason.certain) for reason in inexact_settings(Ours(temperature=0.5), "trainer")] == [
+        ("trainer.temperature: 0.5", True)
+    ]
+    assert "temperature" not in marked(Ours, PassedToLightning)
+    weights = TrainerConfig.model_validate({"checkpoint": {"save_weights_only": True}})
+    assert [reason.what for reason in inexact_settings(weights, "trainer")] == [
+        "trainer.checkpoint.save_weights_only: true"
+    ]

@@ -11,7 +11,7 @@ import pytest
 
 from fairlead.config import JobConfig
 from fairlead.exactness import Reading, Verdict, source_reasons, verdict
-from fairlead.modules import code_root
+from fairlead.user_code import code_root
 
 HEAD = '''
 import random

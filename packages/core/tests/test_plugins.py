@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import pytest
@@ -19,6 +20,7 @@ from fairlead import (
 )
 from fairlead.configs import find_config
 from fairlead.errors import ConfigError, MissingDependencyError, PluginError
+from fairlead.first_party import collect
 from fairlead.testing import FakeDist, FakeEntryPoint, write_dist
 
 SOURCE = """
@@ -258,6 +260,21 @@ def test_unknown_tags() -> None:
     with pytest.raises(MissingDependencyError) as missing:
         plugins.get("strategy", "deepspeed")
     assert missing.value.fix == "pip install 'fairlead[deepspeed]'"
+
+
+def test_our_own_plugins_are_collected_with_the_extra_that_each_names(tmp_path: Path) -> None:
+    """R15: what is not installed is known by the source of the packages, not by a list that somebody keeps."""
+    core = '[project]\nname = "fairlead"\n[project.optional-dependencies]\nring = []\n'
+    entries = '"strategy.ring" = "rings.ring:ring"\n"strategy.plain" = "rings.plain:plain"\n'
+    rings = f'[project]\nname = "fairlead-rings"\n[project.entry-points.fairlead]\n{entries}'
+    for name, text in (("core", core), ("rings", rings)):
+        (tmp_path / name / "src" / "rings" / "plain").mkdir(parents=True)
+        (tmp_path / name / "pyproject.toml").write_text(text)
+    source = tmp_path / "rings" / "src" / "rings"
+    (source / "ring.py").write_text('ConfigDict(extra="forbid")\nclass Ring:\n    extra = "ring"\n')
+    (source / "plain" / "__init__.py").touch()
+    assert collect(tmp_path) == {"strategy.plain": "check", "strategy.ring": "ring"}
+    assert collect(tmp_path / "core") == {}
 
 
 class HereConfig(EnvironmentConfigBase):

@@ -16,9 +16,9 @@ from fairlead.errors import FairleadError, PluginError
 from fairlead.findings import Finding, Severity
 from fairlead.interfaces import Setting
 from fairlead.jobs import LoadedJob
-from fairlead.modules import CodeRoot, Sources, check_spec
 from fairlead.plugins import PluginManager
 from fairlead.resolve import Resolution, resolve
+from fairlead.user_code import CodeRoot, Sources, check_spec
 from fairlead.validation import dotted
 from fairlead_runs.resuming import check_run
 

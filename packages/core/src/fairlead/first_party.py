@@ -1,83 +1,54 @@
 """The plugins of Fairlead's own packages, and the extra that brings each.
 
-Only this table lets the slim core say which pip line is missing when the package is not installed.
-A test compares it with the packages' entry points.
+With it, the slim core says which pip line is missing when the package is not installed.  The list is nowhere written
+by hand: a build collects it from the packages beside this one, and in a checkout it is collected when it is needed.
 """
 
 from __future__ import annotations
 
+import json
+import re
+import tomllib
+from functools import cache
+from pathlib import Path
 from typing import Final
 
-__all__ = ["FIRST_PARTY"]
+__all__ = ["FILE", "collect", "first_party"]
 
-FIRST_PARTY: Final[dict[str, str]] = {
-    "accelerator.cpu": "lightning",
-    "accelerator.cuda": "lightning",
-    "accelerator.gpu": "lightning",
-    "accelerator.mps": "lightning",
-    "accelerator.tpu": "xla",
-    "accelerator.xla": "xla",
-    "checkpoint_io.async": "lightning",
-    "checkpoint_io.distributed": "lightning",
-    "checkpoint_io.remote": "remote",
-    "checkpoint_io.torch": "lightning",
-    "checkpoint_io.xla": "xla",
-    "command.checkpoint": "check",
-    "command.fit": "lightning",
-    "command.predict": "lightning",
-    "command.runs": "check",
-    "command.status": "check",
-    "command.test": "lightning",
-    "command.validate": "lightning",
-    "environment.kubeflow": "kubeflow",
-    "environment.lightning": "lightning",
-    "environment.lsf": "lsf",
-    "environment.manual": "lightning",
-    "environment.mpi": "mpi",
-    "environment.slurm": "slurm",
-    "environment.torchelastic": "lightning",
-    "environment.xla": "xla",
-    "layer_sync.torch_sync_batchnorm": "lightning",
-    "logger.csv": "lightning",
-    "logger.tensorboard": "tensorboard",
-    "logger.wandb": "wandb",
-    "precision.16": "lightning",
-    "precision.16-mixed": "lightning",
-    "precision.16-true": "lightning",
-    "precision.32": "lightning",
-    "precision.32-true": "lightning",
-    "precision.64": "lightning",
-    "precision.64-true": "lightning",
-    "precision.bf16": "lightning",
-    "precision.bf16-mixed": "lightning",
-    "precision.bf16-true": "lightning",
-    "precision.bitsandbytes": "bitsandbytes",
-    "precision.deepspeed": "deepspeed",
-    "precision.fsdp": "lightning",
-    "precision.half": "lightning",
-    "precision.mixed": "lightning",
-    "precision.transformer-engine": "transformer-engine",
-    "precision.transformer-engine-float16": "transformer-engine",
-    "precision.xla": "xla",
-    "requeue.command": "lightning",
-    "requeue.exit_code": "lightning",
-    "requeue.lsf": "lsf",
-    "requeue.none": "lightning",
-    "requeue.script": "lightning",
-    "requeue.slurm": "slurm",
-    "strategy.ddp": "lightning",
-    "strategy.ddp_find_unused_parameters_true": "lightning",
-    "strategy.ddp_fork": "lightning",
-    "strategy.ddp_spawn": "lightning",
-    "strategy.deepspeed": "deepspeed",
-    "strategy.deepspeed_stage_1": "deepspeed",
-    "strategy.deepspeed_stage_2": "deepspeed",
-    "strategy.deepspeed_stage_2_offload": "deepspeed",
-    "strategy.deepspeed_stage_3": "deepspeed",
-    "strategy.deepspeed_stage_3_offload": "deepspeed",
-    "strategy.fsdp": "lightning",
-    "strategy.fsdp2": "lightning",
-    "strategy.fsdp_native": "lightning",
-    "strategy.single_device": "lightning",
-    "strategy.xla": "xla",
-}
+FILE: Final = "first_party.json"
+"""The collected list, beside this module in a wheel."""
+
+_EXTRA: Final = re.compile(r"\bextra ?= ?\"([a-z0-9-]+)\"")
+
+
+@cache
+def first_party() -> dict[str, str]:
+    """The extra of the core that brings each plugin: `{"strategy.deepspeed": "deepspeed", ...}`."""
+    file = Path(__file__).with_name(FILE)
+    if file.exists():
+        return dict(json.loads(file.read_text(encoding="utf-8")))
+    return collect(Path(__file__).parents[3])
+
+
+def collect(packages: Path) -> dict[str, str]:
+    """The same from the source of all packages; an empty one where there are none.
+
+    A plugin says itself which extra brings it (`Plugin.extra`); one that needs no engine comes with `check`.
+
+    Args:
+        packages: The folder of the packages.
+    """
+    files = packages.glob("*/pyproject.toml")
+    projects = {file.parent: tomllib.loads(file.read_text(encoding="utf-8"))["project"] for file in files}
+    own = [project for project in projects.values() if project["name"] == "fairlead"]
+    extras = {extra for project in own for extra in project["optional-dependencies"]}
+    found: dict[str, str] = {}
+    for folder, project in projects.items():
+        if project in own:
+            continue
+        for name, value in project.get("entry-points", {}).get("fairlead", {}).items():
+            module = folder / "src" / value.partition(":")[0].replace(".", "/")
+            source = module.with_suffix(".py") if module.with_suffix(".py").exists() else module / "__init__.py"
+            said = [extra for extra in _EXTRA.findall(source.read_text(encoding="utf-8")) if extra in extras]
+            found[name] = said[0] if said else "check"
+    return dict(sorted(found.items()))

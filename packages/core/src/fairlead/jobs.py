@@ -15,9 +15,9 @@ from fairlead import yaml
 from fairlead.config import JobConfig
 from fairlead.errors import ConfigError, FairleadError, UserCodeError
 from fairlead.findings import Finding
-from fairlead.modules import CodeRoot, code_root, import_callable
 from fairlead.overrides import apply_override, parse_override
 from fairlead.plugins import PluginManager
+from fairlead.user_code import CodeRoot, code_root, import_callable
 from fairlead.validation import dotted, findings_of
 
 __all__ = ["LoadedJob", "load_job"]

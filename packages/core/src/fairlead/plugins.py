@@ -18,7 +18,7 @@ import pluggy
 from fairlead.axes import AXIS_PLUGINS, CommandPlugin, Plugin
 from fairlead.bases import BackendConfig
 from fairlead.errors import ConfigError, FairleadError, MissingDependencyError, PluginError, did_you_mean
-from fairlead.first_party import FIRST_PARTY
+from fairlead.first_party import first_party
 from fairlead.hookspecs import API_VERSION, HookSpecs
 from fairlead.records import EntryPoint, PluginRecord
 
@@ -230,18 +230,18 @@ class PluginManager:
                 f"the {axis} {name!r} cannot be loaded",
                 where=where,
                 why=f"{record.dist} {record.version}: {record.error}",
-                fix=f"mend or uninstall it (pip uninstall {record.dist}), or choose another {axis}",
+                fix=f"fix or uninstall it (pip uninstall {record.dist}), or choose another {axis}",
             )
         return plugin
 
     def _unknown(self, axis: str, name: str, where: str | None) -> FairleadError:
-        extra = FIRST_PARTY.get(f"{axis}.{name}")
+        extra = first_party().get(f"{axis}.{name}")
         if extra is not None:
             return MissingDependencyError(
                 f"the {axis} {name!r} is not installed", where=where, fix=f"pip install 'fairlead[{extra}]'"
             )
         names = self.names(axis)
-        own = [key.partition(".")[2] for key in FIRST_PARTY if key.startswith(f"{axis}.")]
+        own = [key.partition(".")[2] for key in first_party() if key.startswith(f"{axis}.")]
         near = did_you_mean(name, [*names, *own])
         installed = f"installed: {', '.join(names)}" if names else f"no plugin of the axis {axis!r} is installed"
         return ConfigError(

@@ -10,47 +10,16 @@ from typing import Any, Final, cast
 
 from fairlead.axes import RequeuePlugin, StrategyPlugin
 from fairlead.bases import BackendConfig, RequeueConfigBase
-from fairlead.config import ClassSpec
+from fairlead.config import ClassSpec, TrainerConfig
+from fairlead.config.marks import PassedToLightning, marked
 from fairlead.errors import ConfigError, FairleadError, PluginError
 from fairlead.interfaces import BuildContext, StopGuard, StopSignals
-from fairlead.modules import CodeRoot, instantiate
+from fairlead.user_code import CodeRoot, instantiate
 from fairlead_runs.checkpoint_io import CheckpointCopies
 
 __all__ = ["PASSED_ON", "build_backend", "build_guard", "build_plugins", "trainer_arguments"]
 
-PASSED_ON: Final = (
-    "accumulate_grad_batches",
-    "barebones",
-    "benchmark",
-    "check_val_every_n_epoch",
-    "detect_anomaly",
-    "deterministic",
-    "enable_autolog_hparams",
-    "enable_checkpointing",
-    "enable_model_summary",
-    "enable_progress_bar",
-    "fast_dev_run",
-    "gradient_clip_algorithm",
-    "gradient_clip_val",
-    "inference_mode",
-    "limit_predict_batches",
-    "limit_test_batches",
-    "limit_train_batches",
-    "limit_val_batches",
-    "log_every_n_steps",
-    "max_epochs",
-    "max_steps",
-    "max_time",
-    "min_epochs",
-    "min_steps",
-    "model_registry",
-    "num_sanity_val_steps",
-    "overfit_batches",
-    "reload_dataloaders_every_n_epochs",
-    "sync_batchnorm",
-    "use_distributed_sampler",
-    "val_check_interval",
-)
+PASSED_ON: Final = tuple(marked(TrainerConfig, PassedToLightning))
 """The fields of `TrainerConfig` that Lightning's Trainer takes under the same name and with the same value."""
 
 

@@ -21,8 +21,8 @@ from fairlead.errors import ConfigError
 from fairlead.exactness import device_reasons
 from fairlead.findings import raise_errors
 from fairlead.interfaces import BuildContext, StopGuard
-from fairlead.modules import CodeRoot, code_root
 from fairlead.plugins import PluginManager, default_plugins
+from fairlead.user_code import CodeRoot, code_root
 from fairlead_distributed.run.joining import join_process_group
 from fairlead_distributed.run.opening import handed_over, open_session, waiting_handoff
 from fairlead_distributed.run.session import STATE_FILE, RunSession

@@ -10,44 +10,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fairlead.config import TrainerConfig
+from fairlead.config.marks import MayChange, marked
 from fairlead.errors import ConfigError, RunDirectoryError
 from fairlead_runs.redaction import redact
 
 __all__ = ["LIMITS", "MAY_CHANGE", "Difference", "Fingerprint", "fingerprint", "limits"]
 
-# Everything else of `model`, `data`, `run.seed` and `trainer` must stay as it is.
-MAY_CHANGE: Mapping[str, str] = {
-    "trainer.devices": "a run may move to another number of devices; the global batch is `batch_policy`'s",
-    "trainer.num_nodes": "as devices",
-    "trainer.threads": "as devices",
-    "trainer.auto_determine_num_nodes": "only how num_nodes is found",
-    "trainer.batch_policy": "it is set because the world size changed",
-    "trainer.environment": "a run may move to another cluster",
-    "trainer.requeue": "what happens after a stop, not what is computed",
-    "trainer.max_epochs": "a run may be trained for longer",
-    "trainer.min_epochs": "as max_epochs",
-    "trainer.max_steps": "as max_epochs",
-    "trainer.min_steps": "as max_epochs",
-    "trainer.max_time": "the time limit is the cluster's",
-    "trainer.loggers": "where metrics are shown, not what they are",
-    "trainer.log_every_n_steps": "as loggers",
-    "trainer.enable_autolog_hparams": "as loggers",
-    "trainer.model_registry": "where models are uploaded to",
-    "trainer.checkpoint": "how often is saved and what is kept",
-    "trainer.checkpoint_io": "how files are written",
-    "trainer.enable_checkpointing": "as checkpoint",
-    "trainer.num_sanity_val_steps": "a trial before training; nothing of it is kept",
-    "trainer.limit_test_batches": "not a part of training",
-    "trainer.limit_predict_batches": "not a part of training",
-    "trainer.inference_mode": "how validation saves memory",
-    "trainer.detect_anomaly": "a debugging aid",
-    "trainer.profiler": "it only watches",
-    "trainer.enable_progress_bar": "display",
-    "trainer.progress_interval": "display",
-    "trainer.enable_model_summary": "display",
-}
-
-LIMITS = ("max_epochs", "min_epochs", "max_steps", "min_steps", "max_time")
+_MARKS = marked(TrainerConfig, MayChange)
+MAY_CHANGE: Mapping[str, str] = {f"trainer.{name}": mark.why for name, mark in _MARKS.items()}
+"""What may change, with the reason.  Everything else of `model`, `data`, `run.seed` and `trainer` must stay."""
+LIMITS = tuple(name for name, mark in _MARKS.items() if mark.limit)
 _NOTHING = "(not set)"
 
 

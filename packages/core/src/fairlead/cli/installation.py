@@ -10,7 +10,7 @@ from pathlib import Path
 from fairlead.axes import AXIS_PLUGINS
 from fairlead.cli.session import Session
 from fairlead.errors import ConfigError, did_you_mean
-from fairlead.first_party import FIRST_PARTY
+from fairlead.first_party import first_party
 from fairlead.plugins import PluginRecord, pip_target
 from fairlead.schema import job_schema
 
@@ -46,7 +46,7 @@ def run_plugins(arguments: argparse.Namespace, session: Session) -> int:
     absent = sorted(
         {
             extra
-            for key, extra in FIRST_PARTY.items()
+            for key, extra in first_party().items()
             if arguments.axis in (None, key.partition(".")[0]) and key not in {r.key for r in records}
         }
     )

@@ -14,7 +14,7 @@ from typing import Final, NoReturn
 from fairlead.axes import CommandPlugin
 from fairlead.cli.session import Session
 from fairlead.errors import ConfigError, FairleadError, MissingDependencyError, did_you_mean
-from fairlead.first_party import FIRST_PARTY
+from fairlead.first_party import first_party
 from fairlead.plugins import PluginManager, pip_target
 
 __all__ = ["main"]
@@ -113,18 +113,19 @@ def _run(words: list[str], session: Session) -> int:
 
 
 def _command(name: str, session: Session) -> CommandPlugin:
-    known = {key.partition(".")[2] for key in FIRST_PARTY if key.startswith("command.")}
     names = session.plugins.names("command")
     if name.startswith("-"):
         raise ConfigError(f"unknown option {name!r}", where="fairlead", fix="see fairlead --help")
-    if name not in names and name not in known:
-        near = did_you_mean(name, {*names, *known})
-        raise ConfigError(
-            f"unknown command {name!r}",
-            where="fairlead",
-            why=f"commands: {', '.join(sorted(names))}",
-            fix=f"did you mean {near!r}?" if near else "see fairlead --help",
-        )
+    if name not in names:
+        absent = {key.partition(".")[2] for key in first_party() if key.startswith("command.")}
+        if name not in absent:
+            near = did_you_mean(name, {*names, *absent})
+            raise ConfigError(
+                f"unknown command {name!r}",
+                where="fairlead",
+                why=f"commands: {', '.join(sorted(names))}",
+                fix=f"did you mean {near!r}?" if near else "see fairlead --help",
+            )
     return session.plugins.command(name)
 
 

@@ -22,8 +22,8 @@ from fairlead.exactness.values import (
     Values,
     distinct,
 )
-from fairlead.modules.source import Binding
-from fairlead.modules.symbols import ClassSymbol, FunctionSymbol
+from fairlead.user_code.source import Binding
+from fairlead.user_code.symbols import ClassSymbol, FunctionSymbol
 
 __all__ = ["Attributes"]
 

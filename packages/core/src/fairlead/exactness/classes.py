@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Final
 
 from fairlead.exactness.names import External, Lost, Names, Scope
-from fairlead.modules.source import Binding
-from fairlead.modules.symbols import ClassSymbol, FunctionSymbol
+from fairlead.user_code.source import Binding
+from fairlead.user_code.symbols import ClassSymbol, FunctionSymbol
 
 __all__ = ["Assigned", "Classes", "MethodOf", "methods_of", "self_name"]
 

@@ -22,7 +22,7 @@ from fairlead.exactness.values import (
     Value,
     Values,
 )
-from fairlead.modules.symbols import ClassSymbol, FunctionSymbol
+from fairlead.user_code.symbols import ClassSymbol, FunctionSymbol
 
 __all__ = ["HARMLESS", "Functions", "is_super", "own_nodes"]
 

@@ -21,7 +21,7 @@ from fairlead.exactness.kinds import (
 from fairlead.exactness.names import External, Scope
 from fairlead.exactness.values import Call, Constant, Frame, Instance, Items, Thunk, Unknown, Value, Values
 from fairlead.findings import Inexact
-from fairlead.modules.symbols import ClassSymbol, FunctionSymbol
+from fairlead.user_code.symbols import ClassSymbol, FunctionSymbol
 
 __all__ = ["Judge", "Role", "unknown"]
 

@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
-from fairlead.modules import split_spec
-from fairlead.modules.roots import CodeRoot
-from fairlead.modules.source import Binding, ModuleFile, NotKnownError, SourceError, Sources, bind
-from fairlead.modules.symbols import ClassSymbol, FunctionSymbol, Resolver
+from fairlead.user_code import split_spec
+from fairlead.user_code.roots import CodeRoot
+from fairlead.user_code.source import Binding, ModuleFile, NotKnownError, SourceError, Sources, bind
+from fairlead.user_code.symbols import ClassSymbol, FunctionSymbol, Resolver
 
 __all__ = ["External", "Global", "Lost", "Meaning", "ModuleName", "Names", "Scope", "place"]
 

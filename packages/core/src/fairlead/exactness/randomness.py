@@ -10,7 +10,7 @@ from fairlead.exactness.kinds import DATALOADERS, ITERABLE_DATASETS, MAP_DATASET
 from fairlead.exactness.names import External, Scope, place
 from fairlead.exactness.reach import Reach, Unit
 from fairlead.findings import Inexact
-from fairlead.modules.symbols import ClassSymbol, FunctionSymbol
+from fairlead.user_code.symbols import ClassSymbol, FunctionSymbol
 
 __all__ = ["GENERATORS", "Generators", "draws_random_numbers"]
 

@@ -12,8 +12,8 @@ from typing import Final, Literal
 from fairlead.exactness.classes import Classes, methods_of, self_name
 from fairlead.exactness.kinds import is_known
 from fairlead.exactness.names import External, Global, Lost, Meaning, Names, Scope, place
-from fairlead.modules.source import ModuleFile
-from fairlead.modules.symbols import ClassSymbol, FunctionSymbol
+from fairlead.user_code.source import ModuleFile
+from fairlead.user_code.symbols import ClassSymbol, FunctionSymbol
 
 __all__ = ["Reach", "Side", "Unit", "Use", "references"]
 

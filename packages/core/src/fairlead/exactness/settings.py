@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from datetime import timedelta
 from typing import Final
 
 from fairlead.bases import BackendConfig
-from fairlead.config import RunConfig, TrainerConfig
+from fairlead.config import RunConfig
+from fairlead.config.marks import inexact_settings
 from fairlead.errors import FairleadError, PluginError
 from fairlead.exactness.devices import accelerator_reasons, ddp_reasons
 from fairlead.findings import Inexact
@@ -39,7 +38,7 @@ def device_reasons(resolution: Resolution, plugins: PluginManager, run: RunConfi
         >>> device_reasons(resolution, plugins)[0].what
         'trainer.enable_checkpointing: false'
     """
-    reasons = [*_run(run or RunConfig()), *_saved(resolution.trainer), *_loops(resolution.trainer)]
+    reasons = [*inexact_settings(run or RunConfig(), "run"), *inexact_settings(resolution.trainer, "trainer")]
     for axis in (*_MUST_SPEAK, *_OPTIONAL):
         config: BackendConfig | None = getattr(resolution, axis)
         if config is not None:
@@ -99,70 +98,3 @@ def _checked(one: object, config: BackendConfig) -> Inexact:
             f"fairlead_exactness of {config.axis}.{config.name} gave a {type(one).__name__}, not an Inexact"
         )
     return one
-
-
-def _run(run: RunConfig) -> Iterator[Inexact]:
-    if run.seed is None:
-        yield Inexact(
-            "run.seed: null",
-            why="each start draws other random numbers, for first weights without a checkpoint and splits of the data",
-            fix="run.seed: 0, or any number",
-        )
-    if run.resume not in ("auto", "never") and run.resume.endswith(".ckpt"):
-        yield Inexact(
-            f"run.resume: {run.resume}",
-            why="a single file has no random state and no place in the data for each rank, unless Fairlead wrote it",
-            fix="name a folder under checkpoints/, or resume: auto",
-            certain=False,
-        )
-
-
-def _saved(trainer: TrainerConfig) -> Iterator[Inexact]:
-    nothing = "no checkpoint is written: there is nothing to go on from"
-    if not trainer.enable_checkpointing:
-        yield Inexact("trainer.enable_checkpointing: false", why=nothing, fix="enable_checkpointing: true")
-    if trainer.fast_dev_run:
-        yield Inexact("trainer.fast_dev_run", why=nothing, fix="fast_dev_run: false")
-    if trainer.barebones:
-        yield Inexact("trainer.barebones: true", why=nothing, fix="barebones: false")
-    if trainer.checkpoint.save_weights_only:
-        yield Inexact(
-            "trainer.checkpoint.save_weights_only: true",
-            why="the state of the optimizer and the place in the epoch are not saved",
-            fix="save_weights_only: false",
-        )
-
-
-def _loops(trainer: TrainerConfig) -> Iterator[Inexact]:
-    if isinstance(trainer.val_check_interval, timedelta):
-        yield Inexact(
-            "trainer.val_check_interval",
-            why="validation comes by the clock, so no two runs validate at the same steps",
-            fix="give a number of batches, or a fraction of an epoch",
-        )
-    if trainer.max_time is not None:
-        yield Inexact(
-            "trainer.max_time",
-            why="training ends by the clock, so no two runs end at the same step",
-            fix="max_steps or max_epochs",
-        )
-    if trainer.reload_dataloaders_every_n_epochs > 1:
-        yield Inexact(
-            f"trainer.reload_dataloaders_every_n_epochs: {trainer.reload_dataloaders_every_n_epochs}",
-            why="a start builds the loaders anew, also in an epoch where an undisturbed run keeps them",
-            fix="reload_dataloaders_every_n_epochs: 1, or 0",
-        )
-    if trainer.overfit_batches:
-        yield Inexact(
-            "trainer.overfit_batches",
-            why="Lightning replaces the samplers of the loaders, and no test has resumed that",
-            fix="limit_train_batches and limit_val_batches",
-            certain=False,
-        )
-    if trainer.lightning_kwargs:
-        yield Inexact(
-            f"trainer.lightning_kwargs: {', '.join(trainer.lightning_kwargs)}",
-            why="what they do to a resume is not known",
-            fix="leave them out",
-            certain=False,
-        )

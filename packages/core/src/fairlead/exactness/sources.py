@@ -19,8 +19,8 @@ from fairlead.exactness.reach import Reach
 from fairlead.exactness.state import unsaved_state
 from fairlead.exactness.values import Call, Constant, Frame, Instance, Items, Method, Named, Thunk, Unknown, Values
 from fairlead.findings import Inexact
-from fairlead.modules import CodeRoot, is_spec
-from fairlead.modules.symbols import ClassSymbol, FunctionSymbol
+from fairlead.user_code import CodeRoot, is_spec
+from fairlead.user_code.symbols import ClassSymbol, FunctionSymbol
 
 __all__ = ["Reading", "source_reasons"]
 

@@ -11,7 +11,7 @@ from fairlead.exactness.kinds import CALLBACKS, ITERABLE_DATASETS, MAP_DATASETS,
 from fairlead.exactness.names import External, Names, Scope, place
 from fairlead.exactness.reach import Reach
 from fairlead.findings import Inexact
-from fairlead.modules.symbols import ClassSymbol
+from fairlead.user_code.symbols import ClassSymbol
 
 __all__ = ["unsaved_state"]
 

@@ -15,9 +15,9 @@ from fairlead.exactness.settings import device_reasons
 from fairlead.exactness.sources import Reading, source_reasons
 from fairlead.findings import Finding, Inexact
 from fairlead.interfaces import Job, Setting
-from fairlead.modules import CodeRoot
 from fairlead.plugins import PluginManager
 from fairlead.resolution import Resolution
+from fairlead.user_code import CodeRoot
 from fairlead_runs import fingerprint
 from fairlead_runs.commit import newest_complete
 from fairlead_runs.directory import stored_fingerprint

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from fairlead.exactness.names import External, ModuleName, Scope, place
-from fairlead.modules.source import ModuleFile
-from fairlead.modules.symbols import ClassSymbol, FunctionSymbol
+from fairlead.user_code.source import ModuleFile
+from fairlead.user_code.symbols import ClassSymbol, FunctionSymbol
 
 __all__ = [
     "Call",

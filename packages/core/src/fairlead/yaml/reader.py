@@ -1,16 +1,17 @@
 """Text to data and positions.
 
-PyYAML's event parser (libyaml's where it is installed) does the syntax; the tree is composed here,
-because PyYAML's own composer keeps the last of two equal keys, knows only YAML 1.1, and lets a few
-lines of nested aliases grow to gigabytes.
+PyYAML (libyaml where it is installed) reads the text into nodes, which keep both of two equal keys with their lines.
+Its constructor would keep the last of them, know only YAML 1.1, and let a few lines of nested aliases grow to
+gigabytes: what the nodes mean is decided here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import yaml
+from yaml.composer import ComposerError
 
 from fairlead.errors import ConfigError
 from fairlead.yaml.scalars import Scalar, resolve_plain
@@ -23,6 +24,7 @@ Path = tuple[str | int, ...]
 MAX_DEPTH = 100
 MAX_ALIASED_VALUES = 100_000
 _TAG = "tag:yaml.org,2002:"
+_PLAIN = "?"  # the tag of what has none and stands in no quotes, as YAML's specification writes it
 _QUOTE = "quote it if it is meant as text"
 
 
@@ -80,176 +82,172 @@ class Document:
         return line
 
 
-class _Composer:
+class _Rules:
+    """What a PyYAML loader asks while it reads into nodes: a depth, and no YAML 1.1 meaning of unquoted scalars."""
+
+    _depth = 0
+
+    def resolve(self, kind: type[yaml.Node], value: Any, implicit: Any) -> str:
+        if kind is yaml.ScalarNode:
+            return _PLAIN if implicit[0] else _TAG + "str"
+        return _TAG + ("seq" if kind is yaml.SequenceNode else "map")
+
+    def descend_resolver(self, current_node: Any, current_index: Any) -> None:
+        self._depth += 1
+        if self._depth > MAX_DEPTH:
+            raise ComposerError(None, None, f"nested more than {MAX_DEPTH} levels deep", current_node.start_mark)
+
+    def ascend_resolver(self) -> None:
+        self._depth -= 1
+
+
+def _loader() -> Any:
+    # libyaml's parser is about ten times faster; PyYAML can be built without it.
+    return type("_Loader", (_Rules, getattr(yaml, "CSafeLoader", yaml.SafeLoader)), {})
+
+
+class _Reader:
+    """From PyYAML's nodes to ours: the aliases bounded, every key a name that stands once in its mapping."""
+
     def __init__(self, text: str, source: str) -> None:
-        self.source = source
-        # libyaml's parser is about ten times faster; PyYAML can be built without it.
-        self.events: Iterator[yaml.Event] = yaml.parse(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
-        self.anchors: dict[str, _Node | None] = {}  # None: still being read, so an alias to it would be a cycle
-        self.aliased = 0
+        self.text, self.source = text, source
+        self.read: dict[int, _Node | None] = {}  # by id of PyYAML's node; None: still being read
+        self.aliases = 0
+        self.aliased = 0  # values in them
 
-    def error(self, event: yaml.Event, what: str, *, why: str | None = None, fix: str | None = None) -> ConfigError:
-        return ConfigError(what, where=f"{self.source}:{_line(event)}", why=why, fix=fix)
+    def error(self, line: int, what: str, *, why: str | None = None, fix: str | None = None) -> ConfigError:
+        return ConfigError(what, where=f"{self.source}:{line}", why=why, fix=fix)
 
-    def document(self) -> tuple[_Node | None, bool]:
-        """The only document of the stream, and whether it was opened by `---`."""
-        next(self.events)  # stream start
-        start = next(self.events)
-        if not isinstance(start, yaml.DocumentStartEvent):
-            return None, False
-        node = self.node(next(self.events), 1)
-        next(self.events)  # document end
-        after = next(self.events)
-        if isinstance(after, yaml.DocumentStartEvent):
-            raise self.error(
-                after,
-                "a second YAML document starts here",
-                why="a file holds one document; '---' starts another",
-                fix="remove the '---' line, or move what follows into a file of its own",
-            )
-        return node, bool(start.explicit)
-
-    def node(self, event: yaml.Event, depth: int) -> _Node:
-        if depth > MAX_DEPTH:
-            raise self.error(event, f"nested more than {MAX_DEPTH} levels deep")
-        if isinstance(event, yaml.AliasEvent):
-            return self.alias(event, depth)
-        assert isinstance(event, yaml.NodeEvent)
-        anchor = event.anchor
-        if anchor is not None:
-            self.anchors[anchor] = None
-        if isinstance(event, yaml.ScalarEvent):
-            node = _Node(_line(event), self.scalar(event))
-        elif isinstance(event, yaml.SequenceStartEvent):
-            node = self.sequence(event, depth)
+    def node(self, node: yaml.Node, depth: int) -> _Node:
+        """One value; PyYAML puts the node that an anchor names in the place of each alias."""
+        if id(node) in self.read:
+            return self.alias(self.read[id(node)], depth)
+        self.read[id(node)] = None
+        if isinstance(node, yaml.ScalarNode):
+            done = _Node(_line(node), self.scalar(node))
+        elif node.tag != _TAG + ("seq" if isinstance(node, yaml.SequenceNode) else "map"):
+            raise self.unknown_tag(node)
+        elif isinstance(node, yaml.SequenceNode):
+            items = [self.node(item, depth + 1) for item in node.value]
+            done = _measured(_Node(_line(node), items), items)
         else:
-            assert isinstance(event, yaml.MappingStartEvent)
-            node = self.mapping(event, depth)
-        if anchor is not None:
-            self.anchors[anchor] = node
-        return node
+            assert isinstance(node, yaml.MappingNode)
+            done = self.mapping(node, depth)
+        self.read[id(node)] = done
+        return done
 
-    def alias(self, event: yaml.AliasEvent, depth: int) -> _Node:
-        name = str(event.anchor)
-        if name not in self.anchors:
-            raise self.error(event, f"no anchor &{name} before the alias *{name}", fix=f"define &{name}, or {_QUOTE}")
-        node = self.anchors[name]
+    def alias(self, node: _Node | None, depth: int) -> _Node:
+        self.aliases += 1
         if node is None:
-            raise self.error(event, f"the alias *{name} is inside the value that &{name} names", why="it has no end")
+            line, name = self.last_alias()
+            raise self.error(line, f"the alias *{name} is inside the value that &{name} names", why="it has no end")
         self.aliased += node.size
         if self.aliased > MAX_ALIASED_VALUES or depth + node.height > MAX_DEPTH:
             raise self.error(
-                event,
+                self.last_alias()[0],
                 "the aliases of this file grow too large",
                 why=f"written out they hold more than {MAX_ALIASED_VALUES} values or {MAX_DEPTH} levels",
             )
         return node
 
-    def scalar(self, event: yaml.ScalarEvent) -> Scalar:
-        tag, text = event.tag, str(event.value)
-        if tag is None and not event.implicit[0]:
-            return text
-        if tag in ("!", _TAG + "str"):
+    def last_alias(self) -> tuple[int, str]:
+        """The line and the name of the alias that was read last: nodes know only the place of their anchor."""
+        events = yaml.parse(self.text, Loader=_loader())
+        event = [event for event in events if isinstance(event, yaml.AliasEvent)][self.aliases - 1]
+        return _line(event), str(event.anchor)
+
+    def scalar(self, node: yaml.ScalarNode) -> Scalar:
+        tag, text = node.tag, str(node.value)
+        if tag == _TAG + "str" or (tag == _PLAIN and self.is_non_specific(node)):
             return text
         try:
             value = resolve_plain(text)
         except ValueError as error:
-            raise self.error(event, str(error), fix=_QUOTE) from None
-        if tag is None:
+            raise self.error(_line(node), str(error), fix=_QUOTE) from None
+        if tag == _PLAIN:
             return value
         if tag == _TAG + "float" and type(value) is int:
             return float(value)
         wanted = {"int": int, "float": float, "bool": bool, "null": type(None)}.get(tag.removeprefix(_TAG))
         if wanted is None:
-            raise self.unknown_tag(event)
+            raise self.unknown_tag(node)
         if type(value) is not wanted:
-            raise self.error(event, f"{text[:40]!r} is not a !!{tag.removeprefix(_TAG)}")
+            raise self.error(_line(node), f"{text[:40]!r} is not a !!{tag.removeprefix(_TAG)}")
         return value
 
-    def unknown_tag(self, event: yaml.ScalarEvent | yaml.CollectionStartEvent) -> ConfigError:
-        tag = str(event.tag).replace(_TAG, "!!")
-        return self.error(event, f"the YAML tag {tag} is not supported", fix=f"remove {tag}, or {_QUOTE}")
+    def is_non_specific(self, node: yaml.ScalarNode) -> bool:
+        """`! 1` is text; PyYAML's composer takes the tag `!` for none."""
+        written = self.text[node.start_mark.index : node.end_mark.index]
+        return written.startswith(("!", "&")) and "!" in written.split()[:2]
 
-    def sequence(self, start: yaml.SequenceStartEvent, depth: int) -> _Node:
-        if start.tag not in (None, "!", _TAG + "seq"):
-            raise self.unknown_tag(start)
-        items: list[_Node] = []
-        node = _Node(_line(start), items)
-        while not isinstance(event := next(self.events), yaml.SequenceEndEvent):
-            items.append(self.node(event, depth + 1))
-        return _measured(node, items)
+    def unknown_tag(self, node: yaml.Node) -> ConfigError:
+        tag = str(node.tag).replace(_TAG, "!!")
+        return self.error(_line(node), f"the YAML tag {tag} is not supported", fix=f"remove {tag}, or {_QUOTE}")
 
-    def mapping(self, start: yaml.MappingStartEvent, depth: int) -> _Node:
-        if start.tag not in (None, "!", _TAG + "map"):
-            raise self.unknown_tag(start)
+    def mapping(self, node: yaml.MappingNode, depth: int) -> _Node:
         own: dict[str, tuple[int, _Node]] = {}
         merged: dict[str, tuple[int, _Node]] = {}
         merge_line: int | None = None
-        while not isinstance(event := next(self.events), yaml.MappingEndEvent):
-            line = _line(event)
-            if _is_merge(event):
+        for key_node, value in node.value:
+            if id(key_node) in self.read:
+                self.aliases += 1
+                raise self.error(self.last_alias()[0], "an alias cannot be a key", why="every key is a name")
+            line = _line(key_node)
+            if _is_merge(key_node):
                 if merge_line is not None:
-                    raise self.twice(event, "<<", merge_line)
-                merge_line, merged = line, self.merge(event, depth)
+                    raise self.twice("<<", merge_line, line)
+                merge_line, merged = line, self.merge(value, depth, line)
                 continue
-            key = self.key(event)
+            key = self.key(key_node)
             if key in own:
-                raise self.twice(event, key, own[key][0])
-            own[key] = line, self.node(next(self.events), depth + 1)
+                raise self.twice(key, own[key][0], line)
+            own[key] = line, self.node(value, depth + 1)
         entries = {**merged, **own}
-        return _measured(_Node(_line(start), entries), [child for _, child in entries.values()])
+        return _measured(_Node(_line(node), entries), [child for _, child in entries.values()])
 
-    def key(self, event: yaml.Event) -> str:
-        fix = None
-        if isinstance(event, yaml.ScalarEvent):
-            value = self.node(event, 1).value
+    def key(self, node: yaml.Node) -> str:
+        if isinstance(node, yaml.ScalarNode):
+            value = self.node(node, 1).value
             if isinstance(value, str):
                 return value
-            text = str(event.value) or '""'
-            what, fix = f"the key {text} is not text", f'write "{text}":' if event.value else "write the key before ':'"
-        elif isinstance(event, yaml.AliasEvent):
-            what = "an alias cannot be a key"
+            text = node.value or '""'
+            what = f"the key {text} is not text"
+            fix = f'write "{node.value}":' if node.value else "write the key before ':'"
         else:
             what, fix = "a list or a mapping cannot be a key", "quote it if it is text: a value that starts with { or ["
-        raise self.error(event, what, why="every key is a name", fix=fix)
+        raise self.error(_line(node), what, why="every key is a name", fix=fix)
 
-    def twice(self, event: yaml.Event, key: str, first: int) -> ConfigError:
-        second = _line(event)
+    def twice(self, key: str, first: int, second: int) -> ConfigError:
         return self.error(
-            event,
+            second,
             f"the key {key!r} stands twice in one mapping",
             why=f"on line {first} and on line {second}; only one of them could count",
             fix="remove one of the two",
         )
 
-    def merge(self, event: yaml.Event, depth: int) -> dict[str, tuple[int, _Node]]:
+    def merge(self, node: yaml.Node, depth: int, line: int) -> dict[str, tuple[int, _Node]]:
         """`<<: *defaults` and `<<: [*first, *second]`; of two equal keys the first one counts."""
-        value = self.node(next(self.events), depth + 1)
+        value = self.node(node, depth + 1)
         sources = value.value if isinstance(value.value, list) else [value]
         entries: dict[str, tuple[int, _Node]] = {}
-        for node in sources:
-            if not isinstance(node.value, dict):
+        for one in sources:
+            if not isinstance(one.value, dict):
                 raise self.error(
-                    event,
+                    line,
                     "'<<' takes a mapping or a list of mappings",
                     fix="write <<: *name, where &name is on a mapping before it",
                 )
-            entries = {**node.value, **entries}
+            entries = {**one.value, **entries}
         return entries
 
 
-def _line(event: yaml.Event) -> int:
-    assert event.start_mark is not None
-    return int(event.start_mark.line) + 1
+def _line(node: yaml.Node | yaml.Event) -> int:
+    assert node.start_mark is not None
+    return int(node.start_mark.line) + 1
 
 
-def _is_merge(event: yaml.Event) -> bool:
-    return (
-        isinstance(event, yaml.ScalarEvent)
-        and event.value == "<<"
-        and event.tag in (None, _TAG + "merge")
-        and bool(event.implicit[0] or event.tag)
-    )
+def _is_merge(node: yaml.Node) -> bool:
+    return isinstance(node, yaml.ScalarNode) and node.value == "<<" and node.tag in (_PLAIN, _TAG + "merge")
 
 
 def _measured(node: _Node, children: list[_Node]) -> _Node:
@@ -258,17 +256,17 @@ def _measured(node: _Node, children: list[_Node]) -> _Node:
     return node
 
 
-def _compose(text: str, source: str) -> tuple[_Node | None, bool]:
-    text = text.removeprefix("\ufeff")
+def _compose(text: str, source: str) -> _Node | None:
     try:
         text.encode()
     except UnicodeEncodeError as error:
         line = text.count("\n", 0, error.start) + 1
         raise ConfigError("this is not valid text", where=f"{source}:{line}", why=str(error)) from None
     try:
-        return _Composer(text, source).document()
+        root = yaml.compose(text, Loader=_loader())
     except yaml.YAMLError as error:
         raise syntax_error(error, text, source) from None
+    return None if root is None else _Reader(text, source).node(root, 1)
 
 
 def load(text: str, *, source: str) -> Document:
@@ -289,7 +287,7 @@ def load(text: str, *, source: str) -> Document:
         >>> load("lr: 1e-3", source="job.yaml").data
         {'lr': 0.001}
     """
-    root, _ = _compose(text, source)
+    root = _compose(text.removeprefix("\ufeff"), source)
     return Document(None if root is None else root.data(), source, root)
 
 
@@ -310,16 +308,17 @@ def parse_scalar_or_flow(text: str, *, source: str = "--set") -> object:
     if text.lstrip().startswith("#"):
         raise ConfigError(f"the value {text!r} is a YAML comment", where=source, fix=fix)
     try:
-        root, explicit = _compose(text, source)
+        root = _compose(text.removeprefix("\ufeff"), source)
         blocks = any(
-            isinstance(event, yaml.CollectionStartEvent) and not event.flow_style
-            for event in yaml.parse(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+            (isinstance(event, yaml.CollectionStartEvent) and not event.flow_style)
+            or (isinstance(event, yaml.DocumentStartEvent) and event.explicit)
+            for event in yaml.parse(text, Loader=_loader())
         )
     except ConfigError as error:
         raise ConfigError(
             f"the value {text[:80]!r} is not YAML: {error.what}", where=source, why=error.why, fix=fix
         ) from None
-    if blocks or explicit:
+    if blocks:
         raise ConfigError(
             f"the value {text[:80]!r} is not a scalar, a [list] or a {{mapping}}",
             where=source,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 import yaml
+from yaml.composer import ComposerError
 
 from fairlead.errors import ConfigError
 
@@ -36,6 +37,8 @@ def _marked(error: yaml.MarkedYAMLError, text: str, source: str) -> ConfigError:
     opened = line if error.context_mark is None else int(error.context_mark.line) + 1
     lines = text.splitlines()
     shown = lines[line - 1] if line <= len(lines) else ""
+    if isinstance(error, ComposerError):
+        return _composer_error(problem, context, line, shown[int(error.problem_mark.column) :], source)
     if _TAB_INDENT.match(shown):
         return ConfigError(
             "a tab indents this line",
@@ -67,3 +70,22 @@ def _marked(error: yaml.MarkedYAMLError, text: str, source: str) -> ConfigError:
     else:
         why = ", ".join(part for part in (context, problem) if part)
     return ConfigError("this is not YAML", where=f"{source}:{line}", why=why, fix=fix)
+
+
+def _composer_error(problem: str, context: str, line: int, rest: str, source: str) -> ConfigError:
+    """What is right in each line and wrong together; `rest` is the line from the place of the error on."""
+    where = f"{source}:{line}"
+    name = rest.split()[0].rstrip(",]}")[1:] if rest.split() else ""
+    if "undefined alias" in problem:
+        what = f"no anchor &{name} before the alias *{name}"
+        return ConfigError(what, where=where, fix=f"define &{name}, or quote it if it is meant as text")
+    if "duplicate anchor" in context:
+        return ConfigError(f"the anchor &{name} is defined twice", where=where, fix="give one of the two another name")
+    if "another document" in problem:
+        return ConfigError(
+            "a second YAML document starts here",
+            where=where,
+            why="a file holds one document; '---' starts another",
+            fix="remove the '---' line, or move what follows into a file of its own",
+        )
+    return ConfigError(problem, where=where)

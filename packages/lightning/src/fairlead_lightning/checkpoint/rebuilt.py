@@ -12,7 +12,7 @@ import lightning.pytorch as L
 
 from fairlead.config import ClassSpec, JobConfig
 from fairlead.errors import CheckpointError, MissingDependencyError, UserCodeError
-from fairlead.modules import CodeRoot, activate, instantiate
+from fairlead.user_code import CodeRoot, activate, instantiate
 from fairlead_lightning.checkpoint.loading import readable_load_errors
 
 __all__ = ["Rebuilt", "build_user_object", "rebuild"]

@@ -17,7 +17,7 @@ from fairlead.cli.session import Session
 from fairlead.config import JobConfig
 from fairlead.errors import ConfigError, FairleadError, RunFailedError
 from fairlead.interfaces import StopGuard
-from fairlead.modules import activate
+from fairlead.user_code import activate
 from fairlead_distributed.run.joining import join_process_group
 from fairlead_distributed.run.opening import checkpoint_to_evaluate, run_directory
 from fairlead_launch.reports import send_report, watch_supervisor

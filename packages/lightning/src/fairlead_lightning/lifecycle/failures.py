@@ -12,7 +12,7 @@ import traceback
 from collections.abc import Iterator, Sequence
 
 from fairlead.errors import FairleadError
-from fairlead.modules import CodeRoot
+from fairlead.user_code import CodeRoot
 from fairlead_lightning.lifecycle.stops import StopRequested
 
 __all__ = ["described_failure"]

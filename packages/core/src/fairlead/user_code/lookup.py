@@ -5,15 +5,15 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from inspect import Signature
 from pathlib import Path
 from typing import Literal
 
 from fairlead.errors import did_you_mean
-from fairlead.modules.classes import signature_of
-from fairlead.modules.roots import CodeRoot
-from fairlead.modules.signature import Signature
-from fairlead.modules.source import NotKnownError, SourceError, Sources
-from fairlead.modules.symbols import (
+from fairlead.user_code.classes import signature_of
+from fairlead.user_code.roots import CodeRoot
+from fairlead.user_code.source import NotKnownError, SourceError, Sources
+from fairlead.user_code.symbols import (
     ClassSymbol,
     FunctionSymbol,
     MissingError,
@@ -56,12 +56,20 @@ class Problem:
 
 @dataclass(frozen=True)
 class CallableInfo:
-    """What a `module:object` names. `file` and `line` are None where its source is not at hand."""
+    """What a `module:object` names.
+
+    Attributes:
+        signature: Without `self`; annotations and defaults are their text. None: it cannot be known.
+        unknown: Why it cannot be known.
+        file: The source file, if it has one.
+        line: The line in it.
+    """
 
     spec: str
     module: str
     name: str
-    signature: Signature
+    signature: Signature | None
+    unknown: str | None = None
     file: Path | None = None
     line: int | None = None
 
@@ -144,8 +152,13 @@ def _find(spec: str, sources: Sources) -> CallableInfo:
         raise _SpecError(_problem("not-callable", f"{spec} is {kind}, not a class or a function"))
     if not isinstance(symbol, ClassSymbol | FunctionSymbol):
         raise NotKnownError(f"{name} is not written in a source file that can be read")
-    signature = signature_of(resolver, symbol)
-    return CallableInfo(spec, module, name, signature, symbol.module.file, symbol.node.lineno)
+    signature: Signature | None = None
+    unknown: str | None = None
+    try:
+        signature = signature_of(resolver, symbol)
+    except NotKnownError as error:
+        unknown = str(error)
+    return CallableInfo(spec, module, name, signature, unknown, symbol.module.file, symbol.node.lineno)
 
 
 def _guess(dotted: str, sources: Sources) -> tuple[str, str]:

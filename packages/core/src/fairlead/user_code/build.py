@@ -11,9 +11,9 @@ from types import ModuleType
 from typing import NoReturn
 
 from fairlead.errors import ConfigError, FairleadError, UserCodeError, did_you_mean
-from fairlead.modules.check import MAX_NESTING, is_spec
-from fairlead.modules.lookup import Problem, find_callable, split_spec
-from fairlead.modules.roots import CodeRoot, activate
+from fairlead.user_code.check import MAX_NESTING, is_spec
+from fairlead.user_code.lookup import Problem, find_callable, split_spec
+from fairlead.user_code.roots import CodeRoot, activate
 
 __all__ = ["import_callable", "instantiate"]
 

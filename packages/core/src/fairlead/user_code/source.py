@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import ast
 import builtins
-import importlib.machinery
-import os
 import re
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from importlib.machinery import PathFinder, SourceFileLoader
 from pathlib import Path
 
-from fairlead.modules.roots import CodeRoot
+from fairlead.user_code.roots import CodeRoot
 
 __all__ = ["Binding", "ModuleFile", "NotKnownError", "SourceError", "Sources"]
 
 MAX_FILES = 300
 MAX_BYTES = 6_000_000
-_BINARY = (*importlib.machinery.EXTENSION_SUFFIXES, ".pyc")
 # A package that changes where its submodules come from, or makes modules out of nothing.
 _DYNAMIC_PACKAGE = re.compile(r"__path__|\bsys\.modules\[[^\]]*\]\s*=[^=]|\bsys\.modules\.(update|setdefault)\b")
 
@@ -74,6 +72,7 @@ class Sources:
         self._located: dict[str, ModuleFile | None] = {}
         self._parsed: dict[str, ModuleFile] = {}
         self._bytes = 0
+        PathFinder.invalidate_caches()  # a file may be younger than what an earlier look-up remembers of its folder
 
     def locate(self, name: str) -> ModuleFile | None:
         """The module's place, its text not read yet; None if there is none.
@@ -101,27 +100,15 @@ class Sources:
         return found
 
     def _find(self, name: str, last: str, folders: Sequence[Path]) -> ModuleFile | None:
-        # os.path, not pathlib: a folder that may not be searched holds no module, as for Python itself.
-        namespace: list[Path] = []
-        archive: Path | None = None
-        for folder in folders:
-            if os.path.isfile(folder):
-                archive = folder
-                continue
-            base = folder / last
-            if os.path.isfile(base / "__init__.py"):
-                return ModuleFile(name, base / "__init__.py", (base,))
-            for suffix in _BINARY:
-                for binary in (base / f"__init__{suffix}", folder / f"{last}{suffix}"):
-                    if os.path.isfile(binary):
-                        raise NotKnownError(f"{name} is compiled ({binary.name}); there is no source to read")
-            if os.path.isfile(folder / f"{last}.py"):
-                return ModuleFile(name, folder / f"{last}.py")
-            if os.path.isdir(base):
-                namespace.append(base)
-        if archive is not None and not namespace:
-            raise NotKnownError(f"{name} may be in the archive {archive}")
-        return ModuleFile(name, None, tuple(namespace)) if namespace else None
+        spec = PathFinder.find_spec(last, [str(folder) for folder in folders])
+        if spec is None:
+            return None
+        inside = tuple(Path(place) for place in spec.submodule_search_locations or ())
+        if spec.origin is None:  # a namespace package
+            return ModuleFile(name, None, inside)
+        if isinstance(spec.loader, SourceFileLoader):
+            return ModuleFile(name, Path(spec.origin), inside)
+        raise NotKnownError(f"{name} is compiled or in an archive ({spec.origin}); there is no source to read")
 
     def _elsewhere(self, name: str) -> ModuleFile | None:
         """Built-in modules, and editable installs that bring their own finder; only a top-level name, so no import."""

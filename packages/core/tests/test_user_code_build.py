@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from fairlead.errors import ConfigError, UserCodeError
-from fairlead.modules import (
+from fairlead.user_code import (
     CodeRoot,
     activate,
     check_spec,

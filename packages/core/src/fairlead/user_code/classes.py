@@ -3,20 +3,12 @@
 from __future__ import annotations
 
 import ast
+from inspect import Signature
 
-from fairlead.modules.fields import dataclass_fields, pydantic_fields
-from fairlead.modules.signature import (
-    PLAIN_FUNCTION,
-    Parameter,
-    Signature,
-    from_arguments,
-    of_function,
-    opened,
-    qualified,
-    text_of,
-)
-from fairlead.modules.source import NotKnownError, SourceError
-from fairlead.modules.symbols import ClassSymbol, FunctionSymbol, KnownSymbol, MissingError, Opaque, Resolver
+from fairlead.user_code.fields import dataclass_fields
+from fairlead.user_code.signature import PLAIN_FUNCTION, from_arguments, of_function, qualified
+from fairlead.user_code.source import NotKnownError, SourceError
+from fairlead.user_code.symbols import ClassSymbol, FunctionSymbol, KnownSymbol, MissingError, Opaque, Resolver
 
 __all__ = ["signature_of"]
 
@@ -29,7 +21,11 @@ _REWRITES = ("__init__", "__new__", "__signature__", "dataclass")
 
 
 def signature_of(resolver: Resolver, symbol: ClassSymbol | FunctionSymbol) -> Signature:
-    """The signature of a class or a function; open where it cannot be known."""
+    """The signature of a class or a function, without `self`.
+
+    Raises:
+        NotKnownError: Reading cannot tell.
+    """
     if isinstance(symbol, FunctionSymbol):
         return of_function(resolver, symbol)
     return _ClassReader(resolver, symbol).read()
@@ -44,10 +40,10 @@ class _ClassReader:
     def read(self) -> Signature:
         for entry in self.mro:
             if isinstance(entry, ClassSymbol) and (reason := self._changed(entry)):
-                return opened(reason)
+                raise NotKnownError(reason)
         for index, entry in enumerate(self.mro):
             if isinstance(entry, Opaque):
-                return opened(entry.reason)
+                raise NotKnownError(entry.reason)
             if isinstance(entry, KnownSymbol):
                 if entry.name in _NO_INIT:
                     continue
@@ -57,7 +53,7 @@ class _ClassReader:
             if self._dataclass(entry) is not None:
                 return self._dataclass_fields(index)
             if "__new__" in entry.own:
-                return opened(f"{entry.node.name} has a __new__")
+                raise NotKnownError(f"{entry.node.name} has a __new__")
         return Signature()
 
     def _changed(self, entry: ClassSymbol) -> str | None:
@@ -80,17 +76,13 @@ class _ClassReader:
     def _inherited(self, entry: KnownSymbol, index: int) -> Signature:
         if entry.name == "builtins.object":
             return Signature()
-        if entry.name in ("pydantic.BaseModel", "pydantic.main.BaseModel"):
-            return pydantic_fields(self.resolver, [e for e in self.mro[:index] if isinstance(e, ClassSymbol)])
-        if entry.name == "typing.NamedTuple" and index == 1:
-            return self._named_tuple()
         try:
             real = self.resolver.real(entry)
         except (NotKnownError, MissingError, SourceError) as error:
-            return opened(f"a base class of {self.cls.node.name} cannot be read: {error}")
+            raise NotKnownError(f"a base class of {self.cls.node.name} cannot be read: {error}") from None
         if isinstance(real, ClassSymbol) and all(e in _ENDS for e in self.mro[index + 1 :]):
             return signature_of(self.resolver, real)
-        return opened(f"{self.cls.node.name} takes what {entry.name} takes")
+        raise NotKnownError(f"{self.cls.node.name} takes what {entry.name} takes")
 
     def _init(self, entry: ClassSymbol) -> Signature:
         bindings = entry.own["__init__"]
@@ -98,25 +90,15 @@ class _ClassReader:
         names = [{qualified(self.resolver, entry, d) for d in node.decorator_list} for node in functions]
         real = [node for node, known in zip(functions, names, strict=True) if "typing.overload" not in known]
         if len(functions) != len(bindings) or len(real) != 1:
-            return opened(f"{entry.node.name} defines __init__ in several ways")
+            raise NotKnownError(f"{entry.node.name} defines __init__ in several ways")
         if not names[functions.index(real[0])] <= PLAIN_FUNCTION:
-            return opened(f"a decorator of {entry.node.name}.__init__ may change what it takes")
+            raise NotKnownError(f"a decorator of {entry.node.name}.__init__ may change what it takes")
         for other in self.mro:
             if isinstance(other, ClassSymbol) and "__new__" in other.own:
                 node = other.own["__new__"][-1].node
                 if not (isinstance(node, ast.FunctionDef) and node.args.kwarg and node.args.vararg):
-                    return opened(f"{other.node.name} has a __new__")
+                    raise NotKnownError(f"{other.node.name} has a __new__")
         return from_arguments(real[0].args, drop_first=True)
-
-    def _named_tuple(self) -> Signature:
-        fields = [node for node in self.cls.node.body if isinstance(node, ast.AnnAssign)]
-        return Signature(
-            tuple(
-                Parameter(node.target.id, node.value is None, text_of(node.annotation), text_of(node.value))
-                for node in fields
-                if isinstance(node.target, ast.Name)
-            )
-        )
 
     def _dataclass(self, entry: ClassSymbol) -> ast.expr | None:
         """The decorator, unless it says init=False."""
@@ -131,7 +113,7 @@ class _ClassReader:
         tail = self.mro[index:]
         for entry in tail:
             if isinstance(entry, Opaque):
-                return opened(entry.reason)
+                raise NotKnownError(entry.reason)
         return dataclass_fields(self.resolver, [e for e in tail if isinstance(e, ClassSymbol)])
 
 

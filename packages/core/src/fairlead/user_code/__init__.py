@@ -11,20 +11,17 @@ Example:
 
 from __future__ import annotations
 
-from fairlead.modules.build import import_callable, instantiate
-from fairlead.modules.check import check_spec, is_spec
-from fairlead.modules.lookup import CallableInfo, Problem, ProblemKind, find_callable, split_spec
-from fairlead.modules.roots import CodeRoot, activate, code_root
-from fairlead.modules.signature import Parameter, Signature
-from fairlead.modules.source import Sources
+from fairlead.user_code.build import import_callable, instantiate
+from fairlead.user_code.check import check_spec, is_spec
+from fairlead.user_code.lookup import CallableInfo, Problem, ProblemKind, find_callable, split_spec
+from fairlead.user_code.roots import CodeRoot, activate, code_root
+from fairlead.user_code.source import Sources
 
 __all__ = [
     "CallableInfo",
     "CodeRoot",
-    "Parameter",
     "Problem",
     "ProblemKind",
-    "Signature",
     "Sources",
     "activate",
     "check_spec",

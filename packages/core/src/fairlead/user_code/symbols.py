@@ -7,7 +7,8 @@ import contextlib
 import re
 from dataclasses import dataclass, field
 
-from fairlead.modules.source import Binding, ModuleFile, NotKnownError, SourceError, Sources, bind, is_builtin
+from fairlead.user_code.known import KNOWN_MODULES, TRUSTED, TRUSTED_MODULES
+from fairlead.user_code.source import Binding, ModuleFile, NotKnownError, SourceError, Sources, bind, is_builtin
 
 __all__ = [
     "ClassSymbol",
@@ -20,32 +21,6 @@ __all__ = [
     "ValueSymbol",
 ]
 
-# Read by their names, not by their source: what they do to a class is part of the language, or of pydantic.
-KNOWN_MODULES = frozenset(
-    [
-        *("abc", "builtins", "collections", "contextlib", "dataclasses", "enum", "functools", "typing", "warnings"),
-        *("pydantic", "pydantic.main", "pydantic.fields"),
-    ]
-)
-# Large files that nearly every model leads to.  They have no metaclass and change no signature of a
-# class with an __init__ of its own, so they are read only when their own __init__ is what counts.
-# Also: they may not be installed where `check` runs.
-TRUSTED = frozenset(
-    [
-        *("torch.nn.Module", "torch.nn.modules.Module", "torch.nn.modules.module.Module"),
-        *("torch.optim.Optimizer", "torch.optim.optimizer.Optimizer", "torch.utils.data.Dataset"),
-        *("torch.utils.data.IterableDataset", "torch.utils.data.dataset.Dataset"),
-        *(
-            f"{package}.{name}"
-            for package in ("lightning", "lightning.pytorch", "pytorch_lightning", "lightning.pytorch.core")
-            for name in ("LightningModule", "LightningDataModule", "Callback")
-        ),
-        *("lightning.pytorch.core.module.LightningModule", "lightning.pytorch.core.datamodule.LightningDataModule"),
-        *("lightning.pytorch.callbacks.Callback", "pytorch_lightning.callbacks.Callback"),
-    ]
-)
-# Packages whose own large file need not be read to know that these are modules.
-TRUSTED_MODULES = frozenset(("torch.nn", "torch.optim", "torch.utils"))
 _DYNAMIC_NAMES = re.compile(rb"\bglobals\(\)|\bvars\(\)|\blocals\(\)|\bexec\(|sys\.modules\[__name__\]|__getattr__")
 _MAX_HOPS = 40
 _LITERALS = (ast.Constant, ast.List, ast.Dict, ast.Set, ast.Tuple, ast.JoinedStr)

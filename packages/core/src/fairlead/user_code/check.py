@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from inspect import Parameter, Signature
 
 from fairlead.errors import did_you_mean
-from fairlead.modules.lookup import CallableInfo, Problem, find_callable, split_spec
-from fairlead.modules.roots import CodeRoot
-from fairlead.modules.signature import Parameter
-from fairlead.modules.source import Sources
+from fairlead.user_code.lookup import CallableInfo, Problem, find_callable, split_spec
+from fairlead.user_code.roots import CodeRoot
+from fairlead.user_code.source import Sources
 
 __all__ = ["MAX_NESTING", "check_spec", "is_spec"]
 
@@ -107,12 +107,12 @@ def _spec(value: object, sources: Sources, path: tuple[str | int, ...], depth: i
 
 
 def _arguments(found: CallableInfo, args: Mapping[str, object]) -> Iterator[Problem]:
-    signature, call = found.signature, f"{found.name}(...)"
-    if signature.open_reason is not None:
-        why = f"{signature.open_reason}; its arguments are first checked when it is built"
+    signature = found.signature
+    if signature is None:
+        why = f"{found.unknown}; its arguments are first checked when it is built"
         yield Problem("cannot-know", ("class",), f"what {found.spec} takes cannot be known", why)
         return
-    by_name = {p.name: p for p in signature.parameters if not p.positional_only}
+    by_name = _by_name(signature)
     misspelt: set[str] = set()
     for name, value in args.items():
         if not isinstance(name, str):
@@ -122,31 +122,39 @@ def _arguments(found: CallableInfo, args: Mapping[str, object]) -> Iterator[Prob
         else:
             near = did_you_mean(name, [n for n in by_name if n not in args])
             misspelt |= {near} if near else set()
-            yield from _unknown(found, name, near)
-    for parameter in signature.parameters:
-        if parameter.required and parameter.positional_only:
+            yield from _unknown(found, signature, name, near)
+    for parameter in signature.parameters.values():
+        if parameter.default is not Parameter.empty or parameter.kind is Parameter.VAR_KEYWORD:
+            continue
+        call = f"{found.name}(...)"
+        if parameter.kind is Parameter.POSITIONAL_ONLY:
             why = "it is positional-only, and a job file gives arguments by name"
             fix = "name a function that takes it by name"
             yield Problem("missing-argument", ("args", parameter.name), f"{call} needs {parameter.name!r}", why, fix)
-        elif parameter.required and parameter.name not in args and parameter.name not in misspelt:
+        elif parameter.name not in args and parameter.name not in misspelt:
             what = f"{call} needs the argument {parameter.name!r}"
-            annotation = f" ({parameter.annotation})" if parameter.annotation else ""
+            annotation = "" if parameter.annotation is Parameter.empty else f" ({parameter.annotation})"
             fix = f"give {parameter.name}{annotation} in args"
             yield Problem("missing-argument", ("args", parameter.name), what, _source(found), fix)
 
 
-def _unknown(found: CallableInfo, name: str, near: str | None) -> Iterator[Problem]:
-    signature = found.signature
-    if signature.var_keyword:
+def _by_name(signature: Signature) -> dict[str, Parameter]:
+    """What can be given by name."""
+    others = (Parameter.POSITIONAL_ONLY, Parameter.VAR_KEYWORD)
+    return {name: parameter for name, parameter in signature.parameters.items() if parameter.kind not in others}
+
+
+def _unknown(found: CallableInfo, signature: Signature, name: str, near: str | None) -> Iterator[Problem]:
+    if any(parameter.kind is Parameter.VAR_KEYWORD for parameter in signature.parameters.values()):
         if near is not None:
             what = f"{found.name} takes any argument (**kwargs), so {name!r} may be right"
             yield Problem("cannot-know", ("args", name), what, None, f"did you mean {near!r}?")
         return
-    if any(p.name == name and p.positional_only for p in signature.parameters):
+    if name in signature.parameters:
         why = "it is positional-only, and a job file gives arguments by name"
         yield Problem("unknown-argument", ("args", name), f"{found.name} does not take {name!r} by name", why)
         return
-    takes = ", ".join(p.name for p in signature.parameters if not p.positional_only) or "no arguments"
+    takes = ", ".join(_by_name(signature)) or "no arguments"
     fix = f"write {near!r}" if near else f"it takes: {takes}"
     yield Problem("unknown-argument", ("args", name), f"{found.name} takes no argument {name!r}", _source(found), fix)
 
@@ -157,11 +165,12 @@ def _source(found: CallableInfo) -> str | None:
 
 def _type(found: CallableInfo, parameter: Parameter, value: object) -> Iterator[Problem]:
     """Only what is certain: a builtin scalar annotation, taken literally, and a value of another kind."""
-    wanted = (parameter.annotation or "").strip("'\"").removesuffix(" | None")
-    wrong = _WRONG.get(wanted, ())
-    if not found.signature.checked_types or not isinstance(value, wrong) or is_spec(value):
+    if parameter.annotation is Parameter.empty:
         return
-    if parameter.default is not None and parameter.default[:1] in "'\"" and isinstance(value, str):
+    wanted = parameter.annotation.strip("'\"").removesuffix(" | None")
+    if not isinstance(value, _WRONG.get(wanted, ())) or is_spec(value):
+        return
+    if parameter.default is not Parameter.empty and parameter.default[:1] in "'\"" and isinstance(value, str):
         return  # `devices: int = "auto"`: the annotation is not meant literally
     what = f"{found.name} takes {parameter.name}: {wanted}, not {value!r:.60}"
     fix = f'write {parameter.name}: "{value}"' if wanted == "str" and not isinstance(value, list | dict) else None
