@@ -273,7 +273,7 @@ def test_our_own_plugins_are_collected_with_the_extra_that_each_names(tmp_path: 
     source = tmp_path / "rings" / "src" / "rings"
     (source / "ring.py").write_text('ConfigDict(extra="forbid")\nclass Ring:\n    extra = "ring"\n')
     (source / "plain" / "__init__.py").touch()
-    assert collect(tmp_path) == {"strategy.plain": "check", "strategy.ring": "ring"}
+    assert collect(tmp_path) == {"strategy.plain": "lightning", "strategy.ring": "ring"}
     assert collect(tmp_path / "core") == {}
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import re
 import tomllib
-from functools import cache
 from pathlib import Path
 from typing import Final
 
@@ -21,7 +20,6 @@ FILE: Final = "first_party.json"
 _EXTRA: Final = re.compile(r"\bextra ?= ?\"([a-z0-9-]+)\"")
 
 
-@cache
 def first_party() -> dict[str, str]:
     """The extra of the core that brings each plugin: `{"strategy.deepspeed": "deepspeed", ...}`."""
     file = Path(__file__).with_name(FILE)
@@ -33,7 +31,8 @@ def first_party() -> dict[str, str]:
 def collect(packages: Path) -> dict[str, str]:
     """The same from the source of all packages; an empty one where there are none.
 
-    A plugin says itself which extra brings it (`Plugin.extra`); one that needs no engine comes with `check`.
+    A plugin says itself which extra brings it (`Plugin.extra`); where it does not, a command comes with `check` and
+    a backend with `lightning`.
 
     Args:
         packages: The folder of the packages.
@@ -50,5 +49,5 @@ def collect(packages: Path) -> dict[str, str]:
             module = folder / "src" / value.partition(":")[0].replace(".", "/")
             source = module.with_suffix(".py") if module.with_suffix(".py").exists() else module / "__init__.py"
             said = [extra for extra in _EXTRA.findall(source.read_text(encoding="utf-8")) if extra in extras]
-            found[name] = said[0] if said else "check"
+            found[name] = said[0] if said else "check" if name.startswith("command.") else "lightning"
     return dict(sorted(found.items()))
