@@ -289,8 +289,9 @@ def test_deepspeed_does_not_use_the_gradient_scaler(
     plugins: PluginManager, ranks: ModuleType, init_scale: float, codes: list[str]
 ) -> None:
     """Of any precision that has its settings."""
-    kind: Any = create_model("Scaled", __base__=PrecisionConfigBase, init_scale=(float, 65536.0))
-    resolution = ranks.resolution(DeepSpeedStrategyConfig(), precision=kind(name="scaled", init_scale=init_scale))
+    kind = create_model("Scaled", __base__=PrecisionConfigBase, init_scale=(float, 65536.0))
+    precision = kind.model_validate({"name": "scaled", "init_scale": init_scale})
+    resolution = ranks.resolution(DeepSpeedStrategyConfig(), precision=precision)
     assert findings(plugins, resolution) == codes
 
 

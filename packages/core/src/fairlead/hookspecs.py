@@ -3,7 +3,7 @@
 A plugin is one object, named by one entry point in the group `fairlead`::
 
     [project.entry-points.fairlead]
-    "strategy.ring" = "ring_strategy.plugin:ring"
+    "strategy.ring" = "ring_strategy.ring:ring"
 
 The entry point's name is `<axis>.<tag>`.  The object is an instance of that axis's class in
 `fairlead.axes`; the class attributes name the config and the runtime, and the optional hooks below
@@ -16,7 +16,7 @@ Example:
     ...     name: Literal["ring"] = "ring"
     >>> class Ring(StrategyPlugin):
     ...     config = RingStrategyConfig
-    ...     runtime = "ring_strategy.runtime:build"  # called as build(config, context)
+    ...     runtime = "ring_strategy.ring_runtime:build"  # called as build(config, context)
     >>> ring = Ring()
 """
 

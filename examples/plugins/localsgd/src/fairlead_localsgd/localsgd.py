@@ -1,18 +1,29 @@
-"""What this package contributes: one strategy."""
+"""Local SGD: the settings, and what this plugin contributes."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Literal
 
-from fairlead import Capability, StrategyPlugin, hookimpl
-from fairlead_localsgd.config import LocalSGDStrategyConfig
+from pydantic import PositiveInt
+
+from fairlead import Capability, StrategyConfigBase, StrategyPlugin, hookimpl
+
+
+class LocalSGDStrategyConfig(StrategyConfigBase):
+    """Every rank trains alone; the weights are averaged every `period` steps (Stich, 2019)."""
+
+    name: Literal["localsgd"] = "localsgd"
+    """The tag."""
+    period: PositiveInt = 8
+    """Optimizer steps between two averagings; 1 averages after every step."""
 
 
 class LocalSGD(StrategyPlugin):
     """Local SGD."""
 
     config = LocalSGDStrategyConfig
-    runtime = "fairlead_localsgd.runtime:build"
+    runtime = "fairlead_localsgd.localsgd_runtime:build"
     engines = ("torch", "lightning>=2.6.6,<2.7")
 
     @hookimpl

@@ -5,7 +5,7 @@ from __future__ import annotations
 from lightning.fabric.plugins.environments import ClusterEnvironment
 
 from fairlead import BuildContext
-from fairlead_pbs.config import PBSEnvironmentConfig
+from fairlead_pbs.pbs import PBSEnvironmentConfig
 
 
 class PBSEnvironment(ClusterEnvironment):
@@ -45,14 +45,14 @@ class PBSEnvironment(ClusterEnvironment):
         return self._resolution.world_size
 
     def set_world_size(self, size: int) -> None:
-        """Lightning repeats what it was told."""
+        """Fairlead has resolved it already."""
 
     def global_rank(self) -> int:
         """This rank."""
         return int(self._resolution.value("global_rank"))
 
     def set_global_rank(self, rank: int) -> None:
-        """Lightning repeats what it was told."""
+        """Fairlead has resolved it already."""
 
     def local_rank(self) -> int:
         """This rank on its host."""

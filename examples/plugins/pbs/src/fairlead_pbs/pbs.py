@@ -1,20 +1,31 @@
-"""What this package contributes: one environment."""
+"""PBS: the settings, and what this plugin contributes."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Literal
 
-from fairlead import Claim, EnvironmentPlugin, Job, Setting, Topology, hookimpl
+from pydantic import Field
+
+from fairlead import Claim, EnvironmentConfigBase, EnvironmentPlugin, Job, Setting, Topology, hookimpl
 from fairlead.errors import ConfigError
-from fairlead_pbs.config import PBSEnvironmentConfig
+
+
+class PBSEnvironmentConfig(EnvironmentConfigBase):
+    """Ranks started by `pbsdsh`, one for each line of PBS_NODEFILE."""
+
+    name: Literal["pbs"] = "pbs"
+    """The tag."""
+    main_port: int = Field(default=29500, ge=1024, le=65535)
+    """The TCP port of the ranks' store on the first host."""
 
 
 class PBS(EnvironmentPlugin):
     """A task of `pbsdsh`: PBS_NODEFILE lists a host for each rank, PBS_TASKNUM numbers them."""
 
     config = PBSEnvironmentConfig
-    runtime = "fairlead_pbs.runtime:PBSEnvironment"
+    runtime = "fairlead_pbs.pbs_runtime:PBSEnvironment"
 
     @hookimpl
     def fairlead_detect(self, environ: Mapping[str, str]) -> Claim | None:

@@ -11,7 +11,7 @@ from lightning.pytorch.strategies import DDPStrategy
 
 from fairlead import BuildContext
 from fairlead.errors import ConfigError
-from fairlead_localsgd.config import LocalSGDStrategyConfig
+from fairlead_localsgd.localsgd import LocalSGDStrategyConfig
 
 
 class LocalSGDStrategy(DDPStrategy):
