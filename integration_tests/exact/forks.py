@@ -31,7 +31,7 @@ _IMPORTS = (
     "fairlead.checks",
     "fairlead_lightning.commands.local",
     "fairlead_lightning.commands.run",
-    "fairlead_hpc_signals.guards",
+    "fairlead_hpc_signals.stopping",
     "fairlead_hpc_signals.agreement",
     "fairlead_strategies.ddp_runtime",
     "fairlead_environments.runtime",

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from fairlead_distributed import process_group
 from fairlead_hpc_signals import PreemptionGuard, SLURMRequeueConfig
-from fairlead_hpc_signals.slurm.runtime import SLURMRequeuer
+from fairlead_hpc_signals.slurm import SLURMRequeuer
 
 
 def main(steps: int) -> None:

@@ -153,7 +153,7 @@ def test_no_freeze_slips_between_two_lines_of_boundary(store: dist.Store) -> Non
     """R73: the model's rule "enter, then look" in the code itself: a freeze before any line of it."""
     (_, agreement), (_, other) = agreements(store, 2)
     agreement.decision = StopDecision(1_000_000, (), (), 0)
-    agreement._settled.set()
+    agreement._decided.set()
     for line in range(1, 4):
         agreement._frozen = False
         lines, read = 0, -1
@@ -161,7 +161,7 @@ def test_no_freeze_slips_between_two_lines_of_boundary(store: dist.Store) -> Non
 
         def trace(frame: FrameType, event: str, arg: object, stop: int = line, held: list[int] = held) -> Any:
             nonlocal lines, read
-            if frame.f_code is StopAgreement._held.__code__:
+            if frame.f_code is StopAgreement._wait_for_decision.__code__:
                 held.append(1)
             elif frame.f_code is StopAgreement.boundary.__code__ and event == "line":
                 lines += 1
@@ -293,7 +293,7 @@ def agreements(store: dist.Store, ranks: int, **timeouts: timedelta) -> list[tup
 def frozen(agreement: StopAgreement) -> None:
     """Returns when the agreement has answered."""
     deadline = time.monotonic() + PATIENCE
-    while not agreement.channel.store.check([f"answer/{agreement.channel.rank}"]):
+    while not agreement.channel.has(f"answer/{agreement.channel.rank}"):
         assert time.monotonic() < deadline
         time.sleep(0.001)
 
@@ -466,7 +466,7 @@ def forked(rank: int, parent: int) -> bool:
         one.close()  # as its exit handlers would
         os._exit(0)
     os.waitpid(child, 0)
-    assert not one.channel.store.check(["answer/0"])
+    assert not one.channel.has("answer/0")
     flags.note(signal.SIGUSR1)
     frozen(one)
     frozen(other)

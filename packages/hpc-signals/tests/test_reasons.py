@@ -15,8 +15,9 @@ from pathlib import Path
 
 import pytest
 
-from fairlead_hpc_signals.lsf_reasons import read_bhist, read_bjobs
-from fairlead_hpc_signals.reasons import StopReason, Why, why_stopped
+from fairlead_hpc_signals.lsf import read_bhist, read_bjobs
+from fairlead_hpc_signals.outcomes import StopReason, Why
+from fairlead_hpc_signals.scheduler import why_stopped
 from fairlead_hpc_signals.slurm_reasons import fields_of, read_job
 
 

@@ -11,7 +11,7 @@ from fairlead import TrainerConfig
 from fairlead.plugins import PluginManager
 from fairlead.resolve import resolve
 from fairlead_hpc_signals import LSFRequeueConfig, NoneRequeueConfig, PreemptionGuard, SLURMRequeueConfig
-from fairlead_hpc_signals.guards import build, stop_signals
+from fairlead_hpc_signals.stopping import build, stop_signals
 
 BATCH = {"SLURM_JOB_ID": "17", "SLURM_JOB_NODELIST": "n1", "SLURM_NNODES": "1"}
 TORCHRUN = {

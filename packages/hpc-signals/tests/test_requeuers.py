@@ -24,12 +24,12 @@ from fairlead_hpc_signals import (
     ScriptRequeueConfig,
     SLURMRequeueConfig,
 )
-from fairlead_hpc_signals.command.runtime import CommandRequeuer
-from fairlead_hpc_signals.exit_code.runtime import ExitCodeRequeuer
-from fairlead_hpc_signals.lsf.runtime import LSFRequeuer
-from fairlead_hpc_signals.none.runtime import NoRequeuer
-from fairlead_hpc_signals.script.runtime import ScriptRequeuer
-from fairlead_hpc_signals.slurm.runtime import SLURMRequeuer
+from fairlead_hpc_signals.command import CommandRequeuer
+from fairlead_hpc_signals.exit_code import ExitCodeRequeuer
+from fairlead_hpc_signals.lsf import LSFRequeuer
+from fairlead_hpc_signals.none import NoRequeuer
+from fairlead_hpc_signals.script import ScriptRequeuer
+from fairlead_hpc_signals.slurm import SLURMRequeuer
 
 SLURM = SLURMRequeueConfig(retry_wait_s=0.0)
 LSF = LSFRequeueConfig(retry_wait_s=0.0)

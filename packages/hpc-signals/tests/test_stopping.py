@@ -21,8 +21,14 @@ import torch.distributed as dist
 from fairlead.errors import ConfigError, FairleadError, RunFailedError
 from fairlead_distributed.testing import run_ranks
 from fairlead_hpc_signals.flags import SignalFlags
-from fairlead_hpc_signals.outcomes import StopOutcome, StopPolicy, exit_code_without_requeue, start_wanted
-from fairlead_hpc_signals.reasons import StopReason, Why
+from fairlead_hpc_signals.outcomes import (
+    StopOutcome,
+    StopPolicy,
+    StopReason,
+    Why,
+    exit_code_without_requeue,
+    start_wanted,
+)
 from fairlead_hpc_signals.stopping import PreemptionGuard
 
 PATIENCE = 60.0
@@ -168,7 +174,7 @@ def test_a_job_that_is_cancelled_while_it_saves(
     slurm: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The scheduler is asked again before the requeue, when some time has passed."""
-    monkeypatch.setattr("fairlead_hpc_signals.leaving._STALE", 0.0)
+    monkeypatch.setattr("fairlead_hpc_signals.shutdown._STALE", 0.0)
     requeue = Requeue(tmp_path / "log")
 
     def save() -> None:

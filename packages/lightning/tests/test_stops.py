@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader, Dataset
 from fairlead import Fairlead, RunConfig
 from fairlead.errors import CheckpointError
 from fairlead_hpc_signals import OutliveStops, PreemptionGuard, SignalFlags
-from fairlead_launch.early_signals import EarlySignals
+from fairlead_lightning.commands.local import hold_signals
 
 AGAIN = {"name": "command", "argv": ["sh", "-c", "echo again >> asked"]}
 
@@ -395,16 +395,16 @@ def test_a_signal_before_anything_is_ready_is_kept() -> None:
     """`fairlead fit` is still reading the job: SIGUSR1 would end it."""
     with SignalFlags(["SIGUSR1"]) as flags:
         flags.uninstall()
-        with EarlySignals() as early:
+        with hold_signals() as release:
             os.kill(os.getpid(), signal.SIGUSR1)
-            came = early.release()
+            came = release()
             flags.install()
             for number in came:
                 signal.raise_signal(number)
         assert flags.counts == {"SIGUSR1": 1}
 
     def nobody_takes_it() -> None:
-        with EarlySignals():
+        with hold_signals():
             os.kill(os.getpid(), signal.SIGINT)
 
     with pytest.raises(KeyboardInterrupt):  # it comes behind the block

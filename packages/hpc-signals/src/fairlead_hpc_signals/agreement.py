@@ -1,11 +1,13 @@
 """Any rank's signal becomes one decision: all ranks stop at the same step boundary. Without a cost per step.
 
 Each rank has two threads of its own with a client of the store each. One waits for a signal of this rank and asks all
-ranks; the other waits to be asked. When it is, it freezes this rank's counter and tells the lowest boundary at which
-the rank can still stop: the one after the last that its main thread has entered. The highest of these numbers is where
-all stop. The main thread waits at a boundary only between the freeze and that decision, for which no other main thread
-is needed. So a rank that sits in a collective holds nobody up, and is not left alone there: the ranks that it waits for
-learn the decision and go on, as all steps before it are taken by all.
+ranks; the other waits to be asked. When it is, it freezes this rank's counter and answers with the lowest boundary at
+which the rank can still stop: the one after the last that its main thread has entered. The highest of these numbers is
+where all stop. The main thread waits at a boundary only between the freeze and that decision, for which no other main
+thread is needed. So a rank that sits in a collective holds nobody up, and is not left alone there: the ranks that it
+waits for learn the decision and go on, as all steps before it are taken by all.
+
+A single process agrees with itself: `LocalAgreement`.
 """
 
 from __future__ import annotations
@@ -17,22 +19,63 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
-import torch.distributed as dist
-
-from fairlead_distributed import group_store
-from fairlead_hpc_signals.channel import LONG, Channel, clone
+from fairlead_hpc_signals.channel import LONG, Channel, LocalChannel, StoreChannel
 from fairlead_hpc_signals.decision import AgreementError, Answer, StopDecision, decide, no_agreement, request_of
 from fairlead_hpc_signals.flags import SignalFlags
 
-__all__ = ["ANSWER_TIMEOUT", "START_TIMEOUT", "StopAgreement"]
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+__all__ = ["ANSWER_TIMEOUT", "START_TIMEOUT", "LocalAgreement", "StopAgreement"]
 
 ANSWER_TIMEOUT: Final = timedelta(seconds=30)
 """How long ranks that have started may take to answer; a rank that has died never does."""
 START_TIMEOUT: Final = timedelta(minutes=30)
 """How long ranks may take to start, when a signal comes before all have: as long as torch's process group waits."""
 _MARGIN: Final = 30.0  # seconds beyond both, after which the main thread no longer believes in its own thread
+
+
+class LocalAgreement:
+    """The agreement of a single process; no store, no threads.
+
+    Args:
+        flags: The signals of this process.
+
+    Example:
+        >>> flags = SignalFlags()
+        >>> agreement = LocalAgreement(flags)
+        >>> agreement.boundary(1)
+        False
+        >>> flags.note(10)
+        >>> agreement.boundary(2), agreement.decision.signals
+        (True, ('SIGUSR1',))
+    """
+
+    def __init__(self, flags: SignalFlags) -> None:
+        self.decision: StopDecision | None = None
+        """Where to stop; None before a stop is asked for."""
+        self.channel: Channel = LocalChannel()
+        """For what follows a decision."""
+        self._flags = flags
+        self._asked: tuple[str, float] | None = None
+
+    def boundary(self, number: int) -> bool:
+        """Whether a signal has come, or `ask` was called."""
+        if not self._flags.raised and self._asked is None:
+            return False
+        if self.decision is None:
+            self.decision = decide([Answer(number, request_of(0, self._flags, self._asked))])
+        return number >= self.decision.boundary
+
+    def ask(self, why: str) -> None:
+        """Asks for a stop without a signal."""
+        if self._asked is None:
+            self._asked = (why, time.time())
+
+    def close(self) -> None:
+        """Nothing runs in the background."""
 
 
 class StopAgreement:
@@ -71,25 +114,25 @@ class StopAgreement:
         """What was agreed; None before that."""
         self._pid = os.getpid()
         self._flags = flags
-        self._store = store  # on rank 0 it may be the server
+        self._store = store  # kept: on rank 0 it may be the server
         self._entered = -1
         self._frozen = False
         self._failure: AgreementError | None = None
-        self._settled = threading.Event()
+        self._decided = threading.Event()
         self._answer_timeout, self._start_timeout = answer_timeout.total_seconds(), start_timeout.total_seconds()
         self._closing = False
         self._woken = threading.Event()
         self._answering = threading.Lock()
         self._answered = False
         self._asked: tuple[str, float] | None = None
-        # One client for the thread that waits for the others, one for whoever has something to say.
-        self._listening = Channel(clone(store), rank, world_size)
-        self.channel = Channel(clone(store), rank, world_size)
-        """This rank's client of the store, for what follows a decision."""
-        self.channel.arrive("begun", "")
+        # One for the thread that waits for the others, one for whoever has something to say.
+        self._listening = StoreChannel(store, rank, world_size)
+        self.channel = StoreChannel(store, rank, world_size)
+        """This rank's channel, for what follows a decision."""
+        self.channel.arrive("started")
         self._stop_read, self._stop_write = os.pipe()
         self._threads = [
-            threading.Thread(target=self._guarded, args=(run,), name=f"fairlead-stop-{name}", daemon=True)
+            threading.Thread(target=self._run, args=(run,), name=f"fairlead-stop-{name}", daemon=True)
             for name, run in (("follow", self._follow), ("watch", self._watch))
         ]
         for thread in self._threads:
@@ -104,6 +147,10 @@ class StopAgreement:
         Raises:
             ValueError: There is no process group.
         """
+        import torch.distributed as dist
+
+        from fairlead_distributed import group_store
+
         rank = dist.get_rank()
         store = group_store()
         assert store is not None  # or `get_rank` would have raised
@@ -126,7 +173,7 @@ class StopAgreement:
         self._entered = number
         if not self._frozen:
             return False
-        return self._held(number)
+        return self._wait_for_decision(number)
 
     def ask(self, why: str) -> None:
         """Asks all ranks to stop without a signal, as before the end of a time budget; from any thread.
@@ -139,7 +186,7 @@ class StopAgreement:
         """
         if self._asked is None:
             self._asked = (why, time.time())
-        self._tell_all()
+        self._wake_all()
 
     def close(self) -> None:
         """Ends the threads, at the end of the loop; the ranks that go on need no answer of this one any more."""
@@ -150,17 +197,17 @@ class StopAgreement:
         os.write(self._stop_write, b"!")
         try:
             self._answer(self.channel)
-            self.channel.store.set(f"wake/{self.channel.rank}", "")
+            self.channel.put(f"wake/{self.channel.rank}")
         except RuntimeError as error:
-            self._lose(error)  # whoever hosts the store has left before
+            self._store_lost(error)  # whoever hosts the store has left before
         for thread in self._threads:
             thread.join(2.0)
         if not any(thread.is_alive() for thread in self._threads):
             os.close(self._stop_read)
             os.close(self._stop_write)
 
-    def _held(self, number: int) -> bool:
-        if not self._settled.wait(self._answer_timeout + self._start_timeout + _MARGIN):
+    def _wait_for_decision(self, number: int) -> bool:
+        if not self._decided.wait(self._answer_timeout + self._start_timeout + _MARGIN):
             raise AgreementError("the ranks did not agree on a stop: the store does not answer")
         if self.decision is None:
             assert self._failure is not None
@@ -169,11 +216,11 @@ class StopAgreement:
 
     # -- the threads
 
-    def _guarded(self, run: Callable[[], None]) -> None:
+    def _run(self, run: Callable[[], None]) -> None:
         try:
             run()
         except Exception as error:  # whatever it is, the main thread must not wait for this one
-            self._lose(error)
+            self._store_lost(error)
 
     def _watch(self) -> None:
         """Waits for a signal of this rank, and asks all ranks to stop."""
@@ -183,14 +230,14 @@ class StopAgreement:
         while not self._closing:
             poll.poll()
             if self._flags.raised and not self._closing:
-                self._tell_all()
+                self._wake_all()
                 return
 
-    def _tell_all(self) -> None:
+    def _wake_all(self) -> None:
         # Signals mostly come to all ranks at once: the first speaks for all. It may be killed before it has.
-        if self.channel.store.add("askers", 1) > 1 and self._woken.wait(1.0):
+        if self.channel.count("askers") > 1 and self._woken.wait(1.0):
             return
-        self.channel.set_all([f"wake/{rank}" for rank in range(self.channel.world_size)])
+        self.channel.put_all([f"wake/{rank}" for rank in range(self.channel.world_size)])
 
     def _follow(self) -> None:
         """Waits to be asked, freezes the counter, answers, and learns the decision."""
@@ -202,45 +249,45 @@ class StopAgreement:
         self._frozen = True
         self._woken.set()
         self._answer(channel)
-        if not channel.wait("begun/all", self._start_timeout):
-            self._give_up(channel, "begun", f"did not start within {self._start_timeout:g} s")
+        if not channel.wait("started/all", self._start_timeout):
+            self._give_up(channel, "started", f"did not start within {self._start_timeout:g} s")
         elif not channel.wait("verdict", self._answer_timeout):
             self._give_up(channel, "answer", f"did not answer within {self._answer_timeout:g} s")
-        verdict = channel.store.get("verdict").decode()
+        (verdict,) = channel.read(["verdict"])
         if verdict.startswith("{"):
             self.decision = StopDecision.from_json(verdict)
         else:
             ranks, _, what = verdict.partition(" ")
             self._failure = no_agreement(tuple(map(int, ranks.split(","))), what)
-        self._settled.set()
+        self._decided.set()
 
-    def _answer(self, channel: Channel) -> None:
+    def _answer(self, channel: StoreChannel) -> None:
         with self._answering:
             if self._answered:
                 return
             self._answered = True
             answer = Answer(self._entered + 1, request_of(channel.rank, self._flags, self._asked))
-            if channel.arrive("answer", answer.to_json()) and channel.store.add("askers", 0):
+            if channel.arrive("answer", answer.to_json()) and channel.count("askers", 0):
                 self._conclude(channel)
 
-    def _conclude(self, channel: Channel) -> None:
+    def _conclude(self, channel: StoreChannel) -> None:
         decision = decide(Answer.from_json(text) for text in channel.arrived("answer"))
         # Only the first verdict counts: a rank whose patience ended may have been quicker.
-        channel.store.compare_set("verdict", "", decision.to_json())
+        channel.put_first("verdict", decision.to_json())
 
-    def _give_up(self, channel: Channel, name: str, what: str) -> None:
-        if channel.store.add("late", 1) > 1 and channel.wait("verdict", 10.0):
+    def _give_up(self, channel: StoreChannel, name: str, what: str) -> None:
+        if channel.count("late") > 1 and channel.wait("verdict", 10.0):
             return
         missing = channel.missing(name) or channel.missing("answer")
         if missing:
-            channel.store.compare_set("verdict", "", f"{','.join(map(str, missing))} {what}")
+            channel.put_first("verdict", f"{','.join(map(str, missing))} {what}")
         else:
             self._conclude(channel)  # the last to answer died before it could
 
-    def _lose(self, error: Exception) -> None:
+    def _store_lost(self, error: Exception) -> None:
         """The store is gone: of no consequence until a stop is asked for."""
         if self.decision is None and self._failure is None:
             self._failure = no_agreement((), f"lost the store: {str(error).splitlines()[0] if str(error) else error!r}")
-        self._settled.set()
+        self._decided.set()
         if self._flags.raised or self._asked is not None:
             self._frozen = True

@@ -73,7 +73,7 @@ class StopDecision:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a rank tells the others once its counter is frozen.
+    """What a rank answers once its counter is frozen.
 
     Args:
         earliest: The lowest number at which this rank can still stop.
@@ -127,8 +127,7 @@ def no_agreement(missing: tuple[int, ...], why: str) -> AgreementError:
         "the ranks did not agree on where to stop",
         where=f"rank{'s'[: len(missing) > 1]} {shown}" if missing else None,
         why=why,
-        fix="look at the output of these ranks: they ended, or hang; the last checkpoint is what a next start goes on "
-        "from",
+        fix="look at the output of these ranks: they ended, or hang; the next start resumes from the last checkpoint",
     )
     error.missing = missing
     return error

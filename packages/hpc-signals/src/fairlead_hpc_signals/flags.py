@@ -18,11 +18,10 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any, Final
 
+from fairlead.bases import signal_name
 from fairlead.errors import ConfigError
-from fairlead_hpc_signals.forks import watch_forks
-from fairlead_hpc_signals.signal_names import signal_number
 
-__all__ = ["DEFAULT_SIGNALS", "Conflict", "Flag", "SignalFlags"]
+__all__ = ["DEFAULT_SIGNALS", "Conflict", "Flag", "SignalFlags", "signal_number"]
 
 DEFAULT_SIGNALS: Final = ("SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2")
 """What schedulers send before they kill, what people set in `--signal=USR1@120`, and Ctrl-C."""
@@ -30,6 +29,22 @@ DEFAULT_SIGNALS: Final = ("SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2")
 _MOST = 1000  # notes that are kept; a sender that never stops must not fill the memory
 _WARNINGS = (signal.SIGUSR1, signal.SIGUSR2)
 _FROM_TERMINAL = (signal.SIGINT, signal.SIGHUP)
+
+
+def signal_number(name: str | int) -> signal.Signals:
+    """The signal of a name, with or without `SIG`, or of a number.
+
+    Raises:
+        ConfigError: There is no such signal, or no program can handle it.
+
+    Example:
+        >>> signal_number("usr1").name
+        'SIGUSR1'
+    """
+    try:
+        return signal.Signals[signal_name(signal.Signals(name).name if isinstance(name, int) else name)]
+    except ValueError as error:
+        raise ConfigError(str(error), fix="use SIGUSR1, SIGUSR2 or SIGTERM") from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +192,7 @@ class SignalFlags:
         self.left_ignored = tuple(ignored)
         if not self._hooked:
             self._hooked = True
-            watch_forks(weakref.ref(self))
+            _disown_in_children(weakref.ref(self))
         return self
 
     def uninstall(self) -> None:
@@ -246,3 +261,28 @@ def _shown(handler: object) -> str:
         return "a handler of C code"
     name = getattr(handler, "__qualname__", type(handler).__qualname__)
     return f"{getattr(handler, '__module__', '?')}.{name}"
+
+
+def _disown_in_children(there: weakref.ref[SignalFlags]) -> None:
+    """Has forked children disown what they inherit; a hook cannot be taken back, so this keeps nothing alive.
+
+    A signal that came to the child before that would be lost: it would meet our handler, and Python forgets in a child
+    what it has not handled yet. (Seen: a pool that ends a worker right after its start waits for ever.) So the signals
+    wait while this thread forks.
+    """
+    masks = threading.local()
+
+    def before() -> None:
+        flags = there()
+        masks.earlier = None if flags is None else signal.pthread_sigmask(signal.SIG_BLOCK, flags.signals)
+
+    def after() -> None:
+        if masks.earlier is not None:
+            signal.pthread_sigmask(signal.SIG_SETMASK, masks.earlier)
+
+    def after_in_child() -> None:
+        if (flags := there()) is not None:
+            flags.disown()
+        after()
+
+    os.register_at_fork(before=before, after_in_parent=after, after_in_child=after_in_child)

@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
 
-__all__ = ["Job", "current_job", "lsf_job", "slurm_job"]
+from fairlead.findings import Finding
+
+if TYPE_CHECKING:
+    from fairlead.resolve import Resolution
+
+__all__ = ["JOB_UNKNOWN", "Job", "check_job", "current_job", "lsf_job", "slurm_job"]
+
+JOB_UNKNOWN: Final[Mapping[str, str]] = {
+    "requeue-job-unknown": "The environment names no job that the requeuer could start again."
+}
+"""The code of `check_job`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,3 +66,16 @@ def lsf_job(environ: Mapping[str, str]) -> Job | None:
 def current_job(environ: Mapping[str, str]) -> Job | None:
     """The job of whichever scheduler it is."""
     return slurm_job(environ) or lsf_job(environ)
+
+
+def check_job(job: Job | None, scheduler: str, evidence: str, resolution: Resolution) -> Iterator[Finding]:
+    """Whether there is a job to requeue."""
+    if job is None and resolution.inside_job:
+        yield Finding(
+            "warning",
+            "requeue-job-unknown",
+            f"this process belongs to no {scheduler} job, so that there is nothing to requeue",
+            where="trainer.requeue",
+            why=evidence,
+            fix="requeue: none, exit_code, script or command",
+        )

@@ -1,4 +1,4 @@
-"""How a stop ends: whether another start is wanted, and the exit code that says so."""
+"""Why a run stops, and how that ends: whether another start is wanted, and the exit code that says so."""
 
 from __future__ import annotations
 
@@ -6,14 +6,55 @@ import json
 import signal
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Final, NoReturn
+from typing import Final, Literal, NoReturn
 
-from fairlead_hpc_signals.reasons import ASK_TIMEOUT, LIMIT_WINDOW, StopReason
-
-__all__ = ["REQUEUE_EXIT_CODE", "StopOutcome", "StopPolicy", "exit_code_without_requeue", "start_wanted"]
+__all__ = [
+    "ASK_TIMEOUT",
+    "LIMIT_WINDOW",
+    "REQUEUE_EXIT_CODE",
+    "StopOutcome",
+    "StopPolicy",
+    "StopReason",
+    "Why",
+    "exit_code_without_requeue",
+    "start_wanted",
+]
 
 REQUEUE_EXIT_CODE: Final = 75
 """Stopped with everything saved, and another start is wanted (EX_TEMPFAIL)."""
+
+Why = Literal["preempted", "time_limit", "cancelled", "node_failure", "requeued", "unknown"]
+"""`preempted`: another job gets the nodes; `time_limit`: the job's time is up, or nearly; `cancelled`: a person ended
+it; `node_failure`: a node of the job failed; `requeued`: somebody has requeued it already; `unknown`: the scheduler
+did not say, as after `scancel -s USR1`."""
+
+ASK_TIMEOUT: Final = 10.0
+"""Seconds that the scheduler may take to answer."""
+LIMIT_WINDOW: Final = 600.0
+"""Seconds before its end in which a running job that was signalled is taken to be near its time limit."""
+
+
+@dataclass(frozen=True, slots=True)
+class StopReason:
+    """Why this job is to stop.
+
+    Args:
+        why: The reason.
+        evidence: What it was read from, for the history.
+        remaining_s: Seconds until the scheduler ends the job; None where that is not known.
+        scheduler_requeues: The job is requeued already: nobody else may.
+        may_requeue: Whether the scheduler lets the job be requeued; None where that is not known.
+
+    Example:
+        >>> StopReason("preempted", "PreemptTime=2026-11-21T16:25:09", remaining_s=4.0).why
+        'preempted'
+    """
+
+    why: Why
+    evidence: str
+    remaining_s: float | None = None
+    scheduler_requeues: bool = False
+    may_requeue: bool | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +67,7 @@ class StopPolicy:
         requeue_unknown: Whether it is arranged when the scheduler does not say why the signal came. It then mostly is
             a person's `scancel -s USR1`, a warning from the batch script, or a container without `scontrol`.
         ask_timeout_s: Seconds that the scheduler may take to answer.
-        limit_window_s: See `fairlead_hpc_signals.reasons.LIMIT_WINDOW`.
+        limit_window_s: See `LIMIT_WINDOW`.
         short_s: With fewer seconds left, only the checkpoint and the requeue are done.
         save_timeout_s: Seconds that all ranks may take to save; the scheduler's patience is mostly shorter.
         finish_timeout_s: Seconds that all ranks may take to close their loggers.

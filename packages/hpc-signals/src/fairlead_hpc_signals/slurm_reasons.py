@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from datetime import datetime
 from typing import Final
 
-from fairlead_hpc_signals.questions import ask
-from fairlead_hpc_signals.reasons import StopReason, Why
+from fairlead_hpc_signals.outcomes import StopReason, Why
+from fairlead_hpc_signals.programs import ask
 
 __all__ = ["ask_slurm", "fields_of", "read_job"]
 
@@ -42,14 +42,14 @@ def ask_slurm(job: str, environ: Mapping[str, str], deadline: float, limit_windo
         job: Its id, `17` or `17_3`.
         environ: The environment of the commands.
         deadline: On the monotonic clock.
-        limit_window_s: See `fairlead_hpc_signals.reasons.LIMIT_WINDOW`.
+        limit_window_s: See `fairlead_hpc_signals.outcomes.LIMIT_WINDOW`.
     """
     # Else the user's own form of times comes out.
     environ = {**environ, "SLURM_TIME_FORMAT": "standard"}
-    answer = ask(["scontrol", "show", "job", "-o", job], max(0.1, deadline - time.monotonic()), environ)
-    if answer.problem:
-        return StopReason("unknown", answer.problem)
-    fields = fields_of(answer.text)
+    answer, problem = ask(["scontrol", "show", "job", "-o", job], deadline, environ)
+    if problem:
+        return StopReason("unknown", problem)
+    fields = fields_of(answer)
     if "JobState" not in fields:
         return StopReason("unknown", f"scontrol said nothing of job {job}")
     restarts = environ.get("SLURM_RESTART_COUNT", "")
@@ -88,9 +88,9 @@ def read_job(fields: Mapping[str, str], restarts: int, nodes: str, now: float, l
         restarts: How often the job had been restarted when this process started (SLURM_RESTART_COUNT, 0 if unset).
         nodes: The node list that this process was started with (SLURM_JOB_NODELIST).
         now: Seconds since the epoch.
-        limit_window_s: See `fairlead_hpc_signals.reasons.LIMIT_WINDOW`.
+        limit_window_s: See `fairlead_hpc_signals.outcomes.LIMIT_WINDOW`.
     """
-    state, told, preempted = fields["JobState"], fields.get("Reason", "None"), _time(fields.get("PreemptTime"))
+    state, reason, preempted = fields["JobState"], fields.get("Reason", "None"), _time(fields.get("PreemptTime"))
     # SLURM starts a batch script again; of what salloc or srun began, nothing is left that it could start.
     may = False if fields.get("BatchFlag") == "0" else {"0": False, "1": True}.get(fields.get("Requeue", ""))
     end = _time(fields.get("EndTime"))
@@ -108,7 +108,7 @@ def read_job(fields: Mapping[str, str], restarts: int, nodes: str, now: float, l
     if state in _STATES:
         # A job that is cancelled while a preemption grants it time has an earlier PreemptTime.
         at_once = preempted is not None and end is not None and end - preempted <= 1
-        why: Why = _REASONS.get(told) or ("preempted" if at_once else _STATES[state])
+        why: Why = _REASONS.get(reason) or ("preempted" if at_once else _STATES[state])
         return because(why, _KILL_WAIT if end is None else end + _KILL_WAIT - now)
     left = None if end is None else end - now
     if preempted:

@@ -16,22 +16,27 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
+from fairlead.bases import RequeueConfigBase
 from fairlead.errors import ConfigError
-from fairlead.interfaces import Requeuer
-from fairlead_hpc_signals.alone import LocalStop, Stop
+from fairlead.interfaces import BuildContext, Requeuer
+from fairlead_hpc_signals.agreement import LocalAgreement, StopAgreement
 from fairlead_hpc_signals.decision import StopDecision
 from fairlead_hpc_signals.flags import DEFAULT_SIGNALS, SignalFlags
-from fairlead_hpc_signals.leaving import Leaving
-from fairlead_hpc_signals.outcomes import StopOutcome, StopPolicy
-from fairlead_hpc_signals.reasons import StopReason, why_stopped
+from fairlead_hpc_signals.outcomes import StopOutcome, StopPolicy, StopReason
+from fairlead_hpc_signals.scheduler import why_stopped
+from fairlead_hpc_signals.shutdown import Shutdown
 from fairlead_hpc_signals.workers import OutliveStops
 
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-__all__ = ["PreemptionGuard"]
+__all__ = ["SIGNAL_VARIABLES", "PreemptionGuard", "build", "stop_signals"]
+
+SIGNAL_VARIABLES: Final = ("NSHRUNNER_SUBMIT_TIMEOUT_SIGNAL", "NSHRUNNER_SUBMIT_PREEMPT_SIGNAL")
+"""Variables of the job runner nshrunner that name the signals it has the scheduler send."""
+_ALWAYS: Final = ("SIGTERM", "SIGINT")  # what schedulers send at the end, and Ctrl-C
 
 
 class PreemptionGuard:
@@ -67,7 +72,7 @@ class PreemptionGuard:
         """How the stop ended, after `save_and_requeue`."""
         self._own_flags = flags is None
         self._environ = os.environ if environ is None else environ
-        self._stop: Stop | None = None
+        self._agreement: LocalAgreement | StopAgreement | None = None
         self._boundary = 0
 
     # -- in the loop
@@ -77,28 +82,19 @@ class PreemptionGuard:
 
         Args:
             store: A store that all ranks share, under a prefix of its own. None takes torch's default process group,
-                and without one this process stands alone.
+                and without one this is a single process.
             rank: This rank, where a store is given.
             world_size: The number of ranks, where a store is given.
         """
-        if self._stop is not None:
+        if self._agreement is not None:
             return self
-        torch_distributed = sys.modules.get("torch.distributed")  # never imported for a program without torch
+        dist = sys.modules.get("torch.distributed")  # never imported for a program without torch
         if store is not None and world_size > 1:
-            from fairlead_hpc_signals.agreement import StopAgreement
-
-            self._stop = StopAgreement(self.flags, store, rank, world_size)
-        elif (
-            torch_distributed is not None
-            and torch_distributed.is_available()
-            and torch_distributed.is_initialized()
-            and torch_distributed.get_world_size() > 1
-        ):
-            from fairlead_hpc_signals.agreement import StopAgreement
-
-            self._stop = StopAgreement.of_process_group(self.flags)
+            self._agreement = StopAgreement(self.flags, store, rank, world_size)
+        elif dist is not None and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+            self._agreement = StopAgreement.of_process_group(self.flags)
         else:
-            self._stop = LocalStop(self.flags)
+            self._agreement = LocalAgreement(self.flags)
         return self
 
     def should_stop(self) -> bool:
@@ -109,11 +105,11 @@ class PreemptionGuard:
         Raises:
             AgreementError: A stop was asked for, and not all ranks answered in time.
         """
-        stop = self._stop
-        if stop is None:
-            stop = self._started()
+        agreement = self._agreement
+        if agreement is None:
+            agreement = self._started()
         self._boundary += 1
-        return stop.boundary(self._boundary)
+        return agreement.boundary(self._boundary)
 
     def ask(self, why: str) -> None:
         """Asks all ranks to stop without a signal, as before the end of a time budget; `why` is for the history."""
@@ -129,7 +125,7 @@ class PreemptionGuard:
     @property
     def decision(self) -> StopDecision | None:
         """Where all stop and who was asked by what; None before that."""
-        return None if self._stop is None else self._stop.decision
+        return None if self._agreement is None else self._agreement.decision
 
     @property
     def signals(self) -> tuple[str, ...]:
@@ -172,12 +168,12 @@ class PreemptionGuard:
             RunFailedError: Another rank could not save. Nothing was requeued.
             Exception: Whatever `save` or `durable` raised on this rank.
         """
-        stop = self._stop
-        if stop is None or stop.decision is None:
+        agreement = self._agreement
+        if agreement is None or agreement.decision is None:
             raise ConfigError("no stop was agreed on", fix="call save_and_requeue where should_stop() was true")
         if self.outcome is not None:
             raise ConfigError("this stop was carried out already", fix="end the process with outcome.exit_code")
-        leaving = Leaving(stop.channel, self.policy, stop.decision.signals, self._why, budget)
+        shutdown = Shutdown(agreement.channel, self.policy, agreement.decision.signals, self._why, budget)
         error: BaseException | None = None
         try:
             save()
@@ -185,12 +181,10 @@ class PreemptionGuard:
                 durable()
         except BaseException as raised:  # the others must learn of it, whatever it is
             error = raised
-        plan = leaving.plan(error, getattr(requeuer, "exit_code", None))
-        if error is not None:
-            raise error
-        leaving.finish(plan, finish)
-        self.outcome = leaving.requeue(plan, requeuer)
-        if self.outcome.error is not None and leaving.leads:
+        plan = shutdown.plan(error, getattr(requeuer, "exit_code", None))
+        shutdown.finish(plan, finish)
+        self.outcome = shutdown.requeue(plan, requeuer)
+        if self.outcome.error is not None and shutdown.leads:
             warnings.warn(self.outcome.error, stacklevel=2)
         return self.outcome
 
@@ -199,8 +193,8 @@ class PreemptionGuard:
 
         After a stop the handlers stay: a requeue ends the job with signals, and the exit code must be the agreed one.
         """
-        if self._stop is not None:
-            self._stop.close()
+        if self._agreement is not None:
+            self._agreement.close()
         if self._own_flags and self.outcome is None:
             self.flags.uninstall()
 
@@ -210,11 +204,44 @@ class PreemptionGuard:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def _started(self) -> Stop:
+    def _started(self) -> LocalAgreement | StopAgreement:
         self.start()
-        assert self._stop is not None
-        return self._stop
+        assert self._agreement is not None
+        return self._agreement
 
     def _why(self) -> StopReason:
         policy = self.policy
         return why_stopped(self._environ, timeout_s=policy.ask_timeout_s, limit_window_s=policy.limit_window_s)
+
+
+def build(config: RequeueConfigBase, context: BuildContext, flags: SignalFlags | None = None) -> PreemptionGuard:
+    """The guard of one run; its handlers are installed by `guard.flags.install()`.
+
+    Args:
+        config: The requeuer's.
+        context: Of it, the environment is used.
+        flags: Those of an earlier guard of this process; None: new ones.
+    """
+    policy = StopPolicy(
+        auto_requeue=config.name != "none",
+        final_code=getattr(config, "final_code", None),
+        requeue_unknown=config.when_unknown == "requeue",
+        limit_window_s=config.limit_window_s,
+        short_s=config.short_s,
+    )
+    flags = flags if flags is not None else SignalFlags(stop_signals(config, context.environ))
+    return PreemptionGuard(policy=policy, environ=context.environ, flags=flags)
+
+
+def stop_signals(config: RequeueConfigBase, environ: Mapping[str, str]) -> tuple[str, ...]:
+    """The signals that ask for a stop: those of the config, else the usual ones and those of nshrunner.
+
+    Example:
+        >>> from fairlead_hpc_signals import SLURMRequeueConfig
+        >>> stop_signals(SLURMRequeueConfig(signals=["usr2"]), {})
+        ('SIGUSR2', 'SIGTERM', 'SIGINT')
+    """
+    if config.signals is not None:
+        return tuple(dict.fromkeys((*config.signals, *_ALWAYS)))
+    named = (environ[name] for name in SIGNAL_VARIABLES if environ.get(name))
+    return tuple(dict.fromkeys((*DEFAULT_SIGNALS, *named)))

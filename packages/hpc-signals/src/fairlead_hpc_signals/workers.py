@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-from fairlead_hpc_signals.signal_names import signal_number
+from fairlead_hpc_signals.flags import signal_number
 
 __all__ = ["OutliveStops"]
 

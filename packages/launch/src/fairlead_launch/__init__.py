@@ -11,14 +11,12 @@ Example:
 
 from __future__ import annotations
 
-from fairlead_launch.early_signals import EarlySignals
 from fairlead_launch.environment import rank_environment
 from fairlead_launch.ports import inherited_listener, listen
 from fairlead_launch.reports import keep_log, send_report, watch_supervisor
 from fairlead_launch.supervise import supervise
 
 __all__ = [
-    "EarlySignals",
     "inherited_listener",
     "keep_log",
     "listen",

@@ -21,7 +21,6 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import IO, Final
 
-from fairlead_launch.early_signals import EarlySignals
 from fairlead_launch.reports import ALIVE_FD, REPORT_FD, Announcement, Report, read_messages
 from fairlead_launch.verdict import Ended, stopped_as_asked, verdict
 
@@ -56,7 +55,7 @@ def supervise(
     *,
     stderr: IO[str],
     inherited: Sequence[int] = (),
-    early: EarlySignals | None = None,
+    early: Sequence[int] = (),
 ) -> int:
     """Runs one process a rank until all have ended, and returns the exit code of the whole.
 
@@ -74,14 +73,12 @@ def supervise(
     """
     alive_read, alive_write = os.pipe()
     ranks: list[_Rank] = []
-    received: list[int] = []
+    received = list(early)
 
     def note(signum: int, _frame: FrameType | None) -> None:
         received.append(signum)
 
-    came = early.release() if early is not None else []
     previous = {s: signal.signal(s, note) for s in (*_STOPS, *_PASSED_ON)}
-    received += came
     try:
         for index, environ in enumerate(environments):
             ranks.append(_start(command, environ, index, alive_read, inherited if index == 0 else ()))

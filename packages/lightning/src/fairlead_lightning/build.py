@@ -59,13 +59,9 @@ def build_guard(config: RequeueConfigBase, context: BuildContext, flags: StopSig
     Raises:
         PluginError: It cannot be imported.
     """
-    plugins = context.plugins
-    plugin = cast("RequeuePlugin", plugins.of(config))
-    target = plugin.guard or cast("RequeuePlugin", plugins.get("requeue", "none")).guard
-    if target is None:
-        raise PluginError(f"the requeue {config.name!r} has no guard", where="trainer.requeue")
-    made: StopGuard = _imported(target, f"the guard of the requeue {config.name!r}")(config, context, flags)
-    return made
+    plugin = cast("RequeuePlugin", context.plugins.of(config))
+    guard: StopGuard = _imported(plugin.guard, f"the guard of the requeue {config.name!r}")(config, context, flags)
+    return guard
 
 
 def build_plugins(context: BuildContext) -> dict[str, Any]:

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from fairlead.interfaces.launch import BuildContext, Claim, Devices, Job, Setting, Specificity, Topology
-from fairlead.interfaces.stops import OutlivesStops, Requeuer, StopGuard, Stopped, StopSignals
+from fairlead.interfaces.stops import Requeuer, StopGuard, StopSignals
 
 __all__ = [
     "BuildContext",
     "Claim",
     "Devices",
     "Job",
-    "OutlivesStops",
     "Requeuer",
     "Setting",
     "Specificity",
     "StopGuard",
     "StopSignals",
-    "Stopped",
     "Topology",
 ]

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from typing import Any, Protocol, runtime_checkable
 
-__all__ = ["OutlivesStops", "Requeuer", "StopGuard", "StopSignals", "Stopped"]
+__all__ = ["Requeuer", "StopGuard", "StopSignals"]
 
 
 @runtime_checkable
@@ -23,7 +22,7 @@ class Requeuer(Protocol):
 
 
 class StopSignals(Protocol):
-    """The signals that ask a run to stop: handlers that note them, and nothing else."""
+    """The signals that ask a run to stop, noted by handlers; `fairlead_hpc_signals.SignalFlags` describes each part."""
 
     @property
     def raised(self) -> bool:
@@ -36,11 +35,7 @@ class StopSignals(Protocol):
         ...
 
     def install(self, only: Iterable[str] | None = None) -> object:
-        """Installs the handlers, or some of them; in the main thread. Those that are there stay.
-
-        Raises:
-            ConfigError: This is not the main thread.
-        """
+        """Installs the handlers, or some of them; in the main thread."""
         ...
 
     def uninstall(self) -> None:
@@ -56,54 +51,8 @@ class StopSignals(Protocol):
         ...
 
 
-class Stopped(Protocol):
-    """How a stop ended; the same on all ranks."""
-
-    @property
-    def exit_code(self) -> int:
-        """What all ranks end with: 75 (or the requeuer's own) when another start is wanted; 143 or 130 when not."""
-        ...
-
-    @property
-    def reason(self) -> Any:
-        """Why it came: `why` and `evidence`, `scheduler_requeues`."""
-        ...
-
-    @property
-    def start_wanted(self) -> bool:
-        """Whether another start is wanted."""
-        ...
-
-    @property
-    def requeued(self) -> str | None:
-        """What was done for it."""
-        ...
-
-    @property
-    def error(self) -> str | None:
-        """Why it could not be arranged."""
-        ...
-
-    @property
-    def refused(self) -> str | None:
-        """Why it is not wanted, where a budget is used up."""
-        ...
-
-
-class OutlivesStops(Protocol):
-    """Has a worker of a loader outlive the signals that ask a run to stop; see `StopGuard.in_worker`."""
-
-    def __call__(self, worker: int) -> None:
-        """To be called in each worker, with its number."""
-        ...
-
-    def held(self) -> AbstractContextManager[None]:
-        """Around the start of workers: what comes before they are that far waits for them."""
-        ...
-
-
 class StopGuard(Protocol):
-    """Has all ranks stop at the same step, and the job started again; made by a requeue plugin's `guard`."""
+    """What an adapter to a loop needs of `fairlead_hpc_signals.PreemptionGuard`, which describes each part."""
 
     @property
     def flags(self) -> StopSignals:
@@ -112,17 +61,17 @@ class StopGuard(Protocol):
 
     @property
     def decision(self) -> Any:
-        """Who was asked by what, once the ranks have agreed: `signals`, `requests`, `flagged`; else None."""
+        """The `StopDecision` of all ranks; None before they have agreed."""
         ...
 
     @property
-    def outcome(self) -> Stopped | None:
-        """How the stop ended, once it has."""
+    def outcome(self) -> Any:
+        """The `StopOutcome`, how the stop ended; None before that."""
         ...
 
     @property
-    def in_worker(self) -> OutlivesStops:
-        """For the workers of a loader, which must outlive the signals."""
+    def in_worker(self) -> Any:
+        """The `OutliveStops` for the workers of a loader."""
         ...
 
     def start(self) -> object:
@@ -133,10 +82,6 @@ class StopGuard(Protocol):
         """Whether to stop here; the same answer on all ranks, which call it equally often."""
         ...
 
-    def ask(self, why: str) -> None:
-        """Asks all ranks to stop, without a signal."""
-        ...
-
     def save_and_requeue(
         self,
         save: Callable[[], object],
@@ -144,19 +89,8 @@ class StopGuard(Protocol):
         *,
         finish: Callable[[Any], object] | None = None,
         budget: Callable[[Any], str | None] | None = None,
-    ) -> Stopped:
-        """Saves on all ranks, closes what is open, has the job started again by rank 0.
-
-        Args:
-            save: Returns when what it saved is durable.
-            requeuer: Has the job started again.
-            finish: Closes loggers and writes the history, before the requeue; left out when time is short.
-            budget: Called on rank 0 with the reason: why no other start is wanted; None where one is.
-
-        Raises:
-            FairleadError: Another rank could not save; nothing was requeued.
-            Exception: What `save` raised on this rank.
-        """
+    ) -> Any:
+        """Saves on all ranks, closes what is open, has the job started again by rank 0; returns the outcome."""
         ...
 
     def close(self) -> None:

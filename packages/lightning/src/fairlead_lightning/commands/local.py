@@ -6,7 +6,11 @@ import argparse
 import json
 import signal
 import sys
-from typing import cast
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any, Final, cast
 
 from fairlead.axes import StrategyPlugin
 from fairlead.checks import CheckedJob, check_job
@@ -16,14 +20,51 @@ from fairlead.errors import FairleadError
 from fairlead.findings import raise_errors
 from fairlead.interfaces import BuildContext
 from fairlead.jobs import load_job
-from fairlead_launch.early_signals import EarlySignals
 from fairlead_launch.environment import LAUNCHED, rank_environment
 from fairlead_launch.ports import STORE_FD, listen
 from fairlead_launch.reports import send_report
 from fairlead_launch.supervise import supervise
 from fairlead_lightning.build import build_guard
 
-__all__ = ["prepare", "run_here_or_on_ranks"]
+__all__ = ["hold_signals", "prepare", "run_here_or_on_ranks"]
+
+_STOPS: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
+
+
+@contextmanager
+def hold_signals() -> Iterator[Callable[[], list[int]]]:
+    """Keeps the signals that ask for a stop until what it yields is called; else they are raised again at the end.
+
+    While a job is read and checked, SIGUSR1 would end the process, and a scheduler's warning would not be a stop that
+    asks for another start. (Blocking them would not do: another thread would get them.)
+
+    Yields:
+        Puts the handlers of before back, and returns the signals that came: whoever calls it sees to them.
+    """
+    came: list[int] = []
+
+    def note(number: int, frame: FrameType | None) -> None:
+        came.append(number)
+
+    def release() -> list[int]:
+        for number in list(earlier):
+            handler = earlier.pop(number)
+            if signal.getsignal(number) is note:
+                signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        released = came[:]
+        came.clear()
+        return released
+
+    earlier: dict[signal.Signals, Any] = {}
+    if threading.current_thread() is threading.main_thread():
+        for stop in _STOPS:
+            if signal.getsignal(stop) is not signal.SIG_IGN:
+                earlier[stop] = signal.signal(stop, note)
+    try:
+        yield release
+    finally:
+        for number in release():
+            signal.raise_signal(number)
 
 
 def prepare(arguments: argparse.Namespace, session: Session) -> CheckedJob:
@@ -50,11 +91,11 @@ def prepare(arguments: argparse.Namespace, session: Session) -> CheckedJob:
 
 def run_here_or_on_ranks(arguments: argparse.Namespace, session: Session) -> int:
     """Runs the command in this process, or starts one process a rank and watches them."""
-    with EarlySignals() as early:
-        return _run(arguments, session, early)
+    with hold_signals() as release:
+        return _run(arguments, session, release)
 
 
-def _run(arguments: argparse.Namespace, session: Session, early: EarlySignals) -> int:
+def _run(arguments: argparse.Namespace, session: Session, release: Callable[[], list[int]]) -> int:
     try:
         checked = prepare(arguments, session)
     except FairleadError as error:
@@ -75,7 +116,7 @@ def _run(arguments: argparse.Namespace, session: Session, early: EarlySignals) -
     starts_ranks &= not cast("StrategyPlugin", session.plugins.of(resolution.strategy)).starts_processes
     if not starts_ranks or getattr(resolution.strategy, "start_method", "popen") != "popen":
         guard = build_guard(resolution.requeue, BuildContext(resolution, session.environ, session.plugins))
-        came = early.release()
+        came = release()
         guard.flags.install()  # before torch is imported, which takes seconds
         for number in came:
             signal.raise_signal(number)
@@ -110,4 +151,4 @@ def _run(arguments: argparse.Namespace, session: Session, early: EarlySignals) -
         environments[0][STORE_FD] = str(inherited[0])
     # -P: the working directory is no place for code unless the rules for user code say so.
     command = [sys.executable, "-P", "-m", "fairlead", *session.argv, *(["--debug"] if session.debug else [])]
-    return supervise(command, environments, stderr=session.stderr, inherited=inherited, early=early)
+    return supervise(command, environments, stderr=session.stderr, inherited=inherited, early=release())

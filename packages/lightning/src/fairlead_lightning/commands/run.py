@@ -25,7 +25,7 @@ from fairlead_lightning.checkpoint.loading import readable_load_errors
 from fairlead_lightning.checkpoint.rebuilt import build_user_object
 from fairlead_lightning.display.quiet import quiet
 from fairlead_lightning.lifecycle.failures import described_failure
-from fairlead_lightning.lifecycle.stops import StopEvaluation
+from fairlead_lightning.lifecycle.stop_evaluation import StopEvaluation
 from fairlead_lightning.metrics.predictions import PredictionFiles
 from fairlead_lightning.trainer import Trainer
 

@@ -3,31 +3,30 @@
 from __future__ import annotations
 
 import math
-import signal
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from typing import Any, Final
 
 import lightning.pytorch as L
 from lightning.pytorch.utilities.exceptions import SIGTERMException
-from torch.utils.data import DataLoader
 
 from fairlead.bases import RequeueConfigBase
 from fairlead.detect import find_job
-from fairlead.interfaces import BuildContext, OutlivesStops, Requeuer, StopGuard, Stopped, StopSignals
+from fairlead.findings import Finding
+from fairlead.interfaces import BuildContext, Requeuer, StopGuard
 from fairlead.plugins import default_plugins
 from fairlead_distributed.run.session import RunSession
 from fairlead_lightning import compat
 from fairlead_lightning.build import build_backend, build_guard
 from fairlead_lightning.checkpoint.committing import copies_of
+from fairlead_lightning.lifecycle.loader_workers import protect_workers
+from fairlead_lightning.lifecycle.stop_summary import stop_summary
 from fairlead_lightning.resume.exact_resume import Saves
-from fairlead_lightning.resume.loaders import CarriedLoader
 from fairlead_runs import read_history, refusal, spent
 
-__all__ = ["StopEvaluation", "StopRequested", "Stops"]
+__all__ = ["StopRequested", "Stops"]
 
 _WARNINGS: Final = ("SIGUSR1", "SIGUSR2")  # what a scheduler is asked to send ahead; by default it ends a process
 
@@ -38,8 +37,8 @@ class StopRequested(SIGTERMException):
     def __init__(self, code: int = 143) -> None:
         super().__init__(code)
         self.exit_code = code
-        self.outcome: Stopped | None = None
-        """How the stop ended; None of one that was never carried out."""
+        self.outcome: Any = None
+        """How the stop ended, the guard's outcome; None of one that was never carried out."""
 
 
 @compat.only_its_own_batch_hooks
@@ -75,12 +74,12 @@ class Stops(L.Callback):
         self._given = guard is not None
         self._failure: Exception | None = None
         self._recorded = False
-        self._lacking: str | None = None
+        self._not_uploaded: str | None = None
         self._reason: Any = None
         self._step = -1
         self._undo: Callable[[], None] | None = None
         self._closing: threading.Event | None = None
-        self._even = True
+        self._equal_validation = True
 
     def __getstate__(self) -> dict[str, Any]:
         """Spawned ranks have handlers of their own, and no plugin manager."""
@@ -101,18 +100,22 @@ class Stops(L.Callback):
         """
         in_job = find_job(self._context.environ, self._context.plugins) is not None
         if in_job and self._config.name != "none" and threading.current_thread() is threading.main_thread():
-            self._made().flags.install(_WARNINGS)
+            self._ensure_guard().flags.install(_WARNINGS)
 
     def begin(self, session: RunSession) -> None:
         """A fit begins, in this process or in ranks that it spawns; data are not prepared yet."""
         self.session = session
-        guard = self._made()
+        guard = self._ensure_guard()
         if not self._given:
             if threading.current_thread() is not threading.main_thread():
-                self._say(
-                    "warning[signals-unheard]: the training is not in the main thread, where alone Python can handle "
-                    "signals: make a PreemptionGuard there and pass it on, `guard=guard`"
+                finding = Finding(
+                    "warning",
+                    "signals-unheard",
+                    "a scheduler's signals will not stop this training",
+                    why="it is not in the main thread, where alone Python can handle signals",
+                    fix="make a PreemptionGuard in the main thread and pass it on: `guard=guard`",
                 )
+                self._say(str(finding))
             else:
                 guard.flags.install()
 
@@ -130,16 +133,17 @@ class Stops(L.Callback):
             self._undo()
             self._undo = None
 
-    def _made(self) -> StopGuard:
+    def _ensure_guard(self) -> StopGuard:
         if self.guard is None:
             self.guard = build_guard(self._config, self._context, self._flags)
             self._flags = self.guard.flags
-            self._failure, self._lacking, self._recorded, self._step, self._even = None, None, False, -1, True
+            self._failure, self._not_uploaded, self._recorded = None, None, False
+            self._step, self._equal_validation = -1, True
         return self.guard
 
     def pass_on(self, trainer: L.Trainer) -> None:
         """Has the ranks that this process spawns get the signals that it gets: it only waits for them."""
-        guard = self._made()
+        guard = self._ensure_guard()
         closing = self._closing = threading.Event()
 
         def run() -> None:
@@ -157,7 +161,7 @@ class Stops(L.Callback):
         """The ranks are connected."""
         if self.session is None:
             return
-        guard = self._made()
+        guard = self._ensure_guard()
         if not self._given and threading.current_thread() is threading.main_thread():
             guard.flags.install()  # a spawned rank has none yet
         self._undo = compat.without_signal_handlers(trainer)
@@ -174,22 +178,21 @@ class Stops(L.Callback):
         if self.guard is None or self.session is None:
             return
         for conflict in self.guard.flags.conflicts():
-            text = f"{conflict.signal} is handled by {conflict.handler} now: it will not stop this run in time"
-            self.session.event("signal-handler-replaced", signal=conflict.signal, handler=conflict.handler)
+            finding = Finding(
+                "warning",
+                "signal-handler-replaced",
+                f"{conflict.signal} will not stop this run in time",
+                why=f"it is handled by {conflict.handler} now",
+                fix="install that handler before the fit begins",
+            )
+            self.session.event(finding.code, signal=conflict.signal, handler=conflict.handler)
             if trainer.is_global_zero:
-                self._say(f"warning[signal-handler-replaced]: {text}; install that handler before the fit begins")
+                self._say(str(finding))
 
     def keep_workers(self, loader: object) -> None:
-        """A scheduler signals the workers of a loader too; the fit would die of a worker that does."""
-        inner = loader.loader if isinstance(loader, CarriedLoader) else loader
-        if self.guard is None or not isinstance(inner, DataLoader) or not inner.num_workers:
-            return
-        theirs = inner.worker_init_fn
-        if isinstance(theirs, _InWorker):  # of an earlier fit
-            theirs = theirs.theirs
-        outlive = self.guard.in_worker
-        inner.worker_init_fn = _InWorker(outlive, theirs)
-        vars(inner)["_get_iterator"] = partial(_start_workers, inner, outlive)
+        """Has the workers of a loader outlive the signals."""
+        if self.guard is not None:
+            protect_workers(loader, self.guard.in_worker)
 
     def before_epoch(self, trainer: L.Trainer) -> None:
         """Nothing of the next epoch has begun."""
@@ -208,11 +211,11 @@ class Stops(L.Callback):
             return
         batches = trainer.num_sanity_val_batches if trainer.sanity_checking else trainer.num_val_batches
         same = bool(trainer.strategy.broadcast(batches) == batches) and math.inf not in batches
-        self._even = trainer.strategy.reduce_boolean_decision(same)
+        self._equal_validation = trainer.strategy.reduce_boolean_decision(same)
 
     def on_validation_batch_end(self, trainer: L.Trainer, *_: Any, **__: Any) -> None:
         """In the middle of a validation, or of the sanity check."""
-        if self._even:
+        if self._equal_validation:
             self._boundary(trainer)
 
     def _boundary(self, trainer: L.Trainer, *, between_epochs: bool = False) -> None:
@@ -233,7 +236,7 @@ class Stops(L.Callback):
         try:
             if self.saves is not None:
                 self.saves.save_at_stop(trainer, between_epochs=between_epochs)
-        except Exception as error:  # told to the other ranks below, when Lightning has left its loops
+        except Exception as error:  # the other ranks learn of it when Lightning has left its loops
             self._failure = error
         requested = StopRequested()
         if compat.is_spawned(trainer):
@@ -250,7 +253,7 @@ class Stops(L.Callback):
             return
         requeuer = None
         if trainer.is_global_zero and self._config.name != "none":
-            requeuer = _Recorded(build_backend(self._config, self._context), self._record_requeue)
+            requeuer = _RecordingRequeuer(build_backend(self._config, self._context), self._record_requeue)
         try:
             outcome = guard.save_and_requeue(
                 lambda: self._saved(trainer),
@@ -270,7 +273,10 @@ class Stops(L.Callback):
         exception.outcome = outcome
         compat.let_children_end(trainer)
         if trainer.is_global_zero:
-            self._say(self._told(outcome))
+            saved = "everything is saved" if self.saves is not None else "no checkpoint was asked for"
+            if self._not_uploaded is not None:
+                saved += f" in {session.path}, where the next start must find it: {self._not_uploaded}"
+            self._say(stop_summary(outcome, self._step, saved))
 
     def _saved(self, trainer: L.Trainer) -> None:
         if self._failure is not None:
@@ -279,11 +285,11 @@ class Stops(L.Callback):
         if copies is None:
             return
         assert self.guard is not None
-        since = getattr(self.guard.decision, "time", None)
-        gone = max(0.0, time.time() - since) if since is not None else 0.0
-        self._lacking = copies.settle(max(0.0, copies.stop_wait_s - gone))
-        if self._lacking is not None and self.session is not None:
-            self.session.event("upload-unfinished", step=self._step, why=self._lacking)
+        since = self.guard.decision.time
+        elapsed = max(0.0, time.time() - since) if since is not None else 0.0
+        self._not_uploaded = copies.settle(max(0.0, copies.stop_wait_s - elapsed))
+        if self._not_uploaded is not None and self.session is not None:
+            self.session.event("upload-unfinished", step=self._step, why=self._not_uploaded)
 
     def _finish(self, trainer: L.Trainer, reason: Any) -> None:
         self._record_stop(reason)
@@ -317,25 +323,6 @@ class Stops(L.Callback):
             failures_before=counts.failures,
         )
 
-    def _told(self, outcome: Stopped) -> str:
-        why = _SENTENCES.get(outcome.reason.why, "asked to stop")
-        assert self.session is not None
-        saved = "everything is saved" if self.saves is not None else "no checkpoint was asked for"
-        if self._lacking is not None:
-            saved += f" in {self.session.path}, where the next start must find it: {self._lacking}"
-        begin = f"stopped at step {self._step}, {why}; {saved}"
-        if outcome.error:
-            return f"{begin}. The job does not start again by itself:\n{outcome.error}"
-        if outcome.refused:
-            return f"{begin}. The job is not started again: {outcome.refused}"
-        if outcome.reason.scheduler_requeues:
-            return f"{begin}; the scheduler starts the job again by itself"
-        if outcome.requeued:
-            return f"{begin}; the job starts again ({outcome.requeued})"
-        if outcome.start_wanted:
-            return f"{begin}; exit code {outcome.exit_code} asks for another start"
-        return f"{begin}; the same command goes on from there"
-
 
 def _close(trainer: L.Trainer, status: str) -> None:
     """Finalizes the loggers, which Lightning would otherwise do once more, as failed."""
@@ -344,35 +331,7 @@ def _close(trainer: L.Trainer, status: str) -> None:
         logger.finalize(status)
 
 
-_SENTENCES: Final[Mapping[str, str]] = {
-    "preempted": "as another job needs the nodes",
-    "time_limit": "as the time limit is near",
-    "cancelled": "as the job was cancelled",
-    "node_failure": "as a node failed",
-    "requeued": "as somebody has requeued the job",
-}
-
-
-def _start_workers(loader: DataLoader[Any], outlive: OutlivesStops) -> Any:
-    """In place of a loader's `_get_iterator`: there is no public place around the start of its workers."""
-    with outlive.held():
-        return type(loader)._get_iterator(loader)
-
-
-class _InWorker:
-    """What a loader calls in each worker: ours, and then what the user asked for."""
-
-    def __init__(self, ours: Callable[[int], None], theirs: Callable[[int], None] | None) -> None:
-        self.ours = ours
-        self.theirs = theirs
-
-    def __call__(self, worker: int) -> None:
-        self.ours(worker)
-        if self.theirs is not None:
-            self.theirs(worker)
-
-
-class _Recorded:
+class _RecordingRequeuer:
     """A requeuer that first has the history written: the scheduler may end the job in its call."""
 
     def __init__(self, requeuer: Requeuer, record: Callable[[], None]) -> None:
@@ -384,35 +343,3 @@ class _Recorded:
     def requeue(self) -> str:
         self._record()
         return self._requeuer.requeue()
-
-
-@compat.only_its_own_batch_hooks
-class StopEvaluation(L.Callback):
-    """Ends a validation, test or prediction after the batch in which a signal came; nothing of it is kept.
-
-    Args:
-        flags: The signals of this process.
-    """
-
-    def __init__(self, flags: StopSignals) -> None:
-        self._flags = flags
-
-    def attach(self, trainer: L.Trainer) -> None:
-        """Keeps Lightning's own handlers away: theirs starts a collective wherever the rank is."""
-        compat.without_signal_handlers(trainer)
-
-    def on_validation_batch_end(self, *_: Any, **__: Any) -> None:
-        """Between two batches."""
-        self._look()
-
-    def on_test_batch_end(self, *_: Any, **__: Any) -> None:
-        """Between two batches."""
-        self._look()
-
-    def on_predict_batch_end(self, *_: Any, **__: Any) -> None:
-        """Between two batches."""
-        self._look()
-
-    def _look(self) -> None:
-        if self._flags.raised:
-            raise StopRequested(128 + (signal.SIGINT if set(self._flags.counts) == {"SIGINT"} else signal.SIGTERM))

@@ -1,4 +1,4 @@
-"""The config of the requeuer `exit_code`."""
+"""The requeuer `exit_code`: the exit code asks for another start."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ from typing import Literal
 
 from pydantic import Field, field_validator
 
+from fairlead.axes import RequeuePlugin
 from fairlead.bases import RequeueConfigBase
+from fairlead.interfaces import BuildContext
 
-__all__ = ["ExitCodeRequeueConfig"]
+__all__ = ["ExitCode", "ExitCodeRequeueConfig", "ExitCodeRequeuer", "build", "exit_code"]
 
 
 class ExitCodeRequeueConfig(RequeueConfigBase):
@@ -32,3 +34,34 @@ class ExitCodeRequeueConfig(RequeueConfigBase):
         if code in (130, 143):
             raise ValueError(f"{code} means that no other start is wanted; for Kubernetes choose 200")
         return code
+
+
+class ExitCode(RequeuePlugin):
+    """Runs nothing; the exit code asks."""
+
+    config = ExitCodeRequeueConfig
+    runtime = "fairlead_hpc_signals.exit_code:build"
+    extra = "lightning"
+
+
+class ExitCodeRequeuer:
+    """Does nothing by itself: who ends the process takes the code from `exit_code`.
+
+    Attributes:
+        exit_code: What all ranks must end with.
+    """
+
+    def __init__(self, config: ExitCodeRequeueConfig) -> None:
+        self.exit_code = config.code
+
+    def requeue(self) -> str:
+        """Says which code asks."""
+        return f"exit code {self.exit_code} asks for another start"
+
+
+def build(config: ExitCodeRequeueConfig, context: BuildContext) -> ExitCodeRequeuer:
+    """The runtime of the requeuer `exit_code`."""
+    return ExitCodeRequeuer(config)
+
+
+exit_code = ExitCode()

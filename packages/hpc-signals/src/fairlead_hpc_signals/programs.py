@@ -1,4 +1,4 @@
-"""Runs the command of a scheduler: with a deadline, again after a failure, and with an answer when it fails."""
+"""Runs a scheduler's programs: with a deadline, again after a failure, and with an answer when they fail."""
 
 from __future__ import annotations
 
@@ -9,20 +9,61 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
 
+from pydantic import Field
+
+from fairlead.bases import RequeueConfigBase
 from fairlead.errors import RunFailedError
-from fairlead_hpc_signals.base import CommandSettings
+from fairlead.findings import Finding
 
-__all__ = ["Attempt", "attempt", "find_command", "run_command"]
+if TYPE_CHECKING:
+    from fairlead.resolve import Resolution
 
-_SHOWN = 500
-_MOST = 1 << 20
+__all__ = ["COMMAND_MISSING", "NOT_IN_CONTAINER", "CommandSettings", "ask", "check_command", "run_command"]
+
+COMMAND_MISSING: Final[Mapping[str, str]] = {
+    "requeue-command-missing": "The command that requeues the job is not on the PATH, as in many containers."
+}
+"""The code of `check_command`."""
+NOT_IN_CONTAINER: Final = (
+    "set `requeue: script` and let the job script run what it writes: that is outside the container"
+)
+"""What to do where a scheduler's command is not there."""
+_SHOWN: Final = 500  # characters of a program's output that a message shows
+_MOST: Final = 1 << 20  # bytes of it that are read
+
+
+class CommandSettings(RequeueConfigBase):
+    """The settings of the requeuers that run a command: how patiently."""
+
+    timeout_s: float = Field(default=30.0, gt=0, strict=False)
+    """Seconds after which one attempt is killed. Default 30: a scheduler that is busy answers within that, and a
+    preempted job has seldom more than a minute left."""
+    retries: int = Field(default=2, ge=0)
+    """Further attempts after one that failed or took too long."""
+    retry_wait_s: float = Field(default=2.0, ge=0, strict=False)
+    """Seconds between two attempts."""
+
+
+def check_command(name: str, resolution: Resolution, environ: Mapping[str, str]) -> Iterator[Finding]:
+    """Whether the command will be found."""
+    if _find(name, environ) is None:
+        yield Finding(
+            # Inside a job it will happen; on a login node the job's environment is not there yet.
+            "warning" if resolution.inside_job else "info",
+            "requeue-command-missing",
+            f"{name} is not on the PATH; the job could not be requeued from here",
+            where="trainer.requeue",
+            why="containers often lack the scheduler's commands",
+            fix="requeue: script, and let the job script run what it writes; or make the command available",
+        )
 
 
 @dataclass(frozen=True, slots=True)
-class Attempt:
+class _Attempt:
     """How a command ended.
 
     Args:
@@ -39,11 +80,6 @@ class Attempt:
     def said(self) -> str:
         """Both, cut to what a person reads."""
         return f"{self.output}\n{self.complaint}".strip()[:_SHOWN]
-
-
-def find_command(name: str, environ: Mapping[str, str]) -> str | None:
-    """The path of a program on the PATH of the job, or None."""
-    return shutil.which(name, path=environ.get("PATH", os.defpath))
 
 
 def run_command(
@@ -74,7 +110,7 @@ def run_command(
         RunFailedError: It is not there, or no attempt succeeded.
     """
     shown = shlex.join(argv)
-    program = find_command(argv[0], environ)
+    program = _find(argv[0], environ)
     if program is None:
         raise RunFailedError(
             f"the job is not requeued: {argv[0]} was not found",
@@ -82,11 +118,11 @@ def run_command(
             why=f"PATH is {environ.get('PATH', os.defpath)}",
             fix=missing,
         )
-    attempts: list[Attempt] = []
+    attempts: list[_Attempt] = []
     for number in range(1 + settings.retries):
         if number:
             sleep(settings.retry_wait_s)
-        done = attempt([program, *argv[1:]], settings.timeout_s, environ)
+        done = _attempt([program, *argv[1:]], settings.timeout_s, environ)
         attempts.append(done)
         if done.code == 0:
             head = done.said.splitlines()[0] if done.said else ""
@@ -100,11 +136,36 @@ def run_command(
         f"the job is not requeued after {len(attempts)} attempt{'s' if len(attempts) > 1 else ''}",
         where=shown,
         why=_story(attempts, settings.timeout_s),
-        fix="start the job again by hand; it goes on from its last checkpoint",
+        fix="start the job again by hand; it resumes from its last checkpoint",
     )
 
 
-def attempt(argv: Sequence[str], timeout_s: float, environ: Mapping[str, str]) -> Attempt:
+def ask(argv: Sequence[str], deadline: float, environ: Mapping[str, str]) -> tuple[str, str]:
+    """Asks a program one question: its output, and why there is none (the caller has a default for that).
+
+    Args:
+        argv: The program, found on the PATH of `environ`, and its arguments.
+        deadline: When it is killed, on the monotonic clock.
+        environ: The environment of the command.
+    """
+    program = _find(argv[0], environ)
+    if program is None:
+        return "", f"{argv[0]} is not on the PATH"
+    timeout_s = max(0.1, deadline - time.monotonic())
+    done = _attempt([program, *argv[1:]], timeout_s, environ)
+    if done.code is None:
+        return "", f"{argv[0]} did not answer within {timeout_s:.1f} s"
+    if done.code != 0:
+        return "", f"{argv[0]} ended with exit code {done.code}: {done.said}"
+    return done.output, ""
+
+
+def _find(name: str, environ: Mapping[str, str]) -> str | None:
+    """The path of a program on the PATH of the job, or None."""
+    return shutil.which(name, path=environ.get("PATH", os.defpath))
+
+
+def _attempt(argv: Sequence[str], timeout_s: float, environ: Mapping[str, str]) -> _Attempt:
     """Runs a program once, without a shell, and kills it with all that it started when its time is over.
 
     Args:
@@ -124,7 +185,7 @@ def attempt(argv: Sequence[str], timeout_s: float, environ: Mapping[str, str]) -
                 start_new_session=True,  # signals to our group must not end it half-way; and it is killed whole
             )
         except OSError as error:
-            return Attempt(127, "", f"{argv[0]}: {error.strerror}")
+            return _Attempt(127, "", f"{argv[0]}: {error.strerror}")
         try:
             code: int | None = process.wait(timeout_s)
         except subprocess.TimeoutExpired:
@@ -138,10 +199,10 @@ def attempt(argv: Sequence[str], timeout_s: float, environ: Mapping[str, str]) -
         texts = (
             file.read(size).decode(errors="replace").strip() for file, size in ((output, _MOST), (complaint, _SHOWN))
         )
-        return Attempt(code, *texts)
+        return _Attempt(code, *texts)
 
 
-def _story(attempts: Sequence[Attempt], timeout_s: float) -> str:
+def _story(attempts: Sequence[_Attempt], timeout_s: float) -> str:
     lines = []
     for one in attempts:
         if one.code is None:

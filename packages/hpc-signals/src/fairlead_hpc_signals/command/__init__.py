@@ -1,1 +1,0 @@
-"""The requeuer `command`: a command of the user's."""

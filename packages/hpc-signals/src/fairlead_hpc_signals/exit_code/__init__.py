@@ -1,1 +1,0 @@
-"""The requeuer `exit_code`: the exit code asks for another start."""

@@ -1,1 +1,0 @@
-"""The requeuer `lsf`: `brequeue`."""

@@ -1,0 +1,41 @@
+"""The requeuer `none`: nobody starts the job again."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from fairlead.axes import RequeuePlugin
+from fairlead.bases import RequeueConfigBase
+from fairlead.interfaces import BuildContext
+
+__all__ = ["NoRequeue", "NoRequeuer", "NoneRequeueConfig", "build", "none"]
+
+
+class NoneRequeueConfig(RequeueConfigBase):
+    """Nobody starts the job again; it still saves and stops when a signal comes."""
+
+    name: Literal["none"] = "none"
+
+
+class NoRequeue(RequeuePlugin):
+    """The end is the end."""
+
+    config = NoneRequeueConfig
+    runtime = "fairlead_hpc_signals.none:build"
+    extra = "lightning"
+
+
+class NoRequeuer:
+    """Leaves it at that."""
+
+    def requeue(self) -> str:
+        """Says that nothing was done."""
+        return "not requeued (requeue: none)"
+
+
+def build(config: NoneRequeueConfig, context: BuildContext) -> NoRequeuer:
+    """The runtime of the requeuer `none`."""
+    return NoRequeuer()
+
+
+none = NoRequeue()

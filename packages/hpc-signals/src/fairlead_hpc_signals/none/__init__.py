@@ -1,1 +1,0 @@
-"""The requeuer `none`: the job is not started again."""

@@ -1,0 +1,153 @@
+"""The requeuer `script`: leaves a script behind that has the job started again, for the job script to run."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shlex
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar, Final, Literal
+
+from pydantic import Field
+
+from fairlead.axes import RequeuePlugin
+from fairlead.bases import RequeueConfigBase
+from fairlead.errors import RunFailedError
+from fairlead.findings import Finding
+from fairlead.hookspecs import hookimpl
+from fairlead.interfaces import BuildContext
+from fairlead_hpc_signals.jobs import JOB_UNKNOWN, check_job, current_job
+from fairlead_runs.commit import Syscalls, write_file
+from fairlead_runs.commit.files import disk_error, ensure_dir
+
+if TYPE_CHECKING:
+    from fairlead.resolve import Resolution
+
+__all__ = ["Script", "ScriptRequeueConfig", "ScriptRequeuer", "build", "script"]
+
+# Variables of the job runner nshrunner that name the directory; the first that is set counts.
+_DIRECTORY_VARIABLES: Final = ("NSHRUNNER_SUBMIT_EXIT_SCRIPT_DIR", "NSHRUNNER_LSF_EXIT_SCRIPT_DIR")
+_NO_DIRECTORY: Final = {
+    "where": "trainer.requeue.directory",
+    "why": f"neither {' nor '.join(_DIRECTORY_VARIABLES)} is set",
+    "fix": "set `requeue: {name: script, directory: ...}`",
+}
+
+
+class ScriptRequeueConfig(RequeueConfigBase):
+    """Writes an executable script; the job script runs it after the step, where the scheduler's commands are.
+
+    In the job script, after `srun`: `for script in "$DIR"/*.sh; do [ -e "$script" ] && "$script"; done`.
+    The script deletes itself, so that it has the job started again once.
+    """
+
+    name: Literal["script"] = "script"
+    directory: str | None = Field(default=None, min_length=1)
+    """Where the script goes, as `requeue_JOB.sh`; made when missing. Default null: the variable
+    NSHRUNNER_SUBMIT_EXIT_SCRIPT_DIR, else the older NSHRUNNER_LSF_EXIT_SCRIPT_DIR."""
+    argv: tuple[str, ...] | None = Field(default=None, min_length=1, strict=False)
+    """What the script runs, as a list of words. Default null: `scontrol requeue` or `brequeue` for this job."""
+
+
+class Script(RequeuePlugin):
+    """Works where `scontrol` is not in the container."""
+
+    config = ScriptRequeueConfig
+    runtime = "fairlead_hpc_signals.script:build"
+    extra = "lightning"
+    codes: ClassVar[Mapping[str, str]] = {
+        "requeue-directory-missing": "The requeuer `script` has no directory to write into.",
+        **JOB_UNKNOWN,
+    }
+    before_the_launcher = True  # whoever sets the variable runs what is written there, and nothing else
+
+    def evidence(self, environ: Mapping[str, str]) -> str | None:
+        """The job runner's variable."""
+        return next((f"{name} is set" for name in _DIRECTORY_VARIABLES if environ.get(name)), None)
+
+    @hookimpl
+    def fairlead_check(self, resolution: Resolution, environ: Mapping[str, str]) -> Iterable[Finding]:
+        """Is there a directory, and something to run?"""
+        config = resolution.requeue
+        assert isinstance(config, ScriptRequeueConfig)  # it is called for the selected plugin
+        if _directory(config, environ) is None:
+            yield Finding(
+                "error" if resolution.inside_job else "info",
+                "requeue-directory-missing",
+                "`requeue: script` has no directory to write the script into",
+                **_NO_DIRECTORY,
+            )
+        if config.argv is None:
+            evidence = "neither SLURM_JOB_ID nor LSB_JOBID is set"
+            yield from check_job(current_job(environ), "SLURM or LSF", evidence, resolution)
+
+
+class ScriptRequeuer:
+    """Writes the script on one rank, when everything is saved."""
+
+    def __init__(self, config: ScriptRequeueConfig, environ: Mapping[str, str]) -> None:
+        self._config = config
+        self._environ = environ
+
+    def requeue(self) -> str:
+        """Writes the script, executable and as a whole; returns its path.
+
+        Raises:
+            RunFailedError: There is no directory or no command for it, or it cannot be written.
+        """
+        directory = _directory(self._config, self._environ)
+        if directory is None:
+            raise RunFailedError("the job is not requeued: there is no directory for the script", **_NO_DIRECTORY)
+        job = current_job(self._environ)
+        argv = self._config.argv or (job.command if job else None)
+        if argv is None:
+            raise RunFailedError(
+                "the job is not requeued: there is nothing for the script to run",
+                where="trainer.requeue.argv",
+                why="this process belongs to no SLURM or LSF job",
+                fix="set `requeue: {name: script, argv: [...]}`",
+            )
+        path = directory / f"requeue_{job.file_name if job else 'job'}.sh"
+        try:
+            _write_executable(path, _script(path, argv))
+        except OSError as error:
+            raise disk_error(
+                error, "the job is not requeued: the script cannot be written", path, RunFailedError
+            ) from error
+        return f"wrote {path}: {shlex.join(argv)}"
+
+
+def build(config: ScriptRequeueConfig, context: BuildContext) -> ScriptRequeuer:
+    """The runtime of the requeuer `script`."""
+    return ScriptRequeuer(config, context.environ)
+
+
+def _directory(config: ScriptRequeueConfig, environ: Mapping[str, str]) -> Path | None:
+    """The absolute directory of the config, else of the environment; None when neither says."""
+    named = config.directory or next((environ[name] for name in _DIRECTORY_VARIABLES if environ.get(name)), None)
+    return Path(named).absolute() if named else None
+
+
+def _script(path: Path, argv: tuple[str, ...]) -> str:
+    # It goes first: `scontrol requeue` ends the job script, so nothing after it is sure to run, and a script
+    # that stays would requeue the finished job for ever.
+    return f"#!/bin/sh\nrm -f -- {shlex.quote(str(path))}\nexec {shlex.join(argv)}\n"
+
+
+def _write_executable(path: Path, text: str) -> None:
+    """As `atomic_write`, but executable before it has its name: a job script runs whatever it finds."""
+    system = Syscalls()
+    ensure_dir(path.parent, system)
+    temporary = path.with_name(f".tmp-{secrets.token_hex(6)}")
+    try:
+        write_file(temporary, text.encode(), syscalls=system)
+        os.chmod(temporary, 0o755)
+        system.rename(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    system.fsync_dir(path.parent)
+
+
+script = Script()

@@ -1,1 +1,0 @@
-"""The requeuer `script`: a script for the job script to run."""

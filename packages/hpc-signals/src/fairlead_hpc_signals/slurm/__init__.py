@@ -1,1 +1,0 @@
-"""The requeuer `slurm`: `scontrol requeue`."""
