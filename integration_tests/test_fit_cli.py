@@ -104,6 +104,22 @@ def test_a_finished_run_says_so_and_more_steps_go_on_from_there(gpt: Fitted, tmp
     assert [event["start"] for event in events(run) if event["event"] == "start"] == [1, 2]
 
 
+def test_a_trial_is_enough_for_explain(tmp_path: Path) -> None:
+    """Whether a resume is exact is not known before a start has seen the loaders; `fast_dev_run` is enough for that."""
+    job = str(repository(tmp_path / "repo", job=changed(JOB, trainer={"devices": 1})))
+    told = fairlead("explain", job, cwd=tmp_path)
+    way = "--set trainer.fast_dev_run=true"
+    assert told.out.splitlines()[-1] == f"resume: not known before the first start (fit {way} is enough)"
+    tried = fairlead("fit", job, *way.split(), cwd=tmp_path)
+    assert tried.code == 0, tried.text
+    assert [path.name for path in (tmp_path / "runs").rglob("*") if path.is_file()] == ["exactness.json"]
+    told = fairlead("explain", job, cwd=tmp_path)
+    assert told.out.splitlines()[-1].startswith("resume: exact as to settings, loaders and what is in the checkpoint,")
+    fitted = fairlead("fit", job, cwd=tmp_path)
+    assert fitted.code == 0, fitted.text
+    assert [event["start"] for event in events(tmp_path / "runs" / "small") if event["event"] == "start"] == [1]
+
+
 def test_validate_takes_the_weights_that_it_is_told_to(gpt: Fitted) -> None:
     before = tree(gpt.cwd)
     values = []

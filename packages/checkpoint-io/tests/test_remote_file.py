@@ -18,7 +18,7 @@ from pydantic import ValidationError
 from fairlead import PluginManager, TrainerConfig
 from fairlead.checks import check_trainer
 from fairlead.errors import CheckpointError, FingerprintError
-from fairlead.exactness.settings import device_reasons
+from fairlead.exactness import device_reasons
 from fairlead.testing import FakeEnviron
 from fairlead_checkpoint_io import (
     AsyncCheckpointIOConfig,

@@ -1,10 +1,10 @@
-"""`fairlead explain` says whether a resume is exact: in words, as JSON, and what the last start saw."""
+"""`explain` says whether a resume is exact, with its scope: in words, as JSON, and what the last start saw."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
-import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterable
@@ -23,38 +23,26 @@ from fairlead import (
     hookimpl,
 )
 from fairlead.cli import commands, main
-from fairlead.exactness import EXACTNESS_FILE, last_record, record
+from fairlead.exactness import EXACTNESS_FILE, TRIAL, job_digest, last_record, record
 from fairlead.findings import CODES, Inexact
 from fairlead.jobs import load_job
 from fairlead.testing import stand_ins
 from fairlead_runs import RunDirectory, fingerprint
-from fairlead_runs.commit import checkpoint_name, publish, stage, write_file
 
 CORE = {f"command.{name}": getattr(commands, name) for name in commands.__all__}
 APP = """
-import lightning.pytorch as L
-from torch.utils.data import DataLoader, Dataset, IterableDataset
-class Net(L.LightningModule):
-    def training_step(self, batch, batch_idx): return batch.sum()
-class Numbers(Dataset):
-    def __getitem__(self, i): return i
-    def __len__(self): return 8
-class Stream(IterableDataset):
-    def __iter__(self): yield 1
-class Data(L.LightningDataModule):
-    def __init__(self, stream: bool = False):
-        super().__init__()
-        self.stream = stream
-    def train_dataloader(self):
-        return DataLoader(Stream() if self.stream else Numbers(), batch_size=2)
+class Net: pass
+class Data:
+    def __init__(self, stream: bool = False): pass
 """
 JOB = """\
 model: app:Net
 data:
   class: app:Data
-  args: {stream: %s}
+  args: {stream: false}
 trainer: {max_steps: 3}
 """
+NOT_YET = "resume: not known before the first start (fit --set trainer.fast_dev_run=true is enough)"
 STREAM = Inexact("the IterableDataset Stream", why="it begins anew", fix="use another")
 
 
@@ -88,7 +76,7 @@ class Project:
     def __init__(self, path: Path, plugins: PluginManager, capsys: pytest.CaptureFixture[str]) -> None:
         self.path, self.plugins, self._capsys = path, plugins, capsys
         self.write("app.py", APP)
-        self.write("job.yaml", JOB % "false")
+        self.write("job.yaml", JOB)
 
     def write(self, name: str, text: str) -> None:
         (self.path / name).write_text(text)
@@ -110,16 +98,25 @@ class Project:
         return self.path / "runs" / "job"
 
     def start(
-        self, *reasons: Inexact, settings: Iterable[Inexact] = (), world_size: int = 1, age_s: float = -60
+        self,
+        *reasons: Inexact,
+        settings: Iterable[Inexact] = (),
+        world_size: int = 1,
+        age_s: float = -60,
+        trial: bool = False,
     ) -> None:
-        """Records a start of the job that saw these loaders, `age_s` after the source was written."""
+        """Records a start of the job that saw this, `age_s` before its source was written."""
         loaded = load_job("job.yaml", plugins=self.plugins, cwd=self.path)
         assert loaded.job is not None
         job = loaded.job.model_dump(mode="json")
-        with RunDirectory.open(self.run, job=job, fingerprint=fingerprint(job)) as run:
-            number = run.begin(resolution={}, provenance={})
+        number = TRIAL
+        if not trial:
+            with RunDirectory.open(self.run, job=job, fingerprint=fingerprint(job)) as run:
+                number = run.begin(resolution={}, provenance={})
         file = self.run / "starts" / str(number) / EXACTNESS_FILE
-        file.write_text(json.dumps(record(settings=settings, loaders=reasons, world_size=world_size)))
+        file.parent.mkdir(parents=True, exist_ok=True)
+        content = record(settings=settings, seen=reasons, world_size=world_size, job=job_digest(job))
+        file.write_text(json.dumps(content))
         written = (self.path / "app.py").stat().st_mtime - age_s
         os.utime(file, (written, written))
 
@@ -132,54 +129,70 @@ def project(
     return Project(tmp_path, fairlead_plugins(CORE, made), capsys)
 
 
-def test_explain_says_exact(project: Project) -> None:
-    assert (
-        project("explain", "job.yaml")
-        .splitlines()[-1]
-        .startswith("resume: exact (the settings, and what was read: app.py")
+def last_line(project: Project, *words: str) -> str:
+    return project("explain", "job.yaml", *words).splitlines()[-1]
+
+
+def test_nothing_is_known_before_the_first_start(project: Project) -> None:
+    assert last_line(project) == NOT_YET
+    value, (finding,) = project.explained()
+    assert (value, finding["severity"], finding["code"]) == ("not known", "info", "resume-exactness-unknown")
+    assert finding["fix"] == "fairlead fit --set trainer.fast_dev_run=true is enough"
+    assert finding["where"].startswith("job.yaml:2")
+
+
+def test_exact_is_said_with_its_scope(project: Project) -> None:
+    """In the line and in the reason of the setting: nobody reads more into the word than was seen."""
+    project.start()
+    scope = (
+        "settings, loaders and what is in the checkpoint, as start 1 saw them; a state of your own outside of it is"
+        " not seen (fairlead fit JOB --prove-resume tries it)"
     )
+    assert last_line(project) == f"resume: exact as to {scope}"
     assert project.explained() == ("exact", [])
+    settings = json.loads(project("explain", "job.yaml", "--json"))["settings"]
+    assert settings["exact"] == {"value": "exact", "reason": scope}
 
 
 def test_explain_says_not_exact_because_and_do(project: Project) -> None:
-    project.write("job.yaml", JOB % "true")
-    last = project("explain", "job.yaml").splitlines()[-1]
-    assert re.fullmatch(
-        r"resume: not exact, because of the IterableDataset Stream in app.py:16 \(a stream .+\), do: use torchdata.+",
-        last,
+    project.start(STREAM)
+    assert last_line(project) == (
+        "resume: not exact, because of the IterableDataset Stream (it begins anew), do: use another"
     )
     value, (finding,) = project.explained()
     assert value == "not exact"
-    assert (finding["severity"], finding["code"], finding["where"]) == ("info", "resume-not-exact", "app.py:16")
+    assert (finding["severity"], finding["code"], finding["where"]) == (
+        "info",
+        "resume-not-exact",
+        "job.yaml:5, trainer",
+    )
     assert all(finding.values())
 
 
-def test_explain_says_not_known(project: Project) -> None:
-    project.write("app.py", APP.replace("Numbers(), batch", "make(), batch"))
-    assert project("explain", "job.yaml").splitlines()[-1].startswith("resume: not known, because of the dataset of")
+def test_what_may_be_exact_is_not_known(project: Project) -> None:
+    project.start(dataclasses.replace(STREAM, certain=False))
     value, (finding,) = project.explained()
-    assert (value, finding["severity"], finding["code"]) == ("not known", "info", "resume-exactness-unknown")
-    assert "start it once" in finding["fix"]
+    assert (value, finding["code"], finding["fix"]) == ("not known", "resume-exactness-unknown", STREAM.fix)
 
 
 def test_a_setting_is_named_with_its_line(project: Project) -> None:
-    value, (finding,) = project.explained("--set", "trainer.enable_checkpointing=false")
+    """Settings are judged before the first start too; then what is not known comes behind them."""
+    value, (finding, unknown) = project.explained("--set", "trainer.enable_checkpointing=false")
     assert (value, finding["where"]) == ("not exact", "--set trainer.enable_checkpointing")
-    project.write(
-        "job.yaml", (JOB % "false").replace("max_steps: 3", "max_steps: 3, reload_dataloaders_every_n_epochs: 2")
-    )
-    _, (finding,) = project.explained()
-    assert finding["where"] == "job.yaml:5, trainer.reload_dataloaders_every_n_epochs"
+    assert unknown["code"] == "resume-exactness-unknown"
+    assert last_line(project, "--set", "trainer.enable_checkpointing=false") == NOT_YET
+    project.start()
+    project.write("job.yaml", JOB.replace("max_steps: 3", "max_steps: 3, overfit_batches: 2"))
+    _, findings = project.explained()
+    assert [finding["where"] for finding in findings] == ["job.yaml:5, trainer.overfit_batches"]
 
 
 def test_certain_reasons_come_first(project: Project) -> None:
-    project.write("job.yaml", JOB % "true")
-    value, findings = project.explained("--set", "trainer.overfit_batches=2")
+    project.start(STREAM)
+    project.write("job.yaml", JOB.replace("max_steps: 3", "max_steps: 3, overfit_batches: 2"))
+    value, findings = project.explained()
     assert value == "not exact"
-    assert [(f["code"], f["where"]) for f in findings] == [
-        ("resume-not-exact", "app.py:16"),
-        ("resume-exactness-unknown", "--set trainer.overfit_batches"),
-    ]
+    assert [f["code"] for f in findings] == ["resume-not-exact", "resume-exactness-unknown"]
 
 
 def test_the_setting_does_not_take_the_place_of_resume(project: Project) -> None:
@@ -190,8 +203,8 @@ def test_the_setting_does_not_take_the_place_of_resume(project: Project) -> None
 
 def test_check_says_nothing_of_it(project: Project) -> None:
     """It stops nothing, and a check is silent where nothing is wrong."""
-    project.write("job.yaml", JOB % "true")
-    assert "resume" not in project("check", "job.yaml")
+    project.start(STREAM)
+    assert "exact" not in project("check", "job.yaml")
     found = json.loads(project("check", "job.yaml", "--json"))["findings"]
     assert [finding for finding in found if finding["code"].startswith("resume")] == []
 
@@ -203,24 +216,20 @@ def test_a_wrong_job_is_never_exact(project: Project, text: str) -> None:
     assert settings.get("exact", {"value": "not known"})["value"] == "not known"
 
 
-def test_a_source_that_does_not_parse_is_not_known(project: Project) -> None:
-    project.write("app.py", APP + "def broken(:\n")
-    assert project.explained()[0] == "not known"
-
-
 # -- what a start saw
 
 
-def test_a_start_knows_better_than_the_sources(project: Project) -> None:
-    """The sources could not tell, the start could; and it is said which start it was."""
-    project.write("app.py", APP.replace("Numbers(), batch", "make(), batch"))
-    assert project.explained()[0] == "not known"
-    project.start()
-    assert project.explained()[0] == "exact"
-    assert "the loaders as start 1 saw them" in project("explain", "job.yaml").splitlines()[-1]
-    project.start(STREAM)
-    value, (finding,) = project.explained()
-    assert (value, finding["why"]) == ("not exact", STREAM.why)
+def test_a_trial_is_enough(project: Project) -> None:
+    """`fast_dev_run` leaves what it saw, and no run: the real job begins as if it had not been tried."""
+    project.start(trial=True)
+    assert project.explained() == ("exact", [])
+    assert ", as fast_dev_run saw them;" in last_line(project)
+    assert "no runs" in project("runs")
+    project.start(STREAM, age_s=-120)
+    assert (project.run / "starts" / "1").is_dir()
+    assert project.explained()[0] == "not exact", "the start is newer than the trial"
+    project.start(trial=True, age_s=-180)
+    assert project.explained()[0] == "exact", "this trial is newer than the start"
 
 
 def test_settings_still_count_after_a_start(project: Project) -> None:
@@ -230,56 +239,31 @@ def test_settings_still_count_after_a_start(project: Project) -> None:
     assert project.explained("--set", "trainer.enable_checkpointing=false")[0] == "not exact"
 
 
-def test_the_models_code_still_counts_after_a_start(project: Project) -> None:
-    """A start sees loaders, not that the model keeps a generator."""
-    keeps = "    def __init__(self):\n        super().__init__()\n        self.rng = random.Random(0)\n"
-    project.write("app.py", "import random" + APP.replace("class Numbers", keeps + "class Numbers"))
+def test_code_that_is_newer_than_the_start_was_not_seen(project: Project) -> None:
     project.start()
-    assert project.explained()[0] == "not exact"
-
-
-def test_a_generator_that_a_start_did_not_find_is_not_forgotten(project: Project) -> None:
-    """It may lie where a start does not look; or in a class that this job does not use."""
-    keeps = "    def __init__(self): self.rng = random.Random(0)\n"
-    source = "import random" + APP.replace("class Numbers(Dataset):\n", "class Numbers(Dataset):\n" + keeps)
-    project.write("app.py", source)
-    assert project.explained()[0] == "not exact"
-    project.start()
-    value, (finding,) = project.explained()
-    assert value == "not known"
-    assert "start 1 did not find it" in finding["why"]
-
-
-def test_code_that_changed_after_the_start_is_read(project: Project) -> None:
-    project.start()
-    project.write("app.py", APP.replace("Numbers(), batch", "Stream(), batch"))
     os.utime(project.path / "app.py", (2e9, 2e9))
     value, (finding,) = project.explained()
-    assert (value, finding["where"]) == ("not exact", "app.py:16")
+    assert value == "not known"
+    assert finding["what"].endswith("app.py")
+    assert "changed after start 1" in finding["why"]
 
 
-def test_a_start_with_other_ranks_saw_other_loaders(project: Project) -> None:
-    project.write("app.py", APP.replace("Numbers(), batch", "make(), batch"))
-    project.start(world_size=4)
-    assert project.explained()[0] == "not known"
-
-
-def test_a_start_of_another_job_says_nothing(project: Project) -> None:
+def test_another_job_was_not_seen(project: Project) -> None:
+    """Other data, another model, other callbacks; another learning rate schedule is the settings' matter."""
     project.start()
-    project.write("app.py", APP.replace("Numbers(), batch", "make(), batch"))
-    os.utime(project.path / "app.py", (1e9, 1e9))
-    assert project.explained()[0] == "exact"
-    assert project.explained("--set", "run.seed=7")[0] == "not known", "the run directory belongs to another job"
+    assert project.explained("--set", "run.seed=7")[0] == "exact"
+    assert last_line(project, "--set", "data.args.stream=true") == NOT_YET
 
 
-def test_going_on_with_other_ranks_is_not_exact(project: Project) -> None:
-    project.start()
-    staged = stage(project.run / "checkpoints", checkpoint_name(3), token="s1")
-    digest = write_file(staged / "state.ckpt", lambda file: file.write(b"x"))
-    publish(staged, {"step": 3, "start": 1, "world_size": 2}, hashes={"state.ckpt": digest})
-    value, findings = project.explained()
+def test_other_ranks(project: Project) -> None:
+    """They add in another order; of a trial, they may have other loaders."""
+    project.start(world_size=2)
+    value, (finding,) = project.explained()
     assert value == "not exact"
-    assert findings[0]["what"].endswith("1 ranks after 2")
+    assert finding["what"].endswith("1 ranks after 2")
+    project.start(world_size=2, trial=True, age_s=-120)
+    value, (finding,) = project.explained()
+    assert (value, finding["why"]) == ("not known", "fast_dev_run saw the loaders of 2 ranks")
 
 
 @pytest.mark.parametrize(
@@ -299,16 +283,16 @@ def test_going_on_with_other_ranks_is_not_exact(project: Project) -> None:
     ],
 )
 def test_a_record_that_cannot_be_read_is_none(project: Project, content: str) -> None:
-    """A start that was killed while it wrote, or another version: then the one before counts, or the sources."""
+    """A start that was killed while it wrote, or another version: then the one before counts."""
     project.start(STREAM)
     project.start()
     (project.run / "starts" / "2" / EXACTNESS_FILE).write_text(content)
     found = last_record(project.run)
     assert found is not None
-    assert (found.start, found.loaders) == (1, (STREAM,))
+    assert (found.start, found.seen) == (1, (STREAM,))
     (project.run / "starts" / "1" / EXACTNESS_FILE).unlink()
     assert last_record(project.run) is None
-    assert project.explained()[0] == "exact"
+    assert last_line(project) == NOT_YET
 
 
 def test_a_record_in_the_shape_of_the_contract(project: Project) -> None:
@@ -318,7 +302,7 @@ def test_a_record_in_the_shape_of_the_contract(project: Project) -> None:
     file.write_text('{"exact": false, "reasons": [{"what": "a", "why": "b", "fix": "c"}]}')
     found = last_record(project.run)
     assert found is not None
-    assert found.loaders == (Inexact("a", why="b", fix="c"),)
+    assert found.seen == (Inexact("a", why="b", fix="c"),)
     assert found.world_size is None
 
 
@@ -327,20 +311,20 @@ def test_the_newest_start_counts_not_the_last_by_name(project: Project) -> None:
         project.start(*([STREAM] if number == 10 else []))
     found = last_record(project.run)
     assert found is not None
-    assert (found.start, found.loaders) == (11, (STREAM,))
+    assert (found.start, found.seen) == (11, (STREAM,))
 
 
-def test_a_record_says_what_the_loaders_are_to_blame_for() -> None:
+def test_a_record_says_what_is_of_the_settings() -> None:
     made = record(
-        settings=[Inexact("a", why="b", fix="c")], loaders=[Inexact("d", why="e", fix="f", certain=False)], world_size=2
+        settings=[Inexact("a", why="b", fix="c")], seen=[Inexact("d", why="e", fix="f", certain=False)], world_size=2
     )
     assert made["exact"] is False
     assert [(one["what"], one["about"], one["certain"]) for one in made["reasons"]] == [
         ("a", "settings", True),
-        ("d", "loaders", False),
+        ("d", "seen", False),
     ]
-    assert record(settings=[], loaders=[], world_size=1)["exact"] is True
-    doubtful = record(settings=[], loaders=[Inexact("d", why="e", fix="f", certain=False)], world_size=1)
+    assert record(settings=[], seen=[], world_size=1)["exact"] is True
+    doubtful = record(settings=[], seen=[Inexact("d", why="e", fix="f", certain=False)], world_size=1)
     assert doubtful["exact"] is False, "what is not known is not exact"
 
 
@@ -351,20 +335,11 @@ def test_codes_are_documented() -> None:
     assert {"resume-not-exact", "resume-exactness-unknown"} <= CODES.keys()
 
 
-def test_only_explain_loads_the_reader_of_sources() -> None:
-    """`check` and `fit` do not pay for it, nor does a plugin that names its reasons."""
+def test_only_explain_loads_it() -> None:
+    """`check` does not pay for it, nor does a plugin that names its reasons."""
     code = (
         "import sys, fairlead.checks, fairlead.cli.job\nfrom fairlead.findings import Inexact\n"
         "print(sorted(m for m in sys.modules if m.startswith('fairlead.exactness')))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
-
-
-def test_reading_sources_imports_no_engine() -> None:
-    """Rule 1, where torch is installed: nothing of the user's or of torch's is imported."""
-    code = (
-        "import sys, fairlead.exactness.told\nprint([m for m in ('torch', 'numpy', 'lightning') if m in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Iterator
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import pytest
 
 from fairlead import (
-    AcceleratorConfigBase,
-    AcceleratorPlugin,
+    CheckpointIOConfigBase,
+    CheckpointIOPlugin,
     PluginManager,
     PrecisionConfigBase,
     PrecisionPlugin,
@@ -22,7 +22,7 @@ from fairlead import (
 from fairlead.config import RunConfig
 from fairlead.exactness import Verdict, device_reasons, verdict
 from fairlead.findings import Inexact
-from fairlead.interfaces import Devices
+from fairlead.open_union import OpenUnion
 from fairlead.testing import FakeEntryPoint, minimal_resolution, stand_ins
 
 
@@ -50,34 +50,25 @@ class Full(PrecisionPlugin):
         return ()
 
 
-class DDPConfig(StrategyConfigBase):
-    """The fields of fairlead-strategies' config that matter."""
+class Wrapping(CheckpointIOPlugin):
+    """A checkpoint IO that leaves the writing to another one."""
 
-    name: Literal["ddp"] = "ddp"
-    find_unused_parameters: bool = False
-    static_graph: bool = False
-    ddp_comm_hook: Literal["fp16", "powersgd"] | None = None
-    exact_reduction: Literal["auto", "on", "off"] = "auto"
-    process_group_backend: str = "auto"
+    class Config(CheckpointIOConfigBase):
+        name: Literal["wrapping"] = "wrapping"
+        inner: Annotated[CheckpointIOConfigBase, OpenUnion("checkpoint_io")]
+
+    config = Config
+
+    @hookimpl
+    def fairlead_exactness(self, resolution: Resolution) -> Iterable[Inexact]:
+        return ()
 
 
-class DDP(StrategyPlugin):
-    config = DDPConfig
+class Silent(CheckpointIOPlugin):
+    class Config(CheckpointIOConfigBase):
+        name: Literal["silent"] = "silent"
 
-
-def device(tag: str, process_group: str) -> AcceleratorPlugin:
-    class Config(AcceleratorConfigBase):
-        name: Literal[tag] = tag  # type: ignore[valid-type]
-
-    class Device(AcceleratorPlugin):
-        config = Config
-        backend = process_group
-
-        @hookimpl
-        def fairlead_devices(self, environ: Any) -> Devices:
-            return Devices(8, "a test")
-
-    return Device()
+    config = Config
 
 
 class Ring(StrategyPlugin):
@@ -103,12 +94,9 @@ def manager(**more: Any) -> PluginManager:
     made = {
         **stand_ins(),
         "strategy.single_device": Single(),
-        "strategy.ddp": DDP(),
         "precision.32-true": Full(),
-        "accelerator.cuda": device("cuda", "nccl"),
-        "accelerator.mps": device("mps", "gloo"),
-        "accelerator.xla": device("xla", "xla"),
-        "accelerator.other": device("other", "gloo"),
+        "checkpoint_io.wrapping": Wrapping(),
+        "checkpoint_io.silent": Silent(),
         **{key.replace("__", "."): plugin for key, plugin in more.items()},
     }
     return PluginManager([FakeEntryPoint(name, target) for name, target in made.items()])
@@ -129,14 +117,6 @@ def test_a_cpu_job_is_exact() -> None:
 @pytest.mark.parametrize(
     ("trainer", "expected", "names"),
     [
-        ({"accelerator": "cuda"}, "not exact", "trainer.deterministic: null"),
-        ({"accelerator": "cuda", "deterministic": False}, "not exact", "trainer.deterministic: false"),
-        ({"accelerator": "cuda", "deterministic": "warn"}, "not exact", "trainer.deterministic: warn"),
-        ({"accelerator": "cuda", "deterministic": True, "benchmark": True}, "not exact", "trainer.benchmark"),
-        ({"accelerator": "cuda", "deterministic": True}, "exact", ""),
-        ({"accelerator": "mps", "deterministic": True}, "not known", "'mps'"),
-        ({"accelerator": "xla", "deterministic": True}, "not known", "'xla'"),
-        ({"accelerator": "other", "deterministic": True}, "not known", "the accelerator 'other'"),
         ({"enable_checkpointing": False}, "not exact", "enable_checkpointing"),
         ({"fast_dev_run": True}, "not exact", "fast_dev_run"),
         ({"fast_dev_run": 3}, "not exact", "fast_dev_run"),
@@ -152,7 +132,7 @@ def test_a_cpu_job_is_exact() -> None:
     ],
 )
 def test_the_trainers_settings(trainer: dict[str, Any], expected: Verdict, names: str) -> None:
-    """Issue 3: every device setting; a non-deterministic GPU is never called exact."""
+    """What the trainer itself decides; devices and strategies speak for themselves."""
     reasons = said(**trainer)
     assert verdict(reasons) == expected, reasons
     assert all(names in reason.what and reason.why and reason.fix for reason in reasons)
@@ -177,7 +157,7 @@ def test_every_field_of_the_trainer_was_thought_of() -> None:
         *("val_check_interval", "reload_dataloaders_every_n_epochs", "overfit_batches", "lightning_kwargs"),
         "max_time",
     }
-    by_source = {"callbacks", "use_distributed_sampler", "limit_val_batches"}
+    by_sight = {"callbacks", "use_distributed_sampler", "limit_val_batches"}
     by_ranks = {
         "devices",
         "num_nodes",
@@ -192,7 +172,7 @@ def test_every_field_of_the_trainer_was_thought_of() -> None:
         *("profiler", "enable_progress_bar", "progress_interval", "enable_model_summary", "enable_autolog_hparams"),
         "model_registry",
     }
-    known = by_plugin | inexact | by_source | by_ranks | limits | the_same_each_time
+    known = by_plugin | inexact | by_sight | by_ranks | limits | the_same_each_time
     assert set(TrainerConfig.model_fields) == known
     when_and_which = {"every_n_steps", "every_n_epochs", "every_n_minutes", "on_validation", "monitor", "mode"}
     kept = {"keep_last", "keep_best", "keep_every_n_steps", "keep_every_n_minutes"}
@@ -212,42 +192,6 @@ def test_every_field_of_the_trainer_was_thought_of() -> None:
 )
 def test_the_runs_settings(run: dict[str, Any], expected: Verdict) -> None:
     assert verdict(said(run=run)) == expected
-
-
-@pytest.mark.parametrize(
-    ("ranks", "accelerator", "strategy", "expected"),
-    [
-        (2, "cpu", {"exact_reduction": "off"}, "exact"),  # a + b = b + a
-        (3, "cpu", {}, "exact"),
-        (3, "cpu", {"exact_reduction": "off"}, "not exact"),
-        (3, "cpu", {"exact_reduction": "off", "find_unused_parameters": True}, "exact"),
-        (3, "cpu", {"exact_reduction": "off", "find_unused_parameters": True, "static_graph": True}, "not exact"),
-        (3, "cpu", {"ddp_comm_hook": "fp16"}, "not exact"),
-        (3, "cpu", {"ddp_comm_hook": "fp16", "find_unused_parameters": True}, "exact"),
-        (3, "cpu", {"process_group_backend": "mpi"}, "not exact"),
-        (2, "cpu", {"ddp_comm_hook": "powersgd"}, "not exact"),
-        (2, "cuda", {}, "exact"),
-        (3, "cuda", {}, "not exact"),
-        (3, "cuda", {"exact_reduction": "on"}, "exact"),
-        (3, "cuda", {"process_group_backend": "gloo"}, "exact"),
-    ],
-)
-def test_ddp(ranks: int, accelerator: str, strategy: dict[str, Any], expected: Verdict) -> None:
-    """More than two ranks add in one order only where something keeps it."""
-    reasons = said(
-        accelerator=accelerator,
-        devices=ranks,
-        strategy={"name": "ddp", **strategy},
-        deterministic=accelerator == "cuda",
-    )
-    assert verdict(reasons) == expected, reasons
-
-
-def test_a_ddp_without_the_field_is_not_trusted() -> None:
-    """The stand-in has no `exact_reduction`: an older fairlead-strategies."""
-    plugins = manager(strategy__ddp=stand_ins()["strategy.ddp"])
-    assert verdict(said(plugins, devices=2)) == "exact"
-    assert verdict(said(plugins, devices=3)) == "not exact"
 
 
 REASON = Inexact("the ring", why="it turns", fix="stop it")
@@ -278,14 +222,19 @@ def test_a_plugin_speaks_for_itself(says: Any, expected: Verdict, because: str) 
     assert all(because in reason.why for reason in reasons)
 
 
-@pytest.mark.parametrize("tag", ["strategy.ring", "precision.32-true", "checkpoint_io.torch", "accelerator.cpu"])
+@pytest.mark.parametrize("tag", ["strategy.ring", "precision.32-true", "checkpoint_io.silent"])
 def test_a_plugin_without_the_hook_is_never_exact(tag: str) -> None:
-    """Fairlead's own accelerators and checkpoint IO are known by name; nothing else is."""
+    """Fairlead's own as well: nothing is known by name."""
     more: dict[str, Any] = {"strategy__ring": Ring(), "precision__32-true": stand_ins()["precision.32-true"]}
     plugins = manager(**{key: value for key, value in more.items() if key.replace("__", ".") == tag})
-    reasons = said(plugins, strategy="ring" if tag == "strategy.ring" else "auto")
-    expected = "exact" if tag in ("checkpoint_io.torch", "accelerator.cpu") else "not known"
-    assert verdict(reasons) == expected
+    asked: dict[str, Any] = {"strategy": "ring"} if tag == "strategy.ring" else {}
+    asked |= {"checkpoint_io": "silent"} if tag == "checkpoint_io.silent" else {}
+    assert verdict(said(plugins, **asked)) == "not known"
+
+
+@pytest.mark.parametrize(("inner", "expected"), [("torch", "exact"), ("silent", "not known")])
+def test_a_wrapped_backend_is_asked_too(inner: str, expected: Verdict) -> None:
+    assert verdict(said(checkpoint_io={"name": "wrapping", "inner": inner})) == expected
 
 
 def test_what_is_not_decided_is_not_exact() -> None:

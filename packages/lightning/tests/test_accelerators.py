@@ -10,9 +10,11 @@ from typing import Any, cast
 
 import pytest
 
+from fairlead.exactness import Verdict, device_reasons, verdict
 from fairlead.interfaces import BuildContext
 from fairlead.open_union import parse_backend
 from fairlead.plugins import PluginManager
+from fairlead.testing import minimal_resolution
 from fairlead_lightning.accelerators.cuda import find_devices
 from fairlead_lightning.accelerators.cuda.nvidia import ask_nvidia_smi, nvidia_devices
 from fairlead_lightning.accelerators.cuda.visible import GPU
@@ -249,3 +251,27 @@ print([m for m in ("torch", "lightning", "numpy", "wandb", "torch_xla", "rich") 
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    ("name", "trainer", "expected", "names"),
+    [
+        ("cpu", {"deterministic": "warn", "benchmark": True}, "exact", ""),
+        ("cuda", {}, "not exact", "trainer.deterministic: null"),
+        ("cuda", {"deterministic": False}, "not exact", "trainer.deterministic: false"),
+        ("cuda", {"deterministic": "warn"}, "not exact", "trainer.deterministic: warn"),
+        ("gpu", {"deterministic": True, "benchmark": True}, "not exact", "trainer.benchmark"),
+        ("cuda", {"deterministic": True}, "exact", ""),
+        ("mps", {"deterministic": True}, "not known", "'mps'"),
+        ("xla", {"deterministic": True}, "not known", "'xla'"),
+    ],
+)
+def test_what_accelerators_say_of_an_exact_resume(
+    name: str, trainer: dict[str, Any], expected: Verdict, names: str
+) -> None:
+    """A GPU whose kernels are not deterministic is never called exact; nor what nobody has tried."""
+    plugins = PluginManager()
+    resolution = minimal_resolution(plugins, accelerator=name, strategy="single_device", devices=1, **trainer)
+    reasons = device_reasons(resolution, plugins)
+    assert verdict(reasons) == expected, reasons
+    assert all(names in reason.what and reason.why and reason.fix for reason in reasons)

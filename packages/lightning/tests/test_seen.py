@@ -1,15 +1,18 @@
-"""What a script's own Trainer has decided is seen."""
+"""What a start sees of a script's own Trainer, and of the state that model and callbacks keep."""
 
 from __future__ import annotations
 
 from datetime import timedelta
 from typing import Any
 
+import lightning.pytorch as L
+import numpy as np
 import pytest
-from tiny_job import plain
+import torch
+from tiny_job import Line, plain
 
 from fairlead.exactness import verdict
-from fairlead_lightning.resume.seen import script_reasons
+from fairlead_lightning.resume.seen import script_reasons, state_reasons
 
 
 @pytest.mark.parametrize(
@@ -30,3 +33,34 @@ def test_a_scripts_settings(options: dict[str, Any], expected: str) -> None:
 def test_a_script_without_a_seed() -> None:
     (reason,) = script_reasons(plain(max_steps=3), seeded=False, in_order=True)
     assert "seed_everything" in reason.fix
+
+
+class Jitter(L.Callback):
+    """Keeps a generator, as no checkpoint does."""
+
+    def __init__(self) -> None:
+        self.rng = np.random.default_rng(0)
+
+
+def test_generators_of_the_model_and_of_callbacks_are_seen() -> None:
+    """No checkpoint has their state; whether a step draws from them, a start does not see."""
+    model, trainer = Line(), plain(max_steps=1, callbacks=[Jitter()])
+    trainer.strategy._lightning_module = model
+    assert [reason.what for reason in state_reasons(trainer)] == ["rng of Jitter"]
+    model.net.noise = torch.Generator()  # type: ignore[assignment]
+    reasons = state_reasons(trainer)
+    assert [reason.what for reason in reasons] == ["net.noise of Line", "rng of Jitter"]
+    assert verdict(reasons) == "not known"
+
+
+class OwnBatches(Line):
+    def training_step(self, dataloader_iter: Any) -> Any:  # type: ignore[override]
+        return super().training_step(next(dataloader_iter)[0], 0)
+
+
+def test_a_step_that_takes_its_batches_itself_is_seen() -> None:
+    trainer = plain(max_steps=1)
+    trainer.strategy._lightning_module = OwnBatches()
+    (reason,) = state_reasons(trainer)
+    assert reason.what == "training_step(self, dataloader_iter)"
+    assert reason.certain

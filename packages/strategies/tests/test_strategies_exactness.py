@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import sys
 from pathlib import Path
@@ -48,6 +49,33 @@ def test_what_strategies_say(ranks: int, strategy: Any, expected: Verdict) -> No
     plugins = PluginManager()
     resolution = minimal_resolution(plugins, devices=ranks, strategy=strategy, accelerator="cpu")
     assert verdict(device_reasons(resolution, plugins)) == expected
+
+
+@pytest.mark.parametrize(
+    ("ranks", "backend", "strategy", "expected"),
+    [
+        (2, "gloo", {"exact_reduction": "off"}, "exact"),  # a + b = b + a
+        (3, "gloo", {}, "exact"),
+        (3, "gloo", {"exact_reduction": "off"}, "not exact"),
+        (3, "gloo", {"exact_reduction": "off", "find_unused_parameters": True}, "exact"),
+        (3, "gloo", {"exact_reduction": "off", "find_unused_parameters": True, "static_graph": True}, "not exact"),
+        (3, "gloo", {"ddp_comm_hook": "fp16"}, "not exact"),
+        (3, "gloo", {"ddp_comm_hook": "fp16", "find_unused_parameters": True}, "exact"),
+        (3, "gloo", {"process_group_backend": "mpi"}, "not exact"),
+        (2, "gloo", {"ddp_comm_hook": "powersgd"}, "not exact"),
+        (2, "nccl", {}, "exact"),
+        (3, "nccl", {}, "not exact"),
+        (3, "nccl", {"exact_reduction": "on"}, "exact"),
+        (3, "nccl", {"process_group_backend": "gloo"}, "exact"),
+    ],
+)
+def test_what_ddp_says(ranks: int, backend: str, strategy: dict[str, Any], expected: Verdict) -> None:
+    """More than two ranks add in one order only where something keeps it."""
+    plugins = PluginManager()
+    resolution = minimal_resolution(plugins, devices=ranks, strategy={"name": "ddp", **strategy}, accelerator="cpu")
+    resolution = dataclasses.replace(resolution, backend=backend)
+    reasons = [one for one in device_reasons(resolution, plugins) if "strategy" in one.what]
+    assert verdict(reasons) == expected, reasons
 
 
 def test_shared_batch_statistics_are_exact() -> None:

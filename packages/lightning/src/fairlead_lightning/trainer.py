@@ -18,13 +18,13 @@ from torch.multiprocessing import ProcessExitedException
 from fairlead.checks import check_trainer
 from fairlead.config import JobConfig, RunConfig, TrainerConfig
 from fairlead.errors import ConfigError
-from fairlead.exactness import device_reasons
+from fairlead.exactness import TRIAL, device_reasons, job_digest
 from fairlead.findings import raise_errors
 from fairlead.interfaces import BuildContext, StopGuard
 from fairlead.plugins import PluginManager, default_plugins
 from fairlead.user_code import CodeRoot, code_root
 from fairlead_distributed.run.joining import join_process_group
-from fairlead_distributed.run.opening import handed_over, open_session, waiting_handoff
+from fairlead_distributed.run.opening import handed_over, open_session, run_directory, waiting_handoff
 from fairlead_distributed.run.session import STATE_FILE, RunSession
 from fairlead_distributed.threads import start_line, use_threads
 from fairlead_launch.reports import keep_log
@@ -56,7 +56,8 @@ class Trainer(L.Trainer):
 
     `fit` keeps a run directory: history, metrics.csv, checkpoints; it goes on from the newest
     complete checkpoint of the run by itself.  `validate`, `test` and `predict` write nothing there
-    and never pick up a checkpoint by themselves.  `fast_dev_run` and `barebones` keep no records at all.
+    and never pick up a checkpoint by themselves.  `fast_dev_run` and `barebones` keep no records, but that the
+    `fast_dev_run` of a job writes down what it saw of the loaders, for `fairlead explain`.
 
     Args:
         config: How to train, or a whole job; None: the defaults.
@@ -226,6 +227,7 @@ class Trainer(L.Trainer):
         if self.fairlead_config.fast_dev_run or self.fairlead_config.barebones:
             path = os.fspath(ckpt_path) if ckpt_path is not None else None
             self._join()
+            self.exact.trial = self._trial()
             super().fit(model, train_dataloaders, val_dataloaders, datamodule, path, weights_only)
             return
         # Of a job file, all ranks must have read the same; what a script hands over may well differ in some repr.
@@ -320,6 +322,14 @@ class Trainer(L.Trainer):
         """The ranks that a launcher started meet, unless Lightning starts them and they meet there."""
         if waiting_handoff(self._context.environ) is None:
             join_process_group(self.resolution, self._context.environ, config_hash=config_hash)
+
+    def _trial(self) -> tuple[Path, str] | None:
+        """Where a job that is only tried leaves what it saw of loaders and state, for `explain`; a script nowhere."""
+        if self._job is None:
+            return None
+        job = self._job.model_dump(mode="json")
+        path = run_directory(job, self.run_config, self._context.environ, Path.cwd())
+        return path / "starts" / str(TRIAL), job_digest(job)
 
     def _described(self, model: L.LightningModule, datamodule: L.LightningDataModule | None) -> dict[str, Any]:
         """The job as plain data; from Python, model and data are described by class and hyperparameters."""

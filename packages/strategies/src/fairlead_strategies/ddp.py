@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from fairlead import Capability, Finding, Resolution, StrategyPlugin, hookimpl
+from fairlead.findings import Inexact
 from fairlead_strategies.shared import LIGHTNING, ProcessGroupConfig, refuse_mps_and_xla
 
 __all__ = ["DDP", "DDPStrategyConfig", "ddp", "ddp_find_unused_parameters_true", "ddp_fork", "ddp_spawn"]
@@ -113,8 +114,42 @@ class DDP(StrategyPlugin):
                 fix="leave ddp_comm_hook out, or exact_reduction: off",
             )
 
+    @hookimpl
+    def fairlead_exactness(self, resolution: Resolution) -> Iterator[Inexact]:
+        """After its first step DDP puts the gradients into other buckets, also after a resume.
+
+        So more than two ranks add them in another order.  Two ranks do not: a + b = b + a.
+        """
+        config = resolution.strategy
+        assert isinstance(config, DDPStrategyConfig)
+        hook = config.ddp_comm_hook
+        if hook == "powersgd":
+            yield Inexact(
+                "trainer.strategy.ddp_comm_hook: powersgd",
+                why="the error that it carries from step to step is in no checkpoint",
+                fix="leave ddp_comm_hook out",
+            )
+        if resolution.world_size <= 2 or _fixed_order(config, resolution.backend):
+            return
+        why = "a resumed run adds the gradients of its first step in another order"
+        fix = "trainer.strategy: {name: ddp, exact_reduction: on}"
+        if hook is not None:
+            why += f", for the communication hook {hook} takes the place of exact_reduction"
+            fix = "leave ddp_comm_hook out, or find_unused_parameters: true"
+        yield Inexact(f"strategy: ddp with {resolution.world_size} ranks", why=why, fix=fix)
+
 
 ddp = DDP()
 ddp_find_unused_parameters_true = DDP(find_unused_parameters=True)
 ddp_spawn = DDP(start_method="spawn")
 ddp_fork = DDP(start_method="fork")
+
+
+def _fixed_order(config: DDPStrategyConfig, backend: str) -> bool:
+    """Whether the order of the sums does not depend on when the run was started."""
+    # Looking for unused parameters keeps the first buckets; a static graph builds others all the same.
+    if config.find_unused_parameters and not config.static_graph:
+        return True
+    if config.ddp_comm_hook is not None:
+        return False
+    return config.exact_reduction == "on" or (config.exact_reduction == "auto" and backend == "gloo")

@@ -6,7 +6,9 @@ from collections.abc import Iterable
 
 from fairlead.axes import CheckpointIOPlugin
 from fairlead.capabilities import Capability
+from fairlead.findings import Inexact
 from fairlead.hookspecs import hookimpl
+from fairlead.resolution import Resolution
 from fairlead_checkpoint_io.async_file.config import AsyncCheckpointIOConfig
 
 __all__ = ["AsyncFile", "async_file"]
@@ -50,6 +52,11 @@ class AsyncFile(CheckpointIOPlugin):
             "sharded checkpoints are written by the strategy itself, synchronously; only full ones go through here",
             "strategy: fsdp2 with checkpoint_io: {name: distributed, background: true}, or accept that the loop waits",
         )
+
+    @hookimpl
+    def fairlead_exactness(self, resolution: Resolution) -> Iterable[Inexact]:
+        """The wrapped backend writes; it is asked too."""
+        return ()
 
 
 async_file = AsyncFile()

@@ -7,7 +7,7 @@ from typing import ClassVar, cast
 
 from fairlead.axes import CheckpointIOPlugin
 from fairlead.capabilities import Capability
-from fairlead.findings import Finding
+from fairlead.findings import Finding, Inexact
 from fairlead.hookspecs import hookimpl
 from fairlead.resolve import Resolution
 from fairlead_checkpoint_io.remote.config import RemoteCheckpointIOConfig
@@ -53,6 +53,11 @@ class Remote(CheckpointIOPlugin):
         if lacking is not None:
             where = "trainer.checkpoint_io.url"
             yield Finding("error", "remote-library", lacking.what, where=where, fix=lacking.fix)
+
+    @hookimpl
+    def fairlead_exactness(self, resolution: Resolution) -> Iterable[Inexact]:
+        """The wrapped backend writes, and copies are byte for byte."""
+        return ()
 
 
 remote = Remote()

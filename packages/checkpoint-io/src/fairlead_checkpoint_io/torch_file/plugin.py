@@ -6,7 +6,9 @@ from collections.abc import Iterable
 
 from fairlead.axes import CheckpointIOPlugin
 from fairlead.capabilities import Capability
+from fairlead.findings import Inexact
 from fairlead.hookspecs import hookimpl
+from fairlead.resolution import Resolution
 from fairlead_checkpoint_io.torch_file.config import TorchCheckpointIOConfig
 
 __all__ = ["TorchFile", "torch_file"]
@@ -31,6 +33,11 @@ class TorchFile(CheckpointIOPlugin):
             "Lightning's XLA strategy takes the XLA checkpoint backend only",
             "checkpoint_io: xla",
         )
+
+    @hookimpl
+    def fairlead_exactness(self, resolution: Resolution) -> Iterable[Inexact]:
+        """The state is written as it is."""
+        return ()
 
 
 torch_file = TorchFile()

@@ -6,7 +6,9 @@ from collections.abc import Iterable
 
 from fairlead.axes import CheckpointIOPlugin
 from fairlead.capabilities import Capability
+from fairlead.findings import Inexact
 from fairlead.hookspecs import hookimpl
+from fairlead.resolution import Resolution
 from fairlead_checkpoint_io.xla_file.config import XLACheckpointIOConfig
 
 __all__ = ["XLAFile", "xla_file"]
@@ -31,6 +33,11 @@ class XLAFile(CheckpointIOPlugin):
             "it moves tensors through torch_xla, which serves XLA devices only",
             "checkpoint_io: torch",
         )
+
+    @hookimpl
+    def fairlead_exactness(self, resolution: Resolution) -> Iterable[Inexact]:
+        """The state is written as it is."""
+        return ()
 
 
 xla_file = XLAFile()

@@ -12,7 +12,7 @@ from fairlead.findings import Finding, errors_in
 from fairlead.jobs import load_job
 
 if TYPE_CHECKING:
-    from fairlead.exactness.told import Told
+    from fairlead.exactness import Exactness
 
 __all__ = ["check_arguments", "explain_arguments", "job_arguments", "load_and_check", "run_check", "run_explain"]
 
@@ -80,13 +80,13 @@ def run_explain(arguments: argparse.Namespace, session: Session) -> int:
     """Prints every setting with its reason, and whether a resume is exact; 2 when the job is not valid."""
     checked = load_and_check(arguments, session)
     settings = checked.resolution.as_dict() if checked.resolution else {}
-    told = _exactness(checked, session)
-    if told is not None:
-        settings["exact"] = {"value": told.setting.value, "reason": told.setting.reason}
+    exactness = _exactness(checked, session)
+    if exactness is not None:
+        settings["exact"] = {"value": exactness.setting.value, "reason": exactness.setting.reason}
     code = 2 if errors_in(checked.findings) else 0
     if arguments.json:
         findings = [*checked.findings]
-        findings += [checked.loaded.placed(finding) for finding in told.findings] if told is not None else []
+        findings += [checked.loaded.placed(finding) for finding in exactness.findings] if exactness is not None else []
         session.print_json({"settings": settings, "findings": [f.as_dict() for f in findings]})
         return code
     width = max((len(name) for name in settings), default=0)
@@ -97,20 +97,19 @@ def run_explain(arguments: argparse.Namespace, session: Session) -> int:
         session.print()
     for finding in checked.findings:
         print(finding, file=session.stderr if finding.severity == "error" else session.stdout, flush=True)
-    if told is not None:
-        session.print("\n" + "\n".join(told.lines))
+    if exactness is not None:
+        session.print("\n" + "\n".join(exactness.lines))
     return code
 
 
-def _exactness(checked: CheckedJob, session: Session) -> Told | None:
+def _exactness(checked: CheckedJob, session: Session) -> Exactness | None:
     """Whether a resume is exact; None where there is no job to say it of."""
     job = checked.loaded.job
     if job is None or checked.resolution is None:
         return None
-    # Imported late: of all commands `explain` alone reads so much source.
-    from fairlead.exactness.told import exactness_of
+    from fairlead.exactness import explain_exactness  # only `explain` asks
 
-    return exactness_of(job, checked.resolution, checked.loaded.root, session.plugins, session.cwd)
+    return explain_exactness(job, checked.resolution, checked.loaded.root, session.plugins)
 
 
 def _short(value: Any) -> str:

@@ -1,19 +1,22 @@
-"""What a start saw of its loaders: `starts/N/exactness.json` in the run directory."""
+"""What a start saw of loaders and state: `starts/N/exactness.json` in the run directory."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from fairlead.exactness.reasons import verdict
+from fairlead.exactness.verdicts import verdict
 from fairlead.findings import Inexact
 
-__all__ = ["EXACTNESS_FILE", "Recorded", "last_record", "record"]
+__all__ = ["EXACTNESS_FILE", "TRIAL", "Recorded", "job_digest", "last_record", "record"]
 
 EXACTNESS_FILE: Final = "exactness.json"
+TRIAL: Final = 0
+"""The number under which `fast_dev_run` writes what it saw; it is no start of the run, and leaves nothing else."""
 
 
 @dataclass(frozen=True)
@@ -21,62 +24,79 @@ class Recorded:
     """What a start has recorded.
 
     Args:
-        start: Its number.
-        loaders: What it saw of the loaders.
+        start: Its number; `TRIAL`: a `fast_dev_run`.
+        seen: What it saw of loaders and state.
         world_size: The ranks it had; None: not recorded.
         written: When, in seconds since 1970; code that is newer was not seen.
+        job: The `job_digest` of the job; None: not recorded.
     """
 
     start: int
-    loaders: tuple[Inexact, ...]
+    seen: tuple[Inexact, ...]
     world_size: int | None
     written: float
+    job: str | None = None
+
+    @property
+    def by(self) -> str:
+        """Who saw it, as in a sentence."""
+        return "fast_dev_run" if self.start == TRIAL else f"start {self.start}"
 
 
-def record(*, settings: Iterable[Inexact], loaders: Iterable[Inexact], world_size: int) -> dict[str, Any]:
+def job_digest(job: Mapping[str, Any]) -> str:
+    """Names what decides which loaders and which state a start sees: model, data, callbacks, and whose samplers.
+
+    Args:
+        job: The fully dumped job.
+    """
+    trainer = job.get("trainer") or {}
+    named = [job.get("model"), job.get("data"), trainer.get("callbacks"), trainer.get("use_distributed_sampler")]
+    return hashlib.sha256(json.dumps(named, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def record(
+    *, settings: Iterable[Inexact], seen: Iterable[Inexact], world_size: int, job: str | None = None
+) -> dict[str, Any]:
     """The content of `exactness.json`.
 
     Args:
-        settings: What `device_reasons` gave, and what else does not come from the loaders.
-        loaders: What was seen of the loaders.
+        settings: What `device_reasons` gave.
+        seen: What was seen of loaders and state.
         world_size: Ranks in all.
+        job: The `job_digest`.
 
     Example:
-        >>> record(settings=[], loaders=[], world_size=1)
-        {'exact': True, 'world_size': 1, 'reasons': []}
+        >>> record(settings=[], seen=[], world_size=1)
+        {'exact': True, 'world_size': 1, 'job': None, 'reasons': []}
     """
-    parts = {"settings": tuple(settings), "loaders": tuple(loaders)}
+    parts = {"settings": tuple(settings), "seen": tuple(seen)}
     reasons = [
         {"what": one.what, "why": one.why, "fix": one.fix, "certain": one.certain, "about": about}
         for about, part in parts.items()
         for one in part
     ]
-    exact = verdict([*parts["settings"], *parts["loaders"]]) == "exact"
-    return {"exact": exact, "world_size": world_size, "reasons": reasons}
+    exact = verdict([*parts["settings"], *parts["seen"]]) == "exact"
+    return {"exact": exact, "world_size": world_size, "job": job, "reasons": reasons}
 
 
-def last_record(run: Path) -> Recorded | None:
-    """What the newest start of a run that has recorded it saw; None when there is none, or it cannot be read.
+def last_record(run: Path, job: str | None = None) -> Recorded | None:
+    """What the newest start that has recorded it saw; None when there is none, or none can be read.
 
     Args:
         run: The run directory.
+        job: The `job_digest` of the job that is asked about: a record of another one does not count.
     """
-    numbers = sorted(
-        (int(p.parent.name) for p in run.glob(f"starts/*/{EXACTNESS_FILE}") if _is_number(p)), reverse=True
-    )
-    for number in numbers:
-        found = _read(run / "starts" / str(number) / EXACTNESS_FILE, number)
-        if found is not None:
-            return found
-    return None
-
-
-def _is_number(path: Path) -> bool:
-    return path.parent.name.isascii() and path.parent.name.isdecimal()
+    found = []
+    for path in run.glob(f"starts/*/{EXACTNESS_FILE}"):
+        name = path.parent.name
+        one = _read(path, int(name)) if name.isascii() and name.isdecimal() else None
+        if one is not None and (job is None or one.job in (None, job)):
+            found.append(one)
+    return max(found, key=lambda one: (one.written, one.start), default=None)
 
 
 def _read(path: Path, number: int) -> Recorded | None:
-    """None where a start was killed while it wrote, or another version wrote: then the sources are read."""
+    """None where a start was killed while it wrote, or another version wrote."""
     try:
         found = json.loads(path.read_bytes())
         written = path.stat().st_mtime
@@ -85,12 +105,13 @@ def _read(path: Path, number: int) -> Recorded | None:
     reasons = found.get("reasons") if isinstance(found, dict) else None
     if not isinstance(reasons, list) or not isinstance(found.get("exact"), bool):
         return None
-    loaders = [_reason(one) for one in reasons if not (isinstance(one, Mapping) and one.get("about") == "settings")]
-    known = [one for one in loaders if one is not None]
-    if len(known) < len(loaders) or (not reasons and not found["exact"]):
+    seen = [_reason(one) for one in reasons if not (isinstance(one, Mapping) and one.get("about") == "settings")]
+    known = [one for one in seen if one is not None]
+    if len(known) < len(seen) or (not reasons and not found["exact"]):
         return None
-    ranks = found.get("world_size")
-    return Recorded(number, tuple(known), ranks if isinstance(ranks, int) else None, written)
+    ranks, job = found.get("world_size"), found.get("job")
+    ranks = ranks if isinstance(ranks, int) else None
+    return Recorded(number, tuple(known), ranks, written, job if isinstance(job, str) else None)
 
 
 def _reason(one: Any) -> Inexact | None:

@@ -1,4 +1,4 @@
-"""What the settings say: device, strategy, precision, and what is saved when."""
+"""What the settings say, and what the plugins that they choose say of themselves."""
 
 from __future__ import annotations
 
@@ -8,22 +8,19 @@ from fairlead.bases import BackendConfig
 from fairlead.config import RunConfig
 from fairlead.config.marks import inexact_settings
 from fairlead.errors import FairleadError, PluginError
-from fairlead.exactness.devices import accelerator_reasons, ddp_reasons
 from fairlead.findings import Inexact
 from fairlead.plugins import PluginManager
 from fairlead.resolution import Resolution
 
 __all__ = ["device_reasons"]
 
-# What computes, and what keeps the state.  Of the other axes a plugin may speak, but its silence says nothing.
+# What computes, and what keeps the state: without its word nothing is known.  A plugin of another axis may be silent.
 _MUST_SPEAK: Final = ("accelerator", "strategy", "precision", "layer_sync", "checkpoint_io")
 _OPTIONAL: Final = ("environment", "requeue")
-# Fairlead's own that write the state as it is, and have nothing to say.
-_FAITHFUL: Final = frozenset(f"checkpoint_io.{name}" for name in ("async", "distributed", "remote", "torch", "xla"))
 
 
 def device_reasons(resolution: Resolution, plugins: PluginManager, run: RunConfig | None = None) -> list[Inexact]:
-    """What in the settings keeps a resume from being exact, or may; the loaders and the user's code are another matter.
+    """What in the settings keeps a resume from being exact, or may; loaders and state are seen when a run starts.
 
     Args:
         resolution: Every decision of the run.
@@ -48,7 +45,7 @@ def device_reasons(resolution: Resolution, plugins: PluginManager, run: RunConfi
                 Inexact(
                     f"the {axis}",
                     why="it is not decided",
-                    fix="mend the errors that `fairlead check` shows",
+                    fix="fix the errors that `fairlead check` shows",
                     certain=False,
                 )
             )
@@ -58,25 +55,20 @@ def device_reasons(resolution: Resolution, plugins: PluginManager, run: RunConfi
 
 
 def _backend(config: BackendConfig, resolution: Resolution, plugins: PluginManager) -> list[Inexact]:
-    """What a plugin says; for Fairlead's own that have no hook, what is known of them here."""
-    said = _asked(config, resolution, plugins)
-    if said is not None or config.axis in _OPTIONAL:
-        return said or []
-    if config.axis == "accelerator" and (known := accelerator_reasons(config.name, resolution)) is not None:
-        return known
-    if config.axis == "strategy" and config.name == "ddp":
-        return ddp_reasons(config, resolution)
-    if f"{config.axis}.{config.name}" in _FAITHFUL:
-        inner = getattr(config, "inner", None)  # the one that reads and writes
-        return _backend(inner, resolution, plugins) if isinstance(inner, BackendConfig) else []
-    return [
-        Inexact(
-            f"the {config.axis} {plugins.label(config)!r}",
-            why="its plugin does not say whether it resumes exactly",
-            fix="ask its authors for the hook fairlead_exactness, or choose another",
-            certain=False,
-        )
-    ]
+    """What a plugin says, and the one that it wraps."""
+    reasons = _asked(config, resolution, plugins)
+    if reasons is None and config.axis in _MUST_SPEAK:
+        reasons = [
+            Inexact(
+                f"the {config.axis} {plugins.label(config)!r}",
+                why="its plugin does not say whether it resumes exactly",
+                fix="ask its authors for the hook fairlead_exactness, or choose another",
+                certain=False,
+            )
+        ]
+    inner = getattr(config, "inner", None)
+    wrapped = _backend(inner, resolution, plugins) if isinstance(inner, BackendConfig) else []
+    return [*(reasons or []), *wrapped]
 
 
 def _asked(config: BackendConfig, resolution: Resolution, plugins: PluginManager) -> list[Inexact] | None:
@@ -85,11 +77,11 @@ def _asked(config: BackendConfig, resolution: Resolution, plugins: PluginManager
         results = plugins.call(plugins.of(config), "fairlead_exactness", resolution=resolution)
         return [_checked(one, config) for result in results for one in result] if results else None
     except FairleadError as error:
-        because = error.what + (f": {error.why}" if error.why else "")
+        why = error.what + (f": {error.why}" if error.why else "")
     except Exception as error:  # a generator of the plugin's raises while it is iterated
-        because = f"fairlead_exactness raised {type(error).__name__}: {error}"
+        why = f"fairlead_exactness raised {type(error).__name__}: {error}"
     what = f"the {config.axis} {config.name!r}"
-    return [Inexact(what, why=because, fix="report it to the plugin's authors, or choose another", certain=False)]
+    return [Inexact(what, why=why, fix="report it to the plugin's authors, or choose another", certain=False)]
 
 
 def _checked(one: object, config: BackendConfig) -> Inexact:

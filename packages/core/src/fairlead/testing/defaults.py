@@ -22,8 +22,10 @@ from fairlead.bases import (
     RequeueConfigBase,
     StrategyConfigBase,
 )
+from fairlead.findings import Inexact
 from fairlead.hookspecs import hookimpl
 from fairlead.interfaces import Claim, Devices, Specificity
+from fairlead.resolution import Resolution
 
 __all__ = ["stand_ins"]
 
@@ -63,6 +65,10 @@ class _CPU(AcceleratorPlugin):
     def fairlead_devices(self, environ: Mapping[str, str]) -> Devices:
         return Devices(1, "a stand-in", ("CPU",), unlimited=True)
 
+    @hookimpl
+    def fairlead_exactness(self, resolution: Resolution) -> Iterable[Inexact]:
+        return ()
+
 
 class _SingleDevice(StrategyPlugin):
     config = _SingleDeviceConfig
@@ -86,6 +92,10 @@ class _Lightning(EnvironmentPlugin):
 
 class _Torch(CheckpointIOPlugin):
     config = _TorchConfig
+
+    @hookimpl
+    def fairlead_exactness(self, resolution: Resolution) -> Iterable[Inexact]:
+        return ()
 
 
 class _None(RequeuePlugin):

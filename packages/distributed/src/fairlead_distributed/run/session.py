@@ -13,6 +13,7 @@ from typing import Any
 from torch.multiprocessing import ProcessExitedException
 
 from fairlead.errors import FairleadError, RunDirectoryError, RunFailedError
+from fairlead.exactness import job_digest
 from fairlead_runs import Heartbeat, History, RunDirectory, fingerprint, origin
 from fairlead_runs.fingerprints import limits
 from fairlead_runs.handoff import Handoff
@@ -55,6 +56,7 @@ class RunSession:
         self.previous = previous
         self.messages = messages
         self.fingerprint = fingerprint(job).digest
+        self.job_digest = job_digest(job)
         self._limits = limits(job)
         self._directory = directory
         self._history = History(self.path / "history.jsonl", rank=rank)

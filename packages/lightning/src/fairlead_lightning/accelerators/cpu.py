@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Literal
 
 from fairlead import AcceleratorConfigBase, AcceleratorPlugin, hookimpl
+from fairlead.findings import Inexact
 from fairlead.interfaces import BuildContext, Devices
+from fairlead.resolution import Resolution
 from fairlead_lightning.fields import LIGHTNING
 
 if TYPE_CHECKING:
@@ -41,6 +43,11 @@ class CPU(AcceleratorPlugin):
         """One device that any number of ranks can share."""
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         return Devices(1, f"{cores} processor core{'s' if cores > 1 else ''}", unlimited=True)
+
+    @hookimpl
+    def fairlead_exactness(self, resolution: Resolution) -> Iterable[Inexact]:
+        """A CPU adds in one order, with the same number of threads."""
+        return ()
 
 
 cpu = CPU()

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import platform
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Literal
 
 from fairlead import AcceleratorConfigBase, AcceleratorPlugin, hookimpl
+from fairlead.findings import Inexact
 from fairlead.interfaces import BuildContext, Devices
+from fairlead.resolution import Resolution
 from fairlead_lightning.fields import LIGHTNING
 
 if TYPE_CHECKING:
@@ -41,6 +43,16 @@ class MPS(AcceleratorPlugin):
     def fairlead_devices(self, environ: Mapping[str, str]) -> Devices:
         """One device on macOS with an Apple processor."""
         return find_devices(sys.platform, platform.machine())
+
+    @hookimpl
+    def fairlead_exactness(self, resolution: Resolution) -> Iterator[Inexact]:
+        """Not shown."""
+        yield Inexact(
+            "the accelerator 'mps'",
+            why="no test has shown that Apple's GPU computes the same bits twice",
+            fix="accelerator: cpu, where it matters",
+            certain=False,
+        )
 
 
 mps = MPS()

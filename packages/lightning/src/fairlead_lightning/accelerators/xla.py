@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import importlib.util
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from fairlead import AcceleratorConfigBase, AcceleratorPlugin, hookimpl
+from fairlead.findings import Inexact
 from fairlead.interfaces import BuildContext, Devices
+from fairlead.resolution import Resolution
 from fairlead_lightning.fields import LIGHTNING
 
 if TYPE_CHECKING:
@@ -47,6 +49,16 @@ class XLA(AcceleratorPlugin):
     def fairlead_devices(self, environ: Mapping[str, str]) -> Devices:
         """TPU chips that the kernel shows, or what PJRT_DEVICE names."""
         return find_devices(environ, Path("/"), installed=importlib.util.find_spec("torch_xla") is not None)
+
+    @hookimpl
+    def fairlead_exactness(self, resolution: Resolution) -> Iterator[Inexact]:
+        """Not shown."""
+        yield Inexact(
+            "the accelerator 'xla'",
+            why="no test has resumed a run on XLA devices",
+            fix="accelerator: cpu or cuda, where it matters",
+            certain=False,
+        )
 
 
 xla = XLA()

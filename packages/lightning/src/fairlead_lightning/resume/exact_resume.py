@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, Final, Literal, Protocol
 
 import lightning.pytorch as L
@@ -90,6 +91,8 @@ class ExactResume(L.Callback):
         self._goes_on = False
         self._say = say
         self.session: RunSession | None = None
+        self.trial: tuple[Path, str] | None = None
+        """Where `fast_dev_run` writes what it saw of loaders and state, and the `job_digest`."""
         self.saves: Saves | None = None
         self.stops: Stoppable | None = None
         self.loaders: Loaders | None = None
@@ -141,17 +144,25 @@ class ExactResume(L.Callback):
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """The loaders were seen: says and writes down whether a resume is exact."""
-        if self.session is None or self.loaders is None or not trainer.is_global_zero:
+        session, trial = self.session, self.trial
+        if self.loaders is None or not trainer.is_global_zero:
+            return
+        if session is not None:
+            start, job = session.path / "starts" / str(session.start), session.job_digest
+        elif trial is not None:
+            start, job = trial
+        else:
             return
         settings = self._settings
         if settings is None:
             settings = seen.script_reasons(trainer, seeded=_SEED in self._environ, in_order=self._in_order)
-        settings = [*settings, *seen.loop_reasons(trainer)]
+        state = [*self.loaders.reasons, *seen.state_reasons(trainer)]
         try:
-            text = seen.note(self.session, settings, self.loaders.reasons, trainer.world_size)
+            seen.write_record(start, list(settings), state, trainer.world_size, job)
         except RunDirectoryError as error:
             warnings.warn(f"whether a resume is exact was not written down: {error.block()}", stacklevel=2)
             return
+        text = seen.said([*settings, *state] if session is not None else state)
         if text is not None:
             (self._say or trainer.print)(text)
 

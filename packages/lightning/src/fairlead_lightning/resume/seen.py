@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as L
@@ -16,16 +17,16 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from fairlead.errors import RunDirectoryError
 from fairlead.exactness import EXACTNESS_FILE, record, sentence, verdict
 from fairlead.findings import Inexact
-from fairlead_distributed.run.session import RunSession
+from fairlead_distributed.worker_seeds import own_generators
 from fairlead_lightning import compat
 from fairlead_lightning.loggers.positions import Positioned
 from fairlead_runs.commit import atomic_write
 
-__all__ = ["loop_reasons", "note", "script_reasons", "uncut_loggers"]
+__all__ = ["said", "script_reasons", "state_reasons", "uncut_loggers", "write_record"]
 
 
-def loop_reasons(trainer: L.Trainer) -> list[Inexact]:
-    """What the loops and the model's hooks do to exactness."""
+def state_reasons(trainer: L.Trainer) -> list[Inexact]:
+    """What of the model, its hooks and the callbacks keeps a state that no checkpoint has."""
     reasons = []
     if is_param_in_hook_signature(trainer.lightning_module.training_step, "dataloader_iter", explicit=True):
         reasons.append(
@@ -35,6 +36,20 @@ def loop_reasons(trainer: L.Trainer) -> list[Inexact]:
                 fix="take batch and batch_idx",
             )
         )
+    callbacks: list[L.Callback] = vars(trainer)["callbacks"]
+    ours = __name__.partition(".")[0]
+    users = [one for one in callbacks if type(one).__module__.partition(".")[0] != ours]
+    for holder in (trainer.lightning_module, *users):
+        held = {name: value for name, value in vars(holder).items() if name not in ("_trainer", "trainer", "_fabric")}
+        reasons += [
+            Inexact(
+                f"{name.removeprefix('_modules.')} of {type(holder).__name__}",
+                why="a generator of its own, whose state is in no checkpoint",
+                fix="draw from torch's global generator, or save it in on_save_checkpoint",
+                certain=False,
+            )
+            for name in own_generators(held)
+        ]
     return reasons
 
 
@@ -133,17 +148,30 @@ def uncut_loggers(loggers: Sequence[Logger]) -> list[str]:
     return sorted({type(logger).__name__ for logger in loggers if not isinstance(logger, Positioned)})
 
 
-def note(session: RunSession, settings: list[Inexact], loaders: list[Inexact], world_size: int) -> str | None:
+def write_record(start: Path, settings: list[Inexact], state: list[Inexact], world_size: int, job: str) -> None:
     """Writes down what was seen; on rank 0.
 
-    Returns:
-        What to say, where a resume is not exact.
+    Args:
+        start: The folder of this start; it is made if it is not there.
+        settings: What the settings say.
+        state: What was seen of loaders and state.
+        world_size: Ranks in all.
+        job: The `job_digest`.
+
+    Raises:
+        RunDirectoryError: It cannot be written.
     """
-    content = record(settings=settings, loaders=loaders, world_size=world_size)
-    path = session.path / "starts" / str(session.start) / EXACTNESS_FILE
-    atomic_write(path, (json.dumps(content, indent=1) + "\n").encode(), error=RunDirectoryError)
-    reasons = [*settings, *loaders]
-    said = verdict(reasons)
-    if said == "exact":
+    content = record(settings=settings, seen=state, world_size=world_size, job=job)
+    try:
+        start.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise RunDirectoryError("cannot write what was seen", where=str(start), why=error.strerror) from error
+    text = json.dumps(content, indent=1) + "\n"
+    atomic_write(start / EXACTNESS_FILE, text.encode(), error=RunDirectoryError)
+
+
+def said(reasons: list[Inexact]) -> str | None:
+    """What to tell the user at a start; None where nothing speaks against an exact resume."""
+    if not reasons:
         return None
-    return "\n".join([f"resume is {said}:", *(f"  {sentence(reason)}" for reason in reasons)])
+    return "\n".join([f"resume is {verdict(reasons)}:", *(f"  {sentence(reason)}" for reason in reasons)])

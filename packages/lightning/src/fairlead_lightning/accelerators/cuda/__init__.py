@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import importlib.metadata
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from fairlead import AcceleratorConfigBase, AcceleratorPlugin, hookimpl
 from fairlead.errors import ConfigError
+from fairlead.findings import Inexact
 from fairlead.interfaces import BuildContext, Devices
+from fairlead.resolution import Resolution
 from fairlead_lightning.accelerators.cuda.amd import amd_devices
 from fairlead_lightning.accelerators.cuda.nvidia import nvidia_devices
 from fairlead_lightning.fields import LIGHTNING
@@ -45,6 +47,23 @@ class CUDA(AcceleratorPlugin):
     def fairlead_devices(self, environ: Mapping[str, str]) -> Devices:
         """GPUs that the kernel shows, the environment leaves visible, and the installed torch can drive."""
         return find_devices(environ, Path("/"), torch=_torch_version())
+
+    @hookimpl
+    def fairlead_exactness(self, resolution: Resolution) -> Iterator[Inexact]:
+        """Exact with deterministic kernels, which are chosen in the same way at each start."""
+        asked = resolution.trainer.deterministic
+        if asked is not True:
+            shown = "null" if asked is None else str(asked).lower()
+            why = "sums on a GPU are added in an order of their own, unless kernels are chosen that do not"
+            if asked == "warn":
+                why = "operations without a deterministic kernel only warn, and are computed in an order of their own"
+            yield Inexact(f"trainer.deterministic: {shown}", why=why, fix="trainer.deterministic: true")
+        if resolution.trainer.benchmark:
+            yield Inexact(
+                "trainer.benchmark: true",
+                why="cuDNN measures its kernels at every start, and may choose others that round in another way",
+                fix="trainer.benchmark: false",
+            )
 
 
 cuda = CUDA()
