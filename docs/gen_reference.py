@@ -44,11 +44,11 @@ see `benchmarks/README.md`.
 
 def first_party_plugins() -> PluginManager:
     """The plugins of Fairlead's own packages; others that are installed here do not get into the docs."""
-    return PluginManager([point for point in entry_points(group="fairlead") if _is_ours(point)])
-
-
-def _is_ours(point: Any) -> bool:
-    return point.name in first_party() or bool(point.dist and point.dist.name == "fairlead")
+    ours = first_party()
+    points = entry_points(group="fairlead")
+    return PluginManager(
+        [point for point in points if point.name in ours or (point.dist and point.dist.name == "fairlead")]
+    )
 
 
 # -- parts

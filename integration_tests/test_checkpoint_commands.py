@@ -19,11 +19,11 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader
 
-from fairlead import JobConfig
 from fairlead.cli import main
 from fairlead.errors import CheckpointError, ConfigError
 from fairlead_checkpoint_io.commands import stored
 from fairlead_distributed.testing import run_ranks
+from fairlead_runs.carried import job_from_checkpoint
 from fairlead_runs.remote import Retries, Store, upload
 from integration_tests.jobs import JOB, Call, changed, fairlead, repository
 from integration_tests.s3 import s3_server
@@ -149,10 +149,10 @@ def test_the_job_of_a_checkpoint(made: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.chdir(made)
     runs = made / "runs"
     for path in ("runs/job", runs / "job" / "checkpoints", "runs/job/checkpoints/step-00000004/state.ckpt"):
-        job = JobConfig.from_checkpoint(path)
+        job = job_from_checkpoint(path)
         assert (job.model.class_, job.trainer.max_steps) == ("mine.model:Model", 8)
         assert (job.run.dir, job.run.name) == (str(runs), "job")
-    job = JobConfig.from_checkpoint("runs/job", overrides=["trainer.max_steps=12", "run.name=other"])
+    job = job_from_checkpoint("runs/job", overrides=["trainer.max_steps=12", "run.name=other"])
     assert (job.trainer.max_steps, job.run.name) == (12, "other")
 
 
@@ -161,16 +161,16 @@ def test_a_checkpoint_without_a_job(user: Path, monkeypatch: pytest.MonkeyPatch)
     shutil.copy("runs/job/checkpoints/step-00000008/state.ckpt", "alone.ckpt")
     (user / "job.yaml").write_text("model: {class: 'not:Mine'}")  # a job that happens to lie beside it
     with pytest.raises(CheckpointError, match="carries no job"):
-        JobConfig.from_checkpoint("alone.ckpt")
+        job_from_checkpoint("alone.ckpt")
     with pytest.raises(CheckpointError, match="did you mean"):
-        JobConfig.from_checkpoint("runs/jobs")
+        job_from_checkpoint("runs/jobs")
     with pytest.raises(ConfigError, match="max_step"):
-        JobConfig.from_checkpoint("runs/job", overrides=["trainer.max_stepps=1"])
+        job_from_checkpoint("runs/job", overrides=["trainer.max_stepps=1"])
     job = user / "runs" / "job" / "job.yaml"
     job.write_text(job.read_text().replace("width: 4", "width: 4\n    api_key: <redacted>"))
     with pytest.raises(ConfigError, match="lacks a secret"):
-        JobConfig.from_checkpoint("runs/job")
-    assert JobConfig.from_checkpoint("runs/job", overrides=["model.args.api_key=x"]).model.args["api_key"] == "x"
+        job_from_checkpoint("runs/job")
+    assert job_from_checkpoint("runs/job", overrides=["model.args.api_key=x"]).model.args["api_key"] == "x"
 
 
 def test_export_needs_a_job(run: Callable[..., Call], user: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from fairlead import LoggerConfigBase, LoggerPlugin, PluginManager, StrategyConfigBase, StrategyPlugin
+from fairlead import LoggerConfigBase, LoggerPlugin, PluginManager, StrategyConfigBase, StrategyPlugin, own_checks
 from fairlead.checks import check_job
 from fairlead.cli.job import run_check
 from fairlead.cli.session import Session
@@ -50,7 +50,14 @@ class FileLogger(LoggerPlugin):
     config = FileLoggerConfig
 
 
-TARGETS = {**stand_ins(), "strategy.ring": Ring(), "logger.file": FileLogger(), "strategy.bad": ImportError("no")}
+OWN = {"check.code": own_checks.user_code, "check.run_directory": own_checks.run_directory}
+TARGETS = {
+    **stand_ins(),
+    **OWN,
+    "strategy.ring": Ring(),
+    "logger.file": FileLogger(),
+    "strategy.bad": ImportError("no"),
+}
 PLUGINS = PluginManager([FakeEntryPoint(name, target) for name, target in TARGETS.items()])
 NAMES = sorted(
     {

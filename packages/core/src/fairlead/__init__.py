@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
     from fairlead.axes import AcceleratorPlugin as AcceleratorPlugin
+    from fairlead.axes import CheckPlugin as CheckPlugin
     from fairlead.axes import CheckpointIOPlugin as CheckpointIOPlugin
     from fairlead.axes import CommandPlugin as CommandPlugin
     from fairlead.axes import EnvironmentPlugin as EnvironmentPlugin
@@ -37,15 +38,15 @@ if TYPE_CHECKING:
     from fairlead.config import SubmitConfig as SubmitConfig
     from fairlead.config import TrainerConfig as TrainerConfig
     from fairlead.errors import FairleadError as FairleadError
+    from fairlead.facts import Claim as Claim
+    from fairlead.facts import Devices as Devices
+    from fairlead.facts import Setting as Setting
+    from fairlead.facts import Specificity as Specificity
+    from fairlead.facts import Topology as Topology
+    from fairlead.findings import CheckResult as CheckResult
     from fairlead.findings import Finding as Finding
     from fairlead.hookspecs import hookimpl as hookimpl
     from fairlead.interfaces import BuildContext as BuildContext
-    from fairlead.interfaces import Claim as Claim
-    from fairlead.interfaces import Devices as Devices
-    from fairlead.interfaces import Job as Job
-    from fairlead.interfaces import Setting as Setting
-    from fairlead.interfaces import Specificity as Specificity
-    from fairlead.interfaces import Topology as Topology
     from fairlead.open_union import OpenUnion as OpenUnion
     from fairlead.plugins import PluginManager as PluginManager
     from fairlead.resolution import Resolution as Resolution
@@ -59,6 +60,8 @@ __all__ = [
     "AcceleratorPlugin",
     "BuildContext",
     "Capability",
+    "CheckPlugin",
+    "CheckResult",
     "CheckpointConfig",
     "CheckpointIOConfigBase",
     "CheckpointIOPlugin",
@@ -107,13 +110,15 @@ _HOMES: Final = {
     "AcceleratorPlugin": "fairlead.axes",
     "BuildContext": "fairlead.interfaces",
     "Capability": "fairlead.capabilities",
+    "CheckPlugin": "fairlead.axes",
+    "CheckResult": "fairlead.findings",
     "CheckpointConfig": "fairlead.config",
     "CheckpointIOConfigBase": "fairlead.bases",
     "CheckpointIOPlugin": "fairlead.axes",
-    "Claim": "fairlead.interfaces",
+    "Claim": "fairlead.facts",
     "ClassSpec": "fairlead.config",
     "CommandPlugin": "fairlead.axes",
-    "Devices": "fairlead.interfaces",
+    "Devices": "fairlead.facts",
     "EnvironmentConfigBase": "fairlead.bases",
     "EnvironmentPlugin": "fairlead.axes",
     "FairleadError": "fairlead.errors",
@@ -133,12 +138,12 @@ _HOMES: Final = {
     "Resolution": "fairlead.resolution",
     "ResourcesConfig": "fairlead.config",
     "RunConfig": "fairlead.config",
-    "Setting": "fairlead.interfaces",
-    "Specificity": "fairlead.interfaces",
+    "Setting": "fairlead.facts",
+    "Specificity": "fairlead.facts",
     "StrategyConfigBase": "fairlead.bases",
     "StrategyPlugin": "fairlead.axes",
     "SubmitConfig": "fairlead.config",
-    "Topology": "fairlead.interfaces",
+    "Topology": "fairlead.facts",
     "TrainerConfig": "fairlead.config",
     "hookimpl": "fairlead.hookspecs",
 }

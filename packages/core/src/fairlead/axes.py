@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Final
 
 from fairlead.bases import (
     AcceleratorConfigBase,
@@ -16,11 +16,13 @@ from fairlead.bases import (
     RequeueConfigBase,
     StrategyConfigBase,
 )
-from fairlead.hookspecs import API_VERSION
 
 __all__ = [
+    "API_VERSION",
     "AXIS_PLUGINS",
     "AcceleratorPlugin",
+    "AnyPlugin",
+    "CheckPlugin",
     "CheckpointIOPlugin",
     "CommandPlugin",
     "EnvironmentPlugin",
@@ -31,6 +33,10 @@ __all__ = [
     "RequeuePlugin",
     "StrategyPlugin",
 ]
+
+
+API_VERSION: Final = 1
+"""The version of the plugin contract. A plugin that needs another says so in `Plugin.api`."""
 
 
 class Plugin:
@@ -198,7 +204,34 @@ class CommandPlugin:
         self.group = group
 
 
-AXIS_PLUGINS: dict[str, type[Plugin] | type[CommandPlugin]] = {
+class CheckPlugin:
+    """A check of every job, whatever it selects; an extension point, not an axis.
+
+    Args:
+        check: `module:callable`, imported when a job is checked, and called with `(loaded: LoadedJob, resolution:
+            Resolution, environ: Mapping[str, str], cwd: Path)`; returns a `fairlead.findings.CheckResult`.
+        reads_run: Whether it looks into the run directory: it is then left out where that is not used (validate, test,
+            predict), and in ranks that start together, of which one may have opened it already.
+        codes: The codes of the findings that it makes, each with its explanation.
+
+    Example:
+        >>> quota = CheckPlugin("my_site.quota:check_quota", codes={"quota": "The project has no GPU hours left."})
+    """
+
+    axis: ClassVar[str] = "check"
+    api: ClassVar[int] = API_VERSION
+    engines: ClassVar[tuple[str, ...]] = ()
+    extra: ClassVar[str | None] = None
+
+    def __init__(self, check: str, *, reads_run: bool = False, codes: Mapping[str, str] | None = None) -> None:
+        self.check = check
+        self.reads_run = reads_run
+        self.codes = codes or {}
+
+
+AnyPlugin = Plugin | CommandPlugin | CheckPlugin
+
+AXIS_PLUGINS: dict[str, type[AnyPlugin]] = {
     kind.axis: kind
     for kind in (
         AcceleratorPlugin,
@@ -210,6 +243,7 @@ AXIS_PLUGINS: dict[str, type[Plugin] | type[CommandPlugin]] = {
         RequeuePlugin,
         LoggerPlugin,
         CommandPlugin,
+        CheckPlugin,
     )
 }
 """The class that an entry point of each axis must name an instance of."""

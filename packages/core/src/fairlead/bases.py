@@ -8,7 +8,7 @@ from typing import ClassVar, Literal
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from fairlead.durations import Duration
-from fairlead.network import GlooSettings, NCCLSettings
+from fairlead.library_settings import GlooSettings, NCCLSettings
 
 __all__ = [
     "AXES",

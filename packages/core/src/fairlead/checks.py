@@ -1,8 +1,9 @@
-"""All checks of a job together: the resolution, the capability table, the plugins' own, the user's code."""
+"""All checks of a job together: the resolution, the capability table, the plugins' own, and those of every job."""
 
 from __future__ import annotations
 
 import dataclasses
+import pkgutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final, TypeVar
@@ -10,33 +11,20 @@ from typing import Any, Final, TypeVar
 from fairlead.axes import Plugin
 from fairlead.bases import AXES, BackendConfig
 from fairlead.capabilities import Capability, check_capabilities
-from fairlead.config import ClassSpec, JobConfig, ResourcesConfig, RunConfig, TrainerConfig
-from fairlead.decisions import Purpose
+from fairlead.config import JobConfig, ResourcesConfig, RunConfig, TrainerConfig
 from fairlead.errors import FairleadError, PluginError
-from fairlead.findings import Finding, Severity
-from fairlead.interfaces import Setting
+from fairlead.facts import Setting
+from fairlead.findings import CheckResult, Finding, Severity
 from fairlead.jobs import LoadedJob
+from fairlead.partial_resolution import Purpose
 from fairlead.plugins import PluginManager
 from fairlead.resolve import Resolution, resolve
-from fairlead.user_code import CodeRoot, Sources, check_spec
-from fairlead.validation import dotted
-from fairlead_runs.resuming import check_run
 
 __all__ = ["CheckedJob", "capability_table", "check_job", "check_trainer", "find_conflicts"]
 
 T = TypeVar("T")
 
 _ORDER: Final[Mapping[Severity, int]] = {"error": 0, "warning": 1, "info": 2}
-_PROBLEM_CODES: Final[Mapping[str, tuple[Severity, str]]] = {
-    "module-not-found": ("error", "module-not-found"),
-    "object-not-found": ("error", "class-not-found"),
-    "not-callable": ("error", "class-not-callable"),
-    "unknown-argument": ("error", "argument-unknown"),
-    "missing-argument": ("error", "argument-missing"),
-    "wrong-type": ("error", "wrong-type"),
-    "syntax-error": ("error", "class-syntax"),
-    "cannot-know": ("info", "class-unchecked"),
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,16 +73,45 @@ def check_job(
         job.trainer, environ=environ, plugins=plugins, run=job.run, profile=hardware, purpose=purpose
     )
     findings += found
-    findings += _user_code(job, loaded.root)
-    if uses_run and not (resolution.topology.launched and purpose == "run"):
-        # Of ranks that start together, one will hold the run directory while others still check.
-        settings, found = check_run(job, resolution.job, cwd, resolution.world_size)
-        resolution = dataclasses.replace(resolution, settings={**resolution.settings, **settings})
-        findings += found
+    # Of ranks that start together, one will hold the run directory while others still check.
+    reads_run = uses_run and not (resolution.topology.launched and purpose == "run")
+    for name in plugins.names("check"):
+        result = _check(name, loaded, resolution, environ, plugins, cwd, reads_run=reads_run)
+        resolution = dataclasses.replace(resolution, settings={**resolution.settings, **result.settings})
+        findings += result.findings
     resolution = _with_reasons(resolution, loaded, job)
     placed = [loaded.placed(finding) for finding in findings]
     unique = sorted(dict.fromkeys(placed), key=lambda finding: _ORDER[finding.severity])
     return CheckedJob(loaded, dataclasses.replace(resolution, findings=tuple(unique)), tuple(unique))
+
+
+def _check(
+    name: str,
+    loaded: LoadedJob,
+    resolution: Resolution,
+    environ: Mapping[str, str],
+    plugins: PluginManager,
+    cwd: Path,
+    *,
+    reads_run: bool,
+) -> CheckResult:
+    """What the check `check.<name>` found; one that fails is a warning, and stops no job."""
+    try:
+        plugin = plugins.check(name)
+        if plugin.reads_run and not reads_run:
+            return CheckResult()
+        result = pkgutil.resolve_name(plugin.check)(loaded, resolution, environ, cwd)
+        if not isinstance(result, CheckResult):
+            raise PluginError(f"{plugin.check} gave a {type(result).__name__}, not a CheckResult")
+    except FairleadError as error:
+        what, why, fix = error.what, error.why, error.fix
+    except Exception as error:  # a third party's code
+        what, why = f"the check {name!r} raised {type(error).__name__}", str(error) or None
+        fix = "report it to the plugin's authors"
+    else:
+        return result
+    where = f"the plugin check.{name}"
+    return CheckResult((Finding("warning", "plugin-broken", what, where=where, why=why, fix=fix),))
 
 
 def check_trainer(
@@ -226,26 +243,6 @@ def _plugin_findings(
     except FairleadError as error:
         where = error.where or f"trainer.{config.axis}"
         return [Finding("error", "plugin-broken", error.what, where=where, why=error.why, fix=error.fix)]
-
-
-def _class_specs(job: JobConfig) -> Iterator[tuple[str, ClassSpec]]:
-    yield "model", job.model
-    if job.data is not None:
-        yield "data", job.data
-    for index, callback in enumerate(job.trainer.callbacks):
-        yield f"trainer.callbacks[{index}]", callback
-    if isinstance(job.trainer.profiler, ClassSpec):
-        yield "trainer.profiler", job.trainer.profiler
-
-
-def _user_code(job: JobConfig, root: CodeRoot) -> Iterator[Finding]:
-    """Modules, classes and arguments, by reading their sources."""
-    sources = Sources(root)
-    for path, spec in _class_specs(job):
-        for problem in check_spec(spec.class_, spec.args, root, sources=sources):
-            severity, code = _PROBLEM_CODES[problem.kind]
-            where = path + ("." if problem.path and isinstance(problem.path[0], str) else "") + dotted(problem.path)
-            yield Finding(severity, code, problem.what, where=where, why=problem.why, fix=problem.fix)
 
 
 def _with_reasons(resolution: Resolution, loaded: LoadedJob, job: JobConfig) -> Resolution:

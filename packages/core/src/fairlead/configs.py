@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from fairlead.bases import BackendConfig
+from fairlead.bases import AXES, BackendConfig
 from fairlead.errors import did_you_mean
 from fairlead.plugins import PluginManager, default_plugins
 
@@ -18,7 +18,7 @@ __all__: list[str] = []
 def config_classes(plugins: PluginManager) -> dict[str, type[BackendConfig]]:
     """Every config class of the loadable plugins by its name, and by the aliases its plugin declares."""
     classes: dict[str, type[BackendConfig]] = {}
-    for axis in {record.axis for record in plugins.records()} - {"command"}:
+    for axis in {record.axis for record in plugins.records()} & AXES.keys():
         for plugin in plugins.loaded(axis).values():
             for name in (plugin.config.__name__, *plugin.aliases):
                 classes.setdefault(name, plugin.config)
@@ -29,7 +29,7 @@ def find_config(name: str, plugins: PluginManager) -> type[BackendConfig] | None
     """The config class of a name, loading only its plugin where the name tells which one that is."""
     folded = name.lower()
     for record in plugins.records():
-        likely = record.axis != "command" and folded.startswith(record.name.replace("_", "").replace("-", "").lower())
+        likely = record.axis in AXES and folded.startswith(record.name.replace("_", "").replace("-", "").lower())
         if likely and record.axis.replace("_", "") in folded:
             plugin = plugins.loaded_one(record.axis, record.name)
             if plugin and name in (plugin.config.__name__, *plugin.aliases):

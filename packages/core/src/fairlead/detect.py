@@ -9,8 +9,8 @@ from typing import TypeVar
 from fairlead.axes import EnvironmentPlugin
 from fairlead.bases import EnvironmentConfigBase
 from fairlead.errors import FairleadError, MissingDependencyError, PluginError
+from fairlead.facts import Claim, Job, Setting, Specificity, Topology
 from fairlead.findings import Finding
-from fairlead.interfaces import Claim, Job, Setting, Specificity, Topology
 from fairlead.open_union import parse_backend
 from fairlead.plugins import PluginManager
 

@@ -7,13 +7,14 @@ a plugin lists its own in `Plugin.codes`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import KW_ONLY, dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Final, Literal
 
 from fairlead.errors import ConfigError
+from fairlead.facts import Setting
 
-__all__ = ["CODES", "Finding", "Inexact", "Severity", "errors_in", "raise_errors"]
+__all__ = ["CODES", "CheckResult", "Finding", "Inexact", "Severity", "errors_in", "raise_errors"]
 
 Severity = Literal["error", "warning", "info"]
 
@@ -118,6 +119,23 @@ class Inexact:
     why: str
     fix: str
     certain: bool = True
+
+
+@dataclass(frozen=True)
+class CheckResult:
+    """What a check of every job found.
+
+    Args:
+        findings: What is wrong, or worth knowing.
+        settings: What the check knows about the start, by name, for `explain`: `{"run_dir": Setting(...)}`.
+
+    Example:
+        >>> CheckResult((Finding("warning", "quota", "the project has no GPU hours left"),)).settings
+        {}
+    """
+
+    findings: tuple[Finding, ...] = ()
+    settings: Mapping[str, Setting] = field(default_factory=dict)
 
 
 def errors_in(findings: Iterable[Finding]) -> list[Finding]:

@@ -7,45 +7,45 @@ import os
 from fairlead.axes import AcceleratorPlugin
 from fairlead.bases import AcceleratorConfigBase
 from fairlead.config import ResourcesConfig
-from fairlead.decisions import Decisions
-from fairlead.interfaces import Devices, Setting, Topology
+from fairlead.facts import Devices, Setting, Topology
+from fairlead.partial_resolution import PartialResolution
 
 __all__ = ["choose_accelerator", "count_devices"]
 
 
-def choose_accelerator(d: Decisions) -> tuple[AcceleratorConfigBase | None, Devices]:
+def choose_accelerator(partial: PartialResolution) -> tuple[AcceleratorConfigBase | None, Devices]:
     """The kind of device, and which of them are here."""
-    asked, nothing = d.trainer.accelerator, Devices(0, "no accelerator is installed")
-    if d.profile is not None:
-        return _profiled_accelerator(d, d.profile)
+    asked, nothing = partial.trainer.accelerator, Devices(0, "no accelerator is installed")
+    if partial.profile is not None:
+        return _profiled_accelerator(partial, partial.profile)
     tag, reason = "cpu", "no other device was found"
     if not isinstance(asked, AcceleratorConfigBase):
-        known = d.plugins.loaded("accelerator")
+        known = partial.plugins.loaded("accelerator")
         ranked = sorted(
             {p.tag: p for p in known.values() if isinstance(p, AcceleratorPlugin)}.values(),
             key=lambda p: -p.priority,
         )
         for candidate in ranked:
-            seen = d.probe(candidate)
+            seen = partial.probe(candidate)
             if candidate.priority > 0 and seen.count:
                 tag, reason = candidate.tag, f"{seen.count} found by {seen.evidence}"
                 break
-    config = d.default("accelerator", AcceleratorConfigBase, asked, tag, reason)
+    config = partial.default("accelerator", AcceleratorConfigBase, asked, tag, reason)
     if config is None:
         return None, nothing
-    plugin = d.plugins.of(config)
+    plugin = partial.plugins.of(config)
     assert isinstance(plugin, AcceleratorPlugin)
-    found = d.probe(plugin)
+    found = partial.probe(plugin)
     if isinstance(asked, AcceleratorConfigBase) and found.count == 0:
         here = [
             name
-            for name, p in d.plugins.loaded("accelerator").items()
-            if isinstance(p, AcceleratorPlugin) and not p.preset and d.probe(p).count
+            for name, p in partial.plugins.loaded("accelerator").items()
+            if isinstance(p, AcceleratorPlugin) and not p.preset and partial.probe(p).count
         ]
-        d.report(
-            d.hardware_severity(),
+        partial.report(
+            partial.hardware_severity(),
             "accelerator-unavailable",
-            f"the accelerator {d.settings['accelerator'].value!r} is not on this machine",
+            f"the accelerator {partial.settings['accelerator'].value!r} is not on this machine",
             where="trainer.accelerator",
             why=f"{found.evidence}; available here: {', '.join(here) or 'none'}",
             fix="write `accelerator: auto`, or run it where there is one; `check --for resources` is for that",
@@ -53,19 +53,27 @@ def choose_accelerator(d: Decisions) -> tuple[AcceleratorConfigBase | None, Devi
     return config, found
 
 
-def _profiled_accelerator(d: Decisions, profile: ResourcesConfig) -> tuple[AcceleratorConfigBase | None, Devices]:
+def _profiled_accelerator(
+    partial: PartialResolution, profile: ResourcesConfig
+) -> tuple[AcceleratorConfigBase | None, Devices]:
     """The accelerator of `resources` rather than this machine's."""
     kind = (profile.device or "cpu").lower()
-    tag = kind if kind in d.plugins.names("accelerator") else "xla" if kind.startswith(("tpu", "v5", "v6")) else "cuda"
+    tag = (
+        kind
+        if kind in partial.plugins.names("accelerator")
+        else "xla"
+        if kind.startswith(("tpu", "v5", "v6"))
+        else "cuda"
+    )
     found = Devices(profile.devices_per_node, "resources.devices_per_node", (kind,) * profile.devices_per_node)
-    asked = d.trainer.accelerator
-    config = d.default("accelerator", AcceleratorConfigBase, asked, tag, f"resources.device={kind}")
+    asked = partial.trainer.accelerator
+    config = partial.default("accelerator", AcceleratorConfigBase, asked, tag, f"resources.device={kind}")
     if (
         config is not None
         and isinstance(asked, AcceleratorConfigBase)
-        and config.name != d.plugins.get("accelerator", tag).tag
+        and config.name != partial.plugins.get("accelerator", tag).tag
     ):
-        d.report(
+        partial.report(
             "error",
             "profile-mismatch",
             f"the job asks for the accelerator {config.name!r}, its resources are {kind!r}",
@@ -76,32 +84,32 @@ def _profiled_accelerator(d: Decisions, profile: ResourcesConfig) -> tuple[Accel
 
 
 def count_devices(
-    d: Decisions, accelerator: AcceleratorConfigBase | None, found: Devices, topology: Topology
+    partial: PartialResolution, accelerator: AcceleratorConfigBase | None, found: Devices, topology: Topology
 ) -> tuple[int, tuple[int, ...] | None]:
     """Ranks on this node, and the indices of their devices where the config lists them."""
-    asked = d.trainer.devices
+    asked = partial.trainer.devices
     explicit = None if asked in ("auto", -1) else len(asked) if isinstance(asked, list) else int(asked)
     indices = tuple(asked) if isinstance(asked, list) else None
     if topology.launched and topology.local_world_size is not None:
         launched = topology.local_world_size
         if explicit is not None and explicit != launched.value:
-            d.mismatch("devices", explicit, launched, "ranks on this node")
-        d.settings["devices"] = launched
+            partial.mismatch("devices", explicit, launched, "ranks on this node")
+        partial.settings["devices"] = launched
         return int(launched.value), indices
     if explicit is not None:
-        _enough(d, explicit, indices, accelerator, found)
-        d.settings["devices"] = Setting(explicit, "trainer.devices")
+        _enough(partial, explicit, indices, accelerator, found)
+        partial.settings["devices"] = Setting(explicit, "trainer.devices")
         return explicit, indices
     if found.unlimited:
-        d.settings["devices"] = Setting(1, "one process uses all cores through threads")
+        partial.settings["devices"] = Setting(1, "one process uses all cores through threads")
         return 1, None
     count = max(found.count, 1)
-    d.settings["devices"] = Setting(count, found.evidence)
+    partial.settings["devices"] = Setting(count, found.evidence)
     return count, None
 
 
 def _enough(
-    d: Decisions,
+    partial: PartialResolution,
     explicit: int,
     indices: tuple[int, ...] | None,
     accelerator: AcceleratorConfigBase | None,
@@ -113,9 +121,9 @@ def _enough(
     cores = os.cpu_count() or 1
     if found.unlimited:
         if explicit > cores:
-            meant = isinstance(d.trainer.accelerator, AcceleratorConfigBase)
-            d.report(
-                "warning" if meant else d.hardware_severity(),
+            meant = isinstance(partial.trainer.accelerator, AcceleratorConfigBase)
+            partial.report(
+                "warning" if meant else partial.hardware_severity(),
                 "oversubscribed" if meant else "devices-count",
                 f"{explicit} ranks were asked for; this machine has no accelerator, and {cores} cores",
                 where="trainer.devices",
@@ -126,13 +134,13 @@ def _enough(
             )
         return
     wrong = [i for i in indices or () if i >= found.count]
-    if (wrong or explicit > found.count) and (found.count or d.trainer.accelerator == "auto"):
+    if (wrong or explicit > found.count) and (found.count or partial.trainer.accelerator == "auto"):
         are = "is" if found.count == 1 else "are"
         asked = f"the indices {wrong}" if wrong else f"{explicit} devices"
         valid = {0: "none", 1: "index 0"}.get(found.count, f"indices 0 to {found.count - 1}")
-        d.report(
-            d.hardware_severity(),
-            "profile-mismatch" if d.profile else "devices-count",
+        partial.report(
+            partial.hardware_severity(),
+            "profile-mismatch" if partial.profile else "devices-count",
             f"{asked} were asked for, {found.count} of the kind {accelerator.name!r} {are} there",
             where="trainer.devices",
             why=f"found by {found.evidence}" + (f": {', '.join(found.names)}" if found.names else ""),

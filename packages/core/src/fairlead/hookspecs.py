@@ -30,14 +30,11 @@ import pluggy
 if TYPE_CHECKING:
     from fairlead.bases import EnvironmentConfigBase
     from fairlead.capabilities import Capability, InstalledPlugins
+    from fairlead.facts import Claim, Devices, Job, Topology
     from fairlead.findings import Finding, Inexact
-    from fairlead.interfaces import Claim, Devices, Job, Topology
-    from fairlead.resolve import Resolution
+    from fairlead.resolution import Resolution
 
-__all__ = ["API_VERSION", "HookSpecs", "hookimpl"]
-
-API_VERSION = 1
-"""The version of this contract. A plugin that needs another says so in `Plugin.api`."""
+__all__ = ["HookSpecs", "hookimpl"]
 
 hookspec = pluggy.HookspecMarker("fairlead")
 hookimpl = pluggy.HookimplMarker("fairlead")

@@ -9,21 +9,20 @@ record with its error, and never in the way.
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import importlib.metadata
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, Final, cast
+from typing import Any, Final, cast
 
 import pluggy
 
-from fairlead.axes import AXIS_PLUGINS, CommandPlugin, Plugin
+from fairlead.axes import API_VERSION, AXIS_PLUGINS, AnyPlugin, CheckPlugin, CommandPlugin, Plugin
 from fairlead.bases import BackendConfig
+from fairlead.contract import check_contract, describe
 from fairlead.errors import ConfigError, FairleadError, MissingDependencyError, PluginError, did_you_mean
 from fairlead.first_party import first_party
-from fairlead.hookspecs import API_VERSION, HookSpecs
 from fairlead.records import EntryPoint, PluginRecord
-
-if TYPE_CHECKING:
-    from packaging.requirements import Requirement
+from fairlead.requirements import Installed
 
 __all__ = ["GROUP", "EntryPoint", "PluginManager", "PluginRecord", "default_plugins"]
 
@@ -47,12 +46,13 @@ class PluginManager:
         if entry_points is None:
             entry_points = cast("Iterable[EntryPoint]", importlib.metadata.entry_points(group=GROUP))
         self._pluggy = pluggy.PluginManager("fairlead")
-        self._pluggy.add_hookspecs(HookSpecs)
+        # By name, as any runtime: hooks speak of a resolution, which is made of configs, which look plugins up here.
+        self._pluggy.add_hookspecs(importlib.import_module("fairlead.hookspecs").HookSpecs)
         self._points: dict[str, EntryPoint] = {}
         self._records: dict[str, PluginRecord] = {}
-        self._loaded: dict[str, Plugin | CommandPlugin] = {}
+        self._loaded: dict[str, AnyPlugin] = {}
         self._looked: set[str] = set()
-        self._installed: dict[str, str | None] = {}
+        self._installed = Installed()
         self._discover(entry_points)
 
     # -- discovery
@@ -98,7 +98,7 @@ class PluginManager:
 
     # -- loading
 
-    def _try_load(self, key: str) -> Plugin | CommandPlugin | None:
+    def _try_load(self, key: str) -> AnyPlugin | None:
         """Loads one plugin; an error goes into its record."""
         if key in self._loaded:
             return self._loaded[key]
@@ -128,13 +128,13 @@ class PluginManager:
                 self._records[key] = self._records[key].with_error(f"`engines`: {error.what}")
         return self._records[key]
 
-    def _load(self, point: EntryPoint, record: PluginRecord) -> Plugin | CommandPlugin:
-        self._check_requirement(point)
+    def _load(self, point: EntryPoint, record: PluginRecord) -> AnyPlugin:
+        self._installed.check_dist(point)
         plugin: Any = point.load()
         expected = AXIS_PLUGINS[record.axis]
         if not isinstance(plugin, expected):
             raise PluginError(
-                f"{point.value} is {_describe(plugin)}, but the axis {record.axis!r} needs an instance of "
+                f"{point.value} is {describe(plugin)}, but the axis {record.axis!r} needs an instance of "
                 f"fairlead.{expected.__name__}"
             )
         if plugin.api != API_VERSION:
@@ -143,11 +143,11 @@ class PluginManager:
                 f"this fairlead has version {API_VERSION}"
             )
         if isinstance(plugin, Plugin):
-            _check_plugin(plugin, record, point.value)
+            check_contract(plugin, record, point.value)
         self._register(plugin, record)
         return plugin
 
-    def _register(self, plugin: Plugin | CommandPlugin, record: PluginRecord) -> None:
+    def _register(self, plugin: AnyPlugin, record: PluginRecord) -> None:
         names = [name for name in (self._pluggy.get_name(plugin),) if name]
         if names:
             raise PluginError(
@@ -162,37 +162,9 @@ class PluginManager:
                 self._pluggy.unregister(plugin)
             raise
 
-    def _check_requirement(self, point: EntryPoint) -> None:
-        """Compares what the dist says it needs of fairlead with what is here, before importing it."""
-        for text in (point.dist.requires if point.dist else None) or []:
-            version = self._version("fairlead")
-            if not text.lower().startswith("fairlead") or text == f"fairlead=={version}":
-                continue  # nothing to parse, which would cost half of what `fairlead --help` takes
-            requirement = _requirement(text)
-            if requirement.name.lower() != "fairlead" or (
-                requirement.marker and not requirement.marker.evaluate({"extra": ""})
-            ):
-                continue
-            if version and not requirement.specifier.contains(version, prereleases=True):
-                raise PluginError(
-                    f"needs {requirement.name}{requirement.specifier}, but fairlead {version} is installed"
-                )
-
     def is_installed(self, requirement: str) -> bool:
         """Whether a requirement such as `deepspeed>=0.19` is met, by metadata alone."""
-        parsed = _requirement(requirement)
-        if parsed.marker is not None and not parsed.marker.evaluate({"extra": ""}):
-            return True  # not needed on this system
-        version = self._version(parsed.name)
-        return version is not None and parsed.specifier.contains(version, prereleases=True)
-
-    def _version(self, dist: str) -> str | None:
-        if dist not in self._installed:
-            try:
-                self._installed[dist] = importlib.metadata.version(dist)
-            except importlib.metadata.PackageNotFoundError:
-                self._installed[dist] = None
-        return self._installed[dist]
+        return self._installed.meets(requirement)
 
     # -- selection
 
@@ -219,7 +191,13 @@ class PluginManager:
         assert isinstance(plugin, CommandPlugin)
         return plugin
 
-    def _get(self, axis: str, name: str, where: str | None) -> Plugin | CommandPlugin:
+    def check(self, name: str) -> CheckPlugin:
+        """The check of a name, loaded; raises as `get` does."""
+        plugin = self._get("check", name, None)
+        assert isinstance(plugin, CheckPlugin)
+        return plugin
+
+    def _get(self, axis: str, name: str, where: str | None) -> AnyPlugin:
         key = f"{axis}.{name}"
         if key not in self._records:
             raise self._unknown(axis, name, where)
@@ -235,13 +213,14 @@ class PluginManager:
         return plugin
 
     def _unknown(self, axis: str, name: str, where: str | None) -> FairleadError:
-        extra = first_party().get(f"{axis}.{name}")
+        ours = first_party()
+        extra = ours.get(f"{axis}.{name}")
         if extra is not None:
             return MissingDependencyError(
                 f"the {axis} {name!r} is not installed", where=where, fix=f"pip install 'fairlead[{extra}]'"
             )
         names = self.names(axis)
-        own = [key.partition(".")[2] for key in first_party() if key.startswith(f"{axis}.")]
+        own = [key.partition(".")[2] for key in ours if key.startswith(f"{axis}.")]
         near = did_you_mean(name, [*names, *own])
         installed = f"installed: {', '.join(names)}" if names else f"no plugin of the axis {axis!r} is installed"
         return ConfigError(
@@ -329,46 +308,11 @@ class PluginManager:
         return dict(found.values())
 
 
-def _requirement(text: str) -> Requirement:
-    # Imported late: `import fairlead` and `fairlead --help` need no requirement read.
-    from packaging.requirements import InvalidRequirement, Requirement
-
-    try:
-        return Requirement(text)
-    except InvalidRequirement as error:
-        raise PluginError(f"{text!r} is not a requirement such as 'torch>=2.13'") from error
-
-
-def pip_target(plugin: Plugin | CommandPlugin) -> str:
+def pip_target(plugin: AnyPlugin) -> str:
     """What to `pip install` for the engine of a plugin."""
     if plugin.extra:
         return f"'fairlead[{plugin.extra}]'"
     return " ".join(f"'{requirement}'" for requirement in plugin.engines)
-
-
-def _check_plugin(plugin: Plugin, record: PluginRecord, value: str) -> None:
-    """The parts of the contract that can be seen without building anything."""
-    config = getattr(plugin, "config", None)
-    if not (isinstance(config, type) and issubclass(config, plugin.base)):
-        raise PluginError(
-            f"{value}: `config` is {_describe(config)}, not a subclass of fairlead.{plugin.base.__name__}"
-        )
-    field = config.model_fields.get("name")
-    if field is None or not isinstance(field.default, str):
-        raise PluginError(f"{value}: {config.__name__} has no `name: Literal[...] = ...` with the tag as default")
-    if not plugin.preset and plugin.tag != record.name:
-        raise PluginError(
-            f"{value}: the entry point says {record.name!r}, but {config.__name__}.name is {plugin.tag!r}"
-        )
-    unknown = set(plugin.preset) - set(config.model_fields)
-    if unknown:
-        raise PluginError(f"{value}: the preset sets {sorted(unknown)}, which {config.__name__} does not have")
-    if plugin.runtime is not None and ":" not in plugin.runtime:
-        raise PluginError(f"{value}: `runtime` is {plugin.runtime!r}, not 'module:callable'")
-
-
-def _describe(thing: object) -> str:
-    return f"the class {thing.__qualname__}" if isinstance(thing, type) else f"a {type(thing).__name__}"
 
 
 _default: list[PluginManager] = []

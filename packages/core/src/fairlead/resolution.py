@@ -17,8 +17,8 @@ from fairlead.bases import (
     StrategyConfigBase,
 )
 from fairlead.config import TrainerConfig
+from fairlead.facts import Devices, Job, Setting, Topology
 from fairlead.findings import Finding
-from fairlead.interfaces import Devices, Job, Setting, Topology
 
 __all__ = ["Resolution"]
 

@@ -16,13 +16,13 @@ from fairlead.bases import (
 )
 from fairlead.by_hand import commands_by_hand
 from fairlead.config import ResourcesConfig, RunConfig, TrainerConfig
-from fairlead.decisions import Decisions, Purpose
 from fairlead.detect import FALLBACK, ChosenEnvironment, choose_environment
 from fairlead.errors import MissingDependencyError, PluginError
+from fairlead.facts import Job, Setting, Topology
 from fairlead.findings import Severity
 from fairlead.hardware import choose_accelerator, count_devices
-from fairlead.interfaces import Job, Setting, Topology
 from fairlead.network import network_findings, network_settings
+from fairlead.partial_resolution import PartialResolution, Purpose
 from fairlead.plugins import PluginManager
 from fairlead.resolution import Resolution
 from fairlead.threads import choose_threads
@@ -54,7 +54,7 @@ def resolve(
     return _Resolver(trainer, environ, plugins, run or RunConfig(), profile, purpose).resolve()
 
 
-class _Resolver(Decisions):
+class _Resolver(PartialResolution):
     """One resolution in progress: the order of the methods is the order of the decisions."""
 
     def resolve(self) -> Resolution:

@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from typing import Final
 
-from fairlead.interfaces import Job, Setting
+from fairlead.facts import Job, Setting
 
 __all__ = ["choose_threads"]
 

@@ -8,15 +8,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
+from fairlead.config import JobConfig
 from fairlead.errors import CheckpointError, ConfigError, did_you_mean
 from fairlead.findings import raise_errors
 from fairlead.jobs import LoadedJob, load_job
-from fairlead.plugins import PluginManager
+from fairlead.plugins import PluginManager, default_plugins
 from fairlead_runs.commit import newest_complete
 from fairlead_runs.redaction import REDACTED
 from fairlead_runs.states import is_run
 
-__all__ = ["CarriedJob", "carried_job", "job_file"]
+__all__ = ["CarriedJob", "carried_job", "job_file", "job_from_checkpoint"]
 
 _JOB: Final = "job.yaml"
 _WEIGHTS: Final = "weights.safetensors"
@@ -71,6 +72,34 @@ def carried_job(path: Path, *, plugins: PluginManager, cwd: Path, overrides: Seq
     update = {name: value for name, value in here.items() if ("run", name) not in loaded.overrides}
     job = loaded.job.model_copy(update={"run": loaded.job.run.model_copy(update=update)})
     return CarriedJob(replace(loaded, job=job), checkpoint=_checkpoint(path, run))
+
+
+def job_from_checkpoint(
+    path: str | os.PathLike[str], *, overrides: Sequence[str] = (), plugins: PluginManager | None = None
+) -> JobConfig:
+    """The job that made a checkpoint, as its run directory or exported folder holds it; needs no torch.
+
+    Args:
+        path: A run directory, a checkpoint in it, or a folder of `fairlead checkpoint export`.
+        overrides: Changes, written as for `--set`: `trainer.max_steps=400`.
+        plugins: The plugin manager; None: the plugins installed here.
+
+    Returns:
+        The job; `run.dir` and `run.name` are those of the run that the checkpoint is of.
+
+    Raises:
+        CheckpointError: There is no such checkpoint, or it carries no job, as a single `.ckpt` file.
+        ConfigError: The job does not validate here, or had a secret that is not written down.
+
+    Example:
+        >>> job = job_from_checkpoint("runs/gpt/checkpoints/step-00000200")  # doctest: +SKIP
+        >>> job.model.class_                                                       # doctest: +SKIP
+        'examples.gpt.model:GPT'
+    """
+    plugins = plugins if plugins is not None else default_plugins()
+    found = carried_job(Path(path), plugins=plugins, cwd=Path.cwd(), overrides=overrides).loaded.job
+    assert found is not None
+    return found
 
 
 def job_file(path: Path) -> Path:

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 from fairlead.config import JobConfig
 from fairlead.errors import FairleadError
-from fairlead.findings import Finding
-from fairlead.interfaces import Job, Setting
+from fairlead.facts import Job, Setting
+from fairlead.findings import CheckResult, Finding
+from fairlead.jobs import LoadedJob
+from fairlead.resolution import Resolution
 from fairlead_runs import Fingerprint, fingerprint, render_name, run_path
 from fairlead_runs.commit import Checkpoint, newest_complete, read_lock
 from fairlead_runs.directory import finished_event, stored_fingerprint
 from fairlead_runs.remote.urls import is_url, split_checkpoint_url
 
-__all__ = ["check_run", "run_directory"]
+__all__ = ["check_run", "check_run_directory", "run_directory"]
 
 
 def run_directory(job: JobConfig, scheduled: Job | None, cwd: Path) -> Path:
@@ -24,6 +27,15 @@ def run_directory(job: JobConfig, scheduled: Job | None, cwd: Path) -> Path:
     """
     name = render_name(job.run.name or "run", job.model_dump(mode="json"))
     return run_path((cwd / job.run.dir).absolute(), name, scheduled)
+
+
+def check_run_directory(
+    loaded: LoadedJob, resolution: Resolution, environ: Mapping[str, str], cwd: Path
+) -> CheckResult:
+    """The check `check.run_directory` of every job; see `check_run`."""
+    assert loaded.job is not None
+    settings, findings = check_run(loaded.job, resolution.job, cwd, resolution.world_size)
+    return CheckResult(tuple(findings), settings)
 
 
 def check_run(

@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING
-
 from pydantic import Field, PositiveFloat, PositiveInt
 
 from fairlead.bases import ConfigModel
@@ -14,9 +9,6 @@ from fairlead.config.run import RunConfig
 from fairlead.config.spec import ClassSpec
 from fairlead.config.trainer import TrainerConfig
 from fairlead.durations import Duration
-
-if TYPE_CHECKING:
-    from fairlead.plugins import PluginManager
 
 __all__ = ["JobConfig", "ResourcesConfig", "SubmitConfig"]
 
@@ -76,34 +68,3 @@ class JobConfig(ConfigModel):
     """The hardware that the job is meant for."""
     submit: SubmitConfig | None = None
     """How the job is handed to a scheduler."""
-
-    @classmethod
-    def from_checkpoint(
-        cls, path: str | os.PathLike[str], *, overrides: Sequence[str] = (), plugins: PluginManager | None = None
-    ) -> JobConfig:
-        """The job that made a checkpoint, as its run directory or exported folder holds it; needs no torch.
-
-        Args:
-            path: A run directory, a checkpoint in it, or a folder of `fairlead checkpoint export`.
-            overrides: Changes, written as for `--set`: `trainer.max_steps=400`.
-            plugins: The plugin manager; None: the plugins installed here.
-
-        Returns:
-            The job; `run.dir` and `run.name` are those of the run that the checkpoint is of.
-
-        Raises:
-            CheckpointError: There is no such checkpoint, or it carries no job, as a single `.ckpt` file.
-            ConfigError: The job does not validate here, or had a secret that is not written down.
-
-        Example:
-            >>> job = JobConfig.from_checkpoint("runs/gpt/checkpoints/step-00000200")  # doctest: +SKIP
-            >>> job.model.class_                                                       # doctest: +SKIP
-            'examples.gpt.model:GPT'
-        """
-        from fairlead.plugins import default_plugins
-        from fairlead_runs.carried import carried_job  # which needs this module
-
-        plugins = plugins if plugins is not None else default_plugins()
-        found = carried_job(Path(path), plugins=plugins, cwd=Path.cwd(), overrides=overrides).loaded.job
-        assert found is not None
-        return found

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from fairlead.interfaces.launch import BuildContext, Claim, Devices, Job, Setting, Specificity, Topology
+from fairlead.facts import Claim, Devices, Job, Setting, Specificity, Topology
+from fairlead.interfaces.building import BuildContext
 from fairlead.interfaces.stops import Requeuer, StopGuard, StopSignals
 
 __all__ = [

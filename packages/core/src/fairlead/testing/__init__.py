@@ -11,7 +11,7 @@ are installed.  A plugin proves that it keeps the contract with three lines::
 Example:
     >>> from fairlead.testing import CONFORMANCE
     >>> sorted(CONFORMANCE)[:3]
-    ['accelerator', 'checkpoint_io', 'command']
+    ['accelerator', 'check', 'checkpoint_io']
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from fairlead.testing.resolutions import minimal_resolution as minimal_resolution
     from fairlead.testing.suites import CONFORMANCE as CONFORMANCE
     from fairlead.testing.suites import AcceleratorConformance as AcceleratorConformance
+    from fairlead.testing.suites import CheckConformance as CheckConformance
     from fairlead.testing.suites import CheckpointIOConformance as CheckpointIOConformance
     from fairlead.testing.suites import CommandConformance as CommandConformance
     from fairlead.testing.suites import EnvironmentConformance as EnvironmentConformance
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
 __all__ = [
     "CONFORMANCE",
     "AcceleratorConformance",
+    "CheckConformance",
     "CheckpointIOConformance",
     "CommandConformance",
     "EnvironmentConformance",

@@ -22,9 +22,9 @@ from fairlead.bases import (
     RequeueConfigBase,
     StrategyConfigBase,
 )
+from fairlead.facts import Claim, Devices, Specificity
 from fairlead.findings import Inexact
 from fairlead.hookspecs import hookimpl
-from fairlead.interfaces import Claim, Devices, Specificity
 from fairlead.resolution import Resolution
 
 __all__ = ["stand_ins"]

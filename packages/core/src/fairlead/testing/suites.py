@@ -263,6 +263,25 @@ class CommandConformance(EntryPointConformance):
         self.load_reference(reference, "runtime")
 
 
+class CheckConformance(EntryPointConformance):
+    """For checks of every job."""
+
+    axis = "check"
+
+    def test_check_needs_no_engine(self) -> None:
+        """It runs on a login node: `check` names a callable, and its module imports no engine."""
+        check = self.plugins().check(self.plugin_name)
+        module = check.check.partition(":")[0]
+        imported = self.imports(f"import {module}", module)
+        assert not imported, f"{self.key}: it imports {', '.join(imported)}"
+        self.load_reference(check.check, "check")
+
+    def test_codes_are_explained(self) -> None:
+        """Each code of its findings has an explanation."""
+        for code, text in self.plugins().check(self.plugin_name).codes.items():
+            assert text.strip(), f"{self.key}: the code {code!r} has no explanation"
+
+
 def _same(got: Any, wanted: Any, key: str, path: str = "checkpoint") -> None:
     assert type(got) is type(wanted), f"{key}: {path} came back as a {type(got).__name__}"
     if isinstance(wanted, dict):
@@ -280,6 +299,7 @@ CONFORMANCE: dict[str, type[EntryPointConformance]] = {
     suite.axis: suite
     for suite in (
         AcceleratorConformance,
+        CheckConformance,
         CheckpointIOConformance,
         CommandConformance,
         EnvironmentConformance,

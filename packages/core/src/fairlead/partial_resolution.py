@@ -1,4 +1,4 @@
-"""A resolution in progress: what has been decided, what was noticed, and how the next decision is made."""
+"""A resolution in the making: what has been decided, what was noticed, and how the next setting is decided."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from fairlead.axes import AcceleratorPlugin
 from fairlead.bases import BackendConfig
 from fairlead.config import ResourcesConfig, RunConfig, TrainerConfig
 from fairlead.errors import FairleadError, MissingDependencyError, PluginError
+from fairlead.facts import Devices, Setting
 from fairlead.findings import Finding, Severity
-from fairlead.interfaces import Devices, Setting
 from fairlead.open_union import parse_backend
 from fairlead.plugins import PluginManager
 
-__all__ = ["Decisions", "Purpose"]
+__all__ = ["PartialResolution", "Purpose"]
 
 Purpose = Literal["check", "run"]
 """`check` looks at a job where it may not be meant to run; `run` is about to start it here."""
@@ -22,8 +22,8 @@ Purpose = Literal["check", "run"]
 C = TypeVar("C", bound=BackendConfig)
 
 
-class Decisions:
-    """What has been decided so far, and what it is decided from.
+class PartialResolution:
+    """What has been decided so far, and from what.
 
     Args:
         trainer: The config as it was asked for.

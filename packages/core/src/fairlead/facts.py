@@ -1,19 +1,14 @@
-"""What is known of a launch, as plain data, and what a runtime is built with."""
+"""What is known of a launch, as plain data: each value with the reason for it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import IntEnum
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any
 
-if TYPE_CHECKING:
-    from fairlead.plugins import PluginManager
-    from fairlead.resolve import Resolution
-    from fairlead.starts import Start
+from fairlead.starts import Start
 
-__all__ = ["BuildContext", "Claim", "Devices", "Job", "Setting", "Specificity", "Topology"]
+__all__ = ["Claim", "Devices", "Job", "Setting", "Specificity", "Topology"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,24 +115,3 @@ class Topology:
     main_address: Setting | None = None
     main_port: Setting | None = None
     start: Start | None = None
-
-
-@dataclass(frozen=True)
-class BuildContext:
-    """What a runtime is built with, besides its config.
-
-    Args:
-        resolution: All settings of the run, resolved.
-        environ: The environment variables of the process.
-        plugins: The plugin manager, to find what another package offers.
-        engine: Which of Lightning's two class families is wanted.
-        run_dir: The run directory; None when nothing is recorded.
-        extras: What an engine passes through, such as `{"wrapped": checkpoint_io}`.
-    """
-
-    resolution: Resolution
-    environ: Mapping[str, str]
-    plugins: PluginManager
-    engine: Literal["trainer", "fabric"] = "trainer"
-    run_dir: Path | None = None
-    extras: Mapping[str, Any] = field(default_factory=dict)

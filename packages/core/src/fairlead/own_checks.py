@@ -1,0 +1,9 @@
+"""The core's own checks of every job."""
+
+from __future__ import annotations
+
+from fairlead.axes import CheckPlugin
+
+__all__ = ["user_code"]
+
+user_code = CheckPlugin("fairlead.user_code.job:check_user_code")

@@ -1,0 +1,76 @@
+"""Requirements such as `deepspeed>=0.19`, against the metadata of what is installed."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from typing import TYPE_CHECKING
+
+from fairlead.errors import PluginError
+from fairlead.records import EntryPoint
+
+if TYPE_CHECKING:
+    from packaging.requirements import Requirement
+
+__all__ = ["Installed"]
+
+
+class Installed:
+    """The distributions of this Python environment; each version is looked up once."""
+
+    def __init__(self) -> None:
+        self._versions: dict[str, str | None] = {}
+
+    def version(self, dist: str) -> str | None:
+        """The version of a distribution; None: it is not installed."""
+        if dist not in self._versions:
+            try:
+                self._versions[dist] = importlib.metadata.version(dist)
+            except importlib.metadata.PackageNotFoundError:
+                self._versions[dist] = None
+        return self._versions[dist]
+
+    def meets(self, requirement: str) -> bool:
+        """Whether a requirement is met.
+
+        Raises:
+            PluginError: It is none.
+
+        Example:
+            >>> Installed().meets("pluggy>=1"), Installed().meets("no-such-engine>=3")
+            (True, False)
+        """
+        parsed = _requirement(requirement)
+        if parsed.marker is not None and not parsed.marker.evaluate({"extra": ""}):
+            return True  # not needed on this system
+        version = self.version(parsed.name)
+        return version is not None and parsed.specifier.contains(version, prereleases=True)
+
+    def check_dist(self, point: EntryPoint) -> None:
+        """Compares what a plugin's dist says it needs of fairlead with what is here, before it is imported.
+
+        Raises:
+            PluginError: It needs another version.
+        """
+        for text in (point.dist.requires if point.dist else None) or []:
+            version = self.version("fairlead")
+            if not text.lower().startswith("fairlead") or text == f"fairlead=={version}":
+                continue  # nothing to parse, which would cost half of what `fairlead --help` takes
+            requirement = _requirement(text)
+            if requirement.name.lower() != "fairlead" or (
+                requirement.marker and not requirement.marker.evaluate({"extra": ""})
+            ):
+                continue
+            if version and not requirement.specifier.contains(version, prereleases=True):
+                raise PluginError(
+                    f"needs {requirement.name}{requirement.specifier}, but fairlead {version} is installed"
+                )
+
+
+def _requirement(text: str) -> Requirement:
+    # Imported late: `import fairlead` and `fairlead --help` need no requirement read.
+    from packaging.requirements import InvalidRequirement, Requirement
+
+    try:
+        return Requirement(text)
+    except InvalidRequirement as error:
+        raise PluginError(f"{text!r} is not a requirement such as 'torch>=2.13'") from error

@@ -1,0 +1,9 @@
+"""The check of every job that looks at its run directory."""
+
+from __future__ import annotations
+
+from fairlead.axes import CheckPlugin
+
+__all__ = ["run_directory"]
+
+run_directory = CheckPlugin("fairlead_runs.resuming:check_run_directory", reads_run=True)
