@@ -6,4 +6,4 @@ from fairlead.axes import CheckPlugin
 
 __all__ = ["user_code"]
 
-user_code = CheckPlugin("fairlead.user_code.job:check_user_code")
+user_code = CheckPlugin("fairlead.job_code:check_user_code")
