@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch.distributed as dist
 
-from fairlead_hpc_signals.channel import Channel, LocalChannel, StoreChannel
+from fairlead_hpc_signals.channel import Channel, StoreChannel
 
 
-@pytest.mark.parametrize("channel", [LocalChannel(), StoreChannel(dist.HashStore(), 0, 1)], ids=["local", "store"])
+@pytest.mark.parametrize("channel", [Channel(), StoreChannel(dist.HashStore(), 0, 1)], ids=["local", "store"])
 def test_a_single_process_meets_itself(channel: Channel) -> None:
     assert channel.missing("saved") == (0,)
     assert channel.get("saved/0", 0.01) is None

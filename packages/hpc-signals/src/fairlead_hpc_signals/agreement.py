@@ -21,7 +21,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import TYPE_CHECKING, Final
 
-from fairlead_hpc_signals.channel import LONG, Channel, LocalChannel, StoreChannel
+from fairlead_hpc_signals.channel import LONG, Channel, StoreChannel
 from fairlead_hpc_signals.decision import AgreementError, Answer, StopDecision, decide, no_agreement, request_of
 from fairlead_hpc_signals.flags import SignalFlags
 
@@ -56,7 +56,7 @@ class LocalAgreement:
     def __init__(self, flags: SignalFlags) -> None:
         self.decision: StopDecision | None = None
         """Where to stop; None before a stop is asked for."""
-        self.channel: Channel = LocalChannel()
+        self.channel = Channel()
         """For what follows a decision."""
         self._flags = flags
         self._asked: tuple[str, float] | None = None

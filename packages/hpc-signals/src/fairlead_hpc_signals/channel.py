@@ -1,4 +1,4 @@
-"""Messages between ranks: over a store of torch's, or of a single process with itself.
+"""Messages between ranks, over a store of torch's; and of a single process with itself.
 
 Works with any `torch.distributed.Store` and imports no torch. A message has a key, and each key is used once.
 """
@@ -6,7 +6,6 @@ Works with any `torch.distributed.Store` and imports no torch. A message has a k
 from __future__ import annotations
 
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Final
@@ -16,47 +15,59 @@ from fairlead.errors import ConfigError
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-__all__ = ["LONG", "Channel", "LocalChannel", "StoreChannel"]
+__all__ = ["LONG", "Channel", "StoreChannel"]
 
 LONG: Final = 20 * 86400.0
 """Seconds of a wait that has no end: torch counts milliseconds in 32 bits."""
 
 
-class Channel(ABC):
-    """What one thread of a rank puts, waits for and gets.
+class Channel:
+    """What one thread of a rank puts, waits for and gets. This one is for a single process: messages stay in it.
 
     Args:
         rank: This rank.
         world_size: The number of ranks.
+
+    Example:
+        >>> channel = Channel()
+        >>> channel.arrive("saved", "at step 7"), channel.get("saved/0", 1.0)
+        (True, 'at step 7')
     """
 
-    def __init__(self, rank: int, world_size: int) -> None:
+    def __init__(self, rank: int = 0, world_size: int = 1) -> None:
         self.rank = rank
         self.world_size = world_size
+        self._messages: dict[str, str] = {}
+        self._counts: dict[str, int] = {}
 
-    @abstractmethod
+    # -- what a channel over a store does in another way
+
     def put(self, key: str, text: str = "") -> None:
         """Makes a message known to all ranks."""
+        self._messages[key] = text
 
-    @abstractmethod
     def has(self, key: str) -> bool:
         """Whether a message is there."""
+        return key in self._messages
 
-    @abstractmethod
     def wait(self, key: str, seconds: float) -> bool:
         """Whether a message came within so many seconds.
 
         Raises:
             RuntimeError: The store went away.
         """
+        return self.has(key)  # there is nobody else to wait for
 
-    @abstractmethod
     def read(self, keys: Sequence[str]) -> list[str]:
         """The texts of messages that are there."""
+        return [self._messages[key] for key in keys]
 
-    @abstractmethod
     def count(self, key: str, by: int = 1) -> int:
         """Adds to a number that starts at 0, and returns what it is now."""
+        self._counts[key] = self._counts.get(key, 0) + by
+        return self._counts[key]
+
+    # -- what follows from it
 
     def get(self, key: str, seconds: float) -> str | None:
         """The text of a message; None when it did not come within so many seconds."""
@@ -80,42 +91,6 @@ class Channel(ABC):
     def missing(self, name: str) -> tuple[int, ...]:
         """The ranks that put nothing under a name yet. One question a rank: for a failure only."""
         return tuple(rank for rank in range(self.world_size) if not self.has(f"{name}/{rank}"))
-
-
-class LocalChannel(Channel):
-    """The channel of a single process.
-
-    Example:
-        >>> channel = LocalChannel()
-        >>> channel.arrive("saved", "at step 7"), channel.get("saved/0", 1.0)
-        (True, 'at step 7')
-    """
-
-    def __init__(self) -> None:
-        super().__init__(0, 1)
-        self._messages: dict[str, str] = {}
-        self._counts: dict[str, int] = {}
-
-    def put(self, key: str, text: str = "") -> None:
-        """Keeps it."""
-        self._messages[key] = text
-
-    def has(self, key: str) -> bool:
-        """Whether it was put."""
-        return key in self._messages
-
-    def wait(self, key: str, seconds: float) -> bool:
-        """Whether it was put: there is nobody else to wait for."""
-        return self.has(key)
-
-    def read(self, keys: Sequence[str]) -> list[str]:
-        """What was put."""
-        return [self._messages[key] for key in keys]
-
-    def count(self, key: str, by: int = 1) -> int:
-        """Adds to a number."""
-        self._counts[key] = self._counts.get(key, 0) + by
-        return self._counts[key]
 
 
 class StoreChannel(Channel):
