@@ -36,9 +36,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks._stats import options, paired_ratio, report
 from fairlead_checkpoint_io import TorchCheckpointIOConfig
-from fairlead_checkpoint_io.async_file.runtime import AsyncFileCheckpointIO
+from fairlead_checkpoint_io.async_file_runtime import AsyncFileCheckpointIO
 from fairlead_checkpoint_io.files.writing import write_state
-from fairlead_checkpoint_io.torch_file.runtime import TorchFileCheckpointIO
+from fairlead_checkpoint_io.torch_file_runtime import TorchFileCheckpointIO
 from fairlead_runs.commit import FileHash, checkpoint_name, publish, stage
 
 TENSOR_MIB = 16

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader
 
 from fairlead.cli import main
 from fairlead.errors import CheckpointError, ConfigError
-from fairlead_checkpoint_io.commands import stored
+from fairlead_checkpoint_io.commands import sources
 from fairlead_distributed.testing import run_ranks
 from fairlead_runs.carried import job_from_checkpoint
 from fairlead_runs.remote import Retries, Store, upload
@@ -211,7 +211,7 @@ def test_of_a_run_on_s3(run: Callable[..., Call], user: Path, tmp_path: Path, mo
         damaged = run("verify", url)
         assert (damaged.code, "state.ckpt: its" in damaged.out) == (1, True)
         s3.faults.add("500", "GET", "manifest", times=1000)
-        monkeypatch.setattr(stored, "_PATIENCE", Retries(2, first_s=0.01))
+        monkeypatch.setattr(sources, "_RETRIES", Retries(2, first_s=0.01))
         away = run("ls", url)
         assert (away.code, away.out, "2 tries" in away.err) == (2, "", True), away.err
 

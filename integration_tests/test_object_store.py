@@ -352,7 +352,7 @@ def test_a_job_goes_on_from_the_store_on_a_machine_that_has_nothing(s3: S3, tmp_
     fifth = machine("fifth")
     refused = fairlead("fit", str(job), "--set", "model.args.lr=0.5", cwd=fifth, environ=environ)
     assert refused.code == 2, refused.text
-    assert "the place on the store belongs to a run with other settings" in refused.text
+    assert "the URL belongs to a run with other settings" in refused.text
     assert "model.args.lr" in refused.text
 
 

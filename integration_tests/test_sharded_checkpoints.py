@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from fairlead import RunConfig, Trainer, TrainerConfig
 from fairlead.config import CheckpointConfig
 from fairlead_checkpoint_io import TorchCheckpointIOConfig
-from fairlead_checkpoint_io.torch_file.runtime import TorchFileCheckpointIO
+from fairlead_checkpoint_io.torch_file_runtime import TorchFileCheckpointIO
 from fairlead_distributed.testing import run_ranks
 from fairlead_runs.commit import read_manifest, verify
 from fairlead_runs.remote import Store, list_checkpoints

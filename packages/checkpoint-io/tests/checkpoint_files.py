@@ -13,7 +13,7 @@ import pytest
 from fairlead import PluginManager
 from fairlead.cli import main
 from fairlead.testing import FakeEntryPoint
-from fairlead_checkpoint_io.commands.plugin import checkpoint
+from fairlead_checkpoint_io.commands.checkpoint import checkpoint
 from fairlead_runs.commit import Checkpoint, checkpoint_name, publish, stage, write_file
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from fairlead.errors import CheckpointError
-from fairlead_checkpoint_io.files.archive import _PIECE, Archive
+from fairlead_checkpoint_io.files.archive_reader import _PIECE, ArchiveReader
 from fairlead_checkpoint_io.files.reading import read_state
 from fairlead_checkpoint_io.files.writing import write_state
 
@@ -29,7 +29,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def load(path: Path, *, verify: bool = True) -> tuple[dict[str, object], str | None]:
-    with Archive(path, verify=verify) as archive:
+    with ArchiveReader(path, verify=verify) as archive:
         return archive.load(weights_only=True), archive.damaged_record()
 
 
@@ -74,7 +74,7 @@ def test_a_flipped_bit_anywhere_in_a_record_is_found(saved: Path, tmp_path: Path
             places = {0, size - 1, chance.randrange(size)} | {size % _PIECE, _PIECE} & set(range(size))
         for place in places:
             flip(path, begin + place)
-            with Archive(path) as opened:
+            with ArchiveReader(path) as opened:
                 try:
                     opened.load(weights_only=True)
                 except Exception:  # a damaged pickle raises anything
@@ -116,7 +116,7 @@ def test_damage_goes_unnoticed_where_nobody_asked(saved: Path, tmp_path: Path) -
 
 
 def test_records_that_nobody_read_are_compared_at_the_end(saved: Path, tmp_path: Path) -> None:
-    with Archive(saved) as archive:
+    with ArchiveReader(saved) as archive:
         assert archive.damaged_record() is None  # all of them: nothing was loaded
     with zipfile.ZipFile(saved) as read:
         identity = next(info for info in read.infolist() if info.filename.endswith("serialization_id"))
@@ -142,7 +142,7 @@ def test_nothing_writes_into_a_buffer_whose_reading_has_failed(saved: Path, monk
         return real(fd, buffers, offset)
 
     monkeypatch.setattr(os, "preadv", preadv)
-    archive = Archive(saved)
+    archive = ArchiveReader(saved)
     info = max(archive._zip.infolist(), key=lambda item: item.file_size)
     archive._data[data_of(saved, info)] = info
     archive.seek(data_of(saved, info))
@@ -156,7 +156,7 @@ def test_nothing_writes_into_a_buffer_whose_reading_has_failed(saved: Path, monk
 def test_a_file_that_gets_shorter_while_it_is_read_is_an_error_and_no_hang(saved: Path, tmp_path: Path) -> None:
     path = tmp_path / "short.ckpt"
     path.write_bytes(saved.read_bytes())
-    with Archive(path) as archive:
+    with ArchiveReader(path) as archive:
         os.truncate(path, path.stat().st_size // 2)
         with pytest.raises(RuntimeError):
             archive.load(weights_only=True)

@@ -22,9 +22,9 @@ from fairlead.errors import CheckpointError
 from fairlead.interfaces import BuildContext
 from fairlead.plugins import PluginManager
 from fairlead_checkpoint_io import AsyncCheckpointIOConfig, TorchCheckpointIOConfig
-from fairlead_checkpoint_io.async_file import runtime
-from fairlead_checkpoint_io.async_file.runtime import AsyncFileCheckpointIO
-from fairlead_checkpoint_io.torch_file.runtime import TorchFileCheckpointIO
+from fairlead_checkpoint_io import async_file_runtime as runtime
+from fairlead_checkpoint_io.async_file_runtime import AsyncFileCheckpointIO
+from fairlead_checkpoint_io.torch_file_runtime import TorchFileCheckpointIO
 from fairlead_runs.checkpoint_io import DurableSaves
 from fairlead_runs.commit import FileHash
 
@@ -328,8 +328,8 @@ def test_a_save_is_finished_when_the_program_just_ends(tmp_path: Path) -> None:
     code = f"""
 import torch
 from fairlead_checkpoint_io import TorchCheckpointIOConfig
-from fairlead_checkpoint_io.async_file.runtime import AsyncFileCheckpointIO
-from fairlead_checkpoint_io.torch_file.runtime import TorchFileCheckpointIO
+from fairlead_checkpoint_io.async_file_runtime import AsyncFileCheckpointIO
+from fairlead_checkpoint_io.torch_file_runtime import TorchFileCheckpointIO
 backend = AsyncFileCheckpointIO(TorchFileCheckpointIO(TorchCheckpointIOConfig()))
 backend.save_checkpoint({{"w": torch.ones(1 << 20)}}, {str(tmp_path / "x.ckpt")!r})
 """

@@ -16,7 +16,9 @@ from checkpoint_files import Command, flip
 from safetensors import safe_open
 from safetensors.torch import load_model
 
-from fairlead_checkpoint_io.files.metadata import CONTENTS
+from fairlead_checkpoint_io import DistributedCheckpointIOConfig
+from fairlead_checkpoint_io.distributed_shards.runtime import DistributedCheckpointIO
+from fairlead_checkpoint_io.files.formats import CONTENTS
 from fairlead_runs.commit import publish, stage
 
 RECORDED = Path(__file__).parent / "recorded" / "deepspeed"
@@ -115,6 +117,20 @@ def test_a_converted_folder_is_as_lightnings_sharded_strategies_write_it(fairlea
     assert "optimizer_0.state.embed.weight.exp_avg" in stored
     rest = load(plain.parent / "sharded" / "meta.pt")
     assert rest.keys() == lightning_state().keys() - {"state_dict", "optimizer_states"}
+
+
+def test_module_versions_of_shards_come_back_where_plain_lightning_has_them(fairlead: Command, tmp_path: Path) -> None:
+    state = lightning_state(named=True)
+    state["optimizer_states"] = state["optimizer_states"][:1]
+    names = [list(state["optimizer_states"][0]["param_groups"][0]["param_names"])]
+    DistributedCheckpointIO(DistributedCheckpointIOConfig()).submit_shards(
+        state, tmp_path / "sharded", lambda hashes: None, names=names
+    )
+    assert fairlead("consolidate", "sharded", "-o", "one.ckpt").code == 0
+    found = load(tmp_path / "one.ckpt")
+    assert found.keys() == state.keys()
+    assert found["state_dict"]._metadata == state["state_dict"]._metadata
+    assert fairlead("diff", "sharded", "one.ckpt").code == 0
 
 
 def test_safetensors_and_back(fairlead: Command, plain: Path, tmp_path: Path) -> None:

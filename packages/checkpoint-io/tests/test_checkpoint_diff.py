@@ -12,7 +12,7 @@ from checkpoint_files import Command
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fairlead_checkpoint_io.commands.differences import compare
+from fairlead_checkpoint_io.commands.diff import compare
 from fairlead_runs.commit import publish, stage
 
 

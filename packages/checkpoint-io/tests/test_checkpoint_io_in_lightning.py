@@ -14,8 +14,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 from fairlead_checkpoint_io import TorchCheckpointIOConfig
-from fairlead_checkpoint_io.async_file.runtime import AsyncFileCheckpointIO
-from fairlead_checkpoint_io.torch_file.runtime import TorchFileCheckpointIO
+from fairlead_checkpoint_io.async_file_runtime import AsyncFileCheckpointIO
+from fairlead_checkpoint_io.torch_file_runtime import TorchFileCheckpointIO
 
 # Lightning's own: advice about workers and loggers, and deprecations inside it.
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:lightning", "ignore::FutureWarning", "ignore:.*workers")

@@ -19,7 +19,7 @@ from checkpoint_files import Command, flip, saved
 from fairlead import PluginManager
 from fairlead.cli.session import Session
 from fairlead_checkpoint_io.commands import verify
-from fairlead_checkpoint_io.commands.rows import size_text
+from fairlead_checkpoint_io.commands.sources import size_text
 from fairlead_runs.commit import Checkpoint, FileHash, keep_forever, stage
 from fairlead_runs.commit.manifest import Manifest
 

@@ -17,7 +17,7 @@ import torch
 from checkpoint_files import Command, saved
 
 from fairlead_checkpoint_io import TorchCheckpointIOConfig
-from fairlead_checkpoint_io.torch_file.runtime import TorchFileCheckpointIO
+from fairlead_checkpoint_io.torch_file_runtime import TorchFileCheckpointIO
 from fairlead_runs.commit import Checkpoint, keep_forever
 from fairlead_runs.remote import Store, upload
 

@@ -23,9 +23,9 @@ from fairlead.interfaces import BuildContext
 from fairlead.plugins import PluginManager
 from fairlead.testing import minimal_resolution
 from fairlead_checkpoint_io import DistributedCheckpointIOConfig, TorchCheckpointIOConfig
-from fairlead_checkpoint_io.async_file.runtime import AsyncFileCheckpointIO
+from fairlead_checkpoint_io.async_file_runtime import AsyncFileCheckpointIO
 from fairlead_checkpoint_io.distributed_shards.runtime import DistributedCheckpointIO, build
-from fairlead_checkpoint_io.torch_file.runtime import TorchFileCheckpointIO
+from fairlead_checkpoint_io.torch_file_runtime import TorchFileCheckpointIO
 from fairlead_distributed.errors import RankFailedError
 from fairlead_distributed.testing import run_ranks
 from fairlead_runs.checkpoint_io import ShardedLoads, ShardedSaves

@@ -35,7 +35,7 @@ def equal(one: Any, other: Any) -> bool:
 def round_trip(checkpoint: dict[str, Any], *names: list[str | None]) -> dict[str, Any]:
     layout = to_layout(checkpoint, names)
     values = {
-        layout.places[name]: value.value if isinstance(value, Leaf) else value for name, value in layout.values.items()
+        layout.paths[name]: value.value if isinstance(value, Leaf) else value for name, value in layout.values.items()
     }
     return from_layout(values, layout.rest)
 
@@ -88,7 +88,7 @@ def test_names_stand_for_numbers_in_groups_of_any_order() -> None:
     assert equal(numbered(given), state)
     layout = to_layout({"state_dict": {}, "optimizer_states": [state]}, [names_of(module, optimizer)])
     assert "optimizer_0.state.2.bias.momentum_buffer" in layout.values
-    assert layout.places["optimizer_0.param_groups.1.lr"] == ("optimizer_0", "param_groups", 1, "lr")
+    assert layout.paths["optimizer_0.param_groups.1.lr"] == ("optimizer_0", "param_groups", 1, "lr")
 
 
 def test_a_parameter_that_is_not_the_modules_has_a_name_of_its_own() -> None:

@@ -28,7 +28,7 @@ from fairlead_checkpoint_io import (
 )
 from fairlead_checkpoint_io.distributed_shards.runtime import DistributedCheckpointIO
 from fairlead_checkpoint_io.remote.runtime import RemoteCheckpointIO, RemoteShardsIO, build
-from fairlead_checkpoint_io.torch_file.runtime import TorchFileCheckpointIO
+from fairlead_checkpoint_io.torch_file_runtime import TorchFileCheckpointIO
 from fairlead_distributed.testing import run_ranks
 from fairlead_runs import fingerprint
 from fairlead_runs.checkpoint_io import CheckpointCopies, DurableSaves, ShardedLoads, ShardedSaves

@@ -13,7 +13,7 @@ import torch
 
 from fairlead.errors import CheckpointError, ConfigError
 from fairlead_checkpoint_io import TorchCheckpointIOConfig
-from fairlead_checkpoint_io.torch_file.runtime import TorchFileCheckpointIO
+from fairlead_checkpoint_io.torch_file_runtime import TorchFileCheckpointIO
 from fairlead_runs.commit import publish, stage
 
 STATE = {"weight": torch.arange(1000.0), "step": 3}

@@ -19,7 +19,7 @@ import torch
 from fairlead.errors import CheckpointError, ConfigError
 from fairlead_checkpoint_io import TorchCheckpointIOConfig
 from fairlead_checkpoint_io.files import writing
-from fairlead_checkpoint_io.torch_file.runtime import TorchFileCheckpointIO
+from fairlead_checkpoint_io.torch_file_runtime import TorchFileCheckpointIO
 from fairlead_runs.checkpoint_io import DurableSaves
 from fairlead_runs.commit import FileHash, Syscalls, hash_file
 

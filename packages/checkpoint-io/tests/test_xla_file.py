@@ -15,7 +15,7 @@ from lightning.fabric.plugins import XLACheckpointIO
 from fairlead.errors import CheckpointError, MissingDependencyError
 from fairlead.plugins import PluginManager
 from fairlead_checkpoint_io import XLACheckpointIOConfig
-from fairlead_checkpoint_io.xla_file.runtime import XLAFileCheckpointIO
+from fairlead_checkpoint_io.xla_file_runtime import XLAFileCheckpointIO
 
 
 @pytest.fixture

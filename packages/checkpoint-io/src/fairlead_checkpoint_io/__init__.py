@@ -1,15 +1,15 @@
 """How checkpoints reach the disk, as Fairlead plugins: `torch`, `async`, `distributed`, `remote`, `xla`.
 
-Here are the configs, which import no torch; what is built from them is in each backend's `runtime`.
+Each backend is a module of its name, with its config and its plugin, which import no torch; the runtime is beside it.
 """
 
 from __future__ import annotations
 
-from fairlead_checkpoint_io.async_file.config import AsyncCheckpointIOConfig
-from fairlead_checkpoint_io.distributed_shards.config import DistributedCheckpointIOConfig
-from fairlead_checkpoint_io.remote.config import RemoteCheckpointIOConfig
-from fairlead_checkpoint_io.torch_file.config import TorchCheckpointIOConfig
-from fairlead_checkpoint_io.xla_file.config import XLACheckpointIOConfig
+from fairlead_checkpoint_io.async_file import AsyncCheckpointIOConfig
+from fairlead_checkpoint_io.distributed_shards import DistributedCheckpointIOConfig
+from fairlead_checkpoint_io.remote import RemoteCheckpointIOConfig
+from fairlead_checkpoint_io.torch_file import TorchCheckpointIOConfig
+from fairlead_checkpoint_io.xla_file import XLACheckpointIOConfig
 
 __all__ = [
     "AsyncCheckpointIOConfig",

@@ -15,7 +15,7 @@ from typing import Any, Final
 import torch
 
 from fairlead.errors import CheckpointError, MissingDependencyError
-from fairlead_checkpoint_io.commands.trust import foreign, refuse_foreign, trusted
+from fairlead_checkpoint_io.files.trust import allowed, refuse_unsafe, unsafe_globals
 
 __all__ = ["read_deepspeed"]
 
@@ -46,8 +46,8 @@ def read_deepspeed(folder: Path, trust: Sequence[str]) -> dict[str, Any]:
     base, tag = _tag(folder)
     found: set[str] = set()
     for path in sorted((base / tag).glob("*.pt")):
-        found.update(foreign(path, trust))
-    refuse_foreign(base / tag, sorted(found), kind="this DeepSpeed folder")
+        found.update(unsafe_globals(path, trust))
+    refuse_unsafe(base / tag, sorted(found), kind="this DeepSpeed folder")
     try:
         zero = importlib.import_module("deepspeed.utils.zero_to_fp32")
     except ImportError as error:
@@ -56,7 +56,7 @@ def read_deepspeed(folder: Path, trust: Sequence[str]) -> dict[str, Any]:
         ) from error
     try:
         # DeepSpeed loads with weights_only=False, against which torch has a switch; and it prints, to both streams.
-        with trusted(trust), _weights_only(), _silent():
+        with allowed(trust, where="--trust"), _weights_only(), _silent():
             weights = zero.get_fp32_state_dict_from_zero_checkpoint(str(base), tag)
             saved = torch.load(min((base / tag).glob("*_model_states.pt")), map_location="cpu", weights_only=True)
     except (OSError, ValueError, KeyError, IndexError, RuntimeError, EOFError, pickle.UnpicklingError) as error:

@@ -9,13 +9,28 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from fairlead.cli.session import Session
 from fairlead.errors import CheckpointError, ConfigError, FairleadError
-from fairlead_checkpoint_io.commands.places import kind_of_folder
+from fairlead_checkpoint_io.commands.sources import Source, is_stored, sources
+from fairlead_checkpoint_io.files.formats import kind_of_folder
 from fairlead_runs.commit import Syscalls, hash_file
 from fairlead_runs.commit.checkpoints import to_trash
 from fairlead_runs.commit.files import disk_error, ensure_dir, remove_tree
 
-__all__ = ["prepare_target", "write_file_whole", "write_folder_whole"]
+__all__ = ["prepare_target", "source_and_target", "write_file_whole", "write_folder_whole"]
+
+
+@contextmanager
+def source_and_target(
+    text: str, output: str, session: Session, *, overwrite: bool, where: str
+) -> Iterator[tuple[Source, Path]]:
+    """The checkpoint to read, and what to write; see `sources` and `prepare_target`."""
+    target = Path(session.cwd, output).expanduser()
+    if is_stored(text):
+        prepare_target(target, overwrite=overwrite, where=where)  # not only after the download
+    with sources((text,), session) as (source,):
+        prepare_target(target, source.path, source.content, overwrite=overwrite, where=where)
+        yield source, target
 
 
 def prepare_target(target: Path, *sources: Path, overwrite: bool, where: str) -> None:
@@ -37,7 +52,7 @@ def prepare_target(target: Path, *sources: Path, overwrite: bool, where: str) ->
                 "the destination is, holds, or lies inside what is read",
                 where=f"{where}: {target}",
                 why=f"{source} is read",
-                fix="name another place",
+                fix="name another one",
             )
     if os.path.lexists(target) and not overwrite:
         raise ConfigError(
@@ -50,7 +65,7 @@ def prepare_target(target: Path, *sources: Path, overwrite: bool, where: str) ->
                 "a folder that is no converted checkpoint is never overwritten",
                 where=f"{where}: {target}",
                 why="it holds " + ("a checkpoint of a run" if kind == "own" else "other files"),
-                fix="name another place, or delete the folder yourself",
+                fix="name another one, or delete the folder yourself",
             )
     holder = target.parent
     while not os.path.lexists(holder):
@@ -58,7 +73,7 @@ def prepare_target(target: Path, *sources: Path, overwrite: bool, where: str) ->
     if not holder.is_dir() or not os.access(holder, os.W_OK | os.X_OK):
         why = "no permission to write there" if holder.is_dir() else f"{holder} is a file"
         raise CheckpointError(
-            "the destination cannot be written", where=f"{where}: {target}", why=why, fix="name another place"
+            "the destination cannot be written", where=f"{where}: {target}", why=why, fix="name another one"
         )
 
 

@@ -5,19 +5,22 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 
+import torch
+
 from fairlead.cli.session import Session
-from fairlead_checkpoint_io.commands.differences import Difference, compare
 from fairlead_checkpoint_io.commands.entries import WEIGHTS, Lazy, entries_of
-from fairlead_checkpoint_io.commands.places import Source
-from fairlead_checkpoint_io.commands.stored import sources
+from fairlead_checkpoint_io.commands.sources import Source, sources
 from fairlead_runs.commands.texts import table
 
-__all__ = ["run"]
+__all__ = ["Difference", "compare", "run"]
 
 _SHOWN: Final = 40
 _LONG: Final = 60
+_PART: Final = 1 << 22
+_BITS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def run(arguments: argparse.Namespace, session: Session) -> int:
@@ -31,20 +34,20 @@ def _compared(both: Sequence[Source], arguments: argparse.Namespace, session: Se
     weights = arguments.weights or any(source.format == "safetensors" for source in both)
     if weights:
         a, b = ({name: value for name, value in side.items() if name.startswith(WEIGHTS)} for side in (a, b))
-    alone = [side for side in (a, b) if any(map(_of_rank, side))]
-    if len(alone) == 1 and not weights:
+    with_ranks = [side for side in (a, b) if any(map(_of_rank, side))]
+    if len(with_ranks) == 1 and not weights:
         a, b = ({name: value for name, value in side.items() if not _of_rank(name)} for side in (a, b))
     found = list(_differences(a, b))
     same = len(a.keys() | b.keys()) - len(found)
     if arguments.json:
-        document = {"a": both[0].place, "b": both[1].place, "weights_only": weights}
+        document = {"a": both[0].location, "b": both[1].location, "weights_only": weights}
         session.print_json(
-            {**document, "ranks_compared": len(alone) != 1, "equal": not found, "same": same, "differences": found}
+            {**document, "ranks_compared": len(with_ranks) != 1, "equal": not found, "same": same, "differences": found}
         )
         return 1 if found else 0
     if weights and not arguments.weights:
         session.print("one of them holds weights only; nothing else is compared")
-    elif len(alone) == 1 and not weights:
+    elif len(with_ranks) == 1 and not weights:
         session.print("one of them is a plain state without the ranks' own parts; those are not compared")
     if not found:
         session.print(f"equal in every bit: {same} tensors and values")
@@ -67,17 +70,17 @@ def _differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[dict[st
     for name in [*a, *(name for name in b if name not in a)]:
         if name not in a or name not in b:
             side = "b" if name not in a else "a"
-            yield {"name": name, "kind": f"only in {side}", side: _told(b[name] if name not in a else a[name])}
+            yield {"name": name, "kind": f"only in {side}", side: _text(b[name] if name not in a else a[name])}
             continue
         x, y = a[name], b[name]
         if isinstance(x, Lazy) and isinstance(y, Lazy):
             if (x.shape, x.dtype) != (y.shape, y.dtype):
                 kind = "shape" if x.shape != y.shape else "dtype"
-                yield {"name": name, "kind": kind, "a": _told(x), "b": _told(y)}
+                yield {"name": name, "kind": kind, "a": _text(x), "b": _text(y)}
             elif (difference := compare(x.read(), y.read())) is not None:
-                yield {"name": name, "kind": "values", "a": _told(x), "b": _told(y), **_numbers(difference)}
+                yield {"name": name, "kind": "values", "a": _text(x), "b": _text(y), **_numbers(difference)}
         elif not _same(x, y):
-            yield {"name": name, "kind": "value", "a": _told(x), "b": _told(y)}
+            yield {"name": name, "kind": "value", "a": _text(x), "b": _text(y)}
 
 
 def _same(x: Any, y: Any) -> bool:
@@ -107,7 +110,7 @@ def _finite(value: float) -> float | str:
     return value if math.isfinite(value) else str(value)  # JSON has no infinity
 
 
-def _told(value: Any) -> str:
+def _text(value: Any) -> str:
     if isinstance(value, Lazy):
         return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
     text = repr(value)
@@ -117,7 +120,7 @@ def _told(value: Any) -> str:
 def _cells(item: Mapping[str, Any]) -> tuple[str, ...]:
     if item["kind"] == "values":
         what = f"{item['differing']} of {item['of']} elements, {item['a']}"
-        return item["name"], what, *(_number(item[key]) for key in ("max_abs", "max_rel")), _ulp(item["max_ulp"])
+        return item["name"], what, *(_number(item[key]) for key in ("max_abs", "max_rel")), _or_dash(item["max_ulp"])
     if item["kind"].startswith("only"):
         side = item["kind"][-1]
         return item["name"], f"only in {side.upper()}: {item[side]}", "", "", ""
@@ -128,5 +131,87 @@ def _number(value: float | str) -> str:
     return f"{value:.3g}" if isinstance(value, float) else value
 
 
-def _ulp(value: int | None) -> str:
+def _or_dash(value: int | None) -> str:
     return "-" if value is None else str(value)
+
+
+# -- two tensors, bit by bit, a part at a time
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How two tensors of one shape and dtype differ.
+
+    Attributes:
+        count: Elements whose bits differ; +0 and -0 differ, a NaN equals the same NaN.
+        total: Elements there are.
+        max_abs: The largest absolute difference; inf where one is infinite or NaN and the other is not.
+        max_rel: The largest difference divided by the larger of both magnitudes.
+        max_ulp: The most representable numbers that lie between two; None for integers.
+    """
+
+    count: int
+    total: int
+    max_abs: float
+    max_rel: float
+    max_ulp: int | None
+
+
+def compare(a: torch.Tensor, b: torch.Tensor) -> Difference | None:
+    """The difference of two tensors of one shape and dtype; None when they are equal in every bit.
+
+    Example:
+        >>> compare(torch.ones(2), torch.tensor([1.0, 1.5]))                         # doctest: +SKIP
+        Difference(count=1, total=2, max_abs=0.5, max_rel=0.333..., max_ulp=4194304)
+    """
+    if a.is_sparse or a.is_quantized or a.layout is not torch.strided:
+        a, b = a.to_dense(), b.to_dense()
+    if a.is_complex():
+        a, b = torch.view_as_real(a.resolve_conj()), torch.view_as_real(b.resolve_conj())
+    first, second = a.reshape(-1), b.reshape(-1)
+    count, ulp = 0, 0
+    largest, relative = 0.0, 0.0
+    for start in range(0, first.numel(), _PART):
+        x, y = (side[start : start + _PART].contiguous() for side in (first, second))
+        bits = _BITS[x.element_size()]
+        other = x.view(bits) != y.view(bits)
+        found = int(other.sum())
+        if not found:
+            continue
+        count += found
+        x, y = x[other], y[other]
+        apart, part = _apart(x, y)
+        largest, relative = max(largest, apart), max(relative, part)
+        if x.is_floating_point():
+            ulp = max(ulp, _ulp(x, y))
+    if not count:
+        return None
+    return Difference(count, first.numel(), largest, relative, ulp if first.is_floating_point() else None)
+
+
+def _apart(x: torch.Tensor, y: torch.Tensor) -> tuple[float, float]:
+    """The largest absolute and relative difference."""
+    if not x.is_floating_point() and x.element_size() == 8:
+        apart = max(abs(p - q) for p, q in zip(x.tolist(), y.tolist(), strict=True))
+        return float(apart), apart / max(1, int(x.abs().max()), int(y.abs().max()))
+    p, q = x.double(), y.double()
+    apart = (p - q).abs()
+    apart = torch.where(p == q, 0.0, torch.where(apart.isnan(), math.inf, apart))
+    size = torch.maximum(p.abs(), q.abs())
+    part = torch.where(apart == 0, 0.0, apart / size)
+    return float(apart.max()), float(torch.where(part.isnan(), math.inf, part).max())
+
+
+def _ulp(x: torch.Tensor, y: torch.Tensor) -> int:
+    """How many representable numbers apart two sets of numbers are at most."""
+    bits = _BITS[x.element_size()]
+    if x.element_size() == 1:
+        return 0  # numbers of eight bits have several formats, and NaNs in odd places
+    lowest = torch.iinfo(bits).min
+    p, q = (side.view(bits).to(torch.int64) for side in (x, y))
+    # Negative numbers count downwards from zero.
+    p, q = (torch.where(side < 0, lowest - side, side) for side in (p, q))
+    same_side = (p < 0) == (q < 0)
+    near = torch.where(same_side, p - q, 0).abs()
+    far = [abs(int(a)) + abs(int(b)) for a, b in zip(p[~same_side].tolist(), q[~same_side].tolist(), strict=True)]
+    return max(int(near.max()), max(far, default=0))

@@ -10,12 +10,13 @@ from typing import Any, Final
 import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from fairlead_checkpoint_io.commands.optimizers import by_number
-from fairlead_checkpoint_io.commands.places import Source
-from fairlead_checkpoint_io.commands.states import REST, read_any
-from fairlead_checkpoint_io.commands.trust import foreign, refuse_foreign, trusted
-from fairlead_checkpoint_io.files.dcp_reading import SafeReader, nested, read_flat
+from fairlead_checkpoint_io.commands.sources import Source
+from fairlead_checkpoint_io.commands.states import read_any, read_safetensors
+from fairlead_checkpoint_io.files.formats import REST
+from fairlead_checkpoint_io.files.layout import VERSIONS, numbered, optimizer_number
 from fairlead_checkpoint_io.files.reading import read_state
+from fairlead_checkpoint_io.files.shards import Shards
+from fairlead_checkpoint_io.files.trust import allowed, refuse_unsafe, unsafe_globals
 
 __all__ = ["WEIGHTS", "Lazy", "entries_of"]
 
@@ -50,13 +51,11 @@ def entries_of(source: Source, trust: Sequence[str] = ()) -> dict[str, Any]:
     if source.format == "torch":
         state = _mapped(source.content, trust)
         bare = isinstance(state, Mapping) and all(isinstance(value, torch.Tensor) for value in state.values())
-        found = dict(
-            _flat({"state_dict": state} if bare else state)
-        )  # a file of weights alone has no names around them
+        found = dict(_flat({"state_dict": state} if bare else state))  # weights alone have no names around them
     elif source.format == "distributed":
         found = _distributed(source.content, trust)
     elif source.format == "safetensors":
-        found = _safetensors(source.content)
+        found = dict(_flat({"state_dict": read_safetensors(source.content)}))
     else:
         found = dict(_flat(read_any(source, trust)))
     if source.own is not None:
@@ -66,9 +65,9 @@ def entries_of(source: Source, trust: Sequence[str] = ()) -> dict[str, Any]:
 
 
 def _mapped(path: Path, trust: Sequence[str]) -> Any:
-    refuse_foreign(path, foreign(path, trust))
+    refuse_unsafe(path, unsafe_globals(path, trust))
     try:
-        with trusted(trust):
+        with allowed(trust, where="--trust"):
             return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception:  # of the old format, which cannot be mapped, or damaged: the thorough reader says which
         return read_state(path, safe_globals=trust)
@@ -92,28 +91,24 @@ def _flat(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 def _distributed(folder: Path, trust: Sequence[str]) -> dict[str, Any]:
     """Under the names that a plain file has: optimizers' parameters by number."""
-    reader = SafeReader(folder)
-    stored = reader.read_metadata().state_dict_metadata
+    shards = Shards(folder)
+    stored = shards.contents.state_dict_metadata
     tensors = {name: entry for name, entry in stored.items() if isinstance(entry, TensorStorageMetadata)}
-    with trusted(trust):
-        plain = read_flat(reader, [name for name in stored if name not in tensors])
-    outline = nested(reader, {**plain, **{name: _lazy(reader, name, entry) for name, entry in tensors.items()}})
+    with allowed(trust, where="--trust"):
+        plain = shards.read_host([name for name in stored if name not in tensors])
+    lazy = {name: _lazy(shards, name, entry) for name, entry in tensors.items()}
     found: dict[str, Any] = {}
-    for key, part in outline.items():
-        if key.startswith("optimizer_") and isinstance(part, dict):
-            number = key.removeprefix("optimizer_")
-            found.update(_flat(by_number(part), f"optimizer_states.{number}"))
+    for key, part in shards.nested({**plain, **lazy}).items():
+        number = optimizer_number(key)
+        if number is not None:
+            found.update(_flat(numbered({"state": {}, "param_groups": [], **part}), f"optimizer_states.{number}"))
         else:
             found.update(_flat(part, "state_dict" if key == "model" else key))
     if (folder / REST).is_file():
-        found.update(_flat(_mapped(folder / REST, trust)))
+        rest = _mapped(folder / REST, trust)
+        found.update(_flat({key: value for key, value in rest.items() if key != VERSIONS}))
     return found
 
 
-def _lazy(reader: SafeReader, name: str, entry: TensorStorageMetadata) -> Any:
-    return Lazy(tuple(entry.size), entry.properties.dtype, lambda: read_flat(reader, [name])[name])
-
-
-def _safetensors(path: Path) -> dict[str, Any]:
-    weights = read_any(Source(path, path, "safetensors"))["state_dict"]
-    return dict(_flat({"state_dict": weights}))
+def _lazy(shards: Shards, name: str, entry: TensorStorageMetadata) -> Lazy:
+    return Lazy(tuple(entry.size), entry.properties.dtype, lambda: shards.read_host([name])[name])

@@ -3,41 +3,39 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Final, cast
 
 from fairlead import yaml
 from fairlead.cli.session import Session
 from fairlead.errors import ConfigError
-from fairlead_checkpoint_io.commands.card import model_card
 from fairlead_checkpoint_io.commands.convert import describe, report
-from fairlead_checkpoint_io.commands.destination import prepare_target, write_folder_whole
-from fairlead_checkpoint_io.commands.places import WEIGHTS_FILE, Source
-from fairlead_checkpoint_io.commands.states import read_any, weights_of
-from fairlead_checkpoint_io.commands.stored import is_stored, sources
-from fairlead_checkpoint_io.commands.weights_file import write_weights
+from fairlead_checkpoint_io.commands.destination import source_and_target, write_folder_whole
+from fairlead_checkpoint_io.commands.sources import Source, size_text
+from fairlead_checkpoint_io.commands.states import read_any, weights_of, write_weights
+from fairlead_checkpoint_io.files.formats import WEIGHTS_FILE
 from fairlead_runs.carried import job_file
 from fairlead_runs.commit import hash_file
 from fairlead_runs.commit.manifest import MANIFEST, Manifest
 
 __all__ = ["run"]
 
+_PACKAGES: Final = ("fairlead", "torch", "lightning", "safetensors", "numpy", "transformers", "deepspeed")
+
 
 def run(arguments: argparse.Namespace, session: Session) -> int:
     """Reads a checkpoint of a run, writes the folder."""
-    target = Path(session.cwd, arguments.output).expanduser()
-    if is_stored(arguments.path):
-        prepare_target(target, overwrite=arguments.overwrite, where="--output")  # not only after the download
-    with sources((arguments.path,), session) as (source,):
+    path, output = arguments.path, arguments.output
+    with source_and_target(path, output, session, overwrite=arguments.overwrite, where="--output") as (source, target):
         return _exported(source, target, arguments, session)
 
 
 def _exported(source: Source, target: Path, arguments: argparse.Namespace, session: Session) -> int:
     if source.format == "safetensors":
         raise ConfigError("this holds weights only", where=str(source.content), fix="export the checkpoint of the run")
-    prepare_target(target, source.path, source.content, overwrite=arguments.overwrite, where="--output")
     job = job_file(source.path)
     document = cast("dict[str, Any]", yaml.load_file(job).data)
     state = read_any(source, arguments.trust)
@@ -47,14 +45,12 @@ def _exported(source: Source, target: Path, arguments: argparse.Namespace, sessi
     def fill(folder: Path) -> None:
         left_out.extend(write_weights(weights, folder / WEIGHTS_FILE, describe(source, state)))
         (folder / job.name).write_bytes(job.read_bytes())
-        card = model_card(target.name, document, metadata, job.parent, folder / WEIGHTS_FILE)
+        card = _model_card(target.name, document, metadata, job.parent, folder / WEIGHTS_FILE)
         (folder / "README.md").write_text(card, encoding="utf-8")
         files = {name: hash_file(folder / name) for name in sorted(os.listdir(folder))}
         (folder / MANIFEST).write_bytes(Manifest.now(files, metadata).dump())
 
     write_folder_whole(target, fill)
-    if left_out:
-        session.warn(f"left out, because safetensors holds tensors only: {', '.join(left_out)}")
     report(source, target, arguments, session, to="export", left_out=left_out)
     return 0
 
@@ -66,3 +62,109 @@ def _metadata(source: Source, state: Mapping[str, Any]) -> dict[str, Any]:
     step, epoch = (known.get(name, state.get(key)) for name, key in (("step", "global_step"), ("epoch", "epoch")))
     created = source.own.manifest.created if source.own is not None else None
     return {**known, "step": step, "epoch": epoch, "checkpoint": source.name, "written": created}
+
+
+# -- README.md
+
+
+def _model_card(name: str, job: Mapping[str, Any], metadata: Mapping[str, Any], run: Path, weights: Path) -> str:
+    """The text of README.md: what the model is, what it was trained on, and lines that load it.
+
+    Args:
+        name: The folder's name.
+        job: The job, as its file has it.
+        metadata: Of the checkpoint: step, epoch, metrics, ...
+        run: The run directory, for the versions that were used.
+        weights: The file of weights.
+    """
+    model, data = _spec(job.get("model")), _spec(job.get("data"))
+    facts = [
+        ("model", _code(model)),
+        ("data", _code(data) if data else "the model's own loaders"),
+        ("step", metadata.get("step")),
+        ("epochs", metadata.get("epoch")),
+        ("ranks", metadata.get("world_size")),
+        ("checkpoint", f"`{metadata['checkpoint']}`"),
+        ("written", metadata.get("written")),
+        ("weights", f"`{weights.name}`, {size_text(weights.stat().st_size)}"),
+    ]
+    lines = [
+        "---",
+        "library_name: fairlead",
+        "tags: [lightning, safetensors]",
+        "---",
+        "",
+        f"# {name}",
+        "",
+        "The weights of one checkpoint of a training run, the job that trained it, and this page; exported by",
+        "`fairlead checkpoint export`. `manifest.json` has the checksums: `fairlead checkpoint verify` compares them.",
+        "",
+        *_table(("", ""), [(key, value) for key, value in facts if value is not None]),
+    ]
+    metrics = metadata.get("metrics")
+    if isinstance(metrics, Mapping) and metrics:
+        lines += ["", "## Metrics", "", *_table(("metric", "value"), list(metrics.items()))]
+    lines += [
+        "",
+        "## Model",
+        "",
+        "```yaml",
+        yaml.dump({"model": job.get("model"), "data": job.get("data")}).rstrip(),
+        "```",
+    ]
+    lines += ["", "## Load it", "", *_loading(name, model)]
+    versions = _versions(run)
+    if versions:
+        lines += ["", "## Trained with", "", *_table(("package", "version"), versions)]
+    return "\n".join(lines) + "\n"
+
+
+def _loading(name: str, model: Mapping[str, Any]) -> Iterator[str]:
+    """Lines that run where the model's code can be imported and the folder is in the working directory."""
+    yield "Where the model's code can be imported, with the folder that holds this one as the working directory:"
+    yield from ("", "```python", "from fairlead import Trainer", "")
+    yield f'trainer = Trainer.from_checkpoint("{name}")  # model, weights and data, as job.yaml describes them'
+    yield from ("model = trainer.rebuilt.model", "```")
+    module, colon, kind = str(model.get("class", "")).partition(":")
+    args = model.get("args") or {}
+    plain = colon and kind.isidentifier() and all(part.isidentifier() for part in module.split("."))
+    if plain and not any(isinstance(value, Mapping) and "class" in value for value in args.values()):
+        given = ", ".join(f"{key}={value!r}" for key, value in args.items())
+        yield from ("", "Without Fairlead:", "", "```python", "from safetensors.torch import load_model", "")
+        yield from (f"from {module} import {kind}", "", f"model = {kind}({given})")
+        yield from (f'load_model(model, "{name}/weights.safetensors")', "```")
+
+
+def _spec(value: Any) -> Mapping[str, Any]:
+    if isinstance(value, Mapping):
+        return value
+    return {"class": value} if isinstance(value, str) else {}
+
+
+def _code(spec: Mapping[str, Any]) -> str:
+    return f"`{spec.get('class', '?')}`"
+
+
+def _table(head: tuple[str, str], rows: list[tuple[str, Any]]) -> Iterator[str]:
+    yield f"| {head[0]} | {head[1]} |"
+    yield "|---|---|"
+    for key, value in rows:
+        cell = str(value).replace("|", "\\|").replace("\n", " ")
+        yield f"| {key} | {cell} |"
+
+
+def _versions(run: Path) -> list[tuple[str, Any]]:
+    """Of the run's last start."""
+    starts = run / "starts"
+    numbers = [int(name) for name in os.listdir(starts) if name.isdecimal()] if starts.is_dir() else []
+    if not numbers:
+        return []
+    try:
+        found = json.loads((starts / str(max(numbers)) / "provenance.json").read_bytes())
+        packages = dict(line.split("==", 1) for line in found["packages"])
+        return [
+            ("python", found["python"]["version"]),
+            *((name, packages[name]) for name in _PACKAGES if name in packages),
+        ]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return []  # the start was killed before it was written; the card is right without it

@@ -5,26 +5,27 @@ from __future__ import annotations
 import argparse
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
 from fairlead.cli.session import Session
 from fairlead.errors import CheckpointError, ConfigError
-from fairlead_checkpoint_io.commands.places import checkpoints_folder, existing
-from fairlead_checkpoint_io.commands.rows import HEADER, Listing, Row
-from fairlead_checkpoint_io.commands.stored import is_stored
-from fairlead_checkpoint_io.commands.stored_views import listed
-from fairlead_runs.commands.texts import ago, table
-from fairlead_runs.commit import Checkpoint, is_kept_forever, read_latest, verify
+from fairlead_checkpoint_io.commands.sources import checkpoints_folder, existing, is_stored, size_text, stored_run
+from fairlead_checkpoint_io.files.formats import names_in
+from fairlead_runs.commands.texts import ago, metric, or_dash, table
+from fairlead_runs.commit import Checkpoint, Damage, best, is_kept_forever, read_latest, verify
 from fairlead_runs.commit.checkpoints import NAME, STAGE, TEMPORARY, TRASH
-from fairlead_runs.commit.files import disk_error
+from fairlead_runs.commit.retention import KEEP
+from fairlead_runs.remote import RemoteCheckpoint
 
 __all__ = ["run"]
 
 _THREADS: Final = 16  # a network file system answers many questions at a time, each slowly
+_HEADER: Final = ("checkpoint", "step", "epoch", "metric", "size", "ranks", "kept as", "state")
+_UPLOADING: Final = "unfinished: being uploaded, or left by a killed start"
 _UNFINISHED: Final = {
     STAGE: "unfinished: being written, or left by a killed start",
     TRASH: "half deleted: a start was killed while it deleted this",
@@ -32,9 +33,92 @@ _UNFINISHED: Final = {
 }
 
 
+@dataclass
+class Row:
+    """One checkpoint as it is listed; `damage` is empty where it is complete."""
+
+    name: str
+    path: str
+    step: int | None = None
+    epoch: int | None = None
+    start: int | None = None
+    created: str | None = None
+    world_size: int | None = None
+    size: int | None = None
+    metrics: Mapping[str, Any] = field(default_factory=dict)
+    labels: list[str] = field(default_factory=list)
+    complete: bool = True
+    damage: list[str] = field(default_factory=list)
+
+    def describe(self, checkpoint: Checkpoint | RemoteCheckpoint, damages: Sequence[Damage]) -> None:
+        """Says what the manifest says, and what is wrong."""
+        metadata, manifest = checkpoint.metadata, checkpoint.manifest
+        self.epoch, self.start, self.world_size = (metadata.get(name) for name in ("epoch", "start", "world_size"))
+        if manifest is not None:
+            self.created, self.size = manifest.created, manifest.size
+        metrics = metadata.get("metrics")
+        self.metrics = metrics if isinstance(metrics, dict) else {}
+        self.damage = [f"{damage.file}: {damage.problem}" if damage.file else damage.problem for damage in damages]
+        self.complete = not self.damage
+
+    def cells(self) -> tuple[str, ...]:
+        """A line of the table."""
+        step, epoch, ranks = or_dash(self.step), or_dash(self.epoch), or_dash(self.world_size)
+        if self.complete:
+            state = "complete" if self.created else "not checked"
+        else:
+            more = f" and {len(self.damage) - 1} more" if len(self.damage) > 1 else ""
+            state = f"DAMAGED: {self.damage[0]}{more}"
+        kept = ", ".join(self.labels)
+        return self.name, step, epoch, metric(self.metrics), size_text(self.size), ranks, kept, state
+
+
+@dataclass
+class Listing:
+    """All checkpoints of a run or folder.
+
+    Attributes:
+        root: A folder or a URL.
+        latest: What its file `latest` names.
+        rows: Oldest first.
+        unfinished: What is no checkpoint yet, or no more: `name`, `problem`, `age_s`.
+    """
+
+    root: str
+    latest: str | None
+    rows: list[Row]
+    unfinished: list[dict[str, Any]]
+
+    def report_missing_latest(self) -> None:
+        """Says that the checkpoint that `latest` names is not there."""
+        problem = f"names {self.latest}, which is not there"
+        self.unfinished.append({"name": "latest", "problem": problem, "age_s": None})
+
+    def label(self, found: Mapping[str, Checkpoint | RemoteCheckpoint], forever: Collection[str]) -> None:
+        """Says which one a resume takes, which one is best, and which no retention deletes.
+
+        Args:
+            found: Those that can be read, by name.
+            forever: The names of those that are marked.
+        """
+        sound = [row for row in self.rows if row.complete and row.name in found]
+        if not sound:
+            return
+        newest = found[sound[-1].name].metadata
+        monitor, mode = newest.get("monitor"), newest.get("mode", "min")
+        rated = best([found[row.name] for row in sound], monitor, mode) if isinstance(monitor, str) else []
+        sound[-1].labels.append("last")
+        for row in sound:
+            if rated and row.name == rated[0].name:
+                row.labels.append("best")
+            if row.name in forever:
+                row.labels.append("forever")
+
+
 def run(arguments: argparse.Namespace, session: Session) -> int:
     """Lists the checkpoints of a run, a folder, or a single one."""
-    found = listed(arguments.path) if is_stored(arguments.path) else _listed(existing(arguments.path, session))
+    stored = is_stored(arguments.path)
+    found = _on_store(arguments.path) if stored else _on_disk(existing(arguments.path, session))
     if arguments.json:
         document = {"path": found.root, "latest": found.latest, "checkpoints": [asdict(row) for row in found.rows]}
         session.print_json({**document, "unfinished": found.unfinished})
@@ -42,14 +126,39 @@ def run(arguments: argparse.Namespace, session: Session) -> int:
     if not found.rows and not found.unfinished:
         session.print(f"no checkpoints in {found.root}")
     if found.rows:
-        for line in table([HEADER, *(row.cells() for row in found.rows)]):
+        for line in table([_HEADER, *(row.cells() for row in found.rows)]):
             session.print(line)
     for item in found.unfinished:
-        session.print(f"{item['name']}: {item['problem']}{_touched(item['age_s'])}")
+        touched = f" (last touched {ago(item['age_s'])})" if item["age_s"] is not None else ""
+        session.print(f"{item['name']}: {item['problem']}{touched}")
     return 0
 
 
-def _listed(path: Path) -> Listing:
+def _on_store(url: str) -> Listing:
+    """The checkpoints of a run on a store, or the one that was named; only manifests are read."""
+    run = stored_run(url)
+    # Those whose manifest is damaged come first, as in a folder.
+    ordered = sorted(run.found.checkpoints, key=lambda item: (item.manifest is not None, item.order))
+    rows = []
+    for item in ordered:
+        row = Row(item.name, item.url, step=item.step)
+        row.describe(item, item.damages())
+        rows.append(row)
+    latest = run.latest
+    unfinished: list[dict[str, Any]] = [
+        {"name": name, "problem": _UPLOADING, "age_s": None} for name in run.found.unfinished
+    ]
+    listing = Listing(run.store.url, latest, rows, unfinished)
+    if run.lacks(latest):
+        listing.report_missing_latest()
+    found = {item.name: item for item in ordered if item.manifest is not None}
+    listing.label(
+        found, {name for name, item in found.items() if KEEP in item.entries or item.metadata.get("keep") is True}
+    )
+    return listing
+
+
+def _on_disk(path: Path) -> Listing:
     folder = checkpoints_folder(path)
     if folder is None and not NAME.fullmatch(path.name):
         raise ConfigError(
@@ -58,14 +167,12 @@ def _listed(path: Path) -> Listing:
             why="this is a single checkpoint without a manifest of Fairlead's",
             fix="`fairlead checkpoint verify` says whether it is whole",
         )
-    names = _names(folder) if folder is not None else [path.name]
     root = folder if folder is not None else path.parent
+    names = [path.name] if folder is None else names_in(folder) if folder.exists() else []
     rows, found = _rows(root, names)
-    latest = read_latest(root)
-    unfinished = _unfinished(root, names)
-    if latest is not None and not (root / latest).is_dir():
-        unfinished.append({"name": "latest", "problem": f"names {latest}, which is not there", "age_s": None})
-    listing = Listing(str(root), latest, rows, unfinished)
+    listing = Listing(str(root), read_latest(root), rows, _unfinished(root, names))
+    if listing.latest is not None and not (root / listing.latest).is_dir():
+        listing.report_missing_latest()
     listing.label(found, {name for name, checkpoint in found.items() if is_kept_forever(checkpoint)})
     return listing
 
@@ -83,8 +190,7 @@ def _rows(root: Path, names: Sequence[str]) -> tuple[list[Row], dict[str, Checkp
             order = checkpoint.order
             found[name] = checkpoint
         except CheckpointError as error:
-            made.damage = [error.why or error.what]
-        made.complete = not made.damage
+            made.damage, made.complete = [error.why or error.what], False
         return order, made
 
     own = [name for name in names if NAME.fullmatch(name) and (root / name).is_dir()]
@@ -113,16 +219,3 @@ def _unfinished(root: Path, names: Sequence[str]) -> list[dict[str, Any]]:
             continue
         items.append({"name": name, "problem": problem, "age_s": age})
     return items
-
-
-def _names(folder: Path) -> list[str]:
-    try:
-        return os.listdir(folder)
-    except FileNotFoundError:
-        return []
-    except OSError as error:
-        raise disk_error(error, "cannot read the checkpoints", folder) from error
-
-
-def _touched(age_s: float | None) -> str:
-    return f" (last touched {ago(age_s)})" if age_s is not None else ""

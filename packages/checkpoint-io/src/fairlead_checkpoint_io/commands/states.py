@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Final
@@ -14,17 +14,25 @@ import torch.distributed.checkpoint as dcp
 
 from fairlead.errors import CheckpointError
 from fairlead_checkpoint_io.commands.deepspeed_folder import read_deepspeed
-from fairlead_checkpoint_io.commands.optimizers import by_name, by_number
-from fairlead_checkpoint_io.commands.places import Source
-from fairlead_checkpoint_io.commands.trust import foreign, refuse_foreign, trusted
-from fairlead_checkpoint_io.files.dcp_reading import SafeReader, nested, read_flat
+from fairlead_checkpoint_io.commands.optimizer_names import parameter_names
+from fairlead_checkpoint_io.commands.sources import Source
+from fairlead_checkpoint_io.files.formats import REST
+from fairlead_checkpoint_io.files.layout import named
 from fairlead_checkpoint_io.files.reading import read_state
+from fairlead_checkpoint_io.files.shards import read_shards
+from fairlead_checkpoint_io.files.trust import allowed, refuse_unsafe, unsafe_globals
 from fairlead_runs.commit.files import disk_error
 
-__all__ = ["REST", "only_weights", "read_any", "read_file", "weights_of", "write_distributed"]
+__all__ = [
+    "only_weights",
+    "read_any",
+    "read_file",
+    "read_safetensors",
+    "weights_of",
+    "write_distributed",
+    "write_weights",
+]
 
-REST: Final = "meta.pt"
-"""In a sharded folder: everything of the state that is neither weights nor optimizers."""
 _MODEL: Final = "state_dict"
 
 
@@ -40,7 +48,7 @@ def read_any(source: Source, trust: Sequence[str] = ()) -> dict[str, Any]:
         return _read_distributed(source.content, trust)
     if source.format == "deepspeed":
         return read_deepspeed(source.content, trust)
-    return {_MODEL: _read_safetensors(source.content), **_lightning_version()}
+    return {_MODEL: read_safetensors(source.content), **_lightning_version()}
 
 
 def read_file(path: Path, trust: Sequence[str] = ()) -> dict[str, Any]:
@@ -49,8 +57,8 @@ def read_file(path: Path, trust: Sequence[str] = ()) -> dict[str, Any]:
     Raises:
         CheckpointError: As `read_any`.
     """
-    refuse_foreign(path, foreign(path, trust))
-    with trusted(trust):
+    refuse_unsafe(path, unsafe_globals(path, trust))
+    with allowed(trust, where="--trust"):
         return read_state(path, safe_globals=trust)
 
 
@@ -97,7 +105,9 @@ def write_distributed(state: Mapping[str, Any], folder: Path, where: Path) -> No
     rest = {} if weights is state else {k: v for k, v in state.items() if k not in (_MODEL, "optimizer_states")}
     shards: dict[str, Any] = {_MODEL: dict(weights)}
     for number, optimizer in enumerate(() if weights is state else state.get("optimizer_states", ())):
-        shards[f"optimizer_{number}"] = by_name(optimizer, weights, where=f"{where}, optimizer {number}")
+        shards[f"optimizer_{number}"] = named(
+            optimizer, parameter_names(optimizer, weights, where=f"{where}, optimizer {number}")
+        )
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         dcp.save(shards, storage_writer=dcp.FileSystemWriter(folder), no_dist=True)
@@ -105,31 +115,34 @@ def write_distributed(state: Mapping[str, Any], folder: Path, where: Path) -> No
 
 
 def _read_distributed(folder: Path, trust: Sequence[str]) -> dict[str, Any]:
-    reader = SafeReader(folder)
-    with trusted(trust):
-        shards = nested(reader, read_flat(reader))
-    state: dict[str, Any] = read_file(folder / REST, trust) if (folder / REST).is_file() else {**_lightning_version()}
-    weights = shards.pop(_MODEL, shards.pop("model", None))
-    if weights is None:
+    rest: dict[str, Any] = read_file(folder / REST, trust) if (folder / REST).is_file() else {**_lightning_version()}
+    with allowed(trust, where="--trust"):
+        state = read_shards(folder, rest, verify=False)
+    if not state[_MODEL]:
         raise CheckpointError(
             "this distributed checkpoint has no weights under 'state_dict'",
             where=str(folder),
-            why=f"its parts are: {', '.join(sorted(shards)[:12])}",
+            why=f"its parts are: {', '.join(sorted(str(key) for key in state if key != _MODEL)[:12])}",
             fix="only the layout of Lightning's sharded checkpoints is known here",
         )
-    state[_MODEL] = OrderedDict(weights)
-    optimizers = sorted((name for name in shards if name.startswith("optimizer_")), key=_number)
-    if optimizers:
-        state["optimizer_states"] = [by_number(shards[name]) for name in optimizers]
+    if not isinstance(state[_MODEL], OrderedDict):  # as a module's `state_dict` is
+        state[_MODEL] = OrderedDict(state[_MODEL])
+    for optimizer in state.get("optimizer_states", ()):
+        if lost := sorted(name for name in optimizer["state"] if isinstance(name, str)):
+            raise CheckpointError(
+                "an optimizer has state of parameters that it does not train",
+                where=str(folder),
+                why=", ".join(lost[:8]),
+            )
     return state
 
 
-def _number(name: str) -> tuple[int, str]:
-    digits = name.removeprefix("optimizer_")
-    return (int(digits) if digits.isdecimal() else -1), name
+def read_safetensors(path: Path) -> dict[str, torch.Tensor]:
+    """The weights in a file of safetensors, tied ones under all of their names.
 
-
-def _read_safetensors(path: Path) -> dict[str, torch.Tensor]:
+    Raises:
+        CheckpointError: It is damaged.
+    """
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -145,6 +158,61 @@ def _read_safetensors(path: Path) -> dict[str, torch.Tensor]:
         if name not in weights and kept in weights:
             weights[name] = weights[kept]
     return weights
+
+
+def write_weights(weights: Mapping[str, Any], path: Path, described: Mapping[str, Any]) -> list[str]:
+    """Writes a new file of safetensors.
+
+    Args:
+        weights: A model's `state_dict`.
+        path: The file.
+        described: What it is of; a safetensors file holds texts besides tensors, so that they become such.
+
+    Returns:
+        The entries that are no tensors (a module's extra state), which the format cannot hold.
+
+    Raises:
+        CheckpointError: There are no tensors, or some that share memory without being the same.
+    """
+    from safetensors.torch import save_model
+
+    tensors = dict(_own_memory((str(name), v) for name, v in weights.items() if isinstance(v, torch.Tensor)))
+    if not tensors:
+        raise CheckpointError("there are no tensors to write", where=str(path))
+    said = {str(key): str(value) for key, value in described.items() if value is not None and str(key) not in tensors}
+    try:
+        save_model(_Weights(tensors), str(path), metadata={"format": "pt", **said})
+    except (RuntimeError, ValueError) as error:
+        raise CheckpointError(
+            "safetensors cannot hold these weights",
+            where=str(path),
+            why=next(iter(str(error).strip().splitlines()), type(error).__name__),
+            fix="`--to torch --weights` keeps them as they are",
+        ) from error
+    return [str(name) for name in weights if str(name) not in tensors]
+
+
+def _own_memory(weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Takes parts of larger buffers out of them (DeepSpeed's are such); what was one tensor stays one."""
+    taken: dict[tuple[Any, ...], torch.Tensor] = {}
+    for name, value in weights:
+        whole = value.untyped_storage()
+        if whole.nbytes() == value.nbytes:
+            yield name, value
+            continue
+        key = (whole.data_ptr(), value.storage_offset(), value.shape, value.stride())
+        yield name, taken.setdefault(key, value.clone())
+
+
+class _Weights(torch.nn.Module):
+    """Hands weights to `save_model`, which treats tied ones as a module's: one is kept, the others are noted."""
+
+    def __init__(self, weights: Mapping[str, torch.Tensor]) -> None:
+        super().__init__()
+        self._given = dict(weights)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return dict(self._given)
 
 
 def _lightning_version() -> dict[str, str]:

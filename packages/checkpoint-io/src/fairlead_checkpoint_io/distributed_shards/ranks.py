@@ -26,13 +26,13 @@ class Ranks:
 
     Args:
         timeout: How long one rank waits for another.
-        alone: This rank does it all, whatever other ranks there are.
+        single: This rank does it all, whatever other ranks there are.
         overlapping: The thread that trains may talk while the one that writes does: each gets a group of its own.  It
             costs a socket for every other rank, so it is made only where it is needed.
     """
 
-    def __init__(self, timeout: timedelta, *, alone: bool = False, overlapping: bool = False) -> None:
-        grouped = not alone and dist.is_initialized()
+    def __init__(self, timeout: timedelta, *, single: bool = False, overlapping: bool = False) -> None:
+        grouped = not single and dist.is_initialized()
         self._world = dist.group.WORLD if grouped else None
         self.rank = dist.get_rank() if grouped else 0
         self.size = dist.get_world_size() if grouped else 1
@@ -134,7 +134,7 @@ class _Failure:
 def _caught(call: Callable[[], Any]) -> Any:
     try:
         return call()
-    except Exception as error:  # all of it is told to the other ranks and raised there
+    except Exception as error:  # sent to the other ranks and raised there
         log.debug("a save failed on this rank", exc_info=True)
         return _Failure(error)
 
@@ -148,17 +148,17 @@ def _raise(values: Sequence[Any], what: str) -> None:
 def _first(values: Sequence[Any], what: str) -> CheckpointError | None:
     """One error for what went wrong on some ranks, with their numbers."""
     failures = {rank: value.error for rank, value in enumerate(values) if isinstance(value, _Failure)}
-    told = next(
+    combined = next(
         (error for error in failures.values() if isinstance(error, CheckpointError) and error.what == what), None
     )
-    if told is not None:  # rank 0 has put it together already
-        return told
+    if combined is not None:  # rank 0 has put it together already
+        return combined
     if not failures:
         return None
-    lines = [f"rank {rank}: {_told(error)}" for rank, error in sorted(failures.items())]
+    lines = [f"rank {rank}: {_text(error)}" for rank, error in sorted(failures.items())]
     return CheckpointError(what, why="\n".join(lines), fix=failures[min(failures)].fix)
 
 
-def _told(error: FairleadError) -> str:
+def _text(error: FairleadError) -> str:
     text = f"{error.what}: {error.why}" if error.why else error.what
     return f"{text} ({error.where})" if error.where else text

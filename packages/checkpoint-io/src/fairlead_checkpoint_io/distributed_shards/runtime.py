@@ -12,14 +12,14 @@ from lightning.fabric.plugins import CheckpointIO
 
 from fairlead.errors import CheckpointError, ConfigError
 from fairlead.interfaces import BuildContext
-from fairlead_checkpoint_io.distributed_shards.config import DistributedCheckpointIOConfig
+from fairlead_checkpoint_io.distributed_shards import DistributedCheckpointIOConfig
 from fairlead_checkpoint_io.distributed_shards.ranks import Ranks
 from fairlead_checkpoint_io.distributed_shards.saving import Agreed, Then, agree, part, save
 from fairlead_checkpoint_io.files.background import Background
 from fairlead_checkpoint_io.files.layout import to_layout
 from fairlead_checkpoint_io.files.snapshot import copied, on_host
 from fairlead_checkpoint_io.files.writing import local_path
-from fairlead_checkpoint_io.torch_file.runtime import TorchFileCheckpointIO, refuse_options
+from fairlead_checkpoint_io.torch_file_runtime import TorchFileCheckpointIO, refuse_options
 from fairlead_runs.checkpoint_io import PlaceTensor
 
 __all__ = ["DistributedCheckpointIO", "build"]
@@ -44,7 +44,7 @@ def build(config: DistributedCheckpointIOConfig, context: BuildContext) -> Distr
 class DistributedCheckpointIO(CheckpointIO):
     """A directory of shards: `submit_shards` is called on all ranks together, and all of them write.
 
-    `save_checkpoint`, which Lightning calls on one rank, writes the same layout from that rank alone.
+    `save_checkpoint`, which Lightning calls on one rank, writes the same layout from that rank only.
 
     Args:
         config: The settings.
@@ -92,14 +92,14 @@ class DistributedCheckpointIO(CheckpointIO):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any | None = None
     ) -> None:
-        """Replaces `path` by a directory with this checkpoint, written by this rank alone, before it returns.
+        """Replaces `path` by a directory with this checkpoint, written by this rank only, before it returns.
 
         Raises:
             CheckpointError: It could not be written; what was at `path` before is still there.
             ConfigError: `storage_options` were given; there are none.
         """
         refuse_options(storage_options)
-        target, ranks = local_path(path), Ranks(self._config.timeout, alone=True)
+        target, ranks = local_path(path), Ranks(self._config.timeout, single=True)
         with _about(target):
             layout, agreed = agree(lambda: to_layout(checkpoint, ()), ranks, None)
             save(target, ranks, agreed, lambda: on_host(part(layout, agreed, ranks)).state, lambda hashes: None)
@@ -157,13 +157,13 @@ class DistributedCheckpointIO(CheckpointIO):
         copy: dict[str, Any] | Exception
         try:
             copy = copied(part(layout, agreed, ranks), arena).state
-        except Exception as error:  # the other ranks are told, in the thread that writes
+        except Exception as error:  # the other ranks hear of it, in the thread that writes
             copy = error
 
         def state() -> dict[str, Any]:
             if isinstance(copy, Exception):
                 raise copy
-            arena.settle()
+            arena.synchronize()
             return copy
 
         self._background.save(target, lambda: save(target, ranks, agreed, state, then), arena)

@@ -20,8 +20,8 @@ from torch.distributed.tensor import DTensor
 from fairlead.errors import CheckpointError
 from fairlead_checkpoint_io.distributed_shards.ranks import Ranks
 from fairlead_checkpoint_io.files.archive_writer import ArchiveWriter
+from fairlead_checkpoint_io.files.formats import CONTENTS, REST
 from fairlead_checkpoint_io.files.layout import Layout, Leaf
-from fairlead_checkpoint_io.files.metadata import CONTENTS, REST
 from fairlead_runs.commit import FileHash, FileWriter, Syscalls, write_file
 from fairlead_runs.commit.checkpoints import to_trash
 from fairlead_runs.commit.files import disk_error, ensure_dir, remove_tree
@@ -90,15 +90,15 @@ def agree(make: Callable[[], Layout], ranks: Ranks, before: Agreed | None) -> tu
     planner.set_up_planner(dict(layout.values), None, ranks.rank == 0)
 
     def local() -> SavePlan:
-        return dataclasses.replace(planner.create_local_plan(), planner_data=layout.places)
+        return dataclasses.replace(planner.create_local_plan(), planner_data=layout.paths)
 
     def together(plans: Sequence[SavePlan]) -> list[tuple[SavePlan, Metadata | None]]:
-        places: dict[str, Any] = {}
+        paths: dict[str, Any] = {}
         for plan in plans:
-            for name, place in plan.planner_data.items():
-                places.setdefault(name, place)
+            for name, path in plan.planner_data.items():
+                paths.setdefault(name, path)
         shared, contents = planner.create_global_plan([dataclasses.replace(p, planner_data=None) for p in plans])
-        contents = dataclasses.replace(contents, planner_data=places)
+        contents = dataclasses.replace(contents, planner_data=paths)
         return [(plan, None if rank else contents) for rank, plan in enumerate(shared)]
 
     plan, contents = ranks.scatter(local, together, _WHAT)
@@ -130,7 +130,7 @@ def part(layout: Layout, agreed: Agreed, ranks: Ranks) -> dict[str, Any]:
 
 
 def save(folder: Path, ranks: Ranks, agreed: Agreed, state: Callable[[], dict[str, Any]], then: Then) -> None:
-    """Every rank writes its part; once all are durable rank 0 puts the directory in its place and calls `then`.
+    """Every rank writes its part; once all are durable rank 0 renames the directory and calls `then`.
 
     Args:
         folder: The directory; one that is there is replaced as a whole.
@@ -142,23 +142,23 @@ def save(folder: Path, ranks: Ranks, agreed: Agreed, state: Callable[[], dict[st
     Raises:
         CheckpointError: A rank failed or is gone; raised on all ranks, and `folder` is as before.
     """
-    beside, system = folder.with_name(f".tmp-{folder.name}"), Syscalls()
+    staged, system = folder.with_name(f".tmp-{folder.name}"), Syscalls()
     rest: dict[str, Any] = {}
 
     def write() -> Written:
-        ensure_dir(beside, system)
+        ensure_dir(staged, system)
         mine = state()
         rest.update(mine["rest"])
         with torch.inference_mode(False), torch.no_grad():
-            return _write(beside, ranks.rank, agreed.plan, mine["values"])
+            return _write(staged, ranks.rank, agreed.plan, mine["values"])
 
     def end(written: Sequence[Written]) -> None:
         assert agreed.contents is not None
-        hashes = _finish(beside, agreed.contents, rest, written)
+        hashes = _finish(staged, agreed.contents, rest, written)
         try:
-            _put(beside, folder, hashes, system)
+            _publish(staged, folder, hashes, system)
         except OSError as error:
-            raise disk_error(error, "cannot put a checkpoint in its place", folder) from error
+            raise disk_error(error, "cannot rename a checkpoint to its path", folder) from error
         then(hashes)
 
     try:
@@ -166,18 +166,18 @@ def save(folder: Path, ranks: Ranks, agreed: Agreed, state: Callable[[], dict[st
     except CheckpointError as error:
         if ranks.rank == 0:
             try:
-                remove_tree(beside, system)
+                remove_tree(staged, system)
             except OSError as second:
-                error.add_note(f"its remains could not be deleted either: {beside}: {second.strerror}")
+                error.add_note(f"its remains could not be deleted either: {staged}: {second.strerror}")
         raise
 
 
-def _put(beside: Path, folder: Path, files: Collection[str], system: Syscalls) -> None:
-    for left in set(os.listdir(beside)) - set(files):  # of a save that was killed
-        remove_tree(beside / left, system)
-    system.fsync_dir(beside)
+def _publish(staged: Path, folder: Path, files: Collection[str], system: Syscalls) -> None:
+    for left in set(os.listdir(staged)) - set(files):  # of a save that was killed
+        remove_tree(staged / left, system)
+    system.fsync_dir(staged)
     old = to_trash(folder, system) if folder.exists() else None
-    system.rename(beside, folder)
+    system.rename(staged, folder)
     system.fsync_dir(folder.parent)
     if old is not None:
         remove_tree(old, system)
@@ -207,7 +207,7 @@ def _finish(
     folder: Path, contents: Metadata, rest: Mapping[str, Any], written: Sequence[Written]
 ) -> dict[str, FileHash]:
     """On rank 0, after all ranks: the table of contents, and what is no tensor; gives the checksums of all files."""
-    parts = {index: place for one in written for index, place in one.parts.items()}
+    parts = {index: stored for one in written for index, stored in one.parts.items()}
     # Neither a path nor a random number: equal states give equal bytes.
     contents = dataclasses.replace(
         contents, storage_data=parts, storage_meta=StorageMeta(), version=CURRENT_DCP_VERSION

@@ -1,7 +1,7 @@
 """An archive of `torch.save`, whose checksums are computed on its way to the disk, several times as fast as torch does.
 
 torch computes the CRC of a record before it hands the record over, a quarter of a second for a GiB: in that time a
-disk takes half a GiB.  So torch is told to leave the CRCs out, and they are filled in on the way, computed in strides
+disk takes half a GiB.  So torch is made to leave the CRCs out, and they are filled in on the way, computed in strides
 that the file's own checksum and the kernel then find in the processor's cache.  The file needs no second visit for
 that: a record's CRC stands behind the record, and once more in the table of contents at the end.
 """
@@ -86,13 +86,13 @@ def _save(value: object, file: Target, *, fill_in: bool) -> None:
 
 def _layout_is_known() -> bool:
     sample = {"tensor": torch.zeros(3, device="cpu"), "empty": torch.zeros(0, device="cpu")}
-    ours, theirs = io.BytesIO(), io.BytesIO()
-    _save(sample, theirs, fill_in=False)
+    filled_in, plain = io.BytesIO(), io.BytesIO()
+    _save(sample, plain, fill_in=False)
     try:
-        _save(sample, ours, fill_in=True)
+        _save(sample, filled_in, fill_in=True)
     except CheckpointError:
         return False
-    return ours.getvalue() == theirs.getvalue()
+    return filled_in.getvalue() == plain.getvalue()
 
 
 class _Sink:

@@ -17,13 +17,25 @@ from torch.distributed.tensor import DTensor
 
 from fairlead.errors import CheckpointError
 
-__all__ = ["Layout", "Leaf", "Place", "from_layout", "named", "numbered", "put", "to_layout"]
+__all__ = [
+    "VERSIONS",
+    "KeyPath",
+    "Layout",
+    "Leaf",
+    "from_layout",
+    "named",
+    "numbered",
+    "optimizer_number",
+    "put",
+    "to_layout",
+]
 
-Place = tuple[str | int, ...]
+KeyPath = tuple[str | int, ...]
 """Where a leaf is: keys of mappings and indices of lists, from the top."""
 
+VERSIONS: Final = "state_dict_metadata"
+"""In `meta.pt`: the versions of the modules, which plain Lightning keeps in an attribute of the weights."""
 _WEIGHTS: Final = "state_dict"
-_VERSIONS: Final = "state_dict_metadata"
 _OPTIMIZERS: Final = "optimizer_states"
 
 
@@ -40,12 +52,12 @@ class Layout:
 
     Attributes:
         values: Tensors, DTensors and `Leaf`s by their names in the shards.
-        places: Where each is.
+        paths: Where each is.
         rest: What `meta.pt` holds.
     """
 
     values: dict[str, torch.Tensor | Leaf]
-    places: dict[str, Place]
+    paths: dict[str, KeyPath]
     rest: dict[str, Any]
 
 
@@ -106,13 +118,13 @@ def to_layout(checkpoint: Mapping[str, Any], names: Sequence[Sequence[str | None
         CheckpointError: It has a part that shards cannot hold.
     """
     rest = {key: value for key, value in checkpoint.items() if key not in (_WEIGHTS, _OPTIMIZERS)}
-    leaves: list[tuple[Place, Any]] = []
+    leaves: list[tuple[KeyPath, Any]] = []
     weights = checkpoint.get(_WEIGHTS)
     if weights is not None:
         leaves += [((_WEIGHTS, key), value) for key, value in weights.items()]
         versions = getattr(weights, "_metadata", None)  # of its modules; `load_state_dict` looks at them
         if versions is not None:
-            rest[_VERSIONS] = {key: dict(value) for key, value in versions.items()}
+            rest[VERSIONS] = {key: dict(value) for key, value in versions.items()}
     optimizers = checkpoint.get(_OPTIMIZERS)
     if optimizers is not None and not optimizers:
         rest[_OPTIMIZERS] = []
@@ -120,16 +132,16 @@ def to_layout(checkpoint: Mapping[str, Any], names: Sequence[Sequence[str | None
         known = names[index] if index < len(names) else ()
         leaves += _of_optimizer(f"optimizer_{index}", named(state, known))
     values: dict[str, torch.Tensor | Leaf] = {}
-    places: dict[str, Place] = {}
-    for place, value in (leaf for leaf in leaves for leaf in _split(*leaf)):
-        name = ".".join(map(str, place))
+    paths: dict[str, KeyPath] = {}
+    for path, value in (leaf for leaf in leaves for leaf in _split(*leaf)):
+        name = ".".join(map(str, path))
         if name in values:
             raise CheckpointError("two parts of a checkpoint have one name", where=name)
-        values[name], places[name] = value, place
-    return Layout(values, places, rest)
+        values[name], paths[name] = value, path
+    return Layout(values, paths, rest)
 
 
-def _of_optimizer(top: str, state: Mapping[str, Any]) -> Iterator[tuple[Place, Any]]:
+def _of_optimizer(top: str, state: Mapping[str, Any]) -> Iterator[tuple[KeyPath, Any]]:
     for key, value in state.items():
         if key == "state":
             for parameter, entries in value.items():
@@ -155,18 +167,18 @@ def _text(key: object, top: str) -> str:
     )
 
 
-def _split(place: Place, value: Any) -> Iterator[tuple[Place, torch.Tensor | Leaf]]:
+def _split(path: KeyPath, value: Any) -> Iterator[tuple[KeyPath, torch.Tensor | Leaf]]:
     """One leaf, unless a container holds DTensors, which each rank has another part of."""
     if _is_dense(value):
-        yield place, value
+        yield path, value
     elif not _holds_shards(value):
-        yield place, Leaf(value)
+        yield path, Leaf(value)
     elif isinstance(value, Mapping):
         for key, item in value.items():
-            yield from _split((*place, _text(key, str(place[0]))), item)
+            yield from _split((*path, _text(key, str(path[0]))), item)
     else:
         for index, item in enumerate(value):
-            yield from _split((*place, index), item)
+            yield from _split((*path, index), item)
 
 
 def _is_dense(value: Any) -> bool:
@@ -184,34 +196,40 @@ def _holds_shards(value: Any) -> bool:
     return isinstance(value, (list, tuple)) and any(map(_holds_shards, value))
 
 
-def from_layout(values: Mapping[Place, Any], rest: Mapping[str, Any]) -> dict[str, Any]:
+def from_layout(values: Mapping[KeyPath, Any], rest: Mapping[str, Any]) -> dict[str, Any]:
     """Puts a checkpoint together again, with numbers for the optimizers' parameters.
 
     Args:
-        values: The leaves by place, in their order.
+        values: The leaves by path, in their order.
         rest: What `meta.pt` holds.
     """
     tree: dict[str, Any] = {}
-    for place, value in values.items():
-        put(tree, place, value)
+    for path, value in values.items():
+        put(tree, path, value)
     checkpoint = dict(rest)
-    versions = checkpoint.pop(_VERSIONS, None)
+    versions = checkpoint.pop(VERSIONS, None)
     # The first FSDP calls the weights `model`.
     weights = tree.pop(_WEIGHTS, tree.pop("model", {}))
     if versions is not None:
         weights = OrderedDict(weights)
         vars(weights)["_metadata"] = OrderedDict(versions)
     checkpoint[_WEIGHTS] = weights
-    optimizers = sorted((key for key in tree if key.startswith("optimizer_")), key=lambda key: int(key[10:]))
+    optimizers = sorted(int(number) for number in map(optimizer_number, tree) if number is not None)
     if optimizers:
-        checkpoint[_OPTIMIZERS] = [numbered({"state": {}, **tree.pop(key)}) for key in optimizers]
+        checkpoint[_OPTIMIZERS] = [numbered({"state": {}, **tree.pop(f"optimizer_{number}")}) for number in optimizers]
     return {**checkpoint, **tree}
 
 
-def put(tree: dict[str, Any], place: Place, value: Any) -> None:
-    """Puts a value at its place in nested mappings and lists, which are made where they are missing."""
+def optimizer_number(key: str) -> str | None:
+    """The number in the name of an optimizer's part (`optimizer_0`); None: it is another part."""
+    number = key.removeprefix("optimizer_")
+    return number if number != key and number.isdecimal() else None
+
+
+def put(tree: dict[str, Any], path: KeyPath, value: Any) -> None:
+    """Puts a value at its path in nested mappings and lists, which are made where they are missing."""
     at: Any = tree
-    for key, after in zip(place, (*place[1:], None), strict=True):
+    for key, after in zip(path, (*path[1:], None), strict=True):
         step: Any = key
         if isinstance(at, list):
             at.extend([None] * (step + 1 - len(at)))

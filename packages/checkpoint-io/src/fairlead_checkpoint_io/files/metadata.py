@@ -19,13 +19,10 @@ from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
 from fairlead.errors import CheckpointError
+from fairlead_checkpoint_io.files.formats import CONTENTS, damaged
 from fairlead_runs.commit.files import disk_error
 
-__all__ = ["CONTENTS", "REST", "is_sharded", "read_contents", "stored_at"]
-
-CONTENTS: Final = ".metadata"
-REST: Final = "meta.pt"
-"""Everything but tensors; Lightning's name."""
+__all__ = ["is_sharded", "read_contents"]
 
 _MemoryFormat: Any = dcp._MEM_FORMAT_ENCODING
 _CLASSES: Final = {
@@ -65,29 +62,19 @@ def read_contents(path: Path) -> dcp.Metadata:
     try:
         found = _Unpickler(io.BytesIO(data)).load()
         if not isinstance(found, dcp.Metadata) or not isinstance(found.state_dict_metadata, dict):
-            raise _damaged(file, f"it holds a {type(found).__name__}")
+            raise damaged(file, f"it holds a {type(found).__name__}")
         if not isinstance(found.storage_data, dict):
-            raise _damaged(file, "it does not say where the tensors are")
+            raise damaged(file, "it does not say where the tensors are")
         for info in found.storage_data.values():
-            stored_at(path, info)
+            name = info.relative_path if isinstance(info, _StorageInfo) else None
+            if not isinstance(name, str) or PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
+                raise damaged(file, f"it names a file outside of its folder: {name!r}")
     except CheckpointError as error:
         error.where = str(file)
         raise
     except Exception as error:  # damaged bytes are executed as pickle opcodes: they raise, and leave, anything
-        raise _damaged(file, f"{type(error).__name__}: {error}") from error
+        raise damaged(file, f"{type(error).__name__}: {error}") from error
     return found
-
-
-def stored_at(path: Path, info: Any) -> Path:
-    """The file in the directory `path` that a part is in.
-
-    Raises:
-        CheckpointError: It would be outside.
-    """
-    name = info.relative_path if isinstance(info, _StorageInfo) else None
-    if not isinstance(name, str) or PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
-        raise _damaged(path / CONTENTS, f"it names a file outside of its folder: {name!r}")
-    return path / name
 
 
 class _Unpickler(pickle.Unpickler):
@@ -128,7 +115,3 @@ _STAND_INS: Final[dict[tuple[str, str], Callable[..., Any]]] = {
     ("torch.serialization", "_get_layout"): _layout,
     ("builtins", "getattr"): _memory_format,
 }
-
-
-def _damaged(file: Path, why: str) -> CheckpointError:
-    return CheckpointError("the checkpoint is damaged", where=str(file), why=why, fix="resume from another checkpoint")

@@ -14,20 +14,15 @@ from typing import Any
 import torch
 
 from fairlead.errors import CheckpointError, ConfigError, did_you_mean
-from fairlead_checkpoint_io.files.archive import Archive
-from fairlead_checkpoint_io.files.metadata import CONTENTS, REST, is_sharded
-from fairlead_checkpoint_io.files.safe import allowed
+from fairlead_checkpoint_io.files.archive_reader import ArchiveReader
+from fairlead_checkpoint_io.files.formats import CONTENTS, LEGACY_MAGIC, REST, STATE, damaged, first_line, names_text
+from fairlead_checkpoint_io.files.metadata import is_sharded
 from fairlead_checkpoint_io.files.shards import read_shards
-from fairlead_checkpoint_io.files.writing import unsafe_globals
+from fairlead_checkpoint_io.files.trust import allowed, unsafe_globals
 from fairlead_runs.commit.files import disk_error
+from fairlead_runs.commit.manifest import MANIFEST
 
 __all__ = ["read_sharded", "read_state"]
-
-_STATE = "state.ckpt"
-_MANIFEST = "manifest.json"
-_SHOWN = 8
-# What torch.save wrote before 1.6: a pickle that starts with this number.
-_LEGACY = pickle.dumps(0x1950A86A20F9469CFC6C, protocol=2)
 
 
 def read_state(
@@ -61,7 +56,7 @@ def read_state(
             verify=verify,
         )
     strict = weights_only is not False
-    place = "cpu" if map_location is None else map_location
+    location = "cpu" if map_location is None else map_location
     failure: Exception | None = None
     state: Any = None
     try:
@@ -69,7 +64,7 @@ def read_state(
             load = archive.load if archive is not None else partial(torch.load, path)
             try:
                 with allowed(safe_globals):
-                    state = load(map_location=place, weights_only=strict)
+                    state = load(map_location=location, weights_only=strict)
             except (ConfigError, OSError):
                 raise
             except Exception as error:  # damaged bytes are executed as pickle opcodes: they raise anything
@@ -78,7 +73,7 @@ def read_state(
     except OSError as error:
         raise disk_error(error, "cannot read a checkpoint", path) from error
     if record is not None:
-        raise _damaged(path, f"{record} does not match its checksum")
+        raise damaged(path, f"{record} does not match its checksum")
     if failure is not None:
         raise _explained(path, failure, strict, archive is None, safe_globals) from failure
     if not isinstance(state, dict):
@@ -95,7 +90,7 @@ def read_sharded(path: Path, **options: Any) -> dict[str, Any]:
     """
     for name in (CONTENTS, REST):
         if not (path / name).is_file():
-            raise _damaged(path, f"{name} is missing: it was not written to its end")
+            raise damaged(path, f"{name} is missing: it was not written to its end")
     passed = {key: value for key, value in options.items() if key in ("weights_only", "safe_globals", "verify")}
     return read_shards(path, read_state(path / REST, **passed), **options)
 
@@ -104,12 +99,12 @@ def _file_of(path: Path) -> Path:
     if is_sharded(path) or (path / REST).is_file():
         return path
     if path.is_dir():
-        if (path / _MANIFEST).is_file():
-            return _file_of(path / _STATE)
+        if (path / MANIFEST).is_file():
+            return _file_of(path / STATE)
         raise CheckpointError(
             "this is a directory, not a checkpoint",
             where=str(path),
-            why=_listing(path),
+            why=names_text(path),
             fix="name a checkpoint inside it; one in a directory has a manifest.json",
         )
     if not path.exists():
@@ -118,36 +113,30 @@ def _file_of(path: Path) -> Path:
         raise CheckpointError(
             "there is no such checkpoint",
             where=str(path),
-            why=_listing(folder),
+            why=names_text(folder),
             fix=f"did you mean {near!r}?" if near else "give the path of one that exists",
         )
     return path
 
 
-def _listing(folder: Path) -> str:
-    names = sorted(name for name in os.listdir(folder) if not name.startswith("."))
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return f"{folder} has: {', '.join(names[-_SHOWN:])}{more}" if names else f"{folder} is empty"
-
-
-def _opened(path: Path, verify: bool) -> Archive | None:
+def _opened(path: Path, verify: bool) -> ArchiveReader | None:
     """The file; None: it is of torch's old format. Raises when it cannot be a checkpoint at all."""
     with path.open("rb") as file:
-        head = file.read(len(_LEGACY))
+        head = file.read(len(LEGACY_MAGIC))
     if not head:
-        raise _damaged(path, "the file is empty")
-    if head.startswith(_LEGACY[:-1]):
+        raise damaged(path, "the file is empty")
+    if head.startswith(LEGACY_MAGIC):
         return None
     if not head.startswith(b"PK"):
         raise _no_checkpoint(path, "it does not begin as a file of torch.save does")
     try:
         if not zipfile.is_zipfile(path):
-            raise _damaged(path, "its end is missing: it was cut off")
-        archive = Archive(path, verify=verify)
+            raise damaged(path, "its end is missing: it was cut off")
+        archive = ArchiveReader(path, verify=verify)
     except (CheckpointError, OSError):
         raise
     except Exception as error:  # a damaged table of contents may hold any text and any number
-        raise _damaged(path, f"its table of contents cannot be read: {error}") from error
+        raise damaged(path, f"its table of contents cannot be read: {error}") from error
     if not any(name.count("/") == 1 and name.endswith("/data.pkl") for name in archive.names):
         archive.close()
         raise _no_checkpoint(path, "it is a ZIP archive, but not one of torch.save")
@@ -157,36 +146,24 @@ def _opened(path: Path, verify: bool) -> Archive | None:
 def _explained(
     path: Path, error: Exception, strict: bool, legacy: bool, safe_globals: Sequence[str]
 ) -> CheckpointError:
-    first = next(iter(str(error).strip().splitlines()), "")
     if strict and isinstance(error, pickle.UnpicklingError):
         # The old format has no table of contents to look the names up in.
-        names = [] if legacy else _unsafe(path, safe_globals)
+        names = unsafe_globals(path, safe_globals)
         if names or legacy:
             listed = ", ".join(names)
             ask = f"checkpoint_io: {{name: torch, safe_globals: [{listed}]}}; or " if names else ""
             return CheckpointError(
                 "the checkpoint holds pickled objects, which could run any code on loading",
                 where=str(path),
-                why=f"besides tensors and plain data it holds: {listed}" if names else first,
+                why=f"besides tensors and plain data it holds: {listed}" if names else first_line(error),
                 fix=f"if you trust the file: {ask}trainer.fit(..., weights_only=False)",
             )
     return CheckpointError(
         "the checkpoint cannot be loaded",
         where=str(path),
-        why=f"{type(error).__name__}: {first}",
+        why=first_line(error),
         fix="resume from another checkpoint",
     )
-
-
-def _unsafe(path: Path, safe_globals: Sequence[str]) -> list[str]:
-    try:
-        return [name for name in unsafe_globals(path) if name not in safe_globals]
-    except Exception:  # the pickle is damaged, and nobody wanted the checksums compared
-        return []
-
-
-def _damaged(path: Path, why: str) -> CheckpointError:
-    return CheckpointError("the checkpoint is damaged", where=str(path), why=why, fix="resume from another checkpoint")
 
 
 def _no_checkpoint(path: Path, why: str) -> CheckpointError:

@@ -1,48 +1,57 @@
-"""From a directory of shards to a state: each rank reads what it needs, from any number of writers."""
+"""Reads a directory of shards, of Fairlead's or any that torch.distributed.checkpoint (DCP) has written.
+
+torch unpickles DCP's `.metadata` and its entries of plain data without restriction.  Here the first goes through
+`read_contents`, the others through `weights_only=True`.  No rank waits for another.
+"""
 
 from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.planner import ReadItem
 
 from fairlead.errors import CheckpointError, FairleadError
-from fairlead_checkpoint_io.files.layout import Place, from_layout
-from fairlead_checkpoint_io.files.metadata import CONTENTS, REST, read_contents
-from fairlead_checkpoint_io.files.safe import allowed
+from fairlead_checkpoint_io.files.formats import CONTENTS, REST, damaged, first_line
+from fairlead_checkpoint_io.files.layout import KeyPath, from_layout, put
+from fairlead_checkpoint_io.files.metadata import is_sharded, read_contents
+from fairlead_checkpoint_io.files.trust import allowed
+from fairlead_runs.checkpoint_io import PlaceTensor
 from fairlead_runs.commit import hash_file, read_manifest
 from fairlead_runs.commit.files import disk_error
+from fairlead_runs.commit.manifest import MANIFEST
 
-__all__ = ["read_shards"]
+__all__ = ["Shards", "read_shards"]
 
-_MANIFEST = "manifest.json"
-_THREADS = 4
+_THREADS: Final = 4
+# What weights_only=True says of a name that it does not load.
+_GLOBAL: Final = re.compile(r"GLOBAL ([\w.]+)")
 
 
 def read_shards(
     path: Path,
     rest: dict[str, Any],
     *,
-    place: Callable[[Place, torch.Size, torch.dtype], torch.Tensor | None] = lambda *_: None,
+    place: PlaceTensor = lambda *_: None,
     map_location: Any = None,
     weights_only: bool | None = None,
-    safe_globals: Sequence[str] = (),
+    safe_globals: Iterable[str] = (),
     verify: bool = True,
 ) -> dict[str, Any]:
-    """Loads a directory of shards; no rank waits for another.
+    """The checkpoint in a directory of shards.
 
     Args:
         path: The directory.
         rest: What its `meta.pt` holds.
-        place: The tensor to read into, by place, whole size and dtype; None: a new one, of the whole.
+        place: The tensor to read into, by key path, whole size and dtype; None: a new one, of the whole.
         map_location: Where new tensors are; None: host memory.
         weights_only: None and True: tensors and plain data only. False runs whatever the files say.
         safe_globals: Names that may be loaded in addition.
@@ -54,77 +63,155 @@ def read_shards(
     """
     if verify:
         try:
-            damage = _damage(path, CONTENTS)
+            changed = _changed(path, CONTENTS)
         except OSError as error:
             raise disk_error(error, "cannot read a checkpoint", path / CONTENTS) from error
-        if damage is not None:
-            raise _damaged(path, [damage])
-    contents = read_contents(path)
-    places = contents.planner_data or {}
+        if changed is not None:
+            raise damaged(path, changed)
+    shards = Shards(path)
     device = map_location if isinstance(map_location, (str, torch.device)) else "cpu"
-    planner = _Planner(weights_only is not False)
-    reader = _Reader(path, contents)
     failure: Exception | None = None
-    damages: list[str] = []
     with ThreadPoolExecutor(_THREADS, thread_name_prefix="fairlead-verify") as pool:
         checks: list[Future[str | None]] = []
+
+        def check(names: Iterable[str]) -> None:
+            if verify:
+                checks.extend(pool.submit(_changed, path, name) for name in (REST, *sorted(names)))
+
         try:
-            with allowed(safe_globals), torch.no_grad():
-                planner.set_up_planner(_targets(contents, places, place, device), contents, True)
-                reader.set_up_storage_reader(contents, True)
-                plan = planner.create_local_plan()
-                checks = [pool.submit(_damage, path, name) for name in _files(contents, plan)] if verify else []
-                reader.read_data(plan, planner).wait()
-        except FairleadError:
-            raise
+            with allowed(tuple(safe_globals)):
+                values = shards.read(place=place, device=device, strict=weights_only is not False, check=check)
         except Exception as error:  # damaged bytes are executed as pickle opcodes: they raise anything
             failure = error
         try:
-            damages = [found for check in checks if (found := check.result()) is not None]
+            found = [text for one in checks if (text := one.result()) is not None]
         except OSError as error:
-            failure = failure or error
-    if damages:
-        raise _damaged(path, damages)
+            failure, found = failure or error, []
+    if found:
+        raise damaged(path, "\n".join(found))
+    if isinstance(failure, FileNotFoundError):
+        raise damaged(path, f"{Path(failure.filename or '').name} is missing") from failure
     if isinstance(failure, OSError):
         raise disk_error(failure, "cannot read a checkpoint", failure.filename or path) from failure
+    if isinstance(failure, FairleadError):
+        raise failure
     if failure is not None:
-        raise _explained(path, failure) from failure
-    values = planner.state_dict
+        raise CheckpointError(
+            "the checkpoint cannot be loaded",
+            where=str(path),
+            why=first_line(failure),
+            fix="resume from another checkpoint",
+        ) from failure
     try:
-        ordered = {tuple(where): values[name] for name, where in places.items() if name in values}
-        ordered |= {(name,): value for name, value in values.items() if name not in places}
+        ordered = {tuple(where): values[name] for name, where in shards.paths.items() if name in values}
+        ordered |= {(name,): value for name, value in values.items() if name not in shards.paths}
         return from_layout(ordered, rest)
     except FairleadError:
         raise
-    except Exception as error:  # the table of contents may name any places
-        raise _damaged(path, [f"{CONTENTS}: {type(error).__name__}: {error}"]) from error
+    except Exception as error:  # the table of contents may name any paths
+        raise damaged(path, f"{CONTENTS}: {type(error).__name__}: {error}") from error
 
 
-def _targets(
-    contents: Metadata,
-    places: Mapping[str, Place],
-    place: Callable[[Place, torch.Size, torch.dtype], torch.Tensor | None],
-    device: str | torch.device,
-) -> dict[str, Any]:
-    values: dict[str, Any] = {}
-    for name, kept in contents.state_dict_metadata.items():
-        values[name] = None
-        if isinstance(kept, TensorStorageMetadata):
-            dtype = kept.properties.dtype
-            target = place(tuple(places.get(name, (name,))), kept.size, dtype)
-            values[name] = torch.empty(kept.size, dtype=dtype, device=device) if target is None else target
-    return values
+class Shards:
+    """A directory of shards; entries are read by their flat names (`optimizer_0.state.layer.weight.exp_avg`).
+
+    Args:
+        path: The directory.
+
+    Attributes:
+        contents: Names, shapes and dtypes of all entries, and where each is stored.
+        paths: The key path of each name.
+
+    Raises:
+        CheckpointError: It has no table of contents, or a damaged one.
+
+    Example:
+        >>> shards = Shards(Path("step-00000200/state.ckpt"))                        # doctest: +SKIP
+        >>> shards.nested(shards.read())["state_dict"]                               # doctest: +SKIP
+    """
+
+    def __init__(self, path: Path) -> None:
+        if not is_sharded(path):
+            raise CheckpointError("this is not a distributed checkpoint", where=str(path), why=f"it has no {CONTENTS}")
+        self.path = path
+        self.contents = read_contents(path)
+        self.paths: Mapping[str, KeyPath] = self.contents.planner_data or {}
+
+    def read(
+        self,
+        names: Iterable[str] | None = None,
+        *,
+        place: PlaceTensor = lambda *_: None,
+        device: str | torch.device = "cpu",
+        strict: bool = True,
+        check: Callable[[set[str]], None] = lambda _: None,
+    ) -> dict[str, Any]:
+        """Entries by their names, each whole unless `place` gives a tensor for a part of it.
+
+        Args:
+            names: Which; None: all.
+            place: As for `read_shards`.
+            device: Where new tensors are.
+            strict: Tensors, plain data and what is `allowed` only.
+            check: Called with the names of the files before they are read.
+
+        Raises:
+            CheckpointError: An object is not allowed.
+            Exception: Whatever reading damaged bytes raises.
+        """
+        stored = self.contents.state_dict_metadata
+        values: dict[str, Any] = {}
+        for name in stored if names is None else names:
+            values[name], entry = None, stored[name]
+            if isinstance(entry, TensorStorageMetadata):
+                dtype = entry.properties.dtype
+                target = place(tuple(self.paths.get(name, (name,))), entry.size, dtype)
+                values[name] = torch.empty(entry.size, dtype=dtype, device=device) if target is None else target
+        planner, reader = _Planner(self.path, strict), FileSystemReader(self.path)
+        with torch.no_grad():
+            planner.set_up_planner(values, self.contents, True)
+            reader.set_up_storage_reader(self.contents, True)
+            plan = planner.create_local_plan()
+            check({self.contents.storage_data[item.storage_index].relative_path for item in plan.items})
+            reader.read_data(plan, planner).wait()
+        found: dict[str, Any] = planner.state_dict
+        return found
+
+    def read_host(self, names: Iterable[str] | None = None) -> dict[str, Any]:
+        """As `read`, with an error that says which directory is damaged."""
+        try:
+            return self.read(names)
+        except FairleadError:
+            raise
+        except Exception as error:  # damaged bytes raise anything
+            raise damaged(self.path, first_line(error)) from error
+
+    def nested(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """The state as it was before its names were flat.  Empty mappings are not stored and do not come back."""
+        state: dict[str, Any] = {}
+        for name, value in values.items():
+            put(state, self.paths.get(name, (name,)), value)
+        return state
+
+    def wrong_files(self) -> list[tuple[str, str]]:
+        """What is wrong with the files by their sizes, as name and problem: DCP stores no checksums."""
+        ends: dict[str, int] = {}
+        for info in self.contents.storage_data.values():
+            ends[info.relative_path] = max(ends.get(info.relative_path, 0), info.offset + info.length)
+        wrong = []
+        for name, end in sorted(ends.items()):
+            file = self.path / name
+            size = file.stat().st_size if file.is_file() else None
+            if size is None:
+                wrong.append((name, "missing"))
+            elif size < end:
+                wrong.append((name, f"{size} bytes, should be {end} at least"))
+        return wrong
 
 
-def _files(contents: Metadata, plan: LoadPlan) -> list[str]:
-    """The files that the plan reads, and what everybody reads besides the table of contents."""
-    names = {contents.storage_data[item.storage_index].relative_path for item in plan.items}
-    return [REST, *sorted(names)]
-
-
-def _damage(path: Path, name: str) -> str | None:
+def _changed(path: Path, name: str) -> str | None:
     """What is wrong with a file, as far as a manifest says."""
-    root = next((folder for folder in (path, path.parent) if (folder / _MANIFEST).is_file()), None)
+    root = next((folder for folder in (path, path.parent) if (folder / MANIFEST).is_file()), None)
     if root is None:
         return None
     expected = read_manifest(root).files.get((path / name).relative_to(root).as_posix())
@@ -133,49 +220,27 @@ def _damage(path: Path, name: str) -> str | None:
     return None
 
 
-def _damaged(path: Path, why: Sequence[str]) -> CheckpointError:
-    return CheckpointError(
-        "the checkpoint is damaged", where=str(path), why="\n".join(why), fix="resume from another checkpoint"
-    )
-
-
-class _Reader(FileSystemReader):
-    """Torch's, with a table of contents that was read already."""
-
-    def __init__(self, path: Path, contents: Metadata) -> None:
-        super().__init__(path)
-        self._contents = contents
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """The one that was read, without unpickling what it should not hold."""
-        return self._contents
-
-
 class _Planner(DefaultLoadPlanner):
     """Torch's, for a flat state, which does not unpickle just anything."""
 
-    def __init__(self, strict: bool) -> None:
+    def __init__(self, path: Path, strict: bool) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self._path = path
         self._strict = strict
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Takes a value that is no tensor."""
-        self.state_dict[read_item.dest_index.fqn] = torch.load(value, map_location="cpu", weights_only=self._strict)
-
-
-def _explained(path: Path, error: Exception) -> CheckpointError:
-    first = next(iter(str(error).strip().splitlines()), "")
-    if isinstance(error, pickle.UnpicklingError):
-        return CheckpointError(
-            "the checkpoint holds pickled objects, which could run any code on loading",
-            where=str(path),
-            why=first,
-            fix="if you trust it: checkpoint_io: {name: distributed, safe_globals: [...]} with their names; or "
-            "trainer.fit(..., weights_only=False)",
-        )
-    return CheckpointError(
-        "the checkpoint cannot be loaded",
-        where=str(path),
-        why=f"{type(error).__name__}: {first}",
-        fix="resume from another checkpoint",
-    )
+        """Takes an entry that is no tensor."""
+        name = str(read_item.dest_index.fqn)
+        try:
+            self.state_dict[name] = torch.load(value, map_location="cpu", weights_only=self._strict)
+        except pickle.UnpicklingError as error:
+            if not self._strict:
+                raise
+            refused = _GLOBAL.search(str(error))
+            raise CheckpointError(
+                "the checkpoint holds pickled objects, which could run any code on loading",
+                where=str(self._path),
+                why=f"{name} holds {refused[1]}" if refused else f"{name}: {first_line(error)}",
+                fix="allow by name what you trust: checkpoint_io.safe_globals, or --trust of `fairlead checkpoint`;\n"
+                "or trainer.fit(..., weights_only=False)",
+            ) from error

@@ -2,7 +2,7 @@
 
 `pickle` refers back to an object that it has seen before, by identity.  Two equal states therefore give
 different bytes when one holds a string twice and the other two equal strings, as a state does before and
-after a resume.  So strings are made one object per value, tuples one object per place; lists, dicts and
+after a resume.  So strings are made one object per value, tuples one object for each time they occur; lists, dicts and
 tensors that are shared stay shared, because that has a meaning.
 """
 
@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict, defaultdict
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from fairlead.errors import CheckpointError
-from fairlead_checkpoint_io.files.buffers import Arena
+from fairlead_checkpoint_io.files.host_buffers import Arena
 
 __all__ = ["Snapshot", "copied", "on_host"]
 
@@ -23,6 +24,7 @@ _ATOMS = frozenset({type(None), bool, int, float, complex, torch.dtype, torch.de
 _STRINGS = frozenset({str, bytes})
 
 
+@dataclass(frozen=True)
 class Snapshot:
     """The result of a copy.
 
@@ -31,16 +33,15 @@ class Snapshot:
         foreign: Whether there is anything in it besides tensors, plain data and plain containers.
     """
 
-    def __init__(self, state: dict[str, Any], *, foreign: bool) -> None:
-        self.state = state
-        self.foreign = foreign
+    state: dict[str, Any]
+    foreign: bool
 
 
 def on_host(state: dict[str, Any]) -> Snapshot:
     """For a save that ends before the loop goes on: what is on a device is copied, the rest is shared."""
     arena = Arena(pin=False)
     snapshot = _run(_Copier(arena, everything=False), state)
-    arena.settle()
+    arena.synchronize()
     return snapshot
 
 
@@ -49,7 +50,7 @@ def copied(state: dict[str, Any], arena: Arena) -> Snapshot:
 
     Args:
         state: What to copy.
-        arena: Where the tensors' bytes go: those of GPUs are there after `arena.settle()`, which may be called in
+        arena: Where the tensors' bytes go: those of GPUs are there after `arena.synchronize()`, which may be called in
             another thread; all stay valid until it is released.
 
     Raises:

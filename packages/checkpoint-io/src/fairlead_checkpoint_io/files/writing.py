@@ -6,14 +6,12 @@ import os
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from fairlead.errors import CheckpointError, FairleadError
 from fairlead_checkpoint_io.files.archive_writer import ArchiveWriter
 from fairlead_runs.commit import FileHash, Syscalls, atomic_write, default_algorithm
 from fairlead_runs.commit.files import disk_error, ensure_dir
 
-__all__ = ["local_path", "unsafe_globals", "write_state"]
+__all__ = ["local_path", "write_state"]
 
 
 def local_path(path: str | os.PathLike[str]) -> Path:
@@ -63,8 +61,3 @@ def write_state(state: dict[str, Any], path: Path, *, syscalls: Syscalls | None 
             why=f"{type(error).__name__}: {error}",
             fix="keep it out of the state (state_dict, on_save_checkpoint, save_hyperparameters)",
         ) from error
-
-
-def unsafe_globals(path: Path) -> list[str]:
-    """The classes and functions in a file that `weights_only=True` will not load, sorted."""
-    return sorted(torch.serialization.get_unsafe_globals_in_checkpoint(str(path)))

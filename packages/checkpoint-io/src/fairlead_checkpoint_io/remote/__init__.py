@@ -1,1 +1,130 @@
 """The backend `remote`: checkpoints are saved locally and copied to an object store in the background."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Annotated, Any, ClassVar, Literal, cast
+
+from pydantic import Field, field_validator
+
+from fairlead.axes import CheckpointIOPlugin
+from fairlead.bases import CheckpointIOConfigBase
+from fairlead.capabilities import Capability
+from fairlead.errors import ConfigError
+from fairlead.findings import Finding, Inexact
+from fairlead.hookspecs import hookimpl
+from fairlead.open_union import OpenUnion
+from fairlead.resolve import Resolution
+from fairlead_checkpoint_io.torch_file import TorchCheckpointIOConfig
+from fairlead_runs.remote.store import missing_library
+from fairlead_runs.remote.urls import check_options, check_url
+
+__all__ = ["Remote", "RemoteCheckpointIOConfig", "remote"]
+
+
+class RemoteCheckpointIOConfig(CheckpointIOConfigBase):
+    """Saved in the run directory through `inner`, then copied to `<url>/<run name>/` by a thread.
+
+    A start that finds a newer complete checkpoint there than in its run directory resumes from that. Credentials
+    come from where the store's own library looks for them, never from here.
+    """
+
+    name: Literal["remote"] = "remote"
+    url: str
+    """Where the runs are kept, as `s3://bucket/prefix`, `gs://bucket/prefix`; any protocol of fsspec."""
+    inner: Annotated[CheckpointIOConfigBase, OpenUnion("checkpoint_io")] = TorchCheckpointIOConfig()
+    """The backend that writes the local files, any but `remote`. With `distributed` every rank writes its part."""
+    keep_local_gib: float | None = Field(default=None, gt=0, strict=False)
+    """GiB that the local checkpoints may take. Above it those that are on the store are deleted here, the oldest first,
+    never the newest or the best; a save waits until an upload makes room. Default null: as the run keeps them."""
+    retries: int = Field(default=8, ge=1)
+    """Tries of each request, with pauses that double from 1 to 60 s. A checkpoint that failed all of them is tried
+    again after the next save, and at the end."""
+    part_mib: int = Field(default=32, ge=5, le=5120)
+    """MiB of each part of a large file. Host memory: twice this for each file that is being uploaded."""
+    parallel_files: int = Field(default=4, ge=1)
+    """Files uploaded or downloaded at a time."""
+    check: Literal["checksum", "size"] = "checksum"
+    """What is compared after each file. `checksum`: the store's own; where that says nothing of the content (S3 with
+    encryption by KMS) the file is read back. `size`: its size only."""
+    stop_wait_s: float = Field(default=20.0, ge=0, strict=False)
+    """Seconds after the signal for which a stop waits for the last upload; then the local copy must do, and it is
+    said. Less than the time between the signal and the kill; set it higher where the job is warned earlier."""
+    storage_options: dict[str, Any] = Field(default_factory=dict)
+    """Options of fsspec's file system for this protocol: `{endpoint_url: "https://..."}`. Secrets are refused."""
+
+    @property
+    def saves_shards(self) -> bool:
+        """As the inner one: every rank hands over its part, and rank 0 copies what all have written."""
+        return self.inner.saves_shards
+
+    @field_validator("url")
+    @classmethod
+    def _url(cls, url: str) -> str:
+        try:
+            return check_url(url)
+        except ConfigError as error:
+            raise ValueError(f"{error.what}; {error.fix}") from None
+
+    @field_validator("storage_options")
+    @classmethod
+    def _no_secrets(cls, options: dict[str, Any]) -> dict[str, Any]:
+        try:
+            check_options(options)
+        except ConfigError as error:
+            raise ValueError(f"{error.what}; {error.fix}") from None
+        return options
+
+    @field_validator("inner")
+    @classmethod
+    def _not_itself(cls, inner: CheckpointIOConfigBase) -> CheckpointIOConfigBase:
+        if inner.name == "remote":
+            raise ValueError("`remote` cannot write through itself; choose `torch`, `async` or another backend")
+        return inner
+
+
+class Remote(CheckpointIOPlugin):
+    """Copies every committed checkpoint to an object store."""
+
+    config = RemoteCheckpointIOConfig
+    runtime = "fairlead_checkpoint_io.remote.runtime:build"
+    engines = ("torch>=2.13", "lightning>=2.6.6,<2.7", "fsspec>=2025.3")
+    extra = "remote"
+    codes: ClassVar[Mapping[str, str]] = {
+        "remote-library": "The URL of `checkpoint_io: remote` needs a package that is not installed: s3fs for `s3://`, "
+        "gcsfs for `gs://`. It is said before the job waits for its nodes.",
+    }
+
+    @hookimpl
+    def fairlead_capabilities(self) -> Iterable[Capability]:
+        """Lightning's XLA strategies refuse it; what the inner backend does not go with, that one says."""
+        yield Capability(
+            "checkpoint_io.remote",
+            ("strategy.xla",),
+            "no",
+            "Lightning's XLA strategy takes the XLA checkpoint backend only",
+            "checkpoint_io: xla, and copy its checkpoints afterwards with fairlead_runs.remote.upload",
+        )
+        yield Capability(
+            "checkpoint_io.remote",
+            ("strategy.ddp", "strategy.fsdp2", "strategy.single_device"),
+            "yes",
+            "whole files and shards of all ranks are copied once they are committed, and read again",
+        )
+
+    @hookimpl
+    def fairlead_check(self, resolution: Resolution, environ: Mapping[str, str]) -> Iterator[Finding]:
+        """Whether the store's library is there; the store itself is asked when a run starts."""
+        config = cast("RemoteCheckpointIOConfig", resolution.checkpoint_io)
+        lacking = missing_library(config.url)
+        if lacking is not None:
+            where = "trainer.checkpoint_io.url"
+            yield Finding("error", "remote-library", lacking.what, where=where, fix=lacking.fix)
+
+    @hookimpl
+    def fairlead_exactness(self, resolution: Resolution) -> Iterable[Inexact]:
+        """The wrapped backend writes, and copies are byte for byte."""
+        return ()
+
+
+remote = Remote()

@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import Final
 
 from fairlead.errors import CheckpointError, FairleadError
-from fairlead_checkpoint_io.remote.config import RemoteCheckpointIOConfig
-from fairlead_checkpoint_io.remote.local import evict
-from fairlead_checkpoint_io.remote.place import Place, save_records
-from fairlead_runs import Fingerprint
+from fairlead_checkpoint_io.remote import RemoteCheckpointIOConfig
+from fairlead_checkpoint_io.remote.eviction import evict
+from fairlead_checkpoint_io.remote.run_on_store import RunOnStore, save_records
 from fairlead_runs.commit import Checkpoint, RetentionPolicy, newest_complete, retain
 from fairlead_runs.remote import Retries, Store, discard_incomplete, upload
 from fairlead_runs.remote import retain as retain_remote
@@ -30,18 +29,21 @@ class _StopUploadingError(Exception):
 
 
 class Mirror:
-    """Copies one run to a store; used by rank 0 alone.
+    """Copies one run to a store; used by rank 0 only.
 
     Args:
         config: How the store is used.
-        store: The run's place on it.
+        store: Opened at the run's URL.
+
+    Attributes:
+        remote: The run on the store.
     """
 
     def __init__(self, config: RemoteCheckpointIOConfig, store: Store) -> None:
         self._config = config
         self._closing = threading.Event()
         self._store = store.trying(Retries(config.retries, sleep=self._sleep))
-        self._place = Place(store, config.retries)
+        self.remote = RunOnStore(store, config.retries)
         self._state = threading.Condition()
         self._pending: dict[str, Checkpoint] = {}
         self._failed: dict[str, FairleadError] = {}
@@ -56,22 +58,14 @@ class Mirror:
 
     # -- at a start, in the main thread
 
-    def open(self, fingerprint: Fingerprint, *, new: bool) -> None:
-        """Looks whose place this is; see `Place.check`."""
-        self._place.check(fingerprint, new=new)
-
-    def fetch(self, run: Path) -> list[str]:
-        """Brings what the run directory lacks; see `Place.fetch`."""
-        return self._place.fetch(run)
-
     def begin(self, run: Path, start: int, event: Callable[..., None]) -> None:
-        """Takes the place on the store for this start, and uploads what an earlier one has left behind.
+        """Makes this start the owner of the run on the store, and uploads what an earlier one has left behind.
 
         Raises:
             CheckpointError: The store refuses, or does not answer: known before anything is computed.
         """
         self._run, self._event = run, event
-        copies = self._place.claim(run, start)
+        copies = self.remote.claim(run, start)
         here = newest_complete(run / "checkpoints").checkpoint
         if here is None:
             return
@@ -100,7 +94,7 @@ class Mirror:
                     del self._pending[name]
                     log.info("%s was replaced by a newer checkpoint before it was uploaded", name)
 
-    def make_room(self) -> None:
+    def wait_for_space(self) -> None:
         """Returns when one more checkpoint fits into `keep_local_gib`; waits for uploads, and says so.
 
         Raises:
@@ -141,7 +135,7 @@ class Mirror:
                     said = True
                 self._state.wait(1.0)
 
-    def settle(self, timeout_s: float | None) -> str | None:
+    def wait_uploaded(self, timeout_s: float | None) -> str | None:
         """Waits until everything is uploaded.
 
         Args:
@@ -174,7 +168,7 @@ class Mirror:
         """Waits for what is being uploaded, at most `stop_wait_s`, and ends the thread."""
         if self._thread is None or self._closing.is_set():
             return
-        lacking = self.settle(self._config.stop_wait_s)
+        lacking = self.wait_uploaded(self._config.stop_wait_s)
         if lacking is not None:
             log.warning("%s; the local copy is complete, and the next start uploads it", lacking)
         self._closing.set()
@@ -213,7 +207,7 @@ class Mirror:
                 return
             except FairleadError as error:
                 failure = error
-            except Exception as error:  # told to the thread that trains; an upload must never end in silence
+            except Exception as error:  # reported to the thread that trains; an upload must never end in silence
                 failure = CheckpointError(
                     "an upload failed", where=str(checkpoint.path), why=f"{type(error).__name__}: {error}"
                 )
@@ -231,7 +225,7 @@ class Mirror:
 
     def _upload(self, checkpoint: Checkpoint) -> None:
         began = time.monotonic()
-        self._mine()
+        self._check_owner()
         copy = upload(
             checkpoint.path,
             self._store,
@@ -251,7 +245,7 @@ class Mirror:
             retain_remote(self._store, self._policy, keep={copy.name})
 
     def _before_commit(self) -> None:
-        self._mine()
+        self._check_owner()
         if self._run is not None:
             save_records(self._run, self._store)
 
@@ -262,8 +256,8 @@ class Mirror:
         except FairleadError as error:
             log.warning("the last lines of metrics and history are not on the store: %s", error.block())
 
-    def _mine(self) -> None:
-        lost = self._place.lost(self._store)
+    def _check_owner(self) -> None:
+        lost = self.remote.lost(self._store)
         if lost is not None:
             with self._state:
                 self._lost = lost

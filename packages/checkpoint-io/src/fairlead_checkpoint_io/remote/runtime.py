@@ -13,9 +13,9 @@ from lightning.fabric.plugins import CheckpointIO
 
 from fairlead.errors import CheckpointError, PluginError
 from fairlead.interfaces import BuildContext
+from fairlead_checkpoint_io.async_file_runtime import build_inner
 from fairlead_checkpoint_io.distributed_shards.ranks import Ranks
-from fairlead_checkpoint_io.inner import build_inner
-from fairlead_checkpoint_io.remote.config import RemoteCheckpointIOConfig
+from fairlead_checkpoint_io.remote import RemoteCheckpointIOConfig
 from fairlead_checkpoint_io.remote.mirror import Mirror
 from fairlead_runs import Fingerprint
 from fairlead_runs.checkpoint_io import DurableSaves, PlaceTensor, ShardedLoads, ShardedSaves
@@ -64,14 +64,14 @@ class RemoteCheckpointIO(CheckpointIO):
         self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any | None = None
     ) -> None:
         """Writes a local file through the inner backend, once there is room."""
-        self._make_room()
+        self._wait_for_space()
         self._inner.save_checkpoint(checkpoint, os.fspath(path), storage_options)
 
     def submit(
         self, checkpoint: dict[str, Any], path: str | os.PathLike[str], then: Callable[[FileHash | None], None]
     ) -> None:
         """Writes a local file once there is room, and calls `then`; see `fairlead.interfaces.DurableSaves`."""
-        self._make_room()
+        self._wait_for_space()
         if isinstance(self._inner, DurableSaves):
             self._inner.submit(checkpoint, path, then)
         else:
@@ -130,14 +130,14 @@ class RemoteCheckpointIO(CheckpointIO):
         return self._config.stop_wait_s
 
     def open(self, name: str, fingerprint: Fingerprint, *, new: bool = False) -> None:
-        """Looks at the run's place on the store; see the protocol."""
+        """Looks at the run's URL; see the protocol."""
         mirror = Mirror(self._config, self._store(f"{self._config.url.rstrip('/')}/{name}"))
-        mirror.open(fingerprint, new=new)
+        mirror.remote.check(fingerprint, new=new)
         self._mirror = mirror
 
     def fetch(self, run: Path) -> list[str]:
         """Brings what the run directory lacks; see the protocol."""
-        return self._opened().fetch(run)
+        return self._opened().remote.fetch(run)
 
     def begin(self, run: Path, start: int, event: Callable[..., None]) -> None:
         """This start uploads from now on; see the protocol."""
@@ -150,16 +150,16 @@ class RemoteCheckpointIO(CheckpointIO):
 
     def settle(self, timeout_s: float | None = None) -> str | None:
         """Waits for the uploads; see the protocol."""
-        return self._mirror.settle(timeout_s) if self._mirror is not None else None
+        return self._mirror.wait_uploaded(timeout_s) if self._mirror is not None else None
 
     def _opened(self) -> Mirror:
         if self._mirror is None:
             raise PluginError("the run was not opened", where="RemoteCheckpointIO", fix="call open() first")
         return self._mirror
 
-    def _make_room(self) -> None:
+    def _wait_for_space(self) -> None:
         if self._mirror is not None:
-            self._mirror.make_room()
+            self._mirror.wait_for_space()
 
     def _store(self, url: str) -> Store:
         return Store.open(url, self._config.storage_options, part_mib=self._config.part_mib)
@@ -168,7 +168,7 @@ class RemoteCheckpointIO(CheckpointIO):
 class RemoteShardsIO(RemoteCheckpointIO):
     """Around a backend that saves on all ranks together; then this is a `fairlead.interfaces.ShardedSaves`, too.
 
-    Only rank 0 knows the store.  The others wait while it makes room, and hear when there is none.
+    Only rank 0 knows the store.  The others wait while it waits for space, and hear when there is none.
 
     Args:
         config: The store, and how it is used.
@@ -199,7 +199,7 @@ class RemoteShardsIO(RemoteCheckpointIO):
         self.meet()
         if self._ranks is not None:
             try:
-                self._ranks.all_gather(self._make_room, "there is no room for another local checkpoint")
+                self._ranks.all_gather(self._wait_for_space, "there is no room for another local checkpoint")
             except CheckpointError as error:
                 error.where = os.fspath(path)
                 raise

@@ -12,9 +12,9 @@ from typing import Any
 from lightning.fabric.plugins import XLACheckpointIO
 
 from fairlead.interfaces import BuildContext
-from fairlead_checkpoint_io.base import FileCheckpointIOConfig
 from fairlead_checkpoint_io.files.snapshot import Snapshot, on_host
-from fairlead_checkpoint_io.torch_file.runtime import TorchFileCheckpointIO
+from fairlead_checkpoint_io.torch_file import FileCheckpointIOConfig
+from fairlead_checkpoint_io.torch_file_runtime import TorchFileCheckpointIO
 
 __all__ = ["XLAFileCheckpointIO", "build"]
 

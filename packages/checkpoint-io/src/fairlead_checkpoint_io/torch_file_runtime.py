@@ -11,10 +11,11 @@ from lightning.fabric.plugins import CheckpointIO
 
 from fairlead.errors import ConfigError
 from fairlead.interfaces import BuildContext
-from fairlead_checkpoint_io.base import FileCheckpointIOConfig
 from fairlead_checkpoint_io.files.reading import read_sharded, read_state
 from fairlead_checkpoint_io.files.snapshot import Snapshot, on_host
-from fairlead_checkpoint_io.files.writing import local_path, unsafe_globals, write_state
+from fairlead_checkpoint_io.files.trust import unsafe_globals
+from fairlead_checkpoint_io.files.writing import local_path, write_state
+from fairlead_checkpoint_io.torch_file import FileCheckpointIOConfig
 from fairlead_runs.checkpoint_io import PlaceTensor
 from fairlead_runs.commit import FileHash, Syscalls
 from fairlead_runs.commit.checkpoints import to_trash
@@ -61,7 +62,7 @@ class TorchFileCheckpointIO(CheckpointIO):
         snapshot = self._on_host(checkpoint)
         self._digest = write_state(snapshot.state, target)
         if snapshot.foreign:
-            names = [n for n in unsafe_globals(target) if n not in self._config.safe_globals]
+            names = unsafe_globals(target, self._config.safe_globals)
             if not self._warned.issuperset(names):
                 self._warned.update(names)
                 log.warning(

@@ -1,24 +1,31 @@
-"""What the backend `xla` contributes."""
+"""The backend `xla`: as `torch`, for tensors on TPUs."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Literal
 
 from fairlead.axes import CheckpointIOPlugin
 from fairlead.capabilities import Capability
 from fairlead.findings import Inexact
 from fairlead.hookspecs import hookimpl
 from fairlead.resolution import Resolution
-from fairlead_checkpoint_io.xla_file.config import XLACheckpointIOConfig
+from fairlead_checkpoint_io.torch_file import FileCheckpointIOConfig
 
-__all__ = ["XLAFile", "xla_file"]
+__all__ = ["XLACheckpointIOConfig", "XLAFile", "xla_file"]
+
+
+class XLACheckpointIOConfig(FileCheckpointIOConfig):
+    """As `torch`; tensors are first moved from the TPU to host memory by torch_xla, all at once."""
+
+    name: Literal["xla"] = "xla"
 
 
 class XLAFile(CheckpointIOPlugin):
     """The backend for XLA strategies."""
 
     config = XLACheckpointIOConfig
-    runtime = "fairlead_checkpoint_io.xla_file.runtime:build"
+    runtime = "fairlead_checkpoint_io.xla_file_runtime:build"
     aliases = ("XLACheckpointIOPlugin",)
     engines = ("torch>=2.13", "lightning>=2.6.6,<2.7", "torch-xla>=2.9")
     extra = "xla"

@@ -19,16 +19,16 @@ from typing import IO, Any, Final, cast
 import torch
 from zlib_ng import zlib_ng
 
-from fairlead_checkpoint_io.files.memory import use_huge_pages
+from fairlead_checkpoint_io.files.host_buffers import use_huge_pages
 
-__all__ = ["Archive"]
+__all__ = ["ArchiveReader"]
 
 _PIECE: Final = 1 << 22
 _FOLDER: Final = 0x10  # of MS-DOS's attributes
 _LOCAL_HEADER: Final = struct.Struct("<26xHH")  # its last two numbers: the lengths of the name and of what follows it
 
 
-class Archive(io.RawIOBase):
+class ArchiveReader(io.RawIOBase):
     """The file as `torch.load` wants it; for use in one thread.
 
     Args:
@@ -40,7 +40,7 @@ class Archive(io.RawIOBase):
         OSError: It cannot be read.
 
     Example:
-        >>> with Archive(Path("state.ckpt")) as archive:                         # doctest: +SKIP
+        >>> with ArchiveReader(Path("state.ckpt")) as archive:                         # doctest: +SKIP
         ...     state = archive.load(weights_only=True)
         ...     damaged = archive.damaged_record()
     """

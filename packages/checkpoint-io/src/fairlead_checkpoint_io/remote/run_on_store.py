@@ -1,4 +1,4 @@
-"""A run's place on a store: whose it is, and what lies there besides the checkpoints."""
+"""A run as it is kept on a store: which start owns it, and what is there besides the checkpoints."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fairlead_runs.commit import newest_complete
 from fairlead_runs.remote import RemoteCheckpoint, Retries, Store, list_checkpoints
 from fairlead_runs.remote.downloading import newest_sound
 
-__all__ = ["Place", "save_records"]
+__all__ = ["RunOnStore", "save_records"]
 
 _GIB: Final = 1 << 30
 _OWNER: Final = "owner.json"
@@ -26,11 +26,11 @@ _AT_START: Final = 4  # tries while a person may be waiting
 _ELSEWHERE: Final = "set another run.name, or another trainer.checkpoint_io.url"
 
 
-class Place:
-    """Belongs to the start that claimed it last.
+class RunOnStore:
+    """It belongs to the start that claimed it last.
 
     Args:
-        store: The run's place on it.
+        store: Opened at the run's URL.
         retries: How often a request is tried; at a start, while a person may be waiting, a few times at most.
     """
 
@@ -40,10 +40,10 @@ class Place:
         self._nonce = secrets.token_hex(8)
 
     def check(self, fingerprint: Fingerprint, *, new: bool) -> None:
-        """Looks whose it is.
+        """Refuses what belongs to another run.
 
         Raises:
-            FingerprintError: Another run's, or, for a new run, anybody's.
+            FingerprintError: It is another run's; or `new` was asked for, and there is one already.
             CheckpointError: The store refuses, or does not answer.
         """
         content = self._patient.read(_FINGERPRINT)
@@ -58,14 +58,14 @@ class Place:
             ) from None
         if new:
             raise FingerprintError(
-                "the place on the store holds a run already",
+                "the URL holds a run already",
                 where=self._url,
                 why="--resume never",
                 fix=_ELSEWHERE,
             )
         if stored.digest != fingerprint.digest:
             raise FingerprintError(
-                "the place on the store belongs to a run with other settings",
+                "the URL belongs to a run with other settings",
                 where=self._url,
                 why="\n".join(str(difference) for difference in stored.differences(fingerprint)[:20]),
                 fix=f"take the changes back to continue it; {_ELSEWHERE}",
@@ -75,7 +75,7 @@ class Place:
         """Downloads the newest sound checkpoint, if it is newer than the newest complete one here, and the records.
 
         Returns:
-            What the user should be told.
+            What to say to the user.
 
         Raises:
             CheckpointError: The store refuses or does not answer, or the disk refuses.
@@ -95,7 +95,7 @@ class Place:
         return said
 
     def claim(self, run: Path, start: int) -> list[RemoteCheckpoint]:
-        """Takes it for this start; gives the complete checkpoints that are there.
+        """Makes this start its owner; gives the complete checkpoints that are there.
 
         Raises:
             CheckpointError: The store refuses, or does not answer: known before anything is computed.
@@ -109,7 +109,7 @@ class Place:
         """Why nothing of this start may be written any more: another one has begun, perhaps on another machine.
 
         Args:
-            store: The same place, with the patience of the uploads.
+            store: The same one, with the retries of the uploads.
 
         Raises:
             CheckpointError: The store refuses, or does not answer.

@@ -1,4 +1,4 @@
-"""The local copies: how much they take, and which may go because the store has them."""
+"""Which local checkpoints may be deleted, because the store has them, and when."""
 
 from __future__ import annotations
 
@@ -10,19 +10,7 @@ from fairlead_runs.commit import Checkpoint, RetentionPolicy, Syscalls, best, is
 from fairlead_runs.commit.checkpoints import to_trash
 from fairlead_runs.commit.files import disk_error, remove_tree
 
-__all__ = ["evict", "readable"]
-
-
-def readable(root: Path) -> list[Checkpoint]:
-    """The local checkpoints whose manifest is sound, the oldest first."""
-    found = []
-    for checkpoint in list_checkpoints(root):
-        try:
-            _ = checkpoint.order
-        except CheckpointError:
-            continue  # damaged: `newest_complete` reports it
-        found.append(checkpoint)
-    return sorted(found, key=lambda item: item.order)
+__all__ = ["evict"]
 
 
 def evict(root: Path, limit: int, uploaded: Collection[str], policy: RetentionPolicy | None) -> tuple[int, list[str]]:
@@ -41,7 +29,7 @@ def evict(root: Path, limit: int, uploaded: Collection[str], policy: RetentionPo
     Raises:
         CheckpointError: Something cannot be deleted.
     """
-    there = readable(root)
+    there = _readable(root)
     stay = {there[-1].name} if there else set()
     if policy is not None and policy.metric is not None:
         stay.update(item.name for item in best(there, policy.metric, policy.mode)[:1])
@@ -59,3 +47,15 @@ def evict(root: Path, limit: int, uploaded: Collection[str], policy: RetentionPo
                 raise disk_error(error, "cannot delete a local copy", item.path) from error
             missing -= size[item.name]
     return max(0, missing), [item.name for item in movable if item.name not in uploaded]
+
+
+def _readable(root: Path) -> list[Checkpoint]:
+    """The local checkpoints whose manifest is sound, the oldest first."""
+    found = []
+    for checkpoint in list_checkpoints(root):
+        try:
+            _ = checkpoint.order
+        except CheckpointError:
+            continue  # damaged: `newest_complete` reports it
+        found.append(checkpoint)
+    return sorted(found, key=lambda item: item.order)

@@ -1,61 +1,39 @@
-"""Optimizer state by numbers, as torch and plain Lightning have it, and by parameter names, as sharded files do."""
+"""Which parameter each number of an optimizer's state is: plain Lightning has numbers, sharded files have names."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import torch
 
 from fairlead.errors import CheckpointError
 
-__all__ = ["by_name", "by_number"]
+__all__ = ["parameter_names"]
 
 _BUFFERS: Final = ("running_mean", "running_var", "num_batches_tracked")
 _LIKE_PARAMETER: Final = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg", "sum")
 
 
-def by_number(state: Mapping[str, Any]) -> dict[str, Any]:
-    """An optimizer's state with its parameters numbered in the order of its groups.
+def parameter_names(state: Mapping[str, Any], weights: Mapping[str, Any], *, where: str) -> list[str]:
+    """The names of an optimizer's parameters, in the order of its groups.
 
-    Raises:
-        CheckpointError: It has state for a parameter that is in none of its groups.
-    """
-    groups = state.get("param_groups", [])
-    numbers = {name: number for number, name in enumerate(name for group in groups for name in group["params"])}
-    states = state.get("state", {})
-    if lost := sorted(str(name) for name in states if name not in numbers):
-        raise CheckpointError("an optimizer has state of parameters that it does not train", why=", ".join(lost[:8]))
-    ordered = sorted(states, key=lambda name: numbers[name])
-    return {
-        "state": {numbers[name]: states[name] for name in ordered},
-        "param_groups": [{**group, "params": [numbers[name] for name in group["params"]]} for group in groups],
-    }
-
-
-def by_name(state: Mapping[str, Any], weights: Mapping[str, Any], *, where: str) -> dict[str, Any]:
-    """An optimizer's state with the parameters' names instead of numbers.
-
-    The names are those the optimizer recorded (it was given `named_parameters()`); else those of the weights in
-    their order, where numbers and shapes leave no doubt.
+    They are those the optimizer recorded (it was given `named_parameters()`); else those of the weights in their
+    order, where numbers and shapes leave no doubt.
 
     Raises:
         CheckpointError: There is doubt.
     """
     groups = state["param_groups"]
-    names = dict(_recorded(groups))
     numbers = [number for group in groups for number in group["params"]]
-    if len(names) != len(numbers):
-        names = _in_order(state, groups, numbers, weights, where)
-    return {
-        "state": {names[number]: value for number, value in state["state"].items()},
-        "param_groups": [{**group, "params": [names[number] for number in group["params"]]} for group in groups],
+    recorded = {
+        number: name
+        for group in groups
+        for number, name in zip(group["params"], group.get("param_names", ()), strict=False)
     }
-
-
-def _recorded(groups: Sequence[Mapping[str, Any]]) -> Iterator[tuple[int, str]]:
-    for group in groups:
-        yield from zip(group["params"], group.get("param_names", ()), strict=False)
+    if len(recorded) == len(numbers):
+        return [recorded[number] for number in numbers]
+    return _in_order(state, groups, numbers, weights, where)
 
 
 def _in_order(
@@ -64,7 +42,7 @@ def _in_order(
     numbers: Sequence[int],
     weights: Mapping[str, Any],
     where: str,
-) -> dict[int, str]:
+) -> list[str]:
     parameters = _parameters(weights)
     if len(groups) != 1:
         raise _doubt(where, f"its parameters are in {len(groups)} groups, whose order is not that of the model")
@@ -77,7 +55,7 @@ def _in_order(
             shape = parameters[names[number]].shape
             if isinstance(held, torch.Tensor) and held.shape != shape:
                 raise _doubt(where, f"{names[number]} is {list(shape)}, but number {number} is {list(held.shape)}")
-    return names
+    return list(parameters)
 
 
 def _parameters(weights: Mapping[str, Any]) -> dict[str, torch.Tensor]:
@@ -89,10 +67,10 @@ def _parameters(weights: Mapping[str, Any]) -> dict[str, torch.Tensor]:
             continue
         if name.rpartition(".")[2] in _BUFFERS:
             continue
-        place = (value.data_ptr(), value.shape, value.stride())
-        if value.numel() and place in seen:
+        memory = (value.data_ptr(), value.shape, value.stride())
+        if value.numel() and memory in seen:
             continue
-        seen.add(place)
+        seen.add(memory)
         found[name] = value
     return found
 

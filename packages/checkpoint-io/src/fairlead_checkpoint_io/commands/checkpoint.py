@@ -1,16 +1,43 @@
-"""The arguments of `fairlead checkpoint` and its subcommands."""
+"""The command `checkpoint`: its arguments, and which module runs each subcommand, if what that needs is installed."""
 
 from __future__ import annotations
 
 import argparse
-from typing import Final
+import pkgutil
+from typing import TYPE_CHECKING, Final
 
-__all__ = ["TARGETS", "checkpoint_arguments"]
+from fairlead.axes import CommandPlugin
+from fairlead.errors import MissingDependencyError
+
+if TYPE_CHECKING:
+    from fairlead.cli.session import Session
+
+__all__ = ["TARGETS", "checkpoint", "checkpoint_arguments", "run_checkpoint"]
+
+checkpoint = CommandPlugin(
+    "checkpoint",
+    "list, verify, compare, convert and export checkpoints",
+    arguments="fairlead_checkpoint_io.commands.checkpoint:checkpoint_arguments",
+    runtime="fairlead_checkpoint_io.commands.checkpoint:run_checkpoint",
+    group="checkpoints",
+)
+
+_TORCH: Final = "torch>=2.13,<3"
+_SAFETENSORS: Final = "safetensors>=0.5,<1"
+_RUNTIMES: Final[dict[str, tuple[str, tuple[str, ...]]]] = {
+    "ls": ("ls:run", ()),
+    "verify": ("verify:run", ()),
+    "diff": ("diff:run", (_TORCH,)),
+    "convert": ("convert:run", (_TORCH, _SAFETENSORS)),
+    "consolidate": ("convert:run_consolidate", (_TORCH,)),
+    "export": ("export:run", (_TORCH, _SAFETENSORS)),
+}
+"""The module and function of each subcommand, and what it needs."""
 
 TARGETS: Final = ("torch", "distributed", "safetensors")
 """What `convert` writes."""
 
-_PLACE: Final = "a run directory, its checkpoints/ folder, or one checkpoint; or the URL of a run or checkpoint"
+_PATH: Final = "a run directory, its checkpoints/ folder, or one checkpoint; or the URL of a run or checkpoint"
 _ONE: Final = "a checkpoint: its folder, file or URL; of a run directory, the newest complete one"
 
 
@@ -20,11 +47,11 @@ def checkpoint_arguments(parser: argparse.ArgumentParser) -> None:
         dest="action", metavar="ls|verify|diff|convert|consolidate|export", required=True, help="what to do"
     )
     ls = _action(actions, "ls", "all checkpoints of a run: step, metrics, size, whether each is complete")
-    ls.add_argument("path", metavar="PATH", nargs="?", default=".", help=f"{_PLACE} (default: the working directory)")
+    ls.add_argument("path", metavar="PATH", nargs="?", default=".", help=f"{_PATH} (default: the working directory)")
 
     verify = _action(actions, "verify", "compare sizes and checksums with the manifests; damage is exit code 1")
     verify.add_argument(
-        "path", metavar="PATH", nargs="?", default=".", help=f"{_PLACE} (default: the working directory)"
+        "path", metavar="PATH", nargs="?", default=".", help=f"{_PATH} (default: the working directory)"
     )
     verify.add_argument("--newest", action="store_true", help="only the newest checkpoint of the run")
     verify.add_argument(
@@ -78,3 +105,21 @@ def _trust(parser: argparse.ArgumentParser) -> None:
 def _writes(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--overwrite", action="store_true", help="replace what is there")
     _trust(parser)
+
+
+def run_checkpoint(arguments: argparse.Namespace, session: Session) -> int:
+    """Runs one subcommand and returns its exit code.
+
+    Raises:
+        MissingDependencyError: It needs torch or another engine that is not installed here.
+    """
+    runtime, engines = _RUNTIMES[arguments.action]
+    missing = [engine for engine in engines if not session.plugins.is_installed(engine)]
+    if missing:
+        raise MissingDependencyError(
+            f"fairlead checkpoint {arguments.action} needs {', '.join(missing)}",
+            why="`ls` and `verify` work without",
+            fix="pip install 'fairlead[lightning]'",
+        )
+    code: int = pkgutil.resolve_name(f"fairlead_checkpoint_io.commands.{runtime}")(arguments, session)
+    return code

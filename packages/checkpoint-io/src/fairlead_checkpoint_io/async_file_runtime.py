@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import os
+import pkgutil
 from collections.abc import Callable
 from typing import Any
 
 from lightning.fabric.plugins import CheckpointIO
 
+from fairlead.bases import CheckpointIOConfigBase
+from fairlead.errors import PluginError
 from fairlead.interfaces import BuildContext
-from fairlead_checkpoint_io.async_file.config import AsyncCheckpointIOConfig
+from fairlead_checkpoint_io.async_file import AsyncCheckpointIOConfig
 from fairlead_checkpoint_io.files.background import Background
 from fairlead_checkpoint_io.files.snapshot import copied
 from fairlead_checkpoint_io.files.writing import local_path
-from fairlead_checkpoint_io.inner import build_inner
-from fairlead_checkpoint_io.torch_file.runtime import refuse_options
+from fairlead_checkpoint_io.torch_file_runtime import refuse_options
 from fairlead_runs.checkpoint_io import DurableSaves, PlaceTensor, ShardedLoads
 from fairlead_runs.commit import FileHash
 
-__all__ = ["AsyncFileCheckpointIO", "build"]
+__all__ = ["AsyncFileCheckpointIO", "build", "build_inner"]
 
 
 def build(config: AsyncCheckpointIOConfig, context: BuildContext) -> AsyncFileCheckpointIO:
@@ -27,8 +29,23 @@ def build(config: AsyncCheckpointIOConfig, context: BuildContext) -> AsyncFileCh
     Raises:
         MissingDependencyError: The engine of the inner backend is not installed.
     """
-    inner = build_inner(config.inner, context)
-    return AsyncFileCheckpointIO(inner, max_in_flight=config.max_in_flight)
+    return AsyncFileCheckpointIO(build_inner(config.inner, context), max_in_flight=config.max_in_flight)
+
+
+def build_inner(config: CheckpointIOConfigBase, context: BuildContext) -> CheckpointIO:
+    """The runtime of the backend in the field `inner` of another one.
+
+    Raises:
+        MissingDependencyError: Its engine is not installed.
+        PluginError: It has no runtime.
+    """
+    where = "trainer.checkpoint_io.inner"
+    plugin = context.plugins.of(config)
+    context.plugins.require_engines("checkpoint_io", config.name, where=where)
+    if plugin.runtime is None:
+        raise PluginError(f"the checkpoint_io {config.name!r} has no runtime", where=where)
+    runtime: CheckpointIO = pkgutil.resolve_name(plugin.runtime)(config, context)
+    return runtime
 
 
 class AsyncFileCheckpointIO(CheckpointIO):
@@ -72,7 +89,7 @@ class AsyncFileCheckpointIO(CheckpointIO):
             raise
 
         def write() -> None:
-            arena.settle()
+            arena.synchronize()
             if isinstance(self._inner, DurableSaves):
                 self._inner.submit(state, target, then)
                 self._inner.wait()

@@ -1,7 +1,7 @@
 """Copies from GPUs that go on while the next step computes.
 
 Only the states of optimizers are copied so, most of what Adam's checkpoints hold: nothing but the step of their
-optimizer changes them, so that one place is enough to hold it.  Weights and buffers may be changed by any callback
+optimizer changes them, so that one hook is enough to hold it.  Weights and buffers may be changed by any callback
 or forward; the GPU copies those before it computes anything else.
 """
 
@@ -18,11 +18,11 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
-__all__ = ["Beside", "storages_of"]
+__all__ = ["OverlappedCopies", "storages_of"]
 
 
-class Beside:
-    """A stream beside the steps for each GPU; an optimizer that would overwrite what is being copied is held.
+class OverlappedCopies:
+    """A second stream for each GPU; an optimizer that would overwrite what is being copied is held.
 
     It learns of an optimizer when that makes a step, so the first save knows none.  The host is never held: the
     GPU waits, in front of the update, behind the forward and backward of the step.
@@ -70,7 +70,7 @@ class Beside:
             self._hook = None
 
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A closure computes before it is updated, as Lightning's does: the update alone is held."""
+        """A closure computes before it is updated, as Lightning's does: only the update is held."""
         self._optimizers.add(optimizer)
         if not self._copies:
             return None

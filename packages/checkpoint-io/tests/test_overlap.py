@@ -15,12 +15,12 @@ from lightning.pytorch import LightningModule, Trainer
 from torch.utils.data import DataLoader
 
 from fairlead_checkpoint_io import TorchCheckpointIOConfig
-from fairlead_checkpoint_io.async_file.runtime import AsyncFileCheckpointIO
-from fairlead_checkpoint_io.files.beside import Beside, storages_of
-from fairlead_checkpoint_io.torch_file.runtime import TorchFileCheckpointIO
+from fairlead_checkpoint_io.async_file_runtime import AsyncFileCheckpointIO
+from fairlead_checkpoint_io.files.overlap import OverlappedCopies, storages_of
+from fairlead_checkpoint_io.torch_file_runtime import TorchFileCheckpointIO
 
 
-class Noting(Beside):
+class Noting(OverlappedCopies):
     """Notes the weights and gradients at the moment of the hold, in place of making a GPU wait."""
 
     def __init__(self, weight: torch.Tensor) -> None:
@@ -45,28 +45,28 @@ def weight() -> torch.Tensor:
 
 
 @pytest.fixture
-def beside(weight: torch.Tensor) -> Iterator[Noting]:
+def copies(weight: torch.Tensor) -> Iterator[Noting]:
     noting = Noting(weight)
     yield noting
     noting.end()
 
 
-def test_an_update_is_held_once_and_later_ones_are_not(weight: torch.Tensor, beside: Noting) -> None:
+def test_an_update_is_held_once_and_later_ones_are_not(weight: torch.Tensor, copies: Noting) -> None:
     optimizer = torch.optim.SGD([weight], lr=0.5)
     weight.grad = torch.tensor(1.0)
     optimizer.step()  # nobody watches yet
-    beside.save()
+    copies.save()
     optimizer.step()
     optimizer.step()
-    assert beside.held == [(0.5, 1.0)]
-    beside.save()
-    beside.end()
+    assert copies.held == [(0.5, 1.0)]
+    copies.save()
+    copies.end()
     optimizer.step()
-    assert len(beside.held) == 1
+    assert len(copies.held) == 1
 
 
 @pytest.mark.parametrize("positional", [True, False])
-def test_a_closure_computes_before_its_update_is_held(weight: torch.Tensor, beside: Noting, positional: bool) -> None:
+def test_a_closure_computes_before_its_update_is_held(weight: torch.Tensor, copies: Noting, positional: bool) -> None:
     optimizer = torch.optim.SGD([weight], lr=0.5)
 
     def closure() -> torch.Tensor:
@@ -75,10 +75,10 @@ def test_a_closure_computes_before_its_update_is_held(weight: torch.Tensor, besi
         loss.backward()  # type: ignore[no-untyped-call]
         return loss
 
-    beside.save()
+    copies.save()
     loss = optimizer.step(closure) if positional else optimizer.step(closure=closure)
     assert loss == 3.0
-    assert beside.held == [(1.0, 3.0)]  # the gradient is there, the weight is not updated
+    assert copies.held == [(1.0, 3.0)]  # the gradient is there, the weight is not updated
     assert weight.item() == -0.5
 
 

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import ctypes
+import sys
+from typing import Final
+
 import torch
 
-from fairlead_checkpoint_io.files.beside import Beside
-from fairlead_checkpoint_io.files.memory import use_huge_pages
+from fairlead_checkpoint_io.files.overlap import OverlappedCopies
 
-__all__ = ["Arena", "HostBuffers"]
+__all__ = ["Arena", "HostBuffers", "use_huge_pages"]
+
+_HUGE: Final = 2 << 20
+_MADV_HUGEPAGE: Final = 14
+_LIBC: Final = ctypes.CDLL(None)
 
 
 class Arena:
@@ -15,12 +22,12 @@ class Arena:
 
     Args:
         pin: Page-lock what is copied from a GPU: faster, but slow to allocate, so only for what is reused.
-        beside: What may be copied while the next step computes; None: nothing.
+        overlap: What may be copied while the next step computes; None: nothing.
     """
 
-    def __init__(self, *, pin: bool, beside: Beside | None = None) -> None:
+    def __init__(self, *, pin: bool, overlap: OverlappedCopies | None = None) -> None:
         self._pin = pin
-        self._beside = beside
+        self._overlap = overlap
         self._free: dict[tuple[int, bool], list[torch.UntypedStorage]] = {}
         self._used: list[tuple[tuple[int, bool], torch.UntypedStorage]] = []
         self._streams: set[torch.cuda.Stream] = set()
@@ -28,11 +35,11 @@ class Arena:
 
     def begin(self) -> None:
         """A save begins."""
-        if self._beside is not None:
-            self._beside.begin()
+        if self._overlap is not None:
+            self._overlap.begin()
 
     def copy(self, source: torch.UntypedStorage) -> torch.UntypedStorage:
-        """The bytes of a CPU or CUDA storage in a buffer; valid after `settle`."""
+        """The bytes of a CPU or CUDA storage in a buffer; valid after `synchronize`."""
         on_gpu = source.device.type == "cuda"
         key = (source.nbytes(), on_gpu and self._pin)
         idle = self._free.get(key)
@@ -49,12 +56,12 @@ class Arena:
         for stream in self._streams:
             event = stream.record_event()
             self._copies.append(event)
-            if self._beside is not None:
-                self._beside.hold(event)
+            if self._overlap is not None:
+                self._overlap.hold(event)
         self._streams.clear()
         self._free.clear()
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         """Waits for copies from GPUs, in whichever thread needs the bytes."""
         for event in self._copies:
             event.synchronize()
@@ -63,7 +70,7 @@ class Arena:
     def release(self) -> None:
         """Makes the buffers free for the next save; what was copied into them is no longer valid."""
         self.seal()
-        self.settle()
+        self.synchronize()
         for key, buffer in self._used:
             self._free.setdefault(key, []).append(buffer)
         self._used.clear()
@@ -74,13 +81,13 @@ class Arena:
         return sum(key[0] for key, _ in self._used) + sum(key[0] * len(held) for key, held in self._free.items())
 
     def _from_gpu(self, target: torch.Tensor, source: torch.UntypedStorage) -> None:
-        beside = self._beside.stream(source) if self._beside is not None else None
-        stream = beside or torch.cuda.current_stream(source.device)
+        side = self._overlap.stream(source) if self._overlap is not None else None
+        stream = side or torch.cuda.current_stream(source.device)
         memory = _as_bytes(source)
         with torch.cuda.stream(stream):
             target.copy_(memory, non_blocking=True)
-        if beside is not None:
-            memory.record_stream(beside)  # the state may be freed before it is copied
+        if side is not None:
+            memory.record_stream(side)  # the state may be freed before it is copied
         self._streams.add(stream)
 
 
@@ -89,14 +96,14 @@ class HostBuffers:
 
     def __init__(self) -> None:
         self._idle: list[Arena] = []
-        self._beside = Beside()
+        self._overlap = OverlappedCopies()
 
     def take(self) -> Arena:
         """An arena that no save uses."""
         try:
             return self._idle.pop()
         except IndexError:
-            return Arena(pin=True, beside=self._beside)
+            return Arena(pin=True, overlap=self._overlap)
 
     def give(self, arena: Arena) -> None:
         """Takes an arena back, when its save has ended."""
@@ -106,7 +113,7 @@ class HostBuffers:
     def close(self) -> None:
         """Frees what no save uses, and watches no steps any more."""
         self._idle.clear()
-        self._beside.end()
+        self._overlap.end()
 
     @property
     def nbytes(self) -> int:
@@ -123,3 +130,18 @@ def _allocate(nbytes: int, pinned: bool) -> torch.UntypedStorage:
 
 def _as_bytes(storage: torch.UntypedStorage) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def use_huge_pages(address: int, nbytes: int) -> None:
+    """Asks Linux to back memory by pages of 2 MiB when it is first written; elsewhere nothing happens.
+
+    Most of the cost of large memory that is written for the first time are page faults, one for each page.  This is
+    advice: a kernel without transparent huge pages, or with none left, uses small ones.
+
+    Args:
+        address: Of the first byte.
+        nbytes: The size in bytes; whole huge pages inside it are meant.
+    """
+    begin, end = -(-address // _HUGE) * _HUGE, (address + nbytes) // _HUGE * _HUGE
+    if begin < end and sys.platform == "linux":
+        _LIBC.madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), _MADV_HUGEPAGE)

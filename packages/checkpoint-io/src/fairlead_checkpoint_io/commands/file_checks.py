@@ -1,0 +1,105 @@
+"""What `fairlead checkpoint verify` does with one file, and how far it is."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+import zipfile
+from pathlib import Path
+from typing import IO, Any, Final
+
+from fairlead_checkpoint_io.commands.sources import size_text
+from fairlead_runs.commit import Syscalls, hash_file
+from fairlead_runs.commit.hashing import FileHash
+
+__all__ = ["ProgressReader", "archive_problem", "file_problem", "safetensors_problem"]
+
+_CHUNK: Final = 4 << 20
+_REDRAW_S: Final = 0.1
+_WIDTH: Final = 30
+
+
+class ProgressReader(Syscalls):
+    """Counts what is read, for the progress bar.
+
+    Args:
+        total: Bytes in all.
+        stream: A terminal; None: no bar.
+    """
+
+    def __init__(self, total: int, stream: IO[str] | None) -> None:
+        self._total, self._stream = total, stream
+        self._done, self._drawn = 0, 0.0
+        self._lock = threading.Lock()
+
+    def readinto(self, fd: int, buffer: memoryview) -> int:
+        """As `Syscalls.readinto`."""
+        count = super().readinto(fd, buffer)
+        self.add(count)
+        return count
+
+    def add(self, count: int) -> None:
+        """Counts bytes; redraws a bar on a terminal, ten times a second at most."""
+        with self._lock:
+            self._done += count
+            now = time.monotonic()
+            if self._stream is not None and now - self._drawn >= _REDRAW_S:
+                self._drawn = now
+                part = min(1.0, self._done / self._total) if self._total else 1.0
+                bar = "#" * int(part * _WIDTH)
+                done = f"{size_text(self._done)} of {size_text(self._total)}"
+                print(f"\r[{bar:<{_WIDTH}}] {part:4.0%} {done} ", end="", file=self._stream, flush=True)
+
+    def close_bar(self) -> None:
+        """Takes the bar off the terminal."""
+        if self._stream is not None:
+            print(f"\r{'':<{_WIDTH + 40}}\r", end="", file=self._stream, flush=True)
+
+
+def file_problem(path: Path, expected: FileHash, reader: ProgressReader) -> str | None:
+    """How a file differs from what the manifest says; None: it does not."""
+    try:
+        size = path.stat().st_size
+        if size != expected.size:
+            reader.add(expected.size)
+            return f"{size} bytes, should be {expected.size}"
+        if hash_file(path, expected.algorithm, syscalls=reader) != expected:
+            return f"its {expected.algorithm} checksum is wrong: the content has changed"
+    except FileNotFoundError:
+        return "missing"
+    except OSError as error:
+        return f"cannot be read: {error.strerror}"
+    return None
+
+
+def archive_problem(path: Path, reader: ProgressReader) -> str | None:
+    """The first record of a file of torch.save whose checksum is wrong; None: there is none."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            for info in archive.infolist():
+                try:
+                    with archive.open(info) as record:
+                        while chunk := record.read(_CHUNK):
+                            reader.add(len(chunk))
+                except (zipfile.BadZipFile, NotImplementedError, EOFError):
+                    return f"its record {info.filename} does not match its checksum"
+    except (zipfile.BadZipFile, NotImplementedError) as error:
+        return str(error)
+    except OSError as error:
+        return f"cannot be read: {error.strerror or error}"
+    return None
+
+
+def safetensors_problem(path: Path) -> str | None:
+    """How the size of a file of safetensors differs from what its header says; None: it does not."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        try:
+            header: dict[str, Any] = json.loads(file.read(length))
+            ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
+            wanted = 8 + length + max(ends, default=0)
+        except (ValueError, KeyError, TypeError, IndexError):
+            return "its header is damaged"
+    return None if size == wanted else f"{size} bytes, should be {wanted}"

@@ -1,1 +1,0 @@
-"""The backend `torch`: one file, written before the save returns."""

@@ -1,1 +1,0 @@
-"""The backend `xla`: as `torch`, for tensors on TPUs."""
