@@ -72,8 +72,13 @@ def run(session: nox.Session, *command: str, **environ: str) -> None:
     session.run(str(ENV / "bin" / command[0]), *command[1:], env=environ, external=True)
 
 
+SLOWEST = ("--durations=10", "--durations-min=5")
+"""`.ci/run` collects what pytest then prints."""
+
+
 def pytest(session: nox.Session, *arguments: str) -> None:
-    run(session, "python", "-m", "pytest", *arguments, *session.posargs, FAIRLEAD_RAN=str(RAN / session.name))
+    environ = {"FAIRLEAD_RAN": str(RAN / session.name)}
+    run(session, "python", "-m", "pytest", *SLOWEST, *arguments, *session.posargs, **environ)
 
 
 def build_into(session: nox.Session, folder: Path) -> None:
@@ -110,7 +115,7 @@ def tests(session: nox.Session, package: str) -> None:
 def tests_core(session: nox.Session) -> None:
     """The core's unit tests on the other interpreters, in an environment without torch."""
     install(session, *group("test"), *editable("core"))
-    session.run("pytest", "packages/core/tests", "-n", "2", *session.posargs)
+    session.run("pytest", *SLOWEST, "packages/core/tests", "-n", "2", *session.posargs)
 
 
 @nox.session
@@ -120,7 +125,7 @@ def minimums(session: nox.Session) -> None:
     oldest = [re.sub(r">=([^,]+).*", r"==\1", requirement) for requirement in project["dependencies"]]
     # The pins name the newest versions, so they cannot hold here.
     install(session, *group("test"), *oldest, *editable("core"), env={"PIP_CONSTRAINT": ""})
-    session.run("pytest", "packages/core/tests", "-n", "2", *session.posargs)
+    session.run("pytest", *SLOWEST, "packages/core/tests", "-n", "2", *session.posargs)
 
 
 @nox.session(venv_backend="none", requires=["env"])
@@ -142,7 +147,7 @@ def huggingface(session: nox.Session) -> None:
     install(session, *group("test", "huggingface"), *(part for p in ("core", "distributed") for part in editable(p)),
             "-e", "packages/hpc-signals[run]")  # fmt: skip
     ran = {"FAIRLEAD_RAN": str(RAN / session.name)}
-    session.run("pytest", "integration_tests/huggingface", *session.posargs, env=ran)
+    session.run("pytest", *SLOWEST, "integration_tests/huggingface", *session.posargs, env=ran)
 
 
 @nox.session(
@@ -172,13 +177,18 @@ def types(session: nox.Session) -> None:
     homes = [*ROOT.glob("packages/*"), *ROOT.glob("examples/plugins/*")]
     sources = sorted(str((home / "src").relative_to(ROOT)) for home in homes if (home / "src").exists())
     targets = [name for name in ("integration_tests", "benchmarks", "examples") if (ROOT / name).exists()]
-    # Each folder of tests by itself: two may have a conftest.
-    apart = sorted(str((home / "tests").relative_to(ROOT)) for home in homes if any(home.glob("tests/*.py")))
+    # Folders of tests together as far as no two have a module of the same name, as of a conftest: a run has its price.
+    apart: list[dict[str, str]] = []
+    for folder in sorted(home / "tests" for home in homes if any(home.glob("tests/*.py"))):
+        modules = {path.stem: str(folder.relative_to(ROOT)) for path in folder.glob("*.py")}
+        room = next((one for one in apart if not one.keys() & modules.keys()), None)
+        apart.append(modules) if room is None else room.update(modules)
     skip = ["--exclude", r"/tests/"]
     ours = [source for source in sources if "examples" not in source]  # the examples' are found in `examples`
     run(session, "mypy", *ours, *targets, "noxfile.py", *skip, *session.posargs, MYPYPATH=os.pathsep.join(sources))
-    for folder in apart:
-        run(session, "mypy", folder, *session.posargs, MYPYPATH=os.pathsep.join([*sources, folder]))
+    for modules in apart:
+        folders = sorted(set(modules.values()))
+        run(session, "mypy", *folders, *session.posargs, MYPYPATH=os.pathsep.join([*sources, *folders]))
 
 
 @nox.session(venv_backend="none", requires=["env"])

@@ -15,6 +15,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from fairlead_distributed.forkserver import ForkedProcess, start_variables
+from integration_tests.forked import fork
+
 FAIRLEAD = str(Path(sys.executable).parent / "fairlead")
 MARKER = "FAIRLEAD_TEST_MARKER"
 LIMIT_S = 180.0  # only against a test that would hang for ever
@@ -182,7 +185,7 @@ class Call:
 class Running:
     """A command that runs in a process group of its own, as from a terminal."""
 
-    process: subprocess.Popen[str]
+    process: subprocess.Popen[str] | ForkedProcess
     marker: str
     cwd: Path
     _files: tuple[Path, Path] = field(repr=False)
@@ -211,34 +214,56 @@ class Running:
 
 
 def start(
-    *words: str, cwd: Path, environ: Mapping[str, str] | None = None, command: Sequence[str] = (FAIRLEAD,)
+    *words: str,
+    cwd: Path,
+    environ: Mapping[str, str] | None = None,
+    command: Sequence[str] = (FAIRLEAD,),
+    fresh: bool = False,
 ) -> Running:
-    """Starts `fairlead` with these words."""
+    """Starts `fairlead` with these words.
+
+    Args:
+        words: Behind the command.
+        cwd: Where it runs.
+        environ: Further variables.
+        command: What is started in place of `fairlead`; in processes of its own, as `fresh` is.
+        fresh: As a user starts it, with its imports; without, it is forked (`integration_tests.forked`).
+    """
     marker = uuid.uuid4().hex
     # What a launcher around the tests says of its own ranks is not about the command.
     kept = {k: v for k, v in os.environ.items() if k not in {"RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT"}}
+    variables = {**kept, **(environ or {}), MARKER: marker}
+    forked = not fresh and tuple(command) == (FAIRLEAD,) and start_variables(variables) == start_variables(os.environ)
     files = cwd / f".{marker}.out", cwd / f".{marker}.err"
+    process: subprocess.Popen[str] | ForkedProcess
     with files[0].open("w") as out, files[1].open("w") as err:
-        process = subprocess.Popen(
-            [*command, *words],
-            cwd=cwd,
-            env={**kept, **(environ or {}), MARKER: marker},
-            stdin=subprocess.DEVNULL,
-            stdout=out,
-            stderr=err,
-            text=True,
-            process_group=0,
-            # A shell that starts things in the background has SIGINT ignored, and children inherit that.
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-        )
+        if forked:
+            process = fork([*command, *words], variables, cwd, out, err)
+        else:
+            process = subprocess.Popen(
+                [*command, *words],
+                cwd=cwd,
+                env=variables,
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=err,
+                text=True,
+                process_group=0,
+                # A shell that starts things in the background has SIGINT ignored, and children inherit that.
+                preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+            )
     return Running(process, marker, cwd, files)
 
 
 def fairlead(
-    *words: str, cwd: Path, environ: Mapping[str, str] | None = None, command: Sequence[str] = (FAIRLEAD,)
+    *words: str,
+    cwd: Path,
+    environ: Mapping[str, str] | None = None,
+    command: Sequence[str] = (FAIRLEAD,),
+    fresh: bool = False,
 ) -> Call:
-    """Runs `fairlead` to its end."""
-    return start(*words, cwd=cwd, environ=environ, command=command).end()
+    """Runs `fairlead` to its end; the arguments are those of `start`."""
+    return start(*words, cwd=cwd, environ=environ, command=command, fresh=fresh).end()
 
 
 def marked(marker: str) -> list[int]:

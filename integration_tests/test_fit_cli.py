@@ -37,7 +37,7 @@ class Fitted:
 def gpt(tmp_path_factory: pytest.TempPathFactory) -> Fitted:
     cwd = tmp_path_factory.mktemp("gpt")
     job = ROOT / "examples" / "gpt" / "tiny.yaml"
-    return Fitted(cwd, job, fairlead("fit", str(job), cwd=cwd))
+    return Fitted(cwd, job, fairlead("fit", str(job), cwd=cwd, fresh=True))
 
 
 def steps(run: Path, column: str) -> list[int]:

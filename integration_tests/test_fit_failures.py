@@ -17,9 +17,9 @@ pytestmark = pytest.mark.slow
 SLOW = ("--set", "trainer.max_steps=100000", "--set", "model.args.delay=0.02", "--set", "trainer.max_epochs=-1")
 
 
-def training(tmp_path: Path, *words: str) -> Running:
+def training(tmp_path: Path, *words: str, fresh: bool = False) -> Running:
     """A fit that has written its first checkpoint and has no end."""
-    running = start("fit", str(repository(tmp_path / "repo")), *SLOW, *words, cwd=tmp_path)
+    running = start("fit", str(repository(tmp_path / "repo")), *SLOW, *words, cwd=tmp_path, fresh=fresh)
     running.until(lambda: "checkpoint" in names(tmp_path / "runs" / "small"), "the first checkpoint")
     return running
 
@@ -155,7 +155,7 @@ def test_asked_twice_it_ends_at_once(tmp_path: Path) -> None:
 
 
 def test_a_killed_supervisor_takes_its_ranks_along(tmp_path: Path) -> None:
-    running = training(tmp_path, "--set", "data.args.workers=1")
+    running = training(tmp_path, "--set", "data.args.workers=1", fresh=True)
     os.kill(running.process.pid, signal.SIGKILL)
     ended = running.end()  # fails when a process is left
     assert ended.code == -signal.SIGKILL

@@ -1,7 +1,7 @@
 """One start of a job, as several processes that can be killed: all at once, or one rank.
 
 `Cold` is `fairlead fit` as a user types it; it starts its ranks itself. `Warm` are ranks that were forked
-(`integration_tests.exact.forks`) with the variables of `torchrun`, each rank a process group.
+(`integration_tests.forked`) with the variables of `torchrun`, each rank a process group.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from integration_tests.exact.forks import Forks, members
-from integration_tests.jobs import MARKER, marked, start
+from fairlead_distributed.forkserver import ForkedProcess
+from integration_tests.forked import fork
+from integration_tests.jobs import FAIRLEAD, MARKER, marked, start
 
 __all__ = ["Attempt", "Cold", "Ended", "Warm"]
 
@@ -106,27 +107,28 @@ class Cold(Attempt):
 class Warm(Attempt):
     """One forked process a rank."""
 
-    def __init__(self, forks: Forks, words: Sequence[str], ranks: int, cwd: Path, environ: Mapping[str, str]) -> None:
-        self._forks = forks
+    def __init__(self, words: Sequence[str], ranks: int, cwd: Path, environ: Mapping[str, str]) -> None:
         kept = {name: value for name, value in os.environ.items() if name not in {*_DROPPED, MARKER}}
         port = _free_port()
         self._codes: dict[int, int] = {}
-        self._pids: list[int] = []
+        self._processes: list[ForkedProcess] = []
         self._out = [cwd / f".rank-{rank}.out" for rank in range(ranks)]
         for rank, out in enumerate(self._out):
             out.unlink(missing_ok=True)
             own = _elastic(rank, ranks, port) if ranks > 1 else {}
-            self._pids.append(forks.start(words, {**kept, **_THREADS, **environ, **own}, cwd, out))
+            variables = {**kept, **_THREADS, **environ, **own}
+            with out.open("a") as file:
+                self._processes.append(fork([FAIRLEAD, *words], variables, cwd, file, file, nested=False))
 
     def ranks(self) -> dict[int, int]:
         self._look()
-        return {rank: pid for rank, pid in enumerate(self._pids) if rank not in self._codes}
+        return {rank: one.pid for rank, one in enumerate(self._processes) if rank not in self._codes}
 
     def running(self) -> bool:
         return bool(self.ranks())
 
     def processes(self) -> list[int]:
-        return [process for pid in self._pids for process in members(pid)]
+        return [pid for one in self._processes for pid in members(one.pid)]
 
     def end(self) -> Ended:
         deadline, peers = time.monotonic() + LIMIT_S, None
@@ -153,9 +155,21 @@ class Warm(Attempt):
         return "".join(path.read_text() for path in self._out if path.exists())
 
     def _look(self) -> None:
-        for rank, pid in enumerate(self._pids):
-            if rank not in self._codes and (code := self._forks.poll(pid)) is not None:
+        for rank, one in enumerate(self._processes):
+            if rank not in self._codes and (code := one.poll()) is not None:
                 self._codes[rank] = code
+
+
+def members(group: int) -> list[int]:
+    """The living processes of a process group; one that has ended and was not waited for is not living."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdecimal():
+            with contextlib.suppress(OSError):  # it ended while we looked
+                state, _parent, pgrp = (entry / "stat").read_text().rpartition(")")[2].split()[:3]
+                if int(pgrp) == group and state not in "ZX":
+                    found.append(int(entry.name))
+    return found
 
 
 def _kill(pids: Iterable[int]) -> None:

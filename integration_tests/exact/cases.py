@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from integration_tests.exact.attempts import Attempt, Cold, Ended, Warm
-from integration_tests.exact.forks import Forks
 from integration_tests.exact.jobs.probe import PLACE, RESULT
 
 __all__ = ["JOBS", "Case", "Starter", "cold", "run", "warm"]
@@ -65,14 +64,10 @@ def cold(case: Case, cwd: Path, environ: Mapping[str, str]) -> Attempt:
     return Cold(case.words(), cwd, environ)
 
 
-def warm(forks: Forks) -> Starter:
+def warm(case: Case, cwd: Path, environ: Mapping[str, str]) -> Attempt:
     """Starts forked ranks."""
-
-    def starter(case: Case, cwd: Path, environ: Mapping[str, str]) -> Attempt:
-        _forget(cwd)
-        return Warm(forks, case.words(), case.ranks, cwd, environ)
-
-    return starter
+    _forget(cwd)
+    return Warm(case.words(), case.ranks, cwd, environ)
 
 
 def run(case: Case, cwd: Path, starter: Starter, environ: Mapping[str, str] | None = None) -> Ended:

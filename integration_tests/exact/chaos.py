@@ -29,7 +29,6 @@ from fairlead_runs import read_history
 from integration_tests.exact.attempts import Attempt
 from integration_tests.exact.cases import Case, Starter, run, warm
 from integration_tests.exact.compare import differences
-from integration_tests.exact.forks import Forks
 from integration_tests.exact.jobs.probe import PAUSE
 from integration_tests.exact.references import References
 
@@ -204,8 +203,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     tallies: dict[Kind, Tally] = {kind: Tally() for kind in dict.fromkeys(KINDS)}
     kinds = itertools.cycle(generator.sample(KINDS, len(KINDS)))
     runs = 0
-    with tempfile.TemporaryDirectory(prefix="fairlead-chaos-") as folder, Forks() as forks:
-        starter = warm(forks)
+    with tempfile.TemporaryDirectory(prefix="fairlead-chaos-") as folder:
+        starter = warm
         references = References(Path(folder) / "references", starter)
         for case in itertools.cycle(_with_codes(case) for case in CASES):
             if sum(tally.came for tally in tallies.values()) >= chosen.interruptions or runs > chosen.interruptions:

@@ -1,20 +1,16 @@
-"""One process that forks ranks, and one undisturbed run of each case, for all tests here."""
+"""Forked ranks, and one undisturbed run of each case, for all tests here."""
 
 from __future__ import annotations
-
-from collections.abc import Iterator
 
 import pytest
 
 from integration_tests.exact.cases import Starter, warm
-from integration_tests.exact.forks import Forks
 from integration_tests.exact.references import References
 
 
 @pytest.fixture(scope="session")
-def warm_starter() -> Iterator[Starter]:
-    with Forks() as forks:
-        yield warm(forks)
+def warm_starter() -> Starter:
+    return warm
 
 
 @pytest.fixture(scope="session")

@@ -22,7 +22,6 @@ from pathlib import Path
 from integration_tests.exact.cases import JOBS, Case, Starter, cold, run, warm
 from integration_tests.exact.compare import differences
 from integration_tests.exact.disturb import AIMS, PHASES, Kill, disturbed, draw
-from integration_tests.exact.forks import Forks
 from integration_tests.exact.references import References
 
 __all__ = ["Row", "main", "markdown", "plan"]
@@ -89,8 +88,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     chosen = parser.parse_args(arguments)
     began = time.monotonic()
     rows: dict[tuple[Case, str], Row] = {}
-    with tempfile.TemporaryDirectory(prefix="fairlead-exact-") as folder, Forks() as forks:
-        table = _Table(Path(folder), {"fairlead fit": cold, "torchrun": warm(forks)}, chosen.keep)
+    with tempfile.TemporaryDirectory(prefix="fairlead-exact-") as folder:
+        table = _Table(Path(folder), {"fairlead fit": cold, "torchrun": warm}, chosen.keep)
         left = chosen.moments
         planned = plan(random.Random(chosen.seed), chosen.jobs, chosen.ranks, chosen.workers, chosen.ways)
         # Bounded: where nothing works, no kill falls.

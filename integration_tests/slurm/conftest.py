@@ -8,7 +8,6 @@ from collections.abc import Iterator
 import pytest
 
 from integration_tests.exact.cases import warm
-from integration_tests.exact.forks import Forks
 from integration_tests.exact.references import References
 from integration_tests.slurm.cluster import Cluster
 from integration_tests.slurm.plan import Options
@@ -37,7 +36,6 @@ def idle_again(cluster: Cluster) -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def references(tmp_path_factory: pytest.TempPathFactory) -> Iterator[References]:
+def references(tmp_path_factory: pytest.TempPathFactory) -> References:
     """Undisturbed runs on this machine, without SLURM."""
-    with Forks() as forks:
-        yield References(tmp_path_factory.mktemp("undisturbed"), warm(forks))
+    return References(tmp_path_factory.mktemp("undisturbed"), warm)

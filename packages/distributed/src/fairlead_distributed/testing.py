@@ -20,14 +20,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
-from multiprocessing.context import SpawnProcess
 from pathlib import Path
+from types import ModuleType
 from typing import Generic, TypeVar
 
 import torch
 
 from fairlead_distributed.collectives import barrier
 from fairlead_distributed.errors import RankFailedError
+from fairlead_distributed.forkserver import ForkedProcess, shared
 from fairlead_distributed.process_group import destroy_process_group, init_process_group
 from fairlead_distributed.store import bind_listener, tcp_store
 
@@ -35,6 +36,7 @@ __all__ = ["run_ranks"]
 
 T = TypeVar("T")
 _START = 120.0  # seconds to start an interpreter and import torch, on a machine that is busy
+_PIPE = 100  # the number of its pipe in a rank: above what is open there
 _GRACE = 2.0  # seconds that the other ranks have to end after one failed; they mostly fail at once, by its absence
 
 
@@ -46,16 +48,17 @@ def run_ranks(
     init: bool = True,
     env: Mapping[str, str] | None = None,
 ) -> list[T]:
-    """Calls `fn(rank, *args)` in `world_size` fresh processes and returns what they return, by rank.
+    """Calls `fn(rank, *args)` in `world_size` new processes and returns what they return, by rank.
 
-    The processes have RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT set, form a gloo
-    group, use one thread each, and have the caller's warning filters. The store lives in the calling process on a
-    port that nobody else can take. When a rank fails, the others are killed; when the caller dies, all end by
-    themselves.
+    The processes are forked by one that has imported what the caller has imported of torch, other large libraries
+    and Fairlead, and nothing else; it makes their hash seed the same. They have RANK, WORLD_SIZE, LOCAL_RANK,
+    LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT set, form a gloo group, use one thread each, and have the caller's
+    warning filters. The store lives in the calling process on a port that nobody else can take. When a rank fails,
+    the others are killed; when the caller dies, all end by themselves.
 
     Args:
         fn: A function at the top level of a module or test file. It, its arguments and its results are pickled.
-        world_size: The number of processes. Each takes about two seconds to import torch.
+        world_size: The number of processes. The first call takes some seconds to import torch; the others do not.
         args: Passed on after the rank.
         timeout: Seconds for `fn`, from when all ranks have started; the start has its own limit of two minutes.
         init: False leaves `init_process_group` to `fn`; the variables lead it to the caller's store.
@@ -72,7 +75,7 @@ def run_ranks(
         [21, 21]
     """
     store = tcp_store(bind_listener([0], "127.0.0.1"))
-    shared = {
+    shared_variables = {
         "WORLD_SIZE": str(world_size),
         "LOCAL_WORLD_SIZE": str(world_size),
         "MASTER_ADDR": "127.0.0.1",
@@ -81,77 +84,73 @@ def run_ranks(
         **(env or {}),
     }
     payload = _Payload.of(fn, args)
-    context = multiprocessing.get_context("spawn")
     ranks: list[_Rank[T]] = []
     with tempfile.TemporaryDirectory(prefix="run_ranks-") as folder:
         try:
             for rank in range(world_size):
-                ours, theirs = context.Pipe()
+                ours, theirs = multiprocessing.Pipe()
                 stack = Path(folder, str(rank))
-                process = context.Process(
-                    target=_main,
-                    args=(
-                        rank,
-                        {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-                        payload,
-                        theirs,
-                        str(stack),
-                        init,
-                        timeout,
-                    ),
-                    daemon=True,
-                )
-                process.start()
-                theirs.close()
+                environ = {**os.environ, **shared_variables, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+                with theirs:
+                    process = shared(environ).start(
+                        *(_main, rank, payload, str(stack), init, timeout),
+                        environ=environ,
+                        path=sys.path,
+                        fds={_PIPE: theirs.fileno()},
+                    )
                 ranks.append(_Rank(rank, process, ours, stack))
             return _collect(ranks, timeout)
         finally:
             for one in ranks:
-                one.process.kill()
-            for one in ranks:
-                one.process.join()
-                one.process.close()
+                one.process.kill_group()
                 one.pipe.close()
 
 
 @dataclass
 class _Payload:
-    """A call in bytes, and where its function's module can be loaded from: pytest's are not importable by name."""
+    """A call in bytes, and where its modules can be loaded from: those of pytest are not importable by name."""
 
-    module: str
-    file: str | None
+    files: dict[str, str]
     call: bytes
     filters: bytes
 
     @classmethod
     def of(cls, fn: Callable[..., object], args: tuple[object, ...]) -> _Payload:
-        module = fn.__module__
-        file = getattr(sys.modules.get(module), "__file__", None)
-        return cls(module, file, pickle.dumps((fn, args)), pickle.dumps(warnings.filters))
+        call = pickle.dumps((fn, args))
+        names = [name for name in ("__main__", fn.__module__) if name.encode() in call]
+        files = {name: getattr(sys.modules.get(name), "__file__", None) for name in names}
+        return cls({name: file for name, file in files.items() if file}, call, pickle.dumps(warnings.filters))
 
     def load(self) -> tuple[Callable[..., object], tuple[object, ...]]:
-        if self.module not in sys.modules and self.file is not None:
-            try:
-                importlib.import_module(self.module)
-            except ImportError:
-                self._load_file(self.file)
+        for name, file in self.files.items():
+            if name == "__main__":
+                # Under a name with which `if __name__ == "__main__"` does nothing, as multiprocessing does it.
+                sys.modules[name] = self._load_file("__mp_main__", file)
+            elif name not in sys.modules:
+                try:
+                    importlib.import_module(name)
+                except ImportError:
+                    self._load_file(name, file)
+        warnings.resetwarnings()  # what was shown or ignored during the imports is forgotten
         warnings.filters[:] = pickle.loads(self.filters)  # type: ignore[index]
         fn, args = pickle.loads(self.call)
         return fn, args
 
-    def _load_file(self, file: str) -> None:
-        spec = importlib.util.spec_from_file_location(self.module, file)
+    @staticmethod
+    def _load_file(name: str, file: str) -> ModuleType:
+        spec = importlib.util.spec_from_file_location(name, file)
         if spec is None or spec.loader is None:
-            raise ImportError(f"cannot load {self.module} from {file}")
+            raise ImportError(f"cannot load {name} from {file}")
         module = importlib.util.module_from_spec(spec)
-        sys.modules[self.module] = module
+        sys.modules[name] = module
         spec.loader.exec_module(module)
+        return module
 
 
 @dataclass
 class _Rank(Generic[T]):
     rank: int
-    process: SpawnProcess
+    process: ForkedProcess
     pipe: Connection
     stack: Path
     result: T | None = None
@@ -164,7 +163,7 @@ class _Rank(Generic[T]):
         """Takes what the process sent, or finds that it is gone."""
         if self.done:
             return
-        ended = bool(wait([self.process.sentinel], timeout=0))  # before the look into the pipe: it may end in between
+        ended = bool(wait([self.process.fileno()], timeout=0))  # before the look into the pipe: it may end in between
         with contextlib.suppress(EOFError, OSError):
             if self.pipe.poll():
                 ok, value = pickle.loads(self.pipe.recv_bytes())
@@ -175,8 +174,7 @@ class _Rank(Generic[T]):
                 self.done = True
                 return
         if ended:
-            self.process.join(1.0)
-            code = self.process.exitcode or 0
+            code = self.process.poll() or 0
             name = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
             self.failure = f"the process ended with {name} and returned nothing"
             self.killed = self.done = True
@@ -187,7 +185,7 @@ def _collect(ranks: list[_Rank[T]], timeout: float) -> list[T]:
     order: list[_Rank[T]] = []
     while len(order) < len(ranks) and time.monotonic() < deadline:
         open_ranks = [one for one in ranks if not one.done]
-        wait([x for one in open_ranks for x in (one.pipe, one.process.sentinel)], deadline - time.monotonic())
+        wait([x for one in open_ranks for x in (one.pipe, one.process.fileno())], deadline - time.monotonic())
         for one in open_ranks:
             one.look()
             if one.done:
@@ -227,7 +225,7 @@ def _stuck(stuck: list[_Rank[T]], world_size: int, timeout: float) -> RankFailed
     for one in stuck:
         with contextlib.suppress(ProcessLookupError):
             # Before Python code of ours runs there, the signal would end the process: as good, since it is stuck.
-            os.kill(one.process.pid or 0, signal.SIGUSR1)
+            os.kill(one.process.pid, signal.SIGUSR1)
     time.sleep(0.3)
     stacks = [
         f"rank {one.rank} stands at:\n{one.stack.read_text() if one.stack.exists() else '(start)'}" for one in stuck
@@ -242,14 +240,12 @@ def _stuck(stuck: list[_Rank[T]], world_size: int, timeout: float) -> RankFailed
     return error
 
 
-def _main(
-    rank: int, variables: dict[str, str], payload: _Payload, pipe: Connection, stack: str, init: bool, timeout: float
-) -> None:
+def _main(rank: int, payload: _Payload, stack: str, init: bool, timeout: float) -> None:
     """The life of one rank, in its own process."""
+    pipe = Connection(_PIPE)
     with open(stack, "w") as stacks:
         faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=False)
         threading.Thread(target=_end_with_parent, args=(pipe,), daemon=True).start()
-        os.environ.update(variables)
         torch.set_num_threads(1)
         try:
             fn, args = payload.load()

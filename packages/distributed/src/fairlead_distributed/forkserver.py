@@ -1,0 +1,414 @@
+"""Starts processes without their imports: a server imports once, while it has a single thread, and forks on request.
+
+A forked process is as good as a fresh one: it has the environment (also in `/proc/PID/environ`), working directory,
+files, signal handlers and random numbers of its own, and is the leader of a process group. What it shares with the
+others of its server is what an interpreter reads when it starts: the hash seed, and the variables in `AT_START`;
+`shared` has one server for each set of them.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import faulthandler
+import fcntl
+import gc
+import importlib
+import os
+import pickle
+import runpy
+import select
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import Any
+
+__all__ = ["AT_START", "ForkServer", "ForkedProcess", "own_server", "run_python", "shared", "start_variables"]
+
+AT_START = (
+    *("PYTHON", "LD_", "LANG", "LC_", "MKL_", "KMP_", "GOMP_", "MPL", "HF_"),
+    *("PYTORCH_", "TORCH_LOGS", "TORCH_SHOW_", "TORCH_CPP_", "TORCH_COMPILE", "TORCHDYNAMO_", "TORCHINDUCTOR_"),
+)
+"""Prefixes of variables that Python or a library reads when it starts or is imported."""
+
+_PRELOADED = ("numpy", "torch", "torchmetrics", "lightning", "matplotlib", "tensorboard", "transformers", "yaml")
+"""Libraries that the server imports if its caller has: each takes longer than a fork."""
+_RANKS = {
+    "lightning.fabric.utilities.rank_zero": ("RANK", "LOCAL_RANK", "SLURM_PROCID", "JSM_NAMESPACE_RANK"),
+    "torchmetrics.utilities.prints": ("LOCAL_RANK",),
+}
+"""Where a library keeps the rank that it found in the environment when it was imported; others than 0 are silent."""
+_HEADER = struct.Struct("!q")
+_ROOM = "FAIRLEAD_FORKSERVER_ROOM"
+_ROOM_BYTES = 100_000  # for the environments of forked processes; one variable may have 128 KiB
+_START_S = 120.0  # seconds to start an interpreter and import torch, on a machine that is busy
+_servers: dict[tuple[int, tuple[str, ...], frozenset[tuple[str, str]]], ForkServer] = {}
+_own: ForkServer | None = None
+
+
+class ForkedProcess:
+    """A forked process, with what `subprocess.Popen` has."""
+
+    def __init__(self, server: ForkServer, pid: int) -> None:
+        self.pid = pid
+        self.returncode: int | None = None
+        self._server = server
+        self._pidfd = os.pidfd_open(
+            pid
+        )  # nobody but the server waits for it, and only when it is asked: no other has it
+
+    def fileno(self) -> int:
+        """A file descriptor that is readable once the process has ended."""
+        return self._pidfd
+
+    def poll(self) -> int | None:
+        """The exit code (negative: the signal), or None while it runs."""
+        if self.returncode is None and select.select([self._pidfd], [], [], 0)[0]:
+            self.returncode = self._server.code(self.pid)
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Waits for the end, at most `timeout` seconds.
+
+        Raises:
+            subprocess.TimeoutExpired: It still runs.
+        """
+        if self.returncode is None:
+            select.select([self._pidfd], [], [], timeout)
+        code = self.poll()
+        if code is None:
+            raise subprocess.TimeoutExpired(f"forked process {self.pid}", timeout or 0.0)
+        return code
+
+    def send_signal(self, number: int) -> None:
+        """Sends a signal, unless it has ended."""
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def terminate(self) -> None:
+        """Sends SIGTERM."""
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """Sends SIGKILL."""
+        self.send_signal(signal.SIGKILL)
+
+    def kill_group(self) -> None:
+        """Sends SIGKILL to it and to what it has started, and waits for it."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+        self.wait()
+
+    def __del__(self) -> None:
+        with contextlib.suppress(AttributeError, OSError):
+            os.close(self._pidfd)
+
+
+@dataclass
+class _Request:
+    """What a forked process is to be."""
+
+    call: bytes
+    environ: dict[str, str]
+    cwd: str
+    path: list[str] | None
+    fds: list[int]
+    nested: bool
+    received: list[int] = field(default_factory=list)
+
+
+class ForkServer:
+    """A process that imports and forks.
+
+    It ends with its caller; what it has forked does not, unless it notices by itself.
+
+    Args:
+        imports: Modules to import; one that fails is left to the forked processes.
+        environ: Variables to start it with; None: those of the caller.
+
+    Example:
+        >>> server = ForkServer(["torch"])  # doctest: +SKIP
+        >>> server.start(print, "hello", environ={"RANK": "0"}).wait()  # doctest: +SKIP
+        0
+    """
+
+    _pid = _owner = 0  # of a server that was forked, and of the process that has it
+
+    def __init__(self, imports: Sequence[str] = (), environ: Mapping[str, str] | None = None) -> None:
+        self._lock = threading.Lock()
+        self._connection, theirs = socket.socketpair()
+        variables = {
+            **(os.environ if environ is None else environ),
+            "OPENBLAS_NUM_THREADS": "1",
+            _ROOM: " " * _ROOM_BYTES,
+        }
+        variables.pop("OMP_NUM_THREADS", None)  # a forked process sets its own number, or torch's default
+        code = f"from fairlead_distributed.forkserver import main; main({theirs.fileno()})"
+        with theirs:
+            self._process: subprocess.Popen[bytes] | None = subprocess.Popen(
+                [sys.executable, "-P", "-c", code],
+                env=variables,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+                process_group=0,  # Ctrl-C is for the caller
+            )
+        self._connection.settimeout(_START_S)
+        _send(self._connection, (list(imports), sys.path))
+
+    @classmethod
+    def _connected(cls, connection: socket.socket, pid: int) -> ForkServer:
+        server = cls.__new__(cls)
+        server._lock, server._connection, server._process = threading.Lock(), connection, None
+        server._pid, server._owner = pid, os.getpid()
+        return server
+
+    def start(
+        self,
+        function: Callable[..., object],
+        *args: object,
+        environ: Mapping[str, str] | None = None,
+        cwd: str | os.PathLike[str] | None = None,
+        path: Sequence[str] | None = None,
+        fds: Mapping[int, int] | None = None,
+        nested: bool = False,
+    ) -> ForkedProcess:
+        """Forks a process that calls `function(*args)` and exits.
+
+        Args:
+            function: Found by its name, as are the classes of `args`: all are pickled.
+            args: Its arguments.
+            environ: All of its variables; None: the caller's.
+            cwd: Its working directory; None: the caller's.
+            path: Its `sys.path`; None: that of a fresh interpreter.
+            fds: The caller's open files by the number that each gets there; without 0, standard input is empty, and
+                without 1 and 2 they are the caller's.
+            nested: It gets a server of its own (`own_server`), which has imported the same.
+
+        Raises:
+            RuntimeError: The server has ended; it has said why on standard error.
+        """
+        given = {1: 1, 2: 2, **(fds or {})}
+        request = _Request(
+            pickle.dumps((function, args)),
+            dict(os.environ if environ is None else environ),
+            os.fspath(cwd) if cwd is not None else os.getcwd(),
+            None if path is None else list(path),
+            list(given),
+            nested,
+        )
+        return ForkedProcess(self, self._ask(request, list(given.values())))
+
+    def code(self, pid: int) -> int:
+        """The exit code of a forked process that has ended; asked once."""
+        return self._ask(pid)
+
+    def alive(self) -> bool:
+        """Whether it can still fork."""
+        return self._process is None or self._process.poll() is None
+
+    def close(self) -> None:
+        """Ends the server."""
+        self._connection.close()
+        if self._process is not None:
+            self._process.wait()
+        elif os.getpid() == self._owner:
+            os.waitpid(self._pid, 0)
+
+    def _ask(self, what: object, fds: Sequence[int] = ()) -> int:
+        with self._lock:
+            try:
+                _send(self._connection, what, fds)
+                answer, _ = _receive(self._connection)
+            except ConnectionError:
+                answer = None
+        if answer is None:
+            raise RuntimeError("the fork server has ended; its own error is above")
+        return int(answer)
+
+
+def start_variables(environ: Mapping[str, str]) -> frozenset[tuple[str, str]]:
+    """The variables that a process must have had when it started."""
+    late = {"MKL_NUM_THREADS", "PYTHONFAULTHANDLER"}  # a forked process sees to them
+    return frozenset((name, value) for name, value in environ.items() if name.startswith(AT_START) and name not in late)
+
+
+def shared(environ: Mapping[str, str] | None = None, imports: Sequence[str] = ()) -> ForkServer:
+    """This process's server for what has these variables; it is started when it is first needed.
+
+    Args:
+        environ: The variables of what is to be forked, of which those count that are in `AT_START`; None: the caller's.
+        imports: Modules to import; none: what this process has imported of torch, other large libraries and Fairlead.
+    """
+    environ = os.environ if environ is None else environ
+    # A fork of this process does not share its connection.
+    key = (os.getpid(), tuple(imports), start_variables(environ))
+    server = _servers.get(key)
+    if server is None or not server.alive():
+        tops = {name: name.partition(".")[0] for name in list(sys.modules)}
+        ours = [name for name, top in tops.items() if top in _PRELOADED or top.startswith("fairlead")]
+        rest = {name: value for name, value in os.environ.items() if not name.startswith(AT_START)}
+        server = _servers[key] = ForkServer(imports or ours, {**rest, **dict(key[2])})
+        atexit.register(server.close)
+    return server
+
+
+def run_python(*words: str) -> None:
+    """Does in a forked process what `python WORDS` does; the words are a script or `-m MODULE`, maybe after `-P`."""
+    sys.orig_argv = [sys.executable, *words]
+    safe = words[0] == "-P"
+    words = words[safe:]
+    if words[0] == "-m":
+        sys.argv = list(words[1:])
+        sys.path[:0] = [] if safe else [os.getcwd()]
+        runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+        return
+    main = ModuleType("__main__")
+    main.__file__ = words[0]
+    sys.modules["__main__"] = main
+    sys.argv = list(words)
+    sys.path[:0] = [] if safe else [os.path.dirname(os.path.abspath(words[0]))]
+    with open(words[0], "rb") as script:
+        code = compile(script.read(), words[0], "exec")
+    exec(code, main.__dict__)
+
+
+def own_server() -> ForkServer | None:
+    """The server that this process has since it was forked with `nested=True`."""
+    return _own
+
+
+def main(fd: int) -> None:
+    """The life of a server, and of what it forks; that ends as an interpreter does, by leaving this."""
+    global _own
+    connection, pristine = socket.socket(fileno=fd), sys.path[:]
+    (imports, path), _ = _receive(connection)
+    sys.path[:] = path
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for name in imports:
+            with contextlib.suppress(Exception):  # whoever needs it will hear of it
+                importlib.import_module(name)
+    sys.path[:] = pristine
+    gc.collect()
+    gc.freeze()  # nothing of this is garbage, and looking at it would copy it
+    while (request := _serve(connection)) is not None:
+        connection.close()
+        if not request.nested:
+            break
+        ours, theirs = socket.socketpair()
+        if child := os.fork():
+            theirs.close()
+            _own = ForkServer._connected(ours, child)
+            atexit.register(_own.close)
+            break
+        ours.close()
+        for received in request.received:
+            os.close(received)
+        connection = theirs
+    if request is not None:
+        _become(request)
+        function, args = pickle.loads(request.call)
+        function(*args)
+
+
+def _serve(connection: socket.socket) -> _Request | None:
+    """Answers until the caller is gone (None), or until this is a child: then, what it is to be."""
+    while True:
+        what, fds = _receive(connection)
+        if what is None:
+            return None
+        if isinstance(what, int):
+            _send(connection, os.waitstatus_to_exitcode(os.waitpid(what, 0)[1]))
+            continue
+        pid = os.fork()
+        if pid == 0:
+            what.received = fds
+            return what if isinstance(what, _Request) else None
+        for fd in fds:
+            os.close(fd)
+        with contextlib.suppress(PermissionError, ProcessLookupError):
+            os.setpgid(pid, pid)  # the child does it too: whoever is first
+        _send(connection, pid)
+
+
+def _become(request: _Request) -> None:
+    """Makes this child what a fresh process would be."""
+    os.setpgid(0, 0)
+    signal.pthread_sigmask(signal.SIG_SETMASK, [])
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    os.chdir(request.cwd)
+    os.environ.clear()
+    os.environ.update(request.environ)
+    _show(request.environ)
+    if request.path is not None:
+        sys.path[:] = request.path
+    # Out of the way first: one may have come with the number that another is to get.
+    above = max(request.fds) + 1
+    moved = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, above) for fd in request.received]
+    for fd in request.received:
+        os.close(fd)
+    for fd, number in zip(moved, request.fds, strict=True):
+        os.dup2(fd, number)
+        os.close(fd)
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(line_buffering=stream is sys.stderr or stream.isatty())  # type: ignore[union-attr]
+    if request.environ.get("PYTHONFAULTHANDLER"):
+        faulthandler.enable()
+    time.tzset()
+    tempfile.tempdir = None
+    _repeat_at_import(request.environ)
+
+
+def _repeat_at_import(environ: Mapping[str, str]) -> None:
+    """Does again what libraries do when they are imported, and what depends on the process."""
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed()
+    for name, variables in _RANKS.items():
+        if name in sys.modules:
+            rank = next((environ[variable] for variable in variables if variable in environ), "0")
+            sys.modules[name].rank_zero_only.rank = int(rank)
+    if "torch" in sys.modules and environ.get("OMP_NUM_THREADS", "").isdecimal():
+        sys.modules["torch"].set_num_threads(int(environ["OMP_NUM_THREADS"]))
+
+
+def _show(environ: Mapping[str, str]) -> None:
+    """Has `/proc/PID/environ` show these variables: the kernel reads them where the server got its own."""
+    with open("/proc/self/stat", "rb") as stat:
+        start, end = (int(word) for word in stat.read().rpartition(b")")[2].split()[47:49])
+    block = b"".join(os.fsencode(f"{name}={value}") + b"\0" for name, value in environ.items())
+    if len(block) > end - start:
+        raise OSError(7, f"the environment has {len(block)} bytes, and there is room for {end - start}")
+    ctypes.memmove(start, block.ljust(end - start, b"\0"), end - start)
+
+
+def _send(connection: socket.socket, what: object, fds: Sequence[int] = ()) -> None:
+    data = pickle.dumps(what)
+    socket.send_fds(connection, [_HEADER.pack(len(data))], fds)
+    connection.sendall(data)
+
+
+def _receive(connection: socket.socket) -> tuple[Any, list[int]]:
+    """What was sent, and the files that came with it; None when the other side is gone."""
+    header, fds, _, _ = socket.recv_fds(connection, _HEADER.size, 250)
+    if not header:
+        return None, []
+    (left,) = _HEADER.unpack(header)
+    parts = []
+    while left:
+        part = connection.recv(min(left, 1 << 20))
+        if not part:
+            return None, fds
+        parts.append(part)
+        left -= len(part)
+    return pickle.loads(b"".join(parts)), fds
