@@ -22,6 +22,7 @@ WORKSPACE = nox.project.load_toml(ROOT / "pyproject.toml")
 # Extras that the shared environment leaves to `isolated`: two engines that cannot be imported on the test machine, and
 # mpi4py, with which Lightning does not start where there is no MPI library.
 NOT_SHARED = {"mpi", "transformer-engine", "xla"}
+TORCH_FREE = ("core", "runs", "launch")
 BENCHMARKED = {"checkpoint": [["--gib", "0.1"], ["--gib", "1"], ["--gib", "4", "--rounds", "5"]]}
 """The options with which a benchmark is run, one result each, where that is more than once."""
 
@@ -31,7 +32,7 @@ nox.options.reuse_existing_virtualenvs = True
 nox.options.allow_parallel = True  # under `nox -j 2`; none writes where another reads
 nox.options.error_on_missing_interpreters = bool(os.environ.get("CI"))
 nox.options.sessions = [  # what takes longest comes first, so that `nox -j 2` is busy to the end
-    "lint", "integration", "slurm", "isolated", "tests", "types", "huggingface", "tests_core", "minimums", "docs",
+    "lint", "integration", "slurm", "isolated", "tests", "types", "huggingface", "torch_free", "minimums", "docs",
     "build", "acceptance",
 ]  # fmt: skip
 
@@ -112,20 +113,23 @@ def tests(session: nox.Session, package: str) -> None:
 
 
 @nox.session(python=["3.12", "3.13"])
-def tests_core(session: nox.Session) -> None:
-    """The core's unit tests on the other interpreters, in an environment without torch."""
-    install(session, *group("test"), *editable("core"))
-    session.run("pytest", *SLOWEST, "packages/core/tests", "-n", "2", *session.posargs)
+def torch_free(session: nox.Session) -> None:
+    """The packages without torch on the other interpreters, in an environment where it is not installed."""
+    install(session, *group("test"), *(part for package in TORCH_FREE for part in editable(package)))
+    tests = [f"packages/{package}/tests" for package in TORCH_FREE]
+    session.run("pytest", *SLOWEST, *tests, "-n", "2", *session.posargs)
 
 
 @nox.session
 def minimums(session: nox.Session) -> None:
-    """The core's unit tests with the oldest versions that it declares."""
+    """The same packages with the oldest versions that the core declares."""
     project = nox.project.load_toml(ROOT / "packages" / "core" / "pyproject.toml")["project"]
     oldest = [re.sub(r">=([^,]+).*", r"==\1", requirement) for requirement in project["dependencies"]]
     # The pins name the newest versions, so they cannot hold here.
-    install(session, *group("test"), *oldest, *editable("core"), env={"PIP_CONSTRAINT": ""})
-    session.run("pytest", *SLOWEST, "packages/core/tests", "-n", "2", *session.posargs)
+    places = [part for package in TORCH_FREE for part in editable(package)]
+    install(session, *group("test"), *oldest, *places, env={"PIP_CONSTRAINT": ""})
+    tests = [f"packages/{package}/tests" for package in TORCH_FREE]
+    session.run("pytest", *SLOWEST, *tests, "-n", "2", *session.posargs)
 
 
 @nox.session(venv_backend="none", requires=["env"])
@@ -144,7 +148,7 @@ def slurm(session: nox.Session) -> None:
 @nox.session
 def huggingface(session: nox.Session) -> None:
     """Stops of Hugging Face's Trainer, in an environment without Lightning."""
-    install(session, *group("test", "huggingface"), *(part for p in ("core", "distributed") for part in editable(p)),
+    install(session, *group("test", "huggingface"), *(part for p in (*TORCH_FREE, "distributed") for part in editable(p)),
             "-e", "packages/hpc-signals[run]")  # fmt: skip
     ran = {"FAIRLEAD_RAN": str(RAN / session.name)}
     session.run("pytest", *SLOWEST, "integration_tests/huggingface", *session.posargs, env=ran)
