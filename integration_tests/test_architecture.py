@@ -40,7 +40,10 @@ TEST_TOOLS = {"pytest", "_pytest", "hypothesis"}
 # Where a process may touch its own environment other than as the default of an injectable `environ`.
 ENVIRONMENT_PLACES = {
     ("fairlead_environments.runtime", "Assign"): "a rank of `ddp_spawn` has its own, which does not travel in a pickle",
-    ("fairlead_distributed.testing", "update"): "a process made for one test sets its own variables before it starts",
+    ("fairlead_distributed.testing", "Dict"): "the processes of a test have the variables of the test, and their own",
+    ("fairlead_distributed.forkserver", "items"): "a server has the variables of its process",
+    ("fairlead_distributed.forkserver", "clear"): "a forked process gets other variables than its server",
+    ("fairlead_distributed.forkserver", "update"): "which are all that it gets",
     (
         "fairlead_lightning.lifecycle.stuck",
         "setdefault",
@@ -56,6 +59,7 @@ ENVIRONMENT_PLACES = {
 # Module-level state that the design allows.
 STATE_PLACES = {
     ("fairlead.plugins", "_default"): "the one default plugin manager, made when a public function first needs it",
+    ("fairlead_distributed.forkserver", "_here"): "the fork servers of this process, which end with it",
     ("fairlead_environments.scrubbing", "_open"): "which blocks hide what of os.environ, which all threads share",
 }
 

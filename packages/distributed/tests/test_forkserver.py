@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 
 from fairlead_distributed.forkserver import ForkServer, own_server, run_python, shared, start_variables
 
@@ -65,7 +64,7 @@ def test_a_forked_process_is_as_a_fresh_one(server: ForkServer, tmp_path: Path) 
         seen.append(one)
     assert seen[0]["random"][0] != seen[1]["random"][0]
     assert seen[0]["random"][1] != seen[1]["random"][1]
-    assert seen[0]["torch"] == seen[1]["torch"] == torch.Generator().initial_seed()
+    assert seen[0]["torch"] != seen[1]["torch"]
 
 
 @pytest.mark.parametrize(

@@ -52,8 +52,6 @@ _HEADER = struct.Struct("!q")
 _ROOM = "FAIRLEAD_FORKSERVER_ROOM"
 _ROOM_BYTES = 100_000  # for the environments of forked processes; one variable may have 128 KiB
 _START_S = 120.0  # seconds to start an interpreter and import torch, on a machine that is busy
-_servers: dict[tuple[int, tuple[str, ...], frozenset[tuple[str, str]]], ForkServer] = {}
-_own: ForkServer | None = None
 
 
 class ForkedProcess:
@@ -237,6 +235,17 @@ class ForkServer:
         return int(answer)
 
 
+class _Here:
+    """The servers that this process has started, and its own."""
+
+    def __init__(self) -> None:
+        self.servers: dict[tuple[int, tuple[str, ...], frozenset[tuple[str, str]]], ForkServer] = {}
+        self.own: ForkServer | None = None
+
+
+_here = _Here()
+
+
 def start_variables(environ: Mapping[str, str]) -> frozenset[tuple[str, str]]:
     """The variables that a process must have had when it started."""
     late = {"MKL_NUM_THREADS", "PYTHONFAULTHANDLER"}  # a forked process sees to them
@@ -253,12 +262,12 @@ def shared(environ: Mapping[str, str] | None = None, imports: Sequence[str] = ()
     environ = os.environ if environ is None else environ
     # A fork of this process does not share its connection.
     key = (os.getpid(), tuple(imports), start_variables(environ))
-    server = _servers.get(key)
+    server = _here.servers.get(key)
     if server is None or not server.alive():
         tops = {name: name.partition(".")[0] for name in list(sys.modules)}
         ours = [name for name, top in tops.items() if top in _PRELOADED or top.startswith("fairlead")]
         rest = {name: value for name, value in os.environ.items() if not name.startswith(AT_START)}
-        server = _servers[key] = ForkServer(imports or ours, {**rest, **dict(key[2])})
+        server = _here.servers[key] = ForkServer(imports or ours, {**rest, **dict(key[2])})
         atexit.register(server.close)
     return server
 
@@ -285,12 +294,11 @@ def run_python(*words: str) -> None:
 
 def own_server() -> ForkServer | None:
     """The server that this process has since it was forked with `nested=True`."""
-    return _own
+    return _here.own
 
 
 def main(fd: int) -> None:
     """The life of a server, and of what it forks; that ends as an interpreter does, by leaving this."""
-    global _own
     connection, pristine = socket.socket(fileno=fd), sys.path[:]
     (imports, path), _ = _receive(connection)
     sys.path[:] = path
@@ -309,8 +317,8 @@ def main(fd: int) -> None:
         ours, theirs = socket.socketpair()
         if child := os.fork():
             theirs.close()
-            _own = ForkServer._connected(ours, child)
-            atexit.register(_own.close)
+            _here.own = ForkServer._connected(ours, child)
+            atexit.register(_here.own.close)
             break
         ours.close()
         for received in request.received:
@@ -378,6 +386,8 @@ def _repeat_at_import(environ: Mapping[str, str]) -> None:
         if name in sys.modules:
             rank = next((environ[variable] for variable in variables if variable in environ), "0")
             sys.modules[name].rank_zero_only.rank = int(rank)
+    if "torch" in sys.modules:
+        sys.modules["torch"].default_generator.seed()  # a fresh one has a seed of its own too
     if "torch" in sys.modules and environ.get("OMP_NUM_THREADS", "").isdecimal():
         sys.modules["torch"].set_num_threads(int(environ["OMP_NUM_THREADS"]))
 
