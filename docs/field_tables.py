@@ -12,7 +12,6 @@ from pydantic import BaseModel, TypeAdapter
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from fairlead.bases import BackendConfig
 from fairlead.config import (
     CheckpointConfig,
     ClassSpec,
@@ -22,6 +21,7 @@ from fairlead.config import (
     SubmitConfig,
     TrainerConfig,
 )
+from fairlead.config_bases import BackendConfig
 from fairlead.open_union import OpenUnion
 
 __all__ = ["JOB_MODELS", "describe", "fields", "nested", "table", "yaml_word"]

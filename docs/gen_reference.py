@@ -19,11 +19,11 @@ from typing import Any, Final
 
 from pydantic import BaseModel
 
-from fairlead.axes import AXIS_PLUGINS, Plugin
 from fairlead.checks import capability_table
 from fairlead.findings import CODES
 from fairlead.first_party import first_party
 from fairlead.hookspecs import HookSpecs
+from fairlead.plugin_classes import AXIS_PLUGINS, Plugin
 from fairlead.plugins import PluginManager
 from fairlead_runs.fingerprints import MAY_CHANGE
 

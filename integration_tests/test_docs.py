@@ -24,12 +24,12 @@ import yaml as pyyaml
 import fairlead
 from docs.gen_reference import PARTS, expand, first_party_plugins, models
 from fairlead import yaml
-from fairlead.axes import AXIS_PLUGINS
-from fairlead.bases import AXES
 from fairlead.config import JobConfig
+from fairlead.config_bases import AXES
 from fairlead.findings import CODES
 from fairlead.first_party import first_party
 from fairlead.hookspecs import HookSpecs
+from fairlead.plugin_classes import AXIS_PLUGINS
 from fairlead.plugins import PluginManager
 from fairlead.testing import FakeEntryPoint, write_dist
 from fairlead_runs.fingerprints import MAY_CHANGE

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from fairlead import PluginManager, own_checks
-from fairlead.axes import CommandPlugin
 from fairlead.cli import commands, main
+from fairlead.plugin_classes import CommandPlugin
 from fairlead.testing import FakeEntryPoint, stand_ins
 
 CORE = {

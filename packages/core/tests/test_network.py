@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from fairlead.bases import EnvironmentConfigBase
+from fairlead.config_bases import EnvironmentConfigBase
 from fairlead.errors import FairleadError
 from fairlead.network import library_variables, network_findings, network_settings
 

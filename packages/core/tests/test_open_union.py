@@ -9,8 +9,8 @@ import pytest
 from pydantic import ValidationError
 
 from fairlead import CheckpointIOConfigBase, CheckpointIOPlugin, OpenUnion, PluginManager, StrategyConfigBase
-from fairlead.bases import ConfigModel
 from fairlead.config import TrainerConfig
+from fairlead.config_bases import ConfigModel
 from fairlead.open_union import parse_backend
 from fairlead.schema import job_schema
 from fairlead.testing import FakeDist, stand_ins
@@ -19,7 +19,7 @@ LATE = """
     from typing import Literal
     from pydantic import BaseModel, Field
     from fairlead import StrategyConfigBase, StrategyPlugin
-    from fairlead.bases import ConfigModel
+    from fairlead.config_bases import ConfigModel
 
     class Offload(ConfigModel):
         path: str = "/tmp"

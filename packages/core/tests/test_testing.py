@@ -27,8 +27,8 @@ from fairlead import (
     Topology,
     hookimpl,
 )
-from fairlead.axes import AXIS_PLUGINS, CommandPlugin
-from fairlead.bases import AcceleratorConfigBase
+from fairlead.config_bases import AcceleratorConfigBase
+from fairlead.plugin_classes import AXIS_PLUGINS, CommandPlugin
 from fairlead.testing import (
     CONFORMANCE,
     AcceleratorConformance,

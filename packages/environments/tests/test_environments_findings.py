@@ -10,8 +10,8 @@ from typing import cast
 import pytest
 
 from fairlead import Finding, PluginManager, Resolution
-from fairlead.axes import EnvironmentPlugin
 from fairlead.detect import choose_environment
+from fairlead.plugin_classes import EnvironmentPlugin
 from fairlead_environments.mpi import CONTACT
 
 Recorded = Callable[[str], dict[str, str]]

@@ -12,7 +12,7 @@ import pytest
 from pydantic import ValidationError
 
 import fairlead_hpc_signals
-from fairlead.bases import RequeueConfigBase
+from fairlead.config_bases import RequeueConfigBase
 from fairlead.interfaces import BuildContext, Requeuer
 from fairlead.open_union import parse_backend
 from fairlead.plugins import PluginManager

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 import pytest
 
-from fairlead.bases import RequeueConfigBase
+from fairlead.config_bases import RequeueConfigBase
 from fairlead_runs import refusal, spent
 
 

@@ -7,12 +7,12 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator
 
-from fairlead.axes import CheckpointIOPlugin
-from fairlead.bases import CheckpointIOConfigBase
 from fairlead.capabilities import Capability, InstalledPlugins
+from fairlead.config_bases import CheckpointIOConfigBase
 from fairlead.findings import Inexact
 from fairlead.hookspecs import hookimpl
 from fairlead.open_union import OpenUnion
+from fairlead.plugin_classes import CheckpointIOPlugin
 from fairlead.resolution import Resolution
 from fairlead_checkpoint_io.torch_file import TorchCheckpointIOConfig
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from lightning.fabric.plugins import CheckpointIO
 
-from fairlead.bases import CheckpointIOConfigBase
+from fairlead.config_bases import CheckpointIOConfigBase
 from fairlead.errors import PluginError
 from fairlead.interfaces import BuildContext
 from fairlead_checkpoint_io.async_file import AsyncCheckpointIOConfig

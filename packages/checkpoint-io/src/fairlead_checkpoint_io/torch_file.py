@@ -7,11 +7,11 @@ from typing import Literal
 
 from pydantic import Field, field_validator
 
-from fairlead.axes import CheckpointIOPlugin
-from fairlead.bases import CheckpointIOConfigBase
 from fairlead.capabilities import Capability
+from fairlead.config_bases import CheckpointIOConfigBase
 from fairlead.findings import Inexact
 from fairlead.hookspecs import hookimpl
+from fairlead.plugin_classes import CheckpointIOPlugin
 from fairlead.resolution import Resolution
 
 __all__ = ["FileCheckpointIOConfig", "TorchCheckpointIOConfig", "TorchFile", "torch_file"]

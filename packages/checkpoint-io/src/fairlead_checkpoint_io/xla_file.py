@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Literal
 
-from fairlead.axes import CheckpointIOPlugin
 from fairlead.capabilities import Capability
 from fairlead.findings import Inexact
 from fairlead.hookspecs import hookimpl
+from fairlead.plugin_classes import CheckpointIOPlugin
 from fairlead.resolution import Resolution
 from fairlead_checkpoint_io.torch_file import FileCheckpointIOConfig
 

@@ -11,24 +11,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
-    from fairlead.axes import AcceleratorPlugin as AcceleratorPlugin
-    from fairlead.axes import CheckPlugin as CheckPlugin
-    from fairlead.axes import CheckpointIOPlugin as CheckpointIOPlugin
-    from fairlead.axes import CommandPlugin as CommandPlugin
-    from fairlead.axes import EnvironmentPlugin as EnvironmentPlugin
-    from fairlead.axes import LayerSyncPlugin as LayerSyncPlugin
-    from fairlead.axes import LoggerPlugin as LoggerPlugin
-    from fairlead.axes import PrecisionPlugin as PrecisionPlugin
-    from fairlead.axes import RequeuePlugin as RequeuePlugin
-    from fairlead.axes import StrategyPlugin as StrategyPlugin
-    from fairlead.bases import AcceleratorConfigBase as AcceleratorConfigBase
-    from fairlead.bases import CheckpointIOConfigBase as CheckpointIOConfigBase
-    from fairlead.bases import EnvironmentConfigBase as EnvironmentConfigBase
-    from fairlead.bases import LayerSyncConfigBase as LayerSyncConfigBase
-    from fairlead.bases import LoggerConfigBase as LoggerConfigBase
-    from fairlead.bases import PrecisionConfigBase as PrecisionConfigBase
-    from fairlead.bases import RequeueConfigBase as RequeueConfigBase
-    from fairlead.bases import StrategyConfigBase as StrategyConfigBase
     from fairlead.capabilities import Capability as Capability
     from fairlead.config import CheckpointConfig as CheckpointConfig
     from fairlead.config import ClassSpec as ClassSpec
@@ -37,6 +19,14 @@ if TYPE_CHECKING:
     from fairlead.config import RunConfig as RunConfig
     from fairlead.config import SubmitConfig as SubmitConfig
     from fairlead.config import TrainerConfig as TrainerConfig
+    from fairlead.config_bases import AcceleratorConfigBase as AcceleratorConfigBase
+    from fairlead.config_bases import CheckpointIOConfigBase as CheckpointIOConfigBase
+    from fairlead.config_bases import EnvironmentConfigBase as EnvironmentConfigBase
+    from fairlead.config_bases import LayerSyncConfigBase as LayerSyncConfigBase
+    from fairlead.config_bases import LoggerConfigBase as LoggerConfigBase
+    from fairlead.config_bases import PrecisionConfigBase as PrecisionConfigBase
+    from fairlead.config_bases import RequeueConfigBase as RequeueConfigBase
+    from fairlead.config_bases import StrategyConfigBase as StrategyConfigBase
     from fairlead.errors import FairleadError as FairleadError
     from fairlead.facts import Claim as Claim
     from fairlead.facts import Devices as Devices
@@ -48,6 +38,16 @@ if TYPE_CHECKING:
     from fairlead.hookspecs import hookimpl as hookimpl
     from fairlead.interfaces import BuildContext as BuildContext
     from fairlead.open_union import OpenUnion as OpenUnion
+    from fairlead.plugin_classes import AcceleratorPlugin as AcceleratorPlugin
+    from fairlead.plugin_classes import CheckPlugin as CheckPlugin
+    from fairlead.plugin_classes import CheckpointIOPlugin as CheckpointIOPlugin
+    from fairlead.plugin_classes import CommandPlugin as CommandPlugin
+    from fairlead.plugin_classes import EnvironmentPlugin as EnvironmentPlugin
+    from fairlead.plugin_classes import LayerSyncPlugin as LayerSyncPlugin
+    from fairlead.plugin_classes import LoggerPlugin as LoggerPlugin
+    from fairlead.plugin_classes import PrecisionPlugin as PrecisionPlugin
+    from fairlead.plugin_classes import RequeuePlugin as RequeuePlugin
+    from fairlead.plugin_classes import StrategyPlugin as StrategyPlugin
     from fairlead.plugins import PluginManager as PluginManager
     from fairlead.resolution import Resolution as Resolution
     from fairlead_lightning import Fairlead as Fairlead
@@ -106,42 +106,42 @@ __all__ = [
 __version__: Final = "0.1.0"
 
 _HOMES: Final = {
-    "AcceleratorConfigBase": "fairlead.bases",
-    "AcceleratorPlugin": "fairlead.axes",
+    "AcceleratorConfigBase": "fairlead.config_bases",
+    "AcceleratorPlugin": "fairlead.plugin_classes",
     "BuildContext": "fairlead.interfaces",
     "Capability": "fairlead.capabilities",
-    "CheckPlugin": "fairlead.axes",
+    "CheckPlugin": "fairlead.plugin_classes",
     "CheckResult": "fairlead.findings",
     "CheckpointConfig": "fairlead.config",
-    "CheckpointIOConfigBase": "fairlead.bases",
-    "CheckpointIOPlugin": "fairlead.axes",
+    "CheckpointIOConfigBase": "fairlead.config_bases",
+    "CheckpointIOPlugin": "fairlead.plugin_classes",
     "Claim": "fairlead.facts",
     "ClassSpec": "fairlead.config",
-    "CommandPlugin": "fairlead.axes",
+    "CommandPlugin": "fairlead.plugin_classes",
     "Devices": "fairlead.facts",
-    "EnvironmentConfigBase": "fairlead.bases",
-    "EnvironmentPlugin": "fairlead.axes",
+    "EnvironmentConfigBase": "fairlead.config_bases",
+    "EnvironmentPlugin": "fairlead.plugin_classes",
     "FairleadError": "fairlead.errors",
     "Finding": "fairlead.findings",
     "Job": "fairlead.interfaces",
     "JobConfig": "fairlead.config",
-    "LayerSyncConfigBase": "fairlead.bases",
-    "LayerSyncPlugin": "fairlead.axes",
-    "LoggerConfigBase": "fairlead.bases",
-    "LoggerPlugin": "fairlead.axes",
+    "LayerSyncConfigBase": "fairlead.config_bases",
+    "LayerSyncPlugin": "fairlead.plugin_classes",
+    "LoggerConfigBase": "fairlead.config_bases",
+    "LoggerPlugin": "fairlead.plugin_classes",
     "OpenUnion": "fairlead.open_union",
     "PluginManager": "fairlead.plugins",
-    "PrecisionConfigBase": "fairlead.bases",
-    "PrecisionPlugin": "fairlead.axes",
-    "RequeueConfigBase": "fairlead.bases",
-    "RequeuePlugin": "fairlead.axes",
+    "PrecisionConfigBase": "fairlead.config_bases",
+    "PrecisionPlugin": "fairlead.plugin_classes",
+    "RequeueConfigBase": "fairlead.config_bases",
+    "RequeuePlugin": "fairlead.plugin_classes",
     "Resolution": "fairlead.resolution",
     "ResourcesConfig": "fairlead.config",
     "RunConfig": "fairlead.config",
     "Setting": "fairlead.facts",
     "Specificity": "fairlead.facts",
-    "StrategyConfigBase": "fairlead.bases",
-    "StrategyPlugin": "fairlead.axes",
+    "StrategyConfigBase": "fairlead.config_bases",
+    "StrategyPlugin": "fairlead.plugin_classes",
     "SubmitConfig": "fairlead.config",
     "Topology": "fairlead.facts",
     "TrainerConfig": "fairlead.config",

@@ -8,15 +8,15 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
-from fairlead.axes import Plugin
-from fairlead.bases import AXES, BackendConfig
 from fairlead.capabilities import Capability, check_capabilities
 from fairlead.config import JobConfig, ResourcesConfig, RunConfig, TrainerConfig
+from fairlead.config_bases import AXES, BackendConfig
 from fairlead.errors import FairleadError, PluginError
 from fairlead.facts import Setting
 from fairlead.findings import CheckResult, Finding, Severity
 from fairlead.jobs import LoadedJob
 from fairlead.partial_resolution import Purpose
+from fairlead.plugin_classes import Plugin
 from fairlead.plugins import PluginManager
 from fairlead.resolve import Resolution, resolve
 

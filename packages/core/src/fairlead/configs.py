@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from fairlead.bases import AXES, BackendConfig
+from fairlead.config_bases import AXES, BackendConfig
 from fairlead.errors import did_you_mean
 from fairlead.plugins import PluginManager, default_plugins
 

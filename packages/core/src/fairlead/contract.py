@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from fairlead.axes import Plugin
 from fairlead.errors import PluginError
+from fairlead.plugin_classes import Plugin
 from fairlead.records import PluginRecord
 
 __all__ = ["check_contract", "describe"]

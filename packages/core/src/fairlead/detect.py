@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
-from fairlead.axes import EnvironmentPlugin
-from fairlead.bases import EnvironmentConfigBase
+from fairlead.config_bases import EnvironmentConfigBase
 from fairlead.errors import FairleadError, MissingDependencyError, PluginError
 from fairlead.facts import Claim, Job, Setting, Specificity, Topology
 from fairlead.findings import Finding
 from fairlead.open_union import parse_backend
+from fairlead.plugin_classes import EnvironmentPlugin
 from fairlead.plugins import PluginManager
 
 __all__ = ["FALLBACK", "VARIABLE", "ChosenEnvironment", "choose_environment", "collect_claims", "find_job"]

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 
-from fairlead.axes import AcceleratorPlugin
-from fairlead.bases import AcceleratorConfigBase
 from fairlead.config import ResourcesConfig
+from fairlead.config_bases import AcceleratorConfigBase
 from fairlead.facts import Devices, Setting, Topology
 from fairlead.partial_resolution import PartialResolution
+from fairlead.plugin_classes import AcceleratorPlugin
 
 __all__ = ["choose_accelerator", "count_devices"]
 

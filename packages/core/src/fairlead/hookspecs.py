@@ -6,7 +6,7 @@ A plugin is one object, named by one entry point in the group `fairlead`::
     "strategy.ring" = "ring_strategy.ring:ring"
 
 The entry point's name is `<axis>.<tag>`.  The object is an instance of that axis's class in
-`fairlead.axes`; the class attributes name the config and the runtime, and the optional hooks below
+`fairlead.plugin_classes`; the class attributes name the config and the runtime, and the optional hooks below
 add detection and checks.  Nothing here may import torch.
 
 Example:
@@ -28,8 +28,8 @@ from typing import TYPE_CHECKING
 import pluggy
 
 if TYPE_CHECKING:
-    from fairlead.bases import EnvironmentConfigBase
     from fairlead.capabilities import Capability, InstalledPlugins
+    from fairlead.config_bases import EnvironmentConfigBase
     from fairlead.facts import Claim, Devices, Job, Topology
     from fairlead.findings import Finding, Inexact
     from fairlead.resolution import Resolution

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Final
 
-from fairlead.bases import EnvironmentConfigBase
+from fairlead.config_bases import EnvironmentConfigBase
 from fairlead.facts import Setting
 from fairlead.findings import Finding
 
@@ -19,7 +19,7 @@ def library_variables(environment: EnvironmentConfigBase) -> dict[str, str]:
     """The variables that the config asks for; true and false become 1 and 0.
 
     Example:
-        >>> from fairlead.bases import EnvironmentConfigBase
+        >>> from fairlead.config_bases import EnvironmentConfigBase
         >>> library_variables(EnvironmentConfigBase(name="slurm", nccl={"debug": "INFO", "ib_disable": True}))
         {'NCCL_DEBUG': 'INFO', 'NCCL_IB_DISABLE': '1'}
     """

@@ -15,9 +15,9 @@ from pydantic import GetCoreSchemaHandler, GetJsonSchemaHandler, ValidationInfo
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
-from fairlead.axes import Plugin
-from fairlead.bases import AXES, BackendConfig
+from fairlead.config_bases import AXES, BackendConfig
 from fairlead.errors import FairleadError
+from fairlead.plugin_classes import Plugin
 from fairlead.plugins import PluginManager, default_plugins
 
 __all__ = ["OpenUnion", "parse_backend"]

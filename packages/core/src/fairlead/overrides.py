@@ -13,7 +13,7 @@ import copy
 import re
 from typing import Any, Final
 
-from fairlead.bases import AXES
+from fairlead.config_bases import AXES
 from fairlead.errors import ConfigError
 from fairlead.yaml import parse_scalar_or_flow
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Literal, TypeVar, cast
 
-from fairlead.axes import AcceleratorPlugin
-from fairlead.bases import BackendConfig
 from fairlead.config import ResourcesConfig, RunConfig, TrainerConfig
+from fairlead.config_bases import BackendConfig
 from fairlead.errors import FairleadError, MissingDependencyError, PluginError
 from fairlead.facts import Devices, Setting
 from fairlead.findings import Finding, Severity
 from fairlead.open_union import parse_backend
+from fairlead.plugin_classes import AcceleratorPlugin
 from fairlead.plugins import PluginManager
 
 __all__ = ["PartialResolution", "Purpose"]

@@ -16,11 +16,11 @@ from typing import Any, Final, cast
 
 import pluggy
 
-from fairlead.axes import API_VERSION, AXIS_PLUGINS, AnyPlugin, CheckPlugin, CommandPlugin, Plugin
-from fairlead.bases import BackendConfig
+from fairlead.config_bases import BackendConfig
 from fairlead.contract import check_contract, describe
 from fairlead.errors import ConfigError, FairleadError, MissingDependencyError, PluginError, did_you_mean
 from fairlead.first_party import first_party
+from fairlead.plugin_classes import API_VERSION, AXIS_PLUGINS, AnyPlugin, CheckPlugin, CommandPlugin, Plugin
 from fairlead.records import EntryPoint, PluginRecord
 from fairlead.requirements import Installed
 

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from fairlead.bases import (
+from fairlead.config import TrainerConfig
+from fairlead.config_bases import (
     AcceleratorConfigBase,
     CheckpointIOConfigBase,
     EnvironmentConfigBase,
@@ -16,7 +17,6 @@ from fairlead.bases import (
     RequeueConfigBase,
     StrategyConfigBase,
 )
-from fairlead.config import TrainerConfig
 from fairlead.facts import Devices, Job, Setting, Topology
 from fairlead.findings import Finding
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import cast
 
-from fairlead.axes import AcceleratorPlugin, EnvironmentPlugin, RequeuePlugin
-from fairlead.bases import (
+from fairlead.by_hand import commands_by_hand
+from fairlead.config import ResourcesConfig, RunConfig, TrainerConfig
+from fairlead.config_bases import (
     AcceleratorConfigBase,
     CheckpointIOConfigBase,
     EnvironmentConfigBase,
@@ -14,8 +15,6 @@ from fairlead.bases import (
     RequeueConfigBase,
     StrategyConfigBase,
 )
-from fairlead.by_hand import commands_by_hand
-from fairlead.config import ResourcesConfig, RunConfig, TrainerConfig
 from fairlead.detect import FALLBACK, ChosenEnvironment, choose_environment
 from fairlead.errors import MissingDependencyError, PluginError
 from fairlead.facts import Job, Setting, Topology
@@ -23,6 +22,7 @@ from fairlead.findings import Severity
 from fairlead.hardware import choose_accelerator, count_devices
 from fairlead.network import network_findings, network_settings
 from fairlead.partial_resolution import PartialResolution, Purpose
+from fairlead.plugin_classes import AcceleratorPlugin, EnvironmentPlugin, RequeuePlugin
 from fairlead.plugins import PluginManager
 from fairlead.resolution import Resolution
 from fairlead.threads import choose_threads

@@ -15,7 +15,7 @@ from typing import Any
 from lightning.fabric.plugins.environments import ClusterEnvironment
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 
-from fairlead.bases import EnvironmentConfigBase
+from fairlead.config_bases import EnvironmentConfigBase
 from fairlead.errors import ConfigError
 from fairlead.interfaces import BuildContext, Setting
 

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import Field
 
-from fairlead.axes import RequeuePlugin
 from fairlead.findings import Finding
 from fairlead.hookspecs import hookimpl
 from fairlead.interfaces import BuildContext
+from fairlead.plugin_classes import RequeuePlugin
 from fairlead_hpc_signals.programs import COMMAND_MISSING, CommandSettings, check_command, run_command
 
 if TYPE_CHECKING:

@@ -6,9 +6,9 @@ from typing import Literal
 
 from pydantic import Field, field_validator
 
-from fairlead.axes import RequeuePlugin
-from fairlead.bases import RequeueConfigBase
+from fairlead.config_bases import RequeueConfigBase
 from fairlead.interfaces import BuildContext
+from fairlead.plugin_classes import RequeuePlugin
 
 __all__ = ["ExitCode", "ExitCodeRequeueConfig", "ExitCodeRequeuer", "build", "exit_code"]
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any, Final
 
-from fairlead.bases import signal_name
+from fairlead.config_bases import signal_name
 from fairlead.errors import ConfigError
 
 __all__ = ["DEFAULT_SIGNALS", "Conflict", "Flag", "SignalFlags", "signal_number"]

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Literal
 
-from fairlead.axes import RequeuePlugin
-from fairlead.bases import RequeueConfigBase
+from fairlead.config_bases import RequeueConfigBase
 from fairlead.interfaces import BuildContext
+from fairlead.plugin_classes import RequeuePlugin
 
 __all__ = ["NoRequeue", "NoRequeuer", "NoneRequeueConfig", "build", "none"]
 

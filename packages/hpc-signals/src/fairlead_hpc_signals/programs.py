@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Final
 
 from pydantic import Field
 
-from fairlead.bases import RequeueConfigBase
+from fairlead.config_bases import RequeueConfigBase
 from fairlead.errors import RunFailedError
 from fairlead.findings import Finding
 

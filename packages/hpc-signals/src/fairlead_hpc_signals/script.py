@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, ClassVar, Final, Literal
 
 from pydantic import Field
 
-from fairlead.axes import RequeuePlugin
-from fairlead.bases import RequeueConfigBase
+from fairlead.config_bases import RequeueConfigBase
 from fairlead.errors import RunFailedError
 from fairlead.findings import Finding
 from fairlead.hookspecs import hookimpl
 from fairlead.interfaces import BuildContext
+from fairlead.plugin_classes import RequeuePlugin
 from fairlead_hpc_signals.jobs import JOB_UNKNOWN, check_job, current_job
 from fairlead_runs.commit import Syscalls, write_file
 from fairlead_runs.commit.files import disk_error, ensure_dir

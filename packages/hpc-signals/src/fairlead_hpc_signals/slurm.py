@@ -6,11 +6,11 @@ import time
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, ClassVar, Final, Literal
 
-from fairlead.axes import RequeuePlugin
 from fairlead.errors import RunFailedError
 from fairlead.findings import Finding
 from fairlead.hookspecs import hookimpl
 from fairlead.interfaces import BuildContext
+from fairlead.plugin_classes import RequeuePlugin
 from fairlead_hpc_signals.jobs import JOB_UNKNOWN, check_job, slurm_job
 from fairlead_hpc_signals.programs import (
     COMMAND_MISSING,

@@ -18,7 +18,7 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Final
 
-from fairlead.bases import RequeueConfigBase
+from fairlead.config_bases import RequeueConfigBase
 from fairlead.errors import ConfigError
 from fairlead.interfaces import BuildContext, Requeuer
 from fairlead_hpc_signals.agreement import LocalAgreement, StopAgreement

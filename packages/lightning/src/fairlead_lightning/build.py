@@ -8,12 +8,12 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Final, cast
 
-from fairlead.axes import RequeuePlugin, StrategyPlugin
-from fairlead.bases import BackendConfig, RequeueConfigBase
 from fairlead.config import ClassSpec, TrainerConfig
 from fairlead.config.marks import PassedToLightning, marked
+from fairlead.config_bases import BackendConfig, RequeueConfigBase
 from fairlead.errors import ConfigError, FairleadError, PluginError
 from fairlead.interfaces import BuildContext, StopGuard, StopSignals
+from fairlead.plugin_classes import RequeuePlugin, StrategyPlugin
 from fairlead.user_code import CodeRoot, instantiate
 from fairlead_runs.checkpoint_io import CheckpointCopies
 

@@ -13,8 +13,8 @@ from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 
-from fairlead.bases import RequeueConfigBase
 from fairlead.config import CheckpointConfig, RunConfig, TrainerConfig
+from fairlead.config_bases import RequeueConfigBase
 from fairlead.interfaces import BuildContext, Setting, StopGuard
 from fairlead.open_union import parse_backend
 from fairlead.plugins import PluginManager, default_plugins

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field
 
 from fairlead import BuildContext, Capability, Finding, PrecisionConfigBase, PrecisionPlugin, Resolution, hookimpl
-from fairlead.bases import ConfigModel
+from fairlead.config_bases import ConfigModel
 from fairlead.errors import ConfigError
 from fairlead.findings import Inexact
 from fairlead_precision.hardware import fp8_native, has_bf16, has_fp8

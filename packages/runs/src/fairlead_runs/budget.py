@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fairlead.bases import RequeueConfigBase
+from fairlead.config_bases import RequeueConfigBase
 
 __all__ = ["Spent", "refusal", "spent"]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fairlead.axes import CheckPlugin
+from fairlead.plugin_classes import CheckPlugin
 
 __all__ = ["run_directory"]
 

@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from fairlead import BuildContext, Capability, Finding, Resolution, StrategyPlugin, hookimpl
-from fairlead.bases import ConfigModel
+from fairlead.config_bases import ConfigModel
 from fairlead.findings import Inexact
 from fairlead_strategies.shared import LIGHTNING, ClassPaths, ProcessGroupConfig, load_classes, refuse_mps_and_xla
 

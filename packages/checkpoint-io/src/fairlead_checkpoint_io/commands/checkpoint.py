@@ -6,8 +6,8 @@ import argparse
 import pkgutil
 from typing import TYPE_CHECKING, Final
 
-from fairlead.axes import CommandPlugin
 from fairlead.errors import MissingDependencyError
+from fairlead.plugin_classes import CommandPlugin
 
 if TYPE_CHECKING:
     from fairlead.cli.session import Session

@@ -8,11 +8,11 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from fairlead.axes import CheckpointIOPlugin
 from fairlead.capabilities import Capability
 from fairlead.durations import Duration
 from fairlead.findings import Inexact
 from fairlead.hookspecs import hookimpl
+from fairlead.plugin_classes import CheckpointIOPlugin
 from fairlead.resolution import Resolution
 from fairlead_checkpoint_io.torch_file import FileCheckpointIOConfig
 

@@ -7,13 +7,13 @@ from typing import Annotated, Any, ClassVar, Literal, cast
 
 from pydantic import Field, field_validator
 
-from fairlead.axes import CheckpointIOPlugin
-from fairlead.bases import CheckpointIOConfigBase
 from fairlead.capabilities import Capability
+from fairlead.config_bases import CheckpointIOConfigBase
 from fairlead.errors import ConfigError
 from fairlead.findings import Finding, Inexact
 from fairlead.hookspecs import hookimpl
 from fairlead.open_union import OpenUnion
+from fairlead.plugin_classes import CheckpointIOPlugin
 from fairlead.resolve import Resolution
 from fairlead_checkpoint_io.torch_file import TorchCheckpointIOConfig
 from fairlead_runs.remote.store import missing_library

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fairlead.axes import CommandPlugin
+from fairlead.plugin_classes import CommandPlugin
 
 __all__ = ["check", "explain", "plugins", "schema"]
 

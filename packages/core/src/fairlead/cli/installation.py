@@ -7,10 +7,10 @@ import json
 import os
 from pathlib import Path
 
-from fairlead.axes import AXIS_PLUGINS
 from fairlead.cli.session import Session
 from fairlead.errors import ConfigError, did_you_mean
 from fairlead.first_party import first_party
+from fairlead.plugin_classes import AXIS_PLUGINS
 from fairlead.plugins import PluginRecord, pip_target
 from fairlead.schema import job_schema
 

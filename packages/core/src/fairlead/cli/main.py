@@ -11,10 +11,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final, NoReturn
 
-from fairlead.axes import CommandPlugin
 from fairlead.cli.session import Session
 from fairlead.errors import ConfigError, FairleadError, MissingDependencyError, did_you_mean
 from fairlead.first_party import first_party
+from fairlead.plugin_classes import CommandPlugin
 from fairlead.plugins import PluginManager, pip_target
 
 __all__ = ["main"]

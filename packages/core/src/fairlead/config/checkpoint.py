@@ -6,8 +6,8 @@ from typing import Annotated, Literal
 
 from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
 
-from fairlead.bases import ConfigModel
 from fairlead.config.marks import NotExact
+from fairlead.config_bases import ConfigModel
 
 __all__ = ["CheckpointConfig"]
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pydantic import Field, PositiveFloat, PositiveInt
 
-from fairlead.bases import ConfigModel
 from fairlead.config.run import RunConfig
 from fairlead.config.spec import ClassSpec
 from fairlead.config.trainer import TrainerConfig
+from fairlead.config_bases import ConfigModel
 from fairlead.durations import Duration
 
 __all__ = ["JobConfig", "ResourcesConfig", "SubmitConfig"]

@@ -7,8 +7,8 @@ from typing import Annotated, Any
 
 from pydantic import Field, field_validator
 
-from fairlead.bases import ConfigModel
 from fairlead.config.marks import NotExact
+from fairlead.config_bases import ConfigModel
 
 __all__ = ["RunConfig"]
 

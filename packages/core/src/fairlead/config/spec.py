@@ -6,7 +6,7 @@ from typing import Any
 
 from pydantic import ConfigDict, Field, model_validator
 
-from fairlead.bases import ConfigModel
+from fairlead.config_bases import ConfigModel
 
 __all__ = ["ClassSpec"]
 

@@ -18,7 +18,10 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from fairlead.bases import (
+from fairlead.config.checkpoint import CheckpointConfig
+from fairlead.config.marks import LIGHTNING, MayChange, NotExact
+from fairlead.config.spec import ClassSpec
+from fairlead.config_bases import (
     AXES,
     AcceleratorConfigBase,
     BackendConfig,
@@ -31,9 +34,6 @@ from fairlead.bases import (
     RequeueConfigBase,
     StrategyConfigBase,
 )
-from fairlead.config.checkpoint import CheckpointConfig
-from fairlead.config.marks import LIGHTNING, MayChange, NotExact
-from fairlead.config.spec import ClassSpec
 from fairlead.durations import ClockTime, Duration
 from fairlead.errors import did_you_mean
 from fairlead.open_union import OpenUnion

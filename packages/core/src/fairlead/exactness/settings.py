@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Final
 
-from fairlead.bases import BackendConfig
 from fairlead.config import RunConfig
 from fairlead.config.marks import inexact_settings
+from fairlead.config_bases import BackendConfig
 from fairlead.errors import FairleadError, PluginError
 from fairlead.findings import Inexact
 from fairlead.plugins import PluginManager

@@ -16,14 +16,14 @@ from typing import Any, ClassVar
 from pydantic import ValidationError
 
 from fairlead import yaml
-from fairlead.axes import Plugin
-from fairlead.bases import BackendConfig
 from fairlead.capabilities import Capability
+from fairlead.config_bases import BackendConfig
 from fairlead.configs import config_classes
 from fairlead.errors import FairleadError
 from fairlead.findings import CODES, Finding
 from fairlead.interfaces import BuildContext
 from fairlead.open_union import parse_backend
+from fairlead.plugin_classes import Plugin
 from fairlead.plugins import PluginManager
 from fairlead.records import EntryPoint
 from fairlead.testing.resolutions import minimal_resolution

@@ -5,16 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
-from fairlead.axes import (
-    AcceleratorPlugin,
-    CheckpointIOPlugin,
-    EnvironmentPlugin,
-    Plugin,
-    PrecisionPlugin,
-    RequeuePlugin,
-    StrategyPlugin,
-)
-from fairlead.bases import (
+from fairlead.config_bases import (
     AcceleratorConfigBase,
     CheckpointIOConfigBase,
     EnvironmentConfigBase,
@@ -25,6 +16,15 @@ from fairlead.bases import (
 from fairlead.facts import Claim, Devices, Specificity
 from fairlead.findings import Inexact
 from fairlead.hookspecs import hookimpl
+from fairlead.plugin_classes import (
+    AcceleratorPlugin,
+    CheckpointIOPlugin,
+    EnvironmentPlugin,
+    Plugin,
+    PrecisionPlugin,
+    RequeuePlugin,
+    StrategyPlugin,
+)
 from fairlead.resolution import Resolution
 
 __all__ = ["stand_ins"]

@@ -30,7 +30,7 @@ def fairlead_plugins(monkeypatch: pytest.MonkeyPatch) -> Callable[..., PluginMan
             assert plugins.names("strategy") == ["ring", "ring_small"]
     """
     from fairlead import plugins as module
-    from fairlead.axes import CommandPlugin, Plugin
+    from fairlead.plugin_classes import CommandPlugin, Plugin
     from fairlead.testing.fakes import FakeEntryPoint
 
     def points_of(given: object) -> Iterator[EntryPoint]:

@@ -6,8 +6,8 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from fairlead.bases import AXES, BackendConfig
 from fairlead.config import TrainerConfig
+from fairlead.config_bases import AXES, BackendConfig
 from fairlead.plugins import PluginManager
 from fairlead.resolve import Resolution, resolve
 

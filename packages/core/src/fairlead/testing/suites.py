@@ -9,10 +9,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
-from fairlead.axes import AcceleratorPlugin, CommandPlugin, EnvironmentPlugin
-from fairlead.bases import EnvironmentConfigBase
+from fairlead.config_bases import EnvironmentConfigBase
 from fairlead.errors import FairleadError
 from fairlead.interfaces import Claim, Devices, Job, Setting, Specificity, Topology
+from fairlead.plugin_classes import AcceleratorPlugin, CommandPlugin, EnvironmentPlugin
 from fairlead.plugins import PluginManager
 from fairlead.testing.conformance import EntryPointConformance, PluginConformance, skip
 from fairlead.testing.fakes import FakeEnviron

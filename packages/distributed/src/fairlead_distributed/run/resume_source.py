@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fairlead.bases import CheckpointIOConfigBase
+from fairlead.config_bases import CheckpointIOConfigBase
 from fairlead.errors import CheckpointError
 from fairlead_distributed.run.checksums import Check
 from fairlead_distributed.run.session import STATE_FILE

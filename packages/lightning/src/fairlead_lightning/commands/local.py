@@ -12,7 +12,6 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any, Final, cast
 
-from fairlead.axes import StrategyPlugin
 from fairlead.checks import CheckedJob, check_job
 from fairlead.cli.session import Session
 from fairlead.detect import VARIABLE
@@ -20,6 +19,7 @@ from fairlead.errors import FairleadError
 from fairlead.findings import raise_errors
 from fairlead.interfaces import BuildContext
 from fairlead.jobs import load_job
+from fairlead.plugin_classes import StrategyPlugin
 from fairlead_launch.environment import LAUNCHED, rank_environment
 from fairlead_launch.ports import STORE_FD, listen
 from fairlead_launch.reports import send_report

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from fairlead.axes import CommandPlugin
+from fairlead.plugin_classes import CommandPlugin
 
 __all__ = ["fit", "predict", "test", "validate"]
 

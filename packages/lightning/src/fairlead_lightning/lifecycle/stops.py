@@ -12,7 +12,7 @@ from typing import Any, Final
 import lightning.pytorch as L
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from fairlead.bases import RequeueConfigBase
+from fairlead.config_bases import RequeueConfigBase
 from fairlead.detect import find_job
 from fairlead.findings import Finding
 from fairlead.interfaces import BuildContext, Requeuer, StopGuard

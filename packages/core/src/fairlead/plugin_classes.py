@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar, Final
 
-from fairlead.bases import (
+from fairlead.config_bases import (
     AcceleratorConfigBase,
     BackendConfig,
     CheckpointIOConfigBase,
