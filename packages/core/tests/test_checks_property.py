@@ -50,7 +50,7 @@ class FileLogger(LoggerPlugin):
     config = FileLoggerConfig
 
 
-OWN = {"check.code": own_checks.user_code, "check.run_directory": own_checks.run_directory}
+OWN = {"check.code": own_checks.user_code}
 TARGETS = {
     **stand_ins(),
     **OWN,

@@ -20,7 +20,6 @@ from fairlead.testing import FakeEntryPoint, stand_ins
 CORE = {
     **{f"command.{name}": getattr(commands, name) for name in commands.__all__},
     "check.code": own_checks.user_code,
-    "check.run_directory": own_checks.run_directory,
 }
 MODEL = "class Net:\n    def __init__(self, layers: int = 2, width: int = 8) -> None: ...\n"
 CONTRACT = [

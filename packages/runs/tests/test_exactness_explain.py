@@ -28,8 +28,12 @@ from fairlead.findings import CODES, Inexact
 from fairlead.jobs import load_job
 from fairlead.testing import stand_ins
 from fairlead_runs import RunDirectory, fingerprint
+from fairlead_runs.checks import run_directory
 
-CORE = {f"command.{name}": getattr(commands, name) for name in commands.__all__}
+CORE = {
+    **{f"command.{name}": getattr(commands, name) for name in commands.__all__},
+    "check.run_directory": run_directory,
+}
 APP = """
 class Net: pass
 class Data:

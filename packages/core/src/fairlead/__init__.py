@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from fairlead.errors import FairleadError as FairleadError
     from fairlead.facts import Claim as Claim
     from fairlead.facts import Devices as Devices
+    from fairlead.facts import Job as Job
     from fairlead.facts import Setting as Setting
     from fairlead.facts import Specificity as Specificity
     from fairlead.facts import Topology as Topology
@@ -123,7 +124,7 @@ _HOMES: Final = {
     "EnvironmentPlugin": "fairlead.plugin_classes",
     "FairleadError": "fairlead.errors",
     "Finding": "fairlead.findings",
-    "Job": "fairlead.interfaces",
+    "Job": "fairlead.facts",
     "JobConfig": "fairlead.config",
     "LayerSyncConfigBase": "fairlead.config_bases",
     "LayerSyncPlugin": "fairlead.plugin_classes",

@@ -305,7 +305,7 @@ def main(fd: int) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for name in imports:
-            with contextlib.suppress(Exception):  # whoever needs it will hear of it
+            with contextlib.suppress(ImportError, OSError):  # whoever needs it will hear of it
                 importlib.import_module(name)
     sys.path[:] = pristine
     gc.collect()
