@@ -29,10 +29,12 @@ from fairlead.jobs import load_job
 from fairlead.testing import stand_ins
 from fairlead_runs import RunDirectory, fingerprint
 from fairlead_runs.checks import run_directory
+from fairlead_runs.commands.plugins import runs
 
 CORE = {
     **{f"command.{name}": getattr(commands, name) for name in commands.__all__},
     "check.run_directory": run_directory,
+    "command.runs": runs,
 }
 APP = """
 class Net: pass
