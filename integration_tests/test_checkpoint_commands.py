@@ -23,7 +23,7 @@ from fairlead.cli import main
 from fairlead.errors import CheckpointError, ConfigError
 from fairlead_checkpoint_io.commands import sources
 from fairlead_distributed.testing import run_ranks
-from fairlead_runs.carried import job_from_checkpoint
+from fairlead_runs.checkpoint_job import job_from_checkpoint
 from fairlead_runs.remote import Retries, Store, upload
 from integration_tests.jobs import JOB, Call, changed, fairlead, repository
 from integration_tests.s3 import s3_server

@@ -96,7 +96,7 @@ def test_a_finished_run_says_so_and_more_steps_go_on_from_there(gpt: Fitted, tmp
 
     more = fairlead("fit", str(gpt.job), "--set", "trainer.max_steps=9", cwd=tmp_path)
     assert more.code == 0, more.text
-    assert "goes on from" in more.out
+    assert "resumes from" in more.out
     assert "3 of them in this start" in more.out
     trained = steps(run, "train/loss")
     assert trained == sorted(set(trained))

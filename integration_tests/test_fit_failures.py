@@ -79,7 +79,7 @@ def test_a_result_that_cannot_be_saved_is_a_failure_of_the_run(tmp_path: Path, r
     assert state(run).state == "failed"
     resumed = fairlead(*words, cwd=tmp_path)
     assert resumed.code == 0, resumed.text
-    assert "goes on from" in resumed.out
+    assert "resumes from" in resumed.out
     assert (events(run)[-1]["event"], events(run)[-1]["step"]) == ("finished", 8)
 
 
@@ -163,7 +163,7 @@ def test_a_killed_supervisor_takes_its_ranks_along(tmp_path: Path) -> None:
     job = str(tmp_path / "repo/jobs/job.yaml")
     resumed = fairlead("fit", job, *SLOW, *words, "--set", "data.args.workers=1", cwd=tmp_path)
     assert resumed.code == 0, resumed.text
-    assert "goes on from" in resumed.out
+    assert "resumes from" in resumed.out
 
 
 def test_one_process_fails_and_stops_as_several_do(tmp_path: Path) -> None:

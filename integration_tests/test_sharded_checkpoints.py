@@ -152,7 +152,7 @@ def fits(rank: int, root: str, world_size: int, steps: int, asked: list[Fit]) ->
 
 
 def lightnings_own(rank: int, root: str, ours: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Plain Lightning goes on from a checkpoint of ours, and writes one of its own."""
+    """Plain Lightning resumes from a checkpoint of ours, and writes one of its own."""
     module = Sharded()
     trainer = L.Trainer(
         accelerator="cpu",

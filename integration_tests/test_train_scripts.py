@@ -191,7 +191,7 @@ def test_the_global_batch_survives_another_number_of_ranks(tmp_path: Path) -> No
     python(tmp_path, body, "2", "4", "none")
     refused = python(tmp_path, body, "1", "8", "none", expect=None)
     assert refused.returncode != 0
-    assert "2 ranks and would go on with 1" in refused.stderr
+    assert "2 ranks and would resume with 1" in refused.stderr
     assert "accumulate 2" in python(tmp_path, body, "1", "8", "keep_global").stdout
     assert "accumulate 2" in python(tmp_path, body, "1", "12", "keep_global").stdout  # not halved by the start between
     assert "accumulate 1" in python(tmp_path, body, "2", "16", "keep_global").stdout

@@ -133,7 +133,7 @@ def test_one_process_per_gpu(cluster: Cluster, folder: Path) -> None:
     goes_on(job, folder, "unknown")
     step = history(folder, "stop", run=directory)[0]["step"]
     assert f"stopped at step {step}, asked to stop; everything is saved" in job.text()
-    assert f"goes on from {directory}/checkpoints/step-{step:08}" in job.text()
+    assert f"resumes from {directory}/checkpoints/step-{step:08}" in job.text()
 
 
 def test_threads_of_a_task_on_cpus(cluster: Cluster, folder: Path) -> None:

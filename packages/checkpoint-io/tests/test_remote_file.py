@@ -115,7 +115,7 @@ def test_a_committed_checkpoint_is_copied_and_retention_is_the_same_there(url: s
     events = begun(io, run)
     for step in (1, 2, 3):
         io.committed(saved(run, step), RetentionPolicy(last=2))
-        assert io.settle() is None
+        assert io.wait_uploaded() is None
     assert here(run) == there(url) == [2, 3]
     assert [name for name, _ in events] == ["uploaded"] * 3
     assert isinstance(io, CheckpointCopies)
@@ -135,7 +135,7 @@ def test_the_one_being_uploaded_stays_and_one_that_was_replaced_is_not_uploaded(
         io.committed(saved(run, step), RetentionPolicy(last=1))
     assert here(run) == [1, 3]
     gate.open.set()
-    assert io.settle() is None
+    assert io.wait_uploaded() is None
     assert [fields["checkpoint"] for _, fields in events] == ["step-00000001", "step-00000003"]
     assert there(url) == [3]
     io.teardown()
@@ -166,7 +166,7 @@ def test_a_save_waits_for_an_upload_that_makes_room(
     assert done.is_set()
     assert "must be uploaded to make room" in caplog.text
     assert here(run) == [2]
-    assert io.settle() is None
+    assert io.wait_uploaded() is None
     assert there(url) == [1, 2]
     io.teardown()
 
@@ -183,10 +183,10 @@ def test_when_uploads_fail_nothing_is_deleted_for_room_and_the_save_says_so(
         io.save_checkpoint({"w": torch.zeros(1)}, tmp_path / "next.ckpt")
     assert "the store is away" in str(raised.value)
     assert here(run) == [1, 2]
-    assert io.settle() is not None  # the second one has had its turn, too
+    assert io.wait_uploaded() is not None  # the second one has had its turn, too
     assert ("upload-failed", "step-00000002") in [(name, fields["checkpoint"]) for name, fields in events]
     gate.failing = False
-    assert io.settle() is None  # tried again
+    assert io.wait_uploaded() is None  # tried again
     assert there(url) == [1, 2]
     io.teardown()
 
@@ -198,14 +198,14 @@ def test_a_stop_that_is_short_of_time_says_what_is_lacking_and_the_next_start_up
     begun(io, run)
     gate.open.clear()
     io.committed(saved(run, 1), RetentionPolicy(last=1))
-    lacking = io.settle(0.1)
+    lacking = io.wait_uploaded(0.1)
     assert lacking is not None
     assert f"step-00000001 is not on {url}/gpt yet: not finished within 0.1 s" in lacking
     io.teardown()  # does not wait again
     gate.open.set()
     again = remote(url)
     begun(again, run, start=2)
-    assert again.settle() is None
+    assert again.wait_uploaded() is None
     assert there(url) == [1]
     again.teardown()
 
@@ -216,7 +216,7 @@ def test_a_machine_without_the_run_gets_the_newest_sound_checkpoint_and_the_reco
     (run / "metrics.csv").write_text("step,loss\n1,2\n")
     for step in (1, 2, 3):
         io.committed(saved(run, step), RetentionPolicy(last=5))
-        assert io.settle() is None
+        assert io.wait_uploaded() is None
     io.teardown()
     Store.open(f"{url}/gpt").write("step-00000003/state.ckpt", b"x" * 100)
     other = tmp_path / "b" / "gpt"
@@ -237,7 +237,7 @@ def test_an_earlier_start_that_still_lives_uploads_nothing_more(url: str, tmp_pa
     begun(old, tmp_path / "a" / "gpt", start=1)
     begun(new, tmp_path / "b" / "gpt", start=2)
     old.committed(saved(tmp_path / "a" / "gpt", 7), RetentionPolicy())
-    lacking = old.settle()
+    lacking = old.wait_uploaded()
     assert lacking is not None
     assert "another start of this run writes to the store now" in lacking
     assert "start 2 on" in lacking
@@ -262,7 +262,7 @@ def test_a_url_is_loaded_and_a_damaged_one_is_not(url: str, tmp_path: Path) -> N
     staged = stage(run / "checkpoints", checkpoint_name(1), token="s1")
     io.save_checkpoint({"w": torch.arange(3)}, staged / "state.ckpt")
     io.committed(publish(staged, {"step": 1}), RetentionPolicy())
-    assert io.settle() is None
+    assert io.wait_uploaded() is None
     assert torch.equal(io.load_checkpoint(f"{url}/gpt/step-00000001")["w"], torch.arange(3))
     with pytest.raises(CheckpointError, match="there are: step-00000001"):
         io.load_checkpoint(f"{url}/gpt/step-00000009")
@@ -282,7 +282,7 @@ def test_shards_are_read_through_an_inner_backend_that_can(url: str, tmp_path: P
     DistributedCheckpointIO(DistributedCheckpointIOConfig()).save_checkpoint(state, staged / "state.ckpt")
     here = publish(staged, {"step": 1})
     io.committed(here, RetentionPolicy())
-    assert io.settle() is None
+    assert io.wait_uploaded() is None
     into = torch.zeros(3, dtype=torch.int64)
     found = io.load_shards(here.path / "state.ckpt", lambda where, size, dtype: into)
     assert found is not None
@@ -393,7 +393,7 @@ def test_a_manifest_of_a_stranger_cannot_write_elsewhere(url: str, tmp_path: Pat
 def test_a_ranks_copy_of_the_backend_has_no_thread(url: str, tmp_path: Path) -> None:
     io = remote(url)
     begun(io, tmp_path / "gpt")
-    assert pickle.loads(pickle.dumps(io)).settle() is None
+    assert pickle.loads(pickle.dumps(io)).wait_uploaded() is None
     io.teardown()
 
 

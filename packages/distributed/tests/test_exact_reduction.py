@@ -66,7 +66,7 @@ def weights(model: nn.Module) -> Tensor:
 
 
 def run(rank: int, world_size: int, checkpoint: str, exact: bool, first: int, **settings: Any) -> Trained:
-    """Trains from step `first` to the end; saves on the way, or goes on from what was saved."""
+    """Trains from step `first` to the end; saves on the way, or resumes from what was saved."""
     rows = slice(rank, None, world_size)
     network_ = network()
     model = DistributedDataParallel(network_, **{"bucket_cap_mb": 0.5, **settings})

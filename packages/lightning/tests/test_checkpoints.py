@@ -191,7 +191,7 @@ def test_a_disk_that_is_full_for_a_while_costs_no_training(
 def test_a_result_that_cannot_be_saved_is_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, backend: str
 ) -> None:
-    """The run is not finished: a restart goes on from the checkpoint before."""
+    """The run is not finished: a restart resumes from the checkpoint before."""
     real = Syscalls.fsync
     full = {"now": False}
 

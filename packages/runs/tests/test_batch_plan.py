@@ -48,7 +48,7 @@ def test_keep_per_device_keeps_what_was_asked_for(new_world: int) -> None:
 
 
 def test_without_a_policy_another_world_size_is_an_error_with_the_numbers() -> None:
-    with pytest.raises(ConfigError, match="4 ranks and would go on with 2") as caught:
+    with pytest.raises(ConfigError, match="4 ranks and would resume with 2") as caught:
         batch_plan(resolution(2, accumulate_grad_batches=3), before(4, 3))
     assert "from 12 to 6" in str(caught.value)
     assert "keep_global" in str(caught.value)

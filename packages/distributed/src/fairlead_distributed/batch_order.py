@@ -18,13 +18,13 @@ import torch
 from torch.utils.data import BatchSampler
 
 from fairlead_distributed import ResumableDistributedSampler, derive_seed
-from fairlead_distributed.isolated_generators import Apart
+from fairlead_distributed.isolated_generators import IsolatedGenerators
 from fairlead_distributed.worker_seeds import EpochBatch
 
-__all__ = ["CarriedOrder", "Order", "Place", "RedrawnOrder", "ShardedOrder"]
+__all__ = ["EpochPosition", "Order", "RedrawnOrder", "ShardedOrder", "StatefulOrder"]
 
 
-class Place(NamedTuple):
+class EpochPosition(NamedTuple):
     """Where the training is: batches of this rank that it took in an epoch."""
 
     epoch: int
@@ -51,7 +51,9 @@ class Order(ABC):
         generator: The loader's: it seeds the workers.
     """
 
-    def __init__(self, inner: _Orders, *, seed: int, place: Callable[[], Place], generator: torch.Generator) -> None:
+    def __init__(
+        self, inner: _Orders, *, seed: int, place: Callable[[], EpochPosition], generator: torch.Generator
+    ) -> None:
         self.inner = inner
         self.seed = seed
         self.generator = generator
@@ -97,11 +99,11 @@ class Order(ABC):
         for batch in self._begin(numbers, place, self._going_on(place)):
             yield EpochBatch.of(batch, place.epoch)
 
-    def _going_on(self, place: Place) -> Mapping[str, Any] | None:
-        """The state to go on from.  One that was saved behind an epoch's last batch is no place in the next epoch."""
+    def _going_on(self, place: EpochPosition) -> Mapping[str, Any] | None:
+        """The state to resume from.  One that was saved behind an epoch's last batch is no place in the next epoch."""
         return self._resume if place.epoch == self._resumed_in else None
 
-    def _numbers(self, place: Place) -> tuple[int, int, int]:
+    def _numbers(self, place: EpochPosition) -> tuple[int, int, int]:
         """What the order is made of: seed, epoch, and how often the loader was gone through in it."""
         state = self._going_on(place)
         # Asked for more than a whole loader in one epoch: it is gone through again.
@@ -124,11 +126,13 @@ class Order(ABC):
         self._resume, self._resumed_in = None, -1
 
     @abstractmethod
-    def _taken(self, place: Place) -> dict[str, Any]:
+    def _taken(self, place: EpochPosition) -> dict[str, Any]:
         """The state behind the last batch that was trained on."""
 
     @abstractmethod
-    def _begin(self, numbers: tuple[int, int, int], place: Place, state: Mapping[str, Any] | None) -> Iterator[Any]:
+    def _begin(
+        self, numbers: tuple[int, int, int], place: EpochPosition, state: Mapping[str, Any] | None
+    ) -> Iterator[Any]:
         """The batches of a turn, from `state` where there is one."""
 
 
@@ -140,10 +144,10 @@ class ShardedOrder(Order):
         sampler = inner.sampler
         assert isinstance(sampler, ResumableDistributedSampler)
         self._sampler = sampler
-        self._from = Place(0, 0)
+        self._from = EpochPosition(0, 0)
         self._consumed = 0
 
-    def _taken(self, place: Place) -> dict[str, Any]:
+    def _taken(self, place: EpochPosition) -> dict[str, Any]:
         """The samples that all ranks together have trained on in this turn."""
         if place.epoch != self._from.epoch or place.batches < self._from.batches:  # between two epochs
             return {"turn": 0, "consumed": 0, "length": self._sampler.length, "seed": self.seed}
@@ -167,7 +171,9 @@ class ShardedOrder(Order):
         share = left // sampler.num_replicas if sampler.drop_last else -(-left // sampler.num_replicas)
         return share // size if self.drop_last else -(-share // size)
 
-    def _begin(self, numbers: tuple[int, int, int], place: Place, state: Mapping[str, Any] | None) -> Iterator[Any]:
+    def _begin(
+        self, numbers: tuple[int, int, int], place: EpochPosition, state: Mapping[str, Any] | None
+    ) -> Iterator[Any]:
         seed, epoch, turn = numbers
         self._from, self._consumed = place, int(state["consumed"]) if state is not None else 0
         self._sampler.seed = seed if turn == 0 else derive_seed("turn", seed, turn)
@@ -186,12 +192,14 @@ class RedrawnOrder(Order):
     theirs is seeded again for each epoch.
     """
 
-    def _taken(self, place: Place) -> dict[str, Any]:
+    def _taken(self, place: EpochPosition) -> dict[str, Any]:
         """How many batches to skip."""
         batches, length = place.batches, max(len(self), 1)
         return {"turn": batches // length, "skip": batches % length}
 
-    def _begin(self, numbers: tuple[int, int, int], place: Place, state: Mapping[str, Any] | None) -> Iterator[Any]:
+    def _begin(
+        self, numbers: tuple[int, int, int], place: EpochPosition, state: Mapping[str, Any] | None
+    ) -> Iterator[Any]:
         for wanted in (self.inner, self.sampler):
             generator = getattr(wanted, "generator", None)
             if isinstance(generator, torch.Generator):
@@ -200,7 +208,7 @@ class RedrawnOrder(Order):
         return itertools.islice(batches, int(state["skip"]) if state is not None else 0, None)
 
 
-class CarriedOrder(Order):
+class StatefulOrder(Order):
     """Batches of a sampler or batch sampler with `state_dict` and `load_state_dict`.
 
     Workers draw ahead of the training, so the state behind each batch is kept until the training has taken it.
@@ -215,11 +223,11 @@ class CarriedOrder(Order):
     def __init__(self, inner: _Orders, stateful: Any, *, ahead: int, **arguments: Any) -> None:
         super().__init__(inner, **arguments)
         self._stateful = stateful
-        self._from = Place(0, 0)
+        self._from = EpochPosition(0, 0)
         self._drawn = 0
         self._states: deque[Any] = deque(maxlen=ahead + 2)
 
-    def _taken(self, place: Place) -> dict[str, Any]:
+    def _taken(self, place: EpochPosition) -> dict[str, Any]:
         """The sampler's state behind the last batch that was trained on."""
         if self._resume is not None:  # an epoch further, of which nothing was drawn yet
             return {"turn": 0, "state": self._resume["state"]}
@@ -228,7 +236,9 @@ class CarriedOrder(Order):
         trained = place.batches - self._from.batches
         return {"turn": self._turn, "state": self._states[trained - self._drawn - 1]}
 
-    def _begin(self, numbers: tuple[int, int, int], place: Place, state: Mapping[str, Any] | None) -> Iterator[Any]:
+    def _begin(
+        self, numbers: tuple[int, int, int], place: EpochPosition, state: Mapping[str, Any] | None
+    ) -> Iterator[Any]:
         if self._resume is not None:
             self._stateful.load_state_dict(self._resume["state"])
         self._from, self._drawn = place, 0
@@ -246,7 +256,7 @@ class CarriedOrder(Order):
 
 def _drawn_apart(batches: _Orders, seed: int) -> Iterator[Any]:
     """The batches, drawn with global generators of their own: what the model draws between two does not matter."""
-    apart = Apart(seed)
+    apart = IsolatedGenerators(seed)
     with apart:
         iterator = iter(batches)
     while True:

@@ -13,8 +13,8 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from fairlead.starts import Start
-from fairlead_distributed.doors import Door, find_store
 from fairlead_distributed.errors import AddressNotFoundError, AddressUnreachableError, PortError, RendezvousError
+from fairlead_distributed.listener import StartListener, find_store
 from fairlead_distributed.store import bind_listener, tcp_store
 
 __all__ = ["Endpoint", "Opened", "agree", "connect"]
@@ -39,12 +39,12 @@ class Opened:
     Args:
         store: The store.
         where: Its address, for messages.
-        door: What shows the others the way to it, on rank 0 of ranks that know no port.
+        listener: What shows the others the way to it, on rank 0 of ranks that know no port.
     """
 
     store: dist.Store
     where: str
-    door: Door | None = None
+    listener: StartListener | None = None
 
     def __enter__(self) -> Opened:
         return self
@@ -54,8 +54,8 @@ class Opened:
 
     def close_door(self) -> None:
         """Nobody else finds this store any more."""
-        if self.door is not None:
-            self.door.close()
+        if self.listener is not None:
+            self.listener.close()
 
 
 def agree(host: str, start: Start, *, rank: int, world_size: int, timeout: timedelta) -> Opened:
@@ -77,8 +77,8 @@ def agree(host: str, start: Start, *, rank: int, world_size: int, timeout: timed
     if rank == 0:
         _make_room(world_size)
         store = tcp_store(bind_listener([0]), timeout=timeout)
-        door = Door(start.identity, start.ports, store.port)
-        return Opened(store, str(Endpoint(host, door.port)), door)
+        listener = StartListener(start.identity, start.ports, store.port)
+        return Opened(store, str(Endpoint(host, listener.port)), listener)
     found = find_store(host, start.ports, start.identity, rank=rank, timeout=timeout.total_seconds())
     return Opened(_client(Endpoint(*found), rank, "rank 0", deadline), str(Endpoint(host, found[1])))
 

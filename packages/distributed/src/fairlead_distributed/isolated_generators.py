@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import torch
 
-__all__ = ["Apart"]
+__all__ = ["IsolatedGenerators"]
 
 
-class Apart:
+class IsolatedGenerators:
     """While it is entered, the global generators of the CPU are this object's.
 
     Args:
@@ -20,7 +20,7 @@ class Apart:
 
     Example:
         >>> state = torch.get_rng_state()
-        >>> with Apart(0):
+        >>> with IsolatedGenerators(0):
         ...     drawn = torch.rand(2)
         >>> torch.equal(torch.get_rng_state(), state)
         True

@@ -138,8 +138,8 @@ def _crash(lines: Sequence[str]) -> list[str]:
         return report[:20]
     frames = list(itertools.takewhile(str.strip, report[begin + 1 :]))
     libraries = (*site.getsitepackages(), sysconfig.get_path("stdlib"), "<")
-    theirs = [frame for frame in frames if not frame.partition('"')[2].startswith(libraries)]
-    return [report[0], "The innermost frames:", *(theirs[:8] or frames[:8])]
+    users = [frame for frame in frames if not frame.partition('"')[2].startswith(libraries)]
+    return [report[0], "The innermost frames:", *(users[:8] or frames[:8])]
 
 
 def _order(rank: Ended) -> tuple[int, float]:

@@ -43,7 +43,7 @@ _PARTS = (AverageOverRanks, ExactResume, Checkpoints, Recorder, StuckRanks, Stop
 class Fairlead(L.Callback):
     """Gives `trainer.fit` of an unmodified Lightning Trainer a run directory, durable checkpoints and resume.
 
-    Started again, the script goes on from the newest complete checkpoint of the run; the
+    Started again, the script resumes from the newest complete checkpoint of the run; the
     `ckpt_path` of `fit` is used while the run has none of its own.  What belongs to the Trainer
     itself (strategy, devices, precision, environment) stays as the script has it.  The script's own
     loggers and callbacks, a ModelCheckpoint too, work as before.

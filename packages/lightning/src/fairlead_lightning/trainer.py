@@ -45,7 +45,7 @@ from fairlead_lightning.resume.averages import AverageOverRanks
 from fairlead_lightning.resume.exact_resume import ExactResume, saved_positions
 from fairlead_runs import fingerprint
 from fairlead_runs.batch_policy import batch_plan
-from fairlead_runs.carried import carried_job
+from fairlead_runs.checkpoint_job import checkpoint_job
 from fairlead_runs.describe import described
 
 __all__ = ["Trainer"]
@@ -54,7 +54,7 @@ __all__ = ["Trainer"]
 class Trainer(L.Trainer):
     """Lightning's Trainer, built from a typed config; everything else works as in Lightning.
 
-    `fit` keeps a run directory: history, metrics.csv, checkpoints; it goes on from the newest
+    `fit` keeps a run directory: history, metrics.csv, checkpoints; it resumes from the newest
     complete checkpoint of the run by itself.  `validate`, `test` and `predict` write nothing there
     and never pick up a checkpoint by themselves.  `fast_dev_run` and `barebones` keep no records, but that the
     `fast_dev_run` of a job writes down what it saw of the loaders, for `fairlead explain`.
@@ -170,7 +170,7 @@ class Trainer(L.Trainer):
             >>> trainer.fit()                                                            # doctest: +SKIP
         """
         plugins = plugins if plugins is not None else default_plugins()
-        found = carried_job(Path(path), plugins=plugins, cwd=Path.cwd(), overrides=overrides)
+        found = checkpoint_job(Path(path), plugins=plugins, cwd=Path.cwd(), overrides=overrides)
         job, root = found.loaded.job, found.loaded.root
         assert job is not None
         # A new run of its own for bare weights: an older run of the job's name is none of theirs.

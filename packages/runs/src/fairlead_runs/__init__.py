@@ -18,7 +18,7 @@ and `state`.
 
 from __future__ import annotations
 
-from fairlead_runs.budget import Spent, refusal, spent
+from fairlead_runs.budget import StartCounts, count_starts, refusal
 from fairlead_runs.directory import RunDirectory
 from fairlead_runs.fingerprints import Difference, Fingerprint, fingerprint
 from fairlead_runs.heartbeat import Beat, Heartbeat, heartbeat_path, read_heartbeats
@@ -37,9 +37,10 @@ __all__ = [
     "History",
     "RunDirectory",
     "RunState",
-    "Spent",
+    "StartCounts",
     "code_change",
     "collect_provenance",
+    "count_starts",
     "fingerprint",
     "git_state",
     "heartbeat_path",
@@ -56,6 +57,5 @@ __all__ = [
     "render_name",
     "run_path",
     "safe_name",
-    "spent",
     "state",
 ]

@@ -32,7 +32,7 @@ def batch_plan(resolution: Resolution, previous: Mapping[str, Any] | None) -> Ba
 
     Args:
         resolution: The run as it is to start now.
-        previous: The metadata of the checkpoint it goes on from; None: it starts anew.
+        previous: The metadata of the checkpoint it resumes from; None: it starts anew.
 
     Raises:
         ConfigError: The world size changed and nothing says what to keep, or the old global batch
@@ -51,7 +51,7 @@ def batch_plan(resolution: Resolution, previous: Mapping[str, Any] | None) -> Ba
         return BatchPlan(asked, f"batch_policy=keep_per_device; the world size was {old_world}, is {new_world}")
     if policy is None:
         raise ConfigError(
-            f"the run was trained with {old_world} ranks and would go on with {new_world}",
+            f"the run was trained with {old_world} ranks and would resume with {new_world}",
             where="trainer.batch_policy",
             why=f"the global batch would change from {old} to {new_world * asked} batches of one rank",
             fix="set batch_policy: keep_global (same global batch) or keep_per_device (same batch for each rank)",

@@ -8,11 +8,11 @@ from typing import Any
 
 from fairlead.config_bases import RequeueConfigBase
 
-__all__ = ["Spent", "refusal", "spent"]
+__all__ = ["StartCounts", "count_starts", "refusal"]
 
 
 @dataclass(frozen=True)
-class Spent:
+class StartCounts:
     """What a run has used up of its starts.
 
     Attributes:
@@ -28,11 +28,12 @@ class Spent:
     failures: int = 0
 
 
-def spent(events: Sequence[Mapping[str, Any]]) -> Spent:
+def count_starts(events: Sequence[Mapping[str, Any]]) -> StartCounts:
     """Counts in the events of a history, oldest first.
 
     Example:
-        >>> spent([{"event": "start", "job": "7"}, {"event": "requeue"}, {"event": "start", "job": "7"}]).requeues
+        >>> events = [{"event": "start", "job": "7"}, {"event": "requeue"}, {"event": "start", "job": "7"}]
+        >>> count_starts(events).requeues
         1
     """
     requeues, idle, failures = 0, 0, 0
@@ -49,7 +50,7 @@ def spent(events: Sequence[Mapping[str, Any]]) -> Spent:
             if event["event"] == "stop" and event.get("reason"):
                 stops[str(event["reason"])] = stops.get(str(event["reason"]), 0) + 1
         idle = 0 if _progressed(during) else idle + 1
-    return Spent(requeues, idle, stops, failures)
+    return StartCounts(requeues, idle, stops, failures)
 
 
 def refusal(config: RequeueConfigBase, events: Sequence[Mapping[str, Any]]) -> str | None:
@@ -59,7 +60,7 @@ def refusal(config: RequeueConfigBase, events: Sequence[Mapping[str, Any]]) -> s
         config: The budgets.
         events: The history, with this stop or the checkpoint of it.
     """
-    used = spent(events)
+    used = count_starts(events)
     if config.max_requeues is not None and used.requeues >= config.max_requeues:
         return f"it was started again {used.requeues} times, and max_requeues is {config.max_requeues}"
     if config.max_without_progress is not None and used.without_progress >= config.max_without_progress:

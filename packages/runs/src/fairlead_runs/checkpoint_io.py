@@ -123,7 +123,7 @@ class ShardedLoads(Protocol):
 class CheckpointCopies(Protocol):
     """A Lightning `CheckpointIO` that keeps copies of a run's checkpoints elsewhere; rank 0 alone calls these.
 
-    `open`, `fetch` and `begin` in this order at a start; `committed` after each commit; `settle` at the end.
+    `open`, `fetch` and `begin` in this order at a start; `committed` after each commit; `wait_uploaded` at the end.
     """
 
     @property
@@ -174,6 +174,6 @@ class CheckpointCopies(Protocol):
         """
         ...
 
-    def settle(self, timeout_s: float | None = None) -> str | None:
+    def wait_uploaded(self, timeout_s: float | None = None) -> str | None:
         """Waits until all copies are complete, at most so many seconds; what is lacking and why, or None."""
         ...

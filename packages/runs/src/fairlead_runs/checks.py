@@ -6,4 +6,4 @@ from fairlead.plugin_classes import CheckPlugin
 
 __all__ = ["run_directory"]
 
-run_directory = CheckPlugin("fairlead_runs.resuming:check_run_directory", reads_run=True)
+run_directory = CheckPlugin("fairlead_runs.run_check:check_run_directory", reads_run=True)

@@ -17,7 +17,7 @@ from fairlead_checkpoint_io.commands.destination import source_and_target, write
 from fairlead_checkpoint_io.commands.sources import Source, size_text
 from fairlead_checkpoint_io.commands.states import read_any, weights_of, write_weights
 from fairlead_checkpoint_io.files.formats import WEIGHTS_FILE
-from fairlead_runs.carried import job_file
+from fairlead_runs.checkpoint_job import job_file
 from fairlead_runs.commit import hash_file
 from fairlead_runs.commit.manifest import MANIFEST, Manifest
 

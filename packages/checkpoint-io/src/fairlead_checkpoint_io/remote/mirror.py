@@ -42,7 +42,7 @@ class Mirror:
     def __init__(self, config: RemoteCheckpointIOConfig, store: Store) -> None:
         self._config = config
         self._closing = threading.Event()
-        self._store = store.trying(Retries(config.retries, sleep=self._sleep))
+        self._store = store.with_retries(Retries(config.retries, sleep=self._sleep))
         self.remote = RunOnStore(store, config.retries)
         self._state = threading.Condition()
         self._pending: dict[str, Checkpoint] = {}

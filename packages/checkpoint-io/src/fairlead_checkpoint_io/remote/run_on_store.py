@@ -36,7 +36,7 @@ class RunOnStore:
 
     def __init__(self, store: Store, retries: int) -> None:
         self._url = store.url
-        self._patient = store.trying(Retries(min(retries, _AT_START), longest_s=4.0))
+        self._patient = store.with_retries(Retries(min(retries, _AT_START), longest_s=4.0))
         self._nonce = secrets.token_hex(8)
 
     def check(self, fingerprint: Fingerprint, *, new: bool) -> None:

@@ -79,7 +79,7 @@ class RemoteCheckpointIO(CheckpointIO):
             then(None)
 
     def wait(self) -> None:
-        """Returns when all local files are durable; for their copies there is `settle`."""
+        """Returns when all local files are durable; for their copies there is `wait_uploaded`."""
         if isinstance(self._inner, DurableSaves):
             self._inner.wait()
 
@@ -148,7 +148,7 @@ class RemoteCheckpointIO(CheckpointIO):
         if self._mirror is not None:
             self._mirror.committed(checkpoint, policy)
 
-    def settle(self, timeout_s: float | None = None) -> str | None:
+    def wait_uploaded(self, timeout_s: float | None = None) -> str | None:
         """Waits for the uploads; see the protocol."""
         return self._mirror.wait_uploaded(timeout_s) if self._mirror is not None else None
 
@@ -206,7 +206,7 @@ class RemoteShardsIO(RemoteCheckpointIO):
         self._shards.submit_shards(checkpoint, path, then, names=names)
 
     def wait(self) -> None:
-        """Returns when all local files are durable; for their copies there is `settle`."""
+        """Returns when all local files are durable; for their copies there is `wait_uploaded`."""
         self._shards.wait()
 
     def __getstate__(self) -> dict[str, Any]:

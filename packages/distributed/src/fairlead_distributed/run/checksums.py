@@ -1,4 +1,4 @@
-"""The checksums of a checkpoint, compared by all ranks together before a start goes on from it.
+"""The checksums of a checkpoint, compared by all ranks together before a start resumes from it.
 
 Each rank reads a part of the files, or a start of many nodes would wait for one of them to read terabytes.
 """

@@ -20,11 +20,11 @@ from fairlead.resolve import Resolution
 from fairlead_distributed.objects import broadcast_object
 from fairlead_distributed.run.checksums import check_for, help_to_compare
 from fairlead_distributed.run.resume_source import (
-    beginning_of,
     committed,
     compares,
     downloaded,
     downloaded_for_now,
+    find_resume_source,
     state_file,
 )
 from fairlead_distributed.run.session import STATE_FILE, RunSession
@@ -197,7 +197,7 @@ def _open(
     if run.resume != "never" and not is_url(given):
         load = Path(given) if given is not None else None
         here = fallback if not is_url(fallback) else None
-        batch_plan(resolution, beginning_of(path / "checkpoints", load, here).own_metadata())
+        batch_plan(resolution, find_resume_source(path / "checkpoints", load, here).own_metadata())
     owner = LockOwner.here(resolution.job)
     directory = RunDirectory.open(path, job=job, fingerprint=fingerprint(job), resume=run.resume, owner=owner)
     if directory.finished is not None:
@@ -214,7 +214,7 @@ def _open(
         elif is_url(fallback) and newest_complete(directory.checkpoints).checkpoint is None:
             fallback = downloaded(str(fallback), directory.path)
         check = check_for(deep=compares(resolution.checkpoint_io))
-        begun = beginning_of(directory.checkpoints, load, fallback, check=check)
+        begun = find_resume_source(directory.checkpoints, load, fallback, check=check)
         batch_plan(resolution, begun.own_metadata())  # again: it may have come from elsewhere
         provenance = collect_provenance(environ, job=resolution.job, code=code)
         start = directory.begin(

@@ -19,13 +19,21 @@ from fairlead_runs.commit import Checkpoint, Syscalls, newest_complete, verify
 from fairlead_runs.commit.files import remove_tree
 from fairlead_runs.remote import fetch
 
-__all__ = ["Beginning", "beginning_of", "committed", "compares", "downloaded", "downloaded_for_now", "state_file"]
+__all__ = [
+    "ResumeSource",
+    "committed",
+    "compares",
+    "downloaded",
+    "downloaded_for_now",
+    "find_resume_source",
+    "state_file",
+]
 
 _DOWNLOADS = ".downloads"
 
 
 @dataclass(frozen=True)
-class Beginning:
+class ResumeSource:
     """What a start begins from.
 
     Attributes:
@@ -43,9 +51,9 @@ class Beginning:
         return self.own.metadata if self.own is not None else None
 
 
-def beginning_of(
+def find_resume_source(
     checkpoints: Path, load: Path | None, fallback: str | os.PathLike[str] | None, *, check: Check = verify
-) -> Beginning:
+) -> ResumeSource:
     """`--resume PATH`, else the run's own newest complete checkpoint, else `ckpt_path`, else nothing.
 
     Args:
@@ -63,15 +71,15 @@ def beginning_of(
                 why="\n".join(map(str, damages)),
                 fix="name another one; `fairlead checkpoint ls` shows what there is",
             )
-        return Beginning(state_file(load), own, (f"starts from {load}",))
+        return ResumeSource(state_file(load), own, (f"starts from {load}",))
     newest = newest_complete(checkpoints, check=check)
     skipped = tuple(f"warning: {damage}; it is skipped, the one before it is used" for damage in newest.skipped)
     if newest.checkpoint is not None:
         file = newest.checkpoint.path / STATE_FILE
-        return Beginning(file, newest.checkpoint, (*skipped, f"goes on from {newest.checkpoint.path}"))
+        return ResumeSource(file, newest.checkpoint, (*skipped, f"resumes from {newest.checkpoint.path}"))
     if fallback is not None:
-        return Beginning(state_file(Path(fallback)), None, (*skipped, f"starts from {fallback}"))
-    return Beginning(said=skipped)
+        return ResumeSource(state_file(Path(fallback)), None, (*skipped, f"starts from {fallback}"))
+    return ResumeSource(said=skipped)
 
 
 def downloaded(url: str, run: Path) -> Path:

@@ -33,7 +33,7 @@ class RunSession:
         rank: This rank, from 0.
         directory: The directory with its lock, in the process that opened it.
         finished: How the run ended, when it has nothing left to do.
-        previous: The metadata of the checkpoint that the run goes on from.
+        previous: The metadata of the checkpoint that the run resumes from.
         messages: What the user should be told at the start.
     """
 
@@ -83,12 +83,12 @@ class RunSession:
 
     @property
     def resumed(self) -> bool:
-        """Whether this start goes on from a checkpoint."""
+        """Whether this start resumes from a checkpoint."""
         return self.checkpoint is not None
 
     @property
     def resume_step(self) -> int | None:
-        """The optimizer step that this run goes on from; None when it begins."""
+        """The optimizer step that this run resumes from; None when it begins."""
         step = self.previous.get("step") if self.previous is not None else None
         return int(step) if step is not None else None
 

@@ -27,7 +27,7 @@ from fairlead_lightning.checkpoint.committing import (
     CommittingIO,
     Hashes,
     copies_of,
-    make_room,
+    delete_failed_stages,
     of_earlier_saves,
     raised_by,
     retain_everywhere,
@@ -245,7 +245,7 @@ class Checkpoints(Checkpoint):
             error = self._drained(trainer)
             if trainer.is_global_zero:
                 self._report(trainer, error, reason)
-                make_room(error)
+                delete_failed_stages(error)
         self._staged_step = step
         began = time.monotonic()
         metadata, policy = self._metadata(trainer), self._policy()
@@ -272,7 +272,7 @@ class Checkpoints(Checkpoint):
 
         error = save_and_commit(trainer, staged / STATE_FILE, self.config.save_weights_only, commit)
         self._report(trainer, error, reason)
-        make_room(error, staged)
+        delete_failed_stages(error, staged)
         # Rank 0 alone knows whether it is saved; all must decide alike whether to save at the end.
         if trainer.strategy.broadcast(error is None or of_earlier_saves(error, staged / STATE_FILE)):
             self._saved_step = step
@@ -301,7 +301,7 @@ class Checkpoints(Checkpoint):
         if error is not None:  # the save of this very step may be what failed in the background
             if trainer.is_global_zero:
                 self._report(trainer, error, reason)
-                make_room(error)
+                delete_failed_stages(error)
             self._saved_step = -1
             self.save(trainer, reason)
             error = self._drained(trainer)
@@ -314,7 +314,7 @@ class Checkpoints(Checkpoint):
                 f"the state at step {trainer.global_step} could not be saved",
                 where=str(self.directory),
                 why="the warnings before this say why; the checkpoints before it are intact",
-                fix="make room or get write access, and start the job again: it goes on from the newest checkpoint",
+                fix="make room or get write access, and start the job again: it resumes from the newest checkpoint",
             )
 
     def _copied(self, trainer: L.Trainer) -> None:
@@ -324,7 +324,7 @@ class Checkpoints(Checkpoint):
             CheckpointError: They are not complete; on all ranks.
         """
         copies = copies_of(trainer.strategy.checkpoint_io) if trainer.is_global_zero else None
-        lacking = trainer.strategy.broadcast(copies.settle() if copies is not None else None)
+        lacking = trainer.strategy.broadcast(copies.wait_uploaded() if copies is not None else None)
         if lacking is not None:
             raise CheckpointError(
                 "the result is saved here, but its copy is not complete",

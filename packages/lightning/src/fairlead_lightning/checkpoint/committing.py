@@ -15,7 +15,15 @@ from fairlead_distributed.run.session import STATE_FILE
 from fairlead_runs.checkpoint_io import CheckpointCopies, DurableSaves, PlaceTensor, ShardedLoads, ShardedSaves
 from fairlead_runs.commit import Checkpoint, FileHash, RetentionPolicy, abandon, retain
 
-__all__ = ["CommittingIO", "Hashes", "copies_of", "make_room", "of_earlier_saves", "raised_by", "retain_everywhere"]
+__all__ = [
+    "CommittingIO",
+    "Hashes",
+    "copies_of",
+    "delete_failed_stages",
+    "of_earlier_saves",
+    "raised_by",
+    "retain_everywhere",
+]
 
 
 Hashes = Mapping[str, FileHash]
@@ -126,7 +134,7 @@ def of_earlier_saves(error: FairleadError | OSError, file: Path) -> bool:
     return bool(where) and all(line.endswith(STATE_FILE) and line != str(file) for line in where)
 
 
-def make_room(error: FairleadError | OSError | None, staged: Path | None = None) -> None:
+def delete_failed_stages(error: FairleadError | OSError | None, staged: Path | None = None) -> None:
     """Deletes what failed saves have left; the disk may be full."""
     if error is None:
         return

@@ -28,7 +28,7 @@ class Rebuilt:
         model: The model; with weights where they came from an exported folder, else as it is built:
             `fit`, `validate`, `test` and `predict` load them.
         data: The datamodule; None: the job has none.
-        checkpoint: What the trainer goes on from; None: there is nothing to go on from.
+        checkpoint: What the trainer resumes from; None: there is nothing to resume from.
     """
 
     model: L.LightningModule

@@ -41,7 +41,7 @@ _USUAL_MONITORS: Final = ("val/loss", "val_loss")
 class LoopRun:
     """A run directory, durable checkpoints and exact resume for a loop of one's own.
 
-    Started again, the script goes on from the newest complete checkpoint as if it had not been interrupted: with the
+    Started again, the script resumes from the newest complete checkpoint as if it had not been interrupted: with the
     same weights, bit for bit.  For that the loop
 
     - gives all that changes while it trains: modules, optimizers, schedulers, the sampler, plain data;
@@ -182,7 +182,7 @@ class LoopRun:
             session.event("stop" if stopped else "failed", rank=self.fabric.global_rank, step=self.step, error=text)
         session.beat("stopped" if error is None else "failed", self.step)
         if self._checkpoints is not None:
-            self._checkpoints.settle(self.step)
+            self._checkpoints.finish_writes(self.step)
 
     # -- what the loop uses
 
@@ -348,7 +348,7 @@ class LoopRun:
                 f"the state at step {self.step} could not be saved",
                 where=str(session.path / "checkpoints"),
                 why="the warnings before this say why; the checkpoints before it are intact",
-                fix="make room or get write access, and start the job again: it goes on from the newest checkpoint",
+                fix="make room or get write access, and start the job again: it resumes from the newest checkpoint",
             )
         checkpoints.copied()
         if self._metrics is not None:

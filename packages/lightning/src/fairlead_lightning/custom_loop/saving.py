@@ -21,7 +21,7 @@ from fairlead_lightning.checkpoint.committing import (
     CommittingIO,
     Hashes,
     copies_of,
-    make_room,
+    delete_failed_stages,
     of_earlier_saves,
     raised_by,
     retain_everywhere,
@@ -121,7 +121,7 @@ class LoopCheckpoints:
         self._fail(step, error)
         return error is None
 
-    def settle(self, step: int) -> None:
+    def finish_writes(self, step: int) -> None:
         """Waits for what is written in the background, on this rank alone: the others may be gone."""
         if self._io is not None and self.fabric.is_global_zero:
             self._fail(step, raised_by(self._io.wait))
@@ -133,7 +133,7 @@ class LoopCheckpoints:
             CheckpointError: They are not complete; on all ranks.
         """
         copies = copies_of(self._io) if self.fabric.is_global_zero else None
-        lacking = broadcast_object(copies.settle() if copies is not None else None)
+        lacking = broadcast_object(copies.wait_uploaded() if copies is not None else None)
         if lacking is not None:
             raise CheckpointError(
                 "the result is saved here, but its copy is not complete",
@@ -183,7 +183,7 @@ class LoopCheckpoints:
         self.session.event("checkpoint-failed", step=step, error=text)
         if not isinstance(error, ConfigError):  # that one is raised
             warnings.warn(f"the training goes on, but no checkpoint was written: {text}", stacklevel=4)
-        make_room(error, staged)
+        delete_failed_stages(error, staged)
 
 
 def own_checkpoint_io(fabric: lf.Fabric) -> Any:

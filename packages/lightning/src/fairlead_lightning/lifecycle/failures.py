@@ -37,7 +37,7 @@ def described_failure(error: BaseException, root: CodeRoot) -> tuple[str, int]:
         said = "" if error.outcome is not None else f"stopped by {_asked_by(error)}; nothing was written"
         return said, error.exit_code
     if isinstance(error, KeyboardInterrupt) or isinstance(error.__context__, KeyboardInterrupt):
-        return "stopped by the keyboard; the run goes on from its last checkpoint when it is started again", 130
+        return "stopped by the keyboard; the run resumes from its last checkpoint when it is started again", 130
     if isinstance(error, SystemExit):
         code = error.code if isinstance(error.code, int) else 1
         return f"the job's own code called exit({code})\n{_traceback(error, root)}", 1
@@ -53,18 +53,18 @@ def _traceback(error: BaseException, root: CodeRoot) -> str:
     cause = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
     before = f"{_traceback(cause, root)}\n\nwhich led to:\n" if cause is not None and cause is not error else ""
     frames = traceback.extract_tb(error.__traceback__)
-    theirs = _Theirs(root)
-    users = [frame for frame in frames if theirs.is_file(frame.filename)]
+    user_files = _UserFiles(root)
+    users = [frame for frame in frames if user_files.is_file(frame.filename)]
     shown = list(users)
     if frames and (not users or frames[-1] is not users[-1]):
         shown.append(frames[-1])
     lines = ["Traceback (your code):\n" if users else "Traceback:\n", *traceback.format_list(shown)]
     text = "".join(traceback.format_exception_only(error))
-    lines += [f"{line}\n" for line in _cut(text.splitlines(), theirs)]
+    lines += [f"{line}\n" for line in _cut(text.splitlines(), user_files)]
     return before + "".join(lines).rstrip()
 
 
-class _Theirs:
+class _UserFiles:
     """Tells the files of the user from those of libraries."""
 
     def __init__(self, root: CodeRoot) -> None:
@@ -83,13 +83,13 @@ def _folder(module: object) -> str | None:
     return os.path.dirname(file) if file else None
 
 
-def _cut(lines: Sequence[str], theirs: _Theirs) -> Iterator[str]:
+def _cut(lines: Sequence[str], user_files: _UserFiles) -> Iterator[str]:
     """Without the library frames of a traceback that a message quotes: that of a DataLoader worker."""
     skipping = False
     for line in lines:
         frame = _FRAME.match(line)
         if frame is not None:
-            skipping = not theirs.is_file(frame["file"])
+            skipping = not user_files.is_file(frame["file"])
         elif not line.startswith("    "):
             skipping = False
         if not skipping:

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from torch.utils.data import DataLoader
 
-from fairlead_lightning.resume.loaders import CarriedLoader
+from fairlead_lightning.resume.loaders import StatefulLoader
 
 __all__ = ["WorkerInit", "protect_workers"]
 
@@ -28,7 +28,7 @@ class WorkerInit(Protocol):
 
 def protect_workers(loader: object, outlive: WorkerInit) -> None:
     """Has each worker call `outlive`, and then what the user asked for; nothing where there are no workers."""
-    inner = loader.loader if isinstance(loader, CarriedLoader) else loader
+    inner = loader.loader if isinstance(loader, StatefulLoader) else loader
     if not isinstance(inner, DataLoader) or not inner.num_workers:
         return
     init = inner.worker_init_fn

@@ -24,7 +24,7 @@ from fairlead_lightning.checkpoint.committing import copies_of
 from fairlead_lightning.lifecycle.loader_workers import protect_workers
 from fairlead_lightning.lifecycle.stop_summary import stop_summary
 from fairlead_lightning.resume.exact_resume import Saves
-from fairlead_runs import read_history, refusal, spent
+from fairlead_runs import count_starts, read_history, refusal
 
 __all__ = ["StopRequested", "Stops"]
 
@@ -287,7 +287,7 @@ class Stops(L.Callback):
         assert self.guard is not None
         since = self.guard.decision.time
         elapsed = max(0.0, time.time() - since) if since is not None else 0.0
-        self._not_uploaded = copies.settle(max(0.0, copies.stop_wait_s - elapsed))
+        self._not_uploaded = copies.wait_uploaded(max(0.0, copies.stop_wait_s - elapsed))
         if self._not_uploaded is not None and self.session is not None:
             self.session.event("upload-unfinished", step=self._step, why=self._not_uploaded)
 
@@ -312,7 +312,7 @@ class Stops(L.Callback):
         if self._recorded:
             return
         self._recorded = True
-        counts = spent(read_history(self.session.path / "history.jsonl"))
+        counts = count_starts(read_history(self.session.path / "history.jsonl"))
         self.session.event(
             "stop",
             step=self._step,

@@ -26,7 +26,7 @@ class MetricsFile(Logger):
     nothing was logged, and a number has all its digits.  The step is Lightning's: the
     n-th optimizer step, and the validation after it, are in row n-1.
 
-    A start that goes on from a checkpoint cuts the file back to the `position` that the checkpoint
+    A start that resumes from a checkpoint cuts the file back to the `position` that the checkpoint
     holds: rows, cells and columns that came later will be logged again, or never.
 
     A disk that refuses to write is a warning, not the end of the training; the rows are kept and
@@ -135,7 +135,7 @@ class MetricsFile(Logger):
             self._keep = sys.maxsize  # what this start has written is not cut off when it opens the file again
             if self._table.missing:
                 rank_zero_warn(
-                    f"{self.path} lacks {self._table.missing} rows from before the checkpoint that the run goes on from"
+                    f"{self.path} lacks {self._table.missing} rows from before the checkpoint that the run resumes from"
                 )
         while self._waiting:
             self._table.add(*self._waiting.pop(0))

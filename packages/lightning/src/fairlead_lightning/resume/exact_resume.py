@@ -1,4 +1,4 @@
-"""`ExactResume`: a fit that goes on from a checkpoint does what the fit that saved it would have done next."""
+"""`ExactResume`: a fit that resumes from a checkpoint does what the fit that saved it would have done next."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from fairlead.errors import RunDirectoryError
 from fairlead.findings import Inexact
 from fairlead_distributed import register_exact_reduction
-from fairlead_distributed.batch_order import Place
+from fairlead_distributed.batch_order import EpochPosition
 from fairlead_distributed.objects import broadcast_object
 from fairlead_distributed.run.session import RunSession
 from fairlead_lightning import compat
@@ -202,13 +202,15 @@ class ExactResume(L.Callback):
 
     # -- where
 
-    def place(self) -> Place:
+    def place(self) -> EpochPosition:
         """Where the training is, in batches of this rank."""
         assert self._trainer is not None
         if self.where == "cut":
             loop: Any = self._trainer.fit_loop
-            return Place(loop.epoch_progress.current.processed - 1, loop.epoch_loop.batch_progress.current.ready)
-        return Place(*compat.training_place(self._trainer))
+            return EpochPosition(
+                loop.epoch_progress.current.processed - 1, loop.epoch_loop.batch_progress.current.ready
+            )
+        return EpochPosition(*compat.training_place(self._trainer))
 
     @contextmanager
     def at(self, where: Where) -> Iterator[None]:
@@ -302,7 +304,7 @@ class ExactResume(L.Callback):
 
 
 def saved_positions(session: RunSession) -> Mapping[str, Any]:
-    """Where the loggers stood in the checkpoint that a start goes on from, if that is one of the same run."""
+    """Where the loggers stood in the checkpoint that a start resumes from, if that is one of the same run."""
     if session.checkpoint is None or not session.checkpoint.is_relative_to(session.path):
         return {}
     state = rank_state.read(session.checkpoint.parent, 0) or {}

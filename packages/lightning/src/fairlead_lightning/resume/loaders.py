@@ -22,15 +22,15 @@ from torch.utils.data import (
 
 from fairlead.findings import Inexact
 from fairlead_distributed import ResumableDistributedSampler, SeededSamples, derive_seed, rng_state, set_rng_state
-from fairlead_distributed.batch_order import CarriedOrder, Order, Place, RedrawnOrder, ShardedOrder
+from fairlead_distributed.batch_order import EpochPosition, Order, RedrawnOrder, ShardedOrder, StatefulOrder
 from fairlead_distributed.evaluation_loaders import evaluation_loader
-from fairlead_distributed.isolated_generators import Apart
+from fairlead_distributed.isolated_generators import IsolatedGenerators
 from fairlead_distributed.objects import broadcast_object
 from fairlead_distributed.plain_data import from_plain, to_plain
 from fairlead_distributed.worker_seeds import SeededInWorkers, own_generators
 from fairlead_lightning import compat
 
-__all__ = ["CarriedLoader", "Loaders", "is_stateful"]
+__all__ = ["Loaders", "StatefulLoader", "is_stateful"]
 
 # They depend on nothing but their generator and the epoch.
 _REDRAWN: Final = (RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler, DistributedSampler)
@@ -41,7 +41,7 @@ def is_stateful(thing: object) -> bool:
     return callable(getattr(thing, "state_dict", None)) and callable(getattr(thing, "load_state_dict", None))
 
 
-class CarriedLoader:
+class StatefulLoader:
     """A loader with a state of its own (StatefulDataLoader and the like), carried for each rank.
 
     Lightning takes one batch ahead of a loader without a length, to know which is the last; the state before that
@@ -53,13 +53,13 @@ class CarriedLoader:
         place: Where the training is now.
     """
 
-    def __init__(self, loader: Any, seed: int, place: Callable[[], Place]) -> None:
+    def __init__(self, loader: Any, seed: int, place: Callable[[], EpochPosition]) -> None:
         self.loader = loader
         self._seed = seed
         self._place = place
         self._finished = False
         self._resume: Mapping[str, Any] | None = None
-        self._from = Place(-1, 0)
+        self._from = EpochPosition(-1, 0)
         self._fetched = 0
         self._before: dict[str, Any] | None = None
 
@@ -76,7 +76,9 @@ class CarriedLoader:
         self._from, self._fetched, self._before, self._finished = self._place(), 0, None, False
         if state is not None and state["rng"] is not None:
             set_rng_state(state["rng"])  # what the batch that was taken ahead was made with
-        with Apart(derive_seed("carried", self._seed, self._from.epoch)):  # a state may need more than one iterator
+        with IsolatedGenerators(
+            derive_seed("carried", self._seed, self._from.epoch)
+        ):  # a state may need more than one iterator
             iterator = iter(self.loader)
         return self._batches(iterator)
 
@@ -121,7 +123,7 @@ class CarriedLoader:
         self._resume = None
 
 
-class _SizedLoader(CarriedLoader):
+class _SizedLoader(StatefulLoader):
     """A carried loader that has a length."""
 
     def __len__(self) -> int:
@@ -147,7 +149,7 @@ class Loaders:
         trainer: L.Trainer,
         *,
         seed: int,
-        place: Callable[[], Place],
+        place: Callable[[], EpochPosition],
         saved: Mapping[str, Any] | None = None,
         same_ranks: bool = True,
     ) -> None:
@@ -166,7 +168,7 @@ class Loaders:
     def begun(self) -> None:
         """The training has gone on from where it was; what comes now is as in a run that was never interrupted."""
         for loader in compat.train_loaders(self.trainer):
-            going_on = loader if isinstance(loader, CarriedLoader) else _order(loader)
+            going_on = loader if isinstance(loader, StatefulLoader) else _order(loader)
             if going_on is not None:
                 going_on.begun()
 
@@ -197,7 +199,7 @@ class Loaders:
     def _trained(self, loader: object, number: int, lightnings: Callable[[], object]) -> object:
         if is_stateful(loader):
             self._check_carried(loader)
-            kind = _SizedLoader if sized_len(loader) is not None else CarriedLoader
+            kind = _SizedLoader if sized_len(loader) is not None else StatefulLoader
             return kind(lightnings(), derive_seed("loader", self.seed, number), self._place)
         name = type(loader).__name__
         if not isinstance(loader, DataLoader):
@@ -210,7 +212,7 @@ class Loaders:
         if isinstance(loader.dataset, IterableDataset):
             self._inexact(
                 f"the IterableDataset {type(loader.dataset).__name__}",
-                "a stream has no place to go on from: it begins anew",
+                "a stream has no place to resume from: it begins anew",
                 "use torchdata's StatefulDataLoader with state_dict and load_state_dict in the dataset, "
                 "or a dataset with __getitem__ and __len__",
             )
@@ -267,7 +269,7 @@ class Loaders:
             loader, batches = made, made.batch_sampler
         if stateful is not None and not sharding:
             ahead = max(1, loader.num_workers * (loader.prefetch_factor or 2))
-            return _over(loader, CarriedOrder(batches, stateful, ahead=ahead, **common), seed)
+            return _over(loader, StatefulOrder(batches, stateful, ahead=ahead, **common), seed)
         if stateful is not None:
             self._inexact(
                 f"the sampler {type(stateful).__name__}",
@@ -313,11 +315,11 @@ class Loaders:
 
     def _load(self, loader: object, saved: Mapping[str, Any], number: int) -> None:
         order = _order(loader)
-        kind = "loader" if isinstance(loader, CarriedLoader) else type(order).__name__ if order is not None else None
+        kind = "loader" if isinstance(loader, StatefulLoader) else type(order).__name__ if order is not None else None
         if kind is None or saved["kind"] != kind:
             return  # nothing is carried, or the job's loader is another now; the start has said so
         state = saved["state"]
-        if isinstance(loader, CarriedLoader):
+        if isinstance(loader, StatefulLoader):
             if self._same_ranks:
                 loader.load(state)
         elif isinstance(order, ShardedOrder):
@@ -343,14 +345,14 @@ class Loaders:
         order = RedrawnOrder(
             cast("Any", made.batch_sampler),
             seed=derive_seed("evaluation", self.seed),
-            place=lambda: Place(self._place().epoch, 0),
+            place=lambda: EpochPosition(self._place().epoch, 0),
             generator=torch.Generator(),
         )
         return _over(made, order, self.seed)
 
     def _state(self, loader: object) -> dict[str, Any] | None:
         order = _order(loader)
-        if isinstance(loader, CarriedLoader):
+        if isinstance(loader, StatefulLoader):
             kind, state = "loader", loader.taken()
         elif order is not None:
             kind, state = type(order).__name__, order.state_dict()

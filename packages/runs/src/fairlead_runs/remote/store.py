@@ -121,7 +121,7 @@ class Store:
         child.url, child._root = join(self.url, name), f"{self._root}/{name}"
         return child
 
-    def trying(self, retries: Retries) -> Store:
+    def with_retries(self, retries: Retries) -> Store:
         """This place with another number of tries."""
         other = self.at("")
         other.url, other._root, other.retries = self.url, self._root, retries

@@ -17,7 +17,7 @@ from fairlead_runs.commit import newest_complete
 from fairlead_runs.redaction import REDACTED
 from fairlead_runs.states import is_run
 
-__all__ = ["CarriedJob", "carried_job", "job_file", "job_from_checkpoint"]
+__all__ = ["CheckpointJob", "checkpoint_job", "job_file", "job_from_checkpoint"]
 
 _JOB: Final = "job.yaml"
 _WEIGHTS: Final = "weights.safetensors"
@@ -25,12 +25,12 @@ _STATE: Final = "state.ckpt"
 
 
 @dataclass(frozen=True)
-class CarriedJob:
+class CheckpointJob:
     """A job, and the checkpoint it was found by.
 
     Attributes:
         loaded: The job, valid, with the place where the user's code is found.
-        checkpoint: The checkpoint to go on from; of a run directory its newest complete one; None: it has none yet,
+        checkpoint: The checkpoint to resume from; of a run directory its newest complete one; None: it has none yet,
             or this is an exported folder.
         weights: The weights of an exported folder.
     """
@@ -40,7 +40,7 @@ class CarriedJob:
     weights: Path | None = None
 
 
-def carried_job(path: Path, *, plugins: PluginManager, cwd: Path, overrides: Sequence[str] = ()) -> CarriedJob:
+def checkpoint_job(path: Path, *, plugins: PluginManager, cwd: Path, overrides: Sequence[str] = ()) -> CheckpointJob:
     """The job of a checkpoint; `run.dir` and `run.name` lead to the run that it is of, wherever this is called.
 
     Args:
@@ -67,11 +67,11 @@ def carried_job(path: Path, *, plugins: PluginManager, cwd: Path, overrides: Seq
             fix=f"give it again: overrides=['{secret}=...']",
         )
     if (run / _WEIGHTS).is_file():
-        return CarriedJob(loaded, weights=run / _WEIGHTS)
+        return CheckpointJob(loaded, weights=run / _WEIGHTS)
     here = {"dir": str(run.parent), "name": run.name.replace("{", "{{").replace("}", "}}")}
     update = {name: value for name, value in here.items() if ("run", name) not in loaded.overrides}
     job = loaded.job.model_copy(update={"run": loaded.job.run.model_copy(update=update)})
-    return CarriedJob(replace(loaded, job=job), checkpoint=_checkpoint(path, run))
+    return CheckpointJob(replace(loaded, job=job), checkpoint=_checkpoint(path, run))
 
 
 def job_from_checkpoint(
@@ -97,7 +97,7 @@ def job_from_checkpoint(
         'examples.gpt.model:GPT'
     """
     plugins = plugins if plugins is not None else default_plugins()
-    found = carried_job(Path(path), plugins=plugins, cwd=Path.cwd(), overrides=overrides).loaded.job
+    found = checkpoint_job(Path(path), plugins=plugins, cwd=Path.cwd(), overrides=overrides).loaded.job
     assert found is not None
     return found
 

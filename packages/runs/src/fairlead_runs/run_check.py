@@ -149,7 +149,7 @@ def _batch(newest: Checkpoint, job: JobConfig, world_size: int) -> list[Finding]
         Finding(
             "error",
             "batch-policy",
-            f"the run was trained with {before} ranks and would go on with {world_size}",
+            f"the run was trained with {before} ranks and would resume with {world_size}",
             where="trainer.batch_policy",
             why="the global batch would change with the number of ranks",
             fix="set batch_policy: keep_global (same global batch) or keep_per_device (same batch for each rank)",

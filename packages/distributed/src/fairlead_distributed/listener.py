@@ -1,10 +1,10 @@
-"""How ranks that know no port find rank 0: a door on one of several ports, with a name on it.
+"""How ranks that know no port find rank 0: a listener on one of several ports, with a name on it.
 
 Torch's own client of a store cannot look for it: connected to a service that accepts and stays silent it waits for
 ever, whatever its timeout (torch 2.13), and what it says to others it says before it knows who they are. So rank 0
 listens on the first free port of a list that all ranks derive alike, and tells everyone who connects which start it
 belongs to and where its store is. It reads nothing, and the others say nothing to a port before they have read the
-right name. The door is open only until all ranks have come: a later start of the same processes finds its own.
+right name. The listener is open only until all ranks have come: a later start of the same processes finds its own.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from fairlead_distributed.errors import AddressNotFoundError, AddressUnreachableError, PortError
 from fairlead_distributed.store import bind_listener
 
-__all__ = ["Answer", "Door", "find_store", "look"]
+__all__ = ["Answer", "StartListener", "find_store", "look"]
 
 _WORD = "fairlead-door-1"
 _LONGEST = 128  # bytes of a name; a foreign service may send anything
@@ -32,7 +32,7 @@ def _nonce(identity: str) -> str:
     return hashlib.sha256(identity.encode()).hexdigest()[:32]
 
 
-class Door:
+class StartListener:
     """Rank 0's listening socket, which tells everyone who connects where the store of this start is.
 
     Args:
@@ -41,12 +41,12 @@ class Door:
         store_port: What to tell.
 
     Raises:
-        PortError: No port is free, or another process has a door of the same identity.
+        PortError: No port is free, or another process has a listener of the same identity.
 
     Example:
         >>> from fairlead_distributed import free_port
-        >>> with Door("job 12, step 0", [free_port()], 29500) as door:
-        ...     find_store("127.0.0.1", [door.port], "job 12, step 0", rank=1, timeout=10)
+        >>> with StartListener("job 12, step 0", [free_port()], 29500) as listener:
+        ...     find_store("127.0.0.1", [listener.port], "job 12, step 0", rank=1, timeout=10)
         ('127.0.0.1', 29500)
     """
 
@@ -61,10 +61,10 @@ class Door:
             raise
         self._answer = f"{_WORD} {_nonce(identity)} {store_port}\n".encode()
         self._closing = False
-        self._thread = threading.Thread(target=self._serve, name="fairlead-door", daemon=True)
+        self._thread = threading.Thread(target=self._serve, name="fairlead-listener", daemon=True)
         self._thread.start()
 
-    def __enter__(self) -> Door:
+    def __enter__(self) -> StartListener:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -93,7 +93,7 @@ class Door:
                 time.sleep(0.05)  # out of file descriptors, or the visitor was gone already
                 continue
             with visitor:
-                visitor.setblocking(False)  # it fits into the kernel's buffer; nobody can hold the door
+                visitor.setblocking(False)  # it fits into the kernel's buffer; nobody can hold the listener
                 try:
                     visitor.send(self._answer)
                 except OSError:
@@ -105,7 +105,7 @@ class Answer:
     """What answered on a port.
 
     Args:
-        store: The store's numeric address and port, if it was the right door.
+        store: The store's numeric address and port, if it was the right listener.
         what: What it was instead, for messages.
         unresolved: Whether the host has no address at all.
         nobody: Whether there was no connection.
@@ -158,11 +158,11 @@ def _understood(text: bytes | None, address: str, identity: str) -> Answer:
         return Answer(None, "another service listens")
     if words[1] != _nonce(identity):
         return Answer(None, "the ranks of another start meet there")
-    return Answer((address, int(words[2])), "the door")
+    return Answer((address, int(words[2])), "the listener")
 
 
 def find_store(host: str, ports: Iterable[int], identity: str, *, rank: int, timeout: float) -> tuple[str, int]:
-    """The address and port of the store whose door is on one of some ports; looks again until it is there.
+    """The address and port of the store whose listener is on one of some ports; looks again until it is there.
 
     The address is the one that answered, in numbers: torch connects to the same machine, and asks no name server again.
 
@@ -175,7 +175,7 @@ def find_store(host: str, ports: Iterable[int], identity: str, *, rank: int, tim
 
     Raises:
         AddressNotFoundError: The host's name did not resolve.
-        AddressUnreachableError: No port had the door.
+        AddressUnreachableError: No port had the listener.
     """
     ports, deadline, turn = tuple(ports), time.monotonic() + timeout, 0
     seen: dict[int, Answer] = {}
