@@ -202,10 +202,10 @@ class Running:
         out, err = (path.read_text() for path in self._files)
         return Call(self.process.returncode if self.process.returncode is not None else -999, out, err)
 
-    def end(self) -> Call:
+    def end(self, limit_s: float = LIMIT_S) -> Call:
         """Waits for the end; nothing of the command may be left then."""
         try:
-            self.process.wait(LIMIT_S)
+            self.process.wait(limit_s)
             gone(self.marker)
         finally:
             for pid in marked(self.marker):

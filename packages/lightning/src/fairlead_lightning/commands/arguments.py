@@ -17,6 +17,15 @@ def fit_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="auto|never|PATH",
         help="auto (default): go on with this run; never: a new run beside it; PATH: from this checkpoint",
     )
+    parser.add_argument(
+        "--prove-resume",
+        metavar="STEPS",
+        type=int,
+        nargs="?",
+        const=8,
+        help="train STEPS steps (8) undisturbed, and again with a kill and a resume, in a folder of their own; compare "
+        "every bit: 0 equal, 1 not, with what differs first",
+    )
     parser.set_defaults(command="fit")
 
 

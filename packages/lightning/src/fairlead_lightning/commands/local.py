@@ -91,6 +91,10 @@ def prepare(arguments: argparse.Namespace, session: Session) -> CheckedJob:
 
 def run_here_or_on_ranks(arguments: argparse.Namespace, session: Session) -> int:
     """Runs the command in this process, or starts one process a rank and watches them."""
+    if getattr(arguments, "prove_resume", None) is not None:
+        from fairlead_lightning.commands.prove import prove_resume  # a command of its own
+
+        return prove_resume(arguments, session)
     with hold_signals() as release:
         return _run(arguments, session, release)
 

@@ -17,12 +17,13 @@ from fairlead.cli.session import Session
 from fairlead.config import JobConfig
 from fairlead.errors import ConfigError, FairleadError, RunFailedError
 from fairlead.interfaces import StopGuard
-from fairlead.user_code import activate
+from fairlead.user_code import CodeRoot, activate
 from fairlead_distributed.run.joining import join_process_group
 from fairlead_distributed.run.opening import checkpoint_to_evaluate, run_directory
 from fairlead_launch.reports import send_report, watch_supervisor
 from fairlead_lightning.checkpoint.loading import readable_load_errors
 from fairlead_lightning.checkpoint.rebuilt import build_user_object
+from fairlead_lightning.commands.prove_plan import PLAN
 from fairlead_lightning.display.quiet import quiet
 from fairlead_lightning.lifecycle.failures import described_failure
 from fairlead_lightning.lifecycle.stop_evaluation import StopEvaluation
@@ -77,7 +78,10 @@ def _run(arguments: argparse.Namespace, session: Session, checked: CheckedJob, g
         L.seed_everything(job.run.seed, workers=True, verbose=False)
     evaluates = arguments.command != "fit"
     stops = [StopEvaluation(guard.flags)] if evaluates else []
-    trainer = Trainer(job, callbacks=stops, environ=session.environ, plugins=session.plugins, root=root, guard=guard)
+    probes = [] if evaluates else _probes(session.environ, root)
+    trainer = Trainer(
+        job, callbacks=[*stops, *probes], environ=session.environ, plugins=session.plugins, root=root, guard=guard
+    )
     for stop in stops:
         stop.attach(trainer)
     model = build_user_object(job.model, root, "model", L.LightningModule)
@@ -88,6 +92,16 @@ def _run(arguments: argparse.Namespace, session: Session, checked: CheckedJob, g
             trainer.fit(model, datamodule=data)
     else:
         _evaluate(arguments, session, job, trainer, model, data)
+
+
+def _probes(environ: Mapping[str, str], root: CodeRoot) -> list[L.Callback]:
+    """What a start of `fairlead fit --prove-resume` kills itself with, and takes notes."""
+    plan = environ.get(PLAN)
+    if plan is None:
+        return []
+    from fairlead_lightning.commands.prove_probe import Probe  # of no use to any other start
+
+    return [Probe(plan, root.folders)]
 
 
 def _require_loader(command: str, model: L.LightningModule, data: L.LightningDataModule | None) -> None:

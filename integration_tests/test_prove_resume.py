@@ -1,0 +1,268 @@
+"""`fairlead fit JOB --prove-resume` on jobs as people write them: six that are not exact, and two that are."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from integration_tests.jobs import LIMIT_S, Call, start, tree
+
+MODEL = '''
+import time
+
+import lightning.pytorch as L
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+SCALE = {"value": 1.0, "good": 0}
+
+
+class Samples(Dataset):
+    def __init__(self, order=None):
+        self.order = order or list(range(24))
+
+    def __len__(self):
+        return len(self.order)
+
+    def __getitem__(self, index):
+        return torch.full((4,), 1 + self.order[index] / 24)
+
+
+class Data(L.LightningDataModule):
+    def train_dataloader(self):
+        return DataLoader(Samples(), batch_size=4, shuffle=True)
+
+
+class FromASet(Data):
+    """The order of what comes from a set depends on the hash seed of the process."""
+
+    def __init__(self):
+        super().__init__()
+        names = [f"sample-{number}" for number in range(24)]
+        self.names = list(set(names))
+
+    def train_dataloader(self):
+        return DataLoader(Samples([int(name[7:]) for name in self.names]), batch_size=4)
+
+
+class Net(L.LightningModule):
+    """Dropout, momentum, a schedule: all of them are in the checkpoint."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4), torch.nn.Dropout(0.2))
+
+    def loss(self, batch):
+        return self.layer(batch).square().mean() + self.layer[0].weight.square().sum()
+
+    def training_step(self, batch, index):
+        loss = self.loss(batch)
+        self.log("loss", loss)
+        return loss
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.01, momentum=0.9)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1)]
+
+
+class Ema(L.Callback):
+    """Keeps an average of the weights, and no state_dict."""
+
+    def __init__(self, decay=0.9):
+        self.decay = decay
+        self.shadow = {}
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, index):
+        for name, value in module.state_dict().items():
+            if value.is_floating_point():
+                old = self.shadow.get(name, value)
+                self.shadow[name] = self.decay * old + (1 - self.decay) * value
+
+
+class Scaled(Net):
+    """A loss scale in a dict of the module, which grows."""
+
+    def loss(self, batch):
+        SCALE["good"] += 1
+        if SCALE["good"] % 3 == 0:
+            SCALE["value"] *= 2
+        return super().loss(batch) * SCALE["value"]
+
+
+class Warming(Net):
+    """A rate that rises with the time."""
+
+    def __init__(self):
+        super().__init__()
+        self.began = time.time()
+
+    def loss(self, batch):
+        return super().loss(batch) * (time.time() - self.began)
+
+
+class Appending(Net):
+    """The loss is taken relative to the mean of those before it."""
+
+    def __init__(self):
+        super().__init__()
+        self.stats = {"x": []}
+
+    def loss(self, batch):
+        loss = super().loss(batch)
+        self.stats["x"].append(loss.item())
+        return loss / (sum(self.stats["x"]) / len(self.stats["x"]))
+
+
+class Mean:
+    """A running mean."""
+
+    def __init__(self):
+        self.mean, self.count = 0.0, 0
+
+    def add(self, value):
+        self.count += 1
+        self.mean += (value - self.mean) / self.count
+        return self.mean
+
+
+class Helped(Net):
+    """A helper keeps a running mean."""
+
+    def __init__(self):
+        super().__init__()
+        self.helper = Mean()
+
+    def loss(self, batch):
+        loss = super().loss(batch)
+        return loss / self.helper.add(loss.item())
+'''
+pytestmark = pytest.mark.slow  # each proof starts three to seven processes, one after the other
+
+ENVIRON = {"PYTHONHASHSEED": "random", "OMP_NUM_THREADS": "1"}
+
+
+def proved(folder: Path, *words: str, model: str = "Net", data: str = "Data", **trainer: Any) -> Call:
+    """Proves a job of 6 batches an epoch; whatever comes out, the run directory of the job is not touched."""
+    (folder / "mine.py").write_text(MODEL)
+    job = {
+        "run": {"name": "job", "seed": 1},
+        "model": f"mine:{model}",
+        "data": f"mine:{data}",
+        "trainer": {
+            "accelerator": "cpu",
+            "devices": 1,
+            "max_steps": 1000,
+            "enable_model_summary": False,
+            **trainer,
+        },
+    }
+    (folder / "job.yaml").write_text(json.dumps(job))  # JSON is YAML
+    run = folder / "runs" / "job"
+    (run / "checkpoints").mkdir(parents=True)
+    before = tree(run)
+    call = start("fit", "job.yaml", "--prove-resume", *words, cwd=folder, environ=ENVIRON).end(5 * LIMIT_S)
+    assert tree(run) == before
+    return call
+
+
+def differs(call: Call, *, first: str, why: str, do: str) -> None:
+    """It says that the resume differs, what shows first, why, and what to do; and keeps the runs."""
+    assert call.code == 1, call.text
+    assert call.out.startswith("the resume differs: 1 rank, killed after step 6, resumed from the checkpoint of step 4")
+    lines = call.out.splitlines()
+    assert re.search(first, lines[1]), call.out
+    assert re.search(why, "\n".join(line for line in lines if line.startswith("  why:"))), call.out
+    assert re.search(do, "\n".join(line for line in lines if line.startswith("  do:"))), call.out
+    kept = Path(lines[-1].removeprefix("  kept:  "))
+    assert (kept / "undisturbed" / "run" / "metrics.csv").exists()
+
+
+def test_an_average_of_weights_in_a_callback(tmp_path: Path) -> None:
+    """The training does not depend on it: only what the callback keeps shows it."""
+    call = proved(tmp_path, callbacks=[{"class": "mine:Ema"}])
+    name = r"shadow\['layer\.0\.weight'\] of the callback Ema: "
+    differs(call, first=name, why="not restored: shadow of the callback Ema: 6 items became 0", do="state_dict\\(\\)")
+    assert "loss" not in call.out.splitlines()[1]
+
+
+def test_a_loss_scale_in_a_dict_of_a_module(tmp_path: Path) -> None:
+    call = proved(tmp_path, model="Scaled")
+    why = r"not restored: SCALE\['value'\] of the module mine: 2\.0 became 1\.0"
+    differs(call, first=r"loss: \S+ became \S+ at step 4 \(metrics\.csv\)", why=why, do="keep it in the model")
+
+
+def test_a_list_that_the_step_appends_to(tmp_path: Path) -> None:
+    call = proved(tmp_path, model="Appending")
+    why = r"not restored: stats\['x'\] of the model Appending: 4 items became 0 items"
+    differs(call, first="loss: .* at step 4", why=why, do="on_save_checkpoint")
+
+
+def test_a_helper_with_a_running_mean(tmp_path: Path) -> None:
+    call = proved(tmp_path, model="Helped")
+    differs(call, first="loss: .* at step 4", why=r"helper\.count of the model Helped: 4 became 0", do="buffer")
+
+
+def test_an_order_that_comes_from_a_set(tmp_path: Path) -> None:
+    """Not the resume's fault: two undisturbed runs differ, and only the hash seed makes them."""
+    call = proved(tmp_path, data="FromASet")
+    assert call.code == 1, call.text
+    assert call.out.startswith("two undisturbed runs differ: no resume of this job can be exact")
+    assert "first: loss: " in call.out
+    assert "at step 0 " in call.out
+    assert "the order of a set" in call.out
+    assert "sorted(set(names))" in call.out
+
+
+def test_a_warm_up_by_the_clock(tmp_path: Path) -> None:
+    call = proved(tmp_path, model="Warming")
+    assert call.code == 1, call.text
+    assert call.out.startswith("two undisturbed runs differ: no resume of this job can be exact")
+    assert "began of the model Warming" in call.out
+    assert "a clock" in call.out
+
+
+def test_an_ordinary_job_is_proven(tmp_path: Path) -> None:
+    """Dropout, batch norm, momentum, a schedule, shuffled data; and nothing is left behind."""
+    call = proved(tmp_path, "6")
+    assert call.code == 0, call.text
+    said = "equal in every bit: 1 rank, killed after step 4, resumed from the checkpoint of step 3"
+    assert call.out.splitlines()[0] == said
+    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["job"]
+
+
+def test_two_ranks_are_proven(tmp_path: Path) -> None:
+    call = proved(tmp_path, "4", devices=2, strategy="ddp")
+    assert call.code == 0, call.text
+    assert call.out.startswith(
+        "equal in every bit: 2 ranks, killed after step 3, resumed from the checkpoint of step 2"
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "what"),
+    [
+        (("2",), "at least 3 steps"),
+        (("--resume", "auto"), "begins anew"),
+        (("--set", "trainer.enable_checkpointing=false"), "no checkpoint to resume from"),
+        (("--set", "trainer.fast_dev_run=true"), "no checkpoint to resume from"),
+        (("--set", "model.class=mine:Nte"), "mine has no 'Nte'"),
+    ],
+)
+def test_what_cannot_be_proven_is_said_at_once(tmp_path: Path, words: tuple[str, ...], what: str) -> None:
+    call = proved(tmp_path, *words)
+    assert call.code == 2, call.text
+    assert what in call.err
+    assert sorted(os.listdir(tmp_path / "runs")) == ["job"]
+
+
+def test_a_job_that_ends_too_early_says_so(tmp_path: Path) -> None:
+    """Its own limits hold; a run that was not killed proves nothing."""
+    call = proved(tmp_path, "16", max_epochs=1)
+    assert call.code == 1, call.text
+    assert "before it could be killed" in call.err
+    assert "max_epochs" in call.err

@@ -1,0 +1,288 @@
+"""`fairlead fit JOB --prove-resume`: train undisturbed, and again with a kill and a resume; compare every bit.
+
+Runs before torch is imported, and starts `fairlead fit` as a user would: with the job's own strategy and devices, in a
+folder of its own.  `prove_probe` kills and takes notes inside of the ranks, `prove_compare` reads what is left.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any, Final
+
+from fairlead.checks import CheckedJob, check_job
+from fairlead.cli.session import Session
+from fairlead.errors import ConfigError, RunFailedError
+from fairlead.findings import raise_errors
+from fairlead.jobs import load_job
+from fairlead_lightning.commands.prove_compare import Run, Unequal, differences, trained_otherwise
+from fairlead_lightning.commands.prove_plan import PLAN, Plan
+from fairlead_runs.run_check import run_directory
+
+__all__ = ["prove_resume"]
+
+_SHOWN: Final = 5
+_TAIL: Final = 2000
+_FIXES: Final = {
+    "callback": "return it from state_dict() of the callback, and take it back in load_state_dict()",
+    "model": "make it a buffer, or save it in on_save_checkpoint() and restore it in on_load_checkpoint()",
+    "data": "return it from state_dict() of the datamodule, and take it back in load_state_dict()",
+    "module": "keep it in the model, as a buffer: a variable of a module begins anew in each process",
+}
+
+
+def prove_resume(arguments: argparse.Namespace, session: Session) -> int:
+    """Tries a resume of the job; 0: equal in every bit, 1: not.
+
+    Args:
+        arguments: Those of `fairlead fit`; `prove_resume` is the number of steps.
+        session: The command line.
+
+    Raises:
+        ConfigError: The job is wrong, or cannot be tried like this.
+        RunFailedError: A run that should have come to its end did not.
+    """
+    steps: int = arguments.prove_resume
+    checked = _checked(arguments, session)
+    job = checked.loaded.job
+    assert job is not None
+    assert checked.resolution is not None
+    folder_of_runs = run_directory(job, checked.resolution.job, session.cwd).parent
+    with _folder(folder_of_runs) as folder:
+        proof = _Proof(arguments, session, checked, folder, Plan.of(steps))
+        report = proof.report()
+        if report.equal:
+            shutil.rmtree(folder.path, ignore_errors=True)
+        else:
+            folder.kept = True
+            report.lines.append(f"  kept:  {folder.path}")
+    for line in report.lines:
+        session.print(line)
+    return 0 if report.equal else 1
+
+
+def _checked(arguments: argparse.Namespace, session: Session) -> CheckedJob:
+    """The job, once nothing stands in the way of trying it."""
+    where = "--prove-resume"
+    if arguments.prove_resume < 3:
+        raise ConfigError("--prove-resume needs at least 3 steps", where=where, fix="--prove-resume 8")
+    if arguments.resume is not None:
+        raise ConfigError("--prove-resume begins anew", where="--resume", fix="leave --resume out")
+    loaded = load_job(arguments.job, plugins=session.plugins, cwd=session.cwd, overrides=arguments.overrides)
+    checked = check_job(
+        loaded, environ=session.environ, plugins=session.plugins, purpose="run", cwd=session.cwd, uses_run=False
+    )
+    raise_errors(checked.findings)
+    resolution = checked.resolution
+    assert resolution is not None
+    if resolution.topology.launched or resolution.num_nodes > 1:
+        raise ConfigError(
+            "--prove-resume starts its ranks itself, on one machine",
+            where=where,
+            why=f"the ranks were started by the environment {resolution.environment.name!r}"
+            if resolution.topology.launched
+            else f"the job has {resolution.num_nodes} nodes",
+            fix="run it without a launcher; with --set trainer.num_nodes=1 where the job has more nodes",
+        )
+    for name in ("fast_dev_run", "barebones"):
+        if getattr(resolution.trainer, name):
+            raise ConfigError(
+                f"trainer.{name} writes no checkpoint to resume from", where=f"trainer.{name}", fix="leave it out"
+            )
+    if not resolution.trainer.enable_checkpointing:
+        raise ConfigError(
+            "the job writes no checkpoint to resume from",
+            where="trainer.enable_checkpointing",
+            fix="enable_checkpointing: true",
+        )
+    return checked
+
+
+@dataclass
+class _Folder:
+    path: Path
+    kept: bool = False
+
+
+@contextmanager
+def _folder(place: Path) -> Iterator[_Folder]:
+    """A new folder beside the run directory; it goes, unless it is kept, also on SIGTERM."""
+    made = [parent for parent in (place, *place.parents) if not parent.exists()]
+    place.mkdir(parents=True, exist_ok=True)
+    folder = _Folder(Path(tempfile.mkdtemp(prefix=".prove-", dir=place)))
+
+    def end(signum: int, _frame: FrameType | None) -> None:
+        raise SystemExit(128 + signum)
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield folder
+    finally:
+        signal.signal(signal.SIGTERM, before)
+        if not folder.kept:
+            shutil.rmtree(folder.path, ignore_errors=True)
+            for parent in made:
+                if not any(parent.iterdir()):
+                    parent.rmdir()
+
+
+@dataclass
+class _Report:
+    equal: bool
+    lines: list[str]
+
+
+class _Proof:
+    """The runs of one proof."""
+
+    def __init__(
+        self, arguments: argparse.Namespace, session: Session, checked: CheckedJob, folder: _Folder, plan: Plan
+    ) -> None:
+        self._arguments = arguments
+        self._session = session
+        self._folder = folder.path
+        self._plan = plan
+        self._io = getattr(checked.resolution, "checkpoint_io", None)
+        self._ranks = checked.resolution.world_size if checked.resolution is not None else 1
+        self._seeds = 0
+
+    def report(self) -> _Report:
+        """Trains, compares, and explains what differs."""
+        undisturbed = self._trained("undisturbed")
+        self._to_end("interrupted", kill=True)
+        killed = self._killed()
+        resumed = self._trained("interrupted", "resumed")
+        plan = self._plan
+        ranks = f"{self._ranks} rank{'s' if self._ranks > 1 else ''}"
+        done = f"{ranks}, killed after step {killed}, resumed from the checkpoint of step {plan.checkpoint}"
+        found = differences(undisturbed, resumed, self._session)
+        if not found:
+            return _Report(True, [f"equal in every bit: {done}", _compared(plan.steps)])
+        # Only now: what differs between any two runs is not the resume's doing.
+        control = self._trained("control")
+        noise = differences(undisturbed, control, self._session)
+        if trained_otherwise(noise):
+            return _Report(False, self._not_deterministic(undisturbed, control, noise))
+        names = {one.name for one in noise}
+        left = [one for one in found if one.name not in names]
+        if not left:
+            but = ", ".join(sorted(names)[:_SHOWN])
+            text = f"but what differs between any two runs of this job: {but}"
+            return _Report(True, [f"equal in every bit: {done}", _compared(plan.steps), text])
+        lost = [one for one in undisturbed.not_restored(resumed) if one.name not in names]
+        return _Report(False, [f"the resume differs: {done}", *_told(left, lost)])
+
+    def _not_deterministic(self, undisturbed: Run, control: Run, noise: list[Unequal]) -> list[str]:
+        """Two undisturbed runs differ; whether the order of sets is the reason, a third one shows."""
+        lines = ["two undisturbed runs differ: no resume of this job can be exact", f"  first: {noise[0]}"]
+        lines += [f"  also:  {one}" for one in noise[1:_SHOWN]]
+        same_hashes = self._trained("same-hashes", hash_seed=1)
+        if not trained_otherwise(differences(undisturbed, same_hashes, self._session)):
+            why = "the order of a set, or hash() of a text: two runs with the same PYTHONHASHSEED are equal"
+            return [*lines, f"  why:   {why}", "  do:    sort what comes from a set: sorted(set(names))"]
+        lines += [f"  why:   {one}" for one in undisturbed.not_restored(control)[:_SHOWN]]
+        causes = "a clock, a generator that is not seeded, or kernels that are not deterministic"
+        return [*lines, f"  why:   {causes}", "  do:    count steps instead of seconds; trainer.deterministic: true"]
+
+    def _trained(self, name: str, again: str | None = None, hash_seed: int | None = None) -> Run:
+        """One run that comes to its end; its directory is moved away, so that all are trained at the same place."""
+        self._to_end(again or name, hash_seed=hash_seed, folder=name)
+        place = self._folder / name
+        shutil.move(self._folder / "runs" / "run", place / "run")
+        return Run(place / "run", place / "notes")
+
+    def _to_end(
+        self, what: str, *, kill: bool = False, hash_seed: int | None = None, folder: str | None = None
+    ) -> None:
+        folder = folder or what
+        self._seeds += 1
+        place = self._folder / folder
+        (place / "notes").mkdir(parents=True, exist_ok=True)
+        environ = {**self._session.environ, PLAN: self._plan.to_json(place / "notes", kill=kill)}
+        if environ.get("PYTHONHASHSEED", "random") == "random":  # else a resumed process has the same as well
+            environ["PYTHONHASHSEED"] = str(hash_seed or self._seeds)
+        began = time.monotonic()
+        log = place / f"{what}.log"
+        with log.open("ab") as out:
+            code = self._run([*self._words()], environ, out)
+        self._session.warn(f"{what}: {'killed' if kill else 'trained'} in {time.monotonic() - began:.0f} s")
+        if code and not kill:
+            text = log.read_text(errors="replace").strip()[-_TAIL:]
+            raise RunFailedError(f"the {what} run ended with exit code {code}", why=text)
+
+    def _run(self, words: list[str], environ: Mapping[str, str], out: Any) -> int:
+        # -P: the working directory is no place for code unless the rules for user code say so.
+        command = [sys.executable, "-P", "-m", "fairlead", *words]
+        process = subprocess.Popen(
+            command, cwd=self._session.cwd, env=dict(environ), stdin=subprocess.DEVNULL, stdout=out, stderr=out
+        )
+        try:
+            return process.wait()
+        finally:
+            if process.poll() is None:
+                process.terminate()
+                process.wait()
+
+    def _words(self) -> list[str]:
+        plan = self._plan
+        sets = {
+            "run.dir": str(self._folder / "runs"),
+            "run.name": "run",
+            "run.resume": "auto",
+            "trainer.max_steps": plan.steps,
+            "trainer.max_time": None,
+            "trainer.min_steps": None,
+            "trainer.min_epochs": None,
+            "trainer.loggers": [],
+            "trainer.log_every_n_steps": 1,
+            "trainer.enable_progress_bar": False,
+            "trainer.checkpoint.every_n_steps": plan.checkpoint,
+            "trainer.checkpoint.every_n_epochs": None,
+            "trainer.checkpoint.every_n_minutes": None,
+            "trainer.checkpoint.on_validation": False,
+        }
+        io = self._io
+        if io is not None and hasattr(io, "url") and hasattr(io, "inner"):  # nothing of a trial goes to the store
+            sets["trainer.checkpoint_io"] = io.inner.model_dump(mode="json")
+        asked = [*self._arguments.overrides, *(f"{path}={json.dumps(value)}" for path, value in sets.items())]
+        return ["fit", self._arguments.job, *(word for one in asked for word in ("--set", one))]
+
+    def _killed(self) -> int:
+        """The step behind which the ranks were killed."""
+        marks = sorted((self._folder / "interrupted" / "notes").glob("killed-*"))
+        if not marks:
+            log = (self._folder / "interrupted" / "interrupted.log").read_text(errors="replace").strip()[-_TAIL:]
+            raise RunFailedError(
+                "the run ended before it could be killed behind its first checkpoint",
+                why=log or None,
+                fix=f"more steps: --prove-resume {4 * self._plan.steps}; and no limit below that, such as max_epochs",
+            )
+        return int(marks[0].read_text())
+
+
+def _compared(steps: int) -> str:
+    what = "weights, optimizers, schedules, callbacks, loaders, generators, metrics.csv, and what your code keeps"
+    return f"compared after {steps} steps: {what}"
+
+
+def _told(found: list[Unequal], lost: list[Unequal]) -> list[str]:
+    """What differs first, and why."""
+    lines = [f"  first: {found[0]}", *(f"  also:  {one}" for one in found[1:_SHOWN])]
+    if len(found) > _SHOWN:
+        lines.append(f"         and {len(found) - _SHOWN} more")
+    if not lost:
+        return [*lines, "  why:   not found in what model, data, callbacks and their modules keep"]
+    lines += [f"  why:   not restored: {one}" for one in lost[:_SHOWN]]
+    kinds = dict.fromkeys(one.owner for one in lost)
+    return [*lines, *(f"  do:    {_FIXES[kind]}" for kind in kinds if kind in _FIXES)]

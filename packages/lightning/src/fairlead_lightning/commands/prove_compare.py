@@ -1,0 +1,140 @@
+"""How two runs of a proof differ: metrics, the last checkpoint, and what the user's code keeps in memory."""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import io
+import itertools
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from fairlead.cli import main
+from fairlead.cli.session import Session
+from fairlead.errors import RunFailedError
+from fairlead_runs.commit import newest_complete
+
+__all__ = ["Run", "Unequal", "differences", "trained_otherwise"]
+
+_OWNER = re.compile(r" of the (callback|model|data|module) ")
+
+
+@dataclass(frozen=True)
+class Unequal:
+    """One thing that is not the same in two runs.
+
+    Args:
+        kind: Where it was found.
+        name: What it is: `train/loss`, `state_dict.layer.weight`, `shadow['layer.weight'] of the callback Ema`.
+        how: What it was, and what it became.
+    """
+
+    kind: Literal["metric", "checkpoint", "memory"]
+    name: str
+    how: str
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.how}"
+
+    @property
+    def owner(self) -> str | None:
+        """Who keeps it: callback, model, data or module."""
+        found = _OWNER.search(self.name)
+        return found[1] if found else None
+
+    def is_part_of(self, other: Unequal) -> bool:
+        """Whether it lies inside of another one: an item of a list that differs as well."""
+        (path, _, owner), (whole, _, its) = (one.name.rpartition(" of the ") for one in (self, other))
+        return owner == its and path.startswith((f"{whole}[", f"{whole}."))
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a run of a proof left.
+
+    Args:
+        path: Its run directory.
+        notes: What its ranks noted.
+    """
+
+    path: Path
+    notes: Path
+
+    def not_restored(self, resumed: Run) -> list[Unequal]:
+        """What the user's code kept at the checkpoint, and what a resumed run begins with in its place."""
+        found = list(_memory(self, resumed, "restored"))
+        return [one for one in found if not any(one.is_part_of(other) for other in found)]
+
+
+def differences(reference: Run, other: Run, session: Session) -> list[Unequal]:
+    """How a run differs from the undisturbed one, in the order in which it shows."""
+    return [*_metrics(reference, other), *_checkpoint(reference, other, session), *_memory(reference, other, "end")]
+
+
+def trained_otherwise(found: list[Unequal]) -> bool:
+    """Whether the training itself was another one: weights or optimizers differ."""
+    return any(one.kind == "checkpoint" and one.name.startswith(("state_dict", "optimizer_states")) for one in found)
+
+
+def _metrics(reference: Run, other: Run) -> Iterator[Unequal]:
+    """The first step at which each column differs, in the order of the steps."""
+    rows = [_rows(run.path / "metrics.csv") for run in (reference, other)]
+    said = set()
+    for row, its in itertools.zip_longest(*rows, fillvalue={}):
+        step = row.get("step") or its.get("step")
+        for name in dict.fromkeys([*row, *its]):
+            if name not in said and row.get(name, "") != its.get(name, ""):
+                said.add(name)
+                was, became = (one.get(name) or "nothing" for one in (row, its))
+                yield Unequal("metric", name, f"{was} became {became} at step {step} (metrics.csv)")
+
+
+def _rows(path: Path) -> list[dict[str, str]]:
+    if not path.exists():
+        return []
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def _checkpoint(reference: Run, other: Run, session: Session) -> Iterator[Unequal]:
+    """What `fairlead checkpoint diff` finds in the last checkpoints; weights first."""
+    newest = [newest_complete(run.path / "checkpoints").checkpoint for run in (reference, other)]
+    if newest[0] is None or newest[1] is None or newest[0].step != newest[1].step:
+        steps = [one.step if one is not None else "none" for one in newest]
+        yield Unequal("checkpoint", "the step of the last checkpoint", f"{steps[0]} became {steps[1]}")
+        return
+    paths = [str(one.path) for one in newest if one is not None]
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        words = ["checkpoint", "diff", *paths, "--json"]
+        main(words, plugins=session.plugins, environ=session.environ, cwd=session.cwd)
+    try:
+        found: list[dict[str, Any]] = json.loads(out.getvalue())["differences"]
+    except (ValueError, KeyError):
+        raise RunFailedError("the checkpoints cannot be compared", why=err.getvalue().strip() or None) from None
+    order = ("state_dict.", "optimizer_states.", "lr_schedulers.", "callbacks.")
+    rank = {id(one): next((i for i, p in enumerate(order) if one["name"].startswith(p)), len(order)) for one in found}
+    for one in sorted(found, key=lambda one: rank[id(one)]):
+        yield Unequal("checkpoint", one["name"], _how(one))
+
+
+def _how(one: dict[str, Any]) -> str:
+    if one["kind"] == "values":
+        return f"{one['differing']} of {one['of']} elements differ, by at most {float(one['max_abs']):.3g}"
+    return f"{one.get('a', 'nothing')} became {one.get('b', 'nothing')}"
+
+
+def _memory(reference: Run, other: Run, when: str) -> Iterator[Unequal]:
+    """What the user's code keeps, by rank: a rank that says the same as one before it is passed over."""
+    said = set()
+    for path in sorted(reference.notes.glob(f"{when}-*.json")):
+        its = other.notes / path.name
+        one, two = (json.loads(file.read_bytes()) if file.exists() else {} for file in (path, its))
+        for name in dict.fromkeys([*one, *two]):
+            if name not in said and one.get(name) != two.get(name):
+                said.add(name)
+                yield Unequal("memory", name, f"{one.get(name, 'nothing')} became {two.get(name, 'nothing')}")

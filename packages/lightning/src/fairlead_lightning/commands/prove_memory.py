@@ -1,0 +1,202 @@
+"""What the user's code keeps in memory, as texts that are equal when the bits are."""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+import inspect
+import itertools
+import random
+import sys
+from collections import deque
+from collections.abc import Iterator, Mapping
+from pathlib import Path, PurePath
+from types import ModuleType
+from typing import Any, Final
+
+import lightning.pytorch as L
+import numpy as np
+import torch
+from torch import nn
+
+__all__ = ["remembered"]
+
+_DEPTH: Final = 6
+_ITEMS: Final = 256
+_LONG: Final = 40
+_HASHED: Final = 1 << 28
+_VALUES: Final = 20_000
+# What these keep is theirs: Lightning's and Fairlead's states are in the checkpoint, torch's modules are too.
+_ENGINES: Final = {"torch", "lightning", "pytorch_lightning", "lightning_fabric", "lightning_utilities", "torchmetrics"}
+_HYPERPARAMETERS: Final = ("_hparams", "_hparams_initial", "_hparams_name", "_log_hyperparams")
+_PLAIN: Final = (bool, int, float, complex, str, bytes, type(None), PurePath, torch.dtype, torch.device, np.generic)
+
+
+def remembered(trainer: L.Trainer, roots: tuple[Path, ...]) -> dict[str, str]:
+    """Each value that a user's model, data, callbacks and modules keep outside of parameters and buffers, by its name.
+
+    Values are shown where they are short, else by a digest.  Values that nobody can look into are left out.
+
+    Args:
+        trainer: The trainer, in a fit.
+        roots: The folders of the user's code: variables of modules and classes in there count.
+    """
+    model = trainer.lightning_module
+    callbacks: list[L.Callback] = vars(trainer)["callbacks"]
+    data: Any = getattr(trainer, "datamodule", None)
+    reader = _Reader([*model.modules(), *callbacks, data])
+    found: dict[str, str] = {}
+    for path, module in model.named_modules():
+        if not _engine(type(module)):
+            own = {name: value for name, value in vars(module).items() if name not in _internal(module)}
+            found.update(reader.named(own, f"{path}." if path else "", f"model {type(model).__name__}"))
+    for callback in callbacks:
+        if not _engine(type(callback)):
+            found.update(reader.named(vars(callback), "", f"callback {type(callback).__name__}"))
+    if data is not None and not _engine(type(data)):
+        base = {*vars(L.LightningDataModule()), *_HYPERPARAMETERS, "trainer"}
+        own = {name: value for name, value in vars(data).items() if name not in base}
+        found.update(reader.named(own, "", f"data {type(data).__name__}"))
+    for module in _modules(roots):
+        found.update(reader.named(_variables(module), "", f"module {module.__name__}"))
+    return found
+
+
+def _engine(kind: type) -> bool:
+    top = kind.__module__.partition(".")[0]
+    return top in _ENGINES or top.startswith("fairlead")
+
+
+def _internal(module: nn.Module) -> set[str]:
+    """What torch and Lightning keep in a module themselves."""
+    base = L.LightningModule if isinstance(module, L.LightningModule) else nn.Module
+    return {*vars(base()), *_HYPERPARAMETERS, "_trainer", "_fabric"}
+
+
+def _modules(roots: tuple[Path, ...]) -> list[ModuleType]:
+    """The imported modules of the user's."""
+    found = []
+    for module in list(sys.modules.values()):
+        file = getattr(module, "__file__", None)
+        inside = isinstance(file, str) and any(Path(file).is_relative_to(root) for root in roots)
+        if inside and "site-packages" not in str(file) and not module.__name__.startswith(("fairlead.", "fairlead_")):
+            found.append(module)
+    return sorted(found, key=lambda module: module.__name__)
+
+
+def _variables(module: ModuleType) -> dict[str, Any]:
+    """The variables of a module and of the classes that it defines."""
+    found: dict[str, Any] = {}
+    for name, value in list(vars(module).items()):
+        if name.startswith("__"):
+            continue
+        if inspect.isclass(value):
+            if value.__module__ == module.__name__:
+                held = {key: item for key, item in vars(value).items() if not key.startswith("_")}
+                found.update((f"{name}.{key}", item) for key, item in held.items() if _is_data(item))
+        elif _is_data(value):
+            found[name] = value
+    return found
+
+
+def _is_data(value: Any) -> bool:
+    kinds = (ModuleType, type, property, classmethod, staticmethod)
+    return not isinstance(value, kinds) and not inspect.isroutine(value)
+
+
+class _Reader:
+    """Reads objects, each of them once.
+
+    Args:
+        owners: Those that are read under their own names, wherever else they are held.
+    """
+
+    def __init__(self, owners: list[Any]) -> None:
+        self._seen = {id(owner): owner for owner in owners}  # the objects too: an id may be given again
+        self._left = _VALUES
+
+    def named(self, values: Mapping[str, Any], prefix: str, owner: str) -> Iterator[tuple[str, str]]:
+        """The values of an owner's attributes, by name."""
+        for name, value in values.items():
+            for path, text in self._read(value, f"{prefix}{name}", _DEPTH):
+                yield f"{path} of the {owner}", text
+
+    def _read(self, value: Any, path: str, depth: int) -> Iterator[tuple[str, str]]:
+        text = _text(value)
+        if text is not None:
+            self._left -= 1
+            yield path, text
+            return
+        if depth == 0 or self._left <= 0 or id(value) in self._seen:
+            return
+        self._seen[id(value)] = value
+        for end, item in self._parts(value):
+            if end:
+                yield from self._read(item, path + end, depth - 1)
+            else:
+                yield path, item
+
+    def _parts(self, value: Any) -> Iterator[tuple[str, Any]]:
+        """What an object holds, by the end of its name; a text about the object itself has none."""
+        if isinstance(value, dict):
+            yield "", f"{len(value)} items"
+            for number, (key, item) in enumerate(itertools.islice(value.items(), _ITEMS)):
+                yield f"[{_short(repr(key)) if isinstance(key, _PLAIN) else number}]", item
+        elif isinstance(value, (list, tuple, deque)):
+            if len(value) > _ITEMS and all(isinstance(item, _PLAIN) for item in value):
+                yield "", _digest(f"{len(value)} items", repr(value).encode())
+                return
+            yield "", f"{len(value)} items"
+            for number, item in enumerate(itertools.islice(value, _ITEMS)):
+                yield f"[{number}]", item
+        elif isinstance(value, (set, frozenset)):
+            plain = sorted(repr(item) for item in value if isinstance(item, _PLAIN))
+            yield "", _digest(f"a set of {len(value)} items", repr(plain).encode())
+        elif isinstance(value, nn.Module):  # one that is no part of the model: an average of its weights
+            for name, item in value.state_dict().items():
+                yield f".{name}", item
+        elif hasattr(value, "__dict__") and _is_data(value) and not _engine(type(value)):
+            for name, item in list(vars(value).items()):
+                yield f".{name}", item
+
+
+def _text(value: Any) -> str | None:
+    """The text of a single value; None for one that holds others."""
+    if isinstance(value, torch.Tensor):
+        return _of_tensor(value.detach())
+    if isinstance(value, np.ndarray) and value.dtype != object:
+        return _digest(
+            f"an array {value.dtype} {list(value.shape)}", value.tobytes() if value.nbytes < _HASHED else b""
+        )
+    if isinstance(value, random.Random):
+        return _digest("a generator", repr(value.getstate()).encode())
+    if isinstance(value, np.random.Generator):
+        return _digest("a generator", repr(value.bit_generator.state).encode())
+    if isinstance(value, np.random.RandomState):
+        return _digest("a generator", repr(value.get_state(legacy=False)).encode())
+    if isinstance(value, torch.Generator):
+        return _digest("a generator", value.get_state().numpy().tobytes())
+    if isinstance(value, (*_PLAIN, enum.Enum)):
+        text = repr(value)
+        return text if len(text) <= _LONG else _digest(text[: _LONG - 3] + "...", text.encode())
+    return None
+
+
+def _of_tensor(value: torch.Tensor) -> str:
+    what = f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
+    try:
+        if value.numel() == 1:
+            return f"{value.item()!r} ({what})"
+        if value.numel() * value.element_size() >= _HASHED:
+            return what
+        return _digest(what, value.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    except (RuntimeError, TypeError, NotImplementedError):  # sparse, sharded, on the meta device
+        return what
+
+
+def _digest(what: str, content: bytes) -> str:
+    return f"{what} #{hashlib.sha256(content).hexdigest()[:8]}"
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= _LONG else f"{text[: _LONG - 3]}..."
