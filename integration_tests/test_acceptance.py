@@ -34,6 +34,24 @@ def test_every_named_test_is_there_and_can_pass() -> None:
     assert wrong_tests(read()) == []
 
 
+def test_no_number_of_a_requirement_is_used_elsewhere() -> None:
+    """They mean nothing to a reader; the table is where they are explained."""
+    files = [
+        path
+        for pattern in ("packages/*/*/**/*.py", "integration_tests/**/*.py", "docs/**/*.md")
+        for path in ROOT.glob(pattern)
+    ]
+    allowed = {ROOT / "integration_tests" / name for name in ("acceptance.py", "test_acceptance.py")}
+    found = [
+        f"{path.relative_to(ROOT)}:{number}"
+        for path in files
+        if path not in allowed
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1)
+        if re.search(r"\bR\d{1,3}\b", line)
+    ]
+    assert found == []
+
+
 # -- the checks themselves
 
 

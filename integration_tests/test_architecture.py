@@ -158,7 +158,7 @@ def allowed(top: str, names: set[str], installed: dict[str, list[str]] | Any) ->
 
 
 def test_the_core_imports_only_what_it_declares() -> None:
-    """R15: the core imports the standard library, its four requirements and itself; its test tools also pytest."""
+    """The core imports the standard library, its four requirements and itself; its test tools also pytest."""
     names, installed = declared("core") - set(MODULE_OF), packages_distributions()
     breaches = [
         source.at(line, f"imports {module}")
@@ -173,7 +173,7 @@ def test_the_core_imports_only_what_it_declares() -> None:
 
 
 def test_loading_every_installed_plugin_imports_no_torch() -> None:
-    """R15: in a fresh interpreter, every entry point of the group loads and the heavy modules stay out."""
+    """In a fresh interpreter, every entry point of the group loads and the heavy modules stay out."""
     program = (
         "import importlib.metadata, json, sys, fairlead\n"
         "failed = {}\n"
@@ -254,7 +254,7 @@ def engines_at_load(source: Source, seen: set[str]) -> Iterator[str]:
 
 
 def test_a_plugin_names_its_runtime_only_by_string() -> None:
-    """R15: what is loaded with a plugin imports no runtime and no engine, other than in `build`."""
+    """What is loaded with a plugin imports no runtime and no engine, other than in `build`."""
     seen: set[str] = set()
     breaches = [
         line for source in plugin_modules() if source.module not in seen for line in engines_at_load(source, seen)
@@ -313,7 +313,7 @@ def environment_uses(source: Source) -> Iterator[tuple[str, int]]:
 
 
 def test_the_environment_is_read_through_an_injected_mapping() -> None:
-    """R56: only as the default of `environ`, or at a place named above with its reason; never deep inside."""
+    """Only as the default of `environ`, or at a place named above with its reason; never deep inside."""
     # The public test tools start processes with the environment of the test, and compare it: reads, by kind.
     reading = {"Dict", "keyword", "Call"}
     tools = [source for source in SOURCES if source.module.startswith("fairlead.testing")]

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.mark.parametrize("devices", [1, 2])
 def test_a_command_on_each_node(tmp_path: Path, free_port: int, devices: int) -> None:
-    """R56, R100: also with one rank a node, where the command itself could be taken for the only rank."""
+    """Also with one rank a node, where the command itself could be taken for the only rank."""
     job = str(repository(tmp_path / "repo"))
     words = ("fit", job, "--set", f"trainer.devices={devices}", "--set", "trainer.max_steps=4")
     common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port), "NNODES": "2"}

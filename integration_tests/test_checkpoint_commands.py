@@ -95,7 +95,7 @@ def test_the_pages_commands(run: Callable[..., Call], user: Path) -> None:
 
 
 def test_what_is_handed_on_can_be_loaded(run: Callable[..., Call], user: Path) -> None:
-    """R66, R67: by plain Lightning, and by the lines in the model card; the same bits each time."""
+    """By plain Lightning, and by the lines in the model card; the same bits each time."""
     for words in ("convert runs/job sharded --to distributed", "consolidate sharded -o one.ckpt"):
         assert run(*words.split()).code == 0
     assert run("export", "runs/job", "-o", "model").code == 0
@@ -117,7 +117,7 @@ def test_what_is_handed_on_can_be_loaded(run: Callable[..., Call], user: Path) -
 
 @pytest.mark.slow
 def test_a_trainer_goes_on_from_exactly_that_checkpoint(run: Callable[..., Call], user: Path) -> None:
-    """R67: from the middle of a run that went on after it, from another directory, to the same bits as without."""
+    """From the middle of a run that went on after it, from another directory, to the same bits as without."""
     before = shutil.copytree(user / "runs/job/checkpoints/step-00000008", user / "before" / "step-00000008")
     code = (
         "import os, sys\n"
@@ -180,7 +180,7 @@ def test_export_needs_a_job(run: Callable[..., Call], user: Path) -> None:
 
 
 def test_of_a_run_on_s3(run: Callable[..., Call], user: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """R65, R67: listed, verified, compared and handed on from a machine that does not have it."""
+    """Listed, verified, compared and handed on from a machine that does not have it."""
     with s3_server(tmp_path) as s3:
         for name, value in s3.environ.items():
             monkeypatch.setenv(name, value)
@@ -296,7 +296,7 @@ def on_two_ranks(rank: int, folder: str) -> tuple[list[float], list[float]]:
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_lightnings_sharded_checkpoints_there_and_back(tmp_path: Path) -> None:
-    """R66: real shards of two ranks -> one plain file, which one rank resumes; -> shards, which two ranks resume."""
+    """Real shards of two ranks -> one plain file, which one rank resumes; -> shards, which two ranks resume."""
     (before, after), _ = run_ranks(on_two_ranks, 2, str(tmp_path), timeout=150)
     assert len(before) == 4
     assert before == after

@@ -80,7 +80,7 @@ def resolved(config: TrainerConfig, plugins: PluginManager, environ: dict[str, s
 
 
 def test_the_first_example(plugins: PluginManager) -> None:
-    """R2: four ranks of DDP on one node."""
+    """Four ranks of DDP on one node."""
     config = TrainerConfig(strategy="ddp", devices=4, num_nodes=1)
     found = resolved(config, plugins)
     assert (found.strategy.name, found.world_size, found.num_nodes) == ("ddp", 4, 1)
@@ -88,7 +88,7 @@ def test_the_first_example(plugins: PluginManager) -> None:
 
 @pytest.mark.parametrize("literal", STRATEGIES)
 def test_every_strategy_literal(literal: str, plugins: PluginManager) -> None:
-    """R2: each is a config, or says which package brings it."""
+    """Each is a config, or says which package brings it."""
     try:
         config = TrainerConfig.model_validate({"strategy": literal})
     except FairleadError as error:
@@ -113,7 +113,7 @@ def test_a_strategy_config_instead_of_a_literal(plugins: PluginManager) -> None:
 
 @pytest.mark.parametrize(("name", "literal"), [(n, x) for n, xs in ACCELERATORS.items() for x in xs])
 def test_every_accelerator(name: str, literal: str, plugins: PluginManager) -> None:
-    """R40: by class and by each of its names."""
+    """By class and by each of its names."""
     kind = getattr(fairlead.configs, f"{name}AcceleratorConfig")
     by_literal = TrainerConfig.model_validate({"accelerator": literal}).accelerator
     assert isinstance(by_literal, kind)
@@ -121,7 +121,7 @@ def test_every_accelerator(name: str, literal: str, plugins: PluginManager) -> N
 
 
 def test_the_accelerator_example(plugins: PluginManager) -> None:
-    """R40: `cuda` on a machine that has none is said, not silently changed."""
+    """`cuda` on a machine that has none is said, not silently changed."""
     config = TrainerConfig(accelerator="cuda")
     profile = ResourcesConfig(nodes=1, devices_per_node=8, device="h100")
     found = resolve(config, environ={}, plugins=plugins, profile=profile)
@@ -130,7 +130,7 @@ def test_the_accelerator_example(plugins: PluginManager) -> None:
 
 @pytest.mark.parametrize(("axis", "name"), [(axis, name) for axis, names in PLUGINS.items() for name in names])
 def test_every_plugin_class_of_its_tables(axis: str, name: str) -> None:
-    """R45, R51, R63, R68: `from fairlead.configs import NAME`, and it fits into `plugins=[...]`."""
+    """`from fairlead.configs import NAME`, and it fits into `plugins=[...]`."""
     kind: Any = getattr(importlib.import_module("fairlead.configs"), name)
     assert kind.axis == axis
     required = {field for field, info in kind.model_fields.items() if info.is_required()}
@@ -140,7 +140,7 @@ def test_every_plugin_class_of_its_tables(axis: str, name: str) -> None:
 
 
 def test_the_plugin_example(plugins: PluginManager) -> None:
-    """R1, R45, R51, R63: three axes in one list."""
+    """Three axes in one list."""
     from fairlead.configs import (
         AsyncCheckpointIOPlugin,
         MixedPrecisionPluginConfig,
@@ -164,7 +164,7 @@ def test_the_plugin_example(plugins: PluginManager) -> None:
 
 
 def test_the_nodes_are_determined(plugins: PluginManager) -> None:
-    """R52: from SLURM, unless that is switched off."""
+    """From SLURM, unless that is switched off."""
     assert TrainerConfig().auto_determine_num_nodes
     found = resolved(TrainerConfig(auto_determine_num_nodes=True), plugins, SLURM_STEP)
     assert found.num_nodes == 2
@@ -173,7 +173,7 @@ def test_the_nodes_are_determined(plugins: PluginManager) -> None:
 
 
 def test_the_requeue_example(plugins: PluginManager) -> None:
-    """R51, R75: the signal of the environment's shorthand reaches the requeuer."""
+    """The signal of the environment's shorthand reaches the requeuer."""
     from fairlead.configs import SLURMEnvironmentPlugin
 
     config = TrainerConfig(plugins=[SLURMEnvironmentPlugin(auto_requeue=True, requeue_signal="SIGUSR1")])
@@ -186,7 +186,7 @@ def test_the_requeue_example(plugins: PluginManager) -> None:
 
 
 def test_the_bfloat16_example(plugins: PluginManager) -> None:
-    """R48: the question is answered on every machine, and the literal is a config."""
+    """The question is answered on every machine, and the literal is a config."""
     from fairlead_precision import is_bf16_supported_no_emulation
 
     assert is_bf16_supported_no_emulation() in (True, False)
@@ -195,7 +195,7 @@ def test_the_bfloat16_example(plugins: PluginManager) -> None:
 
 
 def test_a_trainer_is_built_from_the_list(tmp_path: Path) -> None:
-    """R1: the objects that Lightning gets are those of the list."""
+    """The objects that Lightning gets are those of the list."""
     from fairlead.configs import AsyncCheckpointIOPlugin, DoublePrecisionPluginConfig
 
     config = TrainerConfig(

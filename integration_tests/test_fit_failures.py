@@ -69,7 +69,7 @@ def test_a_run_that_failed_goes_on_from_its_last_checkpoint(tmp_path: Path, trou
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_result_that_cannot_be_saved_is_a_failure_of_the_run(tmp_path: Path, ranks: int) -> None:
-    """R67: not exit code 2, after which a script need not try again; the next start goes on."""
+    """Not exit code 2, after which a script need not try again; the next start goes on."""
     words = ("fit", str(repository(tmp_path / "repo")), "--set", f"trainer.devices={ranks}")
     failed = fairlead(*words, cwd=tmp_path, environ={"FAIL": "full:0:5"})
     assert failed.code == 1, failed.text

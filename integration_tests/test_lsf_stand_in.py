@@ -79,7 +79,7 @@ class StandIn:
     ],
 )
 def test_a_job_of_lsf(tmp_path: Path, says: str, history: str, number: int, reason: str, code: int) -> None:
-    """R73, R75: as with SLURM, by `brequeue`, with the array's index; a job that was killed stays so."""
+    """As with SLURM, by `brequeue`, with the array's index; a job that was killed stays so."""
     lsf = StandIn(tmp_path / "lsf")
     (lsf.folder / "bjobs.says").write_text(f"{says}\n")
     (lsf.folder / "bhist.says").write_text(f"{history}\n")

@@ -10,7 +10,6 @@ from fairlead.resolve import resolve
 
 
 def test_explain_shows_them_and_the_backend_that_was_asked_for() -> None:
-    """R57, R157, R183."""
     trainer = TrainerConfig.model_validate(
         {
             "accelerator": "cpu",

@@ -1,4 +1,4 @@
-"""Checkpoints on a real S3 server, disturbed as networks, stores and people do (issue 5; R63 to R68)."""
+"""Checkpoints on a real S3 server, disturbed as networks, stores and people do (issue 5)."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def content(path: Path) -> dict[str, bytes]:
 
 
 def test_what_is_uploaded_in_parts_comes_back_bit_for_bit(store: Store, s3: S3, tmp_path: Path) -> None:
-    """R65: save, list, verify, load and retention over an URL; the manifest is the last object that is written."""
+    """Save, list, verify, load and retention over an URL; the manifest is the last object that is written."""
     here = saved(tmp_path / "a", 200, LARGE)
     copy = upload(here.path, store)
     assert copy.url == "s3://runs-bucket/prefix/gpt/step-00000200"
@@ -94,7 +94,7 @@ def test_what_is_uploaded_in_parts_comes_back_bit_for_bit(store: Store, s3: S3, 
 
 @pytest.mark.parametrize("how", ["503", "500", "reset", "truncate", "flip"])
 def test_a_part_that_fails_is_sent_again(store: Store, s3: S3, tmp_path: Path, how: Any) -> None:
-    """R66: a full answer for half an object, or for other bytes, is noticed by size and by the store's checksum."""
+    """A full answer for half an object, or for other bytes, is noticed by size and by the store's checksum."""
     here = saved(tmp_path / "a", 1, LARGE)
     part = 3 if how == "truncate" else 2  # a store refuses a part in the middle that is too small
     fault = s3.faults.add(how, "PUT", rf"state\.ckpt.*partNumber={part}")
@@ -144,7 +144,7 @@ def test_what_an_earlier_attempt_has_uploaded_is_not_sent_again(store: Store, s3
 
 
 def test_a_damaged_or_half_deleted_copy_is_passed_over(store: Store, tmp_path: Path) -> None:
-    """R67: a missing object, another size, flipped bits and a torn manifest, each with its reason."""
+    """A missing object, another size, flipped bits and a torn manifest, each with its reason."""
     for step in (1, 2, 3, 4, 5):
         upload(saved(tmp_path / "a", step).path, store)
     store.write("step-00000005/manifest.json", b'{"format": 1, "fi')
@@ -214,7 +214,7 @@ upload(Path(sys.argv[1]), Store.open("s3://runs-bucket/prefix/gpt", part_mib=5),
 
 @pytest.mark.parametrize("at", [r"partNumber=1&", r"partNumber=3&", r"state\.ckpt\?uploadId", "manifest", "latest"])
 def test_a_process_killed_in_an_upload_leaves_the_one_before(store: Store, s3: S3, tmp_path: Path, at: str) -> None:
-    """R68: SIGKILL of a real process at each stage; then the same checkpoint is uploaded to its end."""
+    """SIGKILL of a real process at each stage; then the same checkpoint is uploaded to its end."""
     upload(saved(tmp_path / "a", 1).path, store)
     here = saved(tmp_path / "a", 2, LARGE)
     method = "POST" if "uploadId" in at else "PUT"
@@ -283,7 +283,7 @@ def own_events(run: Path, pid: int) -> list[str]:
 
 @pytest.mark.slow
 def test_a_job_goes_on_from_the_store_on_a_machine_that_has_nothing(s3: S3, tmp_path: Path) -> None:
-    """R63, R68: killed in an upload, stopped, each time on a new machine: the same weights and metrics, bit for bit."""
+    """Killed in an upload, stopped, each time on a new machine: the same weights and metrics, bit for bit."""
     trainer = {"devices": 1, "strategy": "auto"}
     model = {"args": {"width": 4, "delay": 0.4}}
     plain = changed(JOB, trainer=trainer, model=model)
@@ -358,7 +358,7 @@ def test_a_job_goes_on_from_the_store_on_a_machine_that_has_nothing(s3: S3, tmp_
 
 @pytest.mark.slow
 def test_a_stop_ends_in_time_though_the_store_hangs_and_the_next_start_uploads(s3: S3, tmp_path: Path) -> None:
-    """R67: the notice is short. What is saved here is said not to be there yet, and is there after the next start."""
+    """The notice is short. What is saved here is said not to be there yet, and is there after the next start."""
     remote = {"name": "remote", "url": "s3://runs-bucket/slow", "inner": "torch", "stop_wait_s": 2.0}
     trainer = {"devices": 1, "strategy": "auto", "checkpoint_io": remote}
     job = repository(tmp_path / "user", job=changed(JOB, trainer=trainer, model={"args": {"width": 4, "delay": 0.4}}))

@@ -218,7 +218,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, An
 
 
 def test_a_fit_leaves_the_same_whoever_writes_it(written: tuple[str, dict[str, Any]]) -> None:
-    """R66: in the background as at once; and with two ranks FSDP2 computes what DDP does."""
+    """In the background as at once; and with two ranks FSDP2 computes what DDP does."""
     _, made = written
     assert same(made["ddp"]["end"], made["later"]["end"])
     assert same(made["ddp"]["end"]["weights"], made["fsdp2"]["end"]["weights"])
@@ -226,14 +226,14 @@ def test_a_fit_leaves_the_same_whoever_writes_it(written: tuple[str, dict[str, A
 
 
 def test_what_goes_on_from_shards_ends_as_what_was_never_stopped(written: tuple[str, dict[str, Any]]) -> None:
-    """R68: FSDP2 from the middle of its run; what `explain` says of `fsdp2` with `distributed` rests on this."""
+    """FSDP2 from the middle of its run; what `explain` says of `fsdp2` with `distributed` rests on this."""
     _, made = written
     assert not same(made["again"]["start"], made["fsdp2"]["end"])
     assert same(made["again"]["end"], made["fsdp2"]["end"])
 
 
 def test_lightning_reads_ours_and_ours_reads_lightnings(written: tuple[str, dict[str, Any]]) -> None:
-    """R64, R66: the layout is that of its ModelParallelStrategy; ours is read by `torch` and DDP, too."""
+    """The layout is that of its ModelParallelStrategy; ours is read by `torch` and DDP, too."""
     _, made = written
     began, ended = made["lightnings"]
     assert same(began, made["ddp"]["end"])
@@ -241,7 +241,7 @@ def test_lightning_reads_ours_and_ours_reads_lightnings(written: tuple[str, dict
 
 
 def test_each_tensor_is_written_once_and_every_file_is_in_the_manifest(written: tuple[str, dict[str, Any]]) -> None:
-    """R30: two ranks of DDP hold everything twice, and each writes a part."""
+    """Two ranks of DDP hold everything twice, and each writes a part."""
     root, made = written
     manifest = json.loads(Path(step(root, "ddp", 4), "manifest.json").read_text())
     names = {name for name in manifest["files"] if name.startswith("state.ckpt/")}
@@ -256,7 +256,7 @@ def test_each_tensor_is_written_once_and_every_file_is_in_the_manifest(written: 
 
 
 def test_what_a_strategy_writes_itself_is_committed_too(written: tuple[str, dict[str, Any]]) -> None:
-    """R30: FSDP2 with `checkpoint_io: torch`; what goes wrong on one rank is known to all, and nothing hangs."""
+    """FSDP2 with `checkpoint_io: torch`; what goes wrong on one rank is known to all, and nothing hangs."""
     root, made = written
     assert sorted(path.name for path in Path(root, "own", "checkpoints").glob("step-*")) == [
         "step-00000006",
@@ -284,7 +284,7 @@ def test_a_checkpoint_by_hand_is_written_by_all_ranks(written: tuple[str, dict[s
 
 
 def test_any_number_of_ranks_and_any_layout_goes_on(written: tuple[str, dict[str, Any]], tmp_path: Path) -> None:
-    """R64, R68: 2 -> 4, 4 -> 1, 1 -> 2; DDP -> FSDP2 and back; `distributed` -> `torch` and back; all in bits."""
+    """2 -> 4, 4 -> 1, 1 -> 2; DDP -> FSDP2 and back; `distributed` -> `torch` and back; all in bits."""
     root, made = written
     asked: list[Fit] = [
         (f"{source}-{strategy}-{io if io == 'torch' else 'shards'}", strategy, io, step(root, source, 4))
@@ -322,7 +322,7 @@ def undisturbed_and_first_start(rank: int, root: str, url: str) -> dict[str, Any
 
 
 def test_shards_are_copied_to_a_store_and_a_machine_that_has_nothing_goes_on(tmp_path: Path) -> None:
-    """R30, R63, R64: shards of two ranks; the disk is lost; the same bits as without. `torch` reads them, too."""
+    """Shards of two ranks; the disk is lost; the same bits as without. `torch` reads them, too."""
     root, url = str(tmp_path), f"file://{tmp_path}/store"
     made = run_ranks(undisturbed_and_first_start, 2, root, url, timeout=300)
     shutil.rmtree(tmp_path / "first")
@@ -447,7 +447,7 @@ def ended(call: Call) -> bool:
 
 
 def test_a_job_moves_from_2_to_4_ranks_and_back_with_identical_losses(tmp_path: Path) -> None:
-    """R30, R64, R68: also when one rank is killed while it saves, and the disk refuses another one's part."""
+    """Also when one rank is killed while it saves, and the disk refuses another one's part."""
     throughout, changing = tmp_path / "throughout", tmp_path / "changing"
     assert ended(start(throughout, checkpoint_io="torch"))
     assert start(changing, "kill 1 4", checkpoint_io=BACKGROUND).code != 0

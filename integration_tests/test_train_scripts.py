@@ -123,7 +123,7 @@ def reference(folder: Path, steps: int, **settings: Any) -> torch.Tensor:
 
 
 def test_python_train_py_starts_its_ranks_and_hands_the_run_over(tmp_path: Path) -> None:
-    """R2, R3, R116: `python train.py` trains on two ranks as one process with the global batch would.
+    """`python train.py` trains on two ranks as one process with the global batch would.
 
     The same script then validates, goes on with a second run, and makes a second trainer: the ranks
     are there already and are not started again.
@@ -167,7 +167,7 @@ def test_python_train_py_starts_its_ranks_and_hands_the_run_over(tmp_path: Path)
 
 
 def test_accumulated_micro_batches_on_two_ranks_equal_one_process(tmp_path: Path) -> None:
-    """R3, R116: two ranks x two micro-batches of two samples are a global batch of eight."""
+    """Two ranks x two micro-batches of two samples are a global batch of eight."""
     body = """
     Trainer(config(max_steps=4, accumulate_grad_batches=2, gradient_clip_val=0.5), run=RunConfig(name="run")).fit(
         Line(), datamodule=Split(2))
@@ -218,7 +218,7 @@ def test_a_finished_run_before_the_one_that_starts_ranks(tmp_path: Path) -> None
 
 @pytest.mark.slow
 def test_ddp_spawn_trains_and_returns_the_result(tmp_path: Path) -> None:
-    """R5: the ranks are spawned; the trainer, with its run, travels to them."""
+    """The ranks are spawned; the trainer, with its run, travels to them."""
     body = """
     def main():
         model = Line()
@@ -246,7 +246,7 @@ def test_ddp_spawn_trains_and_returns_the_result(tmp_path: Path) -> None:
 
 
 def test_torchrun_one_rank_decides_for_all(tmp_path: Path) -> None:
-    """R51, R102: the ranks that torchrun has started are used, and rank 0 tells the others of the run."""
+    """The ranks that torchrun has started are used, and rank 0 tells the others of the run."""
     body = """
     run = RunConfig(name="run", resume="auto")
     trainer = Trainer(config(devices="auto", strategy="auto", max_steps=8), run=run)
@@ -353,7 +353,7 @@ def test_an_unmodified_script_goes_on_after_kill_9(tmp_path: Path, devices: int)
 
 @pytest.mark.parametrize("devices", [1, 2])
 def test_a_loop_of_ones_own_on_fabric(tmp_path: Path, devices: int) -> None:
-    """R116: `fabric(config)` trains as Lightning's Trainer does, on one process and on two."""
+    """`fabric(config)` trains as Lightning's Trainer does, on one process and on two."""
     body = """
     devices = int(sys.argv[1])
     fab = fabric(TrainerConfig(accelerator="cpu", devices=devices, strategy="ddp" if devices == 2 else "auto"))

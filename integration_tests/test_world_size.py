@@ -68,7 +68,7 @@ def start(folder: Path, devices: int, **trainer: Any) -> None:
 
 @pytest.mark.slow
 def test_what_is_left_of_an_epoch_is_shared_by_other_ranks(tmp_path: Path) -> None:
-    """4 ranks, then 1, then 2: each step takes the same eight samples as with 4 throughout (R68, R135, R136)."""
+    """4 ranks, then 1, then 2: each step takes the same eight samples as with 4 throughout."""
     for name, starts in (("throughout", [(4, {})]), ("changing", [(4, 2), (1, 5), (2, None)])):
         folder = tmp_path / name
         folder.mkdir()

@@ -58,7 +58,7 @@ def weights(cwd: Path) -> bytes:
 
 
 def test_a_signal_to_one_rank_stops_all_and_nothing_is_lost(script: Path, tmp_path: Path) -> None:
-    """R70, R71: saved at the step of the signal, asked to be started again, and the weights of an undisturbed run."""
+    """Saved at the step of the signal, asked to be started again, and the weights of an undisturbed run."""
     assert importlib.util.find_spec("lightning") is None, "this must hold without Lightning"
     undisturbed, stopped = tmp_path / "undisturbed", tmp_path / "stopped"
     first = torchrun(script, undisturbed, {})

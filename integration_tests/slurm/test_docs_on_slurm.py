@@ -125,7 +125,7 @@ def goes_on(job: Job, folder: Path, reason: str, run: str = "sine", restarts: st
 
 
 def test_one_process_per_gpu(cluster: Cluster, folder: Path) -> None:
-    """R53, R70: the warning comes to the tasks; the output of both starts is there, and says what the page shows."""
+    """The warning comes to the tasks; the output of both starts is there, and says what the page shows."""
     job = sbatch(cluster, folder, "gpus.sh")
     directory = at_work(job, folder)
     assert history(folder, "start", run=directory)[0]["world_size"] == 4
@@ -137,7 +137,7 @@ def test_one_process_per_gpu(cluster: Cluster, folder: Path) -> None:
 
 
 def test_threads_of_a_task_on_cpus(cluster: Cluster, folder: Path) -> None:
-    """R142: one task for each node, with a thread for each of its CPUs."""
+    """One task for each node, with a thread for each of its CPUs."""
     (folder / "slow").unlink()
     job = sbatch(cluster, folder, "cpus.sh")
     assert job.wait() == "COMPLETED", job.text()
@@ -148,7 +148,7 @@ def test_threads_of_a_task_on_cpus(cluster: Cluster, folder: Path) -> None:
 
 
 def test_an_array(cluster: Cluster, folder: Path) -> None:
-    """R71: a run for each task, warned and started again by itself."""
+    """A run for each task, warned and started again by itself."""
     job = sbatch(cluster, folder, "array.sh")
     for task in range(2):
         at_work(job, folder, f"sine-task-{task}")
@@ -159,7 +159,7 @@ def test_an_array(cluster: Cluster, folder: Path) -> None:
 
 
 def test_the_rehearsal(cluster: Cluster, folder: Path) -> None:
-    """R75: the commands of the page's last section, with its preemptible script."""
+    """The commands of the page's last section, with its preemptible script."""
     first, urgent = (shlex.split(line)[1:] for line in SCRIPTS["rehearsal"].splitlines())
     job = sbatch(cluster, folder, *first, "--nodelist=n[1-2]")  # the page's cluster has no others
     at_work(job, folder)
@@ -170,7 +170,7 @@ def test_the_rehearsal(cluster: Cluster, folder: Path) -> None:
 
 
 def test_a_script_that_passes_its_warning_on(cluster: Cluster, folder: Path) -> None:
-    """R70: `--signal=B:USR1@120`."""
+    """`--signal=B:USR1@120`."""
     job = sbatch(cluster, folder, "forward.sh")
     at_work(job, folder)
     job.signal("USR1", "-b")
@@ -186,7 +186,7 @@ def test_a_train_py_without_srun(cluster: Cluster, folder: Path) -> None:
 
 
 def test_torchrun_in_a_batch_script(cluster: Cluster, folder: Path) -> None:
-    """R101: the agents pass the warning on, and wait for their workers."""
+    """The agents pass the warning on, and wait for their workers."""
     job = sbatch(cluster, folder, "torchrun.sh")
     directory = at_work(job, folder)
     assert history(folder, "start", run=directory)[0]["world_size"] == 2
@@ -195,7 +195,7 @@ def test_torchrun_in_a_batch_script(cluster: Cluster, folder: Path) -> None:
 
 
 def test_a_container_without_scontrol(cluster: Cluster, folder: Path) -> None:
-    """R74: the job script runs what the ranks have left; the ranks themselves reach no command of SLURM's."""
+    """The job script runs what the ranks have left; the ranks themselves reach no command of SLURM's."""
     job = sbatch(cluster, folder, "container.sh")
     directory = at_work(job, folder)
     job.signal("USR1")
@@ -207,7 +207,7 @@ def test_a_container_without_scontrol(cluster: Cluster, folder: Path) -> None:
 
 
 def test_a_job_that_is_not_started_again(cluster: Cluster, folder: Path) -> None:
-    """R72: saved, and no word of a requeue; submitted again it goes on."""
+    """Saved, and no word of a requeue; submitted again it goes on."""
     job = sbatch(cluster, folder, "once.sh")
     at_work(job, folder)
     job.signal("USR1")

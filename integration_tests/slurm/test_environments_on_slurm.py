@@ -37,7 +37,7 @@ def column(found: list[dict[str, Any]], name: str) -> list[Any]:
 
 
 def test_a_step_on_two_nodes(cluster: Cluster, tmp_path: Path) -> None:
-    """R53, R54, R60: ranks, nodes, main address and port, the same for all, without a word of configuration."""
+    """Ranks, nodes, main address and port, the same for all, without a word of configuration."""
     found = step(cluster, tmp_path, "-N2", "--ntasks-per-node=2")
     assert column(found, "environment") == ["slurm"] * 4
     assert column(found, "global_rank") == [0, 1, 2, 3]
@@ -158,7 +158,7 @@ if os.environ["SLURM_PROCID"] == "0":
 
 @pytest.mark.parametrize("command", ["srun -N2 -n2", "sbatch --wait -N2 -n2 --output=nested.out"])
 def test_a_job_from_within_a_job(cluster: Cluster, tmp_path: Path, command: str) -> None:
-    """R78: without the outer step's variables it is a job of its own, with a shape of its own."""
+    """Without the outer step's variables it is a job of its own, with a shape of its own."""
     outer = step(cluster, tmp_path, "-N1", "-n1")[0]
     next(tmp_path.glob("*.json")).unlink()
     who = [*WHO.split(), str(tmp_path)]
@@ -172,7 +172,7 @@ def test_a_job_from_within_a_job(cluster: Cluster, tmp_path: Path, command: str)
 
 
 def test_node_lists_are_those_of_scontrol(cluster: Cluster, tmp_path: Path) -> None:
-    """R55: two thousand generated lists: several brackets, padding, ranges and single numbers."""
+    """Two thousand generated lists: several brackets, padding, ranges and single numbers."""
     generator = random.Random(55)
     lists = [_hostlist(generator) for _ in range(2000)]
     script = tmp_path / "script"  # too long for an argument

@@ -29,7 +29,7 @@ pytestmark = pytest.mark.slow
 
 
 def test_two_nodes_compute_what_one_machine_computes(cluster: Cluster, references: References, tmp_path: Path) -> None:
-    """R53, R60: the same bits as four ranks on one machine; the run says where it ran."""
+    """The same bits as four ranks on one machine; the run says where it ran."""
     job = fit(cluster, tmp_path)
     as_if_nothing_had_happened(references, tmp_path, job)
     (start,) = history(tmp_path, "start")
@@ -93,7 +93,7 @@ STOPS = (
 
 
 def test_ten_stops_in_one_run(cluster: Cluster, references: References, tmp_path: Path) -> None:
-    """R70, R71, R75: whoever is asked, wherever the run is: all ranks stop at one step, and no step is lost."""
+    """Whoever is asked, wherever the run is: all ranks stop at one step, and no step is lost."""
     pause = {"setup": 2.0, "train_batch_start": 0.3, "validation_batch_start": 0.5, "save": 0.5}
     job = fit(cluster, tmp_path, "-w", "n[1-2]", pause=pause, script=PASSED_ON)
     for number, stop in enumerate(STOPS, start=1):
@@ -149,7 +149,7 @@ def test_while_a_loader_blocks(cluster: Cluster, references: References, tmp_pat
 
 
 def test_an_array_has_a_run_for_each_task(cluster: Cluster, references: References, tmp_path: Path) -> None:
-    """R71: three tasks, each on a node of its own with two ranks; each is warned, and started again by itself."""
+    """Three tasks, each on a node of its own with two ranks; each is warned, and started again by itself."""
     # The directories of the runs differ by themselves; the files that the test's own callback leaves would not.
     script = "mkdir -p t$SLURM_ARRAY_TASK_ID\ncd t$SLURM_ARRAY_TASK_ID\nsrun {command}\n"
     job = fit(cluster, tmp_path, "--array=0-2", pause=0.4, case=PAIR, nodes=1, script=script)
@@ -206,7 +206,7 @@ def test_a_cancelled_job_is_saved_and_goes_on_when_submitted_again(
 
 
 def test_no_requeue_means_it(cluster: Cluster, references: References, tmp_path: Path) -> None:
-    """R72: `auto_requeue: false`; saved all the same."""
+    """`auto_requeue: false`; saved all the same."""
     job = fit(cluster, tmp_path, case=PAIR, pause=0.3, sets=("trainer.environment={name: slurm, auto_requeue: false}",))
     until_saved(job, tmp_path, 3)
     job.signal("USR1")

@@ -25,7 +25,7 @@ TORCHRUN = f"{sys.executable} -m torch.distributed.run --nproc-per-node 2 --mast
 
 
 def test_torchrun_in_a_batch_script_is_preempted(cluster: Cluster, references: References, tmp_path: Path) -> None:
-    """R71, R101: no step, so no warning: SIGTERM to all when the time of grace is over. SLURM requeues; we do not."""
+    """No step, so no warning: SIGTERM to all when the time of grace is over. SLURM requeues; we do not."""
     script = f"{TORCHRUN}{shlex.join(['fairlead', *PAIR.words()])}\n"
     job = submit(
         cluster,
@@ -90,7 +90,7 @@ SCRIPT = """
 
 
 def test_a_plain_script_in_a_batch_script(cluster: Cluster, tmp_path: Path) -> None:
-    """R71, R75: a Lightning Trainer of the user's own with the callback; no step, no launcher, and no setting."""
+    """A Lightning Trainer of the user's own with the callback; no step, no launcher, and no setting."""
     script = textwrap.dedent(SCRIPT)
     weights = []
     for name in ("undisturbed", "stopped"):

@@ -50,7 +50,7 @@ def every_step_once(job: Job, cwd: Path, restarts: int) -> None:
 
 
 def test_an_urgent_job_takes_the_nodes(cluster: Cluster, tmp_path: Path) -> None:
-    """R70, R71, R75: started again exactly once; nothing is lost, nothing done twice."""
+    """Started again exactly once; nothing is lost, nothing done twice."""
     job = training(cluster, tmp_path)
     submit(cluster, "sleep 3\n", tmp_path, "-p", "urgent", *SHAPE)
     every_step_once(job, tmp_path, restarts=1)

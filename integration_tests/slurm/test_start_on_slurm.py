@@ -78,7 +78,7 @@ def said(folder: Path, step: int) -> dict[int, str]:
 
 
 def test_two_steps_at_once_on_the_same_nodes(cluster: Cluster, tmp_path: Path, rank: str) -> None:
-    """R158: of one job, two nodes, two starts each; nobody chose a port."""
+    """Of one job, two nodes, two starts each; nobody chose a port."""
     steps = "\n".join(f"srun --overlap -N2 --ntasks-per-node=2 {rank} &" for _ in range(2))
     job = submit(cluster, f"{steps}\nwait\n", tmp_path, "-N2", "--ntasks-per-node=2")
     assert job.wait() == "COMPLETED", job.text()
@@ -87,7 +87,7 @@ def test_two_steps_at_once_on_the_same_nodes(cluster: Cluster, tmp_path: Path, r
 
 
 def test_the_first_ports_are_taken(cluster: Cluster, tmp_path: Path, rank: str) -> None:
-    """R158: by services that are silent, talk, or are a store of somebody else; and rank 0 comes last."""
+    """By services that are silent, talk, or are a store of somebody else; and rank 0 comes last."""
     script = f"""
     srun --overlap -N1 -n1 {sys.executable} -P {tmp_path}/occupant.py {tmp_path} &
     until [ -e {tmp_path}/occupied ]; do sleep 0.2; done
@@ -101,7 +101,7 @@ def test_the_first_ports_are_taken(cluster: Cluster, tmp_path: Path, rank: str) 
 
 
 def test_missing_ranks_are_named_with_their_nodes(cluster: Cluster, tmp_path: Path, rank: str) -> None:
-    """R58, R159: the same text on all that came; with the nodes from which nobody did."""
+    """The same text on all that came; with the nodes from which nobody did."""
     step = f"srun -N2 --ntasks-per-node=2 {rank} absent=2,3"
     job = submit(cluster, step, tmp_path, "-N2", "--ntasks-per-node=2", environ={"PATIENCE": "20"})
     job.wait()
@@ -127,7 +127,7 @@ def test_ranks_dealt_out_in_turn_are_named_with_their_nodes(cluster: Cluster, tm
 
 
 def test_a_rank_with_another_torch_is_named(cluster: Cluster, tmp_path: Path, rank: str) -> None:
-    """R159: rank, host and both values, on every rank."""
+    """Rank, host and both values, on every rank."""
     job = submit(cluster, f"srun -N2 --ntasks-per-node=2 {rank} old=3", tmp_path, "-N2", "--ntasks-per-node=2")
     job.wait()
     nodes = cluster.run("scontrol", "show", "hostnames", job.shown()["NodeList"]).split()
@@ -138,7 +138,7 @@ def test_a_rank_with_another_torch_is_named(cluster: Cluster, tmp_path: Path, ra
 
 
 def test_a_name_that_does_not_resolve(cluster: Cluster, tmp_path: Path, rank: str) -> None:
-    """R159: said by the ranks that look for it."""
+    """Said by the ranks that look for it."""
     step = f"srun -N2 -n2 --ntasks-per-node=1 {rank} host=no-such-node.invalid"
     job = submit(cluster, step, tmp_path, "-N2", "--ntasks-per-node=1", environ={"PATIENCE": "20"})
     job.wait()

@@ -59,7 +59,7 @@ def test_the_state_is_that_of_torch_bit_for_bit(saved: Path) -> None:
 
 
 def test_a_flipped_bit_anywhere_in_a_record_is_found(saved: Path, tmp_path: Path) -> None:
-    """R66: in the first and last byte of each record, and at random places, where the pieces meet among them."""
+    """In the first and last byte of each record, and at random places, where the pieces meet among them."""
     chance = random.Random(5)
     path = tmp_path / "damaged.ckpt"
     path.write_bytes(saved.read_bytes())
@@ -86,7 +86,7 @@ def test_a_flipped_bit_anywhere_in_a_record_is_found(saved: Path, tmp_path: Path
 
 @pytest.mark.filterwarnings("ignore:Detected pickle protocol")
 def test_no_flipped_bit_changes_the_state_or_raises_anything_else(tmp_path: Path) -> None:
-    """R66: one bit of each byte, those of headers and of the table of contents among them."""
+    """One bit of each byte, those of headers and of the table of contents among them."""
     good, damaged = tmp_path / "good.ckpt", tmp_path / "damaged.ckpt"
     write_state({"w": torch.arange(40.0), "b": torch.ones(3), "n": {"a": [1, 2.5, "x"]}}, good)
     data = bytearray(good.read_bytes())

@@ -58,7 +58,7 @@ STATES: dict[str, Any] = {
 
 @pytest.mark.parametrize("name", STATES)
 def test_the_bytes_are_those_of_torch(name: str) -> None:
-    """R63: also the identifier that torch derives from the checksums."""
+    """Also the identifier that torch derives from the checksums."""
     ours = by_us(STATES[name])
     assert ours == by_torch(STATES[name])
     with zipfile.ZipFile(io.BytesIO(ours)) as archive:

@@ -124,11 +124,11 @@ def mutate(value: Any, seen: set[int]) -> None:
 def test_nothing_that_changes_after_the_save_gets_into_the_file(
     backend: AsyncFileCheckpointIO, inner: Gated, tmp_path: Path
 ) -> None:
-    """R64: the file holds the state at the call, byte for byte what a synchronous save writes."""
+    """The file holds the state at the call, byte for byte what a synchronous save writes."""
     state = everything()
     TorchFileCheckpointIO(TorchCheckpointIOConfig()).save_checkpoint(copy.copy(state), tmp_path / "sync.ckpt")
     backend.save_checkpoint(state, tmp_path / "async.ckpt")
-    assert not (tmp_path / "async.ckpt").exists()  # R64: it returned before the file was written
+    assert not (tmp_path / "async.ckpt").exists()  # it returned before the file was written
     mutate(state, set())
     assert state == {"leaked": True}
     inner.gate.set()
@@ -211,7 +211,7 @@ def test_two_in_flight_do_not_share_buffers(inner: Gated, tmp_path: Path) -> Non
 def test_a_failure_is_raised_once_at_the_next_save_which_is_kept(
     backend: AsyncFileCheckpointIO, inner: Gated, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """R64: errors surface at the next save."""
+    """Errors surface at the next save."""
     inner.gate.set()
     inner.fails = {"1.ckpt"}
     backend.save_checkpoint({"n": 1}, tmp_path / "1.ckpt")
@@ -227,7 +227,7 @@ def test_a_failure_is_raised_once_at_the_next_save_which_is_kept(
 
 
 def test_a_failure_is_raised_once_at_the_end(inner: Gated, tmp_path: Path) -> None:
-    """R64: errors surface at exit."""
+    """Errors surface at exit."""
     inner.gate.set()
     inner.fails = {"1.ckpt", "2.ckpt"}
     backend = AsyncFileCheckpointIO(inner, max_in_flight=2)

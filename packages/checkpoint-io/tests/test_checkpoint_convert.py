@@ -96,7 +96,7 @@ def left(folder: Path) -> set[str]:
 
 @pytest.mark.parametrize("named", [False, True])
 def test_torch_to_distributed_and_back_loses_no_bit(fairlead: Command, tmp_path: Path, named: bool) -> None:
-    """R66: weights, optimizers and everything else come back as they were."""
+    """Weights, optimizers and everything else come back as they were."""
     state = lightning_state(groups=2 if named else 1, named=named)
     state["optimizer_states"] = state["optimizer_states"][: 1 if named else 2]
     torch.save(state, tmp_path / "a.ckpt")
@@ -193,7 +193,7 @@ def test_optimizers_whose_parameters_cannot_be_told_are_refused(
 
 @pytest.mark.parametrize("stage_number", [2, 3])
 def test_a_deepspeed_folder_becomes_one_file(fairlead: Command, tmp_path: Path, stage_number: int) -> None:
-    """R66: what real ranks of DeepSpeed have written, with the weights that they had."""
+    """What real ranks of DeepSpeed have written, with the weights that they had."""
     folder = shutil.copytree(RECORDED / f"zero{stage_number}", tmp_path / "zero")
     expected = load(folder / "expected.pt")
     said = fairlead("consolidate", "zero", "-o", "one.ckpt")
@@ -226,7 +226,7 @@ class Evil:
 
 @pytest.mark.parametrize("place", ["file", "metadata", "entry", "rest", "deepspeed", "deepspeed-old"])
 def test_nothing_is_unpickled_that_was_not_named(fairlead: Command, plain: Path, tmp_path: Path, place: str) -> None:
-    """R68: a checkpoint is data; in every file that a command opens."""
+    """A checkpoint is data; in every file that a command opens."""
     mark = tmp_path / "ran"
     if place == "file":
         torch.save({"state_dict": {}, "x": Evil(mark)}, tmp_path / "bad")

@@ -21,7 +21,7 @@ from fairlead_checkpoint_io import (
 
 
 def test_every_backend_of_the_package_loads_and_bears_document_as_name() -> None:
-    """R63: the checkpoint plugins torch, async, xla; and one for shards."""
+    """One each for torch, async and xla, and one for shards."""
     manager = PluginManager()
     plugins = manager.loaded("checkpoint_io")
     assert {name: plugins[name].config for name in ("torch", "async", "distributed", "xla")} == {

@@ -61,7 +61,7 @@ def fit(root: Path, io: CheckpointIO, *, resume: Path | None = None, steps: int,
 
 @pytest.mark.parametrize("kind", ["torch", "async"])
 def test_a_fit_saves_resumes_and_keeps_only_the_newest(kind: str, tmp_path: Path) -> None:
-    """R63, R68: through Lightning's own ModelCheckpoint, and read back by Lightning without us."""
+    """Through Lightning's own ModelCheckpoint, and read back by Lightning without us."""
     fit(tmp_path, make(kind), steps=2)
     assert [path.name for path in tmp_path.iterdir()] == ["step=2.ckpt"]
     assert Line.load_from_checkpoint(tmp_path / "step=2.ckpt", weights_only=True).layer.in_features == 4
@@ -71,7 +71,6 @@ def test_a_fit_saves_resumes_and_keeps_only_the_newest(kind: str, tmp_path: Path
 
 @pytest.mark.parametrize("kind", ["torch", "async"])
 def test_weights_only_files_are_smaller_and_have_no_optimizer(kind: str, tmp_path: Path) -> None:
-    """R67."""
     fit(tmp_path / "all", make(kind), steps=1)
     fit(tmp_path / "weights", make(kind), steps=1, save_weights_only=True)
     whole, weights = tmp_path / "all" / "step=1.ckpt", tmp_path / "weights" / "step=1.ckpt"

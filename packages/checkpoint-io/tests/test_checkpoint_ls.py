@@ -147,7 +147,7 @@ def test_a_wrong_call(fairlead: Command, tmp_path: Path) -> None:
 
 
 def test_ten_thousand_checkpoints(fairlead: Command, root: Path) -> None:
-    """R30: a folder of this size is listed with one look at each checkpoint."""
+    """A folder of this size is listed with one look at each checkpoint."""
     root.mkdir(parents=True)
     sums = {"state.ckpt": FileHash("crc32", f"{zlib.crc32(b'x'):08x}", 1)}
     for step in range(10_000):
@@ -168,7 +168,7 @@ def test_ten_thousand_checkpoints(fairlead: Command, root: Path) -> None:
 
 
 def test_verify_finds_what_sizes_do_not_show(fairlead: Command, root: Path) -> None:
-    """R32: a flipped bit, a truncated file and a missing one, each named; nothing else is blamed."""
+    """A flipped bit, a truncated file and a missing one, each named; nothing else is blamed."""
     for step in (10, 20, 30, 40):
         saved(root, step)
     flip(root / "step-00000020" / "state.ckpt")

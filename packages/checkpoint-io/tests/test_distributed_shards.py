@@ -76,7 +76,7 @@ def save_plain(rank: int, folder: str) -> dict[str, FileHash]:
 
 
 def test_what_all_ranks_hold_is_written_once_and_spread_over_them(tmp_path: Path) -> None:
-    """R30: bytes on disk are those of one state, each rank writes about as much, and rank 0 knows all checksums."""
+    """Bytes on disk are those of one state, each rank writes about as much, and rank 0 knows all checksums."""
     told = run_ranks(save_plain, 3, str(tmp_path))
     tensors = 4 * 30000 * 4
     for path in sorted(tmp_path.iterdir()):
@@ -151,7 +151,7 @@ def load_layouts(rank: int, folder: str) -> list[str]:
 
 
 def test_shards_of_any_layout_are_read_whole_and_in_any_other(tmp_path: Path) -> None:
-    """R30, R68: 4 ranks of FSDP, TP, HSDP and both at once, sizes that do not divide; read by one rank and by two."""
+    """4 ranks of FSDP, TP, HSDP and both at once, sizes that do not divide; read by one rank and by two."""
     run_ranks(save_layouts, 4, str(tmp_path))
     for name in LAYOUTS:
         assert equal(io().load_checkpoint(tmp_path / name), plain(rows=301)), name
@@ -222,7 +222,6 @@ Two = tuple[Path, list[dict[str, Any]]]
 
 
 def test_nothing_that_is_changed_afterwards_gets_into_the_files(two_ranks: Two) -> None:
-    """R64."""
     tmp_path, _ = two_ranks
     expected = plain(rows=301)
     expected["optimizer_states"][0]["param_groups"][0]["list"] = [1, 2]

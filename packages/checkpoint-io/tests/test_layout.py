@@ -52,7 +52,7 @@ def round_trip(checkpoint: dict[str, Any], *names: list[str | None]) -> dict[str
     ids=["plain", "momentum", "adamw", "adafactor", "lbfgs"],
 )
 def test_every_optimizer_comes_back(make: Callable[[Any], torch.optim.Optimizer]) -> None:
-    """R68: state and groups with all their entries; one that was never stepped, too."""
+    """State and groups with all their entries; one that was never stepped, too."""
     module = model()
     optimizer = make(module.parameters())
     for steps in range(2):
@@ -130,7 +130,7 @@ def test_what_torchs_planner_would_change_is_kept_as_it_is() -> None:
     ids=["nothing", "weights-only", "extra-state"],
 )
 def test_a_missing_part_is_not_an_empty_one(checkpoint: dict[str, Any]) -> None:
-    """R67: Lightning tells a checkpoint of weights only by the part that it lacks."""
+    """Lightning tells a checkpoint of weights only by the part that it lacks."""
     back = round_trip(checkpoint)
     assert equal(dict(sorted(back.items())), dict(sorted(checkpoint.items())))
 

@@ -370,7 +370,7 @@ def bounded(rank: int, folder: str) -> list[str]:
 
 
 def test_all_ranks_wait_for_room_and_hear_when_there_is_none(tmp_path: Path) -> None:
-    """R63: rank 0 alone knows the store; an error of it that the others did not hear of would have them wait."""
+    """Rank 0 alone knows the store; an error of it that the others did not hear of would have them wait."""
     for said, *calls in run_ranks(bounded, 2, str(tmp_path), timeout=120):
         assert "there is no room for another local checkpoint" in said
         assert "rank 0: no room for another local checkpoint: those that are here could not be uploaded" in said

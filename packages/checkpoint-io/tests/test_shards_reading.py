@@ -96,7 +96,7 @@ def test_equal_states_give_equal_bytes(saved: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("committed", [True, False])
 def test_a_flipped_bit_is_found_or_at_least_an_error_of_ours(saved: Path, committed: bool) -> None:
-    """R66: with a manifest each is found; without one, as torch writes, nothing else than our error is raised."""
+    """With a manifest each is found; without one, as torch writes, nothing else than our error is raised."""
     if committed:
         files = {f"state.ckpt/{file.name}": hash_file(file) for file in saved.iterdir()}
         (saved.parent / "manifest.json").write_bytes(Manifest.now(files, {"step": 1}).dump())

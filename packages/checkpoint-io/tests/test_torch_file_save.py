@@ -40,7 +40,7 @@ def trained() -> dict[str, Any]:
 
 
 def test_plain_torch_reads_it(backend: TorchFileCheckpointIO, tmp_path: Path) -> None:
-    """R63: the standard backend; nothing of ours is needed to read its files."""
+    """The standard backend; nothing of ours is needed to read its files."""
     state, path = trained(), tmp_path / "a b" / "ü" / "last.ckpt"
     backend.save_checkpoint(state, path)
     loaded = torch.load(path, weights_only=True)
@@ -132,7 +132,7 @@ class _FullDisk(Syscalls):
 
 @pytest.mark.parametrize("room", [0, 1000, 5 << 20])
 def test_a_full_disk_is_named_and_the_old_file_stays(room: int, tmp_path: Path) -> None:
-    """R63 and pain 4: torch hides the reason behind `unexpected pos`; the user reads the disk's own."""
+    """Pain 4: torch hides the reason behind `unexpected pos`; the user reads the disk's own."""
     path = tmp_path / "last.ckpt"
     path.write_bytes(b"the previous one")
     state = {"a": torch.zeros(1 << 20), "b": torch.ones(1 << 20)}

@@ -40,7 +40,7 @@ def fake_torch_xla(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
 def test_tensors_are_moved_first_and_then_written_atomically(
     fake_torch_xla: list[dict[str, Any]], tmp_path: Path
 ) -> None:
-    """R63: the XLA plugin; what touches a device is faked."""
+    """The XLA plugin; what touches a device is faked."""
     backend = XLAFileCheckpointIO(XLACheckpointIOConfig())
     assert isinstance(backend, XLACheckpointIO)  # Lightning's XLA strategies refuse anything else
     state = {"w": torch.zeros(2), "step": 1}

@@ -81,13 +81,11 @@ def refused(**trainer: Any) -> str:
 
 
 def test_strategy_devices_and_nodes_together() -> None:
-    """R1."""
     config = TrainerConfig(strategy="ddp", devices=4, num_nodes=1)
     assert (config.strategy.name, config.devices, config.num_nodes) == ("ddp", 4, 1)  # type: ignore[union-attr]  # a config
 
 
 def test_an_unknown_strategy_lists_the_valid_names() -> None:
-    """R15."""
     with pytest.raises(ValidationError) as caught:
         TrainerConfig(strategy="dpp")
     (error,) = caught.value.errors()
@@ -98,7 +96,7 @@ def test_an_unknown_strategy_lists_the_valid_names() -> None:
 
 @pytest.mark.parametrize("devices", ["auto", 1, 8, -1, [0], [0, 2]])
 def test_devices(devices: Any) -> None:
-    """R41: "auto", a number, a list of indices, -1."""
+    """One of `auto`, a number, a list of indices, -1."""
     assert TrainerConfig(devices=devices).devices == devices
 
 
@@ -109,7 +107,7 @@ def test_what_devices_are_not(devices: Any) -> None:
 
 @pytest.mark.parametrize("name", ["gpu", "cuda", "mps", "tpu", "xla"])
 def test_an_accelerator_that_is_not_installed_gives_the_pip_line(name: str) -> None:
-    """R39: every name is known, also where its package is not."""
+    """Every name is known, also where its package is not."""
     with pytest.raises(ValidationError) as caught:
         TrainerConfig(accelerator=name)
     (error,) = caught.value.errors()
@@ -118,7 +116,7 @@ def test_an_accelerator_that_is_not_installed_gives_the_pip_line(name: str) -> N
 
 
 def test_plugins_are_spread_onto_their_axes() -> None:
-    """R52: a list that mixes axes, as config objects, mappings named `axis.name`, or such names."""
+    """A list that mixes axes, as config objects, mappings named `axis.name`, or such names."""
     config = TrainerConfig(
         plugins=[
             ClusterEnvironmentConfig(auto_requeue=False),
@@ -135,7 +133,6 @@ def test_plugins_are_spread_onto_their_axes() -> None:
 
 
 def test_two_plugins_of_one_axis_are_refused() -> None:
-    """R52: conflicts."""
     said = refused(plugins=[ClusterEnvironmentConfig(), "environment.lightning"])
     assert said == "the environment is set twice: in `plugins[0]` and in `plugins[1]`"
     said = refused(environment="lightning", plugins=[ClusterEnvironmentConfig()])
@@ -253,7 +250,7 @@ def test_a_class_may_be_just_its_name() -> None:
 
 
 def test_a_job_survives_yaml() -> None:
-    """R14: what is written as job.yaml is the same job."""
+    """What is written as job.yaml is the same job."""
     job = JobConfig.model_validate(
         {
             "run": {"name": "a-{model.args.lr}", "seed": None},

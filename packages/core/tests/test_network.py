@@ -16,7 +16,7 @@ def environment(**fields: Any) -> EnvironmentConfigBase:
 
 
 def test_names_and_values() -> None:
-    """R157: with and without the prefix, in any case; true and false are 1 and 0."""
+    """With and without the prefix, in any case; true and false are 1 and 0."""
     config = environment(nccl={"debug": "INFO", "NCCL_IB_DISABLE": True, "Socket_NThreads": 4}, gloo={"x": False})
     expected = {"NCCL_DEBUG": "INFO", "NCCL_IB_DISABLE": "1", "NCCL_SOCKET_NTHREADS": "4", "GLOO_X": "0"}
     assert library_variables(config) == expected
@@ -43,7 +43,6 @@ def test_what_is_no_setting(settings: Any, message: str) -> None:
 
 
 def test_the_environment_wins_and_it_is_said() -> None:
-    """R157."""
     config = environment(nccl={"debug": "INFO", "socket_ifname": "ib0"})
     environ = {"NCCL_DEBUG": "WARN", "NCCL_SOCKET_IFNAME": "ib0"}
     settings = network_settings(config, environ)

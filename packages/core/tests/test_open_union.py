@@ -49,7 +49,7 @@ def late(fake_dist: Callable[..., FakeDist], fairlead_plugins: Callable[..., Plu
 def test_a_package_installed_later_needs_no_rebuild(
     fake_dist: Callable[..., FakeDist], fairlead_plugins: Callable[..., PluginManager]
 ) -> None:
-    """R14: the union is open: `TrainerConfig` is used before and after the package is there."""
+    """The union is open: `TrainerConfig` is used before and after the package is there."""
     with pytest.raises(ValidationError, match="unknown strategy 'late'"):
         TrainerConfig(strategy="late")
     fairlead_plugins(fake_dist("late", entry_points=POINTS, files={"late_plugin.py": LATE}))
@@ -72,7 +72,7 @@ def test_a_tag_a_mapping_and_a_preset(late: PluginManager, value: Any, stage: in
 
 
 def test_subclass_fields_survive_serialization(late: PluginManager) -> None:
-    """R14: JSON gives back the same config, with every field of the plugin."""
+    """JSON gives back the same config, with every field of the plugin."""
     config = TrainerConfig(strategy={"name": "late", "stage": 3, "offload": {"path": "/nvme"}})  # type: ignore[arg-type]  # a plugin is known by its tag
     assert '"path":"/nvme"' in config.model_dump_json()
     assert TrainerConfig.model_validate_json(config.model_dump_json()) == config
@@ -97,7 +97,7 @@ def test_a_config_of_another_axis_is_refused(late: PluginManager) -> None:
 
 
 def test_a_number_is_a_tag(late: PluginManager) -> None:
-    """R44: Lightning takes `precision=32`."""
+    """Lightning takes `precision=32`."""
     with pytest.raises(ValidationError, match="the precision '32' is not installed"):
         TrainerConfig(precision=32)  # type: ignore[arg-type]  # what is tested
 

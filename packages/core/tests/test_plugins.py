@@ -252,7 +252,7 @@ def test_engines_that_are_no_requirements_are_an_error_record() -> None:
 
 
 def test_unknown_tags() -> None:
-    """R15: the list of valid names, the nearest one, and the pip line for one of Fairlead's own."""
+    """The list of valid names, the nearest one, and the pip line for one of Fairlead's own."""
     plugins = PluginManager([FakeEntryPoint("strategy.ring", Ring())])
     with pytest.raises(ConfigError) as caught:
         plugins.get("strategy", "rnig")
@@ -263,7 +263,7 @@ def test_unknown_tags() -> None:
 
 
 def test_our_own_plugins_are_collected_with_the_extra_that_each_names(tmp_path: Path) -> None:
-    """R15: what is not installed is known by the source of the packages, not by a list that somebody keeps."""
+    """What is not installed is known by the source of the packages, not by a list that somebody keeps."""
     core = '[project]\nname = "fairlead"\n[project.optional-dependencies]\nring = []\n'
     entries = '"strategy.ring" = "rings.ring:ring"\n"strategy.plain" = "rings.plain:plain"\n'
     rings = f'[project]\nname = "fairlead-rings"\n[project.entry-points.fairlead]\n{entries}'

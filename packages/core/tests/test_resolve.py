@@ -197,7 +197,6 @@ def test_the_best_device_is_taken(plugins: PluginManager) -> None:
 
 
 def test_gpu_is_a_name_of_cuda(plugins: PluginManager) -> None:
-    """R39."""
     resolution = resolve(plugins, {"FAKE_GPUS": "2"}, accelerator="gpu", devices=-1)
     assert (resolution.accelerator, resolution.devices) == (CUDAAcceleratorConfig(), 2)
     assert resolution.value("accelerator") == "cuda"
@@ -207,7 +206,6 @@ def test_gpu_is_a_name_of_cuda(plugins: PluginManager) -> None:
     ("devices", "asked"), [(9, "9 devices"), ([0, 7], "the indices [7]"), ([2], "the indices [2]"), (3, "3 devices")]
 )
 def test_an_unavailable_index_names_what_is_there(plugins: PluginManager, devices: Any, asked: str) -> None:
-    """R42."""
     resolution = resolve(plugins, {"FAKE_GPUS": "2"}, devices=devices)
     assert codes(resolution) == [("error", "devices-count")]
     (finding,) = resolution.findings
@@ -217,7 +215,7 @@ def test_an_unavailable_index_names_what_is_there(plugins: PluginManager, device
 
 
 def test_an_unavailable_accelerator_is_an_error_only_where_the_job_is_to_run(plugins: PluginManager) -> None:
-    """R42: an info on a login node, an error inside a job; what is available is named."""
+    """An info on a login node, an error inside a job; what is available is named."""
     login = resolve(plugins, accelerator="cuda")
     assert codes(login) == [("info", "accelerator-unavailable")]
     assert login.findings[0].why == "FAKE_GPUS; available here: cpu"
@@ -232,7 +230,6 @@ def test_more_ranks_than_cores(plugins: PluginManager) -> None:
 
 @pytest.mark.parametrize(("num_nodes", "world"), [(1, 8), (4, 32)])
 def test_world_size_is_devices_times_nodes(plugins: PluginManager, num_nodes: int, world: int) -> None:
-    """R99."""
     resolution = resolve(plugins, {"FAKE_GPUS": "8"}, devices=8, num_nodes=num_nodes)
     assert (resolution.num_nodes, resolution.devices, resolution.world_size) == (num_nodes, 8, world)
     assert resolution.value("world_size") == world
@@ -256,7 +253,7 @@ def test_a_launcher_says_who_this_rank_is(plugins: PluginManager) -> None:
 
 
 def test_explicit_numbers_are_checked_against_the_launch(plugins: PluginManager) -> None:
-    """R62: a mismatch is reported, and the launcher's number is what holds."""
+    """A mismatch is reported, and the launcher's number is what holds."""
     assert codes(resolve(plugins, IN_JOB, num_nodes=4, devices=2)) == []
     nodes = resolve(plugins, IN_JOB, num_nodes=2)
     assert codes(nodes) == [("error", "launch-mismatch")]
@@ -269,7 +266,7 @@ def test_explicit_numbers_are_checked_against_the_launch(plugins: PluginManager)
 
 
 def test_the_command_of_each_node_is_told(plugins: PluginManager) -> None:
-    """R100: several nodes and no launcher: what to type where."""
+    """Several nodes and no launcher: what to type where."""
     (told,) = resolve(plugins, num_nodes=2).findings
     assert told.what == "trainer.num_nodes is 2, but nothing started ranks on other nodes"
     commands = (told.fix or "").splitlines()[1:]
@@ -288,7 +285,6 @@ def test_the_command_of_each_node_is_told(plugins: PluginManager) -> None:
     ],
 )
 def test_the_command_by_hand_is_the_one_that_trains(argv: str, command: str) -> None:
-    """R100."""
     lines = commands_by_hand(3, argv=argv.split(), host="a")
     assert lines == [f"MASTER_ADDR=a NNODES=3 NODE_RANK={rank} {command}" for rank in range(3)]
     many = commands_by_hand(64, argv=argv.split(), host="a")
@@ -311,7 +307,7 @@ def test_the_command_by_hand_is_the_one_that_trains(argv: str, command: str) -> 
 def test_ranks_share_the_cpus_of_their_node(
     asked: int | str, environ: dict[str, str], ranks: int, cpus: int, threads: int, reason: str
 ) -> None:
-    """R141, R142, R144: the user's number, else no more threads than CPUs."""
+    """The user's number, else no more threads than CPUs."""
     setting = choose_threads(asked, environ, ranks, cpus=cpus)
     assert (setting.value, setting.reason) == (threads, reason)
 
@@ -365,7 +361,7 @@ def test_the_most_specific_job_counts_and_a_wrong_answer_is_passed_over() -> Non
     ],
 )
 def test_ranks_share_the_cpus_that_their_job_has(for_task: int | None, cpus: int, threads: int, reason: str) -> None:
-    """R141: the scheduler's number, whatever the scheduler is."""
+    """The scheduler's number, whatever the scheduler is."""
     per_rank = Setting(for_task, "CLUSTER_CPUS") if for_task is not None else None
     job = Job("cluster:1", cpus_per_rank=per_rank, cpus_on_node=Setting(8, "CLUSTER_NODE_CPUS"))
     setting = choose_threads("auto", {}, 2, job=job, cpus=cpus)

@@ -71,7 +71,7 @@ MODEL = """
 
 
 def test_a_misspelt_argument_is_named_with_what_was_meant(write: Write) -> None:
-    """R44: `layres` should be `layers`, said without importing anything."""
+    """`layres` should be `layers`, said without importing anything."""
     root = write(app__init="raise RuntimeError", app__model=MODEL)
     assert check_spec("app.model:GPT", {"layers": 2, "lr": 1}, root) == []
     problem = one(check_spec("app.model:GPT", {"layres": 2}, root))
@@ -233,7 +233,7 @@ def test_archives_and_compiled_modules_are_not_known(write: Write, tmp_path: Pat
     ],
 )
 def test_what_may_change_a_signature_makes_it_unknown_never_an_error(write: Write, text: str) -> None:
-    """R44: a job that is right is never refused."""
+    """A job that is right is never refused."""
     problems = check_spec("m:C", {"anything": 1}, write(m=text))
     assert {problem.kind for problem in problems} <= {"cannot-know", "syntax-error"}
     assert problems
@@ -300,7 +300,7 @@ def test_a_very_large_file_and_a_long_chain(write: Write) -> None:
 @needs_torch
 @needs_lightning
 def test_torch_and_lightning_are_read_not_imported(write: Write, tmp_path: Path) -> None:
-    """R52: what torch's and Lightning's classes take is known without importing either."""
+    """What torch's and Lightning's classes take is known without importing either."""
     write(
         app__init="import torch\nraise RuntimeError",
         app__model="""
@@ -369,7 +369,7 @@ json = st.recursive(
     args=st.dictionaries(st.text(max_size=5), json),
 )
 def test_any_arguments_give_problems_never_a_traceback(write: Write, spec: str, args: dict[str, object]) -> None:
-    """R44: random structures."""
+    """Random structures."""
     root = write(app__init="raise RuntimeError", app__model=MODEL)
     for problem in check_spec(spec, args, root):
         assert problem.path[:1] in [("class",), ("args",)]

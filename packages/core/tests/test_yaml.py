@@ -131,7 +131,7 @@ def test_merge_keys() -> None:
 
 
 def test_a_duplicate_key_names_both_lines() -> None:
-    """R41: of two values for one setting none is dropped in silence."""
+    """Of two values for one setting none is dropped in silence."""
     problem = error("trainer:\n  devices: 1\n  max_steps: 2\n  devices: 4\n")
     assert problem.where == "job.yaml:4"
     assert "'devices'" in problem.what
@@ -169,7 +169,7 @@ def test_a_duplicate_key_names_both_lines() -> None:
     ],
 )
 def test_a_wrong_document_names_line_and_cause(text: str, line: int, words: str) -> None:
-    """R44: a config error names the place and what to do."""
+    """A config error names the place and what to do."""
     problem = error(text)
     assert problem.where == f"job.yaml:{line}"
     assert words in problem.block()
@@ -335,7 +335,7 @@ def test_what_cannot_be_written_is_refused() -> None:
 @settings(deadline=None, max_examples=300)
 @given(st.text(alphabet="ab:-[]{},&*!|>'\"%@`# \n\t~<.0e1?", max_size=30))
 def test_any_text_is_data_or_a_config_error(text: str) -> None:
-    """R44: never a traceback, and what was read can be written."""
+    """Never a traceback, and what was read can be written."""
     try:
         data = load(text, source="f").data
     except ConfigError:

@@ -61,7 +61,7 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def test_operations_equal_a_single_process_reference() -> None:
-    """R109 to R112: every operation against the same one on all ranks' values in one process."""
+    """Every operation against the same one on all ranks' values in one process."""
     all_values = torch.stack([values(r) for r in range(WORLD)])
     reference = {
         "SUM": all_values.sum(0),
@@ -115,7 +115,7 @@ def mistakes(rank: int) -> dict[str, str]:
 
 
 def test_mistakes_are_errors_on_all_ranks_and_not_hangs() -> None:
-    """R112: indivisible sizes are rejected with the numbers. Mismatches name rank and shape."""
+    """Indivisible sizes are rejected with the numbers. Mismatches name rank and shape."""
     for got in run_ranks(mistakes, WORLD):
         assert "rank 1: torch.float32 (3,), but rank 0: torch.float32 (2,)" in got["shape"]
         assert "rank 2: torch.float32 (2, 2), but rank 0: torch.float32 (2,)" in got["dims"]
@@ -147,7 +147,7 @@ def barriers(rank: int) -> tuple[float, float, str]:
 
 
 def test_no_rank_passes_the_barrier_before_the_last_arrives() -> None:
-    """R114; and a rank that does not come is named."""
+    """A rank that does not come is named, too."""
     got = run_ranks(barriers, 2)
     assert min(passed for _, passed, _ in got) >= max(arrived for arrived, _, _ in got)
     assert "Ranks 1 failed" in got[0][2]
@@ -167,7 +167,7 @@ def subgroup(rank: int) -> list[float]:
 
 
 def test_one_process_without_a_group(monkeypatch: pytest.MonkeyPatch) -> None:
-    """R108: in a run of one process every operation is that of a group of one."""
+    """In a run of one process every operation is that of a group of one."""
     for name in ("RANK", "WORLD_SIZE", "SLURM_PROCID"):
         monkeypatch.delenv(name, raising=False)
     own = values(0)
@@ -181,7 +181,7 @@ def test_one_process_without_a_group(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_one_of_several_processes_without_a_group_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    """R107: use before init. A sum over all ranks must not silently be the sum over one."""
+    """Use before init. A sum over all ranks must not silently be the sum over one."""
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
     for call in (all_reduce, all_gather, broadcast, reduce_scatter):

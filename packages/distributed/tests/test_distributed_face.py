@@ -46,7 +46,7 @@ def test_the_import_brings_no_lightning_and_no_fsdp() -> None:
 
 
 def test_the_readme_example_runs_alone_and_under_torchrun(tmp_path: Path) -> None:
-    """R101, R121: the same unchanged script."""
+    """The same unchanged script."""
     example = re.search(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
     assert example is not None
     script = tmp_path / "train.py"

@@ -50,7 +50,6 @@ def compare(rank: int) -> dict[str, Divergence | None]:
 
 
 def test_the_first_differing_parameter_and_rank_are_named() -> None:
-    """R120, R66."""
     everyone = run_ranks(compare, 4)
     for got in everyone:
         assert got["equal"] is None

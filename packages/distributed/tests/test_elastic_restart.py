@@ -31,7 +31,7 @@ with process_group("gloo", timeout=timedelta(seconds=60)) as info:
 @pytest.mark.parametrize("rendezvous", [["--standalone"], ["--master-addr", "127.0.0.1", "--master-port", "0"]])
 @pytest.mark.parametrize("victim", [0, 1])
 def test_torchrun_recovers_on_the_first_restart_from_kill_9(tmp_path: Path, rendezvous: list[str], victim: int) -> None:
-    """R127: plain torch 2.13 did this in 2 of 12 trials; three in a row must succeed here."""
+    """Plain torch 2.13 did this in 2 of 12 trials; three in a row must succeed here."""
     script = tmp_path / "worker.py"
     script.write_text(WORKER)
     if "0" in rendezvous:

@@ -19,7 +19,7 @@ LENGTH, BATCH = 11, 2
 @settings(max_examples=150, deadline=None)
 @given(length=st.integers(0, 40), world=st.integers(1, 7), batch=st.integers(1, 6))
 def test_batch_counts_are_equal_and_every_sample_counts_once(length: int, world: int, batch: int) -> None:
-    """R135, R138: the samples of weight 1 are the dataset, in order; the ranks have the same number of batches."""
+    """The samples of weight 1 are the dataset, in order; the ranks have the same number of batches."""
     ranks = [EvaluationSampler(length, num_replicas=world, rank=rank) for rank in range(world)]
     assert len({len(DataLoader(range(length), batch, sampler=rank)) for rank in ranks}) == 1  # type: ignore[arg-type]
     weighted = []
@@ -69,7 +69,7 @@ def evaluate(rank: int) -> dict[str, Any]:
 
 @pytest.mark.parametrize("world", [2, 3])
 def test_metrics_equal_those_of_one_process(world: int) -> None:
-    """R138: 11 samples on 2 and 3 ranks, in batches of 2: uneven in every way."""
+    """11 samples on 2 and 3 ranks, in batches of 2: uneven in every way."""
     losses, hits = per_sample(torch.arange(LENGTH))
     ranks = run_ranks(evaluate, world)
     for got in ranks:

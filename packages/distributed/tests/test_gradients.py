@@ -81,7 +81,6 @@ def test_clip_leaves_small_gradients_and_takes_none_and_large_ones() -> None:
 
 @pytest.mark.parametrize("norm_type", [2.0, math.inf])
 def test_the_first_bad_parameter_is_named(norm_type: float) -> None:
-    """R162."""
     broken: Any = model()
     backward(broken, batches()[0])
     broken[2].bias.grad[1] = math.nan
@@ -233,7 +232,7 @@ def accumulate(rank: int) -> dict[str, Any]:
 
 
 def test_no_sync_communicates_once_and_equals_the_large_batch() -> None:
-    """R118, R116: 2 ranks x 2 micro-batches against one process on all 4."""
+    """2 ranks x 2 micro-batches against one process on all 4."""
     reference = model()
     for batch in batches():
         backward(reference, batch, 0.25)

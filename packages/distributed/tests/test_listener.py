@@ -75,7 +75,7 @@ def lies(visitor: socket.socket) -> None:
 
 @pytest.mark.parametrize("greet", [silent, ssh, hangs_up, babbles, lies])
 def test_another_service_on_a_candidate_is_passed_over(greet: Callable[[socket.socket], None]) -> None:
-    """R158, R159: nothing is said to it, and rank 0 behind it is found."""
+    """Nothing is said to it, and rank 0 behind it is found."""
     with service(greet) as foreign:
         ports = [foreign, *free_ports(2)]
         with StartListener(JOB, ports, 4711) as listener:
@@ -150,7 +150,7 @@ def test_two_launches_that_cannot_be_told_apart() -> None:
 
 
 def test_nobody_is_there() -> None:
-    """R159: what was found on each port."""
+    """What was found on each port."""
     with service(ssh) as foreign, StartListener("job 13", free_ports(1), 1) as other:
         ports = [foreign, other.port, *free_ports(1)]
         with pytest.raises(AddressUnreachableError) as caught:
@@ -164,7 +164,6 @@ def test_nobody_is_there() -> None:
 
 
 def test_the_name_does_not_resolve() -> None:
-    """R159."""
     with pytest.raises(AddressNotFoundError) as caught:
         find_store("no-such-host.invalid", [20000, 20001], JOB, rank=3, timeout=0.5)
     assert "the name 'no-such-host.invalid' does not resolve" in str(caught.value)

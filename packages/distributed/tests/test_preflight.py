@@ -24,7 +24,7 @@ def test_equal_ranks_have_no_difference() -> None:
 
 
 def test_the_majority_is_the_reference() -> None:
-    """R159: rank, host and both values, also where it is rank 0 that differs."""
+    """Rank, host and both values, also where it is rank 0 that differs."""
     found = differences(world(torch=["2.12.1", "2.13.0", "2.13.0", "2.13.0"]))
     assert found == ["torch: rank 0 on n1 has 2.12.1; the other 3 ranks have 2.13.0"]
     found = differences(world(torch=["2.13.0", "2.13.0", "2.12.1", "2.12.1", "2.13.0"]))
@@ -64,7 +64,7 @@ def test_two_ranks_with_one_gpu() -> None:
 
 
 def test_the_missing_with_their_hosts() -> None:
-    """R159, with a host's full name in the one place and its short name in the other."""
+    """With a host's full name in the one place and its short name in the other."""
     start = Start("job 12", hosts=("n1", "n2", "n3"), rank_hosts=("n1", "n1", "n2", "n2", "n3", "n3"))
     came = {0: RankFacts("n1.example.org", 1), 1: RankFacts("n1", 2), 4: RankFacts("n3", 3)}
     assert absent_lines([2, 3, 5], came, start) == [

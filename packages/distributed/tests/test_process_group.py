@@ -52,7 +52,6 @@ STEP = {"SLURM_JOB_ID": "1", "SLURM_STEP_ID": "0", "SLURM_PROCID": "3", "SLURM_N
     ],
 )
 def test_setup_distributed(environ: dict[str, str], expected: tuple[int, int]) -> None:
-    """R54."""
     assert setup_distributed(environ) == expected
 
 
@@ -74,7 +73,6 @@ def test_a_wrong_environment_is_an_error_that_names_the_variable(environ: dict[s
 
 
 def test_local_rank_is_not_the_global_rank() -> None:
-    """R108, R17."""
     assert get_local_rank({}) == 0
     assert get_local_rank({"RANK": "8", "WORLD_SIZE": "16", "LOCAL_RANK": "0"}) == 0
     assert get_local_rank(STEP) == 1
@@ -86,7 +84,6 @@ def fake_cuda(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
 
 
 def test_the_device_is_that_of_the_local_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    """R43."""
     world = {"RANK": "9", "WORLD_SIZE": "16"}
     assert rank_device(world) == torch.device("cpu")
     fake_cuda(monkeypatch, 8)
@@ -104,7 +101,7 @@ def test_the_device_is_that_of_the_local_rank(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_the_device_is_set_before_the_group_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    """R43 and R57: the order of the calls, and nccl for CUDA. No GPU is here: torch's two calls are recorded."""
+    """The order of the calls, and nccl for CUDA. No GPU is here: torch's two calls are recorded."""
     fake_cuda(monkeypatch, 4)
     monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
     calls: list[object] = []
@@ -116,7 +113,7 @@ def test_the_device_is_set_before_the_group_is_made(monkeypatch: pytest.MonkeyPa
 
 
 def test_one_process() -> None:
-    """R107, R108, R152: before, in and after a group of one; a second group is refused; leaving twice is not."""
+    """Before, in and after a group of one; a second group is refused; leaving twice is not."""
     alone = {"available": True, "initialized": False, "world_size": 1, "rank": 0, "backend": None}
     assert get_distributed_info() == alone
     assert startup_lines({}) == [
@@ -169,7 +166,6 @@ def test_wrong_arguments(kwargs: dict[str, Any], message: str) -> None:
 
 
 def test_a_port_in_use_is_said_with_the_next_one() -> None:
-    """R158."""
     with bind_listener([0], "") as listener:
         port = listener.getsockname()[1]
         with pytest.raises(PortError) as caught:
@@ -179,7 +175,6 @@ def test_a_port_in_use_is_said_with_the_next_one() -> None:
 
 @pytest.mark.parametrize(("host", "why"), [("127.0.0.1", "nothing listens"), ("no-such-host.invalid", "not resolve")])
 def test_an_unreachable_master_is_said_with_its_address_and_the_reason(host: str, why: str) -> None:
-    """R58, R159."""
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))  # taken, but not listening
         address = f"{host}:{unused.getsockname()[1]}"
@@ -190,7 +185,6 @@ def test_an_unreachable_master_is_said_with_its_address_and_the_reason(host: str
 
 
 def test_a_lone_rank_0_names_the_ranks_that_did_not_come() -> None:
-    """R58."""
     store = tcp_store(bind_listener([0], "127.0.0.1"))
     with pytest.raises(RendezvousError) as caught:
         init_process_group("gloo", rank=0, world_size=4, store=store, environ={}, timeout=timedelta(seconds=0.3))
@@ -223,7 +217,7 @@ def meetings(rank: int) -> dict[str, object]:
 
 
 def test_starts_over_one_store() -> None:
-    """R58: the missing are named on every rank that came; R107: a group can be made anew."""
+    """The missing are named on every rank that came; a group can be made anew."""
     for got in run_ranks(meetings, 2, init=False):
         assert got["sums"] == [3, 3, 3]
         assert got["missing"] == (2, 3)

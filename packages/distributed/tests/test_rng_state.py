@@ -23,7 +23,7 @@ def draws() -> list[object]:
 
 
 def test_draws_are_equal_after_a_restore_from_a_file() -> None:
-    """R68: through torch.save and weights_only=True, which runs no code."""
+    """Through torch.save and weights_only=True, which runs no code."""
     draws()
     file = io.BytesIO()
     torch.save(rng_state(), file)

@@ -42,7 +42,7 @@ def total(rank: int, answer: Answer) -> tuple[Answer, dict[str, object], list[st
 
 
 def test_results_come_by_rank_from_processes_that_are_gone() -> None:
-    """R152 and R59: the real backend's name, and the lines of a start."""
+    """The real backend's name, and the lines of a start."""
     got = run_ranks(total, 2, Answer(10, 0))
     assert [one.total for one, _, _ in got] == [21, 21]
     assert [info for _, info, _ in got] == [

@@ -68,7 +68,7 @@ part = st.tuples(st.integers(1, 5), st.integers(1, 4), st.integers(0, 9), st.int
 def test_any_chain_of_interruptions_and_world_sizes_trains_the_undisturbed_sequence(
     length: int, parts: list[tuple[int, int, int, int]], shuffle: bool
 ) -> None:
-    """R68, R135: nothing twice, nothing left out, in one order, whoever was killed when and came back with whom."""
+    """Nothing twice, nothing left out, in one order, whoever was killed when and came back with whom."""
     state, epochs = None, [[]]  # type: ignore[var-annotated]
     for world, batch, steps, ahead in parts:
         ranks = samplers(length, world, state, shuffle=shuffle, seed=3)
@@ -90,7 +90,7 @@ def test_any_chain_of_interruptions_and_world_sizes_trains_the_undisturbed_seque
 @settings(max_examples=100, deadline=None)
 @given(length=st.integers(0, 40), world=st.integers(1, 7), drop_last=st.booleans())
 def test_shards_are_disjoint_and_cover_the_set(length: int, world: int, drop_last: bool) -> None:
-    """R135: except for the declared padding, or what drop_last leaves out."""
+    """Except for the declared padding, or what drop_last leaves out."""
     shards = [list(rank) for rank in samplers(length, world, drop_last=drop_last)]
     assert len({len(shard) for shard in shards}) == 1
     rows = [one for row in zip(*shards, strict=True) for one in row]
@@ -130,7 +130,6 @@ def test_the_order_is_pinned() -> None:
 
 
 def test_every_epoch_has_its_own_order_without_set_epoch() -> None:
-    """R136."""
     ranks = samplers(50, 2)
     epochs: list[list[int]] = []
     for _ in range(4):
@@ -143,7 +142,7 @@ def test_every_epoch_has_its_own_order_without_set_epoch() -> None:
 
 
 def test_set_epoch_keeps_the_position_unless_the_epoch_changes() -> None:
-    """R136: Lightning calls it before every epoch, also before the rest of a resumed one."""
+    """Lightning calls it before every epoch, also before the rest of a resumed one."""
     sampler = ResumableDistributedSampler(10)
     sampler.set_epoch(2)
     sampler.advance(4)
@@ -217,7 +216,7 @@ def epochs_of(loader: DataLoader[Any], sampler: ResumableDistributedSampler) -> 
 @pytest.mark.parametrize("drop_last", [False, True])
 @pytest.mark.parametrize(("workers", "persistent"), [(0, False), (2, False), (2, True)])
 def test_a_loader_resumes_after_any_batch(tmp_path: Path, workers: int, persistent: bool, drop_last: bool) -> None:
-    """R68, R136: saved at the first, the middle and the last batch of an epoch, with workers that draw ahead."""
+    """Saved at the first, the middle and the last batch of an epoch, with workers that draw ahead."""
     data = Recorded(11, tmp_path / "made")
     options: dict[str, Any] = {"batch_size": 3, "num_workers": workers, "persistent_workers": persistent}
 
@@ -275,7 +274,7 @@ def ranks_train(rank: int, path: Path, length: int, stop: int | None) -> list[li
 
 
 def test_three_ranks_go_on_where_two_stopped(tmp_path: Path) -> None:
-    """R68, R135: in real groups, through a file; two ranks saw 3 * 2 * 2 samples, three share the other 11."""
+    """In real groups, through a file; two ranks saw 3 * 2 * 2 samples, three share the other 11."""
     state = tmp_path / "state.pt"
     before = run_ranks(ranks_train, 2, state, 23, 3)
     after = run_ranks(ranks_train, 3, state, 23, None)
@@ -291,7 +290,7 @@ def test_three_ranks_go_on_where_two_stopped(tmp_path: Path) -> None:
 
 
 def test_the_readme_loop_goes_on_after_a_kill() -> None:
-    """R68, R136: as it is printed."""
+    """As it is printed."""
     readme = (Path(__file__).parents[1] / "README.md").read_text()
     (code,) = (one for one in re.findall(r"```python\n(.*?)```", readme, re.DOTALL) if "load_state_dict" in one)
     seen: list[int] = []
@@ -331,7 +330,7 @@ def test_nothing_is_left_for_a_loader_that_drops_the_rest() -> None:
 
 
 def test_lightning_and_loaders_take_it_for_torchs_own() -> None:
-    """R135: another class would be wrapped, and sharded twice."""
+    """Another class would be wrapped, and sharded twice."""
     sampler = ResumableDistributedSampler([1, 2, 3], num_replicas=2, rank=1, seed=4, tag_epoch=True)
     assert isinstance(sampler, DistributedSampler)
     sampler.advance(2)

@@ -60,7 +60,7 @@ def augmented(workers: int, consumed: int, epochs: int = 2) -> list[list[list[fl
 
 
 def test_augmentation_resumes_exactly() -> None:
-    """R68: in the main process, in two workers, and in workers that start in the middle of an epoch."""
+    """In the main process, in two workers, and in workers that start in the middle of an epoch."""
     random.seed(1)
     first, second = augmented(0, 0)
     random.seed(2)
@@ -86,7 +86,6 @@ def test_an_index_keeps_its_epoch_and_is_a_number() -> None:
 @settings(max_examples=100, deadline=None)
 @given(length=st.integers(0, 50), shares=st.lists(st.integers(1, 9), min_size=1, max_size=5), seed=st.integers(0, 99))
 def test_a_split_is_disjoint_covers_the_set_and_has_the_sizes(length: int, shares: list[int], seed: int) -> None:
-    """R137."""
     fractions = [share / sum(shares) for share in shares]
     sizes = [fraction * length for fraction in fractions]
     if min(sizes) < 1:  # whether it is rounded to nothing depends on its place
@@ -107,7 +106,7 @@ def split_on(rank: int) -> list[list[int]]:
 
 
 def test_a_split_is_the_same_on_every_rank_and_pinned() -> None:
-    """R137: on another machine or after an update, another split would put training samples into the validation."""
+    """On another machine or after an update, another split would put training samples into the validation."""
     expected = [[3, 1, 5, 4, 7, 10, 0, 6, 2], [9, 8, 11]]
     assert run_ranks(split_on, 2, init=False) == [expected, expected]
     train, val = seeded_split(Noisy(), [0.8, 0.2], 4)
@@ -148,7 +147,7 @@ def error_of(rank: int) -> str:
 
 @pytest.mark.parametrize("world", [2, 3])
 def test_statistics_equal_those_of_one_process(world: int) -> None:
-    """R140: also where a sum of squares would have lost all digits, and with a rank that has no data."""
+    """Also where a sum of squares would have lost all digits, and with a rank that has no data."""
     data = weather()  # mean / deviation is 1e8: of 16 digits, either way keeps 8
     for got in run_ranks(statistics, world):
         mean, std = got["features"]
@@ -163,7 +162,7 @@ def test_statistics_equal_those_of_one_process(world: int) -> None:
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.lists(st.floats(-1e6, 1e6), max_size=6), max_size=6))
 def test_chunks_do_not_matter(chunks: list[list[float]]) -> None:
-    """R140: in one process, against NumPy on all values."""
+    """In one process, against NumPy on all values."""
     values = np.array([one for chunk in chunks for one in chunk])
     tensors = [torch.tensor(chunk, dtype=torch.float64) for chunk in chunks]
     if not values.size:

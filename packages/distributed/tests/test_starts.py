@@ -47,7 +47,7 @@ def in_two_groups(process: int, ports: tuple[int, ...]) -> list[int]:
 
 
 def test_two_jobs_with_the_same_ports_on_one_host() -> None:
-    """R158: each finds its own, three times in a row, though others listen on the first two ports."""
+    """Each finds its own, three times in a row, though others listen on the first two ports."""
     with bind_listener([0]) as silent:
         store = tcp_store(bind_listener([0]))
         ports = (silent.getsockname()[1], store.port, *free_ports(6))
@@ -80,7 +80,7 @@ def messages_of(rank: int, ports: tuple[int, ...]) -> dict[str, str]:
 
 
 def test_ranks_that_do_not_fit_together() -> None:
-    """R58, R159: the same text on all ranks, with rank, host and both values; the missing with their hosts."""
+    """The same text on all ranks, with rank, host and both values; the missing with their hosts."""
     zero, *others = run_ranks(messages_of, 3, free_ports(4), init=False, timeout=120)
     assert others == [zero, zero]
     assert "config: rank 1 on" in zero["config"]
@@ -110,7 +110,7 @@ def test_a_rank_of_another_job() -> None:
 
 
 def test_a_given_port_is_used_as_it_is() -> None:
-    """R158: it is taken, and nobody looks for another one."""
+    """It is taken, and nobody looks for another one."""
     with bind_listener([0]) as taken:
         port = taken.getsockname()[1]
         environ = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}

@@ -8,7 +8,7 @@ from fairlead_distributed import PortError, RendezvousError, bind_listener, choo
 
 
 def test_the_next_free_port_is_chosen() -> None:
-    """R158 and the default of one machine: the wanted port when it is free, else the next."""
+    """The default of one machine: the wanted port when it is free, else the next."""
     start = free_port()
     assert choose_port(start=start) == start
     with bind_listener([start], "127.0.0.1"):

@@ -131,7 +131,7 @@ def first_line(ended: Ended) -> str:
 
 
 def test_after_a_collectives_time_out_every_rank_has_dumped_its_stacks(ranks: Ranks) -> None:
-    """R129 and R157: also the one that is stuck in the user's code, which ends then."""
+    """Also the one that is stuck in the user's code, which ends then."""
     ranks.start(
         """
         with watch():
@@ -179,7 +179,7 @@ def test_torch_can_read_the_flight_recorder_of_every_rank(ranks: Ranks) -> None:
 
 
 def test_an_exception_on_one_rank_ends_all_and_is_named_first(ranks: Ranks) -> None:
-    """R129: without a supervisor; the others wait in a collective for twenty minutes, or for a lock for ever."""
+    """Without a supervisor; the others wait in a collective for twenty minutes, or for a lock for ever."""
     ranks.start(
         """
         with watch():

@@ -103,7 +103,7 @@ HAND = [
 def test_variables(
     text: str, name: str, launched: bool, expected: tuple[object, ...], choose: Choose, ranks: Ranks
 ) -> None:
-    """R51, R54, R56, R101: who is claimed to have started this process, and as which rank."""
+    """Who is claimed to have started this process, and as which rank."""
     chosen = choose(variables(text))
     assert chosen.setting.value == name
     assert not chosen.findings
@@ -113,7 +113,7 @@ def test_variables(
 
 
 def test_the_port_of_a_manual_start() -> None:
-    """R56: 29500, or the user's."""
+    """The port is 29500, or the user's."""
     for config, environ, port in [
         (ManualEnvironmentConfig(), {}, 29500),
         (ManualEnvironmentConfig(), {"MASTER_PORT": "12355"}, 12355),
@@ -125,7 +125,7 @@ def test_the_port_of_a_manual_start() -> None:
 
 
 def test_a_node_can_be_described_in_the_config_alone() -> None:
-    """R98, R100: `--set trainer.environment.node_rank=1` on the second node."""
+    """`--set trainer.environment.node_rank=1` on the second node."""
     found = manual_topology(ManualEnvironmentConfig(main_address="a", node_rank=1), {})
     assert not found.launched
     assert found.node_rank is not None

@@ -75,7 +75,7 @@ def test_one_machine_that_should_be_several(environ: dict[str, str], code: str |
 def test_a_loopback_address_for_several_nodes(
     address: str, severities: list[str], recorded: Recorded, plugins: PluginManager
 ) -> None:
-    """R157: `export MASTER_ADDR=localhost` in a batch script of two nodes would hang until the time-out."""
+    """`export MASTER_ADDR=localhost` in a batch script of two nodes would hang until the time-out."""
     made = findings({**recorded("slurm/srun.direct.3"), "MASTER_ADDR": address}, plugins)
     assert [finding.severity for finding in made] == severities
 

@@ -1,4 +1,4 @@
-"""SLURM's node lists (R55)."""
+"""SLURM's node lists."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ from fairlead_environments.slurm.hostlist import MOST_HOSTS, expand, tasks_per_n
     ],
 )
 def test_notation(hostlist: str, hosts: list[str] | None) -> None:
-    """R55: suffixes, several brackets, comma lists, padding; None: an error, not a guess."""
+    """Suffixes, several brackets, comma lists, padding; None: an error, not a guess."""
     if hosts is None:
         with pytest.raises(ValueError, match=r"bracket|number|empty|hosts"):
             expand(hostlist)

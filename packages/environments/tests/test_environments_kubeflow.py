@@ -61,7 +61,7 @@ def fake_trainjob(rank: int, nodes: str, per_node: str) -> dict[str, str]:
 def test_pods(
     environ: dict[str, str], launched: bool, expected: tuple[object, ...], choose: Choose, ranks: Ranks
 ) -> None:
-    """R51: both kinds of job, one or several GPUs per pod, detected without configuration."""
+    """Both kinds of job, one or several GPUs per pod, detected without configuration."""
     chosen = choose(environ)
     assert chosen.setting.value == "kubeflow"
     assert not chosen.findings

@@ -48,7 +48,7 @@ ONE_SLOT_EACH = "batch3 h36n03 h36n04"
 @pytest.mark.parametrize("hosts", [WITH_LAUNCH_NODE, WITHOUT])
 @pytest.mark.parametrize("rank", range(4))
 def test_jsrun(rank: int, hosts: str, local_size: bool, ranks: Ranks) -> None:
-    """R61: unique hosts in LSB_HOSTS; the launch node is dropped where there is one, and only there."""
+    """Unique hosts in LSB_HOSTS; the launch node is dropped where there is one, and only there."""
     host = ("h36n03", "h36n04")[rank // 2]
     found = topology(CONFIG, fake_jsrun(rank, hosts=hosts, local_size=local_size), host)
     assert ranks(found) == (2, 2, 4, rank // 2, rank % 2, rank)

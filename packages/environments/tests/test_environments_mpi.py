@@ -72,7 +72,7 @@ CONTACT = {"OMPI_MCA_orte_hnp_uri": "2358968320.0;tcp://127.0.0.1,10.148.0.1,10.
 def test_launchers(
     environ: dict[str, str], expected: tuple[object, ...], address: str, choose: Choose, ranks: Ranks
 ) -> None:
-    """R51: Open MPI, hydra and MVAPICH are found by their variables."""
+    """Open MPI, hydra and MVAPICH are found by their variables."""
     chosen = choose(environ)
     assert chosen.setting.value == "mpi"
     assert not chosen.findings

@@ -25,7 +25,7 @@ def plugin(name: str, plugins: PluginManager) -> EnvironmentPlugin:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_plugin_keeps_the_contract(name: str, plugins: PluginManager) -> None:
-    """R51: eight environments, each with a config, a runtime and document A's name."""
+    """Eight environments, each with a config, a runtime and document A's name."""
     found = plugin(name, plugins)
     assert issubclass(found.config, EnvironmentConfigBase)
     assert found.config.__name__ in fairlead_environments.__all__

@@ -53,7 +53,7 @@ def test_the_table_covers_every_recording() -> None:
 
 @pytest.mark.parametrize("name", sorted(STEPS))
 def test_a_task_of_a_step_is_slurm(name: str, recorded: Recorded, choose: Choose, ranks: Ranks) -> None:
-    """R53, R54, R60: no configuration, ranks and nodes from srun; also uneven, het, PMI2 and PMIx."""
+    """No configuration, ranks and nodes from srun; also uneven, het, PMI2 and PMIx."""
     chosen = choose(recorded(f"slurm/{name}"))
     assert chosen.setting.value == "slurm"
     assert not chosen.findings

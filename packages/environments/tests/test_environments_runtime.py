@@ -72,7 +72,6 @@ def test_a_launchers_ranks_are_fixed(recorded: Any) -> None:
 
 
 def test_a_mismatch_is_refused_before_ranks_wait_for_each_other(recorded: Any) -> None:
-    """R62."""
     found = environment(recorded("slurm/srun.direct.3"))
     found.validate_settings(num_devices=1, num_nodes=2)
     with pytest.raises(FairleadError, match="devices is 4, but the launcher started 1"):
@@ -199,14 +198,14 @@ def test_lightnings_own_launcher_starts_the_other_rank(engine: str, tmp_path: Pa
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", ["fabric", "trainer"])
 def test_torchrun_starts_both_ranks(engine: str, tmp_path: Path) -> None:
-    """R101: `torchrun --nproc_per_node=2`, the real agent."""
+    """`torchrun --nproc_per_node=2`, the real agent."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     assert results(tmp_path, [(torchrun, {})], engine, devices=2, nodes=1) == EXPECTED
 
 
 @pytest.mark.slow
 def test_two_nodes_by_hand(tmp_path: Path) -> None:
-    """R56, R100: one command per node; here both 'nodes' are this machine."""
+    """One command per node; here both 'nodes' are this machine."""
     by_hand = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port(20000 + os.getpid() % 9000)), "NNODES": "2"}
     commands = [([sys.executable], {**by_hand, "NODE_RANK": node}) for node in "01"]
     assert results(tmp_path, commands, "fabric", devices=1, nodes=2) == {

@@ -1,4 +1,4 @@
-"""Nested launches do not see the job that they are started from (R78, R79)."""
+"""Nested launches do not see the job that they are started from."""
 
 from __future__ import annotations
 
@@ -168,7 +168,7 @@ def assert_nothing_is_seen(environ: Mapping[str, str], choose: Choose) -> None:
 def test_nothing_of_a_recorded_slurm_job_is_left(
     name: str, launchers: tuple[Launcher, ...], recorded: Recorded, choose: Choose
 ) -> None:
-    """R78: any process of a job, step, shell or array; only the way to the cluster and the devices remain."""
+    """Any process of a job, step, shell or array; only the way to the cluster and the devices remain."""
     environ = recorded(f"slurm/{name}")
     clean = clean_environment(environ, *launchers)
     assert_nothing_is_seen(clean, choose)
@@ -182,7 +182,7 @@ def test_nothing_of_a_recorded_slurm_job_is_left(
 def test_nothing_of_another_launcher_is_left(
     launcher: Launcher, claimed: str, text: str, all_of_them: bool, choose: Choose
 ) -> None:
-    """R79 and the others: the launcher is seen before, and not a variable of it is left after."""
+    """The launcher is seen before, and not a variable of it is left after."""
     environ = {**variables(text.replace(",", "\0")), **(KUBERNETES if launcher == "kubeflow" else {})}
     environ = {name: value.replace("\0", " " if name.startswith("LSB_") else ",") for name, value in environ.items()}
     assert claimed in choose(environ).claims
@@ -193,7 +193,7 @@ def test_nothing_of_another_launcher_is_left(
 
 @pytest.mark.parametrize("name", KEPT)
 def test_what_the_commands_need_and_a_person_sets_is_kept(name: str) -> None:
-    """R78, R79: no launcher hides it."""
+    """No launcher hides it."""
     assert clean_environment({name: KEPT[name]}) == {name: KEPT[name]}
 
 
@@ -267,7 +267,7 @@ def test_a_block_hides_and_restores(
     ending: type[BaseException] | None,
     inside: Callable[[Mapping[str, str]], None],
 ) -> None:
-    """R78, R79: for this process and real children, exactly, also after an exception."""
+    """For this process and real children, exactly, also after an exception."""
     job = variables(text)
     inside({**job, "SLURM_CONF": "/c", "LSF_ENVDIR": "/l", "UNRELATED": "1"})
     before = dict(os.environ)

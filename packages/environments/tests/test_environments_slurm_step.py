@@ -107,7 +107,7 @@ TORCHRUN = {
 
 
 def test_torchrun_in_a_step_is_torchrun(recorded: Recorded, choose: Choose) -> None:
-    """R101: one torchrun per node, started by srun; the agent is the nearer parent."""
+    """One torchrun per node, started by srun; the agent is the nearer parent."""
     chosen = choose({**recorded("slurm/srun.direct.3"), **TORCHRUN})
     assert chosen.setting.value == "torchelastic"
     assert "slurm" in chosen.setting.reason

@@ -48,7 +48,6 @@ def slurm(environ: dict[str, str], **config: object) -> Topology:
 
 
 def test_the_candidates_are_distinct_and_below_the_kernels_own() -> None:
-    """R158."""
     for job in range(500):
         ports = candidate_ports(f"job {job}, step 0, restart 0")
         assert len(set(ports)) == len(ports) == 16
@@ -60,7 +59,7 @@ def test_the_candidates_are_distinct_and_below_the_kernels_own() -> None:
     [("sbatch.srun", 4), ("srun.direct", 4), ("het.srun", 5), ("srun.pmix", 4), ("sbatch.srun-gpt", 4)],
 )
 def test_all_ranks_of_a_slurm_step_know_the_same(recorded: Recorded, step: str, size: int) -> None:
-    """R158, R159, on recorded steps: also of a heterogeneous job, and of nodes with unequal numbers of tasks."""
+    """On recorded steps: also of a heterogeneous job, and of nodes with unequal numbers of tasks."""
     topologies = [slurm(recorded(f"slurm/{step}.{rank}")) for rank in range(size)]
     starts = {start_of(topology) for topology in topologies}
     assert len(starts) == 1
@@ -71,7 +70,6 @@ def test_all_ranks_of_a_slurm_step_know_the_same(recorded: Recorded, step: str, 
 
 
 def test_other_jobs_steps_restarts_and_array_tasks_have_other_ports(recorded: Recorded) -> None:
-    """R158."""
     environ = recorded("slurm/sbatch.srun.0")
     # Each task of an array is a job with a number of its own.
     tasks = [{"SLURM_JOB_ID": recorded(f"slurm/array.{task}")["SLURM_JOB_ID"]} for task in range(4)]
@@ -108,7 +106,7 @@ def test_who_runs_where_is_told_only_where_it_is_known(
 
 
 def test_a_port_that_was_given_has_no_candidates(recorded: Recorded) -> None:
-    """R158: it is used as it is; what else is known of the start stays."""
+    """It is used as it is; what else is known of the start stays."""
     environ = recorded("slurm/sbatch.srun.0")
     for found in (slurm({**environ, "MASTER_PORT": "12355"}), slurm(environ, main_port=12355)):
         assert found.main_port is not None

@@ -129,7 +129,7 @@ def _came_to(number: int, rank: tuple) -> bool:  # type: ignore[type-arg]
     ("ranks", "steps", "free"), [(1, 4, False), (2, 8, False), (3, 5, False), (4, 2, False), (3, 3, True)]
 )
 def test_in_every_interleaving_all_stop_at_the_same_step(ranks: int, steps: int, free: bool) -> None:
-    """R73: exhaustive, on the protocol; with a collective in each step and without, a signal at any moment."""
+    """Exhaustive, on the protocol; with a collective in each step and without, a signal at any moment."""
     states, faults = Model(ranks, steps, free=free).explore()
     assert not faults
     assert states > 10**ranks
@@ -150,7 +150,7 @@ def test_the_model_finds_what_is_wrong(wrong: str, fault: str) -> None:
 
 
 def test_no_freeze_slips_between_two_lines_of_boundary(store: dist.Store) -> None:
-    """R73: the model's rule "enter, then look" in the code itself: a freeze before any line of it."""
+    """The model's rule "enter, then look" in the code itself: a freeze before any line of it."""
     (_, agreement), (_, other) = agreements(store, 2)
     agreement.decision = StopDecision(1_000_000, (), (), 0)
     agreement._decided.set()
@@ -227,7 +227,7 @@ def stop_round(
 @pytest.mark.parametrize("collective", [True, False])
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_hundreds_of_random_flags_in_threads(ranks: int, collective: bool) -> None:
-    """R73: one rank, some or all, at random moments, also before the start."""
+    """One rank, some or all, at random moments, also before the start."""
     for seed in range(150):
         results = stop_round(seed, ranks, dist.HashStore(), collective=collective, before_start=seed % 3 == 0)
         assert len(set(map(repr, results))) == 1, (seed, results)
@@ -275,7 +275,7 @@ def in_processes(rank: int, ranks: int, rounds: int, seed: int) -> list[tuple[in
 
 @pytest.mark.parametrize(("ranks", "rounds"), [(2, 60), (4, 30)])
 def test_signals_to_processes_that_sit_in_collectives(ranks: int, rounds: int) -> None:
-    """R73: many rounds; signals of several kinds, alone and in pairs, to random ranks at random times."""
+    """Many rounds; signals of several kinds, alone and in pairs, to random ranks at random times."""
     results = run_ranks(in_processes, ranks, ranks, rounds, ranks, timeout=240)
     assert all(result == results[0] for result in results)
     assert all(flagged >= 1 for _, _, flagged in results[0])
@@ -452,7 +452,7 @@ def without_store(rank: int, parent: int) -> list[str]:
 
 
 def test_without_a_signal_nothing_is_asked_of_the_store() -> None:
-    """R73: no communication at a boundary; and when a stop is asked for, the loss of the store is told."""
+    """No communication at a boundary; and when a stop is asked for, the loss of the store is told."""
     quiet, told = run_ranks(without_store, 1, 0, init=False)[0]
     assert quiet == "False"
     assert "lost the store" in told

@@ -50,7 +50,7 @@ def in_child(body: Callable[[], bool]) -> bool:
 
 
 def test_a_signal_sets_the_flag() -> None:
-    """R70: its name, when it came, how often."""
+    """Its name, when it came, how often."""
     with SignalFlags(["USR1", "SIGTERM"]) as flags:
         assert not flags.raised
         began = time.time()
@@ -68,7 +68,7 @@ def test_a_signal_sets_the_flag() -> None:
 
 
 def test_a_burst_into_handlers_that_still_run() -> None:
-    """R70: signals back to back run nested handlers; none is lost but those that the kernel merges, none raises."""
+    """Signals back to back run nested handlers; none is lost but those that the kernel merges, none raises."""
     script = """
 import os, signal, subprocess, sys
 from fairlead_hpc_signals.flags import SignalFlags
@@ -190,7 +190,7 @@ def other(number: int, frame: FrameType | None) -> None:
 
 
 def test_a_replaced_handler_is_a_conflict_and_stays() -> None:
-    """R72: who put what over ours is told; `uninstall` does not undo their work."""
+    """Who put what over ours is told; `uninstall` does not undo their work."""
     with SignalFlags(["USR1", "USR2", "TERM"]) as flags:
         assert flags.conflicts() == []
         signal.signal(signal.SIGUSR1, other)
@@ -226,7 +226,7 @@ def test_a_signal_that_cannot_be_handled(name: str | int, fix: str | None) -> No
 
 
 def test_in_another_thread_the_error_says_what_to_do() -> None:
-    """R72: installed by the main thread before, it is read anywhere."""
+    """Installed by the main thread before, it is read anywhere."""
     errors: list[str] = []
     flags = SignalFlags(["USR1"])
 
@@ -244,7 +244,7 @@ def test_in_another_thread_the_error_says_what_to_do() -> None:
 
 
 def test_a_forked_child_gets_the_earlier_handlers() -> None:
-    """R72: a forked process handles signals as if we had never been there, and outlives one that only warns."""
+    """A forked process handles signals as if we had never been there, and outlives one that only warns."""
     signal.signal(signal.SIGUSR2, other)
     with SignalFlags(["USR1", "USR2", "TERM"]) as flags:
 
@@ -260,7 +260,7 @@ def test_a_forked_child_gets_the_earlier_handlers() -> None:
 
 
 def test_a_forked_child_dies_of_a_signal_as_usual() -> None:
-    """R72: pools and loaders end their workers with SIGTERM, some right after their start."""
+    """Pools and loaders end their workers with SIGTERM, some right after their start."""
     with SignalFlags(["TERM"]) as flags:
         for _ in range(100):
             child = os.fork()

@@ -68,7 +68,7 @@ def read(name: str, restarts: int = 0, nodes: str = "") -> StopReason:
     ],
 )
 def test_what_slurm_says(name: str, why: Why, remaining: float | None, again: bool, may: bool) -> None:
-    """R75: preemption, time limit, cancel, node failure and requeue are told apart, whichever signal came."""
+    """Preemption, time limit, cancel, node failure and requeue are told apart, whichever signal came."""
     reason = read(name)
     assert (reason.why, reason.scheduler_requeues, reason.may_requeue) == (why, again, may)
     if name != "array task":  # of which the time was not noted
@@ -144,7 +144,7 @@ def fakes(tmp_path: Path) -> Fakes:
 
 @pytest.mark.parametrize("mode", ["REQUEUE", "CANCEL"])
 def test_a_preempted_job_is_ours_to_requeue(mode: str, fakes: Fakes) -> None:
-    """R74: SLURM would requeue what is still there when the grace is over; a job that has stopped by then it fails."""
+    """SLURM would requeue what is still there when the grace is over; a job that has stopped by then it fails."""
     fakes.prints("scontrol", job=RECORDED[f"preemption {mode}, grace"][1])
     reason = why_stopped({**fakes.environ, "SLURM_JOB_ID": "17", "SLURM_TIME_FORMAT": "%c"})
     assert (reason.why, reason.scheduler_requeues) == ("preempted", False)
@@ -174,7 +174,7 @@ def test_a_restart_count_from_the_environment(fakes: Fakes) -> None:
     ],
 )
 def test_a_scheduler_that_does_not_answer(body: str, evidence: str, fakes: Fakes) -> None:
-    """R75: the reason is unknown, after the deadline at the latest; nothing is left running."""
+    """The reason is unknown, after the deadline at the latest; nothing is left running."""
     fakes.answers("scontrol", f"echo $$ > {fakes.folder}/pid; {body}")
     reason = why_stopped({**fakes.environ, "SLURM_JOB_ID": "17"}, timeout_s=2)
     assert reason.why == "unknown"
@@ -229,7 +229,7 @@ def test_without_a_scheduler() -> None:
     ],
 )
 def test_what_bjobs_says(line: str, why: Why, remaining: float | None, again: bool) -> None:
-    """R75, with lines made after the documentation of `bjobs -o`."""
+    """With lines made after the documentation of `bjobs -o`."""
     reason = read_bjobs(line, 600.0)
     assert (reason.why, reason.remaining_s, reason.scheduler_requeues) == (why, remaining, again)
 

@@ -43,14 +43,13 @@ TORCHRUN = {
     ],
 )
 def test_the_requeuer_is_found_apart_from_the_launcher(environ: dict[str, str], chosen: tuple[str, str]) -> None:
-    """R71 to R74: a plain `python train.py` in a batch script, torchrun inside one, a job runner's own way."""
+    """A plain `python train.py` in a batch script, torchrun inside one, a job runner's own way."""
     resolution = resolve(TrainerConfig(accelerator="cpu"), environ=environ, plugins=PluginManager())
     setting = resolution.settings["requeue"]
     assert (setting.value, setting.reason) == chosen
 
 
 def test_the_signals_that_ask_for_a_stop() -> None:
-    """R72, R74."""
     usual = ("SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2")
     assert stop_signals(SLURMRequeueConfig(), {}) == usual
     named = {"NSHRUNNER_SUBMIT_TIMEOUT_SIGNAL": "SIGURG", "NSHRUNNER_SUBMIT_PREEMPT_SIGNAL": "USR2"}

@@ -60,7 +60,7 @@ def test_nothing_here_imports_torch() -> None:
 
 @pytest.mark.parametrize("tag", OWN)
 def test_signals_are_names_in_any_spelling(tag: str) -> None:
-    """R72: the signal is a setting; its default is documented."""
+    """The signal is a setting; its default is documented."""
     assert config_of(tag).signals is None
     assert config_of(tag, signals=["usr1", "SIGUSR1", "SigTerm"]).signals == ("SIGUSR1", "SIGTERM")
     description = type(config_of(tag)).model_fields["signals"].description

@@ -82,7 +82,7 @@ def brequeue(tmp_path: Path) -> Fake:
     ],
 )
 def test_slurm_requeues_this_job(variables: dict[str, str], job: str, scontrol: Fake) -> None:
-    """R71, with a fake scontrol."""
+    """With a fake scontrol."""
     environ = {**scontrol.answers("exit 0"), **variables}
     assert SLURMRequeuer(SLURM, environ).requeue() == f"scontrol requeue {job}"
     assert scontrol.calls == [["requeue", job]]
@@ -97,7 +97,7 @@ def test_slurm_requeues_this_job(variables: dict[str, str], job: str, scontrol: 
     ],
 )
 def test_lsf_requeues_this_job(variables: dict[str, str], job: str, brequeue: Fake) -> None:
-    """R73, with a fake brequeue."""
+    """With a fake brequeue."""
     environ = {**brequeue.answers('echo "Job <$1> is being requeued"'), **variables}
     assert LSFRequeuer(LSF, environ).requeue().endswith(f": Job <{job}> is being requeued")
     assert brequeue.calls == [[job]]
@@ -230,7 +230,7 @@ def test_a_requeue_that_ended_its_own_command(scontrol: Fake) -> None:
 def test_script_is_run_once_by_the_job_script(
     variables: dict[str, str], name: str, command: list[str], scontrol: Fake, brequeue: Fake, tmp_path: Path
 ) -> None:
-    """R74: the job script runs what is in the directory after the step; here a real shell does."""
+    """The job script runs what is in the directory after the step; here a real shell does."""
     directory = tmp_path / "exit scripts"
     answer = ScriptRequeuer(ScriptRequeueConfig(directory=str(directory)), variables).requeue()
     assert [path.name for path in directory.iterdir()] == [name]
@@ -253,7 +253,7 @@ def test_script_is_run_once_by_the_job_script(
     ],
 )
 def test_the_runners_variables_name_the_directory(environ: dict[str, str], expected: str, tmp_path: Path) -> None:
-    """R74: nshrunner's contract, its older name included; the config's own directory comes first."""
+    """nshrunner's contract, its older name included; the config's own directory comes first."""
     places = {key: str(tmp_path / value) if value else "" for key, value in environ.items()}
     ScriptRequeuer(ScriptRequeueConfig(), {**places, "SLURM_JOB_ID": "17"}).requeue()
     assert os.listdir(tmp_path) == [expected]

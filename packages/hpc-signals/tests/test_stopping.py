@@ -93,7 +93,7 @@ def guarded(slurm: dict[str, str], number: int = signal.SIGUSR1, policy: StopPol
 
 
 def test_a_loop_of_one_process(slurm: dict[str, str], tmp_path: Path) -> None:
-    """R73: without torch's group, no store is needed; save, durable, finish, requeue, in this order."""
+    """Without torch's group, no store is needed; save, durable, finish, requeue, in this order."""
     order: list[str] = []
     requeue = Requeue(tmp_path / "log")
     with PreemptionGuard(["USR1"], environ=slurm) as guard:
@@ -130,7 +130,7 @@ def test_a_loop_of_one_process(slurm: dict[str, str], tmp_path: Path) -> None:
 def test_who_is_started_again(
     answer: str, number: int, why: Why, code: int, count: int, slurm: dict[str, str], tmp_path: Path
 ) -> None:
-    """R74, R75: a cancelled job never is; one that SLURM has requeued is not a second time."""
+    """A cancelled job never is; one that SLURM has requeued is not a second time."""
     Path(slurm["answer"]).write_text(answer)
     requeue = Requeue(tmp_path / "log")
     outcome = guarded(slurm, number).save_and_requeue(lambda: None, requeue)
@@ -138,7 +138,6 @@ def test_who_is_started_again(
 
 
 def test_auto_requeue_false_means_it(slurm: dict[str, str], tmp_path: Path) -> None:
-    """R71."""
     requeue = Requeue(tmp_path / "log")
     outcome = guarded(slurm, policy=StopPolicy(auto_requeue=False)).save_and_requeue(lambda: None, requeue)
     assert (outcome.exit_code, outcome.start_wanted, requeue.count) == (143, False, 0)
@@ -190,7 +189,7 @@ def test_a_job_that_is_cancelled_while_it_saves(
 
 
 def test_with_little_time_only_the_checkpoint_and_the_requeue(slurm: dict[str, str], tmp_path: Path) -> None:
-    """R70: the loggers are left open, the save and the requeue are not left out."""
+    """The loggers are left open, the save and the requeue are not left out."""
     end = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(time.time() + 20))
     Path(slurm["answer"]).write_text(RUNNING.replace("EndTime=Unknown", f"EndTime={end}"))
     done: list[str] = []
@@ -214,7 +213,7 @@ def test_a_logger_that_cannot_be_closed_does_not_stop_the_requeue(slurm: dict[st
 
 
 def test_a_save_that_fails_is_not_requeued(slurm: dict[str, str], tmp_path: Path) -> None:
-    """R74: a full disk would fill every start; the error is the user's to see."""
+    """A full disk would fill every start; the error is the user's to see."""
     requeue = Requeue(tmp_path / "log")
 
     def save() -> None:
@@ -298,7 +297,7 @@ def train(rank: int, slurm: dict[str, str], log: str, answer: str, flagged: int)
 def test_all_ranks_save_and_end_alike(
     answer: str, code: int, count: int, slurm: dict[str, str], tmp_path: Path
 ) -> None:
-    """R73, R74: a signal to one rank; all save at one step, one requeues, one rank asks the scheduler."""
+    """A signal to one rank; all save at one step, one requeues, one rank asks the scheduler."""
     results = run_ranks(train, 3, slurm, str(tmp_path / "log"), answer, 2)
     assert all(result == results[0] for result in results)
     _, outcome, order = results[0]
@@ -329,7 +328,7 @@ def one_cannot_save(rank: int, slurm: dict[str, str], log: str, bad: int) -> str
 
 @pytest.mark.parametrize("bad", [0, 2])
 def test_no_rank_goes_on_without_the_others_save(bad: int, slurm: dict[str, str], tmp_path: Path) -> None:
-    """R74: a checkpoint without one rank's part is none; every rank says whose is missing, and nothing is requeued."""
+    """A checkpoint without one rank's part is none; every rank says whose is missing, and nothing is requeued."""
     results = run_ranks(one_cannot_save, 3, slurm, str(tmp_path / "log"), bad)
     for rank, result in enumerate(results):
         assert "no space left on device" in result

@@ -62,7 +62,6 @@ def machine(root: Path, models: list[str], nodes: list[int] | None = None) -> Pa
     ],
 )
 def test_cuda_visible_devices_is_read_as_the_driver_reads_it(tmp_path: Path, value: str | None, count: int) -> None:
-    """R41."""
     machine(tmp_path, ["H100"] * 4)
     environ = {} if value is None else {"CUDA_VISIBLE_DEVICES": value}
     found = find_devices(environ, tmp_path, torch=None)
@@ -115,7 +114,7 @@ def test_the_output_of_nvidia_smi_is_read_and_a_failing_one_is_no_gpu(tmp_path: 
 
 
 def test_a_torch_without_cuda_has_no_gpus(tmp_path: Path) -> None:
-    """R38, R42: `auto` must not choose what the installed torch cannot use."""
+    """`auto` must not choose what the installed torch cannot use."""
     machine(tmp_path, ["H100"])
     found = find_devices({}, tmp_path, torch="2.13.0+cpu")
     assert found.count == 0
@@ -198,7 +197,6 @@ def test_mps_is_on_apple_processors_only() -> None:
     ],
 )
 def test_both_names_of_an_accelerator_give_its_config(name: str, tag: str, backend: str) -> None:
-    """R39, R40."""
     plugins = PluginManager()
     config = parse_backend("accelerator", name, plugins)
     assert config.name == tag
@@ -207,7 +205,6 @@ def test_both_names_of_an_accelerator_give_its_config(name: str, tag: str, backe
 
 
 def test_the_best_accelerator_has_the_highest_priority() -> None:
-    """R38."""
     plugins = PluginManager()
     order = sorted(("cpu", "xla", "cuda", "mps"), key=lambda n: -cast("Any", plugins.get("accelerator", n)).priority)
     assert order == ["cuda", "xla", "mps", "cpu"]
@@ -225,7 +222,6 @@ def test_the_cpu_accelerator_is_of_the_engine_s_family(engine: Any) -> None:
 
 
 def test_a_gpu_that_torch_cannot_use_is_said_with_the_evidence(monkeypatch: pytest.MonkeyPatch) -> None:
-    """R42."""
     from lightning.pytorch.accelerators import CUDAAccelerator
 
     from fairlead.errors import ConfigError

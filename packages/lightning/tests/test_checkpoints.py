@@ -89,7 +89,7 @@ def test_two_optimizers_do_not_step_over_a_save(tmp_path: Path) -> None:
 
 
 def test_weights_only_checkpoints_are_smaller(tmp_path: Path) -> None:
-    """R67: without optimizer and loop state."""
+    """Without optimizer and loop state."""
     fit(tmp_path / "a", max_steps=8)
     fit(tmp_path / "b", max_steps=8, checkpoint={"save_weights_only": True})
     sizes = [(latest(tmp_path / name / "run").path / "state.ckpt").stat().st_size for name in "ab"]
@@ -108,7 +108,7 @@ def test_the_users_own_model_checkpoint_works_beside(tmp_path: Path) -> None:
 
 
 def test_async_saves_are_committed_when_durable_and_drained_at_the_end(tmp_path: Path) -> None:
-    """R63: the manifest is written by the thread that wrote the file, and no later than the end of fit."""
+    """The manifest is written by the thread that wrote the file, and no later than the end of fit."""
     trainer = make_trainer(
         tmp_path, max_steps=12, checkpoint_io="async", checkpoint={"every_n_steps": 2, "keep_last": 9}
     )
@@ -153,7 +153,7 @@ def test_two_saves_of_one_step_do_not_write_into_each_other(
 def test_a_disk_that_is_full_for_a_while_costs_no_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, backend: str
 ) -> None:
-    """R67: it is said, it is in the history, the training goes on, and the checkpoint before it stays."""
+    """It is said, it is in the history, the training goes on, and the checkpoint before it stays."""
     real = Syscalls.fsync
     full = {"now": False}
 

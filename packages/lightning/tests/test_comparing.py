@@ -90,7 +90,7 @@ def compared(folder: Path) -> list[dict[str, Compared]]:
 
 
 def test_each_file_is_read_by_one_rank(compared: list[dict[str, Compared]]) -> None:
-    """R66, for many nodes: none of them waits for another to read all of it."""
+    """For many nodes: none of them waits for another to read all of it."""
     zero, one = (ranks["sound"] for ranks in compared)
     assert zero.read == ["rank-1.pt", "rank-3.pt", "state.ckpt"]
     assert one.read == ["rank-0.pt", "rank-2.pt", "rank-4.pt"]

@@ -58,7 +58,7 @@ def counted(part: DataLoader[Any]) -> list[int]:
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_each_sample_counts_once_and_all_ranks_have_equal_numbers_of_batches(ranks: int) -> None:
-    """R135: the parts are disjoint and cover the set, for every size."""
+    """The parts are disjoint and cover the set, for every size."""
     for size, batch in itertools.product(SIZES, BATCHES):
         made = parts(DataLoader(range(size), batch_size=batch), ranks)  # type: ignore[arg-type]
         assert sorted(itertools.chain(*map(counted, made))) == list(range(size))
@@ -634,7 +634,7 @@ def test_one_rank_is_as_without_any_of_this() -> None:
 
 
 def test_metrics_are_those_of_a_single_process(ranks: list[dict[str, Any]]) -> None:
-    """R138: for every size of dataset and batch; sums of whole numbers, maxima and minima exactly."""
+    """For every size of dataset and batch; sums of whole numbers, maxima and minima exactly."""
     for number, case in enumerate(itertools.product(SIZES, BATCHES)):
         expected = alone()["sizes"][number][0]
         found = [rank["sizes"][number][0] for rank in ranks]
@@ -645,7 +645,7 @@ def test_metrics_are_those_of_a_single_process(ranks: list[dict[str, Any]]) -> N
 
 
 def test_all_ranks_have_equal_numbers_of_batches(ranks: list[dict[str, Any]]) -> None:
-    """R138: the evaluation is shared out; the ranks' steps meet in a collective."""
+    """The evaluation is shared out; the ranks' steps meet in a collective."""
     for number, (size, batch) in enumerate(itertools.product(SIZES, BATCHES)):
         of_one = math.ceil(math.ceil(size / len(ranks)) / batch)
         assert [rank["sizes"][number][1] for rank in ranks] == [of_one] * len(ranks)
@@ -653,7 +653,7 @@ def test_all_ranks_have_equal_numbers_of_batches(ranks: list[dict[str, Any]]) ->
 
 @pytest.mark.parametrize("case", PROBED)
 def test_every_way_of_logging(ranks: list[dict[str, Any]], case: tuple[int, int]) -> None:
-    """R138: in steps and at the end, torchmetrics, and what a module collects by itself (see the docstring)."""
+    """In steps and at the end, torchmetrics, and what a module collects by itself (see the docstring)."""
     expected = alone()["probes"][case]
     found = [rank["probes"][case] for rank in ranks]
     assert all(one == found[0] for one in found)
@@ -688,7 +688,7 @@ def test_a_key_that_one_rank_logs(ranks: list[dict[str, Any]]) -> None:
 
 @pytest.mark.parametrize("monitor", MONITORS)
 def test_schedulers_and_early_stopping_decide_alike(ranks: list[dict[str, Any]], monitor: str) -> None:
-    """R138: on all ranks as in a single process: rates, stop, patience and best score."""
+    """On all ranks as in a single process: rates, stop, patience and best score."""
     rates, stopped, waited, best = alone()["decided"][monitor]
     assert len(set(rates)) > 4
     for rank in ranks:

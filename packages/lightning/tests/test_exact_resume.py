@@ -238,20 +238,20 @@ KINDS = (shuffled, weighted, two, own, explicit)
 
 @pytest.mark.parametrize("loaders", KINDS)
 def test_killed_in_a_step(tmp_path: Path, loaders: Callable[[], Any]) -> None:
-    """In the first, a middle and the last step of an epoch, three starts one after the other (R68)."""
+    """In the first, a middle and the last step of an epoch, three starts one after the other."""
     assert_equal(tmp_path, loaders, at("train", 1), at("train", 10), at("train", 13))
     assert exactness(tmp_path / "killed")["exact"]
 
 
 @pytest.mark.parametrize("loaders", KINDS)
 def test_killed_in_a_step_with_workers(tmp_path: Path, loaders: Callable[[int], Any]) -> None:
-    """Workers draw ahead, and make random samples: the position counts what was trained on (R135)."""
+    """Workers draw ahead, and make random samples: the position counts what was trained on."""
     assert_equal(tmp_path, lambda: loaders(2), at("train", 4), at("train", 13))
 
 
 @pytest.mark.parametrize("loaders", KINDS)
 def test_killed_in_a_validation(tmp_path: Path, loaders: Callable[[], Any]) -> None:
-    """A validation that is due is run from its start: the metrics have no gap (R68)."""
+    """A validation that is due is run from its start: the metrics have no gap."""
     assert_equal(tmp_path, loaders, at("validate", 3), at("validate", 13))
 
 

@@ -221,7 +221,7 @@ def test_the_fabric_is_given_back_as_it_was(tmp_path: Path) -> None:
 @pytest.mark.parametrize("die_at", [0, 1, STEPS - 1, STEPS, STEPS + 1, 2 * STEPS - 1])
 @pytest.mark.parametrize("every", [1, 3])
 def test_it_goes_on_bit_for_bit(tmp_path: Path, whole: dict[str, Any], die_at: int, every: int) -> None:
-    """R68: saved at the first, a middle and the last batch of an epoch; the loader makes an iterator more."""
+    """Saved at the first, a middle and the last batch of an epoch; the loader makes an iterator more."""
     interrupted(tmp_path, die_at, every=every)
     job = Job(tmp_path, every=every).train()
     assert job.seen == list(range(die_at // every * every + 1, 2 * STEPS + 1))

@@ -136,7 +136,7 @@ def assert_same(whole: Path, parts: Path, ranks: int) -> None:
     ids=["1-rank", "1-rank-2-workers", "2-ranks", "2-ranks-2-workers", "2-ranks-sharded", "2-ranks-sharded-folder"],
 )
 def test_killed_and_started_again(tmp_path: Path, settings: dict[str, Any], kills: list[str]) -> None:
-    """R68: also several times in a row, of one rank or of all."""
+    """Also several times in a row, of one rank or of all."""
     start(tmp_path / "whole", **settings)
     parts = tmp_path / "parts"
     for kill in kills:

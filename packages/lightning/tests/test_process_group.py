@@ -32,12 +32,11 @@ def joined(rank: int, hashes: tuple[str, str]) -> str:
 
 
 def test_ranks_of_one_config_join() -> None:
-    """R57, R58."""
     assert run_ranks(joined, 2, ("abc", "abc"), init=False) == ["0 of 2 over gloo", "1 of 2 over gloo"]
 
 
 def test_ranks_of_two_configs_do_not() -> None:
-    """R159: a node with an old copy of the job would train another model, or hang."""
+    """A node with an old copy of the job would train another model, or hang."""
     zero, one = run_ranks(joined, 2, ("abc", "def"), init=False)
     assert zero == one
     assert "config: rank 1 on" in zero
@@ -45,7 +44,7 @@ def test_ranks_of_two_configs_do_not() -> None:
 
 
 def test_settings_of_the_network_are_exported(monkeypatch: pytest.MonkeyPatch) -> None:
-    """R157: for this process and those that it starts; what is set already stays."""
+    """For this process and those that it starts; what is set already stays."""
     for name in ("NCCL_DEBUG", "NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("NCCL_DEBUG", "WARN")

@@ -83,7 +83,7 @@ PLACES = {  # and the step at which it stops
 def test_wherever_it_is_asked_it_goes_on_exactly(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str, whole: tuple[Line, list[dict[str, str]]]
 ) -> None:
-    """R70, R75: saved, started again by command, and the same weights as if nothing had happened."""
+    """Saved, started again by command, and the same weights as if nothing had happened."""
     monkeypatch.chdir(tmp_path)
     at, stops = PLACES[place]
     sanity = 2 if place == "sanity" else 0
@@ -109,7 +109,7 @@ def test_wherever_it_is_asked_it_goes_on_exactly(
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGUSR1, 143)])
 def test_without_a_requeuer_the_code_says_that_it_ended(tmp_path: Path, number: int, code: int) -> None:
-    """R72: on a workstation nobody starts it again."""
+    """On a workstation nobody starts it again."""
     with pytest.raises(SystemExit) as ended:
         fit(tmp_path, model=asked("step", number), max_steps=20)
     assert ended.value.code == code
@@ -118,7 +118,7 @@ def test_without_a_requeuer_the_code_says_that_it_ended(tmp_path: Path, number: 
 
 
 def test_a_code_of_its_own_asks_for_another_start(tmp_path: Path) -> None:
-    """R70: as Kubernetes wants it."""
+    """As Kubernetes wants it."""
     with pytest.raises(SystemExit) as ended:
         fit(tmp_path, model=asked("step"), max_steps=20, requeue={"name": "exit_code", "code": 200})
     assert ended.value.code == 200
@@ -248,7 +248,7 @@ def test_a_trainer_that_is_not_in_the_main_thread(tmp_path: Path, capsys: Any) -
 
 
 def test_the_callback_in_a_script_does_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    """R70, R71: a Lightning Trainer of the user's own."""
+    """A Lightning Trainer of the user's own."""
     monkeypatch.chdir(tmp_path)
 
     def start(model: Line) -> Line:

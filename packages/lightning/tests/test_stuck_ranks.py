@@ -118,7 +118,7 @@ def job(tmp_path: Path) -> Iterator[Job]:
 
 
 def test_an_exception_on_one_rank_ends_the_other_which_says_whose_it_was(job: Job) -> None:
-    """R129: rank 0 sits in user code for an hour, and its time-out is twenty minutes."""
+    """Rank 0 sits in user code for an hour, and its time-out is twenty minutes."""
     (code, _, said), (code_1, _, traceback) = job.end(
         """
         def trouble(model):
@@ -139,7 +139,7 @@ def test_an_exception_on_one_rank_ends_the_other_which_says_whose_it_was(job: Jo
 
 
 def test_a_time_out_of_a_collective_leaves_the_stacks_of_the_rank_that_never_came(job: Job) -> None:
-    """R157: in the backward pass of the other, where no Python frame says `all_reduce`."""
+    """In the backward pass of the other, where no Python frame says `all_reduce`."""
     ranks = job.end(
         """
         def trouble(model):

@@ -297,7 +297,7 @@ CASES = [
 
 @pytest.mark.parametrize("field", sorted(TrainerConfig.model_fields))
 def test_every_field_has_an_expectation(field: str) -> None:
-    """R1, R52: a new field fails here until this file says what it does to Lightning."""
+    """A new field fails here until this file says what it does to Lightning."""
     assert EXPECTED.get(field)
     assert all(field in config for config, _ in EXPECTED[field] if field != "strategy")
 
@@ -310,12 +310,12 @@ def test_no_expectation_is_of_a_field_that_is_gone() -> None:
 @pytest.mark.parametrize(("config", "check"), CASES)
 @pytest.mark.filterwarnings("ignore:You are running in `Trainer\\(barebones=True\\)`")
 def test_a_field_reaches_lightning(tmp_path: Path, config: dict[str, Any], check: Check) -> None:
-    """R1, R39 to R45, R52, R62: on the Trainer that Lightning has built."""
+    """On the Trainer that Lightning has built."""
     check(build(settings(**config), tmp_path), tmp_path)
 
 
 def test_every_argument_of_lightnings_trainer_can_be_given() -> None:
-    """R52: under its own name, or through `lightning_kwargs`; none is lost."""
+    """Under its own name, or through `lightning_kwargs`; none is lost."""
     import inspect
 
     theirs = set(inspect.signature(L.Trainer.__init__).parameters) - {"self"}

@@ -35,7 +35,7 @@ from fairlead_runs.commit import verify
 
 
 def test_a_run_directory_holds_what_happened(tmp_path: Path) -> None:
-    """R65: one checkpoint directory per step, complete, with what it is of."""
+    """One checkpoint directory per step, complete, with what it is of."""
     model = fit(tmp_path, max_steps=10)
     run = tmp_path / "run"
     assert {p.name for p in run.iterdir()} >= {"job.yaml", "starts", "history.jsonl", "metrics.csv", "checkpoints"}
@@ -89,7 +89,7 @@ def test_metrics_in_a_manifest_are_of_that_state(tmp_path: Path) -> None:
 
 
 def test_plain_lightning_reads_our_checkpoints(tmp_path: Path) -> None:
-    """R66: a checkpoint is not bound to Fairlead."""
+    """A checkpoint is not bound to Fairlead."""
     model = fit(tmp_path, max_steps=8)
     file = latest(tmp_path / "run").path / "state.ckpt"
     loaded = Line.load_from_checkpoint(file)

@@ -53,7 +53,7 @@ LABELS = {
 
 @pytest.mark.parametrize("name", LABELS)
 def test_every_literal_becomes_a_config_that_round_trips(plugins: PluginManager, name: str) -> None:
-    """R44, R45; and it is shown under its clearest name."""
+    """It is shown under its clearest name."""
     config = parse_backend("precision", name, plugins)
     for written in (config.model_dump(), json.loads(config.model_dump_json())):
         assert parse_backend("precision", written, plugins) == config
@@ -78,7 +78,6 @@ def test_no_literal_is_left_out(plugins: PluginManager) -> None:
     ],
 )
 def test_document_names(plugins: PluginManager, name: str, alias: str) -> None:
-    """R45."""
     assert alias in plugins.get("precision", name).aliases
 
 
@@ -92,7 +91,7 @@ def test_document_names(plugins: PluginManager, name: str, alias: str) -> None:
     ],
 )
 def test_optional_engines_are_declared(plugins: PluginManager, name: str, extra: str, engine: str) -> None:
-    """R46: the core makes the pip line from these."""
+    """The core makes the pip line from these."""
     plugin = plugins.get("precision", name)
     assert plugin.extra == extra
     assert any(requirement.startswith(f"{engine}>=") for requirement in plugin.engines)
@@ -127,7 +126,7 @@ MODES = ["32-true", "64-true", "16-true", "bf16-true", "16-mixed", "bf16-mixed"]
 def test_the_plugin_that_fits_the_strategy_is_built(
     plugins: PluginManager, engine: str, strategy: str, mode: str, build: Build
 ) -> None:
-    """R44, R45: the same choice as Lightning makes for its own literals."""
+    """The same choice as Lightning makes for its own literals."""
     import lightning.fabric.plugins.precision as fabric
     import lightning.pytorch.plugins.precision as trainer
 
@@ -177,7 +176,7 @@ def test_the_gradient_scaler_is_the_configs(
 @pytest.mark.filterwarnings("ignore:.*LeafSpec.*is deprecated:FutureWarning")  # Lightning's use of torch
 @pytest.mark.filterwarnings("ignore:.*does not have many workers")
 def test_64_bit_training_is_64_bit_throughout(plugins: PluginManager, build: Build) -> None:
-    """R50: parameters, gradients and inputs, through a real Trainer; and it equals plain torch in float64."""
+    """Parameters, gradients and inputs, through a real Trainer; and it equals plain torch in float64."""
     import lightning.pytorch as pl
     import torch
     from torch import nn

@@ -48,7 +48,7 @@ Build = Callable[..., Any]
     ],
 )
 def test_what_devices_can_compute(name: str, bf16: bool | None, fp8: bool | None) -> None:
-    """R47: by name, for checks on a machine without the device."""
+    """By name, for checks on a machine without the device."""
     from fairlead_precision.hardware import has_bf16, has_fp8
 
     assert (has_bf16(name), has_fp8(name)) == (bf16, fp8)
@@ -70,7 +70,7 @@ def test_what_devices_can_compute(name: str, bf16: bool | None, fp8: bool | None
 def test_what_does_not_fit_the_device_is_said_before_the_run(
     plugins: PluginManager, config: Any, device: str, strategy: str, code: str | None, fix: str | None, resolution: Any
 ) -> None:
-    """R47: fp16 is recommended on a V100, bf16 on an A100."""
+    """fp16 is recommended on a V100, bf16 on an A100."""
     chosen = resolution(config, strategy, "cuda", (device, device))
     calls = plugins.call(plugins.of(config), "fairlead_check", resolution=chosen, environ={})
     found = [finding for result in calls for finding in result]
@@ -82,7 +82,6 @@ def test_what_does_not_fit_the_device_is_said_before_the_run(
 def test_transformer_engine_refuses_an_older_gpu_when_built(
     monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], says: str, build: Build
 ) -> None:
-    """R47."""
     import torch
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -117,7 +116,7 @@ def test_transformer_engine_gets_its_recipe(monkeypatch: pytest.MonkeyPatch, bui
     ],
 )
 def test_bfloat16_probe(monkeypatch: pytest.MonkeyPatch, cuda: bool, hip: str | None, major: int, native: bool) -> None:
-    """R48, R49: True on Ampere and later and on ROCm, False on older GPUs and on a CPU alone."""
+    """True on Ampere and later and on ROCm, False on older GPUs and on a CPU alone."""
     import torch
 
     from fairlead_precision import is_bf16_supported_no_emulation

@@ -47,7 +47,7 @@ def flip_bit(path: Path) -> None:
 
 
 def test_a_published_checkpoint_is_listed_named_by_latest_and_verifies(tmp_path: Path) -> None:
-    """R30, R63: what was saved is found, with its sizes, hashes and metadata."""
+    """What was saved is found, with its sizes, hashes and metadata."""
     root = tmp_path / "runs" / "gpt" / "checkpoints"
     checkpoint = save(root, 200, epoch=3, metrics={"val_loss": 1.5}, world_size=2)
 
@@ -62,7 +62,7 @@ def test_a_published_checkpoint_is_listed_named_by_latest_and_verifies(tmp_path:
 
 
 def test_ranks_write_their_own_files_into_one_stage(tmp_path: Path) -> None:
-    """R64: per-rank parts are in the same commit, and none may be missing or from an earlier attempt."""
+    """Per-rank parts are in the same commit, and none may be missing or from an earlier attempt."""
     stages = {stage(tmp_path, checkpoint_name(5), token="s1") for _rank in range(4)}
     (staged,) = stages
     names = [f"rank-{rank:05d}.pt" for rank in range(4)]
@@ -95,7 +95,7 @@ def test_a_file_that_is_shorter_than_its_writer_reported_is_refused(tmp_path: Pa
 
 
 def test_files_of_engines_that_write_by_themselves_are_hashed_and_synced(tmp_path: Path) -> None:
-    """R67: folders and hidden files, as torch's distributed checkpoint makes them, are part of the commit."""
+    """Folders and hidden files, as torch's distributed checkpoint makes them, are part of the commit."""
     synced: list[str] = []
 
     class Watch(Syscalls):
@@ -121,7 +121,7 @@ def test_files_of_engines_that_write_by_themselves_are_hashed_and_synced(tmp_pat
 
 
 def test_flipped_bits_and_truncated_files_are_found_and_the_previous_checkpoint_is_used(tmp_path: Path) -> None:
-    """R65: damage is detected, said, and does not stop the run."""
+    """Damage is detected, said, and does not stop the run."""
     for step in (1, 2, 3):
         save(tmp_path, step)
     with open(tmp_path / "step-00000003" / "state.ckpt", "r+b") as file:

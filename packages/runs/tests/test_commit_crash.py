@@ -108,7 +108,7 @@ def count_of_calls(root: Path) -> int:
 @pytest.mark.parametrize("onward", [False, True], ids=["once", "every-write-from-then-on"])
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO], ids=["disk-full", "io-error"])
 def test_an_error_at_every_system_call_loses_nothing(tmp_path: Path, number: int, onward: bool) -> None:
-    """R65: the failing save is reported, the previous checkpoint is there, the next save works."""
+    """The failing save is reported, the previous checkpoint is there, the next save works."""
     total = count_of_calls(tmp_path / "count")
     assert total > 30
     found = []
@@ -189,7 +189,7 @@ while True:
 
 
 def test_sigkill_at_random_moments_of_saving_and_retention(tmp_path: Path) -> None:
-    """R65: after each of FAIRLEAD_KILLS kills, what was reported as saved is there, or something newer."""
+    """After each of FAIRLEAD_KILLS kills, what was reported as saved is there, or something newer."""
     root = tmp_path / "my runs" / "checkpoints"
     rng = random.Random(20261120)
     saved = 0

@@ -232,7 +232,7 @@ def violations(base: Path, trace: list[Call], scratch: Path) -> Iterator[str]:
 
 
 def test_after_a_power_cut_at_any_moment_the_newest_checkpoint_is_complete(tmp_path: Path) -> None:
-    """R65: what `publish` returned for is there; what is found is whole; nothing half-written looks complete."""
+    """What `publish` returned for is there; what is found is whole; nothing half-written looks complete."""
     base = tmp_path / "live"
     base.mkdir()
     trace = record(base)

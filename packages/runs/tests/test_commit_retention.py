@@ -51,7 +51,7 @@ def test_the_last_n_are_kept(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("mode", "kept"), [("min", [2, 4, 6]), ("max", [1, 5, 6])])
 def test_the_best_k_are_kept_by_metric_and_direction(tmp_path: Path, mode: str, kept: list[int]) -> None:
-    """R66: read from the manifests, so also right after a restart."""
+    """Read from the manifests, so also right after a restart."""
     for step, loss in enumerate([0.9, 0.2, 0.5, 0.3, 0.8, float("nan")], start=1):
         save(tmp_path, step, metrics={"loss": loss})
     policy = RetentionPolicy(last=1, best=2, metric="loss", mode=mode)  # type: ignore[arg-type]

@@ -200,7 +200,7 @@ with t.open_run(Path(sys.argv[1])) as run:
 
 
 def test_a_second_job_is_refused_and_a_killed_one_is_continued(tmp_path: Path) -> None:
-    """R65: two jobs pointed at one run directory."""
+    """Two jobs pointed at one run directory."""
     path = tmp_path / "gpt"
     with subprocess.Popen(
         [sys.executable, "-c", HOLD, str(path), str(Path(__file__).parent)],

@@ -52,7 +52,7 @@ def build(config: Any, context: Any) -> Any:
 def test_deepspeed_literals_reach_deepspeed(
     plugins: PluginManager, ranks: ModuleType, name: str, stage: int, optimizer: bool, parameters: bool, engine: str
 ) -> None:
-    """R8 to R12: the stage is in the configuration that DeepSpeed gets; plain `deepspeed` is stage 1."""
+    """The stage is in the configuration that DeepSpeed gets; plain `deepspeed` is stage 1."""
     config = parse_backend("strategy", name, plugins)
     zero = build(config, ranks.context(config, engine)).config["zero_optimization"]
     assert zero["stage"] == stage
@@ -61,7 +61,7 @@ def test_deepspeed_literals_reach_deepspeed(
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_deepspeed_config_files(tmp_path: Path, ranks: ModuleType) -> None:
-    """R34: a JSON file or a dict; both round-trip, and nothing of ours is mixed in."""
+    """A JSON file or a dict; both round-trip, and nothing of ours is mixed in."""
     own = {"zero_optimization": {"stage": 3}, "train_micro_batch_size_per_gpu": 2}
     path = tmp_path / "deepspeed_config.json"
     path.write_text(json.dumps(own))
@@ -106,7 +106,6 @@ def test_each_engine_gets_its_own_family(ranks: ModuleType, engine: str) -> None
 def test_single_device_takes_the_first_chosen_device(
     plugins: PluginManager, ranks: ModuleType, engine: str, kind: str, indices: Any, device: str
 ) -> None:
-    """R13."""
     import torch
 
     from fairlead import AcceleratorConfigBase
@@ -119,7 +118,6 @@ def test_single_device_takes_the_first_chosen_device(
 
 @pytest.mark.parametrize("engine", ["trainer", "fabric"])
 def test_fsdp_fields_reach_torch(ranks: ModuleType, engine: str) -> None:
-    """R21, R24, R25, R26."""
     import torch
     from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
     from torch.nn import TransformerEncoderLayer
@@ -149,7 +147,6 @@ def test_fsdp_fields_reach_torch(ranks: ModuleType, engine: str) -> None:
 
 @pytest.mark.parametrize("asked", [None, True])
 def test_fsdp_mixed_precision_is_inherited_or_bfloat16(ranks: ModuleType, asked: Any) -> None:
-    """R25."""
     import torch
 
     config = FSDPStrategyConfig(mixed_precision=asked)
@@ -202,7 +199,7 @@ def test_the_units_of_fsdp2() -> None:
 
 
 def test_xla_needs_torch_xla(plugins: PluginManager, ranks: ModuleType) -> None:
-    """R46: the core names the extra; Lightning's own refusal is the last line."""
+    """The core names the extra; Lightning's own refusal is the last line."""
     with pytest.raises(MissingDependencyError) as caught:
         plugins.require_engines("strategy", "xla")
     assert caught.value.fix == "pip install 'fairlead[xla]'"
@@ -215,7 +212,6 @@ def test_xla_needs_torch_xla(plugins: PluginManager, ranks: ModuleType) -> None:
 
 
 def test_layer_sync_on_a_cpu_converts_in_place_and_back(ranks: ModuleType) -> None:
-    """R69."""
     import torch
     from torch import nn
 
@@ -317,7 +313,7 @@ def test_a_variable_that_would_replace_deepspeeds_settings(
 
 @pytest.mark.parametrize("method", ["spawn", "fork"])
 def test_ddp_starts_its_own_ranks(tmp_path: Path, method: str) -> None:
-    """R5: each of these trains on two ranks, whose weights stay equal."""
+    """Each of these trains on two ranks, whose weights stay equal."""
     script, out = Path(__file__).parent / "spawned.py", tmp_path / "out.json"
     environ = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(

@@ -46,7 +46,6 @@ def plugins() -> PluginManager:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_literal_becomes_a_config_that_round_trips(plugins: PluginManager, name: str) -> None:
-    """R3 to R14."""
     config = parse_backend("strategy", name, plugins)
     for written in (config.model_dump(), config.model_dump(mode="json"), json.loads(config.model_dump_json())):
         assert parse_backend("strategy", written, plugins) == config
@@ -64,7 +63,6 @@ def test_document_names_and_presets_are_found(plugins: PluginManager) -> None:
 
 
 def test_bucket_size_has_two_names(plugins: PluginManager) -> None:
-    """R18."""
     config = parse_backend("strategy", {"name": "ddp", "bucket_size_mb": 3}, plugins)
     assert config == DDPStrategyConfig(bucket_cap_mb=3)
     with pytest.raises(ValidationError, match="give one of them"):
@@ -73,7 +71,6 @@ def test_bucket_size_has_two_names(plugins: PluginManager) -> None:
 
 @pytest.mark.parametrize(("written", "seconds"), [("00:30:10", 1810), (90, 90), (0.5, 0.5), ("PT2M", 120)])
 def test_timeouts_are_text_or_seconds(written: Any, seconds: float) -> None:
-    """R58."""
     assert DDPStrategyConfig.model_validate({"timeout": written}).timeout == timedelta(seconds=seconds)
 
 

@@ -34,21 +34,21 @@ def outcome(trained: dict[str, Any], name: str) -> dict[str, Any]:
     ],
 )
 def test_training_on_two_ranks_equals_one_process(trained: dict[str, Any], name: str) -> None:
-    """R3, R4, R116, R117; for fsdp2 R31 too: the final weights agree, though rank 1 started from others."""
+    """The final weights agree, though rank 1 started from others."""
     found = outcome(trained, name)
     assert found["moved"] > 0.01
     assert found["apart"] < CLOSE
 
 
 def test_ddp_says_what_to_do_about_unused_parameters(trained: dict[str, Any]) -> None:
-    """R4: where `ddp` fails, the other literal trains."""
+    """Where `ddp` fails, the other literal trains."""
     found = outcome(trained, "ddp_unused_refused")
     assert found["error"] == "RuntimeError"
     assert "ddp_find_unused_parameters_true" in found["text"]
 
 
 def test_bucket_size_changes_the_number_of_all_reduces(trained: dict[str, Any]) -> None:
-    """R18: counted in torch's profile of one step."""
+    """Counted in torch's profile of one step."""
     found = outcome(trained, "ddp_buckets")
     assert found["1"] > found["25"] >= 1
 
@@ -74,7 +74,7 @@ def test_fsdp2_holds_half_of_the_parameters_on_each_of_two_ranks(trained: dict[s
 
 
 def test_fsdp2_resumes_from_one_file_that_plain_torch_reads(trained: dict[str, Any]) -> None:
-    """R32: the gathered checkpoint is a collective that does not hang; a resumed run equals an uninterrupted one."""
+    """The gathered checkpoint is a collective that does not hang; a resumed run equals an uninterrupted one."""
     assert outcome(trained, "fsdp2_resume") == {"apart": 0.0, "one_file": True, "plain_tensors": True}
 
 
@@ -99,7 +99,7 @@ def test_fsdp2_trains_in_the_precisions_it_is_said_to(trained: dict[str, Any], m
 
 
 def test_fsdp2_does_not_convert_layers_that_are_sharded_already(trained: dict[str, Any]) -> None:
-    """R29: a module that shards itself in `configure_model` is left alone, and a layer sync would come too late."""
+    """A module that shards itself in `configure_model` is left alone, and a layer sync would come too late."""
     assert "layer_sync cannot be applied" in outcome(trained, "fsdp2_own_layer_sync")["text"]
 
 
@@ -116,7 +116,7 @@ def test_fsdp2_refuses_the_precisions_of_the_table(trained: dict[str, Any], mode
 
 
 def test_synchronised_batch_normalisation_equals_the_whole_batch(trained: dict[str, Any]) -> None:
-    """R69: weights and running statistics, under ddp and fsdp2; without it they differ."""
+    """Weights and running statistics, under ddp and fsdp2; without it they differ."""
     found = outcome(trained, "sync_batchnorm")
     for strategy in ("ddp", "fsdp2"):
         assert found[strategy] < 1e-5
