@@ -46,8 +46,8 @@ class Resolution:
         backend: The backend of torch.distributed, as asked, else the one that fits the device: gloo, nccl, xla.
         devices_found: What the accelerator's probe saw on this machine.
         inside_job: Whether a scheduler or launcher started this process.
-        job: The scheduler's job that this process is in; None outside of one.
         findings: What the resolution noticed.
+        job: The scheduler's job that this process is in; None outside of one.
     """
 
     settings: Mapping[str, Setting]
@@ -68,8 +68,8 @@ class Resolution:
     backend: str
     devices_found: Devices
     inside_job: bool
-    job: Job | None
     findings: tuple[Finding, ...]
+    job: Job | None = None
 
     def value(self, name: str) -> Any:
         """The value of a setting."""
