@@ -10,7 +10,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import IO, Any
 
-from fairlead_distributed.forkserver import ForkedProcess, own_server, run_python, shared, start_variables
+from fairlead_distributed.forked_child import run_python
+from fairlead_distributed.forkserver import ForkedProcess, own_server, shared, start_variables
 
 __all__ = ["fork"]
 

@@ -42,8 +42,8 @@ ENVIRONMENT_PLACES = {
     ("fairlead_environments.runtime", "Assign"): "a rank of `ddp_spawn` has its own, which does not travel in a pickle",
     ("fairlead_distributed.testing", "Dict"): "the processes of a test have the variables of the test, and their own",
     ("fairlead_distributed.forkserver", "items"): "a server has the variables of its process",
-    ("fairlead_distributed.forkserver", "clear"): "a forked process gets other variables than its server",
-    ("fairlead_distributed.forkserver", "update"): "which are all that it gets",
+    ("fairlead_distributed.forked_child", "clear"): "a forked process gets other variables than its server",
+    ("fairlead_distributed.forked_child", "update"): "which are all that it gets",
     (
         "fairlead_lightning.lifecycle.stuck",
         "setdefault",

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from fairlead_distributed.forkserver import ForkServer, own_server, run_python, shared, start_variables
+from fairlead_distributed.forked_child import run_python
+from fairlead_distributed.forkserver import ForkServer, own_server, shared, start_variables
 
 SCRIPT = """
 import json, os, random, signal, sys, threading, numpy, torch

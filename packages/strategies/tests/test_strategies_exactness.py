@@ -73,7 +73,7 @@ def test_what_ddp_says(ranks: int, backend: str, strategy: dict[str, Any], expec
     """More than two ranks add in one order only where something keeps it."""
     plugins = PluginManager()
     resolution = minimal_resolution(plugins, devices=ranks, strategy={"name": "ddp", **strategy}, accelerator="cpu")
-    resolution = dataclasses.replace(resolution, backend=backend)
+    resolution = dataclasses.replace(resolution, backend=strategy.get("process_group_backend", backend))
     reasons = [one for one in device_reasons(resolution, plugins) if "strategy" in one.what]
     assert verdict(reasons) == expected, reasons
 

@@ -10,30 +10,24 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import ctypes
-import faulthandler
-import fcntl
 import gc
 import importlib
 import os
 import pickle
-import runpy
 import select
 import signal
 import socket
 import struct
 import subprocess
 import sys
-import tempfile
 import threading
-import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from types import ModuleType
 from typing import Any
 
-__all__ = ["AT_START", "ForkServer", "ForkedProcess", "own_server", "run_python", "shared", "start_variables"]
+from fairlead_distributed.forked_child import Request, become
+
+__all__ = ["AT_START", "ForkServer", "ForkedProcess", "own_server", "shared", "start_variables"]
 
 AT_START = (
     *("PYTHON", "LD_", "LANG", "LC_", "MKL_", "KMP_", "GOMP_", "MPL", "HF_"),
@@ -43,11 +37,6 @@ AT_START = (
 
 _PRELOADED = ("numpy", "torch", "torchmetrics", "lightning", "matplotlib", "tensorboard", "transformers", "yaml")
 """Libraries that the server imports if its caller has: each takes longer than a fork."""
-_RANKS = {
-    "lightning.fabric.utilities.rank_zero": ("RANK", "LOCAL_RANK", "SLURM_PROCID", "JSM_NAMESPACE_RANK"),
-    "torchmetrics.utilities.prints": ("LOCAL_RANK",),
-}
-"""Where a library keeps the rank that it found in the environment when it was imported; others than 0 are silent."""
 _HEADER = struct.Struct("!q")
 _ROOM = "FAIRLEAD_FORKSERVER_ROOM"
 _ROOM_BYTES = 100_000  # for the environments of forked processes; one variable may have 128 KiB
@@ -110,19 +99,6 @@ class ForkedProcess:
     def __del__(self) -> None:
         with contextlib.suppress(AttributeError, OSError):
             os.close(self._pidfd)
-
-
-@dataclass
-class _Request:
-    """What a forked process is to be."""
-
-    call: bytes
-    environ: dict[str, str]
-    cwd: str
-    path: list[str] | None
-    fds: list[int]
-    nested: bool
-    received: list[int] = field(default_factory=list)
 
 
 class ForkServer:
@@ -197,7 +173,7 @@ class ForkServer:
             RuntimeError: The server has ended; it has said why on standard error.
         """
         given = {1: 1, 2: 2, **(fds or {})}
-        request = _Request(
+        request = Request(
             pickle.dumps((function, args)),
             dict(os.environ if environ is None else environ),
             os.fspath(cwd) if cwd is not None else os.getcwd(),
@@ -272,26 +248,6 @@ def shared(environ: Mapping[str, str] | None = None, imports: Sequence[str] = ()
     return server
 
 
-def run_python(*words: str) -> None:
-    """Does in a forked process what `python WORDS` does; the words are a script or `-m MODULE`, maybe after `-P`."""
-    sys.orig_argv = [sys.executable, *words]
-    safe = words[0] == "-P"
-    words = words[safe:]
-    if words[0] == "-m":
-        sys.argv = list(words[1:])
-        sys.path[:0] = [] if safe else [os.getcwd()]
-        runpy.run_module(words[1], run_name="__main__", alter_sys=True)
-        return
-    main = ModuleType("__main__")
-    main.__file__ = words[0]
-    sys.modules["__main__"] = main
-    sys.argv = list(words)
-    sys.path[:0] = [] if safe else [os.path.dirname(os.path.abspath(words[0]))]
-    with open(words[0], "rb") as script:
-        code = compile(script.read(), words[0], "exec")
-    exec(code, main.__dict__)
-
-
 def own_server() -> ForkServer | None:
     """The server that this process has since it was forked with `nested=True`."""
     return _here.own
@@ -325,12 +281,12 @@ def main(fd: int) -> None:
             os.close(received)
         connection = theirs
     if request is not None:
-        _become(request)
+        become(request)
         function, args = pickle.loads(request.call)
         function(*args)
 
 
-def _serve(connection: socket.socket) -> _Request | None:
+def _serve(connection: socket.socket) -> Request | None:
     """Answers until the caller is gone (None), or until this is a child: then, what it is to be."""
     while True:
         what, fds = _receive(connection)
@@ -342,64 +298,12 @@ def _serve(connection: socket.socket) -> _Request | None:
         pid = os.fork()
         if pid == 0:
             what.received = fds
-            return what if isinstance(what, _Request) else None
+            return what if isinstance(what, Request) else None
         for fd in fds:
             os.close(fd)
         with contextlib.suppress(PermissionError, ProcessLookupError):
             os.setpgid(pid, pid)  # the child does it too: whoever is first
         _send(connection, pid)
-
-
-def _become(request: _Request) -> None:
-    """Makes this child what a fresh process would be."""
-    os.setpgid(0, 0)
-    signal.pthread_sigmask(signal.SIG_SETMASK, [])
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    os.chdir(request.cwd)
-    os.environ.clear()
-    os.environ.update(request.environ)
-    _show(request.environ)
-    if request.path is not None:
-        sys.path[:] = request.path
-    # Out of the way first: one may have come with the number that another is to get.
-    above = max(request.fds) + 1
-    moved = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, above) for fd in request.received]
-    for fd in request.received:
-        os.close(fd)
-    for fd, number in zip(moved, request.fds, strict=True):
-        os.dup2(fd, number)
-        os.close(fd)
-    for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(line_buffering=stream is sys.stderr or stream.isatty())  # type: ignore[union-attr]
-    if request.environ.get("PYTHONFAULTHANDLER"):
-        faulthandler.enable()
-    time.tzset()
-    tempfile.tempdir = None
-    _repeat_at_import(request.environ)
-
-
-def _repeat_at_import(environ: Mapping[str, str]) -> None:
-    """Does again what libraries do when they are imported, and what depends on the process."""
-    if "numpy" in sys.modules:
-        sys.modules["numpy"].random.seed()
-    for name, variables in _RANKS.items():
-        if name in sys.modules:
-            rank = next((environ[variable] for variable in variables if variable in environ), "0")
-            sys.modules[name].rank_zero_only.rank = int(rank)
-    if "torch" in sys.modules:
-        sys.modules["torch"].default_generator.seed()  # a fresh one has a seed of its own too
-    if "torch" in sys.modules and environ.get("OMP_NUM_THREADS", "").isdecimal():
-        sys.modules["torch"].set_num_threads(int(environ["OMP_NUM_THREADS"]))
-
-
-def _show(environ: Mapping[str, str]) -> None:
-    """Has `/proc/PID/environ` show these variables: the kernel reads them where the server got its own."""
-    with open("/proc/self/stat", "rb") as stat:
-        start, end = (int(word) for word in stat.read().rpartition(b")")[2].split()[47:49])
-    block = b"".join(os.fsencode(f"{name}={value}") + b"\0" for name, value in environ.items())
-    if len(block) > end - start:
-        raise OSError(7, f"the environment has {len(block)} bytes, and there is room for {end - start}")
-    ctypes.memmove(start, block.ljust(end - start, b"\0"), end - start)
 
 
 def _send(connection: socket.socket, what: object, fds: Sequence[int] = ()) -> None:
