@@ -509,7 +509,7 @@ def test_a_flipped_bit_in_a_ranks_part_is_found(
     [
         (np.zeros(2), r"thing is a numpy\.ndarray"),
         ({"deep": [1, lambda: 1]}, r"thing\['deep'\]\[1\] is a builtins\.function"),
-        (CheckpointConfig(), r"thing is a fairlead\.config\.CheckpointConfig"),
+        (CheckpointConfig(), r"thing is a fairlead\.config\.checkpoint\.CheckpointConfig"),
         (object(), "cannot be read from a checkpoint again"),
         (torch.Generator(), "torch._C.Generator"),
     ],

@@ -16,8 +16,8 @@ from torch.optim import Optimizer
 
 from fairlead.errors import CheckpointError, ConfigError, FairleadError
 from fairlead_distributed import rng_state
+from fairlead_distributed.module_state import module_state, restore_flags, restore_module
 from fairlead_lightning.checkpoint.loading import readable_load_errors
-from fairlead_lightning.custom_loop.module_state import module_state, restore_flags, restore_module
 
 __all__ = ["OWN", "LoopState", "inner_module", "is_stateful", "loading", "plain"]
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 from torch.nn import Module
-from torchmetrics import Metric
 
 __all__ = ["module_state", "restore_flags", "restore_module"]
 
@@ -37,9 +37,11 @@ def restore_module(module: Module, state: Mapping[str, Any]) -> None:
     """Puts back what `module_state` gave on a rank of this number, after the `state_dict`."""
     metrics, buffers = dict(_metrics(module)), dict(_buffers(module))
     for name, saved in state["metrics"].items():
-        _set_metric_state(metrics[name], saved)
+        if name in metrics:
+            _set_metric_state(metrics[name], saved)
     for name, buffer in state["buffers"].items():
-        buffers[name].copy_(buffer)
+        if name in buffers and buffers[name].shape == buffer.shape:
+            buffers[name].copy_(buffer)
     restore_flags(module, state)
 
 
@@ -53,16 +55,22 @@ def restore_flags(module: Module, state: Mapping[str, Any]) -> None:
             parameter.requires_grad_(name not in frozen)
 
 
-def _metrics(module: Module) -> Iterator[tuple[str, Metric]]:
-    return ((name, one) for name, one in module.named_modules() if isinstance(one, Metric))
+def _is_metric(module: Module) -> bool:
+    """Whether it is one of torchmetrics; where that was not imported, there can be none."""
+    torchmetrics = sys.modules.get("torchmetrics")
+    return torchmetrics is not None and isinstance(module, torchmetrics.Metric)
 
 
-def _metric_state(metric: Metric) -> dict[str, Any]:
+def _metrics(module: Module) -> Iterator[tuple[str, Any]]:
+    return ((name, one) for name, one in module.named_modules() if _is_metric(one))
+
+
+def _metric_state(metric: Any) -> dict[str, Any]:
     values = {key: list(value) if isinstance(value, list) else value for key, value in metric.metric_state.items()}
     return {"values": values, "updates": metric.update_count}
 
 
-def _set_metric_state(metric: Metric, saved: Mapping[str, Any]) -> None:
+def _set_metric_state(metric: Any, saved: Mapping[str, Any]) -> None:
     for key, value in saved["values"].items():
         moved = [one.to(metric.device) for one in value] if isinstance(value, list) else value.to(metric.device)
         setattr(metric, key, moved)
@@ -73,7 +81,7 @@ def _set_metric_state(metric: Metric, saved: Mapping[str, Any]) -> None:
 def _buffers(module: Module) -> Iterator[tuple[str, torch.Tensor]]:
     """The buffers that a `state_dict` holds, but those of metrics, which have their own place."""
     for prefix, one in module.named_modules():
-        if isinstance(one, Metric):
+        if _is_metric(one):
             continue
         left_out: set[str] = getattr(one, "_non_persistent_buffers_set", set())
         for name, buffer in one.named_buffers(recurse=False):
