@@ -248,6 +248,19 @@ def kills(session: nox.Session) -> None:
     run(session, "python", "-m", "pytest", *tests, *session.posargs, FAIRLEAD_KILLS="200")
 
 
+@nox.session(default=False)
+def newest(session: nox.Session) -> None:
+    """The contract tests of private parts with the newest Lightning and torch; `-- lightning==2.7` names others."""
+    wanted = session.posargs or ["lightning", "torch"]
+    places = [part for package in PACKAGES for part in editable(package)]
+    unpinned = {"PIP_CONSTRAINT": ""}
+    session.install(*group("test", "data"), *places, env=unpinned)
+    session.install("--upgrade", "--pre", *wanted, env=unpinned)  # pip says which range of ours it leaves
+    session.run("pip", "list")
+    tests = ["test_lightning_compat", "test_exact_resume", "test_trainer_run"]
+    session.run("pytest", *(f"packages/lightning/tests/{name}.py" for name in tests), "-n", "2")
+
+
 @nox.session(default=False, venv_backend="none", requires=["env"])
 def gpu(session: nox.Session) -> None:
     """The tests that need a CUDA device."""
