@@ -215,6 +215,15 @@ def test_a_package_imports_only_lower_layers_and_what_it_declares(package: str) 
     assert not breaches, "\n".join(breaches)
 
 
+def test_import_linter_knows_every_package() -> None:
+    """Layers and cycles are its own session's business (`nox -s lint`); it looks at what it is told of."""
+    linter = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["importlinter"]
+    cycles = next(one for one in linter["contracts"] if one["type"] == "acyclic_siblings")
+    assert linter["root_packages"] == cycles["ancestors"] == sorted(MODULE_OF.values())
+    layers = next(one for one in linter["contracts"] if one["type"] == "layers")["layers"]
+    assert sorted(name for layer in layers for name in layer.split(" | ")) == sorted(MODULE_OF.values())
+
+
 # Rule 3
 
 
