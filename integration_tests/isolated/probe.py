@@ -1,8 +1,8 @@
 """Import every module of every installed Fairlead distribution; runs inside the environment of one extra.
 
 Prints one JSON document: how many modules were imported, which wait for an engine that this environment does not have,
-and which failed. A module may wait only where the design allows it: a plugin's `plugin` and `config`, the face of a
-package and the whole core except `fairlead.testing` must import everywhere.
+and which failed. A module may wait only where the design allows it: the modules of the entry points, the face of a package,
+and all of core, runs and launch except `fairlead.testing` must import everywhere.
 """
 
 from __future__ import annotations
@@ -18,6 +18,9 @@ from pathlib import PurePosixPath
 
 # What `fairlead.testing` may need: the author of a plugin has it, a user has not.
 TEST_TOOLS = {"pytest", "hypothesis", "_pytest"}
+
+
+TORCH_FREE = {"fairlead", "fairlead_runs", "fairlead_launch"}
 
 
 def modules() -> list[str]:
@@ -48,8 +51,13 @@ def may_wait(module: str, missing: str, engines: set[str]) -> bool:
     """Whether the design lets `module` need `missing`, a top-level module that is not installed."""
     if module.split(".")[:2] == ["fairlead", "testing"]:
         return missing in TEST_TOOLS
-    torch_free = module.split(".")[0] == "fairlead" or module.split(".")[-1] in {"plugin", "config"}
+    torch_free = module.split(".")[0] in TORCH_FREE or module in named_by_entry_points()
     return not torch_free and "." in module and missing in engines
+
+
+def named_by_entry_points() -> set[str]:
+    """The modules that are loaded to know the plugins."""
+    return {point.value.partition(":")[0] for point in importlib.metadata.entry_points(group="fairlead")}
 
 
 def main() -> int:
