@@ -1,8 +1,8 @@
 """Import every module of every installed Fairlead distribution; runs inside the environment of one extra.
 
 Prints one JSON document: how many modules were imported, which wait for an engine that this environment does not have,
-and which failed. A module may wait only where the design allows it: the modules of the entry points, the face of a package,
-and all of core, runs and launch except `fairlead.testing` must import everywhere.
+and which failed. A module may wait only where the design allows it: the modules of the entry points, the face of a
+package, and all of core, runs and launch except `fairlead.testing` must import everywhere.
 """
 
 from __future__ import annotations
