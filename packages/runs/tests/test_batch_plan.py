@@ -8,14 +8,18 @@ import pytest
 
 from fairlead import TrainerConfig
 from fairlead.errors import ConfigError
-from fairlead.plugins import default_plugins
+from fairlead.plugins import PluginManager
 from fairlead.resolve import Resolution, resolve
+from fairlead.testing import FakeEntryPoint, stand_ins
 from fairlead_runs.batch_policy import batch_plan
+
+PLUGINS = PluginManager([FakeEntryPoint(name, plugin) for name, plugin in stand_ins().items()])
 
 
 def resolution(world: int, **config: Any) -> Resolution:
-    trainer = TrainerConfig.model_validate({"accelerator": "cpu", "devices": world, **config})
-    return resolve(trainer, environ={}, plugins=default_plugins())
+    fields = {"accelerator": "cpu", "devices": world, **config}
+    trainer = TrainerConfig.model_validate(fields, context={"plugins": PLUGINS})
+    return resolve(trainer, environ={}, plugins=PLUGINS)
 
 
 def before(world: int, accumulate: int = 1) -> dict[str, int]:

@@ -256,6 +256,7 @@ def own_server() -> ForkServer | None:
 def main(fd: int) -> None:
     """The life of a server, and of what it forks; that ends as an interpreter does, by leaving this."""
     connection, pristine = socket.socket(fileno=fd), sys.path[:]
+    os.setpgid(0, 0)  # Ctrl-C is for the caller, with whom this ends
     (imports, path), _ = _receive(connection)
     sys.path[:] = path
     with warnings.catch_warnings():
@@ -277,6 +278,7 @@ def main(fd: int) -> None:
             atexit.register(_here.own.close)
             break
         ours.close()
+        os.setpgid(0, 0)  # a signal to the group of the process that it serves is none of its own
         for received in request.received:
             os.close(received)
         connection = theirs
