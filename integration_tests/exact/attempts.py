@@ -118,7 +118,7 @@ class Warm(Attempt):
             own = _elastic(rank, ranks, port) if ranks > 1 else {}
             variables = {**kept, **_THREADS, **environ, **own}
             with out.open("a") as file:
-                self._processes.append(fork([FAIRLEAD, *words], variables, cwd, file, file, nested=False))
+                self._processes.append(fork([FAIRLEAD, *words], variables, cwd, file, file))
 
     def ranks(self) -> dict[int, int]:
         self._look()
