@@ -119,6 +119,11 @@ def test_aliases_are_copies_and_keep_lines() -> None:
     assert (document.line(("b",)), document.line(("b", "k"))) == (3, 2)
 
 
+def test_an_alias_may_be_a_key() -> None:
+    assert load("a: &a x\n*a : 1\n", source="f").data == {"a": "x", "x": 1}
+    assert error("a: &a x\n*a : 1\nx: 2\n").where == "job.yaml:3"
+
+
 def test_merge_keys() -> None:
     text = "d: &d {lr: 1, w: 2}\ne: &e {w: 3, z: 4}\nm:\n  <<: [*d, *e]\n  lr: 9\nq: {'<<': 1}\n"
     document = load(text, source="f")
@@ -155,7 +160,6 @@ def test_a_duplicate_key_names_both_lines() -> None:
         ("a: 1\ntrue: x\n", 2, '"true":'),
         ("a: 1\n: x\n", 2, "key"),
         ("a: 1\n[b]: x\n", 2, "cannot be a key"),
-        ("a: &a x\n*a : 1\n", 2, "cannot be a key"),
         ("a: 1\nb: *c\n", 2, "no anchor"),
         ("a: &a\n  - *a\n", 2, "inside"),
         ("a: !!python/object:os.system x\n", 1, "not supported"),

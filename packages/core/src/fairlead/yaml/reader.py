@@ -1,4 +1,4 @@
-"""Text to data and positions.
+"""Text to data and lines.
 
 PyYAML (libyaml where it is installed) reads the text into nodes, which keep both of two equal keys with their lines.
 Its constructor would keep the last of them, know only YAML 1.1, and let a few lines of nested aliases grow to
@@ -20,30 +20,15 @@ from fairlead.yaml.syntax import syntax_error
 __all__ = ["Document", "load", "parse_scalar_or_flow"]
 
 Path = tuple[str | int, ...]
+Entries = dict[str, tuple[int, yaml.Node]]
 
 MAX_DEPTH = 100
 MAX_ALIASED_VALUES = 100_000
 _TAG = "tag:yaml.org,2002:"
 _PLAIN = "?"  # the tag of what has none and stands in no quotes, as YAML's specification writes it
+_COLLECTIONS: dict[type[yaml.Node], str] = {yaml.SequenceNode: "seq", yaml.MappingNode: "map"}
+_TYPES: dict[str, type] = {"int": int, "float": float, "bool": bool, "null": type(None)}
 _QUOTE = "quote it if it is meant as text"
-
-
-@dataclass(slots=True)
-class _Node:
-    """A value, where it stands, and how large it is with every alias in it written out."""
-
-    line: int
-    value: Scalar | list[_Node] | dict[str, tuple[int, _Node]]  # mapping: key -> (line of the key, value)
-    size: int = 1
-    height: int = 1
-
-    def data(self) -> object:
-        """Plain Python; an alias becomes a copy, so changing one place never changes another."""
-        if isinstance(self.value, dict):
-            return {key: child.data() for key, (_, child) in self.value.items()}
-        if isinstance(self.value, list):
-            return [child.data() for child in self.value]
-        return self.value
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +42,7 @@ class Document:
 
     data: object
     source: str
-    _root: _Node | None = field(default=None, repr=False, compare=False)
+    _lines: dict[Path, int] = field(default_factory=dict, repr=False, compare=False)
 
     def line(self, path: Path) -> int | None:
         """The 1-based line of a key or an item, or of its nearest parent that exists; None if the document is empty.
@@ -68,18 +53,9 @@ class Document:
             >>> load("a:\\n  b: 1\\n", source="f.yaml").line(("a", "c"))
             1
         """
-        if self._root is None:
-            return None
-        line, node = self._root.line, self._root
-        for part in path:
-            if isinstance(node.value, dict) and isinstance(part, str) and part in node.value:
-                line, node = node.value[part]
-            elif isinstance(node.value, list) and isinstance(part, int) and 0 <= part < len(node.value):
-                node = node.value[part]
-                line = node.line
-            else:
-                break
-        return line
+        while path and path not in self._lines:
+            path = path[:-1]
+        return self._lines.get(path)
 
 
 class _Rules:
@@ -90,7 +66,7 @@ class _Rules:
     def resolve(self, kind: type[yaml.Node], value: Any, implicit: Any) -> str:
         if kind is yaml.ScalarNode:
             return _PLAIN if implicit[0] else _TAG + "str"
-        return _TAG + ("seq" if kind is yaml.SequenceNode else "map")
+        return _TAG + _COLLECTIONS[kind]
 
     def descend_resolver(self, current_node: Any, current_index: Any) -> None:
         self._depth += 1
@@ -107,54 +83,56 @@ def _loader() -> Any:
 
 
 class _Reader:
-    """From PyYAML's nodes to ours: the aliases bounded, every key a name that stands once in its mapping."""
+    """From PyYAML's nodes to data: every key a name that stands once in its mapping, each alias a bounded copy."""
 
     def __init__(self, text: str, source: str) -> None:
         self.text, self.source = text, source
-        self.read: dict[int, _Node | None] = {}  # by id of PyYAML's node; None: still being read
-        self.aliases = 0
-        self.aliased = 0  # values in them
+        self.lines: dict[Path, int] = {}
+        self.seen: set[int] = set()  # PyYAML puts the node that an anchor names in the place of each alias
+        self.inside: list[int] = []
+        self.aliased = 0  # values that are written by aliases
 
-    def error(self, line: int, what: str, *, why: str | None = None, fix: str | None = None) -> ConfigError:
+    def error(self, node: yaml.Node | int, what: str, *, why: str | None = None, fix: str | None = None) -> ConfigError:
+        line = node if isinstance(node, int) else _line(node)
         return ConfigError(what, where=f"{self.source}:{line}", why=why, fix=fix)
 
-    def node(self, node: yaml.Node, depth: int) -> _Node:
-        """One value; PyYAML puts the node that an anchor names in the place of each alias."""
-        if id(node) in self.read:
-            return self.alias(self.read[id(node)], depth)
-        self.read[id(node)] = None
+    def value(self, node: yaml.Node, path: Path = ()) -> object:
+        """One value, with the lines of what is in it."""
+        self.lines.setdefault(path, _line(node))
+        self.enter(node)
+        data: object
         if isinstance(node, yaml.ScalarNode):
-            done = _Node(_line(node), self.scalar(node))
-        elif node.tag != _TAG + ("seq" if isinstance(node, yaml.SequenceNode) else "map"):
-            raise self.unknown_tag(node)
+            data = self.scalar(node)
         elif isinstance(node, yaml.SequenceNode):
-            items = [self.node(item, depth + 1) for item in node.value]
-            done = _measured(_Node(_line(node), items), items)
+            data = [self.value(item, (*path, index)) for index, item in enumerate(node.value)]
         else:
-            assert isinstance(node, yaml.MappingNode)
-            done = self.mapping(node, depth)
-        self.read[id(node)] = done
-        return done
+            entries = self.entries(node)
+            self.lines.update({(*path, key): line for key, (line, _) in entries.items()})
+            data = {key: self.value(child, (*path, key)) for key, (_, child) in entries.items()}
+        self.inside.pop()
+        return data
 
-    def alias(self, node: _Node | None, depth: int) -> _Node:
-        self.aliases += 1
-        if node is None:
-            line, name = self.last_alias()
-            raise self.error(line, f"the alias *{name} is inside the value that &{name} names", why="it has no end")
-        self.aliased += node.size
-        if self.aliased > MAX_ALIASED_VALUES or depth + node.height > MAX_DEPTH:
-            raise self.error(
-                self.last_alias()[0],
-                "the aliases of this file grow too large",
-                why=f"written out they hold more than {MAX_ALIASED_VALUES} values or {MAX_DEPTH} levels",
-            )
-        return node
+    def enter(self, node: yaml.Node) -> None:
+        """Bounds what aliases may add: a few lines of them can stand for gigabytes."""
+        if id(node) in self.inside:
+            alias = self.alias_in(node)
+            what = f"the alias *{alias.anchor} is inside the value that &{alias.anchor} names"
+            raise self.error(_line(alias), what, why="it has no end")
+        if not isinstance(node, yaml.ScalarNode) and node.tag != _TAG + _COLLECTIONS[type(node)]:
+            raise self.unknown_tag(node)
+        self.aliased += id(node) in self.seen
+        self.seen.add(id(node))
+        self.inside.append(id(node))
+        if self.aliased > MAX_ALIASED_VALUES or len(self.inside) > MAX_DEPTH:
+            why = f"written out they hold more than {MAX_ALIASED_VALUES} values or {MAX_DEPTH} levels"
+            raise self.error(node, "the aliases of this file grow too large", why=why)
 
-    def last_alias(self) -> tuple[int, str]:
-        """The line and the name of the alias that was read last: nodes know only the place of their anchor."""
-        events = yaml.parse(self.text, Loader=_loader())
-        event = [event for event in events if isinstance(event, yaml.AliasEvent)][self.aliases - 1]
-        return _line(event), str(event.anchor)
+    def alias_in(self, node: Any) -> yaml.AliasEvent:
+        """The alias of a node in the node itself."""
+        start, end = node.start_mark.index, node.end_mark.index
+        events: Any = yaml.parse(self.text, Loader=_loader())
+        inside = [event for event in events if start <= event.start_mark.index < end]
+        return next(e for e in inside if isinstance(e, yaml.AliasEvent) and e.anchor == inside[0].anchor)
 
     def scalar(self, node: yaml.ScalarNode) -> Scalar:
         tag, text = node.tag, str(node.value)
@@ -163,16 +141,16 @@ class _Reader:
         try:
             value = resolve_plain(text)
         except ValueError as error:
-            raise self.error(_line(node), str(error), fix=_QUOTE) from None
+            raise self.error(node, str(error), fix=_QUOTE) from None
         if tag == _PLAIN:
             return value
-        if tag == _TAG + "float" and type(value) is int:
-            return float(value)
-        wanted = {"int": int, "float": float, "bool": bool, "null": type(None)}.get(tag.removeprefix(_TAG))
-        if wanted is None:
+        kind = tag.removeprefix(_TAG)
+        if kind not in _TYPES:
             raise self.unknown_tag(node)
-        if type(value) is not wanted:
-            raise self.error(_line(node), f"{text[:40]!r} is not a !!{tag.removeprefix(_TAG)}")
+        if kind == "float" and type(value) is int:
+            return float(value)
+        if type(value) is not _TYPES[kind]:
+            raise self.error(node, f"{text[:40]!r} is not a !!{kind}")
         return value
 
     def is_non_specific(self, node: yaml.ScalarNode) -> bool:
@@ -182,40 +160,49 @@ class _Reader:
 
     def unknown_tag(self, node: yaml.Node) -> ConfigError:
         tag = str(node.tag).replace(_TAG, "!!")
-        return self.error(_line(node), f"the YAML tag {tag} is not supported", fix=f"remove {tag}, or {_QUOTE}")
+        return self.error(node, f"the YAML tag {tag} is not supported", fix=f"remove {tag}, or {_QUOTE}")
 
-    def mapping(self, node: yaml.MappingNode, depth: int) -> _Node:
-        own: dict[str, tuple[int, _Node]] = {}
-        merged: dict[str, tuple[int, _Node]] = {}
+    def entries(self, node: yaml.Node) -> Entries:
+        """The keys of a mapping with their lines and values, those that it merges in first."""
+        own: Entries = {}
+        merged: Entries = {}
         merge_line: int | None = None
         for key_node, value in node.value:
-            if id(key_node) in self.read:
-                self.aliases += 1
-                raise self.error(self.last_alias()[0], "an alias cannot be a key", why="every key is a name")
             line = _line(key_node)
             if _is_merge(key_node):
                 if merge_line is not None:
                     raise self.twice("<<", merge_line, line)
-                merge_line, merged = line, self.merge(value, depth, line)
+                merge_line, merged = line, self.merge(value, line)
                 continue
             key = self.key(key_node)
             if key in own:
                 raise self.twice(key, own[key][0], line)
-            own[key] = line, self.node(value, depth + 1)
-        entries = {**merged, **own}
-        return _measured(_Node(_line(node), entries), [child for _, child in entries.values()])
+            own[key] = line, value
+        return {**merged, **own}
+
+    def merge(self, node: yaml.Node, line: int) -> Entries:
+        """`<<: *defaults` and `<<: [*first, *second]`; of two equal keys the first one counts."""
+        found: Entries = {}
+        for one in node.value if isinstance(node, yaml.SequenceNode) else [node]:
+            if not isinstance(one, yaml.MappingNode):
+                fix = "write <<: *name, where &name is on a mapping before it"
+                raise self.error(line, "'<<' takes a mapping or a list of mappings", fix=fix)
+            self.enter(one)
+            found = {**self.entries(one), **found}
+            self.inside.pop()
+        return found
 
     def key(self, node: yaml.Node) -> str:
         if isinstance(node, yaml.ScalarNode):
-            value = self.node(node, 1).value
-            if isinstance(value, str):
-                return value
+            key = self.scalar(node)
+            if isinstance(key, str):
+                return key
             text = node.value or '""'
             what = f"the key {text} is not text"
             fix = f'write "{node.value}":' if node.value else "write the key before ':'"
         else:
             what, fix = "a list or a mapping cannot be a key", "quote it if it is text: a value that starts with { or ["
-        raise self.error(_line(node), what, why="every key is a name", fix=fix)
+        raise self.error(node, what, why="every key is a name", fix=fix)
 
     def twice(self, key: str, first: int, second: int) -> ConfigError:
         return self.error(
@@ -225,21 +212,6 @@ class _Reader:
             fix="remove one of the two",
         )
 
-    def merge(self, node: yaml.Node, depth: int, line: int) -> dict[str, tuple[int, _Node]]:
-        """`<<: *defaults` and `<<: [*first, *second]`; of two equal keys the first one counts."""
-        value = self.node(node, depth + 1)
-        sources = value.value if isinstance(value.value, list) else [value]
-        entries: dict[str, tuple[int, _Node]] = {}
-        for one in sources:
-            if not isinstance(one.value, dict):
-                raise self.error(
-                    line,
-                    "'<<' takes a mapping or a list of mappings",
-                    fix="write <<: *name, where &name is on a mapping before it",
-                )
-            entries = {**one.value, **entries}
-        return entries
-
 
 def _line(node: yaml.Node | yaml.Event) -> int:
     assert node.start_mark is not None
@@ -248,25 +220,6 @@ def _line(node: yaml.Node | yaml.Event) -> int:
 
 def _is_merge(node: yaml.Node) -> bool:
     return isinstance(node, yaml.ScalarNode) and node.value == "<<" and node.tag in (_PLAIN, _TAG + "merge")
-
-
-def _measured(node: _Node, children: list[_Node]) -> _Node:
-    node.size = 1 + sum(child.size for child in children)
-    node.height = 1 + max((child.height for child in children), default=0)
-    return node
-
-
-def _compose(text: str, source: str) -> _Node | None:
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        line = text.count("\n", 0, error.start) + 1
-        raise ConfigError("this is not valid text", where=f"{source}:{line}", why=str(error)) from None
-    try:
-        root = yaml.compose(text, Loader=_loader())
-    except yaml.YAMLError as error:
-        raise syntax_error(error, text, source) from None
-    return None if root is None else _Reader(text, source).node(root, 1)
 
 
 def load(text: str, *, source: str) -> Document:
@@ -287,8 +240,19 @@ def load(text: str, *, source: str) -> Document:
         >>> load("lr: 1e-3", source="job.yaml").data
         {'lr': 0.001}
     """
-    root = _compose(text.removeprefix("\ufeff"), source)
-    return Document(None if root is None else root.data(), source, root)
+    text = text.removeprefix("\ufeff")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        line = text.count("\n", 0, error.start) + 1
+        raise ConfigError("this is not valid text", where=f"{source}:{line}", why=str(error)) from None
+    try:
+        root = yaml.compose(text, Loader=_loader())
+    except yaml.YAMLError as error:
+        raise syntax_error(error, text, source) from None
+    reader = _Reader(text, source)
+    data = None if root is None else reader.value(root)
+    return Document(data, source, reader.lines)
 
 
 def parse_scalar_or_flow(text: str, *, source: str = "--set") -> object:
@@ -308,7 +272,7 @@ def parse_scalar_or_flow(text: str, *, source: str = "--set") -> object:
     if text.lstrip().startswith("#"):
         raise ConfigError(f"the value {text!r} is a YAML comment", where=source, fix=fix)
     try:
-        root = _compose(text.removeprefix("\ufeff"), source)
+        data = load(text, source=source).data
         blocks = any(
             (isinstance(event, yaml.CollectionStartEvent) and not event.flow_style)
             or (isinstance(event, yaml.DocumentStartEvent) and event.explicit)
@@ -325,4 +289,4 @@ def parse_scalar_or_flow(text: str, *, source: str = "--set") -> object:
             why="': ' and a leading '- ' or '---' have a meaning in YAML",
             fix=fix,
         )
-    return None if root is None else root.data()
+    return data
