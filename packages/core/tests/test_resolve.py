@@ -347,7 +347,7 @@ def test_the_most_specific_job_counts_and_a_wrong_answer_is_passed_over() -> Non
     findings: list[Finding] = []
     assert find_job({"GUESS": "many", "CLUSTER_JOB": "7"}, plugins, findings=findings) == Job("cluster:7")
     assert [found.code for found in findings] == ["plugin-broken"]
-    assert "fairlead_job of environment.agent returned a str, not a Job or None" in findings[0].what
+    assert "fairlead_job of environment.agent gave a str, not a Job" in findings[0].what
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import dataclasses
 import pkgutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 from fairlead.capabilities import Capability, check_capabilities
 from fairlead.config import JobConfig, ResourcesConfig, RunConfig, TrainerConfig
@@ -14,15 +14,13 @@ from fairlead.config_bases import AXES, BackendConfig
 from fairlead.errors import FairleadError, PluginError
 from fairlead.facts import Setting
 from fairlead.findings import CheckResult, Finding, Severity
+from fairlead.hooks import answers
 from fairlead.jobs import LoadedJob
 from fairlead.partial_resolution import Purpose
-from fairlead.plugin_classes import Plugin
 from fairlead.plugins import PluginManager
 from fairlead.resolve import Resolution, resolve
 
 __all__ = ["CheckedJob", "capability_table", "check_job", "check_trainer", "find_conflicts"]
-
-T = TypeVar("T")
 
 _ORDER: Final[Mapping[Severity, int]] = {"error": 0, "warning": 1, "info": 2}
 
@@ -104,14 +102,13 @@ def _check(
         if not isinstance(result, CheckResult):
             raise PluginError(f"{plugin.check} gave a {type(result).__name__}, not a CheckResult")
     except FairleadError as error:
-        what, why, fix = error.what, error.why, error.fix
+        failure = error
     except Exception as error:  # a third party's code
         what, why = f"the check {name!r} raised {type(error).__name__}", str(error) or None
-        fix = "report it to the plugin's authors"
+        failure = PluginError(what, why=why, fix="report it to the plugin's authors")
     else:
         return result
-    where = f"the plugin check.{name}"
-    return CheckResult((Finding("warning", "plugin-broken", what, where=where, why=why, fix=fix),))
+    return CheckResult((Finding.of(failure, "warning", "plugin-broken", where=f"the plugin check.{name}"),))
 
 
 def check_trainer(
@@ -133,7 +130,13 @@ def find_conflicts(resolution: Resolution, environ: Mapping[str, str], plugins: 
     rows, findings = capability_table(plugins)
     findings += check_capabilities(rows, _choices(resolution, plugins))
     for config in _selected(resolution):
-        findings += _plugin_findings(config, resolution, environ, plugins)
+        try:
+            plugin = plugins.of(config)
+            said = answers(plugins, plugin, "fairlead_check", Finding, resolution=resolution, environ=environ)
+            findings += said or []
+        except FairleadError as error:
+            where = error.where or f"trainer.{config.axis}"
+            findings.append(Finding.of(error, "error", "plugin-broken", where=where))
     return findings
 
 
@@ -144,46 +147,10 @@ def capability_table(plugins: PluginManager) -> tuple[list[Capability], list[Fin
     for axis in AXES:
         for name, plugin in plugins.distinct(axis).items():
             try:
-                rows += _collected(plugin, "fairlead_capabilities", Capability, plugins, plugins=plugins)
+                rows += answers(plugins, plugin, "fairlead_capabilities", Capability, plugins=plugins) or []
             except FairleadError as error:
-                failed.append(
-                    Finding(
-                        "warning",
-                        "plugin-broken",
-                        error.what,
-                        where=f"the plugin {axis}.{name}",
-                        why=error.why,
-                        fix=error.fix,
-                    )
-                )
+                failed.append(Finding.of(error, "warning", "plugin-broken", where=f"the plugin {axis}.{name}"))
     return rows, failed
-
-
-def _collected(plugin: Plugin, hook: str, kind: type[T], manager: PluginManager, /, **arguments: Any) -> list[T]:
-    """What a hook that gives several things gave.
-
-    Raises:
-        PluginError: It raised, or gave something else; also while it was iterated, for it may be a generator.
-    """
-    found: list[T] = []
-    for result in manager.call(plugin, hook, **arguments):
-        try:
-            items = list(result)
-        except FairleadError:
-            raise
-        except Exception as error:
-            raise PluginError(
-                f"{hook} of {plugin.axis}.{plugin.tag} raised {type(error).__name__}",
-                why=str(error) or None,
-                fix="report it to the plugin's authors; choosing another plugin avoids it",
-            ) from error
-        for item in items:
-            if not isinstance(item, kind):
-                raise PluginError(
-                    f"{hook} of {plugin.axis}.{plugin.tag} gave a {type(item).__name__}, not a {kind.__name__}"
-                )
-            found.append(item)
-    return found
 
 
 def _profile(job: JobConfig, name: str | None) -> tuple[ResourcesConfig | None, Finding | None]:
@@ -232,17 +199,6 @@ def _choices(resolution: Resolution, plugins: PluginManager) -> dict[str, str | 
     if trainer.gradient_clip_val:
         chosen[f"clipping.{trainer.gradient_clip_algorithm or 'norm'}"] = "trainer.gradient_clip_val"
     return chosen
-
-
-def _plugin_findings(
-    config: BackendConfig, resolution: Resolution, environ: Mapping[str, str], plugins: PluginManager
-) -> list[Finding]:
-    try:
-        plugin = plugins.of(config)
-        return _collected(plugin, "fairlead_check", Finding, plugins, resolution=resolution, environ=environ)
-    except FairleadError as error:
-        where = error.where or f"trainer.{config.axis}"
-        return [Finding("error", "plugin-broken", error.what, where=where, why=error.why, fix=error.fix)]
 
 
 def _with_reasons(resolution: Resolution, loaded: LoadedJob, job: JobConfig) -> Resolution:

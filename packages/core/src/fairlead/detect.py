@@ -10,8 +10,8 @@ from fairlead.config_bases import EnvironmentConfigBase
 from fairlead.errors import FairleadError, MissingDependencyError, PluginError
 from fairlead.facts import Claim, Job, Setting, Specificity, Topology
 from fairlead.findings import Finding
+from fairlead.hooks import answer
 from fairlead.open_union import parse_backend
-from fairlead.plugin_classes import EnvironmentPlugin
 from fairlead.plugins import PluginManager
 
 __all__ = ["FALLBACK", "VARIABLE", "ChosenEnvironment", "choose_environment", "collect_claims", "find_job"]
@@ -100,25 +100,12 @@ def _answers(
     found: dict[str, A] = {}
     for name, plugin in plugins.distinct("environment").items():
         try:
-            for answer in plugins.call(plugin, hook, environ=environ):
-                if not isinstance(answer, kind):
-                    raise PluginError(
-                        f"{hook} of environment.{name} returned a {type(answer).__name__}, "
-                        f"not a {kind.__name__} or None"
-                    )
-                found[name] = answer
+            if (one := answer(plugins, plugin, hook, kind, environ=environ)) is not None:
+                found[name] = one
         except FairleadError as error:
             if findings is not None:
-                findings.append(
-                    Finding(
-                        "warning",
-                        "plugin-broken",
-                        error.what,
-                        where=f"the plugin environment.{name}",
-                        why=error.why,
-                        fix=error.fix,
-                    )
-                )
+                where = f"the plugin environment.{name}"
+                findings.append(Finding.of(error, "warning", "plugin-broken", where=where))
     return found
 
 
@@ -146,15 +133,14 @@ def choose_environment(
     try:
         config = _config(asked, name, reason, plugins)
         plugin = plugins.get("environment", name)
-        assert isinstance(plugin, EnvironmentPlugin)
         in_job = any(claim.specificity >= Specificity.SCHEDULER for claim in claims.values())
         known = starting or in_job or name in claims or name == FALLBACK
-        topology = _topology(plugin, config, environ, plugins) if known else None
-    except FairleadError as error:
-        where = "trainer.environment" if error.where is None else error.where
-        findings.append(
-            Finding("error", _code(error, name, plugins), error.what, where=where, why=error.why, fix=error.fix)
+        topology = (
+            answer(plugins, plugin, "fairlead_topology", Topology, config=config, environ=environ) if known else None
         )
+    except FairleadError as error:
+        code = _code(error, name, plugins)
+        findings.append(Finding.of(error, "error", code, where=error.where or "trainer.environment"))
         return ChosenEnvironment(None, Setting(name, reason), claims, None, job, tuple(findings))
     if name not in claims and name != FALLBACK:
         seen = ", ".join(f"{tag} ({claim.evidence})" for tag, claim in claims.items()) or "nothing"
@@ -211,15 +197,3 @@ def _config(
     config = parse_backend("environment", name, plugins)
     assert isinstance(config, EnvironmentConfigBase)
     return config
-
-
-def _topology(
-    plugin: EnvironmentPlugin, config: EnvironmentConfigBase, environ: Mapping[str, str], plugins: PluginManager
-) -> Topology | None:
-    for result in plugins.call(plugin, "fairlead_topology", config=config, environ=environ):
-        if not isinstance(result, Topology):
-            raise PluginError(
-                f"fairlead_topology of environment.{plugin.tag} returned a {type(result).__name__}, not a Topology"
-            )
-        return result
-    return None

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Final, Literal
 
-from fairlead.errors import ConfigError
+from fairlead.errors import ConfigError, FairleadError
 from fairlead.facts import Setting
 
 __all__ = ["CODES", "CheckResult", "Finding", "Inexact", "Severity", "errors_in", "raise_errors"]
@@ -93,6 +93,11 @@ class Finding:
         """The finding as `check --json` prints it."""
         names = ("severity", "code", "where", "what", "why", "fix")
         return {name: getattr(self, name) for name in names}
+
+    @classmethod
+    def of(cls, error: FairleadError, severity: Severity, code: str, *, where: str | None = None) -> Finding:
+        """An error as a finding; its own place counts where no other is given."""
+        return cls(severity, code, error.what, where=where or error.where, why=error.why, fix=error.fix)
 
     def as_error(self) -> ConfigError:
         """The finding as the error that a command would end with."""

@@ -10,6 +10,7 @@ from fairlead.config_bases import BackendConfig
 from fairlead.errors import FairleadError, MissingDependencyError, PluginError
 from fairlead.facts import Devices, Setting
 from fairlead.findings import Finding, Severity
+from fairlead.hooks import answer
 from fairlead.open_union import parse_backend
 from fairlead.plugin_classes import AcceleratorPlugin
 from fairlead.plugins import PluginManager
@@ -79,7 +80,7 @@ class PartialResolution:
         except FairleadError as error:
             broken = isinstance(error, PluginError) and not isinstance(error, MissingDependencyError)
             code = "plugin-broken" if broken else "plugin-missing"
-            self.report("error", code, error.what, where=f"trainer.{axis}", why=error.why, fix=error.fix)
+            self.findings.append(Finding.of(error, "error", code, where=f"trainer.{axis}"))
             self.settings[axis] = Setting(tag, f"{reason}, but {error.what}")
             return None
         self.settings[axis] = Setting(tag, reason)
@@ -89,28 +90,14 @@ class PartialResolution:
         """The devices that a plugin sees; a probe that fails is a finding, and sees none."""
         if plugin.tag not in self.probed:
             try:
-                self.probed[plugin.tag] = self._ask(plugin)
+                seen = answer(self.plugins, plugin, "fairlead_devices", Devices, environ=self.environ)
+                self.probed[plugin.tag] = seen or Devices(0, f"{plugin.tag} has no probe")
             except FairleadError as error:
                 self.probed[plugin.tag] = Devices(0, error.what)
                 selected = getattr(self.trainer.accelerator, "name", None) == plugin.tag
-                self.report(
-                    "error" if selected else "warning",
-                    "plugin-broken",
-                    error.what,
-                    where="trainer.accelerator",
-                    why=error.why,
-                    fix=error.fix,
-                )
+                severity: Severity = "error" if selected else "warning"
+                self.findings.append(Finding.of(error, severity, "plugin-broken", where="trainer.accelerator"))
         return self.probed[plugin.tag]
-
-    def _ask(self, plugin: AcceleratorPlugin) -> Devices:
-        for result in self.plugins.call(plugin, "fairlead_devices", environ=self.environ):
-            if not isinstance(result, Devices):
-                raise PluginError(
-                    f"fairlead_devices of accelerator.{plugin.tag} returned a {type(result).__name__}, not a Devices"
-                )
-            return result
-        return Devices(0, f"{plugin.tag} has no probe")
 
     def mismatch(self, name: str, asked: int, launched: Setting, noun: str) -> None:
         """Reports a config that disagrees with the launcher."""

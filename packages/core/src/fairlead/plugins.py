@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import importlib.metadata
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Final, cast
 
 import pluggy
@@ -281,7 +281,7 @@ class PluginManager:
     # -- hooks
 
     def call(self, plugin: Plugin, hook: str, **arguments: Any) -> list[Any]:
-        """Calls one hook of one plugin; an empty list when it does not implement it.
+        """What one hook of one plugin gives, a generator as a list; an empty list when it does not implement it.
 
         Raises:
             PluginError: The plugin raised something that is not a `FairleadError`.
@@ -289,7 +289,7 @@ class PluginManager:
         others = [p for p in self._pluggy.get_plugins() if p is not plugin]
         caller = cast("Callable[..., list[Any]]", self._pluggy.subset_hook_caller(hook, others))
         try:
-            return caller(**arguments)
+            return [list(one) if isinstance(one, Iterator) else one for one in caller(**arguments)]
         except FairleadError:
             raise
         except Exception as error:

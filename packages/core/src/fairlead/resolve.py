@@ -18,7 +18,7 @@ from fairlead.config_bases import (
 from fairlead.detect import FALLBACK, ChosenEnvironment, choose_environment
 from fairlead.errors import MissingDependencyError, PluginError
 from fairlead.facts import Job, Setting, Topology
-from fairlead.findings import Severity
+from fairlead.findings import Finding, Severity
 from fairlead.hardware import choose_accelerator, count_devices
 from fairlead.network import network_findings, network_settings
 from fairlead.partial_resolution import PartialResolution, Purpose
@@ -274,9 +274,9 @@ class _Resolver(PartialResolution):
             except MissingDependencyError as error:
                 if error.fix not in seen:
                     seen.add(str(error.fix))
-                    self.report(severity, "plugin-missing", error.what, where=where, fix=error.fix)
+                    self.findings.append(Finding.of(error, severity, "plugin-missing", where=where))
             except PluginError as error:
-                self.report("error", "plugin-broken", error.what, where=where, why=error.why, fix=error.fix)
+                self.findings.append(Finding.of(error, "error", "plugin-broken", where=where))
 
 
 def _default_strategies(plugins: PluginManager, accelerator: AcceleratorConfigBase | None) -> tuple[str, str]:

@@ -52,14 +52,12 @@ def check_run(
     try:
         path = run_directory(job, scheduled, cwd)
     except FairleadError as error:
-        return {}, [Finding("error", "name-invalid", error.what, where="run.name", why=error.why, fix=error.fix)]
+        return {}, [Finding.of(error, "error", "name-invalid", where="run.name")]
     settings = {"run_dir": Setting(str(path), "run.dir and run.name")}
     try:
         stored = stored_fingerprint(path)
     except FairleadError as error:
-        return settings, [
-            Finding("error", "run-directory", error.what, where=error.where, why=error.why, fix=error.fix)
-        ]
+        return settings, [Finding.of(error, "error", "run-directory")]
     asked = job.run.resume
     if asked not in ("auto", "never"):
         settings["resume"] = Setting(asked, "run.resume")
@@ -80,7 +78,7 @@ def _missing(asked: str, cwd: Path, where: str) -> list[Finding]:
         try:
             split_checkpoint_url(asked)
         except FairleadError as error:
-            return [Finding("error", "resume-path", error.what, where=where, why=error.why, fix=error.fix)]
+            return [Finding.of(error, "error", "resume-path", where=where)]
         return []
     path = cwd / asked
     if path.exists():

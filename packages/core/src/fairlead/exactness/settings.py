@@ -7,8 +7,9 @@ from typing import Final
 from fairlead.config import RunConfig
 from fairlead.config.marks import inexact_settings
 from fairlead.config_bases import BackendConfig
-from fairlead.errors import FairleadError, PluginError
+from fairlead.errors import FairleadError
 from fairlead.findings import Inexact
+from fairlead.hooks import answers
 from fairlead.plugins import PluginManager
 from fairlead.resolution import Resolution
 
@@ -74,19 +75,8 @@ def _backend(config: BackendConfig, resolution: Resolution, plugins: PluginManag
 def _asked(config: BackendConfig, resolution: Resolution, plugins: PluginManager) -> list[Inexact] | None:
     """What the hook of a plugin gives; None without one.  A hook that fails says nothing that can be relied on."""
     try:
-        results = plugins.call(plugins.of(config), "fairlead_exactness", resolution=resolution)
-        return [_checked(one, config) for result in results for one in result] if results else None
+        return answers(plugins, plugins.of(config), "fairlead_exactness", Inexact, resolution=resolution)
     except FairleadError as error:
         why = error.what + (f": {error.why}" if error.why else "")
-    except Exception as error:  # a generator of the plugin's raises while it is iterated
-        why = f"fairlead_exactness raised {type(error).__name__}: {error}"
     what = f"the {config.axis} {config.name!r}"
     return [Inexact(what, why=why, fix="report it to the plugin's authors, or choose another", certain=False)]
-
-
-def _checked(one: object, config: BackendConfig) -> Inexact:
-    if not isinstance(one, Inexact):
-        raise PluginError(
-            f"fairlead_exactness of {config.axis}.{config.name} gave a {type(one).__name__}, not an Inexact"
-        )
-    return one
