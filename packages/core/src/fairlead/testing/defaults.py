@@ -5,14 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
-from fairlead.config_bases import (
-    AcceleratorConfigBase,
-    CheckpointIOConfigBase,
-    EnvironmentConfigBase,
-    PrecisionConfigBase,
-    RequeueConfigBase,
-    StrategyConfigBase,
-)
+from pydantic import create_model
+
 from fairlead.facts import Claim, Devices, Specificity
 from fairlead.findings import Inexact
 from fairlead.hookspecs import hookimpl
@@ -30,37 +24,7 @@ from fairlead.resolution import Resolution
 __all__ = ["stand_ins"]
 
 
-class _CPUConfig(AcceleratorConfigBase):
-    name: Literal["cpu"] = "cpu"
-
-
-class _SingleDeviceConfig(StrategyConfigBase):
-    name: Literal["single_device"] = "single_device"
-
-
-class _DDPConfig(StrategyConfigBase):
-    name: Literal["ddp"] = "ddp"
-
-
-class _FullConfig(PrecisionConfigBase):
-    name: Literal["32-true"] = "32-true"
-
-
-class _LightningConfig(EnvironmentConfigBase):
-    name: Literal["lightning"] = "lightning"
-
-
-class _TorchConfig(CheckpointIOConfigBase):
-    name: Literal["torch"] = "torch"
-
-
-class _NoneConfig(RequeueConfigBase):
-    name: Literal["none"] = "none"
-
-
 class _CPU(AcceleratorPlugin):
-    config = _CPUConfig
-
     @hookimpl
     def fairlead_devices(self, environ: Mapping[str, str]) -> Devices:
         return Devices(1, "a stand-in", ("CPU",), unlimited=True)
@@ -70,36 +34,16 @@ class _CPU(AcceleratorPlugin):
         return ()
 
 
-class _SingleDevice(StrategyPlugin):
-    config = _SingleDeviceConfig
-
-
-class _DDP(StrategyPlugin):
-    config = _DDPConfig
-
-
-class _Full(PrecisionPlugin):
-    config = _FullConfig
-
-
 class _Lightning(EnvironmentPlugin):
-    config = _LightningConfig
-
     @hookimpl
     def fairlead_detect(self, environ: Mapping[str, str]) -> Claim | None:
         return Claim("nothing says otherwise", Specificity.MACHINE)
 
 
 class _Torch(CheckpointIOPlugin):
-    config = _TorchConfig
-
     @hookimpl
     def fairlead_exactness(self, resolution: Resolution) -> Iterable[Inexact]:
         return ()
-
-
-class _None(RequeuePlugin):
-    config = _NoneConfig
 
 
 def stand_ins(*without: str) -> dict[str, Any]:
@@ -115,5 +59,21 @@ def stand_ins(*without: str) -> dict[str, Any]:
         >>> minimal_resolution(plugins, devices=2).value("strategy")
         'ddp'
     """
-    made: Iterable[Plugin] = (_CPU(), _SingleDevice(), _DDP(), _Full(), _Lightning(), _Torch(), _None())
+    made = (
+        _stand_in(_CPU, "cpu"),
+        _stand_in(StrategyPlugin, "single_device"),
+        _stand_in(StrategyPlugin, "ddp"),
+        _stand_in(PrecisionPlugin, "32-true"),
+        _stand_in(_Lightning, "lightning"),
+        _stand_in(_Torch, "torch"),
+        _stand_in(RequeuePlugin, "none"),
+    )
     return {key: plugin for plugin in made if (key := f"{plugin.axis}.{plugin.tag}") not in without}
+
+
+def _stand_in(kind: type[Plugin], tag: str) -> Plugin:
+    """A plugin of a class, with a config that has nothing but its name."""
+    name: Any = (Literal[tag], tag)
+    config = create_model(f"StandIn_{tag}", __base__=kind.base, name=name)
+    made: Plugin = type(f"StandIn_{tag}", (kind,), {"config": config})()
+    return made
