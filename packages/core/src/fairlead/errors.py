@@ -7,6 +7,7 @@ An error knows the exit code it ends a command with, so that scripts can tell "t
 from __future__ import annotations
 
 import difflib
+import os
 from collections.abc import Iterable
 
 __all__ = [
@@ -21,6 +22,7 @@ __all__ = [
     "RunLockedError",
     "UserCodeError",
     "did_you_mean",
+    "names_in",
 ]
 
 
@@ -126,3 +128,11 @@ def did_you_mean(word: str, known: Iterable[str], cutoff: float = 0.6) -> str | 
     lowered = {k.lower(): k for k in reversed(known)}
     close = difflib.get_close_matches(word.lower(), lowered, n=1, cutoff=cutoff)
     return lowered[close[0]] if close else None
+
+
+def names_in(folder: str | os.PathLike[str]) -> list[str]:
+    """The names in a folder, to propose one of them; none where it cannot be listed."""
+    try:
+        return sorted(os.listdir(folder))
+    except OSError:
+        return []

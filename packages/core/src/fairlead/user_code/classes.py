@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import ast
-from inspect import Signature
+from collections.abc import Iterator, Sequence
+from inspect import Parameter, Signature
 
-from fairlead.user_code.fields import dataclass_fields
-from fairlead.user_code.signature import PLAIN_FUNCTION, from_arguments, of_function, qualified
+from fairlead.user_code.signature import PLAIN_FUNCTION, from_arguments, of_function, parameter, qualified
 from fairlead.user_code.source import NotKnownError, SourceError
-from fairlead.user_code.symbols import ClassSymbol, FunctionSymbol, KnownSymbol, MissingError, Opaque, Resolver
+from fairlead.user_code.symbols import OBJECT, ClassSymbol, FunctionSymbol, KnownSymbol, MissingError, Opaque, Resolver
 
 __all__ = ["signature_of"]
 
@@ -74,7 +74,7 @@ class _ClassReader:
         return None
 
     def _inherited(self, entry: KnownSymbol, index: int) -> Signature:
-        if entry.name == "builtins.object":
+        if entry == OBJECT:
             return Signature()
         try:
             real = self.resolver.real(entry)
@@ -114,10 +114,10 @@ class _ClassReader:
         for entry in tail:
             if isinstance(entry, Opaque):
                 raise NotKnownError(entry.reason)
-        return dataclass_fields(self.resolver, [e for e in tail if isinstance(e, ClassSymbol)])
+        return _fields(self.resolver, [e for e in tail if isinstance(e, ClassSymbol)])
 
 
-_ENDS = (*(KnownSymbol(name) for name in _NO_INIT), KnownSymbol("builtins.object"))
+_ENDS = (*(KnownSymbol(name) for name in _NO_INIT), OBJECT)
 
 
 def _is_false(keyword: ast.keyword, name: str) -> bool:
@@ -130,3 +130,56 @@ def _mentions(node: ast.AST, words: tuple[str, ...]) -> bool:
         if name == "setattr" or (isinstance(name, str) and any(word in name for word in words)):
             return True
     return False
+
+
+def _annotated(resolver: Resolver, cls: ClassSymbol) -> Iterator[tuple[str, ast.AnnAssign, str]]:
+    """Field name, statement and the full name of the annotation's outermost part; ClassVar left out."""
+    for binding_list in cls.own.values():
+        for binding in binding_list:
+            node = binding.node
+            if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+                annotation = node.annotation
+                if isinstance(annotation, ast.Constant) and isinstance(annotation.value, str):
+                    try:
+                        annotation = ast.parse(annotation.value, mode="eval").body
+                    except (SyntaxError, ValueError, RecursionError, MemoryError):
+                        annotation = node.annotation
+                kind = qualified(resolver, cls, annotation)
+                if kind != "typing.ClassVar":
+                    yield node.target.id, node, kind
+
+
+def _fields(resolver: Resolver, mro: Sequence[ClassSymbol]) -> Signature:
+    """The generated `__init__` of the first class of an MRO; fields of bases come first.
+
+    Source: `dataclasses._process_class`: only bases that are dataclasses themselves contribute.
+
+    Raises:
+        NotKnownError: A field is decided at run time.
+    """
+    fields: dict[str, Parameter | None] = {}  # None: no parameter (init=False)
+    for cls in reversed(mro):
+        if not any(qualified(resolver, cls, d) == "dataclasses.dataclass" for d in cls.node.decorator_list):
+            continue
+        for name, node, kind in _annotated(resolver, cls):
+            if kind == "dataclasses.KW_ONLY":
+                continue
+            if any(b.conditional for b in cls.own[name]):
+                raise NotKnownError(f"{cls.node.name} decides at run time which fields it has")
+            default = node.value
+            if isinstance(default, ast.Call) and qualified(resolver, cls, default) == "dataclasses.field":
+                given = {keyword.arg: keyword.value for keyword in default.keywords}
+                if None in given:
+                    raise NotKnownError(f"the field {name} of {cls.node.name} is computed")
+                init = given.get("init")
+                if init is not None and not isinstance(init, ast.Constant):
+                    raise NotKnownError(f"the field {name} of {cls.node.name} is computed")
+                if isinstance(init, ast.Constant) and not init.value:
+                    fields[name] = None
+                    continue
+                default = given.get("default", given.get("default_factory"))
+            annotation = node.annotation
+            if kind == "dataclasses.InitVar" and isinstance(annotation, ast.Subscript):
+                annotation = annotation.slice
+            fields[name] = parameter(name, annotation, default)
+    return Signature([field for field in fields.values() if field is not None])

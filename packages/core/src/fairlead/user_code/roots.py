@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from fairlead.errors import ConfigError, did_you_mean
+from fairlead.errors import ConfigError, did_you_mean, names_in
 
 __all__ = ["CodeRoot", "activate", "code_root"]
 
@@ -84,7 +84,7 @@ def _given(code: str, base: Path) -> Path:
         return folder
     if os.path.exists(folder):
         raise ConfigError(f"{code!r} is not a folder", where="run.code", fix=f"name its folder: {Path(code).parent}")
-    siblings = _folders_in(folder.parent)
+    siblings = [name for name in names_in(folder.parent) if os.path.isdir(folder.parent / name)]
     near = did_you_mean(folder.name, siblings)
     raise ConfigError(
         f"the folder {code!r} does not exist",
@@ -92,13 +92,6 @@ def _given(code: str, base: Path) -> Path:
         why=f"looked for {folder}; it is relative to the job file's folder",
         fix=near and f"did you mean {Path(code).parent / near}?",
     )
-
-
-def _folders_in(parent: Path) -> list[str]:
-    try:
-        return [entry.name for entry in os.scandir(parent) if entry.is_dir()]
-    except OSError:  # missing or not to be listed: nothing to propose
-        return []
 
 
 def _project(base: Path) -> tuple[Path, str] | None:

@@ -88,8 +88,6 @@ def parameter(
 
 
 def _text(node: ast.expr) -> str:
-    if isinstance(node, ast.Constant) and isinstance(node.value, str):
-        return repr(node.value)
     try:
         return ast.unparse(node)
     except RecursionError:

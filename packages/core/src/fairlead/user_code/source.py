@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from importlib.machinery import PathFinder, SourceFileLoader
 from pathlib import Path
 
+from fairlead.errors import names_in
 from fairlead.user_code.roots import CodeRoot
 
 __all__ = ["Binding", "ModuleFile", "NotKnownError", "SourceError", "Sources"]
@@ -134,7 +135,9 @@ class Sources:
         """The modules of a package, or all top-level ones (""), for a did-you-mean."""
         package = self.locate(parent) if parent else None
         folders = self._path if not parent else () if package is None else package.folders
-        return sorted({name for folder in folders for name in _modules_in(folder)})
+        entries = [Path(name) for folder in folders for name in names_in(folder)]
+        names = {entry.name.partition(".")[0] for entry in entries if entry.suffix in (".py", ".so", "")}
+        return sorted(name for name in names - {"__init__"} if name.isidentifier())
 
     def parse(self, name: str) -> ModuleFile | None:
         """The module with its names; None if there is none.
@@ -153,29 +156,11 @@ class Sources:
         return self._parsed[name]
 
     def _fill(self, module: ModuleFile, file: Path) -> None:
-        if len(self._parsed) >= MAX_FILES or self._bytes + _size(file) > MAX_BYTES:
-            raise NotKnownError("more source would have to be read than a check allows")
         module.text = _read(file)
         self._bytes += len(module.text)
+        if len(self._parsed) >= MAX_FILES or self._bytes > MAX_BYTES:
+            raise NotKnownError("more source would have to be read than a check allows")
         bind(module, _parse(file, module.text))
-
-
-def _modules_in(folder: Path) -> Iterator[str]:
-    try:
-        entries = list(folder.iterdir())
-    except OSError:  # an archive or an unreadable folder has nothing to propose
-        return
-    for entry in entries:
-        name = entry.name.partition(".")[0]
-        if name.isidentifier() and name != "__init__" and (entry.suffix in (".py", ".so") or "." not in entry.name):
-            yield name
-
-
-def _size(file: Path) -> int:
-    try:
-        return file.stat().st_size
-    except OSError as error:
-        raise NotKnownError(f"{file} cannot be read: {error.strerror}") from None
 
 
 def _read(file: Path) -> bytes:

@@ -89,6 +89,7 @@ class Opaque:
 Symbol = ModuleSymbol | KnownSymbol | FunctionSymbol | ValueSymbol | ClassSymbol
 Ancestor = ClassSymbol | KnownSymbol | Opaque
 Seen = tuple[tuple[str, str], ...]
+OBJECT = KnownSymbol("builtins.object")
 
 
 class Resolver:
@@ -97,6 +98,7 @@ class Resolver:
     def __init__(self, sources: Sources) -> None:
         self.sources = sources
         self._classes: dict[int, ClassSymbol] = {}
+        self._shadows: dict[Ancestor, type] = {}
 
     def member(self, module_name: str, name: str, seen: Seen = (), *, trust: bool = True) -> Symbol:
         """The meaning of a module's attribute.
@@ -261,7 +263,7 @@ class Resolver:
                 if ancestor.node.decorator_list or ancestor.node.keywords:
                     raise NotKnownError(f"{ancestor.node.name} is changed when it is defined")
                 known.extend(ancestor.own)
-            elif ancestor != KnownSymbol("builtins.object"):
+            elif ancestor != OBJECT:
                 raise NotKnownError(f"a base class of {symbol.node.name} may have it")
         if hasattr(object, name):
             raise NotKnownError(f"{name} is an attribute of every class")
@@ -276,48 +278,37 @@ class Resolver:
             symbol = self.member(module, name, trust=False)
         return symbol
 
-    def mro(self, cls: ClassSymbol, inside: tuple[ClassSymbol, ...] = ()) -> list[Ancestor]:
-        """The method resolution order (C3), with `Opaque` in place of what cannot be read."""
-        if cls in inside or len(inside) > _MAX_HOPS:
-            return [cls, Opaque(f"the bases of {cls.node.name} form a circle")]
-        orders: list[list[Ancestor]] = []
-        direct: list[Ancestor] = []
-        for base in cls.node.bases:
-            order = self._base(cls, base, (*inside, cls))
-            direct.append(order[0])
-            orders.append(order)
-        merged = _merge([[*order] for order in orders] + [direct])
-        if merged is None:
+    def mro(self, cls: ClassSymbol) -> list[Ancestor]:
+        """The method resolution order, with `Opaque` in place of what cannot be read."""
+        try:
+            return [vars(kind).get("symbol", OBJECT) for kind in self._shadow(cls, ()).__mro__]
+        except TypeError:
             return [cls, Opaque(f"the bases of {cls.node.name} have no consistent order")]
-        merged = [entry for entry in merged if entry != KnownSymbol("builtins.object")]
-        return [cls, *merged, KnownSymbol("builtins.object")]
 
-    def _base(self, cls: ClassSymbol, base: ast.expr, inside: tuple[ClassSymbol, ...]) -> list[Ancestor]:
+    def _shadow(self, ancestor: Ancestor, inside: Seen) -> type:
+        """An empty class with such bases as the ancestor has, for Python to put them in order."""
+        if ancestor == OBJECT:
+            return object
+        if ancestor not in self._shadows:
+            bases: list[type] = []
+            if isinstance(ancestor, ClassSymbol):
+                here = (ancestor.module.name, ancestor.node.name)
+                if here in inside or len(inside) > _MAX_HOPS:
+                    return type("", (), {"symbol": Opaque(f"the bases of {ancestor.node.name} form a circle")})
+                bases = [self._shadow(self._base(ancestor, base), (*inside, here)) for base in ancestor.node.bases]
+            self._shadows[ancestor] = type("", tuple(bases), {"symbol": ancestor})
+        return self._shadows[ancestor]
+
+    def _base(self, cls: ClassSymbol, base: ast.expr) -> Ancestor:
         while isinstance(base, ast.Subscript):  # Generic[T], Dataset[int]
             base = base.value
         try:
             symbol = self.expression(cls.module, base)
         except (NotKnownError, MissingError, SourceError) as error:
-            return [Opaque(f"a base class of {cls.node.name} cannot be read: {error}")]
-        if isinstance(symbol, KnownSymbol):
-            return [symbol]
-        if isinstance(symbol, ClassSymbol):
-            return self.mro(symbol, inside)
-        return [Opaque(f"a base class of {cls.node.name} is computed")]
-
-
-def _merge(orders: list[list[Ancestor]]) -> list[Ancestor] | None:
-    result: list[Ancestor] = []
-    while orders := [order for order in orders if order]:
-        for order in orders:
-            head = order[0]
-            if not any(head in other[1:] for other in orders):
-                break
-        else:
-            return None
-        result.append(head)
-        orders = [order[1:] if order[0] == head else order for order in orders]
-    return result
+            return Opaque(f"a base class of {cls.node.name} cannot be read: {error}")
+        if isinstance(symbol, KnownSymbol | ClassSymbol):
+            return symbol
+        return Opaque(f"a base class of {cls.node.name} is computed")
 
 
 def _absolute(module: ModuleFile, node: ast.ImportFrom) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from fairlead.errors import ConfigError, did_you_mean
+from fairlead.errors import ConfigError, did_you_mean, names_in
 from fairlead.yaml.reader import Document, load
 
 __all__ = ["load_file"]
@@ -32,7 +32,7 @@ def _read(path: Path, source: str) -> bytes:
     except FileNotFoundError:
         raise _missing(path, source) from None
     except IsADirectoryError:
-        inside = sorted(p.name for p in _siblings(path) if p.suffix in _SUFFIXES)
+        inside = [name for name in names_in(path) if name.endswith(_SUFFIXES)]
         fix = f"name the file: {path / inside[0]}" if inside else "name a YAML file"
         raise ConfigError("this is a folder, not a file", where=source, fix=fix) from None
     except PermissionError:
@@ -49,20 +49,13 @@ def _missing(path: Path, source: str) -> ConfigError:
     folder = path.parent
     if not folder.exists():
         return ConfigError("there is no such file", where=source, why=f"the folder {folder} does not exist")
-    names = [p.name for p in _siblings(folder)]
+    names = names_in(folder)
     # A job file is most often meant: prefer those, and a name without its suffix.
     yamls = [name for name in names if name.endswith(_SUFFIXES)]
     stems = {Path(name).stem: name for name in yamls}
     near = stems.get(path.name) or did_you_mean(path.name, yamls) or did_you_mean(path.name, names)
     why = None if path.is_absolute() else f"looked in {folder.absolute()}"
     return ConfigError("there is no such file", where=source, why=why, fix=near and f"did you mean {folder / near}?")
-
-
-def _siblings(folder: Path) -> list[Path]:
-    try:
-        return list(folder.iterdir())
-    except OSError:  # a folder that may be entered but not listed: then there is nothing to propose
-        return []
 
 
 def _text(raw: bytes, source: str) -> str:
