@@ -46,7 +46,7 @@ def write(tmp_path: Path) -> Write:
 
 
 def kinds(problems: list[Problem]) -> list[tuple[str, tuple[str | int, ...]]]:
-    return [(problem.kind, problem.path) for problem in problems]
+    return [(problem.code, problem.path) for problem in problems]
 
 
 def one(problems: list[Problem]) -> Problem:
@@ -75,9 +75,9 @@ def test_a_misspelt_argument_is_named_with_what_was_meant(write: Write) -> None:
     root = write(app__init="raise RuntimeError", app__model=MODEL)
     assert check_spec("app.model:GPT", {"layers": 2, "lr": 1}, root) == []
     problem = one(check_spec("app.model:GPT", {"layres": 2}, root))
-    assert (problem.kind, problem.path, problem.fix) == ("unknown-argument", ("args", "layres"), "write 'layers'")
+    assert (problem.code, problem.path, problem.fix) == ("argument-unknown", ("args", "layres"), "write 'layers'")
     missing = one(check_spec("app.model:GPT", {"width": 2}, root))
-    assert (missing.kind, missing.path) == ("missing-argument", ("args", "layers"))
+    assert (missing.code, missing.path) == ("argument-missing", ("args", "layers"))
 
 
 @pytest.mark.parametrize(
@@ -86,23 +86,23 @@ def test_a_misspelt_argument_is_named_with_what_was_meant(write: Write) -> None:
         (
             "app.model:build",
             {"a": 1, "c": 2},
-            [("unknown-argument", ("args", "a")), ("missing-argument", ("args", "a"))],
+            [("argument-unknown", ("args", "a")), ("argument-missing", ("args", "a"))],
         ),
-        ("app.model:make", {}, [("missing-argument", ("args", "depth"))]),
+        ("app.model:make", {}, [("argument-missing", ("args", "depth"))]),
         ("app.model:alias", {"layers": 1}, []),
-        ("app.model:number", {}, [("not-callable", ("class",))]),
-        ("app.model", {}, [("not-callable", ("class",))]),
+        ("app.model:number", {}, [("class-not-callable", ("class",))]),
+        ("app.model", {}, [("class-not-callable", ("class",))]),
         ("app.model.GPT", {"layers": 1}, []),
-        ("app.model:Outer.Inner", {"sise": 1}, [("unknown-argument", ("args", "sise"))]),
+        ("app.model:Outer.Inner", {"sise": 1}, [("argument-unknown", ("args", "sise"))]),
         ("app.model:Outer.small", {}, []),
-        ("app.model:Outer.smal", {}, [("object-not-found", ("class",))]),
-        ("app.model:GTP", {}, [("object-not-found", ("class",))]),
+        ("app.model:Outer.smal", {}, [("class-not-found", ("class",))]),
+        ("app.model:GTP", {}, [("class-not-found", ("class",))]),
         ("app.modle:GPT", {}, [("module-not-found", ("class",))]),
         ("app/model.py:GPT", {}, [("module-not-found", ("class",))]),
         ("GPT", {}, [("module-not-found", ("class",))]),
         ("", {}, [("module-not-found", ("class",))]),
         ("a:b:c", {}, [("module-not-found", ("class",))]),
-        ("math:sqrt", {"x": 1}, [("cannot-know", ("class",))]),
+        ("math:sqrt", {"x": 1}, [("class-unchecked", ("class",))]),
         ("app.model:GPT", {"layers": "4"}, [("wrong-type", ("args", "layers"))]),
         ("app.model:GPT", {"layers": 1, "tied": "off"}, [("wrong-type", ("args", "tied"))]),
         ("app.model:GPT", {"layers": 1, "name": 1.0}, [("wrong-type", ("args", "name"))]),
@@ -139,12 +139,12 @@ def test_nested_specs_are_checked_with_their_paths(write: Write) -> None:
         "args": {"class": "m:Block", "args": {"size": 1, "x": 2}},
     }
     assert kinds(check_spec("m:Net", args, root)) == [
-        ("object-not-found", ("args", "blocks", 0, "args", "size", "class")),
-        ("unknown-argument", ("args", "blocks", 1, "args", "sise")),
-        ("unknown-argument", ("args", "table", "k", "deep", 0, "args", "sise")),
-        ("unknown-argument", ("args", "table", "odd", "arg")),
-        ("missing-argument", ("args", "table", "odd", "args", "size")),
-        ("unknown-argument", ("args", "args", "args", "x")),
+        ("class-not-found", ("args", "blocks", 0, "args", "size", "class")),
+        ("argument-unknown", ("args", "blocks", 1, "args", "sise")),
+        ("argument-unknown", ("args", "table", "k", "deep", 0, "args", "sise")),
+        ("argument-unknown", ("args", "table", "odd", "arg")),
+        ("argument-missing", ("args", "table", "odd", "args", "size")),
+        ("argument-unknown", ("args", "args", "args", "x")),
     ]
     assert kinds(check_spec("m:Block", {"size": {"class": "m:Net", "args": [1]}}, root))[0] == (
         "wrong-type",
@@ -175,17 +175,17 @@ def test_re_exports_are_followed(write: Write) -> None:
         app__computed="GPT = object()\nglobals()['X'] = 1",
     )
     for spec in ("app:Model", "app:nets.GPT", "typed:GPT", "typed:Base"):
-        assert kinds(check_spec(spec, {"layres": 1}, root)) == [("unknown-argument", ("args", "layres"))], spec
+        assert kinds(check_spec(spec, {"layres": 1}, root)) == [("argument-unknown", ("args", "layres"))], spec
     assert kinds(check_spec("app:Outer.Inner", {"size": 1}, root)) == []
     for spec in ("circle:X", "typed:Anything", "app.lazy:Any", "app.computed:GPT", "app.computed:Y"):
-        assert kinds(check_spec(spec, {"layres": 1}, root)) == [("cannot-know", ("class",))], spec
+        assert kinds(check_spec(spec, {"layres": 1}, root)) == [("class-unchecked", ("class",))], spec
 
 
 def test_namespace_packages_and_symlinks(write: Write, tmp_path: Path) -> None:
     root = write(ns__inner__model=MODEL)
     (tmp_path / "linked").symlink_to(tmp_path / "ns")
     for spec in ("ns.inner.model:GPT", "linked.inner.model:GPT"):
-        assert one(check_spec(spec, {"layres": 1}, root)).kind == "unknown-argument"
+        assert one(check_spec(spec, {"layres": 1}, root)).code == "argument-unknown"
 
 
 def test_archives_and_compiled_modules_are_not_known(write: Write, tmp_path: Path) -> None:
@@ -194,8 +194,8 @@ def test_archives_and_compiled_modules_are_not_known(write: Write, tmp_path: Pat
         archive.writestr("zipped.py", "class C: ...")
     (tmp_path / "fast.so").touch()
     root = code_root(None, code=None, cwd=tmp_path, sys_path=[str(tmp_path / "lib.zip")])
-    assert kinds(check_spec("zipped:C", {}, root)) == [("cannot-know", ("class",))]
-    assert kinds(check_spec("fast:C", {}, root)) == [("cannot-know", ("class",))]
+    assert kinds(check_spec("zipped:C", {}, root)) == [("class-unchecked", ("class",))]
+    assert kinds(check_spec("fast:C", {}, root)) == [("class-unchecked", ("class",))]
     assert kinds(check_spec("m:GPT", {"layers": 1}, root)) == []
 
 
@@ -235,7 +235,7 @@ def test_archives_and_compiled_modules_are_not_known(write: Write, tmp_path: Pat
 def test_what_may_change_a_signature_makes_it_unknown_never_an_error(write: Write, text: str) -> None:
     """A job that is right is never refused."""
     problems = check_spec("m:C", {"anything": 1}, write(m=text))
-    assert {problem.kind for problem in problems} <= {"cannot-know", "syntax-error"}
+    assert {problem.code for problem in problems} <= {"class-unchecked", "class-syntax"}
     assert problems
 
 
@@ -274,8 +274,8 @@ def test_parameters(write: Write, text: str, names: str, required: str) -> None:
 def test_kwargs_accept_but_hint(write: Write) -> None:
     root = write(m="def f(layers, **kwargs): ...")
     assert check_spec("m:f", {"layers": 1, "colour": 2}, root) == []
-    assert [(p.kind, p.fix) for p in check_spec("m:f", {"layres": 1}, root)] == [
-        ("cannot-know", "did you mean 'layers'?")
+    assert [(p.code, p.fix) for p in check_spec("m:f", {"layres": 1}, root)] == [
+        ("class-unchecked", "did you mean 'layers'?")
     ]
 
 
@@ -283,9 +283,9 @@ def test_kwargs_accept_but_hint(write: Write) -> None:
 def test_a_file_that_does_not_parse_is_a_problem_with_its_place(write: Write, tmp_path: Path, text: bytes) -> None:
     root = write(bad=text, good="from bad import Base\nclass C(Base): ...")
     problem = one(check_spec("bad:f", {}, root))
-    assert problem.kind == "syntax-error"
+    assert problem.code == "class-syntax"
     assert str(tmp_path / "bad.py") in problem.what
-    assert one(check_spec("good:C", {"a": 1}, root)).kind == "cannot-know"
+    assert one(check_spec("good:C", {"a": 1}, root)).code == "class-unchecked"
 
 
 def test_a_very_large_file_and_a_long_chain(write: Write) -> None:
@@ -293,8 +293,8 @@ def test_a_very_large_file_and_a_long_chain(write: Write) -> None:
     root = write(
         m="class C:\n    def __init__(self, a): ...\nif x:\n    pass\n" + branches, huge="# " + "x" * 7_000_000
     )
-    assert one(check_spec("m:C", {"a": 1, "b": 2}, root)).kind in ("unknown-argument", "cannot-know")
-    assert one(check_spec("huge:C", {}, root)).kind == "cannot-know"
+    assert one(check_spec("m:C", {"a": 1, "b": 2}, root)).code in ("argument-unknown", "class-unchecked")
+    assert one(check_spec("huge:C", {}, root)).code == "class-unchecked"
 
 
 @needs_torch
@@ -330,21 +330,21 @@ def test_torch_and_lightning_are_read_not_imported(write: Write, tmp_path: Path)
         ("lightning.pytorch:LightningModule", {{}}),
         ("torch.utils.data:DataLoader", {{"dataset": 1, "batchsize": 2}}),
     ]:
-        print([(p.kind, p.path[-1], p.fix) for p in check_spec(spec, args, root)])
+        print([(p.code, p.path[-1], p.fix) for p in check_spec(spec, args, root)])
     assert not {{"torch", "lightning", "numpy", "app"}} & set(sys.modules), "imported"
     """
     done = subprocess.run([sys.executable, "-c", dedent(code)], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.splitlines() == [
-        "[('unknown-argument', 'layres', \"write 'layers'\")]",
+        "[('argument-unknown', 'layres', \"write 'layers'\")]",
         "[]",
-        "[('unknown-argument', 'in_feature', \"write 'in_features'\")]",
-        "[('unknown-argument', 'bais', \"write 'bias'\")]",
-        "[('object-not-found', 'class', 'did you mean torch.nn:Linear?')]",
-        "[('missing-argument', 'out_features', 'give out_features (int) in args')]",
-        "[('unknown-argument', 'lrr', \"write 'lr'\")]",
+        "[('argument-unknown', 'in_feature', \"write 'in_features'\")]",
+        "[('argument-unknown', 'bais', \"write 'bias'\")]",
+        "[('class-not-found', 'class', 'did you mean torch.nn:Linear?')]",
+        "[('argument-missing', 'out_features', 'give out_features (int) in args')]",
+        "[('argument-unknown', 'lrr', \"write 'lr'\")]",
         "[]",
-        "[('unknown-argument', 'batchsize', \"write 'batch_size'\")]",
+        "[('argument-unknown', 'batchsize', \"write 'batch_size'\")]",
     ]
 
 
@@ -379,7 +379,7 @@ def test_deep_and_endless_arguments(write: Write) -> None:
     root = write(app__model=MODEL)
     loop: dict[str, object] = {}
     loop["x"] = loop
-    assert ("cannot-know") in {p.kind for p in check_spec("app.model:GPT", {"layers": 1, "width": loop}, root)}
+    assert ("class-unchecked") in {p.code for p in check_spec("app.model:GPT", {"layers": 1, "width": loop}, root)}
 
 
 def test_a_file_that_cannot_be_read(write: Write, tmp_path: Path) -> None:
@@ -391,4 +391,4 @@ def test_a_file_that_cannot_be_read(write: Write, tmp_path: Path) -> None:
             tmp_path.chmod(0o755)
             os.seteuid(65534)
             stack.callback(os.seteuid, 0)
-        assert one(check_spec("m:GPT", {}, root)).kind in ("cannot-know", "module-not-found")
+        assert one(check_spec("m:GPT", {}, root)).code in ("class-unchecked", "module-not-found")

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from fairlead.user_code.build import import_callable, instantiate
 from fairlead.user_code.check import check_spec, is_spec
-from fairlead.user_code.lookup import CallableInfo, Problem, ProblemKind, find_callable, split_spec
+from fairlead.user_code.lookup import CallableInfo, Problem, find_callable, split_spec
 from fairlead.user_code.roots import CodeRoot, activate, code_root
 from fairlead.user_code.source import Sources
 
@@ -21,7 +21,6 @@ __all__ = [
     "CallableInfo",
     "CodeRoot",
     "Problem",
-    "ProblemKind",
     "Sources",
     "activate",
     "check_spec",

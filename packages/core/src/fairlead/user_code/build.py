@@ -38,47 +38,36 @@ def import_callable(spec: str, root: CodeRoot, *, where: str | None = None) -> o
         module, name = split_spec(spec)
     except ValueError as error:
         raise UserCodeError(f"{spec[:80]!r} names no class", where=where, fix=str(error)) from None
-    if name is None:
-        module, name = _split_by_import(module, root, where)
-    value: object = _import(module, root, where)
-    done = module
+    if name is None:  # `pkg.mod.Class`: the longest part that is a module
+        parts = module.split(".")
+        splits = [(".".join(parts[:end]), ".".join(parts[end:])) for end in range(len(parts) - 1, 0, -1)]
+    else:
+        splits = [(module, name)]
+    for split in splits:
+        module, name = split
+        value: object = _import(module, root, where)
+        if value is not None:
+            break
+    else:
+        found = find_callable(spec, root)
+        if not isinstance(found, Problem):
+            raise UserCodeError(f"there is no module {module!r}", where=where)
+        raise UserCodeError(found.what, where=where, why=found.why, fix=found.fix)
     for part in name.split("."):
-        value = _attribute(value, part, done, root, where)
-        done = f"{done}.{part}"
+        value = _attribute(value, part, module, root, where)
+        module = f"{module}.{part}"
     return value
 
 
-def _split_by_import(dotted: str, root: CodeRoot, where: str | None) -> tuple[str, str]:
-    """`pkg.mod.Class`: the longest part that imports as a module."""
-    parts = dotted.split(".")
-    for end in range(len(parts) - 1, 1, -1):
-        name = ".".join(parts[:end])
-        try:
-            importlib.import_module(name)
-        except ModuleNotFoundError as error:
-            if error.name is None or not f"{name}.".startswith(f"{error.name}."):
-                _fail(f"importing {name} failed", error, root, where)
-        except (Exception, SystemExit) as error:
-            _fail(f"importing {name} failed", error, root, where)
-        else:
-            return name, ".".join(parts[end:])
-    return parts[0], ".".join(parts[1:])
-
-
-def _import(module: str, root: CodeRoot, where: str | None) -> ModuleType:
+def _import(module: str, root: CodeRoot, where: str | None) -> ModuleType | None:
+    """The module; None if there is none."""
     try:
         return importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        if error.name is not None and f"{module}.".startswith(f"{error.name}."):
-            found = find_callable(f"{module}:_", root)
-            if isinstance(found, Problem) and found.kind == "module-not-found":
-                raise UserCodeError(found.what, where=where, why=found.why, fix=found.fix) from error
-            why = "looked in:\n" + root.describe()
-            raise UserCodeError(f"there is no module {error.name!r}", where=where, why=why) from error
-        _fail(f"importing {module} failed", error, root, where)
     except FairleadError:
         raise
     except (Exception, SystemExit) as error:  # a script without a main guard exits
+        if isinstance(error, ModuleNotFoundError) and error.name and f"{module}.".startswith(f"{error.name}."):
+            return None
         _fail(f"importing {module} failed", error, root, where)
 
 
@@ -87,13 +76,9 @@ def _attribute(owner: object, name: str, done: str, root: CodeRoot, where: str |
         return getattr(owner, name)
     except AttributeError as error:
         if isinstance(owner, ModuleType) and hasattr(owner, "__path__"):
-            try:  # a submodule that its package does not import itself
-                return importlib.import_module(f"{owner.__name__}.{name}")
-            except ModuleNotFoundError as missing:
-                if missing.name != f"{owner.__name__}.{name}":
-                    _fail(f"importing {owner.__name__}.{name} failed", missing, root, where)
-            except (Exception, SystemExit) as failure:
-                _fail(f"importing {owner.__name__}.{name} failed", failure, root, where)
+            submodule = _import(f"{owner.__name__}.{name}", root, where)  # its package may not import it itself
+            if submodule is not None:
+                return submodule
         near = did_you_mean(name, dir(owner))
         fix = f"did you mean {near!r}?" if near else None
         raise UserCodeError(f"{done} has no {name!r}", where=where, why=str(error), fix=fix) from error
@@ -117,10 +102,6 @@ def instantiate(node: Mapping[str, object], root: CodeRoot, *, path: tuple[str |
         >>> instantiate({"class": "fractions:Fraction", "args": {"numerator": 3}}, root)  # doctest: +SKIP
         Fraction(3, 1)
     """
-    return _instantiate(node, root, path, 0)
-
-
-def _instantiate(node: Mapping[str, object], root: CodeRoot, path: tuple[str | int, ...], depth: int) -> object:
     where = ".".join(map(str, path)) or None
     cls, args = node.get("class"), node.get("args")
     args = {} if args is None else args
@@ -132,7 +113,7 @@ def _instantiate(node: Mapping[str, object], root: CodeRoot, path: tuple[str | i
     target = import_callable(cls, root, where=where)
     if not callable(target):
         raise UserCodeError(f"{cls} is not callable", where=where, why=f"it is a {type(target).__name__}")
-    kwargs = {name: _value(value, root, (*path, "args", name), depth + 1) for name, value in args.items()}
+    kwargs = {name: _value(value, root, (*path, "args", name)) for name, value in args.items()}
     try:
         return target(**kwargs)
     except FairleadError:
@@ -141,15 +122,15 @@ def _instantiate(node: Mapping[str, object], root: CodeRoot, path: tuple[str | i
         _fail(f"building {cls} failed", error, root, where)
 
 
-def _value(value: object, root: CodeRoot, path: tuple[str | int, ...], depth: int) -> object:
-    if depth > MAX_NESTING:
+def _value(value: object, root: CodeRoot, path: tuple[str | int, ...]) -> object:
+    if len(path) > MAX_NESTING:
         raise ConfigError(f"nested more than {MAX_NESTING} levels deep", where=".".join(map(str, path[:6])) + "...")
     if isinstance(value, Mapping):
         if is_spec(value):
-            return _instantiate(value, root, path, depth)
-        return {key: _value(child, root, (*path, key), depth + 1) for key, child in value.items()}
+            return instantiate(value, root, path=path)
+        return {key: _value(child, root, (*path, key)) for key, child in value.items()}
     if isinstance(value, list | tuple):
-        return [_value(child, root, (*path, index), depth + 1) for index, child in enumerate(value)]
+        return [_value(child, root, (*path, index)) for index, child in enumerate(value)]
     return value
 
 

@@ -12,7 +12,7 @@ from fairlead.user_code.source import Sources
 
 __all__ = ["MAX_NESTING", "check_spec", "is_spec"]
 
-MAX_NESTING = 60
+MAX_NESTING = 100  # as deep as a job file can be
 # What certainly is no int, float, ...: an int is a float in Python, and bool is an int.
 _WRONG: dict[str, tuple[type, ...]] = {
     "int": (str, list, dict),
@@ -50,73 +50,72 @@ def check_spec(
         sources: To read files only once over several checks.
 
     Returns:
-        Certain problems, and "cannot-know" where reading the source does not tell.
+        Certain problems, and "class-unchecked" where reading the source does not tell.
 
     Example:
         >>> check_spec("examples.gpt.model:GPT", {"layres": 4}, root)  # doctest: +SKIP
-        [Problem(kind='unknown-argument', path=('args', 'layres'), ..., fix="write 'layers'")]
+        [Problem(code='argument-unknown', path=('args', 'layres'), ..., fix="write 'layers'")]
     """
-    return list(_check(cls, args, Sources(root) if sources is None else sources, (), 0))
+    return list(_check(cls, args, Sources(root) if sources is None else sources, ()))
 
 
-def _check(
-    cls: str, args: Mapping[str, object], sources: Sources, path: tuple[str | int, ...], depth: int
-) -> Iterator[Problem]:
+def _check(cls: str, args: Mapping[str, object], sources: Sources, path: tuple[str | int, ...]) -> Iterator[Problem]:
     found = find_callable(cls, sources.root, sources=sources)
     if isinstance(found, Problem):
         yield _at(found, path)
     else:
         yield from (_at(problem, path) for problem in _arguments(found, args))
-    yield from _nested(args, sources, (*path, "args"), depth + 1)
+    for name, value in args.items():
+        yield from _nested(value, sources, (*path, "args", _key(name)))
+
+
+def _key(key: object) -> str | int:
+    return key if isinstance(key, str | int) else str(key)
 
 
 def _at(problem: Problem, path: tuple[str | int, ...]) -> Problem:
-    return Problem(problem.kind, (*path, *problem.path), problem.what, problem.why, problem.fix)
+    return Problem(problem.code, (*path, *problem.path), problem.what, problem.why, problem.fix)
 
 
-def _nested(value: object, sources: Sources, path: tuple[str | int, ...], depth: int) -> Iterator[Problem]:
-    if depth > MAX_NESTING:
-        yield Problem("cannot-know", path, f"nested more than {MAX_NESTING} levels deep")
+def _nested(value: object, sources: Sources, path: tuple[str | int, ...]) -> Iterator[Problem]:
+    if len(path) > MAX_NESTING:
+        yield Problem("class-unchecked", path, f"nested more than {MAX_NESTING} levels deep")
         return
-    if isinstance(value, Mapping) and path[-1:] != ("args",) and is_spec(value):
-        yield from _spec(value, sources, path, depth)
+    if is_spec(value):
+        yield from _spec(value, sources, path)
     elif isinstance(value, Mapping):
         for key, child in value.items():
-            place = (*path, key if isinstance(key, str | int) else str(key))
-            # A parameter may itself be called `args`: its value is a spec like any other.
-            yield from (
-                _spec(child, sources, place, depth) if is_spec(child) else _nested(child, sources, place, depth + 1)
-            )
+            yield from _nested(child, sources, (*path, _key(key)))
     elif isinstance(value, Sequence) and not isinstance(value, str | bytes):
         for index, child in enumerate(value):
-            yield from _nested(child, sources, (*path, index), depth + 1)
+            yield from _nested(child, sources, (*path, index))
 
 
-def _spec(value: object, sources: Sources, path: tuple[str | int, ...], depth: int) -> Iterator[Problem]:
+def _spec(value: object, sources: Sources, path: tuple[str | int, ...]) -> Iterator[Problem]:
     assert isinstance(value, Mapping)
     for key in value:
         if key not in ("class", "args"):
             near = did_you_mean(str(key), ["args"])
             fix = "write 'args'" if near else "put the arguments under 'args'"
-            yield Problem("unknown-argument", (*path, str(key)), f"{key!r} beside 'class'", "there is only args", fix)
+            yield Problem("argument-unknown", (*path, str(key)), f"{key!r} beside 'class'", "there is only args", fix)
     args = value.get("args")
     if args is not None and not isinstance(args, Mapping):
         yield Problem("wrong-type", (*path, "args"), "'args' is not a mapping", None, "write args: {name: value}")
         args = None
-    yield from _check(value["class"], args or {}, sources, path, depth)
+    yield from _check(value["class"], args or {}, sources, path)
 
 
 def _arguments(found: CallableInfo, args: Mapping[str, object]) -> Iterator[Problem]:
     signature = found.signature
     if signature is None:
         why = f"{found.unknown}; its arguments are first checked when it is built"
-        yield Problem("cannot-know", ("class",), f"what {found.spec} takes cannot be known", why)
+        yield Problem("class-unchecked", ("class",), f"what {found.spec} takes cannot be known", why)
         return
     by_name = _by_name(signature)
     misspelt: set[str] = set()
     for name, value in args.items():
         if not isinstance(name, str):
-            yield Problem("unknown-argument", ("args", str(name)), f"the argument name {name!r} is not text")
+            yield Problem("argument-unknown", ("args", str(name)), f"the argument name {name!r} is not text")
         elif name in by_name:
             yield from _type(found, by_name[name], value)
         else:
@@ -130,12 +129,12 @@ def _arguments(found: CallableInfo, args: Mapping[str, object]) -> Iterator[Prob
         if parameter.kind is Parameter.POSITIONAL_ONLY:
             why = "it is positional-only, and a job file gives arguments by name"
             fix = "name a function that takes it by name"
-            yield Problem("missing-argument", ("args", parameter.name), f"{call} needs {parameter.name!r}", why, fix)
+            yield Problem("argument-missing", ("args", parameter.name), f"{call} needs {parameter.name!r}", why, fix)
         elif parameter.name not in args and parameter.name not in misspelt:
             what = f"{call} needs the argument {parameter.name!r}"
             annotation = "" if parameter.annotation is Parameter.empty else f" ({parameter.annotation})"
             fix = f"give {parameter.name}{annotation} in args"
-            yield Problem("missing-argument", ("args", parameter.name), what, _source(found), fix)
+            yield Problem("argument-missing", ("args", parameter.name), what, _source(found), fix)
 
 
 def _by_name(signature: Signature) -> dict[str, Parameter]:
@@ -148,15 +147,15 @@ def _unknown(found: CallableInfo, signature: Signature, name: str, near: str | N
     if any(parameter.kind is Parameter.VAR_KEYWORD for parameter in signature.parameters.values()):
         if near is not None:
             what = f"{found.name} takes any argument (**kwargs), so {name!r} may be right"
-            yield Problem("cannot-know", ("args", name), what, None, f"did you mean {near!r}?")
+            yield Problem("class-unchecked", ("args", name), what, None, f"did you mean {near!r}?")
         return
     if name in signature.parameters:
         why = "it is positional-only, and a job file gives arguments by name"
-        yield Problem("unknown-argument", ("args", name), f"{found.name} does not take {name!r} by name", why)
+        yield Problem("argument-unknown", ("args", name), f"{found.name} does not take {name!r} by name", why)
         return
     takes = ", ".join(_by_name(signature)) or "no arguments"
     fix = f"write {near!r}" if near else f"it takes: {takes}"
-    yield Problem("unknown-argument", ("args", name), f"{found.name} takes no argument {name!r}", _source(found), fix)
+    yield Problem("argument-unknown", ("args", name), f"{found.name} takes no argument {name!r}", _source(found), fix)
 
 
 def _source(found: CallableInfo) -> str | None:

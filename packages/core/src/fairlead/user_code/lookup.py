@@ -7,7 +7,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from inspect import Signature
 from pathlib import Path
-from typing import Literal
 
 from fairlead.errors import did_you_mean
 from fairlead.user_code.classes import signature_of
@@ -23,31 +22,22 @@ from fairlead.user_code.symbols import (
     ValueSymbol,
 )
 
-__all__ = ["CallableInfo", "Problem", "ProblemKind", "find_callable", "split_spec"]
+__all__ = ["CallableInfo", "Problem", "find_callable", "split_spec"]
 
-ProblemKind = Literal[
-    "module-not-found",
-    "object-not-found",
-    "not-callable",
-    "unknown-argument",
-    "missing-argument",
-    "wrong-type",
-    "cannot-know",
-    "syntax-error",
-]
 _DOTTED = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*")
 MAX_SPEC = 500
 
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing that is wrong with a `{class:, args:}` node, or that reading cannot tell ("cannot-know").
+    """One thing that is wrong with a `{class:, args:}` node, or that reading cannot tell ("class-unchecked").
 
     Attributes:
+        code: One of `fairlead.findings.CODES`.
         path: Below the node: `("class",)`, `("args", "layres")`.
     """
 
-    kind: ProblemKind
+    code: str
     path: tuple[str | int, ...]
     what: str
     why: str | None = None
@@ -115,16 +105,18 @@ def find_callable(spec: str, root: CodeRoot, *, sources: Sources | None = None) 
     except _SpecError as error:
         return error.problem
     except NotKnownError as error:
-        return _problem("cannot-know", f"what {spec[:MAX_SPEC]} takes cannot be known without importing it", str(error))
+        return _problem(
+            "class-unchecked", f"what {spec[:MAX_SPEC]} takes cannot be known without importing it", str(error)
+        )
     except SourceError as error:
         line = f":{error.line}" if error.line else ""
-        return _problem("syntax-error", f"{error.file}{line} does not parse", error.message, "correct the file")
+        return _problem("class-syntax", f"{error.file}{line} does not parse", error.message, "correct the file")
     except RecursionError:
-        return _problem("cannot-know", f"{spec} is too deeply nested to read")
+        return _problem("class-unchecked", f"{spec} is too deeply nested to read")
 
 
-def _problem(kind: ProblemKind, what: str, why: str | None = None, fix: str | None = None) -> Problem:
-    return Problem(kind, ("class",), what, why, fix)
+def _problem(code: str, what: str, why: str | None = None, fix: str | None = None) -> Problem:
+    return Problem(code, ("class",), what, why, fix)
 
 
 def _find(spec: str, sources: Sources) -> CallableInfo:
@@ -145,11 +137,11 @@ def _find(spec: str, sources: Sources) -> CallableInfo:
             near = did_you_mean(part, error.known)
             fix = f"did you mean {module}:{owner}{near}?" if near else _choices(error.known)
             what = f"{error.owner} has no {part!r}"
-            raise _SpecError(_problem("object-not-found", what, _where(module, sources), fix)) from None
+            raise _SpecError(_problem("class-not-found", what, _where(module, sources), fix)) from None
         owner += f"{part}."
     if isinstance(symbol, ModuleSymbol | ValueSymbol):
         kind = "a module" if isinstance(symbol, ModuleSymbol) else "a value"
-        raise _SpecError(_problem("not-callable", f"{spec} is {kind}, not a class or a function"))
+        raise _SpecError(_problem("class-not-callable", f"{spec} is {kind}, not a class or a function"))
     if not isinstance(symbol, ClassSymbol | FunctionSymbol):
         raise NotKnownError(f"{name} is not written in a source file that can be read")
     signature: Signature | None = None
@@ -167,7 +159,7 @@ def _guess(dotted: str, sources: Sources) -> tuple[str, str]:
     for end in range(len(parts) - 1, 0, -1):
         if sources.locate(".".join(parts[:end])) is not None:
             if end == len(parts) - 1 and sources.locate(dotted) is not None:
-                raise _SpecError(_problem("not-callable", f"{dotted} is a module", None, f"write {dotted}:NAME"))
+                raise _SpecError(_problem("class-not-callable", f"{dotted} is a module", None, f"write {dotted}:NAME"))
             return ".".join(parts[:end]), ".".join(parts[end:])
     return ".".join(parts[:-1]), parts[-1]
 
