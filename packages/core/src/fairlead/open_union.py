@@ -20,7 +20,7 @@ from fairlead.errors import FairleadError
 from fairlead.plugin_classes import Plugin
 from fairlead.plugins import PluginManager, default_plugins
 
-__all__ = ["OpenUnion", "parse_backend"]
+__all__ = ["OpenUnion", "config_mistake", "parse_backend"]
 
 
 _expanding: ContextVar[frozenset[str]] = ContextVar("fairlead_axes_in_schema", default=frozenset())
@@ -129,25 +129,20 @@ def _lookup(axis: str, name: str, plugins: PluginManager, literals: tuple[str, .
         code = {"MissingDependencyError": "plugin-missing", "PluginError": "plugin-broken"}.get(
             type(error).__name__, "unknown-tag"
         )
-        raise PydanticCustomError(
-            code,
-            "{what}",
-            {"what": error.what, "why": _with_literals(error.why, literals), "fix": error.fix},
-        ) from None
-
-
-def _with_literals(why: str | None, literals: tuple[str, ...]) -> str | None:
-    return f"{why}; also: {', '.join(literals)}" if why and literals else why
+        why = f"{error.why}; also: {', '.join(literals)}" if error.why and literals else error.why
+        raise config_mistake(code, error.what, why=why, fix=error.fix) from None
 
 
 def _wrong(axis: str, got: str, literals: tuple[str, ...], plugins: PluginManager) -> PydanticCustomError:
     names = ", ".join([*literals, *plugins.names(axis)]) or "none is installed"
-    return PydanticCustomError(
+    return config_mistake(
         "wrong-type",
-        "{what}",
-        {
-            "what": f"{got} is not a {axis}",
-            "why": f"a {axis} is a name or a mapping with `name`; names: {names}",
-            "fix": f"write `{axis}: NAME` or `{axis}: {{name: NAME, ...}}`",
-        },
+        f"{got} is not a {axis}",
+        why=f"a {axis} is a name or a mapping with `name`; names: {names}",
+        fix=f"write `{axis}: NAME` or `{axis}: {{name: NAME, ...}}`",
     )
+
+
+def config_mistake(code: str, what: str, *, why: str | None = None, fix: str | None = None) -> PydanticCustomError:
+    """What a validator raises to have a finding with this code."""
+    return PydanticCustomError(code, "{what}", {"what": what, "why": why, "fix": fix})

@@ -36,7 +36,7 @@ from fairlead.config_bases import (
 )
 from fairlead.durations import ClockTime, Duration
 from fairlead.errors import did_you_mean
-from fairlead.open_union import OpenUnion
+from fairlead.open_union import OpenUnion, config_mistake
 
 __all__ = ["TrainerConfig"]
 
@@ -295,20 +295,14 @@ def _axis_of(item: Any, index: int) -> tuple[str, Any]:
     if axis in AXES and dot:
         return axis, {**item, "name": name} if isinstance(item, Mapping) else name
     near = did_you_mean(axis, AXES) if dot else None
-    raise PydanticCustomError(
+    raise config_mistake(
         "wrong-type",
-        "{what}",
-        {
-            "what": f"plugins[{index}] is {item!r}",
-            "why": f"an item is a config object, or named `axis.name`; axes: {', '.join(AXES)}",
-            "fix": f"did you mean {near}.{name}?" if near else "write for example {name: environment.slurm}",
-        },
+        f"plugins[{index}] is {item!r}",
+        why=f"an item is a config object, or named `axis.name`; axes: {', '.join(AXES)}",
+        fix=f"did you mean {near}.{name}?" if near else "write for example {name: environment.slurm}",
     )
 
 
 def _set_twice(axis: str, first: str, second: str) -> PydanticCustomError:
-    return PydanticCustomError(
-        "axis-set-twice",
-        "{what}",
-        {"what": f"the {axis} is set twice: in {first} and in {second}", "fix": "keep one of the two"},
-    )
+    what = f"the {axis} is set twice: in {first} and in {second}"
+    return config_mistake("axis-set-twice", what, fix="keep one of the two")

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
+
+from pydantic import BaseModel
 
 from fairlead.exactness.verdicts import verdict
 from fairlead.findings import Inexact
@@ -70,11 +73,7 @@ def record(
         {'exact': True, 'world_size': 1, 'job': None, 'reasons': []}
     """
     parts = {"settings": tuple(settings), "seen": tuple(seen)}
-    reasons = [
-        {"what": one.what, "why": one.why, "fix": one.fix, "certain": one.certain, "about": about}
-        for about, part in parts.items()
-        for one in part
-    ]
+    reasons = [{**dataclasses.asdict(one), "about": about} for about, part in parts.items() for one in part]
     exact = verdict([*parts["settings"], *parts["seen"]]) == "exact"
     return {"exact": exact, "world_size": world_size, "job": job, "reasons": reasons}
 
@@ -98,23 +97,30 @@ def last_record(run: Path, job: str | None = None) -> Recorded | None:
 def _read(path: Path, number: int) -> Recorded | None:
     """None where a start was killed while it wrote, or another version wrote."""
     try:
-        found = json.loads(path.read_bytes())
+        found = _File.model_validate_json(path.read_bytes(), strict=True)
         written = path.stat().st_mtime
     except (OSError, ValueError):
         return None
-    reasons = found.get("reasons") if isinstance(found, dict) else None
-    if not isinstance(reasons, list) or not isinstance(found.get("exact"), bool):
+    if not found.reasons and not found.exact:
         return None
-    seen = [_reason(one) for one in reasons if not (isinstance(one, Mapping) and one.get("about") == "settings")]
-    known = [one for one in seen if one is not None]
-    if len(known) < len(seen) or (not reasons and not found["exact"]):
-        return None
-    ranks, job = found.get("world_size"), found.get("job")
-    ranks = ranks if isinstance(ranks, int) else None
-    return Recorded(number, tuple(known), ranks, written, job if isinstance(job, str) else None)
+    seen = [Inexact(one.what, why=one.why, fix=one.fix, certain=one.certain) for one in found.reasons if one.is_seen]
+    return Recorded(number, tuple(seen), found.world_size, written, found.job)
 
 
-def _reason(one: Any) -> Inexact | None:
-    if not isinstance(one, Mapping) or not all(isinstance(one.get(name), str) for name in ("what", "why", "fix")):
-        return None
-    return Inexact(one["what"], why=one["why"], fix=one["fix"], certain=one.get("certain", True) is not False)
+class _Reason(BaseModel):
+    what: str
+    why: str
+    fix: str
+    certain: bool = True
+    about: str = "seen"
+
+    @property
+    def is_seen(self) -> bool:
+        return self.about != "settings"
+
+
+class _File(BaseModel):
+    exact: bool
+    reasons: list[_Reason]
+    world_size: int | None = None
+    job: str | None = None

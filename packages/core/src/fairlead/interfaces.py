@@ -1,11 +1,49 @@
-"""How a run stops, and how it is started again."""
+"""What packages hand each other: plain data, and protocols for what one needs of another."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol, runtime_checkable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, Protocol, runtime_checkable
 
-__all__ = ["Requeuer", "StopGuard", "StopSignals"]
+from fairlead.facts import Claim, Devices, Job, Setting, Specificity, Topology
+from fairlead.plugins import PluginManager
+from fairlead.resolution import Resolution
+
+__all__ = [
+    "BuildContext",
+    "Claim",
+    "Devices",
+    "Job",
+    "Requeuer",
+    "Setting",
+    "Specificity",
+    "StopGuard",
+    "StopSignals",
+    "Topology",
+]
+
+
+@dataclass(frozen=True)
+class BuildContext:
+    """What a runtime is built with, besides its config.
+
+    Args:
+        resolution: All settings of the run, resolved.
+        environ: The environment variables of the process.
+        plugins: The plugin manager, to find what another package offers.
+        engine: Which of Lightning's two class families is wanted.
+        run_dir: The run directory; None when nothing is recorded.
+        extras: What an engine passes through, such as `{"wrapped": checkpoint_io}`.
+    """
+
+    resolution: Resolution
+    environ: Mapping[str, str]
+    plugins: PluginManager
+    engine: Literal["trainer", "fabric"] = "trainer"
+    run_dir: Path | None = None
+    extras: Mapping[str, Any] = field(default_factory=dict)
 
 
 @runtime_checkable
