@@ -12,6 +12,7 @@ from fairlead.errors import CheckpointError
 from fairlead_runs.commit.checkpoints import NAME, Newest
 from fairlead_runs.commit.hashing import FileHash, new_hasher
 from fairlead_runs.commit.manifest import MANIFEST, Damage, Manifest, is_inside, wrong_checksum
+from fairlead_runs.commit.retention import KEEP
 from fairlead_runs.remote.retrying import store_error
 from fairlead_runs.remote.store import Entry, Store
 from fairlead_runs.remote.urls import join
@@ -77,6 +78,11 @@ class RemoteCheckpoint:
     def complete(self) -> bool:
         """Whether the manifest is sound and every file is there in its size; contents are not read."""
         return not self.damages()
+
+    @property
+    def kept_forever(self) -> bool:
+        """Whether no retention deletes it: it has an object `KEEP`, or `keep: true` in its metadata."""
+        return KEEP in self.entries or self.metadata.get("keep") is True
 
     def damages(self) -> list[Damage]:
         """What the listing shows to be wrong."""
