@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,8 @@ from tiny_job import Data, Line, checkpoints, events, fit, latest, loader, make_
 
 from fairlead import RunConfig, Trainer
 from fairlead.errors import CheckpointError
-from fairlead_runs.commit import Checkpoint, Syscalls, publish, verify
+from fairlead_distributed.testing import run_ranks
+from fairlead_runs.commit import Checkpoint, FileHash, Syscalls, hash_file, publish, verify
 
 
 def test_best_is_known_to_lightning(tmp_path: Path) -> None:
@@ -130,7 +133,7 @@ def test_two_saves_of_one_step_do_not_write_into_each_other(
         time.sleep(0.3)
         return publish(*args, **kwargs)
 
-    monkeypatch.setattr("fairlead_lightning.checkpoint.checkpoints.publish", slowly)
+    monkeypatch.setattr("fairlead_lightning.checkpoint.commits.publish", slowly)
     fit(
         tmp_path,
         max_steps=8,
@@ -219,3 +222,46 @@ def test_a_result_that_cannot_be_saved_is_an_error(
     model = Fills()
     make_trainer(tmp_path, max_steps=12, checkpoint_io=backend).fit(model, datamodule=Data())
     assert model.seen[0] == 8
+
+
+def full_disk_on_rank_one(rank: int, root: Path) -> tuple[list[str], list[str]]:
+    """What is said, and which files are read again for their checksums."""
+    trainer = make_trainer(
+        root,
+        devices=2,
+        strategy="ddp",
+        max_steps=3,
+        limit_val_batches=0,
+        checkpoint={"every_n_steps": 1, "every_n_epochs": None, "keep_last": 9},
+    )
+    real, hashed = Syscalls.fsync, []
+
+    def fsync(system: Syscalls, fd: int) -> None:
+        if rank == 1 and trainer.global_step == 2:
+            raise OSError(28, "No space left on device")
+        real(system, fd)
+
+    def rehash(path: Path, *args: Any, **kwargs: Any) -> FileHash:
+        hashed.append(path.name)
+        return hash_file(path, *args, **kwargs)
+
+    Syscalls.fsync = fsync  # type: ignore[method-assign]
+    vars(sys.modules["fairlead_runs.commit.publish"])["hash_file"] = rehash
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.fit(Line(), datamodule=Data())
+    return [str(w.message) for w in caught if "no checkpoint was written" in str(w.message)], hashed
+
+
+def test_a_disk_that_one_rank_finds_full_costs_one_checkpoint(tmp_path: Path) -> None:
+    """No rank commits what another has not written, and the rank is named; no file is read again."""
+    (said, hashed), other = run_ranks(full_disk_on_rank_one, 2, tmp_path)
+    assert "No space left on device (rank 1)" in said[0]
+    assert hashed == []
+    assert other == ([], [])
+    run = tmp_path / "run"
+    assert [c.step for c in checkpoints(run)] == [1, 3]
+    assert [e["step"] for e in events(run, "checkpoint-failed")] == [2]
+    assert "(rank 1)" in events(run, "checkpoint-failed")[0]["error"]
+    assert all({"rank-00000.pt", "rank-00001.pt"} < c.manifest.files.keys() for c in checkpoints(run))
+    assert not list((run / "checkpoints").glob(".stage-*"))

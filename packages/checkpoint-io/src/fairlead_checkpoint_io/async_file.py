@@ -9,12 +9,9 @@ from pydantic import Field, field_validator
 
 from fairlead.capabilities import Capability, InstalledPlugins
 from fairlead.config_bases import CheckpointIOConfigBase
-from fairlead.findings import Inexact
 from fairlead.hookspecs import hookimpl
 from fairlead.open_union import OpenUnion
-from fairlead.plugin_classes import CheckpointIOPlugin
-from fairlead.resolution import Resolution
-from fairlead_checkpoint_io.torch_file import TorchCheckpointIOConfig
+from fairlead_checkpoint_io.torch_file import FilePlugin, TorchCheckpointIOConfig
 
 __all__ = ["AsyncCheckpointIOConfig", "AsyncFile", "async_file"]
 
@@ -47,25 +44,17 @@ class AsyncCheckpointIOConfig(CheckpointIOConfigBase):
         return inner
 
 
-class AsyncFile(CheckpointIOPlugin):
+class AsyncFile(FilePlugin):
     """Wraps another backend; the loop waits for a copy in memory only."""
 
     config = AsyncCheckpointIOConfig
     runtime = "fairlead_checkpoint_io.async_file_runtime:build"
     aliases = ("AsyncCheckpointIOPlugin",)
-    engines = ("torch>=2.13", "lightning>=2.6.6,<2.7")
-    extra = "lightning"
 
     @hookimpl
     def fairlead_capabilities(self, plugins: InstalledPlugins) -> Iterable[Capability]:
         """Strategies that write by themselves, or refuse it."""
-        yield Capability(
-            "checkpoint_io.async",
-            ("strategy.xla",),
-            "no",
-            "Lightning's XLA strategy takes the XLA checkpoint backend only",
-            "checkpoint_io: xla",
-        )
+        yield self.not_on_xla()
         sharded = [tag for tag, plugin in plugins.distinct("strategy").items() if plugin.sharded_state]
         if sharded:
             yield Capability(
@@ -76,11 +65,6 @@ class AsyncFile(CheckpointIOPlugin):
                 "strategy: fsdp2 with checkpoint_io: {name: distributed, background: true}, or accept that the loop "
                 "waits",
             )
-
-    @hookimpl
-    def fairlead_exactness(self, resolution: Resolution) -> Iterable[Inexact]:
-        """The wrapped backend writes; it is asked too."""
-        return ()
 
 
 async_file = AsyncFile()

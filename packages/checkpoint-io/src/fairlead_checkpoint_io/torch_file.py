@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field, field_validator
 
@@ -14,7 +14,7 @@ from fairlead.hookspecs import hookimpl
 from fairlead.plugin_classes import CheckpointIOPlugin
 from fairlead.resolution import Resolution
 
-__all__ = ["FileCheckpointIOConfig", "TorchCheckpointIOConfig", "TorchFile", "torch_file"]
+__all__ = ["FileCheckpointIOConfig", "FilePlugin", "TorchCheckpointIOConfig", "TorchFile", "torch_file"]
 
 
 class FileCheckpointIOConfig(CheckpointIOConfigBase):
@@ -45,30 +45,34 @@ class TorchCheckpointIOConfig(FileCheckpointIOConfig):
     name: Literal["torch"] = "torch"
 
 
-class TorchFile(CheckpointIOPlugin):
+class FilePlugin(CheckpointIOPlugin):
+    """What the backends have in common that write with `torch.save`."""
+
+    engines: ClassVar[tuple[str, ...]] = ("torch>=2.13", "lightning>=2.6.6,<2.7")
+    extra = "lightning"
+
+    def not_on_xla(self, fix: str = "checkpoint_io: xla") -> Capability:
+        """That Lightning's XLA strategies refuse it."""
+        reason = "Lightning's XLA strategy takes the XLA checkpoint backend only"
+        return Capability(f"checkpoint_io.{self.tag}", ("strategy.xla",), "no", reason, fix)
+
+    @hookimpl
+    def fairlead_exactness(self, resolution: Resolution) -> Iterable[Inexact]:
+        """The state is written as it is; a wrapped backend is asked too."""
+        return ()
+
+
+class TorchFile(FilePlugin):
     """Writes with `torch.save` through a temporary file in the destination directory."""
 
     config = TorchCheckpointIOConfig
     runtime = "fairlead_checkpoint_io.torch_file_runtime:build"
     aliases = ("TorchCheckpointIOPlugin",)
-    engines = ("torch>=2.13", "lightning>=2.6.6,<2.7")
-    extra = "lightning"
 
     @hookimpl
     def fairlead_capabilities(self) -> Iterable[Capability]:
         """Lightning's XLA strategies refuse it."""
-        yield Capability(
-            "checkpoint_io.torch",
-            ("strategy.xla",),
-            "no",
-            "Lightning's XLA strategy takes the XLA checkpoint backend only",
-            "checkpoint_io: xla",
-        )
-
-    @hookimpl
-    def fairlead_exactness(self, resolution: Resolution) -> Iterable[Inexact]:
-        """The state is written as it is."""
-        return ()
+        yield self.not_on_xla()
 
 
 torch_file = TorchFile()

@@ -6,11 +6,8 @@ from collections.abc import Iterable
 from typing import Literal
 
 from fairlead.capabilities import Capability
-from fairlead.findings import Inexact
 from fairlead.hookspecs import hookimpl
-from fairlead.plugin_classes import CheckpointIOPlugin
-from fairlead.resolution import Resolution
-from fairlead_checkpoint_io.torch_file import FileCheckpointIOConfig
+from fairlead_checkpoint_io.torch_file import FileCheckpointIOConfig, FilePlugin
 
 __all__ = ["XLACheckpointIOConfig", "XLAFile", "xla_file"]
 
@@ -21,7 +18,7 @@ class XLACheckpointIOConfig(FileCheckpointIOConfig):
     name: Literal["xla"] = "xla"
 
 
-class XLAFile(CheckpointIOPlugin):
+class XLAFile(FilePlugin):
     """The backend for XLA strategies."""
 
     config = XLACheckpointIOConfig
@@ -40,11 +37,6 @@ class XLAFile(CheckpointIOPlugin):
             "it moves tensors through torch_xla, which serves XLA devices only",
             "checkpoint_io: torch",
         )
-
-    @hookimpl
-    def fairlead_exactness(self, resolution: Resolution) -> Iterable[Inexact]:
-        """The state is written as it is."""
-        return ()
 
 
 xla_file = XLAFile()

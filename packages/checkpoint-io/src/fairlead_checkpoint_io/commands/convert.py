@@ -9,12 +9,7 @@ from typing import Any
 
 from fairlead.cli.session import Session
 from fairlead.errors import ConfigError
-from fairlead_checkpoint_io.commands.destination import (
-    prepare_target,
-    source_and_target,
-    write_file_whole,
-    write_folder_whole,
-)
+from fairlead_checkpoint_io.commands.destination import prepare_target, source_and_target, write_whole
 from fairlead_checkpoint_io.commands.sources import Source, size_text, sources
 from fairlead_checkpoint_io.commands.states import (
     only_weights,
@@ -41,14 +36,14 @@ def run(arguments: argparse.Namespace, session: Session) -> int:
         left_out: list[str] = []
         if arguments.to == "safetensors":
             weights, described = weights_of(state, source.content), describe(source, state)
-            write_file_whole(target, lambda path: left_out.extend(write_weights(weights, path, described)))
+            write_whole(target, lambda path: left_out.extend(write_weights(weights, path, described)))
         else:
             if arguments.weights:
                 state = only_weights(state, source.content)
             if arguments.to == "torch":
                 _write_plain(state, target)
             else:
-                write_folder_whole(target, partial(write_distributed, state, where=source.content))
+                write_whole(target, partial(write_distributed, state, where=source.content), folder=True)
         report(source, target, arguments, session, to=arguments.to, left_out=left_out)
     return 0
 
@@ -65,7 +60,7 @@ def run_consolidate(arguments: argparse.Namespace, session: Session) -> int:
 
 def _write_plain(state: dict[str, Any], target: Path) -> None:
     """One plain file, durable and atomic; equal states give equal bytes."""
-    write_file_whole(target, partial(write_state, on_host(state).state))
+    write_whole(target, partial(write_state, on_host(state).state))
 
 
 def describe(source: Source, state: dict[str, Any]) -> dict[str, Any]:

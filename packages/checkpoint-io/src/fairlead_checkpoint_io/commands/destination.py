@@ -13,11 +13,11 @@ from fairlead.cli.session import Session
 from fairlead.errors import CheckpointError, ConfigError, FairleadError
 from fairlead_checkpoint_io.commands.sources import Source, is_stored, sources
 from fairlead_checkpoint_io.files.formats import kind_of_folder
-from fairlead_runs.commit import Syscalls, hash_file
+from fairlead_runs.commit import Syscalls
 from fairlead_runs.commit.checkpoints import to_trash
 from fairlead_runs.commit.files import disk_error, ensure_dir, remove_tree
 
-__all__ = ["prepare_target", "source_and_target", "write_file_whole", "write_folder_whole"]
+__all__ = ["prepare_target", "source_and_target", "write_whole"]
 
 
 @contextmanager
@@ -77,32 +77,36 @@ def prepare_target(target: Path, *sources: Path, overwrite: bool, where: str) ->
         )
 
 
-def write_file_whole(target: Path, write: Callable[[Path], object]) -> None:
+def write_whole(target: Path, write: Callable[[Path], object], *, folder: bool = False) -> None:
     """Makes a file with `write`, which is given another name in the same folder; then gives it its own.
 
-    Raises:
-        CheckpointError: The disk refused; what was at `target` is still there.
-    """
-    with _staged(target) as (staged, system):
-        write(staged)
-        hash_file(staged, "crc32", sync=True, syscalls=system)
-        _publish(staged, target, system)
-
-
-def write_folder_whole(target: Path, write: Callable[[Path], None]) -> None:
-    """Makes a folder with `write`, which fills an empty one beside it; then gives it its name.
+    Args:
+        target: The file or folder.
+        write: Makes the file, or fills the folder.
+        folder: Whether it is an empty folder that `write` is given.
 
     Raises:
         CheckpointError: The disk refused; what was at `target` is still there.
     """
     with _staged(target) as (staged, system):
-        system.mkdir(staged)
+        if folder:
+            system.mkdir(staged)
         write(staged)
-        for folder, _, names in os.walk(staged, topdown=False):
+        for inside, _, names in os.walk(staged, topdown=False):
             for name in names:
-                hash_file(Path(folder, name), "crc32", sync=True, syscalls=system)
-            system.fsync_dir(Path(folder))
+                _sync(Path(inside, name), system)
+            system.fsync_dir(Path(inside))
+        if not folder:
+            _sync(staged, system)
         _publish(staged, target, system)
+
+
+def _sync(path: Path, system: Syscalls) -> None:
+    fd = system.open(path, os.O_RDONLY)
+    try:
+        system.fsync(fd)
+    finally:
+        system.close(fd)
 
 
 @contextmanager

@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import IO, Any, Final
 
 from fairlead_checkpoint_io.commands.sources import size_text
-from fairlead_runs.commit import Syscalls, hash_file
-from fairlead_runs.commit.hashing import FileHash
+from fairlead_runs.commit import Syscalls
 
-__all__ = ["ProgressReader", "archive_problem", "file_problem", "safetensors_problem"]
+__all__ = ["ProgressReader", "archive_problem", "safetensors_problem"]
 
 _CHUNK: Final = 4 << 20
 _REDRAW_S: Final = 0.1
@@ -55,22 +54,6 @@ class ProgressReader(Syscalls):
         """Takes the bar off the terminal."""
         if self._stream is not None:
             print(f"\r{'':<{_WIDTH + 40}}\r", end="", file=self._stream, flush=True)
-
-
-def file_problem(path: Path, expected: FileHash, reader: ProgressReader) -> str | None:
-    """How a file differs from what the manifest says; None: it does not."""
-    try:
-        size = path.stat().st_size
-        if size != expected.size:
-            reader.add(expected.size)
-            return f"{size} bytes, should be {expected.size}"
-        if hash_file(path, expected.algorithm, syscalls=reader) != expected:
-            return f"its {expected.algorithm} checksum is wrong: the content has changed"
-    except FileNotFoundError:
-        return "missing"
-    except OSError as error:
-        return f"cannot be read: {error.strerror}"
-    return None
 
 
 def archive_problem(path: Path, reader: ProgressReader) -> str | None:

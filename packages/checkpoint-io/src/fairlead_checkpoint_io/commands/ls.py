@@ -18,7 +18,6 @@ from fairlead_checkpoint_io.files.formats import names_in
 from fairlead_runs.commands.texts import ago, metric, or_dash, table
 from fairlead_runs.commit import Checkpoint, Damage, best, is_kept_forever, read_latest, verify
 from fairlead_runs.commit.checkpoints import NAME, STAGE, TEMPORARY, TRASH
-from fairlead_runs.commit.retention import KEEP
 from fairlead_runs.remote import RemoteCheckpoint
 
 __all__ = ["run"]
@@ -81,20 +80,19 @@ class Listing:
         root: A folder or a URL.
         latest: What its file `latest` names.
         rows: Oldest first.
-        unfinished: What is no checkpoint yet, or no more: `name`, `problem`, `age_s`.
+        unfinished: What is no checkpoint yet, or no more: its name, what it is, and its age in seconds.
     """
 
     root: str
     latest: str | None
     rows: list[Row]
-    unfinished: list[dict[str, Any]]
+    unfinished: list[tuple[str, str, float | None]]
 
     def report_missing_latest(self) -> None:
         """Says that the checkpoint that `latest` names is not there."""
-        problem = f"names {self.latest}, which is not there"
-        self.unfinished.append({"name": "latest", "problem": problem, "age_s": None})
+        self.unfinished.append(("latest", f"names {self.latest}, which is not there", None))
 
-    def label(self, found: Mapping[str, Checkpoint | RemoteCheckpoint], forever: Collection[str]) -> None:
+    def label(self, found: Mapping[str, Checkpoint] | Mapping[str, RemoteCheckpoint], forever: Collection[str]) -> None:
         """Says which one a resume takes, which one is best, and which no retention deletes.
 
         Args:
@@ -120,17 +118,18 @@ def run(arguments: argparse.Namespace, session: Session) -> int:
     stored = is_stored(arguments.path)
     found = _on_store(arguments.path) if stored else _on_disk(existing(arguments.path, session))
     if arguments.json:
-        document = {"path": found.root, "latest": found.latest, "checkpoints": [asdict(row) for row in found.rows]}
-        session.print_json({**document, "unfinished": found.unfinished})
+        rows = [asdict(row) for row in found.rows]
+        unfinished = [dict(zip(("name", "problem", "age_s"), item, strict=True)) for item in found.unfinished]
+        session.print_json({"path": found.root, "latest": found.latest, "checkpoints": rows, "unfinished": unfinished})
         return 0
     if not found.rows and not found.unfinished:
         session.print(f"no checkpoints in {found.root}")
     if found.rows:
         for line in table([_HEADER, *(row.cells() for row in found.rows)]):
             session.print(line)
-    for item in found.unfinished:
-        touched = f" (last touched {ago(item['age_s'])})" if item["age_s"] is not None else ""
-        session.print(f"{item['name']}: {item['problem']}{touched}")
+    for name, problem, age in found.unfinished:
+        touched = f" (last touched {ago(age)})" if age is not None else ""
+        session.print(f"{name}: {problem}{touched}")
     return 0
 
 
@@ -145,16 +144,11 @@ def _on_store(url: str) -> Listing:
         row.describe(item, item.damages())
         rows.append(row)
     latest = run.latest
-    unfinished: list[dict[str, Any]] = [
-        {"name": name, "problem": _UPLOADING, "age_s": None} for name in run.found.unfinished
-    ]
-    listing = Listing(run.store.url, latest, rows, unfinished)
+    listing = Listing(run.store.url, latest, rows, [(name, _UPLOADING, None) for name in run.found.unfinished])
     if run.lacks(latest):
         listing.report_missing_latest()
     found = {item.name: item for item in ordered if item.manifest is not None}
-    listing.label(
-        found, {name for name, item in found.items() if KEEP in item.entries or item.metadata.get("keep") is True}
-    )
+    listing.label(found, {name for name, item in found.items() if item.kept_forever})
     return listing
 
 
@@ -206,16 +200,15 @@ def _plain(path: Path) -> Row:
     return Row(path.name, str(path), size=size, labels=["plain Lightning"])
 
 
-def _unfinished(root: Path, names: Sequence[str]) -> list[dict[str, Any]]:
+def _unfinished(root: Path, names: Sequence[str]) -> list[tuple[str, str, float | None]]:
     now = time.time()
-    items = []
+    items: list[tuple[str, str, float | None]] = []
     for name in sorted(names):
         problem = next((text for prefix, text in _UNFINISHED.items() if name.startswith(prefix)), None)
         if problem is None:
             continue
         try:
-            age: float | None = max(0.0, now - os.lstat(root / name).st_mtime)
+            items.append((name, problem, max(0.0, now - os.lstat(root / name).st_mtime)))
         except OSError:  # it was finished or cleaned away while we looked
             continue
-        items.append({"name": name, "problem": problem, "age_s": age})
     return items

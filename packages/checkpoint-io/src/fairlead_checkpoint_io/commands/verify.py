@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import zipfile
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -14,41 +14,47 @@ from typing import Any
 
 from fairlead.cli.session import Session
 from fairlead.errors import CheckpointError, ConfigError, MissingDependencyError
-from fairlead_checkpoint_io.commands.file_checks import (
-    ProgressReader,
-    archive_problem,
-    file_problem,
-    safetensors_problem,
-)
+from fairlead_checkpoint_io.commands.file_checks import ProgressReader, archive_problem, safetensors_problem
 from fairlead_checkpoint_io.commands.sources import checkpoints_folder, existing, is_stored, size_text, stored_run
 from fairlead_checkpoint_io.files.formats import format_of, names_in
 from fairlead_runs.commit import list_checkpoints, read_latest, read_manifest
 from fairlead_runs.commit.checkpoints import NAME
 from fairlead_runs.commit.hashing import FileHash, new_hasher
-from fairlead_runs.commit.manifest import MANIFEST
+from fairlead_runs.commit.manifest import MANIFEST, file_problem
 from fairlead_runs.remote import RemoteCheckpoint, Store
 from fairlead_runs.remote.listing import changed
 
 __all__ = ["run"]
 
 
+Read = Callable[[ProgressReader], str | None]
+"""Reads a file, and says what is wrong with it."""
+
+
 @dataclass
 class Checked:
-    """What was found out of one checkpoint; of one on a store, `path` is its name only."""
+    """What was found out of one checkpoint.
+
+    Attributes:
+        path: Where it is; of one on a store, its name only.
+        url: Where it is on a store.
+        files: How many it has.
+        size: Their bytes.
+        note: What was compared, where that is not all.
+        damage: What is wrong, by file.
+        reads: What is still to be read, by file: many small checkpoints and one large one are read in parallel alike.
+    """
 
     path: Path
     url: str | None = None
     files: int = 0
     size: int = 0
-    damage: list[dict[str, str]] = field(default_factory=list)
     note: str = ""
+    damage: dict[str, str] = field(default_factory=dict)
+    reads: dict[str, Read] = field(default_factory=dict)
 
-    def add_damage(self, file: str, problem: str) -> None:
-        """Notes what is wrong with a file."""
-        self.damage.append({"file": file, "problem": problem})
-
-    def expect(self, files: Mapping[str, FileHash]) -> None:
-        """Counts the files of a manifest.
+    def expect(self, files: Mapping[str, FileHash], read: Callable[[str, FileHash], Read]) -> None:
+        """Notes what the manifest says, and how each file that is not known to be damaged is read.
 
         Raises:
             MissingDependencyError: The package of a checksum is missing: one error, not one a file.
@@ -56,10 +62,23 @@ class Checked:
         for algorithm in {expected.algorithm for expected in files.values()}:
             new_hasher(algorithm)
         self.files, self.size = len(files), sum(expected.size for expected in files.values())
+        self.reads = {name: read(name, expected) for name, expected in files.items() if name not in self.damage}
 
+    def __str__(self) -> str:
+        files = f"{self.files} files" if self.files != 1 else "1 file"
+        state, note = "DAMAGED" if self.damage else "ok", f"; {self.note}" if self.note else ""
+        return f"{self.path.name}: {state} ({files}, {size_text(self.size)}{note})"
 
-Task = tuple[Checked, Callable[[ProgressReader], str | None], str]
-"""What is read: of which checkpoint, the call that gives the problem, the file's name."""
+    def document(self) -> dict[str, Any]:
+        """The same for `--json`."""
+        return {
+            "path": self.url or str(self.path),
+            "ok": not self.damage,
+            "files": self.files,
+            "size": self.size,
+            "note": self.note,
+            "damage": [{"file": file, "problem": problem} for file, problem in self.damage.items()],
+        }
 
 
 def run(arguments: argparse.Namespace, session: Session) -> int:
@@ -67,54 +86,33 @@ def run(arguments: argparse.Namespace, session: Session) -> int:
     if arguments.threads is not None and arguments.threads < 1:
         raise ConfigError(f"{arguments.threads} threads", where="--threads", fix="give a number from 1")
     if is_stored(arguments.path):
-        checked, tasks, unfinished = _plan_on_store(arguments.path, newest=arguments.newest)
-        for name in unfinished:
-            session.warn(f"{name}: not uploaded to its end, so it is no checkpoint; nothing was compared")
+        checked = _on_store(arguments.path, session, newest=arguments.newest)
     else:
-        checked, tasks = _plan_on_disk(existing(arguments.path, session), newest=arguments.newest)
+        checked = _on_disk(existing(arguments.path, session), newest=arguments.newest)
+    tasks = [(one, name, read) for one in checked for name, read in one.reads.items()]
     bar = session.stderr if session.stderr.isatty() and not arguments.json else None
     reader = ProgressReader(sum(each.size for each in checked), bar)
     try:
         with ThreadPoolExecutor(arguments.threads or min(16, os.cpu_count() or 1)) as pool:
-            problems = list(pool.map(lambda task: task[1](reader), tasks))
+            problems = list(pool.map(lambda task: task[2](reader), tasks))
     finally:
         reader.close_bar()
-    for (one, _, name), problem in zip(tasks, problems, strict=True):
+    for (one, name, _), problem in zip(tasks, problems, strict=True):
         if problem is not None:
-            one.add_damage(name, problem)
+            one.damage[name] = problem
     damaged = [one for one in checked if one.damage]
     if arguments.json:
-        session.print_json({"ok": not damaged, "checkpoints": [_document(one) for one in checked]})
+        session.print_json({"ok": not damaged, "checkpoints": [one.document() for one in checked]})
     else:
         for one in checked:
-            session.print(_line(one))
-            for damage in one.damage:
-                session.print(f"  {damage['file']}: {damage['problem']}")
+            session.print(str(one))
+            for file, problem in one.damage.items():
+                session.print(f"  {file}: {problem}")
     return 1 if damaged else 0
 
 
-def _line(one: Checked) -> str:
-    files = f"{one.files} files" if one.files != 1 else "1 file"
-    state, note = "DAMAGED" if one.damage else "ok", f"; {one.note}" if one.note else ""
-    return f"{one.path.name}: {state} ({files}, {size_text(one.size)}{note})"
-
-
-def _document(one: Checked) -> dict[str, Any]:
-    return {
-        "path": one.url or str(one.path),
-        "ok": not one.damage,
-        "files": one.files,
-        "size": one.size,
-        "note": one.note,
-        "damage": one.damage,
-    }
-
-
-# -- what is to be read: one task a file, so that many small checkpoints and one large one are parallel alike
-
-
-def _plan_on_store(url: str, *, newest: bool) -> tuple[list[Checked], list[Task], list[str]]:
-    """The checkpoints, the tasks, and what is no checkpoint because its upload has not ended.
+def _on_store(url: str, session: Session, *, newest: bool) -> list[Checked]:
+    """The checkpoints of a run on a store, or the one that was named; says what is none, as its upload has not ended.
 
     Raises:
         FairleadError: There is nothing to verify; the store refuses, or does not answer.
@@ -125,60 +123,51 @@ def _plan_on_store(url: str, *, newest: bool) -> tuple[list[Checked], list[Task]
         if run.name is not None:
             raise _one_only(url)
         chosen, unfinished = sorted(chosen, key=lambda item: item.order)[-1:], []
-    if not chosen and run.name is None:
+    if not chosen and run.name is not None:
+        damage = {MANIFEST: "missing: it was not uploaded to its end"}
+        return [Checked(Path(run.name), f"{run.store.url}/{run.name}", damage=damage)]
+    if not chosen:
         why = f"not uploaded to their end: {', '.join(unfinished)}" if unfinished else None
         raise ConfigError("there are no checkpoints to verify", where=run.store.url, why=why, fix="name another run")
-    checked: list[Checked] = []
-    tasks: list[Task] = []
-    for item in chosen:
-        one = Checked(Path(item.name), item.url)
-        checked.append(one)
-        tasks += _on_store(one, item, run.store)
-    if run.name is not None and not chosen:
-        one = Checked(Path(run.name), f"{run.store.url}/{run.name}")
-        one.add_damage(MANIFEST, "missing: it was not uploaded to its end")
-        checked.append(one)
-        unfinished = []
-    elif run.lacks(latest := run.latest):
-        one = Checked(Path(run.store.url.rpartition("/")[2]), run.store.url)
-        one.add_damage("latest", f"it names {latest}, which is not there")
-        checked.append(one)
-    return checked, tasks, unfinished
+    for name in unfinished:
+        session.warn(f"{name}: not uploaded to its end, so it is no checkpoint; nothing was compared")
+    checked = [_copy(item, run.store) for item in chosen]
+    if run.lacks(latest := run.latest):
+        checked.append(_without_latest(Path(run.store.url.rpartition("/")[2]), latest, run.store.url))
+    return checked
 
 
-def _on_store(one: Checked, item: RemoteCheckpoint, store: Store) -> Iterable[Task]:
-    for damage in item.damages():
-        one.add_damage(damage.file or item.name, damage.problem)
-    if item.manifest is None:
-        return
-    one.expect(item.manifest.files)
-    wrong = {damage["file"] for damage in one.damage}
-    for name, expected in item.manifest.files.items():
-        if name not in wrong:
-            yield one, partial(_stored_problem, store, item.name, name, expected), name
+def _copy(item: RemoteCheckpoint, store: Store) -> Checked:
+    one = Checked(Path(item.name), item.url)
+    one.damage = {damage.file or item.name: damage.problem for damage in item.damages()}
+
+    def read(name: str, expected: FileHash) -> Read:
+        def problem(reader: ProgressReader) -> str | None:
+            damage = changed(store, item.name, name, expected, reader.add)
+            return damage.problem if damage is not None else None
+
+        return problem
+
+    if item.manifest is not None:
+        one.expect(item.manifest.files, read)
+    return one
 
 
-def _stored_problem(store: Store, checkpoint: str, name: str, expected: FileHash, reader: ProgressReader) -> str | None:
-    damage = changed(store, checkpoint, name, expected, reader.add)
-    return damage.problem if damage is not None else None
-
-
-def _plan_on_disk(path: Path, *, newest: bool) -> tuple[list[Checked], list[Task]]:
+def _on_disk(path: Path, *, newest: bool) -> list[Checked]:
     folder = checkpoints_folder(path)
-    if folder is None and newest:
-        raise _one_only(str(path))
-    checked: list[Checked] = []
-    tasks: list[Task] = []
-    for root in [path] if folder is None else _checkpoints_in(folder, newest=newest):
-        one = Checked(root)
-        checked.append(one)
-        tasks += _on_disk(one, single=folder is None)
-    latest = read_latest(folder) if folder is not None else None
-    if folder is not None and latest is not None and not (folder / latest).is_dir():
-        one = Checked(folder)
-        one.add_damage("latest", f"it names {latest}, which is not there")
-        checked.append(one)
-    return checked, tasks
+    if folder is None:
+        if newest:
+            raise _one_only(str(path))
+        return [_checkpoint(path, single=True)]
+    checked = [_checkpoint(root, single=False) for root in _checkpoints_in(folder, newest=newest)]
+    latest = read_latest(folder)
+    if latest is not None and not (folder / latest).is_dir():
+        checked.append(_without_latest(folder, latest))
+    return checked
+
+
+def _without_latest(run: Path, latest: str | None, url: str | None = None) -> Checked:
+    return Checked(run, url, damage={"latest": f"it names {latest}, which is not there"})
 
 
 def _one_only(where: str) -> ConfigError:
@@ -206,25 +195,25 @@ def _checkpoints_in(folder: Path, *, newest: bool) -> list[Path]:
     return roots
 
 
-def _on_disk(one: Checked, *, single: bool) -> Iterable[Task]:
-    path = one.path
+def _checkpoint(path: Path, *, single: bool) -> Checked:
+    one = Checked(path)
     if path.is_dir() and ((path / MANIFEST).exists() or NAME.fullmatch(path.name)):
         try:
             files = read_manifest(path).files
         except CheckpointError as error:
-            one.add_damage(MANIFEST, error.why or error.what)
-            return
-        one.expect(files)
-        for name, expected in files.items():
-            yield one, partial(file_problem, path / name, expected), name
-        return
+            one.damage[MANIFEST] = error.why or error.what
+            return one
+        one.expect(
+            files, lambda name, expected: lambda reader: file_problem(path / name, expected, deep=True, syscalls=reader)
+        )
+        return one
     try:
         kind = format_of(path)
     except CheckpointError as error:
         if single and not (path.is_file() and path.stat().st_size == 0):
             raise  # a wrong path is a wrong call; among checkpoints, or empty, it is damage
-        one.add_damage(path.name, error.why or error.what)
-        return
+        one.damage[path.name] = error.why or error.what
+        return one
     if kind == "deepspeed":
         raise ConfigError(
             "this DeepSpeed folder has nothing to compare with",
@@ -234,21 +223,22 @@ def _on_disk(one: Checked, *, single: bool) -> Iterable[Task]:
     if kind == "distributed":
         one.note = "sizes only: without a manifest there are no checksums"
         _compare_sizes(one)
-    elif kind == "safetensors":
-        one.files, one.size = 1, path.stat().st_size
+        return one
+    one.files, one.size = 1, path.stat().st_size
+    if kind == "safetensors":
         one.note = "its size against its header; it holds no checksums"
-        yield one, lambda reader: safetensors_problem(path), path.name
+        one.reads[path.name] = lambda reader: safetensors_problem(path)
+    elif zipfile.is_zipfile(path):
+        one.note = "the checksums inside the file"
+        one.reads[path.name] = partial(archive_problem, path)
     else:
-        one.files, one.size = 1, path.stat().st_size
         with path.open("rb") as file:
             is_archive = file.read(2) == b"PK"
-        if zipfile.is_zipfile(path):
-            one.note = "the checksums inside the file"
-            yield one, partial(archive_problem, path), path.name
-        elif is_archive:
-            one.add_damage(path.name, "its end is missing: it was cut off")
+        if is_archive:
+            one.damage[path.name] = "its end is missing: it was cut off"
         else:
             one.note = "nothing was compared: files of torch before 1.6 hold no checksums"
+    return one
 
 
 def _compare_sizes(one: Checked) -> None:
@@ -264,7 +254,6 @@ def _compare_sizes(one: Checked) -> None:
     names = [name for name in names_in(one.path) if (one.path / name).is_file()]
     one.files, one.size = len(names), sum((one.path / name).stat().st_size for name in names)
     try:
-        for name, problem in Shards(one.path).wrong_files():
-            one.add_damage(name, problem)
+        one.damage |= Shards(one.path).wrong_files()
     except CheckpointError as error:
-        one.add_damage(".metadata", error.why or error.what)
+        one.damage[".metadata"] = error.why or error.what

@@ -10,11 +10,8 @@ from pydantic import Field
 
 from fairlead.capabilities import Capability
 from fairlead.durations import Duration
-from fairlead.findings import Inexact
 from fairlead.hookspecs import hookimpl
-from fairlead.plugin_classes import CheckpointIOPlugin
-from fairlead.resolution import Resolution
-from fairlead_checkpoint_io.torch_file import FileCheckpointIOConfig
+from fairlead_checkpoint_io.torch_file import FileCheckpointIOConfig, FilePlugin
 
 __all__ = ["DistributedCheckpointIOConfig", "DistributedShards", "distributed_shards"]
 
@@ -41,26 +38,18 @@ class DistributedCheckpointIOConfig(FileCheckpointIOConfig):
     """How long the ranks wait for the slowest one to write its part, before the save fails on all of them."""
 
 
-class DistributedShards(CheckpointIOPlugin):
+class DistributedShards(FilePlugin):
     """Every rank writes its part, each tensor once."""
 
     config = DistributedCheckpointIOConfig
     runtime = "fairlead_checkpoint_io.distributed_shards.runtime:build"
     aliases = ("DistributedCheckpointIOPlugin",)
-    engines = ("torch>=2.13", "lightning>=2.6.6,<2.7")
-    extra = "lightning"
 
     @hookimpl
     def fairlead_capabilities(self) -> Iterable[Capability]:
         """Strategies whose state it cannot take apart."""
         name = "checkpoint_io.distributed"
-        yield Capability(
-            name,
-            ("strategy.xla",),
-            "no",
-            "Lightning's XLA strategy takes the XLA checkpoint backend only",
-            "checkpoint_io: xla",
-        )
+        yield self.not_on_xla()
         yield Capability(
             name,
             ("strategy.deepspeed",),
@@ -81,11 +70,6 @@ class DistributedShards(CheckpointIOPlugin):
             "yes",
             "each of them reads what the others have written",
         )
-
-    @hookimpl
-    def fairlead_exactness(self, resolution: Resolution) -> Iterable[Inexact]:
-        """Every rank's part is written as it is."""
-        return ()
 
 
 distributed_shards = DistributedShards()

@@ -54,11 +54,9 @@ class Ranks:
         Raises:
             CheckpointError: A rank could not make it, or is gone.
         """
-        found: list[Any] = [None] * self.size
         value = _caught(mine)
-        if self._front is None:
-            found = [value]
-        else:
+        found = [value] * self.size
+        if self._front is not None:
             self._talk(lambda: dist.all_gather_object(found, value, group=self._front), what)
         _raise(found, what)
         return found
@@ -69,15 +67,7 @@ class Ranks:
         Raises:
             CheckpointError: A rank could not make its part, or is gone.
         """
-        made = self._made(_caught(mine), make, what, self._front)
-        if self._front is None:
-            assert made is not None
-            _raise(made, what)
-            return made[0]  # type: ignore[no-any-return]
-        box: list[Any] = [None]
-        self._talk(lambda: dist.scatter_object_list(box, made, group=self._front), what)
-        _raise(box, what)
-        return box[0]  # type: ignore[no-any-return]
+        return self._scattered(mine, make, what, self._front)
 
     def report(self, mine: Callable[[], T], finish: Callable[[Sequence[T]], None], what: str) -> None:
         """Rank 0 finishes what all ranks have done, and all hear how it went; in the thread that writes.
@@ -88,27 +78,32 @@ class Ranks:
 
         def once(values: Sequence[T]) -> list[None]:
             finish(values)
-            return [None]
+            return [None] * self.size
 
-        box = (self._made(_caught(mine), once, what, self._back) or [None])[:1]
-        if self._back is not None:
-            self._talk(lambda: dist.broadcast_object_list(box, group=self._back), what)
-        _raise(box, what)
+        self._scattered(mine, once, what, self._back)
 
-    def _made(
-        self, value: Any, make: Callable[[Sequence[Any]], Sequence[Any]], what: str, group: dist.ProcessGroup | None
-    ) -> list[Any] | None:
-        """On rank 0 what it makes of all ranks' values, or the failure in place of each; None on the others."""
-        gathered: list[Any] | None = [None] * self.size if self.rank == 0 else None
-        if group is None:
-            gathered = [value]
-        else:
+    def _scattered(
+        self,
+        mine: Callable[[], T],
+        make: Callable[[Sequence[T]], Sequence[R]],
+        what: str,
+        group: dist.ProcessGroup | None,
+    ) -> R:
+        value = _caught(mine)
+        made: Any = None
+        gathered: list[Any] | None = [value] * self.size if self.rank == 0 else None
+        if group is not None:
             self._talk(lambda: dist.gather_object(value, gathered, group=group), what)
-        if gathered is None:
-            return None
-        problem = _first(gathered, what)
-        made = _Failure(problem) if problem is not None else _caught(lambda: list(make(gathered)))
-        return [made] * self.size if isinstance(made, _Failure) else made
+        if gathered is not None:  # rank 0
+            problem = _first(gathered, what)
+            made = _Failure(problem) if problem is not None else _caught(lambda: list(make(gathered)))
+            made = [made] * self.size if isinstance(made, _Failure) else made
+        box: list[Any] = list(made) if group is None else [None]
+        if group is not None:
+            self._talk(lambda: dist.scatter_object_list(box, made, group=group), what)
+        _raise(box, what)
+        found: R = box[0]
+        return found
 
     def _talk(self, call: Callable[[], None], what: str) -> None:
         try:

@@ -10,7 +10,7 @@ import torch
 
 from fairlead_checkpoint_io.files.overlap import OverlappedCopies
 
-__all__ = ["Arena", "HostBuffers", "use_huge_pages"]
+__all__ = ["Arena", "use_huge_pages"]
 
 _HUGE: Final = 2 << 20
 _MADV_HUGEPAGE: Final = 14
@@ -89,36 +89,6 @@ class Arena:
         if side is not None:
             memory.record_stream(side)  # the state may be freed before it is copied
         self._streams.add(stream)
-
-
-class HostBuffers:
-    """One arena for each save in flight; `take` and `give` may be called from different threads."""
-
-    def __init__(self) -> None:
-        self._idle: list[Arena] = []
-        self._overlap = OverlappedCopies()
-
-    def take(self) -> Arena:
-        """An arena that no save uses."""
-        try:
-            return self._idle.pop()
-        except IndexError:
-            return Arena(pin=True, overlap=self._overlap)
-
-    def give(self, arena: Arena) -> None:
-        """Takes an arena back, when its save has ended."""
-        arena.release()
-        self._idle.append(arena)
-
-    def close(self) -> None:
-        """Frees what no save uses, and watches no steps any more."""
-        self._idle.clear()
-        self._overlap.end()
-
-    @property
-    def nbytes(self) -> int:
-        """Host memory held by arenas that no save uses, in bytes."""
-        return sum(arena.nbytes for arena in self._idle)
 
 
 def _allocate(nbytes: int, pinned: bool) -> torch.UntypedStorage:

@@ -193,19 +193,18 @@ class Shards:
             put(state, self.paths.get(name, (name,)), value)
         return state
 
-    def wrong_files(self) -> list[tuple[str, str]]:
-        """What is wrong with the files by their sizes, as name and problem: DCP stores no checksums."""
+    def wrong_files(self) -> dict[str, str]:
+        """What is wrong with the files by their sizes, by name: DCP stores no checksums."""
         ends: dict[str, int] = {}
         for info in self.contents.storage_data.values():
             ends[info.relative_path] = max(ends.get(info.relative_path, 0), info.offset + info.length)
-        wrong = []
+        wrong = {}
         for name, end in sorted(ends.items()):
             file = self.path / name
-            size = file.stat().st_size if file.is_file() else None
-            if size is None:
-                wrong.append((name, "missing"))
-            elif size < end:
-                wrong.append((name, f"{size} bytes, should be {end} at least"))
+            if not file.is_file():
+                wrong[name] = "missing"
+            elif (size := file.stat().st_size) < end:
+                wrong[name] = f"{size} bytes, should be {end} at least"
         return wrong
 
 

@@ -10,12 +10,11 @@ from pydantic import Field, field_validator
 from fairlead.capabilities import Capability
 from fairlead.config_bases import CheckpointIOConfigBase
 from fairlead.errors import ConfigError
-from fairlead.findings import Finding, Inexact
+from fairlead.findings import Finding
 from fairlead.hookspecs import hookimpl
 from fairlead.open_union import OpenUnion
-from fairlead.plugin_classes import CheckpointIOPlugin
 from fairlead.resolve import Resolution
-from fairlead_checkpoint_io.torch_file import TorchCheckpointIOConfig
+from fairlead_checkpoint_io.torch_file import FilePlugin, TorchCheckpointIOConfig
 from fairlead_runs.remote.store import missing_library
 from fairlead_runs.remote.urls import check_options, check_url
 
@@ -83,7 +82,7 @@ class RemoteCheckpointIOConfig(CheckpointIOConfigBase):
         return inner
 
 
-class Remote(CheckpointIOPlugin):
+class Remote(FilePlugin):
     """Copies every committed checkpoint to an object store."""
 
     config = RemoteCheckpointIOConfig
@@ -98,12 +97,8 @@ class Remote(CheckpointIOPlugin):
     @hookimpl
     def fairlead_capabilities(self) -> Iterable[Capability]:
         """Lightning's XLA strategies refuse it; what the inner backend does not go with, that one says."""
-        yield Capability(
-            "checkpoint_io.remote",
-            ("strategy.xla",),
-            "no",
-            "Lightning's XLA strategy takes the XLA checkpoint backend only",
-            "checkpoint_io: xla, and copy its checkpoints afterwards with fairlead_runs.remote.upload",
+        yield self.not_on_xla(
+            "checkpoint_io: xla, and copy its checkpoints afterwards with fairlead_runs.remote.upload"
         )
         yield Capability(
             "checkpoint_io.remote",
@@ -120,11 +115,6 @@ class Remote(CheckpointIOPlugin):
         if lacking is not None:
             where = "trainer.checkpoint_io.url"
             yield Finding("error", "remote-library", lacking.what, where=where, fix=lacking.fix)
-
-    @hookimpl
-    def fairlead_exactness(self, resolution: Resolution) -> Iterable[Inexact]:
-        """The wrapped backend writes, and copies are byte for byte."""
-        return ()
 
 
 remote = Remote()

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection
 from pathlib import Path
 
-from fairlead.errors import CheckpointError
-from fairlead_runs.commit import Checkpoint, RetentionPolicy, Syscalls, best, is_kept_forever, list_checkpoints
-from fairlead_runs.commit.checkpoints import to_trash
+from fairlead_runs.commit import RetentionPolicy, Syscalls, best, is_kept_forever
+from fairlead_runs.commit.checkpoints import readable_checkpoints, to_trash
 from fairlead_runs.commit.files import disk_error, remove_tree
 
 __all__ = ["evict"]
@@ -29,7 +28,7 @@ def evict(root: Path, limit: int, uploaded: Collection[str], policy: RetentionPo
     Raises:
         CheckpointError: Something cannot be deleted.
     """
-    there = _readable(root)
+    there = readable_checkpoints(root)
     stay = {there[-1].name} if there else set()
     if policy is not None and policy.metric is not None:
         stay.update(item.name for item in best(there, policy.metric, policy.mode)[:1])
@@ -47,15 +46,3 @@ def evict(root: Path, limit: int, uploaded: Collection[str], policy: RetentionPo
                 raise disk_error(error, "cannot delete a local copy", item.path) from error
             missing -= size[item.name]
     return max(0, missing), [item.name for item in movable if item.name not in uploaded]
-
-
-def _readable(root: Path) -> list[Checkpoint]:
-    """The local checkpoints whose manifest is sound, the oldest first."""
-    found = []
-    for checkpoint in list_checkpoints(root):
-        try:
-            _ = checkpoint.order
-        except CheckpointError:
-            continue  # damaged: `newest_complete` reports it
-        found.append(checkpoint)
-    return sorted(found, key=lambda item: item.order)

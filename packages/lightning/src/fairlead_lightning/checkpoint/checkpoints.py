@@ -13,41 +13,20 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import IO, Any, Final, cast
+from typing import Any, Final
 
 import lightning.pytorch as L
 import torch
 from lightning.pytorch.callbacks import Checkpoint
 
 from fairlead.config import CheckpointConfig
-from fairlead.errors import CheckpointError, FairleadError
+from fairlead.errors import CheckpointError
 from fairlead_distributed.run.session import STATE_FILE, RunSession
 from fairlead_lightning import compat
-from fairlead_lightning.checkpoint.committing import (
-    CommittingIO,
-    Hashes,
-    copies_of,
-    delete_failed_stages,
-    of_earlier_saves,
-    raised_by,
-    retain_everywhere,
-)
-from fairlead_lightning.checkpoint.saving import meet, save_and_commit
+from fairlead_lightning.checkpoint.commits import Commits
+from fairlead_lightning.checkpoint.saving import meet, write_state
 from fairlead_lightning.resume.exact_resume import ExactResume
-from fairlead_lightning.resume.rank_state import rank_file
-from fairlead_runs.commit import (
-    FileWriter,
-    RetentionPolicy,
-    abandon,
-    best,
-    checkpoint_name,
-    list_checkpoints,
-    newest_complete,
-    publish,
-    retain,
-    stage,
-    write_file,
-)
+from fairlead_runs.commit import RetentionPolicy, best, list_checkpoints, newest_complete, retain
 from fairlead_runs.describe import described
 
 __all__ = ["Checkpoints"]
@@ -75,7 +54,7 @@ class Checkpoints(Checkpoint):
         self.monitor: str | None = config.monitor
         self.best_model_path = ""
         """Where training begins and ends, the best by `monitor`, else the newest: what `ckpt_path="best"` loads."""
-        self._saved_step = self._staged_step = -1
+        self._commits: Commits | None = None
         self._saved_at = time.monotonic()
         self._last_step = 0
         self._accumulate = 1
@@ -99,6 +78,7 @@ class Checkpoints(Checkpoint):
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """The clock of `every_n_minutes` starts with the training; perhaps nothing is left to train."""
         meet(trainer)
+        self._commits = Commits(self.session, trainer.strategy, trainer.strategy.checkpoint_io, trainer.global_rank)
         self._find_best()
         self._saved_at = time.monotonic()
         self._accumulate = trainer.accumulate_grad_batches  # before a GradientAccumulationScheduler changes it
@@ -110,7 +90,7 @@ class Checkpoints(Checkpoint):
         own = self.session.checkpoint is not None and self.session.checkpoint.is_relative_to(self.directory)
         self._last_step = trainer.global_step
         self._trained = False
-        self._saved_step = trainer.global_step if own else -1
+        self._of_run.saved_step = trainer.global_step if own else -1
 
     def restored(self, state: Mapping[str, Any]) -> None:
         """The metrics are back; what an earlier validation measured is no property of the next checkpoints."""
@@ -153,7 +133,7 @@ class Checkpoints(Checkpoint):
         """Saves what was just measured, once the schedules that depend on it have seen it."""
         due, self._after_validation = self._after_validation, False
         if due:
-            self._saved_step = -1  # one that this step has already was saved before it was measured
+            self._of_run.saved_step = -1  # one that this step has already was saved before it was measured
             self.save(trainer, "validation")
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -188,7 +168,7 @@ class Checkpoints(Checkpoint):
         with whole:
             self._save_for_sure(trainer, reason or "end")
         self._corrected = None
-        self._copied(trainer)
+        self._of_run.copied()
         self._find_best()
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -200,7 +180,7 @@ class Checkpoints(Checkpoint):
             except CheckpointError as error:
                 warnings.warn(f"older checkpoints were not deleted: {error.block()}", stacklevel=2)
             trainer.strategy.barrier()
-            self._copied(trainer)
+            self._of_run.copied()
             self._find_best()
 
     def save_at_stop(self, trainer: L.Trainer, *, between_epochs: bool) -> None:
@@ -238,115 +218,32 @@ class Checkpoints(Checkpoint):
             trainer: The trainer.
             reason: Why now, for the history.
         """
-        step = trainer.global_step
-        if step == self._saved_step:
-            return
-        if step == self._staged_step:  # its stage may still be written, and the next save would write into it
-            error = self._drained(trainer)
-            if trainer.is_global_zero:
-                self._report(trainer, error, reason)
-                delete_failed_stages(error)
-        self._staged_step = step
-        began = time.monotonic()
-        metadata, policy = self._metadata(trainer), self._policy()
-        staged, error = self._staged(trainer)
-        # Every rank's own file is durable, or no rank goes on with this checkpoint.
-        if not trainer.strategy.reduce_boolean_decision(error is None):
-            self._report(trainer, error, reason)
-            if trainer.is_global_zero and staged is not None:
-                raised_by(partial(abandon, staged))
-            return
-        assert staged is not None
+        if trainer.global_step != self._of_run.saved_step:
+            self._commit(trainer, reason)
 
-        def commit(hashes: Hashes) -> None:
-            published = publish(staged, metadata, hashes=hashes)
-            self.session.event(
-                "checkpoint",
-                step=step,
-                path=str(published.path.relative_to(self.session.path)),
-                reason=reason,
-                metrics=metadata["metrics"],
-                seconds=round(time.monotonic() - began, 3),
-            )
-            retain_everywhere(trainer.strategy.checkpoint_io, published, policy)
+    def _commit(self, trainer: L.Trainer, reason: str) -> None:
+        commits = self._of_run
 
-        error = save_and_commit(trainer, staged / STATE_FILE, self.config.save_weights_only, commit)
-        self._report(trainer, error, reason)
-        delete_failed_stages(error, staged)
-        # Rank 0 alone knows whether it is saved; all must decide alike whether to save at the end.
-        if trainer.strategy.broadcast(error is None or of_earlier_saves(error, staged / STATE_FILE)):
-            self._saved_step = step
+        def own() -> dict[str, Any]:
+            measured = {"measured": sorted(self._measured), "measured_at": self._measured_at}
+            return self.exact.capture(trainer) | measured
+
+        write = partial(write_state, trainer, commits, self.config.save_weights_only)
+        commits.commit(trainer.global_step, own, write, self._metadata(trainer), self._policy(), reason=reason)
         self._saved_at = time.monotonic()
-
-    def _staged(self, trainer: L.Trainer) -> tuple[Path | None, FairleadError | OSError | None]:
-        """The folder of the next checkpoint with this rank's own file in it, or why there is none."""
-        staged: Path | None = None
-        try:
-            staged = stage(self.directory, checkpoint_name(trainer.global_step), token=self.session.token)
-            state = self.exact.capture(trainer)
-            state |= {"measured": sorted(self._measured), "measured_at": self._measured_at}
-            write_file(staged / rank_file(trainer.global_rank), partial(_save_rank_state, state))
-        except (FairleadError, OSError) as error:
-            return staged, error
-        return staged, None
 
     def _save_for_sure(self, trainer: L.Trainer, reason: str) -> None:
         """Saves and waits until it is durable.
 
         Raises:
-            CheckpointError: It is not; raised on all ranks, so that none waits for the others.
+            CheckpointError: It is not; on all ranks.
         """
-        self.save(trainer, reason)
-        error = self._drained(trainer)
-        if error is not None:  # the save of this very step may be what failed in the background
-            if trainer.is_global_zero:
-                self._report(trainer, error, reason)
-                delete_failed_stages(error)
-            self._saved_step = -1
-            self.save(trainer, reason)
-            error = self._drained(trainer)
-            if error is not None:
-                self._saved_step = -1
-            if trainer.is_global_zero:
-                self._report(trainer, error, reason)
-        if self._saved_step != trainer.global_step:
-            raise CheckpointError(
-                f"the state at step {trainer.global_step} could not be saved",
-                where=str(self.directory),
-                why="the warnings before this say why; the checkpoints before it are intact",
-                fix="make room or get write access, and start the job again: it resumes from the newest checkpoint",
-            )
+        self._of_run.save_for_sure(trainer.global_step, partial(self._commit, trainer, reason), reason=reason)
 
-    def _copied(self, trainer: L.Trainer) -> None:
-        """The run is over: waits for the copies elsewhere, where the backend keeps them.
-
-        Raises:
-            CheckpointError: They are not complete; on all ranks.
-        """
-        copies = copies_of(trainer.strategy.checkpoint_io) if trainer.is_global_zero else None
-        lacking = trainer.strategy.broadcast(copies.wait_uploaded() if copies is not None else None)
-        if lacking is not None:
-            raise CheckpointError(
-                "the result is saved here, but its copy is not complete",
-                where=str(self.directory),
-                why=lacking,
-                fix="start the job again on this machine: it uploads what is lacking",
-            )
-
-    def _drained(self, trainer: L.Trainer) -> FairleadError | OSError | None:
-        """Waits for what is written in the background; what went wrong with it, the same on all ranks."""
-        io = trainer.strategy.checkpoint_io
-        error = raised_by(io.wait) if isinstance(io, CommittingIO) else None
-        shared: FairleadError | OSError | None = trainer.strategy.broadcast(error)
-        return shared
-
-    def _report(self, trainer: L.Trainer, error: FairleadError | OSError | None, reason: str) -> None:
-        """Says loudly that a checkpoint was not written; the rank that knows why says it."""
-        if error is None:
-            return
-        text = error.block() if isinstance(error, FairleadError) else f"{type(error).__name__}: {error}"
-        self.session.event("checkpoint-failed", step=trainer.global_step, reason=reason, error=text)
-        warnings.warn(f"the training goes on, but no checkpoint was written: {text}", stacklevel=2)
+    @property
+    def _of_run(self) -> Commits:
+        assert self._commits is not None  # made when the fit starts
+        return self._commits
 
     def _current_metrics(self, trainer: L.Trainer) -> dict[str, float]:
         # What an earlier validation measured is no property of this state.
@@ -380,7 +277,3 @@ class Checkpoints(Checkpoint):
 def _last_batch(trainer: L.Trainer) -> bool:
     """Whether the epoch ends after this batch; an endless loader does not know it."""
     return bool(trainer.fit_loop.epoch_loop.batch_progress.is_last_batch)
-
-
-def _save_rank_state(state: Mapping[str, Any], file: FileWriter) -> None:
-    torch.save(state, cast("IO[bytes]", file))

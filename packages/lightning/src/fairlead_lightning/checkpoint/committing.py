@@ -4,27 +4,16 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from lightning.fabric.plugins import CheckpointIO
 
-from fairlead.errors import CheckpointError, FairleadError
-from fairlead_distributed.run.session import STATE_FILE
+from fairlead.errors import FairleadError
 from fairlead_runs.checkpoint_io import CheckpointCopies, DurableSaves, PlaceTensor, ShardedLoads, ShardedSaves
-from fairlead_runs.commit import Checkpoint, FileHash, RetentionPolicy, abandon, retain
+from fairlead_runs.commit import FileHash
 
-__all__ = [
-    "CommittingIO",
-    "Hashes",
-    "copies_of",
-    "delete_failed_stages",
-    "of_earlier_saves",
-    "raised_by",
-    "retain_everywhere",
-]
-
+__all__ = ["CommittingIO", "Hashes", "copies_of", "raised_by"]
 
 Hashes = Mapping[str, FileHash]
 """The checksums that were computed in passing, by file name."""
@@ -117,34 +106,6 @@ def copies_of(io: object) -> CheckpointCopies | None:
     """The backend that keeps copies of the checkpoints elsewhere, if this is one or passes on to one."""
     inner = io.inner if isinstance(io, CommittingIO) else io
     return inner if isinstance(inner, CheckpointCopies) else None
-
-
-def retain_everywhere(io: object, checkpoint: Checkpoint, policy: RetentionPolicy) -> None:
-    """What follows a commit: retention, and the copy elsewhere where the backend keeps one."""
-    copies = copies_of(io)
-    if copies is not None:
-        copies.committed(checkpoint, policy)
-    else:
-        retain(checkpoint.path.parent, policy)
-
-
-def of_earlier_saves(error: FairleadError | OSError, file: Path) -> bool:
-    """Whether a backend that writes in the background took this file, and reports that others were not written."""
-    where = (error.where or "").splitlines() if isinstance(error, CheckpointError) else []
-    return bool(where) and all(line.endswith(STATE_FILE) and line != str(file) for line in where)
-
-
-def delete_failed_stages(error: FairleadError | OSError | None, staged: Path | None = None) -> None:
-    """Deletes what failed saves have left; the disk may be full."""
-    if error is None:
-        return
-    where = (error.where or "").splitlines() if isinstance(error, CheckpointError) else []
-    left = {Path(line).parent for line in where if line.endswith(STATE_FILE)}
-    if staged is not None and not of_earlier_saves(error, staged / STATE_FILE):
-        left.add(staged)
-    for folder in left:
-        if folder.name.startswith(".stage-") and folder.is_dir():
-            raised_by(partial(abandon, folder))
 
 
 def raised_by(call: Callable[[], None]) -> FairleadError | OSError | None:

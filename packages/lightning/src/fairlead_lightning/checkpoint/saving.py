@@ -3,73 +3,53 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 import lightning.pytorch as L
 import torch
 from lightning.pytorch.profilers import Profiler
 from lightning.pytorch.trainer.states import TrainerStatus
-from torch.distributed.checkpoint.api import CheckpointException
 
-from fairlead.errors import CheckpointError, ConfigError, FairleadError
-from fairlead_distributed.objects import gather_objects
+from fairlead.errors import ConfigError
 from fairlead_lightning import compat
+from fairlead_lightning.checkpoint.commits import Commit, Commits, Problem
 from fairlead_lightning.checkpoint.committing import CommittingIO, Hashes, raised_by
 from fairlead_runs.checkpoint_io import ShardedSaves
 
-__all__ = ["explained", "first_error", "meet", "save_and_commit", "save_on_all_ranks"]
-
-T = TypeVar("T")
-Problem = FairleadError | OSError | None
-Commit = Callable[[Hashes], None]
-"""Publishes what was written; takes the checksums that are known, by name in the checkpoint."""
+__all__ = ["meet", "save_on_all_ranks", "write_state"]
 
 # What compilers and wrappers put into the names of parameters; torch leaves it out of sharded states, too.
 _WRAPPERS: Final = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
 
 
-def save_and_commit(trainer: L.Trainer, file: Path, weights_only: bool, commit: Commit) -> Problem:
-    """Saves the trainer's state and has it committed, at once or when it is durable; on all ranks together.
+def write_state(trainer: L.Trainer, commits: Commits, weights_only: bool, file: Path, commit: Commit) -> Problem:
+    """Writes the trainer's state and has it committed, at once or when it is durable; on all ranks together.
 
     Args:
         trainer: The trainer.
-        file: `state.ckpt` in a stage.
+        commits: Those of its run.
         weights_only: Leave out what only training needs.
+        file: `state.ckpt` in a stage.
         commit: What follows on rank 0.
 
     Returns:
-        On rank 0 why it failed, on whichever rank that was; None on the others.  Not raised, because all go on.
+        On rank 0 why it failed, on whichever rank that was.  Not raised, because all go on.
     """
-    zero = trainer.is_global_zero
+    strategy = trainer.strategy
     with _profiled(trainer):
         checkpoint = compat.dump_checkpoint(trainer, weights_only)
         shards = _sharded(trainer)
         if shards is not None:
-            error = raised_by(partial(_submit, trainer, shards, checkpoint, file, commit))
-            return error if zero else None
-        io = trainer.strategy.checkpoint_io
-        follows = io if zero and isinstance(io, CommittingIO) else None
-        if follows is not None:
-            follows.follow_with(commit)
-        error = None
-        try:
-            trainer.strategy.save_checkpoint(checkpoint, file)
-        except (FairleadError, OSError, RuntimeError, CheckpointException) as raised:
-            error = explained(raised, file)
-        trainer.strategy.barrier("Trainer.save_checkpoint")
-    # A strategy that writes by itself may have failed on one rank only.
-    error = first_error(gather_objects(error))
-    if error is not None:
-        if follows is not None:
-            follows.forget()
-        return error if zero else None
-    if not zero:
-        return None
-    return follows.finish() if follows is not None else raised_by(partial(commit, {}))
+            return raised_by(partial(_submit, trainer, shards, checkpoint, file, commit))
+
+        def save() -> None:
+            strategy.save_checkpoint(checkpoint, file)
+            strategy.barrier("Trainer.save_checkpoint")
+
+        return commits.through_strategy(file, save, commit)
 
 
 def save_on_all_ranks(
@@ -101,25 +81,6 @@ def meet(trainer: L.Trainer) -> None:
     shards = _sharded(trainer)
     if shards is not None:
         shards.meet()
-
-
-def first_error(errors: list[Problem]) -> Problem:
-    """The error of the lowest rank that has one, which then says its rank."""
-    for rank, error in enumerate(errors):
-        if rank and isinstance(error, FairleadError):
-            error.why = f"{error.why or 'it failed there'} (rank {rank})"
-        if error is not None:
-            return error
-    return None
-
-
-def explained(error: BaseException, file: Path) -> FairleadError | OSError:
-    """What a strategy raised while it wrote a checkpoint, as an error of the disk or of ours."""
-    if isinstance(error, CheckpointException):
-        error = next(iter(error.failures.values()))[0]
-    if isinstance(error, (FairleadError, OSError)):
-        return error
-    return CheckpointError("the strategy could not write it", where=str(file), why=f"{type(error).__name__}: {error}")
 
 
 def _profiled(trainer: L.Trainer) -> AbstractContextManager[None]:

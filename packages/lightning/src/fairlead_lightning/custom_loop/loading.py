@@ -15,8 +15,9 @@ from fairlead_distributed import set_rng_state
 from fairlead_distributed.objects import gather_objects
 from fairlead_distributed.run.session import STATE_FILE
 from fairlead_lightning.custom_loop.state import OWN, LoopState, loading
-from fairlead_lightning.resume.rank_state import rank_file, seed_anew
-from fairlead_runs.commit import Checkpoint, hash_file
+from fairlead_lightning.resume.rank_state import load_part, rank_file, seed_anew
+from fairlead_runs.commit import Checkpoint
+from fairlead_runs.commit.manifest import file_problem
 
 __all__ = ["Loaded", "load_checkpoint"]
 
@@ -112,17 +113,13 @@ def _together(checkpoint: Checkpoint, rank: int) -> dict[str, Any]:
 def _read(checkpoint: Checkpoint, rank: int) -> dict[str, Any]:
     path = checkpoint.path / rank_file(rank)
     expected = checkpoint.manifest.files.get(path.name)
-    try:
-        if expected is None or hash_file(path, expected.algorithm) != expected:  # torch does not look
-            raise CheckpointError(
-                "a rank's part of the checkpoint is damaged",
-                where=str(path),
-                why="its checksum is not that of the manifest",
-                fix="begin from an older one: RunConfig(resume=PATH)",
-            )
-        found: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
-    except OSError as error:
+    problem = file_problem(path, expected, deep=True) if expected is not None else "its manifest does not name it"
+    if problem is not None:  # torch does not look
         raise CheckpointError(
-            "a rank's part of the checkpoint cannot be read", where=str(path), why=error.strerror
-        ) from error
+            "a rank's part of the checkpoint is damaged",
+            where=str(path),
+            why=problem,
+            fix="begin from an older one: RunConfig(resume=PATH)",
+        )
+    found: dict[str, Any] = load_part(path)
     return found

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader
 
 from fairlead.config import CheckpointConfig, RunConfig
-from fairlead.errors import CheckpointError, ConfigError, RunDirectoryError
+from fairlead.errors import ConfigError, RunDirectoryError
 from fairlead.plugins import PluginManager, default_plugins
 from fairlead_distributed import ResumableDistributedSampler
 from fairlead_distributed.run.joining import leave_at_exit
@@ -120,7 +120,6 @@ class LoopRun:
         self._accumulate = 1
         self._restored = self._drawn = False
         self._positions: list[tuple[int, int]] = []
-        self._saved_step = -1
 
     # -- open and closed
 
@@ -246,9 +245,9 @@ class LoopRun:
             self.step, self.epoch = loaded.step, loaded.epoch
             self._monitor = self._monitor or loaded.monitor  # or the best so far would not be kept
         self._restored = True
-        if self.finished is None:
+        if self._checkpoints is not None:
             own = file is not None and file.is_relative_to(session.path)
-            self._saved_step = self.step if own else -1
+            self._checkpoints.saved_step = self.step if own else -1
             if self.fabric.is_global_zero:
                 self._metrics = _metrics_from(session.path, loaded if own else None)
             session.begin(step=self.step, epoch=self.epoch)
@@ -318,8 +317,6 @@ class LoopRun:
         state = {**self._objects.of_strategy(), **others, OWN: entry}
         metadata = self._metadata(session, metrics or {})
         saved = checkpoints.save(self.step, state, own, metadata, self._policy())
-        if saved:
-            self._saved_step = self.step
         session.beat("train", self.step)
         return saved
 
@@ -336,20 +333,8 @@ class LoopRun:
             return
         checkpoints, session = self._require_training("finish()")
         if metrics is not None:
-            self._saved_step = -1
-        for _ in range(2):  # what was taken in the background may fail only now
-            if self._saved_step != self.step:
-                self.save(metrics)
-            if checkpoints.drain(self.step):
-                break
-            self._saved_step = -1
-        if self._saved_step != self.step:
-            raise CheckpointError(
-                f"the state at step {self.step} could not be saved",
-                where=str(session.path / "checkpoints"),
-                why="the warnings before this say why; the checkpoints before it are intact",
-                fix="make room or get write access, and start the job again: it resumes from the newest checkpoint",
-            )
+            checkpoints.saved_step = -1
+        checkpoints.save_for_sure(self.step, lambda: self.save(metrics))
         checkpoints.copied()
         if self._metrics is not None:
             self._metrics.finalize("success")

@@ -14,7 +14,7 @@ from fairlead_distributed import derive_seed, rng_state, set_rng_state
 from fairlead_distributed.module_state import module_state, restore_module
 from fairlead_lightning import compat
 
-__all__ = ["FORMAT", "capture", "rank_file", "read", "restore", "seed_anew"]
+__all__ = ["FORMAT", "capture", "load_part", "rank_file", "read", "restore", "seed_anew"]
 
 FORMAT: Final = 1
 
@@ -22,6 +22,23 @@ FORMAT: Final = 1
 def rank_file(rank: int) -> str:
     """The name of the part of a checkpoint that one rank writes."""
     return f"rank-{rank:05d}.pt"
+
+
+def load_part(path: Path) -> Any:
+    """What a rank's file holds: tensors and plain data.
+
+    Raises:
+        CheckpointError: It cannot be read.
+    """
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # pickle, zip, OS: torch.load raises whatever it meets
+        raise CheckpointError(
+            "a rank's part of the checkpoint cannot be read",
+            where=str(path),
+            why=f"{type(error).__name__}: {error}",
+            fix="name an older checkpoint with --resume",
+        ) from error
 
 
 def read(folder: Path, rank: int) -> dict[str, Any] | None:
@@ -33,15 +50,7 @@ def read(folder: Path, rank: int) -> dict[str, Any] | None:
     path = folder / rank_file(rank)
     if not path.exists():
         return None
-    try:
-        state = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # pickle, zip, OS: torch.load raises whatever it meets
-        raise CheckpointError(
-            "a rank's part of the checkpoint cannot be read",
-            where=str(path),
-            why=f"{type(error).__name__}: {error}",
-            fix="name an older checkpoint with --resume",
-        ) from error
+    state = load_part(path)
     if not isinstance(state, dict) or not isinstance(state.get("format"), int):
         return None  # of a version that saved generators only
     if state["format"] > FORMAT:

@@ -15,14 +15,14 @@ import contextlib
 import os
 import re
 import secrets
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from functools import cached_property
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, Protocol, Self, TypeVar
 
 from fairlead.errors import CheckpointError
-from fairlead_runs.commit.files import disk_error, remove_tree
+from fairlead_runs.commit.files import disk_error, file_system_time, remove_tree
 from fairlead_runs.commit.manifest import MANIFEST, Damage, Manifest, read_manifest, verify
 from fairlead_runs.commit.syscalls import Syscalls
 
@@ -30,11 +30,13 @@ __all__ = [
     "LATEST",
     "Checkpoint",
     "Newest",
+    "Rated",
     "checkpoint_name",
     "discard_incomplete",
     "list_checkpoints",
     "newest_complete",
     "read_latest",
+    "readable_checkpoints",
 ]
 
 LATEST = "latest"
@@ -42,6 +44,29 @@ NAME = re.compile(r"step-(\d+)(?:\.(\d+))?")
 STAGE = ".stage-"
 TRASH = ".trash-"
 TEMPORARY = ".tmp-"
+
+
+class Rated(Protocol):
+    """What is compared of checkpoints, here or on a store."""
+
+    @property
+    def step(self) -> int:
+        """The training step."""
+
+    @property
+    def order(self) -> tuple[int, int, int]:
+        """Sorts by age."""
+
+    @property
+    def created(self) -> str:
+        """When it was written, ISO 8601."""
+
+    @property
+    def metadata(self) -> Mapping[str, Any]:
+        """What the writer said of it."""
+
+
+C = TypeVar("C", bound=Rated)
 
 
 @dataclass(frozen=True)
@@ -102,11 +127,22 @@ class Checkpoint:
 
 
 @dataclass(frozen=True)
-class Newest:
-    """The newest complete checkpoint (None: there is none) and what was passed over, with the reasons."""
+class Newest(Generic[C]):
+    """The newest complete checkpoint (None: there is none), here or on a store, and why others were passed over."""
 
-    checkpoint: Checkpoint | None
-    skipped: list[Damage] = field(default_factory=list)
+    checkpoint: C | None
+    skipped: list[Damage]
+
+    @classmethod
+    def of(cls, candidates: Iterable[C], damages: Callable[[C], list[Damage]], skipped: Iterable[Damage] = ()) -> Self:
+        """The newest candidate without damage; `skipped` was passed over before."""
+        passed = list(skipped)
+        for candidate in sorted(candidates, key=lambda item: item.order, reverse=True):
+            found = damages(candidate)
+            if not found:
+                return cls(candidate, passed)
+            passed += found
+        return cls(None, passed)
 
 
 def checkpoint_name(step: int) -> str:
@@ -136,6 +172,20 @@ def list_checkpoints(root: Path) -> list[Checkpoint]:
     return sorted(found, key=lambda checkpoint: (checkpoint.step, checkpoint.version))
 
 
+def readable_checkpoints(root: Path) -> list[Checkpoint]:
+    """Those whose manifest is sound, the oldest first; `newest_complete` reports the others.
+
+    Raises:
+        CheckpointError: The directory cannot be read.
+    """
+    found = []
+    for checkpoint in list_checkpoints(root):
+        with contextlib.suppress(CheckpointError):
+            _ = checkpoint.order
+            found.append(checkpoint)
+    return sorted(found, key=lambda checkpoint: checkpoint.order)
+
+
 def read_latest(root: Path) -> str | None:
     """The name in the file `latest`; None when there is none.  A hint for people and scripts, never trusted here."""
     try:
@@ -146,7 +196,9 @@ def read_latest(root: Path) -> str | None:
         raise disk_error(error, "cannot read which checkpoint is the latest", root / LATEST) from error
 
 
-def newest_complete(root: Path, *, deep: bool = False, check: Callable[[Path], list[Damage]] | None = None) -> Newest:
+def newest_complete(
+    root: Path, *, deep: bool = False, check: Callable[[Path], list[Damage]] | None = None
+) -> Newest[Checkpoint]:
     """The newest checkpoint that is complete, and what had to be passed over.
 
     `latest` is not trusted: it is one commit behind after a kill between two system calls, and it may name
@@ -177,12 +229,8 @@ def newest_complete(root: Path, *, deep: bool = False, check: Callable[[Path], l
     latest = read_latest(root)
     if latest is not None and not (root / latest).is_dir():
         skipped.append(Damage(root / latest, None, "`latest` names it, but it is not there"))
-    for checkpoint in sorted(readable, key=lambda item: item.order, reverse=True):
-        damages = check(checkpoint.path) if check is not None else verify(checkpoint.path, deep=deep)
-        if not damages:
-            return Newest(checkpoint, skipped)
-        skipped.extend(damages)
-    return Newest(None, skipped)
+    look = check if check is not None else partial(verify, deep=deep)
+    return Newest.of(readable, lambda checkpoint: look(checkpoint.path), skipped)
 
 
 def discard_incomplete(
@@ -209,7 +257,8 @@ def discard_incomplete(
         names = sorted(name for name in os.listdir(root) if name.startswith((STAGE, TRASH, TEMPORARY)))
         if not names:
             return []
-        now = _file_system_time(root, system) if token is None else 0.0
+        probe = root / f"{TEMPORARY}{secrets.token_hex(6)}"
+        now = file_system_time(probe, system) if token is None else 0.0
         for path in (root / name for name in names):
             if token is None:
                 dead = now - _last_write(path) > idle_s
@@ -253,14 +302,3 @@ def _last_write(path: Path) -> float:
                 with contextlib.suppress(FileNotFoundError):
                     newest = max(newest, os.lstat(os.path.join(folder, name)).st_mtime)
     return newest
-
-
-def _file_system_time(root: Path, system: Syscalls) -> float:
-    """The clock that mtimes are set by; that of this host may be another."""
-    probe = root / f"{TEMPORARY}{secrets.token_hex(6)}"
-    fd = system.open(probe, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
-    try:
-        return os.fstat(fd).st_mtime
-    finally:
-        system.close(fd)
-        system.unlink(probe)

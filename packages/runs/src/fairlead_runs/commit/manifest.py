@@ -10,14 +10,24 @@ import os
 from collections.abc import Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from fairlead.errors import CheckpointError
 from fairlead_runs.commit.hashing import FileHash, hash_file
 from fairlead_runs.commit.syscalls import Syscalls
 
-__all__ = ["FORMAT", "MANIFEST", "Damage", "Manifest", "read_manifest", "verify"]
+__all__ = [
+    "FORMAT",
+    "MANIFEST",
+    "Damage",
+    "Manifest",
+    "file_problem",
+    "is_inside",
+    "read_manifest",
+    "verify",
+    "wrong_checksum",
+]
 
 MANIFEST = "manifest.json"
 FORMAT = 1
@@ -135,25 +145,13 @@ def verify(
     Raises:
         MissingDependencyError: Its checksums need a package that is not installed.
     """
-    system = syscalls or Syscalls()
     try:
         manifest = read_manifest(path)
     except CheckpointError as error:
         return [Damage(path, MANIFEST, error.why or error.what)]
 
-    def check(item: tuple[str, FileHash]) -> Damage | None:
-        name, expected = item
-        try:
-            size = os.stat(path / name).st_size
-            if size != expected.size:
-                return Damage(path, name, f"{size} bytes, should be {expected.size}")
-            if deep and hash_file(path / name, expected.algorithm, syscalls=system) != expected:
-                return Damage(path, name, f"its {expected.algorithm} checksum is wrong: the content has changed")
-        except FileNotFoundError:
-            return Damage(path, name, "missing")
-        except OSError as error:
-            return Damage(path, name, f"cannot be read: {error.strerror}")
-        return None
+    def check(item: tuple[str, FileHash]) -> str | None:
+        return file_problem(path / item[0], item[1], deep=deep, syscalls=syscalls)
 
     files = [item for item in manifest.files.items() if only is None or item[0] in only]
     if deep and len(files) > 1:  # hashing and reading release the GIL
@@ -161,7 +159,34 @@ def verify(
             found = list(pool.map(check, files))
     else:
         found = [check(item) for item in files]
-    return [damage for damage in found if damage]
+    return [Damage(path, name, problem) for (name, _), problem in zip(files, found, strict=True) if problem]
+
+
+def file_problem(path: Path, expected: FileHash, *, deep: bool, syscalls: Syscalls | None = None) -> str | None:
+    """How a file differs from what its manifest says, by its size and, with `deep`, its checksum; None: it does not."""
+    try:
+        size = os.stat(path).st_size
+        if size != expected.size:
+            return f"{size} bytes, should be {expected.size}"
+        if deep and hash_file(path, expected.algorithm, syscalls=syscalls) != expected:
+            return wrong_checksum(expected)
+    except FileNotFoundError:
+        return "missing"
+    except OSError as error:
+        return f"cannot be read: {error.strerror}"
+    return None
+
+
+def wrong_checksum(expected: FileHash) -> str:
+    """What is said of a file whose checksum is not this one."""
+    return f"its {expected.algorithm} checksum is wrong: the content has changed"
+
+
+def is_inside(name: str) -> bool:
+    """Whether a file's name stays inside its checkpoint; a manifest may be anybody's."""
+    pure = PurePosixPath(name)
+    inside = bool(pure.parts) and not pure.is_absolute() and ".." not in pure.parts
+    return inside and str(pure) == name and "\0" not in name
 
 
 def _digest(body: Mapping[str, Any]) -> str:

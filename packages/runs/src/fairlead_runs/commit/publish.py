@@ -15,7 +15,7 @@ from fairlead.errors import CheckpointError
 from fairlead_runs.commit.checkpoints import LATEST, NAME, STAGE, Checkpoint, to_trash
 from fairlead_runs.commit.files import atomic_write, disk_error, ensure_dir, remove_tree, write_file
 from fairlead_runs.commit.hashing import FileHash, hash_file
-from fairlead_runs.commit.manifest import MANIFEST, Manifest, verify
+from fairlead_runs.commit.manifest import MANIFEST, Manifest, is_inside, verify
 from fairlead_runs.commit.syscalls import Syscalls
 
 __all__ = ["abandon", "publish", "stage"]
@@ -128,8 +128,7 @@ def _collect(
     stage_dir: Path, known: Mapping[str, FileHash], wanted: set[str] | None, system: Syscalls
 ) -> dict[str, FileHash]:
     for name in itertools.chain(known, wanted or ()):
-        pure = PurePosixPath(name)
-        if pure.is_absolute() or ".." in pure.parts or not pure.parts or str(pure) == MANIFEST:
+        if not is_inside(name) or name == MANIFEST:
             raise CheckpointError(f"not a file name inside a checkpoint: {name!r}", where=str(stage_dir))
     present = _walk(stage_dir)
     # The reported names are added: a directory listing of a network file system may be older than they are.

@@ -5,13 +5,13 @@ from __future__ import annotations
 import datetime
 import itertools
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from fairlead.errors import CheckpointError, ConfigError
-from fairlead_runs.commit.checkpoints import Checkpoint, list_checkpoints, read_latest, to_trash
+from fairlead.errors import ConfigError
+from fairlead_runs.commit.checkpoints import Checkpoint, Rated, read_latest, readable_checkpoints, to_trash
 from fairlead_runs.commit.files import atomic_write, disk_error, remove_tree
 from fairlead_runs.commit.links import BEST, LAST, point
 from fairlead_runs.commit.manifest import verify
@@ -20,29 +20,9 @@ from fairlead_runs.commit.syscalls import Syscalls
 if TYPE_CHECKING:
     from fairlead.config import CheckpointConfig
 
-__all__ = ["KEEP", "Rated", "RetentionPolicy", "best", "chosen", "is_kept_forever", "keep_forever", "retain"]
+__all__ = ["KEEP", "RetentionPolicy", "best", "chosen", "is_kept_forever", "keep_forever", "retain"]
 
 KEEP = "KEEP"
-
-
-class Rated(Protocol):
-    """What a policy looks at: a checkpoint here or on a store."""
-
-    @property
-    def step(self) -> int:
-        """The training step."""
-
-    @property
-    def order(self) -> tuple[int, int, int]:
-        """Sorts by age."""
-
-    @property
-    def created(self) -> str:
-        """When it was written, ISO 8601."""
-
-    @property
-    def metadata(self) -> Mapping[str, Any]:
-        """What the writer said of it."""
 
 
 R = TypeVar("R", bound=Rated)
@@ -145,7 +125,7 @@ def retain(
         CheckpointError: Something cannot be deleted; the listing is right all the same.
     """
     system = syscalls or Syscalls()
-    ordered = sorted(_readable(root), key=lambda item: item.order)
+    ordered = readable_checkpoints(root)
     try:
         _link(root, ordered, policy, system)
     except OSError as error:
@@ -210,17 +190,6 @@ def _spaced(ordered: list[R], minutes: float) -> list[R]:
             kept.append(item)
             previous = created
     return kept
-
-
-def _readable(root: Path) -> list[Checkpoint]:
-    found = []
-    for item in list_checkpoints(root):
-        try:
-            _ = item.order
-        except CheckpointError:
-            continue  # damaged: `newest_complete` reports it, and it must not count as one of the last N
-        found.append(item)
-    return found
 
 
 def _sound(checkpoint: Checkpoint) -> bool:

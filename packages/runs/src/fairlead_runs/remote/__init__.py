@@ -19,7 +19,6 @@ from __future__ import annotations
 from fairlead_runs.remote.downloading import DamagedCopyError, download, fetch
 from fairlead_runs.remote.listing import (
     RemoteCheckpoint,
-    RemoteNewest,
     RemoteRun,
     checkpoint_at,
     list_checkpoints,
@@ -37,7 +36,6 @@ __all__ = [
     "DamagedCopyError",
     "Entry",
     "RemoteCheckpoint",
-    "RemoteNewest",
     "RemoteRun",
     "Retries",
     "Store",

@@ -5,20 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
 from fairlead.errors import CheckpointError
-from fairlead_runs.commit.checkpoints import NAME
+from fairlead_runs.commit.checkpoints import NAME, Newest
 from fairlead_runs.commit.hashing import FileHash, new_hasher
-from fairlead_runs.commit.manifest import MANIFEST, Damage, Manifest
+from fairlead_runs.commit.manifest import MANIFEST, Damage, Manifest, is_inside, wrong_checksum
+from fairlead_runs.commit.retention import KEEP
 from fairlead_runs.remote.retrying import store_error
 from fairlead_runs.remote.store import Entry, Store
 from fairlead_runs.remote.urls import join
 
 __all__ = [
     "RemoteCheckpoint",
-    "RemoteNewest",
     "RemoteRun",
     "checkpoint_at",
     "list_checkpoints",
@@ -79,6 +79,11 @@ class RemoteCheckpoint:
         """Whether the manifest is sound and every file is there in its size; contents are not read."""
         return not self.damages()
 
+    @property
+    def kept_forever(self) -> bool:
+        """Whether no retention deletes it: it has an object `KEEP`, or `keep: true` in its metadata."""
+        return KEEP in self.entries or self.metadata.get("keep") is True
+
     def damages(self) -> list[Damage]:
         """What the listing shows to be wrong."""
         place = Path(self.name)
@@ -87,7 +92,7 @@ class RemoteCheckpoint:
         found = []
         for name, expected in self.manifest.files.items():
             there = self.entries.get(name)
-            if not _is_inside(name):
+            if not is_inside(name):
                 found.append(Damage(place, name, "its name leads out of the checkpoint"))
             elif there is None:
                 found.append(Damage(place, name, "missing"))
@@ -99,14 +104,6 @@ class RemoteCheckpoint:
         """Whether this is a copy of the checkpoint with that manifest."""
         mine = self.manifest
         return mine is not None and mine.files == manifest.files and mine.metadata == manifest.metadata
-
-
-@dataclass(frozen=True)
-class RemoteNewest:
-    """The newest complete checkpoint of a store (None: there is none) and what was passed over, with the reasons."""
-
-    checkpoint: RemoteCheckpoint | None
-    skipped: list[Damage] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -168,7 +165,7 @@ def checkpoint_at(store: Store, name: str) -> RemoteCheckpoint:
     raise CheckpointError("there is no such checkpoint", where=join(store.url, name), why=why, fix="name one that is")
 
 
-def newest_complete(store: Store) -> RemoteNewest:
+def newest_complete(store: Store) -> Newest[RemoteCheckpoint]:
     """The newest checkpoint that is complete by manifest and sizes, and what had to be passed over.
 
     Raises:
@@ -177,13 +174,7 @@ def newest_complete(store: Store) -> RemoteNewest:
     Example:
         >>> newest = newest_complete(Store.open("s3://bucket/prefix/gpt"))           # doctest: +SKIP
     """
-    skipped: list[Damage] = []
-    for checkpoint in sorted(list_checkpoints(store), key=lambda item: item.order, reverse=True):
-        damages = checkpoint.damages()
-        if not damages:
-            return RemoteNewest(checkpoint, skipped)
-        skipped.extend(damages)
-    return RemoteNewest(None, skipped)
+    return Newest.of(list_checkpoints(store), RemoteCheckpoint.damages)
 
 
 def verify(store: Store, checkpoint: RemoteCheckpoint, *, deep: bool = False, threads: int = _THREADS) -> list[Damage]:
@@ -224,7 +215,7 @@ def changed(
     found = stored_hash(store, f"{checkpoint}/{name}", expected.algorithm, count)
     if found == expected:
         return None
-    return Damage(Path(checkpoint), name, f"its {expected.algorithm} checksum is wrong: the content has changed")
+    return Damage(Path(checkpoint), name, wrong_checksum(expected))
 
 
 def stored_hash(store: Store, name: str, algorithm: str, count: Callable[[int], None] | None = None) -> FileHash:
@@ -279,15 +270,3 @@ def _of(store: Store, groups: Mapping[str, Mapping[str, Entry]]) -> list[RemoteC
         url = join(store.url, name)
         found.append(RemoteCheckpoint(url, int(match[1]), int(match[2] or 1), manifest, problem, entries))
     return sorted(found, key=lambda item: (item.step, item.version))
-
-
-def _is_inside(name: str) -> bool:
-    """A manifest of a store may be anybody's: none of its names may lead elsewhere."""
-    pure = PurePosixPath(name)
-    return (
-        bool(pure.parts)
-        and not pure.is_absolute()
-        and ".." not in pure.parts
-        and str(pure) == name
-        and "\0" not in name
-    )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from fairlead_runs.commit.manifest import MANIFEST
-from fairlead_runs.commit.retention import KEEP, RetentionPolicy, chosen
+from fairlead_runs.commit.retention import RetentionPolicy, chosen
 from fairlead_runs.remote.listing import RemoteCheckpoint, grouped, list_checkpoints
 from fairlead_runs.remote.store import Store
 
@@ -35,8 +35,7 @@ def retain(store: Store, policy: RetentionPolicy, *, keep: Collection[str] = ())
     kept = chosen(ordered, policy)
     deleted = []
     for item in ordered:
-        marked = KEEP in item.entries or item.metadata.get("keep") is True
-        if item in kept or marked or item.name in keep:
+        if item in kept or item.kept_forever or item.name in keep:
             continue
         store.delete([f"{item.name}/{MANIFEST}"])
         store.delete(f"{item.name}/{inside}" for inside in item.entries if inside != MANIFEST)

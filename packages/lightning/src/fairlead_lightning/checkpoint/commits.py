@@ -1,0 +1,274 @@
+"""One commit of all ranks together, for a Trainer and for a loop of one's own.
+
+Every rank writes its own file and says its checksum or what went wrong; if all of them are durable, the strategy
+writes the shared state, and rank 0 publishes the checkpoint with these checksums. Otherwise no rank goes on with it.
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import IO, Any, cast
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.strategies import Strategy as FabricStrategy
+from lightning.pytorch.strategies import Strategy
+from torch.distributed.checkpoint.api import CheckpointException
+
+from fairlead.errors import CheckpointError, ConfigError, FairleadError
+from fairlead_distributed.objects import gather_objects
+from fairlead_distributed.run.session import STATE_FILE, RunSession
+from fairlead_lightning.checkpoint.committing import CommittingIO, Hashes, copies_of, raised_by
+from fairlead_lightning.resume.rank_state import rank_file
+from fairlead_runs.commit import (
+    FileHash,
+    FileWriter,
+    RetentionPolicy,
+    abandon,
+    checkpoint_name,
+    publish,
+    retain,
+    stage,
+    write_file,
+)
+
+__all__ = ["Commit", "Commits", "Problem"]
+
+Problem = FairleadError | OSError | None
+Commit = Callable[[Hashes], None]
+"""Publishes what was written; takes the checksums that are known, by name in the checkpoint."""
+
+
+class Commits:
+    """Writes and commits the checkpoints of a run; each method is called by all ranks together.
+
+    Args:
+        session: The run.
+        strategy: Of the Trainer or the Fabric.
+        io: The strategy's CheckpointIO; None where it writes without one.
+        rank: This rank, from 0.
+
+    Attributes:
+        saved_step: The step of the newest checkpoint that is written, or that a backend in the background has taken.
+    """
+
+    def __init__(self, session: RunSession, strategy: Strategy | FabricStrategy, io: object, rank: int) -> None:
+        self.session = session
+        self.saved_step = -1
+        self._strategy = strategy
+        self._io = io
+        self._rank = rank
+        self._staged_step = -1
+
+    def commit(
+        self,
+        step: int,
+        own: Callable[[], Any],
+        write: Callable[[Path, Commit], Problem],
+        metadata: Mapping[str, Any],
+        keep: RetentionPolicy,
+        **event: Any,
+    ) -> bool:
+        """Writes and commits a checkpoint; a disk that refuses is a warning and an event that name the rank.
+
+        Args:
+            step: The step that it is of.
+            own: Gives this rank's part; what it raises is said as if the disk had refused.
+            write: Writes the shared state to the path that it is given, as `through_strategy` does.
+            metadata: For the manifest.
+            keep: What is kept once this one is complete.
+            event: What else the history says of it.
+
+        Returns:
+            Whether it is written, or a backend in the background has taken it; the same on all ranks.
+
+        Raises:
+            ConfigError: `own` raised it on some rank; on all ranks.
+        """
+        if step == self._staged_step:  # its stage may still be written, and this save would write into it
+            self.drain(step, **event)
+        self._staged_step = step
+        began = time.monotonic()
+        staged, digest, error = self._stage(step, own)
+        reports = gather_objects((digest, error))
+        error = _first_error([problem for _, problem in reports])
+        if not self._all_well(error):
+            self.report(step, error, staged, **event)
+            for _, problem in reports:
+                if isinstance(problem, ConfigError):
+                    raise problem
+            return False
+        assert staged is not None
+
+        def commit(hashes: Hashes) -> None:
+            known = {rank_file(rank): digest for rank, (digest, _) in enumerate(reports) if digest is not None}
+            published = publish(staged, metadata, hashes={**known, **hashes})
+            self.session.event(
+                "checkpoint",
+                step=step,
+                path=str(published.path.relative_to(self.session.path)),
+                metrics=metadata["metrics"],
+                seconds=round(time.monotonic() - began, 3),
+                **event,
+            )
+            copies = copies_of(self._io)
+            if copies is not None:
+                copies.committed(published, keep)
+            else:
+                retain(published.path.parent, keep)
+
+        file = staged / STATE_FILE
+        error = write(file, commit)
+        self.report(step, error, staged, **event)
+        # Rank 0 alone knows whether it is saved; all must decide alike whether to save at the end.
+        saved = bool(self._strategy.broadcast(error is None or _of_earlier_saves(error, file)))
+        if saved:
+            self.saved_step = step
+        return saved
+
+    def through_strategy(self, file: Path, save: Callable[[], None], commit: Commit) -> Problem:
+        """Has the strategy write the shared state, and commits it, at once or when it is durable.
+
+        Args:
+            file: What it writes, a file or a directory.
+            save: Writes it; returns when all ranks have passed the strategy's barrier.
+            commit: What follows on rank 0.
+
+        Returns:
+            On rank 0 why it failed, on whichever rank that was. Not raised, because all go on.
+        """
+        follows = self._io if self._strategy.is_global_zero and isinstance(self._io, CommittingIO) else None
+        if follows is not None:
+            follows.follow_with(commit)
+        error: Problem = None
+        try:
+            save()
+        except (FairleadError, OSError, RuntimeError, CheckpointException) as raised:
+            error = _explained(raised, file)
+            self._strategy.barrier("Trainer.save_checkpoint")  # the others wait there at the end of their save
+        error = _first_error(gather_objects(error))  # a strategy that writes by itself may fail on one rank only
+        if error is not None:
+            if follows is not None:
+                follows.forget()
+            return error
+        if follows is not None:
+            return follows.finish()
+        return raised_by(partial(commit, {})) if self._strategy.is_global_zero else None
+
+    def save_for_sure(self, step: int, save: Callable[[], object], **event: Any) -> None:
+        """Saves, unless this step is saved already, and waits until it is durable.
+
+        Raises:
+            CheckpointError: It is not; raised on all ranks, so that none waits for the others.
+        """
+        for _ in range(2):  # what was taken in the background may fail only now
+            if self.saved_step != step:
+                save()
+            if self.drain(step, **event):
+                break
+            self.saved_step = -1
+        if self.saved_step != step:
+            raise CheckpointError(
+                f"the state at step {step} could not be saved",
+                where=str(self.session.path / "checkpoints"),
+                why="the warnings before this say why; the checkpoints before it are intact",
+                fix="make room or get write access, and start the job again: it resumes from the newest checkpoint",
+            )
+
+    def drain(self, step: int, **event: Any) -> bool:
+        """Waits for what is written in the background; returns whether all of it was, the same on all ranks."""
+        error = self._finished_writes()
+        self.report(step, error, **event)
+        return bool(self._strategy.broadcast(error is None))
+
+    def finish_writes(self, step: int) -> None:
+        """Waits for what is written in the background, on this rank alone: the others may be gone."""
+        self.report(step, self._finished_writes())
+
+    def copied(self) -> None:
+        """The run is over: waits for the copies elsewhere, where the CheckpointIO keeps them.
+
+        Raises:
+            CheckpointError: They are not complete; on all ranks.
+        """
+        copies = copies_of(self._io) if self._strategy.is_global_zero else None
+        lacking = self._strategy.broadcast(copies.wait_uploaded() if copies is not None else None)
+        if lacking is not None:
+            raise CheckpointError(
+                "the result is saved here, but its copy is not complete",
+                where=str(self.session.path / "checkpoints"),
+                why=lacking,
+                fix="start the job again on this machine: it uploads what is lacking",
+            )
+
+    def report(self, step: int, error: Problem, staged: Path | None = None, **event: Any) -> None:
+        """Says loudly that a checkpoint was not written, and deletes what there is of it; rank 0 alone does it."""
+        if error is None or not self._strategy.is_global_zero:
+            return
+        text = error.block() if isinstance(error, FairleadError) else f"{type(error).__name__}: {error}"
+        self.session.event("checkpoint-failed", step=step, error=text, **event)
+        if not isinstance(error, ConfigError):  # that one is raised
+            warnings.warn(f"the training goes on, but no checkpoint was written: {text}", stacklevel=4)
+        left = {file.parent for file in _where(error) if file.name == STATE_FILE}
+        if staged is not None and not _of_earlier_saves(error, staged / STATE_FILE):
+            left.add(staged)
+        for folder in left:
+            if folder.name.startswith(".stage-") and folder.is_dir():
+                raised_by(partial(abandon, folder))  # the disk may be full
+
+    def _stage(self, step: int, own: Callable[[], Any]) -> tuple[Path | None, FileHash | None, Problem]:
+        """The folder of the next checkpoint with this rank's file in it, or why there is none."""
+        staged = None
+        try:
+            staged = stage(self.session.path / "checkpoints", checkpoint_name(step), token=self.session.token)
+            return staged, write_file(staged / rank_file(self._rank), partial(_dump, own())), None
+        except (FairleadError, OSError) as error:
+            return staged, None, error
+
+    def _all_well(self, error: Problem) -> bool:
+        """Whether no rank has an error; without a process group each rank was told its own only."""
+        decide = getattr(self._strategy, "reduce_boolean_decision", None)
+        if dist.is_initialized() or decide is None:
+            return error is None
+        return bool(decide(error is None))  # XLA
+
+    def _finished_writes(self) -> Problem:
+        return raised_by(self._io.wait) if isinstance(self._io, CommittingIO) else None
+
+
+def _dump(own: Any, file: FileWriter) -> None:
+    torch.save(own, cast("IO[bytes]", file))
+
+
+def _first_error(errors: list[Problem]) -> Problem:
+    """The error of the lowest rank that has one, which then says its rank."""
+    for rank, error in enumerate(errors):
+        if rank and isinstance(error, FairleadError):
+            error.why = f"{error.why or 'it failed there'} (rank {rank})"
+        if error is not None:
+            return error
+    return None
+
+
+def _explained(error: BaseException, file: Path) -> FairleadError | OSError:
+    """What a strategy raised while it wrote a checkpoint, as an error of the disk or of ours."""
+    if isinstance(error, CheckpointException):
+        error = next(iter(error.failures.values()))[0]
+    if isinstance(error, (FairleadError, OSError)):
+        return error
+    return CheckpointError("the strategy could not write it", where=str(file), why=f"{type(error).__name__}: {error}")
+
+
+def _where(error: FairleadError | OSError) -> list[Path]:
+    """What an error is about: of a backend in the background, each file that it has not written."""
+    return [Path(line) for line in (error.where or "").splitlines()] if isinstance(error, CheckpointError) else []
+
+
+def _of_earlier_saves(error: FairleadError | OSError, file: Path) -> bool:
+    """Whether a backend in the background took this file, and reports that others were not written."""
+    where = _where(error)
+    return bool(where) and all(one.name == STATE_FILE and one != file for one in where)
