@@ -7,7 +7,8 @@ import dataclasses
 import torch
 
 from fairlead.starts import Start
-from fairlead_distributed.preflight import RankFacts, absent_lines, differences, own_facts, ranks_text
+from fairlead_distributed.preflight import RankFacts, absent_lines, differences, own_facts
+from fairlead_runs.waiting import ranks_text
 
 
 def world(**values: list[str]) -> dict[int, RankFacts]:

@@ -293,7 +293,7 @@ def agreements(store: dist.Store, ranks: int, **timeouts: timedelta) -> list[tup
 def frozen(agreement: StopAgreement) -> None:
     """Returns when the agreement has answered."""
     deadline = time.monotonic() + PATIENCE
-    while not agreement.channel.has(f"answer/{agreement.channel.rank}"):
+    while not agreement.mailbox.has(f"answer/{agreement.mailbox.rank}"):
         assert time.monotonic() < deadline
         time.sleep(0.001)
 
@@ -466,7 +466,7 @@ def forked(rank: int, parent: int) -> bool:
         one.close()  # as its exit handlers would
         os._exit(0)
     os.waitpid(child, 0)
-    assert not one.channel.has("answer/0")
+    assert not one.mailbox.has("answer/0")
     flags.note(signal.SIGUSR1)
     frozen(one)
     frozen(other)

@@ -50,9 +50,9 @@ class Opened:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.close_door()
+        self.close_listener()
 
-    def close_door(self) -> None:
+    def close_listener(self) -> None:
         """Nobody else finds this store any more."""
         if self.listener is not None:
             self.listener.close()
@@ -75,7 +75,7 @@ def agree(host: str, start: Start, *, rank: int, world_size: int, timeout: timed
     """
     deadline = time.monotonic() + timeout.total_seconds()
     if rank == 0:
-        _make_room(world_size)
+        _raise_file_limit(world_size)
         store = tcp_store(bind_listener([0]), timeout=timeout)
         listener = StartListener(start.identity, start.ports, store.port)
         return Opened(store, str(Endpoint(host, listener.port)), listener)
@@ -96,14 +96,14 @@ def connect(
     agent = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     deadline = time.monotonic() + timeout.total_seconds()
     if rank == 0 and not agent:
-        _make_room(world_size)
+        _raise_file_limit(world_size)
         return Opened(_host(endpoint, timeout), str(endpoint))
     name = "torchrun's agent" if agent else "rank 0"
     address = _await_listener(endpoint, rank, name, deadline)
     return Opened(_client(Endpoint(address, endpoint.port), rank, name, deadline), str(endpoint))
 
 
-def _make_room(world_size: int) -> None:
+def _raise_file_limit(world_size: int) -> None:
     """The store has an open connection of each rank, and more than one once the group is made; 1024 files are usual."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = 1024 + 4 * world_size

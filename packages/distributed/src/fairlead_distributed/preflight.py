@@ -12,7 +12,7 @@ import platform
 import socket
 import sys
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from types import ModuleType
 
@@ -20,10 +20,11 @@ import torch
 
 import fairlead
 from fairlead.starts import Start
+from fairlead_runs.waiting import listed, ranks_text
 
-__all__ = ["RankFacts", "absent_lines", "differences", "own_facts", "ranks_text"]
+__all__ = ["RankFacts", "absent_lines", "differences", "own_facts"]
 
-_SHOWN = 16  # ranks or hosts in one line
+_SHOWN = 16  # lines of hosts
 
 
 @dataclass(frozen=True)
@@ -141,7 +142,7 @@ def _shared_gpus(ranks: Mapping[int, RankFacts]) -> list[str]:
 
 def _on_hosts(who: Sequence[int], ranks: Mapping[int, RankFacts]) -> str:
     hosts = list(dict.fromkeys(ranks[rank].host for rank in who))
-    return f"{ranks_text(who)} on {_listed(hosts)} {'has' if len(who) == 1 else 'have'}"
+    return f"{ranks_text(who)} on {listed(hosts)} {'has' if len(who) == 1 else 'have'}"
 
 
 def absent_lines(missing: Sequence[int], came: Mapping[int, RankFacts], start: Start | None) -> list[str]:
@@ -164,32 +165,8 @@ def absent_lines(missing: Sequence[int], came: Mapping[int, RankFacts], start: S
         lines.append(f"missing: {ranks_text(missing)}")
     there = {_short(facts.host) for facts in came.values()}
     empty = [host for host in (start.hosts if start is not None else ()) if _short(host) not in there]
-    return [*lines, f"nobody came from {_listed(empty)}"] if empty else lines
+    return [*lines, f"nobody came from {listed(empty)}"] if empty else lines
 
 
 def _short(host: str) -> str:
     return host.partition(".")[0].lower()
-
-
-def ranks_text(ranks: Sequence[int]) -> str:
-    """Ranks in words, neighbours as a range.
-
-    Example:
-        >>> ranks_text([3]), ranks_text([0, 1, 2, 3, 9])
-        ('rank 3', 'ranks 0-3, 9')
-    """
-    runs: list[list[int]] = []
-    for rank in sorted(ranks):
-        if runs and rank == runs[-1][-1] + 1:
-            runs[-1].append(rank)
-        else:
-            runs.append([rank])
-    # Two neighbours are no range.
-    words = [word for run in runs for word in ([f"{run[0]}-{run[-1]}"] if len(run) > 2 else map(str, run))]
-    return f"rank{'s'[: len(ranks) > 1]} {_listed(words)}"
-
-
-def _listed(words: Iterable[str]) -> str:
-    words = list(words)
-    shown = ", ".join(words[:_SHOWN])
-    return f"{shown} and {len(words) - _SHOWN} more" if len(words) > _SHOWN else shown

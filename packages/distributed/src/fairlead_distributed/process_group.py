@@ -16,7 +16,7 @@ from fairlead_distributed.errors import AlreadyInitializedError, RendezvousError
 from fairlead_distributed.info import DistributedInfo, get_distributed_info, get_rank, get_world_size, is_initialized
 from fairlead_distributed.opening import open_store
 from fairlead_distributed.preflight import own_facts
-from fairlead_distributed.rendezvous import Company, meet
+from fairlead_distributed.rendezvous import RankIdentity, meet
 
 __all__ = [
     "DEFAULT_TIMEOUT",
@@ -163,11 +163,11 @@ def init_process_group(
         facts = own_facts(own, start=start, config_hash=config_hash, exclusive=nccl and world_size > 1)
         keys = meet(
             opened.store,
-            Company(rank, world_size, facts, start),
+            RankIdentity(rank, world_size, facts, start),
             environ=environ,
             timeout=preflight_timeout,
             where=opened.where,
-            all_here=opened.close_door,
+            all_here=opened.close_listener,
         )
     keys.set_timeout(timeout)
     try:

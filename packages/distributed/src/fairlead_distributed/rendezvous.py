@@ -23,9 +23,11 @@ import torch.distributed as dist
 from fairlead.starts import Start
 from fairlead_distributed import _environ
 from fairlead_distributed.errors import PreflightError, RendezvousError
-from fairlead_distributed.preflight import RankFacts, absent_lines, differences, ranks_text
+from fairlead_distributed.preflight import RankFacts, absent_lines, differences
+from fairlead_runs.mailbox import StoreMailbox
+from fairlead_runs.waiting import ranks_text
 
-__all__ = ["Company", "meet"]
+__all__ = ["RankIdentity", "meet"]
 
 _POLL_FIRST, _POLL_LAST = 0.002, 0.1  # seconds between two looks of rank 0 into the store
 _VERDICT_GRACE = 30.0  # seconds after rank 0's own deadline, until which its verdict has come if it lives
@@ -37,8 +39,8 @@ or MASTER_PORT; a slow start needs a longer `preflight_timeout`"
 
 
 @dataclass(frozen=True)
-class Company:
-    """This rank among the others.
+class RankIdentity:
+    """Who this rank is.
 
     Args:
         rank: This rank.
@@ -55,7 +57,7 @@ class Company:
 
 def meet(
     store: dist.Store,
-    company: Company,
+    identity: RankIdentity,
     *,
     environ: Mapping[str, str],
     timeout: timedelta,
@@ -66,7 +68,7 @@ def meet(
 
     Args:
         store: A store that all ranks share, of any age.
-        company: This rank among the others.
+        identity: Who this rank is.
         environ: The environment variables; torchrun's restart count.
         timeout: How long rank 0 waits for the others, and each of them for rank 0.
         where: The store's address, for messages.
@@ -79,15 +81,16 @@ def meet(
     """
     attempt = dist.PrefixStore(f"fairlead/restart_{_environ.restart_count(environ)}", store)
     deadline = time.monotonic() + timeout.total_seconds()
-    meeting = _Meeting(attempt, company, deadline, timeout, where, all_here)
-    generation = meeting.lead() if company.rank == 0 else meeting.follow()
+    mailbox = StoreMailbox(attempt, identity.rank, identity.world_size)
+    meeting = _Meeting(mailbox, identity, deadline, timeout, where, all_here)
+    generation = meeting.lead() if identity.rank == 0 else meeting.follow()
     return dist.PrefixStore(f"{generation}/group", attempt)
 
 
 @dataclass
 class _Meeting:
-    store: dist.Store
-    company: Company
+    mailbox: StoreMailbox
+    identity: RankIdentity
     deadline: float
     timeout: timedelta
     where: str
@@ -96,18 +99,18 @@ class _Meeting:
     # -- rank 0
 
     def lead(self) -> int:
-        generation, world_size = self.store.add("generation", 1), self.company.world_size
-        self.store.set(f"{generation}/facts/0", self.company.facts.to_json())
+        generation, mailbox = self.mailbox.count("generation"), self.mailbox
+        mailbox.arrive(f"{generation}/facts", self.identity.facts.to_json())
         read, unread, pause = 0, set[int](), _POLL_FIRST
-        while self.store.add(f"{generation}/here", 0) < world_size - 1:
-            if self.store.check([f"{generation}/failed"]):
-                self.fail(generation, json.loads(self.store.get(f"{generation}/failed")))
+        while not mailbox.has(f"{generation}/facts/all"):
+            if mailbox.has(f"{generation}/failed"):
+                self.fail(generation, json.loads(mailbox.read([f"{generation}/failed"])[0]))
             if time.monotonic() >= self.deadline:
                 verdict = self.absent(generation)
                 if verdict is None:
                     break
                 self.fail(generation, verdict)
-            written = self.store.add("hello", 0)
+            written = mailbox.count("hello", 0)
             unread.update(range(read + 1, written + 1))
             read = written
             if answered := self.answer(generation, sorted(unread)):
@@ -116,10 +119,10 @@ class _Meeting:
             time.sleep(pause)
             pause = min(_POLL_LAST, pause * 1.3)
         self.all_here()
-        different = differences(self.records(generation, range(world_size)))
+        different = differences(self.records(generation, range(mailbox.world_size)))
         if different:
             self.fail(generation, _different(different, self.where))
-        self.store.set(f"{generation}/go", "{}")
+        mailbox.put(f"{generation}/go", "{}")
         return generation
 
     def answer(self, generation: int, numbers: Sequence[int]) -> list[int]:
@@ -128,77 +131,75 @@ class _Meeting:
         if numbers:
             keys = [f"hello/{number}" for number in numbers]
             seconds = max(0.0, self.deadline - time.monotonic())
-            words = [word.decode() for word in self.store.multi_get(keys)]
-            text = f"{generation} {self.company.world_size} {seconds:.3f}"
-            self.store.multi_set([f"answer/{word}" for word in words], [text] * len(words))  # type: ignore[attr-defined]  # not in torch's stubs
+            text = f"{generation} {self.identity.world_size} {seconds:.3f}"
+            self.mailbox.put_all([f"answer/{word}" for word in self.mailbox.read(keys)], text)
         return numbers
 
     def written(self, numbers: Sequence[int]) -> list[int]:
         """Those whose word is there: a process that died behind taking its number leaves a gap, never wait for one."""
-        if not numbers or self.store.check([f"hello/{number}" for number in numbers]):
+        if not numbers or self.mailbox.has_all([f"hello/{number}" for number in numbers]):
             return list(numbers)
         half = len(numbers) // 2
         return self.written(numbers[:half]) + self.written(numbers[half:]) if half else []
 
     def records(self, generation: int, ranks: Sequence[int]) -> dict[int, RankFacts]:
-        found = self.store.multi_get([f"{generation}/facts/{rank}" for rank in ranks])
+        found = self.mailbox.read([f"{generation}/facts/{rank}" for rank in ranks])
         return {rank: RankFacts.from_json(text) for rank, text in zip(ranks, found, strict=True)}
 
     def absent(self, generation: int) -> dict[str, object] | None:
         """Who did not come; None when the last one was only not counted yet."""
-        world_size = self.company.world_size
-        here = [rank for rank in range(world_size) if self.store.check([f"{generation}/facts/{rank}"])]
-        missing = sorted(set(range(world_size)) - set(here))
+        world_size = self.identity.world_size
+        missing = self.mailbox.missing(f"{generation}/facts")
         if not missing:
             return None
+        here = sorted(set(range(world_size)) - set(missing))
         came = self.records(generation, here)
         return {
             "what": f"{len(here)} of {world_size} ranks came to {self.where} within {self.timeout.total_seconds():g} s",
-            "why": "\n".join([*absent_lines(missing, came, self.company.start), *differences(came)]),
+            "why": "\n".join([*absent_lines(missing, came, self.identity.start), *differences(came)]),
             "fix": _TOGETHER,
-            "missing": missing,
+            "missing": list(missing),
             "where": self.where,
         }
 
     def fail(self, generation: int, verdict: dict[str, object]) -> NoReturn:
         """Tells those who came before the store, which rank 0 may host, goes down with this process."""
-        self.store.set(f"{generation}/go", json.dumps(verdict))
+        self.mailbox.put(f"{generation}/go", json.dumps(verdict))
         patience = time.monotonic() + _READ_GRACE
-        others = self.store.add(f"{generation}/waiting", 0)
-        while self.store.add(f"{generation}/seen", 0) < others and time.monotonic() < patience:
+        others = self.mailbox.count(f"{generation}/waiting", 0)
+        while self.mailbox.count(f"{generation}/seen", 0) < others and time.monotonic() < patience:
             time.sleep(_POLL_FIRST)
         self.give_up(verdict)
 
     # -- the others
 
     def follow(self) -> int:
-        rank, word = self.company.rank, uuid.uuid4().hex
-        index = self.store.add("hello", 1)
-        self.store.set(f"hello/{index}", word)
-        if not self.wait(f"answer/{word}"):
-            self.give_up(self.alone())
-        generation, world_size, seconds = self.store.get(f"answer/{word}").decode().split()
+        rank, word, mailbox = self.identity.rank, uuid.uuid4().hex, self.mailbox
+        mailbox.put(f"hello/{mailbox.count('hello')}", word)
+        answer = self.get(f"answer/{word}")
+        if answer is None:
+            self.give_up(self.without_rank_0())
+        generation, world_size, seconds = answer.split()
         # From here on rank 0 says when it is enough: all ranks hear it at the same time.
         self.deadline = time.monotonic() + float(seconds) + _VERDICT_GRACE
-        self.store.add(f"{generation}/waiting", 1)
-        if int(world_size) != self.company.world_size:
-            why = f"the world size is {self.company.world_size} on rank {rank} and {world_size} on rank 0"
-            self.protest(generation, f"{why}; rank {rank} is on {self.company.facts}")
-        elif self.store.add(f"{generation}/claims/{rank}", 1) > 1:
-            first = (
-                str(self.records(int(generation), [rank])[rank])
-                if self.wait(f"{generation}/facts/{rank}")
-                else "unknown"
-            )
-            self.protest(generation, f"two processes say that they are rank {rank}: {first} and {self.company.facts}")
+        mailbox.count(f"{generation}/waiting")
+        if int(world_size) != self.identity.world_size:
+            why = f"the world size is {self.identity.world_size} on rank {rank} and {world_size} on rank 0"
+            self.protest(generation, f"{why}; rank {rank} is on {self.identity.facts}")
+        elif mailbox.count(f"{generation}/claims/{rank}") > 1:
+            facts = self.get(f"{generation}/facts/{rank}")
+            first = "unknown" if facts is None else RankFacts.from_json(facts)
+            self.protest(generation, f"two processes say that they are rank {rank}: {first} and {self.identity.facts}")
         else:
-            self.store.set(f"{generation}/facts/{rank}", self.company.facts.to_json())
-            self.store.add(f"{generation}/here", 1)
-        if not self.wait(f"{generation}/go"):
-            self.give_up({**self.alone(), "what": f"rank 0 at {self.where} stopped answering before all ranks came"})
-        verdict = json.loads(self.store.get(f"{generation}/go"))
+            mailbox.arrive(f"{generation}/facts", self.identity.facts.to_json())
+        go = self.get(f"{generation}/go")
+        if go is None:
+            self.give_up(
+                {**self.without_rank_0(), "what": f"rank 0 at {self.where} stopped answering before all ranks came"}
+            )
+        verdict = json.loads(go)
         if verdict:
-            self.store.add(f"{generation}/seen", 1)
+            mailbox.count(f"{generation}/seen")
             self.give_up(verdict)
         return int(generation)
 
@@ -209,11 +210,11 @@ class _Meeting:
         )
         what = f"the ranks do not fit together: {why}"
         verdict: dict[str, object] = {"what": what, "why": None, "fix": fix, "missing": [], "where": self.where}
-        self.store.set(f"{generation}/failed", json.dumps(verdict))
+        self.mailbox.put(f"{generation}/failed", json.dumps(verdict))
 
-    def alone(self) -> dict[str, object]:
+    def without_rank_0(self) -> dict[str, object]:
         what = f"rank 0 did not come to {self.where} within {self.timeout.total_seconds():g} s"
-        start = self.company.start
+        start = self.identity.start
         host = f" on {start.rank_hosts[0]}" if start is not None and start.rank_hosts else ""
         why = f"missing: {ranks_text([0])}{host}"
         return {"what": what, "why": why, "fix": _TOGETHER, "missing": [0], "where": self.where}
@@ -232,21 +233,17 @@ class _Meeting:
         error.missing = tuple(missing) if isinstance(missing, list) else ()
         raise error
 
-    def wait(self, key: str) -> bool:
-        """Whether the key came before the deadline."""
-        rank = self.company.rank
+    def get(self, key: str) -> str | None:
+        """The text of a message; None when it did not come before the deadline."""
         try:
-            self.store.wait([key], timedelta(seconds=max(0.05, self.deadline - time.monotonic())))
+            return self.mailbox.get(key, max(0.05, self.deadline - time.monotonic()))
         except dist.DistError as error:
-            if time.monotonic() < self.deadline - 0.05:
-                raise RendezvousError(
-                    f"the store at {self.where} went away while rank {rank} waited for the others",
-                    where=f"rank {rank} of {self.company.world_size}, on {self.company.facts}",
-                    why=str(error).splitlines()[0],
-                    fix="look at the output of rank 0 (or of torchrun), which hosts the store: it ended first",
-                ) from error
-            return False
-        return True
+            raise RendezvousError(
+                f"the store at {self.where} went away while rank {self.identity.rank} waited for the others",
+                where=f"rank {self.identity.rank} of {self.identity.world_size}, on {self.identity.facts}",
+                why=str(error).splitlines()[0],
+                fix="look at the output of rank 0 (or of torchrun), which hosts the store: it ended first",
+            ) from error
 
 
 def _different(lines: list[str], where: str) -> dict[str, object]:

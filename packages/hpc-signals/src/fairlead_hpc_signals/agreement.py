@@ -21,9 +21,9 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import TYPE_CHECKING, Final
 
-from fairlead_hpc_signals.channel import LONG, Channel, StoreChannel
 from fairlead_hpc_signals.decision import AgreementError, Answer, StopDecision, decide, no_agreement, request_of
 from fairlead_hpc_signals.flags import SignalFlags
+from fairlead_runs.mailbox import Mailbox, StoreMailbox
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -34,6 +34,7 @@ ANSWER_TIMEOUT: Final = timedelta(seconds=30)
 """How long ranks that have started may take to answer; a rank that has died never does."""
 START_TIMEOUT: Final = timedelta(minutes=30)
 """How long ranks may take to start, when a signal comes before all have: as long as torch's process group waits."""
+_LONG: Final = 20 * 86400.0  # seconds of a wait that has no end: torch counts milliseconds in 32 bits
 _MARGIN: Final = 30.0  # seconds beyond both, after which the main thread no longer believes in its own thread
 
 
@@ -56,7 +57,7 @@ class LocalAgreement:
     def __init__(self, flags: SignalFlags) -> None:
         self.decision: StopDecision | None = None
         """Where to stop; None before a stop is asked for."""
-        self.channel = Channel()
+        self.mailbox = Mailbox()
         """For what follows a decision."""
         self._flags = flags
         self._asked: tuple[str, float] | None = None
@@ -126,10 +127,10 @@ class StopAgreement:
         self._answered = False
         self._asked: tuple[str, float] | None = None
         # One for the thread that waits for the others, one for whoever has something to say.
-        self._listening = StoreChannel(store, rank, world_size)
-        self.channel = StoreChannel(store, rank, world_size)
-        """This rank's channel, for what follows a decision."""
-        self.channel.arrive("started")
+        self._listening = StoreMailbox(store, rank, world_size).connect_again()
+        self.mailbox = StoreMailbox(store, rank, world_size).connect_again()
+        """This rank's mailbox, for what follows a decision."""
+        self.mailbox.arrive("started")
         self._stop_read, self._stop_write = os.pipe()
         self._threads = [
             threading.Thread(target=self._run, args=(run,), name=f"fairlead-stop-{name}", daemon=True)
@@ -196,8 +197,8 @@ class StopAgreement:
         self._closing = True
         os.write(self._stop_write, b"!")
         try:
-            self._answer(self.channel)
-            self.channel.put(f"wake/{self.channel.rank}")
+            self._answer(self.mailbox)
+            self.mailbox.put(f"wake/{self.mailbox.rank}")
         except RuntimeError as error:
             self._store_lost(error)  # whoever hosts the store has left before
         for thread in self._threads:
@@ -235,25 +236,25 @@ class StopAgreement:
 
     def _wake_all(self) -> None:
         # Signals mostly come to all ranks at once: the first speaks for all. It may be killed before it has.
-        if self.channel.count("askers") > 1 and self._woken.wait(1.0):
+        if self.mailbox.count("askers") > 1 and self._woken.wait(1.0):
             return
-        self.channel.put_all([f"wake/{rank}" for rank in range(self.channel.world_size)])
+        self.mailbox.put_all([f"wake/{rank}" for rank in range(self.mailbox.world_size)])
 
     def _follow(self) -> None:
         """Waits to be asked, freezes the counter, answers, and learns the decision."""
-        channel = self._listening
-        while not channel.wait(f"wake/{channel.rank}", LONG):
+        mailbox = self._listening
+        while not mailbox.wait(f"wake/{mailbox.rank}", _LONG):
             pass
         if self._closing:
             return
         self._frozen = True
         self._woken.set()
-        self._answer(channel)
-        if not channel.wait("started/all", self._start_timeout):
-            self._give_up(channel, "started", f"did not start within {self._start_timeout:g} s")
-        elif not channel.wait("verdict", self._answer_timeout):
-            self._give_up(channel, "answer", f"did not answer within {self._answer_timeout:g} s")
-        (verdict,) = channel.read(["verdict"])
+        self._answer(mailbox)
+        if not mailbox.wait("started/all", self._start_timeout):
+            self._give_up(mailbox, "started", f"did not start within {self._start_timeout:g} s")
+        elif not mailbox.wait("verdict", self._answer_timeout):
+            self._give_up(mailbox, "answer", f"did not answer within {self._answer_timeout:g} s")
+        (verdict,) = mailbox.read(["verdict"])
         if verdict.startswith("{"):
             self.decision = StopDecision.from_json(verdict)
         else:
@@ -261,28 +262,28 @@ class StopAgreement:
             self._failure = no_agreement(tuple(map(int, ranks.split(","))), what)
         self._decided.set()
 
-    def _answer(self, channel: StoreChannel) -> None:
+    def _answer(self, mailbox: StoreMailbox) -> None:
         with self._answering:
             if self._answered:
                 return
             self._answered = True
-            answer = Answer(self._entered + 1, request_of(channel.rank, self._flags, self._asked))
-            if channel.arrive("answer", answer.to_json()) and channel.count("askers", 0):
-                self._conclude(channel)
+            answer = Answer(self._entered + 1, request_of(mailbox.rank, self._flags, self._asked))
+            if mailbox.arrive("answer", answer.to_json()) and mailbox.count("askers", 0):
+                self._conclude(mailbox)
 
-    def _conclude(self, channel: StoreChannel) -> None:
-        decision = decide(Answer.from_json(text) for text in channel.arrived("answer"))
+    def _conclude(self, mailbox: StoreMailbox) -> None:
+        decision = decide(Answer.from_json(text) for text in mailbox.arrived("answer"))
         # Only the first verdict counts: a rank whose patience ended may have been quicker.
-        channel.put_first("verdict", decision.to_json())
+        mailbox.put_first("verdict", decision.to_json())
 
-    def _give_up(self, channel: StoreChannel, name: str, what: str) -> None:
-        if channel.count("late") > 1 and channel.wait("verdict", 10.0):
+    def _give_up(self, mailbox: StoreMailbox, name: str, what: str) -> None:
+        if mailbox.count("late") > 1 and mailbox.wait("verdict", 10.0):
             return
-        missing = channel.missing(name) or channel.missing("answer")
+        missing = mailbox.missing(name) or mailbox.missing("answer")
         if missing:
-            channel.put_first("verdict", f"{','.join(map(str, missing))} {what}")
+            mailbox.put_first("verdict", f"{','.join(map(str, missing))} {what}")
         else:
-            self._conclude(channel)  # the last to answer died before it could
+            self._conclude(mailbox)  # the last to answer died before it could
 
     def _store_lost(self, error: Exception) -> None:
         """The store is gone: of no consequence until a stop is asked for."""

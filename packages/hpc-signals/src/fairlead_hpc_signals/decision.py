@@ -9,6 +9,7 @@ from typing import Final
 
 from fairlead.errors import RunFailedError
 from fairlead_hpc_signals.flags import SignalFlags
+from fairlead_runs.waiting import ranks_text
 
 __all__ = ["AgreementError", "Answer", "StopDecision", "StopRequest"]
 
@@ -122,10 +123,9 @@ def decide(answers: Iterable[Answer]) -> StopDecision:
 
 def no_agreement(missing: tuple[int, ...], why: str) -> AgreementError:
     """The error of a stop that was asked for and not agreed on."""
-    shown = ", ".join(map(str, missing[:16])) + (f" and {len(missing) - 16} more" if len(missing) > 16 else "")
     error = AgreementError(
         "the ranks did not agree on where to stop",
-        where=f"rank{'s'[: len(missing) > 1]} {shown}" if missing else None,
+        where=ranks_text(missing) if missing else None,
         why=why,
         fix="look at the output of these ranks: they ended, or hang; the next start resumes from the last checkpoint",
     )

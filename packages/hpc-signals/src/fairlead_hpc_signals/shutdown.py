@@ -12,7 +12,6 @@ from typing import Final
 
 from fairlead.errors import FairleadError, RunFailedError
 from fairlead.interfaces import Requeuer
-from fairlead_hpc_signals.channel import Channel
 from fairlead_hpc_signals.outcomes import (
     REQUEUE_EXIT_CODE,
     StopOutcome,
@@ -21,6 +20,8 @@ from fairlead_hpc_signals.outcomes import (
     exit_code_without_requeue,
     start_wanted,
 )
+from fairlead_runs.mailbox import Mailbox
+from fairlead_runs.waiting import ranks_text
 
 __all__ = ["Shutdown"]
 
@@ -32,7 +33,7 @@ class Shutdown:
     """One rank's part in the shutdown after a stop; all ranks call `plan`, `finish` and `requeue`, in this order.
 
     Args:
-        channel: The ranks.
+        mailbox: The ranks.
         policy: How long each part may take.
         signals: What came to any rank: the same on all ranks.
         ask_reason: Asks the scheduler; called on rank 0 only.
@@ -41,14 +42,14 @@ class Shutdown:
 
     def __init__(
         self,
-        channel: Channel,
+        mailbox: Mailbox,
         policy: StopPolicy,
         signals: Sequence[str],
         ask_reason: Callable[[], StopReason],
         budget: Callable[[StopReason], str | None] | None = None,
     ) -> None:
-        self.leads = channel.rank == 0
-        self._channel = channel
+        self.leads = mailbox.rank == 0
+        self._mailbox = mailbox
         self._policy = policy
         self._signals = signals
         self._ask_reason = ask_reason
@@ -73,15 +74,15 @@ class Shutdown:
         self._requeue_code = requeue_code
         problem = "" if error is None else f"{type(error).__name__}: {error}"
         message = problem
-        self._channel.arrive("shutdown/saved", problem)
+        self._mailbox.arrive("shutdown/saved", problem)
         if self.leads:
             failed = self._failed_saves(problem)
             outcome = self._plan()
             message = failed or outcome.to_json()
-            self._channel.put("shutdown/plan", message)
+            self._mailbox.put("shutdown/plan", message)
         elif error is None:
             seconds = self._policy.save_timeout_s + self._policy.ask_timeout_s + self._policy.finish_timeout_s
-            message = self._channel.get("shutdown/plan", seconds) or f"rank 0 said nothing within {seconds:g} s"
+            message = self._mailbox.get("shutdown/plan", seconds) or f"rank 0 said nothing within {seconds:g} s"
         if error is not None:
             raise error
         if not message.startswith("{"):
@@ -105,17 +106,17 @@ class Shutdown:
         except Exception as error:
             text = "".join(traceback.format_exception(error))
             warnings.warn(f"something could not be closed before the stop: {text}", stacklevel=3)
-        self._channel.arrive("shutdown/finished")
+        self._mailbox.arrive("shutdown/finished")
         if self.leads:
-            self._channel.wait("shutdown/finished/all", self._policy.finish_timeout_s)
+            self._mailbox.wait("shutdown/finished/all", self._policy.finish_timeout_s)
 
     def requeue(self, plan: StopOutcome, requeuer: Requeuer | None) -> StopOutcome:
         """Has the job started again, on rank 0; the outcome for all."""
         outcome = plan
         if self.leads:
             outcome = self._requeue(plan, requeuer)
-            self._channel.put("shutdown/outcome", outcome.to_json())
-        elif message := self._channel.get("shutdown/outcome", self._policy.requeue_timeout_s):
+            self._mailbox.put("shutdown/outcome", outcome.to_json())
+        elif message := self._mailbox.get("shutdown/outcome", self._policy.requeue_timeout_s):
             outcome = StopOutcome.from_json(message)
         self._leave_together()
         return outcome
@@ -123,8 +124,8 @@ class Shutdown:
     def _leave_together(self) -> None:
         """A launcher may kill those that are slower than the first to end; and rank 0 may host the store."""
         try:
-            self._channel.arrive("shutdown/leaving")
-            self._channel.wait("shutdown/leaving/all", _LEAVE_TIMEOUT)
+            self._mailbox.arrive("shutdown/leaving")
+            self._mailbox.wait("shutdown/leaving/all", _LEAVE_TIMEOUT)
         except RuntimeError:
             return  # the store has gone: the others have left
 
@@ -136,10 +137,10 @@ class Shutdown:
     def _failed_saves(self, own_problem: str) -> str:
         if own_problem:
             return f"rank 0: {own_problem}"
-        if not self._channel.wait("shutdown/saved/all", self._policy.save_timeout_s):
-            missing = ", ".join(map(str, self._channel.missing("shutdown/saved")))
-            return f"rank {missing} did not save within {self._policy.save_timeout_s:g} s"
-        problems = self._channel.arrived("shutdown/saved")
+        if not self._mailbox.wait("shutdown/saved/all", self._policy.save_timeout_s):
+            missing = ranks_text(self._mailbox.missing("shutdown/saved"))
+            return f"{missing} did not save within {self._policy.save_timeout_s:g} s"
+        problems = self._mailbox.arrived("shutdown/saved")
         return "\n".join(f"rank {rank}: {text}" for rank, text in enumerate(problems) if text)
 
     def _plan(self) -> StopOutcome:

@@ -173,7 +173,7 @@ class PreemptionGuard:
             raise ConfigError("no stop was agreed on", fix="call save_and_requeue where should_stop() was true")
         if self.outcome is not None:
             raise ConfigError("this stop was carried out already", fix="end the process with outcome.exit_code")
-        shutdown = Shutdown(agreement.channel, self.policy, agreement.decision.signals, self._why, budget)
+        shutdown = Shutdown(agreement.mailbox, self.policy, agreement.decision.signals, self._why, budget)
         error: BaseException | None = None
         try:
             save()

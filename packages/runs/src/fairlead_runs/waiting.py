@@ -15,7 +15,7 @@ from typing import Final, Literal
 
 from fairlead_runs.heartbeat import Beat
 
-__all__ = ["Group", "Waiting", "grouped", "rank_ranges", "waiting"]
+__all__ = ["Group", "Waiting", "grouped", "listed", "rank_ranges", "ranks_text", "waiting"]
 
 _BEHIND_S: Final = 10.0
 """A rank that is behind for so long is named; before that, a step or a slow file system explains it."""
@@ -111,6 +111,30 @@ def rank_ranges(ranks: Iterable[int], longest: int = 40) -> str:
             return f"{text} and {len(ordered) - told} more"
         text, told = f"{text},{word}" if text else word, told + last - first + 1
     return text
+
+
+def ranks_text(ranks: Iterable[int]) -> str:
+    """Ranks in words, more than two neighbours as a range.
+
+    Example:
+        >>> ranks_text([3]), ranks_text([0, 1, 2, 3, 8, 9])
+        ('rank 3', 'ranks 0-3, 8, 9')
+    """
+    ordered = sorted(set(ranks))
+    runs = ([f"{a}-{b}"] if b - a > 1 else map(str, range(a, b + 1)) for a, b in _runs(ordered))
+    return f"rank{'s'[: len(ordered) > 1]} {listed(word for words in runs for word in words)}"
+
+
+def listed(words: Iterable[str], most: int = 16) -> str:
+    """Words in one line; what is more than so many is counted.
+
+    Example:
+        >>> listed(["n1", "n2", "n3"], most=2)
+        'n1, n2 and 1 more'
+    """
+    words = list(words)
+    shown = ", ".join(words[:most])
+    return f"{shown} and {len(words) - most} more" if len(words) > most else shown
 
 
 def _runs(ordered: Sequence[int]) -> Iterator[tuple[int, int]]:

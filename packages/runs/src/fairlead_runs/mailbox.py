@@ -1,4 +1,4 @@
-"""Messages between ranks, over a store of torch's; and of a single process with itself.
+"""Messages between the ranks of a run, over a store of torch's; and of a single process with itself.
 
 Works with any `torch.distributed.Store` and imports no torch. A message has a key, and each key is used once.
 """
@@ -8,29 +8,26 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 from fairlead.errors import ConfigError
 
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-__all__ = ["LONG", "Channel", "StoreChannel"]
-
-LONG: Final = 20 * 86400.0
-"""Seconds of a wait that has no end: torch counts milliseconds in 32 bits."""
+__all__ = ["Mailbox", "StoreMailbox"]
 
 
-class Channel:
-    """What one thread of a rank puts, waits for and gets. This one is for a single process: messages stay in it.
+class Mailbox:
+    """What a rank puts, waits for and reads. This one is for a single process: messages stay in it.
 
     Args:
         rank: This rank.
         world_size: The number of ranks.
 
     Example:
-        >>> channel = Channel()
-        >>> channel.arrive("saved", "at step 7"), channel.get("saved/0", 1.0)
+        >>> mailbox = Mailbox()
+        >>> mailbox.arrive("saved", "at step 7"), mailbox.get("saved/0", 1.0)
         (True, 'at step 7')
     """
 
@@ -40,7 +37,7 @@ class Channel:
         self._messages: dict[str, str] = {}
         self._counts: dict[str, int] = {}
 
-    # -- what a channel over a store does in another way
+    # -- what a mailbox over a store does in another way
 
     def put(self, key: str, text: str = "") -> None:
         """Makes a message known to all ranks."""
@@ -93,50 +90,71 @@ class Channel:
         return tuple(rank for rank in range(self.world_size) if not self.has(f"{name}/{rank}"))
 
 
-class StoreChannel(Channel):
-    """One thread's channel over a store that all ranks share.
+class StoreMailbox(Mailbox):
+    """The mailbox of one rank, over a store that all ranks share.
 
     Args:
-        store: It gives one thread at a time a connection, so a channel makes one of its own.
+        store: It serves one thread at a time; see `connect_again`.
         rank: This rank.
         world_size: The number of ranks.
-
-    Raises:
-        ConfigError: This kind of store has one connection only.
+        prefix: Goes before every key.
     """
 
-    def __init__(self, store: dist.Store, rank: int, world_size: int) -> None:
+    def __init__(self, store: dist.Store, rank: int, world_size: int, prefix: str = "") -> None:
         super().__init__(rank, world_size)
+        self._store = store
+        self._prefix = prefix
+
+    def under(self, prefix: str) -> StoreMailbox:
+        """The same connection, for messages that nobody else's are mixed up with."""
+        return StoreMailbox(self._store, self.rank, self.world_size, f"{self._prefix}{prefix}/")
+
+    def connect_again(self) -> StoreMailbox:
+        """The same messages over a connection of its own, for another thread.
+
+        Raises:
+            ConfigError: This kind of store has one connection only.
+        """
         try:
-            self._store: dist.Store = store.clone()  # type: ignore[attr-defined]  # not in torch's stubs
+            store: dist.Store = self._store.clone()  # type: ignore[attr-defined]  # not in torch's stubs
         except RuntimeError as error:
             raise ConfigError(
-                f"a {type(store).__name__} cannot be shared between threads",
+                f"a {type(self._store).__name__} cannot be shared between threads",
                 why=str(error).splitlines()[0],
                 fix="use a TCPStore, or the store of the process group",
             ) from error
+        return StoreMailbox(store, self.rank, self.world_size, self._prefix)
 
     def put(self, key: str, text: str = "") -> None:
         """Sets a key."""
-        self._store.set(key, text)
+        self._store.set(self._prefix + key, text)
 
-    def put_all(self, keys: Sequence[str]) -> None:
-        """Puts many empty messages at once."""
-        self._store.multi_set(list(keys), [""] * len(keys))  # type: ignore[attr-defined]  # not in torch's stubs
+    def put_all(self, keys: Sequence[str], text: str = "") -> None:
+        """Puts one text under many keys at once."""
+        keys = self._full(keys)
+        self._store.multi_set(keys, [text] * len(keys))  # type: ignore[attr-defined]  # not in torch's stubs
 
     def put_first(self, key: str, text: str) -> None:
         """Puts a message unless another rank was quicker: then that one stays."""
-        self._store.compare_set(key, "", text)
+        self._store.compare_set(self._prefix + key, "", text)
+
+    def remove(self, key: str) -> None:
+        """Takes a message away; nothing happens where there is none."""
+        self._store.delete_key(self._prefix + key)
 
     def has(self, key: str) -> bool:
         """Whether a key is set."""
-        return self._store.check([key])
+        return self.has_all([key])
+
+    def has_all(self, keys: Sequence[str]) -> bool:
+        """Whether all of some keys are set, in one question."""
+        return self._store.check(self._full(keys))
 
     def wait(self, key: str, seconds: float) -> bool:
         """Whether a key was set within so many seconds."""
         deadline = time.monotonic() + seconds
         try:
-            self._store.wait([key], timedelta(seconds=max(0.001, seconds)))
+            self._store.wait([self._prefix + key], timedelta(seconds=max(0.001, seconds)))
         except RuntimeError:
             # torch says "timed out" in other words, and with another class, for each kind of store.
             if time.monotonic() < deadline - 0.05:
@@ -146,8 +164,11 @@ class StoreChannel(Channel):
 
     def read(self, keys: Sequence[str]) -> list[str]:
         """The values of keys, in one question."""
-        return [value.decode() for value in self._store.multi_get(list(keys))]
+        return [value.decode() for value in self._store.multi_get(self._full(keys))]
 
     def count(self, key: str, by: int = 1) -> int:
         """Adds to a number in the store."""
-        return self._store.add(key, by)
+        return self._store.add(self._prefix + key, by)
+
+    def _full(self, keys: Sequence[str]) -> list[str]:
+        return [self._prefix + key for key in keys]
