@@ -10,7 +10,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -358,27 +357,6 @@ def test_loaders_are_made_ready_in_another_way() -> None:
     assert "_prepare_dataloader" not in vars(private._data_connector)
 
 
-def test_validation_by_the_clock_is_seen() -> None:
-    assert compat.validates_by_clock(plain(val_check_interval=timedelta(minutes=5)))
-    assert not compat.validates_by_clock(plain(val_check_interval=2))
-
-
-def test_the_sanity_check_can_be_left_out() -> None:
-    class Checks(L.Callback):
-        checks = 0
-
-        def on_sanity_check_start(self, *_: Any) -> None:
-            Checks.checks += 1
-
-    trainer = plain(max_epochs=1, num_sanity_val_steps=2, callbacks=[Checks()])
-    undo = compat.without_sanity_check(trainer)
-    trainer.fit(Line(), datamodule=Data())
-    assert Checks.checks == 0
-    undo()
-    trainer.fit(Line(), datamodule=Data())
-    assert Checks.checks == 1
-
-
 def test_one_process_wants_no_sharding() -> None:
     assert not compat.wants_sharding(plain(), Data().train_dataloader())
     assert compat.wants_sharding(plain(strategy="ddp"), Data().train_dataloader())
@@ -592,7 +570,7 @@ def test_iterators_are_made_behind_the_hooks_of_the_epoch(saved: Path) -> None:
     class Begins(L.Callback):
         def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
             came.clear()
-            compat.draw_anew(trainer)
+            compat.as_if_never_restored(trainer)
 
         def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
             came.append("epoch")

@@ -29,7 +29,9 @@ class DDPStrategy(LightningDDPStrategy):
         super().__init__(**kwargs)
         self._config = config
 
-    def _register_ddp_hooks(self) -> None:
+    def configure_ddp(self) -> None:
+        """Wraps the model, then registers the hook."""
+        super().configure_ddp()
         assert isinstance(self.model, DistributedDataParallel)
         register_hook(self._config, self.model)
 

@@ -26,23 +26,21 @@ from fairlead_lightning.compat.logged import (
 )
 from fairlead_lightning.compat.loops import (
     Boundaries,
+    as_if_never_restored,
     begin_next_epoch,
-    draw_anew,
     set_batches_done,
     training_place,
-    validates_by_clock,
     watch_boundaries,
-    without_sanity_check,
 )
 from fairlead_lightning.compat.processes import is_spawned, let_children_end, signal_children, without_signal_handlers
 
 __all__ = [
     "Boundaries",
     "Logged",
+    "as_if_never_restored",
     "before_loader_results",
     "begin_next_epoch",
     "between_epochs",
-    "draw_anew",
     "dump_checkpoint",
     "evaluation_loaders",
     "hold_logged",
@@ -62,9 +60,7 @@ __all__ = [
     "signal_children",
     "train_loaders",
     "training_place",
-    "validates_by_clock",
     "wants_sharding",
     "watch_boundaries",
-    "without_sanity_check",
     "without_signal_handlers",
 ]

@@ -9,18 +9,12 @@ import lightning.pytorch as L
 
 __all__ = [
     "Boundaries",
+    "as_if_never_restored",
     "begin_next_epoch",
-    "draw_anew",
     "set_batches_done",
     "training_place",
-    "validates_by_clock",
     "watch_boundaries",
-    "without_sanity_check",
 ]
-
-
-def _nothing() -> None:
-    pass
 
 
 def begin_next_epoch(trainer: L.Trainer) -> None:
@@ -29,21 +23,21 @@ def begin_next_epoch(trainer: L.Trainer) -> None:
     With `max_steps` Lightning takes the epoch that is over for one to be finished: it runs an empty
     epoch, counts it, and steps the schedules once more.
     """
-    loop: Any = trainer.fit_loop
-    epochs = loop.epoch_progress.current
+    epochs = trainer.fit_loop.epoch_progress.current
     if len({epochs.ready, epochs.started, epochs.processed, epochs.completed}) == 1:
-        loop._restarting = False  # the setter of `restarting` would make it True again
-        loop.epoch_loop.restarting = False
-        loop.epoch_loop.reset_restart_stage()
+        as_if_never_restored(trainer)
 
 
-def draw_anew(trainer: L.Trainer) -> None:
-    """Called before the first epoch of a fit that goes on between two: iterators are made behind its hooks, as always.
+def as_if_never_restored(trainer: L.Trainer) -> None:
+    """Lightning's own ways of finding its place, and the iterators that it has made for them, are over.
 
-    Lightning would use those that it has made before the generators were restored.
+    Called before the first epoch of a fit that resumes between two, iterators are made behind its hooks, as always;
+    those that were made before would draw from the generators as they were before they were restored.
     """
-    loop: Any = trainer.fit_loop
-    loop._resuming_from_checkpoint = False
+    epoch = trainer.fit_loop.epoch_loop
+    epoch.restarting = False  # the validation's too
+    epoch.on_iteration_done()
+    trainer.fit_loop.on_iteration_done()  # its setter would make `restarting` True again
 
 
 class Boundaries(Protocol):
@@ -83,10 +77,7 @@ def watch_boundaries(trainer: L.Trainer, watcher: Boundaries) -> Callable[[], No
         begin(data_fetcher)
         due = watcher.going_on() if epoch.restarting else None
         if due is not None:
-            # Everything is as it was at the boundary: Lightning's own ways of finding its place must not run.
-            fit._restarting = False  # it would leave out the plateau schedules at the end of this epoch
-            epoch.restarting = False
-            epoch.reset_restart_stage()
+            as_if_never_restored(trainer)  # everything is as it was at the boundary, its plateau schedules too
         if due:
             finish(data_fetcher)
 
@@ -109,33 +100,12 @@ def watch_boundaries(trainer: L.Trainer, watcher: Boundaries) -> Callable[[], No
     return undo
 
 
-def without_sanity_check(trainer: L.Trainer) -> Callable[[], None]:
-    """Leaves out the sanity check; where a fit goes on between two epochs, Lightning does it again.
-
-    Returns:
-        Ends it.
-    """
-    private: Any = trainer
-    private._run_sanity_check = _nothing
-
-    def undo() -> None:
-        vars(trainer).pop("_run_sanity_check", None)
-
-    return undo
-
-
 def training_place(trainer: L.Trainer) -> tuple[int, int]:
     """(epochs that are over, batches of this rank in the one that has begun)."""
     loop: Any = trainer.fit_loop
     epochs = loop.epoch_progress.current
     batches: int = loop.epoch_loop.batch_progress.current.ready
     return epochs.processed, batches if epochs.ready > epochs.processed else 0
-
-
-def validates_by_clock(trainer: L.Trainer) -> bool:
-    """Whether validations begin when a time has passed, and not after a number of batches."""
-    private: Any = trainer
-    return private._val_check_time_interval is not None
 
 
 def set_batches_done(trainer: L.Trainer, batches: int) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import lightning.pytorch as L
-from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher, _SubprocessScriptLauncher
+from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 
 __all__ = ["is_spawned", "let_children_end", "signal_children", "without_signal_handlers"]
 
@@ -47,7 +47,8 @@ def let_children_end(trainer: L.Trainer) -> None:
 
 def is_spawned(trainer: L.Trainer) -> bool:
     """Whether this process is a rank that Lightning has spawned: it calls no `on_exception` there."""
-    spawns = isinstance(trainer.strategy.launcher, _MultiProcessingLauncher)
+    launcher = trainer.strategy.launcher
+    spawns = launcher is not None and not isinstance(launcher, _SubprocessScriptLauncher)
     return spawns and multiprocessing.parent_process() is not None
 
 

@@ -131,7 +131,8 @@ class ExactResume(L.Callback):
         if stage == "fit":
             self._undo.append(compat.watch_boundaries(trainer, self))
         if self._goes_on and stage == "fit":
-            self._undo.append(compat.without_sanity_check(trainer))  # it was done when the run began
+            steps, trainer.num_sanity_val_steps = trainer.num_sanity_val_steps, 0  # it was done when the run began
+            self._undo.append(lambda: setattr(trainer, "num_sanity_val_steps", steps))
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """The model is wrapped: a script's own DDP adds gradients in a fixed order where that costs little."""
@@ -227,7 +228,7 @@ class ExactResume(L.Callback):
         assert trainer is not None
         if self._state is not None and compat.training_place(trainer)[1] == 0:
             self._restore(trainer)
-            compat.draw_anew(trainer)
+            compat.as_if_never_restored(trainer)
         if self.saves is not None:
             with self.at("between"):
                 self.saves.before_epoch(trainer)

@@ -48,18 +48,10 @@ class FSDP2Strategy(ModelParallelStrategy):
         saves_shards: bool = False,
         **kwargs: Any,
     ) -> None:
-        super().__init__(
-            data_parallel_size=config.data_parallel_size, tensor_parallel_size=config.tensor_parallel_size, **kwargs
-        )
+        super().__init__(**kwargs)
         self._config = config
         self._classes = classes
         self._saves_shards = saves_shards
-
-    def setup_environment(self) -> None:
-        """Resolves `data_parallel_size: auto` to all ranks, where Lightning would take the number of nodes."""
-        if self._data_parallel_size == "auto":
-            self._data_parallel_size = self.world_size // self._config.tensor_parallel_size
-        super().setup_environment()
 
     def setup(self, trainer: pl.Trainer) -> None:
         """Shards the module unless it did so itself, then lets Lightning continue.
@@ -157,19 +149,7 @@ class FabricFSDP2(FabricModelParallelStrategy):
                 )
             return module
 
-        super().__init__(
-            parallelize,
-            data_parallel_size=config.data_parallel_size,
-            tensor_parallel_size=config.tensor_parallel_size,
-            **kwargs,
-        )
-
-    def setup_environment(self) -> None:
-        """Resolves `data_parallel_size: auto` to all ranks, where Lightning would take the number of nodes."""
-        if self._data_parallel_size == "auto":
-            assert isinstance(self._tensor_parallel_size, int)
-            self._data_parallel_size = self.world_size // self._tensor_parallel_size
-        super().setup_environment()
+        super().__init__(parallelize, **kwargs)
 
 
 @contextlib.contextmanager
@@ -204,7 +184,11 @@ def build(config: FSDP2StrategyConfig, context: BuildContext) -> FSDP2Strategy |
     policy = config.auto_wrap_policy
     classes = None if policy == "auto" else load_classes(policy, "trainer.strategy.auto_wrap_policy")
     saves_shards = context.resolution.checkpoint_io.saves_shards
+    tensor, data = config.tensor_parallel_size, config.data_parallel_size
     kwargs: dict[str, Any] = {
+        # Lightning's own `auto` is the number of nodes.
+        "data_parallel_size": context.resolution.world_size // tensor if data == "auto" else data,
+        "tensor_parallel_size": tensor,
         "save_distributed_checkpoint": bool(config.save_distributed_checkpoint) or saves_shards,
         "process_group_backend": context.resolution.backend,
         "timeout": config.timeout,
