@@ -20,7 +20,6 @@ from integration_tests.forked import fork
 
 FAIRLEAD = str(Path(sys.executable).parent / "fairlead")
 MARKER = "FAIRLEAD_TEST_MARKER"
-TRAINS = ("fit", "validate", "test", "predict")
 LIMIT_S = 180.0  # only against a test that would hang for ever
 
 MODEL = '''
@@ -228,15 +227,14 @@ def start(
         cwd: Where it runs.
         environ: Further variables.
         command: What is started in place of `fairlead`; in processes of its own, as `fresh` is.
-        fresh: As a user starts it, with its imports; without, it is forked (`integration_tests.forked`). What trains
-            is always fresh: a training of several ranks that was forked has once waited for ever in a whole run of CI.
+        fresh: As a user starts it, with its imports; without, it is forked (`integration_tests.forked`), and the ranks
+            that it starts are fresh.
     """
     marker = uuid.uuid4().hex
     # What a launcher around the tests says of its own ranks is not about the command.
     kept = {k: v for k, v in os.environ.items() if k not in {"RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT"}}
     variables = {**kept, **(environ or {}), MARKER: marker}
-    forked = not (fresh or tuple(command) != (FAIRLEAD,) or (words and words[0] in TRAINS))
-    forked = forked and start_variables(variables) == start_variables(os.environ)
+    forked = not fresh and tuple(command) == (FAIRLEAD,) and start_variables(variables) == start_variables(os.environ)
     files = cwd / f".{marker}.out", cwd / f".{marker}.err"
     process: subprocess.Popen[str] | ForkedProcess
     with files[0].open("w") as out, files[1].open("w") as err:

@@ -181,8 +181,9 @@ def test_a_job_may_be_a_function_in_a_module(tmp_path: Path) -> None:
             return JobConfig.model_validate({changed(JOB, trainer={"devices": 1})!r})
         """
     (tmp_path / "repo" / "mine" / "jobs.py").write_text(dedent(module))
-    call = fairlead("fit", "mine.jobs:job", cwd=tmp_path / "repo")
+    call = fairlead("fit", "mine.jobs:job", cwd=tmp_path / "repo", environ={"OMP_NUM_THREADS": "3"})
     assert call.code == 0, call.text
+    assert next(line for line in call.out.splitlines() if line.startswith("start ")).endswith(" 3 threads")
     assert names(tmp_path / "repo" / "runs" / "small")[-1] == "finished"
 
 

@@ -167,12 +167,24 @@ def test_python_train_py_starts_its_ranks_and_hands_the_run_over(tmp_path: Path)
 
 
 def test_accumulated_micro_batches_on_two_ranks_equal_one_process(tmp_path: Path) -> None:
-    """Two ranks x two micro-batches of two samples are a global batch of eight."""
+    """Two ranks x two micro-batches of two samples are a global batch of eight; gradients are sent once for each."""
     body = """
+    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+    sent = []
+
+    def count(state, bucket):
+        sent.append(bucket.index())
+        return allreduce_hook(None, bucket)
+
+    class Counting(Line):
+        def on_train_start(self):
+            self.trainer.strategy.model.register_comm_hook(None, count)
+
     Trainer(config(max_steps=4, accumulate_grad_batches=2, gradient_clip_val=0.5), run=RunConfig(name="run")).fit(
-        Line(), datamodule=Split(2))
+        Counting(), datamodule=Split(2))
+    say(f"sent {sent}")
     """
-    python(tmp_path, body)
+    assert python(tmp_path, body).stdout.count("sent [0, 0, 0, 0]") == 2
     expected = reference(tmp_path / "reference", 4, gradient_clip_val=0.5)
     assert float((weights(tmp_path / "runs/run/checkpoints/step-00000004") - expected).abs().max()) < CLOSE
 

@@ -90,6 +90,7 @@ def test_the_first_bad_parameter_is_named(norm_type: float) -> None:
         clip_grad_norm(broken.named_parameters(), 1.0, norm_type, error_if_nonfinite=True)
     assert caught.value.parameter == "2.bias"
     assert "parameter 4 of 6, shape (3,)" in str(caught.value)
+    assert "lower the learning rate" in str(caught.value)
     torch.testing.assert_close(gradients(broken), before, equal_nan=True)
     with pytest.raises(NonFiniteGradientError, match="#3"):
         clip_grad_norm(broken.parameters(), 1.0, norm_type, error_if_nonfinite=True)

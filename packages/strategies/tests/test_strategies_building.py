@@ -60,6 +60,18 @@ def test_deepspeed_literals_reach_deepspeed(
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_deepspeed_fields_reach_deepspeed(ranks: ModuleType) -> None:
+    """Each other value than the default."""
+    offload: Any = {"stage": 3, "offload_optimizer": True, "offload_parameters": True, "pin_memory": True}
+    config = DeepSpeedStrategyConfig(**offload, cpu_checkpointing=True, contiguous_gradients=False, overlap_comm=False)
+    given = build(config, ranks.context(config)).config
+    zero = given["zero_optimization"]
+    assert (zero["contiguous_gradients"], zero["overlap_comm"]) == (False, False)
+    assert (zero["offload_optimizer"]["pin_memory"], zero["offload_param"]["pin_memory"]) == (True, True)
+    assert given["activation_checkpointing"]["cpu_checkpointing"] is True
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_deepspeed_config_files(tmp_path: Path, ranks: ModuleType) -> None:
     """A JSON file or a dict; both round-trip, and nothing of ours is mixed in."""
     own = {"zero_optimization": {"stage": 3}, "train_micro_batch_size_per_gpu": 2}
