@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import errno
-import json
 import os
 import subprocess
 import sys
@@ -16,6 +15,7 @@ import pytest
 
 from fairlead.errors import FingerprintError, RunDirectoryError, RunLockedError
 from fairlead.interfaces import Job
+from fairlead.yaml import load_file
 from fairlead_runs import RunDirectory, fingerprint, list_runs, read_history, state
 from fairlead_runs.commit import LockOwner, Syscalls, atomic_write
 
@@ -31,7 +31,7 @@ def job(**trainer: Any) -> dict[str, Any]:
 
 def open_run(path: Path, the_job: dict[str, Any] | None = None, **options: Any) -> RunDirectory:
     the_job = the_job or job()
-    return RunDirectory.open(path, job=the_job, fingerprint=fingerprint(the_job), dump=json.dumps, **options)
+    return RunDirectory.open(path, job=the_job, fingerprint=fingerprint(the_job), **options)
 
 
 def begin(run: RunDirectory, **git: Any) -> int:
@@ -81,7 +81,7 @@ def test_the_same_fingerprint_continues_with_the_next_start(tmp_path: Path) -> N
         assert run.continued
         assert begin(run) == 2
         assert run.token == "s2"
-    assert json.loads((tmp_path / "gpt" / "job.yaml").read_text())["trainer"]["max_steps"] == 300
+    assert load_file(tmp_path / "gpt" / "job.yaml").data["trainer"]["max_steps"] == 300
 
 
 def test_another_fingerprint_is_refused_with_the_difference_and_nothing_is_written(tmp_path: Path) -> None:

@@ -51,7 +51,7 @@ def test_what_may_change_on_a_resume(path: str) -> None:
     [
         ("model.class", "m:N", "model.class: m:M -> m:N"),
         ("model.args.lr", 0.01, "model.args.lr: 0.001 -> 0.01"),
-        ("model.args.layers", [4, 9], "model.args.layers.1: 8 -> 9"),
+        ("model.args.layers", [4, 9], "model.args.layers[1]: 8 -> 9"),
         ("model.args.dropout", None, "model.args.dropout: (not set) -> null"),
         ("data", None, None),
         ("run.seed", 2, "run.seed: 1 -> 2"),

@@ -170,16 +170,7 @@ def _profile(job: JobConfig, name: str | None) -> tuple[ResourcesConfig | None, 
 
 
 def _selected(resolution: Resolution) -> Iterator[BackendConfig]:
-    configs = (
-        resolution.environment,
-        resolution.accelerator,
-        resolution.strategy,
-        resolution.precision,
-        resolution.checkpoint_io,
-        resolution.requeue,
-        resolution.layer_sync,
-        *resolution.loggers,
-    )
+    configs = [*(getattr(resolution, axis) for axis in AXES if axis != "logger"), *resolution.loggers]
     # An incomplete resolution has gaps where a plugin is not installed; each is a finding already.
     yield from (config for config in configs if config is not None)
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import TypeVar, cast
 
 from fairlead.config_bases import EnvironmentConfigBase
-from fairlead.errors import FairleadError, MissingDependencyError, PluginError
+from fairlead.errors import FairleadError
 from fairlead.facts import Claim, Job, Setting, Specificity, Topology
 from fairlead.findings import Finding
 from fairlead.hooks import answer
@@ -131,15 +131,16 @@ def choose_environment(
     else:
         name, reason = _by_claims(claims, findings)
     try:
-        config = _config(asked, name, reason, plugins)
-        plugin = plugins.get("environment", name)
+        plugin = plugins.get("environment", name, where=VARIABLE if reason == VARIABLE else "trainer.environment")
+        chosen = asked if isinstance(asked, EnvironmentConfigBase) else parse_backend("environment", name, plugins)
+        config = cast("EnvironmentConfigBase", chosen)
         in_job = any(claim.specificity >= Specificity.SCHEDULER for claim in claims.values())
         known = starting or in_job or name in claims or name == FALLBACK
         topology = (
             answer(plugins, plugin, "fairlead_topology", Topology, config=config, environ=environ) if known else None
         )
     except FairleadError as error:
-        code = _code(error, name, plugins)
+        code = error.code or ("environment-malformed" if name in plugins.names("environment") else "unknown-tag")
         findings.append(Finding.of(error, "error", code, where=error.where or "trainer.environment"))
         return ChosenEnvironment(None, Setting(name, reason), claims, None, job, tuple(findings))
     if name not in claims and name != FALLBACK:
@@ -155,14 +156,6 @@ def choose_environment(
             )
         )
     return ChosenEnvironment(config, Setting(name, reason), claims, topology, job, tuple(findings))
-
-
-def _code(error: FairleadError, name: str, plugins: PluginManager) -> str:
-    if isinstance(error, MissingDependencyError):
-        return "plugin-missing"
-    if isinstance(error, PluginError):
-        return "plugin-broken"
-    return "environment-malformed" if name in plugins.names("environment") else "unknown-tag"
 
 
 def _by_claims(claims: Mapping[str, Claim], findings: list[Finding]) -> tuple[str, str]:
@@ -186,14 +179,3 @@ def _by_claims(claims: Mapping[str, Claim], findings: list[Finding]) -> tuple[st
     reason = claim.evidence
     passed = [text for text in passed if not text.startswith(FALLBACK)]
     return name, f"{reason}; it is inside {', '.join(passed)}" if passed else reason
-
-
-def _config(
-    asked: EnvironmentConfigBase | str, name: str, reason: str, plugins: PluginManager
-) -> EnvironmentConfigBase:
-    if isinstance(asked, EnvironmentConfigBase):
-        return asked
-    plugins.get("environment", name, where=VARIABLE if reason == VARIABLE else "trainer.environment")
-    config = parse_backend("environment", name, plugins)
-    assert isinstance(config, EnvironmentConfigBase)
-    return config

@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import os
 from collections.abc import Iterable
+from typing import ClassVar
 
 __all__ = [
     "CheckpointError",
@@ -43,6 +44,8 @@ class FairleadError(Exception):
     """
 
     exit_code = 2
+    code: ClassVar[str | None] = None
+    """The code of the finding that a check makes of it, where that is always the same."""
 
     def __init__(self, what: str, *, where: str | None = None, why: str | None = None, fix: str | None = None) -> None:
         super().__init__(what)
@@ -86,9 +89,13 @@ class ConfigError(FairleadError):
 class PluginError(FairleadError):
     """A selected plugin is broken, of another contract version, or there are two of its name."""
 
+    code = "plugin-broken"
+
 
 class MissingDependencyError(PluginError):
     """A selected plugin, or its engine, is not installed; `fix` is the exact pip line."""
+
+    code = "plugin-missing"
 
 
 class UserCodeError(FairleadError):

@@ -126,11 +126,8 @@ def _lookup(axis: str, name: str, plugins: PluginManager, literals: tuple[str, .
     try:
         return plugins.get(axis, name)
     except FairleadError as error:
-        code = {"MissingDependencyError": "plugin-missing", "PluginError": "plugin-broken"}.get(
-            type(error).__name__, "unknown-tag"
-        )
         why = f"{error.why}; also: {', '.join(literals)}" if error.why and literals else error.why
-        raise config_mistake(code, error.what, why=why, fix=error.fix) from None
+        raise config_mistake(error.code or "unknown-tag", error.what, why=why, fix=error.fix) from None
 
 
 def _wrong(axis: str, got: str, literals: tuple[str, ...], plugins: PluginManager) -> PydanticCustomError:

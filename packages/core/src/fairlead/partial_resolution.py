@@ -7,7 +7,7 @@ from typing import Literal, TypeVar, cast
 
 from fairlead.config import ResourcesConfig, RunConfig, TrainerConfig
 from fairlead.config_bases import BackendConfig
-from fairlead.errors import FairleadError, MissingDependencyError, PluginError
+from fairlead.errors import FairleadError
 from fairlead.facts import Devices, Setting
 from fairlead.findings import Finding, Severity
 from fairlead.hooks import answer
@@ -78,9 +78,7 @@ class PartialResolution:
         try:
             self.plugins.get(axis, tag, where=f"trainer.{axis}")
         except FairleadError as error:
-            broken = isinstance(error, PluginError) and not isinstance(error, MissingDependencyError)
-            code = "plugin-broken" if broken else "plugin-missing"
-            self.findings.append(Finding.of(error, "error", code, where=f"trainer.{axis}"))
+            self.findings.append(Finding.of(error, "error", error.code or "plugin-missing", where=f"trainer.{axis}"))
             self.settings[axis] = Setting(tag, f"{reason}, but {error.what}")
             return None
         self.settings[axis] = Setting(tag, reason)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, ClassVar, Final
 
 from fairlead.config_bases import (
@@ -167,6 +168,7 @@ class LoggerPlugin(Plugin):
     base = LoggerConfigBase
 
 
+@dataclass(eq=False)
 class CommandPlugin:
     """A command of the CLI; an extension point of the same kind, not an axis.
 
@@ -184,26 +186,17 @@ class CommandPlugin:
     axis: ClassVar[str] = "command"
     api: ClassVar[int] = API_VERSION
 
-    def __init__(
-        self,
-        name: str,
-        help: str,
-        *,
-        arguments: str,
-        runtime: str,
-        engines: tuple[str, ...] = (),
-        extra: str | None = None,
-        group: str = "job",
-    ) -> None:
-        self.name = name
-        self.help = help
-        self.arguments = arguments
-        self.runtime = runtime
-        self.engines = engines
-        self.extra = extra
-        self.group = group
+    name: str
+    help: str
+    _: KW_ONLY
+    arguments: str
+    runtime: str
+    engines: tuple[str, ...] = ()
+    extra: str | None = None
+    group: str = "job"
 
 
+@dataclass(eq=False)
 class CheckPlugin:
     """A check of every job, whatever it selects; an extension point, not an axis.
 
@@ -223,10 +216,10 @@ class CheckPlugin:
     engines: ClassVar[tuple[str, ...]] = ()
     extra: ClassVar[str | None] = None
 
-    def __init__(self, check: str, *, reads_run: bool = False, codes: Mapping[str, str] | None = None) -> None:
-        self.check = check
-        self.reads_run = reads_run
-        self.codes = codes or {}
+    check: str
+    _: KW_ONLY
+    reads_run: bool = False
+    codes: Mapping[str, str] = field(default_factory=dict)
 
 
 AnyPlugin = Plugin | CommandPlugin | CheckPlugin

@@ -8,6 +8,7 @@ from typing import cast
 from fairlead.by_hand import commands_by_hand
 from fairlead.config import ResourcesConfig, RunConfig, TrainerConfig
 from fairlead.config_bases import (
+    AXES,
     AcceleratorConfigBase,
     CheckpointIOConfigBase,
     EnvironmentConfigBase,
@@ -263,8 +264,7 @@ class _Resolver(PartialResolution):
         # Without torch this is a login node (`fairlead[check]`): the engines are where the job runs.
         severity: Severity = "error" if self.purpose == "run" or self.plugins.is_installed("torch") else "info"
         seen: set[str] = set()
-        axes = ("accelerator", "strategy", "precision", "environment", "checkpoint_io", "layer_sync", "requeue")
-        selected = [(axis, self.settings[axis].value, f"trainer.{axis}") for axis in axes if axis in self.settings]
+        selected = [(axis, self.settings[axis].value, f"trainer.{axis}") for axis in AXES if axis in self.settings]
         selected += [("logger", name, f"trainer.loggers[{i}]") for i, name in enumerate(self.settings["loggers"].value)]
         for axis, name, where in selected:
             if name not in self.plugins.names(axis):

@@ -1,11 +1,12 @@
-"""A model or datamodule as plain data: for the record of a run that was started from Python."""
+"""Things as plain data: for the record of a run that was started from Python, and for its history."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from typing import Any
 
-__all__ = ["described"]
+__all__ = ["described", "plain"]
 
 
 def described(thing: object) -> dict[str, Any]:
@@ -20,15 +21,20 @@ def described(thing: object) -> dict[str, Any]:
     """
     kind = type(thing)
     hparams = getattr(thing, "hparams_initial", None)
-    args = {str(k): _plain(v) for k, v in hparams.items()} if isinstance(hparams, Mapping) else {}
+    args = plain(hparams, _type) if isinstance(hparams, Mapping) else {}
     return {"class": f"{kind.__module__}:{kind.__qualname__}", "args": args}
 
 
-def _plain(value: object) -> Any:
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return value
+def plain(value: object, other: Callable[[object], str] = str) -> Any:
+    """A value in JSON types: NaN and infinity as text, what has no JSON type by `other`."""
     if isinstance(value, Mapping):
-        return {str(k): _plain(v) for k, v in value.items()}
+        return {str(key): plain(item, other) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(v) for v in value]
+        return [plain(item, other) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value if value is None or isinstance(value, (str, int, float)) else other(value)
+
+
+def _type(value: object) -> str:
     return f"<{type(value).__module__}.{type(value).__qualname__}>"

@@ -5,11 +5,12 @@ from __future__ import annotations
 import itertools
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from fairlead import yaml
 from fairlead.errors import FingerprintError, RunDirectoryError
 from fairlead_runs.commit import Lock, LockOwner, Syscalls, atomic_write
 from fairlead_runs.commit.files import disk_error, ensure_dir
@@ -75,7 +76,6 @@ class RunDirectory:
         fingerprint: Fingerprint,
         resume: str | Path = "auto",
         owner: LockOwner | None = None,
-        dump: Callable[[Mapping[str, Any]], str] | None = None,
         syscalls: Syscalls | None = None,
     ) -> RunDirectory:
         """Creates or continues the run directory of a job, and takes its lock.  Nothing is written when it refuses.
@@ -88,7 +88,6 @@ class RunDirectory:
                 `name-3`, ...  A path: continue and load that checkpoint; with another fingerprint in a sibling.
                 A job that its scheduler restarted always continues what its first attempt began.
             owner: Who holds the lock; None: this process.
-            dump: Makes YAML of the job; None: `fairlead.yaml.dump`.
             syscalls: For tests.
 
         Raises:
@@ -103,11 +102,11 @@ class RunDirectory:
         run.load = None if str(resume) in ("auto", "never") else Path(resume)
         run._job = redact(job)
         if stored is not None:
-            _require_same(path, stored, fingerprint)
+            require_same(path, stored, fingerprint)
             if run.load is None and (finished := finished_event(path, job)):
                 run.finished, run.continued = finished, True
                 return run
-        run._take(me, fingerprint, dump or _yaml)
+        run._take(me, fingerprint)
         return run
 
     @property
@@ -185,8 +184,8 @@ class RunDirectory:
     ) -> None:
         self.close()
 
-    def _take(self, owner: LockOwner, fingerprint: Fingerprint, dump: Callable[[Mapping[str, Any]], str]) -> None:
-        text = dump(self._job).encode()  # before anything is made: it may be wrong
+    def _take(self, owner: LockOwner, fingerprint: Fingerprint) -> None:
+        text = yaml.dump(self._job).encode()  # before anything is made: it may be wrong
         try:
             ensure_dir(self.path, self._system)
         except OSError as error:
@@ -196,7 +195,7 @@ class RunDirectory:
         try:
             stored = stored_fingerprint(self.path)  # another job may have made it since we looked
             if stored is not None:
-                _require_same(self.path, stored, fingerprint)
+                require_same(self.path, stored, fingerprint)
                 self.continued = True
             for name in _FOLDERS:
                 ensure_dir(self.path / name, self._system)
@@ -248,7 +247,8 @@ def _same(stored: Fingerprint | None, new: Fingerprint) -> bool:
     return stored is not None and stored.digest == new.digest
 
 
-def _require_same(path: Path, stored: Fingerprint, new: Fingerprint) -> None:
+def require_same(path: Path, stored: Fingerprint, new: Fingerprint) -> None:
+    """Raises `FingerprintError`, with each difference, where the run at `path` is another one."""
     if _same(stored, new):
         return
     different = [str(difference) for difference in stored.differences(new)]
@@ -269,44 +269,33 @@ def _choose(
     """Which directory this job uses, the asked one or a sibling, and how it resumes there."""
     if str(resume) == "auto":
         return path, resume
-    for candidate in (path, *_siblings(path)):
+    for candidate in (path, *itertools.takewhile(Path.exists, _siblings(path))):
         if _began_by(candidate, owner) and _same(stored_fingerprint(candidate), fingerprint):
             return candidate, "auto"
-    if str(resume) != "never":
-        stored = stored_fingerprint(path)
-        return (path if stored is None or _same(stored, fingerprint) else _new_sibling(path, system)), resume
-    try:  # made here, so that of two jobs at once one gets the name and the other a sibling
-        ensure_dir(path.parent, system)
-        system.mkdir(path)
-        system.fsync_dir(path.parent)
-    except FileExistsError:  # also when it is empty: another job may just have made it
-        return _new_sibling(path, system), resume
-    except OSError as error:
-        raise disk_error(error, "cannot create the run directory", path, RunDirectoryError) from error
-    return path, resume
+    if str(resume) == "never":
+        return _made(itertools.chain([path], _siblings(path)), system), resume
+    stored = stored_fingerprint(path)
+    return (path if stored is None or _same(stored, fingerprint) else _made(_siblings(path), system)), resume
 
 
 def _siblings(path: Path) -> Iterator[Path]:
-    """The existing siblings of a run directory, in order."""
-    for number in itertools.count(2):
-        sibling = path.with_name(f"{path.name}-{number}")
-        if not sibling.exists():
-            return
-        yield sibling
+    """The names beside a run directory: `name-2`, `name-3`, ..."""
+    return (path.with_name(f"{path.name}-{number}") for number in itertools.count(2))
 
 
-def _new_sibling(path: Path, system: Syscalls) -> Path:
-    for number in itertools.count(2):
-        sibling = path.with_name(f"{path.name}-{number}")
+def _made(candidates: Iterator[Path], system: Syscalls) -> Path:
+    """The first of them that can be made: of two jobs at once one gets the name and the other the next."""
+    for path in candidates:
         try:
-            system.mkdir(sibling)
-            system.fsync_dir(sibling.parent)
-        except FileExistsError:
+            ensure_dir(path.parent, system)
+            system.mkdir(path)
+            system.fsync_dir(path.parent)
+        except FileExistsError:  # also when it is empty: another job may just have made it
             continue
         except OSError as error:
-            raise disk_error(error, "cannot create the run directory", sibling, RunDirectoryError) from error
-        return sibling
-    raise AssertionError("unreachable")
+            raise disk_error(error, "cannot create the run directory", path, RunDirectoryError) from error
+        return path
+    raise AssertionError("the names never end")
 
 
 def _began_by(path: Path, owner: LockOwner) -> bool:
@@ -339,9 +328,3 @@ def _git(start: Path) -> Mapping[str, Any] | None:
         return None  # a start that was killed before it was written
     git = found.get("git") if isinstance(found, dict) else None
     return git if isinstance(git, dict) else None
-
-
-def _yaml(job: Mapping[str, Any]) -> str:
-    from fairlead import yaml  # PyYAML is imported only by those who write a job
-
-    return yaml.dump(job)

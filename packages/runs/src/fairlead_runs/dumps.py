@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import os
-import re
 from dataclasses import dataclass
 from pathlib import Path
 
 __all__ = ["Dumps", "find_dumps", "flight_recorder_folder", "stack_folder"]
 
 _STACKS, _FLIGHT_RECORDER = "stacks", "flight-recorder"
-_START = re.compile(r"start-(\d+)")
 
 
 @dataclass(frozen=True)
@@ -40,22 +38,11 @@ def flight_recorder_folder(run: Path, start: int) -> Path:
 
 def find_dumps(run: Path) -> list[Dumps]:
     """What the last start that failed or hung has left."""
-    numbers = {
-        int(match[1])
-        for kind in (_STACKS, _FLIGHT_RECORDER)
-        for match in map(_START.fullmatch, _names(run / kind))
-        if match
-    }
+    folders = [folder for kind in (_STACKS, _FLIGHT_RECORDER) for folder in (run / kind).glob("start-*")]
+    numbers = [int(number) for folder in folders if (number := folder.name.removeprefix("start-")).isdecimal()]
     if not numbers:
         return []
     start = max(numbers)
-    folders = ((_STACKS, stack_folder(run, start)), (_FLIGHT_RECORDER, flight_recorder_folder(run, start)))
-    counted = [Dumps(kind, path, sum(len(files) for _, _, files in os.walk(path))) for kind, path in folders]
+    last = ((_STACKS, stack_folder(run, start)), (_FLIGHT_RECORDER, flight_recorder_folder(run, start)))
+    counted = [Dumps(kind, path, sum(len(files) for _, _, files in os.walk(path))) for kind, path in last]
     return [dumps for dumps in counted if dumps.files]
-
-
-def _names(folder: Path) -> list[str]:
-    try:
-        return os.listdir(folder)
-    except (FileNotFoundError, NotADirectoryError):
-        return []

@@ -15,7 +15,7 @@ from fairlead.config.marks import MayChange, marked
 from fairlead.errors import ConfigError, RunDirectoryError
 from fairlead_runs.redaction import redact
 
-__all__ = ["LIMITS", "MAY_CHANGE", "Difference", "Fingerprint", "fingerprint", "limits"]
+__all__ = ["LIMITS", "MAY_CHANGE", "Difference", "Fingerprint", "fingerprint", "leaves", "limits"]
 
 _MARKS = marked(TrainerConfig, MayChange)
 MAY_CHANGE: Mapping[str, str] = {f"trainer.{name}": mark.why for name, mark in _MARKS.items()}
@@ -56,7 +56,9 @@ class Fingerprint:
             >>> [str(difference) for difference in old.differences(new)]
             ['trainer.precision: bf16-true -> 32-true']
         """
-        before, after = dict(_leaves(self.settings)), dict(_leaves(new.settings))
+        before, after = (
+            {path: json.dumps(value, ensure_ascii=False) for path, value in leaves(one.settings)} for one in (self, new)
+        )
         return [
             Difference(path, *_shown(before.get(path), after.get(path)))
             for path in sorted(before.keys() | after.keys())
@@ -146,15 +148,16 @@ def _canonical(value: Any, path: str) -> Any:
     )
 
 
-def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, str]]:
+def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Every single setting by its path; an empty mapping or list is one too."""
     if isinstance(value, Mapping) and value:
         for key, item in value.items():
-            yield from _leaves(item, f"{path}.{key}" if path else key)
+            yield from leaves(item, f"{path}.{key}" if path else str(key))
     elif isinstance(value, list) and value:
         for index, item in enumerate(value):
-            yield from _leaves(item, f"{path}.{index}")
+            yield from leaves(item, f"{path}[{index}]")
     else:
-        yield path, json.dumps(value, ensure_ascii=False)
+        yield path, value
 
 
 def _shown(old: str | None, new: str | None) -> tuple[str, str]:

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import datetime
 import json
-import math
 import os
 import socket
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from fairlead.errors import RunDirectoryError
 from fairlead_runs.commit import Syscalls
 from fairlead_runs.commit.files import disk_error
+from fairlead_runs.describe import plain
 from fairlead_runs.redaction import redact
 
 __all__ = ["History", "read_history"]
@@ -53,7 +52,7 @@ class History:
             "rank": self._rank,
             "host": socket.gethostname(),
             "pid": os.getpid(),
-            **_plain(redact(fields)),
+            **plain(redact(fields)),
         }
         line = json.dumps(body, ensure_ascii=False, separators=(", ", ": ")).encode() + b"\n"
         try:
@@ -104,16 +103,3 @@ def read_history(path: Path) -> list[dict[str, Any]]:
         if isinstance(event, dict) and isinstance(event.get("event"), str):
             events.append(event)
     return events
-
-
-def _plain(value: Any) -> Any:
-    """JSON types; other things by their text, since an event must never fail for its decoration."""
-    if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
-    if isinstance(value, float):
-        return value if math.isfinite(value) else str(value)
-    if value is None or isinstance(value, (str, int)):
-        return value
-    return str(value)

@@ -6,17 +6,18 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from fairlead.config import JobConfig
-from fairlead.errors import FairleadError
+from fairlead.errors import ConfigError, FairleadError
 from fairlead.facts import Job, Setting
 from fairlead.findings import CheckResult, Finding
 from fairlead.jobs import LoadedJob
 from fairlead.resolution import Resolution
 from fairlead_runs import Fingerprint, fingerprint, render_name, run_path
-from fairlead_runs.commit import Checkpoint, newest_complete, read_lock
-from fairlead_runs.directory import finished_event, stored_fingerprint
+from fairlead_runs.batch_policy import batch_plan
+from fairlead_runs.commit import newest_complete, read_lock
+from fairlead_runs.directory import finished_event, require_same, stored_fingerprint
 from fairlead_runs.remote.urls import is_url, split_checkpoint_url
 
-__all__ = ["check_run", "check_run_directory", "run_directory"]
+__all__ = ["check_run_directory", "run_directory"]
 
 
 def run_directory(job: JobConfig, scheduled: Job | None, cwd: Path) -> Path:
@@ -32,94 +33,67 @@ def run_directory(job: JobConfig, scheduled: Job | None, cwd: Path) -> Path:
 def check_run_directory(
     loaded: LoadedJob, resolution: Resolution, environ: Mapping[str, str], cwd: Path
 ) -> CheckResult:
-    """The check `check.run_directory` of every job; see `check_run`."""
+    """The check `check.run_directory` of every job: the settings `run_dir` and `resume`, and what stops a start."""
     assert loaded.job is not None
-    settings, findings = check_run(loaded.job, resolution.job, cwd, resolution.world_size)
-    return CheckResult(tuple(findings), settings)
-
-
-def check_run(
-    job: JobConfig, scheduled: Job | None, cwd: Path, world_size: int
-) -> tuple[dict[str, Setting], list[Finding]]:
-    """The settings `run_dir` and `resume` as they would be now, and what would stop a start.
-
-    Args:
-        job: The job.
-        scheduled: The scheduler's job, which may be a task of an array.
-        cwd: The working directory.
-        world_size: The ranks that would be started.
-    """
+    job, settings = loaded.job, dict[str, Setting]()
     try:
-        path = run_directory(job, scheduled, cwd)
+        path = run_directory(job, resolution.job, cwd)
     except FairleadError as error:
-        return {}, [Finding.of(error, "error", "name-invalid", where="run.name")]
-    settings = {"run_dir": Setting(str(path), "run.dir and run.name")}
+        return CheckResult((Finding.of(error, "error", "name-invalid", where="run.name"),))
+    settings["run_dir"] = Setting(str(path), "run.dir and run.name")
     try:
         stored = stored_fingerprint(path)
     except FairleadError as error:
-        return settings, [Finding.of(error, "error", "run-directory")]
+        return CheckResult((Finding.of(error, "error", "run-directory"),), settings)
     asked = job.run.resume
     if asked not in ("auto", "never"):
         settings["resume"] = Setting(asked, "run.resume")
-        return settings, _missing(asked, cwd, "run.resume")
-    if asked == "never" or stored is None:
-        reason = "a new run beside it" if stored is not None else "a new run"
-        settings["resume"] = Setting(asked, f"run.resume: {reason}" if asked == "never" else reason)
-        given = job.run.ckpt_path
-        if given is not None:
-            settings["resume"] = Setting(given, "run.ckpt_path, for the run has no checkpoint of its own")
-            return settings, _missing(given, cwd, "run.ckpt_path")
-        return settings, []
-    return settings, _existing(path, job, stored, world_size, settings)
+        return CheckResult(_missing(asked, cwd, "run.resume"), settings)
+    if asked == "auto" and stored is not None:
+        return CheckResult(_existing(path, job, stored, resolution, settings), settings)
+    reason = "a new run beside it" if stored is not None else "a new run"
+    settings["resume"] = Setting(asked, f"run.resume: {reason}" if asked == "never" else reason)
+    given = job.run.ckpt_path
+    if given is None:
+        return CheckResult((), settings)
+    settings["resume"] = Setting(given, "run.ckpt_path, for the run has no checkpoint of its own")
+    return CheckResult(_missing(given, cwd, "run.ckpt_path"), settings)
 
 
-def _missing(asked: str, cwd: Path, where: str) -> list[Finding]:
-    if is_url(asked):  # the store is asked when the run starts
-        try:
+def _missing(asked: str, cwd: Path, where: str) -> tuple[Finding, ...]:
+    try:
+        if is_url(asked):  # the store is asked when the run starts
             split_checkpoint_url(asked)
-        except FairleadError as error:
-            return [Finding.of(error, "error", "resume-path", where=where)]
-        return []
-    path = cwd / asked
-    if path.exists():
-        return []
-    return [
-        Finding(
-            "error",
-            "resume-path",
-            f"the checkpoint {str(path)!r} does not exist",
-            where=where,
-            fix="name a .ckpt file, or a folder under checkpoints/",
-        )
-    ]
+        elif not (cwd / asked).exists():
+            what = f"the checkpoint {str(cwd / asked)!r} does not exist"
+            raise ConfigError(what, fix="name a .ckpt file, or a folder under checkpoints/")
+    except FairleadError as error:
+        return (Finding.of(error, "error", "resume-path", where=where),)
+    return ()
 
 
 def _existing(
-    path: Path, job: JobConfig, stored: Fingerprint, world_size: int, settings: dict[str, Setting]
-) -> list[Finding]:
+    path: Path, job: JobConfig, stored: Fingerprint, resolution: Resolution, settings: dict[str, Setting]
+) -> tuple[Finding, ...]:
     """What an existing run directory says to this job."""
     data = job.model_dump(mode="json")
-    asked = fingerprint(data)
-    if stored.digest != asked.digest:
-        changed = "\n".join(str(difference) for difference in stored.differences(asked)[:20])
-        settings["resume"] = Setting(None, "the run directory belongs to a run with other settings")
-        return [
-            Finding(
-                "error",
-                "run-directory",
-                "the run directory belongs to a run with other settings",
-                where=str(path),
-                why=changed,
-                fix=f"take the changes back, set another run.name, or use --resume never (makes {path.name}-2)",
-            )
-        ]
+    try:
+        require_same(path, stored, fingerprint(data))
+    except FairleadError as error:
+        settings["resume"] = Setting(None, error.what)
+        return (Finding.of(error, "error", "run-directory"),)
     if (end := finished_event(path, data)) is not None:
         settings["resume"] = Setting(None, f"the run is finished, at step {end.get('step')}")
-        return [Finding("info", "run-finished", f"the run is finished, at step {end.get('step')}", where=str(path))]
+        return (Finding("info", "run-finished", f"the run is finished, at step {end.get('step')}", where=str(path)),)
     newest = newest_complete(path / "checkpoints").checkpoint
     value = str(newest.path) if newest is not None else job.run.ckpt_path
     settings["resume"] = Setting(value or "auto", "the newest complete checkpoint" if newest else "no checkpoint yet")
-    return [*_locked(path), *(_batch(newest, job, world_size) if newest is not None else [])]
+    found = _locked(path)
+    try:
+        batch_plan(resolution, newest.metadata if newest is not None else None)
+    except FairleadError as error:
+        found.append(Finding.of(error, "error", "batch-policy"))
+    return tuple(found)
 
 
 def _locked(path: Path) -> list[Finding]:
@@ -134,22 +108,5 @@ def _locked(path: Path) -> list[Finding]:
             where=str(path),
             why=f"process {state.owner.pid} on {state.owner.host}, since {state.owner.since}" if state.owner else None,
             fix="wait until it has ended, or set another run.name",
-        )
-    ]
-
-
-def _batch(newest: Checkpoint, job: JobConfig, world_size: int) -> list[Finding]:
-    """A changed world size changes the global batch; only the user knows what should stay."""
-    before = newest.metadata.get("world_size")
-    if before in (None, world_size) or job.trainer.batch_policy is not None:
-        return []
-    return [
-        Finding(
-            "error",
-            "batch-policy",
-            f"the run was trained with {before} ranks and would resume with {world_size}",
-            where="trainer.batch_policy",
-            why="the global batch would change with the number of ranks",
-            fix="set batch_policy: keep_global (same global batch) or keep_per_device (same batch for each rank)",
         )
     ]

@@ -15,7 +15,7 @@ from typing import Final, Literal
 
 from fairlead_runs.heartbeat import Beat
 
-__all__ = ["Group", "Waiting", "grouped", "listed", "rank_ranges", "ranks_text", "waiting"]
+__all__ = ["Waiting", "grouped", "listed", "rank_ranges", "ranks_text", "waiting"]
 
 _BEHIND_S: Final = 10.0
 """A rank that is behind for so long is named; before that, a step or a slow file system explains it."""
@@ -23,22 +23,6 @@ _SILENT_S: Final = 60.0
 """The same for a rank that is no step behind."""
 _WAITS = re.compile(r"(_engine_run_backward@|.*@(distributed_c10d|c10d_logger|collectives)\.py:)")
 """Where a rank stands that waits for others: in the backward pass with its all-reduce, or in a collective."""
-
-
-@dataclass(frozen=True)
-class Group:
-    """Ranks that are equally far.
-
-    Attributes:
-        beats: Their last signs of life, by rank; at least one.
-    """
-
-    beats: tuple[Beat, ...]
-
-    @property
-    def first(self) -> Beat:
-        """The beat of the lowest rank: step, phase and place are those of all."""
-        return self.beats[0]
 
 
 @dataclass(frozen=True)
@@ -62,10 +46,10 @@ class Waiting:
         return all(beat.place for beat in self.others)
 
 
-def grouped(beats: Iterable[Beat]) -> list[Group]:
-    """The ranks by how far they are and where they stand, those who are behind first."""
+def grouped(beats: Iterable[Beat]) -> list[tuple[Beat, ...]]:
+    """The ranks by how far they are and where they stand, those who are behind first; in each group by rank."""
     ordered = sorted(beats, key=lambda b: (*_reached(b), b.phase, b.place, b.rank))
-    return [Group(tuple(same)) for _, same in groupby(ordered, key=lambda b: (*_reached(b), b.phase, b.place))]
+    return [tuple(same) for _, same in groupby(ordered, key=lambda b: (*_reached(b), b.phase, b.place))]
 
 
 def waiting(beats: Sequence[Beat], now: float | None) -> Waiting | None:
@@ -104,12 +88,12 @@ def rank_ranges(ranks: Iterable[int], longest: int = 40) -> str:
         '0,2,4,6 and 46 more'
     """
     ordered = sorted(set(ranks))
-    text, told = "", 0
+    text, named = "", 0
     for first, last in _runs(ordered):
         word = f"{first}-{last}" if last > first else f"{first}"
         if text and len(text) + len(word) + 1 > longest:
-            return f"{text} and {len(ordered) - told} more"
-        text, told = f"{text},{word}" if text else word, told + last - first + 1
+            return f"{text} and {len(ordered) - named} more"
+        text, named = f"{text},{word}" if text else word, named + last - first + 1
     return text
 
 
@@ -151,8 +135,8 @@ def _standing_elsewhere(beats: Sequence[Beat]) -> list[Beat]:
     busy = [b for b in beats if not _WAITS.match(b.place)]
     if len(busy) < len(beats):
         return busy
-    rarest = min(grouped(beats), key=lambda group: len(group.beats))
-    return list(rarest.beats) if 2 * len(rarest.beats) < len(beats) else []
+    rarest = min(grouped(beats), key=len)
+    return list(rarest) if 2 * len(rarest) < len(beats) else []
 
 
 def _named(

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 
@@ -73,16 +73,9 @@ def fake_dist(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Calla
 
     folders: list[Path] = []
 
-    def make(
-        name: str,
-        *,
-        entry_points: Mapping[str, str],
-        files: Mapping[str, str],
-        version: str = "1.0",
-        requires: Sequence[str] = (),
-    ) -> FakeDist:
+    def make(name: str, **parts: Any) -> FakeDist:
         folder = tmp_path / "fake-dists" / f"{len(folders)}-{name}"
-        made = write_dist(folder, name, entry_points=entry_points, files=files, version=version, requires=requires)
+        made = write_dist(folder, name, **parts)
         folders.append(folder)
         monkeypatch.syspath_prepend(folder)
         return made

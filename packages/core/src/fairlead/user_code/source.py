@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import builtins
 import re
 import sys
 import warnings
@@ -232,8 +231,3 @@ def _target_names(target: ast.AST) -> Iterator[str]:
     for node in ast.walk(target):
         if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store | ast.Del):
             yield node.id
-
-
-def is_builtin(name: str) -> bool:
-    """Whether a name means something without being bound in the module."""
-    return hasattr(builtins, name)

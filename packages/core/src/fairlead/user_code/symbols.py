@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import ast
+import builtins
 import contextlib
 import re
 from dataclasses import dataclass, field
 
 from fairlead.user_code.known import KNOWN_MODULES, TRUSTED, TRUSTED_MODULES
-from fairlead.user_code.source import Binding, ModuleFile, NotKnownError, SourceError, Sources, bind, is_builtin
+from fairlead.user_code.source import Binding, ModuleFile, NotKnownError, SourceError, Sources, bind
 
 __all__ = [
     "ClassSymbol",
@@ -218,7 +219,7 @@ class Resolver:
     def expression(self, module: ModuleFile, node: ast.expr, seen: Seen = ()) -> Symbol:
         """The meaning of an expression at a module's top level."""
         if isinstance(node, ast.Name):
-            if node.id not in module.names and not module.stars and is_builtin(node.id):
+            if node.id not in module.names and not module.stars and hasattr(builtins, node.id):
                 return KnownSymbol(f"builtins.{node.id}")
             return self.member(module.name, node.id, seen)
         if isinstance(node, ast.Attribute):

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Mapping
-from pathlib import Path
-from typing import Any
 
 from fairlead import yaml
 from fairlead.cli.session import Session
 from fairlead.errors import ConfigError
 from fairlead_runs import list_runs
 from fairlead_runs.commands.texts import ago, find_run, metric, or_dash, summary, table
+from fairlead_runs.fingerprints import leaves
 
 __all__ = ["run_runs", "runs_arguments"]
 
@@ -54,7 +52,7 @@ def run_runs(arguments: argparse.Namespace, session: Session) -> int:
 
 def _diff(first: str, second: str, session: Session, *, as_json: bool) -> int:
     """The settings in which two runs' jobs differ."""
-    a, b = (dict(_flat(_job(find_run(name, session)))) for name in (first, second))
+    a, b = (dict(leaves(yaml.load_file(find_run(name, session) / "job.yaml").data)) for name in (first, second))
     different = [name for name in sorted(a.keys() | b.keys()) if a.get(name, ...) != b.get(name, ...)]
     if as_json:
         session.print_json({name: {"a": a.get(name), "b": b.get(name)} for name in different})
@@ -68,21 +66,5 @@ def _diff(first: str, second: str, session: Session, *, as_json: bool) -> int:
     return 0
 
 
-def _job(path: Path) -> Any:
-    return yaml.load_file(path / "job.yaml").data
-
-
-def _flat(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Every single setting by its path; an empty mapping or list is one too."""
-    if isinstance(value, Mapping) and value:
-        for key, item in value.items():
-            yield from _flat(item, f"{path}.{key}" if path else str(key))
-    elif isinstance(value, list) and value:
-        for index, item in enumerate(value):
-            yield from _flat(item, f"{path}[{index}]")
-    else:
-        yield path, value
-
-
-def _shown(value: Any) -> str:
+def _shown(value: object) -> str:
     return yaml.dump(value).removesuffix("\n").removesuffix("\n...")

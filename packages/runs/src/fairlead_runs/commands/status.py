@@ -12,7 +12,7 @@ from fairlead.cli.session import Session
 from fairlead_runs import Beat, RunState, state
 from fairlead_runs.commands.texts import ago, find_run, metric, or_dash, summary, table
 from fairlead_runs.dumps import find_dumps
-from fairlead_runs.waiting import Group, Waiting, grouped, rank_ranges, waiting
+from fairlead_runs.waiting import Waiting, grouped, rank_ranges, waiting
 
 __all__ = ["run_status", "status_arguments"]
 
@@ -80,24 +80,24 @@ def _stuck(run: RunState, now: float) -> Waiting | None:
     return waiting(run.ranks, None) if run.state == "interrupted" else None
 
 
-def _groups(groups: Sequence[Group], now: float) -> Iterator[str]:
+def _groups(groups: Sequence[Sequence[Beat]], now: float) -> Iterator[str]:
     rows = [("ranks", "on", "step", "phase", "last heartbeat", "stands in")]
     for group in groups[:_ROWS]:
-        first = group.first
+        first = group[0]
         rows.append(
             (
-                rank_ranges(beat.rank for beat in group.beats),
-                _hosts(group.beats),
+                rank_ranges(beat.rank for beat in group),
+                _hosts(group),
                 str(first.step),
                 first.phase,
-                ago(now - max(beat.time for beat in group.beats)),
+                ago(now - max(beat.time for beat in group)),
                 first.place or "-",
             )
         )
     yield from table(rows)
     left = groups[_ROWS:]
     if left:
-        ranks = _count(sum(len(group.beats) for group in left), "rank")
+        ranks = _count(sum(len(group) for group in left), "rank")
         yield f"and {ranks} in {_count(len(left), 'more group')}; --json has each"
 
 
