@@ -92,27 +92,13 @@ class TorchFileCheckpointIO(CheckpointIO):
             CheckpointError: Missing, damaged, not a checkpoint, or with pickled objects while `weights_only` is
                 not False.
         """
-        config = self._config
-        return read_state(
-            local_path(path),
-            map_location=map_location,
-            weights_only=weights_only,
-            safe_globals=config.safe_globals,
-            verify=config.verify,
-        )
+        return read_state(local_path(path), map_location=map_location, **self._options(weights_only))
 
     def load_shards(
         self, path: str | os.PathLike[str], place: PlaceTensor, weights_only: bool | None = None
     ) -> dict[str, Any] | None:
         """Loads from a directory of shards what this rank needs; see `fairlead.interfaces.ShardedLoads`."""
-        config = self._config
-        return read_sharded(
-            local_path(path),
-            place=place,
-            weights_only=weights_only,
-            safe_globals=config.safe_globals,
-            verify=config.verify,
-        )
+        return read_sharded(local_path(path), place=place, **self._options(weights_only))
 
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
         """Deletes a file, or a directory as a whole; one that is gone already is no error.
@@ -129,6 +115,10 @@ class TorchFileCheckpointIO(CheckpointIO):
             return
         except OSError as error:
             raise disk_error(error, "cannot delete a checkpoint", target) from error
+
+    def _options(self, weights_only: bool | None) -> dict[str, Any]:
+        config = self._config
+        return {"weights_only": weights_only, "safe_globals": config.safe_globals, "verify": config.verify}
 
     def _on_host(self, checkpoint: dict[str, Any]) -> Snapshot:
         return on_host(checkpoint)

@@ -24,7 +24,7 @@ from fairlead_distributed.run.session import RunSession
 from fairlead_lightning import compat
 from fairlead_lightning.build import build_backend
 from fairlead_lightning.checkpoint.checkpoints import Checkpoints
-from fairlead_lightning.checkpoint.committing import CommittingIO, copies_of
+from fairlead_lightning.checkpoint.committing import copies_of
 from fairlead_lightning.lifecycle.recorder import Recorder
 from fairlead_lightning.lifecycle.stops import Stops
 from fairlead_lightning.lifecycle.stuck import StuckRanks
@@ -133,7 +133,7 @@ class Fairlead(L.Callback):
         if type(io) is TorchCheckpointIO or isinstance(io, AsyncCheckpointIO):
             backend = parse_backend("checkpoint_io", "torch", plugins)
             context = BuildContext(resolution, self._environ, plugins)
-            trainer.strategy.checkpoint_io = CommittingIO(build_backend(backend, context))
+            trainer.strategy.checkpoint_io = build_backend(backend, context)
         if session.checkpoint is not None:
             compat.resume_from(trainer, session.checkpoint)
         self._accumulate = trainer.accumulate_grad_batches

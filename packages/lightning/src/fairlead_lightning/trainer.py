@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, Self
 
 import lightning.pytorch as L
-from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch.callbacks import Checkpoint, ProgressBar
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -31,7 +30,7 @@ from fairlead_launch.reports import keep_log
 from fairlead_lightning import compat
 from fairlead_lightning.build import build_backend, trainer_arguments
 from fairlead_lightning.checkpoint.checkpoints import Checkpoints
-from fairlead_lightning.checkpoint.committing import CommittingIO, copies_of
+from fairlead_lightning.checkpoint.committing import copies_of
 from fairlead_lightning.checkpoint.loading import readable_load_errors
 from fairlead_lightning.checkpoint.rebuilt import Rebuilt, rebuild
 from fairlead_lightning.checkpoint.saving import save_on_all_ranks
@@ -109,7 +108,6 @@ class Trainer(L.Trainer):
         self._context = BuildContext(self.resolution, environ, plugins)
         root = root or code_root(None, code=self.run_config.code, cwd=Path.cwd())
         arguments = trainer_arguments(self._context, root)
-        arguments["plugins"] = [CommittingIO(p) if isinstance(p, CheckpointIO) else p for p in arguments["plugins"]]
         self.progress = Progress(self.fairlead_config.progress_interval)
         # A user's own bar takes the place of ours; Lightning refuses two.
         theirs = any(isinstance(c, ProgressBar) for c in [*arguments["callbacks"], *callbacks])

@@ -17,7 +17,7 @@ from fairlead_runs.commit import newest_complete
 from fairlead_runs.redaction import REDACTED
 from fairlead_runs.states import is_run
 
-__all__ = ["CheckpointJob", "checkpoint_job", "job_file", "job_from_checkpoint"]
+__all__ = ["CheckpointJob", "checkpoint_job", "job_file", "job_from_checkpoint", "texts_in"]
 
 _JOB: Final = "job.yaml"
 _WEIGHTS: Final = "weights.safetensors"
@@ -59,7 +59,7 @@ def checkpoint_job(path: Path, *, plugins: PluginManager, cwd: Path, overrides: 
     loaded = load_job(str(file), plugins=plugins, cwd=cwd, overrides=overrides)
     raise_errors(loaded.findings)
     assert loaded.job is not None
-    if secret := next(_redacted(loaded.data), None):
+    if secret := next((where for where, text in texts_in(loaded.data, "") if REDACTED in text), None):
         raise ConfigError(
             "the checkpoint's job lacks a secret",
             where=f"{file}, {secret}",
@@ -134,13 +134,13 @@ def _checkpoint(path: Path, run: Path) -> Path | None:
     return path.parent if path.name == _STATE else path
 
 
-def _redacted(value: Any, path: str = "") -> Iterator[str]:
-    """The settings whose secret values were left out when the job was written down."""
+def texts_in(value: Any, path: str) -> Iterator[tuple[str, str]]:
+    """Each text in plain data with its path: `trainer.loggers[0].name`."""
     if isinstance(value, Mapping):
         for key, item in value.items():
-            yield from _redacted(item, f"{path}.{key}" if path else str(key))
+            yield from texts_in(item, f"{path}.{key}" if path else str(key))
     elif isinstance(value, list):
         for index, item in enumerate(value):
-            yield from _redacted(item, f"{path}[{index}]")
-    elif isinstance(value, str) and REDACTED in value:
-        yield path
+            yield from texts_in(item, f"{path}[{index}]")
+    elif isinstance(value, str):
+        yield path, value

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Final
 
 import torch
@@ -33,16 +33,6 @@ def parameter_names(state: Mapping[str, Any], weights: Mapping[str, Any], *, whe
     }
     if len(recorded) == len(numbers):
         return [recorded[number] for number in numbers]
-    return _in_order(state, groups, numbers, weights, where)
-
-
-def _in_order(
-    state: Mapping[str, Any],
-    groups: Sequence[Mapping[str, Any]],
-    numbers: Sequence[int],
-    weights: Mapping[str, Any],
-    where: str,
-) -> list[str]:
     parameters = _parameters(weights)
     if len(groups) != 1:
         raise _doubt(where, f"its parameters are in {len(groups)} groups, whose order is not that of the model")

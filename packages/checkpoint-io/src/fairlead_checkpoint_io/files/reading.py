@@ -48,13 +48,8 @@ def read_state(
     """
     path = _file_of(path)
     if path.is_dir():
-        return read_sharded(
-            path,
-            map_location=map_location,
-            weights_only=weights_only,
-            safe_globals=safe_globals,
-            verify=verify,
-        )
+        options = {"weights_only": weights_only, "safe_globals": safe_globals, "verify": verify}
+        return read_sharded(path, map_location=map_location, **options)
     strict = weights_only is not False
     location = "cpu" if map_location is None else map_location
     failure: Exception | None = None

@@ -57,6 +57,7 @@ class RemoteCheckpointIO(CheckpointIO):
         self._config = config
         self._inner = inner
         self._mirror: Mirror | None = None
+        self._ranks: Ranks | None = None
 
     # -- a Lightning CheckpointIO
 
@@ -80,7 +81,7 @@ class RemoteCheckpointIO(CheckpointIO):
 
     def wait(self) -> None:
         """Returns when all local files are durable; for their copies there is `wait_uploaded`."""
-        if isinstance(self._inner, DurableSaves):
+        if isinstance(self._inner, (DurableSaves, ShardedSaves)):
             self._inner.wait()
 
     def load_checkpoint(
@@ -119,8 +120,8 @@ class RemoteCheckpointIO(CheckpointIO):
                 self._mirror.close()
 
     def __getstate__(self) -> dict[str, Any]:
-        """To another process (`ddp_spawn`) go the settings, not the thread."""
-        return {**self.__dict__, "_mirror": None}
+        """To another process (`ddp_spawn`) go the settings, not threads and groups."""
+        return {**self.__dict__, "_mirror": None, "_ranks": None}
 
     # -- copies; see fairlead.interfaces.CheckpointCopies
 
@@ -178,7 +179,6 @@ class RemoteShardsIO(RemoteCheckpointIO):
     def __init__(self, config: RemoteCheckpointIOConfig, inner: Any) -> None:
         super().__init__(config, inner)
         self._shards: ShardedSaves = inner
-        self._ranks: Ranks | None = None
 
     def meet(self) -> None:
         """Makes what the ranks need to talk to each other."""
@@ -204,11 +204,3 @@ class RemoteShardsIO(RemoteCheckpointIO):
                 error.where = os.fspath(path)
                 raise
         self._shards.submit_shards(checkpoint, path, then, names=names)
-
-    def wait(self) -> None:
-        """Returns when all local files are durable; for their copies there is `wait_uploaded`."""
-        self._shards.wait()
-
-    def __getstate__(self) -> dict[str, Any]:
-        """To another process (`ddp_spawn`) go the settings, not threads and groups."""
-        return {**super().__getstate__(), "_ranks": None}

@@ -22,8 +22,9 @@ from torch.distributed.checkpoint.api import CheckpointException
 from fairlead.errors import CheckpointError, ConfigError, FairleadError
 from fairlead_distributed.objects import gather_objects
 from fairlead_distributed.run.session import STATE_FILE, RunSession
-from fairlead_lightning.checkpoint.committing import CommittingIO, Hashes, copies_of, raised_by
+from fairlead_lightning.checkpoint.committing import Commit, Hashes, Problem, committing, copies_of, raised_by
 from fairlead_lightning.resume.rank_state import rank_file
+from fairlead_runs.checkpoint_io import DurableSaves, ShardedSaves
 from fairlead_runs.commit import (
     FileHash,
     FileWriter,
@@ -36,11 +37,7 @@ from fairlead_runs.commit import (
     write_file,
 )
 
-__all__ = ["Commit", "Commits", "Problem"]
-
-Problem = FairleadError | OSError | None
-Commit = Callable[[Hashes], None]
-"""Publishes what was written; takes the checksums that are known, by name in the checkpoint."""
+__all__ = ["Commits"]
 
 
 class Commits:
@@ -141,23 +138,17 @@ class Commits:
         Returns:
             On rank 0 why it failed, on whichever rank that was. Not raised, because all go on.
         """
-        follows = self._io if self._strategy.is_global_zero and isinstance(self._io, CommittingIO) else None
-        if follows is not None:
-            follows.follow_with(commit)
-        error: Problem = None
-        try:
-            save()
-        except (FairleadError, OSError, RuntimeError, CheckpointException) as raised:
-            error = _explained(raised, file)
-            self._strategy.barrier("Trainer.save_checkpoint")  # the others wait there at the end of their save
+        zero, error = self._strategy.is_global_zero, None
+        with committing(self._io if zero else None, commit) as outcome:
+            try:
+                save()
+            except (FairleadError, OSError, RuntimeError, CheckpointException) as raised:
+                error = _explained(raised, file)
+                self._strategy.barrier("Trainer.save_checkpoint")  # the others wait there at the end of their save
         error = _first_error(gather_objects(error))  # a strategy that writes by itself may fail on one rank only
-        if error is not None:
-            if follows is not None:
-                follows.forget()
+        if error is not None or not zero:
             return error
-        if follows is not None:
-            return follows.finish()
-        return raised_by(partial(commit, {})) if self._strategy.is_global_zero else None
+        return outcome[0] if outcome else raised_by(partial(commit, {}))
 
     def save_for_sure(self, step: int, save: Callable[[], object], **event: Any) -> None:
         """Saves, unless this step is saved already, and waits until it is durable.
@@ -237,7 +228,7 @@ class Commits:
         return bool(decide(error is None))  # XLA
 
     def _finished_writes(self) -> Problem:
-        return raised_by(self._io.wait) if isinstance(self._io, CommittingIO) else None
+        return raised_by(self._io.wait) if isinstance(self._io, (DurableSaves, ShardedSaves)) else None
 
 
 def _dump(own: Any, file: FileWriter) -> None:

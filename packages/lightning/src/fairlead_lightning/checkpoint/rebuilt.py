@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, cast
@@ -14,10 +13,12 @@ from fairlead.config import ClassSpec, JobConfig
 from fairlead.errors import CheckpointError, MissingDependencyError, UserCodeError
 from fairlead.user_code import CodeRoot, activate, instantiate
 from fairlead_lightning.checkpoint.loading import readable_load_errors
+from fairlead_runs.checkpoint_job import texts_in
 
 __all__ = ["Rebuilt", "build_user_object", "rebuild"]
 
 _STAND_IN: Final = re.compile(r"<[A-Za-z_][\w.]*>")
+"""Texts like `<torch.nn.modules.linear.Linear>`, which a description has in place of an object."""
 
 
 @dataclass
@@ -52,13 +53,15 @@ def rebuild(job: JobConfig, root: CodeRoot, *, checkpoint: Path | None, weights:
     """
     activate(root)
     for where, spec in (("model", job.model), ("data", job.data)):
-        if spec is not None and (lost := next(_stand_ins(spec.args, f"{where}.args"), None)):
-            raise CheckpointError(
-                "the checkpoint's job cannot be built again",
-                where=f"{lost[0]}: {lost[1]}",
-                why="the run was started from Python, and this argument is no plain data: only its type is recorded",
-                fix="build the objects as your script does, and name the checkpoint: trainer.fit(model, ckpt_path=...)",
-            )
+        for path, text in texts_in(spec.args, f"{where}.args") if spec is not None else ():
+            if _STAND_IN.fullmatch(text):
+                raise CheckpointError(
+                    "the checkpoint's job cannot be built again",
+                    where=f"{path}: {text}",
+                    why="the run was started from Python, and this argument is no plain data: only its type is known",
+                    fix="build the objects as your script does, and name the checkpoint: "
+                    "trainer.fit(model, ckpt_path=...)",
+                )
     model = cast("L.LightningModule", build_user_object(job.model, root, "model", L.LightningModule))
     data = build_user_object(job.data, root, "data", L.LightningDataModule) if job.data is not None else None
     if weights is not None:
@@ -91,15 +94,3 @@ def _load(model: L.LightningModule, weights: Path) -> None:
         ) from error
     with readable_load_errors(weights):
         load_model(model, str(weights))
-
-
-def _stand_ins(value: Any, path: str) -> Iterator[tuple[str, str]]:
-    """Texts like `<torch.nn.modules.linear.Linear>`, which a description has in place of an object."""
-    if isinstance(value, Mapping):
-        for key, item in value.items():
-            yield from _stand_ins(item, f"{path}.{key}")
-    elif isinstance(value, list):
-        for index, item in enumerate(value):
-            yield from _stand_ins(item, f"{path}[{index}]")
-    elif isinstance(value, str) and _STAND_IN.fullmatch(value):
-        yield path, value

@@ -15,8 +15,8 @@ from lightning.pytorch.trainer.states import TrainerStatus
 
 from fairlead.errors import ConfigError
 from fairlead_lightning import compat
-from fairlead_lightning.checkpoint.commits import Commit, Commits, Problem
-from fairlead_lightning.checkpoint.committing import CommittingIO, Hashes, raised_by
+from fairlead_lightning.checkpoint.commits import Commits
+from fairlead_lightning.checkpoint.committing import Commit, Hashes, Problem, raised_by
 from fairlead_runs.checkpoint_io import ShardedSaves
 
 __all__ = ["meet", "save_on_all_ranks", "write_state"]
@@ -90,8 +90,7 @@ def _profiled(trainer: L.Trainer) -> AbstractContextManager[None]:
 
 def _sharded(trainer: L.Trainer) -> ShardedSaves | None:
     io = trainer.strategy.checkpoint_io
-    inner = io.inner if isinstance(io, CommittingIO) else io
-    return inner if isinstance(inner, ShardedSaves) else None
+    return io if isinstance(io, ShardedSaves) else None
 
 
 def _submit(trainer: L.Trainer, shards: ShardedSaves, checkpoint: dict[str, Any], file: Path, commit: Commit) -> None:

@@ -168,8 +168,6 @@ class LoopRun:
         finally:
             if self._metrics is not None:
                 self._metrics.finalize("success" if error is None else "failed")
-            if self._checkpoints is not None:
-                self._checkpoints.close()
             session.close()
 
     def _end(self, session: RunSession, error: BaseException | None) -> None:

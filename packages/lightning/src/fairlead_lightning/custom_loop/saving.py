@@ -12,8 +12,8 @@ from lightning.pytorch.plugins.io import AsyncCheckpointIO
 
 from fairlead.errors import ConfigError
 from fairlead_distributed.run.session import RunSession
-from fairlead_lightning.checkpoint.commits import Commit, Commits, Problem
-from fairlead_lightning.checkpoint.committing import CommittingIO
+from fairlead_lightning.checkpoint.commits import Commits
+from fairlead_lightning.checkpoint.committing import Commit, Problem
 from fairlead_runs.commit import RetentionPolicy
 
 __all__ = ["LoopCheckpoints", "own_checkpoint_io"]
@@ -32,7 +32,13 @@ class LoopCheckpoints(Commits):
 
     def __init__(self, fabric: lf.Fabric, session: RunSession) -> None:
         self.fabric = fabric
-        io, self._theirs = _committing(fabric)
+        io = own_checkpoint_io(fabric)
+        if isinstance(io, AsyncCheckpointIO):
+            raise ConfigError(
+                "Lightning's AsyncCheckpointIO does not say when a file is complete and may be committed",
+                where="LoopRun",
+                fix="leave it out, or use fabric(TrainerConfig(checkpoint_io='async'))",
+            )
         super().__init__(session, fabric.strategy, io, fabric.global_rank)
 
     @property
@@ -41,7 +47,7 @@ class LoopCheckpoints(Commits):
 
         Rank 0's own file has rank 0's; what a strategy puts together has any rank's.
         """
-        return self._theirs is None or not self.fabric.is_global_zero
+        return self._io is None or not self.fabric.is_global_zero
 
     def save(
         self, step: int, state: Mapping[str, Any], own: Any, metadata: Mapping[str, Any], keep: RetentionPolicy
@@ -69,11 +75,6 @@ class LoopCheckpoints(Commits):
 
         return self.commit(step, mine, write, metadata, keep)
 
-    def close(self) -> None:
-        """Gives the Fabric its own CheckpointIO back."""
-        if self._theirs is not None:
-            self.fabric.strategy.checkpoint_io = self._theirs
-
 
 def own_checkpoint_io(fabric: lf.Fabric) -> Any:
     """The CheckpointIO of a Fabric's strategy; None where that writes past it: FSDP, FSDP2 and DeepSpeed."""
@@ -81,19 +82,3 @@ def own_checkpoint_io(fabric: lf.Fabric) -> Any:
         return fabric.strategy.checkpoint_io
     except NotImplementedError:
         return None
-
-
-def _committing(fabric: lf.Fabric) -> tuple[CommittingIO | None, Any]:
-    """The CheckpointIO that commits, now the Fabric's own, and the one before it; None where the strategy has none."""
-    theirs = own_checkpoint_io(fabric)
-    if theirs is None:
-        return None, None
-    if isinstance(theirs, AsyncCheckpointIO):
-        raise ConfigError(
-            "Lightning's AsyncCheckpointIO does not say when a file is complete and may be committed",
-            where="LoopRun",
-            fix="leave it out, or use fabric(TrainerConfig(checkpoint_io='async'))",
-        )
-    io = CommittingIO(theirs)
-    fabric.strategy.checkpoint_io = io
-    return io, theirs

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, Generic, Protocol, Self, TypeVar
 
 from fairlead.errors import CheckpointError
-from fairlead_runs.commit.files import disk_error, file_system_time, remove_tree
+from fairlead_runs.commit.files import disk_error, remove_tree
 from fairlead_runs.commit.manifest import MANIFEST, Damage, Manifest, read_manifest, verify
 from fairlead_runs.commit.syscalls import Syscalls
 
@@ -161,14 +161,7 @@ def list_checkpoints(root: Path) -> list[Checkpoint]:
     Raises:
         CheckpointError: The directory cannot be read.  (A missing one holds no checkpoints.)
     """
-    try:
-        with os.scandir(root) as entries:
-            names = [e.name for e in entries if NAME.fullmatch(e.name) and e.is_dir(follow_symlinks=False)]
-    except FileNotFoundError:
-        return []
-    except OSError as error:
-        raise disk_error(error, "cannot read the checkpoints", root) from error
-    found = (Checkpoint.at(root / name) for name in names if (root / name / MANIFEST).exists())
+    found = (checkpoint for checkpoint in _named(root) if (checkpoint.path / MANIFEST).exists())
     return sorted(found, key=lambda checkpoint: (checkpoint.step, checkpoint.version))
 
 
@@ -219,7 +212,7 @@ def newest_complete(
     """
     skipped: list[Damage] = []
     readable: list[Checkpoint] = []
-    for checkpoint in _with_names(root):
+    for checkpoint in _named(root):
         try:
             _ = checkpoint.order
             readable.append(checkpoint)
@@ -233,16 +226,13 @@ def newest_complete(
     return Newest.of(readable, lambda checkpoint: look(checkpoint.path), skipped)
 
 
-def discard_incomplete(
-    root: Path, *, token: str | None = None, idle_s: float = 3600.0, syscalls: Syscalls | None = None
-) -> list[Path]:
+def discard_incomplete(root: Path, *, token: str, syscalls: Syscalls | None = None) -> list[Path]:
     """Deletes what killed writers left behind: stages, temporary files, half-deleted checkpoints.
 
     Args:
         root: The `checkpoints` directory.
         token: That of this start.  The caller says with it that it holds the run's lock: everything that
             belongs to another token is dead and goes at once, everything of this one stays.
-        idle_s: Without a token: only what nobody has written to for so long, by the file system's clock.
         syscalls: For tests.
 
     Returns:
@@ -254,19 +244,11 @@ def discard_incomplete(
     system = syscalls or Syscalls()
     deleted = []
     try:
-        names = sorted(name for name in os.listdir(root) if name.startswith((STAGE, TRASH, TEMPORARY)))
-        if not names:
-            return []
-        probe = root / f"{TEMPORARY}{secrets.token_hex(6)}"
-        now = file_system_time(probe, system) if token is None else 0.0
-        for path in (root / name for name in names):
-            if token is None:
-                dead = now - _last_write(path) > idle_s
-            else:
-                dead = not (path.name.startswith(STAGE) and path.name.endswith(f".{token}"))
-            if dead:
-                remove_tree(path, system)
-                deleted.append(path)
+        for name in sorted(os.listdir(root)):
+            own = name.startswith(STAGE) and name.endswith(f".{token}")
+            if name.startswith((STAGE, TRASH, TEMPORARY)) and not own:
+                remove_tree(root / name, system)
+                deleted.append(root / name)
     except FileNotFoundError:
         return deleted
     except OSError as error:
@@ -282,23 +264,13 @@ def to_trash(path: Path, system: Syscalls) -> Path:
     return trash
 
 
-def _with_names(root: Path) -> list[Checkpoint]:
+def _named(root: Path) -> list[Checkpoint]:
     """All that is named like a checkpoint, also without a manifest, so that it can be reported."""
     try:
-        names = os.listdir(root)
+        with os.scandir(root) as entries:
+            names = [entry.name for entry in entries if NAME.fullmatch(entry.name) and not entry.is_symlink()]
     except FileNotFoundError:
         return []
     except OSError as error:
         raise disk_error(error, "cannot read the checkpoints", root) from error
-    named = (root / name for name in names if NAME.fullmatch(name))
-    return [Checkpoint.at(path) for path in named if not path.is_symlink()]
-
-
-def _last_write(path: Path) -> float:
-    newest = os.lstat(path).st_mtime
-    if path.is_dir() and not path.is_symlink():
-        for folder, _, names in os.walk(path):
-            for name in ("", *names):
-                with contextlib.suppress(FileNotFoundError):
-                    newest = max(newest, os.lstat(os.path.join(folder, name)).st_mtime)
-    return newest
+    return [Checkpoint.at(root / name) for name in names]

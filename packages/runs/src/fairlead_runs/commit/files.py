@@ -20,7 +20,6 @@ __all__ = [
     "atomic_write",
     "disk_error",
     "ensure_dir",
-    "file_system_time",
     "remove_tree",
     "replace_file",
     "write_file",
@@ -211,20 +210,6 @@ def ensure_dir(path: Path, syscalls: Syscalls) -> None:
             raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(path)) from None
         return
     syscalls.fsync_dir(path.parent)
-
-
-def file_system_time(probe: Path, syscalls: Syscalls) -> float:
-    """The clock that times of files are set by, read off a new file at `probe`; that of this host may be another.
-
-    Raises:
-        OSError: The file cannot be made.
-    """
-    fd = syscalls.open(probe, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
-    try:
-        return os.fstat(fd).st_mtime
-    finally:
-        syscalls.close(fd)
-        syscalls.unlink(probe)
 
 
 def remove_tree(path: Path, syscalls: Syscalls) -> None:

@@ -71,11 +71,7 @@ def _xxh3_128() -> Hasher:
     return hasher
 
 
-def _sha256() -> Hasher:
-    return hashlib.sha256()
-
-
-ALGORITHMS: dict[str, Callable[[], Hasher]] = {"xxh3_128": _xxh3_128, "crc32": _CRC32, "sha256": _sha256}
+ALGORITHMS: dict[str, Callable[[], Hasher]] = {"xxh3_128": _xxh3_128, "crc32": _CRC32, "sha256": hashlib.sha256}
 
 
 def default_algorithm() -> str:

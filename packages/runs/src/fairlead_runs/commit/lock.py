@@ -22,7 +22,7 @@ from pathlib import Path
 from types import TracebackType
 
 from fairlead.errors import RunDirectoryError, RunLockedError
-from fairlead_runs.commit.files import disk_error, file_system_time
+from fairlead_runs.commit.files import disk_error
 from fairlead_runs.commit.owner import LockOwner
 from fairlead_runs.commit.syscalls import Syscalls
 
@@ -233,8 +233,7 @@ class Lock:
         self._system.unlink(away)
 
     def _look(self, path: Path) -> LockState | None:
-        probe = path.with_name(f".lock-{secrets.token_hex(6)}")
-        return _look(path, self.owner, self._stale_after_s, lambda: file_system_time(probe, self._system))
+        return _look(path, self.owner, self._stale_after_s, lambda: _clock(path.parent, self._system))
 
     def _mine(self) -> bool:
         try:
@@ -286,3 +285,14 @@ def _look(path: Path, me: LockOwner, stale_after_s: float, clock: Callable[[], f
     if gone is None and age > stale_after_s:
         gone = f"no sign of life for {age:.0f} s"
     return LockState(owner, age, gone, owner.nonce if owner else f"{status.st_ino} {status.st_mtime_ns}")
+
+
+def _clock(directory: Path, system: Syscalls) -> float:
+    """The file system's own time; the hosts that share it may disagree about theirs."""
+    probe = directory / f".lock-{secrets.token_hex(6)}"
+    fd = system.open(probe, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+    try:
+        return os.fstat(fd).st_mtime
+    finally:
+        system.close(fd)
+        system.unlink(probe)

@@ -43,14 +43,13 @@ def retain(store: Store, policy: RetentionPolicy, *, keep: Collection[str] = ())
     return deleted
 
 
-def discard_incomplete(store: Store, *, keep: Collection[str] = ()) -> list[str]:
+def discard_incomplete(store: Store) -> list[str]:
     """Deletes what killed uploads and deletions have left: objects below a checkpoint's name without a manifest.
 
     Only the one process that writes to this place may call it, and not during an upload of its own.
 
     Args:
         store: The run's.
-        keep: Names whose upload goes on.
 
     Returns:
         The names, in order.
@@ -58,7 +57,7 @@ def discard_incomplete(store: Store, *, keep: Collection[str] = ()) -> list[str]
     Raises:
         CheckpointError: The store refuses, or does not answer.
     """
-    left = [name for name, entries in grouped(store.list()).items() if MANIFEST not in entries and name not in keep]
+    left = [name for name, entries in grouped(store.list()).items() if MANIFEST not in entries]
     for name in left:
         store.delete(f"{name}/{inside}" for inside in store.at(name).list())
     return left

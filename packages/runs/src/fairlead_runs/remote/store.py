@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import copy
 import importlib
 import importlib.util
 import inspect
@@ -116,15 +117,14 @@ class Store:
 
     def at(self, name: str) -> Store:
         """The place below this one."""
-        child = Store.__new__(Store)
-        child.__dict__.update(self.__dict__)
+        child = copy.copy(self)
         child.url, child._root = join(self.url, name), f"{self._root}/{name}"
         return child
 
     def with_retries(self, retries: Retries) -> Store:
         """This place with another number of tries."""
-        other = self.at("")
-        other.url, other._root, other.retries = self.url, self._root, retries
+        other = copy.copy(self)
+        other.retries = retries
         return other
 
     def list(self) -> dict[str, Entry]:
