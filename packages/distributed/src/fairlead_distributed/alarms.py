@@ -95,33 +95,25 @@ class Alarms:
         """Counts this rank out: it will hear nothing more."""
         self.mailbox.arrive("left")
 
-    def claim(self, alarm: Alarm, number: int, patience_s: float = 0.0) -> int | Alarm:
-        """The number under which this rank may tell an alarm; or the alarm of a rank that was first and speaks for all.
+    def put(self, alarm: Alarm, number: int, patience_s: float = 0.0) -> tuple[Alarm, int]:
+        """Puts an alarm under a number; ring for it.
 
         Args:
             alarm: What this rank has to tell.
             number: The next number, as far as this rank knows.
             patience_s: How long another rank may come first.
 
-        Raises:
-            RuntimeError: The store went away, or a rank died before it could tell the alarm that it had claimed.
+        Returns:
+            The alarm that counts, and its number: that of a rank that was first speaks for all. But a failure is told
+            after a hang.
         """
         if patience_s > 0:
             self.mailbox.wait(f"alarm/{number}", patience_s)
-        while self.mailbox.count(f"claim/{number}") > 1:
-            self.mailbox.wait(f"alarm/{number}", 10.0)
-            other = self.read(number)
-            if other is None:
-                raise RuntimeError("another rank has failed, and died before it could say so")
-            if alarm.kind == "hang" or other.kind != "hang":
-                return other
+        while True:
+            told = Alarm(**json.loads(self.mailbox.put_first(f"alarm/{number}", json.dumps(asdict(alarm)))))
+            if told == alarm or alarm.kind == "hang" or told.kind != "hang":
+                return told, number
             number += 1
-        return number
-
-    def tell(self, alarm: Alarm, number: int) -> None:
-        """Wakes all ranks, to hear the alarm that was claimed."""
-        self.mailbox.put(f"alarm/{number}", json.dumps(asdict(alarm)))
-        self.mailbox.ring()
 
     def unheard(self, number: int, seconds: float) -> set[int]:
         """The other ranks that have neither heard an alarm nor left after so long; only the teller asks."""

@@ -273,18 +273,20 @@ class RankWatch:
 
     def _tell(self, alarm: Alarm, patience_s: float = 0.0) -> None:
         alarms = self._alarms
-        number = alarms.claim(alarm, self._number, patience_s) if alarms is not None else 0
-        if isinstance(number, Alarm):  # another rank was first
-            if number.kind == "over":
+        if alarms is None:  # a single process shows its error itself
+            if alarm.kind == "hang":
                 self._say(str(alarm))
-            elif number.kind == "failed":
-                self._learn(number)
             return
-        if alarm.kind == "hang" or (alarm.kind == "failed" and alarms is not None):
+        told, number = alarms.put(alarm, self._number, patience_s)
+        if told != alarm:  # another rank was first
+            if told.kind == "over":
+                self._say(str(alarm))
+            elif told.kind == "failed":
+                self._learn(told)
+            return
+        if alarm.kind != "over":
             self._say(str(alarm))
-        if alarms is None:
-            return  # a single process shows its error itself
-        alarms.tell(alarm, number)
+        alarms.mailbox.ring()
         silent = alarms.unheard(number, _HEARD_S)
         if silent and alarm.kind != "over":
             self._say(f"no stacks of {ranks_text(silent)}: it has died, or C code holds the interpreter's lock")

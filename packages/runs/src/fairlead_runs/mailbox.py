@@ -149,9 +149,9 @@ class StoreMailbox(Mailbox):
         keys = self._full(keys)
         self._store.multi_set(keys, [text] * len(keys))
 
-    def put_first(self, key: str, text: str) -> None:
-        """Puts a message unless another rank was quicker: then that one stays."""
-        self._store.compare_set(self._prefix + key, "", text)
+    def put_first(self, key: str, text: str) -> str:
+        """Puts a message unless another rank was quicker: then that one stays, and is returned."""
+        return str(self._store.compare_set(self._prefix + key, "", text).decode())
 
     def has(self, key: str) -> bool:
         """Whether a key is set."""
