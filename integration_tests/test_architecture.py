@@ -59,7 +59,8 @@ ENVIRONMENT_PLACES = {
 # Module-level state that the design allows.
 STATE_PLACES = {
     ("fairlead.plugins", "_default"): "the one default plugin manager, made when a public function first needs it",
-    ("fairlead_distributed.forkserver", "_here"): "the fork servers of this process, which end with it",
+    ("fairlead_distributed.control_plane", "_of_groups"): "that of the process group, as long as somebody uses it",
+    ("fairlead_distributed.forkserver", "_servers"): "the fork servers of this process, which end with it",
     ("fairlead_environments.scrubbing", "_open"): "which blocks hide what of os.environ, which all threads share",
 }
 

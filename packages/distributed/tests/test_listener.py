@@ -70,7 +70,7 @@ def babbles(visitor: socket.socket) -> None:
 
 
 def lies(visitor: socket.socket) -> None:
-    visitor.sendall(b"fairlead-door-1 0123 none\n")
+    visitor.sendall(b"fairlead-listener-1 0123 none\n")
 
 
 @pytest.mark.parametrize("greet", [silent, ssh, hangs_up, babbles, lies])

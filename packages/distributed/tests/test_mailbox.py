@@ -30,8 +30,8 @@ def test_several_ranks_meet() -> None:
     assert second.missing("saved") == (1,)
     assert second.arrive("saved", "")
     assert first.arrived("saved") == ["here", ""]
-    second.put_first("verdict", "stop")
-    first.put_first("verdict", "go on")
+    assert second.put_first("verdict", "stop") == "stop"
+    assert first.put_first("verdict", "go on") == "stop"
     assert first.get("verdict", 0.01) == "stop"
     first.put_all(["wake/0", "wake/1"])
     assert second.has("wake/1")

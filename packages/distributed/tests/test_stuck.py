@@ -457,7 +457,7 @@ def test_a_process_alone_is_watched_for_hangs_only(tmp_path: Path) -> None:
         deadline = time.monotonic() + LIMIT_S
         while not heard and time.monotonic() < deadline:
             time.sleep(0.02)
-        assert watch.alone == "there is no other rank"
+        assert watch.isolated == "there is no other rank"
     assert heard[0] == "hang"
     assert "test_a_process_alone_is_watched_for_hangs_only" in (tmp_path / "rank-00000.txt").read_text()
     assert said[0].startswith("rank 0 on ")
@@ -466,7 +466,7 @@ def test_a_process_alone_is_watched_for_hangs_only(tmp_path: Path) -> None:
 def test_a_store_that_cannot_be_shared_and_a_full_disk_break_nothing(tmp_path: Path) -> None:
     said: list[str] = []
     with RankWatch(tmp_path / "stacks", dist.Store(), 0, 2, say=said.append) as watch:
-        assert watch.alone
+        assert watch.isolated
     in_the_way = tmp_path / "file"
     in_the_way.touch()
     with pytest.raises(ValueError, match="mine"), RankWatch(in_the_way / "stacks", say=said.append):

@@ -395,7 +395,7 @@ def test_all_may_leave_without_a_stop(store: dist.Store) -> None:
         agreement.close()
         agreement.close()
     assert threading.active_count() == before - 6
-    assert not store.check(["verdict"])
+    assert not store.check(["stop/1/verdict"])
 
 
 def rank_that_is_killed(port: int, ready: Connection) -> None:

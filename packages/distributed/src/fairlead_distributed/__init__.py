@@ -14,7 +14,6 @@ from fairlead_distributed.errors import (
     CollectiveError,
     NonFiniteGradientError,
     NotInitializedError,
-    PortError,
     PreflightError,
     RankFailedError,
     RendezvousError,
@@ -56,8 +55,9 @@ from fairlead_distributed.stacks import (
     flight_recorder_variables,
     show_stacks_on_signal,
 )
-from fairlead_distributed.store import bind_listener, choose_port, free_port, tcp_store
+from fairlead_distributed.store import choose_port, tcp_store
 from fairlead_distributed.stuck import RankWatch
+from fairlead_launch.ports import PortError, bind_listener, free_port
 
 __all__ = [
     "AddressNotFoundError",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import sys
@@ -11,14 +10,12 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from datetime import timedelta
 from typing import Final, Literal
 
-import torch.distributed as dist
+from fairlead_runs.mailbox import StoreMailbox
 
 __all__ = ["Alarm", "Alarms", "asked_to_stop", "end_process", "to_stderr", "within"]
 
-_LONG: Final = timedelta(days=20)  # torch counts milliseconds in 32 bits
 _LONGEST: Final = 8_000  # characters of an error; its ends matter
 _STOPS: Final = (None, 0, 75, 130, 143)  # exit codes of an end, or of a stop that was asked for
 
@@ -76,88 +73,60 @@ def asked_to_stop(error: BaseException | None) -> bool:
 
 
 class Alarms:
-    """The alarms of one block in a store: numbered, each told once, each acknowledged by all.
-
-    Every rank waits for a key of its own, so that it can also be woken by itself, and leave.
+    """The alarms of one block: numbered, each told once, each acknowledged by all.
 
     Args:
-        store: A client of the store for the calling thread, with a prefix for this block.
-        rank: This rank.
-        world_size: The number of ranks.
+        mailbox: That of the block, for the calling thread.
     """
 
-    def __init__(self, store: dist.Store, rank: int, world_size: int) -> None:
-        self.store = store
-        self.rank = rank
-        self.world_size = world_size
+    def __init__(self, mailbox: StoreMailbox) -> None:
+        self.mailbox = mailbox
 
-    def wait(self, number: int) -> None:
-        """Blocks until the alarm comes, or `wake`.
-
-        Raises:
-            RuntimeError: The store went away.
-        """
-        self.store.wait([f"wake/{number}/{self.rank}"], _LONG)
-
-    def wake(self, number: int) -> None:
-        """Ends this rank's own wait, and counts it out."""
-        self.store.set(f"left/{self.rank}", "")
-        self.store.add("left", 1)
-        for each in (number, number + 1):  # the thread may just have begun to wait for the next one
-            self.store.set(f"wake/{each}/{self.rank}", "")
-
-    def read(self, number: int) -> Alarm:
-        """The alarm of a number, once it came."""
-        return Alarm(**json.loads(self.store.get(f"alarm/{number}")))
+    def read(self, number: int) -> Alarm | None:
+        """The alarm of a number; None when it has not come."""
+        key = f"alarm/{number}"
+        return Alarm(**json.loads(self.mailbox.read([key])[0])) if self.mailbox.has(key) else None
 
     def acknowledge(self, number: int) -> None:
         """Says that this rank has heard it and done what it wanted to."""
-        self.store.set(f"seen/{number}/{self.rank}", "")
-        self.store.add(f"seen/{number}", 1)
+        self.mailbox.arrive(f"seen/{number}")
 
-    def claim(self, alarm: Alarm, number: int, patience_s: float = 0.0) -> int | Alarm:
-        """The number under which this rank may tell an alarm; or the alarm of a rank that was first and speaks for all.
+    def leave(self) -> None:
+        """Counts this rank out: it will hear nothing more."""
+        self.mailbox.arrive("left")
+
+    def put(self, alarm: Alarm, number: int, patience_s: float = 0.0) -> tuple[Alarm, int]:
+        """Puts an alarm under a number; ring for it.
 
         Args:
             alarm: What this rank has to tell.
             number: The next number, as far as this rank knows.
             patience_s: How long another rank may come first.
+
+        Returns:
+            The alarm that counts, and its number: that of a rank that was first speaks for all. But a failure is told
+            after a hang.
         """
         if patience_s > 0:
-            with contextlib.suppress(RuntimeError):  # nobody came, or the store is gone, which the next call says
-                self.store.wait([f"alarm/{number}"], timedelta(seconds=patience_s))
-        while self.store.add(f"claim/{number}", 1) > 1:
-            self.store.wait([f"alarm/{number}"], timedelta(seconds=10))
-            other = self.read(number)
-            if alarm.kind == "hang" or other.kind != "hang":
-                return other
+            self.mailbox.wait(f"alarm/{number}", patience_s)
+        while True:
+            told = Alarm(**json.loads(self.mailbox.put_first(f"alarm/{number}", json.dumps(asdict(alarm)))))
+            if told == alarm or alarm.kind == "hang" or told.kind != "hang":
+                return told, number
             number += 1
-        return number
 
-    def tell(self, alarm: Alarm, number: int) -> None:
-        """Wakes all ranks, to hear the alarm that was claimed."""
-        self.store.set(f"alarm/{number}", json.dumps(asdict(alarm)))
-        keys = [f"wake/{number}/{rank}" for rank in range(self.world_size)]
-        self.store.multi_set(keys, [""] * len(keys))  # type: ignore[attr-defined]  # not in torch's stubs
-
-    def unheard(self, number: int, seconds: float) -> list[int]:
+    def unheard(self, number: int, seconds: float) -> set[int]:
         """The other ranks that have neither heard an alarm nor left after so long; only the teller asks."""
         deadline = time.monotonic() + seconds
-        others = self.world_size - 1
-        while self._answers(number) < others:
+        while True:
+            own = self.mailbox.has(f"seen/{number}/{self.mailbox.rank}") + self.mailbox.has(f"left/{self.mailbox.rank}")
+            answers = self.mailbox.count(f"seen/{number}/count", 0) + self.mailbox.count("left/count", 0)
+            if answers - own >= self.mailbox.world_size - 1:
+                return set()
             if time.monotonic() > deadline:
-                return [
-                    rank for rank in range(self.world_size) if rank != self.rank and not self._answered(number, rank)
-                ]
+                missing = set(self.mailbox.missing(f"seen/{number}")) & set(self.mailbox.missing("left"))
+                return missing - {self.mailbox.rank}
             time.sleep(0.05)
-        return []
-
-    def _answers(self, number: int) -> int:
-        own = self.store.check([f"seen/{number}/{self.rank}"]) + self.store.check([f"left/{self.rank}"])
-        return self.store.add(f"seen/{number}", 0) + self.store.add("left", 0) - own
-
-    def _answered(self, number: int, rank: int) -> bool:
-        return self.store.check([f"seen/{number}/{rank}"]) or self.store.check([f"left/{rank}"])
 
 
 def within(seconds: float, call: Callable[..., object], *args: object) -> str | None:

@@ -13,9 +13,10 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from fairlead.starts import Start
-from fairlead_distributed.errors import AddressNotFoundError, AddressUnreachableError, PortError, RendezvousError
+from fairlead_distributed.errors import AddressNotFoundError, AddressUnreachableError, RendezvousError
 from fairlead_distributed.listener import StartListener, find_store
-from fairlead_distributed.store import bind_listener, tcp_store
+from fairlead_distributed.store import tcp_store
+from fairlead_launch.ports import PortError, bind_listener
 
 __all__ = ["Endpoint", "Opened", "agree", "connect"]
 

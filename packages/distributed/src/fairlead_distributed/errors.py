@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fairlead.errors import ConfigError, FairleadError, RunFailedError
+from fairlead.errors import ConfigError, RunFailedError
 
 __all__ = [
     "AddressNotFoundError",
@@ -11,7 +11,6 @@ __all__ = [
     "CollectiveError",
     "NonFiniteGradientError",
     "NotInitializedError",
-    "PortError",
     "PreflightError",
     "RankFailedError",
     "RendezvousError",
@@ -25,12 +24,6 @@ class AlreadyInitializedError(ConfigError):
 
 class NotInitializedError(ConfigError):
     """A collective was called in a process that is one of several, before `init_process_group`."""
-
-
-class PortError(FairleadError):
-    """None of the wanted ports can be bound, or another start has taken this one's."""
-
-    exit_code = 1
 
 
 class RendezvousError(RunFailedError):

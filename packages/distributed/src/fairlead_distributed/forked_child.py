@@ -6,7 +6,6 @@ import ctypes
 import faulthandler
 import fcntl
 import os
-import runpy
 import signal
 import sys
 import tempfile
@@ -33,7 +32,6 @@ class Request:
     cwd: str
     path: list[str] | None
     fds: list[int]
-    nested: bool
     received: list[int] = field(default_factory=list)
 
 
@@ -90,20 +88,17 @@ def _show(environ: Mapping[str, str]) -> None:
 
 
 def run_python(*words: str) -> None:
-    """Does in a forked process what `python WORDS` does; the words are a script or `-m MODULE`, maybe after `-P`."""
+    """Does in a forked process what `python SCRIPT WORDS` does.
+
+    Args:
+        words: The script and its arguments.
+    """
     sys.orig_argv = [sys.executable, *words]
-    safe = words[0] == "-P"
-    words = words[safe:]
-    if words[0] == "-m":
-        sys.argv = list(words[1:])
-        sys.path[:0] = [] if safe else [os.getcwd()]
-        runpy.run_module(words[1], run_name="__main__", alter_sys=True)
-        return
     main = ModuleType("__main__")
     main.__file__ = words[0]
     sys.modules["__main__"] = main
     sys.argv = list(words)
-    sys.path[:0] = [] if safe else [os.path.dirname(os.path.abspath(words[0]))]
+    sys.path.insert(0, os.path.dirname(os.path.abspath(words[0])))
     with open(words[0], "rb") as script:
         code = compile(script.read(), words[0], "exec")
     exec(code, main.__dict__)

@@ -27,7 +27,7 @@ from typing import Any
 
 from fairlead_distributed.forked_child import Request, become
 
-__all__ = ["AT_START", "ForkServer", "ForkedProcess", "own_server", "shared", "start_variables"]
+__all__ = ["AT_START", "ForkServer", "ForkedProcess", "shared", "start_variables"]
 
 AT_START = (
     *("PYTHON", "LD_", "LANG", "LC_", "MKL_", "KMP_", "GOMP_", "MPL", "HF_"),
@@ -116,8 +116,6 @@ class ForkServer:
         0
     """
 
-    _pid = _owner = 0  # of a server that was forked, and of the process that has it
-
     def __init__(self, imports: Sequence[str] = (), environ: Mapping[str, str] | None = None) -> None:
         self._lock = threading.Lock()
         self._connection, theirs = socket.socketpair()
@@ -129,7 +127,7 @@ class ForkServer:
         variables.pop("OMP_NUM_THREADS", None)  # a forked process sets its own number, or torch's default
         code = f"from fairlead_distributed.forkserver import main; main({theirs.fileno()})"
         with theirs:
-            self._process: subprocess.Popen[bytes] | None = subprocess.Popen(
+            self._process = subprocess.Popen(
                 [sys.executable, "-P", "-c", code],
                 env=variables,
                 stdin=subprocess.DEVNULL,
@@ -140,13 +138,6 @@ class ForkServer:
         self._connection.settimeout(_START_S)
         _send(self._connection, (list(imports), sys.path))
 
-    @classmethod
-    def _connected(cls, connection: socket.socket, pid: int) -> ForkServer:
-        server = cls.__new__(cls)
-        server._lock, server._connection, server._process = threading.Lock(), connection, None
-        server._pid, server._owner = pid, os.getpid()
-        return server
-
     def start(
         self,
         function: Callable[..., object],
@@ -155,7 +146,6 @@ class ForkServer:
         cwd: str | os.PathLike[str] | None = None,
         path: Sequence[str] | None = None,
         fds: Mapping[int, int] | None = None,
-        nested: bool = False,
     ) -> ForkedProcess:
         """Forks a process that calls `function(*args)` and exits.
 
@@ -167,7 +157,6 @@ class ForkServer:
             path: Its `sys.path`; None: that of a fresh interpreter.
             fds: The caller's open files by the number that each gets there; without 0, standard input is empty, and
                 without 1 and 2 they are the caller's.
-            nested: It gets a server of its own (`own_server`), which has imported the same.
 
         Raises:
             RuntimeError: The server has ended; it has said why on standard error.
@@ -179,7 +168,6 @@ class ForkServer:
             os.fspath(cwd) if cwd is not None else os.getcwd(),
             None if path is None else list(path),
             list(given),
-            nested,
         )
         return ForkedProcess(self, self._ask(request, list(given.values())))
 
@@ -189,15 +177,12 @@ class ForkServer:
 
     def alive(self) -> bool:
         """Whether it can still fork."""
-        return self._process is None or self._process.poll() is None
+        return self._process.poll() is None
 
     def close(self) -> None:
         """Ends the server."""
         self._connection.close()
-        if self._process is not None:
-            self._process.wait()
-        elif os.getpid() == self._owner:
-            os.waitpid(self._pid, 0)
+        self._process.wait()
 
     def _ask(self, what: object, fds: Sequence[int] = ()) -> int:
         with self._lock:
@@ -211,15 +196,8 @@ class ForkServer:
         return int(answer)
 
 
-class _Here:
-    """The servers that this process has started, and its own."""
-
-    def __init__(self) -> None:
-        self.servers: dict[tuple[int, tuple[str, ...], frozenset[tuple[str, str]]], ForkServer] = {}
-        self.own: ForkServer | None = None
-
-
-_here = _Here()
+_servers: dict[tuple[int, tuple[str, ...], frozenset[tuple[str, str]]], ForkServer] = {}
+"""Those that this process has started."""
 
 
 def start_variables(environ: Mapping[str, str]) -> frozenset[tuple[str, str]]:
@@ -238,19 +216,14 @@ def shared(environ: Mapping[str, str] | None = None, imports: Sequence[str] = ()
     environ = os.environ if environ is None else environ
     # A fork of this process does not share its connection.
     key = (os.getpid(), tuple(imports), start_variables(environ))
-    server = _here.servers.get(key)
+    server = _servers.get(key)
     if server is None or not server.alive():
         tops = {name: name.partition(".")[0] for name in list(sys.modules)}
         ours = [name for name, top in tops.items() if top in _PRELOADED or top.startswith("fairlead")]
         rest = {name: value for name, value in os.environ.items() if not name.startswith(AT_START)}
-        server = _here.servers[key] = ForkServer(imports or ours, {**rest, **dict(key[2])})
+        server = _servers[key] = ForkServer(imports or ours, {**rest, **dict(key[2])})
         atexit.register(server.close)
     return server
-
-
-def own_server() -> ForkServer | None:
-    """The server that this process has since it was forked with `nested=True`."""
-    return _here.own
 
 
 def main(fd: int) -> None:
@@ -267,22 +240,8 @@ def main(fd: int) -> None:
     sys.path[:] = pristine
     gc.collect()
     gc.freeze()  # nothing of this is garbage, and looking at it would copy it
-    while (request := _serve(connection)) is not None:
+    if (request := _serve(connection)) is not None:
         connection.close()
-        if not request.nested:
-            break
-        ours, theirs = socket.socketpair()
-        if child := os.fork():
-            theirs.close()
-            _here.own = ForkServer._connected(ours, child)
-            atexit.register(_here.own.close)
-            break
-        ours.close()
-        os.setpgid(0, 0)  # a signal to the group of the process that it serves is none of its own
-        for received in request.received:
-            os.close(received)
-        connection = theirs
-    if request is not None:
         become(request)
         function, args = pickle.loads(request.call)
         function(*args)

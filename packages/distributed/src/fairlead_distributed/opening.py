@@ -16,7 +16,7 @@ from fairlead.plugins import default_plugins
 from fairlead.starts import Start
 from fairlead_distributed import _environ
 from fairlead_distributed.connecting import Endpoint, Opened, agree, connect
-from fairlead_distributed.store import DEFAULT_PORT
+from fairlead_launch.ports import DEFAULT_PORT
 
 __all__ = ["open_store"]
 

@@ -1,75 +1,16 @@
-"""Ports and key-value stores. A port that is found free and then closed can be lost; a bound socket cannot."""
+"""Key-value stores, and the port of one on this machine."""
 
 from __future__ import annotations
 
-import errno
-import os
 import socket
-from collections.abc import Iterable
 from datetime import timedelta
 
 import torch.distributed as dist
 
-from fairlead_distributed.errors import PortError, RendezvousError
+from fairlead_distributed.errors import RendezvousError
+from fairlead_launch.ports import DEFAULT_PORT, free_port
 
-__all__ = ["DEFAULT_PORT", "bind_listener", "choose_port", "free_port", "tcp_store"]
-
-DEFAULT_PORT = 29500
-"""The port that torch's launchers use when none is given."""
-
-_BACKLOG = 2048  # a thousand ranks connect within a second; the kernel caps this at net.core.somaxconn
-
-
-def bind_listener(candidates: Iterable[int] = (0,), host: str = "") -> socket.socket:
-    """A listening socket on the first of the ports that is free; nobody else can take it any more.
-
-    Args:
-        candidates: Ports in the order of preference; 0 lets the kernel choose.
-        host: The address to listen on; "" means all of them (IPv4, and IPv6 where the machine has it).
-
-    Raises:
-        PortError: None of the ports can be bound. Says which were tried and why each failed.
-
-    Example:
-        >>> listener = bind_listener([0], "127.0.0.1")
-        >>> store = tcp_store(listener)
-        >>> store.set("step", "7")
-    """
-    refused: list[str] = []
-    for port in candidates:
-        try:
-            return _listen(host, port)
-        except OSError as error:
-            reason = "in use" if error.errno == errno.EADDRINUSE else os.strerror(error.errno or 0)
-            if error.errno not in (errno.EADDRINUSE, errno.EACCES):
-                # A wrong host fails for every port alike.
-                raise PortError(
-                    f"cannot listen on {host or 'any address'}", where=f"{host}:{port}", why=str(error)
-                ) from error
-            refused.append(f"{port}: {reason}")
-    raise PortError(
-        "no free port among the candidates",
-        where=host or "all addresses of this machine",
-        why="\n".join(refused) if refused else "there were no candidates",
-        fix="end the process that holds the port (`ss -ltnp` names it), or give other ports (MASTER_PORT=...)",
-    )
-
-
-def _listen(host: str, port: int) -> socket.socket:
-    if not host and socket.has_dualstack_ipv6():
-        return socket.create_server(("", port), family=socket.AF_INET6, backlog=_BACKLOG, dualstack_ipv6=True)
-    family = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0][0]
-    return socket.create_server((host, port), family=family, backlog=_BACKLOG)
-
-
-def free_port(host: str = "127.0.0.1", candidates: Iterable[int] = (0,)) -> int:
-    """The first of the ports that is free now. Another process may take it next: prefer `bind_listener`.
-
-    Raises:
-        PortError: None is free.
-    """
-    with bind_listener(candidates, host) as listener:
-        return int(listener.getsockname()[1])
+__all__ = ["choose_port", "tcp_store"]
 
 
 def choose_port(host: str = "127.0.0.1", start: int = DEFAULT_PORT, tries: int = 100) -> int:

@@ -1,8 +1,7 @@
 """What all ranks do when one of them fails, or when nothing moves any more: say who, dump their stacks, and end.
 
-Each rank has a thread that waits for one key of the store. It blocks there and costs the steps nothing. A rank that
-fails writes down why and wakes the threads of all others: also that of a rank whose main thread sits in a collective,
-or in the user's own code. What follows a failure:
+A rank that fails writes down why and wakes the control planes of all others: also that of a rank whose main thread sits
+in a collective, or in the user's own code. What follows a failure:
 
 1. every rank dumps its stacks and torch's flight recorder into the run directory;
 2. it says which rank failed first, and of what;
@@ -25,11 +24,14 @@ from typing import Any, Final
 
 import torch.distributed as dist
 
+from fairlead.errors import ConfigError
 from fairlead_distributed.alarms import Alarm, Alarms, asked_to_stop, end_process, to_stderr, within
+from fairlead_distributed.control_plane import ControlPlane
 from fairlead_distributed.info import get_rank, get_world_size
 from fairlead_distributed.process_group import group_store
 from fairlead_distributed.stacks import RankDumps
-from fairlead_runs.waiting import rank_ranges
+from fairlead_runs.mailbox import LONG, StoreMailbox
+from fairlead_runs.waiting import ranks_text
 
 __all__ = ["GRACE", "RankWatch"]
 
@@ -49,7 +51,7 @@ class RankWatch:
 
     Args:
         stacks: The folder that gets `rank-00003.txt` of every rank after a failure, or when nothing moves.
-        store: A store that all ranks share, with a prefix that nobody has used. None: this process is alone.
+        store: A store that all ranks share; None: there is no other rank.
         rank: This rank.
         world_size: The number of ranks.
         flight_recorder: The folder for torch's flight recorder; None: it is not dumped.
@@ -59,9 +61,10 @@ class RankWatch:
             happens. Best shorter than the process group's timeout, after which there may be no rank left to ask.
         say: Gets what a person should read; None: stderr.
         heard: Called with each alarm that came from another rank, and a hang of this one, in a thread.
+        plane: The control plane of these ranks; None: one of its own.
 
     Attributes:
-        alone: Why this rank hears nothing of the others, or None.
+        isolated: Why this rank hears nothing of the others, or None.
 
     Example:
         >>> with RankWatch.of_process_group(Path("runs/gpt/stacks")):  # doctest: +SKIP
@@ -81,10 +84,11 @@ class RankWatch:
         hang_after: timedelta | None = None,
         say: Callable[[str], None] | None = None,
         heard: Callable[[Alarm], None] | None = None,
+        plane: ControlPlane | None = None,
     ) -> None:
         self.path = stacks / f"rank-{rank:05d}.txt"
         self.rank = rank
-        self.alone: str | None = "there is no other rank"
+        self.isolated: str | None = "there is no other rank"
         self._dumps = RankDumps(self.path, flight_recorder, rank)
         self._grace_s = grace.total_seconds()
         self._say = say if say is not None else to_stderr
@@ -97,17 +101,21 @@ class RankWatch:
         self._told = False
         self._alarmed = time.monotonic()
         self._alarms: Alarms | None = None
-        self._threads: list[threading.Thread] = []
+        self._plane = plane
+        self._looking: threading.Thread | None = None
         if store is not None and world_size > 1:
             try:
-                own = Alarms(store.clone(), rank, world_size)  # type: ignore[attr-defined]  # not in torch's stubs
-            except RuntimeError as error:  # not every store can be shared between threads
-                self.alone = str(error).splitlines()[0]
+                self._plane = plane if plane is not None else ControlPlane(store, rank, world_size)
+                self._alarms = Alarms(self._plane.open("watch"))
+            except ConfigError as error:  # not every store can be shared between threads
+                self.isolated = error.why
             else:
-                self.alone, self._alarms = None, Alarms(store, rank, world_size)
-                self._thread("follow", self._follow, own)
+                self.isolated = None
+                self._plane.listen(self._alarms.mailbox, self._hear, self._lost)
         if progress is not None and hang_after is not None:
-            self._thread("look", self._look, progress, hang_after.total_seconds())
+            arguments = progress, hang_after.total_seconds()
+            self._looking = threading.Thread(target=self._look, args=arguments, name="fairlead-watch-look", daemon=True)
+            self._looking.start()
         # A thread that comes back from torch while the interpreter ends would take the process down.
         atexit.register(self.close)
 
@@ -122,9 +130,11 @@ class RankWatch:
         store, rank, world_size = group_store(), get_rank(), get_world_size()
         if store is None or world_size == 1:
             return cls(stacks, **options)
-        # Keys are never used twice; all ranks make their watches in the same order.
-        number = store.add(f"fairlead/watch/{rank}", 1)
-        return cls(stacks, dist.PrefixStore(f"fairlead/watch/{number}", store), rank, world_size, **options)
+        try:
+            plane = ControlPlane.of_process_group()
+        except ConfigError:  # the watch finds it out again, and keeps why
+            plane = None
+        return cls(stacks, store, rank, world_size, plane=plane, **options)
 
     # -- how the block ends
 
@@ -144,11 +154,9 @@ class RankWatch:
         if self._left.is_set() or os.getpid() != self._pid:  # a forked child shares our connections
             return
         self._left.set()
-        if self._alarms is not None:
-            within(_PATIENCE_S, self._alarms.wake, self._number)  # where it fails, nobody is left to be told
-        for thread in self._threads:
-            if thread is not threading.current_thread():
-                thread.join(2.0)
+        within(_PATIENCE_S, self._leave)  # where it fails, nobody is left to be told
+        if self._looking is not None and self._looking is not threading.current_thread():
+            self._looking.join(2.0)
 
     def failed(self, error: BaseException | str, *, secondary: bool = False, exits: bool = False) -> None:
         """This rank has failed: tells all ranks, and returns once they have dumped their stacks, or after seconds.
@@ -185,49 +193,54 @@ class RankWatch:
 
     # -- the threads
 
-    def _thread(self, name: str, run: Callable[..., None], *args: object) -> None:
-        thread = threading.Thread(target=run, args=args, name=f"fairlead-watch-{name}", daemon=True)
-        self._threads.append(thread)
-        thread.start()
+    def _leave(self) -> None:
+        if self._plane is not None and self._alarms is not None:
+            self._alarms.leave()
+            self._plane.leave(self._alarms.mailbox)
 
-    def _follow(self, alarms: Alarms) -> None:
-        """Waits for what the other ranks have to tell."""
-        try:
-            while True:
-                number = self._number
-                alarms.wait(number)
-                if self._left.is_set():
-                    return
-                alarm = alarms.read(number)
-                if alarm.kind == "hang" or alarm.rank != self.rank:
-                    self._alarmed = time.monotonic()
-                    if alarm.kind != "over":
-                        self._dump(alarm)
-                    alarms.acknowledge(number)
-                    self._detail(alarm)
-                if alarm.kind == "over" and alarm.rank != self.rank:
-                    self.alone, self._alarms = "the rank that may host the store has left the block", None
-                if alarm.kind != "hang":
-                    break  # the last one: who fails now finds it under this number
-                self._number = number + 1
-                self._hear(alarm)
-        except RuntimeError as error:
-            if self._left.is_set():
-                return
+    def _hear(self, mailbox: StoreMailbox) -> float | None:
+        """Looks for what the other ranks have to tell; in the plane's thread."""
+        alarms = Alarms(mailbox)
+        while not self._left.is_set() and (alarm := alarms.read(self._number)) is not None:
+            if alarm.kind == "hang" or alarm.rank != self.rank:
+                self._alarmed = time.monotonic()
+                if alarm.kind != "over":
+                    self._dump(alarm)
+                alarms.acknowledge(self._number)
+                self._detail(alarm)
+            if alarm.kind != "hang":  # the last one: who fails now finds it under this number
+                self._last(alarm)
+                return None
+            self._number += 1
+            self._take_in(alarm)
+        return None if self._left.is_set() else LONG
+
+    def _lost(self, error: Exception) -> None:
+        """The store has gone, or a message could not be dealt with."""
+        if not isinstance(error, RuntimeError):
+            self._say(f"rank {self.rank} hears nothing of the other ranks any more: {error!r}")
+        elif not self._left.is_set():
             what = "the process that hosts this run's store has died (rank 0, or torchrun's agent)"
             alarm = Alarm("lost", -1, "", what, f"{what}\n{error}", time.time())
             self._dump(alarm)
-        if alarm.kind != "over" and alarm.rank != self.rank:
-            self._hear(alarm)
-            self._end(alarm)
+            self._last(alarm)
 
-    def _hear(self, alarm: Alarm) -> None:
+    def _last(self, alarm: Alarm) -> None:
+        if alarm.rank == self.rank:
+            return
+        if alarm.kind == "over":
+            self.isolated, self._alarms = "the rank that may host the store has left the block", None
+            return
+        threading.Thread(target=self._end, name="fairlead-watch-end", daemon=True).start()
+        self._take_in(alarm)
+
+    def _take_in(self, alarm: Alarm) -> None:
         if alarm.kind != "hang":
             self._learn(alarm)
         if self._listener is not None:
             self._listener(alarm)
 
-    def _end(self, alarm: Alarm) -> None:
+    def _end(self) -> None:
         """Ends this rank when it has not left the block by itself."""
         if not self._left.wait(self._grace_s):
             self._say(f"rank {self.rank} ends, {self._grace_s:g} s after that; its stacks are in {self.path}")
@@ -252,29 +265,31 @@ class RankWatch:
         what = f"nothing has moved for {seconds:g} s; the stacks of all ranks are in {self.path.parent}"
         alarm = Alarm("hang", self.rank, os.uname().nodename, what, what, time.time())
         trouble = within(_PATIENCE_S, self._tell, alarm)
-        if trouble is not None or self.alone is not None:  # nobody tells it to this rank's other thread
+        if trouble is not None or self.isolated is not None:  # nobody tells it to this rank's control plane
             self._dump(alarm)
-            self._hear(alarm)
+            self._take_in(alarm)
 
     # -- what they do
 
     def _tell(self, alarm: Alarm, patience_s: float = 0.0) -> None:
         alarms = self._alarms
-        number = alarms.claim(alarm, self._number, patience_s) if alarms is not None else 0
-        if isinstance(number, Alarm):  # another rank was first
-            if number.kind == "over":
+        if alarms is None:  # a single process shows its error itself
+            if alarm.kind == "hang":
                 self._say(str(alarm))
-            elif number.kind == "failed":
-                self._learn(number)
             return
-        if alarm.kind == "hang" or (alarm.kind == "failed" and alarms is not None):
+        told, number = alarms.put(alarm, self._number, patience_s)
+        if told != alarm:  # another rank was first
+            if told.kind == "over":
+                self._say(str(alarm))
+            elif told.kind == "failed":
+                self._learn(told)
+            return
+        if alarm.kind != "over":
             self._say(str(alarm))
-        if alarms is None:
-            return  # a process that is alone shows its error itself
-        alarms.tell(alarm, number)
+        alarms.mailbox.ring()
         silent = alarms.unheard(number, _HEARD_S)
         if silent and alarm.kind != "over":
-            self._say(f"no stacks of rank {rank_ranges(silent)}: it has died, or C code holds the interpreter's lock")
+            self._say(f"no stacks of {ranks_text(silent)}: it has died, or C code holds the interpreter's lock")
 
     def _learn(self, alarm: Alarm) -> None:
         """Says once which rank failed first."""

@@ -30,7 +30,8 @@ from fairlead_distributed.collectives import barrier
 from fairlead_distributed.errors import RankFailedError
 from fairlead_distributed.forkserver import ForkedProcess, shared
 from fairlead_distributed.process_group import destroy_process_group, init_process_group
-from fairlead_distributed.store import bind_listener, tcp_store
+from fairlead_distributed.store import tcp_store
+from fairlead_launch.ports import bind_listener
 
 __all__ = ["run_ranks"]
 

@@ -1,11 +1,11 @@
 """Any rank's signal becomes one decision: all ranks stop at the same step boundary. Without a cost per step.
 
-Each rank has two threads of its own with a client of the store each. One waits for a signal of this rank and asks all
-ranks; the other waits to be asked. When it is, it freezes this rank's counter and answers with the lowest boundary at
-which the rank can still stop: the one after the last that its main thread has entered. The highest of these numbers is
-where all stop. The main thread waits at a boundary only between the freeze and that decision, for which no other main
-thread is needed. So a rank that sits in a collective holds nobody up, and is not left alone there: the ranks that it
-waits for learn the decision and go on, as all steps before it are taken by all.
+A thread of each rank waits for its signals, and asks all ranks for a stop. The thread of its control plane then freezes
+the rank's counter and answers with the lowest boundary at which the rank can still stop: the one after the last that
+its main thread has entered. The highest of these numbers is where all stop. The main thread waits at a boundary only
+between the freeze and that decision, for which no other main thread is needed. So a rank that sits in a collective
+holds nobody up, and is not left alone there: the ranks that it waits for learn the decision and go on, as all steps
+before it are taken by all.
 
 A single process agrees with itself: `LocalAgreement`.
 """
@@ -17,16 +17,17 @@ import os
 import select
 import threading
 import time
-from collections.abc import Callable
 from datetime import timedelta
 from typing import TYPE_CHECKING, Final
 
 from fairlead_hpc_signals.decision import AgreementError, Answer, StopDecision, decide, no_agreement, request_of
 from fairlead_hpc_signals.flags import SignalFlags
-from fairlead_runs.mailbox import Mailbox, StoreMailbox
+from fairlead_runs.mailbox import LONG, Mailbox, StoreMailbox
 
 if TYPE_CHECKING:
     import torch.distributed as dist
+
+    from fairlead_distributed.control_plane import ControlPlane
 
 __all__ = ["ANSWER_TIMEOUT", "START_TIMEOUT", "LocalAgreement", "StopAgreement"]
 
@@ -34,7 +35,6 @@ ANSWER_TIMEOUT: Final = timedelta(seconds=30)
 """How long ranks that have started may take to answer; a rank that has died never does."""
 START_TIMEOUT: Final = timedelta(minutes=30)
 """How long ranks may take to start, when a signal comes before all have: as long as torch's process group waits."""
-_LONG: Final = 20 * 86400.0  # seconds of a wait that has no end: torch counts milliseconds in 32 bits
 _MARGIN: Final = 30.0  # seconds beyond both, after which the main thread no longer believes in its own thread
 
 
@@ -82,15 +82,16 @@ class LocalAgreement:
 class StopAgreement:
     """Where the ranks stop; made on all ranks, after the process group.
 
-    A decision is final: make another agreement for the next one, with another prefix of the store.
+    A decision is final: make another agreement for the next one, on all ranks in the same order.
 
     Args:
         flags: The signals of this rank.
-        store: A store that all ranks share and no earlier agreement has used: give it a `PrefixStore` of its own.
+        store: A store that all ranks share.
         rank: This rank.
         world_size: The number of ranks.
         answer_timeout: How long to wait for the answers of all ranks, once all have started.
         start_timeout: How long to wait for all ranks to start.
+        plane: The control plane of these ranks; None: one of its own.
 
     Example:
         >>> with SignalFlags() as flags:  # doctest: +SKIP
@@ -110,12 +111,14 @@ class StopAgreement:
         *,
         answer_timeout: timedelta = ANSWER_TIMEOUT,
         start_timeout: timedelta = START_TIMEOUT,
+        plane: ControlPlane | None = None,
     ) -> None:
+        from fairlead_distributed.control_plane import ControlPlane
+
         self.decision: StopDecision | None = None
         """What was agreed; None before that."""
         self._pid = os.getpid()
         self._flags = flags
-        self._store = store  # kept: on rank 0 it may be the server
         self._entered = -1
         self._frozen = False
         self._failure: AgreementError | None = None
@@ -126,18 +129,16 @@ class StopAgreement:
         self._answering = threading.Lock()
         self._answered = False
         self._asked: tuple[str, float] | None = None
-        # One for the thread that waits for the others, one for whoever has something to say.
-        self._listening = StoreMailbox(store, rank, world_size).connect_again()
-        self.mailbox = StoreMailbox(store, rank, world_size).connect_again()
+        self._awaited, self._deadline = "started", float("inf")
+        self._plane = plane if plane is not None else ControlPlane(store, rank, world_size)
+        self.mailbox = self._plane.open("stop")
         """This rank's mailbox, for what follows a decision."""
-        self.mailbox.arrive("started")
+        if self.mailbox.arrive("started") and self.mailbox.count("askers", 0):
+            self.mailbox.ring()
+        self._plane.listen(self.mailbox, self._hear, self._store_lost)
         self._stop_read, self._stop_write = os.pipe()
-        self._threads = [
-            threading.Thread(target=self._run, args=(run,), name=f"fairlead-stop-{name}", daemon=True)
-            for name, run in (("follow", self._follow), ("watch", self._watch))
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._watching = threading.Thread(target=self._watch, name="fairlead-stop-watch", daemon=True)
+        self._watching.start()
         # A thread that comes back from torch while the interpreter ends would take the process down.
         atexit.register(self.close)
 
@@ -151,13 +152,11 @@ class StopAgreement:
         import torch.distributed as dist
 
         from fairlead_distributed import group_store
+        from fairlead_distributed.control_plane import ControlPlane
 
-        rank = dist.get_rank()
-        store = group_store()
-        assert store is not None  # or `get_rank` would have raised
-        # Keys are never used twice; all ranks make their agreements in the same order.
-        number = store.add(f"fairlead/stop/{rank}", 1)
-        return cls(flags, dist.PrefixStore(f"fairlead/stop/{number}", store), rank, dist.get_world_size())
+        plane, store = ControlPlane.of_process_group(), group_store()
+        assert store is not None  # or there would be no plane
+        return cls(flags, store, dist.get_rank(), dist.get_world_size(), plane=plane)
 
     # -- the main thread
 
@@ -198,12 +197,11 @@ class StopAgreement:
         os.write(self._stop_write, b"!")
         try:
             self._answer(self.mailbox)
-            self.mailbox.put(f"wake/{self.mailbox.rank}")
+            self._plane.leave(self.mailbox)
         except RuntimeError as error:
             self._store_lost(error)  # whoever hosts the store has left before
-        for thread in self._threads:
-            thread.join(2.0)
-        if not any(thread.is_alive() for thread in self._threads):
+        self._watching.join(2.0)
+        if not self._watching.is_alive():
             os.close(self._stop_read)
             os.close(self._stop_write)
 
@@ -217,12 +215,6 @@ class StopAgreement:
 
     # -- the threads
 
-    def _run(self, run: Callable[[], None]) -> None:
-        try:
-            run()
-        except Exception as error:  # whatever it is, the main thread must not wait for this one
-            self._store_lost(error)
-
     def _watch(self) -> None:
         """Waits for a signal of this rank, and asks all ranks to stop."""
         poll = select.poll()
@@ -231,29 +223,36 @@ class StopAgreement:
         while not self._closing:
             poll.poll()
             if self._flags.raised and not self._closing:
-                self._wake_all()
+                try:
+                    self._wake_all()
+                except RuntimeError as error:
+                    self._store_lost(error)
                 return
 
     def _wake_all(self) -> None:
         # Signals mostly come to all ranks at once: the first speaks for all. It may be killed before it has.
         if self.mailbox.count("askers") > 1 and self._woken.wait(1.0):
             return
-        self.mailbox.put_all([f"wake/{rank}" for rank in range(self.mailbox.world_size)])
+        self.mailbox.ring()
 
-    def _follow(self) -> None:
-        """Waits to be asked, freezes the counter, answers, and learns the decision."""
-        mailbox = self._listening
-        while not mailbox.wait(f"wake/{mailbox.rank}", _LONG):
-            pass
+    def _hear(self, mailbox: StoreMailbox) -> float | None:
+        """Freezes the counter and answers when a stop is asked for, and learns the decision; in the plane's thread."""
         if self._closing:
-            return
-        self._frozen = True
-        self._woken.set()
-        self._answer(mailbox)
-        if not mailbox.wait("started/all", self._start_timeout):
-            self._give_up(mailbox, "started", f"did not start within {self._start_timeout:g} s")
-        elif not mailbox.wait("verdict", self._answer_timeout):
-            self._give_up(mailbox, "answer", f"did not answer within {self._answer_timeout:g} s")
+            return None
+        if not self._frozen:
+            if not mailbox.count("askers", 0):
+                return LONG
+            self._frozen = True
+            self._woken.set()
+            self._deadline = time.monotonic() + self._start_timeout
+            self._answer(mailbox)
+        if not mailbox.has("verdict"):
+            now = time.monotonic()
+            if self._awaited == "started" and mailbox.has("started/all"):
+                self._awaited, self._deadline = "answer", now + self._answer_timeout
+            if now < self._deadline:
+                return self._deadline - now
+            self._give_up(mailbox)
         (verdict,) = mailbox.read(["verdict"])
         if verdict.startswith("{"):
             self.decision = StopDecision.from_json(verdict)
@@ -261,6 +260,7 @@ class StopAgreement:
             ranks, _, what = verdict.partition(" ")
             self._failure = no_agreement(tuple(map(int, ranks.split(","))), what)
         self._decided.set()
+        return None
 
     def _answer(self, mailbox: StoreMailbox) -> None:
         with self._answering:
@@ -275,15 +275,19 @@ class StopAgreement:
         decision = decide(Answer.from_json(text) for text in mailbox.arrived("answer"))
         # Only the first verdict counts: a rank whose patience ended may have been quicker.
         mailbox.put_first("verdict", decision.to_json())
+        mailbox.ring()
 
-    def _give_up(self, mailbox: StoreMailbox, name: str, what: str) -> None:
+    def _give_up(self, mailbox: StoreMailbox) -> None:
         if mailbox.count("late") > 1 and mailbox.wait("verdict", 10.0):
             return
-        missing = mailbox.missing(name) or mailbox.missing("answer")
-        if missing:
-            mailbox.put_first("verdict", f"{','.join(map(str, missing))} {what}")
-        else:
+        missing = mailbox.missing(self._awaited) or mailbox.missing("answer")
+        if not missing:
             self._conclude(mailbox)  # the last to answer died before it could
+            return
+        did = f"did not {'start' if self._awaited == 'started' else 'answer'} within"
+        seconds = self._start_timeout if self._awaited == "started" else self._answer_timeout
+        mailbox.put_first("verdict", f"{','.join(map(str, missing))} {did} {seconds:g} s")
+        mailbox.ring()
 
     def _store_lost(self, error: Exception) -> None:
         """The store is gone: of no consequence until a stop is asked for."""

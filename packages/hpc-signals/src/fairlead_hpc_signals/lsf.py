@@ -63,7 +63,7 @@ class LSF(RequeuePlugin):
     def evidence(self, environ: Mapping[str, str]) -> str | None:
         """Any process of a job."""
         job = lsf_job(environ)
-        return f"LSB_JOBID={job.id}" if job is not None else None
+        return f"LSB_JOBID={job}" if job is not None else None
 
     @hookimpl
     def fairlead_check(self, resolution: Resolution, environ: Mapping[str, str]) -> Iterable[Finding]:
@@ -92,7 +92,8 @@ class LSFRequeuer:
                 why="LSB_JOBID is not set",
                 fix="start it with bsub, or choose another `requeue`",
             )
-        return run_command(job.command, self._config, self._environ, missing=NOT_IN_CONTAINER, refusals=_REFUSALS)
+        argv = ["brequeue", job]
+        return run_command(argv, self._config, self._environ, missing=NOT_IN_CONTAINER, refusals=_REFUSALS)
 
 
 def build(config: LSFRequeueConfig, context: BuildContext) -> LSFRequeuer:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping
 
 from fairlead.interfaces import Requeuer
-from fairlead_hpc_signals.jobs import current_job
+from fairlead_hpc_signals.jobs import lsf_job, slurm_job
 from fairlead_hpc_signals.lsf import LSFRequeueConfig, LSFRequeuer, ask_lsf, lsf
 from fairlead_hpc_signals.outcomes import ASK_TIMEOUT, LIMIT_WINDOW, StopReason
 from fairlead_hpc_signals.script import ScriptRequeueConfig, ScriptRequeuer, script
@@ -34,11 +34,12 @@ def why_stopped(
         >>> why_stopped({}).why
         'unknown'
     """
-    job = current_job(environ)
-    if job is None:
-        return StopReason("unknown", "this process belongs to no SLURM or LSF job")
-    ask = ask_slurm if job.scheduler == "SLURM" else ask_lsf
-    return ask(job.id, environ, time.monotonic() + timeout_s, limit_window_s)
+    deadline = time.monotonic() + timeout_s
+    if (job := slurm_job(environ)) is not None:
+        return ask_slurm(job, environ, deadline, limit_window_s)
+    if (job := lsf_job(environ)) is not None:
+        return ask_lsf(job, environ, deadline, limit_window_s)
+    return StopReason("unknown", "this process belongs to no SLURM or LSF job")
 
 
 def requeuer_here(environ: Mapping[str, str] | None = None) -> Requeuer | None:

@@ -17,7 +17,7 @@ from fairlead.findings import Finding
 from fairlead.hookspecs import hookimpl
 from fairlead.interfaces import BuildContext
 from fairlead.plugin_classes import RequeuePlugin
-from fairlead_hpc_signals.jobs import JOB_UNKNOWN, check_job, current_job
+from fairlead_hpc_signals.jobs import JOB_UNKNOWN, check_job, lsf_job, slurm_job
 from fairlead_runs.commit import Syscalls, write_file
 from fairlead_runs.commit.files import disk_error, ensure_dir
 
@@ -80,7 +80,7 @@ class Script(RequeuePlugin):
             )
         if config.argv is None:
             evidence = "neither SLURM_JOB_ID nor LSB_JOBID is set"
-            yield from check_job(current_job(environ), "SLURM or LSF", evidence, resolution)
+            yield from check_job(slurm_job(environ) or lsf_job(environ), "SLURM or LSF", evidence, resolution)
 
 
 class ScriptRequeuer:
@@ -99,8 +99,12 @@ class ScriptRequeuer:
         directory = _directory(self._config, self._environ)
         if directory is None:
             raise RunFailedError("the job is not requeued: there is no directory for the script", **_NO_DIRECTORY)
-        job = current_job(self._environ)
-        argv = self._config.argv or (job.command if job else None)
+        slurm, lsf = slurm_job(self._environ), lsf_job(self._environ)
+        argv = self._config.argv
+        if argv is None and slurm is not None:
+            argv = "scontrol", "requeue", slurm
+        elif argv is None and lsf is not None:
+            argv = "brequeue", lsf
         if argv is None:
             raise RunFailedError(
                 "the job is not requeued: there is nothing for the script to run",
@@ -108,7 +112,8 @@ class ScriptRequeuer:
                 why="this process belongs to no SLURM or LSF job",
                 fix="set `requeue: {name: script, argv: [...]}`",
             )
-        path = directory / f"requeue_{job.file_name if job else 'job'}.sh"
+        name = (slurm or lsf or "job").replace("[", "_").replace("]", "")  # needs no quotes
+        path = directory / f"requeue_{name}.sh"
         try:
             _write_executable(path, _script(path, argv))
         except OSError as error:

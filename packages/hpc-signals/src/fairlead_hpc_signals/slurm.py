@@ -60,7 +60,7 @@ class SLURM(RequeuePlugin):
     def evidence(self, environ: Mapping[str, str]) -> str | None:
         """Any process of a batch job; of an interactive one nothing is left that could be started again."""
         job = slurm_job(environ)
-        return f"SLURM_JOB_ID={job.id}" if job is not None and "SLURM_PTY_PORT" not in environ else None
+        return f"SLURM_JOB_ID={job}" if job is not None and "SLURM_PTY_PORT" not in environ else None
 
     @hookimpl
     def fairlead_check(self, resolution: Resolution, environ: Mapping[str, str]) -> Iterable[Finding]:
@@ -71,11 +71,11 @@ class SLURM(RequeuePlugin):
         if resolution.inside_job and job is not None and resolution.value("global_rank") == 0:
             # Asked now: at the stop it would be too late. Without an answer nothing is said.
             deadline = time.monotonic() + _CHECK_TIMEOUT
-            if ask_slurm(job.id, environ, deadline, limit_window_s=0.0).may_requeue is False:
+            if ask_slurm(job, environ, deadline, limit_window_s=0.0).may_requeue is False:
                 yield Finding(
                     "warning",
                     "requeue-refused",
-                    f"SLURM will not requeue job {job.id}: a stop saves everything, but nothing starts it again",
+                    f"SLURM will not requeue job {job}: a stop saves everything, but nothing starts it again",
                     where="trainer.requeue",
                     why="its Requeue is 0 (sbatch --no-requeue, or JobRequeue=0 in slurm.conf), or sbatch did not "
                     "start it",
@@ -108,7 +108,7 @@ class SLURMRequeuer:
                 fix="start it with sbatch or srun, or choose another `requeue`",
             )
         return run_command(
-            job.command,
+            ["scontrol", "requeue", job],
             self._config,
             self._environ,
             missing=NOT_IN_CONTAINER,

@@ -12,14 +12,16 @@ Example:
 from __future__ import annotations
 
 from fairlead_launch.environment import rank_environment
-from fairlead_launch.ports import inherited_listener, listen
+from fairlead_launch.ports import PortError, bind_listener, free_port, inherited_listener
 from fairlead_launch.reports import keep_log, send_report, watch_supervisor
 from fairlead_launch.supervise import supervise
 
 __all__ = [
+    "PortError",
+    "bind_listener",
+    "free_port",
     "inherited_listener",
     "keep_log",
-    "listen",
     "rank_environment",
     "send_report",
     "supervise",

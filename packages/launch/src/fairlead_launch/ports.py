@@ -1,47 +1,81 @@
-"""The port on which the ranks of one machine meet: bound before they start, so that no other job can take it."""
+"""Ports. One that is found free and then closed can be lost; a bound socket cannot."""
 
 from __future__ import annotations
 
+import errno
+import os
 import socket
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Final
 
-from fairlead.errors import ConfigError
+from fairlead.errors import FairleadError
 
-__all__ = ["STORE_FD", "inherited_listener", "listen"]
+__all__ = ["DEFAULT_PORT", "STORE_FD", "PortError", "bind_listener", "free_port", "inherited_listener"]
 
+DEFAULT_PORT: Final = 29500
+"""The port that torch's launchers use when none is given."""
 STORE_FD: Final = "FAIRLEAD_STORE_FD"
 """The listening socket that rank 0 inherits for its store."""
 
-_BACKLOG: Final = 2048
+_BACKLOG: Final = 2048  # a thousand ranks connect within a second; the kernel caps this at net.core.somaxconn
 
 
-def listen(start: int, *, tries: int = 200) -> socket.socket:
-    """A socket that listens on the first free port from `start` on.
+class PortError(FairleadError):
+    """None of the wanted ports can be bound, or another start has taken this one's."""
 
-    A port that is only looked at can be taken by another job before rank 0 binds it, seconds later.
+    exit_code = 1
+
+
+def bind_listener(candidates: Iterable[int] = (0,), host: str = "") -> socket.socket:
+    """A listening socket on the first of the ports that is free; nobody else can take it any more.
+
+    Args:
+        candidates: Ports in the order of preference; 0 lets the kernel choose.
+        host: The address to listen on; "" means all of them (IPv4, and IPv6 where the machine has it).
 
     Raises:
-        ConfigError: All of them are taken.
+        PortError: None of the ports can be bound. Says which were tried and why each failed.
 
     Example:
-        >>> with listen(29500) as listener:
-        ...     29500 <= listener.getsockname()[1] < 29700
+        >>> with bind_listener([29500, 0]) as listener:
+        ...     listener.getsockname()[1] >= 1024
         True
     """
-    both = socket.has_dualstack_ipv6()
-    family = socket.AF_INET6 if both else socket.AF_INET
-    for port in range(start, min(start + tries, 65536)):
+    refused: list[str] = []
+    for port in candidates:
         try:
-            return socket.create_server(("", port), family=family, backlog=_BACKLOG, dualstack_ipv6=both)
-        except OSError:
-            continue
-    raise ConfigError(
-        f"no free port from {start} to {start + tries - 1}",
-        where="MASTER_PORT",
-        why="the ranks need one for their store",
-        fix="set MASTER_PORT to a free one",
+            return _listen(host, port)
+        except OSError as error:
+            reason = "in use" if error.errno == errno.EADDRINUSE else os.strerror(error.errno or 0)
+            if error.errno not in (errno.EADDRINUSE, errno.EACCES):
+                # A wrong host fails for every port alike.
+                raise PortError(
+                    f"cannot listen on {host or 'any address'}", where=f"{host}:{port}", why=str(error)
+                ) from error
+            refused.append(f"{port}: {reason}")
+    raise PortError(
+        "no free port among the candidates",
+        where=host or "all addresses of this machine",
+        why="\n".join(refused) if refused else "there were no candidates",
+        fix="end the process that holds the port (`ss -ltnp` names it), or give other ports (MASTER_PORT=...)",
     )
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    if not host and socket.has_dualstack_ipv6():
+        return socket.create_server(("", port), family=socket.AF_INET6, backlog=_BACKLOG, dualstack_ipv6=True)
+    family = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0][0]
+    return socket.create_server((host, port), family=family, backlog=_BACKLOG)
+
+
+def free_port(host: str = "127.0.0.1", candidates: Iterable[int] = (0,)) -> int:
+    """The first of the ports that is free now. Another process may take it next: prefer `bind_listener`.
+
+    Raises:
+        PortError: None is free.
+    """
+    with bind_listener(candidates, host) as listener:
+        return int(listener.getsockname()[1])
 
 
 def inherited_listener(environ: Mapping[str, str]) -> socket.socket | None:

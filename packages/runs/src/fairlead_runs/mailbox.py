@@ -8,14 +8,14 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import Any, Final
 
 from fairlead.errors import ConfigError
 
-if TYPE_CHECKING:
-    import torch.distributed as dist
+__all__ = ["LONG", "Mailbox", "StoreMailbox"]
 
-__all__ = ["Mailbox", "StoreMailbox"]
+LONG: Final = 20 * 86400.0
+"""Seconds of a wait that has no end: torch counts milliseconds in 32 bits."""
 
 
 class Mailbox:
@@ -94,13 +94,13 @@ class StoreMailbox(Mailbox):
     """The mailbox of one rank, over a store that all ranks share.
 
     Args:
-        store: It serves one thread at a time; see `connect_again`.
+        store: A `torch.distributed.Store`. It serves one thread at a time; see `connect_again`.
         rank: This rank.
         world_size: The number of ranks.
         prefix: Goes before every key.
     """
 
-    def __init__(self, store: dist.Store, rank: int, world_size: int, prefix: str = "") -> None:
+    def __init__(self, store: Any, rank: int, world_size: int, prefix: str = "") -> None:
         super().__init__(rank, world_size)
         self._store = store
         self._prefix = prefix
@@ -116,7 +116,7 @@ class StoreMailbox(Mailbox):
             ConfigError: This kind of store has one connection only.
         """
         try:
-            store: dist.Store = self._store.clone()  # type: ignore[attr-defined]  # not in torch's stubs
+            store = self._store.clone()
         except RuntimeError as error:
             raise ConfigError(
                 f"a {type(self._store).__name__} cannot be shared between threads",
@@ -125,6 +125,21 @@ class StoreMailbox(Mailbox):
             ) from error
         return StoreMailbox(store, self.rank, self.world_size, self._prefix)
 
+    def over(self, other: StoreMailbox) -> StoreMailbox:
+        """The same messages over the connection of another mailbox of this store."""
+        return StoreMailbox(other._store, self.rank, self.world_size, self._prefix)
+
+    def ring(self, ranks: Sequence[int] | None = None) -> None:
+        """Wakes those who wait for their bell; None: all ranks. There is one bell a rank, whatever the prefix."""
+        bells = [f"bell/{rank}" for rank in (range(self.world_size) if ranks is None else ranks)]
+        self._store.multi_set(bells, [""] * len(bells))
+
+    def await_bell(self, seconds: float) -> None:
+        """Waits for this rank's bell, at most so many seconds; look for what has come after it."""
+        bell = StoreMailbox(self._store, self.rank, self.world_size)
+        if bell.wait(f"bell/{self.rank}", seconds):
+            self._store.delete_key(f"bell/{self.rank}")
+
     def put(self, key: str, text: str = "") -> None:
         """Sets a key."""
         self._store.set(self._prefix + key, text)
@@ -132,15 +147,11 @@ class StoreMailbox(Mailbox):
     def put_all(self, keys: Sequence[str], text: str = "") -> None:
         """Puts one text under many keys at once."""
         keys = self._full(keys)
-        self._store.multi_set(keys, [text] * len(keys))  # type: ignore[attr-defined]  # not in torch's stubs
+        self._store.multi_set(keys, [text] * len(keys))
 
-    def put_first(self, key: str, text: str) -> None:
-        """Puts a message unless another rank was quicker: then that one stays."""
-        self._store.compare_set(self._prefix + key, "", text)
-
-    def remove(self, key: str) -> None:
-        """Takes a message away; nothing happens where there is none."""
-        self._store.delete_key(self._prefix + key)
+    def put_first(self, key: str, text: str) -> str:
+        """Puts a message unless another rank was quicker: then that one stays, and is returned."""
+        return str(self._store.compare_set(self._prefix + key, "", text).decode())
 
     def has(self, key: str) -> bool:
         """Whether a key is set."""
@@ -148,7 +159,7 @@ class StoreMailbox(Mailbox):
 
     def has_all(self, keys: Sequence[str]) -> bool:
         """Whether all of some keys are set, in one question."""
-        return self._store.check(self._full(keys))
+        return bool(self._store.check(self._full(keys)))
 
     def wait(self, key: str, seconds: float) -> bool:
         """Whether a key was set within so many seconds."""
@@ -168,7 +179,7 @@ class StoreMailbox(Mailbox):
 
     def count(self, key: str, by: int = 1) -> int:
         """Adds to a number in the store."""
-        return self._store.add(self._prefix + key, by)
+        return int(self._store.add(self._prefix + key, by))
 
     def _full(self, keys: Sequence[str]) -> list[str]:
         return [self._prefix + key for key in keys]

@@ -21,7 +21,7 @@ from fairlead.interfaces import BuildContext
 from fairlead.jobs import load_job
 from fairlead.plugin_classes import StrategyPlugin
 from fairlead_launch.environment import LAUNCHED, rank_environment
-from fairlead_launch.ports import STORE_FD, listen
+from fairlead_launch.ports import DEFAULT_PORT, STORE_FD, bind_listener
 from fairlead_launch.reports import send_report
 from fairlead_launch.supervise import supervise
 from fairlead_lightning.build import build_guard
@@ -133,7 +133,7 @@ def _run(arguments: argparse.Namespace, session: Session, release: Callable[[], 
                 guard.flags.uninstall()
     single = resolution.num_nodes == 1
     address = str(resolution.value("main_address"))
-    listener = listen(29500) if single and topology.main_port is None else None
+    listener = bind_listener(range(DEFAULT_PORT, DEFAULT_PORT + 200)) if single and topology.main_port is None else None
     port = listener.getsockname()[1] if listener is not None else int(resolution.value("main_port"))
     environments = [
         rank_environment(

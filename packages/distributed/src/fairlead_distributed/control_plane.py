@@ -1,0 +1,155 @@
+"""The one thread in which a rank hears what the others have to say: a failure, a hang, the end, a stop.
+
+It waits for one key of the store, the rank's bell. It blocks there and costs the steps nothing. Who has something to
+say puts it into the store and then rings: the thread takes the bell away, and asks each of its listeners to look for
+what has come. So a bell that rings while they look is answered in the next round, and nothing is missed.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch.distributed as dist
+
+from fairlead_distributed.process_group import group_store
+from fairlead_runs.mailbox import LONG, StoreMailbox
+
+__all__ = ["ControlPlane"]
+
+
+_of_groups: weakref.WeakSet[ControlPlane] = weakref.WeakSet()
+"""Those of process groups, as long as somebody uses them."""
+
+
+class _Listener(NamedTuple):
+    hear: Callable[[StoreMailbox], float | None]
+    lost: Callable[[Exception], None]
+
+
+class ControlPlane:
+    """A rank's thread for messages, and its connections to the store. The thread runs while somebody listens.
+
+    Args:
+        store: A store that all ranks share.
+        rank: This rank.
+        world_size: The number of ranks.
+
+    Raises:
+        ConfigError: This kind of store cannot be shared between threads.
+
+    Example:
+        >>> plane = ControlPlane(dist.HashStore(), 0, 1)
+        >>> mailbox, came = plane.open("greeting"), threading.Event()
+        >>> plane.listen(mailbox, lambda box: came.set() if box.has("hello") else 60.0, print)
+        >>> mailbox.put("hello")
+        >>> mailbox.ring()
+        >>> came.wait(10)
+        True
+    """
+
+    def __init__(self, store: dist.Store, rank: int, world_size: int) -> None:
+        self._mailbox = StoreMailbox(store, rank, world_size)
+        self._listening = self._mailbox.connect_again()
+        self._listeners: dict[StoreMailbox, _Listener] = {}
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._pid = os.getpid()
+        self._group_store: dist.Store | None = None
+
+    @classmethod
+    def of_process_group(cls) -> ControlPlane:
+        """That of torch's default process group: one, whoever asks for it.
+
+        Raises:
+            ValueError: There is no process group.
+            ConfigError: Its store cannot be shared between threads.
+        """
+        rank, store = dist.get_rank(), group_store()
+        assert store is not None  # or `get_rank` would have raised
+        for plane in _of_groups:
+            if plane._pid == os.getpid() and plane._group_store is store:
+                return plane
+        plane = cls(dist.PrefixStore("fairlead/control", store), rank, dist.get_world_size())
+        plane._group_store = store
+        _of_groups.add(plane)
+        return plane
+
+    def open(self, name: str) -> StoreMailbox:
+        """A mailbox for one thread at a time, with a connection of its own.
+
+        Args:
+            name: Its messages are mixed up with no other name's, nor with those of an earlier mailbox of this name: all
+                ranks open them in the same order.
+        """
+        number = self._mailbox.count(f"{name}/opened/{self._mailbox.rank}")
+        return self._mailbox.connect_again().under(f"{name}/{number}")
+
+    def listen(
+        self,
+        mailbox: StoreMailbox,
+        hear: Callable[[StoreMailbox], float | None],
+        lost: Callable[[Exception], None],
+    ) -> None:
+        """Has the thread look for messages, at once and whenever somebody rings.
+
+        Args:
+            mailbox: From `open`.
+            hear: Called in the thread with the same messages over the thread's connection; returns after how many
+                seconds it wants to look again though nobody rang, or None when it has heard everything.
+            lost: Called in the thread instead, once, when the store has gone, or `hear` has raised.
+        """
+        with self._lock:
+            self._listeners[mailbox] = _Listener(hear, lost)
+            if self._thread is None or not self._thread.is_alive():
+                self._thread = threading.Thread(target=self._run, name="fairlead-control", daemon=True)
+                self._thread.start()
+                return
+        mailbox.ring([mailbox.rank])
+
+    def leave(self, mailbox: StoreMailbox) -> None:
+        """Ends what `listen` began; the thread ends with the last listener.
+
+        Raises:
+            RuntimeError: The store went away.
+        """
+        self._forget(mailbox)
+        with self._lock:
+            thread = self._thread if not self._listeners else None
+        if thread is not None and thread is not threading.current_thread():
+            mailbox.ring([mailbox.rank])
+            thread.join(2.0)
+
+    def _run(self) -> None:
+        while True:
+            patience = [self._look(*listener) for listener in list(self._listeners.items())]
+            with self._lock:
+                if not self._listeners:
+                    self._thread = None
+                    return
+            try:
+                self._listening.await_bell(min(patience, default=0.0))
+            except RuntimeError as error:
+                for mailbox, listener in list(self._listeners.items()):
+                    self._lose(mailbox, listener, error)
+
+    def _look(self, mailbox: StoreMailbox, listener: _Listener) -> float:
+        try:
+            patience = listener.hear(mailbox.over(self._listening))
+        except Exception as error:  # whatever it is, the main thread must not wait for this one
+            self._lose(mailbox, listener, error)
+            return LONG
+        if patience is None:
+            self._forget(mailbox)
+        return LONG if patience is None else patience
+
+    def _lose(self, mailbox: StoreMailbox, listener: _Listener, error: Exception) -> None:
+        self._forget(mailbox)
+        listener.lost(error)
+
+    def _forget(self, mailbox: StoreMailbox) -> None:
+        with self._lock:
+            self._listeners.pop(mailbox, None)
