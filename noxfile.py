@@ -135,8 +135,8 @@ def minimums(session: nox.Session) -> None:
 @nox.session(venv_backend="none", requires=["env"])
 def integration(session: nox.Session) -> None:
     """What needs two packages, two processes or a scheduler."""
-    apart = ("slurm", "huggingface")  # sessions of their own
-    pytest(session, "integration_tests", *(f"--ignore=integration_tests/{name}" for name in apart))
+    apart = [f"--ignore=integration_tests/{name}" for name in ("slurm", "huggingface")]  # sessions of their own
+    pytest(session, "integration_tests", *apart, "-n", "2", "--dist", "loadfile")  # a file shares its trainings
 
 
 @nox.session(venv_backend="none", requires=["env"])

@@ -1,4 +1,4 @@
-"""A rank that fails or hangs: what the other ranks do. Real processes, started as a plain launcher does."""
+"""A rank that fails or hangs: what the other ranks do. Real processes, with the variables of a plain launcher."""
 
 from __future__ import annotations
 
@@ -19,6 +19,8 @@ import torch.distributed as dist
 
 from fairlead_distributed import free_port
 from fairlead_distributed.alarms import asked_to_stop
+from fairlead_distributed.forked_child import run_python
+from fairlead_distributed.forkserver import ForkedProcess, shared
 from fairlead_distributed.stacks import dump_stacks, flight_recorder_variables
 from fairlead_distributed.stuck import RankWatch
 
@@ -69,10 +71,10 @@ class Ended:
 
 @dataclass
 class Ranks:
-    """The processes of a job, each started by itself with RANK and WORLD_SIZE."""
+    """The processes of a job, each by itself with RANK and WORLD_SIZE; forked, as no test is about their start."""
 
     folder: Path
-    processes: list[subprocess.Popen[str]] = field(default_factory=list)
+    processes: list[ForkedProcess] = field(default_factory=list)
 
     def start(self, body: str, world_size: int = 3, timeout_s: float = 1200) -> None:
         script = self.folder / "job.py"
@@ -87,21 +89,21 @@ class Ranks:
                 "FOLDER": str(self.folder),
                 "TIMEOUT": str(timeout_s),
             }
-            self.processes.append(
-                subprocess.Popen(
-                    [sys.executable, str(script)],
-                    env=environ,
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.PIPE,
-                    text=True,
-                    cwd=self.folder,
-                )
-            )
+            with self._said(rank, "out").open("w") as out, self._said(rank, "err").open("w") as err:
+                fds = {1: out.fileno(), 2: err.fileno()}
+                started = shared().start(run_python, str(script), environ=environ, cwd=self.folder, fds=fds)
+            self.processes.append(started)
 
     def end(self) -> list[Ended]:
         """Waits for all."""
-        outputs = [process.communicate(timeout=LIMIT_S) for process in self.processes]
-        return [Ended(process.returncode, *output) for process, output in zip(self.processes, outputs, strict=True)]
+        codes = [process.wait(LIMIT_S) for process in self.processes]
+        return [
+            Ended(code, *(self._said(rank, where).read_text() for where in ("out", "err")))
+            for rank, code in enumerate(codes)
+        ]
+
+    def _said(self, rank: int, where: str) -> Path:
+        return self.folder / f"rank-{rank}.{where}"
 
     def until(self, name: str, text: str = "") -> None:
         """Waits for a file that a rank makes, and for a text in it."""
@@ -120,9 +122,7 @@ def ranks(tmp_path: Path) -> Iterator[Ranks]:
     job = Ranks(tmp_path)
     yield job
     for process in job.processes:
-        if process.poll() is None:
-            process.kill()
-            process.communicate()
+        process.kill_group()
 
 
 def first_line(ended: Ended) -> str:
