@@ -51,7 +51,7 @@ class Bad(Line):
 def fit(limit_s=1200, **settings):
     session = RunSession(Handoff(run, 1, None), dict(), rank=rank)
     stuck = StuckRanks(dict(), timeout=timedelta(seconds=limit_s), grace=timedelta(seconds=2))
-    stuck.session = session
+    stuck.begin(session)
     trainer = L.Trainer(
         accelerator="cpu", devices=2, strategy=DDPStrategy(timeout=timedelta(seconds=limit_s)), max_steps=6,
         enable_progress_bar=False, enable_checkpointing=False, enable_model_summary=False, logger=False,

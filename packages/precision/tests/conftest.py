@@ -49,6 +49,7 @@ def resolution(
         devices=2,
         device_indices=None,
         world_size=2,
+        device_type=accelerator,
         backend="gloo",
         devices_found=Devices(len(names), "test", names),
         inside_job=True,

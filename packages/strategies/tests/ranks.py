@@ -39,6 +39,7 @@ def resolution(strategy: StrategyConfigBase, **changes: Any) -> Resolution:
         "devices": 2,
         "device_indices": None,
         "world_size": 2,
+        "device_type": "cpu",
         "backend": "gloo" if asked == "auto" else asked,
         "devices_found": Devices(2, "test", unlimited=True),
         "inside_job": True,

@@ -89,6 +89,8 @@ class AcceleratorPlugin(Plugin):
     base = AcceleratorConfigBase
     priority: ClassVar[int] = 0
     """`accelerator: auto` takes the available plugin with the highest priority; the CPU has 0."""
+    device_type: ClassVar[str | None] = None
+    """The device type of torch, as in `torch.device("cuda")`; None: the tag is one."""
     backend: ClassVar[str] = "gloo"
     """The backend of torch.distributed that fits the device."""
     strategies: ClassVar[tuple[str, str]] = ("single_device", "ddp")

@@ -43,6 +43,7 @@ class Resolution:
         devices: Ranks on this node.
         device_indices: The indices of the devices, where the config lists them.
         world_size: Ranks in all.
+        device_type: The device type of torch that the accelerator is: cpu, cuda, mps, xla.
         backend: The backend of torch.distributed, as asked, else the one that fits the device: gloo, nccl, xla.
         devices_found: What the accelerator's probe saw on this machine.
         inside_job: Whether a scheduler or launcher started this process.
@@ -65,6 +66,7 @@ class Resolution:
     devices: int
     device_indices: tuple[int, ...] | None
     world_size: int
+    device_type: str
     backend: str
     devices_found: Devices
     inside_job: bool

@@ -82,7 +82,7 @@ class _Resolver(PartialResolution):
         )
         requeue = self._requeue(chosen)
         self._optional()
-        backend = self._backend(accelerator, strategy)
+        backend, device_type = self._backend(accelerator, strategy)
         self._network(chosen.config, backend)
         self.settings["resume"] = Setting(self.run.resume, "run.resume" if self.run.resume != "auto" else "the default")
         self._engines()
@@ -102,6 +102,7 @@ class _Resolver(PartialResolution):
             devices=devices,
             device_indices=indices,
             world_size=world_size,
+            device_type=device_type,
             backend=backend,
             devices_found=found,
             inside_job=self.inside_job,
@@ -244,15 +245,20 @@ class _Resolver(PartialResolution):
         names = [self.plugins.label(logger) for logger in self.trainer.loggers]
         self.settings["loggers"] = Setting(names, "trainer.loggers" if names else "metrics.csv is always written")
 
-    def _backend(self, accelerator: AcceleratorConfigBase | None, strategy: StrategyConfigBase | None) -> str:
+    def _backend(
+        self, accelerator: AcceleratorConfigBase | None, strategy: StrategyConfigBase | None
+    ) -> tuple[str, str]:
+        """The backend of torch.distributed, and the device type that it is for."""
+        plugin = self.plugins.of(accelerator) if accelerator else None
+        backend, device = "gloo", "cpu"
+        if isinstance(plugin, AcceleratorPlugin):
+            backend, device = plugin.backend, plugin.device_type or plugin.tag
+        reason = f"for the device {device}"
         asked: str = getattr(strategy, "process_group_backend", "auto")
         if asked != "auto":
-            self.settings["backend"] = Setting(asked, "trainer.strategy.process_group_backend")
-            return asked
-        plugin = self.plugins.of(accelerator) if accelerator else None
-        backend = plugin.backend if isinstance(plugin, AcceleratorPlugin) else "gloo"
-        self.settings["backend"] = Setting(backend, f"for the device {accelerator.name if accelerator else 'cpu'}")
-        return backend
+            backend, reason = asked, "trainer.strategy.process_group_backend"
+        self.settings["backend"] = Setting(backend, reason)
+        return backend, device
 
     def _network(self, environment: EnvironmentConfigBase | None, backend: str) -> None:
         if environment is not None:

@@ -55,6 +55,7 @@ def supervise(
     *,
     stderr: IO[str],
     inherited: Sequence[int] = (),
+    shared: Sequence[int] = (),
     early: Sequence[int] = (),
 ) -> int:
     """Runs one process a rank until all have ended, and returns the exit code of the whole.
@@ -66,6 +67,7 @@ def supervise(
         environments: One environment a rank; `RANK` in it names the rank.
         stderr: Where the ranks' failures are shown.
         inherited: File descriptors that rank 0 inherits; they are closed here.
+        shared: File descriptors that all ranks inherit; they are closed here.
         early: Signals that came before this.
 
     Raises:
@@ -81,8 +83,9 @@ def supervise(
     previous = {s: signal.signal(s, note) for s in (*_STOPS, *_PASSED_ON)}
     try:
         for index, environ in enumerate(environments):
-            ranks.append(_start(command, environ, index, alive_read, inherited if index == 0 else ()))
-        for fd in inherited:
+            fds = (*inherited, *shared) if index == 0 else shared
+            ranks.append(_start(command, environ, index, alive_read, fds))
+        for fd in (*inherited, *shared):
             os.close(fd)  # with rank 0 its socket goes, and who waits for it is told
         stop = _wait(ranks, received)
     finally:

@@ -10,7 +10,7 @@ from typing import Any, Final, cast
 
 from fairlead.config import ClassSpec, TrainerConfig
 from fairlead.config.marks import PassedToLightning, marked
-from fairlead.config_bases import BackendConfig, RequeueConfigBase
+from fairlead.config_bases import BackendConfig
 from fairlead.errors import ConfigError, FairleadError, PluginError
 from fairlead.interfaces import BuildContext, StopGuard, StopSignals
 from fairlead.plugin_classes import RequeuePlugin, StrategyPlugin
@@ -48,17 +48,17 @@ def build_backend(config: BackendConfig, context: BuildContext) -> Any:
         ) from error
 
 
-def build_guard(config: RequeueConfigBase, context: BuildContext, flags: StopSignals | None = None) -> StopGuard:
-    """What stops a run on the signals of a requeuer; torch is not imported for it.
+def build_guard(context: BuildContext, flags: StopSignals | None = None) -> StopGuard:
+    """What stops a run on the signals of its requeuer; torch is not imported for it.
 
     Args:
-        config: The requeuer's.
-        context: What it is built with.
+        context: What it is built with; the requeuer is the resolution's.
         flags: Those of an earlier guard of this process; None: new ones.
 
     Raises:
         PluginError: It cannot be imported.
     """
+    config = context.resolution.requeue
     plugin = cast("RequeuePlugin", context.plugins.of(config))
     guard: StopGuard = _imported(plugin.guard, f"the guard of the requeue {config.name!r}")(config, context, flags)
     return guard

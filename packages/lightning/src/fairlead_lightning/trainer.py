@@ -4,48 +4,50 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Self
 
 import lightning.pytorch as L
 from lightning.pytorch.callbacks import Checkpoint, ProgressBar
-from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from torch.multiprocessing import ProcessExitedException
 
-from fairlead.checks import check_trainer
 from fairlead.config import JobConfig, RunConfig, TrainerConfig
 from fairlead.errors import ConfigError
 from fairlead.exactness import TRIAL, device_reasons, job_digest
-from fairlead.findings import raise_errors
 from fairlead.interfaces import BuildContext, StopGuard
 from fairlead.plugins import PluginManager, default_plugins
+from fairlead.resolve import Resolution
 from fairlead.user_code import CodeRoot, code_root
-from fairlead_distributed.run.joining import join_process_group
-from fairlead_distributed.run.opening import handed_over, open_session, run_directory, waiting_handoff
+from fairlead_distributed.run.opening import open_session
 from fairlead_distributed.run.session import STATE_FILE, RunSession
 from fairlead_distributed.threads import start_line, use_threads
 from fairlead_launch.reports import keep_log
 from fairlead_lightning import compat
-from fairlead_lightning.build import build_backend, trainer_arguments
+from fairlead_lightning.build import trainer_arguments
 from fairlead_lightning.checkpoint.checkpoints import Checkpoints
 from fairlead_lightning.checkpoint.committing import copies_of
-from fairlead_lightning.checkpoint.loading import readable_load_errors
 from fairlead_lightning.checkpoint.rebuilt import Rebuilt, rebuild
 from fairlead_lightning.checkpoint.saving import save_on_all_ranks
 from fairlead_lightning.display.progress import Progress
-from fairlead_lightning.lifecycle.recorder import Recorder
-from fairlead_lightning.lifecycle.stops import StopRequested, Stops
-from fairlead_lightning.lifecycle.stuck import StuckRanks
-from fairlead_lightning.loggers.positions import LOGGER_POSITIONS
-from fairlead_lightning.metrics.metrics_file import METRICS_FILE, MetricsFile
+from fairlead_lightning.fit import (
+    FitParts,
+    described_job,
+    handing_over,
+    join_ranks,
+    plan,
+    run_loggers,
+    starts_ranks,
+    training,
+    trains_here,
+)
 from fairlead_lightning.resume.averages import AverageOverRanks
-from fairlead_lightning.resume.exact_resume import ExactResume, saved_positions
+from fairlead_lightning.resume.exact_resume import ExactResume
 from fairlead_runs import fingerprint
 from fairlead_runs.batch_policy import batch_plan
 from fairlead_runs.checkpoint_job import checkpoint_job
 from fairlead_runs.describe import described
+from fairlead_runs.naming import run_directory
 
 __all__ = ["Trainer"]
 
@@ -67,6 +69,7 @@ class Trainer(L.Trainer):
         root: Where the user's code is found; None: found from the working directory.
         guard: What stops a fit on a signal, with handlers that are installed already, as where the trainer is not in
             the main thread; None: made from `trainer.requeue`.
+        resolution: The settings, where they are resolved and checked already; None: that is done here.
 
     Raises:
         ConfigError: The config is wrong, or does not fit this machine or launcher.
@@ -88,6 +91,7 @@ class Trainer(L.Trainer):
         plugins: PluginManager | None = None,
         root: CodeRoot | None = None,
         guard: StopGuard | None = None,
+        resolution: Resolution | None = None,
     ) -> None:
         job = config if isinstance(config, JobConfig) else None
         trainer_config = job.trainer if job is not None else config
@@ -96,32 +100,32 @@ class Trainer(L.Trainer):
         self._job = job
         environ = os.environ if environ is None else environ
         plugins = plugins if plugins is not None else default_plugins()
-        self.resolution, findings = check_trainer(
-            self.fairlead_config, environ=environ, plugins=plugins, run=self.run_config, purpose="run"
+        self.resolution = resolution or plan(
+            self.fairlead_config, environ=environ, plugins=plugins, run=self.run_config
         )
-        raise_errors(findings)
         use_threads(self.resolution, environ)
         self.session: RunSession | None = None
         self.rebuilt: Rebuilt | None = None
         """What `from_checkpoint` has built; else None."""
         self._fitted = False
         self._context = BuildContext(self.resolution, environ, plugins)
-        root = root or code_root(None, code=self.run_config.code, cwd=Path.cwd())
-        arguments = trainer_arguments(self._context, root)
         self.progress = Progress(self.fairlead_config.progress_interval)
+        self.parts = FitParts(
+            self._context,
+            say=self.progress.say,
+            seed=self.run_config.seed,
+            inexact=device_reasons(self.resolution, plugins, self.run_config),
+            guard=guard,
+        )
+        arguments = trainer_arguments(self._context, root or code_root(None, code=self.run_config.code, cwd=Path.cwd()))
+        given = [*arguments["callbacks"], *callbacks]
         # A user's own bar takes the place of ours; Lightning refuses two.
-        theirs = any(isinstance(c, ProgressBar) for c in [*arguments["callbacks"], *callbacks])
-        shown = [self.progress] if arguments["enable_progress_bar"] and not theirs else []
-        # `fast_dev_run` and `barebones` have nothing to save.
-        self.stops = Stops(self.resolution.requeue, self._context, self.progress.say, guard)
-        self.stuck = StuckRanks(environ, timeout=getattr(self.resolution.strategy, "timeout", None))
-        settings = device_reasons(self.resolution, plugins, self.run_config)
-        self.exact = ExactResume(self.run_config.seed, environ=environ, settings=settings, say=self.progress.say)
-        kept = [] if self.fairlead_config.barebones else [AverageOverRanks(), self.exact]
-        arguments["callbacks"] = [*kept, *arguments["callbacks"], *callbacks, *shown]
+        self._shows = arguments["enable_progress_bar"] and not any(isinstance(c, ProgressBar) for c in given)
+        kept = [] if self.fairlead_config.barebones else [self.parts.averages, self.parts.exact]
+        arguments["callbacks"] = [*kept, *given, *([self.progress] if self._shows else [])]
         arguments["default_root_dir"] = str(Path(self.run_config.dir).absolute())
         # Fit adds our own checkpoint callback, when it knows the run.
-        user_saves = any(isinstance(c, Checkpoint) for c in arguments["callbacks"])
+        user_saves = any(isinstance(c, Checkpoint) for c in given)
         arguments["enable_checkpointing"] = user_saves and self.fairlead_config.enable_checkpointing
         try:
             super().__init__(**arguments)
@@ -132,8 +136,7 @@ class Trainer(L.Trainer):
                 why=str(error),
                 fix="see the documentation of lightning.pytorch.Trainer",
             ) from error
-
-        self.stops.listen_early()
+        self.parts.stops.listen_early()
 
     @classmethod
     def from_checkpoint(
@@ -220,59 +223,72 @@ class Trainer(L.Trainer):
             model = self.rebuilt.model
             if train_dataloaders is None and datamodule is None:
                 datamodule = self.rebuilt.data
-        environ = self._context.environ
         self._fitted = True
+        loaders = (train_dataloaders, val_dataloaders, datamodule)
         if self.fairlead_config.fast_dev_run or self.fairlead_config.barebones:
-            path = os.fspath(ckpt_path) if ckpt_path is not None else None
-            self._join()
-            self.exact.trial = self._trial()
-            super().fit(model, train_dataloaders, val_dataloaders, datamodule, path, weights_only)
+            self._try(model, *loaders, os.fspath(ckpt_path) if ckpt_path is not None else None, weights_only)
             return
+        environ, resolution = self._context.environ, self.resolution
         # Of a job file, all ranks must have read the same; what a script hands over may well differ in some repr.
-        self._join(fingerprint(self._job.model_dump(mode="json")).digest if self._job is not None else None)
-        session = open_session(
-            self._described(model, datamodule),
-            self.resolution,
-            self.run_config,
-            environ=environ,
-            ckpt_path=ckpt_path,
-            copies=copies_of(self.strategy.checkpoint_io),
-        )
+        digest = fingerprint(self._job.model_dump(mode="json")).digest if self._job is not None else None
+        join_ranks(resolution, environ, digest)
+        job = self._described(model, datamodule)
+        copies = copies_of(self.strategy.checkpoint_io)
+        session = open_session(job, resolution, self.run_config, environ=environ, ckpt_path=ckpt_path, copies=copies)
         self.session = session
-        # Ranks that Lightning starts from this process run the script again, and have to be told.
-        started = handed_over(session) if self._starts_ranks() else nullcontext()
-        if session.finished:
+        if session.finished is not None:
             self.progress.say(f"{session.path} is finished: {session.finished}; nothing to do")
             if self._job is not None or session.checkpoint is None:
-                with started:
+                with handing_over(session, resolution):
                     session.close()
                 return
             # What follows in a script wants the weights, the metrics and the best checkpoint. Lightning restores them,
             # sees that the limits are reached, and trains no further.
         with session, self._attached(session):
-            self.stops.begin(session)
-            if self._trains_here() and not self._starts_ranks() and not session.finished:
-                value = self.resolution.value
-                session.join(int(value("global_rank")), int(value("local_rank")), int(value("node_rank")))
-                session.beat("prepare", 0)
-            if not session.finished:
-                keep_log(environ, session.path / "logs")
-            if self.progress in vars(self)["callbacks"] and not session.finished:
-                self.progress.say(start_line(self.resolution))
-            for message in session.messages:
-                self.progress.say(message)
-            resume = session.checkpoint
-            with started, readable_load_errors(resume), self._spawns(session):
-                super().fit(
-                    model,
-                    train_dataloaders,
-                    val_dataloaders,
-                    datamodule,
-                    ckpt_path=str(resume) if resume is not None else None,
-                    weights_only=weights_only,
-                )
-            if self.progress in vars(self)["callbacks"] and self._trains_here() and not session.finished:
+            self._begin(session)
+            with training(self, session, resolution, self.parts.stops):
+                super().fit(model, *loaders, str(session.checkpoint) if session.resumed else None, weights_only)
+            if self._shows and trains_here(resolution) and session.finished is None:
                 self.progress.summary(self, session.path)
+
+    def _try(self, model: L.LightningModule, *arguments: Any) -> None:
+        """A fit that keeps no records; of a job, `explain` gets what was seen of loaders and state."""
+        join_ranks(self.resolution, self._context.environ)
+        if self._job is not None:
+            job = self._job.model_dump(mode="json")
+            path = run_directory(job, self.run_config, self.resolution.job, Path.cwd())
+            self.parts.exact.begin_trial(path / "starts" / str(TRIAL), job_digest(job))
+        super().fit(model, *arguments)
+
+    @contextmanager
+    def _attached(self, session: RunSession) -> Iterator[None]:
+        """Gives this fit its records: loggers, checkpoints, history; what comes after it must not write there."""
+        root_dir = Path(self.default_root_dir)
+        compat.set_root_dir(self, session.path)
+        self.accumulate_grad_batches = batch_plan(self.resolution, session.previous).accumulate_grad_batches
+        checkpoint = self.fairlead_config.checkpoint if self.fairlead_config.enable_checkpointing else None
+        loggers = run_loggers(session, self._context) if session.finished is None else []
+        try:
+            self.parts.attach(self, session, checkpoint, loggers)
+            yield
+        finally:
+            # Evaluations draw from the same loaders, and ask for `checkpoint_callback.best_model_path`.
+            self.parts.detach(self, keep=(AverageOverRanks, ExactResume, Checkpoints))
+            compat.set_root_dir(self, root_dir)
+
+    def _begin(self, session: RunSession) -> None:
+        """This rank is there, where that is known before Lightning has started others; the user is told what begins."""
+        resolution, environ = self.resolution, self._context.environ
+        if session.finished is None:
+            if trains_here(resolution) and not starts_ranks(resolution):
+                ranks = (int(resolution.value(name)) for name in ("global_rank", "local_rank", "node_rank"))
+                session.join(*ranks)
+                session.beat("prepare", 0)
+            keep_log(environ, session.path / "logs")
+            if self._shows:
+                self.progress.say(start_line(resolution))
+        for message in session.messages:
+            self.progress.say(message)
 
     def save_checkpoint(
         self,
@@ -289,17 +305,17 @@ class Trainer(L.Trainer):
 
         Without a model they take that of `from_checkpoint`, with its data and, before a fit, its weights.
         """
-        self._join()
+        join_ranks(self.resolution, self._context.environ)
         return super().validate(*args, **self._of_checkpoint(args, kwargs))
 
     def test(self, *args: Any, **kwargs: Any) -> Any:
         """See `validate`."""
-        self._join()
+        join_ranks(self.resolution, self._context.environ)
         return super().test(*args, **self._of_checkpoint(args, kwargs))
 
     def predict(self, *args: Any, **kwargs: Any) -> Any:
         """See `validate`."""
-        self._join()
+        join_ranks(self.resolution, self._context.environ)
         return super().predict(*args, **self._of_checkpoint(args, kwargs))
 
     def _of_checkpoint(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -316,94 +332,9 @@ class Trainer(L.Trainer):
             given["ckpt_path"] = str(state if state.exists() else checkpoint)
         return given
 
-    def _join(self, config_hash: str | None = None) -> None:
-        """The ranks that a launcher started meet, unless Lightning starts them and they meet there."""
-        if waiting_handoff(self._context.environ) is None:
-            join_process_group(self.resolution, self._context.environ, config_hash=config_hash)
-
-    def _trial(self) -> tuple[Path, str] | None:
-        """Where a job that is only tried leaves what it saw of loaders and state, for `explain`; a script nowhere."""
-        if self._job is None:
-            return None
-        job = self._job.model_dump(mode="json")
-        path = run_directory(job, self.run_config, self._context.environ, Path.cwd())
-        return path / "starts" / str(TRIAL), job_digest(job)
-
     def _described(self, model: L.LightningModule, datamodule: L.LightningDataModule | None) -> dict[str, Any]:
         """The job as plain data; from Python, model and data are described by class and hyperparameters."""
         if self._job is not None:
             return self._job.model_dump(mode="json")
-        return {
-            "run": self.run_config.model_dump(mode="json"),
-            "model": described(model),
-            "data": described(datamodule) if datamodule is not None else None,
-            "trainer": self.fairlead_config.model_dump(mode="json"),
-        }
-
-    @contextmanager
-    def _attached(self, session: RunSession) -> Iterator[None]:
-        """Gives this fit its records: loggers, checkpoints, history; what comes after it must not write there."""
-        root_dir = Path(self.default_root_dir)
-        compat.set_root_dir(self, session.path)
-        self.loggers = [] if session.finished else self._run_loggers(session)
-        self.accumulate_grad_batches = batch_plan(self.resolution, session.previous).accumulate_grad_batches
-        attached: list[L.Callback] = vars(self)["callbacks"]
-        kept = [c for c in attached if not isinstance(c, Checkpoints)]
-        if self.fairlead_config.enable_checkpointing:
-            self.exact.saves = Checkpoints(self.fairlead_config.checkpoint, session, self.exact)
-            kept.append(self.exact.saves)
-        # Last, and in this order: a stop is carried out when all others have had their say.
-        self.callbacks = kept if session.finished else [*kept, Recorder(session), self.stuck, self.stops]
-        self.exact.session, self.exact.stops, self.stops.saves = session, self.stops, self.exact.saves
-        self.stuck.session = session
-        try:
-            yield
-        finally:
-            self.stops.end()
-            self.exact.session = self.exact.saves = self.exact.stops = self.stuck.session = None
-            self.callbacks = kept  # `checkpoint_callback.best_model_path` is asked for after the fit
-            self.loggers = []
-            compat.set_root_dir(self, root_dir)
-
-    def _run_loggers(self, session: RunSession) -> list[Logger]:
-        positions = saved_positions(session)
-        context = BuildContext(
-            self.resolution,
-            self._context.environ,
-            self._context.plugins,
-            run_dir=session.path,
-            extras={
-                "resumed": session.resumed,
-                "resume_step": session.resume_step,
-                LOGGER_POSITIONS: positions,
-                "run_name": session.path.name,
-            },
-        )
-        return [
-            MetricsFile(session.path, resume_step=session.resume_step, position=positions.get(METRICS_FILE)),
-            # `csv` builds nothing: the run's own file is that logger.
-            *filter(None, (build_backend(logger, context) for logger in self.resolution.loggers)),
-        ]
-
-    def _starts_ranks(self) -> bool:
-        """Whether Lightning is to start the other ranks, each running this script from its first line."""
-        return self._trains_here() and not self.resolution.topology.launched and self.resolution.world_size > 1
-
-    @contextmanager
-    def _spawns(self, session: RunSession) -> Iterator[None]:
-        """With `ddp_spawn` the signals come to this process as well, and what the ranks end with is raised here."""
-        if self._trains_here():
-            yield
-            return
-        self.stops.pass_on(self)
-        try:
-            yield
-        except ProcessExitedException as ended:
-            code = session.children_stopped(ended)
-            if code is None:
-                raise
-            raise StopRequested(code) from ended
-
-    def _trains_here(self) -> bool:
-        """Whether this process is one of the ranks; with `ddp_spawn` it only waits for them."""
-        return getattr(self.resolution.strategy, "start_method", "popen") == "popen"
+        data = described(datamodule) if datamodule is not None else None
+        return described_job(self.run_config, described(model), data, self.fairlead_config.model_dump(mode="json"))

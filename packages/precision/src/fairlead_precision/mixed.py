@@ -92,7 +92,7 @@ def build(config: MixedPrecisionConfig, context: BuildContext) -> Any:
     own = build_for_strategy(mode, context, scaler)
     if own is not None:
         return own
-    device = context.resolution.accelerator.name
+    device = context.resolution.device_type
     made = torch.amp.GradScaler(device, **scaler) if scaler else None
     return lightning_precisions(context).MixedPrecision(mode, device, made)
 

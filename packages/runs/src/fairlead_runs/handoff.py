@@ -24,12 +24,14 @@ class Handoff:
         start: The number of this start, from 1.
         checkpoint: The file to resume from, or None.
         asked: Which run was asked for: a rank that runs the whole script again meets the fits before this one too.
+        finished: How the run ended, when it has nothing left to do.
     """
 
     path: str
     start: int
     checkpoint: str | None
     asked: str = ""
+    finished: str | None = None
 
     def to_json(self) -> str:
         """The value of the variable."""

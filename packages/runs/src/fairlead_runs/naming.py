@@ -4,20 +4,38 @@ from __future__ import annotations
 
 import hashlib
 import re
+import sys
 import unicodedata
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from fairlead.config import RunConfig
 from fairlead.errors import ConfigError, did_you_mean
 from fairlead.interfaces import Job
 from fairlead_runs.redaction import is_secret_name
 
-__all__ = ["render_name", "run_path", "safe_name"]
+__all__ = ["render_name", "run_directory", "run_path", "safe_name"]
 
 MAX_BYTES = 200
 _FIELD = re.compile(r"\{\{|\}\}|\{([^{}]*)\}|[{}]")
 _PUNCTUATION = frozenset("._+=,@%-")
+
+
+def run_directory(job: Mapping[str, Any], run: RunConfig, scheduled: Job | None, cwd: Path) -> Path:
+    """The run directory, decided by the job alone and the task of the scheduler's array.
+
+    Args:
+        job: The job as mappings and lists.
+        run: Its name and place; without a name it is that of the program.
+        scheduled: The scheduler's job.
+        cwd: What a relative `run.dir` is relative to.
+
+    Raises:
+        ConfigError: `run.name` is a template that the job cannot fill.
+    """
+    name = render_name(run.name or Path(sys.argv[0]).stem or "run", job)
+    return run_path((cwd / run.dir).absolute(), name, scheduled)
 
 
 def render_name(template: str, job: Mapping[str, Any]) -> str:

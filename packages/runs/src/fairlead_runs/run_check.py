@@ -7,27 +7,18 @@ from pathlib import Path
 
 from fairlead.config import JobConfig
 from fairlead.errors import ConfigError, FairleadError
-from fairlead.facts import Job, Setting
+from fairlead.facts import Setting
 from fairlead.findings import CheckResult, Finding
 from fairlead.jobs import LoadedJob
 from fairlead.resolution import Resolution
-from fairlead_runs import Fingerprint, fingerprint, render_name, run_path
+from fairlead_runs import Fingerprint, fingerprint
 from fairlead_runs.batch_policy import batch_plan
 from fairlead_runs.commit import newest_complete, read_lock
 from fairlead_runs.directory import finished_event, require_same, stored_fingerprint
+from fairlead_runs.naming import run_directory
 from fairlead_runs.remote.urls import is_url, split_checkpoint_url
 
-__all__ = ["check_run_directory", "run_directory"]
-
-
-def run_directory(job: JobConfig, scheduled: Job | None, cwd: Path) -> Path:
-    """The run directory, decided by the job alone and the task of the scheduler's array.
-
-    Raises:
-        ConfigError: `run.name` is a template that the job cannot fill.
-    """
-    name = render_name(job.run.name or "run", job.model_dump(mode="json"))
-    return run_path((cwd / job.run.dir).absolute(), name, scheduled)
+__all__ = ["check_run_directory"]
 
 
 def check_run_directory(
@@ -37,7 +28,7 @@ def check_run_directory(
     assert loaded.job is not None
     job, settings = loaded.job, dict[str, Setting]()
     try:
-        path = run_directory(job, resolution.job, cwd)
+        path = run_directory(job.model_dump(mode="json"), job.run, resolution.job, cwd)
     except FairleadError as error:
         return CheckResult((Finding.of(error, "error", "name-invalid", where="run.name"),))
     settings["run_dir"] = Setting(str(path), "run.dir and run.name")

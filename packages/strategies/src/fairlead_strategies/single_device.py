@@ -54,7 +54,7 @@ def build(config: SingleDeviceStrategyConfig, context: BuildContext) -> Any:
     from lightning.fabric.strategies import SingleDeviceStrategy as FabricSingleDeviceStrategy
     from lightning.pytorch.strategies import SingleDeviceStrategy
 
-    kind, indices = context.resolution.accelerator.name, context.resolution.device_indices
+    kind, indices = context.resolution.device_type, context.resolution.device_indices
     device = torch.device("cpu") if kind == "cpu" else torch.device(kind, indices[0] if indices else 0)
     return SingleDeviceStrategy(device) if context.engine == "trainer" else FabricSingleDeviceStrategy(device)
 

@@ -123,5 +123,5 @@ def build(config: TorchSyncBatchNormLayerSyncConfig, context: BuildContext) -> T
             where="trainer.layer_sync",
             fix="convert the model yourself: torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)",
         )
-    on_cpu = context.resolution.accelerator.name == "cpu"
+    on_cpu = context.resolution.device_type == "cpu"
     return CPUSyncBatchNormLayerSync() if on_cpu else TorchSyncBatchNorm()

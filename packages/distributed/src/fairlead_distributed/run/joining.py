@@ -84,7 +84,7 @@ def leave_at_exit() -> None:
 
 def _device(resolution: Resolution) -> torch.device:
     """This rank's own device, by its local rank."""
-    if resolution.accelerator.name != "cuda":
+    if resolution.device_type != "cuda":
         return torch.device("cpu")
     local = int(resolution.value("local_rank"))
     # With one visible GPU a task (srun --gpus-per-task=1) every rank's own device is cuda:0.

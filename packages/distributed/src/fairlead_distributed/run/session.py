@@ -32,7 +32,6 @@ class RunSession:
         job: The job as plain data.
         rank: This rank, from 0.
         directory: The directory with its lock, in the process that opened it.
-        finished: How the run ended, when it has nothing left to do.
         previous: The metadata of the checkpoint that the run resumes from.
         messages: What the user should be told at the start.
     """
@@ -44,7 +43,6 @@ class RunSession:
         *,
         rank: int = 0,
         directory: RunDirectory | None = None,
-        finished: str | None = None,
         previous: Mapping[str, Any] | None = None,
         messages: tuple[str, ...] = (),
     ) -> None:
@@ -52,7 +50,7 @@ class RunSession:
         self.path = Path(handoff.path)
         self.start = handoff.start
         self.checkpoint = Path(handoff.checkpoint) if handoff.checkpoint else None
-        self.finished = finished
+        self.finished = handoff.finished
         self.previous = previous
         self.messages = messages
         self.fingerprint = fingerprint(job).digest
@@ -122,9 +120,16 @@ class RunSession:
         self._begun = True
         self.event("training", **fields)
 
-    def complete(self, **fields: Any) -> None:
+    def complete(self, *, step: int, epoch: int) -> None:
         """Records that the limits of the job were reached."""
-        self.event("finished", limits=self._limits, **fields)
+        self.event("finished", limits=self._limits, step=step, epoch=epoch)
+        self.beat("end", step)
+
+    def raised(self, error: BaseException, step: int, *, stopped: bool) -> None:
+        """Records what ended this start on this rank: a failure, or a person who stopped it."""
+        text = f"{type(error).__name__}: {error}"[:2000]
+        self.event("stop" if stopped else "failed", rank=self._rank, step=step, error=text)
+        self.beat("stopped" if stopped else "failed", step)
 
     def children_stopped(self, exception: BaseException) -> int | None:
         """The exit code of ranks that this process has spawned, if they have ended as they were asked to."""

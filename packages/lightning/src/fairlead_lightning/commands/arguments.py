@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from functools import partial
 
 from fairlead.cli.job import job_arguments
 
@@ -39,14 +40,8 @@ def _evaluation(parser: argparse.ArgumentParser, command: str) -> None:
     parser.set_defaults(command=command)
 
 
-def validate_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of `fairlead validate`."""
-    _evaluation(parser, "validate")
-
-
-def test_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of `fairlead test`."""
-    _evaluation(parser, "test")
+validate_arguments = partial(_evaluation, command="validate")
+test_arguments = partial(_evaluation, command="test")
 
 
 def predict_arguments(parser: argparse.ArgumentParser) -> None:

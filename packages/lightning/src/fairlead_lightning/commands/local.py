@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import signal
 import sys
@@ -19,8 +20,10 @@ from fairlead.errors import FairleadError
 from fairlead.findings import raise_errors
 from fairlead.interfaces import BuildContext
 from fairlead.jobs import load_job
-from fairlead.plugin_classes import StrategyPlugin
+from fairlead.plugin_classes import EnvironmentPlugin, StrategyPlugin
+from fairlead.resolution import Resolution
 from fairlead_launch.environment import LAUNCHED, rank_environment
+from fairlead_launch.plans import PLAN, inherited_plan, plan_to_inherit
 from fairlead_launch.ports import DEFAULT_PORT, STORE_FD, bind_listener
 from fairlead_launch.reports import send_report
 from fairlead_launch.supervise import supervise
@@ -68,11 +71,14 @@ def hold_signals() -> Iterator[Callable[[], list[int]]]:
 
 
 def prepare(arguments: argparse.Namespace, session: Session) -> CheckedJob:
-    """Loads and checks the job; raises when something would stop it.
+    """Loads, resolves and checks the job; a rank that Fairlead has started was handed all that, and only finds itself.
 
     Raises:
         ConfigError: All error findings, together.
     """
+    handed: CheckedJob | None = inherited_plan(session.environ)
+    if handed is not None:
+        return dataclasses.replace(handed, resolution=_of_this_rank(handed.resolution, session))
     overrides = list(arguments.overrides)
     if arguments.resume is not None:
         overrides.append(f"run.resume={json.dumps(arguments.resume)}")
@@ -89,6 +95,18 @@ def prepare(arguments: argparse.Namespace, session: Session) -> CheckedJob:
     return checked
 
 
+def _of_this_rank(resolution: Resolution | None, session: Session) -> Resolution:
+    """What was resolved for all ranks, with which of them this is."""
+    assert resolution is not None
+    environment = resolution.environment
+    plugin = cast("EnvironmentPlugin", session.plugins.of(environment))
+    answers = session.plugins.call(plugin, "fairlead_topology", config=environment, environ=session.environ)
+    topology = next(iter(answers))
+    names = ("global_rank", "local_rank", "node_rank", "main_address", "main_port")
+    own = {name: getattr(topology, name) for name in names}
+    return dataclasses.replace(resolution, topology=topology, settings={**resolution.settings, **own})
+
+
 def run_here_or_on_ranks(arguments: argparse.Namespace, session: Session) -> int:
     """Runs the command in this process, or starts one process a rank and watches them."""
     if getattr(arguments, "prove_resume", None) is not None:
@@ -103,7 +121,7 @@ def _run(arguments: argparse.Namespace, session: Session, release: Callable[[], 
     try:
         checked = prepare(arguments, session)
     except FairleadError as error:
-        # Each rank checks for itself; what it finds wrong is the same for all, and shown once.
+        # Ranks that a launcher started check for themselves; what they find wrong is the same for all, and shown once.
         if send_report(session.environ, f"error: {error.block()}", error.exit_code):
             return error.exit_code
         raise
@@ -119,7 +137,7 @@ def _run(arguments: argparse.Namespace, session: Session, release: Callable[[], 
     starts_ranks = not topology.launched and resolution.world_size > 1
     starts_ranks &= not cast("StrategyPlugin", session.plugins.of(resolution.strategy)).starts_processes
     if not starts_ranks or getattr(resolution.strategy, "start_method", "popen") != "popen":
-        guard = build_guard(resolution.requeue, BuildContext(resolution, session.environ, session.plugins))
+        guard = build_guard(BuildContext(resolution, session.environ, session.plugins))
         came = release()
         guard.flags.install()  # before torch is imported, which takes seconds
         for number in came:
@@ -135,10 +153,11 @@ def _run(arguments: argparse.Namespace, session: Session, release: Callable[[], 
     address = str(resolution.value("main_address"))
     listener = bind_listener(range(DEFAULT_PORT, DEFAULT_PORT + 200)) if single and topology.main_port is None else None
     port = listener.getsockname()[1] if listener is not None else int(resolution.value("main_port"))
+    plan, variable = plan_to_inherit(checked)
     environments = [
         rank_environment(
             # The ranks are in the same environment as this process, however they were started.
-            {**session.environ, VARIABLE: str(resolution.value("environment"))},
+            {**session.environ, VARIABLE: str(resolution.value("environment")), PLAN: variable},
             local_rank=local_rank,
             devices=resolution.devices,
             num_nodes=resolution.num_nodes,
@@ -155,4 +174,4 @@ def _run(arguments: argparse.Namespace, session: Session, release: Callable[[], 
         environments[0][STORE_FD] = str(inherited[0])
     # -P: the working directory is no place for code unless the rules for user code say so.
     command = [sys.executable, "-P", "-m", "fairlead", *session.argv, *(["--debug"] if session.debug else [])]
-    return supervise(command, environments, stderr=session.stderr, inherited=inherited, early=release())
+    return supervise(command, environments, stderr=session.stderr, inherited=inherited, shared=[plan], early=release())

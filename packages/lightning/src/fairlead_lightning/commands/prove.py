@@ -28,7 +28,7 @@ from fairlead.findings import raise_errors
 from fairlead.jobs import load_job
 from fairlead_lightning.commands.prove_compare import Run, Unequal, differences, trained_otherwise
 from fairlead_lightning.commands.prove_plan import PLAN, Plan
-from fairlead_runs.run_check import run_directory
+from fairlead_runs.naming import run_directory
 
 __all__ = ["prove_resume"]
 
@@ -58,7 +58,7 @@ def prove_resume(arguments: argparse.Namespace, session: Session) -> int:
     job = checked.loaded.job
     assert job is not None
     assert checked.resolution is not None
-    folder_of_runs = run_directory(job, checked.resolution.job, session.cwd).parent
+    folder_of_runs = run_directory(job.model_dump(mode="json"), job.run, checked.resolution.job, session.cwd).parent
     with _folder(folder_of_runs) as folder:
         proof = _Proof(arguments, session, checked, folder, Plan.of(steps))
         report = proof.report()

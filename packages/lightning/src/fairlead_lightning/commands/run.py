@@ -19,16 +19,18 @@ from fairlead.errors import ConfigError, FairleadError, RunFailedError
 from fairlead.interfaces import StopGuard
 from fairlead.user_code import CodeRoot, activate
 from fairlead_distributed.run.joining import join_process_group
-from fairlead_distributed.run.opening import checkpoint_to_evaluate, run_directory
+from fairlead_distributed.run.opening import checkpoint_to_evaluate
 from fairlead_launch.reports import send_report, watch_supervisor
 from fairlead_lightning.checkpoint.loading import readable_load_errors
 from fairlead_lightning.checkpoint.rebuilt import build_user_object
 from fairlead_lightning.commands.prove_plan import PLAN
 from fairlead_lightning.display.quiet import quiet
+from fairlead_lightning.fit import callbacks_of
 from fairlead_lightning.lifecycle.failures import described_failure
 from fairlead_lightning.lifecycle.stop_evaluation import StopEvaluation
 from fairlead_lightning.metrics.predictions import PredictionFiles
 from fairlead_lightning.trainer import Trainer
+from fairlead_runs.naming import run_directory
 
 __all__ = ["run_rank"]
 
@@ -80,7 +82,13 @@ def _run(arguments: argparse.Namespace, session: Session, checked: CheckedJob, g
     stops = [StopEvaluation(guard.flags)] if evaluates else []
     probes = [] if evaluates else _probes(session.environ, root)
     trainer = Trainer(
-        job, callbacks=[*stops, *probes], environ=session.environ, plugins=session.plugins, root=root, guard=guard
+        job,
+        callbacks=[*stops, *probes],
+        environ=session.environ,
+        plugins=session.plugins,
+        root=root,
+        guard=guard,
+        resolution=checked.resolution,
     )
     for stop in stops:
         stop.attach(trainer)
@@ -88,7 +96,7 @@ def _run(arguments: argparse.Namespace, session: Session, checked: CheckedJob, g
     data = build_user_object(job.data, root, "data", L.LightningDataModule) if job.data is not None else None
     _require_loader(arguments.command, model, data)
     if not evaluates:
-        with trainer.stuck.final():
+        with trainer.parts.stuck.final():
             trainer.fit(model, datamodule=data)
     else:
         _evaluate(arguments, session, job, trainer, model, data)
@@ -128,13 +136,14 @@ def _evaluate(
     arguments: argparse.Namespace, session: Session, job: JobConfig, trainer: Trainer, model: Any, data: Any
 ) -> None:
     """`validate`, `test` or `predict`."""
-    checkpoint = checkpoint_to_evaluate(job, session.environ, session.cwd, arguments.resume)
+    scheduled = trainer.resolution.job
+    checkpoint = checkpoint_to_evaluate(job, scheduled, session.cwd, arguments.resume)
     join_process_group(trainer.resolution, session.environ)
     given: dict[str, Any] = {"datamodule": data, "ckpt_path": str(checkpoint) if checkpoint else None}
     if arguments.command == "predict":
         place = Path(session.cwd, arguments.output) if arguments.output else None
-        run = run_directory(job.model_dump(mode="json"), job.run, session.environ, session.cwd)
-        cast("list[L.Callback]", vars(trainer)["callbacks"]).append(PredictionFiles(run, place))
+        run = run_directory(job.model_dump(mode="json"), job.run, scheduled, session.cwd)
+        callbacks_of(trainer).append(PredictionFiles(run, place))
         with readable_load_errors(checkpoint):
             trainer.predict(model, return_predictions=False, **given)
         return

@@ -7,14 +7,13 @@ from collections.abc import Mapping
 
 import lightning.fabric as lf
 
-from fairlead.checks import check_trainer
 from fairlead.config import TrainerConfig
-from fairlead.findings import raise_errors
 from fairlead.interfaces import BuildContext
 from fairlead.plugins import PluginManager, default_plugins
 from fairlead_distributed.run.joining import join_process_group
 from fairlead_launch.environment import LAUNCHED
 from fairlead_lightning.build import build_backend, build_plugins
+from fairlead_lightning.fit import plan
 
 __all__ = ["fabric"]
 
@@ -45,8 +44,7 @@ def fabric(
     """
     environ = os.environ if environ is None else environ
     plugins = plugins if plugins is not None else default_plugins()
-    resolution, findings = check_trainer(config or TrainerConfig(), environ=environ, plugins=plugins, purpose="run")
-    raise_errors(findings)
+    resolution = plan(config or TrainerConfig(), environ=environ, plugins=plugins)
     # A rank that Lightning's launcher started meets the first one in `launch`, as that one does.
     if resolution.environment.name != "lightning" or LAUNCHED in environ:
         join_process_group(resolution, environ)

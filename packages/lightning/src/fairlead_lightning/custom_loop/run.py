@@ -3,39 +3,31 @@
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Final, Literal, Self, TypeVar
+from typing import Any, Literal, Self, TypeVar
 
 import lightning.fabric as lf
-import torch.distributed as dist
 from torch.utils.data import DataLoader
 
 from fairlead.config import CheckpointConfig, RunConfig
 from fairlead.errors import ConfigError, RunDirectoryError
-from fairlead.plugins import PluginManager, default_plugins
-from fairlead_distributed import ResumableDistributedSampler
-from fairlead_distributed.run.joining import leave_at_exit
-from fairlead_distributed.run.opening import open_session
-from fairlead_distributed.run.session import STATE_FILE, RunSession
-from fairlead_lightning.checkpoint.committing import copies_of
-from fairlead_lightning.custom_loop.batches import batches_of
-from fairlead_lightning.custom_loop.identity import as_seen, job_of, only_what_is_kept, run_config
-from fairlead_lightning.custom_loop.loading import Loaded, load_checkpoint
-from fairlead_lightning.custom_loop.saving import LoopCheckpoints, own_checkpoint_io
+from fairlead.plugins import PluginManager
+from fairlead_distributed.run.session import RunSession
+from fairlead_lightning.custom_loop.batches import LoopBatches
+from fairlead_lightning.custom_loop.keeping import Keeping
+from fairlead_lightning.custom_loop.loading import load_checkpoint
+from fairlead_lightning.custom_loop.opening import open_loop
+from fairlead_lightning.custom_loop.saving import LoopCheckpoints
 from fairlead_lightning.custom_loop.state import OWN, LoopState
+from fairlead_lightning.fit import run_config
 from fairlead_lightning.loggers.positions import LOGGER_POSITIONS, logger_positions, resume_position
 from fairlead_lightning.metrics.metrics_file import MetricsFile
-from fairlead_runs.batch_policy import batch_plan
-from fairlead_runs.commit import RetentionPolicy, newest_complete
 
 __all__ = ["LoopRun"]
 
 T = TypeVar("T")
-
-_USUAL_MONITORS: Final = ("val/loss", "val_loss")
 
 
 class LoopRun:
@@ -69,6 +61,8 @@ class LoopRun:
         state: What was given, by name; plain data are changed here: `run.state["best"] = 0.5`.
         per_rank: The same for this rank's own.
         epoch: The epoch that the loop is in, from 0, for `metrics.csv` and the record.
+        accumulate_grad_batches: Batches of each rank to one optimizer step: `config["accumulate_grad_batches"]`, or 1;
+            another number where the run goes on with other ranks and `batch_policy="keep_global"`.
         finished: How the run ended, when there is nothing left to do; else None.
 
     Raises:
@@ -105,21 +99,26 @@ class LoopRun:
         self.fabric = fabric
         self.epoch = 0
         self.finished: str | None = None
+        self.accumulate_grad_batches = 1
         self._objects = LoopState(state, per_rank or {})
-        self._run = run_config(run)
-        self._config = dict(config or {})
-        self._keep = only_what_is_kept(checkpoint or CheckpointConfig())
-        self._batch_policy = batch_policy
-        self._environ = os.environ if environ is None else environ
-        self._plugins = plugins
+        self.state, self.per_rank = self._objects.shared, self._objects.per_rank
+        self._open = partial(
+            open_loop,
+            fabric,
+            run_config(run),
+            dict(config or {}),
+            self.state,
+            batch_policy,
+            environ=environ,
+            plugins=plugins,
+        )
+        self._keeping = Keeping(checkpoint)
         self._step = 0
         self._session: RunSession | None = None
         self._checkpoints: LoopCheckpoints | None = None
         self._metrics: MetricsFile | None = None
-        self._monitor = self._keep.monitor
-        self._accumulate = 1
-        self._restored = self._drawn = False
-        self._positions: list[tuple[int, int]] = []
+        self._batches = LoopBatches(self._objects, fabric)
+        self._restored = False
 
     # -- open and closed
 
@@ -130,68 +129,33 @@ class LoopRun:
             FairleadError: The run directory is locked, of another run, or not writable.
             ConfigError: The Fabric is not launched, or this object was opened before.
         """
-        fabric = self.fabric
         if self._session is not None:
             raise ConfigError("a LoopRun is opened once", where="LoopRun", fix="make a new one for another start")
-        if fabric.world_size > 1 and not dist.is_initialized():
-            raise ConfigError("the ranks are not connected", where="LoopRun", fix="call fabric.launch() before")
-        if dist.is_initialized():
-            leave_at_exit()
-        plugins = self._plugins if self._plugins is not None else default_plugins()
-        job = job_of(fabric, self._run, self._config, self.state)
-        resolution = as_seen(fabric, self._config, self._batch_policy, environ=self._environ, plugins=plugins)
-        copies = copies_of(own_checkpoint_io(fabric))
-        session = open_session(job, resolution, self._run, environ=self._environ, copies=copies)
-        self._session = session
-        self.finished = session.finished
-        try:
-            if self.finished is None:
-                self._accumulate = batch_plan(resolution, session.previous).accumulate_grad_batches
-                session.join(fabric.global_rank, fabric.local_rank, fabric.node_rank)
-                session.beat("setup", 0)
-                self._checkpoints = LoopCheckpoints(fabric, session)
-        except BaseException:
-            session.close()
-            raise
+        session, self._checkpoints, self.accumulate_grad_batches = self._open()
+        self._session, self.finished = session, session.finished
         for message in session.messages:
-            fabric.print(message)
+            self.fabric.print(message)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         """Ends this start in the history, waits for what is still being written, and releases the run directory."""
         session = self._opened()
         try:
             if self.finished is None:
-                self._end(session, error)
+                if error is None:
+                    session.event("stop", step=self.step, reason="the loop ended without finish()")
+                    session.beat("stopped", self.step)
+                else:
+                    stopped = isinstance(error, (KeyboardInterrupt, SystemExit))
+                    session.raised(error, self.step, stopped=stopped)
+                if self._checkpoints is not None:
+                    self._checkpoints.finish_writes(self.step)
         finally:
             if self._metrics is not None:
                 self._metrics.finalize("success" if error is None else "failed")
             session.close()
 
-    def _end(self, session: RunSession, error: BaseException | None) -> None:
-        if error is None:
-            session.event("stop", step=self.step, reason="the loop ended without finish()")
-        else:
-            stopped = isinstance(error, (KeyboardInterrupt, SystemExit))
-            text = f"{type(error).__name__}: {error}"[:2000]
-            session.event("stop" if stopped else "failed", rank=self.fabric.global_rank, step=self.step, error=text)
-        session.beat("stopped" if error is None else "failed", self.step)
-        if self._checkpoints is not None:
-            self._checkpoints.finish_writes(self.step)
-
     # -- what the loop uses
-
-    @property
-    def state(self) -> dict[str, Any]:
-        """What was given as the same on all ranks, by name."""
-        return self._objects.shared
-
-    @property
-    def per_rank(self) -> dict[str, Any]:
-        """What was given as this rank's own, by name."""
-        return self._objects.per_rank
 
     @property
     def path(self) -> Path:
@@ -208,14 +172,6 @@ class LoopRun:
         self._step = step
         if self._session is not None:
             self._session.beat("train", step)
-
-    @property
-    def accumulate_grad_batches(self) -> int:
-        """Batches of each rank to one optimizer step: `config["accumulate_grad_batches"]`, or 1.
-
-        Another number where the run goes on with other ranks and `batch_policy="keep_global"`.
-        """
-        return self._accumulate
 
     def restore(self) -> bool:
         """Goes on from the newest complete checkpoint of the run; the random generators come last.
@@ -236,20 +192,21 @@ class LoopRun:
         file = session.checkpoint
         if self.finished is not None:
             self.fabric.print(f"{session.path} is finished: {self.finished}")
-            newest = newest_complete(session.path / "checkpoints").checkpoint
-            file = newest.path / STATE_FILE if newest is not None else None
         loaded = load_checkpoint(file, self._objects, self.fabric) if file is not None else None
         if loaded is not None:
             self.step, self.epoch = loaded.step, loaded.epoch
-            self._monitor = self._monitor or loaded.monitor  # or the best so far would not be kept
+            self._keeping.monitor = self._keeping.monitor or loaded.monitor  # or the best so far would not be kept
         self._restored = True
         if self._checkpoints is not None:
             own = file is not None and file.is_relative_to(session.path)
             self._checkpoints.saved_step = self.step if own else -1
             if self.fabric.is_global_zero:
-                self._metrics = _metrics_from(session.path, loaded if own else None)
+                # Without a position by the step: the rows here count from 1, Lightning's from 0.
+                resume, entry = (loaded.step + 1, loaded.own) if own and loaded is not None else (None, {})
+                position = resume_position(entry, MetricsFile.position_key)
+                self._metrics = MetricsFile(session.path, resume_step=resume, position=position)
             session.begin(step=self.step, epoch=self.epoch)
-        self._positions = self._sampled()
+        self._batches.begin()
         return file is not None
 
     def batches(self, loader: DataLoader[T]) -> Iterator[T]:
@@ -267,9 +224,7 @@ class LoopRun:
             RunDirectoryError: The run is finished.
         """
         self._require_training("batches()")
-        batches = batches_of(loader, self._objects, self.fabric, self.step)
-        self._drawn = True
-        return batches
+        return self._batches.of(loader, self.step)
 
     def log(self, metrics: Mapping[str, Any]) -> None:
         """Adds values of this step to `metrics.csv`, and passes them to the Fabric's loggers.
@@ -301,7 +256,7 @@ class LoopRun:
         """
         checkpoints, session = self._require_training("save()")
         session.beat("save", self.step)
-        self._warn_of_other_batches()
+        self._batches.warn_of_others()
         own: Any
         try:
             others, own = self._objects.others(), self._objects.own(buffers=checkpoints.leaves_out_buffers)
@@ -313,8 +268,18 @@ class LoopRun:
             LOGGER_POSITIONS: logger_positions([self._metrics]),
         }
         state = {**self._objects.of_strategy(), **others, OWN: entry}
-        metadata = self._metadata(session, metrics or {})
-        saved = checkpoints.save(self.step, state, own, metadata, self._policy())
+        metadata = {
+            "step": self.step,
+            "epoch": self.epoch,
+            "state": self._objects.names(),
+            **self._keeping.measured(metrics or {}),
+            "world_size": self.fabric.world_size,
+            "accumulate_grad_batches": self.accumulate_grad_batches,
+            "start": session.start,
+            "fingerprint": session.fingerprint,
+            **session.origin,
+        }
+        saved = checkpoints.save(self.step, state, own, metadata, self._keeping.policy)
         session.beat("train", self.step)
         return saved
 
@@ -337,7 +302,6 @@ class LoopRun:
         if self._metrics is not None:
             self._metrics.finalize("success")
         session.complete(step=self.step, epoch=self.epoch)
-        session.beat("end", self.step)
         self.finished = f"step {self.step}"
 
     # -- inside
@@ -366,56 +330,3 @@ class LoopRun:
             )
         assert self._checkpoints is not None
         return self._checkpoints, session
-
-    def _metadata(self, session: RunSession, metrics: Mapping[str, Any]) -> dict[str, Any]:
-        values = {name: _number(name, value) for name, value in metrics.items()}
-        if self._monitor is None:
-            self._monitor = next((name for name in _USUAL_MONITORS if name in values), None)
-        return {
-            "step": self.step,
-            "epoch": self.epoch,
-            "state": self._objects.names(),
-            "metrics": values,
-            "monitor": self._monitor,
-            "mode": self._keep.mode,
-            "world_size": self.fabric.world_size,
-            "accumulate_grad_batches": self._accumulate,
-            "start": session.start,
-            "fingerprint": session.fingerprint,
-            **session.origin,
-        }
-
-    def _policy(self) -> RetentionPolicy:
-        return RetentionPolicy.of(self._keep, self._monitor)
-
-    def _sampled(self) -> list[tuple[int, int]]:
-        samplers = (one for one in self.state.values() if isinstance(one, ResumableDistributedSampler))
-        return [(one.epoch, one.consumed) for one in samplers]
-
-    def _warn_of_other_batches(self) -> None:
-        if self._drawn or self._sampled() == self._positions:
-            return
-        self._drawn = True  # said once
-        warnings.warn(
-            "the batches do not come from LoopRun.batches(): a run that is interrupted within an epoch may go on "
-            "with other random numbers than an undisturbed one",
-            stacklevel=3,
-        )
-
-
-def _metrics_from(path: Path, loaded: Loaded | None) -> MetricsFile:
-    """The metrics as they were at the checkpoint: what came after it will be done again."""
-    if loaded is None:
-        return MetricsFile(path, resume_step=None)
-    position = resume_position(loaded.own, MetricsFile.position_key)
-    # Without a position by the step: the rows here count from 1, Lightning's from 0.
-    return MetricsFile(path, resume_step=loaded.step + 1, position=position)
-
-
-def _number(name: str, value: Any) -> float:
-    try:
-        return float(value.item() if hasattr(value, "item") else value)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise ConfigError(
-            f"the metric {name!r} is not one number", where="LoopRun.save(metrics=...)", why=str(error)
-        ) from error

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 
 from fairlead.errors import FairleadError
 from fairlead.user_code import CodeRoot
-from fairlead_lightning.lifecycle.stops import StopRequested
+from fairlead_lightning.lifecycle.stopping import StopRequested
 
 __all__ = ["described_failure"]
 

@@ -68,16 +68,8 @@ class Recorder(L.Callback):
         """Ends this start in the history; what was raised is named, not swallowed. `Stops` tells of stops."""
         if isinstance(exception, SIGTERMException) or self.session.children_stopped(exception) is not None:
             return
-        stopped = isinstance(exception, KeyboardInterrupt)
-        self.session.event(
-            "stop" if stopped else "failed",
-            rank=trainer.global_rank,
-            step=trainer.global_step,
-            error=f"{type(exception).__name__}: {exception}"[:2000],
-        )
-        self._beat(trainer, "stopped" if stopped else "failed")
+        self.session.raised(exception, trainer.global_step, stopped=isinstance(exception, KeyboardInterrupt))
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """The limits of the job were reached, and the last checkpoint is durable."""
         self.session.complete(step=trainer.global_step, epoch=trainer.current_epoch)
-        self._beat(trainer, "end")

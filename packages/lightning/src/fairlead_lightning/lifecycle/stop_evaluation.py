@@ -9,7 +9,7 @@ import lightning.pytorch as L
 
 from fairlead.interfaces import StopSignals
 from fairlead_lightning import compat
-from fairlead_lightning.lifecycle.stops import StopRequested
+from fairlead_lightning.lifecycle.stopping import StopRequested
 
 __all__ = ["StopEvaluation"]
 

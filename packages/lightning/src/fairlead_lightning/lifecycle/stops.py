@@ -4,41 +4,26 @@ from __future__ import annotations
 
 import math
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Final
 
 import lightning.pytorch as L
-from lightning.pytorch.utilities.exceptions import SIGTERMException
+from lightning.fabric.utilities.rank_zero import rank_zero_only
 
-from fairlead.config_bases import RequeueConfigBase
-from fairlead.detect import find_job
 from fairlead.findings import Finding
-from fairlead.interfaces import BuildContext, Requeuer, StopGuard
+from fairlead.interfaces import BuildContext, StopGuard
 from fairlead.plugins import default_plugins
 from fairlead_distributed.run.session import RunSession
 from fairlead_lightning import compat
-from fairlead_lightning.build import build_backend, build_guard
-from fairlead_lightning.checkpoint.committing import copies_of
+from fairlead_lightning.build import build_guard
 from fairlead_lightning.lifecycle.loader_workers import protect_workers
-from fairlead_lightning.lifecycle.stop_summary import stop_summary
+from fairlead_lightning.lifecycle.stopping import StopRequested, carry_out
 from fairlead_lightning.resume.exact_resume import Saves
-from fairlead_runs import count_starts, read_history, refusal
 
-__all__ = ["StopRequested", "Stops"]
+__all__ = ["Stops"]
 
 _WARNINGS: Final = ("SIGUSR1", "SIGUSR2")  # what a scheduler is asked to send ahead; by default it ends a process
-
-
-class StopRequested(SIGTERMException):
-    """Leaves Lightning's loops at a step where all ranks agreed to stop; the process ends with its `code`."""
-
-    def __init__(self, code: int = 143) -> None:
-        super().__init__(code)
-        self.exit_code = code
-        self.outcome: Any = None
-        """How the stop ended, the guard's outcome; None of one that was never carried out."""
 
 
 @compat.only_its_own_batch_hooks
@@ -50,40 +35,31 @@ class Stops(L.Callback):
     cut is done again from its start.
 
     Args:
-        config: The requeuer's.
-        context: What it is built with.
-        say: Tells the user, on the first rank.
+        context: What the requeuer is built with, and the guard.
+        say: Tells the user, on the first rank; None: prints.
         guard: One with handlers that were installed before, as by a main thread that trains in another.
     """
 
     def __init__(
         self,
-        config: RequeueConfigBase,
         context: BuildContext,
-        say: Callable[[str], None],
+        say: Callable[[str], None] | None = None,
         guard: StopGuard | None = None,
     ) -> None:
-        self.session: RunSession | None = None
-        """The run of this fit; None: no stop is looked for."""
-        self.saves: Saves | None = None
-        self.guard = guard
-        self._config = config
         self._context = context
-        self._say = say
-        self._flags = guard.flags if guard is not None else None
+        self._say = say or _say
+        self._guard = guard
         self._given = guard is not None
-        self._failure: Exception | None = None
-        self._recorded = False
-        self._not_uploaded: str | None = None
-        self._reason: Any = None
+        self._flags = guard.flags if guard is not None else None
+        self._session: RunSession | None = None
+        self._saves: Saves | None = None
         self._step = -1
-        self._undo: Callable[[], None] | None = None
-        self._closing: threading.Event | None = None
         self._equal_validation = True
+        self._undo: list[Callable[[], None]] = []
 
     def __getstate__(self) -> dict[str, Any]:
         """Spawned ranks have handlers of their own, and no plugin manager."""
-        gone = {"guard": None, "_flags": None, "_given": False, "_undo": None, "_closing": None}
+        gone: dict[str, Any] = {"_guard": None, "_flags": None, "_given": False, "_undo": []}
         context = BuildContext(self._context.resolution, dict(self._context.environ), None)  # type: ignore[arg-type]
         return {**self.__dict__, **gone, "_context": context}
 
@@ -98,56 +74,60 @@ class Stops(L.Callback):
 
         In a job of a scheduler and in the main thread only; elsewhere nobody sends them.
         """
-        in_job = find_job(self._context.environ, self._context.plugins) is not None
-        if in_job and self._config.name != "none" and threading.current_thread() is threading.main_thread():
+        resolution = self._context.resolution
+        in_main_thread = threading.current_thread() is threading.main_thread()
+        if resolution.job is not None and resolution.requeue.name != "none" and in_main_thread:
             self._ensure_guard().flags.install(_WARNINGS)
 
-    def begin(self, session: RunSession) -> None:
-        """A fit begins, in this process or in ranks that it spawns; data are not prepared yet."""
-        self.session = session
+    def begin(self, session: RunSession, saves: Saves | None) -> None:
+        """A fit begins, in this process or in ranks that it spawns; data are not prepared yet.
+
+        Args:
+            session: The run.
+            saves: What writes the checkpoint where the ranks stop; None: there is to be none.
+        """
+        self._session, self._saves = session, saves
+        self._step, self._equal_validation = -1, True
         guard = self._ensure_guard()
-        if not self._given:
-            if threading.current_thread() is not threading.main_thread():
-                finding = Finding(
-                    "warning",
-                    "signals-unheard",
-                    "a scheduler's signals will not stop this training",
-                    why="it is not in the main thread, where alone Python can handle signals",
-                    fix="make a PreemptionGuard in the main thread and pass it on: `guard=guard`",
-                )
-                self._say(str(finding))
-            else:
-                guard.flags.install()
+        if self._given:
+            return
+        if threading.current_thread() is threading.main_thread():
+            guard.flags.install()
+            return
+        finding = Finding(
+            "warning",
+            "signals-unheard",
+            "a scheduler's signals will not stop this training",
+            why="it is not in the main thread, where alone Python can handle signals",
+            fix="make a PreemptionGuard in the main thread and pass it on: `guard=guard`",
+        )
+        self._say(str(finding))
 
     def end(self) -> None:
         """The fit is over; after a stop the handlers stay: what follows a requeue must not change the exit code."""
-        guard, self.guard, self.session, self.saves = self.guard, None, None, None
-        if self._closing is not None:
-            self._closing.set()
+        guard, self._guard, self._session, self._saves = self._guard, None, None, None
+        for undo in self._undo:
+            undo()
+        self._undo = []
         if guard is not None:
             guard.close()
             if guard.outcome is None and not self._given:
                 guard.flags.uninstall()
                 self.listen_early()
-        if self._undo is not None:
-            self._undo()
-            self._undo = None
 
     def _ensure_guard(self) -> StopGuard:
-        if self.guard is None:
-            self.guard = build_guard(self._config, self._context, self._flags)
-            self._flags = self.guard.flags
-            self._failure, self._not_uploaded, self._recorded = None, None, False
-            self._step, self._equal_validation = -1, True
-        return self.guard
+        if self._guard is None:
+            self._guard = build_guard(self._context, self._flags)
+            self._flags = self._guard.flags
+        return self._guard
 
     def pass_on(self, trainer: L.Trainer) -> None:
         """Has the ranks that this process spawns get the signals that it gets: it only waits for them."""
-        guard = self._ensure_guard()
-        closing = self._closing = threading.Event()
+        guard, over = self._ensure_guard(), threading.Event()
+        self._undo.append(over.set)
 
         def run() -> None:
-            while not closing.is_set():
+            while not over.is_set():
                 if guard.flags.wait(0.5):
                     for name in guard.flags.counts:
                         compat.signal_children(trainer, name)
@@ -159,12 +139,10 @@ class Stops(L.Callback):
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """The ranks are connected."""
-        if self.session is None:
-            return
         guard = self._ensure_guard()
         if not self._given and threading.current_thread() is threading.main_thread():
             guard.flags.install()  # a spawned rank has none yet
-        self._undo = compat.without_signal_handlers(trainer)
+        self._undo.append(compat.without_signal_handlers(trainer))
         guard.start()
         self._boundary(trainer)
 
@@ -175,9 +153,9 @@ class Stops(L.Callback):
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """All libraries had their chance to take the signals over."""
         self._step = trainer.global_step  # known from here on; `after_batch` keeps it
-        if self.guard is None or self.session is None:
+        if self._guard is None or self._session is None:
             return
-        for conflict in self.guard.flags.conflicts():
+        for conflict in self._guard.flags.conflicts():
             finding = Finding(
                 "warning",
                 "signal-handler-replaced",
@@ -185,14 +163,14 @@ class Stops(L.Callback):
                 why=f"it is handled by {conflict.handler} now",
                 fix="install that handler before the fit begins",
             )
-            self.session.event(finding.code, signal=conflict.signal, handler=conflict.handler)
+            self._session.event(finding.code, signal=conflict.signal, handler=conflict.handler)
             if trainer.is_global_zero:
                 self._say(str(finding))
 
     def keep_workers(self, loader: object) -> None:
         """Has the workers of a loader outlive the signals."""
-        if self.guard is not None:
-            protect_workers(loader, self.guard.in_worker)
+        if self._guard is not None:
+            protect_workers(loader, self._guard.in_worker)
 
     def before_epoch(self, trainer: L.Trainer) -> None:
         """Nothing of the next epoch has begun."""
@@ -207,7 +185,7 @@ class Stops(L.Callback):
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Whether the batches of this validation are places where all ranks come by equally often."""
-        if self.guard is None:
+        if self._guard is None:
             return
         batches = trainer.num_sanity_val_batches if trainer.sanity_checking else trainer.num_val_batches
         same = bool(trainer.strategy.broadcast(batches) == batches) and math.inf not in batches
@@ -219,127 +197,42 @@ class Stops(L.Callback):
             self._boundary(trainer)
 
     def _boundary(self, trainer: L.Trainer, *, between_epochs: bool = False) -> None:
-        guard = self.guard
-        if guard is None or self.session is None or not guard.should_stop():
+        guard = self._guard
+        if guard is None or self._session is None or not guard.should_stop():
             return
         if self._step < 0:  # not restored yet
-            self._step = self.session.resume_step or 0
+            self._step = self._session.resume_step or 0
         decision = guard.decision
-        self.session.event(
+        self._session.event(
             "signal",
             signals=list(decision.signals),
             ranks=[request.rank for request in decision.requests],
             asked=[request.why for request in decision.requests if request.why],
             step=self._step,
         )
-        self.session.beat("stopping", self._step)
-        try:
-            if self.saves is not None:
-                self.saves.save_at_stop(trainer, between_epochs=between_epochs)
-        except Exception as error:  # the other ranks learn of it when Lightning has left its loops
-            self._failure = error
+        self._session.beat("stopping", self._step)
         requested = StopRequested()
+        try:
+            if self._saves is not None:
+                self._saves.save_at_stop(trainer, between_epochs=between_epochs)
+        except Exception as error:
+            requested.failure = error
         if compat.is_spawned(trainer):
             # In a spawned rank Lightning calls nobody's `on_exception`.
             self.on_exception(trainer, trainer.lightning_module, requested)
         raise requested
 
-    # -- afterwards
-
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         """Lightning has left its loops, and other callbacks have had their say."""
-        guard, session = self.guard, self.session
+        guard, session = self._guard, self._session
         if not isinstance(exception, StopRequested) or guard is None or session is None:
             return
-        requeuer = None
-        if trainer.is_global_zero and self._config.name != "none":
-            requeuer = _RecordingRequeuer(build_backend(self._config, self._context), self._record_requeue)
-        try:
-            outcome = guard.save_and_requeue(
-                lambda: self._saved(trainer),
-                requeuer,
-                finish=lambda reason: self._finish(trainer, reason),
-                budget=self._budget,
-            )
-        except Exception as error:
-            session.event("failed", rank=trainer.global_rank, step=self._step, error=f"{type(error).__name__}: {error}")
-            _close(trainer, "failed")  # Lightning does not come to it
-            raise
-        self._record_stop(outcome.reason)
-        session.beat("stopped", self._step)
-        if outcome.refused or outcome.error:
-            session.event("requeue-failed", error=outcome.refused or outcome.error)
-        exception.code = exception.exit_code = outcome.exit_code
-        exception.outcome = outcome
-        compat.let_children_end(trainer)
+        saves = self._saves is not None
+        text = carry_out(exception, trainer, session, guard, self._step, self._context, saves=saves)
         if trainer.is_global_zero:
-            saved = "everything is saved" if self.saves is not None else "no checkpoint was asked for"
-            if self._not_uploaded is not None:
-                saved += f" in {session.path}, where the next start must find it: {self._not_uploaded}"
-            self._say(stop_summary(outcome, self._step, saved))
-
-    def _saved(self, trainer: L.Trainer) -> None:
-        if self._failure is not None:
-            raise self._failure
-        copies = copies_of(trainer.strategy.checkpoint_io) if trainer.is_global_zero else None
-        if copies is None:
-            return
-        assert self.guard is not None
-        since = self.guard.decision.time
-        elapsed = max(0.0, time.time() - since) if since is not None else 0.0
-        self._not_uploaded = copies.wait_uploaded(max(0.0, copies.stop_wait_s - elapsed))
-        if self._not_uploaded is not None and self.session is not None:
-            self.session.event("upload-unfinished", step=self._step, why=self._not_uploaded)
-
-    def _finish(self, trainer: L.Trainer, reason: Any) -> None:
-        self._record_stop(reason)
-        _close(trainer, "finished")
-
-    def _budget(self, reason: Any) -> str | None:
-        """Why no other start is wanted; the first rank hears the reason here, before anything is requeued."""
-        assert self.session is not None
-        self._reason = reason
-        return refusal(self._config, read_history(self.session.path / "history.jsonl"))
-
-    def _record_requeue(self) -> None:
-        """The scheduler may end this process in the requeue: the history has the stop before, also in a hurry."""
-        assert self.session is not None
-        self._record_stop(self._reason)
-        self.session.event("requeue", by=self._config.name, step=self._step)
-
-    def _record_stop(self, reason: Any) -> None:
-        assert self.session is not None
-        if self._recorded:
-            return
-        self._recorded = True
-        counts = count_starts(read_history(self.session.path / "history.jsonl"))
-        self.session.event(
-            "stop",
-            step=self._step,
-            reason=reason.why,
-            evidence=reason.evidence,
-            by_scheduler=reason.scheduler_requeues,
-            stops_before=dict(counts.stops or {}),
-            failures_before=counts.failures,
-        )
+            self._say(text)
 
 
-def _close(trainer: L.Trainer, status: str) -> None:
-    """Finalizes the loggers, which Lightning would otherwise do once more, as failed."""
-    loggers, trainer.loggers = trainer.loggers, []
-    for logger in loggers:
-        logger.finalize(status)
-
-
-class _RecordingRequeuer:
-    """A requeuer that first has the history written: the scheduler may end the job in its call."""
-
-    def __init__(self, requeuer: Requeuer, record: Callable[[], None]) -> None:
-        self._requeuer = requeuer
-        self._record = record
-        if (code := getattr(requeuer, "exit_code", None)) is not None:
-            self.exit_code = code
-
-    def requeue(self) -> str:
-        self._record()
-        return self._requeuer.requeue()
+@rank_zero_only
+def _say(text: str) -> None:
+    print(text, flush=True)

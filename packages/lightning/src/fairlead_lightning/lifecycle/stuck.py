@@ -45,18 +45,17 @@ class StuckRanks(L.Callback):
 
     Example:
         >>> stuck = StuckRanks({})  # doctest: +SKIP
-        >>> stuck.session = session  # doctest: +SKIP
+        >>> stuck.begin(session)  # doctest: +SKIP
         >>> trainer = L.Trainer(callbacks=[Recorder(session), stuck])  # doctest: +SKIP
     """
 
     def __init__(
         self, environ: Mapping[str, str], *, timeout: timedelta | None = None, grace: timedelta = GRACE
     ) -> None:
-        self.session: RunSession | None = None
-        """The run of this fit; None: nothing is watched."""
         self._supervised = REPORT_FD in environ
         self._hang_after = (timeout if isinstance(timeout, timedelta) else _TIMEOUT) * _HANG_SHARE
         self._grace = grace
+        self._session: RunSession | None = None
         self._watch: RankWatch | None = None
         self._earlier: Any = None
 
@@ -64,10 +63,14 @@ class StuckRanks(L.Callback):
         """Spawned ranks make their own threads."""
         return {**self.__dict__, "_watch": None, "_earlier": None}
 
+    def begin(self, session: RunSession) -> None:
+        """A fit of this run begins; it is watched from its `setup` on, when the ranks are connected."""
+        self._session = session
+
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """The ranks are connected: from now on they hear of each other."""
-        session = self.session
-        if session is None or stage != "fit":
+        session = self._session
+        if session is None:
             return
         self._end()  # what a fit that raised, and whose error was caught, has left
         rank, recorder = trainer.global_rank, flight_recorder_folder(session.path, session.start)

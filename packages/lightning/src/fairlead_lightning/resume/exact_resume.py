@@ -90,11 +90,10 @@ class ExactResume(L.Callback):
         self._in_order = True
         self._goes_on = False
         self._say = say
-        self.session: RunSession | None = None
-        self.trial: tuple[Path, str] | None = None
-        """Where `fast_dev_run` writes what it saw of loaders and state, and the `job_digest`."""
-        self.saves: Saves | None = None
-        self.stops: Stoppable | None = None
+        self._session: RunSession | None = None
+        self._saves: Saves | None = None
+        self._stops: Stoppable | None = None
+        self._record: tuple[Path, str] | None = None
         self.loaders: Loaders | None = None
         self.where: Where | None = None
         self._trainer: L.Trainer | None = None
@@ -106,11 +105,31 @@ class ExactResume(L.Callback):
         """Spawned ranks begin with `setup`."""
         return {**self.__dict__, "_trainer": None, "loaders": None, "_undo": [], "_environ": dict(self._environ)}
 
+    def begin(self, session: RunSession, saves: Saves | None, stops: Stoppable | None) -> None:
+        """A fit of this run begins.
+
+        Args:
+            session: The run.
+            saves: What writes its checkpoints; None: nothing does.
+            stops: What may end it before its time; None: nothing may.
+        """
+        self._session, self._saves, self._stops = session, saves, stops
+        self._record = session.path / "starts" / str(session.start), session.job_digest
+
+    def begin_trial(self, start: Path, digest: str) -> None:
+        """A `fast_dev_run` begins: what it sees of loaders and state is written down there, with the `job_digest`."""
+        self._record = start, digest
+
+    def end(self) -> None:
+        """The fit is over; what comes after it is none of that run's."""
+        self._session = self._saves = self._stops = self._record = None
+        self._leave()
+
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Before Lightning asks for the loaders; the ranks are connected."""
-        self._end()
+        self._leave()
         self._trainer, self.where, self._state, self._validating = trainer, None, None, None
-        session = self.session if stage == "fit" else None
+        session = self._session if stage == "fit" else None
         same_ranks = True
         if session is not None and session.checkpoint is not None and session.previous is not None:
             folder = session.checkpoint.parent
@@ -145,25 +164,18 @@ class ExactResume(L.Callback):
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """The loaders were seen: says and writes down whether a resume is exact."""
-        session, trial = self.session, self.trial
-        if self.loaders is None or not trainer.is_global_zero:
-            return
-        if session is not None:
-            start, job = session.path / "starts" / str(session.start), session.job_digest
-        elif trial is not None:
-            start, job = trial
-        else:
+        if self.loaders is None or self._record is None or not trainer.is_global_zero:
             return
         settings = self._settings
         if settings is None:
             settings = seen.script_reasons(trainer, seeded=_SEED in self._environ, in_order=self._in_order)
         state = [*self.loaders.reasons, *seen.state_reasons(trainer)]
         try:
-            seen.write_record(start, list(settings), state, trainer.world_size, job)
+            seen.write_record(self._record[0], list(settings), state, trainer.world_size, self._record[1])
         except RunDirectoryError as error:
             warnings.warn(f"whether a resume is exact was not written down: {error.block()}", stacklevel=2)
             return
-        text = seen.said([*settings, *state] if session is not None else state)
+        text = seen.said([*settings, *state] if self._session is not None else state)
         if text is not None:
             (self._say or trainer.print)(text)
 
@@ -174,7 +186,7 @@ class ExactResume(L.Callback):
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Leaves the trainer as it was."""
-        self._end()
+        self._leave()
 
     def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
         """Lightning's own place for loaders has rank 0's for all, and plain Lightning could not read ours there."""
@@ -197,8 +209,8 @@ class ExactResume(L.Callback):
     def _prepare(self, loader: object, shuffle: bool, stage: str, lightnings: Callable[[], object]) -> object:
         assert self.loaders is not None
         ready = self.loaders.prepare(loader, shuffle, stage, lightnings)
-        if self.stops is not None:
-            self.stops.keep_workers(ready)
+        if self._stops is not None:
+            self._stops.keep_workers(ready)
         return ready
 
     # -- where
@@ -229,12 +241,12 @@ class ExactResume(L.Callback):
         if self._state is not None and compat.training_place(trainer)[1] == 0:
             self._restore(trainer)
             compat.as_if_never_restored(trainer)
-        if self.saves is not None:
+        if self._saves is not None:
             with self.at("between"):
-                self.saves.before_epoch(trainer)
-        if self.stops is not None:
+                self._saves.before_epoch(trainer)
+        if self._stops is not None:
             with self.at("between"):
-                self.stops.before_epoch(trainer)
+                self._stops.before_epoch(trainer)
 
     def going_on(self) -> bool | None:
         """See `compat.Boundaries`."""
@@ -249,12 +261,12 @@ class ExactResume(L.Callback):
         trainer = self._trainer
         assert trainer is not None
         self.where = "batch"
-        if self.saves is not None:
-            self.saves.after_batch(trainer, validation_due)
-        if self.stops is not None:
-            self.stops.after_batch(trainer)
+        if self._saves is not None:
+            self._saves.after_batch(trainer, validation_due)
+        if self._stops is not None:
+            self._stops.after_batch(trainer)
         if (
-            self.saves is not None and validation_due
+            self._saves is not None and validation_due
         ):  # a stop in the middle of the validation saves the state before it
             self._validating = _copied(self.capture(trainer))
         self.where = None
@@ -264,8 +276,8 @@ class ExactResume(L.Callback):
         trainer = self._trainer
         assert trainer is not None
         self.where, self._validating = "done", None
-        if self.saves is not None:
-            self.saves.after_validation(trainer)
+        if self._saves is not None:
+            self._saves.after_validation(trainer)
 
     # -- what
 
@@ -289,8 +301,8 @@ class ExactResume(L.Callback):
             rank_state.seed_anew(self.loaders.seed, trainer.global_step, trainer.global_rank)
         elif state["where"] is not None:
             rank_state.restore(trainer, state)
-            if self.saves is not None:
-                self.saves.restored(state)
+            if self._saves is not None:
+                self._saves.restored(state)
 
     def _common_seed(self, saved: Mapping[str, Any] | None) -> int:
         if saved is not None:
@@ -298,7 +310,7 @@ class ExactResume(L.Callback):
         seed = self._environ.get(_SEED) if self.seed is None else self.seed
         return int(broadcast_object(seed if seed is not None else torch.initial_seed()))
 
-    def _end(self) -> None:
+    def _leave(self) -> None:
         for undo in self._undo:
             undo()
         self._undo = []

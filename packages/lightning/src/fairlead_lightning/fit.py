@@ -1,0 +1,277 @@
+"""One fit, step by step: plan, join, open the run, build, callbacks, train, finish.
+
+The Trainer takes all of these steps.  The callback comes into a fit that a script's own Trainer has planned, joined and
+built, and a loop of one's own has its plan from a Fabric and no callbacks; what is left is the same for all three.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from typing import Any, Final
+
+import lightning.fabric as lf
+import lightning.pytorch as L
+from lightning.pytorch.loggers import Logger
+from torch.multiprocessing import ProcessExitedException
+
+from fairlead.checks import check_trainer
+from fairlead.config import CheckpointConfig, RunConfig, TrainerConfig
+from fairlead.findings import Inexact, raise_errors
+from fairlead.interfaces import BuildContext, Setting, StopGuard
+from fairlead.plugins import PluginManager
+from fairlead.resolve import Resolution
+from fairlead_distributed.run.joining import join_process_group
+from fairlead_distributed.run.opening import handed_over, waiting_handoff
+from fairlead_distributed.run.session import RunSession
+from fairlead_lightning.build import build_backend
+from fairlead_lightning.checkpoint.checkpoints import Checkpoints
+from fairlead_lightning.checkpoint.loading import readable_load_errors
+from fairlead_lightning.lifecycle.recorder import Recorder
+from fairlead_lightning.lifecycle.stopping import StopRequested
+from fairlead_lightning.lifecycle.stops import Stops
+from fairlead_lightning.lifecycle.stuck import StuckRanks
+from fairlead_lightning.loggers.positions import LOGGER_POSITIONS
+from fairlead_lightning.metrics.metrics_file import METRICS_FILE, MetricsFile
+from fairlead_lightning.resume.averages import AverageOverRanks
+from fairlead_lightning.resume.exact_resume import ExactResume, saved_positions
+
+__all__ = [
+    "FitParts",
+    "as_seen",
+    "callbacks_of",
+    "described_job",
+    "handing_over",
+    "join_ranks",
+    "metrics_file",
+    "plan",
+    "run_config",
+    "run_loggers",
+    "starts_ranks",
+    "training",
+    "trains_here",
+]
+
+# -- plan: what is decided before anything is built
+
+
+def run_config(run: str | os.PathLike[str] | RunConfig | None) -> RunConfig:
+    """The run's name and place; a path says both, and that nothing is seeded here."""
+    if isinstance(run, RunConfig):
+        return run
+    if run is None:
+        return RunConfig(seed=None)
+    path = Path(run)
+    return RunConfig(name=path.name, dir=str(path.parent), seed=None)
+
+
+def plan(
+    config: TrainerConfig, *, environ: Mapping[str, str], plugins: PluginManager, run: RunConfig | None = None
+) -> Resolution:
+    """Every decision of a run that is about to start here.
+
+    Raises:
+        ConfigError: The config does not fit this machine or launcher; all that is wrong, together.
+    """
+    resolution, findings = check_trainer(config, environ=environ, plugins=plugins, run=run, purpose="run")
+    raise_errors(findings)
+    return resolution
+
+
+def as_seen(engine: L.Trainer | lf.Fabric, resolution: Resolution, config: TrainerConfig, precision: str) -> Resolution:
+    """The resolution of this machine, corrected to what a script's own Trainer or Fabric has decided."""
+    nodes = int(getattr(engine.strategy, "num_nodes", 1))
+    counts: dict[str, Any] = {
+        "world_size": engine.world_size,
+        "num_nodes": nodes,
+        "devices": engine.world_size // nodes,
+    }
+    seen = {
+        **counts,
+        "global_rank": engine.global_rank,
+        "local_rank": engine.local_rank,
+        "node_rank": engine.node_rank,
+        "strategy": type(engine.strategy).__name__,
+        "precision": precision,
+        "accelerator": type(engine.accelerator).__name__,
+    }
+    own = {name: Setting(value, f"the script's own {type(engine).__name__}") for name, value in seen.items()}
+    return dataclasses.replace(resolution, settings={**resolution.settings, **own}, trainer=config, **counts)
+
+
+def described_job(run: RunConfig, model: Any, data: Any, trainer: Mapping[str, Any]) -> dict[str, Any]:
+    """A job that was made in Python, in the shape of a job file: what identifies the run."""
+    return {"run": run.model_dump(mode="json"), "model": model, "data": data, "trainer": dict(trainer)}
+
+
+def trains_here(resolution: Resolution) -> bool:
+    """Whether this process is one of the ranks; with `ddp_spawn` it only waits for them."""
+    return getattr(resolution.strategy, "start_method", "popen") == "popen"
+
+
+def starts_ranks(resolution: Resolution) -> bool:
+    """Whether Lightning is to start the other ranks, each running this script from its first line."""
+    return trains_here(resolution) and not resolution.topology.launched and resolution.world_size > 1
+
+
+# -- join: the ranks meet
+
+
+def join_ranks(resolution: Resolution, environ: Mapping[str, str], config_hash: str | None = None) -> None:
+    """The ranks that a launcher started meet, unless Lightning starts them and they meet there."""
+    if waiting_handoff(environ) is None:
+        join_process_group(resolution, environ, config_hash=config_hash)
+
+
+# -- open the run: `open_session`, where one rank decides for all which start it is, and what it resumes from
+
+
+# -- build: what only an open run can have; the trainer's own objects are those of `build.py`
+
+
+def metrics_file(session: RunSession) -> MetricsFile:
+    """The run's own record, cut back to the checkpoint that this start resumes from."""
+    position = saved_positions(session).get(METRICS_FILE)
+    return MetricsFile(session.path, resume_step=session.resume_step, position=position)
+
+
+def run_loggers(session: RunSession, context: BuildContext) -> list[Logger]:
+    """The run's own record, and the loggers of the config."""
+    extras = {
+        "resumed": session.resumed,
+        "resume_step": session.resume_step,
+        LOGGER_POSITIONS: saved_positions(session),
+        "run_name": session.path.name,
+    }
+    context = dataclasses.replace(context, run_dir=session.path, extras=extras)
+    # `csv` builds nothing: the run's own file is that logger.
+    built = (build_backend(logger, context) for logger in context.resolution.loggers)
+    return [metrics_file(session), *filter(None, built)]
+
+
+# -- callbacks: what keeps a fit alive, and its run right
+
+
+class FitParts:
+    """The callbacks that Fairlead adds to a Lightning Trainer: made once, attached to one fit after another.
+
+    Args:
+        context: What they are built with: the resolution, the environment, the plugins.
+        say: Tells the user, on the first rank; None: prints.
+        seed: The run's, for the loaders; None: that of Lightning's `seed_everything`.
+        inexact: What in the settings keeps a resume from being exact; None: asks the trainer.
+        guard: What stops a fit on a signal; None: made from the resolution's requeuer.
+
+    Attributes:
+        averages: Makes what the ranks log one number.
+        exact: Loaders, and what Lightning does not restore.
+        stuck: Ranks that fail or hang.
+        stops: Signals.
+    """
+
+    def __init__(
+        self,
+        context: BuildContext,
+        *,
+        say: Callable[[str], None] | None = None,
+        seed: int | None = None,
+        inexact: Sequence[Inexact] | None = None,
+        guard: StopGuard | None = None,
+    ) -> None:
+        resolution, environ = context.resolution, context.environ
+        self.averages = AverageOverRanks()
+        self.exact = ExactResume(seed, environ=environ, settings=inexact, say=say)
+        self.stuck = StuckRanks(environ, timeout=getattr(resolution.strategy, "timeout", None))
+        self.stops = Stops(context, say, guard)
+        self._loggers: list[Logger] = []
+
+    def attach(
+        self,
+        trainer: L.Trainer,
+        session: RunSession,
+        checkpoint: CheckpointConfig | None,
+        loggers: Sequence[Logger] = (),
+    ) -> list[L.Callback]:
+        """A fit of this run begins: gives the trainer what belongs to it.
+
+        A run that is finished gets nothing that records: Lightning restores its weights, and trains no further.
+
+        Args:
+            trainer: The trainer.
+            session: The run.
+            checkpoint: When to save and what to keep; None: no checkpoints.
+            loggers: The run's.
+
+        Returns:
+            The parts, in the order of their hooks: a stop is carried out when all others have had their say.
+        """
+        saves = [Checkpoints(checkpoint, session, self.exact)] if checkpoint is not None else []
+        writes = saves[0] if saves else None
+        records: list[L.Callback] = []
+        if session.finished is None:
+            self.stuck.begin(session)
+            self.stops.begin(session, writes)
+            records = [Recorder(session), self.stuck, self.stops]
+        self.exact.begin(session, writes, self.stops if records else None)
+        first, last = [self.averages, self.exact], [*saves, *records]
+        others = [callback for callback in callbacks_of(trainer) if not isinstance(callback, _PARTS)]
+        vars(trainer)["callbacks"] = [*first, *others, *last]
+        self._loggers = list(loggers)
+        trainer.loggers = [*trainer.loggers, *loggers]
+        return [*first, *last]
+
+    def finalize(self) -> None:
+        """Closes the run's loggers, before they are detached."""
+        for logger in self._loggers:
+            logger.finalize("success")
+
+    def detach(self, trainer: L.Trainer, *, keep: tuple[type[L.Callback], ...] = ()) -> None:
+        """The fit is over: what comes after it writes nothing into the run directory. May be called twice.
+
+        Args:
+            trainer: The trainer.
+            keep: The parts that stay, for what comes after the fit.
+        """
+        self.stops.end()
+        self.exact.end()
+        gone = tuple(part for part in _PARTS if part not in keep)
+        vars(trainer)["callbacks"] = [c for c in callbacks_of(trainer) if not isinstance(c, gone)]
+        trainer.loggers = [logger for logger in trainer.loggers if logger not in self._loggers]
+
+
+_PARTS: Final = (AverageOverRanks, ExactResume, Checkpoints, Recorder, StuckRanks, Stops)
+
+
+def callbacks_of(trainer: L.Trainer) -> list[L.Callback]:
+    """The trainer's own list, which Lightning sets without a declaration."""
+    attached: list[L.Callback] = vars(trainer)["callbacks"]
+    return attached
+
+
+# -- train
+
+
+def handing_over(session: RunSession, resolution: Resolution) -> AbstractContextManager[None]:
+    """Ranks that Lightning starts from this process run the script again, and have to be told of the run."""
+    return handed_over(session) if starts_ranks(resolution) else nullcontext()
+
+
+@contextmanager
+def training(trainer: L.Trainer, session: RunSession, resolution: Resolution, stops: Stops) -> Iterator[None]:
+    """Around Lightning's `fit`, which may start ranks, and restores the checkpoint.
+
+    With `ddp_spawn` the signals come to this process as well, and what the ranks end with is raised here.
+    """
+    with handing_over(session, resolution), readable_load_errors(session.checkpoint):
+        if not trains_here(resolution):
+            stops.pass_on(trainer)
+        try:
+            yield
+        except ProcessExitedException as ended:
+            code = session.children_stopped(ended)
+            if code is None:
+                raise
+            raise StopRequested(code) from ended

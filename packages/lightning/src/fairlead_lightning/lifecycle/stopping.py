@@ -1,0 +1,177 @@
+"""How a fit that has left Lightning's loops for a stop ends: what is saved, recorded, requeued, and told."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+import lightning.pytorch as L
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+
+from fairlead.interfaces import BuildContext, Requeuer, StopGuard
+from fairlead_distributed.run.session import RunSession
+from fairlead_lightning import compat
+from fairlead_lightning.build import build_backend
+from fairlead_lightning.checkpoint.committing import copies_of
+from fairlead_runs import count_starts, read_history, refusal
+
+__all__ = ["StopRequested", "carry_out"]
+
+_BECAUSE: Final[Mapping[str, str]] = {
+    "preempted": "as another job needs the nodes",
+    "time_limit": "as the time limit is near",
+    "cancelled": "as the job was cancelled",
+    "node_failure": "as a node failed",
+    "requeued": "as somebody has requeued the job",
+}
+
+
+class StopRequested(SIGTERMException):
+    """Leaves Lightning's loops at a step where all ranks agreed to stop; the process ends with its `code`.
+
+    Args:
+        code: The exit code.
+
+    Attributes:
+        failure: Why this rank could not save there; the others learn of it when Lightning has left its loops.
+        outcome: How the stop ended, the guard's outcome; None of one that was never carried out.
+    """
+
+    def __init__(self, code: int = 143) -> None:
+        super().__init__(code)
+        self.exit_code = code
+        self.failure: Exception | None = None
+        self.outcome: Any = None
+
+
+def carry_out(
+    requested: StopRequested,
+    trainer: L.Trainer,
+    session: RunSession,
+    guard: StopGuard,
+    step: int,
+    context: BuildContext,
+    *,
+    saves: bool,
+) -> str:
+    """Ends all ranks together, once Lightning has left its loops; what to tell the user.
+
+    Args:
+        requested: What left the loops; it gets the outcome and its exit code.
+        trainer: The trainer whose fit stops.
+        session: The run.
+        guard: What made the ranks agree.
+        step: The optimizer step at which they did.
+        context: What the requeuer is built with.
+        saves: Whether checkpoints are kept at all.
+
+    Raises:
+        RunFailedError: Another rank could not save. Nothing was requeued.
+        Exception: What this rank could not save with.
+    """
+    config, first = context.resolution.requeue, trainer.is_global_zero
+    history = session.path / "history.jsonl"
+    lacking: list[str] = []
+    asked: list[Any] = []
+    recorded: list[Any] = []
+
+    def save() -> None:
+        # The state was saved where the ranks stopped: here it is waited for, or they learn that it was not.
+        if requested.failure is not None:
+            raise requested.failure
+        copies = copies_of(trainer.strategy.checkpoint_io) if first else None
+        if copies is None:
+            return
+        elapsed = max(0.0, time.time() - guard.decision.time) if guard.decision.time is not None else 0.0
+        why = copies.wait_uploaded(max(0.0, copies.stop_wait_s - elapsed))
+        if why is not None:
+            lacking.append(why)
+            session.event("upload-unfinished", step=step, why=why)
+
+    def record(reason: Any) -> None:
+        if recorded:
+            return
+        recorded.append(reason)
+        counts = count_starts(read_history(history))
+        session.event(
+            "stop",
+            step=step,
+            reason=reason.why,
+            evidence=reason.evidence,
+            by_scheduler=reason.scheduler_requeues,
+            stops_before=dict(counts.stops or {}),
+            failures_before=counts.failures,
+        )
+
+    def finish(reason: Any) -> None:
+        record(reason)
+        _close_loggers(trainer, "finished")
+
+    def budget(reason: Any) -> str | None:
+        asked.append(reason)  # the first rank hears it here, before anything is requeued
+        return refusal(config, read_history(history))
+
+    def before_requeue() -> None:
+        # The scheduler may end this process in the requeue: the history has the stop before, also in a hurry.
+        record(asked[-1])
+        session.event("requeue", by=config.name, step=step)
+
+    requeuer = None
+    if first and config.name != "none":
+        requeuer = _RecordingRequeuer(build_backend(config, context), before_requeue)
+    try:
+        outcome = guard.save_and_requeue(save, requeuer, finish=finish, budget=budget)
+    except Exception as error:
+        session.event("failed", rank=trainer.global_rank, step=step, error=f"{type(error).__name__}: {error}")
+        _close_loggers(trainer, "failed")  # Lightning does not come to it
+        raise
+    record(outcome.reason)
+    session.beat("stopped", step)
+    if outcome.refused or outcome.error:
+        session.event("requeue-failed", error=outcome.refused or outcome.error)
+    requested.code = requested.exit_code = outcome.exit_code
+    requested.outcome = outcome
+    compat.let_children_end(trainer)
+    saved = "everything is saved" if saves else "no checkpoint was asked for"
+    if lacking:
+        saved += f" in {session.path}, where the next start must find it: {lacking[0]}"
+    return _summary(outcome, step, saved)
+
+
+def _close_loggers(trainer: L.Trainer, status: str) -> None:
+    """Finalizes the loggers, which Lightning would otherwise do once more, as failed."""
+    loggers, trainer.loggers = trainer.loggers, []
+    for logger in loggers:
+        logger.finalize(status)
+
+
+class _RecordingRequeuer:
+    """A requeuer that first has the history written: the scheduler may end the job in its call."""
+
+    def __init__(self, requeuer: Requeuer, record: Callable[[], None]) -> None:
+        self._requeuer = requeuer
+        self._record = record
+        if (code := getattr(requeuer, "exit_code", None)) is not None:
+            self.exit_code = code
+
+    def requeue(self) -> str:
+        self._record()
+        return self._requeuer.requeue()
+
+
+def _summary(outcome: Any, step: int, saved: str) -> str:
+    """Where the run stopped and why, what is saved, and who starts it again."""
+    because = _BECAUSE.get(outcome.reason.why, "asked to stop")
+    stopped = f"stopped at step {step}, {because}; {saved}"
+    if outcome.error:
+        return f"{stopped}. The job does not start again by itself:\n{outcome.error}"
+    if outcome.refused:
+        return f"{stopped}. The job is not started again: {outcome.refused}"
+    if outcome.reason.scheduler_requeues:
+        return f"{stopped}; the scheduler starts the job again by itself"
+    if outcome.requeued:
+        return f"{stopped}; the job starts again ({outcome.requeued})"
+    if outcome.start_wanted:
+        return f"{stopped}; exit code {outcome.exit_code} asks for another start"
+    return f"{stopped}; the same command resumes from there"
