@@ -114,7 +114,7 @@ def test_a_trial_is_enough_for_explain(tmp_path: Path) -> None:
     assert tried.code == 0, tried.text
     assert [path.name for path in (tmp_path / "runs").rglob("*") if path.is_file()] == ["exactness.json"]
     told = fairlead("explain", job, cwd=tmp_path)
-    assert told.out.splitlines()[-1].startswith("resume: exact as to settings, loaders and what is in the checkpoint,")
+    assert told.out.splitlines()[-1].startswith("resume: exact for settings, loaders and what is in the checkpoint,")
     fitted = fairlead("fit", job, cwd=tmp_path)
     assert fitted.code == 0, fitted.text
     assert [event["start"] for event in events(tmp_path / "runs" / "small") if event["event"] == "start"] == [1]

@@ -154,7 +154,7 @@ def test_exact_is_said_with_its_scope(project: Project) -> None:
         "settings, loaders and what is in the checkpoint, as start 1 saw them; a state of your own outside of it is"
         " not seen (fairlead fit JOB --prove-resume tries it)"
     )
-    assert last_line(project) == f"resume: exact as to {scope}"
+    assert last_line(project) == f"resume: exact for {scope}"
     assert project.explained() == ("exact", [])
     settings = json.loads(project("explain", "job.yaml", "--json"))["settings"]
     assert settings["exact"] == {"value": "exact", "reason": scope}

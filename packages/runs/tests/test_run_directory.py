@@ -283,7 +283,7 @@ def test_changed_code_is_known_from_the_provenance_of_the_starts(tmp_path: Path)
             begin(run, **git)
             changes.append(run.code.changed)
     assert changes == [None, False, True]
-    assert run.code.summary == "the commit is another: aaaaaaaaaaaa -> bbbbbbbbbbbb"
+    assert run.code.summary == "the commit changed: aaaaaaaaaaaa -> bbbbbbbbbbbb"
     assert [event["code_changed"] for event in read_history(run.history.path)] == changes
 
 

@@ -111,8 +111,8 @@ def test_it_is_stored_without_secrets_and_read_back(tmp_path: Path) -> None:
         Fingerprint.load(path)
 
 
-def test_a_value_that_cannot_be_written_down_is_named() -> None:
-    with pytest.raises(ConfigError, match="holds a set") as caught:
+def test_a_value_that_no_job_file_can_hold_is_named() -> None:
+    with pytest.raises(ConfigError, match="is a set") as caught:
         fingerprint(changed("model.args.layers", [{1, 2}]))
     assert caught.value.where == "model.args.layers.0"
 

@@ -123,11 +123,11 @@ class RequeueConfigBase(BackendConfig):
     SIGUSR2, which schedulers are asked to send ahead of time. SIGTERM, which they send at the end, and Ctrl-C always
     ask for a stop."""
     max_requeues: int | None = Field(default=None, ge=0)
-    """How often the job may be started again; the stop after that is final. Default null: without a limit. A start
-    of another scheduler job, one that a person has submitted, begins to count anew."""
+    """How often the job may be started again; the stop after that is final. Default null: without a limit. Counts from
+    zero again in another job of the scheduler, one that a person has submitted."""
     max_without_progress: int | None = Field(default=5, ge=1)
-    """After so many starts in a row that took no training step the stop is final: the job would be requeued for
-    ever. Null: without a limit."""
+    """After so many starts in a row that took no training step the stop is final: else the job would be requeued
+    forever. Null: without a limit."""
     when_unknown: Literal["requeue", "stop"] = "requeue"
     """What to do when the scheduler does not say why the signal came, as after `scancel -s USR1` by hand, or in a
     container without its commands."""

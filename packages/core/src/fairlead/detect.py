@@ -151,7 +151,7 @@ def choose_environment(
                 "environment-unclaimed",
                 f"the environment {name!r} was asked for, but this process does not look like one of its ranks",
                 where=reason,
-                why=f"what is seen here: {seen}",
+                why=f"found here: {seen}",
                 fix=f"start it the way {name} starts ranks, or leave the environment out",
             )
         )
@@ -172,7 +172,7 @@ def _by_claims(claims: Mapping[str, Claim], findings: list[Finding]) -> tuple[st
                 f"{' and '.join(rivals)} both claim this process; {name} is taken",
                 where="trainer.environment",
                 why=evidence,
-                fix=f"say which: `environment: {rivals[0]}`, or export {VARIABLE}={rivals[0]}",
+                fix=f"choose one: `environment: {rivals[0]}`, or export {VARIABLE}={rivals[0]}",
             )
         )
     passed = [f"{tag} ({other.evidence})" for tag, other in claims.items() if other.specificity < claim.specificity]

@@ -141,7 +141,7 @@ def _enough(
         partial.report(
             partial.hardware_severity(),
             "profile-mismatch" if partial.profile else "devices-count",
-            f"{asked} were asked for, {found.count} of the kind {accelerator.name!r} {are} there",
+            f"{asked} were asked for, but there {are} {found.count} of the kind {accelerator.name!r}",
             where="trainer.devices",
             why=f"found by {found.evidence}" + (f": {', '.join(found.names)}" if found.names else ""),
             fix=f"write `devices: {found.count}` or `auto` ({valid})" if found.count else "write `devices: auto`",

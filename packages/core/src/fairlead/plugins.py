@@ -227,7 +227,7 @@ class PluginManager:
             f"unknown {axis} {name!r}",
             where=where,
             why=installed,
-            fix=f"did you mean {near!r}?" if near else "choose one of those, or install the package that brings it",
+            fix=f"did you mean {near!r}?" if near else "choose one of those, or install the package that has it",
         )
 
     def loaded(self, axis: str) -> dict[str, Plugin]:

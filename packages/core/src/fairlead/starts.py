@@ -8,7 +8,7 @@ __all__ = ["Start"]
 
 
 class Start(NamedTuple):
-    """One start of a job: what no other start has, and where its ranks are to be looked for.
+    """One start of a job: what no other start has, and where to look for its ranks.
 
     Args:
         identity: The scheduler's job, step and restart count, as text for messages: `job 12, step 0, restart 0`.

@@ -1,4 +1,4 @@
-"""What stays the same when a run goes on with another number of ranks: the batch of a rank, or of all."""
+"""What stays the same when a run resumes with another number of ranks: the batch of a rank, or of all."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def batch_plan(resolution: Resolution, previous: Mapping[str, Any] | None) -> Ba
 
     Args:
         resolution: The run as it is to start now.
-        previous: The metadata of the checkpoint it resumes from; None: it starts anew.
+        previous: The metadata of the checkpoint it resumes from; None: it starts afresh.
 
     Raises:
         ConfigError: The world size changed and nothing says what to keep, or the old global batch

@@ -1,4 +1,4 @@
-"""How often a run may be started again: counted in its history, so that a requeue cannot go on for ever."""
+"""How often a run may be started again: counted in its history, so that a requeue cannot go on forever."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def count_starts(events: Sequence[Mapping[str, Any]]) -> StartCounts:
     starts = [index for index, event in enumerate(events) if event["event"] == "start"]
     for index, begin in enumerate(starts):
         during = events[begin : starts[index + 1]] if index + 1 < len(starts) else events[begin:]
-        if during[0].get("job") != job:  # a person has submitted it anew
+        if during[0].get("job") != job:  # a person has submitted it again
             requeues, idle, job = 0, 0, during[0].get("job")
         requeues += sum(event["event"] == "requeue" for event in during)
         failures += any(event["event"] == "failed" for event in during)

@@ -34,7 +34,7 @@ class RunDirectory:
     """A run's folder.  `RunDirectory.open` for the one process that writes (rank 0), `RunDirectory(path)` for others.
 
     Other ranks compute the same path from the job (`run_path`) and write only their own logs and heartbeats; with
-    `--resume never`, or another fingerprint and a PATH, rank 0 chooses a sibling and has to tell them.
+    `--resume never`, or another fingerprint and a PATH, rank 0 chooses a sibling, which the others learn from it.
 
     Attributes:
         path: The folder.
@@ -235,7 +235,7 @@ def stored_fingerprint(path: Path) -> Fingerprint | None:
     foreign = sorted(name for name in names if name not in _OURS and not name.startswith(_OURS_TOO))
     if foreign:
         raise RunDirectoryError(
-            "the run directory is not empty and not a run's",
+            "the folder is not empty and holds no run",
             where=str(path),
             why=f"it holds {', '.join(foreign[:5])}{', ...' if len(foreign) > 5 else ''}",
             fix="set another run.name or run.dir, or move these files away",
@@ -257,9 +257,9 @@ def require_same(path: Path, stored: Fingerprint, new: Fingerprint) -> None:
         "the run directory belongs to a run with other settings",
         where=str(path),
         why="\n".join([*different[:20], *more]),
-        fix="take the changes back to continue it;\n"
+        fix="undo the changes to continue it;\n"
         f"set another run.name, or use --resume never: a new directory beside it ({path.name}-2, ...);\n"
-        "--resume CHECKPOINT to begin such a new one from a checkpoint of this run",
+        "or --resume CHECKPOINT: a new directory that starts from a checkpoint of this run",
     )
 
 

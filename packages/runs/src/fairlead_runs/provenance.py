@@ -164,13 +164,13 @@ def code_change(old: Mapping[str, Any] | None, new: Mapping[str, Any] | None) ->
 
     Example:
         >>> code_change({"commit": "a" * 40, "diff": ""}, {"commit": "b" * 40, "diff": ""}).summary
-        'the commit is another: aaaaaaaaaaaa -> bbbbbbbbbbbb'
+        'the commit changed: aaaaaaaaaaaa -> bbbbbbbbbbbb'
     """
     if not old or not new:
         return CodeChange(None, "unknown: the code is not in a git repository, or git is not installed")
     if old.get("commit") != new.get("commit"):
         before, after = (str(state.get("commit") or "none")[:12] for state in (old, new))
-        return CodeChange(True, f"the commit is another: {before} -> {after}")
+        return CodeChange(True, f"the commit changed: {before} -> {after}")
     if old.get("diff") != new.get("diff"):
         files = sorted(_changed_files(old) ^ _changed_files(new)) or sorted(_changed_files(new))
         return CodeChange(True, f"uncommitted changes differ: {', '.join(files[:5]) or 'see provenance.json'}")

@@ -68,7 +68,7 @@ class RunOnStore:
                 "the URL belongs to a run with other settings",
                 where=self._url,
                 why="\n".join(str(difference) for difference in stored.differences(fingerprint)[:20]),
-                fix=f"take the changes back to continue it; {_ELSEWHERE}",
+                fix=f"undo the changes to continue it; {_ELSEWHERE}",
             )
 
     def fetch(self, run: Path) -> list[str]:

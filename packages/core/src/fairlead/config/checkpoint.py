@@ -32,9 +32,9 @@ class CheckpointConfig(ConfigModel):
     keep_best: NonNegativeInt = 1
     """How many of the best checkpoints by `monitor` are kept besides."""
     keep_every_n_steps: PositiveInt | None = None
-    """Checkpoints at multiples of N steps are kept for ever."""
+    """Checkpoints at multiples of N steps are kept forever."""
     keep_every_n_minutes: PositiveFloat | None = None
-    """The first checkpoint of each N minutes is kept for ever."""
+    """The first checkpoint of each N minutes is kept forever."""
     save_weights_only: Annotated[
         bool,
         NotExact(

@@ -171,12 +171,12 @@ class TrainerConfig(ConfigModel):
         NonNegativeInt,
         NotExact(
             lambda epochs: epochs > 1,
-            why="a start builds the loaders anew, also in an epoch where an undisturbed run keeps them",
+            why="each start builds new loaders, even in an epoch in which an undisturbed run keeps them",
             fix="reload_dataloaders_every_n_epochs: 1, or 0",
         ),
         LIGHTNING,
     ] = 0
-    """Build the loaders anew every N epochs."""
+    """Build new loaders every N epochs."""
 
     # Optimisation.
     accumulate_grad_batches: Annotated[PositiveInt, LIGHTNING] = 1

@@ -84,7 +84,7 @@ class Exactness:
         said = [f"resume: {sentence(reason)}" for reason in self.reasons]
         if self.seen is None:
             return [*said, f"resume: not known before the first start ({_TRY})"]
-        return said or [f"resume: exact as to {self._scope}"]
+        return said or [f"resume: exact for {self._scope}"]
 
     @property
     def _scope(self) -> str:
@@ -110,7 +110,7 @@ def explain_exactness(job: JobConfig, resolution: Resolution, root: CodeRoot, pl
 
 
 def _stale(seen: Recorded, job: JobConfig, resolution: Resolution, root: CodeRoot) -> Iterator[Inexact]:
-    """Why the next start may see something else than the last one, or go on otherwise."""
+    """Why the next start may see something else than the last one, or resume otherwise."""
     before, ranks = seen.world_size, resolution.world_size
     if before not in (None, ranks) and seen.start == TRIAL:
         why = f"{seen.by} saw the loaders of {before} ranks"
@@ -118,7 +118,7 @@ def _stale(seen: Recorded, job: JobConfig, resolution: Resolution, root: CodeRoo
     elif before not in (None, ranks):
         yield Inexact(
             f"{ranks} ranks after {before}",
-            why="other numbers of ranks add in another order; the data go on exactly where they were",
+            why="another number of ranks adds in another order; the data resume exactly where they were",
             fix=f"resume with {before}, where it matters",
         )
     newer = [file.name for file in _files(job, root) if file.stat().st_mtime > seen.written]

@@ -130,7 +130,7 @@ def _script_loops(trainer: L.Trainer) -> Iterator[Inexact]:
     if settings.reload_dataloaders_every_n_epochs > 1:
         yield Inexact(
             f"Trainer(reload_dataloaders_every_n_epochs={settings.reload_dataloaders_every_n_epochs})",
-            why="a start builds the loaders anew, also in an epoch where an undisturbed run keeps them",
+            why="each start builds new loaders, even in an epoch in which an undisturbed run keeps them",
             fix="Trainer(reload_dataloaders_every_n_epochs=1), or 0",
         )
     if settings.overfit_batches:

@@ -116,7 +116,7 @@ def _said(stuck: Waiting, now: float, *, running: bool) -> str:
     )
     text += f" in {first.phase}{since}{place}; "
     if stuck.why == "silent":
-        return f"{text}{others} alive at the same step: look whether {'it is' if it == 'it' else 'they are'} too"
+        return f"{text}{others} alive at the same step: check whether {'it is' if it == 'it' else 'they are'} too"
     if stuck.why == "elsewhere":
         return f"{text}{others} at the same step in another place: {wait}"
     steps = sorted({beat.step for beat in stuck.others})
