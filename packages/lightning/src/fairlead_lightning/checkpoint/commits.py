@@ -92,8 +92,8 @@ class Commits:
         began = time.monotonic()
         staged, digest, error = self._stage(step, own)
         reports = gather_objects((digest, error))
-        error = _first_error([problem for _, problem in reports])
-        if not self._all_well(error):
+        error = self._of_xla(_first_error([problem for _, problem in reports]))
+        if error is not None:
             self.report(step, error, staged, **event)
             for _, problem in reports:
                 if isinstance(problem, ConfigError):
@@ -220,12 +220,12 @@ class Commits:
         except (FairleadError, OSError) as error:
             return staged, None, error
 
-    def _all_well(self, error: Problem) -> bool:
-        """Whether no rank has an error; without a process group each rank was told its own only."""
+    def _of_xla(self, error: Problem) -> Problem:
+        """The error, or that another rank has one: XLA's ranks are in no process group, and each knows its own only."""
         decide = getattr(self._strategy, "reduce_boolean_decision", None)
-        if dist.is_initialized() or decide is None:
-            return error is None
-        return bool(decide(error is None))  # XLA
+        if dist.is_initialized() or decide is None or decide(error is None):
+            return error
+        return error or CheckpointError("a rank could not write its part of a checkpoint", where=str(self.session.path))
 
     def _finished_writes(self) -> Problem:
         return raised_by(self._io.wait) if isinstance(self._io, (DurableSaves, ShardedSaves)) else None

@@ -10,7 +10,7 @@ from fairlead.errors import CheckpointError
 from fairlead_runs.commit.checkpoints import Checkpoint
 from fairlead_runs.commit.files import disk_error, ensure_dir
 from fairlead_runs.commit.hashing import FileHash, hash_file
-from fairlead_runs.commit.manifest import Damage
+from fairlead_runs.commit.manifest import Damage, wrong_checksum
 from fairlead_runs.commit.publish import abandon, publish, stage
 from fairlead_runs.commit.syscalls import Syscalls
 from fairlead_runs.remote.listing import RemoteCheckpoint, checkpoint_at, list_checkpoints
@@ -114,7 +114,7 @@ def _get(store: Store, checkpoint: str, staged: Path, name: str, expected: FileH
                 return None
     except OSError as error:
         raise disk_error(error, "cannot write a downloaded checkpoint", target) from error
-    return Damage(Path(checkpoint), name, f"its {expected.algorithm} checksum is wrong: the content has changed")
+    return Damage(Path(checkpoint), name, wrong_checksum(expected))
 
 
 def _damaged(checkpoint: RemoteCheckpoint, damages: list[Damage]) -> DamagedCopyError:
