@@ -1,9 +1,9 @@
 """The batches of a map-style loader, from any place of an epoch on.
 
 `Order` stands in a loader where its batch sampler was.  It draws the same batches in a resumed run as in an undisturbed
-one, in one of three ways: a `ResumableDistributedSampler` starts at the sample; a sampler with `state_dict` is carried;
-the batches of any other are drawn again from a seed of the epoch, and the first ones are skipped (indices only, no
-sample is loaded).
+one, in one of three ways: a `ResumableDistributedSampler` starts at the sample; a sampler with `state_dict` is saved
+and restored; the batches of any other are drawn again from a seed of the epoch, and the first ones are skipped (indices
+only, no sample is loaded).
 """
 
 from __future__ import annotations
@@ -96,16 +96,16 @@ class Order(ABC):
             set_epoch = getattr(wanted, "set_epoch", None)
             if callable(set_epoch):
                 set_epoch(place.epoch)  # Lightning does it too late: the workers draw ahead
-        for batch in self._begin(numbers, place, self._going_on(place)):
+        for batch in self._begin(numbers, place, self._resume_state(place)):
             yield EpochBatch.of(batch, place.epoch)
 
-    def _going_on(self, place: EpochPosition) -> Mapping[str, Any] | None:
+    def _resume_state(self, place: EpochPosition) -> Mapping[str, Any] | None:
         """The state to resume from.  One that was saved behind an epoch's last batch is no place in the next epoch."""
         return self._resume if place.epoch == self._resumed_in else None
 
     def _numbers(self, place: EpochPosition) -> tuple[int, int, int]:
         """What the order is made of: seed, epoch, and how often the loader was gone through in it."""
-        state = self._going_on(place)
+        state = self._resume_state(place)
         # Asked for more than a whole loader in one epoch: it is gone through again.
         turn = place.batches // max(len(self), 1) if state is None else int(state["turn"])
         return self.seed, place.epoch, turn
@@ -113,7 +113,7 @@ class Order(ABC):
     def state_dict(self) -> dict[str, Any]:
         """Where the training is, in terms of this order.  A turn that is over is the next one's beginning."""
         place = self._place()
-        state = self._going_on(place)
+        state = self._resume_state(place)
         # A validation that was due can be rerun, and saved behind, before the first batch is asked for.
         return dict(state) if state is not None else self._taken(place)
 

@@ -38,8 +38,8 @@ AT_START = (
 _PRELOADED = ("numpy", "torch", "torchmetrics", "lightning", "matplotlib", "tensorboard", "transformers", "yaml")
 """Libraries that the server imports if its caller has: each takes longer than a fork."""
 _HEADER = struct.Struct("!q")
-_ROOM = "FAIRLEAD_FORKSERVER_ROOM"
-_ROOM_BYTES = 100_000  # for the environments of forked processes; one variable may have 128 KiB
+_PADDING = "FAIRLEAD_FORKSERVER_PADDING"
+_PADDING_BYTES = 100_000  # for the environments of forked processes; one variable may have 128 KiB
 _START_S = 120.0  # seconds to start an interpreter and import torch, on a machine that is busy
 
 
@@ -118,21 +118,21 @@ class ForkServer:
 
     def __init__(self, imports: Sequence[str] = (), environ: Mapping[str, str] | None = None) -> None:
         self._lock = threading.Lock()
-        self._connection, theirs = socket.socketpair()
+        self._connection, server_end = socket.socketpair()
         variables = {
             **(os.environ if environ is None else environ),
             "OPENBLAS_NUM_THREADS": "1",
-            _ROOM: " " * _ROOM_BYTES,
+            _PADDING: " " * _PADDING_BYTES,
         }
         variables.pop("OMP_NUM_THREADS", None)  # a forked process sets its own number, or torch's default
-        code = f"from fairlead_distributed.forkserver import main; main({theirs.fileno()})"
-        with theirs:
+        code = f"from fairlead_distributed.forkserver import main; main({server_end.fileno()})"
+        with server_end:
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-c", code],
                 env=variables,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno()],
+                pass_fds=[server_end.fileno()],
                 process_group=0,  # Ctrl-C is for the caller
             )
         self._connection.settimeout(_START_S)

@@ -85,7 +85,7 @@ def rank_ranges(ranks: Iterable[int], longest: int = 40) -> str:
         >>> rank_ranges([0, 1, 2, 5, 7, 8])
         '0-2,5,7-8'
         >>> rank_ranges(range(0, 100, 2), longest=12)
-        '0,2,4,6 and 46 more'
+        '0,2,4,6,8,10 and 44 more'
     """
     ordered = sorted(set(ranks))
     text, named = "", 0
