@@ -19,11 +19,12 @@ import torch
 import torchmetrics
 from lightning.fabric.strategies.launchers.subprocess_script import _ChildProcessObserver
 from lightning.pytorch.profilers import PassThroughProfiler
+from lightning.pytorch.trainer.states import RunningStage
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from tiny_job import Data, Line, loader, plain
 from torch import Tensor
 from torch.multiprocessing import ProcessExitedException
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, SubsetRandomSampler
 from torchmetrics import CatMetric, MeanMetric
 
 from fairlead_lightning import compat
@@ -340,27 +341,30 @@ def test_the_number_of_batches_that_are_done_can_be_set() -> None:
     assert len(model.seen) == 3
 
 
-def test_loaders_are_made_ready_in_another_way() -> None:
-    seen: list[tuple[str, bool]] = []
-    trainer = plain(max_epochs=1)
-
-    def prepare(loader: object, shuffle: bool, stage: str, lightnings: Any) -> object:
-        seen.append((stage, lightnings() is loader))
-        return loader
-
-    undo = compat.prepare_loaders_with(trainer, prepare)
-    trainer.fit(Line(), datamodule=Data())
-    assert seen == [("train", True), ("validate", True)]
-    assert len(compat.train_loaders(trainer)) == 1
-    undo()
+@pytest.mark.parametrize("asked", [True, False])
+def test_samplers_are_left_as_they_are(asked: bool) -> None:
+    """Also those of a Trainer that was made to replace them; it does so again when it is over."""
+    trainer = plain(strategy="ddp", use_distributed_sampler=asked)
+    wanted, undo = compat.take_sharding(trainer)
+    assert wanted is asked
+    assert compat.take_sharding(plain())[0] is False
     private: Any = trainer
-    assert "_prepare_dataloader" not in vars(private._data_connector)
+    data = Data().train_dataloader()
+    assert private._data_connector._prepare_dataloader(data, True, RunningStage.TRAINING) is data
+    undo()
+    prepared = private._data_connector._prepare_dataloader(data, True, RunningStage.TRAINING)
+    assert isinstance(prepared.sampler, DistributedSampler) is asked
 
 
-def test_one_process_wants_no_sharding() -> None:
-    assert not compat.wants_sharding(plain(), Data().train_dataloader())
-    assert compat.wants_sharding(plain(strategy="ddp"), Data().train_dataloader())
-    assert not compat.wants_sharding(plain(strategy="ddp", use_distributed_sampler=False), Data().train_dataloader())
+@pytest.mark.parametrize("sampler", [RandomSampler(range(8)), SubsetRandomSampler(range(8))])
+def test_a_loader_is_sharded_as_lightning_does_it(sampler: Any) -> None:
+    """If Lightning has changed, do in `compat.sharded` what its `_get_distributed_sampler` does now."""
+    data: DataLoader[Any] = DataLoader(range(8), batch_size=2, sampler=sampler)  # type: ignore[arg-type]
+    trainer: Any = plain(strategy="ddp")
+    theirs = trainer._data_connector._prepare_dataloader(data, True, RunningStage.TRAINING)
+    ours = compat.sharded(data, True, 0, {"num_replicas": 2, "rank": 1})
+    assert type(ours.sampler) is type(theirs.sampler)
+    assert (ours.batch_size, len(ours.sampler), len(theirs.sampler)) == (2, 4, 8)  # type: ignore[arg-type]
 
 
 def test_what_was_logged_can_be_saved_and_put_back(tmp_path: Path) -> None:
@@ -391,16 +395,16 @@ def test_what_was_logged_can_be_saved_and_put_back(tmp_path: Path) -> None:
         state: dict[str, Any]
 
         def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-            compat.restore_logged(trainer, saves.state)
+            compat.restore_logged(trainer, saves.state, batches=3)
             self.state = compat.logged_state(trainer)
+            private: Any = trainer
+            assert private._logger_connector._first_loop_iter is False  # or Lightning would forget it at the next log
 
     saves, restores = Saves(), Restores()
     plain(max_steps=3, callbacks=[saves]).fit(Logs(), datamodule=Data())
     plain(max_steps=1, callbacks=[restores]).fit(Logs(), datamodule=Data())
     assert restores.state == saves.state
     assert set(saves.state["results"]) > {"training_step.mean", "training_step.metric"}
-    assert saves.state["hook"] == "training_step"
-    assert saves.state["first_batch"] is False
 
 
 @pytest.mark.parametrize("reload", [0, 1])
@@ -410,7 +414,7 @@ def test_batches_of_validations_are_counted_on(reload: int) -> None:
     class Restores(L.Callback):
         def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
             if trainer.current_epoch == 0:
-                compat.restore_logged(trainer, {**compat.logged_state(trainer), "validated": {0: 40}})
+                compat.restore_logged(trainer, {**compat.logged_state(trainer), "validated": {0: 40}}, batches=0)
                 assert compat.logged_state(trainer)["validated"] == {0: 40}  # also before that validation
 
     trainer = plain(max_epochs=2, callbacks=[Restores()], reload_dataloaders_every_n_epochs=reload)
@@ -451,7 +455,8 @@ class Changes(L.Callback):
         self.loaders: list[Any] = []
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        self.undo = compat.before_loader_results(trainer, lambda number: self.change(trainer, number))
+        self.calls: list[int] = []
+        self.undo = compat.before_epoch_results(trainer, lambda number: self.change(trainer, number))
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         self.undo()
@@ -460,11 +465,14 @@ class Changes(L.Callback):
         self.loaders = compat.evaluation_loaders(trainer)
 
     def change(self, trainer: L.Trainer, number: int) -> None:
+        self.calls.append(number)
+        if len(self.calls) == 3:
+            return
         logged = compat.logged_for_epoch(trainer, self.done)
         self.seen.append((number, {key: (x.hook, x.reduction, x.value, x.weight) for key, x in logged.items()}))
         mean: compat.Logged = logged[f"validation_step.mean.{number}"]
         absent = dataclasses.replace(
-            mean, result={**mean.result, "meta": {**mean.result["meta"], "name": "absent", "prog_bar": True}}
+            mean, result={**mean.result, "arguments": {**mean.result["arguments"], "name": "absent", "prog_bar": True}}
         )
         self.done["mean"] = compat.set_logged(trainer, f"validation_step.mean.{number}", mean, 42.5)
         compat.set_logged(trainer, f"validation_step.absent.{number}", absent, 7.5)
@@ -487,7 +495,7 @@ def test_what_was_logged_for_a_loader_can_be_replaced() -> None:
             "validation_step.sum.0": ("validation_step", "sum", 3.0, 1.0),
         },
     )
-    assert [number for number, _ in changes.seen] == [0, 1]
+    assert changes.calls == [0, 1, 1]
     for number, metrics in enumerate(given):
         assert metrics[f"mean_epoch/dataloader_idx_{number}"] == 42.5
         assert metrics[f"absent_epoch/dataloader_idx_{number}"] == 7.5
@@ -495,10 +503,10 @@ def test_what_was_logged_for_a_loader_can_be_replaced() -> None:
         assert trainer.progress_bar_metrics[f"absent_epoch/dataloader_idx_{number}"] == 7.5
     assert given[1]["sum/dataloader_idx_1"] == 3.0
     trainer.validate(Evaluated(), loaders, verbose=False)  # attached anew, and once
-    assert [number for number, _ in changes.seen] == [0, 1, 0, 1]
+    assert changes.calls == [0, 1, 1]
     changes.undo()
     private: Any = trainer
-    assert "_store_dataloader_outputs" not in vars(private.validate_loop)
+    assert "epoch_end_reached" not in vars(private._logger_connector)
 
 
 @pytest.mark.filterwarnings("ignore:.*`dataloader_iter`")
@@ -548,7 +556,7 @@ def test_what_is_logged_while_it_is_held_does_not_count() -> None:
     """Neither in Lightning's own accumulation nor in torchmetrics; lists keep their length, with empty parts."""
     holds, model = Holds(), Evaluated()
     trainer = plain(callbacks=[holds])
-    undo = compat.before_loader_results(trainer, lambda number: holds.release())
+    undo = compat.before_epoch_results(trainer, lambda number: holds.release())
     trainer.validate(model, loader(8), verbose=False)
     undo()
     metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}

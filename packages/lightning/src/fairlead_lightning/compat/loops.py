@@ -23,7 +23,7 @@ def begin_next_epoch(trainer: L.Trainer) -> None:
     With `max_steps` Lightning takes the epoch that is over for one to be finished: it runs an empty
     epoch, counts it, and steps the schedules once more.
     """
-    epochs = trainer.fit_loop.epoch_progress.current
+    epochs: Any = trainer.fit_loop.epoch_progress.current
     if len({epochs.ready, epochs.started, epochs.processed, epochs.completed}) == 1:
         as_if_never_restored(trainer)
 
