@@ -1,4 +1,7 @@
-"""One test for each private part of Lightning that is used: they fail when Lightning changes it."""
+"""One test for each private part of Lightning that is used: they fail when Lightning changes it.
+
+Each says after "If it breaks" what to do then; `docs/design.md` says what a user loses until that is done.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +40,10 @@ def test_every_private_use_has_a_test_here() -> None:
 
 
 def test_a_dumped_checkpoint_is_what_lightning_saves(tmp_path: Path) -> None:
-    """A backend that saves on all ranks is handed it; Lightning itself would hand it to rank 0's only."""
+    """A backend that saves on all ranks is handed it; Lightning itself would hand it to rank 0's only.
+
+    If it breaks: override `strategy.save_checkpoint` for one save, and take the dict that it is called with.
+    """
     trainer = plain(max_steps=2)
     trainer.fit(Line(), datamodule=Data())
     for weights_only in (False, True):
@@ -50,7 +56,10 @@ def test_a_dumped_checkpoint_is_what_lightning_saves(tmp_path: Path) -> None:
 
 
 def test_batch_hooks_that_are_not_there_are_passed_over() -> None:
-    """A fit, a validation and a test call what a callback defines, and open no profiler's block for the rest."""
+    """A fit, a validation and a test call what a callback defines, and open no profiler's block for the rest.
+
+    If it breaks: drop the decorator; each step costs some microseconds more.
+    """
     called: list[str] = []
 
     @compat.only_its_own_batch_hooks
@@ -76,6 +85,7 @@ def test_batch_hooks_that_are_not_there_are_passed_over() -> None:
 
 
 def test_the_root_directory_can_be_moved(tmp_path: Path) -> None:
+    """If it breaks: override `default_root_dir` in our Trainer."""
     trainer = plain(default_root_dir=str(tmp_path / "first"))
     assert trainer.default_root_dir == str(tmp_path / "first")
     compat.set_root_dir(trainer, tmp_path / "second")
@@ -101,7 +111,10 @@ class Resumes(L.Callback):
 
 
 def test_a_fit_that_is_under_way_is_resumed(saved: Path) -> None:
-    """Weights, optimizer, loops: Lightning restores all of it from the file that `setup` named."""
+    """Weights, optimizer, loops: Lightning restores all of it from the file that `setup` named.
+
+    If it breaks: find where `Trainer._run` passes `ckpt_path` on, and replace it there.
+    """
     model = Line()
     trainer = plain(max_epochs=2, callbacks=[Resumes(saved)])
     trainer.fit(model, datamodule=Data())
@@ -128,7 +141,10 @@ class Terminated(Line):
 
 
 def test_lightning_handles_no_signals() -> None:
-    """Its own handler would stop this fit, or end a SLURM job by itself; whoever was there before goes on."""
+    """Its own handler would stop this fit, or end a SLURM job by itself; whoever was there before goes on.
+
+    If it breaks: install our handlers again in `on_fit_start`, and find what broadcasts a SIGTERM before a batch.
+    """
     noted: list[int] = []
     before = signal.signal(signal.SIGTERM, lambda signum, frame: noted.append(signum))
     try:
@@ -148,7 +164,10 @@ def test_lightning_handles_no_signals() -> None:
 
 
 def test_children_may_end_with_a_code_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lightning's observer kills the first rank when another one has ended with anything but 0."""
+    """Lightning's observer kills the first rank when another one has ended with anything but 0.
+
+    If it breaks: find what the launcher's observer thread watches, and empty that.
+    """
     trainer = plain(max_steps=1, devices=2, strategy="ddp")
     launcher: Any = trainer.strategy.launcher
     launcher.procs = [subprocess.Popen([sys.executable, "-c", "raise SystemExit(75)"])]
@@ -179,6 +198,7 @@ class Raises(L.Callback):
 
 
 def test_a_spawned_rank_tells_no_callback_of_its_end(tmp_path: Path) -> None:
+    """If it breaks: see whether `on_exception` is called in spawned ranks by now."""
     trainer = plain(max_steps=1, devices=1, strategy="ddp_spawn", callbacks=[Raises(tmp_path)])
     with pytest.raises(ProcessExitedException) as ended:
         trainer.fit(Line(), datamodule=Data())
@@ -187,6 +207,7 @@ def test_a_spawned_rank_tells_no_callback_of_its_end(tmp_path: Path) -> None:
 
 
 def test_a_signal_reaches_spawned_children() -> None:
+    """If it breaks: send it to the children of this process."""
     trainer = plain(max_steps=1, devices=2, strategy="ddp_spawn")
     launcher: Any = trainer.strategy.launcher
     child = multiprocessing.get_context("spawn").Process(target=time.sleep, args=(60,))
@@ -215,6 +236,8 @@ def test_training_goes_on_with_the_next_epoch(saved: Path, limit: dict[str, int]
 
 
 def test_a_checkpoint_from_the_start_of_an_epoch_is_one_between_two(tmp_path: Path) -> None:
+    """If it breaks: compare the counters of a checkpoint that Lightning saves in `on_train_epoch_end`."""
+
     class Saves(L.Callback):
         def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
             compat.between_epochs(checkpoint)
@@ -232,6 +255,8 @@ def test_a_checkpoint_from_the_start_of_an_epoch_is_one_between_two(tmp_path: Pa
 
 @pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch ended")
 def test_a_checkpoint_inside_an_epoch_resumes_in_that_epoch(tmp_path: Path) -> None:
+    """If it breaks: compare the counters of a checkpoint that Lightning saves in `on_train_batch_end`."""
+
     class Saves(L.Callback):
         def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
             compat.inside_epoch(checkpoint)
@@ -272,7 +297,10 @@ class Watcher:
 
 
 def test_the_boundaries_of_a_fit_are_watched() -> None:
-    """An epoch, its batches, and the validation behind the last; afterwards the loops are as they were."""
+    """An epoch, its batches, and the validation behind the last; afterwards the loops are as they were.
+
+    If it breaks: read `_FitLoop.run` and `_TrainingEpochLoop.run`, and wrap what they call at these places.
+    """
     trainer = plain(max_epochs=2, limit_train_batches=2)
     watcher: compat.Boundaries = Watcher(trainer)
     undo = compat.watch_boundaries(trainer, watcher)
@@ -307,7 +335,10 @@ class SavesAfter(Watcher):
 @pytest.mark.parametrize("before", [True, False])
 @pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch ended")
 def test_a_fit_goes_on_behind_a_batch(tmp_path: Path, before: bool) -> None:
-    """The validation behind it runs if it is due, and not again if it is done."""
+    """The validation behind it runs if it is due, and not again if it is done.
+
+    If it breaks: read `on_iteration_done` and what `restarting` guards in both loops.
+    """
 
     class Counts(Line):
         validated = 0
@@ -330,6 +361,8 @@ def test_a_fit_goes_on_behind_a_batch(tmp_path: Path, before: bool) -> None:
 
 
 def test_the_number_of_batches_that_are_done_can_be_set() -> None:
+    """If it breaks: find the counter that `_num_ready_batches_reached` compares."""
+
     class Skips(L.Callback):
         def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
             compat.set_batches_done(trainer, 5)
@@ -343,7 +376,10 @@ def test_the_number_of_batches_that_are_done_can_be_set() -> None:
 
 @pytest.mark.parametrize("asked", [True, False])
 def test_samplers_are_left_as_they_are(asked: bool) -> None:
-    """Also those of a Trainer that was made to replace them; it does so again when it is over."""
+    """Also those of a Trainer that was made to replace them; it does so again when it is over.
+
+    If it breaks: ask a script for `use_distributed_sampler=False`, and give our own Trainer that.
+    """
     trainer = plain(strategy="ddp", use_distributed_sampler=asked)
     wanted, undo = compat.take_sharding(trainer)
     assert wanted is asked
@@ -368,7 +404,10 @@ def test_a_loader_is_sharded_as_lightning_does_it(sampler: Any) -> None:
 
 
 def test_what_was_logged_can_be_saved_and_put_back(tmp_path: Path) -> None:
-    """Running means of each kind, a metric, the last values: bit for bit, in another process's objects."""
+    """Running means of each kind, a metric, the last values: bit for bit, in another process's objects.
+
+    If it breaks: read `_ResultCollection.log` and `should_reset_tensors`: what is put back must survive the next log.
+    """
 
     class Logs(Line):
         def __init__(self) -> None:
@@ -409,7 +448,10 @@ def test_what_was_logged_can_be_saved_and_put_back(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("reload", [0, 1])
 def test_batches_of_validations_are_counted_on(reload: int) -> None:
-    """The numbers under which a validation's batches are logged, where its loaders are first asked for after it."""
+    """The numbers under which a validation's batches are logged, where its loaders are first asked for after it.
+
+    If it breaks: find what step `update_eval_step_metrics` is called with.
+    """
 
     class Restores(L.Callback):
         def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -483,7 +525,10 @@ class Changes(L.Callback):
 
 
 def test_what_was_logged_for_a_loader_can_be_replaced() -> None:
-    """Before Lightning computes it: in what `validate` returns, the callback metrics, the progress bar."""
+    """Before Lightning computes it: in what `validate` returns, the callback metrics, the progress bar.
+
+    If it breaks: find what computes the results of a loader, and what its cache is called.
+    """
     changes, loaders = Changes(), [loader(16), loader(32)]
     trainer = plain(callbacks=[changes])
     given = trainer.validate(Evaluated(), loaders, verbose=False)
@@ -512,6 +557,8 @@ def test_what_was_logged_for_a_loader_can_be_replaced() -> None:
 @pytest.mark.filterwarnings("ignore:.*`dataloader_iter`")
 @pytest.mark.parametrize("kind", ["several at once", "dataloader_iter"])
 def test_loaders_whose_batches_have_no_number(kind: str) -> None:
+    """If it breaks: find how a CombinedLoader says that it goes through loaders in turn."""
+
     class Draws(Line):
         def validation_step(self, dataloader_iter: Any) -> None:  # type: ignore[override]
             next(dataloader_iter)
@@ -553,7 +600,10 @@ class Holds(L.Callback):
 
 
 def test_what_is_logged_while_it_is_held_does_not_count() -> None:
-    """Neither in Lightning's own accumulation nor in torchmetrics; lists keep their length, with empty parts."""
+    """Neither in Lightning's own accumulation nor in torchmetrics; lists keep their length, with empty parts.
+
+    If it breaks: wrap whatever adds a logged value to the results now.
+    """
     holds, model = Holds(), Evaluated()
     trainer = plain(callbacks=[holds])
     undo = compat.before_epoch_results(trainer, lambda number: holds.release())
@@ -567,7 +617,10 @@ def test_what_is_logged_while_it_is_held_does_not_count() -> None:
 
 
 def test_iterators_are_made_behind_the_hooks_of_the_epoch(saved: Path) -> None:
-    """Also where the fit was restored from between two epochs."""
+    """Also where the fit was restored from between two epochs.
+
+    If it breaks: read `_TrainingEpochLoop.on_run_start`: it decides whether an iterator is made anew.
+    """
     came: list[str] = []
 
     class Watched(DataLoader[Any]):
