@@ -258,7 +258,8 @@ def newest(session: nox.Session) -> None:
     session.install("--upgrade", "--pre", *wanted, env=unpinned)  # pip says which range of ours it leaves
     session.run("pip", "list")
     tests = ["test_lightning_compat", "test_exact_resume", "test_trainer_run"]
-    session.run("pytest", *(f"packages/lightning/tests/{name}.py" for name in tests), "-n", "2")
+    files = [f"packages/lightning/tests/{name}.py" for name in tests]
+    session.run("pytest", *files, "packages/distributed/tests/test_torch_contract.py", "-n", "2")
 
 
 @nox.session(default=False, venv_backend="none", requires=["env"])

@@ -215,7 +215,8 @@ def test_the_cpu_accelerator_is_of_the_engine_s_family(engine: Any) -> None:
     from lightning.fabric.accelerators import CPUAccelerator as FabricCPU
     from lightning.pytorch.accelerators import CPUAccelerator
 
-    from fairlead_lightning.accelerators.cpu import CPUAcceleratorConfig, build
+    from fairlead_lightning.accelerators import build
+    from fairlead_lightning.accelerators.cpu import CPUAcceleratorConfig
 
     context = BuildContext(cast("Any", None), {}, PluginManager([]), engine=engine)
     assert type(build(CPUAcceleratorConfig(), context)) is (CPUAccelerator if engine == "trainer" else FabricCPU)

@@ -1,4 +1,7 @@
-"""One test for each private part of Lightning that is used: they fail when Lightning changes it."""
+"""One test for each private part of Lightning that is used: they fail when Lightning changes it.
+
+Each says after "If it breaks" what to do then; `docs/design.md` says what a user loses until that is done.
+"""
 
 from __future__ import annotations
 
@@ -19,11 +22,12 @@ import torch
 import torchmetrics
 from lightning.fabric.strategies.launchers.subprocess_script import _ChildProcessObserver
 from lightning.pytorch.profilers import PassThroughProfiler
+from lightning.pytorch.trainer.states import RunningStage
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from tiny_job import Data, Line, loader, plain
 from torch import Tensor
 from torch.multiprocessing import ProcessExitedException
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, SubsetRandomSampler
 from torchmetrics import CatMetric, MeanMetric
 
 from fairlead_lightning import compat
@@ -36,7 +40,10 @@ def test_every_private_use_has_a_test_here() -> None:
 
 
 def test_a_dumped_checkpoint_is_what_lightning_saves(tmp_path: Path) -> None:
-    """A backend that saves on all ranks is handed it; Lightning itself would hand it to rank 0's only."""
+    """A backend that saves on all ranks is handed it; Lightning itself would hand it to rank 0's only.
+
+    If it breaks: override `strategy.save_checkpoint` for one save, and take the dict that it is called with.
+    """
     trainer = plain(max_steps=2)
     trainer.fit(Line(), datamodule=Data())
     for weights_only in (False, True):
@@ -49,7 +56,10 @@ def test_a_dumped_checkpoint_is_what_lightning_saves(tmp_path: Path) -> None:
 
 
 def test_batch_hooks_that_are_not_there_are_passed_over() -> None:
-    """A fit, a validation and a test call what a callback defines, and open no profiler's block for the rest."""
+    """A fit, a validation and a test call what a callback defines, and open no profiler's block for the rest.
+
+    If it breaks: drop the decorator; each step costs some microseconds more.
+    """
     called: list[str] = []
 
     @compat.only_its_own_batch_hooks
@@ -75,6 +85,7 @@ def test_batch_hooks_that_are_not_there_are_passed_over() -> None:
 
 
 def test_the_root_directory_can_be_moved(tmp_path: Path) -> None:
+    """If it breaks: override `default_root_dir` in our Trainer."""
     trainer = plain(default_root_dir=str(tmp_path / "first"))
     assert trainer.default_root_dir == str(tmp_path / "first")
     compat.set_root_dir(trainer, tmp_path / "second")
@@ -100,7 +111,10 @@ class Resumes(L.Callback):
 
 
 def test_a_fit_that_is_under_way_is_resumed(saved: Path) -> None:
-    """Weights, optimizer, loops: Lightning restores all of it from the file that `setup` named."""
+    """Weights, optimizer, loops: Lightning restores all of it from the file that `setup` named.
+
+    If it breaks: find where `Trainer._run` passes `ckpt_path` on, and replace it there.
+    """
     model = Line()
     trainer = plain(max_epochs=2, callbacks=[Resumes(saved)])
     trainer.fit(model, datamodule=Data())
@@ -127,7 +141,10 @@ class Terminated(Line):
 
 
 def test_lightning_handles_no_signals() -> None:
-    """Its own handler would stop this fit, or end a SLURM job by itself; whoever was there before goes on."""
+    """Its own handler would stop this fit, or end a SLURM job by itself; whoever was there before goes on.
+
+    If it breaks: install our handlers again in `on_fit_start`, and find what broadcasts a SIGTERM before a batch.
+    """
     noted: list[int] = []
     before = signal.signal(signal.SIGTERM, lambda signum, frame: noted.append(signum))
     try:
@@ -147,7 +164,10 @@ def test_lightning_handles_no_signals() -> None:
 
 
 def test_children_may_end_with_a_code_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lightning's observer kills the first rank when another one has ended with anything but 0."""
+    """Lightning's observer kills the first rank when another one has ended with anything but 0.
+
+    If it breaks: find what the launcher's observer thread watches, and empty that.
+    """
     trainer = plain(max_steps=1, devices=2, strategy="ddp")
     launcher: Any = trainer.strategy.launcher
     launcher.procs = [subprocess.Popen([sys.executable, "-c", "raise SystemExit(75)"])]
@@ -178,6 +198,7 @@ class Raises(L.Callback):
 
 
 def test_a_spawned_rank_tells_no_callback_of_its_end(tmp_path: Path) -> None:
+    """If it breaks: see whether `on_exception` is called in spawned ranks by now."""
     trainer = plain(max_steps=1, devices=1, strategy="ddp_spawn", callbacks=[Raises(tmp_path)])
     with pytest.raises(ProcessExitedException) as ended:
         trainer.fit(Line(), datamodule=Data())
@@ -186,6 +207,7 @@ def test_a_spawned_rank_tells_no_callback_of_its_end(tmp_path: Path) -> None:
 
 
 def test_a_signal_reaches_spawned_children() -> None:
+    """If it breaks: send it to the children of this process."""
     trainer = plain(max_steps=1, devices=2, strategy="ddp_spawn")
     launcher: Any = trainer.strategy.launcher
     child = multiprocessing.get_context("spawn").Process(target=time.sleep, args=(60,))
@@ -214,6 +236,8 @@ def test_training_goes_on_with_the_next_epoch(saved: Path, limit: dict[str, int]
 
 
 def test_a_checkpoint_from_the_start_of_an_epoch_is_one_between_two(tmp_path: Path) -> None:
+    """If it breaks: compare the counters of a checkpoint that Lightning saves in `on_train_epoch_end`."""
+
     class Saves(L.Callback):
         def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
             compat.between_epochs(checkpoint)
@@ -231,6 +255,8 @@ def test_a_checkpoint_from_the_start_of_an_epoch_is_one_between_two(tmp_path: Pa
 
 @pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch ended")
 def test_a_checkpoint_inside_an_epoch_resumes_in_that_epoch(tmp_path: Path) -> None:
+    """If it breaks: compare the counters of a checkpoint that Lightning saves in `on_train_batch_end`."""
+
     class Saves(L.Callback):
         def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
             compat.inside_epoch(checkpoint)
@@ -271,7 +297,10 @@ class Watcher:
 
 
 def test_the_boundaries_of_a_fit_are_watched() -> None:
-    """An epoch, its batches, and the validation behind the last; afterwards the loops are as they were."""
+    """An epoch, its batches, and the validation behind the last; afterwards the loops are as they were.
+
+    If it breaks: read `_FitLoop.run` and `_TrainingEpochLoop.run`, and wrap what they call at these places.
+    """
     trainer = plain(max_epochs=2, limit_train_batches=2)
     watcher: compat.Boundaries = Watcher(trainer)
     undo = compat.watch_boundaries(trainer, watcher)
@@ -306,7 +335,10 @@ class SavesAfter(Watcher):
 @pytest.mark.parametrize("before", [True, False])
 @pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch ended")
 def test_a_fit_goes_on_behind_a_batch(tmp_path: Path, before: bool) -> None:
-    """The validation behind it runs if it is due, and not again if it is done."""
+    """The validation behind it runs if it is due, and not again if it is done.
+
+    If it breaks: read `on_iteration_done` and what `restarting` guards in both loops.
+    """
 
     class Counts(Line):
         validated = 0
@@ -329,6 +361,8 @@ def test_a_fit_goes_on_behind_a_batch(tmp_path: Path, before: bool) -> None:
 
 
 def test_the_number_of_batches_that_are_done_can_be_set() -> None:
+    """If it breaks: find the counter that `_num_ready_batches_reached` compares."""
+
     class Skips(L.Callback):
         def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
             compat.set_batches_done(trainer, 5)
@@ -340,31 +374,40 @@ def test_the_number_of_batches_that_are_done_can_be_set() -> None:
     assert len(model.seen) == 3
 
 
-def test_loaders_are_made_ready_in_another_way() -> None:
-    seen: list[tuple[str, bool]] = []
-    trainer = plain(max_epochs=1)
+@pytest.mark.parametrize("asked", [True, False])
+def test_samplers_are_left_as_they_are(asked: bool) -> None:
+    """Also those of a Trainer that was made to replace them; it does so again when it is over.
 
-    def prepare(loader: object, shuffle: bool, stage: str, lightnings: Any) -> object:
-        seen.append((stage, lightnings() is loader))
-        return loader
-
-    undo = compat.prepare_loaders_with(trainer, prepare)
-    trainer.fit(Line(), datamodule=Data())
-    assert seen == [("train", True), ("validate", True)]
-    assert len(compat.train_loaders(trainer)) == 1
-    undo()
+    If it breaks: ask a script for `use_distributed_sampler=False`, and give our own Trainer that.
+    """
+    trainer = plain(strategy="ddp", use_distributed_sampler=asked)
+    wanted, undo = compat.take_sharding(trainer)
+    assert wanted is asked
+    assert compat.take_sharding(plain())[0] is False
     private: Any = trainer
-    assert "_prepare_dataloader" not in vars(private._data_connector)
+    data = Data().train_dataloader()
+    assert private._data_connector._prepare_dataloader(data, True, RunningStage.TRAINING) is data
+    undo()
+    prepared = private._data_connector._prepare_dataloader(data, True, RunningStage.TRAINING)
+    assert isinstance(prepared.sampler, DistributedSampler) is asked
 
 
-def test_one_process_wants_no_sharding() -> None:
-    assert not compat.wants_sharding(plain(), Data().train_dataloader())
-    assert compat.wants_sharding(plain(strategy="ddp"), Data().train_dataloader())
-    assert not compat.wants_sharding(plain(strategy="ddp", use_distributed_sampler=False), Data().train_dataloader())
+@pytest.mark.parametrize("sampler", [RandomSampler(range(8)), SubsetRandomSampler(range(8))])
+def test_a_loader_is_sharded_as_lightning_does_it(sampler: Any) -> None:
+    """If Lightning has changed, do in `compat.sharded` what its `_get_distributed_sampler` does now."""
+    data: DataLoader[Any] = DataLoader(range(8), batch_size=2, sampler=sampler)  # type: ignore[arg-type]
+    trainer: Any = plain(strategy="ddp")
+    theirs = trainer._data_connector._prepare_dataloader(data, True, RunningStage.TRAINING)
+    ours = compat.sharded(data, True, 0, {"num_replicas": 2, "rank": 1})
+    assert type(ours.sampler) is type(theirs.sampler)
+    assert (ours.batch_size, len(ours.sampler), len(theirs.sampler)) == (2, 4, 8)  # type: ignore[arg-type]
 
 
 def test_what_was_logged_can_be_saved_and_put_back(tmp_path: Path) -> None:
-    """Running means of each kind, a metric, the last values: bit for bit, in another process's objects."""
+    """Running means of each kind, a metric, the last values: bit for bit, in another process's objects.
+
+    If it breaks: read `_ResultCollection.log` and `should_reset_tensors`: what is put back must survive the next log.
+    """
 
     class Logs(Line):
         def __init__(self) -> None:
@@ -391,26 +434,29 @@ def test_what_was_logged_can_be_saved_and_put_back(tmp_path: Path) -> None:
         state: dict[str, Any]
 
         def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-            compat.restore_logged(trainer, saves.state)
+            compat.restore_logged(trainer, saves.state, batches=3)
             self.state = compat.logged_state(trainer)
+            private: Any = trainer
+            assert private._logger_connector._first_loop_iter is False  # or Lightning would forget it at the next log
 
     saves, restores = Saves(), Restores()
     plain(max_steps=3, callbacks=[saves]).fit(Logs(), datamodule=Data())
     plain(max_steps=1, callbacks=[restores]).fit(Logs(), datamodule=Data())
     assert restores.state == saves.state
     assert set(saves.state["results"]) > {"training_step.mean", "training_step.metric"}
-    assert saves.state["hook"] == "training_step"
-    assert saves.state["first_batch"] is False
 
 
 @pytest.mark.parametrize("reload", [0, 1])
 def test_batches_of_validations_are_counted_on(reload: int) -> None:
-    """The numbers under which a validation's batches are logged, where its loaders are first asked for after it."""
+    """The numbers under which a validation's batches are logged, where its loaders are first asked for after it.
+
+    If it breaks: find what step `update_eval_step_metrics` is called with.
+    """
 
     class Restores(L.Callback):
         def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
             if trainer.current_epoch == 0:
-                compat.restore_logged(trainer, {**compat.logged_state(trainer), "validated": {0: 40}})
+                compat.restore_logged(trainer, {**compat.logged_state(trainer), "validated": {0: 40}}, batches=0)
                 assert compat.logged_state(trainer)["validated"] == {0: 40}  # also before that validation
 
     trainer = plain(max_epochs=2, callbacks=[Restores()], reload_dataloaders_every_n_epochs=reload)
@@ -451,7 +497,8 @@ class Changes(L.Callback):
         self.loaders: list[Any] = []
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        self.undo = compat.before_loader_results(trainer, lambda number: self.change(trainer, number))
+        self.calls: list[int] = []
+        self.undo = compat.before_epoch_results(trainer, lambda number: self.change(trainer, number))
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         self.undo()
@@ -460,11 +507,14 @@ class Changes(L.Callback):
         self.loaders = compat.evaluation_loaders(trainer)
 
     def change(self, trainer: L.Trainer, number: int) -> None:
+        self.calls.append(number)
+        if len(self.calls) == 3:
+            return
         logged = compat.logged_for_epoch(trainer, self.done)
         self.seen.append((number, {key: (x.hook, x.reduction, x.value, x.weight) for key, x in logged.items()}))
         mean: compat.Logged = logged[f"validation_step.mean.{number}"]
         absent = dataclasses.replace(
-            mean, result={**mean.result, "meta": {**mean.result["meta"], "name": "absent", "prog_bar": True}}
+            mean, result={**mean.result, "arguments": {**mean.result["arguments"], "name": "absent", "prog_bar": True}}
         )
         self.done["mean"] = compat.set_logged(trainer, f"validation_step.mean.{number}", mean, 42.5)
         compat.set_logged(trainer, f"validation_step.absent.{number}", absent, 7.5)
@@ -475,7 +525,10 @@ class Changes(L.Callback):
 
 
 def test_what_was_logged_for_a_loader_can_be_replaced() -> None:
-    """Before Lightning computes it: in what `validate` returns, the callback metrics, the progress bar."""
+    """Before Lightning computes it: in what `validate` returns, the callback metrics, the progress bar.
+
+    If it breaks: find what computes the results of a loader, and what its cache is called.
+    """
     changes, loaders = Changes(), [loader(16), loader(32)]
     trainer = plain(callbacks=[changes])
     given = trainer.validate(Evaluated(), loaders, verbose=False)
@@ -487,7 +540,7 @@ def test_what_was_logged_for_a_loader_can_be_replaced() -> None:
             "validation_step.sum.0": ("validation_step", "sum", 3.0, 1.0),
         },
     )
-    assert [number for number, _ in changes.seen] == [0, 1]
+    assert changes.calls == [0, 1, 1]
     for number, metrics in enumerate(given):
         assert metrics[f"mean_epoch/dataloader_idx_{number}"] == 42.5
         assert metrics[f"absent_epoch/dataloader_idx_{number}"] == 7.5
@@ -495,15 +548,17 @@ def test_what_was_logged_for_a_loader_can_be_replaced() -> None:
         assert trainer.progress_bar_metrics[f"absent_epoch/dataloader_idx_{number}"] == 7.5
     assert given[1]["sum/dataloader_idx_1"] == 3.0
     trainer.validate(Evaluated(), loaders, verbose=False)  # attached anew, and once
-    assert [number for number, _ in changes.seen] == [0, 1, 0, 1]
+    assert changes.calls == [0, 1, 1]
     changes.undo()
     private: Any = trainer
-    assert "_store_dataloader_outputs" not in vars(private.validate_loop)
+    assert "epoch_end_reached" not in vars(private._logger_connector)
 
 
 @pytest.mark.filterwarnings("ignore:.*`dataloader_iter`")
 @pytest.mark.parametrize("kind", ["several at once", "dataloader_iter"])
 def test_loaders_whose_batches_have_no_number(kind: str) -> None:
+    """If it breaks: find how a CombinedLoader says that it goes through loaders in turn."""
+
     class Draws(Line):
         def validation_step(self, dataloader_iter: Any) -> None:  # type: ignore[override]
             next(dataloader_iter)
@@ -545,10 +600,13 @@ class Holds(L.Callback):
 
 
 def test_what_is_logged_while_it_is_held_does_not_count() -> None:
-    """Neither in Lightning's own accumulation nor in torchmetrics; lists keep their length, with empty parts."""
+    """Neither in Lightning's own accumulation nor in torchmetrics; lists keep their length, with empty parts.
+
+    If it breaks: wrap whatever adds a logged value to the results now.
+    """
     holds, model = Holds(), Evaluated()
     trainer = plain(callbacks=[holds])
-    undo = compat.before_loader_results(trainer, lambda number: holds.release())
+    undo = compat.before_epoch_results(trainer, lambda number: holds.release())
     trainer.validate(model, loader(8), verbose=False)
     undo()
     metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
@@ -559,7 +617,10 @@ def test_what_is_logged_while_it_is_held_does_not_count() -> None:
 
 
 def test_iterators_are_made_behind_the_hooks_of_the_epoch(saved: Path) -> None:
-    """Also where the fit was restored from between two epochs."""
+    """Also where the fit was restored from between two epochs.
+
+    If it breaks: read `_TrainingEpochLoop.on_run_start`: it decides whether an iterator is made anew.
+    """
     came: list[str] = []
 
     class Watched(DataLoader[Any]):

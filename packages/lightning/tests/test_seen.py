@@ -27,7 +27,7 @@ from fairlead_lightning.resume.seen import script_reasons, state_reasons
 )
 def test_a_scripts_settings(options: dict[str, Any], expected: str) -> None:
     """What no two runs do alike is not called exact (issue 3)."""
-    assert verdict(script_reasons(plain(**options), seeded=True, in_order=True)) == expected
+    assert verdict(list(script_reasons(plain(**options), seeded=True, in_order=True))) == expected
 
 
 def test_a_script_without_a_seed() -> None:

@@ -170,7 +170,7 @@ def build(config: FSDPStrategyConfig, context: BuildContext) -> Any:
     It is not subclassed: Lightning recognises exactly its own class when it refuses FSDP on a CPU.
 
     Raises:
-        ConfigError: A class that a policy names does not exist.
+        UserCodeError: A class that a policy names does not exist.
     """
     from lightning.fabric.strategies import FSDPStrategy as FabricFSDPStrategy
     from lightning.pytorch.strategies import FSDPStrategy

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Iterable, Iterator
 from datetime import timedelta
 from typing import Annotated, Any
@@ -10,14 +9,14 @@ from typing import Annotated, Any
 from pydantic import BeforeValidator, Field
 
 from fairlead import Capability, StrategyConfigBase
-from fairlead.errors import ConfigError, did_you_mean
+from fairlead.errors import ConfigError
+from fairlead.user_code import CodeRoot, import_callable
 
 __all__ = [
     "LIGHTNING",
     "ClassPath",
     "ClassPaths",
     "ProcessGroupConfig",
-    "load_class",
     "load_classes",
     "refuse_mps_and_xla",
 ]
@@ -56,42 +55,30 @@ class ProcessGroupConfig(StrategyConfigBase):
     seconds. The default is torch's for gloo."""
 
 
-def load_class(path: str, where: str) -> type[Any]:
-    """The class that `module:Class` names.
+def load_classes(paths: Iterable[str], where: str) -> set[type[Any]]:
+    """The classes that `module:Class` name.
 
     Args:
-        path: The class as text.
+        paths: The classes as text.
         where: The config path to name in an error.
 
     Raises:
-        ConfigError: There is no such module or no such class in it.
+        UserCodeError: There is no such module or no such class in it.
+        ConfigError: It is no class.
 
     Example:
-        >>> load_class("collections:OrderedDict", "trainer.strategy.auto_wrap_policy").__name__
-        'OrderedDict'
+        >>> load_classes(["collections:OrderedDict"], "trainer.strategy.auto_wrap_policy")
+        {<class 'collections.OrderedDict'>}
     """
-    module_name, _, qualname = path.partition(":")
-    try:
-        found: Any = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        raise ConfigError(
-            f"no module {error.name!r}", where=where, why=f"it is needed for {path!r}", fix="write `module:Class`"
-        ) from error
-    for part in qualname.split("."):
-        inside = found
-        found = getattr(inside, part, None)
-        if found is None:
-            near = did_you_mean(part, dir(inside))
-            fix = f"did you mean {near!r}?" if near else "write `module:Class`"
-            raise ConfigError(f"{module_name} has no {qualname!r}", where=where, fix=fix)
-    if not isinstance(found, type):
-        raise ConfigError(f"{path} is a {type(found).__name__}, not a class", where=where, fix="write `module:Class`")
+    found: set[type[Any]] = set()
+    for path in paths:
+        named = import_callable(path, CodeRoot(()), where=where)  # the job's own folders are on `sys.path` by now
+        if not isinstance(named, type):
+            raise ConfigError(
+                f"{path} is a {type(named).__name__}, not a class", where=where, fix="write `module:Class`"
+            )
+        found.add(named)
     return found
-
-
-def load_classes(paths: Iterable[str], where: str) -> set[type[Any]]:
-    """The classes of several paths; raises as `load_class` does."""
-    return {load_class(path, where) for path in paths}
 
 
 def refuse_mps_and_xla(tag: str) -> Iterator[Capability]:

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
-from fairlead import AcceleratorConfigBase, AcceleratorPlugin, hookimpl
+from fairlead import AcceleratorConfigBase, hookimpl
 from fairlead.findings import Inexact
-from fairlead.interfaces import BuildContext, Devices
+from fairlead.interfaces import Devices
 from fairlead.resolution import Resolution
-from fairlead_lightning.fields import LIGHTNING
+from fairlead_lightning.accelerators import LightningAccelerator
 
-if TYPE_CHECKING:
-    from lightning.fabric.accelerators import Accelerator
-
-__all__ = ["CPU", "CPUAcceleratorConfig", "build", "cpu"]
+__all__ = ["CPU", "CPUAcceleratorConfig", "cpu"]
 
 
 class CPUAcceleratorConfig(AcceleratorConfigBase):
@@ -29,13 +26,10 @@ class CPUAcceleratorConfig(AcceleratorConfigBase):
     name: Literal["cpu"] = "cpu"
 
 
-class CPU(AcceleratorPlugin):
+class CPU(LightningAccelerator):
     """The processor: on every machine, and the last choice of `accelerator: auto`."""
 
     config = CPUAcceleratorConfig
-    runtime = "fairlead_lightning.accelerators.cpu:build"
-    engines = LIGHTNING
-    extra = "lightning"
     priority = 0
 
     @hookimpl
@@ -51,11 +45,3 @@ class CPU(AcceleratorPlugin):
 
 
 cpu = CPU()
-
-
-def build(config: CPUAcceleratorConfig, context: BuildContext) -> Accelerator:
-    """Lightning's accelerator, of the engine's class family."""
-    from lightning.fabric.accelerators import CPUAccelerator as FabricCPU
-    from lightning.pytorch.accelerators import CPUAccelerator
-
-    return CPUAccelerator() if context.engine == "trainer" else FabricCPU()

@@ -5,18 +5,15 @@ from __future__ import annotations
 import platform
 import sys
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
-from fairlead import AcceleratorConfigBase, AcceleratorPlugin, hookimpl
+from fairlead import AcceleratorConfigBase, hookimpl
 from fairlead.findings import Inexact
-from fairlead.interfaces import BuildContext, Devices
+from fairlead.interfaces import Devices
 from fairlead.resolution import Resolution
-from fairlead_lightning.fields import LIGHTNING
+from fairlead_lightning.accelerators import LightningAccelerator
 
-if TYPE_CHECKING:
-    from lightning.fabric.accelerators import Accelerator
-
-__all__ = ["MPS", "MPSAcceleratorConfig", "build", "find_devices", "mps"]
+__all__ = ["MPS", "MPSAcceleratorConfig", "find_devices", "mps"]
 
 
 class MPSAcceleratorConfig(AcceleratorConfigBase):
@@ -30,13 +27,10 @@ class MPSAcceleratorConfig(AcceleratorConfigBase):
     name: Literal["mps"] = "mps"
 
 
-class MPS(AcceleratorPlugin):
+class MPS(LightningAccelerator):
     """The GPU of an Apple computer."""
 
     config = MPSAcceleratorConfig
-    runtime = "fairlead_lightning.accelerators.mps:build"
-    engines = LIGHTNING
-    extra = "lightning"
     priority = 80
 
     @hookimpl
@@ -56,14 +50,6 @@ class MPS(AcceleratorPlugin):
 
 
 mps = MPS()
-
-
-def build(config: MPSAcceleratorConfig, context: BuildContext) -> Accelerator:
-    """Lightning's accelerator, of the engine's class family."""
-    from lightning.fabric.accelerators import MPSAccelerator as FabricMPS
-    from lightning.pytorch.accelerators import MPSAccelerator
-
-    return MPSAccelerator() if context.engine == "trainer" else FabricMPS()
 
 
 def find_devices(system: str, machine: str) -> Devices:

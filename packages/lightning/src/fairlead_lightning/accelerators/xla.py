@@ -6,18 +6,16 @@ import importlib.util
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
-from fairlead import AcceleratorConfigBase, AcceleratorPlugin, hookimpl
+from fairlead import AcceleratorConfigBase, hookimpl
 from fairlead.findings import Inexact
-from fairlead.interfaces import BuildContext, Devices
+from fairlead.interfaces import Devices
 from fairlead.resolution import Resolution
+from fairlead_lightning.accelerators import LightningAccelerator
 from fairlead_lightning.fields import LIGHTNING
 
-if TYPE_CHECKING:
-    from lightning.fabric.accelerators import Accelerator
-
-__all__ = ["XLA", "XLAAcceleratorConfig", "build", "find_devices", "tpu", "xla"]
+__all__ = ["XLA", "XLAAcceleratorConfig", "find_devices", "tpu", "xla"]
 
 GOOGLE = "0x1ae0"
 """Google's vendor number on the PCI bus (pci-ids.ucw.cz)."""
@@ -34,11 +32,10 @@ class XLAAcceleratorConfig(AcceleratorConfigBase):
     name: Literal["xla"] = "xla"
 
 
-class XLA(AcceleratorPlugin):
+class XLA(LightningAccelerator):
     """TPUs, and what else PJRT drives."""
 
     config = XLAAcceleratorConfig
-    runtime = "fairlead_lightning.accelerators.xla:build"
     engines = (*LIGHTNING, "torch-xla>=2.9")
     extra = "xla"
     priority = 90
@@ -63,14 +60,6 @@ class XLA(AcceleratorPlugin):
 
 xla = XLA()
 tpu = XLA(name="xla")
-
-
-def build(config: XLAAcceleratorConfig, context: BuildContext) -> Accelerator:
-    """Lightning's accelerator, of the engine's class family."""
-    from lightning.fabric.accelerators import XLAAccelerator as FabricXLA
-    from lightning.pytorch.accelerators import XLAAccelerator
-
-    return XLAAccelerator() if context.engine == "trainer" else FabricXLA()
 
 
 def find_devices(environ: Mapping[str, str], root: Path, *, installed: bool) -> Devices:

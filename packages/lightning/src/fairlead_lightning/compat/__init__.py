@@ -13,10 +13,10 @@ from fairlead_lightning.compat.checkpoint import (
     resume_from,
     set_root_dir,
 )
-from fairlead_lightning.compat.loaders import evaluation_loaders, prepare_loaders_with, train_loaders, wants_sharding
+from fairlead_lightning.compat.loaders import evaluation_loaders, sharded, take_sharding
 from fairlead_lightning.compat.logged import (
     Logged,
-    before_loader_results,
+    before_epoch_results,
     hold_logged,
     hold_metrics,
     logged_for_epoch,
@@ -38,7 +38,7 @@ __all__ = [
     "Boundaries",
     "Logged",
     "as_if_never_restored",
-    "before_loader_results",
+    "before_epoch_results",
     "begin_next_epoch",
     "between_epochs",
     "dump_checkpoint",
@@ -51,16 +51,15 @@ __all__ = [
     "logged_for_epoch",
     "logged_state",
     "only_its_own_batch_hooks",
-    "prepare_loaders_with",
     "restore_logged",
     "resume_from",
     "set_batches_done",
     "set_logged",
     "set_root_dir",
+    "sharded",
     "signal_children",
-    "train_loaders",
+    "take_sharding",
     "training_place",
-    "wants_sharding",
     "watch_boundaries",
     "without_signal_handlers",
 ]

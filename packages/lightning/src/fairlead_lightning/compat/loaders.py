@@ -2,50 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import lightning.pytorch as L
-from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher
-from torch.utils.data import DataLoader
+from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
+from lightning.pytorch.utilities.data import _update_dataloader
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, SequentialSampler
 
-__all__ = ["evaluation_loaders", "prepare_loaders_with", "train_loaders", "wants_sharding"]
+__all__ = ["evaluation_loaders", "sharded", "take_sharding"]
 
 
-def prepare_loaders_with(
-    trainer: L.Trainer, prepare: Callable[[object, bool, str, Callable[[], object]], object]
-) -> Callable[[], None]:
-    """Has `prepare(loader, shuffle, stage, lightnings)` make each loader ready; `lightnings()` is Lightning's way.
-
-    `stage` is `train`, `validate`, `sanity_check`, `test` or `predict`.
+def take_sharding(trainer: L.Trainer) -> tuple[bool, Callable[[], None]]:
+    """Has Lightning leave samplers as they are: `use_distributed_sampler=False`, after the Trainer was made.
 
     Returns:
-        Ends it.
+        Whether Lightning would have given each rank its own part of a loader, and what ends it.
     """
-    connector: Any = trainer._data_connector
-    original = connector._prepare_dataloader
-
-    def prepare_dataloader(dataloader: object, shuffle: bool, mode: Any) -> object:
-        return prepare(dataloader, shuffle, mode.value, lambda: original(dataloader, shuffle=shuffle, mode=mode))
-
-    connector._prepare_dataloader = prepare_dataloader
-
-    def undo() -> None:
-        vars(connector).pop("_prepare_dataloader", None)
-
-    return undo
+    connector: Any = trainer._accelerator_connector
+    before, connector.use_distributed_sampler = connector.use_distributed_sampler, False
+    return before and connector.is_distributed, lambda: setattr(connector, "use_distributed_sampler", before)
 
 
-def wants_sharding(trainer: L.Trainer, loader: DataLoader[Any]) -> bool:
-    """Whether each rank is to get its own part of a loader that does not see to it itself."""
-    private: Any = trainer._data_connector
-    return bool(private._requires_distributed_sampler(loader))
-
-
-def train_loaders(trainer: L.Trainer) -> list[Any]:
-    """The loaders that the fit draws from, as they were made ready; empty before that."""
-    loop: Any = trainer.fit_loop
-    return list(loop._combined_loader.flattened) if loop._combined_loader is not None else []
+def sharded(loader: DataLoader[Any], shuffle: bool, seed: int, shards: Mapping[str, int]) -> DataLoader[Any]:
+    """The loader made anew for one rank's part of what it draws, as Lightning does it."""
+    known = isinstance(loader.sampler, (RandomSampler, SequentialSampler))
+    arguments: dict[str, Any] = {"shuffle": shuffle, "seed": seed, **shards}
+    part: Any = (
+        DistributedSampler(loader.dataset, **arguments)
+        if known
+        else DistributedSamplerWrapper(loader.sampler, **arguments)
+    )
+    return _update_dataloader(loader, part)
 
 
 def evaluation_loaders(trainer: L.Trainer) -> list[Any]:
@@ -53,7 +43,10 @@ def evaluation_loaders(trainer: L.Trainer) -> list[Any]:
 
     Also where they draw batches by themselves (`dataloader_iter`): the number of a batch is not known before.
     """
-    loop: Any = trainer._active_loop
-    if loop._combined_loader._mode != "sequential" or isinstance(loop._data_fetcher, _DataLoaderIterDataFetcher):
+    loops = {"fit": trainer.fit_loop.epoch_loop.val_loop, "validate": trainer.validate_loop, "test": trainer.test_loop}
+    module, testing = trainer.lightning_module, trainer.testing
+    step = module.test_step if testing else module.validation_step
+    in_turn = loops[str(trainer.state.fn.value)]._is_sequential  # type: ignore[union-attr]
+    if not in_turn or is_param_in_hook_signature(step, "dataloader_iter", explicit=True):
         return []
-    return list(loop._combined_loader.flattened)
+    return list(CombinedLoader(trainer.test_dataloaders if testing else trainer.val_dataloaders).flattened)

@@ -11,12 +11,11 @@ from typing import Any
 import lightning.pytorch as L
 import torch
 import torch.distributed as dist
-from lightning.pytorch.trainer.connectors.logger_connector.result import _Metadata, _ResultMetric, _Sync
 from torchmetrics import Metric
 
 __all__ = [
     "Logged",
-    "before_loader_results",
+    "before_epoch_results",
     "hold_logged",
     "hold_metrics",
     "logged_for_epoch",
@@ -25,45 +24,41 @@ __all__ = [
     "set_logged",
 ]
 
+_LAST = ("callback_metrics", "logged_metrics", "progress_bar_metrics")
+
 
 def logged_state(trainer: L.Trainer) -> dict[str, Any]:
     """The running means of the epoch and the last metrics, as plain data and tensors."""
-    connector: Any = trainer._logger_connector
-    results: Any = trainer.fit_loop.epoch_loop._results
+    epoch: Any = trainer.fit_loop.epoch_loop
     return {
-        "first_batch": connector._first_loop_iter,
-        "hook": connector._current_fx,
-        "callback_metrics": dict(connector._callback_metrics),
-        "logged_metrics": dict(connector._logged_metrics),
-        "progress_bar_metrics": dict(connector._progress_bar_metrics),
+        **{name: dict(getattr(trainer, name)) for name in _LAST},
         # A process group cannot be written down; what is reduced over one begins anew.
-        "results": {key: _result_state(one) for key, one in results.items() if one.meta.sync.group is None},
+        "results": {key: _result_state(one) for key, one in epoch._results.items() if one.meta.sync.group is None},
         # The steps under which a validation logs its batches.
-        "validated": dict(_validation(trainer)._seen_batches_per_dataloader),
+        "validated": dict(epoch.val_loop._seen_batches_per_dataloader),
     }
 
 
-def restore_logged(trainer: L.Trainer, state: Mapping[str, Any]) -> None:
-    """Puts back what `logged_state` gave."""
-    connector: Any = trainer._logger_connector
-    connector._first_loop_iter, connector._current_fx = state["first_batch"], state["hook"]
-    for name in ("callback_metrics", "logged_metrics", "progress_bar_metrics"):
-        setattr(connector, f"_{name}", _on_device(trainer, dict(state[name])))
+def restore_logged(trainer: L.Trainer, state: Mapping[str, Any], batches: int) -> None:
+    """Puts back what `logged_state` gave, where so many batches of an epoch are done."""
     results: Any = trainer.fit_loop.epoch_loop._results
+    for name in _LAST:
+        last = getattr(trainer, name)
+        last.clear()
+        last.update(_on_device(trainer, state[name]))
     for key, one in state["results"].items():
-        results[key] = _result(trainer, _on_device(trainer, one))
+        _put_back(trainer, results, key, _on_device(trainer, one))
+    connector: Any = trainer._logger_connector
+    for _ in range(min(batches, 2)):  # an epoch's first batch is where Lightning forgets what was logged before
+        connector.on_batch_start(None)
     _count_validated_on(trainer, state["validated"])
-
-
-def _validation(trainer: L.Trainer) -> Any:
-    return trainer.fit_loop.epoch_loop.val_loop
 
 
 def _count_validated_on(trainer: L.Trainer, counts: Mapping[int, int]) -> None:
     """The loop forgets its counts when it asks for its loaders; after a restart that is in the first validation."""
-    loop = _validation(trainer)
+    loop: Any = trainer.fit_loop.epoch_loop.val_loop
     loop._seen_batches_per_dataloader.update(counts)
-    if loop._combined_loader is not None:
+    if trainer.val_dataloaders is not None:
         return
 
     def setup_data() -> None:
@@ -77,33 +72,47 @@ def _count_validated_on(trainer: L.Trainer, counts: Mapping[int, int]) -> None:
     loop.setup_data = setup_data
 
 
-_META = ("fx", "name", "prog_bar", "logger", "on_step", "on_epoch", "enable_graph", "add_dataloader_idx")
+_ARGUMENTS = (
+    "name", "prog_bar", "logger", "on_step", "on_epoch", "enable_graph", "add_dataloader_idx", "metric_attribute"
+)  # fmt: skip
 
-_META_TOO = ("dataloader_idx", "metric_attribute")
+_ACCUMULATED = ("value", "cumulated_batch_size")
 
-_VALUES = ("value", "cumulated_batch_size", "_forward_cache", "_computed", "_update_count", "has_reset")
+_KEPT = ("_forward_cache", "_computed", "has_reset")
 
 
 def _result_state(result: Any) -> dict[str, Any]:
     meta, sync = result.meta, result.meta.sync
     # The state of a logged Metric is that of the module's attribute.
-    names = [name for name in (_VALUES if result.is_tensor else _VALUES[2:]) if name in vars(result)]
+    names = [name for name in (*_ACCUMULATED * result.is_tensor, *_KEPT) if name in vars(result)]
     return {
-        "meta": {name: getattr(meta, name) for name in (*_META, *_META_TOO)},
+        "hook": meta.fx.partition(".")[0],
+        "loader": meta.dataloader_idx,
+        "arguments": {name: getattr(meta, name) for name in _ARGUMENTS},
         "reduce_fx": (meta.reduce_fx.__module__ == "builtins", meta.reduce_fx.__name__),
-        "sync": {"_should": sync.should, "_op": sync.op, "rank_zero_only": sync.rank_zero_only},
-        "is_tensor": result.is_tensor,
+        "sync_dist": sync.should,
+        "rank_zero_only": sync.rank_zero_only,
         "values": {name: vars(result)[name] for name in names},
     }
 
 
-def _result(trainer: L.Trainer, state: Mapping[str, Any]) -> _ResultMetric:
-    builtin, name = state["reduce_fx"]
-    meta = _Metadata(**state["meta"], reduce_fx=getattr(builtins if builtin else torch, name))
-    meta.sync = _Sync(fn=trainer.strategy.reduce, **state["sync"])
-    result = _ResultMetric(meta, state["is_tensor"])
-    if not result.is_tensor:
-        vars(result)["value"] = attrgetter(state["meta"]["metric_attribute"])(trainer.lightning_module)
+def _put_back(trainer: L.Trainer, results: Any, key: str, state: Mapping[str, Any]) -> Any:
+    """Has Lightning make a result by logging something under its name, and gives it the values of the state."""
+    builtin, reduction = state["reduce_fx"]
+    attribute = state["arguments"]["metric_attribute"]
+    at, results.dataloader_idx = results.dataloader_idx, state["loader"]
+    results.log(
+        state["hook"],
+        value=attrgetter(attribute)(trainer.lightning_module) if attribute else torch.zeros(()),
+        reduce_fx=getattr(builtins if builtin else torch, reduction),
+        sync_dist_fn=trainer.strategy.reduce,
+        rank_zero_only=state["rank_zero_only"],
+        batch_size=1,
+        **state["arguments"],
+    )
+    results.dataloader_idx = at
+    result = results[key].to(trainer.strategy.root_device)
+    result.meta.sync.should = state["sync_dist"]  # not before: logging would have been a collective
     vars(result).update(state["values"])
     return result
 
@@ -164,7 +173,7 @@ def set_logged(trainer: L.Trainer, key: str, logged: Logged, value: float) -> to
     """Makes `value` what was logged under the key in this epoch, also where this rank has logged nothing there."""
     results: Any = trainer._results
     if key not in results:
-        results[key] = _result(trainer, logged.result).to(trainer.strategy.root_device)
+        _put_back(trainer, results, key, logged.result).reset()
     one = results[key]
     one._computed = torch.tensor(value, dtype=logged.dtype, device=one.value.device)
     one.has_reset = False
@@ -184,7 +193,7 @@ def hold_logged(trainer: L.Trainer) -> Callable[[], None]:
 
     def update_metrics(key: str, value: Any, batch_size: int) -> None:
         values = vars(results[key])
-        held = {name: values[name] for name in ("value", "cumulated_batch_size") if name in values}
+        held = {name: values[name] for name in _ACCUMULATED if name in values}
         update(key, value, batch_size)
         if results[key].is_tensor:
             values.update(held)
@@ -201,16 +210,15 @@ def hold_metrics(module: torch.nn.Module) -> Callable[[], None]:
         by element or as they are shaped, and all ranks must have as many.  A single number in a list cannot be empty.
     """
     held = [
-        (one, {name: _copied(state) for name, state in one.metric_state.items()}, one._update_count)
+        (one, {**vars(one), **{name: _copied(state) for name, state in one.metric_state.items()}})
         for one in module.modules()
         if isinstance(one, Metric)
     ]
 
     def put_back() -> None:
-        for one, states, count in held:
-            for name, before in states.items():
-                setattr(one, name, _with_empty(before, getattr(one, name)))
-            one._update_count, one._computed = count, None
+        for one, before in held:
+            now = one.metric_state
+            vars(one).update({**before, **{name: _with_empty(before[name], now[name]) for name in now}})
 
     return put_back
 
@@ -228,26 +236,22 @@ def _with_empty(before: Any, now: Any) -> Any:
     ]
 
 
-def before_loader_results(trainer: L.Trainer, call: Callable[[int], None]) -> Callable[[], None]:
+def before_epoch_results(trainer: L.Trainer, call: Callable[[int], None]) -> Callable[[], None]:
     """Calls `call(number of the loader)` where an evaluation is through with a loader and computes what was logged.
+
+    It calls it again with the last number when the evaluation ends.
 
     Returns:
         Ends it.
     """
-    loops: list[Any] = [trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop]
+    connector: Any = trainer._logger_connector
+    end = connector.epoch_end_reached
 
-    def preceded(loop: Any) -> Callable[[], None]:
-        def store_dataloader_outputs() -> None:
-            call(loop._results.dataloader_idx or 0)
-            type(loop)._store_dataloader_outputs(loop)
+    def epoch_end_reached() -> None:
+        results = trainer._results
+        if results is not None and trainer.evaluating:
+            call(results.dataloader_idx or 0)
+        end()
 
-        return store_dataloader_outputs
-
-    for loop in loops:
-        loop._store_dataloader_outputs = preceded(loop)
-
-    def undo() -> None:
-        for loop in loops:
-            vars(loop).pop("_store_dataloader_outputs", None)
-
-    return undo
+    connector.epoch_end_reached = epoch_end_reached
+    return lambda: vars(connector).pop("epoch_end_reached", None)

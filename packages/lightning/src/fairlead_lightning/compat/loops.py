@@ -23,8 +23,8 @@ def begin_next_epoch(trainer: L.Trainer) -> None:
     With `max_steps` Lightning takes the epoch that is over for one to be finished: it runs an empty
     epoch, counts it, and steps the schedules once more.
     """
-    counters = vars(trainer.fit_loop.epoch_progress.current)  # ready, started, processed, completed
-    if len(set(counters.values())) == 1:
+    epochs: Any = trainer.fit_loop.epoch_progress.current
+    if len({epochs.ready, epochs.started, epochs.processed, epochs.completed}) == 1:
         as_if_never_restored(trainer)
 
 

@@ -247,42 +247,18 @@ class Progress(ProgressBar):
         """Predicting begins."""
         self._begin_evaluation()
 
-    def on_validation_batch_end(
-        self,
-        trainer: L.Trainer,
-        pl_module: L.LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-        dataloader_idx: int = 0,
-    ) -> None:
+    def on_validation_batch_end(self, trainer: L.Trainer, *args: Any, **kwargs: Any) -> None:
         """Counts; shows something when it is time."""
         if trainer.sanity_checking:
             self._evaluate("sanity check", trainer.num_sanity_val_batches)
         else:
             self._evaluate("validation", trainer.num_val_batches)
 
-    def on_test_batch_end(
-        self,
-        trainer: L.Trainer,
-        pl_module: L.LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-        dataloader_idx: int = 0,
-    ) -> None:
+    def on_test_batch_end(self, trainer: L.Trainer, *args: Any, **kwargs: Any) -> None:
         """Counts; shows something when it is time."""
         self._evaluate("test", trainer.num_test_batches)
 
-    def on_predict_batch_end(
-        self,
-        trainer: L.Trainer,
-        pl_module: L.LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-        dataloader_idx: int = 0,
-    ) -> None:
+    def on_predict_batch_end(self, trainer: L.Trainer, *args: Any, **kwargs: Any) -> None:
         """Counts; shows something when it is time."""
         self._evaluate("prediction", trainer.num_predict_batches)
 

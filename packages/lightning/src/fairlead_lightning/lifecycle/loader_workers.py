@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from torch.utils.data import DataLoader
 
-from fairlead_lightning.resume.loaders import StatefulLoader
+from fairlead_lightning.resume.stateful_loader import StatefulLoader
 
 __all__ = ["WorkerInit", "protect_workers"]
 

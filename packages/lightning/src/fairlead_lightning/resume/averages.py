@@ -67,6 +67,7 @@ class AverageOverRanks(L.Callback):
         self._active = False
         self._done: dict[str, Tensor] = {}
         self._samples: int | None = None  # evaluated by this rank; None: not known
+        self._loader: int | None = None  # the last that this evaluation is through with
         self._undo: list[Callable[[], Any]] = []  # to the end of the fit
         self._held: list[Callable[[], Any]] = []  # to the end of the loader
 
@@ -76,7 +77,7 @@ class AverageOverRanks(L.Callback):
         several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
         self._active = several and trainer.world_size > 1 and not trainer.barebones and stage != "predict"
         if self._active:
-            self._undo.append(compat.before_loader_results(trainer, lambda number: self._average(trainer, number)))
+            self._undo.append(compat.before_epoch_results(trainer, lambda number: self._end_loader(trainer, number)))
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Detaches."""
@@ -90,7 +91,7 @@ class AverageOverRanks(L.Callback):
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Begins to count samples."""
-        self._done, self._samples = {}, 0
+        self._done, self._samples, self._loader = {}, 0, None
 
     def on_validation_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
@@ -111,19 +112,17 @@ class AverageOverRanks(L.Callback):
         """Has the values averaged that are logged in this hook."""
         self._after_hook(trainer, pl_module, "on_validation_epoch_end")
 
-    def on_test_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """As in a validation."""
-        self.on_validation_start(trainer, pl_module)
-
-    def on_test_batch_start(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
-    ) -> None:
-        """As in a validation."""
-        self.on_validation_batch_start(trainer, pl_module, batch, batch_idx, dataloader_idx)
+    on_test_start = on_validation_start
+    on_test_batch_start = on_validation_batch_start
 
     def on_test_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """As in a validation."""
         self._after_hook(trainer, pl_module, "on_test_epoch_end")
+
+    def _end_loader(self, trainer: L.Trainer, number: int) -> None:
+        if number != self._loader:
+            self._loader = number
+            self._average(trainer, number)
 
     # -- training
 

@@ -143,10 +143,18 @@ class ExactResume(L.Callback):
                 "should_stop": self._state["should_stop"],
                 "other_ranks": True,
             }
+        shards = False
+        if stage != "predict":
+            shards, undo = compat.take_sharding(trainer)
+            self._undo += [undo, self._prepare_loaders(trainer)]
         self.loaders = Loaders(
-            trainer, seed=self._common_seed(saved), place=self.place, saved=saved, same_ranks=same_ranks
+            trainer,
+            seed=self._common_seed(saved),
+            place=self.place,
+            shards=shards,
+            saved=saved,
+            same_ranks=same_ranks,
         )
-        self._undo.append(compat.prepare_loaders_with(trainer, self._prepare))
         if stage == "fit":
             self._undo.append(compat.watch_boundaries(trainer, self))
         if self._goes_on and stage == "fit":
@@ -168,7 +176,7 @@ class ExactResume(L.Callback):
             return
         settings = self._settings
         if settings is None:
-            settings = seen.script_reasons(trainer, seeded=_SEED in self._environ, in_order=self._in_order)
+            settings = list(seen.script_reasons(trainer, seeded=_SEED in self._environ, in_order=self._in_order))
         state = [*self.loaders.reasons, *seen.state_reasons(trainer)]
         try:
             seen.write_record(self._record[0], list(settings), state, trainer.world_size, self._record[1])
@@ -206,12 +214,20 @@ class ExactResume(L.Callback):
             self._goes_on = False
             self.loaders.begun()
 
-    def _prepare(self, loader: object, shuffle: bool, stage: str, lightnings: Callable[[], object]) -> object:
-        assert self.loaders is not None
-        ready = self.loaders.prepare(loader, shuffle, stage, lightnings)
-        if self._stops is not None:
-            self._stops.keep_workers(ready)
-        return ready
+    def _prepare_loaders(self, trainer: L.Trainer) -> Callable[[], None]:
+        """Has the strategy hand each loader to `Loaders` first.  Returns what ends it."""
+        attributes: dict[str, Any] = vars(trainer.strategy)
+        process = trainer.strategy.process_dataloader
+
+        def process_dataloader(loader: object) -> object:
+            assert self.loaders is not None
+            ready = self.loaders.prepare(loader, training=trainer.training)
+            if self._stops is not None:
+                self._stops.keep_workers(ready)
+            return process(ready)
+
+        attributes["process_dataloader"] = process_dataloader
+        return lambda: attributes.pop("process_dataloader", None)
 
     # -- where
 

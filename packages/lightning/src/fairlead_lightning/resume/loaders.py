@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Final, cast
 
 import lightning.pytorch as L
@@ -21,116 +21,19 @@ from torch.utils.data import (
 )
 
 from fairlead.findings import Inexact
-from fairlead_distributed import ResumableDistributedSampler, SeededSamples, derive_seed, rng_state, set_rng_state
+from fairlead_distributed import ResumableDistributedSampler, SeededSamples, derive_seed
 from fairlead_distributed.batch_order import EpochPosition, Order, RedrawnOrder, ShardedOrder, StatefulOrder
 from fairlead_distributed.evaluation_loaders import evaluation_loader
-from fairlead_distributed.isolated_generators import IsolatedGenerators
 from fairlead_distributed.objects import broadcast_object
 from fairlead_distributed.plain_data import from_plain, to_plain
 from fairlead_distributed.worker_seeds import SeededInWorkers, own_generators
 from fairlead_lightning import compat
+from fairlead_lightning.resume.stateful_loader import SizedLoader, StatefulLoader, is_stateful
 
-__all__ = ["Loaders", "StatefulLoader", "is_stateful"]
+__all__ = ["Loaders"]
 
 # They depend on nothing but their generator and the epoch.
 _REDRAWN: Final = (RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler, DistributedSampler)
-
-
-def is_stateful(thing: object) -> bool:
-    """Whether it can say and take back where it is."""
-    return callable(getattr(thing, "state_dict", None)) and callable(getattr(thing, "load_state_dict", None))
-
-
-class StatefulLoader:
-    """A loader with a state of its own (StatefulDataLoader and the like), carried for each rank.
-
-    Lightning takes one batch ahead of a loader without a length, to know which is the last; the state before that
-    batch is kept for it.
-
-    Args:
-        loader: The loader.
-        seed: The same on all ranks.
-        place: Where the training is now.
-    """
-
-    def __init__(self, loader: Any, seed: int, place: Callable[[], EpochPosition]) -> None:
-        self.loader = loader
-        self._seed = seed
-        self._place = place
-        self._finished = False
-        self._resume: Mapping[str, Any] | None = None
-        self._from = EpochPosition(-1, 0)
-        self._fetched = 0
-        self._before: dict[str, Any] | None = None
-
-    def __getattr__(self, name: str) -> Any:
-        if name in ("loader", "__len__"):
-            raise AttributeError(name)
-        return getattr(self.loader, name)
-
-    def __iter__(self) -> Iterator[Any]:
-        """The batches from where the training is."""
-        state = self._resume
-        if state is not None and state["state"] is not None:
-            self.loader.load_state_dict(state["state"])
-        self._from, self._fetched, self._before, self._finished = self._place(), 0, None, False
-        if state is not None and state["rng"] is not None:
-            set_rng_state(state["rng"])  # what the batch that was taken ahead was made with
-        with IsolatedGenerators(
-            derive_seed("carried", self._seed, self._from.epoch)
-        ):  # a state may need more than one iterator
-            iterator = iter(self.loader)
-        return self._batches(iterator)
-
-    def _batches(self, iterator: Iterator[Any]) -> Iterator[Any]:
-        length = sized_len(self)
-        while True:
-            if length is None:
-                self._before = {"state": copy.deepcopy(self.loader.state_dict()), "rng": rng_state()}
-            batch = next(iterator, _END)
-            self._finished = batch is _END
-            if self._finished:
-                return
-            self._fetched += 1
-            if length is not None and self._from.batches + self._fetched == length:
-                # Lightning asks for no more; the state would be one inside this epoch.
-                self._finished = next(iterator, _END) is _END
-            yield batch
-
-    def state_dict(self) -> dict[str, Any]:
-        """Nothing: Lightning would carry that of rank 0 for all."""
-        return {}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Nothing."""
-
-    def taken(self) -> dict[str, Any]:
-        """The state behind the last batch that was trained on."""
-        place = self._place()
-        inside = place.epoch == self._from.epoch
-        if not inside and not self._finished:
-            return {"state": None, "rng": None}  # a limit has cut the epoch: the next one does not go on in it
-        if inside and self._before is not None and self._fetched > place.batches - self._from.batches:
-            return self._before
-        return {"state": self.loader.state_dict(), "rng": None}
-
-    def load(self, state: Mapping[str, Any]) -> None:
-        """Has the iterators go on there, until `begun`."""
-        self._resume = state
-
-    def begun(self) -> None:
-        """The training has gone on: the next iterator begins an epoch."""
-        self._resume = None
-
-
-class _SizedLoader(StatefulLoader):
-    """A carried loader that has a length."""
-
-    def __len__(self) -> int:
-        return len(self.loader)
-
-
-_END: Final = object()
 
 
 class Loaders:
@@ -140,6 +43,7 @@ class Loaders:
         trainer: The trainer.
         seed: The same on all ranks.
         place: Where the training is now.
+        shards: Each rank gets its own part of a loader that does not see to that itself.
         saved: What `state` gave in the run that goes on; None: the data begin anew.
         same_ranks: Whether as many ranks go on as have saved.
     """
@@ -150,6 +54,7 @@ class Loaders:
         *,
         seed: int,
         place: Callable[[], EpochPosition],
+        shards: bool,
         saved: Mapping[str, Any] | None = None,
         same_ranks: bool = True,
     ) -> None:
@@ -159,48 +64,60 @@ class Loaders:
         self._place = place
         self._saved: list[Any] = from_plain(saved["loaders"]) if saved is not None else []
         self._same_ranks = same_ranks
-        self._ready: tuple[int, int] = (-1, 0)  # the epoch for which loaders were made ready, and how many
+        self._shards = shards
+        self._training: list[object] = []  # made ready for an epoch
+        self._epoch = -1
 
     def state(self) -> dict[str, Any]:
         """Where each training loader is, for this rank; call it where a batch is done."""
-        return {"seed": self.seed, "loaders": [self._state(one) for one in compat.train_loaders(self.trainer)]}
+        return {"seed": self.seed, "loaders": [self._state(one) for one in self._training]}
 
     def begun(self) -> None:
         """The training has gone on from where it was; what comes now is as in a run that was never interrupted."""
-        for loader in compat.train_loaders(self.trainer):
+        for loader in self._training:
             going_on = loader if isinstance(loader, StatefulLoader) else _order(loader)
             if going_on is not None:
                 going_on.begun()
 
-    def prepare(self, loader: object, shuffle: bool, stage: str, lightnings: Callable[[], object]) -> object:
-        """One loader, made ready.
-
-        Args:
-            loader: As the user made it.
-            shuffle: What Lightning would do with it; what the loader says counts.
-            stage: `train`, `validate`, `sanity_check`, `test` or `predict`.
-            lightnings: Makes it ready as Lightning would.
-        """
-        if stage == "predict":
-            return lightnings()
-        if stage != "train":
-            return self._evaluated(loader, lightnings)
+    def prepare(self, loader: object, *, training: bool) -> object:
+        """One loader as the user made it, made ready for the training or for an evaluation."""
+        if not training:
+            return self._evaluated(loader)
         epoch = self._place().epoch
-        number = self._ready[1] if self._ready[0] == epoch else 0
-        self._ready = (epoch, number + 1)
-        ready = self._trained(loader, number, lightnings)
+        if epoch != self._epoch:
+            self._training, self._epoch = [], epoch
+        ready = self._trained(loader, len(self._training))
         saved = self._saved.pop(0) if self._saved else None
         if saved is not None:
-            self._load(ready, saved, number)
+            self._load(ready, saved, len(self._training))
+        self._training.append(ready)
         return ready
+
+    def _to_be_sharded(self, loader: object) -> bool:
+        return (
+            self._shards
+            and isinstance(loader, DataLoader)
+            and not isinstance(loader.sampler, DistributedSampler)
+            and not isinstance(loader.dataset, IterableDataset)
+        )
+
+    def _sharded(self, loader: Any, shuffle: bool = True) -> Any:
+        """The loader, or this rank's part of one that is to be sharded; a user's sampler is shuffled in training."""
+        if not self._to_be_sharded(loader):
+            return loader
+        shuffle = shuffle and not vars(self.trainer)["overfit_batches"]
+        return compat.sharded(loader, shuffle, self.seed, self._parts())
+
+    def _parts(self) -> Mapping[str, int]:
+        return self.trainer.distributed_sampler_kwargs or {"num_replicas": 1, "rank": 0}
 
     # -- training
 
-    def _trained(self, loader: object, number: int, lightnings: Callable[[], object]) -> object:
+    def _trained(self, loader: object, number: int) -> object:
         if is_stateful(loader):
             self._check_carried(loader)
-            kind = _SizedLoader if sized_len(loader) is not None else StatefulLoader
-            return kind(lightnings(), derive_seed("loader", self.seed, number), self._place)
+            kind = SizedLoader if sized_len(loader) is not None else StatefulLoader
+            return kind(self._sharded(loader), derive_seed("loader", self.seed, number), self._place)
         name = type(loader).__name__
         if not isinstance(loader, DataLoader):
             self._inexact(
@@ -208,7 +125,7 @@ class Loaders:
                 "it has no state_dict: it begins anew where the run goes on",
                 "give it state_dict and load_state_dict, or use a torch.utils.data.DataLoader",
             )
-            return lightnings()
+            return self._sharded(loader)
         if isinstance(loader.dataset, IterableDataset):
             self._inexact(
                 f"the IterableDataset {type(loader.dataset).__name__}",
@@ -216,14 +133,14 @@ class Loaders:
                 "use torchdata's StatefulDataLoader with state_dict and load_state_dict in the dataset, "
                 "or a dataset with __getitem__ and __len__",
             )
-            return lightnings()
+            return self._sharded(loader)
         if loader.batch_sampler is None:
             self._inexact(
                 "a training loader with batch_size=None",
                 "its samples are not counted in batches",
                 "let the loader make batches, or give it state_dict and load_state_dict",
             )
-            return lightnings()
+            return self._sharded(loader)
         self._check_generators(loader)
         if type(loader).__iter__ is not DataLoader.__iter__:
             self._inexact(
@@ -237,14 +154,14 @@ class Loaders:
                 "the workers decide by their speed which batch comes next",
                 "leave in_order out",
             )
-        return self._ordered(loader, number, lightnings)
+        return self._ordered(loader, number)
 
-    def _ordered(self, loader: DataLoader[Any], number: int, lightnings: Callable[[], object]) -> DataLoader[Any]:
+    def _ordered(self, loader: DataLoader[Any], number: int) -> DataLoader[Any]:
         seed = derive_seed("loader", self.seed, number) if number else self.seed
         batches: Any = loader.batch_sampler
         plain = type(batches) is BatchSampler
         sampler: Any = batches.sampler if plain else loader.sampler
-        sharding = compat.wants_sharding(self.trainer, loader)
+        sharding = self._to_be_sharded(loader)
         common: dict[str, Any] = {"seed": seed, "place": self._place, "generator": torch.Generator()}
         if plain and type(sampler) is ResumableDistributedSampler:
             common["seed"] = sampler.seed
@@ -254,7 +171,7 @@ class Loaders:
             and (default := _default_sampler(sampler, loader)) is not None
             and (sharding or self.trainer.world_size == 1)
         ):
-            shards = (self.trainer.distributed_sampler_kwargs or {}) if sharding else {"num_replicas": 1, "rank": 0}
+            shards: Mapping[str, Any] = self._parts() if sharding else {"num_replicas": 1, "rank": 0}
             common["seed"] = broadcast_object(default.pop("seed", seed))  # a generator that ranks have seeded apart
             parts = ResumableDistributedSampler(
                 loader.dataset, **shards, **default, tag_epoch=isinstance(loader.dataset, SeededSamples)
@@ -264,9 +181,8 @@ class Loaders:
         stateful = next((one for one in (batches, sampler) if is_stateful(one)), None)
         known = plain and type(sampler) in _REDRAWN
         if sharding:
-            made = lightnings()  # Lightning's wrapper gives each rank its part of what the sampler draws
-            assert isinstance(made, DataLoader)
-            loader, batches = made, made.batch_sampler
+            loader = self._sharded(loader)
+            batches = loader.batch_sampler
         if stateful is not None and not sharding:
             ahead = max(1, loader.num_workers * (loader.prefetch_factor or 2))
             return _over(loader, StatefulOrder(batches, stateful, ahead=ahead, **common), seed)
@@ -331,12 +247,12 @@ class Loaders:
 
     # -- evaluation
 
-    def _evaluated(self, loader: object, lightnings: Callable[[], object]) -> object:
+    def _evaluated(self, loader: object) -> object:
         made: object = None
-        shards = self.trainer.distributed_sampler_kwargs
-        if isinstance(loader, DataLoader) and shards is not None and compat.wants_sharding(self.trainer, loader):
-            made = evaluation_loader(loader, int(shards["num_replicas"]), int(shards["rank"]))
-        made = made if made is not None else lightnings()
+        if isinstance(loader, DataLoader) and self._to_be_sharded(loader):
+            made = evaluation_loader(loader, **self._parts())
+        if made is None:
+            made = self._sharded(loader, shuffle=isinstance(getattr(loader, "sampler", None), RandomSampler))
         if not isinstance(made, DataLoader) or isinstance(made.dataset, IterableDataset) or is_stateful(made):
             return made
         own = [made.generator, getattr(made.sampler, "generator", None), *own_generators(made.batch_sampler)]

@@ -83,7 +83,8 @@ def capture(trainer: L.Trainer) -> dict[str, Any]:
 @torch.no_grad()
 def restore(trainer: L.Trainer, state: Mapping[str, Any]) -> None:
     """Puts back what `capture` gave, generators last."""
-    compat.restore_logged(trainer, state["logged"])
+    inside = state["where"] in ("batch", "done")
+    compat.restore_logged(trainer, state["logged"], compat.training_place(trainer)[1] if inside else 0)
     restore_module(trainer.lightning_module, state)
     trainer.should_stop = state["should_stop"]
     set_rng_state(state["rng"])

@@ -52,7 +52,7 @@ def state_reasons(trainer: L.Trainer) -> list[Inexact]:
     return reasons
 
 
-def script_reasons(trainer: L.Trainer, *, seeded: bool, in_order: bool) -> list[Inexact]:
+def script_reasons(trainer: L.Trainer, *, seeded: bool, in_order: bool) -> Iterator[Inexact]:
     """What a script's own Trainer has decided: nothing but the object says it.
 
     Args:
@@ -60,10 +60,6 @@ def script_reasons(trainer: L.Trainer, *, seeded: bool, in_order: bool) -> list[
         seeded: Whether the script has called `seed_everything`.
         in_order: Whether gradients are added in an order that does not depend on when the run was started.
     """
-    return list(_script(trainer, seeded, in_order))
-
-
-def _script(trainer: L.Trainer, seeded: bool, in_order: bool) -> Iterator[Inexact]:
     if not seeded:
         yield Inexact(
             "the script's random numbers",

@@ -179,7 +179,7 @@ def build(config: FSDP2StrategyConfig, context: BuildContext) -> FSDP2Strategy |
     """The strategy, with the classes of the policy imported.
 
     Raises:
-        ConfigError: A class that the policy names does not exist.
+        UserCodeError: A class that the policy names does not exist.
     """
     policy = config.auto_wrap_policy
     classes = None if policy == "auto" else load_classes(policy, "trainer.strategy.auto_wrap_policy")

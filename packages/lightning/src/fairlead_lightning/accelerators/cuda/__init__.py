@@ -5,19 +5,17 @@ from __future__ import annotations
 import importlib.metadata
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Any, Literal
 
-from fairlead import AcceleratorConfigBase, AcceleratorPlugin, hookimpl
+from fairlead import AcceleratorConfigBase, hookimpl
 from fairlead.errors import ConfigError
 from fairlead.findings import Inexact
 from fairlead.interfaces import BuildContext, Devices
 from fairlead.resolution import Resolution
+from fairlead_lightning.accelerators import LightningAccelerator
+from fairlead_lightning.accelerators import build as build_by_name
 from fairlead_lightning.accelerators.cuda.amd import amd_devices
 from fairlead_lightning.accelerators.cuda.nvidia import nvidia_devices
-from fairlead_lightning.fields import LIGHTNING
-
-if TYPE_CHECKING:
-    from lightning.fabric.accelerators import Accelerator
 
 __all__ = ["CUDA", "CUDAAcceleratorConfig", "build", "cuda", "find_devices", "gpu"]
 
@@ -33,13 +31,11 @@ class CUDAAcceleratorConfig(AcceleratorConfigBase):
     name: Literal["cuda"] = "cuda"
 
 
-class CUDA(AcceleratorPlugin):
+class CUDA(LightningAccelerator):
     """GPUs of NVIDIA, and of AMD under ROCm; the first choice of `accelerator: auto`."""
 
     config = CUDAAcceleratorConfig
     runtime = "fairlead_lightning.accelerators.cuda:build"
-    engines = LIGHTNING
-    extra = "lightning"
     priority = 100
     backend = "nccl"
 
@@ -70,14 +66,13 @@ cuda = CUDA()
 gpu = CUDA(name="cuda")
 
 
-def build(config: CUDAAcceleratorConfig, context: BuildContext) -> Accelerator:
+def build(config: CUDAAcceleratorConfig, context: BuildContext) -> Any:
     """Lightning's accelerator, of the engine's class family.
 
     Raises:
         ConfigError: The machine may have GPUs, but this torch cannot use them.
     """
     import torch
-    from lightning.fabric.accelerators import CUDAAccelerator as FabricCUDA
     from lightning.pytorch.accelerators import CUDAAccelerator
 
     if not CUDAAccelerator.is_available():
@@ -91,7 +86,7 @@ def build(config: CUDAAcceleratorConfig, context: BuildContext) -> Accelerator:
             if built
             else "install a torch built for CUDA (pytorch.org/get-started), or choose `accelerator: cpu`",
         )
-    return CUDAAccelerator() if context.engine == "trainer" else FabricCUDA()
+    return build_by_name(config, context)
 
 
 def find_devices(environ: Mapping[str, str], root: Path, *, torch: str | None) -> Devices:

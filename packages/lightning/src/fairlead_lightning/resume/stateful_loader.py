@@ -1,0 +1,111 @@
+"""Loaders that have a state of their own."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Final
+
+from lightning.fabric.utilities.data import sized_len
+
+from fairlead_distributed import derive_seed, rng_state, set_rng_state
+from fairlead_distributed.batch_order import EpochPosition
+from fairlead_distributed.isolated_generators import IsolatedGenerators
+
+__all__ = ["SizedLoader", "StatefulLoader", "is_stateful"]
+
+_END: Final = object()
+
+
+def is_stateful(thing: object) -> bool:
+    """Whether it can say and take back where it is."""
+    return callable(getattr(thing, "state_dict", None)) and callable(getattr(thing, "load_state_dict", None))
+
+
+class StatefulLoader:
+    """A loader with a state of its own (StatefulDataLoader and the like), carried for each rank.
+
+    Lightning takes one batch ahead of a loader without a length, to know which is the last; the state before that
+    batch is kept for it.
+
+    Args:
+        loader: The loader.
+        seed: The same on all ranks.
+        place: Where the training is now.
+    """
+
+    def __init__(self, loader: Any, seed: int, place: Callable[[], EpochPosition]) -> None:
+        self.loader = loader
+        self._seed = seed
+        self._place = place
+        self._finished = False
+        self._resume: Mapping[str, Any] | None = None
+        self._from = EpochPosition(-1, 0)
+        self._fetched = 0
+        self._before: dict[str, Any] | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("loader", "__len__"):
+            raise AttributeError(name)
+        return getattr(self.loader, name)
+
+    def __iter__(self) -> Iterator[Any]:
+        """The batches from where the training is."""
+        state = self._resume
+        if state is not None and state["state"] is not None:
+            self.loader.load_state_dict(state["state"])
+        self._from, self._fetched, self._before, self._finished = self._place(), 0, None, False
+        if state is not None and state["rng"] is not None:
+            set_rng_state(state["rng"])  # what the batch that was taken ahead was made with
+        with IsolatedGenerators(
+            derive_seed("carried", self._seed, self._from.epoch)
+        ):  # a state may need more than one iterator
+            iterator = iter(self.loader)
+        return self._batches(iterator)
+
+    def _batches(self, iterator: Iterator[Any]) -> Iterator[Any]:
+        length = sized_len(self)
+        while True:
+            if length is None:
+                self._before = {"state": copy.deepcopy(self.loader.state_dict()), "rng": rng_state()}
+            batch = next(iterator, _END)
+            self._finished = batch is _END
+            if self._finished:
+                return
+            self._fetched += 1
+            if length is not None and self._from.batches + self._fetched == length:
+                # Lightning asks for no more; the state would be one inside this epoch.
+                self._finished = next(iterator, _END) is _END
+            yield batch
+
+    def state_dict(self) -> dict[str, Any]:
+        """Nothing: Lightning would carry that of rank 0 for all."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Nothing."""
+
+    def taken(self) -> dict[str, Any]:
+        """The state behind the last batch that was trained on."""
+        place = self._place()
+        inside = place.epoch == self._from.epoch
+        if not inside and not self._finished:
+            return {"state": None, "rng": None}  # a limit has cut the epoch: the next one does not go on in it
+        if inside and self._before is not None and self._fetched > place.batches - self._from.batches:
+            return self._before
+        return {"state": self.loader.state_dict(), "rng": None}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Has the iterators go on there, until `begun`."""
+        self._resume = state
+
+    def begun(self) -> None:
+        """The training has gone on: the next iterator begins an epoch."""
+        self._resume = None
+
+
+class SizedLoader(StatefulLoader):
+    """A carried loader that has a length."""
+
+    def __len__(self) -> int:
+        return len(self.loader)
