@@ -70,8 +70,13 @@ def hold_signals() -> Iterator[Callable[[], list[int]]]:
             signal.raise_signal(number)
 
 
-def prepare(arguments: argparse.Namespace, session: Session) -> CheckedJob:
+def prepare(arguments: argparse.Namespace, session: Session, *, uses_run: bool) -> CheckedJob:
     """Loads, resolves and checks the job; a rank that Fairlead has started was handed all that, and only finds itself.
+
+    Args:
+        arguments: Those of the command.
+        session: The command line.
+        uses_run: Whether the run directory is to be used.
 
     Raises:
         ConfigError: All error findings, together.
@@ -89,7 +94,7 @@ def prepare(arguments: argparse.Namespace, session: Session) -> CheckedJob:
         plugins=session.plugins,
         purpose="run",
         cwd=session.cwd,
-        uses_run=arguments.command == "fit",
+        uses_run=uses_run,
     )
     raise_errors(checked.findings)
     return checked
@@ -119,7 +124,7 @@ def run_here_or_on_ranks(arguments: argparse.Namespace, session: Session) -> int
 
 def _run(arguments: argparse.Namespace, session: Session, release: Callable[[], list[int]]) -> int:
     try:
-        checked = prepare(arguments, session)
+        checked = prepare(arguments, session, uses_run=arguments.command == "fit")
     except FairleadError as error:
         # Ranks that a launcher started check for themselves; what they find wrong is the same for all, and shown once.
         if send_report(session.environ, f"error: {error.block()}", error.exit_code):
