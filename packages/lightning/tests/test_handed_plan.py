@@ -12,7 +12,7 @@ from fairlead.cli.session import Session
 from fairlead.plugins import default_plugins
 from fairlead_launch.environment import rank_environment
 from fairlead_launch.plans import PLAN, plan_to_inherit
-from fairlead_lightning.commands.local import prepare
+from fairlead_lightning.commands.prepare import prepare
 
 JOB = """
 model: {class: "torch.nn:Linear", args: {in_features: 1, out_features: 1}}

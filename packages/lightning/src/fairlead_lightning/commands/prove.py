@@ -24,7 +24,7 @@ from typing import Any, Final
 from fairlead.checks import CheckedJob
 from fairlead.cli.session import Session
 from fairlead.errors import ConfigError, RunFailedError
-from fairlead_lightning.commands.local import prepare
+from fairlead_lightning.commands.prepare import prepare
 from fairlead_lightning.commands.prove_compare import Run, Unequal, differences, trained_otherwise
 from fairlead_lightning.commands.prove_plan import PLAN, Plan
 from fairlead_runs.naming import run_directory
