@@ -12,7 +12,7 @@ from fairlead.cli.session import Session
 from fairlead.plugins import default_plugins
 from fairlead_launch.environment import rank_environment
 from fairlead_launch.plans import PLAN, plan_to_inherit
-from fairlead_lightning.commands.local import prepare
+from fairlead_lightning.commands.prepare import prepare
 
 JOB = """
 model: {class: "torch.nn:Linear", args: {in_features: 1, out_features: 1}}
@@ -26,14 +26,14 @@ def test_a_rank_reads_no_job_and_knows_who_it_is(tmp_path: Path, rank: int) -> N
     file = tmp_path / "job.yaml"
     file.write_text(JOB)
     arguments = argparse.Namespace(job="job.yaml", overrides=[], resume=None, command="fit")
-    before = prepare(arguments, Session(default_plugins(), {}, tmp_path))
+    before = prepare(arguments, Session(default_plugins(), {}, tmp_path), uses_run=True)
     file.write_text("edited: true")
     fd, variable = plan_to_inherit(before)
     try:
         environ = rank_environment(
             {PLAN: variable}, local_rank=rank, devices=2, num_nodes=1, node_rank=0, address="::1", port=1234, threads=1
         )
-        after = prepare(arguments, Session(default_plugins(), environ, tmp_path))
+        after = prepare(arguments, Session(default_plugins(), environ, tmp_path), uses_run=True)
     finally:
         os.close(fd)
     assert after.loaded.job == before.loaded.job

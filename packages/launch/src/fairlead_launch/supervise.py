@@ -17,12 +17,11 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from types import FrameType
 from typing import IO, Final
 
-from fairlead_launch.reports import ALIVE_FD, REPORT_FD, Announcement, Report, read_messages
-from fairlead_launch.verdict import Ended, stopped_as_asked, verdict
+from fairlead_launch.reports import ALIVE_FD, REPORT_FD, Announcement, read_messages
+from fairlead_launch.verdict import Rank, stopped_as_asked, verdict
 
 __all__ = ["supervise"]
 
@@ -35,18 +34,6 @@ _STOP_GRACE_S: Final = 30.0
 """The same when the run was asked to stop and a rank died of it: another may be writing the checkpoint."""
 _STOPS: Final = (signal.SIGTERM, signal.SIGINT)
 _PASSED_ON: Final = (signal.SIGUSR1, signal.SIGUSR2)
-
-
-@dataclass
-class _Rank:
-    rank: int
-    process: subprocess.Popen[bytes]
-    reports: int
-    output: IO[bytes] | None
-    ended: float | None = None
-    stopped_by_us: bool = False
-    report: Report | None = None
-    announced: Announcement | None = None
 
 
 def supervise(
@@ -74,7 +61,7 @@ def supervise(
         RunFailedError: A rank died; it is named, with its own traceback first.
     """
     alive_read, alive_write = os.pipe()
-    ranks: list[_Rank] = []
+    ranks: list[Rank] = []
     received = list(early)
 
     def note(signum: int, _frame: FrameType | None) -> None:
@@ -94,16 +81,17 @@ def supervise(
             signal.signal(signum, handler)
         os.close(alive_read)
         os.close(alive_write)
-    ended = [
-        Ended(r.rank, r.process.pid, r.process.returncode, r.ended, r.report, r.announced, _tail(r), r.stopped_by_us)
-        for r in ranks
-    ]
-    return verdict(ended, stop, stderr)
+    try:
+        return verdict(ranks, stop, stderr)
+    finally:
+        for rank in ranks:
+            if rank.output is not None:
+                rank.output.close()
 
 
 def _start(
     command: Sequence[str], environ: Mapping[str, str], index: int, alive_fd: int, inherited: Sequence[int]
-) -> _Rank:
+) -> Rank:
     read, write = os.pipe()
     # Two ranks on one terminal write over each other: the first one keeps it.
     output: IO[bytes] | None = tempfile.TemporaryFile() if index > 0 else None  # noqa: SIM115 - read when the rank has ended
@@ -120,10 +108,10 @@ def _start(
     finally:
         os.close(write)
     os.set_blocking(read, False)
-    return _Rank(int(environ["RANK"]), process, read, output)
+    return Rank(int(environ["RANK"]), process, read, output)
 
 
-def _wait(ranks: list[_Rank], received: list[int]) -> int | None:
+def _wait(ranks: list[Rank], received: list[int]) -> int | None:
     """Returns when all ranks have ended, or one failed and the others had their time; the signal that stopped it."""
     stop: int | None = None
     failed_at: float | None = None
@@ -149,18 +137,18 @@ def _wait(ranks: list[_Rank], received: list[int]) -> int | None:
         time.sleep(_POLL_S)
 
 
-def _signal(ranks: list[_Rank], signum: int) -> None:
+def _signal(ranks: list[Rank], signum: int) -> None:
     for rank in ranks:
         if rank.process.poll() is None:
             rank.process.send_signal(signum)
 
 
-def _unclean(rank: _Rank, *, stopping: bool) -> bool:
+def _unclean(rank: Rank, *, stopping: bool) -> bool:
     """Whether the others will wait for this rank in vain; a rank that stops as asked has met them before it ended."""
     return not (stopping and stopped_as_asked(rank.process.returncode, rank.report)) and rank.process.returncode != 0
 
 
-def _hear(rank: _Rank) -> None:
+def _hear(rank: Rank) -> None:
     """Takes in what a rank has said of itself."""
     for message in read_messages(rank.reports):
         if isinstance(message, Announcement):
@@ -169,7 +157,7 @@ def _hear(rank: _Rank) -> None:
             rank.report = message
 
 
-def _end(ranks: list[_Rank]) -> None:
+def _end(ranks: list[Rank]) -> None:
     """Stops whatever still runs: SIGTERM, a grace, SIGKILL; nothing is left behind."""
     running = [rank for rank in ranks if rank.process.poll() is None]
     for rank in running:
@@ -188,13 +176,3 @@ def _end(ranks: list[_Rank]) -> None:
             rank.ended = time.time()
             _hear(rank)
         os.close(rank.reports)
-
-
-def _tail(rank: _Rank) -> str | None:
-    """The last lines that a rank wrote before it had a log."""
-    if rank.output is None:
-        return None
-    with rank.output as output:
-        output.seek(0)
-        lines = output.read().decode(errors="replace").splitlines()[-20:]
-    return "\n".join(lines) or None

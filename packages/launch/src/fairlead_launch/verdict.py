@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import signal
 import site
+import subprocess
 import sysconfig
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from fairlead.errors import RunDirectoryError, RunFailedError
 from fairlead_launch.reports import Announcement, Report
 from fairlead_runs import History, read_history
 
-__all__ = ["Ended", "stopped_as_asked", "verdict"]
+__all__ = ["Rank", "stopped_as_asked", "verdict"]
 
 NOT_BEGUN = "stopped by SIGTERM before it began; nothing was lost"
 _NOT_BEGUN_EITHER = "stopped before it began; nothing was lost"
@@ -23,29 +24,34 @@ _STOPS = {signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2}
 _STOPPED_AS_ASKED = {0, 75, 128 + signal.SIGTERM, 128 + signal.SIGINT} | {-number for number in _STOPS}
 
 
-@dataclass(frozen=True)
-class Ended:
-    """How one rank ended.
+@dataclass
+class Rank:
+    """A process that the supervisor has started, and what is known of it.
 
     Args:
         rank: Its global rank.
-        pid: Its process.
-        code: The exit code; negative: the signal that killed it.
-        time: When, seconds since the epoch.
+        process: The process.
+        reports: The pipe on which it says how it fails.
+        output: Its output until it has a log; None: it has the terminal.
+        ended: When it ended, seconds since the epoch.
         report: What it said of its failure.
         announced: Where its run is.
-        output: The last lines that it wrote before it had a log.
         stopped_by_us: Whether it still ran when the run was given up.
     """
 
     rank: int
-    pid: int
-    code: int
-    time: float | None
-    report: Report | None
-    announced: Announcement | None
-    output: str | None
+    process: subprocess.Popen[bytes]
+    reports: int
+    output: IO[bytes] | None
+    ended: float | None = None
+    report: Report | None = None
+    announced: Announcement | None = None
     stopped_by_us: bool = False
+
+    @property
+    def code(self) -> int:
+        """The exit code, once it has ended; negative: the signal that killed it."""
+        return int(self.process.returncode)
 
 
 def stopped_as_asked(code: int, report: Report | None) -> bool:
@@ -53,7 +59,7 @@ def stopped_as_asked(code: int, report: Report | None) -> bool:
     return code in _STOPPED_AS_ASKED or (report is not None and not report.text)
 
 
-def verdict(ranks: Sequence[Ended], stop: int | None, stderr: IO[str]) -> int:
+def verdict(ranks: Sequence[Rank], stop: int | None, stderr: IO[str]) -> int:
     """The exit code of the whole.
 
     Args:
@@ -79,7 +85,7 @@ def verdict(ranks: Sequence[Ended], stop: int | None, stderr: IO[str]) -> int:
         return first.report.exit_code
     _record(first, ranks)
     others = ", ".join(str(r.rank) for r in ranks if r is not first)
-    place = f"process {first.pid}"
+    place = f"process {first.process.pid}"
     if first.announced is not None and first.announced.log is not None:
         place += f"; its output is in {_shown(first.announced.log)}"
     raise RunFailedError(
@@ -90,14 +96,14 @@ def verdict(ranks: Sequence[Ended], stop: int | None, stderr: IO[str]) -> int:
     )
 
 
-def _of_all_or_one(report: Report, ranks: Sequence[Ended]) -> str:
+def _of_all_or_one(report: Report, ranks: Sequence[Rank]) -> str:
     """The job, not a rank, is wrong or stopped: every rank says the same, and once is enough."""
     if all(r.report is not None and r.report.text == report.text for r in ranks):
         return report.text
     return f"{report.text}\n  rank:  {report.rank} of {len(ranks)}"
 
 
-def _record(first: Ended, ranks: Sequence[Ended]) -> None:
+def _record(first: Rank, ranks: Sequence[Rank]) -> None:
     """Writes the failure into the history where no rank could: it was killed, or the interpreter went down."""
     run = next((r.announced.run for r in ranks if r.announced is not None), None)
     if run is None:
@@ -115,16 +121,25 @@ def _record(first: Ended, ranks: Sequence[Ended]) -> None:
         return  # a full disk may be what the run failed of; what is shown to the user says more
 
 
-def _last_words(rank: Ended) -> str | None:
+def _last_words(rank: Rank) -> str | None:
     """What a crash in native code leaves: the end of the rank's output."""
     log = rank.announced.log if rank.announced is not None else None
     if log is None:
-        return rank.output
+        return _tail(rank)
     try:
         lines = Path(log).read_text(errors="replace").splitlines()
     except OSError as error:
         return f"its log cannot be read: {error}"
     return "\n".join(_crash(lines) or lines[-20:]) or None
+
+
+def _tail(rank: Rank) -> str | None:
+    """The last lines that a rank wrote before it had a log."""
+    if rank.output is None:
+        return None
+    rank.output.seek(0)
+    lines = rank.output.read().decode(errors="replace").splitlines()[-20:]
+    return "\n".join(lines) or None
 
 
 def _crash(lines: Sequence[str]) -> list[str]:
@@ -142,19 +157,19 @@ def _crash(lines: Sequence[str]) -> list[str]:
     return [report[0], "The innermost frames:", *(users[:8] or frames[:8])]
 
 
-def _order(rank: Ended) -> tuple[int, float]:
+def _order(rank: Rank) -> tuple[int, float]:
     """Sorts the ranks by who failed first; one that only lost its peers, or that we stopped, comes last."""
     report = rank.report
     if report is not None and not report.secondary and report.exit_code not in _STOPPED_AS_ASKED:
         return (0, report.time)
     if rank.stopped_by_us:
-        return (3, rank.time or 0.0)
+        return (3, rank.ended or 0.0)
     if report is not None:
         return (2, report.time)
-    return (0 if rank.code < 0 else 1, rank.time or 0.0)
+    return (0 if rank.code < 0 else 1, rank.ended or 0.0)
 
 
-def _how(rank: Ended) -> str:
+def _how(rank: Rank) -> str:
     if rank.stopped_by_us and rank.code == -signal.SIGKILL:
         return "did not end when it was asked to, and was killed"
     if rank.code < 0:

@@ -84,11 +84,8 @@ def plan(
 def as_seen(engine: L.Trainer | lf.Fabric, resolution: Resolution, config: TrainerConfig, precision: str) -> Resolution:
     """The resolution of this machine, corrected to what a script's own Trainer or Fabric has decided."""
     nodes = int(getattr(engine.strategy, "num_nodes", 1))
-    counts: dict[str, Any] = {
-        "world_size": engine.world_size,
-        "num_nodes": nodes,
-        "devices": engine.world_size // nodes,
-    }
+    ranks = engine.world_size
+    counts: dict[str, Any] = {"world_size": ranks, "num_nodes": nodes, "devices": ranks // nodes}
     seen = {
         **counts,
         "global_rank": engine.global_rank,
@@ -164,12 +161,6 @@ class FitParts:
         seed: The run's, for the loaders; None: that of Lightning's `seed_everything`.
         inexact: What in the settings keeps a resume from being exact; None: asks the trainer.
         guard: What stops a fit on a signal; None: made from the resolution's requeuer.
-
-    Attributes:
-        averages: Makes what the ranks log one number.
-        exact: Loaders, and what Lightning does not restore.
-        stuck: Ranks that fail or hang.
-        stops: Signals.
     """
 
     def __init__(
@@ -195,18 +186,10 @@ class FitParts:
         checkpoint: CheckpointConfig | None,
         loggers: Sequence[Logger] = (),
     ) -> list[L.Callback]:
-        """A fit of this run begins: gives the trainer what belongs to it.
+        """A fit of this run begins: gives the trainer what belongs to it, and returns the callbacks among that.
 
-        A run that is finished gets nothing that records: Lightning restores its weights, and trains no further.
-
-        Args:
-            trainer: The trainer.
-            session: The run.
-            checkpoint: When to save and what to keep; None: no checkpoints.
-            loggers: The run's.
-
-        Returns:
-            The parts, in the order of their hooks: a stop is carried out when all others have had their say.
+        They come in this order: a stop is carried out when all others have had their say. A run that is finished gets
+        nothing that records: Lightning restores its weights, and trains no further.
         """
         saves = [Checkpoints(checkpoint, session, self.exact)] if checkpoint is not None else []
         writes = saves[0] if saves else None
@@ -229,12 +212,7 @@ class FitParts:
             logger.finalize("success")
 
     def detach(self, trainer: L.Trainer, *, keep: tuple[type[L.Callback], ...] = ()) -> None:
-        """The fit is over: what comes after it writes nothing into the run directory. May be called twice.
-
-        Args:
-            trainer: The trainer.
-            keep: The parts that stay, for what comes after the fit.
-        """
+        """The fit is over: what comes after it writes nothing into the run directory; some parts may stay for it."""
         self.stops.end()
         self.exact.end()
         gone = tuple(part for part in _PARTS if part not in keep)

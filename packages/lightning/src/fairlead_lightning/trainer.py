@@ -264,11 +264,11 @@ class Trainer(L.Trainer):
     def _attached(self, session: RunSession) -> Iterator[None]:
         """Gives this fit its records: loggers, checkpoints, history; what comes after it must not write there."""
         root_dir = Path(self.default_root_dir)
-        compat.set_root_dir(self, session.path)
-        self.accumulate_grad_batches = batch_plan(self.resolution, session.previous).accumulate_grad_batches
         checkpoint = self.fairlead_config.checkpoint if self.fairlead_config.enable_checkpointing else None
-        loggers = run_loggers(session, self._context) if session.finished is None else []
+        self.accumulate_grad_batches = batch_plan(self.resolution, session.previous).accumulate_grad_batches
         try:
+            compat.set_root_dir(self, session.path)
+            loggers = run_loggers(session, self._context) if session.finished is None else []
             self.parts.attach(self, session, checkpoint, loggers)
             yield
         finally:
@@ -305,21 +305,19 @@ class Trainer(L.Trainer):
 
         Without a model they take that of `from_checkpoint`, with its data and, before a fit, its weights.
         """
-        join_ranks(self.resolution, self._context.environ)
-        return super().validate(*args, **self._of_checkpoint(args, kwargs))
+        return super().validate(*args, **self._evaluation(args, kwargs))
 
     def test(self, *args: Any, **kwargs: Any) -> Any:
         """See `validate`."""
-        join_ranks(self.resolution, self._context.environ)
-        return super().test(*args, **self._of_checkpoint(args, kwargs))
+        return super().test(*args, **self._evaluation(args, kwargs))
 
     def predict(self, *args: Any, **kwargs: Any) -> Any:
         """See `validate`."""
-        join_ranks(self.resolution, self._context.environ)
-        return super().predict(*args, **self._of_checkpoint(args, kwargs))
+        return super().predict(*args, **self._evaluation(args, kwargs))
 
-    def _of_checkpoint(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """The arguments of an evaluation; what is not given is that of `from_checkpoint`."""
+    def _evaluation(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """The ranks meet; the arguments, where what is not given is that of `from_checkpoint`."""
+        join_ranks(self.resolution, self._context.environ)
         given = dict(kwargs)
         if self.rebuilt is None or args or given.get("model") is not None:
             return given

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
-import json
 import signal
 import sys
 import threading
@@ -13,23 +11,20 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any, Final, cast
 
-from fairlead.checks import CheckedJob, check_job
 from fairlead.cli.session import Session
 from fairlead.detect import VARIABLE
 from fairlead.errors import FairleadError
-from fairlead.findings import raise_errors
 from fairlead.interfaces import BuildContext
-from fairlead.jobs import load_job
-from fairlead.plugin_classes import EnvironmentPlugin, StrategyPlugin
-from fairlead.resolution import Resolution
+from fairlead.plugin_classes import StrategyPlugin
 from fairlead_launch.environment import LAUNCHED, rank_environment
-from fairlead_launch.plans import PLAN, inherited_plan, plan_to_inherit
+from fairlead_launch.plans import PLAN, plan_to_inherit
 from fairlead_launch.ports import DEFAULT_PORT, STORE_FD, bind_listener
 from fairlead_launch.reports import send_report
 from fairlead_launch.supervise import supervise
 from fairlead_lightning.build import build_guard
+from fairlead_lightning.commands.prepare import prepare
 
-__all__ = ["hold_signals", "prepare", "run_here_or_on_ranks"]
+__all__ = ["hold_signals", "run_here_or_on_ranks"]
 
 _STOPS: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 
@@ -70,43 +65,6 @@ def hold_signals() -> Iterator[Callable[[], list[int]]]:
             signal.raise_signal(number)
 
 
-def prepare(arguments: argparse.Namespace, session: Session) -> CheckedJob:
-    """Loads, resolves and checks the job; a rank that Fairlead has started was handed all that, and only finds itself.
-
-    Raises:
-        ConfigError: All error findings, together.
-    """
-    handed: CheckedJob | None = inherited_plan(session.environ)
-    if handed is not None:
-        return dataclasses.replace(handed, resolution=_of_this_rank(handed.resolution, session))
-    overrides = list(arguments.overrides)
-    if arguments.resume is not None:
-        overrides.append(f"run.resume={json.dumps(arguments.resume)}")
-    loaded = load_job(arguments.job, plugins=session.plugins, cwd=session.cwd, overrides=overrides)
-    checked = check_job(
-        loaded,
-        environ=session.environ,
-        plugins=session.plugins,
-        purpose="run",
-        cwd=session.cwd,
-        uses_run=arguments.command == "fit",
-    )
-    raise_errors(checked.findings)
-    return checked
-
-
-def _of_this_rank(resolution: Resolution | None, session: Session) -> Resolution:
-    """What was resolved for all ranks, with which of them this is."""
-    assert resolution is not None
-    environment = resolution.environment
-    plugin = cast("EnvironmentPlugin", session.plugins.of(environment))
-    answers = session.plugins.call(plugin, "fairlead_topology", config=environment, environ=session.environ)
-    topology = next(iter(answers))
-    names = ("global_rank", "local_rank", "node_rank", "main_address", "main_port")
-    own = {name: getattr(topology, name) for name in names}
-    return dataclasses.replace(resolution, topology=topology, settings={**resolution.settings, **own})
-
-
 def run_here_or_on_ranks(arguments: argparse.Namespace, session: Session) -> int:
     """Runs the command in this process, or starts one process a rank and watches them."""
     if getattr(arguments, "prove_resume", None) is not None:
@@ -119,7 +77,7 @@ def run_here_or_on_ranks(arguments: argparse.Namespace, session: Session) -> int
 
 def _run(arguments: argparse.Namespace, session: Session, release: Callable[[], list[int]]) -> int:
     try:
-        checked = prepare(arguments, session)
+        checked = prepare(arguments, session, uses_run=arguments.command == "fit")
     except FairleadError as error:
         # Ranks that a launcher started check for themselves; what they find wrong is the same for all, and shown once.
         if send_report(session.environ, f"error: {error.block()}", error.exit_code):

@@ -21,11 +21,10 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Final
 
-from fairlead.checks import CheckedJob, check_job
+from fairlead.checks import CheckedJob
 from fairlead.cli.session import Session
 from fairlead.errors import ConfigError, RunFailedError
-from fairlead.findings import raise_errors
-from fairlead.jobs import load_job
+from fairlead_lightning.commands.prepare import prepare
 from fairlead_lightning.commands.prove_compare import Run, Unequal, differences, trained_otherwise
 from fairlead_lightning.commands.prove_plan import PLAN, Plan
 from fairlead_runs.naming import run_directory
@@ -79,11 +78,7 @@ def _checked(arguments: argparse.Namespace, session: Session) -> CheckedJob:
         raise ConfigError("--prove-resume needs at least 3 steps", where=where, fix="--prove-resume 8")
     if arguments.resume is not None:
         raise ConfigError("--prove-resume begins anew", where="--resume", fix="leave --resume out")
-    loaded = load_job(arguments.job, plugins=session.plugins, cwd=session.cwd, overrides=arguments.overrides)
-    checked = check_job(
-        loaded, environ=session.environ, plugins=session.plugins, purpose="run", cwd=session.cwd, uses_run=False
-    )
-    raise_errors(checked.findings)
+    checked = prepare(arguments, session, uses_run=False)
     resolution = checked.resolution
     assert resolution is not None
     if resolution.topology.launched or resolution.num_nodes > 1:

@@ -79,19 +79,16 @@ def _run(arguments: argparse.Namespace, session: Session, checked: CheckedJob, g
     if job.run.seed is not None:
         L.seed_everything(job.run.seed, workers=True, verbose=False)
     evaluates = arguments.command != "fit"
-    stops = [StopEvaluation(guard.flags)] if evaluates else []
-    probes = [] if evaluates else _probes(session.environ, root)
+    callbacks = [StopEvaluation(guard.flags)] if evaluates else _probes(session.environ, root)
     trainer = Trainer(
         job,
-        callbacks=[*stops, *probes],
+        callbacks=callbacks,
         environ=session.environ,
         plugins=session.plugins,
         root=root,
         guard=guard,
         resolution=checked.resolution,
     )
-    for stop in stops:
-        stop.attach(trainer)
     model = build_user_object(job.model, root, "model", L.LightningModule)
     data = build_user_object(job.data, root, "data", L.LightningDataModule) if job.data is not None else None
     _require_loader(arguments.command, model, data)

@@ -3,31 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from torch.utils.data import DataLoader
 
 from fairlead_lightning.resume.stateful_loader import StatefulLoader
 
-__all__ = ["WorkerInit", "protect_workers"]
+__all__ = ["protect_workers"]
 
 
-class WorkerInit(Protocol):
-    """As `fairlead_hpc_signals.OutliveStops`."""
+def protect_workers(loader: object, outlive: Any) -> None:
+    """Has each worker call `outlive`, and then what the user asked for; nothing where there are no workers.
 
-    def __call__(self, worker: int) -> None:
-        """Called in each worker, with its number."""
-        ...
-
-    def held(self) -> AbstractContextManager[None]:
-        """Around the start of workers: what comes before they are that far waits for them."""
-        ...
-
-
-def protect_workers(loader: object, outlive: WorkerInit) -> None:
-    """Has each worker call `outlive`, and then what the user asked for; nothing where there are no workers."""
+    Args:
+        loader: The loader, as Lightning will draw from it.
+        outlive: A `fairlead_hpc_signals.OutliveStops`.
+    """
     inner = loader.loader if isinstance(loader, StatefulLoader) else loader
     if not isinstance(inner, DataLoader) or not inner.num_workers:
         return
@@ -36,7 +28,7 @@ def protect_workers(loader: object, outlive: WorkerInit) -> None:
     vars(inner)["_get_iterator"] = partial(_start_workers, inner, outlive)
 
 
-def _start_workers(loader: DataLoader[Any], outlive: WorkerInit) -> Any:
+def _start_workers(loader: DataLoader[Any], outlive: Any) -> Any:
     """In place of a loader's `_get_iterator`: there is no public place around the start of its workers."""
     with outlive.held():
         return type(loader)._get_iterator(loader)
@@ -45,7 +37,7 @@ def _start_workers(loader: DataLoader[Any], outlive: WorkerInit) -> Any:
 class _InWorker:
     """What a loader calls in each worker."""
 
-    def __init__(self, outlive: WorkerInit, users: Callable[[int], None] | None) -> None:
+    def __init__(self, outlive: Any, users: Callable[[int], None] | None) -> None:
         self.outlive = outlive
         self.users = users
 

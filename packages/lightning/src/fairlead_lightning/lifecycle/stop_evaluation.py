@@ -25,22 +25,13 @@ class StopEvaluation(L.Callback):
     def __init__(self, flags: StopSignals) -> None:
         self._flags = flags
 
-    def attach(self, trainer: L.Trainer) -> None:
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Keeps Lightning's own handlers away: theirs starts a collective wherever the rank is."""
         compat.without_signal_handlers(trainer)
 
     def on_validation_batch_end(self, *_: Any, **__: Any) -> None:
         """Between two batches."""
-        self._look()
-
-    def on_test_batch_end(self, *_: Any, **__: Any) -> None:
-        """Between two batches."""
-        self._look()
-
-    def on_predict_batch_end(self, *_: Any, **__: Any) -> None:
-        """Between two batches."""
-        self._look()
-
-    def _look(self) -> None:
         if self._flags.raised:
             raise StopRequested(128 + (signal.SIGINT if set(self._flags.counts) == {"SIGINT"} else signal.SIGTERM))
+
+    on_test_batch_end = on_predict_batch_end = on_validation_batch_end
