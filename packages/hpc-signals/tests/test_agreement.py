@@ -285,7 +285,7 @@ def test_signals_to_processes_that_sit_in_collectives(ranks: int, rounds: int) -
 # -- what is agreed, and when it cannot be
 
 
-def agreements(store: dist.Store, ranks: int, **timeouts: timedelta) -> list[tuple[SignalFlags, StopAgreement]]:
+def agreements(store: dist.Store, ranks: int, **timeouts: Any) -> list[tuple[SignalFlags, StopAgreement]]:
     both = [SignalFlags() for _ in range(ranks)]
     return [(flags, StopAgreement(flags, store, rank, ranks, **timeouts)) for rank, flags in enumerate(both)]
 
