@@ -103,6 +103,8 @@ def env(session: nox.Session) -> None:
     """Make the environment that the sessions below share."""
     places = [part for package in PACKAGES for part in editable(package, every_extra=True)]
     install(session, *group("test", "types", "docs", "build", "release", "examples", "nox", "data", "store"), *places)
+    # Once for all processes of the tests, also where PYTHONDONTWRITEBYTECODE is set.
+    session.run("python", "-m", "compileall", "-q", *map(str, sorted(ROOT.glob("packages/*/src"))))
 
 
 @nox.session(venv_backend="none", requires=["env"])
@@ -135,8 +137,8 @@ def minimums(session: nox.Session) -> None:
 @nox.session(venv_backend="none", requires=["env"])
 def integration(session: nox.Session) -> None:
     """What needs two packages, two processes or a scheduler."""
-    apart = ("slurm", "huggingface")  # sessions of their own
-    pytest(session, "integration_tests", *(f"--ignore=integration_tests/{name}" for name in apart))
+    apart = [f"--ignore=integration_tests/{name}" for name in ("slurm", "huggingface")]  # sessions of their own
+    pytest(session, "integration_tests", *apart, "-n", "2", "--dist", "loadfile")  # a file shares its trainings
 
 
 @nox.session(venv_backend="none", requires=["env"])

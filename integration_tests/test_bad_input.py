@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 import re
-import signal
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from fairlead.testing import write_dist
-from integration_tests.jobs import JOB, MODEL, Call, changed, dedent, fairlead, names, repository, start, tree
+from integration_tests.jobs import JOB, MODEL, Call, changed, dedent, fairlead, repository, tree
 
 ALONE = ("--set", "trainer.devices=1")
 
@@ -250,17 +249,3 @@ def test_a_run_directory_of_another_run_and_a_checkpoint_of_another_model(tmp_pa
     )
 
     refused(tmp_path, job, *ALONE, "--resume", "nowhere.ckpt", says=["nowhere.ckpt", "run.resume"], commands=("fit",))
-
-
-@pytest.mark.slow
-def test_a_second_job_on_a_run_that_is_in_use(tmp_path: Path) -> None:
-    job = str(repository(tmp_path / "repo"))
-    long = ("--set", "trainer.max_steps=100000", "--set", "model.args.delay=0.02", "--set", "trainer.max_epochs=-1")
-    first = start("fit", job, *ALONE, *long, cwd=tmp_path)
-    run = tmp_path / "runs" / "small"
-    first.until(lambda: "training" in names(run), "it trains")
-    second = fairlead("fit", job, *ALONE, *long, cwd=tmp_path)
-    one_block(second, ["runs/small", str(first.process.pid)], 2)
-    assert [name for name in names(run) if name == "start"] == ["start"]
-    os.kill(first.process.pid, signal.SIGTERM)
-    assert first.end().code == 143

@@ -124,7 +124,7 @@ def test_validate_takes_the_weights_that_it_is_told_to(gpt: Fitted) -> None:
     before = tree(gpt.cwd)
     values = []
     for words in ((), ("--resume", "auto"), ("--resume", "runs/gpt-tiny/checkpoints/step-00000006")):
-        call = fairlead("validate", str(gpt.job), *words, cwd=gpt.cwd)
+        call = fairlead("validate", str(gpt.job), "--set", "trainer.devices=1", *words, cwd=gpt.cwd)
         assert call.code == 0, call.text
         values.append(dict(line.split() for line in call.out.splitlines() if line.startswith("val/")))
     fresh, trained, named = (float(value["val/loss"]) for value in values)
@@ -220,6 +220,9 @@ def test_two_jobs_of_one_name_at_once(tmp_path: Path) -> None:
         ended = first.end()
     assert second.code == 2, second.text
     assert "another job is using this run directory" in second.text
+    assert str(first.process.pid) in second.err
+    assert "Traceback" not in second.text
+    assert second.err.count("error: ") == 1
     assert "--resume never" in second.text
     assert ended.code == 143, ended.text
     assert names(run).count("start") == 1

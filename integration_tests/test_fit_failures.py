@@ -54,11 +54,10 @@ def test_a_rank_that_dies_is_named_and_takes_the_others_along(
     assert not (run / ".lock").exists() or state(run).owner is None
 
 
-@pytest.mark.parametrize("trouble", ["raise:1:3", "kill:0:3"])
-def test_a_run_that_failed_goes_on_from_its_last_checkpoint(tmp_path: Path, trouble: str) -> None:
+def test_a_run_that_failed_goes_on_from_its_last_checkpoint(tmp_path: Path) -> None:
     job = str(repository(tmp_path / "repo"))
     run = tmp_path / "runs" / "small"
-    assert fairlead("fit", job, cwd=tmp_path, environ={"FAIL": trouble}).code == 1
+    assert fairlead("fit", job, cwd=tmp_path, environ={"FAIL": "kill:0:3"}).code == 1
     saved = [event["step"] for event in events(run) if event["event"] == "checkpoint"]
     resumed = fairlead("fit", job, cwd=tmp_path)
     assert resumed.code == 0, resumed.text

@@ -95,7 +95,7 @@ STOPS = (
 def test_ten_stops_in_one_run(cluster: Cluster, references: References, tmp_path: Path) -> None:
     """Whoever is asked, wherever the run is: all ranks stop at one step, and no step is lost."""
     pause = {"setup": 2.0, "train_batch_start": 0.3, "validation_batch_start": 0.5, "save": 0.5}
-    job = fit(cluster, tmp_path, "-w", "n[1-2]", pause=pause, script=PASSED_ON)
+    job = fit(cluster, tmp_path, "-w", "n[1-2]", pause=pause, script=PASSED_ON, case=PAIR)
     for number, stop in enumerate(STOPS, start=1):
         wait_until(f"start {number}", lambda n=number: len(history(tmp_path, "start")) == n, 300)  # type: ignore[misc]
         until_at(job, tmp_path, stop.place, stop.step)
@@ -104,7 +104,8 @@ def test_ten_stops_in_one_run(cluster: Cluster, references: References, tmp_path
         for place in tmp_path.glob("place-*"):
             place.unlink()
     stepless = sum(stop.place == "setup" for stop in STOPS)
-    as_if_nothing_had_happened(references, tmp_path, job, *(stop.reason for stop in STOPS), stepless=stepless)
+    reasons = [stop.reason for stop in STOPS]
+    as_if_nothing_had_happened(references, tmp_path, job, *reasons, stepless=stepless, case=PAIR)
     by_us = [stop for stop in STOPS if stop.ask is not somebody_requeues]
     assert [event["by"] for event in history(tmp_path, "requeue")] == ["slurm"] * len(by_us)
     asked = history(tmp_path, "signal")

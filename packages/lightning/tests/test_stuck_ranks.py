@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import textwrap
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,12 +11,15 @@ import pytest
 from tiny_job import events
 
 from fairlead_distributed import free_port
+from fairlead_distributed.forked_child import run_python
+from fairlead_distributed.forkserver import ForkedProcess, shared
 from fairlead_runs import read_heartbeats
 
 LIMIT_S = 240.0  # only against a test that would hang for ever
 
 SCRIPT = """
 import os, sys, time
+sys.path.insert(0, {tests!r})
 from datetime import timedelta
 from pathlib import Path
 
@@ -49,8 +49,8 @@ class Bad(Line):
 
 
 def fit(limit_s=1200, **settings):
-    session = RunSession(Handoff(run, 1, None), {}, rank=rank)
-    stuck = StuckRanks({}, timeout=timedelta(seconds=limit_s), grace=timedelta(seconds=2))
+    session = RunSession(Handoff(run, 1, None), dict(), rank=rank)
+    stuck = StuckRanks(dict(), timeout=timedelta(seconds=limit_s), grace=timedelta(seconds=2))
     stuck.session = session
     trainer = L.Trainer(
         accelerator="cpu", devices=2, strategy=DDPStrategy(timeout=timedelta(seconds=limit_s)), max_steps=6,
@@ -65,19 +65,19 @@ def fit(limit_s=1200, **settings):
 
 
 class Job:
-    """Two processes with the variables of torchrun."""
+    """Two processes with the variables of torchrun; forked, as no test is about their start."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.run = folder / "run"
-        self.processes: list[subprocess.Popen[str]] = []
+        self.processes: list[ForkedProcess] = []
 
     def end(self, body: str) -> list[tuple[int, str, str]]:
         """Exit code, output and errors of each rank."""
         self.run.mkdir()
         script = self.folder / "train.py"
-        script.write_text(SCRIPT + textwrap.dedent(body))
-        shared = {
+        script.write_text(SCRIPT.format(tests=str(Path(__file__).parent)) + textwrap.dedent(body))
+        shared_by_ranks = {
             "WORLD_SIZE": "2",
             "LOCAL_WORLD_SIZE": "2",
             "GROUP_RANK": "0",
@@ -85,23 +85,21 @@ class Job:
             "MASTER_PORT": str(free_port()),
             "TORCHELASTIC_RUN_ID": "test",
             "RUN": str(self.run),
-            "PYTHONPATH": str(Path(__file__).parent),
         }
         for rank in range(2):
-            environ = {**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-            self.processes.append(
-                subprocess.Popen(
-                    [sys.executable, str(script)],
-                    env=environ,
-                    cwd=self.folder,
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.PIPE,
-                    text=True,
-                )
-            )
-        deadline = time.monotonic() + LIMIT_S
-        outputs = [one.communicate(timeout=deadline - time.monotonic()) for one in self.processes]
-        return [(one.returncode, *output) for one, output in zip(self.processes, outputs, strict=True)]
+            environ = {**os.environ, **shared_by_ranks, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+            with self._said(rank, "out").open("w") as out, self._said(rank, "err").open("w") as err:
+                fds = {1: out.fileno(), 2: err.fileno()}
+                started = shared().start(run_python, str(script), environ=environ, cwd=self.folder, fds=fds)
+            self.processes.append(started)
+        codes = [process.wait(LIMIT_S) for process in self.processes]
+        return [
+            (code, self._said(rank, "out").read_text(), self._said(rank, "err").read_text())
+            for rank, code in enumerate(codes)
+        ]
+
+    def _said(self, rank: int, where: str) -> Path:
+        return self.folder / f"rank-{rank}.{where}"
 
     def stacks(self) -> dict[str, str]:
         return {path.name: path.read_text() for path in sorted((self.run / "stacks" / "start-1").glob("*"))}
@@ -112,9 +110,7 @@ def job(tmp_path: Path) -> Iterator[Job]:
     made = Job(tmp_path)
     yield made
     for process in made.processes:
-        if process.poll() is None:
-            process.kill()
-            process.communicate()
+        process.kill_group()
 
 
 def test_an_exception_on_one_rank_ends_the_other_which_says_whose_it_was(job: Job) -> None:

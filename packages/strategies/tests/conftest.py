@@ -6,13 +6,14 @@ import importlib.util
 import json
 import os
 import socket
-import subprocess
-import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
+
+from fairlead_distributed.forked_child import run_python
+from fairlead_distributed.forkserver import shared
 
 HERE = Path(__file__).parent
 
@@ -35,20 +36,22 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
-    shared |= {"TORCHELASTIC_RUN_ID": "test", "GROUP_RANK": "0", "OMP_NUM_THREADS": "1"}
+    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    common |= {"TORCHELASTIC_RUN_ID": "test", "GROUP_RANK": "0", "OMP_NUM_THREADS": "1"}
     logs = [folder / f"rank{rank}.log" for rank in range(2)]
+    server = shared(imports=("lightning.pytorch", "fairlead_strategies.ddp_runtime"))
     processes = []
     for rank, log in enumerate(logs):
-        environ = {**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+        environ = {**os.environ, **common, "RANK": str(rank), "LOCAL_RANK": str(rank)}
         with log.open("w") as file:
-            command = [sys.executable, str(HERE / "scenarios.py"), str(folder / "out.json")]
-            processes.append(subprocess.Popen(command, cwd=folder, env=environ, stdout=file, stderr=subprocess.STDOUT))
+            command, said = (str(HERE / "scenarios.py"), str(folder / "out.json")), file.fileno()
+            started = server.start(run_python, *command, environ=environ, cwd=folder, fds={1: said, 2: said})
+            processes.append(started)
     try:
         codes = [process.wait(timeout=300) for process in processes]
     finally:
         for process in processes:
-            process.kill()
+            process.kill_group()
     assert codes == [0, 0], "\n".join(log.read_text()[-4000:] for log in logs)
     results: dict[str, Any] = json.loads((folder / "out.json").read_text())
     return results
