@@ -103,6 +103,8 @@ def env(session: nox.Session) -> None:
     """Make the environment that the sessions below share."""
     places = [part for package in PACKAGES for part in editable(package, every_extra=True)]
     install(session, *group("test", "types", "docs", "build", "release", "examples", "nox", "data", "store"), *places)
+    # Once for all processes of the tests, also where PYTHONDONTWRITEBYTECODE is set.
+    session.run("python", "-m", "compileall", "-q", *map(str, sorted(ROOT.glob("packages/*/src"))))
 
 
 @nox.session(venv_backend="none", requires=["env"])

@@ -20,7 +20,7 @@ from integration_tests.forked import fork
 
 FAIRLEAD = str(Path(sys.executable).parent / "fairlead")
 MARKER = "FAIRLEAD_TEST_MARKER"
-LIMIT_S = 180.0  # only against a test that would hang for ever
+LIMIT_S = 300.0  # only against a test that would hang for ever
 
 MODEL = '''
 """A model that fails on demand: FAIL="how:rank:step how:rank:step"."""
@@ -207,6 +207,9 @@ class Running:
         try:
             self.process.wait(limit_s)
             gone(self.marker)
+        except subprocess.TimeoutExpired:
+            left = "\n".join(map(_shown, marked(self.marker)))
+            raise AssertionError(f"runs after {limit_s:.0f} s:\n{left}\n{self.read().text}") from None
         finally:
             for pid in marked(self.marker):
                 os.kill(pid, signal.SIGKILL)
@@ -281,6 +284,19 @@ def marked(marker: str) -> list[int]:
         except OSError:
             continue  # it ended while we looked
     return found
+
+
+def _shown(pid: int) -> str:
+    """What a process does: its state, CPU seconds, threads, where it waits in the kernel, and its command."""
+    entry = Path("/proc") / str(pid)
+    try:
+        fields = (entry / "stat").read_text().rpartition(")")[2].split()
+        command = (entry / "cmdline").read_text().replace("\0", " ")
+        waits = (entry / "wchan").read_text()
+    except OSError as error:
+        return f"{pid}: {error}"
+    seconds = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    return f"{pid}: {fields[0]}, {seconds:.1f} s, {fields[17]} threads, in {waits}: {command}"
 
 
 def gone(marker: str) -> None:

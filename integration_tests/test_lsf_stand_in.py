@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from fairlead_runs import read_history
-from integration_tests.exact.cases import Case, cold
+from integration_tests.exact.cases import Case, warm
 from integration_tests.exact.compare import differences
 from integration_tests.exact.jobs.probe import PAUSE
 from integration_tests.exact.references import References
@@ -64,6 +64,12 @@ class StandIn:
         return calls.read_text().splitlines() if calls.exists() else []
 
 
+@pytest.fixture(scope="module")
+def references(tmp_path_factory: pytest.TempPathFactory) -> References:
+    """The undisturbed run, for all."""
+    return References(tmp_path_factory.mktemp("undisturbed"), warm)
+
+
 @pytest.mark.parametrize(
     ("says", "history", "number", "reason", "code"),
     [
@@ -78,7 +84,9 @@ class StandIn:
         ),
     ],
 )
-def test_a_job_of_lsf(tmp_path: Path, says: str, history: str, number: int, reason: str, code: int) -> None:
+def test_a_job_of_lsf(
+    references: References, tmp_path: Path, says: str, history: str, number: int, reason: str, code: int
+) -> None:
     """As with SLURM, by `brequeue`, with the array's index; a job that was killed stays so."""
     lsf = StandIn(tmp_path / "lsf")
     (lsf.folder / "bjobs.says").write_text(f"{says}\n")
@@ -102,5 +110,4 @@ def test_a_job_of_lsf(tmp_path: Path, says: str, history: str, number: int, reas
     assert again.code == 0, again.text
     begun = [event["step"] for event in read_history(run / "history.jsonl") if event["event"] == "training"]
     assert begun == [0, stop["step"]]
-    reference = References(tmp_path / "undisturbed", cold).of(CASE)
-    assert differences(reference.run, run) == []
+    assert differences(references.of(CASE).run, run) == []

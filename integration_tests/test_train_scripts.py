@@ -78,11 +78,9 @@ def script(folder: Path, body: str) -> Path:
     return path
 
 
-def run(
-    folder: Path, *command: str, timeout: float = LIMIT_S, expect: int | None = 0
-) -> subprocess.CompletedProcess[str]:
+def run(folder: Path, *command: str, expect: int | None = 0) -> subprocess.CompletedProcess[str]:
     done = subprocess.run(
-        command, cwd=folder, env=environment(), capture_output=True, text=True, timeout=timeout, check=False
+        command, cwd=folder, env=environment(), capture_output=True, text=True, timeout=LIMIT_S, check=False
     )
     if expect is not None:
         assert done.returncode == expect, done.stdout + done.stderr

@@ -78,7 +78,7 @@ class Cold(Attempt):
     """`fairlead fit` in a process of its own."""
 
     def __init__(self, words: Sequence[str], cwd: Path, environ: Mapping[str, str]) -> None:
-        self._running = start(*words, cwd=cwd, environ={**_THREADS, **environ})
+        self._running = start(*words, cwd=cwd, environ={**_THREADS, **environ}, fresh=True)
 
     def ranks(self) -> dict[int, int]:
         found: dict[int, int] = {}
