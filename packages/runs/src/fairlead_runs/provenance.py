@@ -26,6 +26,8 @@ MAX_DIFF_BYTES = 1 << 20
 MAX_UNTRACKED = 200
 TIMEOUT_S = 10.0
 
+_NAME_AND_VERSION = re.compile(r"^(Name|Version): *(\S+)", re.MULTILINE)
+
 # Which environment variables are written besides those that the job names; those named like a secret never are.
 _ALLOWED = re.compile(
     r"(KUBERNETES_SERVICE_HOST|JOB_COMPLETION_INDEX|HOSTNAME|CONDA_DEFAULT_ENV|VIRTUAL_ENV|MASTER_ADDR|MASTER_PORT)"
@@ -114,10 +116,11 @@ def packages(distributions: Iterable[importlib.metadata.Distribution]) -> list[s
     """Installed packages as `name==version`; damaged metadata is left out."""
     found = set()
     for distribution in distributions:
-        metadata = distribution.metadata
-        name = metadata["Name"] if metadata and "Name" in metadata else None
-        if name and distribution.version:
-            found.add(f"{name}=={distribution.version}")
+        # Not `distribution.metadata`, which parses all of a few hundred descriptions: half a second of every start.
+        header = (distribution.read_text("METADATA") or distribution.read_text("PKG-INFO") or "").partition("\n\n")[0]
+        fields = dict(_NAME_AND_VERSION.findall(header))
+        if len(fields) == 2:
+            found.add(f"{fields['Name']}=={fields['Version']}")
     return sorted(found, key=str.lower)
 
 
