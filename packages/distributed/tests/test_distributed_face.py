@@ -18,13 +18,6 @@ MODULES = [importlib.import_module(f"fairlead_distributed.{m.name}") for m in
            pkgutil.iter_modules(fairlead_distributed.__path__)]  # fmt: skip
 
 
-@pytest.mark.parametrize("module", [fairlead_distributed, *MODULES], ids=lambda module: module.__name__)
-def test_all_is_sorted_and_true(module: ModuleType) -> None:
-    names = module.__all__
-    assert names == sorted(set(names))
-    assert all(hasattr(module, name) for name in names)
-
-
 def test_the_face_shows_every_error() -> None:
     from fairlead_distributed import errors
 

@@ -13,8 +13,6 @@ from fairlead.hookspecs import hookimpl
 from fairlead.open_union import OpenUnion
 from fairlead_checkpoint_io.torch_file import FilePlugin, TorchCheckpointIOConfig
 
-__all__ = ["AsyncCheckpointIOConfig", "AsyncFile", "async_file"]
-
 
 class AsyncCheckpointIOConfig(CheckpointIOConfigBase):
     """The save returns once the state is copied to host memory; a thread writes the copy.

@@ -20,8 +20,6 @@ from fairlead_checkpoint_io.torch_file_runtime import refuse_options
 from fairlead_runs.checkpoint_io import DurableSaves, PlaceTensor, ShardedLoads
 from fairlead_runs.commit import FileHash
 
-__all__ = ["AsyncFileCheckpointIO", "build", "build_inner"]
-
 
 def build(config: AsyncCheckpointIOConfig, context: BuildContext) -> AsyncFileCheckpointIO:
     """The runtime of the backend `async`, around the runtime of `config.inner`.

@@ -14,8 +14,6 @@ from fairlead.hookspecs import hookimpl
 from fairlead.plugin_classes import CheckpointIOPlugin
 from fairlead.resolution import Resolution
 
-__all__ = ["FileCheckpointIOConfig", "FilePlugin", "TorchCheckpointIOConfig", "TorchFile", "torch_file"]
-
 
 class FileCheckpointIOConfig(CheckpointIOConfigBase):
     """The settings that all backends have that write with `torch.save`.

@@ -21,8 +21,6 @@ from fairlead_runs.commit import FileHash, Syscalls
 from fairlead_runs.commit.checkpoints import to_trash
 from fairlead_runs.commit.files import disk_error, remove_tree
 
-__all__ = ["TorchFileCheckpointIO", "build"]
-
 log = logging.getLogger("fairlead.checkpoint_io")
 
 

@@ -9,8 +9,6 @@ from fairlead.capabilities import Capability
 from fairlead.hookspecs import hookimpl
 from fairlead_checkpoint_io.torch_file import FileCheckpointIOConfig, FilePlugin
 
-__all__ = ["XLACheckpointIOConfig", "XLAFile", "xla_file"]
-
 
 class XLACheckpointIOConfig(FileCheckpointIOConfig):
     """As `torch`; tensors are first moved from the TPU to host memory by torch_xla, all at once."""

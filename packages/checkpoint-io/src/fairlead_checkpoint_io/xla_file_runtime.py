@@ -16,8 +16,6 @@ from fairlead_checkpoint_io.files.snapshot import Snapshot, on_host
 from fairlead_checkpoint_io.torch_file import FileCheckpointIOConfig
 from fairlead_checkpoint_io.torch_file_runtime import TorchFileCheckpointIO
 
-__all__ = ["XLAFileCheckpointIO", "build"]
-
 
 def build(config: FileCheckpointIOConfig, context: BuildContext) -> XLAFileCheckpointIO:
     """The runtime of the backend `xla`."""

@@ -9,8 +9,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-__all__ = ["commands_by_hand"]
-
 _MOST: Final = 8
 _TRAINS: Final = ("fit", "validate", "test", "predict")
 

@@ -20,8 +20,6 @@ from fairlead.partial_resolution import Purpose
 from fairlead.plugins import PluginManager
 from fairlead.resolve import Resolution, resolve
 
-__all__ = ["CheckedJob", "capability_table", "check_job", "check_trainer", "find_conflicts"]
-
 _ORDER: Final[Mapping[Severity, int]] = {"error": 0, "warning": 1, "info": 2}
 
 

@@ -12,8 +12,6 @@ from fairlead.config_bases import AXES, BackendConfig
 from fairlead.errors import did_you_mean
 from fairlead.plugins import PluginManager, default_plugins
 
-__all__: list[str] = []
-
 
 def config_classes(plugins: PluginManager) -> dict[str, type[BackendConfig]]:
     """Every config class of the loadable plugins by its name, and by the aliases its plugin declares."""

@@ -6,8 +6,6 @@ from fairlead.errors import PluginError
 from fairlead.plugin_classes import Plugin
 from fairlead.records import PluginRecord
 
-__all__ = ["check_contract", "describe"]
-
 
 def check_contract(plugin: Plugin, record: PluginRecord, value: str) -> None:
     """Raises `PluginError` where a loaded plugin breaks it.

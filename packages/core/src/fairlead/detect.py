@@ -14,8 +14,6 @@ from fairlead.hooks import answer
 from fairlead.open_union import parse_backend
 from fairlead.plugins import PluginManager
 
-__all__ = ["FALLBACK", "VARIABLE", "ChosenEnvironment", "choose_environment", "collect_claims", "find_job"]
-
 VARIABLE = "FAIRLEAD_ENVIRONMENT"
 """Names the environment when neither the config nor detection should decide."""
 

@@ -8,8 +8,6 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator, PlainSerializer, WithJsonSchema
 
-__all__ = ["ClockTime", "Duration", "format_duration", "parse_duration"]
-
 
 def parse_duration(value: Any) -> timedelta:
     """Reads `MM:SS`, `HH:MM:SS`, `DD:HH:MM:SS`, `D-HH:MM:SS`, a number of seconds, or Lightning's mapping of units.

@@ -12,8 +12,6 @@ import tomllib
 from pathlib import Path
 from typing import Final
 
-__all__ = ["FILE", "collect", "first_party"]
-
 FILE: Final = "first_party.json"
 """The collected list, beside this module in a wheel."""
 

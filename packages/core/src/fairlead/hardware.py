@@ -10,8 +10,6 @@ from fairlead.facts import Devices, Setting, Topology
 from fairlead.partial_resolution import PartialResolution
 from fairlead.plugin_classes import AcceleratorPlugin
 
-__all__ = ["choose_accelerator", "count_devices"]
-
 
 def choose_accelerator(partial: PartialResolution) -> tuple[AcceleratorConfigBase | None, Devices]:
     """The kind of device, and which of them are here."""

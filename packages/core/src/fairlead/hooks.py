@@ -9,8 +9,6 @@ from fairlead.errors import PluginError
 from fairlead.plugin_classes import Plugin
 from fairlead.plugins import PluginManager
 
-__all__ = ["answer", "answers"]
-
 T = TypeVar("T")
 
 

@@ -13,8 +13,6 @@ from fairlead.user_code.check import check_spec
 from fairlead.user_code.source import Sources
 from fairlead.validation import dotted
 
-__all__ = ["check_user_code"]
-
 
 def check_user_code(loaded: LoadedJob, resolution: Resolution, environ: Mapping[str, str], cwd: Path) -> CheckResult:
     """Modules, classes and arguments, by reading their sources; nothing is imported."""

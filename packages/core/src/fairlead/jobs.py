@@ -20,8 +20,6 @@ from fairlead.plugins import PluginManager
 from fairlead.user_code import CodeRoot, code_root, import_callable
 from fairlead.validation import dotted, findings_of
 
-__all__ = ["LoadedJob", "load_job"]
-
 
 @dataclass(frozen=True)
 class LoadedJob:

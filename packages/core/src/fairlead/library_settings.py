@@ -7,8 +7,6 @@ from typing import Annotated, Any, Final
 
 from pydantic import AfterValidator, BeforeValidator
 
-__all__ = ["GlooSettings", "NCCLSettings"]
-
 _NAME: Final = re.compile(r"[A-Za-z][A-Za-z0-9_]*")
 
 

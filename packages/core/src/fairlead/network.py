@@ -9,8 +9,6 @@ from fairlead.config_bases import EnvironmentConfigBase
 from fairlead.facts import Setting
 from fairlead.findings import Finding
 
-__all__ = ["LIBRARIES", "library_variables", "network_findings", "network_settings"]
-
 LIBRARIES: Final = ("nccl", "gloo")
 """The libraries that the environment's config has settings for; each reads variables that begin with its name."""
 

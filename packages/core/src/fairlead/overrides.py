@@ -17,8 +17,6 @@ from fairlead.config_bases import AXES
 from fairlead.errors import ConfigError
 from fairlead.yaml import parse_scalar_or_flow
 
-__all__ = ["apply_override", "parse_override"]
-
 _PATH: Final = re.compile(r"[^.\[\]]+|\[\d+\]")
 _WHOLE: Final = re.compile(r"[^.\[\]]+(\.[^.\[\]]+|\[\d+\])*")
 _CLASS_FIELDS: Final = frozenset({"model", "data", "profiler"})

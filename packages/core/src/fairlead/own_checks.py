@@ -4,6 +4,4 @@ from __future__ import annotations
 
 from fairlead.plugin_classes import CheckPlugin
 
-__all__ = ["user_code"]
-
 user_code = CheckPlugin("fairlead.job_code:check_user_code")

@@ -15,8 +15,6 @@ from fairlead.open_union import parse_backend
 from fairlead.plugin_classes import AcceleratorPlugin
 from fairlead.plugins import PluginManager
 
-__all__ = ["PartialResolution", "Purpose"]
-
 Purpose = Literal["check", "run"]
 """`check` looks at a job where it may not be meant to run; `run` is about to start it here."""
 

@@ -6,8 +6,6 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-__all__ = ["Dist", "EntryPoint", "PluginRecord"]
-
 
 class Dist(Protocol):
     """What is used of an `importlib.metadata.Distribution`."""

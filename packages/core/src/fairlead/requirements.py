@@ -11,8 +11,6 @@ from fairlead.records import EntryPoint
 if TYPE_CHECKING:
     from packaging.requirements import Requirement
 
-__all__ = ["Installed"]
-
 
 class Installed:
     """The distributions of this Python environment; each version is looked up once."""

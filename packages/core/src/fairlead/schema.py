@@ -6,8 +6,6 @@ from typing import Any
 
 from fairlead.config import JobConfig
 
-__all__ = ["job_schema"]
-
 
 def job_schema() -> dict[str, Any]:
     """The JSON schema of a job file.

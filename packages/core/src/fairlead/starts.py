@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-__all__ = ["Start"]
-
 
 class Start(NamedTuple):
     """One start of a job: what no other start has, and where to look for its ranks.

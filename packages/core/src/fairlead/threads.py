@@ -8,8 +8,6 @@ from typing import Final
 
 from fairlead.facts import Job, Setting
 
-__all__ = ["choose_threads"]
-
 _OMP: Final = "OMP_NUM_THREADS"
 
 

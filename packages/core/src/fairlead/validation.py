@@ -13,8 +13,6 @@ from fairlead.findings import Finding
 from fairlead.open_union import OpenUnion
 from fairlead.plugins import PluginManager
 
-__all__ = ["dotted", "findings_of"]
-
 _OWN_CODES: Final = frozenset({"unknown-tag", "plugin-missing", "plugin-broken", "wrong-type", "axis-set-twice"})
 
 Path = tuple[str | int, ...]

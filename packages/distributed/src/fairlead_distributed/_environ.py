@@ -12,8 +12,6 @@ from typing import Literal
 
 from fairlead.errors import ConfigError
 
-__all__ = ["integer", "local_rank", "or_process", "rank_and_world_size", "restart_count"]
-
 
 def or_process(environ: Mapping[str, str] | None) -> Mapping[str, str]:
     """The given mapping, or this process's own environment: the one place where it is looked up."""

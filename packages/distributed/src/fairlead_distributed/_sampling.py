@@ -15,8 +15,6 @@ from torch.utils.data import Dataset
 from fairlead.errors import ConfigError
 from fairlead_distributed.info import get_rank, get_world_size, is_initialized, require_initialized
 
-__all__ = ["as_dataset", "derive_seed", "permutation", "place", "reducible", "size_of"]
-
 
 def derive_seed(purpose: str, *numbers: int) -> int:
     """A seed of 63 bits from a purpose and whole numbers: neighbours get unrelated seeds, `seed + epoch` does not.

@@ -13,8 +13,6 @@ if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
     from torch.distributed.tensor import DTensor
 
-__all__ = ["is_dtensor", "is_fsdp1", "is_fully_sharded"]
-
 
 def _is(value: object, module: str, name: str) -> bool:
     kind = getattr(sys.modules.get(module), name, None)

@@ -14,8 +14,6 @@ from typing import Final, Literal
 
 from fairlead_runs.mailbox import StoreMailbox
 
-__all__ = ["Alarm", "Alarms", "asked_to_stop", "end_process", "to_stderr", "within"]
-
 _LONGEST: Final = 8_000  # characters of an error; its ends matter
 _STOPS: Final = (None, 0, 75, 130, 143)  # exit codes of an end, or of a stop that was asked for
 

@@ -21,8 +21,6 @@ from fairlead_distributed import ResumableDistributedSampler, derive_seed
 from fairlead_distributed.isolated_generators import IsolatedGenerators
 from fairlead_distributed.worker_seeds import EpochBatch
 
-__all__ = ["EpochPosition", "Order", "RedrawnOrder", "ShardedOrder", "StatefulOrder"]
-
 
 class EpochPosition(NamedTuple):
     """Where the training is: batches of this rank that it took in an epoch."""

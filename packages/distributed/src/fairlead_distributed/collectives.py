@@ -23,8 +23,6 @@ from torch import Tensor
 from fairlead_distributed.errors import CollectiveError, TensorMismatchError
 from fairlead_distributed.info import require_initialized
 
-__all__ = ["ReduceOp", "all_gather", "all_reduce", "barrier", "broadcast", "reduce_scatter"]
-
 
 class ReduceOp(Enum):
     """How the ranks' values become one, element by element."""

@@ -18,8 +18,6 @@ from fairlead_distributed.listener import StartListener, find_store
 from fairlead_distributed.store import tcp_store
 from fairlead_launch.ports import PortError, bind_listener
 
-__all__ = ["Endpoint", "Opened", "agree", "connect"]
-
 
 @dataclass(frozen=True)
 class Endpoint:

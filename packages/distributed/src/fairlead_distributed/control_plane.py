@@ -18,9 +18,6 @@ import torch.distributed as dist
 from fairlead_distributed.process_group import group_store
 from fairlead_runs.mailbox import LONG, StoreMailbox
 
-__all__ = ["ControlPlane"]
-
-
 _of_groups: weakref.WeakSet[ControlPlane] = weakref.WeakSet()
 """Those of process groups, as long as somebody uses them."""
 

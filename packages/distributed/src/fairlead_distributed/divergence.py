@@ -14,8 +14,6 @@ from torch import Tensor, nn
 from fairlead_distributed._sharded import is_dtensor
 from fairlead_distributed.info import require_initialized
 
-__all__ = ["Divergence", "first_divergence"]
-
 # name, what it is (dtype, shape), which shard it is, hash of its bytes
 _Entry = tuple[str, str, str, bytes]
 

@@ -14,8 +14,6 @@ from fairlead.errors import ConfigError
 from fairlead_distributed._sampling import as_dataset, place, reducible, size_of
 from fairlead_distributed.collectives import all_reduce
 
-__all__ = ["EvaluationSampler", "SampleWeightedMean", "weighted_mean"]
-
 _NAME = "EvaluationSampler"
 
 

@@ -20,8 +20,6 @@ from torch.utils.data import (
 
 from fairlead_distributed import EvaluationSampler
 
-__all__ = ["EvaluationShard", "evaluation_loader", "shard_of", "why_kept"]
-
 
 class EvaluationShard(DistributedSampler[int]):
     """One rank's part of an evaluation, and how it is cut into batches.

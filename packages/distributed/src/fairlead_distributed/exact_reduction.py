@@ -22,8 +22,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fairlead.errors import ConfigError
 
-__all__ = ["register_exact_reduction"]
-
 
 def register_exact_reduction(ddp_model: DistributedDataParallel, *, auto: bool = False) -> bool:
     """Lets a DDP model average its gradients in the order of the ranks, whatever its buckets look like.

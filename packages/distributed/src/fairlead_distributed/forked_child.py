@@ -14,8 +14,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import ModuleType
 
-__all__ = ["Request", "become", "run_python"]
-
 _RANKS = {
     "lightning.fabric.utilities.rank_zero": ("RANK", "LOCAL_RANK", "SLURM_PROCID", "JSM_NAMESPACE_RANK"),
     "torchmetrics.utilities.prints": ("LOCAL_RANK",),

@@ -27,8 +27,6 @@ from typing import Any
 
 from fairlead_distributed.forked_child import Request, become
 
-__all__ = ["AT_START", "ForkServer", "ForkedProcess", "shared", "start_variables"]
-
 AT_START = (
     *("PYTHON", "LD_", "LANG", "LC_", "MKL_", "KMP_", "GOMP_", "MPL", "HF_"),
     *("PYTORCH_", "TORCH_LOGS", "TORCH_SHOW_", "TORCH_CPP_", "TORCH_COMPILE", "TORCHDYNAMO_", "TORCHINDUCTOR_"),

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
-__all__ = ["clip_grad_norm", "no_sync"]
-
 _DEPTH = "_fairlead_no_sync_depth"
 
 

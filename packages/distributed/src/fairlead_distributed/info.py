@@ -10,17 +10,6 @@ import torch.distributed as dist
 from fairlead_distributed import _environ
 from fairlead_distributed.errors import NotInitializedError
 
-__all__ = [
-    "DistributedInfo",
-    "get_distributed_info",
-    "get_local_rank",
-    "get_rank",
-    "get_world_size",
-    "is_initialized",
-    "require_initialized",
-    "startup_lines",
-]
-
 
 class DistributedInfo(TypedDict):
     """The state of torch.distributed in this process.

@@ -9,8 +9,6 @@ from typing import Any
 import numpy as np
 import torch
 
-__all__ = ["IsolatedGenerators"]
-
 
 class IsolatedGenerators:
     """While it is entered, the global generators of the CPU are this object's.

@@ -20,8 +20,6 @@ from dataclasses import dataclass
 from fairlead_distributed.errors import AddressNotFoundError, AddressUnreachableError
 from fairlead_launch.ports import PortError, bind_listener
 
-__all__ = ["Answer", "StartListener", "find_store", "look"]
-
 _WORD = "fairlead-listener-1"
 _LONGEST = 128  # bytes of a name; a foreign service may send anything
 _PATIENCE_FIRST, _PATIENCE_LAST = 1.0, 15.0  # seconds for an answer: a silent foreigner delays, a busy rank 0 is slow

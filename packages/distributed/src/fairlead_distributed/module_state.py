@@ -10,8 +10,6 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.nn import Module
 
-__all__ = ["module_state", "restore_flags", "restore_module"]
-
 
 def module_state(module: Module, *, buffers: bool) -> dict[str, Any]:
     """The state of a module on this rank.

@@ -6,8 +6,6 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-__all__ = ["broadcast_object", "gather_objects"]
-
 T = TypeVar("T")
 
 

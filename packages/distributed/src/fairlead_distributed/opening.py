@@ -18,8 +18,6 @@ from fairlead_distributed import _environ
 from fairlead_distributed.connecting import Endpoint, Opened, agree, connect
 from fairlead_launch.ports import DEFAULT_PORT
 
-__all__ = ["open_store"]
-
 
 def open_store(
     init_method: str,

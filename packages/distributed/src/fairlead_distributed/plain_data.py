@@ -8,8 +8,6 @@ from typing import Any, Final
 import numpy as np
 import torch
 
-__all__ = ["from_plain", "to_plain"]
-
 _ARRAY: Final = "fairlead:array"
 
 

@@ -22,8 +22,6 @@ import fairlead
 from fairlead.starts import Start
 from fairlead_runs.waiting import listed, ranks_text
 
-__all__ = ["RankFacts", "absent_lines", "differences", "own_facts"]
-
 _SHOWN = 16  # lines of hosts
 
 

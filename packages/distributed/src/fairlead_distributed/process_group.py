@@ -18,17 +18,6 @@ from fairlead_distributed.opening import open_store
 from fairlead_distributed.preflight import own_facts
 from fairlead_distributed.rendezvous import RankIdentity, meet
 
-__all__ = [
-    "DEFAULT_TIMEOUT",
-    "PREFLIGHT_TIMEOUT",
-    "destroy_process_group",
-    "group_store",
-    "init_process_group",
-    "process_group",
-    "rank_device",
-    "setup_distributed",
-]
-
 DEFAULT_TIMEOUT = timedelta(minutes=30)
 """How long ranks wait for each other in each collective."""
 PREFLIGHT_TIMEOUT = timedelta(minutes=5)

@@ -27,8 +27,6 @@ from fairlead_distributed.preflight import RankFacts, absent_lines, differences
 from fairlead_runs.mailbox import StoreMailbox
 from fairlead_runs.waiting import ranks_text
 
-__all__ = ["RankIdentity", "meet"]
-
 _POLL_FIRST, _POLL_LAST = 0.002, 0.1  # seconds between two looks of rank 0 into the store
 _VERDICT_GRACE = 30.0  # seconds after rank 0's own deadline, until which its verdict has come if it lives
 _READ_GRACE = 10.0  # seconds for which a failed rank 0 keeps the store alive, so that all have read why

@@ -12,8 +12,6 @@ import torch
 
 from fairlead.errors import CheckpointError
 
-__all__ = ["isolated_rng", "rng_state", "set_rng_state"]
-
 _KEYS = frozenset({"python", "numpy", "torch", "cuda", "mps"})
 
 

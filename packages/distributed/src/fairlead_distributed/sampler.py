@@ -13,8 +13,6 @@ from fairlead.errors import CheckpointError, ConfigError
 from fairlead_distributed._sampling import as_dataset, derive_seed, permutation, place, size_of
 from fairlead_distributed.seeding import SampleIndex
 
-__all__ = ["ResumableDistributedSampler"]
-
 T = TypeVar("T")
 _NAME = "ResumableDistributedSampler"
 _KEYS = {"seed": int, "epoch": int, "consumed": int, "length": int, "shuffle": bool}

@@ -19,8 +19,6 @@ from fairlead.errors import ConfigError
 from fairlead_distributed._sampling import derive_seed, permutation, reducible, size_of
 from fairlead_distributed.collectives import ReduceOp, all_reduce
 
-__all__ = ["SampleIndex", "SampleRNG", "SeededSamples", "global_mean_std", "sample_rng", "seeded_split"]
-
 T = TypeVar("T")
 
 

@@ -14,14 +14,6 @@ from typing import Final
 import torch
 import torch.distributed as dist
 
-__all__ = [
-    "RankDumps",
-    "dump_flight_recorder",
-    "dump_stacks",
-    "flight_recorder_variables",
-    "show_stacks_on_signal",
-]
-
 _STACK_SIGNAL: Final = signal.SIGQUIT
 """`kill -QUIT <pid>` shows a rank's stacks: what Java and Go do, and no scheduler's signal for a stop."""
 

@@ -10,8 +10,6 @@ import torch.distributed as dist
 from fairlead_distributed.errors import RendezvousError
 from fairlead_launch.ports import DEFAULT_PORT, free_port
 
-__all__ = ["choose_port", "tcp_store"]
-
 
 def choose_port(host: str = "127.0.0.1", start: int = DEFAULT_PORT, tries: int = 100) -> int:
     """The port for a run on one machine: `start` when it is free, else the next free one above it.

@@ -33,8 +33,6 @@ from fairlead_distributed.stacks import RankDumps
 from fairlead_runs.mailbox import LONG, StoreMailbox
 from fairlead_runs.waiting import ranks_text
 
-__all__ = ["GRACE", "RankWatch"]
-
 GRACE: Final = timedelta(seconds=10)
 """How long a rank may go on in the block after another has failed: it mostly fails by itself, of the absence."""
 _HEARD_S: Final = 4.0  # how long a rank that fails waits until the others have heard of it: it may host the store

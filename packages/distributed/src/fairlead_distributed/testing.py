@@ -33,8 +33,6 @@ from fairlead_distributed.process_group import destroy_process_group, init_proce
 from fairlead_distributed.store import tcp_store
 from fairlead_launch.ports import bind_listener
 
-__all__ = ["run_ranks"]
-
 T = TypeVar("T")
 _START = 120.0  # seconds to start an interpreter and import torch, on a machine that is busy
 _PIPE = 100  # the number of its pipe in a rank: above what is open there

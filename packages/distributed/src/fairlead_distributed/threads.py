@@ -8,8 +8,6 @@ import torch
 
 from fairlead.resolution import Resolution
 
-__all__ = ["start_line", "use_threads"]
-
 
 def use_threads(resolution: Resolution, environ: Mapping[str, str]) -> None:
     """Has torch compute with as many threads as was resolved.

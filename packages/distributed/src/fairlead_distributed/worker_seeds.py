@@ -12,8 +12,6 @@ from torch.utils.data import Dataset
 
 from fairlead_distributed import derive_seed
 
-__all__ = ["EpochBatch", "SeededInWorkers", "own_generators"]
-
 
 class EpochBatch(list[Any]):
     """The indices of a batch, which know their epoch also in a worker that lives longer than one."""

@@ -31,8 +31,6 @@ from fairlead_environments.variables import (
     text,
 )
 
-__all__ = ["Kubeflow", "KubeflowEnvironmentConfig", "idle_job", "kubeflow", "topology"]
-
 
 class KubeflowEnvironmentConfig(EnvironmentConfigBase):
     """Pods of a Kubeflow PyTorchJob or TrainJob.

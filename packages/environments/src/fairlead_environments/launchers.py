@@ -11,8 +11,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final, Literal, get_args
 
-__all__ = ["DEVICE_VARIABLES", "FAMILIES", "LAUNCHERS", "Family", "Launcher"]
-
 Launcher = Literal["fairlead", "kubeflow", "lightning", "lsf", "manual", "mpi", "slurm", "torchrun"]
 
 LAUNCHERS: Final[tuple[Launcher, ...]] = get_args(Launcher)

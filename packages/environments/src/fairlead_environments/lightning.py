@@ -19,8 +19,6 @@ from fairlead_environments.shared import Port, ResolvedRanks
 from fairlead_environments.slurm.step import idle_allocation
 from fairlead_environments.variables import check_ranks, given_port, integer, supervised, text
 
-__all__ = ["Lightning", "LightningEnvironmentConfig", "lightning", "topology"]
-
 PBS_RECORDED: Final = ("PBS_JOBID", "PBS_JOBNAME", "PBS_ARRAY_INDEX", "PBS_QUEUE", "PBS_NUM_PPN", "PBS_O_WORKDIR")
 """The variables of a PBS job that a run's provenance keeps."""
 

@@ -25,8 +25,6 @@ from fairlead_environments.variables import (
     text,
 )
 
-__all__ = ["Manual", "ManualEnvironmentConfig", "manual", "topology"]
-
 
 class ManualEnvironmentConfig(MainAddressConfig):
     """Nodes or ranks that a person starts one by one, with variables exported by hand.

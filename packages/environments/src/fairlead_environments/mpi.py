@@ -26,8 +26,6 @@ from fairlead_environments.shared import LaunchedEnvironment, MainAddressConfig,
 from fairlead_environments.slurm.hostlist import expand
 from fairlead_environments.variables import check_ranks, given_address, integer, malformed, meeting, present, text
 
-__all__ = ["CONTACT", "MPI", "MPIEnvironmentConfig", "mpi", "topology"]
-
 
 class MPIEnvironmentConfig(MainAddressConfig):
     """Processes that `mpirun` or `mpiexec` started: Open MPI, MPICH, Intel MPI, MVAPICH.

@@ -12,8 +12,6 @@ from fairlead_environments.mpi import MPIEnvironmentConfig
 from fairlead_environments.runtime import ResolvedEnvironment, free_port
 from fairlead_environments.runtime import build as build_resolved
 
-__all__ = ["build", "exchange"]
-
 
 def build(config: MPIEnvironmentConfig, context: BuildContext) -> ResolvedEnvironment:
     """The environment of this rank.

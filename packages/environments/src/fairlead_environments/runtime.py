@@ -19,8 +19,6 @@ from fairlead.config_bases import EnvironmentConfigBase
 from fairlead.errors import ConfigError
 from fairlead.interfaces import BuildContext, Setting
 
-__all__ = ["ResolvedEnvironment", "build", "free_port"]
-
 
 def build(config: EnvironmentConfigBase, context: BuildContext) -> ResolvedEnvironment:
     """The cluster environment for Trainer and Fabric.

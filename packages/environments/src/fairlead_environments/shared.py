@@ -11,8 +11,6 @@ from pydantic import Field
 from fairlead import EnvironmentConfigBase, EnvironmentPlugin, Finding, Resolution, hookimpl
 from fairlead.findings import Severity
 
-__all__ = ["ENGINES", "LaunchedEnvironment", "MainAddressConfig", "Port", "ResolvedRanks", "is_loopback"]
-
 ENGINES = ("torch>=2.13", "lightning>=2.6.6,<2.7")
 """The engines that every environment's runtime needs."""
 

@@ -13,8 +13,6 @@ from fairlead import Claim, EnvironmentConfigBase, Specificity, Topology, hookim
 from fairlead_environments.shared import LaunchedEnvironment
 from fairlead_environments.variables import present, workers
 
-__all__ = ["TorchElastic", "TorchElasticEnvironmentConfig", "torchelastic"]
-
 _WORKER = ("TORCHELASTIC_RUN_ID", "RANK", "LOCAL_RANK")  # the last two: not a process beside the agent
 
 

@@ -14,23 +14,6 @@ from fairlead.errors import ConfigError
 from fairlead.interfaces import Setting, Topology
 from fairlead.starts import Start
 
-__all__ = [
-    "candidate_ports",
-    "check_ranks",
-    "given_address",
-    "given_port",
-    "integer",
-    "malformed",
-    "meeting",
-    "number",
-    "present",
-    "required",
-    "short_name",
-    "supervised",
-    "text",
-    "workers",
-]
-
 PORTS = range(20000, 30000)
 """Where derived ports lie: below Linux's ephemeral range (32768 on), above most services."""
 CANDIDATES = 16

@@ -20,8 +20,6 @@ from fairlead_environments.variables import check_ranks, integer, malformed, req
 if TYPE_CHECKING:
     from lightning.fabric.plugins.environments import XLAEnvironment
 
-__all__ = ["XLA", "XLAEnvironmentConfig", "build", "topology", "xla"]
-
 
 class XLAEnvironmentConfig(EnvironmentConfigBase):
     """Hosts of a TPU slice: one process per host, in which PyTorch/XLA starts a rank per chip.

@@ -29,8 +29,6 @@ if TYPE_CHECKING:
 
     from fairlead_distributed.control_plane import ControlPlane
 
-__all__ = ["ANSWER_TIMEOUT", "START_TIMEOUT", "LocalAgreement", "StopAgreement"]
-
 ANSWER_TIMEOUT: Final = timedelta(seconds=30)
 """How long ranks that have started may take to answer; a rank that has died never does."""
 START_TIMEOUT: Final = timedelta(minutes=30)

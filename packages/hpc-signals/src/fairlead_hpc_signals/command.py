@@ -16,8 +16,6 @@ from fairlead_hpc_signals.programs import COMMAND_MISSING, CommandSettings, chec
 if TYPE_CHECKING:
     from fairlead.resolve import Resolution
 
-__all__ = ["Command", "CommandRequeueConfig", "CommandRequeuer", "build", "command"]
-
 
 class CommandRequeueConfig(CommandSettings):
     """Runs a command of yours on rank 0, for schedulers that have no requeuer here."""

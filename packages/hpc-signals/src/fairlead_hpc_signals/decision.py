@@ -11,8 +11,6 @@ from fairlead.errors import RunFailedError
 from fairlead_hpc_signals.flags import SignalFlags
 from fairlead_runs.waiting import ranks_text
 
-__all__ = ["AgreementError", "Answer", "StopDecision", "StopRequest"]
-
 _NAMED: Final = 64  # ranks that a decision names; 16,000 of them would be a megabyte for every rank to read
 
 

@@ -10,8 +10,6 @@ from fairlead.config_bases import RequeueConfigBase
 from fairlead.interfaces import BuildContext
 from fairlead.plugin_classes import RequeuePlugin
 
-__all__ = ["ExitCode", "ExitCodeRequeueConfig", "ExitCodeRequeuer", "build", "exit_code"]
-
 
 class ExitCodeRequeueConfig(RequeueConfigBase):
     """The process ends with a code that whoever started it reads as "start me again".

@@ -21,8 +21,6 @@ from typing import Any, Final
 from fairlead.config_bases import signal_name
 from fairlead.errors import ConfigError
 
-__all__ = ["DEFAULT_SIGNALS", "Conflict", "Flag", "SignalFlags", "signal_number"]
-
 DEFAULT_SIGNALS: Final = ("SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2")
 """What schedulers send before they kill, what people set in `--signal=USR1@120`, and Ctrl-C."""
 

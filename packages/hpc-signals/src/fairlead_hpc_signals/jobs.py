@@ -10,8 +10,6 @@ from fairlead.findings import Finding
 if TYPE_CHECKING:
     from fairlead.resolve import Resolution
 
-__all__ = ["JOB_UNKNOWN", "check_job", "lsf_job", "slurm_job"]
-
 JOB_UNKNOWN: Final[Mapping[str, str]] = {
     "requeue-job-unknown": "The environment names no job that the requeuer could start again."
 }

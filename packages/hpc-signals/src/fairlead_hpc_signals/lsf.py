@@ -28,8 +28,6 @@ from fairlead_hpc_signals.programs import (
 if TYPE_CHECKING:
     from fairlead.resolve import Resolution
 
-__all__ = ["LSF", "LSFRequeueConfig", "LSFRequeuer", "ask_lsf", "build", "lsf", "read_bhist", "read_bjobs"]
-
 _REFUSALS: Final[Mapping[str, str]] = {
     "No matching job found": "submit the job again; LSF no longer knows it",
     "User permission denied": "submit the job again, or try `requeue: script`",

@@ -8,8 +8,6 @@ from fairlead.config_bases import RequeueConfigBase
 from fairlead.interfaces import BuildContext
 from fairlead.plugin_classes import RequeuePlugin
 
-__all__ = ["NoRequeue", "NoRequeuer", "NoneRequeueConfig", "build", "none"]
-
 
 class NoneRequeueConfig(RequeueConfigBase):
     """Nobody starts the job again; it still saves and stops when a signal comes."""

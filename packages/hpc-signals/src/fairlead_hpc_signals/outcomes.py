@@ -8,18 +8,6 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Final, Literal, NoReturn
 
-__all__ = [
-    "ASK_TIMEOUT",
-    "LIMIT_WINDOW",
-    "REQUEUE_EXIT_CODE",
-    "StopOutcome",
-    "StopPolicy",
-    "StopReason",
-    "Why",
-    "exit_code_without_requeue",
-    "start_wanted",
-]
-
 REQUEUE_EXIT_CODE: Final = 75
 """Stopped with everything saved, and another start is wanted (EX_TEMPFAIL)."""
 

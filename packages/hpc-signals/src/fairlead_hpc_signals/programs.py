@@ -22,8 +22,6 @@ from fairlead.findings import Finding
 if TYPE_CHECKING:
     from fairlead.resolve import Resolution
 
-__all__ = ["COMMAND_MISSING", "NOT_IN_CONTAINER", "CommandSettings", "ask", "check_command", "run_command"]
-
 COMMAND_MISSING: Final[Mapping[str, str]] = {
     "requeue-command-missing": "The command that requeues the job is not on the PATH, as in many containers."
 }

@@ -14,8 +14,6 @@ from fairlead_hpc_signals.script import ScriptRequeueConfig, ScriptRequeuer, scr
 from fairlead_hpc_signals.slurm import SLURMRequeueConfig, SLURMRequeuer, slurm
 from fairlead_hpc_signals.slurm_reasons import ask_slurm
 
-__all__ = ["requeuer_here", "why_stopped"]
-
 
 def why_stopped(
     environ: Mapping[str, str], *, timeout_s: float = ASK_TIMEOUT, limit_window_s: float = LIMIT_WINDOW

@@ -24,8 +24,6 @@ from fairlead_runs.commit.files import disk_error, ensure_dir
 if TYPE_CHECKING:
     from fairlead.resolve import Resolution
 
-__all__ = ["Script", "ScriptRequeueConfig", "ScriptRequeuer", "build", "script"]
-
 # Variables of the job runner nshrunner that name the directory; the first that is set counts.
 _DIRECTORY_VARIABLES: Final = ("NSHRUNNER_SUBMIT_EXIT_SCRIPT_DIR", "NSHRUNNER_LSF_EXIT_SCRIPT_DIR")
 _NO_DIRECTORY: Final = {

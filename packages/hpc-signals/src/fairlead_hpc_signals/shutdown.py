@@ -23,8 +23,6 @@ from fairlead_hpc_signals.outcomes import (
 from fairlead_runs.mailbox import Mailbox
 from fairlead_runs.waiting import ranks_text
 
-__all__ = ["Shutdown"]
-
 _STALE: Final = 5.0  # seconds after which the scheduler is asked again before a requeue
 _LEAVE_TIMEOUT: Final = 5.0  # seconds that ranks wait for each other at the very end
 

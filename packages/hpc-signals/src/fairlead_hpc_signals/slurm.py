@@ -24,8 +24,6 @@ from fairlead_hpc_signals.slurm_reasons import ask_slurm
 if TYPE_CHECKING:
     from fairlead.resolve import Resolution
 
-__all__ = ["SLURM", "SLURMRequeueConfig", "SLURMRequeuer", "build", "slurm"]
-
 _CHECK_TIMEOUT: Final = 5.0  # seconds that the start of a job may wait for an answer
 
 _SUBMIT: Final = "submit the job again; with `sbatch --requeue` SLURM lets it be requeued"

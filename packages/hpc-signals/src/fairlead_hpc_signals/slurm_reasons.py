@@ -11,8 +11,6 @@ from typing import Final
 from fairlead_hpc_signals.outcomes import StopReason, Why
 from fairlead_hpc_signals.programs import ask
 
-__all__ = ["ask_slurm", "fields_of", "read_job"]
-
 # States that a job may be in while its processes still run. COMPLETING hides what it was ended for.
 _STATES: Final[Mapping[str, Why]] = {
     "PREEMPTED": "preempted",

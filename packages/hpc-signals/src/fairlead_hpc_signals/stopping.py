@@ -32,8 +32,6 @@ from fairlead_hpc_signals.workers import OutliveStops
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-__all__ = ["SIGNAL_VARIABLES", "PreemptionGuard", "build", "stop_signals"]
-
 SIGNAL_VARIABLES: Final = ("NSHRUNNER_SUBMIT_TIMEOUT_SIGNAL", "NSHRUNNER_SUBMIT_PREEMPT_SIGNAL")
 """Variables of the job runner nshrunner that name the signals it has the scheduler send."""
 _ALWAYS: Final = ("SIGTERM", "SIGINT")  # what schedulers send at the end, and Ctrl-C

@@ -15,8 +15,6 @@ from types import FrameType
 
 from fairlead_hpc_signals.flags import signal_number
 
-__all__ = ["OutliveStops"]
-
 
 class OutliveStops:
     """For `worker_init_fn` of a DataLoader: the worker ends when its loader says so, and not of a scheduler's signal.

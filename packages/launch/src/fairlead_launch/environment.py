@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final
 
-__all__ = ["LAUNCHED", "rank_environment"]
-
 LAUNCHED: Final = "FAIRLEAD_LAUNCHED"
 """Set in ranks that Fairlead started on this machine."""
 

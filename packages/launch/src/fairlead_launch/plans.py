@@ -9,8 +9,6 @@ import tempfile
 from collections.abc import Mapping
 from typing import Any, Final
 
-__all__ = ["PLAN", "inherited_plan", "plan_to_inherit"]
-
 PLAN: Final = "FAIRLEAD_PLAN"
 """In a rank that Fairlead started: the file descriptor that it has inherited, and what is in the file."""
 

@@ -10,8 +10,6 @@ from typing import Final
 
 from fairlead.errors import FairleadError
 
-__all__ = ["DEFAULT_PORT", "STORE_FD", "PortError", "bind_listener", "free_port", "inherited_listener"]
-
 DEFAULT_PORT: Final = 29500
 """The port that torch's launchers use when none is given."""
 STORE_FD: Final = "FAIRLEAD_STORE_FD"

@@ -14,18 +14,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Final
 
-__all__ = [
-    "ALIVE_FD",
-    "REPORT_FD",
-    "Announcement",
-    "Report",
-    "keep_log",
-    "read_messages",
-    "secondary",
-    "send_report",
-    "watch_supervisor",
-]
-
 REPORT_FD: Final = "FAIRLEAD_REPORT_FD"
 ALIVE_FD: Final = "FAIRLEAD_ALIVE_FD"
 

@@ -23,8 +23,6 @@ from typing import IO, Final
 from fairlead_launch.reports import ALIVE_FD, REPORT_FD, Announcement, read_messages
 from fairlead_launch.verdict import Rank, stopped_as_asked, verdict
 
-__all__ = ["supervise"]
-
 _POLL_S: Final = 0.05
 _HEARD_S: Final = 1.0
 """How long the others may take to report, after the first rank failed: several may fail for a reason of their own."""

@@ -16,8 +16,6 @@ from fairlead.errors import RunDirectoryError, RunFailedError
 from fairlead_launch.reports import Announcement, Report
 from fairlead_runs import History, read_history
 
-__all__ = ["Rank", "stopped_as_asked", "verdict"]
-
 NOT_BEGUN = "stopped by SIGTERM before it began; nothing was lost"
 _NOT_BEGUN_EITHER = "stopped before it began; nothing was lost"
 _STOPS = {signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2}

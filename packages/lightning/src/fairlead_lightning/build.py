@@ -17,8 +17,6 @@ from fairlead.plugin_classes import RequeuePlugin, StrategyPlugin
 from fairlead.user_code import CodeRoot, instantiate
 from fairlead_runs.checkpoint_io import CheckpointCopies
 
-__all__ = ["PASSED_ON", "build_backend", "build_guard", "build_plugins", "trainer_arguments"]
-
 PASSED_ON: Final = tuple(marked(TrainerConfig, PassedToLightning))
 """The fields of `TrainerConfig` that Lightning's Trainer takes under the same name and with the same value."""
 

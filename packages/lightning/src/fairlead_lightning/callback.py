@@ -26,8 +26,6 @@ from fairlead_lightning.resume.seen import uncut_loggers
 from fairlead_runs.batch_policy import batch_plan
 from fairlead_runs.describe import described
 
-__all__ = ["Fairlead"]
-
 
 class Fairlead(L.Callback):
     """Gives `trainer.fit` of an unmodified Lightning Trainer a run directory, durable checkpoints and resume.

@@ -2,7 +2,5 @@
 
 from __future__ import annotations
 
-__all__ = ["LIGHTNING"]
-
 LIGHTNING = ("torch>=2.13", "lightning>=2.6.6,<2.7")
 """The engines that every runtime of this package needs."""

@@ -39,22 +39,6 @@ from fairlead_lightning.metrics.metrics_file import METRICS_FILE, MetricsFile
 from fairlead_lightning.resume.averages import AverageOverRanks
 from fairlead_lightning.resume.exact_resume import ExactResume, saved_positions
 
-__all__ = [
-    "FitParts",
-    "as_seen",
-    "callbacks_of",
-    "described_job",
-    "handing_over",
-    "join_ranks",
-    "metrics_file",
-    "plan",
-    "run_config",
-    "run_loggers",
-    "starts_ranks",
-    "training",
-    "trains_here",
-]
-
 # -- plan: what is decided before anything is built
 
 

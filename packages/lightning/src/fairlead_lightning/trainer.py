@@ -49,8 +49,6 @@ from fairlead_runs.checkpoint_job import checkpoint_job
 from fairlead_runs.describe import described
 from fairlead_runs.naming import run_directory
 
-__all__ = ["Trainer"]
-
 
 class Trainer(L.Trainer):
     """Lightning's Trainer, built from a typed config; everything else works as in Lightning.

@@ -11,8 +11,6 @@ from fairlead import BuildContext, Capability, PrecisionConfigBase, PrecisionPlu
 from fairlead.findings import Inexact
 from fairlead_precision.modes import LIGHTNING, lightning_precisions
 
-__all__ = ["Bitsandbytes", "BitsandbytesPrecisionConfig", "bitsandbytes", "build"]
-
 
 class BitsandbytesPrecisionConfig(PrecisionConfigBase):
     """Linear layers with weights of 4 or 8 bits, by bitsandbytes; CUDA GPUs only.

@@ -8,8 +8,6 @@ from fairlead import BuildContext, PrecisionConfigBase
 from fairlead.findings import Inexact
 from fairlead_precision.modes import LIGHTNING, Mode, StrategyPrecision, lightning_precisions
 
-__all__ = ["DeepSpeedPrecision", "DeepSpeedPrecisionConfig", "build", "deepspeed"]
-
 
 class DeepSpeedPrecisionConfig(PrecisionConfigBase):
     """The precision of the strategy `deepspeed`, named outright.

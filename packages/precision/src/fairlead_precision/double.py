@@ -8,8 +8,6 @@ from typing import Any, Literal
 from fairlead import BuildContext, Capability, PrecisionConfigBase, hookimpl
 from fairlead_precision.modes import GeneralPrecision, build_for_strategy, lightning_precisions
 
-__all__ = ["Double", "DoublePrecisionConfig", "build", "double", "double_64"]
-
 
 class DoublePrecisionConfig(PrecisionConfigBase):
     """64-bit parameters and gradients: slow, for telling rounding from a mistake.

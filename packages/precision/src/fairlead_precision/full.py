@@ -7,8 +7,6 @@ from typing import Any, Literal
 from fairlead import BuildContext, PrecisionConfigBase
 from fairlead_precision.modes import GeneralPrecision, build_for_strategy, lightning_precisions
 
-__all__ = ["Full", "FullPrecisionConfig", "build", "full", "full_32"]
-
 
 class FullPrecisionConfig(PrecisionConfigBase):
     """32-bit parameters and computation: the default.

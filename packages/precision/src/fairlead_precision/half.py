@@ -9,8 +9,6 @@ from fairlead import BuildContext, Capability, Finding, PrecisionConfigBase, Res
 from fairlead_precision.hardware import emulated_bfloat16
 from fairlead_precision.modes import GeneralPrecision, Half, build_for_strategy, lightning_precisions
 
-__all__ = ["HalfPrecision", "HalfPrecisionConfig", "build", "half", "half_bfloat16", "half_float16"]
-
 
 class HalfPrecisionConfig(PrecisionConfigBase):
     """16-bit parameters and computation: half the memory, at the price of accuracy.

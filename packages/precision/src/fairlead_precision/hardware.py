@@ -12,8 +12,6 @@ from typing import Final
 
 from fairlead import Finding, Resolution
 
-__all__ = ["emulated_bfloat16", "fp8_native", "has_bf16", "has_fp8", "is_bf16_supported_no_emulation"]
-
 # NVIDIA's CUDA GPU compute capability table (developer.nvidia.com/cuda-gpus): bfloat16 since 8.0, FP8 since 8.9.
 _BEFORE_8_0: Final = r"V100|P100|P40|P4|T4|K80|M60|TITAN|GTX|RTX 20\d\d|QUADRO (RTX|GV|GP)|T4G"
 _BEFORE_8_9: Final = r"A100|A800|A40|A30|A16|A10G?|A2|RTX 30\d\d|RTX A\d+"

@@ -11,17 +11,6 @@ from fairlead import BuildContext, Capability, Finding, PrecisionConfigBase, Res
 from fairlead_precision.hardware import emulated_bfloat16
 from fairlead_precision.modes import GeneralPrecision, Half, build_for_strategy, lightning_precisions
 
-__all__ = [
-    "MixedPrecision",
-    "MixedPrecisionConfig",
-    "build",
-    "mixed",
-    "mixed_16",
-    "mixed_bf16",
-    "mixed_bfloat16",
-    "mixed_float16",
-]
-
 
 class MixedPrecisionConfig(PrecisionConfigBase):
     """32-bit parameters, 16-bit computation where that is safe (automatic mixed precision).

@@ -14,16 +14,6 @@ from fairlead.errors import ConfigError
 from fairlead.findings import Inexact
 from fairlead.open_union import parse_backend
 
-__all__ = [
-    "LIGHTNING",
-    "GeneralPrecision",
-    "Half",
-    "Mode",
-    "StrategyPrecision",
-    "build_for_strategy",
-    "lightning_precisions",
-]
-
 LIGHTNING = ("torch>=2.13", "lightning>=2.6.6,<2.7")
 """The engines that every precision needs."""
 

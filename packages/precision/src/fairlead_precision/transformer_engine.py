@@ -14,15 +14,6 @@ from fairlead.findings import Inexact
 from fairlead_precision.hardware import fp8_native, has_bf16, has_fp8
 from fairlead_precision.modes import LIGHTNING, Half, lightning_precisions
 
-__all__ = [
-    "FP8Recipe",
-    "TransformerEngine",
-    "TransformerEnginePrecisionConfig",
-    "build",
-    "transformer_engine",
-    "transformer_engine_float16",
-]
-
 
 class FP8Recipe(ConfigModel):
     """How 8-bit values are scaled: Transformer Engine's `DelayedScaling`, with its defaults."""

@@ -8,8 +8,6 @@ from fairlead import BuildContext, PrecisionConfigBase
 from fairlead.findings import Inexact
 from fairlead_precision.modes import LIGHTNING, StrategyPrecision, lightning_precisions
 
-__all__ = ["XLAPrecision", "XLAPrecisionConfig", "build", "xla"]
-
 
 class XLAPrecisionConfig(PrecisionConfigBase):
     """The precision of the strategy `xla`, named outright.

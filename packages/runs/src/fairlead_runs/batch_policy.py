@@ -9,8 +9,6 @@ from typing import Any
 from fairlead.errors import ConfigError
 from fairlead.resolve import Resolution
 
-__all__ = ["BatchPlan", "batch_plan"]
-
 
 @dataclass(frozen=True)
 class BatchPlan:

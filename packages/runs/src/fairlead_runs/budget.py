@@ -8,8 +8,6 @@ from typing import Any
 
 from fairlead.config_bases import RequeueConfigBase
 
-__all__ = ["StartCounts", "count_starts", "refusal"]
-
 
 @dataclass(frozen=True)
 class StartCounts:

@@ -11,8 +11,6 @@ if TYPE_CHECKING:
     from fairlead_runs import Fingerprint
     from fairlead_runs.commit import Checkpoint, FileHash, RetentionPolicy
 
-__all__ = ["CheckpointCopies", "DurableSaves", "PlaceTensor", "ShardedLoads", "ShardedSaves"]
-
 PlaceTensor = Callable[[tuple[str | int, ...], Any, Any], Any | None]
 """Called with a tensor's place in the checkpoint (`("state_dict", "layer.weight")`), its whole size and its dtype;
 gives the tensor to read into, a DTensor for this rank's part, or None for a new one."""

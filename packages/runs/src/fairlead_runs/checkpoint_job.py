@@ -17,8 +17,6 @@ from fairlead_runs.commit import newest_complete
 from fairlead_runs.redaction import REDACTED
 from fairlead_runs.states import is_run
 
-__all__ = ["CheckpointJob", "checkpoint_job", "job_file", "job_from_checkpoint", "texts_in"]
-
 _JOB: Final = "job.yaml"
 _WEIGHTS: Final = "weights.safetensors"
 _STATE: Final = "state.ckpt"

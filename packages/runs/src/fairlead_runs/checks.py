@@ -4,6 +4,4 @@ from __future__ import annotations
 
 from fairlead.plugin_classes import CheckPlugin
 
-__all__ = ["run_directory"]
-
 run_directory = CheckPlugin("fairlead_runs.run_check:check_run_directory", reads_run=True)

@@ -6,8 +6,6 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-__all__ = ["described", "plain"]
-
 
 def described(thing: object) -> dict[str, Any]:
     """The class and the saved hyperparameters of a LightningModule or DataModule.

@@ -21,8 +21,6 @@ from fairlead_runs.provenance import CodeChange, code_change
 from fairlead_runs.redaction import redact
 from fairlead_runs.states import FINGERPRINT_FILE, HISTORY_FILE, LOCK_FILE
 
-__all__ = ["RunDirectory"]
-
 JOB_FILE = "job.yaml"
 _FILES = {JOB_FILE, FINGERPRINT_FILE, HISTORY_FILE, "metrics.csv"}
 _OURS = {*_FILES, "starts", "checkpoints", "logs", "heartbeats", "stacks", "flight-recorder"}

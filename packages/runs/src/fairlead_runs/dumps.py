@@ -6,8 +6,6 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["Dumps", "find_dumps", "flight_recorder_folder", "stack_folder"]
-
 _STACKS, _FLIGHT_RECORDER = "stacks", "flight-recorder"
 
 

@@ -15,8 +15,6 @@ from fairlead.config.marks import MayChange, marked
 from fairlead.errors import ConfigError, RunDirectoryError
 from fairlead_runs.redaction import redact
 
-__all__ = ["LIMITS", "MAY_CHANGE", "Difference", "Fingerprint", "fingerprint", "leaves", "limits"]
-
 _MARKS = marked(TrainerConfig, MayChange)
 MAY_CHANGE: Mapping[str, str] = {f"trainer.{name}": mark.why for name, mark in _MARKS.items()}
 """What may change, with the reason.  Everything else of `model`, `data`, `run.seed` and `trainer` must stay."""

@@ -9,8 +9,6 @@ from typing import Final
 
 from fairlead.errors import ConfigError
 
-__all__ = ["HANDOFF", "Handoff"]
-
 HANDOFF: Final = "FAIRLEAD_RUN"
 """Holds a `Handoff` as JSON: which run, which start, which checkpoint; decided once for all ranks."""
 

@@ -20,8 +20,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["RECORD_BYTES", "Beat", "Heartbeat", "heartbeat_path", "read_heartbeats"]
-
 RECORD_BYTES = 128
 _CHECK_BYTES = 10  # a space, eight hexadecimal digits, the line's end
 _NAME = re.compile(r"node-(\d+)\.txt")

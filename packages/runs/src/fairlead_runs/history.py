@@ -15,8 +15,6 @@ from fairlead_runs.commit.files import disk_error
 from fairlead_runs.describe import plain
 from fairlead_runs.redaction import redact
 
-__all__ = ["History", "read_history"]
-
 
 class History:
     """Appends events; one process (rank 0) writes, anyone may read at any time.

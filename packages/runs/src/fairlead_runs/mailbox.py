@@ -12,8 +12,6 @@ from typing import Any, Final
 
 from fairlead.errors import ConfigError
 
-__all__ = ["LONG", "Mailbox", "StoreMailbox"]
-
 LONG: Final = 20 * 86400.0
 """Seconds of a wait that has no end: torch counts milliseconds in 32 bits."""
 

@@ -15,8 +15,6 @@ from fairlead.errors import ConfigError, did_you_mean
 from fairlead.interfaces import Job
 from fairlead_runs.redaction import is_secret_name
 
-__all__ = ["render_name", "run_directory", "run_path", "safe_name"]
-
 MAX_BYTES = 200
 _FIELD = re.compile(r"\{\{|\}\}|\{([^{}]*)\}|[{}]")
 _PUNCTUATION = frozenset("._+=,@%-")

@@ -20,8 +20,6 @@ from typing import Any
 from fairlead.interfaces import Job
 from fairlead_runs.redaction import is_secret_name, redact_argv, redact_text
 
-__all__ = ["CodeChange", "code_change", "collect_provenance", "git_state", "origin"]
-
 MAX_DIFF_BYTES = 1 << 20
 MAX_UNTRACKED = 200
 TIMEOUT_S = 10.0

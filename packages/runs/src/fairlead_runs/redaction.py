@@ -11,8 +11,6 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-__all__ = ["REDACTED", "is_secret_name", "redact", "redact_argv", "redact_text"]
-
 REDACTED = "<redacted>"
 
 _SECRET = frozenset(

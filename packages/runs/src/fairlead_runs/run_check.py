@@ -18,8 +18,6 @@ from fairlead_runs.directory import finished_event, require_same, stored_fingerp
 from fairlead_runs.naming import run_directory
 from fairlead_runs.remote.urls import is_url, split_checkpoint_url
 
-__all__ = ["check_run_directory"]
-
 
 def check_run_directory(
     loaded: LoadedJob, resolution: Resolution, environ: Mapping[str, str], cwd: Path

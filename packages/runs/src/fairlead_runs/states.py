@@ -15,8 +15,6 @@ from fairlead_runs.commit import LockOwner, read_lock
 from fairlead_runs.heartbeat import Beat, read_heartbeats
 from fairlead_runs.history import read_history
 
-__all__ = ["FINGERPRINT_FILE", "HISTORY_FILE", "LOCK_FILE", "RunState", "is_run", "list_runs", "state"]
-
 FINGERPRINT_FILE = "fingerprint.json"
 HISTORY_FILE = "history.jsonl"
 LOCK_FILE = ".lock"

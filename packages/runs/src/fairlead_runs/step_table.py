@@ -15,8 +15,6 @@ from typing import Final
 from fairlead.errors import RunDirectoryError
 from fairlead_runs.commit import atomic_write
 
-__all__ = ["StepTable", "TablePosition"]
-
 FIRST: Final = ("step", "epoch")
 SYNC_EVERY_S: Final = 30.0
 MERGE_EVERY_S: Final = 5.0

@@ -15,8 +15,6 @@ from typing import Final, Literal
 
 from fairlead_runs.heartbeat import Beat
 
-__all__ = ["Waiting", "grouped", "listed", "rank_ranges", "ranks_text", "waiting"]
-
 _BEHIND_S: Final = 10.0
 """A rank that is behind for so long is named; before that, a step or a slow file system explains it."""
 _SILENT_S: Final = 60.0

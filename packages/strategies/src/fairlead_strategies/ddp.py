@@ -11,8 +11,6 @@ from fairlead import Capability, Finding, Resolution, StrategyPlugin, hookimpl
 from fairlead.findings import Inexact
 from fairlead_strategies.shared import LIGHTNING, ProcessGroupConfig, refuse_mps_and_xla
 
-__all__ = ["DDP", "DDPStrategyConfig", "ddp", "ddp_find_unused_parameters_true", "ddp_fork", "ddp_spawn"]
-
 
 class DDPStrategyConfig(ProcessGroupConfig):
     """A full copy of the model on every rank; gradients are averaged during backward.

@@ -19,8 +19,6 @@ from fairlead.interfaces import BuildContext
 from fairlead_distributed import register_exact_reduction
 from fairlead_strategies.ddp import DDPStrategyConfig
 
-__all__ = ["DDPStrategy", "FabricDDP", "build"]
-
 
 class DDPStrategy(LightningDDPStrategy):
     """The Trainer's DDP, with communication hooks on every device."""

@@ -14,20 +14,6 @@ from fairlead.errors import ConfigError
 from fairlead.findings import Inexact
 from fairlead_strategies.shared import LIGHTNING, ProcessGroupConfig
 
-__all__ = [
-    "BESIDE_CONFIG",
-    "DeepSpeed",
-    "DeepSpeedStrategyConfig",
-    "build",
-    "deepspeed",
-    "deepspeed_stage_1",
-    "deepspeed_stage_2",
-    "deepspeed_stage_2_offload",
-    "deepspeed_stage_3",
-    "deepspeed_stage_3_offload",
-]
-
-
 BESIDE_CONFIG: Final = frozenset(
     {
         "name", "process_group_backend", "timeout", "config", "load_full_weights", "exclude_frozen_parameters",

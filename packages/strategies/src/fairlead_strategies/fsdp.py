@@ -14,9 +14,6 @@ from fairlead.config_bases import ConfigModel
 from fairlead.findings import Inexact
 from fairlead_strategies.shared import LIGHTNING, ClassPaths, ProcessGroupConfig, load_classes, refuse_mps_and_xla
 
-__all__ = ["FSDP", "FSDPMixedPrecision", "FSDPStrategyConfig", "build", "fsdp", "fsdp_native"]
-
-
 FloatType = Literal["float32", "float16", "bfloat16"]
 Devices = Annotated[int, Field(gt=0)]
 

@@ -12,16 +12,6 @@ from fairlead import Capability, StrategyConfigBase
 from fairlead.errors import ConfigError
 from fairlead.user_code import CodeRoot, import_callable
 
-__all__ = [
-    "LIGHTNING",
-    "ClassPath",
-    "ClassPaths",
-    "ProcessGroupConfig",
-    "load_classes",
-    "refuse_mps_and_xla",
-]
-
-
 LIGHTNING = ("torch>=2.13", "lightning>=2.6.6,<2.7")
 """The engines that every strategy needs."""
 

@@ -9,8 +9,6 @@ from fairlead import BuildContext, Capability, Resolution, StrategyConfigBase, S
 from fairlead.findings import Inexact
 from fairlead_strategies.shared import LIGHTNING
 
-__all__ = ["SingleDevice", "SingleDeviceStrategyConfig", "build", "single_device"]
-
 
 class SingleDeviceStrategyConfig(StrategyConfigBase):
     """One device, one process, no process group.

@@ -9,8 +9,6 @@ from fairlead import LayerSyncConfigBase, LayerSyncPlugin, Resolution, hookimpl
 from fairlead.findings import Inexact
 from fairlead_strategies.shared import LIGHTNING
 
-__all__ = ["TorchSyncBatchNorm", "TorchSyncBatchNormLayerSyncConfig", "torch_sync_batchnorm"]
-
 
 class TorchSyncBatchNormLayerSyncConfig(LayerSyncConfigBase):
     """Batch normalisation over the batches of all ranks instead of each rank's own.

@@ -20,8 +20,6 @@ from fairlead.errors import ConfigError
 from fairlead.interfaces import BuildContext
 from fairlead_strategies.sync_batchnorm import TorchSyncBatchNormLayerSyncConfig
 
-__all__ = ["CPUSyncBatchNorm", "CPUSyncBatchNormLayerSync", "build"]
-
 
 class _Sum(torch.autograd.Function):
     """The sum over ranks; each rank's input contributes to every rank's loss, so backward sums as well."""

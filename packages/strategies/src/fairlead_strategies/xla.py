@@ -9,8 +9,6 @@ from fairlead import BuildContext, Capability, Resolution, StrategyConfigBase, S
 from fairlead.findings import Inexact
 from fairlead_strategies.shared import LIGHTNING
 
-__all__ = ["XLA", "XLAStrategyConfig", "build", "xla"]
-
 
 class XLAStrategyConfig(StrategyConfigBase):
     """TPUs through torch-xla; one device or many.

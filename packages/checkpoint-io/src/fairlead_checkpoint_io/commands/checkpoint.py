@@ -12,8 +12,6 @@ from fairlead.plugin_classes import CommandPlugin
 if TYPE_CHECKING:
     from fairlead.cli.session import Session
 
-__all__ = ["TARGETS", "checkpoint", "checkpoint_arguments", "run_checkpoint"]
-
 checkpoint = CommandPlugin(
     "checkpoint",
     "list, verify, compare, convert and export checkpoints",

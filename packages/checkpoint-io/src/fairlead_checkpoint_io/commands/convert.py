@@ -21,8 +21,6 @@ from fairlead_checkpoint_io.commands.states import (
 from fairlead_checkpoint_io.files.snapshot import on_host
 from fairlead_checkpoint_io.files.writing import write_state
 
-__all__ = ["describe", "report", "run", "run_consolidate"]
-
 
 def run(arguments: argparse.Namespace, session: Session) -> int:
     """Reads A, writes B in the format that was asked for."""

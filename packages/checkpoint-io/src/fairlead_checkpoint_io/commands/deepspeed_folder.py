@@ -17,8 +17,6 @@ import torch
 from fairlead.errors import CheckpointError, MissingDependencyError
 from fairlead_checkpoint_io.files.trust import allowed, refuse_unsafe, unsafe_globals
 
-__all__ = ["read_deepspeed"]
-
 _OF_THE_ENGINE: Final = frozenset(
     (
         *("module", "optimizer", "lr_scheduler", "buffer_names", "param_shapes", "frozen_param_shapes"),

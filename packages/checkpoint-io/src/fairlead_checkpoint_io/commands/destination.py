@@ -17,8 +17,6 @@ from fairlead_runs.commit import Syscalls
 from fairlead_runs.commit.checkpoints import to_trash
 from fairlead_runs.commit.files import disk_error, ensure_dir, remove_tree
 
-__all__ = ["prepare_target", "source_and_target", "write_whole"]
-
 
 @contextmanager
 def source_and_target(

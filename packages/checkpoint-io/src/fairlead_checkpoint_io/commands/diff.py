@@ -15,8 +15,6 @@ from fairlead_checkpoint_io.commands.entries import WEIGHTS, Lazy, entries_of
 from fairlead_checkpoint_io.commands.sources import Source, sources
 from fairlead_runs.commands.texts import table
 
-__all__ = ["Difference", "compare", "run"]
-
 _SHOWN: Final = 40
 _LONG: Final = 60
 _PART: Final = 1 << 22

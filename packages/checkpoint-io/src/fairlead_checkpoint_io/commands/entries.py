@@ -18,8 +18,6 @@ from fairlead_checkpoint_io.files.reading import read_state
 from fairlead_checkpoint_io.files.shards import Shards
 from fairlead_checkpoint_io.files.trust import allowed, refuse_unsafe, unsafe_globals
 
-__all__ = ["WEIGHTS", "Lazy", "entries_of"]
-
 WEIGHTS: Final = "state_dict."
 """What the names of the model's weights begin with."""
 

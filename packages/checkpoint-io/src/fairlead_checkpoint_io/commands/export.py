@@ -21,8 +21,6 @@ from fairlead_runs.checkpoint_job import job_file
 from fairlead_runs.commit import hash_file
 from fairlead_runs.commit.manifest import MANIFEST, Manifest
 
-__all__ = ["run"]
-
 _PACKAGES: Final = ("fairlead", "torch", "lightning", "safetensors", "numpy", "transformers", "deepspeed")
 
 

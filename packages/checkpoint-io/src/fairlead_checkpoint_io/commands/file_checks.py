@@ -12,8 +12,6 @@ from typing import IO, Any, Final
 from fairlead_checkpoint_io.commands.sources import size_text
 from fairlead_runs.commit import Syscalls
 
-__all__ = ["ProgressReader", "archive_problem", "safetensors_problem"]
-
 _CHUNK: Final = 4 << 20
 _REDRAW_S: Final = 0.1
 _WIDTH: Final = 30

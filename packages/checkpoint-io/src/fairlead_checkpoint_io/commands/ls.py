@@ -20,8 +20,6 @@ from fairlead_runs.commit import Checkpoint, Damage, best, is_kept_forever, read
 from fairlead_runs.commit.checkpoints import NAME, STAGE, TEMPORARY, TRASH
 from fairlead_runs.remote import RemoteCheckpoint
 
-__all__ = ["run"]
-
 _THREADS: Final = 16  # a network file system answers many questions at a time, each slowly
 _HEADER: Final = ("checkpoint", "step", "epoch", "metric", "size", "ranks", "kept as", "state")
 _UPLOADING: Final = "unfinished: being uploaded, or left by a killed start"

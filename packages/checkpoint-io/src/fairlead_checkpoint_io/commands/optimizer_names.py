@@ -9,8 +9,6 @@ import torch
 
 from fairlead.errors import CheckpointError
 
-__all__ = ["parameter_names"]
-
 _BUFFERS: Final = ("running_mean", "running_var", "num_batches_tracked")
 _LIKE_PARAMETER: Final = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg", "sum")
 

@@ -42,8 +42,6 @@ from fairlead_runs.remote import (
 )
 from fairlead_runs.remote import newest_complete as newest_on_store
 
-__all__ = ["Source", "StoredRun", "checkpoints_folder", "existing", "is_stored", "size_text", "sources", "stored_run"]
-
 _RETRIES: Final = Retries(4, longest_s=4.0)  # a person is waiting
 _OF_A_RUN: Final = frozenset({"fingerprint.json", "owner.json", "latest", "job.yaml"})
 _RECORDS: Final = ("job.yaml", "fingerprint.json")  # by which a checkpoint finds the job that it is of

@@ -23,16 +23,6 @@ from fairlead_checkpoint_io.files.shards import read_shards
 from fairlead_checkpoint_io.files.trust import allowed, refuse_unsafe, unsafe_globals
 from fairlead_runs.commit.files import disk_error
 
-__all__ = [
-    "only_weights",
-    "read_any",
-    "read_file",
-    "read_safetensors",
-    "weights_of",
-    "write_distributed",
-    "write_weights",
-]
-
 _MODEL: Final = "state_dict"
 
 

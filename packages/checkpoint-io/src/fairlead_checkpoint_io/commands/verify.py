@@ -24,9 +24,6 @@ from fairlead_runs.commit.manifest import MANIFEST, file_problem
 from fairlead_runs.remote import RemoteCheckpoint, Store
 from fairlead_runs.remote.listing import changed
 
-__all__ = ["run"]
-
-
 Read = Callable[[ProgressReader], str | None]
 """Reads a file, and says what is wrong with it."""
 

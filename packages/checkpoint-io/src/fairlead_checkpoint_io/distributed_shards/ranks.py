@@ -11,8 +11,6 @@ import torch.distributed as dist
 
 from fairlead.errors import CheckpointError, FairleadError
 
-__all__ = ["Ranks"]
-
 log = logging.getLogger("fairlead.checkpoint_io")
 
 T = TypeVar("T")

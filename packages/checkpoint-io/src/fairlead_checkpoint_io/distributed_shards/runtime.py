@@ -22,8 +22,6 @@ from fairlead_checkpoint_io.files.writing import local_path
 from fairlead_checkpoint_io.torch_file_runtime import TorchFileCheckpointIO, refuse_options
 from fairlead_runs.checkpoint_io import PlaceTensor
 
-__all__ = ["DistributedCheckpointIO", "build"]
-
 
 def build(config: DistributedCheckpointIOConfig, context: BuildContext) -> DistributedCheckpointIO:
     """The runtime of the backend `distributed`.

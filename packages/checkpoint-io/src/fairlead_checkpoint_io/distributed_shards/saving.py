@@ -26,8 +26,6 @@ from fairlead_runs.commit import FileHash, FileWriter, Syscalls, write_file
 from fairlead_runs.commit.checkpoints import to_trash
 from fairlead_runs.commit.files import disk_error, ensure_dir, remove_tree
 
-__all__ = ["Agreed", "Then", "agree", "part", "save"]
-
 Then = Callable[[Mapping[str, FileHash]], None]
 """What follows a save: takes the checksum of each file by its name."""
 

@@ -21,8 +21,6 @@ from zlib_ng import zlib_ng
 
 from fairlead_checkpoint_io.files.host_buffers import use_huge_pages
 
-__all__ = ["ArchiveReader"]
-
 _PIECE: Final = 1 << 22
 _FOLDER: Final = 0x10  # of MS-DOS's attributes
 _LOCAL_HEADER: Final = struct.Struct("<26xHH")  # its last two numbers: the lengths of the name and of what follows it

@@ -19,8 +19,6 @@ from zlib_ng import zlib_ng
 
 from fairlead.errors import CheckpointError
 
-__all__ = ["ArchiveWriter"]
-
 _STRIDE: Final = 2 << 20
 _LOCAL_HEADER: Final = struct.Struct("<4s2xH18xHH")  # signature, flags, lengths of the name and of what follows it
 _HAS_DESCRIPTOR: Final = 8  # a flag: the record has bytes, and what describes them stands behind them

@@ -15,8 +15,6 @@ from fairlead.errors import CheckpointError, FairleadError
 from fairlead_checkpoint_io.files.host_buffers import Arena
 from fairlead_checkpoint_io.files.overlap import OverlappedCopies
 
-__all__ = ["Background"]
-
 _NICER: Final = 10  # where cores are scarce, the steps go first; a loop that waits for a save leaves them all to it
 
 log = logging.getLogger("fairlead.checkpoint_io")

@@ -13,21 +13,6 @@ from fairlead_runs.commit.checkpoints import NAME
 from fairlead_runs.commit.files import disk_error
 from fairlead_runs.commit.manifest import MANIFEST
 
-__all__ = [
-    "CONTENTS",
-    "LEGACY_MAGIC",
-    "REST",
-    "STATE",
-    "WEIGHTS_FILE",
-    "Format",
-    "damaged",
-    "first_line",
-    "format_of",
-    "kind_of_folder",
-    "names_in",
-    "names_text",
-]
-
 Format = Literal["torch", "distributed", "deepspeed", "safetensors"]
 
 STATE: Final = "state.ckpt"

@@ -10,8 +10,6 @@ import torch
 
 from fairlead_checkpoint_io.files.overlap import OverlappedCopies
 
-__all__ = ["Arena", "use_huge_pages"]
-
 _HUGE: Final = 2 << 20
 _MADV_HUGEPAGE: Final = 14
 _LIBC: Final = ctypes.CDLL(None)

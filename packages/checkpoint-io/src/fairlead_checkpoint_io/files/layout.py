@@ -17,19 +17,6 @@ from torch.distributed.tensor import DTensor
 
 from fairlead.errors import CheckpointError
 
-__all__ = [
-    "VERSIONS",
-    "KeyPath",
-    "Layout",
-    "Leaf",
-    "from_layout",
-    "named",
-    "numbered",
-    "optimizer_number",
-    "put",
-    "to_layout",
-]
-
 KeyPath = tuple[str | int, ...]
 """Where a leaf is: keys of mappings and indices of lists, from the top."""
 

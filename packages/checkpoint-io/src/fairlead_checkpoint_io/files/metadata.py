@@ -22,8 +22,6 @@ from fairlead.errors import CheckpointError
 from fairlead_checkpoint_io.files.formats import CONTENTS, damaged
 from fairlead_runs.commit.files import disk_error
 
-__all__ = ["is_sharded", "read_contents"]
-
 _MemoryFormat: Any = dcp._MEM_FORMAT_ENCODING
 _CLASSES: Final = {
     (kind.__module__, kind.__qualname__): kind

@@ -18,8 +18,6 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
-__all__ = ["OverlappedCopies", "storages_of"]
-
 
 class OverlappedCopies:
     """A second stream for each GPU; an optimizer that would overwrite what is being copied is held.

@@ -22,8 +22,6 @@ from fairlead_checkpoint_io.files.trust import allowed, unsafe_globals
 from fairlead_runs.commit.files import disk_error
 from fairlead_runs.commit.manifest import MANIFEST
 
-__all__ = ["read_sharded", "read_state"]
-
 
 def read_state(
     path: Path,

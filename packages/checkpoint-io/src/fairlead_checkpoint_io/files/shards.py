@@ -29,8 +29,6 @@ from fairlead_runs.commit import hash_file, read_manifest
 from fairlead_runs.commit.files import disk_error
 from fairlead_runs.commit.manifest import MANIFEST
 
-__all__ = ["Shards", "read_shards"]
-
 _THREADS: Final = 4
 # What weights_only=True says of a name that it does not load.
 _GLOBAL: Final = re.compile(r"GLOBAL ([\w.]+)")

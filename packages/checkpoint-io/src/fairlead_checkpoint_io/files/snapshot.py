@@ -18,8 +18,6 @@ import torch
 from fairlead.errors import CheckpointError
 from fairlead_checkpoint_io.files.host_buffers import Arena
 
-__all__ = ["Snapshot", "copied", "on_host"]
-
 _ATOMS = frozenset({type(None), bool, int, float, complex, torch.dtype, torch.device, torch.Size, torch.layout})
 _STRINGS = frozenset({str, bytes})
 

@@ -12,8 +12,6 @@ import torch
 
 from fairlead.errors import CheckpointError, ConfigError
 
-__all__ = ["allowed", "refuse_unsafe", "unsafe_globals"]
-
 
 def allowed(names: Sequence[str], *, where: str = "trainer.checkpoint_io.safe_globals") -> AbstractContextManager[Any]:
     """Inside it `torch.load(weights_only=True)` takes these classes and functions too.

@@ -11,8 +11,6 @@ from fairlead_checkpoint_io.files.archive_writer import ArchiveWriter
 from fairlead_runs.commit import FileHash, Syscalls, atomic_write, default_algorithm
 from fairlead_runs.commit.files import disk_error, ensure_dir
 
-__all__ = ["local_path", "write_state"]
-
 
 def local_path(path: str | os.PathLike[str]) -> Path:
     """The path as a local one.

@@ -9,8 +9,6 @@ from fairlead_runs.commit import RetentionPolicy, Syscalls, best, is_kept_foreve
 from fairlead_runs.commit.checkpoints import readable_checkpoints, to_trash
 from fairlead_runs.commit.files import disk_error, remove_tree
 
-__all__ = ["evict"]
-
 
 def evict(root: Path, limit: int, uploaded: Collection[str], policy: RetentionPolicy | None) -> tuple[int, list[str]]:
     """Deletes local copies that the store has, the oldest first, until one more checkpoint has room.

@@ -17,8 +17,6 @@ from fairlead_runs.commit import Checkpoint, RetentionPolicy, newest_complete, r
 from fairlead_runs.remote import Retries, Store, discard_incomplete, upload
 from fairlead_runs.remote import retain as retain_remote
 
-__all__ = ["Mirror"]
-
 log = logging.getLogger("fairlead.checkpoint_io")
 
 _GIB: Final = 1 << 30

@@ -16,8 +16,6 @@ from fairlead_runs.commit import newest_complete
 from fairlead_runs.remote import RemoteCheckpoint, Retries, Store, list_checkpoints
 from fairlead_runs.remote.downloading import newest_sound
 
-__all__ = ["RunOnStore", "save_records"]
-
 _GIB: Final = 1 << 30
 _OWNER: Final = "owner.json"
 _FINGERPRINT: Final = "fingerprint.json"

@@ -22,8 +22,6 @@ from fairlead_runs.checkpoint_io import DurableSaves, PlaceTensor, ShardedLoads,
 from fairlead_runs.commit import Checkpoint, FileHash, RetentionPolicy
 from fairlead_runs.remote import Store, fetch, is_url, split_checkpoint_url
 
-__all__ = ["RemoteCheckpointIO", "RemoteShardsIO", "build"]
-
 # A rank that is gone is noticed at once, by its closed connection; an upload ends by itself.
 _UPLOADING: Final = timedelta(days=7)
 

@@ -14,8 +14,6 @@ from fairlead.plugin_classes import AXIS_PLUGINS
 from fairlead.plugins import PluginRecord, pip_target
 from fairlead.schema import job_schema
 
-__all__ = ["plugins_arguments", "run_plugins", "run_schema", "schema_arguments"]
-
 
 def plugins_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of `fairlead plugins`."""

@@ -14,8 +14,6 @@ from fairlead.jobs import load_job
 if TYPE_CHECKING:
     from fairlead.exactness import Exactness
 
-__all__ = ["check_arguments", "explain_arguments", "job_arguments", "load_and_check", "run_check", "run_explain"]
-
 
 def job_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of every command that takes a job."""

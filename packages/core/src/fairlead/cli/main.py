@@ -17,8 +17,6 @@ from fairlead.first_party import first_party
 from fairlead.plugin_classes import CommandPlugin
 from fairlead.plugins import PluginManager, pip_target
 
-__all__ = ["main"]
-
 _GROUPS: Final = {
     "installation": "the installation",
     "job": "a job (a YAML file, or module:object)",

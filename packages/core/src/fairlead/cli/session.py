@@ -11,8 +11,6 @@ from typing import IO, Any
 
 from fairlead.plugins import PluginManager
 
-__all__ = ["Session"]
-
 
 @dataclass(frozen=True)
 class Session:

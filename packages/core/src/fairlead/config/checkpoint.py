@@ -9,8 +9,6 @@ from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
 from fairlead.config.marks import NotExact
 from fairlead.config_bases import ConfigModel
 
-__all__ = ["CheckpointConfig"]
-
 
 class CheckpointConfig(ConfigModel):
     """When checkpoints are written and which are kept. At least the end of training is always saved."""

@@ -10,8 +10,6 @@ from fairlead.config.trainer import TrainerConfig
 from fairlead.config_bases import ConfigModel
 from fairlead.durations import Duration
 
-__all__ = ["JobConfig", "ResourcesConfig", "SubmitConfig"]
-
 
 class ResourcesConfig(ConfigModel):
     """The hardware the job is meant for: for `check --for`, planning and submission."""

@@ -16,8 +16,6 @@ from pydantic import BaseModel
 
 from fairlead.findings import Inexact
 
-__all__ = ["LIGHTNING", "MayChange", "NotExact", "PassedToLightning", "inexact_settings", "marked"]
-
 T = TypeVar("T")
 
 

@@ -10,8 +10,6 @@ from pydantic import Field, field_validator
 from fairlead.config.marks import NotExact
 from fairlead.config_bases import ConfigModel
 
-__all__ = ["RunConfig"]
-
 
 class RunConfig(ConfigModel):
     """Which run this is, and where its records are."""

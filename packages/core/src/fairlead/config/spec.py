@@ -8,8 +8,6 @@ from pydantic import ConfigDict, Field, model_validator
 
 from fairlead.config_bases import ConfigModel
 
-__all__ = ["ClassSpec"]
-
 
 class ClassSpec(ConfigModel):
     """A callable of the user's and its arguments: `{class: "my.module:Name", args: {...}}`, or just the name.

@@ -38,8 +38,6 @@ from fairlead.durations import ClockTime, Duration
 from fairlead.errors import did_you_mean
 from fairlead.open_union import OpenUnion, config_mistake
 
-__all__ = ["TrainerConfig"]
-
 _NOTHING_SAVED: Final = "no checkpoint is written: there is nothing to resume from"
 Auto = Literal["auto"]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]

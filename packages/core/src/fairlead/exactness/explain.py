@@ -18,8 +18,6 @@ from fairlead.plugins import PluginManager
 from fairlead.resolution import Resolution
 from fairlead.user_code import CodeRoot, find_callable
 
-__all__ = ["Exactness", "explain_exactness"]
-
 _TRY: Final = "fit --set trainer.fast_dev_run=true is enough"
 _SETTING: Final = re.compile(r"(trainer|run)(\.\w+)+")
 

@@ -15,8 +15,6 @@ from pydantic import BaseModel
 from fairlead.exactness.verdicts import verdict
 from fairlead.findings import Inexact
 
-__all__ = ["EXACTNESS_FILE", "TRIAL", "Recorded", "job_digest", "last_record", "record"]
-
 EXACTNESS_FILE: Final = "exactness.json"
 TRIAL: Final = 0
 """The number under which `fast_dev_run` writes what it saw; it is no start of the run, and leaves nothing else."""

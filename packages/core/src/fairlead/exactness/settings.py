@@ -13,8 +13,6 @@ from fairlead.hooks import answers
 from fairlead.plugins import PluginManager
 from fairlead.resolution import Resolution
 
-__all__ = ["device_reasons"]
-
 # What computes, and what keeps the state: without its word nothing is known.  A plugin of another axis may be silent.
 _MUST_SPEAK: Final = ("accelerator", "strategy", "precision", "layer_sync", "checkpoint_io")
 _OPTIONAL: Final = ("environment", "requeue")

@@ -7,8 +7,6 @@ from typing import Final, Literal
 
 from fairlead.findings import Inexact
 
-__all__ = ["NOT_SEEN", "SCOPE", "Verdict", "sentence", "verdict"]
-
 Verdict = Literal["exact", "not exact", "not known"]
 
 SCOPE: Final = "settings, loaders and what is in the checkpoint"

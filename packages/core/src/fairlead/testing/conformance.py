@@ -28,8 +28,6 @@ from fairlead.plugins import PluginManager
 from fairlead.records import EntryPoint
 from fairlead.testing.resolutions import minimal_resolution
 
-__all__ = ["EntryPointConformance", "PluginConformance", "skip"]
-
 HEAVY = ("torch", "lightning", "pytorch_lightning", "numpy")
 """What a plugin and its config may not import: a login node has none of it, and each costs seconds."""
 

@@ -21,8 +21,6 @@ from fairlead.plugin_classes import (
 )
 from fairlead.resolution import Resolution
 
-__all__ = ["stand_ins"]
-
 
 class _CPU(AcceleratorPlugin):
     @hookimpl

@@ -11,8 +11,6 @@ from typing import Any
 
 from fairlead.records import Dist
 
-__all__ = ["FakeDist", "FakeEntryPoint", "FakeEnviron", "write_dist"]
-
 
 class FakeEnviron(Mapping[str, str]):
     """Environment variables that cannot be written, and that know which were asked for.

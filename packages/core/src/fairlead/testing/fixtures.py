@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from fairlead.records import EntryPoint
     from fairlead.testing.fakes import FakeDist, FakeEnviron
 
-__all__ = ["fairlead_plugins", "fake_dist", "fake_environ"]
-
 
 @pytest.fixture
 def fairlead_plugins(monkeypatch: pytest.MonkeyPatch) -> Callable[..., PluginManager]:

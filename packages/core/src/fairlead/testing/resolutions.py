@@ -11,8 +11,6 @@ from fairlead.config_bases import AXES, BackendConfig
 from fairlead.plugins import PluginManager
 from fairlead.resolve import Resolution, resolve
 
-__all__ = ["minimal_resolution"]
-
 
 def minimal_resolution(
     plugins: PluginManager, *, environ: Mapping[str, str] | None = None, **trainer: Any

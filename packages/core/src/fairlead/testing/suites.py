@@ -17,19 +17,6 @@ from fairlead.plugins import PluginManager
 from fairlead.testing.conformance import EntryPointConformance, PluginConformance, skip
 from fairlead.testing.fakes import FakeEnviron
 
-__all__ = [
-    "CONFORMANCE",
-    "AcceleratorConformance",
-    "CheckpointIOConformance",
-    "CommandConformance",
-    "EnvironmentConformance",
-    "LayerSyncConformance",
-    "LoggerConformance",
-    "PrecisionConformance",
-    "RequeueConformance",
-    "StrategyConformance",
-]
-
 
 class AcceleratorConformance(PluginConformance):
     """For plugins of the axis `accelerator`."""

@@ -15,8 +15,6 @@ from fairlead.user_code.check import MAX_NESTING, is_spec
 from fairlead.user_code.lookup import Problem, find_callable, split_spec
 from fairlead.user_code.roots import CodeRoot, activate
 
-__all__ = ["import_callable", "instantiate"]
-
 _OURS = str(Path(__file__).parents[1]) + os.sep
 _IMPORTLIB = os.path.dirname(importlib.__file__) + os.sep
 

@@ -10,8 +10,6 @@ from fairlead.user_code.lookup import CallableInfo, Problem, find_callable, spli
 from fairlead.user_code.roots import CodeRoot
 from fairlead.user_code.source import Sources
 
-__all__ = ["MAX_NESTING", "check_spec", "is_spec"]
-
 MAX_NESTING = 100  # as deep as a job file can be
 # What certainly is no int, float, ...: an int is a float in Python, and bool is an int.
 _WRONG: dict[str, tuple[type, ...]] = {

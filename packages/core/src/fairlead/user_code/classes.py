@@ -10,8 +10,6 @@ from fairlead.user_code.signature import PLAIN_FUNCTION, from_arguments, of_func
 from fairlead.user_code.source import NotKnownError, SourceError
 from fairlead.user_code.symbols import OBJECT, ClassSymbol, FunctionSymbol, KnownSymbol, MissingError, Opaque, Resolver
 
-__all__ = ["signature_of"]
-
 # Decorators that leave the parameters as they are.
 _PLAIN_CLASS = frozenset(
     ("typing.final", "typing.runtime_checkable", "functools.total_ordering", "warnings.deprecated")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["KNOWN_MODULES", "TRUSTED", "TRUSTED_MODULES"]
-
 # Read by their names, not by their source: what they do to a class is part of the language; pydantic makes its
 # `__init__` of fields, aliases and validators, which reading cannot follow.
 KNOWN_MODULES = frozenset(

@@ -22,8 +22,6 @@ from fairlead.user_code.symbols import (
     ValueSymbol,
 )
 
-__all__ = ["CallableInfo", "Problem", "find_callable", "split_spec"]
-
 _DOTTED = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*")
 MAX_SPEC = 500
 

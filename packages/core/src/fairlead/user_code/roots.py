@@ -12,8 +12,6 @@ from pathlib import Path
 
 from fairlead.errors import ConfigError, did_you_mean, names_in
 
-__all__ = ["CodeRoot", "activate", "code_root"]
-
 _MARKS = ("pyproject.toml", ".git")
 
 

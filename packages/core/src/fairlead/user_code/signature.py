@@ -18,8 +18,6 @@ from fairlead.user_code.symbols import (
     Resolver,
 )
 
-__all__ = ["from_arguments", "of_function", "parameter", "qualified"]
-
 # Decorators that leave the parameters as they are.
 PLAIN_FUNCTION = frozenset(
     [

@@ -14,8 +14,6 @@ from pathlib import Path
 from fairlead.errors import names_in
 from fairlead.user_code.roots import CodeRoot
 
-__all__ = ["Binding", "ModuleFile", "NotKnownError", "SourceError", "Sources"]
-
 MAX_FILES = 300
 MAX_BYTES = 6_000_000
 # A package that changes where its submodules come from, or makes modules out of nothing.

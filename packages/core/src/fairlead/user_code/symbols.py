@@ -11,17 +11,6 @@ from dataclasses import dataclass, field
 from fairlead.user_code.known import KNOWN_MODULES, TRUSTED, TRUSTED_MODULES
 from fairlead.user_code.source import Binding, ModuleFile, NotKnownError, SourceError, Sources, bind
 
-__all__ = [
-    "ClassSymbol",
-    "FunctionSymbol",
-    "KnownSymbol",
-    "MissingError",
-    "ModuleSymbol",
-    "Resolver",
-    "Symbol",
-    "ValueSymbol",
-]
-
 _DYNAMIC_NAMES = re.compile(rb"\bglobals\(\)|\bvars\(\)|\blocals\(\)|\bexec\(|sys\.modules\[__name__\]|__getattr__")
 _MAX_HOPS = 40
 _LITERALS = (ast.Constant, ast.List, ast.Dict, ast.Set, ast.Tuple, ast.JoinedStr)

@@ -8,8 +8,6 @@ from pathlib import Path
 from fairlead.errors import ConfigError, did_you_mean, names_in
 from fairlead.yaml.reader import Document, load
 
-__all__ = ["load_file"]
-
 MAX_BYTES = 10 * 1024 * 1024
 _SUFFIXES = (".yaml", ".yml")
 

@@ -17,8 +17,6 @@ from fairlead.errors import ConfigError
 from fairlead.yaml.scalars import Scalar, resolve_plain
 from fairlead.yaml.syntax import syntax_error
 
-__all__ = ["Document", "load", "parse_scalar_or_flow"]
-
 Path = tuple[str | int, ...]
 Entries = dict[str, tuple[int, yaml.Node]]
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import math
 import re
 
-__all__ = ["Scalar", "resolve_plain"]
-
 Scalar = str | int | float | bool | None
 
 _CONSTANTS: dict[str, Scalar] = {

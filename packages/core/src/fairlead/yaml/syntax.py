@@ -9,8 +9,6 @@ from yaml.composer import ComposerError
 
 from fairlead.errors import ConfigError
 
-__all__ = ["syntax_error"]
-
 _TAB_INDENT = re.compile(r" *\t")
 _QUOTE_IT = "put the value in quotes"
 

@@ -16,8 +16,6 @@ from fairlead.errors import ConfigError
 from fairlead.yaml.reader import MAX_DEPTH
 from fairlead.yaml.scalars import resolve_plain
 
-__all__ = ["dump"]
-
 # YAML 1.1 has them as booleans; PyYAML does not read them so, other readers do.
 _SHORT_BOOLEANS = frozenset("yYnN")
 _SURROGATE = re.compile("[\ud800-\udfff]")

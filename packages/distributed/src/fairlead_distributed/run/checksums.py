@@ -17,8 +17,6 @@ from fairlead_distributed.objects import broadcast_object, gather_objects
 from fairlead_runs.commit import Damage, FileHash, read_manifest, verify
 from fairlead_runs.commit.manifest import MANIFEST
 
-__all__ = ["Check", "check_for", "help_to_compare"]
-
 Check = Callable[[Path], list[Damage]]
 """Says what is wrong with a checkpoint's directory."""
 

@@ -14,8 +14,6 @@ from fairlead.resolve import Resolution
 from fairlead_distributed import destroy_process_group, init_process_group, tcp_store
 from fairlead_launch.ports import inherited_listener
 
-__all__ = ["apply_network_settings", "join_process_group", "leave_at_exit"]
-
 DEFAULT_TIMEOUT = timedelta(minutes=30)
 
 

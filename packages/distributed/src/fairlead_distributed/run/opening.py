@@ -34,8 +34,6 @@ from fairlead_runs.handoff import HANDOFF, Handoff
 from fairlead_runs.naming import run_directory
 from fairlead_runs.remote import is_url, split_checkpoint_url
 
-__all__ = ["checkpoint_to_evaluate", "handed_over", "open_session", "waiting_handoff"]
-
 
 def open_session(
     job: Mapping[str, Any],

@@ -19,16 +19,6 @@ from fairlead_runs.commit import Checkpoint, Syscalls, newest_complete, verify
 from fairlead_runs.commit.files import remove_tree
 from fairlead_runs.remote import fetch
 
-__all__ = [
-    "ResumeSource",
-    "committed",
-    "compares",
-    "downloaded",
-    "downloaded_for_now",
-    "find_resume_source",
-    "state_file",
-]
-
 _DOWNLOADS = ".downloads"
 
 

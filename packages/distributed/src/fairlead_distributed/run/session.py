@@ -18,8 +18,6 @@ from fairlead_runs import Heartbeat, History, RunDirectory, fingerprint, origin
 from fairlead_runs.fingerprints import limits
 from fairlead_runs.handoff import Handoff
 
-__all__ = ["STATE_FILE", "RunSession"]
-
 STATE_FILE = "state.ckpt"
 """What plain Lightning reads of a checkpoint: a file, or a directory of shards."""
 

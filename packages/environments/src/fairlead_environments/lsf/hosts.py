@@ -17,8 +17,6 @@ from fairlead.errors import ConfigError
 from fairlead.interfaces import Setting
 from fairlead_environments.variables import malformed, present, short_name, text
 
-__all__ = ["JobHosts", "idle_job", "index_of", "read_hosts"]
-
 _FILES = ("LSB_DJOB_RANKFILE", "LSB_DJOB_HOSTFILE", "LSB_AFFINITY_HOSTFILE")
 
 

@@ -16,8 +16,6 @@ from fairlead_environments.lsf.hosts import index_of, read_hosts
 from fairlead_environments.shared import MainAddressConfig
 from fairlead_environments.variables import check_ranks, given_address, integer, meeting, present, required, text
 
-__all__ = ["find_task", "topology"]
-
 _JSRUN = ("LSB_JOBID", "JSM_NAMESPACE_RANK")
 _BLAUNCH = ("LSB_JOBID", "LSF_PM_TASKID")
 

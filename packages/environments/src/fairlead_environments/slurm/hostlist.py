@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import re
 
-__all__ = ["MOST_HOSTS", "expand", "tasks_per_node"]
-
 MOST_HOSTS = 1_000_000
 """A list that stands for more hosts is a mistake (`n[1-99999999]`), not a cluster."""
 

@@ -14,8 +14,6 @@ from pathlib import Path
 from fairlead_environments.slurm.hostlist import expand
 from fairlead_environments.variables import present, text
 
-__all__ = ["find_step", "idle_allocation", "task_has_terminal"]
-
 _EVIDENCE = ("SLURM_JOB_ID", "SLURM_PROCID")
 _STEP = ("SLURM_STEP_ID", "SLURM_STEPID")
 

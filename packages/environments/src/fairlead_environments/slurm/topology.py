@@ -14,8 +14,6 @@ from fairlead_environments.shared import MainAddressConfig
 from fairlead_environments.slurm.hostlist import expand, tasks_per_node
 from fairlead_environments.variables import check_ranks, given_address, malformed, meeting, required, text
 
-__all__ = ["topology"]
-
 _NODES = ("SLURM_STEP_NUM_NODES", "SLURM_NNODES", "SLURM_JOB_NUM_NODES")
 _TASKS = ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS")
 _TASKS_PER_NODE = ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")

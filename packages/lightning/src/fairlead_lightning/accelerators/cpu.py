@@ -12,8 +12,6 @@ from fairlead.interfaces import Devices
 from fairlead.resolution import Resolution
 from fairlead_lightning.accelerators import LightningAccelerator
 
-__all__ = ["CPU", "CPUAcceleratorConfig", "cpu"]
-
 
 class CPUAcceleratorConfig(AcceleratorConfigBase):
     """Compute on the processor; any number of ranks can share it.

@@ -13,8 +13,6 @@ from fairlead.interfaces import Devices
 from fairlead.resolution import Resolution
 from fairlead_lightning.accelerators import LightningAccelerator
 
-__all__ = ["MPS", "MPSAcceleratorConfig", "find_devices", "mps"]
-
 
 class MPSAcceleratorConfig(AcceleratorConfigBase):
     """Compute on the GPU of an Apple computer, through Metal Performance Shaders; one rank.

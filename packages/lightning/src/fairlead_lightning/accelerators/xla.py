@@ -15,8 +15,6 @@ from fairlead.resolution import Resolution
 from fairlead_lightning.accelerators import LightningAccelerator
 from fairlead_lightning.fields import LIGHTNING
 
-__all__ = ["XLA", "XLAAcceleratorConfig", "find_devices", "tpu", "xla"]
-
 GOOGLE = "0x1ae0"
 """Google's vendor number on the PCI bus (pci-ids.ucw.cz)."""
 

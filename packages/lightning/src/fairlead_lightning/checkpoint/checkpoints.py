@@ -29,8 +29,6 @@ from fairlead_lightning.resume.exact_resume import ExactResume
 from fairlead_runs.commit import RetentionPolicy, best, list_checkpoints, newest_complete, retain
 from fairlead_runs.describe import described
 
-__all__ = ["Checkpoints"]
-
 _USUAL_MONITORS: Final = ("val/loss", "val_loss")
 
 

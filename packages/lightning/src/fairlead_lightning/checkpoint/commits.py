@@ -37,8 +37,6 @@ from fairlead_runs.commit import (
     write_file,
 )
 
-__all__ = ["Commits"]
-
 
 class Commits:
     """Writes and commits the checkpoints of a run; each method is called by all ranks together.

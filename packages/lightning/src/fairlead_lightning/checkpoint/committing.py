@@ -14,8 +14,6 @@ from fairlead.errors import FairleadError
 from fairlead_runs.checkpoint_io import CheckpointCopies, DurableSaves
 from fairlead_runs.commit import FileHash
 
-__all__ = ["Commit", "Hashes", "Problem", "committing", "copies_of", "raised_by"]
-
 Hashes = Mapping[str, FileHash]
 """The checksums that were computed in passing, by file name."""
 Commit = Callable[[Hashes], None]

@@ -9,8 +9,6 @@ from pathlib import Path
 
 from fairlead.errors import CheckpointError
 
-__all__ = ["readable_load_errors"]
-
 _HEAD = re.compile(r"Error\(s\) in loading state_dict for (?P<model>\w+):")
 
 

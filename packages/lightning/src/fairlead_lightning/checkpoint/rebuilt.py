@@ -15,8 +15,6 @@ from fairlead.user_code import CodeRoot, activate, instantiate
 from fairlead_lightning.checkpoint.loading import readable_load_errors
 from fairlead_runs.checkpoint_job import texts_in
 
-__all__ = ["Rebuilt", "build_user_object", "rebuild"]
-
 _STAND_IN: Final = re.compile(r"<[A-Za-z_][\w.]*>")
 """Texts like `<torch.nn.modules.linear.Linear>`, which a description has in place of an object."""
 

@@ -19,8 +19,6 @@ from fairlead_lightning.checkpoint.commits import Commits
 from fairlead_lightning.checkpoint.committing import Commit, Hashes, Problem, raised_by
 from fairlead_runs.checkpoint_io import ShardedSaves
 
-__all__ = ["meet", "save_on_all_ranks", "write_state"]
-
 # What compilers and wrappers put into the names of parameters; torch leaves it out of sharded states, too.
 _WRAPPERS: Final = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
 

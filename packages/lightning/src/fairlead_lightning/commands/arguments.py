@@ -7,8 +7,6 @@ from functools import partial
 
 from fairlead.cli.job import job_arguments
 
-__all__ = ["fit_arguments", "predict_arguments", "test_arguments", "validate_arguments"]
-
 
 def fit_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of `fairlead fit`."""

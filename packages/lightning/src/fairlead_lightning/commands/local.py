@@ -24,8 +24,6 @@ from fairlead_launch.supervise import supervise
 from fairlead_lightning.build import build_guard
 from fairlead_lightning.commands.prepare import prepare
 
-__all__ = ["hold_signals", "run_here_or_on_ranks"]
-
 _STOPS: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 
 

@@ -6,8 +6,6 @@ from typing import Final
 
 from fairlead.plugin_classes import CommandPlugin
 
-__all__ = ["fit", "predict", "test", "validate"]
-
 _ENGINES: Final = ("torch>=2.13,<3", "lightning>=2.6.6,<2.7", "fairlead-distributed", "rich>=13")
 
 

@@ -15,8 +15,6 @@ from fairlead.plugin_classes import EnvironmentPlugin
 from fairlead.resolution import Resolution
 from fairlead_launch.plans import inherited_plan
 
-__all__ = ["prepare"]
-
 
 def prepare(arguments: argparse.Namespace, session: Session, *, uses_run: bool) -> CheckedJob:
     """Loads, resolves and checks the job; a rank that Fairlead has started was handed all that, and only finds itself.

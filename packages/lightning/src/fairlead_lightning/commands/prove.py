@@ -29,8 +29,6 @@ from fairlead_lightning.commands.prove_compare import Run, Unequal, differences,
 from fairlead_lightning.commands.prove_plan import PLAN, Plan
 from fairlead_runs.naming import run_directory
 
-__all__ = ["prove_resume"]
-
 _SHOWN: Final = 5
 _TAIL: Final = 2000
 _FIXES: Final = {

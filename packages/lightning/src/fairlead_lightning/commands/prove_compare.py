@@ -18,8 +18,6 @@ from fairlead.cli.session import Session
 from fairlead.errors import RunFailedError
 from fairlead_runs.commit import newest_complete
 
-__all__ = ["Run", "Unequal", "differences", "trained_otherwise"]
-
 _OWNER = re.compile(r" of the (callback|model|data|module) ")
 
 

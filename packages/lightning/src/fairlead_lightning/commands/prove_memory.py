@@ -19,8 +19,6 @@ import numpy as np
 import torch
 from torch import nn
 
-__all__ = ["remembered"]
-
 _DEPTH: Final = 6
 _ITEMS: Final = 256
 _LONG: Final = 40

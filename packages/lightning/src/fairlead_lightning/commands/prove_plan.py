@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-__all__ = ["PLAN", "Plan"]
-
 PLAN: Final = "FAIRLEAD_PROVE_RESUME"
 """Set by `fairlead fit --prove-resume` for the processes that it starts."""
 

@@ -15,8 +15,6 @@ from fairlead_lightning.commands.prove_memory import remembered
 from fairlead_lightning.commands.prove_plan import Plan
 from fairlead_runs.commit import newest_complete
 
-__all__ = ["Probe"]
-
 
 @compat.only_its_own_batch_hooks
 class Probe(L.Callback):

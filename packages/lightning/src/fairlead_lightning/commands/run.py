@@ -32,8 +32,6 @@ from fairlead_lightning.metrics.predictions import PredictionFiles
 from fairlead_lightning.trainer import Trainer
 from fairlead_runs.naming import run_directory
 
-__all__ = ["run_rank"]
-
 _LOADERS: Final = {
     "fit": "train_dataloader",
     "validate": "val_dataloader",

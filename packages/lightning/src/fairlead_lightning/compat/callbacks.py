@@ -6,8 +6,6 @@ from typing import TypeVar
 
 import lightning.pytorch as L
 
-__all__ = ["only_its_own_batch_hooks"]
-
 _Callback = TypeVar("_Callback", bound=L.Callback)
 
 

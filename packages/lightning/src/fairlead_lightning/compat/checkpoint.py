@@ -7,8 +7,6 @@ from typing import Any
 
 import lightning.pytorch as L
 
-__all__ = ["between_epochs", "dump_checkpoint", "inside_epoch", "resume_from", "set_root_dir"]
-
 
 def set_root_dir(trainer: L.Trainer, path: Path) -> None:
     """Moves `trainer.default_root_dir`, which has no setter: the run directory is known only when fit begins."""

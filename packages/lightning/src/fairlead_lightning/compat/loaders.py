@@ -12,8 +12,6 @@ from lightning.pytorch.utilities.data import _update_dataloader
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, SequentialSampler
 
-__all__ = ["evaluation_loaders", "sharded", "take_sharding"]
-
 
 def take_sharding(trainer: L.Trainer) -> tuple[bool, Callable[[], None]]:
     """Has Lightning leave samplers as they are: `use_distributed_sampler=False`, after the Trainer was made.

@@ -13,17 +13,6 @@ import torch
 import torch.distributed as dist
 from torchmetrics import Metric
 
-__all__ = [
-    "Logged",
-    "before_epoch_results",
-    "hold_logged",
-    "hold_metrics",
-    "logged_for_epoch",
-    "logged_state",
-    "restore_logged",
-    "set_logged",
-]
-
 _LAST = ("callback_metrics", "logged_metrics", "progress_bar_metrics")
 
 

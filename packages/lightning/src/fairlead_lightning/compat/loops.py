@@ -7,15 +7,6 @@ from typing import Any, Protocol
 
 import lightning.pytorch as L
 
-__all__ = [
-    "Boundaries",
-    "as_if_never_restored",
-    "begin_next_epoch",
-    "set_batches_done",
-    "training_place",
-    "watch_boundaries",
-]
-
 
 def begin_next_epoch(trainer: L.Trainer) -> None:
     """Called from `on_train_start` of a fit that was restored from between two epochs: begins the next one.

@@ -10,8 +10,6 @@ from typing import Any
 import lightning.pytorch as L
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 
-__all__ = ["is_spawned", "let_children_end", "signal_children", "without_signal_handlers"]
-
 
 def without_signal_handlers(trainer: L.Trainer) -> Callable[[], None]:
     """Keeps Lightning from handling signals: its SIGTERM handler starts a collective wherever the rank is.

@@ -15,8 +15,6 @@ from fairlead.errors import ConfigError
 from fairlead_distributed import ResumableDistributedSampler, derive_seed, isolated_rng
 from fairlead_lightning.custom_loop.state import LoopState
 
-__all__ = ["LoopBatches"]
-
 T = TypeVar("T")
 
 

@@ -15,8 +15,6 @@ from fairlead_launch.environment import LAUNCHED
 from fairlead_lightning.build import build_backend, build_plugins
 from fairlead_lightning.fit import plan
 
-__all__ = ["fabric"]
-
 
 def fabric(
     config: TrainerConfig | None = None,

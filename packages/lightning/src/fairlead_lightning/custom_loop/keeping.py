@@ -9,8 +9,6 @@ from fairlead.config import CheckpointConfig
 from fairlead.errors import ConfigError
 from fairlead_runs.commit import RetentionPolicy
 
-__all__ = ["Keeping"]
-
 _THE_LOOPS_OWN: Final = ("every_n_steps", "every_n_epochs", "every_n_minutes", "on_validation", "save_weights_only")
 _USUAL_MONITORS: Final = ("val/loss", "val_loss")
 

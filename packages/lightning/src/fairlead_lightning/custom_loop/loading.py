@@ -19,8 +19,6 @@ from fairlead_lightning.resume.rank_state import load_part, rank_file, seed_anew
 from fairlead_runs.commit import Checkpoint
 from fairlead_runs.commit.manifest import file_problem
 
-__all__ = ["Loaded", "load_checkpoint"]
-
 
 @dataclass(frozen=True)
 class Loaded:

@@ -24,8 +24,6 @@ from fairlead_lightning.fit import as_seen, described_job
 from fairlead_runs.batch_policy import batch_plan
 from fairlead_runs.describe import described
 
-__all__ = ["open_loop"]
-
 
 def open_loop(
     fabric: lf.Fabric,

@@ -25,8 +25,6 @@ from fairlead_lightning.fit import run_config
 from fairlead_lightning.loggers.positions import LOGGER_POSITIONS, logger_positions, resume_position
 from fairlead_lightning.metrics.metrics_file import MetricsFile
 
-__all__ = ["LoopRun"]
-
 T = TypeVar("T")
 
 

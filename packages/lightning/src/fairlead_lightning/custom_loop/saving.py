@@ -16,8 +16,6 @@ from fairlead_lightning.checkpoint.commits import Commits
 from fairlead_lightning.checkpoint.committing import Commit, Problem
 from fairlead_runs.commit import RetentionPolicy
 
-__all__ = ["LoopCheckpoints", "own_checkpoint_io"]
-
 
 class LoopCheckpoints(Commits):
     """Writes the checkpoints of a loop's run; each method is called by all ranks together.

@@ -19,8 +19,6 @@ from fairlead_distributed import rng_state
 from fairlead_distributed.module_state import module_state, restore_flags, restore_module
 from fairlead_lightning.checkpoint.loading import readable_load_errors
 
-__all__ = ["OWN", "LoopState", "inner_module", "is_stateful", "loading", "plain"]
-
 OWN: Final = "fairlead"
 """The key of the run's own entry in the shared state."""
 

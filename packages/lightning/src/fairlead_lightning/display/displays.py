@@ -8,8 +8,6 @@ from typing import Final, Protocol
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 
-__all__ = ["Bars", "Display", "Lines", "choose_display"]
-
 REFRESH_S: Final = 0.5
 
 

@@ -20,8 +20,6 @@ from fairlead_lightning.display.displays import Display, choose_display
 from fairlead_lightning.display.summary import summary_lines
 from fairlead_lightning.display.throughput import Throughput, batch_size, duration, number
 
-__all__ = ["Progress"]
-
 _LOSSES: Final = ("train/loss", "train_loss", "loss")
 _SHOWN: Final = 6
 _TASKS: Final = {"validate": "validation", "test": "test", "predict": "prediction"}

@@ -11,8 +11,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Final
 
-__all__ = ["LOGGED", "WARNED", "quiet"]
-
 LOGGED: Final = (
     "💡 Tip: For seamless cloud logging and experiment tracking, try installing [litlogger]",
     "💡 Tip: For seamless cloud uploads and versioning, try installing [litmodels]",

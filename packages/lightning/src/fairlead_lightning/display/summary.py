@@ -9,8 +9,6 @@ from fairlead.errors import CheckpointError
 from fairlead_lightning.display.throughput import Throughput, duration, number
 from fairlead_runs.commit import Checkpoint, best, list_checkpoints
 
-__all__ = ["summary_lines"]
-
 
 def summary_lines(
     *, step: int, epoch: int, speed: Throughput, replicas: int, now: float, run_dir: Path, cwd: Path | None = None

@@ -8,8 +8,6 @@ from typing import Any, Final
 
 from torch import Tensor
 
-__all__ = ["Throughput", "batch_size", "duration", "number"]
-
 WINDOW_S: Final = 30.0
 
 

@@ -15,8 +15,6 @@ from fairlead.errors import FairleadError
 from fairlead.user_code import CodeRoot
 from fairlead_lightning.lifecycle.stopping import StopRequested
 
-__all__ = ["described_failure"]
-
 _FRAME = re.compile(r'^\s+File "(?P<file>[^"]+)", line \d+, in ')
 
 

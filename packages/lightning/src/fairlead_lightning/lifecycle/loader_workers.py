@@ -10,8 +10,6 @@ from torch.utils.data import DataLoader
 
 from fairlead_lightning.resume.stateful_loader import StatefulLoader
 
-__all__ = ["protect_workers"]
-
 
 def protect_workers(loader: object, outlive: Any) -> None:
     """Has each worker call `outlive`, and then what the user asked for; nothing where there are no workers.

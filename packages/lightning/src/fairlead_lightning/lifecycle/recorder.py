@@ -11,8 +11,6 @@ from fairlead_distributed.run.joining import leave_at_exit
 from fairlead_distributed.run.session import RunSession
 from fairlead_lightning import compat
 
-__all__ = ["Recorder"]
-
 
 @compat.only_its_own_batch_hooks
 class Recorder(L.Callback):

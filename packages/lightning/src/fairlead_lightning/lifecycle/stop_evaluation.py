@@ -11,8 +11,6 @@ from fairlead.interfaces import StopSignals
 from fairlead_lightning import compat
 from fairlead_lightning.lifecycle.stopping import StopRequested
 
-__all__ = ["StopEvaluation"]
-
 
 @compat.only_its_own_batch_hooks
 class StopEvaluation(L.Callback):

@@ -16,8 +16,6 @@ from fairlead_lightning.build import build_backend
 from fairlead_lightning.checkpoint.committing import copies_of
 from fairlead_runs import count_starts, read_history, refusal
 
-__all__ = ["StopRequested", "carry_out"]
-
 _BECAUSE: Final[Mapping[str, str]] = {
     "preempted": "as another job needs the nodes",
     "time_limit": "as the time limit is near",

@@ -21,8 +21,6 @@ from fairlead_lightning.lifecycle.loader_workers import protect_workers
 from fairlead_lightning.lifecycle.stopping import StopRequested, carry_out
 from fairlead_lightning.resume.exact_resume import Saves
 
-__all__ = ["Stops"]
-
 _WARNINGS: Final = ("SIGUSR1", "SIGUSR2")  # what a scheduler is asked to send ahead; by default it ends a process
 
 

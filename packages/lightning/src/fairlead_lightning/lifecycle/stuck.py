@@ -23,8 +23,6 @@ from fairlead_launch.reports import REPORT_FD, secondary
 from fairlead_lightning import compat
 from fairlead_runs.dumps import flight_recorder_folder, stack_folder
 
-__all__ = ["StuckRanks"]
-
 _TIMEOUT: Final = timedelta(minutes=30)
 """Torch's own for a collective, where the strategy says nothing."""
 _HANG_SHARE: Final = 0.8

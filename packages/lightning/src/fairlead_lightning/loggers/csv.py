@@ -8,8 +8,6 @@ from fairlead import LoggerConfigBase, LoggerPlugin
 from fairlead.interfaces import BuildContext
 from fairlead_lightning.fields import LIGHTNING
 
-__all__ = ["CSV", "CSVLoggerConfig", "build", "csv"]
-
 
 class CSVLoggerConfig(LoggerConfigBase):
     """The file `metrics.csv` in the run directory.

@@ -8,8 +8,6 @@ from typing import Any, ClassVar, Final, Protocol, runtime_checkable
 
 from fairlead.errors import FairleadError
 
-__all__ = ["LOGGER_POSITIONS", "Positioned", "logger_positions", "resume_position"]
-
 LOGGER_POSITIONS: Final = "logger_positions"
 """The key of the positions in a checkpoint, and in the extras of the `BuildContext`."""
 

@@ -9,8 +9,6 @@ from pydantic import Field
 from fairlead import LoggerConfigBase, LoggerPlugin
 from fairlead_lightning.fields import LIGHTNING
 
-__all__ = ["Wandb", "WandbLoggerConfig", "wandb"]
-
 
 class WandbLoggerConfig(LoggerConfigBase):
     """A run at Weights & Biases, or a record of one on disk where there is no network.

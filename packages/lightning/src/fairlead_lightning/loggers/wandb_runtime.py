@@ -20,8 +20,6 @@ from fairlead.interfaces import BuildContext
 from fairlead_lightning.loggers.wandb import WandbLoggerConfig
 from fairlead_runs.commit import atomic_write
 
-__all__ = ["RUN_FILE", "RunLogger", "build", "can_connect", "run_id", "wandb_mode"]
-
 RUN_FILE: Final = "wandb-run.json"
 SERVER: Final = "https://api.wandb.ai"
 TIMEOUT_S: Final = 3.0

@@ -14,8 +14,6 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only, rank_zero_warn
 from fairlead.errors import RunDirectoryError
 from fairlead_runs.step_table import StepTable, TablePosition
 
-__all__ = ["METRICS_FILE", "MetricsFile"]
-
 METRICS_FILE: Final = "metrics.csv"
 
 

@@ -15,8 +15,6 @@ from lightning.pytorch.callbacks import BasePredictionWriter
 from fairlead.errors import FairleadError, RunDirectoryError
 from fairlead_distributed.objects import broadcast_object
 
-__all__ = ["PredictionFiles"]
-
 
 class PredictionFiles(BasePredictionWriter):
     """Writes `rank-00000.pt`: what this rank's `predict_step` returned, and which samples of the data these are.

@@ -16,8 +16,6 @@ from fairlead_distributed.evaluation_loaders import shard_of
 from fairlead_lightning import compat
 from fairlead_lightning.compat import Logged
 
-__all__ = ["AverageOverRanks", "merged"]
-
 _END: Final = math.inf  # comes after the loaders of an evaluation
 _OUTSIDE_BATCHES: Final = {
     f"on_{stage}_{moment}" for stage in ("validation", "test") for moment in ("start", "epoch_start", "epoch_end")

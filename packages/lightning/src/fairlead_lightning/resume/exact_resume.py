@@ -23,8 +23,6 @@ from fairlead_lightning.loggers.positions import LOGGER_POSITIONS, logger_positi
 from fairlead_lightning.resume import rank_state, seen
 from fairlead_lightning.resume.loaders import Loaders
 
-__all__ = ["ExactResume", "Saves", "Stoppable", "saved_positions"]
-
 Where = Literal["between", "batch", "done", "cut"]
 """Between two epochs; a batch is done, but not the validation behind it; both are; a limit has cut the epoch."""
 

@@ -30,8 +30,6 @@ from fairlead_distributed.worker_seeds import SeededInWorkers, own_generators
 from fairlead_lightning import compat
 from fairlead_lightning.resume.stateful_loader import SizedLoader, StatefulLoader, is_stateful
 
-__all__ = ["Loaders"]
-
 # They depend on nothing but their generator and the epoch.
 _REDRAWN: Final = (RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler, DistributedSampler)
 

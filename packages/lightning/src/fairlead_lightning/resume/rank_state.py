@@ -14,8 +14,6 @@ from fairlead_distributed import derive_seed, rng_state, set_rng_state
 from fairlead_distributed.module_state import module_state, restore_module
 from fairlead_lightning import compat
 
-__all__ = ["FORMAT", "capture", "load_part", "rank_file", "read", "restore", "seed_anew"]
-
 FORMAT: Final = 1
 
 

@@ -21,8 +21,6 @@ from fairlead_distributed.worker_seeds import own_generators
 from fairlead_lightning.loggers.positions import Positioned
 from fairlead_runs.commit import atomic_write
 
-__all__ = ["said", "script_reasons", "state_reasons", "uncut_loggers", "write_record"]
-
 
 def state_reasons(trainer: L.Trainer) -> list[Inexact]:
     """What of the model, its hooks and the callbacks keeps a state that no checkpoint has."""

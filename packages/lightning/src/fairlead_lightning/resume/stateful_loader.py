@@ -12,8 +12,6 @@ from fairlead_distributed import derive_seed, rng_state, set_rng_state
 from fairlead_distributed.batch_order import EpochPosition
 from fairlead_distributed.isolated_generators import IsolatedGenerators
 
-__all__ = ["SizedLoader", "StatefulLoader", "is_stateful"]
-
 _END: Final = object()
 
 

@@ -11,8 +11,6 @@ from fairlead_runs import list_runs
 from fairlead_runs.commands.texts import ago, find_run, metric, or_dash, summary, table
 from fairlead_runs.fingerprints import leaves
 
-__all__ = ["run_runs", "runs_arguments"]
-
 
 def runs_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of `fairlead runs`."""

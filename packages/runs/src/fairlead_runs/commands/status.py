@@ -14,8 +14,6 @@ from fairlead_runs.commands.texts import ago, find_run, metric, or_dash, summary
 from fairlead_runs.dumps import find_dumps
 from fairlead_runs.waiting import Waiting, grouped, rank_ranges, waiting
 
-__all__ = ["run_status", "status_arguments"]
-
 _ROWS: Final = 20
 """Groups of ranks that are shown: a job of any size fits on a screen."""
 _AHEAD_S: Final = 5.0

@@ -10,8 +10,6 @@ from fairlead.cli.session import Session
 from fairlead.errors import ConfigError, did_you_mean
 from fairlead_runs import RunState, is_run, list_runs
 
-__all__ = ["ago", "find_run", "metric", "or_dash", "summary", "table"]
-
 
 def find_run(name: str, session: Session) -> Path:
     """A run directory, or the name of one in `runs/`.

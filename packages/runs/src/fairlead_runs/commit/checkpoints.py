@@ -26,19 +26,6 @@ from fairlead_runs.commit.files import disk_error, remove_tree
 from fairlead_runs.commit.manifest import MANIFEST, Damage, Manifest, read_manifest, verify
 from fairlead_runs.commit.syscalls import Syscalls
 
-__all__ = [
-    "LATEST",
-    "Checkpoint",
-    "Newest",
-    "Rated",
-    "checkpoint_name",
-    "discard_incomplete",
-    "list_checkpoints",
-    "newest_complete",
-    "read_latest",
-    "readable_checkpoints",
-]
-
 LATEST = "latest"
 NAME = re.compile(r"step-(\d+)(?:\.(\d+))?")
 STAGE = ".stage-"

@@ -14,17 +14,6 @@ from fairlead.errors import CheckpointError, FairleadError
 from fairlead_runs.commit.hashing import FileHash, default_algorithm, new_hasher
 from fairlead_runs.commit.syscalls import Syscalls
 
-__all__ = [
-    "Content",
-    "FileWriter",
-    "atomic_write",
-    "disk_error",
-    "ensure_dir",
-    "remove_tree",
-    "replace_file",
-    "write_file",
-]
-
 _BUFFER = 1 << 20
 _PIECE = 16 << 20
 _TEMPORARY = ".tmp-"

@@ -23,8 +23,6 @@ from typing import Protocol
 from fairlead.errors import CheckpointError, MissingDependencyError
 from fairlead_runs.commit.syscalls import Syscalls
 
-__all__ = ["ALGORITHMS", "FileHash", "Hasher", "default_algorithm", "hash_file", "new_hasher"]
-
 _CHUNK = 4 << 20
 
 

@@ -10,8 +10,6 @@ from typing import Final
 from fairlead_runs.commit.checkpoints import TEMPORARY, Checkpoint
 from fairlead_runs.commit.syscalls import Syscalls
 
-__all__ = ["BEST", "LAST", "point"]
-
 BEST: Final = "best"
 LAST: Final = "last"
 _NO_LINKS: Final = {errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL}

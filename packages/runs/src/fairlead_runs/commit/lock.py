@@ -26,8 +26,6 @@ from fairlead_runs.commit.files import disk_error
 from fairlead_runs.commit.owner import LockOwner
 from fairlead_runs.commit.syscalls import Syscalls
 
-__all__ = ["Lock", "LockState", "read_lock"]
-
 _NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK, errno.EOPNOTSUPP}
 _GUARD = ".takeover"
 _POLL_S = 0.01

@@ -17,18 +17,6 @@ from fairlead.errors import CheckpointError
 from fairlead_runs.commit.hashing import FileHash, hash_file
 from fairlead_runs.commit.syscalls import Syscalls
 
-__all__ = [
-    "FORMAT",
-    "MANIFEST",
-    "Damage",
-    "Manifest",
-    "file_problem",
-    "is_inside",
-    "read_manifest",
-    "verify",
-    "wrong_checksum",
-]
-
 MANIFEST = "manifest.json"
 FORMAT = 1
 _DIGEST = "manifest_sha256"

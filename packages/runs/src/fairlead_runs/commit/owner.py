@@ -13,8 +13,6 @@ from pathlib import Path
 
 from fairlead.interfaces import Job
 
-__all__ = ["LockOwner"]
-
 
 @dataclass(frozen=True)
 class LockOwner:

@@ -18,8 +18,6 @@ from fairlead_runs.commit.hashing import FileHash, hash_file
 from fairlead_runs.commit.manifest import MANIFEST, Manifest, is_inside, verify
 from fairlead_runs.commit.syscalls import Syscalls
 
-__all__ = ["abandon", "publish", "stage"]
-
 _TOKEN = re.compile(r"[A-Za-z0-9_-]+")
 
 

@@ -20,8 +20,6 @@ from fairlead_runs.commit.syscalls import Syscalls
 if TYPE_CHECKING:
     from fairlead.config import CheckpointConfig
 
-__all__ = ["KEEP", "RetentionPolicy", "best", "chosen", "is_kept_forever", "keep_forever", "retain"]
-
 KEEP = "KEEP"
 
 

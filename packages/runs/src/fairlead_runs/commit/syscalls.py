@@ -7,8 +7,6 @@ import errno
 import os
 from pathlib import Path
 
-__all__ = ["Syscalls"]
-
 # What a directory's fsync answers on file systems that have no such thing (some FUSE and SMB mounts).
 _NO_DIRECTORY_FSYNC = {errno.EINVAL, errno.ENOTSUP, errno.EBADF}
 

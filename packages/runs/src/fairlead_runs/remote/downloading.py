@@ -17,8 +17,6 @@ from fairlead_runs.remote.listing import RemoteCheckpoint, checkpoint_at, list_c
 from fairlead_runs.remote.store import Store
 from fairlead_runs.remote.urls import split_checkpoint_url
 
-__all__ = ["DamagedCopyError", "download", "fetch"]
-
 _TOKEN = "download"
 
 

@@ -17,16 +17,6 @@ from fairlead_runs.remote.retrying import store_error
 from fairlead_runs.remote.store import Entry, Store
 from fairlead_runs.remote.urls import join
 
-__all__ = [
-    "RemoteCheckpoint",
-    "RemoteRun",
-    "checkpoint_at",
-    "list_checkpoints",
-    "list_run",
-    "newest_complete",
-    "verify",
-]
-
 _THREADS = 8
 
 

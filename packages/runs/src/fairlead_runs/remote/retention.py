@@ -9,8 +9,6 @@ from fairlead_runs.commit.retention import RetentionPolicy, chosen
 from fairlead_runs.remote.listing import RemoteCheckpoint, grouped, list_checkpoints
 from fairlead_runs.remote.store import Store
 
-__all__ = ["discard_incomplete", "retain"]
-
 
 def retain(store: Store, policy: RetentionPolicy, *, keep: Collection[str] = ()) -> list[RemoteCheckpoint]:
     """Deletes what the policy does not keep, each time the manifest first: what is half deleted is no checkpoint.

@@ -13,8 +13,6 @@ from typing import Final, TypeVar
 from fairlead.errors import CheckpointError, FairleadError
 from fairlead_runs.redaction import redact_text
 
-__all__ = ["Retries", "is_transient", "store_error"]
-
 T = TypeVar("T")
 log = logging.getLogger("fairlead_runs.remote")
 

@@ -19,8 +19,6 @@ from fairlead_runs.commit.syscalls import Syscalls
 from fairlead_runs.remote.retrying import Retries, store_error
 from fairlead_runs.remote.urls import check_options, check_url, join
 
-__all__ = ["MIB", "Entry", "Store", "missing_library"]
-
 MIB: Final = 1 << 20
 # A dead endpoint is noticed in seconds. Single parts are tried again by botocore and s3fs, whole files by `Retries`.
 _S3: Final[Mapping[str, Any]] = {"connect_timeout": 10, "read_timeout": 60, "retries": {"max_attempts": 2}}

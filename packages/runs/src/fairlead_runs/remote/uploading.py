@@ -21,8 +21,6 @@ from fairlead_runs.remote.listing import RemoteCheckpoint, list_checkpoints, sto
 from fairlead_runs.remote.store import MIB, Entry, Store
 from fairlead_runs.remote.urls import join
 
-__all__ = ["Check", "upload"]
-
 Check = Literal["checksum", "size"]
 _PARTS = 10_000  # that an object of S3 may have
 

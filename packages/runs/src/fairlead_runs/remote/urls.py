@@ -10,8 +10,6 @@ from fairlead.errors import ConfigError
 from fairlead_runs.commit.checkpoints import NAME
 from fairlead_runs.redaction import is_secret_name
 
-__all__ = ["check_options", "check_url", "is_url", "join", "split_checkpoint_url"]
-
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
 
 

@@ -11,8 +11,6 @@ from fairlead import Capability, Finding, Resolution, StrategyPlugin, hookimpl
 from fairlead.findings import Inexact
 from fairlead_strategies.shared import LIGHTNING, ClassPaths, ProcessGroupConfig, refuse_mps_and_xla
 
-__all__ = ["FSDP2", "FSDP2StrategyConfig", "fsdp2"]
-
 
 class FSDP2StrategyConfig(ProcessGroupConfig):
     """Fully sharded data parallel with torch's `fully_shard`, on GPUs and CPUs.

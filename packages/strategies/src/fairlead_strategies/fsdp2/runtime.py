@@ -25,8 +25,6 @@ from fairlead_strategies.fsdp2.plugin import FSDP2StrategyConfig
 from fairlead_strategies.fsdp2.sharding import destinations, is_parallelised, shard
 from fairlead_strategies.shared import load_classes
 
-__all__ = ["FSDP2Strategy", "FabricFSDP2", "build"]
-
 STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
 

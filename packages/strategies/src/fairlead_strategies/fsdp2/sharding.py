@@ -21,8 +21,6 @@ from torch.optim import Optimizer
 
 from fairlead.errors import ConfigError
 
-__all__ = ["blocks", "destinations", "is_parallelised", "shard"]
-
 Key = tuple[str | int, ...]
 """Where a tensor is in a checkpoint: the keys that lead to it."""
 

@@ -8,8 +8,6 @@ from pathlib import Path
 from fairlead.interfaces import Devices
 from fairlead_lightning.accelerators.cuda.visible import GPU, visible
 
-__all__ = ["amd_devices"]
-
 
 def amd_devices(environ: Mapping[str, str], root: Path) -> Devices:
     """The GPUs that this process may use under ROCm.

@@ -11,8 +11,6 @@ from pathlib import Path
 from fairlead.interfaces import Devices
 from fairlead_lightning.accelerators.cuda.visible import GPU, visible
 
-__all__ = ["VARIABLE", "ask_nvidia_smi", "nvidia_devices"]
-
 VARIABLE = "CUDA_VISIBLE_DEVICES"
 
 SMI_TIMEOUT_S = 3.0

@@ -10,8 +10,6 @@ from pathlib import Path
 from fairlead.errors import RunDirectoryError
 from fairlead_runs.commit import FileWriter, Syscalls, atomic_write
 
-__all__ = ["cut_steps", "cut_to", "event_files", "make_durable"]
-
 
 def event_files(folder: Path) -> dict[str, int]:
     """The size in bytes of each event file, by its path in the folder; `add_scalars` has folders of its own in it.

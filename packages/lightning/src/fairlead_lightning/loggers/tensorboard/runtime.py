@@ -19,8 +19,6 @@ from fairlead_lightning.loggers.positions import resume_position
 from fairlead_lightning.loggers.tensorboard import TensorBoardLoggerConfig
 from fairlead_lightning.loggers.tensorboard.events import cut_steps, cut_to, event_files, make_durable
 
-__all__ = ["POSITION_KEY", "EventLogger", "build"]
-
 POSITION_KEY: Final = "tensorboard"
 NOTHING: Final[Mapping[str, Any]] = {"files": {}, "hyperparameters": [], "epoch": None}
 
