@@ -205,4 +205,4 @@ def test_a_trainer_is_built_from_the_list(tmp_path: Path) -> None:
     )
     trainer = Trainer(config, run=RunConfig(dir=str(tmp_path)))
     assert trainer.precision == "64-true"
-    assert type(trainer.strategy.checkpoint_io.inner).__name__ == "AsyncFileCheckpointIO"
+    assert type(trainer.strategy.checkpoint_io).__name__ == "AsyncFileCheckpointIO"

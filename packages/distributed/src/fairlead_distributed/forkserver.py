@@ -38,7 +38,7 @@ _PRELOADED = ("numpy", "torch", "torchmetrics", "lightning", "matplotlib", "tens
 _HEADER = struct.Struct("!q")
 _PADDING = "FAIRLEAD_FORKSERVER_PADDING"
 _PADDING_BYTES = 100_000  # for the environments of forked processes; one variable may have 128 KiB
-_START_S = 120.0  # seconds to start an interpreter and import torch, on a machine that is busy
+_START_S = 300.0  # seconds to start an interpreter and import torch, on a machine that is busy
 
 
 class ForkedProcess:
@@ -48,9 +48,7 @@ class ForkedProcess:
         self.pid = pid
         self.returncode: int | None = None
         self._server = server
-        self._pidfd = os.pidfd_open(
-            pid
-        )  # nobody but the server waits for it, and only when it is asked: no other has it
+        self._pidfd = os.pidfd_open(pid)  # of no other process: only the server waits for it, when it is asked to
 
     def fileno(self) -> int:
         """A file descriptor that is readable once the process has ended."""
