@@ -22,7 +22,7 @@ PARTS: dict[str, tuple[Any, str]] = {
     "gradients: take the norm of one tensor after the other": (torch, "_foreach_norm"),
     "lifecycle.loader_workers: block signals around the loader's `iter`": (DataLoader, "_get_iterator"),
     "checkpoint-io overlap: walk through dicts and lists by hand": (_pytree, "tree_leaves"),
-    "checkpoint-io snapshot: tell storages apart by data_ptr and size": (torch.UntypedStorage(1), "_cdata"),
+    "checkpoint-io snapshot: tell storages apart by data_ptr and size": (torch.UntypedStorage, "_cdata"),
     "strategies.sync_batchnorm_runtime: name BatchNorm1d, 2d and 3d": (batchnorm, "_BatchNorm"),
 }
 
@@ -36,7 +36,7 @@ def test_a_private_part_of_torch_is_there(todo: str) -> None:
 
 def test_workers_that_persist_are_kept_in_the_loader() -> None:
     """Copies of a loader with another sampler set it to None.  If torch renames it, they draw by the old sampler."""
-    loader = DataLoader(range(2), num_workers=0, persistent_workers=False)  # type: ignore[arg-type]
+    loader: DataLoader[int] = DataLoader(range(2), num_workers=0, persistent_workers=False)  # type: ignore[arg-type]
     assert vars(loader)["_iterator"] is None
 
 

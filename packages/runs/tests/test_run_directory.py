@@ -81,7 +81,8 @@ def test_the_same_fingerprint_continues_with_the_next_start(tmp_path: Path) -> N
         assert run.continued
         assert begin(run) == 2
         assert run.token == "s2"
-    assert load_file(tmp_path / "gpt" / "job.yaml").data["trainer"]["max_steps"] == 300
+    written: Any = load_file(tmp_path / "gpt" / "job.yaml").data
+    assert written["trainer"]["max_steps"] == 300
 
 
 def test_another_fingerprint_is_refused_with_the_difference_and_nothing_is_written(tmp_path: Path) -> None:

@@ -123,7 +123,8 @@ def test_single_device_takes_the_first_chosen_device(
     from fairlead import AcceleratorConfigBase
 
     config = parse_backend("strategy", "single_device", plugins)
-    changes = {"accelerator": AcceleratorConfigBase(name=kind), "device_indices": indices, "world_size": 1}
+    accelerator = AcceleratorConfigBase(name=kind)
+    changes = {"accelerator": accelerator, "device_type": kind, "device_indices": indices, "world_size": 1}
     strategy = build(config, ranks.context(config, engine, **changes))
     assert strategy.root_device == torch.device(device)
 

@@ -111,7 +111,7 @@ def fit(epochs: int, clip: float | None, resumed: Path | None = None) -> tuple[p
     if (here := str(Path(__file__).parent)) not in sys.path:
         sys.path.insert(0, here)
     config = FSDP2StrategyConfig()
-    context = importlib.import_module("ranks").context(config, "trainer")
+    context = importlib.import_module("ranks").context(config, "trainer", devices=RANKS, world_size=RANKS)
     net = Net()
     trainer = pl.Trainer(
         accelerator="cpu", devices=RANKS, plugins=[TorchElasticEnvironment()], max_epochs=epochs, logger=False,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -24,7 +24,7 @@ from fairlead.errors import CheckpointError
 from fairlead_distributed.run.session import STATE_FILE, RunSession
 from fairlead_lightning import compat
 from fairlead_lightning.checkpoint.commits import Commits
-from fairlead_lightning.checkpoint.saving import meet, write_state
+from fairlead_lightning.checkpoint.saving import Correction, meet, write_state
 from fairlead_lightning.resume.exact_resume import ExactResume
 from fairlead_runs.commit import RetentionPolicy, best, list_checkpoints, newest_complete, retain
 from fairlead_runs.describe import described
@@ -63,7 +63,6 @@ class Checkpoints(Checkpoint):
         self._after_validation = False
         self._trained = False
         self._began = False
-        self._corrected: Callable[[dict[str, Any]], None] | None = None
         self._metrics: dict[str, float] | None = None
 
     @property
@@ -150,22 +149,20 @@ class Checkpoints(Checkpoint):
         """Saves what was due at the end of the last epoch."""
         reason, self._at_epoch_end = self._at_epoch_end, None
         if reason is not None:
-            self._corrected = compat.between_epochs
-            self.save(trainer, reason)
-            self._corrected = None
+            self.save(trainer, reason, compat.between_epochs)
         self._metrics = None
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Saves the result, and waits until it is durable."""
         reason, self._at_epoch_end = self._at_epoch_end, None
         whole: AbstractContextManager[None] = nullcontext()
+        correct: Correction | None = None
         if self._trained:
             over = _last_batch(trainer)
-            self._corrected = compat.between_epochs if over else compat.inside_epoch
+            correct = compat.between_epochs if over else compat.inside_epoch
             whole = self.exact.at("between" if over else "cut")
         with whole:
-            self._save_for_sure(trainer, reason or "end")
-        self._corrected = None
+            self._save_for_sure(trainer, reason or "end", correct)
         self._of_run.copied()
         self._find_best()
 
@@ -188,16 +185,7 @@ class Checkpoints(Checkpoint):
             CheckpointError: It cannot be saved.
         """
         if self._trained:
-            self._corrected = compat.between_epochs if between_epochs else None
-            try:
-                self._save_for_sure(trainer, "stop")
-            finally:
-                self._corrected = None
-
-    def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Lightning asks this of every checkpoint; only ours is of a known place in the loops."""
-        if self._corrected is not None:
-            self._corrected(checkpoint)
+            self._save_for_sure(trainer, "stop", compat.between_epochs if between_epochs else None)
 
     def _find_best(self) -> None:
         newest = newest_complete(self.directory).checkpoint
@@ -209,34 +197,37 @@ class Checkpoints(Checkpoint):
 
     # -- what
 
-    def save(self, trainer: L.Trainer, reason: str) -> None:
+    def save(self, trainer: L.Trainer, reason: str, correct: Correction | None = None) -> None:
         """Writes a checkpoint of this step, on all ranks together, unless this step has one already.
 
         Args:
             trainer: The trainer.
             reason: Why now, for the history.
+            correct: Makes the loops' counters in the checkpoint those of the place that it is of.
         """
         if trainer.global_step != self._of_run.saved_step:
-            self._commit(trainer, reason)
+            self._commit(trainer, reason, correct)
 
-    def _commit(self, trainer: L.Trainer, reason: str) -> None:
+    def _commit(self, trainer: L.Trainer, reason: str, correct: Correction | None) -> None:
         commits = self._of_run
 
         def own() -> dict[str, Any]:
             measured = {"measured": sorted(self._measured), "measured_at": self._measured_at}
             return self.exact.capture(trainer) | measured
 
-        write = partial(write_state, trainer, commits, self.config.save_weights_only)
-        commits.commit(trainer.global_step, own, write, self._metadata(trainer), self._policy(), reason=reason)
+        write = partial(write_state, trainer, commits, self.config.save_weights_only, correct)
+        metadata = self._metadata(trainer, cut=correct is compat.inside_epoch)
+        commits.commit(trainer.global_step, own, write, metadata, self._policy(), reason=reason)
         self._saved_at = time.monotonic()
 
-    def _save_for_sure(self, trainer: L.Trainer, reason: str) -> None:
+    def _save_for_sure(self, trainer: L.Trainer, reason: str, correct: Correction | None) -> None:
         """Saves and waits until it is durable.
 
         Raises:
             CheckpointError: It is not; on all ranks.
         """
-        self._of_run.save_for_sure(trainer.global_step, partial(self._commit, trainer, reason), reason=reason)
+        commit = partial(self._commit, trainer, reason, correct)
+        self._of_run.save_for_sure(trainer.global_step, commit, reason=reason)
 
     @property
     def _of_run(self) -> Commits:
@@ -249,14 +240,14 @@ class Checkpoints(Checkpoint):
         current = {k: v for k, v in trainer.callback_metrics.items() if k not in stale}
         return {k: float(v) for k, v in current.items() if torch.as_tensor(v).numel() == 1}
 
-    def _metadata(self, trainer: L.Trainer) -> dict[str, Any]:
+    def _metadata(self, trainer: L.Trainer, *, cut: bool) -> dict[str, Any]:
         metrics = self._metrics if self._metrics is not None else self._current_metrics(trainer)
         if self.monitor is None:
             self.monitor = next((name for name in _USUAL_MONITORS if name in metrics), None)
         return {
             "step": trainer.global_step,
             # Epochs that are over; Lightning counts one that a limit cut short.
-            "epoch": trainer.current_epoch - (self._corrected is compat.inside_epoch),
+            "epoch": trainer.current_epoch - cut,
             "hyperparameters": described(trainer.lightning_module)["args"],
             "metrics": metrics,
             "monitor": self.monitor,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
@@ -23,13 +24,20 @@ from fairlead_runs.checkpoint_io import ShardedSaves
 _WRAPPERS: Final = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
 
 
-def write_state(trainer: L.Trainer, commits: Commits, weights_only: bool, file: Path, commit: Commit) -> Problem:
+Correction = Callable[[dict[str, Any]], None]
+"""Changes a checkpoint's counters of the loops; see `compat.between_epochs` and `compat.inside_epoch`."""
+
+
+def write_state(
+    trainer: L.Trainer, commits: Commits, weights_only: bool, correct: Correction | None, file: Path, commit: Commit
+) -> Problem:
     """Writes the trainer's state and has it committed, at once or when it is durable; on all ranks together.
 
     Args:
         trainer: The trainer.
         commits: Those of its run.
         weights_only: Leave out what only training needs.
+        correct: Lightning counts as if it went on; this makes the counters those of where the state is.
         file: `state.ckpt` in a stage.
         commit: What follows on rank 0.
 
@@ -39,6 +47,8 @@ def write_state(trainer: L.Trainer, commits: Commits, weights_only: bool, file: 
     strategy = trainer.strategy
     with _profiled(trainer):
         checkpoint = compat.dump_checkpoint(trainer, weights_only)
+        if correct is not None:
+            correct(checkpoint)
         shards = _sharded(trainer)
         if shards is not None:
             return raised_by(partial(_submit, trainer, shards, checkpoint, file, commit))
