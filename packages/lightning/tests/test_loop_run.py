@@ -392,7 +392,7 @@ def test_another_config_is_another_run(tmp_path: Path) -> None:
 
 
 def test_a_config_that_cannot_be_written_down_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="holds a Net"):
+    with pytest.raises(ConfigError, match="a setting is a Net, which is not plain data"):
         Job(tmp_path, config={"model": Net()}).train()
     with pytest.raises(ConfigError, match="accumulate_grad_batches cannot be 'two'"):
         Job(tmp_path, config={"accumulate_grad_batches": "two"}).train()

@@ -140,7 +140,7 @@ def _canonical(value: Any, path: str) -> Any:
     if value is None or isinstance(value, (str, int, float)):
         return value
     raise ConfigError(
-        f"a setting is a {type(value).__name__}, which no job file can hold",
+        f"a setting is a {type(value).__name__}, which is not plain data",
         where=path,
         fix="use text, numbers, lists, mappings, or {class: ..., args: ...}",
     )
