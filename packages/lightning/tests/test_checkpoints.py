@@ -245,7 +245,7 @@ def full_disk_on_rank_one(rank: int, root: Path) -> tuple[list[str], list[str]]:
         hashed.append(path.name)
         return hash_file(path, *args, **kwargs)
 
-    Syscalls.fsync = fsync  # type: ignore[method-assign]
+    Syscalls.fsync = fsync  # type: ignore[method-assign,assignment]
     vars(sys.modules["fairlead_runs.commit.publish"])["hash_file"] = rehash
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
