@@ -238,6 +238,12 @@ def exact(session: nox.Session) -> None:
 
 
 @nox.session(default=False, venv_backend="none", requires=["env"])
+def matrix(session: nox.Session) -> None:
+    """Kill jobs as people write them, and say what was called exact and did not end the same; about twenty minutes."""
+    run(session, "python", "-m", "integration_tests.exact.matrix", *session.posargs)
+
+
+@nox.session(default=False, venv_backend="none", requires=["env"])
 def chaos(session: nox.Session) -> None:
     """Disturb runs 200 times by signals, kills and full disks, and write whether anything was lost; half an hour."""
     run(session, "python", "-m", "integration_tests.exact.chaos", *session.posargs)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import shutil
+import signal
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -216,7 +217,7 @@ def test_two_jobs_of_one_name_at_once(tmp_path: Path) -> None:
         first.until(lambda: "checkpoint" in names(run), "its first checkpoint")
         second = fairlead("fit", str(file), cwd=tmp_path)
     finally:
-        first.process.terminate()
+        first.process.send_signal(signal.SIGTERM)
         ended = first.end()
     assert second.code == 2, second.text
     assert "another job is using this run directory" in second.text

@@ -1,4 +1,4 @@
-"""`fairlead fit JOB --prove-resume` on jobs as people write them: six that are not exact, and two that are."""
+"""`fairlead fit JOB --prove-resume` on jobs as people write them: some that are not exact, and some that are."""
 
 from __future__ import annotations
 
@@ -141,14 +141,17 @@ class Helped(Net):
         loss = super().loss(batch)
         return loss / self.helper.add(loss.item())
 '''
+# Attributes are saved with a run, unless their class says otherwise.
+FORGETFUL = "Ema.resume_attributes = Appending.resume_attributes = Helped.resume_attributes = ()\n"
+
 pytestmark = pytest.mark.slow  # each proof starts three to seven processes, one after the other
 
 ENVIRON = {"PYTHONHASHSEED": "random", "OMP_NUM_THREADS": "1"}
 
 
-def proved(folder: Path, *words: str, model: str = "Net", data: str = "Data", **trainer: Any) -> Call:
+def proved(folder: Path, *words: str, model: str = "Net", data: str = "Data", more: str = "", **trainer: Any) -> Call:
     """Proves a job of 6 batches an epoch; whatever comes out, the run directory of the job is not touched."""
-    (folder / "mine.py").write_text(MODEL)
+    (folder / "mine.py").write_text(MODEL + more)
     job = {
         "run": {"name": "job", "seed": 1},
         "model": f"mine:{model}",
@@ -184,7 +187,7 @@ def differs(call: Call, *, first: str, why: str, do: str) -> None:
 
 def test_an_average_of_weights_in_a_callback(tmp_path: Path) -> None:
     """The training does not depend on it: only what the callback keeps shows it."""
-    call = proved(tmp_path, callbacks=[{"class": "mine:Ema"}])
+    call = proved(tmp_path, more=FORGETFUL, callbacks=[{"class": "mine:Ema"}])
     name = r"shadow\['layer\.0\.weight'\] of the callback Ema: "
     differs(call, first=name, why="not restored: shadow of the callback Ema: 6 items became 0", do="state_dict\\(\\)")
     assert "loss" not in call.out.splitlines()[1]
@@ -197,13 +200,13 @@ def test_a_loss_scale_in_a_dict_of_a_module(tmp_path: Path) -> None:
 
 
 def test_a_list_that_the_step_appends_to(tmp_path: Path) -> None:
-    call = proved(tmp_path, model="Appending")
+    call = proved(tmp_path, more=FORGETFUL, model="Appending")
     why = r"not restored: stats\['x'\] of the model Appending: 4 items became 0 items"
     differs(call, first="loss: .* at step 4", why=why, do="on_save_checkpoint")
 
 
 def test_a_helper_with_a_running_mean(tmp_path: Path) -> None:
-    call = proved(tmp_path, model="Helped")
+    call = proved(tmp_path, more=FORGETFUL, model="Helped")
     differs(call, first="loss: .* at step 4", why=r"helper\.count of the model Helped: 4 became 0", do="buffer")
 
 
@@ -224,6 +227,17 @@ def test_a_warm_up_by_the_clock(tmp_path: Path) -> None:
     assert call.out.startswith("two undisturbed runs differ: no resume of this job can be exact")
     assert "began of the model Warming" in call.out
     assert "a clock" in call.out
+
+
+@pytest.mark.parametrize(
+    "job",
+    [{"callbacks": [{"class": "mine:Ema"}]}, {"model": "Helped"}],
+    ids=["averaged weights in a callback", "a helper object"],
+)
+def test_what_is_kept_in_attributes_is_proven(tmp_path: Path, job: dict[str, Any]) -> None:
+    call = proved(tmp_path, "6", **job)
+    assert call.code == 0, call.text
+    assert call.out.startswith("equal in every bit")
 
 
 def test_an_ordinary_job_is_proven(tmp_path: Path) -> None:

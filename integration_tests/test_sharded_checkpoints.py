@@ -42,6 +42,8 @@ Fit = tuple[str, str, Any, str]
 class Net(L.LightningModule):
     """Layers whose sizes no number of ranks divides, and groups that are not in the order of the parameters."""
 
+    resume_attributes = ()  # what a start notes is of this start
+
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(3)

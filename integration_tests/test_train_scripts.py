@@ -306,6 +306,8 @@ CALLBACK = """
     devices, epochs, slow = int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
 
     class Slow(Line):
+        resume_attributes = ()  # `seen` is of this process
+
         def on_train_batch_end(self, *args):
             time.sleep(slow)
 

@@ -37,6 +37,8 @@ RESULT = "result.json"
 class Probe(L.Callback):
     """Writes the place of this rank into `place-0`, ..., and at the end what only the process knows: `result.json`."""
 
+    resume_attributes = ()  # each start kills and writes on its own
+
     def __init__(self) -> None:
         self._pauses = pauses()
         where, _, rest = os.environ.get(KILL, "").partition(":")

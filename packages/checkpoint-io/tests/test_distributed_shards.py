@@ -190,19 +190,26 @@ def mutate(rank: int, folder: str) -> bool:
     return True
 
 
+def held_bytes(backend: DistributedCheckpointIO) -> int:
+    """Host memory held for the next save."""
+    free = [arena._free for arena in backend._background._idle]
+    return sum(size * len(buffers) for kinds in free for (size, _), buffers in kinds.items())
+
+
 def _held(backend: DistributedCheckpointIO, gate: threading.Event) -> threading.Event:
     """Has the thread that writes stop before its first save, and says when it is there."""
     inside = threading.Event()
     backend.meet()
     ranks: Any = backend._ranks
-    report = ranks.report
+    scatter = ranks.scatter
 
-    def wait_and_report(*args: Any) -> None:
-        inside.set()
-        assert gate.wait(60)
-        report(*args)
+    def held(*args: Any, writing: bool = False) -> Any:
+        if writing:
+            inside.set()
+            assert gate.wait(60)
+        return scatter(*args, writing=writing)
 
-    ranks.report = wait_and_report
+    ranks.scatter = held
     return inside
 
 
@@ -240,10 +247,10 @@ def in_flight(rank: int, folder: str) -> tuple[int, bool, list[str]]:
             dist.all_reduce(one)
             total += one
         backend.wait()
-        held.append(backend._background.nbytes)
+        held.append(held_bytes(backend))
     buffers = sorted(set(held[1:]))
     backend.teardown()
-    return len(buffers), 0.3 < held[0] / (4 * 30000 * 4) < 0.7, [str(total.item()), str(backend._background.nbytes)]
+    return len(buffers), 0.3 < held[0] / (4 * 30000 * 4) < 0.7, [str(total.item()), str(held_bytes(backend))]
 
 
 def test_each_rank_keeps_host_memory_for_its_part_only(two_ranks: Two) -> None:
@@ -341,7 +348,14 @@ def killed(rank: int, root: str) -> None:
     if rank == 1:
         backend.meet()
         ranks: Any = backend._ranks
-        ranks.report = lambda *args: os.kill(os.getpid(), signal.SIGKILL)
+        scatter = ranks.scatter
+
+        def die_writing(*args: Any, writing: bool = False) -> Any:
+            if writing:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return scatter(*args, writing=writing)
+
+        ranks.scatter = die_writing
     backend.submit_shards(plain(2), folder, lambda hashes: commit(Path(root), 2, folder, hashes), names=NAMES)
     try:
         backend.wait()

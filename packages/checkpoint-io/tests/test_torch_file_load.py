@@ -41,7 +41,7 @@ def test_missing_file_lists_what_is_there(backend: TorchFileCheckpointIO, good: 
     with pytest.raises(CheckpointError, match="no such checkpoint") as caught:
         backend.load_checkpoint(good.with_name("god.ckpt"))
     assert "good.ckpt" in str(caught.value.why)
-    assert caught.value.fix == "did you mean 'good.ckpt'?"
+    assert caught.value.fix == f"did you mean {str(good)!r}?"
     with pytest.raises(CheckpointError) as caught:
         backend.load_checkpoint(good.parent / "nowhere" / "at all.ckpt")
     assert str(good.parent) in str(caught.value.why)

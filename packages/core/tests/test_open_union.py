@@ -9,10 +9,10 @@ import pytest
 from pydantic import ValidationError
 
 from fairlead import CheckpointIOConfigBase, CheckpointIOPlugin, OpenUnion, PluginManager, StrategyConfigBase
+from fairlead.cli.installation import job_schema
 from fairlead.config import TrainerConfig
 from fairlead.config_bases import ConfigModel
 from fairlead.open_union import parse_backend
-from fairlead.schema import job_schema
 from fairlead.testing import FakeDist, stand_ins
 
 LATE = """

@@ -193,7 +193,7 @@ def test_archives_and_compiled_modules_are_not_known(write: Write, tmp_path: Pat
     with zipfile.ZipFile(tmp_path / "lib.zip", "w") as archive:
         archive.writestr("zipped.py", "class C: ...")
     (tmp_path / "fast.so").touch()
-    root = code_root(None, code=None, cwd=tmp_path, sys_path=[str(tmp_path / "lib.zip")])
+    root = CodeRoot(((tmp_path, "the working directory"),), (tmp_path / "lib.zip",))
     assert kinds(check_spec("zipped:C", {}, root)) == [("class-unchecked", ("class",))]
     assert kinds(check_spec("fast:C", {}, root)) == [("class-unchecked", ("class",))]
     assert kinds(check_spec("m:GPT", {"layers": 1}, root)) == []

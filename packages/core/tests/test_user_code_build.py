@@ -79,17 +79,21 @@ def test_run_code_is_relative_to_the_job_file_and_replaces_the_project(tmp_path:
         code_root(job, code="pyproject.toml", cwd=tmp_path)
 
 
-def test_the_folder_of_a_console_script_is_never_user_code(tmp_path: Path, fresh_imports: None) -> None:
+def test_the_folder_of_a_console_script_is_never_user_code(
+    tmp_path: Path, fresh_imports: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     scripts = sysconfig.get_path("scripts")
-    root = code_root(None, code=None, cwd=tmp_path, sys_path=[scripts, "", sysconfig.get_path("stdlib")])
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "path", [scripts, "", sysconfig.get_path("stdlib")])
+        root = code_root(None, code=None, cwd=tmp_path)
     assert root.folders == (tmp_path,)
     assert root.installed == (Path(sysconfig.get_path("stdlib")),)
     sys.path.insert(0, scripts)
-    assert activate(root) == (str(tmp_path),)
+    activate(root)
     assert sys.path[0] == str(tmp_path)
     assert scripts not in sys.path
     before = [*sys.path]
-    assert activate(root) == ()
+    activate(root)
     assert sys.path == before
 
 

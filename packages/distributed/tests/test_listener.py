@@ -78,7 +78,7 @@ def test_another_service_on_a_candidate_is_passed_over(greet: Callable[[socket.s
     """Nothing is said to it, and rank 0 behind it is found."""
     with service(greet) as foreign:
         ports = [foreign, *free_ports(2)]
-        with StartListener(JOB, ports, 4711) as listener:
+        with contextlib.closing(StartListener(JOB, ports, 4711)) as listener:
             assert listener.port == ports[1]
             assert find_store("127.0.0.1", ports, JOB, rank=1, timeout=60) == ("127.0.0.1", 4711)
 
@@ -87,7 +87,10 @@ def test_a_store_and_a_door_of_another_job_are_passed_over() -> None:
     """Two jobs whose ports are the same by chance."""
     store = tcp_store(bind_listener([0]))
     ports = [store.port, *free_ports(3)]
-    with StartListener("job 13, step 0, restart 0", ports, 1), StartListener(JOB, ports, 2) as mine:
+    with (
+        contextlib.closing(StartListener("job 13, step 0, restart 0", ports, 1)),
+        contextlib.closing(StartListener(JOB, ports, 2)) as mine,
+    ):
         assert mine.port == ports[2]
         assert find_store("127.0.0.1", ports, JOB, rank=1, timeout=60) == ("127.0.0.1", 2)
         assert find_store("127.0.0.1", ports, "job 13, step 0, restart 0", rank=1, timeout=60) == ("127.0.0.1", 1)
@@ -111,13 +114,13 @@ def test_rank_0_is_found_behind_a_port_that_became_free_again() -> None:
     ports = free_ports(2)
     with bind_listener([ports[0]]):
         listener = StartListener(JOB, ports, 4711)
-    with listener:
+    with contextlib.closing(listener):
         assert find_store("127.0.0.1", ports, JOB, rank=1, timeout=60) == ("127.0.0.1", 4711)
 
 
 def test_visitors_that_stay_do_not_hold_the_door() -> None:
     ports = free_ports(1)
-    with StartListener(JOB, ports, 4711) as listener, contextlib.ExitStack() as stack:
+    with contextlib.closing(StartListener(JOB, ports, 4711)) as listener, contextlib.ExitStack() as stack:
         for _ in range(100):
             stack.enter_context(socket.create_connection(("127.0.0.1", listener.port)))
         assert find_store("127.0.0.1", ports, JOB, rank=1, timeout=60) == ("127.0.0.1", 4711)
@@ -127,7 +130,7 @@ def test_a_closed_door_is_gone() -> None:
     """So that a later start of the same ranks does not find an earlier store."""
     ports = free_ports(1)
     StartListener(JOB, ports, 1).close()
-    with StartListener(JOB, ports, 2):
+    with contextlib.closing(StartListener(JOB, ports, 2)):
         assert find_store("127.0.0.1", ports, JOB, rank=1, timeout=60) == ("127.0.0.1", 2)
 
 
@@ -142,7 +145,10 @@ def test_no_candidate_is_free() -> None:
 def test_two_launches_that_cannot_be_told_apart() -> None:
     """They would exchange ranks without anyone noticing."""
     ports = free_ports(2)
-    with StartListener(JOB, ports, 1), pytest.raises(PortError, match="another rank 0 of job 12, step 0") as caught:
+    with (
+        contextlib.closing(StartListener(JOB, ports, 1)),
+        pytest.raises(PortError, match="another rank 0 of job 12, step 0") as caught,
+    ):
         StartListener(JOB, ports, 2)
     assert "MASTER_PORT" in str(caught.value)
     with bind_listener([ports[1]]):  # what the second one had taken is free again
@@ -151,7 +157,7 @@ def test_two_launches_that_cannot_be_told_apart() -> None:
 
 def test_nobody_is_there() -> None:
     """What was found on each port."""
-    with service(ssh) as foreign, StartListener("job 13", free_ports(1), 1) as other:
+    with service(ssh) as foreign, contextlib.closing(StartListener("job 13", free_ports(1), 1)) as other:
         ports = [foreign, other.port, *free_ports(1)]
         with pytest.raises(AddressUnreachableError) as caught:
             find_store("127.0.0.1", ports, JOB, rank=3, timeout=1)

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint import _traverse
 from torch.nn.modules import batchnorm
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree
@@ -20,8 +21,9 @@ PARTS: dict[str, tuple[Any, str]] = {
     "exact_reduction: leave a model alone that has a hook": (DistributedDataParallel, "_get_ddp_logging_data"),
     "gradients: multiply one tensor after the other": (torch, "_foreach_mul_"),
     "gradients: take the norm of one tensor after the other": (torch, "_foreach_norm"),
-    "lifecycle.loader_workers: block signals around the loader's `iter`": (DataLoader, "_get_iterator"),
+    "lifecycle.stops: block signals around the loader's `iter`": (DataLoader, "_get_iterator"),
     "checkpoint-io overlap: walk through dicts and lists by hand": (_pytree, "tree_leaves"),
+    "checkpoint-io layout: put values into dicts and lists by hand": (_traverse, "set_element"),
     "checkpoint-io snapshot: tell storages apart by data_ptr and size": (torch.UntypedStorage, "_cdata"),
     "strategies.sync_batchnorm_runtime: name BatchNorm1d, 2d and 3d": (batchnorm, "_BatchNorm"),
 }

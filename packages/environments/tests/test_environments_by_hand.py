@@ -8,11 +8,16 @@ import pytest
 
 from fairlead import FairleadError, PluginManager, Topology
 from fairlead.detect import ChosenEnvironment
-from fairlead_environments import LightningEnvironmentConfig, ManualEnvironmentConfig, TorchElasticEnvironmentConfig
-from fairlead_environments.lightning import topology as lightning_topology
-from fairlead_environments.manual import topology as manual_topology
+from fairlead_environments import (
+    LightningEnvironmentConfig,
+    ManualEnvironmentConfig,
+    TorchElasticEnvironmentConfig,
+    XLAEnvironmentConfig,
+)
+from fairlead_environments.lightning import lightning
+from fairlead_environments.manual import manual
 from fairlead_environments.torchelastic import torchelastic
-from fairlead_environments.xla import topology as xla_topology
+from fairlead_environments.xla import xla
 
 Choose = Callable[[Mapping[str, str]], ChosenEnvironment]
 Ranks = Callable[[Topology], tuple[object, ...]]
@@ -119,14 +124,14 @@ def test_the_port_of_a_manual_start() -> None:
         (ManualEnvironmentConfig(), {"MASTER_PORT": "12355"}, 12355),
         (ManualEnvironmentConfig(main_port=12356), {"MASTER_PORT": "12355"}, 12356),
     ]:
-        found = manual_topology(config, {"MASTER_ADDR": "a", "NODE_RANK": "0", **environ})
+        found = manual.fairlead_topology(config, {"MASTER_ADDR": "a", "NODE_RANK": "0", **environ})
         assert found.main_port is not None
         assert found.main_port.value == port
 
 
 def test_a_node_can_be_described_in_the_config_alone() -> None:
     """`--set trainer.environment.node_rank=1` on the second node."""
-    found = manual_topology(ManualEnvironmentConfig(main_address="a", node_rank=1), {})
+    found = manual.fairlead_topology(ManualEnvironmentConfig(main_address="a", node_rank=1), {})
     assert not found.launched
     assert found.node_rank is not None
     assert (found.node_rank.value, found.node_rank.reason) == (1, "environment.node_rank")
@@ -149,7 +154,7 @@ def test_a_node_can_be_described_in_the_config_alone() -> None:
 )
 def test_what_a_manual_start_lacks_is_named(text: str, told: str) -> None:
     with pytest.raises(FairleadError) as raised:
-        manual_topology(ManualEnvironmentConfig(), variables(text))
+        manual.fairlead_topology(ManualEnvironmentConfig(), variables(text))
     assert told in raised.value.what
     assert raised.value.fix
 
@@ -157,7 +162,7 @@ def test_what_a_manual_start_lacks_is_named(text: str, told: str) -> None:
 def test_ranks_without_a_common_port_are_an_error_not_a_hang() -> None:
     """Lightning's own environment would choose a free port per rank, and they would wait for each other."""
     with pytest.raises(FairleadError, match="LOCAL_RANK is 1, but MASTER_PORT is not set"):
-        lightning_topology(LightningEnvironmentConfig(), {"LOCAL_RANK": "1"})
+        lightning.fairlead_topology(LightningEnvironmentConfig(), {"LOCAL_RANK": "1"})
 
 
 @pytest.mark.parametrize(
@@ -166,7 +171,7 @@ def test_ranks_without_a_common_port_are_an_error_not_a_hang() -> None:
 def test_fairleads_launcher_keeps_its_promise_or_it_is_named(variable: str) -> None:
     child = variables(next(h[1] for h in HAND if h[0] == "Fairlead's child"))
     with pytest.raises(FairleadError, match=f"{variable} is not set"):
-        lightning_topology(LightningEnvironmentConfig(), {**child, variable: ""})
+        lightning.fairlead_topology(LightningEnvironmentConfig(), {**child, variable: ""})
 
 
 @pytest.mark.parametrize("variable", ["WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT"])
@@ -194,7 +199,7 @@ def test_an_old_agent_without_the_number_of_nodes(ranks: Ranks) -> None:
 )
 def test_malformed_tpu_variables_are_named(text: str, told: str) -> None:
     with pytest.raises(FairleadError) as raised:
-        xla_topology(variables(text))
+        xla.fairlead_topology(XLAEnvironmentConfig(), variables(text))
     assert told in raised.value.what
 
 

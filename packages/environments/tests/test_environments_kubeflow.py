@@ -8,7 +8,7 @@ import pytest
 
 from fairlead import FairleadError, Topology
 from fairlead.detect import ChosenEnvironment
-from fairlead_environments.kubeflow import topology
+from fairlead_environments.kubeflow import KubeflowEnvironmentConfig, kubeflow
 
 Choose = Callable[[Mapping[str, str]], ChosenEnvironment]
 Ranks = Callable[[Topology], tuple[object, ...]]
@@ -79,7 +79,7 @@ def test_ranks_that_fairlead_started_in_a_pod_know_themselves(ranks: Ranks) -> N
         "LOCAL_WORLD_SIZE": "4",
         "NODE_RANK": "1",
     }
-    found = topology(environ)
+    found = kubeflow.fairlead_topology(KubeflowEnvironmentConfig(), environ)
     assert found.launched
     assert ranks(found) == (2, 4, 8, 1, 2, 6)
 
@@ -123,6 +123,6 @@ def test_the_same_variables_outside_of_kubernetes_are_by_hand(choose: Choose) ->
 )
 def test_what_is_malformed_is_named(environ: dict[str, str], told: str) -> None:
     with pytest.raises(FairleadError) as raised:
-        topology(environ)
+        kubeflow.fairlead_topology(KubeflowEnvironmentConfig(), environ)
     assert told in raised.value.what
     assert raised.value.where

@@ -17,7 +17,7 @@ import pytest
 from fairlead import FairleadError, Topology
 from fairlead.detect import ChosenEnvironment
 from fairlead_environments import MPIEnvironmentConfig
-from fairlead_environments.mpi import topology
+from fairlead_environments.mpi import mpi
 from fairlead_environments.mpi_runtime import exchange
 from fairlead_environments.runtime import ResolvedEnvironment
 
@@ -109,14 +109,14 @@ def test_ranks_on_nodes_that_nothing_names_are_an_error_not_a_hang(choose: Choos
 )
 def test_what_is_absent_or_malformed_is_named(environ: dict[str, str], told: str) -> None:
     with pytest.raises(FairleadError) as raised:
-        topology(CONFIG, environ)
+        mpi.fairlead_topology(CONFIG, environ)
     assert told in raised.value.what
     assert raised.value.fix
 
 
 def test_with_mpi4py_what_variables_do_not_say_is_left_to_mpi() -> None:
     config = MPIEnvironmentConfig(use_mpi4py=True)
-    found = topology(config, {"PMIX_RANK": "1", "PMIX_NAMESPACE": "prterun-n1-7@1"})
+    found = mpi.fairlead_topology(config, {"PMIX_RANK": "1", "PMIX_NAMESPACE": "prterun-n1-7@1"})
     assert found.launched
     assert (found.world_size, found.main_address, found.main_port) == (None, None, None)
 

@@ -17,7 +17,8 @@ import pytest
 from fairlead import BuildContext, FairleadError, PluginManager, Topology
 from fairlead.detect import choose_environment
 from fairlead.interfaces import Setting
-from fairlead_environments.runtime import ResolvedEnvironment, build, free_port
+from fairlead_distributed import free_port
+from fairlead_environments.runtime import ResolvedEnvironment, build
 
 HERE = Path(__file__).parent
 
@@ -97,11 +98,10 @@ def test_one_machine_follows_lightning() -> None:
 def test_the_port_of_one_machine_is_free_and_stays() -> None:
     with socket.create_server(("", 0)) as taken:
         port = taken.getsockname()[1]
-        assert free_port(port) != port
         found = ResolvedEnvironment(launched=False, main_address="127.0.0.1", preferred_port=port)
         assert found.main_port != port
         assert found.main_port == found.main_port
-    assert free_port(port) == port
+    assert ResolvedEnvironment(launched=False, main_address="127.0.0.1", preferred_port=port).main_port == port
 
 
 def test_it_pickles_for_spawned_ranks_with_its_port() -> None:
@@ -206,7 +206,11 @@ def test_torchrun_starts_both_ranks(engine: str, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_two_nodes_by_hand(tmp_path: Path) -> None:
     """One command per node; here both 'nodes' are this machine."""
-    by_hand = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port(20000 + os.getpid() % 9000)), "NNODES": "2"}
+    by_hand = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port(candidates=(20000 + os.getpid() % 9000, 0))),
+        "NNODES": "2",
+    }
     commands = [([sys.executable], {**by_hand, "NODE_RANK": node}) for node in "01"]
     assert results(tmp_path, commands, "fabric", devices=1, nodes=2) == {
         "rank0": "(2, 0, 0, 3.0)",

@@ -27,8 +27,9 @@ from fairlead_environments import (
     remove_lsf_environment_variables,
     remove_slurm_environment_variables,
 )
+from fairlead_environments.launchers import LAUNCHERS, Launcher
 from fairlead_environments.lsf.hosts import idle_job as idle_lsf_job
-from fairlead_environments.scrubbing import LAUNCHERS, HiddenVariables, Launcher
+from fairlead_environments.scrubbing import HiddenVariables
 from fairlead_environments.slurm.step import idle_allocation
 
 Choose = Callable[[Mapping[str, str]], ChosenEnvironment]

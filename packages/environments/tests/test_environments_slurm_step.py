@@ -48,8 +48,8 @@ def test_srun_typed_in_a_pty_shell_is_a_step(recorded: Recorded) -> None:
 def test_python_as_the_task_of_srun_pty_is_a_step(recorded: Recorded) -> None:
     """`srun --pty python train.py`: the process itself is the task, not a shell around it."""
     environ = recorded("slurm/srun.pty")
-    assert find_step(environ, pid=int(environ["SLURM_TASK_PID"])) is not None
-    assert find_step(environ, pid=1) is None
+    assert find_step({**environ, "SLURM_TASK_PID": str(os.getpid())}) is not None
+    assert find_step(environ) is None
 
 
 PROBE = "import os; from fairlead_environments.slurm.step import find_step; print(find_step(os.environ))"

@@ -15,8 +15,8 @@ from fairlead_environments import (
     SLURMEnvironmentConfig,
 )
 from fairlead_environments.lsf.topology import topology as lsf_topology
-from fairlead_environments.manual import topology as manual_topology
-from fairlead_environments.mpi import topology as mpi_topology
+from fairlead_environments.manual import manual
+from fairlead_environments.mpi import mpi
 from fairlead_environments.slurm.topology import topology as slurm_topology
 from fairlead_environments.variables import PORTS, candidate_ports
 
@@ -134,18 +134,20 @@ def test_lsf() -> None:
 
 
 def test_mpi() -> None:
-    start = start_of(mpi_topology(MPIEnvironmentConfig(), OPEN_MPI))
+    start = start_of(mpi.fairlead_topology(MPIEnvironmentConfig(), OPEN_MPI))
     assert start.identity == "PMIX_NAMESPACE 312"
     assert len(start.ports) == 16
-    assert start_of(mpi_topology(MPIEnvironmentConfig(main_port=12355), OPEN_MPI)).ports == ()
-    assert mpi_topology(MPIEnvironmentConfig(use_mpi4py=True), OPEN_MPI).start is None  # MPI chooses the port
+    assert start_of(mpi.fairlead_topology(MPIEnvironmentConfig(main_port=12355), OPEN_MPI)).ports == ()
+    assert mpi.fairlead_topology(MPIEnvironmentConfig(use_mpi4py=True), OPEN_MPI).start is None  # MPI chooses the port
 
 
 def test_a_start_by_hand_tries_one_port() -> None:
     """29500 by torch's convention; who starts by hand may have opened just that one."""
-    found = manual_topology(ManualEnvironmentConfig(), {"MASTER_ADDR": "a", "NODE_RANK": "0"})
+    found = manual.fairlead_topology(ManualEnvironmentConfig(), {"MASTER_ADDR": "a", "NODE_RANK": "0"})
     assert found.start is None
     assert found.main_port is not None
     assert found.main_port.value == 29500
     with pytest.raises(FairleadError, match="a TCP port"):
-        manual_topology(ManualEnvironmentConfig(), {"MASTER_ADDR": "a", "NODE_RANK": "0", "MASTER_PORT": "70000"})
+        manual.fairlead_topology(
+            ManualEnvironmentConfig(), {"MASTER_ADDR": "a", "NODE_RANK": "0", "MASTER_PORT": "70000"}
+        )

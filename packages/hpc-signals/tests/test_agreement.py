@@ -24,7 +24,7 @@ import torch.distributed as dist
 from fairlead_distributed import bind_listener, tcp_store
 from fairlead_distributed.testing import run_ranks
 from fairlead_hpc_signals.agreement import StopAgreement
-from fairlead_hpc_signals.decision import AgreementError, StopDecision
+from fairlead_hpc_signals.decision import DECISION, AgreementError, StopDecision
 from fairlead_hpc_signals.flags import SignalFlags
 
 PATIENCE = 60.0  # seconds after which a wait in a test counts as a hang
@@ -317,7 +317,7 @@ def test_the_decision_says_who_was_asked_and_by_what(store: dist.Store) -> None:
     assert [(r.rank, r.signals) for r in decision.requests] == [(2, {"SIGTERM": 2})]
     assert (decision.signals, decision.flagged) == (("SIGTERM",), 1)
     assert decision.time == ranks[2][0].flags[0].time
-    assert StopDecision.from_json(decision.to_json()) == decision
+    assert DECISION.validate_json(DECISION.dump_json(decision)) == decision
 
 
 def test_a_rank_ahead_decides_where(store: dist.Store) -> None:

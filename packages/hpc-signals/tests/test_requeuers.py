@@ -204,11 +204,11 @@ def test_a_program_that_cannot_be_executed_is_an_error_not_a_traceback(tmp_path:
 
 
 def test_exit_code_and_none_say_what_they_do() -> None:
-    requeuer = ExitCodeRequeuer(ExitCodeRequeueConfig(code=200))
+    requeuer = ExitCodeRequeuer(ExitCodeRequeueConfig(code=200), {})
     assert requeuer.exit_code == 200
     assert requeuer.requeue() == "exit code 200 asks for another start"
     assert NoneRequeueConfig().max_requeues is None
-    assert NoRequeuer().requeue() == "not requeued (requeue: none)"
+    assert NoRequeuer(NoneRequeueConfig(), {}).requeue() == "not requeued (requeue: none)"
 
 
 def test_a_requeue_that_ended_its_own_command(scontrol: Fake) -> None:

@@ -112,8 +112,8 @@ def test_a_loop_of_one_process(slurm: dict[str, str], tmp_path: Path) -> None:
     assert order == ["save", "durable", "finish unknown 0"]
     assert (outcome.exit_code, outcome.start_wanted, outcome.requeued) == (75, True, "requeued by a test")
     assert requeue.count == 1
-    assert guard.signals == ("SIGUSR1",)
-    assert guard.reason == outcome.reason
+    assert guard.decision is not None
+    assert guard.decision.signals == ("SIGUSR1",)
     with pytest.raises(SystemExit) as end:
         outcome.exit()
     assert end.value.code == 75
@@ -348,7 +348,8 @@ def two_guards(rank: int) -> list[tuple[str, ...]]:
         if rank == 0:
             os.kill(os.getpid(), signal.Signals[name])
         stopped(guard)
-        told.append(guard.signals)
+        assert guard.decision is not None
+        told.append(guard.decision.signals)
         guard.close()
         flags.uninstall()
     return told

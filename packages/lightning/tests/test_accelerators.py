@@ -15,7 +15,7 @@ from fairlead.interfaces import BuildContext
 from fairlead.open_union import parse_backend
 from fairlead.plugins import PluginManager
 from fairlead.testing import minimal_resolution
-from fairlead_lightning.accelerators.cuda import find_devices
+from fairlead_lightning.accelerators.cuda import find_devices, nvidia
 from fairlead_lightning.accelerators.cuda.nvidia import ask_nvidia_smi, nvidia_devices
 from fairlead_lightning.accelerators.cuda.visible import GPU
 from fairlead_lightning.accelerators.mps import find_devices as find_mps
@@ -85,21 +85,24 @@ def test_models_are_not_claimed_where_the_order_is_not_known(tmp_path: Path) -> 
     assert find_devices(ordered, tmp_path, torch=None).names == ("NVIDIA T4",)
 
 
-def test_nvidia_smi_decides_where_there_are_no_device_files(tmp_path: Path) -> None:
+def test_nvidia_smi_decides_where_there_are_no_device_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     machine(tmp_path, ["L4"], nodes=[])
-    assert nvidia_devices({}, tmp_path, smi=lambda _: [GPU(0, "NVIDIA L4", "GPU-1")]).names == ("NVIDIA L4",)
-    none = nvidia_devices({}, tmp_path, smi=lambda _: [])
+    monkeypatch.setattr(nvidia, "ask_nvidia_smi", lambda _: [GPU(0, "NVIDIA L4", "GPU-1")])
+    assert nvidia_devices({}, tmp_path).names == ("NVIDIA L4",)
+    monkeypatch.setattr(nvidia, "ask_nvidia_smi", lambda _: [])
+    none = nvidia_devices({}, tmp_path)
     assert none.count == 0
     assert "nvidia-smi lists none" in none.evidence
 
 
-def test_nvidia_smi_is_not_asked_when_the_kernel_has_answered(tmp_path: Path) -> None:
+def test_nvidia_smi_is_not_asked_when_the_kernel_has_answered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def smi(_: object) -> list[GPU]:
         raise AssertionError("asked")
 
-    assert nvidia_devices({}, machine(tmp_path, ["L4"]), smi=smi).count == 1
+    monkeypatch.setattr(nvidia, "ask_nvidia_smi", smi)
+    assert nvidia_devices({}, machine(tmp_path, ["L4"])).count == 1
     (tmp_path / "empty").mkdir()
-    assert nvidia_devices({}, tmp_path / "empty", smi=smi).evidence == "no /dev/nvidia*"
+    assert nvidia_devices({}, tmp_path / "empty").evidence == "no /dev/nvidia*"
 
 
 def test_the_output_of_nvidia_smi_is_read_and_a_failing_one_is_no_gpu(tmp_path: Path) -> None:

@@ -388,7 +388,6 @@ class Unwritable(Own):
         (lambda: DataLoader(Endless(), batch_size=BATCH), "IterableDataset Endless"),
         (lambda: DataLoader(Noisy(), batch_size=BATCH, sampler=Unknown()), "sampler Unknown"),
         (lambda: DataLoader(Noisy(), batch_sampler=UnknownBatches(range(SAMPLES), 4, False)), "UnknownBatches"),
-        (lambda: DataLoader(OwnGenerator(), batch_size=BATCH), "dataset.rng of OwnGenerator"),
         (lambda: DataLoader(OwnGenerator(), batch_size=BATCH, num_workers=1), "dataset.rng of OwnGenerator"),
         (lambda: Batches(), "training loader Batches"),
         (lambda: Cutting(Noisy(), batch_size=BATCH), "the __iter__ of Cutting"),

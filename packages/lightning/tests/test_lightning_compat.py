@@ -21,6 +21,7 @@ import pytest
 import torch
 import torchmetrics
 from lightning.fabric.strategies.launchers.subprocess_script import _ChildProcessObserver
+from lightning.pytorch.callbacks import ModelPruning, StochasticWeightAveraging
 from lightning.pytorch.profilers import PassThroughProfiler
 from lightning.pytorch.trainer.states import RunningStage
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
@@ -36,7 +37,9 @@ from fairlead_lightning import compat
 def test_every_private_use_has_a_test_here() -> None:
     """A new one needs a contract test in this file."""
     here = Path(__file__).read_text()
-    assert [name for name in compat.__all__ if f"compat.{name}" not in here] == []
+    ours = [name for name, value in vars(compat).items() if "compat" in (getattr(value, "__module__", None) or "")]
+    assert len(ours) > 20
+    assert [name for name in ours if f"compat.{name}" not in here] == []
 
 
 def test_a_dumped_checkpoint_is_what_lightning_saves(tmp_path: Path) -> None:
@@ -90,6 +93,53 @@ def test_the_root_directory_can_be_moved(tmp_path: Path) -> None:
     assert trainer.default_root_dir == str(tmp_path / "first")
     compat.set_root_dir(trainer, tmp_path / "second")
     assert trainer.default_root_dir == str(tmp_path / "second")
+
+
+def test_averaging_is_resumed_inside_an_epoch() -> None:
+    """Its hook at an epoch's begin is not called there, and its new scheduler sets the rate.
+
+    If it breaks: name `StochasticWeightAveraging` in `seen.state_reasons`, and drop both functions.
+    """
+    first: Any = StochasticWeightAveraging(swa_lrs=0.5, swa_epoch_start=1)
+    trainer = plain(max_epochs=2, callbacks=[first])
+    trainer.fit(Line(), datamodule=Data())
+    assert first.state_dict()["scheduler_state"] is not None
+
+    again: Any = StochasticWeightAveraging(swa_lrs=0.5, swa_epoch_start=1)
+    model, trainer = Line(), plain(max_epochs=2, callbacks=[again])
+    trainer.strategy._lightning_module = model
+    trainer.strategy.optimizers = [torch.optim.SGD(model.parameters(), lr=0.1)]
+    again.setup(trainer, model, "fit")
+    again.load_state_dict(first.state_dict())
+    again.on_fit_start(trainer, model)
+    trainer.optimizers[0].param_groups[0]["lr"] = 0.123
+    undo = compat.keep_rates(trainer)
+    compat.resume_averaging(trainer)
+    assert again._initialized
+    assert trainer.optimizers[0].param_groups[0]["lr"] == 0.123
+    undo()
+    assert "on_train_epoch_start" not in vars(again)
+
+
+def test_pruning_that_resets_weights_is_told_apart() -> None:
+    """If it breaks: name every `ModelPruning` in `seen.state_reasons`."""
+    assert compat.resets_weights(ModelPruning("l1_unstructured"))
+    assert not compat.resets_weights(ModelPruning("l1_unstructured", use_lottery_ticket_hypothesis=False))
+    assert not compat.resets_weights(L.Callback())
+
+
+@pytest.mark.parametrize(("mode", "ends"), [("max_size", True), ("max_size_cycle", False), ("min_size", False)])
+def test_how_several_loaders_end(mode: Any, ends: bool) -> None:
+    """If it breaks: call a job with several loaders inexact in `Loaders`."""
+    trainer = plain(max_steps=1)
+    assert not compat.ends_with_longest(trainer)
+
+    class Two(Line):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return super().training_step(batch["a"], batch_idx)
+
+    trainer.fit(Two(), CombinedLoader({"a": loader(), "b": loader()}, mode), loader())
+    assert compat.ends_with_longest(trainer) is ends
 
 
 @pytest.fixture
@@ -272,28 +322,32 @@ def test_a_checkpoint_inside_an_epoch_resumes_in_that_epoch(tmp_path: Path) -> N
     assert trainer.current_epoch == 3
 
 
-class Watcher:
+class Watcher(L.Callback):
     """Writes down the boundaries that a fit comes to, each with its place."""
 
     def __init__(self, trainer: L.Trainer, due: bool | None = None) -> None:
         self.trainer = trainer
         self.due = due
         self.came: list[tuple[str, tuple[int, int]]] = []
+        vars(trainer)["callbacks"].append(self)
+
+    def loaders_again(self) -> None:
+        pass
 
     def _note(self, name: str) -> None:
         self.came.append((name, compat.training_place(self.trainer)))
 
-    def before_epoch(self) -> None:
+    def before_epoch(self, trainer: L.Trainer) -> None:
         self._note("epoch")
 
-    def going_on(self) -> bool | None:
+    def going_on(self, trainer: L.Trainer) -> bool | None:
         self._note("going on")
         return self.due
 
-    def after_batch(self, validation_due: bool) -> None:
+    def after_batch(self, trainer: L.Trainer, validation_due: bool) -> None:
         self._note("batch, validation due" if validation_due else "batch")
 
-    def after_validation(self) -> None:
+    def after_validation(self, trainer: L.Trainer) -> None:
         self._note("done")
 
 
@@ -303,16 +357,61 @@ def test_the_boundaries_of_a_fit_are_watched() -> None:
     If it breaks: read `_FitLoop.run` and `_TrainingEpochLoop.run`, and wrap what they call at these places.
     """
     trainer = plain(max_epochs=2, limit_train_batches=2)
-    watcher: compat.Boundaries = Watcher(trainer)
+    watcher = Watcher(trainer)
     undo = compat.watch_boundaries(trainer, watcher)
     trainer.fit(Line(), datamodule=Data())
-    assert isinstance(watcher, Watcher)
     epoch = ["epoch", "batch", "done", "batch, validation due", "done"]
     assert [name for name, _ in watcher.came] == epoch * 2
     assert [place for _, place in watcher.came[:6]] == [(0, 0), (0, 1), (0, 1), (0, 2), (0, 2), (1, 0)]
     undo()
-    assert "on_advance_start" not in vars(trainer.fit_loop)
+    assert not {"on_advance_start", "setup_data"} & vars(trainer.fit_loop).keys()
     assert not {"on_run_start", "on_advance_end"} & vars(trainer.fit_loop.epoch_loop).keys()
+
+
+@pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch ended")
+def test_loaders_that_were_made_before_the_loops_were_restored_are_made_again(tmp_path: Path) -> None:
+    """And a finder's trial, which has no callbacks, is not taken for a part of the fit.
+
+    If it breaks: read `FitLoop.setup_data`, and who calls it.
+    """
+    asked: list[str] = []
+
+    class Estimating(Line):
+        def configure_optimizers(self) -> Any:
+            assert self.trainer.estimated_stepping_batches == 16
+            return super().configure_optimizers()
+
+        def train_dataloader(self) -> Any:
+            asked.append("asked")
+            return loader()
+
+    class Again(Watcher):
+        def loaders_again(self) -> None:
+            asked.append("again")
+
+        def after_batch(self, trainer: L.Trainer, validation_due: bool) -> None:
+            super().after_batch(trainer, validation_due)
+            if trainer.global_step == 4:
+                trainer.save_checkpoint(tmp_path / "saved.ckpt")
+
+    first = plain(max_epochs=2)
+    compat.watch_boundaries(first, Again(first))
+    first.fit(Estimating(), val_dataloaders=loader())
+    assert asked == ["again", "asked"]
+
+    asked.clear()
+    model, trainer = Estimating(), plain(max_epochs=2)
+    compat.watch_boundaries(trainer, Again(trainer))
+    trainer.fit(model, val_dataloaders=loader(), ckpt_path=str(tmp_path / "saved.ckpt"))
+    assert asked == ["again", "asked"] * 2
+    assert model.seen == list(range(4, 16))
+
+    trainer = plain(max_epochs=1)
+    watcher = Again(trainer)
+    compat.watch_boundaries(trainer, watcher)
+    vars(trainer)["callbacks"].remove(watcher)
+    trainer.fit(Line(), datamodule=Data())
+    assert watcher.came == []
 
 
 class SavesAfter(Watcher):
@@ -320,17 +419,17 @@ class SavesAfter(Watcher):
 
     path: Path
 
-    def after_batch(self, validation_due: bool) -> None:
-        super().after_batch(validation_due)
+    def after_batch(self, trainer: L.Trainer, validation_due: bool) -> None:
+        super().after_batch(trainer, validation_due)
         if validation_due and self.due:
             self.trainer.save_checkpoint(self.path)
             self.due = False
 
-    def after_validation(self) -> None:
+    def after_validation(self, trainer: L.Trainer) -> None:
         if self.came[-1][0] == "batch, validation due" and self.due is None:
             self.trainer.save_checkpoint(self.path)
             self.due = False
-        super().after_validation()
+        super().after_validation(trainer)
 
 
 @pytest.mark.parametrize("before", [True, False])

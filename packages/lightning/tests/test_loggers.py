@@ -16,6 +16,7 @@ from fairlead.errors import RunDirectoryError
 from fairlead.interfaces import BuildContext
 from fairlead.open_union import parse_backend
 from fairlead.plugins import PluginManager
+from fairlead_lightning.loggers import wandb_runtime
 from fairlead_lightning.loggers.csv import build as build_csv
 from fairlead_lightning.loggers.wandb_runtime import can_connect, wandb_mode
 
@@ -70,17 +71,19 @@ KEY = {"WANDB_API_KEY": "x"}
     ],
 )
 def test_wandb_goes_offline_where_it_must(
-    asked: bool | None, environ: dict[str, str], answers: bool, mode: str
+    asked: bool | None, environ: dict[str, str], answers: bool, mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert wandb_mode(asked, environ, connect=lambda *_: answers)[0] == mode
+    monkeypatch.setattr(wandb_runtime, "can_connect", lambda *_: answers)
+    assert wandb_mode(asked, environ)[0] == mode
 
 
-def test_a_login_in_netrc_counts_for_its_host_only(tmp_path: Path) -> None:
+def test_a_login_in_netrc_counts_for_its_host_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wandb_runtime, "can_connect", lambda *_: True)
     (tmp_path / ".netrc").write_text("machine api.wandb.ai\n  login user\n  password secret\n")
     environ = {"HOME": str(tmp_path)}
-    assert wandb_mode(None, environ, connect=lambda *_: True)[0] == "online"
+    assert wandb_mode(None, environ)[0] == "online"
     other = {**environ, "WANDB_BASE_URL": "https://wandb.example.org"}
-    assert wandb_mode(None, other, connect=lambda *_: True)[0] == "offline"
+    assert wandb_mode(None, other)[0] == "offline"
 
 
 def test_a_server_that_refuses_is_not_reachable() -> None:

@@ -154,8 +154,8 @@ def test_on_a_terminal_there_are_bars_and_other_output_stays_whole(tmp_path: Pat
         sys.path.insert(0, {str(Path(__file__).parent)!r})
         import lightning.pytorch as L
         import test_progress as t
-        from fairlead_lightning.display.displays import Bars
-        Bars.interval = 0.0
+        from fairlead_lightning.display import displays
+        displays.REFRESH_S = 0.0
 
         class Loud(L.Callback):
             def on_train_batch_end(self, trainer, *rest):

@@ -5,10 +5,8 @@ from __future__ import annotations
 from datetime import timedelta
 from typing import Any
 
-import lightning.pytorch as L
-import numpy as np
 import pytest
-import torch
+from lightning.pytorch.callbacks import ModelPruning
 from tiny_job import Line, plain
 
 from fairlead.exactness import verdict
@@ -35,22 +33,11 @@ def test_a_script_without_a_seed() -> None:
     assert "seed_everything" in reason.fix
 
 
-class Jitter(L.Callback):
-    """Keeps a generator, as no checkpoint does."""
-
-    def __init__(self) -> None:
-        self.rng = np.random.default_rng(0)
-
-
-def test_generators_of_the_model_and_of_callbacks_are_seen() -> None:
-    """No checkpoint has their state; whether a step draws from them, a start does not see."""
-    model, trainer = Line(), plain(max_steps=1, callbacks=[Jitter()])
-    trainer.strategy._lightning_module = model
-    assert [reason.what for reason in state_reasons(trainer)] == ["rng of Jitter"]
-    model.net.noise = torch.Generator()  # type: ignore[assignment]
-    reasons = state_reasons(trainer)
-    assert [reason.what for reason in reasons] == ["net.noise of Line", "rng of Jitter"]
-    assert verdict(reasons) == "not known"
+def test_pruning_that_goes_back_to_first_weights_is_seen() -> None:
+    trainer = plain(max_steps=1, callbacks=[ModelPruning("l1_unstructured")])
+    trainer.strategy._lightning_module = Line()
+    (reason,) = state_reasons(trainer)
+    assert reason.what == "ModelPruning(use_lottery_ticket_hypothesis=True)"
 
 
 class OwnBatches(Line):

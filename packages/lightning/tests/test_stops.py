@@ -244,7 +244,7 @@ def test_a_trainer_that_is_not_in_the_main_thread(tmp_path: Path, capsys: Any) -
 
         (error,) = in_thread(run)
     assert isinstance(error, SystemExit)
-    assert latest(tmp_path / "threaded").step in (5, 6, 7)  # the main thread handles it when it comes to
+    assert 5 <= latest(tmp_path / "threaded").step < 20  # the main thread handles it when it comes to
 
 
 def test_the_callback_in_a_script_does_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:

@@ -129,15 +129,6 @@ def test_a_torn_lock_file_is_someone_who_is_just_taking_it_until_it_is_old(tmp_p
         lock.check()
 
 
-def test_a_lock_file_of_an_earlier_version_names_its_owner(tmp_path: Path) -> None:
-    """It does not say yet how to cancel the job."""
-    body = json.loads(LockOwner.here(Job("slurm:7", cancel="scancel 7")).dump())
-    del body["cancel"]
-    owner = LockOwner.load(json.dumps(body).encode())
-    assert owner is not None
-    assert (owner.job, owner.cancel) == ("slurm:7", None)
-
-
 RACE = """
 import dataclasses, os, sys
 from pathlib import Path

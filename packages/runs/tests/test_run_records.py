@@ -329,7 +329,7 @@ def git(folder: Path, *args: str) -> None:
     subprocess.run(["git", *args], cwd=folder, env=env, check=True, capture_output=True)
 
 
-def test_the_code_is_recorded_with_its_changes(tmp_path: Path) -> None:
+def test_the_code_is_recorded_with_its_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     git(tmp_path, "init", "-b", "main")
     environ = dict(os.environ)
     empty = git_state(tmp_path, environ)
@@ -356,20 +356,22 @@ def test_the_code_is_recorded_with_its_changes(tmp_path: Path) -> None:
     assert code_change(dirty, dirty).changed is False
     assert code_change(None, dirty).changed is None
 
-    cut = git_state(tmp_path, environ, max_diff_bytes=20)
+    monkeypatch.setattr("fairlead_runs.provenance.MAX_DIFF_BYTES", 20)
+    cut = git_state(tmp_path, environ)
     assert cut is not None
     assert cut["diff_cut"]
     assert len(cut["diff"]) == 20
     assert code_change(cut, cut).changed is None
 
 
-def test_without_git_or_with_a_slow_one_there_is_no_code_state(tmp_path: Path) -> None:
+def test_without_git_or_with_a_slow_one_there_is_no_code_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert git_state(tmp_path, {"PATH": str(tmp_path)}) is None
     assert git_state(tmp_path, dict(os.environ)) is None  # not a repository
     slow = tmp_path / "git"
     slow.write_text("#!/bin/sh\nexec sleep 60\n")
     slow.chmod(0o755)
-    assert git_state(tmp_path, {"PATH": f"{tmp_path}:/bin:/usr/bin"}, timeout_s=0.2) is None
+    monkeypatch.setattr("fairlead_runs.provenance.TIMEOUT_S", 0.2)
+    assert git_state(tmp_path, {"PATH": f"{tmp_path}:/bin:/usr/bin"}) is None
 
 
 def test_provenance_keeps_an_allow_list_of_the_environment_and_no_secret(tmp_path: Path) -> None:

@@ -1,7 +1,4 @@
-"""How checkpoints reach the disk, as Fairlead plugins: `torch`, `async`, `distributed`, `remote`, `xla`.
-
-Each backend is a module of its name, with its config and its plugin, which import no torch; the runtime is beside it.
-"""
+"""How checkpoints reach the disk, as Fairlead plugins: the configs. No torch is imported here."""
 
 from __future__ import annotations
 

@@ -22,21 +22,12 @@ from fairlead_runs.commit import FileHash
 
 
 def build(config: AsyncCheckpointIOConfig, context: BuildContext) -> AsyncFileCheckpointIO:
-    """The runtime of the backend `async`, around the runtime of `config.inner`.
-
-    Raises:
-        MissingDependencyError: The engine of the inner backend is not installed.
-    """
-    return AsyncFileCheckpointIO(build_inner(config.inner, context), max_in_flight=config.max_in_flight)
+    """The runtime of the backend `async`, around that of `config.inner`, whose engine may be missing."""
+    return AsyncFileCheckpointIO(build_inner(config.inner, context), config.max_in_flight)
 
 
 def build_inner(config: CheckpointIOConfigBase, context: BuildContext) -> CheckpointIO:
-    """The runtime of the backend in the field `inner` of another one.
-
-    Raises:
-        MissingDependencyError: Its engine is not installed.
-        PluginError: It has no runtime.
-    """
+    """The runtime of the backend in the field `inner` of another one; raises when its engine is not installed."""
     where = "trainer.checkpoint_io.inner"
     plugin = context.plugins.of(config)
     context.plugins.require_engines("checkpoint_io", config.name, where=where)
@@ -46,39 +37,64 @@ def build_inner(config: CheckpointIOConfigBase, context: BuildContext) -> Checkp
     return runtime
 
 
-class AsyncFileCheckpointIO(CheckpointIO):
-    """Wraps another backend, whose `save_checkpoint` is called in one thread, in order.
+class BackgroundCheckpointIO(CheckpointIO):
+    """Saves through another backend, or beside it, in one thread, in order; everything else waits for the saves.
 
     A failed save is logged at once and raised once: by the next save (which is accepted all the same), by
     `wait` or by `teardown`.  A checkpoint is deleted only after the saves before it have ended, and kept
     when the last of them failed, so that a full disk does not cost the last good one.
-
-    Args:
-        inner: The backend that writes; it must not keep the checkpoint it is given.
-        max_in_flight: Saves that may be unfinished at a time.
     """
 
-    def __init__(self, inner: CheckpointIO, *, max_in_flight: int = 1) -> None:
+    def __init__(self, inner: CheckpointIO, max_in_flight: int = 1) -> None:
         super().__init__()
         self._inner = inner
         self._background = Background(max_in_flight)
 
+    def wait(self) -> None:
+        """Returns when all that was saved is durable; raises what was not."""
+        self._background.finish()
+
+    def load_checkpoint(
+        self, path: str | os.PathLike[str], map_location: Any | None = None, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """Loads through the inner backend, after the saves in flight."""
+        self._background.drain()
+        return self._inner.load_checkpoint(os.fspath(path), map_location=map_location, weights_only=weights_only)
+
+    def load_shards(
+        self, path: str | os.PathLike[str], place: PlaceTensor, weights_only: bool | None = None
+    ) -> dict[str, Any] | None:
+        """Loads a directory of shards through the inner backend, where that can; see `ShardedLoads`."""
+        self._background.drain()
+        inner = self._inner
+        return inner.load_shards(path, place, weights_only) if isinstance(inner, ShardedLoads) else None
+
+    def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
+        """Deletes a checkpoint behind the saves in flight; it stays when the newest of them fails."""
+        self._background.remove(local_path(path), lambda: self._inner.remove_checkpoint(os.fspath(path)))
+
+    def teardown(self) -> None:
+        """Finishes all saves and frees the buffers; raises what was not written. The next save starts afresh."""
+        try:
+            self._background.close()
+        finally:
+            self._inner.teardown()
+
+
+class AsyncFileCheckpointIO(BackgroundCheckpointIO):
+    """Calls the `save_checkpoint` of another backend in the thread; that must not keep what it is given."""
+
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any | None = None
     ) -> None:
-        """Copies the checkpoint and returns; nothing that is changed afterwards gets into the file.
-
-        Raises:
-            CheckpointError: This checkpoint cannot be copied, or an earlier one was not written.
-            ConfigError: `storage_options` were given; there are none.
-        """
+        """Copies the checkpoint and returns; raises when that cannot be done, or an earlier one was not written."""
         refuse_options(storage_options)
         self.submit(checkpoint, os.fspath(path), lambda _: None)
 
     def submit(
         self, checkpoint: dict[str, Any], path: str | os.PathLike[str], then: Callable[[FileHash | None], None]
     ) -> None:
-        """Saves, and calls `then` in the writing thread; see `fairlead.interfaces.DurableSaves`."""
+        """Saves, and calls `then` in the writing thread; see `DurableSaves`."""
         target, arena = local_path(path), self._background.begin()
         try:
             state = copied(checkpoint, arena).state
@@ -96,33 +112,3 @@ class AsyncFileCheckpointIO(CheckpointIO):
                 then(None)
 
         self._background.save(target, write, arena)
-
-    def wait(self) -> None:
-        """Returns when all that was saved is durable; raises what was not."""
-        self._background.finish()
-
-    def load_checkpoint(
-        self, path: str | os.PathLike[str], map_location: Any | None = None, weights_only: bool | None = None
-    ) -> dict[str, Any]:
-        """Loads through the inner backend, after the saves in flight."""
-        self._background.drain()
-        return self._inner.load_checkpoint(os.fspath(path), map_location=map_location, weights_only=weights_only)
-
-    def load_shards(
-        self, path: str | os.PathLike[str], place: PlaceTensor, weights_only: bool | None = None
-    ) -> dict[str, Any] | None:
-        """Loads a directory of shards through the inner backend, where that can; see `fairlead.interfaces`."""
-        self._background.drain()
-        inner = self._inner
-        return inner.load_shards(path, place, weights_only) if isinstance(inner, ShardedLoads) else None
-
-    def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
-        """Deletes a checkpoint behind the saves in flight; it stays when the newest of them fails."""
-        self._background.remove(local_path(path), lambda: self._inner.remove_checkpoint(os.fspath(path)))
-
-    def teardown(self) -> None:
-        """Finishes all saves and frees the buffers; raises what was not written. The next save starts afresh."""
-        try:
-            self._background.close()
-        finally:
-            self._inner.teardown()

@@ -30,14 +30,9 @@ def build(config: FileCheckpointIOConfig, context: BuildContext) -> TorchFileChe
 
 
 class TorchFileCheckpointIO(CheckpointIO):
-    """One file per checkpoint, complete and durable when `save_checkpoint` returns.
+    """One file per checkpoint, complete and durable when `save_checkpoint` returns; called on rank 0 only.
 
     Equal states give equal bytes, whatever the file is called and on whichever device the tensors are.
-    Called on rank 0 only, as Lightning's strategies do.
-
-    Example:
-        >>> io = TorchFileCheckpointIO(TorchCheckpointIOConfig())            # doctest: +SKIP
-        >>> io.save_checkpoint({"state_dict": model.state_dict()}, "last.ckpt")   # doctest: +SKIP
     """
 
     def __init__(self, config: FileCheckpointIOConfig) -> None:
@@ -49,12 +44,7 @@ class TorchFileCheckpointIO(CheckpointIO):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any | None = None
     ) -> None:
-        """Replaces `path` by a file with this checkpoint.
-
-        Raises:
-            CheckpointError: It could not be written; what was at `path` before is still there.
-            ConfigError: `storage_options` were given; there are none.
-        """
+        """Replaces `path` by a file with this checkpoint; when that fails, what was there still is."""
         refuse_options(storage_options)
         target = local_path(path)
         snapshot = self._on_host(checkpoint)
@@ -73,7 +63,7 @@ class TorchFileCheckpointIO(CheckpointIO):
     def submit(
         self, checkpoint: dict[str, Any], path: str | os.PathLike[str], then: Callable[[FileHash | None], None]
     ) -> None:
-        """Saves, then calls `then`; see `fairlead.interfaces.DurableSaves`."""
+        """Saves, then calls `then`; see `DurableSaves`."""
         self._digest = None
         self.save_checkpoint(checkpoint, os.fspath(path))
         then(self._digest)
@@ -84,26 +74,17 @@ class TorchFileCheckpointIO(CheckpointIO):
     def load_checkpoint(
         self, path: str | os.PathLike[str], map_location: Any | None = None, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Loads a file, or the state of a checkpoint directory; into host memory unless `map_location` says where.
-
-        Raises:
-            CheckpointError: Missing, damaged, not a checkpoint, or with pickled objects while `weights_only` is
-                not False.
-        """
+        """Loads a file, or the state of a checkpoint directory; into host memory unless `map_location` says where."""
         return read_state(local_path(path), map_location=map_location, **self._options(weights_only))
 
     def load_shards(
         self, path: str | os.PathLike[str], place: PlaceTensor, weights_only: bool | None = None
     ) -> dict[str, Any] | None:
-        """Loads from a directory of shards what this rank needs; see `fairlead.interfaces.ShardedLoads`."""
+        """Loads from a directory of shards what this rank needs; see `ShardedLoads`."""
         return read_sharded(local_path(path), place=place, **self._options(weights_only))
 
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
-        """Deletes a file, or a directory as a whole; one that is gone already is no error.
-
-        Raises:
-            CheckpointError: The file system refused.
-        """
+        """Deletes a file, or a directory as a whole; one that is gone already is no error."""
         target, system = local_path(path), Syscalls()
         try:
             if target.is_dir() and not target.is_symlink():

@@ -1,8 +1,4 @@
-"""Writes checkpoints of XLA devices.
-
-Lightning's XLA strategies accept its `XLACheckpointIO` only, so this is one.  Everything but
-`_on_host` is the backend `torch`; that method needs a TPU, so it is tested with a stand-in only.
-"""
+"""Writes checkpoints of XLA devices, in an `XLACheckpointIO`, as Lightning's XLA strategies accept no other."""
 
 from __future__ import annotations
 

@@ -1,9 +1,8 @@
 """Fairlead leads a PyTorch training job onto whatever hardware and cluster it finds.
 
-One typed config; the installed plugins do the rest.  This package is the slim core: it reads and
-checks configs and finds plugins, and never imports torch.  `Trainer`, `fabric`, `LoopRun` and the
-callback `Fairlead` come from fairlead-lightning.  Every name is imported when it is first used, so that
-`import fairlead` costs next to nothing.
+This package is the slim core: it reads and checks configs and finds plugins, and never imports torch. `Trainer`,
+`fabric`, `LoopRun` and the callback `Fairlead` come from fairlead-lightning. Every name is imported when it is first
+used, so that `import fairlead` costs next to nothing.
 """
 
 from __future__ import annotations

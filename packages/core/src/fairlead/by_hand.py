@@ -14,19 +14,7 @@ _TRAINS: Final = ("fit", "validate", "test", "predict")
 
 
 def commands_by_hand(nodes: int, *, argv: Sequence[str] | None = None, host: str | None = None) -> list[str]:
-    """One command for each node, this one being the first; of many nodes only some.
-
-    Args:
-        nodes: How many.
-        argv: The command line that is to run on all of them; None: of this process.
-        host: The name of this node; None: as it calls itself.
-
-    Example:
-        >>> for line in commands_by_hand(2, argv=["fairlead", "check", "job.yaml"], host="node-a"):
-        ...     print(line)
-        MASTER_ADDR=node-a NNODES=2 NODE_RANK=0 fairlead fit job.yaml
-        MASTER_ADDR=node-a NNODES=2 NODE_RANK=1 fairlead fit job.yaml
-    """
+    """One command for each node, this one being the first; of many nodes only some."""
     address, command = host or socket.gethostname(), _command(sys.argv if argv is None else argv)
     lines = [f"MASTER_ADDR={address} NNODES={nodes} NODE_RANK={rank} {command}" for rank in range(nodes)]
     return lines if nodes <= _MOST else [*lines[: _MOST - 2], "...", lines[-1]]

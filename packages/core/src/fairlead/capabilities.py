@@ -1,8 +1,4 @@
-"""What works with what: one table of data, each row with its reason.
-
-Plugins contribute rows through the hook `fairlead_capabilities`; this module only looks them up.
-A pair without a row is taken to work.
-"""
+"""What works with what: rows that plugins contribute; a pair without a row is taken to work."""
 
 from __future__ import annotations
 
@@ -50,12 +46,7 @@ class InstalledPlugins(Protocol):
 
 
 def check_capabilities(rows: Iterable[Capability], chosen: dict[str, str | None]) -> list[Finding]:
-    """The findings of the rows that apply to the choices of a run.
-
-    Args:
-        rows: The table.
-        chosen: Every choice of the run, with the config path that made it.
-    """
+    """The findings of the rows that apply to the choices of a run, each given with the config path that made it."""
     findings: list[Finding] = []
     for row in rows:
         if row.support == "yes" or row.subject not in chosen:

@@ -25,13 +25,7 @@ _ORDER: Final[Mapping[Severity, int]] = {"error": 0, "warning": 1, "info": 2}
 
 @dataclasses.dataclass(frozen=True)
 class CheckedJob:
-    """A job with everything that is known of it.
-
-    Args:
-        loaded: The job as it was asked for.
-        resolution: Every decision; None when the job itself is not valid.
-        findings: All findings, errors first.
-    """
+    """A job with all findings, errors first; without a `resolution` the job itself is not valid."""
 
     loaded: LoadedJob
     resolution: Resolution | None
@@ -50,14 +44,7 @@ def check_job(
 ) -> CheckedJob:
     """Everything that can be known of a job from its config, its sources and the environment.
 
-    Args:
-        loaded: The job.
-        environ: The environment variables.
-        plugins: The plugin manager.
-        profile: `resources`: check for that hardware instead of this machine's.
-        purpose: `run` when the job is about to start here.
-        cwd: The folder that paths of the job are relative to; None: the working directory.
-        uses_run: Whether the run directory is to be used; False for validate, test and predict.
+    `cwd` is what the job's paths are relative to; `uses_run` is False for validate, test and predict.
     """
     job, cwd = loaded.job, cwd or Path.cwd()
     if job is None:
@@ -99,13 +86,12 @@ def _check(
         result = pkgutil.resolve_name(plugin.check)(loaded, resolution, environ, cwd)
         if not isinstance(result, CheckResult):
             raise PluginError(f"{plugin.check} gave a {type(result).__name__}, not a CheckResult")
+        return result
     except FairleadError as error:
         failure = error
     except Exception as error:  # a third party's code
         what, why = f"the check {name!r} raised {type(error).__name__}", str(error) or None
         failure = PluginError(what, why=why, fix="report it to the plugin's authors")
-    else:
-        return result
     return CheckResult((Finding.of(failure, "warning", "plugin-broken", where=f"the plugin check.{name}"),))
 
 

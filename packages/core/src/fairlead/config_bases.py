@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from datetime import timedelta
-from typing import ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Final, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, field_validator
 
 from fairlead.durations import Duration
-from fairlead.library_settings import GlooSettings, NCCLSettings
 
 __all__ = [
     "AXES",
@@ -28,8 +28,7 @@ __all__ = [
 class ConfigModel(BaseModel):
     """What all models of a config share: no unknown fields, no silent conversion, immutable.
 
-    `polymorphic_serialization` makes a field that is declared as a base class write out the fields
-    of the subclass it holds; without it pydantic drops them silently.
+    Without `polymorphic_serialization` pydantic would drop the fields of a subclass from a field declared as its base.
     """
 
     model_config = ConfigDict(
@@ -71,6 +70,42 @@ class PrecisionConfigBase(BackendConfig):
     axis = "precision"
 
 
+_NAME: Final = re.compile(r"[A-Za-z][A-Za-z0-9_]*")
+
+
+def _named(prefix: str) -> BeforeValidator:
+    def read(value: Any) -> Any:
+        if not isinstance(value, dict):
+            return value
+        names: dict[str, Any] = {}
+        for name, setting in value.items():
+            if not isinstance(name, str) or not _NAME.fullmatch(name):
+                raise ValueError(
+                    f"{name!r} is not the name of a variable; write letters, digits and _, as socket_ifname"
+                )
+            plain = name.upper().removeprefix(f"{prefix}_").lower()
+            if plain in names:
+                raise ValueError(f"{plain!r} is set twice: {prefix}_{plain.upper()} is one variable")
+            names[plain] = setting
+        return names
+
+    return BeforeValidator(read)
+
+
+def _one_line(values: dict[str, str | int | bool]) -> dict[str, str | int | bool]:
+    for name, value in values.items():
+        if isinstance(value, str) and ("\0" in value or "\n" in value):
+            raise ValueError(f"the value of {name!r} has a line break, which no variable can hold")
+    return values
+
+
+_Values = Annotated[dict[str, str | int | bool], AfterValidator(_one_line)]
+NCCLSettings = Annotated[_Values, _named("NCCL")]
+"""NCCL's variables without their prefix: `{debug: INFO, socket_ifname: ib0}`."""
+GlooSettings = Annotated[_Values, _named("GLOO")]
+"""Gloo's variables without their prefix: `{socket_ifname: eth0}`."""
+
+
 class EnvironmentConfigBase(BackendConfig):
     """Where the ranks come from: who started this process, and who else is there."""
 
@@ -101,7 +136,7 @@ class CheckpointIOConfigBase(BackendConfig):
 
     @property
     def saves_shards(self) -> bool:
-        """Whether its runtime is a `fairlead.interfaces.ShardedSaves`: strategies then hand it what each rank holds.
+        """Whether its runtime is a `fairlead_runs.checkpoint_io.ShardedSaves`: strategies hand it what each rank holds.
 
         A subclass says so with `saves_shards: ClassVar[bool] = True`, or with a property where its fields decide.
         """
@@ -149,28 +184,12 @@ class LoggerConfigBase(BackendConfig):
     axis = "logger"
 
 
-AXES: dict[str, type[BackendConfig]] = {
-    base.axis: base
-    for base in (
-        AcceleratorConfigBase,
-        StrategyConfigBase,
-        PrecisionConfigBase,
-        EnvironmentConfigBase,
-        CheckpointIOConfigBase,
-        LayerSyncConfigBase,
-        RequeueConfigBase,
-        LoggerConfigBase,
-    )
-}
-"""Every axis with the base class of its configs."""
+AXES: dict[str, type[BackendConfig]] = {base.axis: base for base in BackendConfig.__subclasses__()}
+"""Every axis with the base class of its configs, in the order in which they stand above."""
 
 
 def signal_name(value: str) -> str:
-    """The full name of a signal: `usr1` and `SIGUSR1` both give `SIGUSR1`.
-
-    Raises:
-        ValueError: This system has no such signal, or it cannot be caught (SIGKILL, SIGSTOP).
-    """
+    """The full name of a signal, `SIGUSR1` of `usr1`; `ValueError` where there is none or it cannot be caught."""
     import signal
 
     name = value.upper() if value.upper().startswith("SIG") else f"SIG{value.upper()}"

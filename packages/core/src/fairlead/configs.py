@@ -1,8 +1,4 @@
-"""The config classes of every installed plugin, by name; importing one loads only its plugin.
-
-Example:
-    >>> from fairlead.configs import DDPStrategyConfig  # doctest: +SKIP
-"""
+"""The config classes of every installed plugin, by name; importing one loads only its plugin."""
 
 from __future__ import annotations
 

@@ -2,34 +2,25 @@
 
 from __future__ import annotations
 
-from fairlead.errors import PluginError
 from fairlead.plugin_classes import Plugin
-from fairlead.records import PluginRecord
 
 
-def check_contract(plugin: Plugin, record: PluginRecord, value: str) -> None:
-    """Raises `PluginError` where a loaded plugin breaks it.
-
-    Args:
-        plugin: The plugin.
-        record: What was discovered of it.
-        value: `module:object`, for the error.
-    """
+def broken_contract(plugin: Plugin, name: str) -> str | None:
+    """What a loaded plugin, whose entry point has this tag, breaks of it; None: nothing."""
     config = getattr(plugin, "config", None)
     if not (isinstance(config, type) and issubclass(config, plugin.base)):
-        raise PluginError(f"{value}: `config` is {describe(config)}, not a subclass of fairlead.{plugin.base.__name__}")
+        return f"`config` is {describe(config)}, not a subclass of fairlead.{plugin.base.__name__}"
     field = config.model_fields.get("name")
     if field is None or not isinstance(field.default, str):
-        raise PluginError(f"{value}: {config.__name__} has no `name: Literal[...] = ...` with the tag as default")
-    if not plugin.preset and plugin.tag != record.name:
-        raise PluginError(
-            f"{value}: the entry point says {record.name!r}, but {config.__name__}.name is {plugin.tag!r}"
-        )
+        return f"{config.__name__} has no `name: Literal[...] = ...` with the tag as default"
+    if not plugin.preset and plugin.tag != name:
+        return f"the entry point says {name!r}, but {config.__name__}.name is {plugin.tag!r}"
     unknown = set(plugin.preset) - set(config.model_fields)
     if unknown:
-        raise PluginError(f"{value}: the preset sets {sorted(unknown)}, which {config.__name__} does not have")
+        return f"the preset sets {sorted(unknown)}, which {config.__name__} does not have"
     if plugin.runtime is not None and ":" not in plugin.runtime:
-        raise PluginError(f"{value}: `runtime` is {plugin.runtime!r}, not 'module:callable'")
+        return f"`runtime` is {plugin.runtime!r}, not 'module:callable'"
+    return None
 
 
 def describe(thing: object) -> str:

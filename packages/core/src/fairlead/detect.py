@@ -25,15 +25,9 @@ A = TypeVar("A")
 
 @dataclass(frozen=True)
 class ChosenEnvironment:
-    """The environment of this process.
+    """The environment of this process; None is a plugin that cannot be used, or a topology before run time.
 
-    Args:
-        config: Its config; None when no environment plugin is installed.
-        setting: Its tag and the reason for the choice.
-        claims: Every claim that was made, by tag, most specific first.
-        topology: Who this rank is; None when the environment does not say so before run time.
-        job: The scheduler's job that this process is in, whatever the environment is.
-        findings: A tie, a named environment without evidence, a malformed variable.
+    `claims` are by tag, the most specific first; `job` is the scheduler's, whatever the environment is.
     """
 
     config: EnvironmentConfigBase | None
@@ -44,23 +38,15 @@ class ChosenEnvironment:
     findings: tuple[Finding, ...]
 
     @property
-    def is_fallback(self) -> bool:
-        """Whether nothing but this process starts ranks."""
-        return bool(self.setting.value == FALLBACK)
-
-    @property
     def inside_job(self) -> bool:
         """Whether a scheduler or launcher started this process."""
         return any(claim.specificity >= Specificity.SCHEDULER for claim in self.claims.values())
 
 
-def collect_claims(
+def _claims(
     environ: Mapping[str, str], plugins: PluginManager, findings: list[Finding] | None = None
 ) -> dict[str, Claim]:
-    """The claims of all installed environments, most specific first.
-
-    A plugin that fails to answer is passed over, with a warning in `findings`: it may be one that nobody uses.
-    """
+    """The claims of all installed environments, most specific first."""
     claims = _answers("fairlead_detect", Claim, environ, plugins, findings)
     return dict(sorted(claims.items(), key=lambda item: (-item[1].specificity, item[0])))
 
@@ -76,17 +62,11 @@ def find_job(
 
     Where several know one, that of the most specific claim counts; an environment that claims nothing here, such as
     SLURM's inside `torchrun`, counts as a scheduler.
-
-    Args:
-        environ: The environment variables.
-        plugins: The plugin manager.
-        claims: What `collect_claims` has found; None looks.
-        findings: Where a plugin that fails to answer is reported.
     """
     jobs = _answers("fairlead_job", Job, environ, plugins, findings)
     if not jobs:
         return None
-    known = collect_claims(environ, plugins) if claims is None else claims
+    known = _claims(environ, plugins) if claims is None else claims
     rank = {tag: known[tag].specificity if tag in known else Specificity.SCHEDULER for tag in jobs}
     return jobs[min(jobs, key=lambda tag: (-rank[tag], tag))]
 
@@ -94,7 +74,10 @@ def find_job(
 def _answers(
     hook: str, kind: type[A], environ: Mapping[str, str], plugins: PluginManager, findings: list[Finding] | None
 ) -> dict[str, A]:
-    """What a hook of each installed environment returns, without None."""
+    """What a hook of each installed environment returns, without None.
+
+    A plugin that fails to answer is passed over, with a warning in `findings`: it may be one that nobody uses.
+    """
     found: dict[str, A] = {}
     for name, plugin in plugins.distinct("environment").items():
         try:
@@ -112,15 +95,10 @@ def choose_environment(
 ) -> ChosenEnvironment:
     """Chooses by the config, then by FAIRLEAD_ENVIRONMENT, then by the claims.
 
-    Args:
-        asked: The environment of the config, or `auto`.
-        environ: The environment variables.
-        plugins: The plugin manager.
-        starting: Whether the job is about to start here.  A login node has no ranks to ask about, so
-            that it does not look like one of the environment's is to be expected there.
+    Unless the job is `starting`, this may be a login node, which need not look like a rank.
     """
     findings: list[Finding] = []
-    claims = collect_claims(environ, plugins, findings)
+    claims = _claims(environ, plugins, findings)
     job = find_job(environ, plugins, claims=claims, findings=findings)
     if isinstance(asked, EnvironmentConfigBase):
         name, reason = asked.name, "trainer.environment"

@@ -10,15 +10,7 @@ from pydantic import BeforeValidator, PlainSerializer, WithJsonSchema
 
 
 def parse_duration(value: Any) -> timedelta:
-    """Reads `MM:SS`, `HH:MM:SS`, `DD:HH:MM:SS`, `D-HH:MM:SS`, a number of seconds, or Lightning's mapping of units.
-
-    Raises:
-        ValueError: It is none of these, negative, or too long.
-
-    Example:
-        >>> parse_duration("1-12:00:00")
-        datetime.timedelta(days=1, seconds=43200)
-    """
+    """Reads `MM:SS`, `HH:MM:SS`, `DD:HH:MM:SS`, `D-HH:MM:SS`, a number of seconds, or Lightning's mapping of units."""
     try:
         span = _span(value)
     except OverflowError:
@@ -55,12 +47,7 @@ def _clock(text: str) -> timedelta | None:
 
 
 def format_duration(value: timedelta) -> str:
-    """`DD:HH:MM:SS`, the form that Lightning takes; fractions of a second are dropped.
-
-    Example:
-        >>> format_duration(timedelta(hours=36))
-        '01:12:00:00'
-    """
+    """`DD:HH:MM:SS`, the form that Lightning takes; fractions of a second are dropped."""
     seconds = int(value.total_seconds())
     days, rest = divmod(seconds, 86400)
     return f"{days:02d}:{rest // 3600:02d}:{rest // 60 % 60:02d}:{rest % 60:02d}"

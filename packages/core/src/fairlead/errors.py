@@ -1,8 +1,4 @@
-"""Every error a user may meet: what happened, where, why, and what to do about it.
-
-An error knows the exit code it ends a command with, so that scripts can tell "the call is wrong"
-(2) from "the run failed" (1).  Commands print `error.block()` and never a traceback.
-"""
+"""Every error a user may meet: what happened, where, why, and what to do. Commands print its block, no traceback."""
 
 from __future__ import annotations
 
@@ -28,7 +24,7 @@ __all__ = [
 
 
 class FairleadError(Exception):
-    """The base of all errors that Fairlead raises on purpose.
+    """The base of all errors that Fairlead raises on purpose; `exit_code` is what a command ends with.
 
     Args:
         what: What went wrong, one sentence, no full stop needed.
@@ -58,7 +54,8 @@ class FairleadError(Exception):
         return self.block()
 
     def __reduce__(self) -> tuple[object, ...]:
-        return _rebuild, (type(self), self.what, self.where, self.why, self.fix, self.__dict__.copy())
+        # Errors travel between processes, and a subclass may have a constructor of its own: without it.
+        return Exception.__new__, (type(self), self.what), self.__dict__
 
     def block(self) -> str:
         """The error as one block of text, without a trailing newline."""
@@ -69,17 +66,6 @@ class FairleadError(Exception):
                 lines.append(f"  {label + ':':<7}{head}")
                 lines.extend(" " * 9 + line for line in more)
         return "\n".join(lines)
-
-
-def _rebuild(
-    kind: type[FairleadError], what: str, where: str | None, why: str | None, fix: str | None, state: dict[str, object]
-) -> FairleadError:
-    """Unpickles an error of a subclass with its own constructor: errors travel between processes."""
-    error = kind.__new__(kind)
-    Exception.__init__(error, what)
-    error.__dict__.update(state)
-    error.what, error.where, error.why, error.fix = what, where, why, fix
-    return error
 
 
 class ConfigError(FairleadError):
@@ -124,16 +110,11 @@ class RunFailedError(FairleadError):
     exit_code = 1
 
 
-def did_you_mean(word: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
-    """The known word nearest to a misspelt one, or None when none is near.
-
-    Example:
-        >>> did_you_mean("layres", ["layers", "width"])
-        'layers'
-    """
+def did_you_mean(word: str, known: Iterable[str]) -> str | None:
+    """The known word nearest to a misspelt one, or None when none is near."""
     known = list(known)
     lowered = {k.lower(): k for k in reversed(known)}
-    close = difflib.get_close_matches(word.lower(), lowered, n=1, cutoff=cutoff)
+    close = difflib.get_close_matches(word.lower(), lowered, n=1)
     return lowered[close[0]] if close else None
 
 

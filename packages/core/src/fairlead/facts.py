@@ -94,12 +94,7 @@ class Topology:
     Args:
         launched: True when every rank was started from outside; False when Fairlead starts the
             ranks of this node itself.
-        num_nodes: Number of nodes.
         local_world_size: Ranks on *this* node; nodes may differ.
-        world_size: Ranks in all.
-        node_rank: Index of this node, from 0.
-        local_rank: Index of this rank on its node, from 0.
-        global_rank: Index of this rank in all, from 0.
         main_address: Host name or address of the node with rank 0.
         main_port: TCP port of the store on it; None lets the ranks agree on one.
         start: What all ranks of this start know of it alike, the ports among which they agree included.

@@ -1,9 +1,4 @@
-"""The result of a check: how bad, which rule, where, what, why, and what to do.
-
-A finding is data, not an exception: a check collects all of them and shows them together.  Each
-has a code, a stable kebab-case name that the documentation explains; `CODES` lists the core's, and
-a plugin lists its own in `Plugin.codes`.
-"""
+"""The result of a check. `CODES` has the core's codes for the documentation; a plugin has its own in `Plugin.codes`."""
 
 from __future__ import annotations
 
@@ -106,17 +101,9 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Inexact:
-    """One thing that keeps a resumed run from ending with the same bits, or that may.
+    """One thing that keeps a resumed run from ending with the same bits, or may: then it is not `certain`.
 
-    Args:
-        what: The thing, with its place: `the IterableDataset Stream in data.py:12`.
-        why: Why it is not exact.
-        fix: What to change.
-        certain: False where it may be exact all the same, and nobody can tell.
-
-    Example:
-        >>> Inexact("trainer.benchmark: true", "cuDNN may choose other kernels", "benchmark: false").certain
-        True
+    `what` names it with its place, as `the IterableDataset Stream in data.py:12`; `fix` is what to change.
     """
 
     what: str

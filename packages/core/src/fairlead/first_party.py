@@ -1,7 +1,6 @@
-"""The plugins of Fairlead's own packages, and the extra that brings each.
+"""The plugins of Fairlead's own packages and the extra that brings each: the slim core names the missing pip line.
 
-With it, the slim core says which pip line is missing when the package is not installed.  The list is nowhere written
-by hand: a build collects it from the packages beside this one, and in a checkout it is collected when it is needed.
+Nobody writes the list: a build collects it from the packages beside this one, a checkout when it is needed.
 """
 
 from __future__ import annotations
@@ -27,13 +26,10 @@ def first_party() -> dict[str, str]:
 
 
 def collect(packages: Path) -> dict[str, str]:
-    """The same from the source of all packages; an empty one where there are none.
+    """The same from the source of all packages in a folder; an empty one where there are none.
 
     A plugin says itself which extra brings it (`Plugin.extra`); where it does not, a command comes with `check` and
     a backend with `lightning`.
-
-    Args:
-        packages: The folder of the packages.
     """
     files = packages.glob("*/pyproject.toml")
     projects = {file.parent: tomllib.loads(file.read_text(encoding="utf-8"))["project"] for file in files}

@@ -18,12 +18,8 @@ def choose_accelerator(partial: PartialResolution) -> tuple[AcceleratorConfigBas
         return _profiled_accelerator(partial, partial.profile)
     tag, reason = "cpu", "no other device was found"
     if not isinstance(asked, AcceleratorConfigBase):
-        known = partial.plugins.loaded("accelerator")
-        ranked = sorted(
-            {p.tag: p for p in known.values() if isinstance(p, AcceleratorPlugin)}.values(),
-            key=lambda p: -p.priority,
-        )
-        for candidate in ranked:
+        by_tag = {plugin.tag: plugin for plugin in partial.accelerators().values()}
+        for candidate in sorted(by_tag.values(), key=lambda plugin: -plugin.priority):
             seen = partial.probe(candidate)
             if candidate.priority > 0 and seen.count:
                 tag, reason = candidate.tag, f"{seen.count} found by {seen.evidence}"
@@ -35,11 +31,7 @@ def choose_accelerator(partial: PartialResolution) -> tuple[AcceleratorConfigBas
     assert isinstance(plugin, AcceleratorPlugin)
     found = partial.probe(plugin)
     if isinstance(asked, AcceleratorConfigBase) and found.count == 0:
-        here = [
-            name
-            for name, p in partial.plugins.loaded("accelerator").items()
-            if isinstance(p, AcceleratorPlugin) and not p.preset and partial.probe(p).count
-        ]
+        here = [name for name, p in partial.accelerators().items() if not p.preset and partial.probe(p).count]
         partial.report(
             partial.hardware_severity(),
             "accelerator-unavailable",
@@ -56,13 +48,9 @@ def _profiled_accelerator(
 ) -> tuple[AcceleratorConfigBase | None, Devices]:
     """The accelerator of `resources` rather than this machine's."""
     kind = (profile.device or "cpu").lower()
-    tag = (
-        kind
-        if kind in partial.plugins.names("accelerator")
-        else "xla"
-        if kind.startswith(("tpu", "v5", "v6"))
-        else "cuda"
-    )
+    tag = "xla" if kind.startswith(("tpu", "v5", "v6")) else "cuda"
+    if kind in partial.plugins.names("accelerator"):
+        tag = kind
     found = Devices(profile.devices_per_node, "resources.devices_per_node", (kind,) * profile.devices_per_node)
     asked = partial.trainer.accelerator
     config = partial.default("accelerator", AcceleratorConfigBase, asked, tag, f"resources.device={kind}")
@@ -98,11 +86,10 @@ def count_devices(
         _enough(partial, explicit, indices, accelerator, found)
         partial.settings["devices"] = Setting(explicit, "trainer.devices")
         return explicit, indices
+    count, reason = max(found.count, 1), found.evidence
     if found.unlimited:
-        partial.settings["devices"] = Setting(1, "one process uses all cores through threads")
-        return 1, None
-    count = max(found.count, 1)
-    partial.settings["devices"] = Setting(count, found.evidence)
+        count, reason = 1, "one process uses all cores through threads"
+    partial.settings["devices"] = Setting(count, reason)
     return count, None
 
 
@@ -127,8 +114,7 @@ def _enough(
                 where="trainer.devices",
                 why="each rank is a process on the CPU, and they will take turns",
                 fix=f"write `devices: {cores}`"
-                if meant
-                else f"write `devices: {cores}`, or `accelerator: cpu` if you mean {explicit} processes",
+                + ("" if meant else f", or `accelerator: cpu` if you mean {explicit} processes"),
             )
         return
     wrong = [i for i in indices or () if i >= found.count]

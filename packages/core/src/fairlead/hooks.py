@@ -13,20 +13,12 @@ T = TypeVar("T")
 
 
 def answer(plugins: PluginManager, plugin: Plugin, hook: str, kind: type[T], /, **arguments: Any) -> T | None:
-    """What a hook gives; None where the plugin has none, or gives None.
-
-    Raises:
-        PluginError: It raised, or gave something else than a `kind`.
-    """
+    """What a hook gives, None where the plugin has none; `PluginError` where it raised or gave no `kind`."""
     return next((_checked(one, plugin, hook, kind) for one in plugins.call(plugin, hook, **arguments)), None)
 
 
 def answers(plugins: PluginManager, plugin: Plugin, hook: str, kind: type[T], /, **arguments: Any) -> list[T] | None:
-    """The same of a hook that gives several things.
-
-    Raises:
-        PluginError: It raised, or gave something else than an iterable of `kind`.
-    """
+    """The same of a hook that gives several things."""
     results = plugins.call(plugin, hook, **arguments)
     if not results:
         return None

@@ -1,23 +1,8 @@
 """The whole plugin API: what a plugin may contribute, on one page.
 
-A plugin is one object, named by one entry point in the group `fairlead`::
-
-    [project.entry-points.fairlead]
-    "strategy.ring" = "ring_strategy.ring:ring"
-
-The entry point's name is `<axis>.<tag>`.  The object is an instance of that axis's class in
-`fairlead.plugin_classes`; the class attributes name the config and the runtime, and the optional hooks below
-add detection and checks.  Nothing here may import torch.
-
-Example:
-    >>> from typing import Literal
-    >>> from fairlead import StrategyConfigBase, StrategyPlugin
-    >>> class RingStrategyConfig(StrategyConfigBase):
-    ...     name: Literal["ring"] = "ring"
-    >>> class Ring(StrategyPlugin):
-    ...     config = RingStrategyConfig
-    ...     runtime = "ring_strategy.ring_runtime:build"  # called as build(config, context)
-    >>> ring = Ring()
+A plugin is one object, named `<axis>.<tag>` by one entry point in the group `fairlead`: an instance of that axis's
+class in `fairlead.plugin_classes`, whose attributes name the config and the runtime. The hooks below are optional
+and add detection and checks. Nothing here may import torch.
 """
 
 from __future__ import annotations

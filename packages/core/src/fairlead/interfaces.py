@@ -32,7 +32,7 @@ class BuildContext:
     Args:
         resolution: All settings of the run, resolved.
         environ: The environment variables of the process.
-        plugins: The plugin manager, to find what another package offers.
+        plugins: To find what another package offers.
         engine: Which of Lightning's two class families is wanted.
         run_dir: The run directory; None when nothing is recorded.
         extras: What an engine passes through, such as `{"wrapped": checkpoint_io}`.
@@ -56,7 +56,6 @@ class Requeuer(Protocol):
         Raises:
             FairleadError: The scheduler refused or did not answer; the job will not start again.
         """
-        ...
 
 
 class StopSignals(Protocol):
@@ -65,28 +64,22 @@ class StopSignals(Protocol):
     @property
     def raised(self) -> bool:
         """Whether one has come."""
-        ...
 
     @property
     def counts(self) -> Mapping[str, int]:
         """How often each came, by name."""
-        ...
 
     def install(self, only: Iterable[str] | None = None) -> object:
         """Installs the handlers, or some of them; in the main thread."""
-        ...
 
     def uninstall(self) -> None:
         """Puts back what was there before."""
-        ...
 
     def wait(self, timeout: float | None = None) -> bool:
         """Waits for one, at most so many seconds; whether one has come."""
-        ...
 
     def conflicts(self) -> Sequence[Any]:
         """The signals whose handler was replaced since, each with `signal` and `handler`."""
-        ...
 
 
 class StopGuard(Protocol):
@@ -95,30 +88,24 @@ class StopGuard(Protocol):
     @property
     def flags(self) -> StopSignals:
         """The signals of this process."""
-        ...
 
     @property
     def decision(self) -> Any:
         """The `StopDecision` of all ranks; None before they have agreed."""
-        ...
 
     @property
     def outcome(self) -> Any:
         """The `StopOutcome`, how the stop ended; None before that."""
-        ...
 
     @property
     def in_worker(self) -> Any:
         """The `OutliveStops` for the workers of a loader."""
-        ...
 
     def start(self) -> object:
         """Joins the other ranks; on all of them, when the process group is there."""
-        ...
 
     def should_stop(self) -> bool:
         """Whether to stop here; the same answer on all ranks, which call it equally often."""
-        ...
 
     def save_and_requeue(
         self,
@@ -129,8 +116,6 @@ class StopGuard(Protocol):
         budget: Callable[[Any], str | None] | None = None,
     ) -> Any:
         """Saves on all ranks, closes what is open, has the job started again by rank 0; returns the outcome."""
-        ...
 
     def close(self) -> None:
         """Ends what runs in the background."""
-        ...

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,15 +25,7 @@ from fairlead.validation import dotted, findings_of
 class LoadedJob:
     """A job, and where each of its settings was written.
 
-    Args:
-        job: The validated config; None when `findings` has an error.
-        data: The job as plain data, overrides applied.
-        source: What was asked for, as the user wrote it.
-        path: The job file; None for a Python object.
-        root: Where the user's code is found.
-        findings: What validation found.
-        document: The parsed file, for line numbers.
-        overrides: The config paths that `--set` replaced.
+    Without a `job`, `findings` has an error; without a `path`, a Python object was named; `data` has the `overrides`.
     """
 
     job: JobConfig | None
@@ -43,7 +35,7 @@ class LoadedJob:
     root: CodeRoot
     findings: tuple[Finding, ...] = ()
     document: yaml.Document | None = None
-    overrides: tuple[tuple[str | int, ...], ...] = field(default=())
+    overrides: tuple[tuple[str | int, ...], ...] = ()
 
     def locate(self, path: tuple[str | int, ...]) -> str:
         """Where a setting was written: `job.yaml:7, trainer.strategy`, or `--set trainer.strategy`."""
@@ -71,29 +63,17 @@ def _undotted(text: str) -> tuple[str | int, ...]:
 
 
 def load_job(source: str, *, plugins: PluginManager, cwd: Path, overrides: Sequence[str] = ()) -> LoadedJob:
-    """Reads a job.
+    """Reads a YAML file, or `module:object` naming a `JobConfig` or a function that returns one.
 
-    Args:
-        source: A YAML file, or `module:object` naming a `JobConfig` or a function that returns one.
-        plugins: The plugin manager.
-        cwd: The working directory.
-        overrides: The texts of `--set`.
-
-    Raises:
-        ConfigError: The file cannot be read, is not YAML, or an override is malformed.  Mistakes
-            in the content are findings of the result instead.
+    `ConfigError`: nothing can be read. Mistakes in the content are findings of the result.
     """
     parsed = [parse_override(text) for text in overrides]
     if _is_object(source, cwd):
         return _load_object(source, parsed, plugins, cwd)
     path = Path(cwd, source)
-    document = yaml.load_file(path)
-    document = dataclasses.replace(document, source=source)
-    data = document.data
-    root = code_root(path, code=_code_of(data, parsed), cwd=cwd)
-    loaded = LoadedJob(None, data, source, path, root, document=document)
-    if data is None or not isinstance(data, dict):
-        kind = "empty" if data is None else f"a {type(data).__name__}"
+    document = dataclasses.replace(yaml.load_file(path), source=source)
+    if not isinstance(document.data, dict):
+        kind = "empty" if document.data is None else f"a {type(document.data).__name__}"
         found = Finding(
             "error",
             "wrong-type",
@@ -101,15 +81,17 @@ def load_job(source: str, *, plugins: PluginManager, cwd: Path, overrides: Seque
             where=f"{source}:1",
             fix="a job is a mapping with `model`, `data` and `trainer`",
         )
-        return dataclasses.replace(loaded, findings=(found,))
-    return _validated(_overridden(loaded, parsed), plugins, default_name=path.stem)
-
-
-def _overridden(loaded: LoadedJob, parsed: list[tuple[tuple[str | int, ...], Any]]) -> LoadedJob:
-    data = loaded.data
-    for path, value in parsed:
-        data = apply_override(data, path, value)
-    return dataclasses.replace(loaded, data=data, overrides=tuple(path for path, _ in parsed))
+        root = code_root(path, code=None, cwd=cwd)
+        return LoadedJob(None, document.data, source, path, root, (found,), document)
+    data: Any = document.data
+    for place, value in parsed:
+        data = apply_override(data, place, value)
+    run = data.get("run")
+    code = run.get("code") if isinstance(run, dict) else None
+    root = code_root(path, code=code if isinstance(code, str) else None, cwd=cwd)
+    overrides_at = tuple(place for place, _ in parsed)
+    loaded = LoadedJob(None, data, source, path, root, document=document, overrides=overrides_at)
+    return _validated(loaded, plugins, default_name=path.stem)
 
 
 def _validated(loaded: LoadedJob, plugins: PluginManager, *, default_name: str) -> LoadedJob:
@@ -121,16 +103,6 @@ def _validated(loaded: LoadedJob, plugins: PluginManager, *, default_name: str) 
     if job.run.name is None:
         job = job.model_copy(update={"run": job.run.model_copy(update={"name": default_name})})
     return dataclasses.replace(loaded, job=job)
-
-
-def _code_of(data: Any, parsed: list[tuple[tuple[str | int, ...], Any]]) -> str | None:
-    """`run.code`, which `--set` may replace as any other setting."""
-    run = data.get("run") if isinstance(data, dict) else None
-    code = run.get("code") if isinstance(run, dict) else None
-    for path, value in parsed:
-        if path == ("run", "code"):
-            code = value
-    return code if isinstance(code, str) else None
 
 
 def _is_object(source: str, cwd: Path) -> bool:
@@ -174,5 +146,7 @@ def _load_object(
             why=str(error),
             fix="give numbers, text, lists and mappings; a {class:, args:} builds an object in the run",
         ) from error
-    loaded = _overridden(LoadedJob(None, data, source, None, root), parsed)
+    for place, value in parsed:
+        data = apply_override(data, place, value)
+    loaded = LoadedJob(None, data, source, None, root, overrides=tuple(place for place, _ in parsed))
     return _validated(loaded, plugins, default_name=source.partition(":")[2].replace(".", "-"))

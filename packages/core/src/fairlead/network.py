@@ -3,26 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Final
 
 from fairlead.config_bases import EnvironmentConfigBase
 from fairlead.facts import Setting
 from fairlead.findings import Finding
 
-LIBRARIES: Final = ("nccl", "gloo")
-"""The libraries that the environment's config has settings for; each reads variables that begin with its name."""
-
 
 def library_variables(environment: EnvironmentConfigBase) -> dict[str, str]:
-    """The variables that the config asks for; true and false become 1 and 0.
-
-    Example:
-        >>> from fairlead.config_bases import EnvironmentConfigBase
-        >>> library_variables(EnvironmentConfigBase(name="slurm", nccl={"debug": "INFO", "ib_disable": True}))
-        {'NCCL_DEBUG': 'INFO', 'NCCL_IB_DISABLE': '1'}
-    """
+    """The variables that the config asks for: NCCL_IB_DISABLE for `nccl.ib_disable`; true and false become 1 and 0."""
     found: dict[str, str] = {}
-    for library in LIBRARIES:
+    for library in ("nccl", "gloo"):
         for name, value in getattr(environment, library).items():
             text = str(int(value)) if isinstance(value, bool) else str(value)
             found[f"{library}_{name}".upper()] = text
@@ -40,13 +30,7 @@ def network_settings(environment: EnvironmentConfigBase, environ: Mapping[str, s
 
 
 def network_findings(environment: EnvironmentConfigBase, backend: str, environ: Mapping[str, str]) -> Iterator[Finding]:
-    """Settings that have no effect: another backend carries the messages, or the environment says otherwise.
-
-    Args:
-        environment: The environment's config.
-        backend: The backend of the process group, as torch names it: `nccl`, `cpu:gloo,cuda:nccl`.
-        environ: The environment variables.
-    """
+    """Settings without effect: the backend (`cpu:gloo,cuda:nccl`) is another, or the environment says otherwise."""
     if environment.nccl and "nccl" not in backend:
         yield Finding(
             "info",

@@ -1,8 +1,6 @@
-"""A field that accepts any installed plugin of an axis, decided when a value is validated.
+"""A field that accepts any installed plugin of an axis, looked up when a value is validated.
 
-A closed `Union[...]` freezes the set of plugins when the class is built.  `OpenUnion` looks the
-tag up in the plugin manager at validation time instead, so that a package installed later needs no
-`model_rebuild`, and only the plugin that is named is loaded.
+A closed `Union[...]` would freeze the set of plugins when the class is built.
 """
 
 from __future__ import annotations
@@ -97,12 +95,7 @@ def parse_backend(
     context: Any = None,
     literals: tuple[str, ...] = (),
 ) -> BackendConfig:
-    """The config object that a tag, a mapping with `name`, or a config object stands for.
-
-    Raises:
-        PydanticCustomError: `unknown-tag`, `plugin-missing`, `plugin-broken` or `wrong-type`.
-        ValidationError: A field of the plugin's config is wrong.
-    """
+    """The config that a tag, a mapping with `name`, or a config object stands for; a mistake is a `config_mistake`."""
     if isinstance(value, BackendConfig):
         if not isinstance(value, AXES[axis]):
             raise _wrong(axis, f"a {type(value).__name__}, a config of the axis {value.axis!r}", literals, plugins)

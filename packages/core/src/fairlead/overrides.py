@@ -1,10 +1,7 @@
-"""`--set PATH=VALUE`: a value of a job, replaced from the command line.
+"""`--set PATH=VALUE`: a value of a job, replaced from the command line; nothing is merged with what was there.
 
-Setting replaces; nothing is merged with what was there.  Two rules make it convenient:
-
-- setting `x.name` of a plugin node replaces the whole node, for the other fields belong to the
-  plugin that was there before;
-- setting `x.other` of a node written as a literal (`strategy: ddp`) promotes it to a mapping.
+Setting `x.name` of a plugin node replaces the whole node: its other fields belong to the plugin that was there.
+Setting `x.other` of a literal (`strategy: ddp`) makes a mapping of it.
 """
 
 from __future__ import annotations
@@ -25,15 +22,7 @@ Path = tuple[str | int, ...]
 
 
 def parse_override(text: str) -> tuple[Path, Any]:
-    """The path and the value of one `--set`.
-
-    Raises:
-        ConfigError: There is no `=`, the path is malformed, or the value is not YAML.
-
-    Example:
-        >>> parse_override("trainer.loggers[0].name=csv")
-        (('trainer', 'loggers', 0, 'name'), 'csv')
-    """
+    """The path and the value of one `--set`: `("trainer", "loggers", 0, "name")` of `trainer.loggers[0].name=csv`."""
     path_text, equals, value = text.partition("=")
     path_text = path_text.strip()
     if not equals or not _WHOLE.fullmatch(path_text):
@@ -47,15 +36,7 @@ def parse_override(text: str) -> tuple[Path, Any]:
 
 
 def apply_override(data: Any, path: Path, value: Any) -> Any:
-    """A copy of the job's data with one value replaced; the original is left as it is.
-
-    Raises:
-        ConfigError: The path leads through something that has no parts, or past the end of a list.
-
-    Example:
-        >>> apply_override({"trainer": {"strategy": "ddp"}}, ("trainer", "strategy", "bucket_cap_mb"), 50)
-        {'trainer': {'strategy': {'name': 'ddp', 'bucket_cap_mb': 50}}}
-    """
+    """A copy of the job's data with one value replaced; `ConfigError` where the path leads into what has no parts."""
     root = copy.deepcopy(data) if data is not None else {}
     if len(path) > 1 and path[-1] == "name" and _is_plugin_node(path[:-1]):
         path, value = path[:-1], {"name": value}
@@ -79,11 +60,9 @@ def apply_override(data: Any, path: Path, value: Any) -> Any:
 
 def _is_plugin_node(path: Path) -> bool:
     """Whether a path leads to a field that holds a plugin."""
-    return (
-        len(path) >= 2
-        and path[0] == "trainer"
-        and ((len(path) == 2 and path[1] in AXES) or (len(path) == 3 and path[1] in {"loggers", "plugins"}))
-    )
+    if len(path) < 2 or path[0] != "trainer":
+        return False
+    return path[1] in AXES if len(path) == 2 else len(path) == 3 and path[1] in {"loggers", "plugins"}
 
 
 def _promoted(parent: Any, path: Path, depth: int, node: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Literal, TypeVar, cast
 
 from fairlead.config import ResourcesConfig, RunConfig, TrainerConfig
@@ -21,33 +22,20 @@ Purpose = Literal["check", "run"]
 C = TypeVar("C", bound=BackendConfig)
 
 
+@dataclass
 class PartialResolution:
-    """What has been decided so far, and from what.
+    """What has been decided so far, and from what; with a `profile`, for that hardware instead of this machine's."""
 
-    Args:
-        trainer: The config as it was asked for.
-        environ: The environment variables of the process.
-        plugins: The plugin manager.
-        run: Which run it is.
-        profile: The hardware to decide for, instead of this machine's.
-        purpose: Why it is decided.
-    """
-
-    def __init__(
-        self,
-        trainer: TrainerConfig,
-        environ: Mapping[str, str],
-        plugins: PluginManager,
-        run: RunConfig,
-        profile: ResourcesConfig | None,
-        purpose: Purpose,
-    ) -> None:
-        self.trainer, self.environ, self.plugins = trainer, environ, plugins
-        self.run, self.profile, self.purpose = run, profile, purpose
-        self.settings: dict[str, Setting] = {}
-        self.findings: list[Finding] = []
-        self.probed: dict[str, Devices] = {}
-        self.inside_job = False
+    trainer: TrainerConfig
+    environ: Mapping[str, str]
+    plugins: PluginManager
+    run: RunConfig
+    profile: ResourcesConfig | None
+    purpose: Purpose
+    settings: dict[str, Setting] = field(default_factory=dict)
+    findings: list[Finding] = field(default_factory=list)
+    probed: dict[str, Devices] = field(default_factory=dict)
+    inside_job: bool = False
 
     def report(
         self, severity: Severity, code: str, what: str, *, where: str, why: str | None = None, fix: str | None = None
@@ -62,11 +50,11 @@ class PartialResolution:
         return "info"
 
     def _has_device(self) -> bool:
-        return any(
-            plugin.priority > 0 and self.probe(plugin).count > 0
-            for plugin in self.plugins.loaded("accelerator").values()
-            if isinstance(plugin, AcceleratorPlugin)
-        )
+        return any(plugin.priority > 0 and self.probe(plugin).count > 0 for plugin in self.accelerators().values())
+
+    def accelerators(self) -> dict[str, AcceleratorPlugin]:
+        """The accelerators that can be loaded, by tag and by the names of presets."""
+        return cast("dict[str, AcceleratorPlugin]", self.plugins.loaded("accelerator"))
 
     def default(self, axis: str, base: type[C], asked: C | str, tag: str, reason: str) -> C | None:
         """The config of an axis: as asked, else the plugin of a tag; an absent one is a finding."""

@@ -227,18 +227,8 @@ class CheckPlugin:
 AnyPlugin = Plugin | CommandPlugin | CheckPlugin
 
 AXIS_PLUGINS: dict[str, type[AnyPlugin]] = {
-    kind.axis: kind
-    for kind in (
-        AcceleratorPlugin,
-        StrategyPlugin,
-        PrecisionPlugin,
-        EnvironmentPlugin,
-        CheckpointIOPlugin,
-        LayerSyncPlugin,
-        RequeuePlugin,
-        LoggerPlugin,
-        CommandPlugin,
-        CheckPlugin,
-    )
+    **{kind.axis: kind for kind in Plugin.__subclasses__()},
+    CommandPlugin.axis: CommandPlugin,
+    CheckPlugin.axis: CheckPlugin,
 }
 """The class that an entry point of each axis must name an instance of."""

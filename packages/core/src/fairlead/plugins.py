@@ -1,9 +1,7 @@
 """Discover, load, available: the life of a plugin.
 
-*Discovered* means seen in the metadata of installed distributions: nothing is imported.  *Loaded*
-means its plugin module is imported, which is torch-free.  *Available* means that the engine it
-needs is installed.  Only what a config selects is loaded; a broken plugin that nobody selects is a
-record with its error, and never in the way.
+*Discovered* is seen in metadata, *loaded* has its torch-free module imported, *available* has its engine installed.
+Only what a config selects is loaded; a broken plugin that nobody selects is a record with its error.
 """
 
 from __future__ import annotations
@@ -17,7 +15,7 @@ from typing import Any, Final, cast
 import pluggy
 
 from fairlead.config_bases import BackendConfig
-from fairlead.contract import check_contract, describe
+from fairlead.contract import broken_contract, describe
 from fairlead.errors import ConfigError, FairleadError, MissingDependencyError, PluginError, did_you_mean
 from fairlead.first_party import first_party
 from fairlead.plugin_classes import API_VERSION, AXIS_PLUGINS, AnyPlugin, CheckPlugin, CommandPlugin, Plugin
@@ -80,17 +78,10 @@ class PluginManager:
             self._records[record.key] = record
 
     def records(self, axis: str | None = None, *, load: bool = False) -> list[PluginRecord]:
-        """All records, sorted by axis and name.
-
-        Args:
-            axis: Only this axis.
-            load: Also load each, so that what is broken or missing shows in its record.
-        """
-        for record in list(self._records.values()):
-            if load and axis in (None, record.axis):
-                self._look_for_engines(record.key)
-        found = [r for r in self._records.values() if axis in (None, r.axis)]
-        return sorted(found, key=lambda r: (r.axis, r.name))
+        """All records, sorted by axis and name; `load` also loads each, so that it shows what is broken or missing."""
+        keys = [key for key, record in self._records.items() if axis in (None, record.axis)]
+        found = [self._look_for_engines(key) if load else self._records[key] for key in keys]
+        return sorted(found, key=lambda record: (record.axis, record.name))
 
     def names(self, axis: str) -> list[str]:
         """The discovered tags of an axis, sorted; nothing is loaded."""
@@ -142,16 +133,15 @@ class PluginManager:
                 f"{point.value} was written for version {plugin.api} of the plugin contract; "
                 f"this fairlead has version {API_VERSION}"
             )
-        if isinstance(plugin, Plugin):
-            check_contract(plugin, record, point.value)
+        if isinstance(plugin, Plugin) and (broken := broken_contract(plugin, record.name)):
+            raise PluginError(f"{point.value}: {broken}")
         self._register(plugin, record)
         return plugin
 
     def _register(self, plugin: AnyPlugin, record: PluginRecord) -> None:
-        names = [name for name in (self._pluggy.get_name(plugin),) if name]
-        if names:
+        if (name := self._pluggy.get_name(plugin)) is not None:
             raise PluginError(
-                f"{record.value} is the same object as the plugin {names[0]!r}; make it an instance of its own"
+                f"{record.value} is the same object as the plugin {name!r}; make it an instance of its own"
             )
         try:
             self._pluggy.register(plugin, name=record.key)
@@ -169,12 +159,7 @@ class PluginManager:
     # -- selection
 
     def get(self, axis: str, name: str, *, where: str | None = None) -> Plugin:
-        """The plugin of a tag, loaded.
-
-        Args:
-            axis: Its axis.
-            name: Its tag.
-            where: The config path to name in an error.
+        """The plugin of a tag, loaded; `where` is the config path to name in an error.
 
         Raises:
             ConfigError: There is no such tag.
@@ -232,12 +217,8 @@ class PluginManager:
 
     def loaded(self, axis: str) -> dict[str, Plugin]:
         """All plugins of an axis that can be loaded, by tag; broken ones are left to their records."""
-        found: dict[str, Plugin] = {}
-        for name in self.names(axis):
-            plugin = self.loaded_one(axis, name)
-            if plugin is not None:
-                found[name] = plugin
-        return found
+        found = {name: self.loaded_one(axis, name) for name in self.names(axis)}
+        return {name: plugin for name, plugin in found.items() if plugin is not None}
 
     def loaded_one(self, axis: str, name: str) -> Plugin | None:
         """One discovered plugin, or None when it cannot be loaded."""
@@ -245,11 +226,7 @@ class PluginManager:
         return plugin if isinstance(plugin, Plugin) else None
 
     def record(self, axis: str, name: str) -> PluginRecord:
-        """The record of a discovered plugin.
-
-        Raises:
-            KeyError: No such plugin was discovered.
-        """
+        """The record of a discovered plugin; a `KeyError` for any other."""
         return self._records[f"{axis}.{name}"]
 
     def of(self, config: BackendConfig) -> Plugin:
@@ -283,8 +260,7 @@ class PluginManager:
     def call(self, plugin: Plugin, hook: str, **arguments: Any) -> list[Any]:
         """What one hook of one plugin gives, a generator as a list; an empty list when it does not implement it.
 
-        Raises:
-            PluginError: The plugin raised something that is not a `FairleadError`.
+        Anything it raises but a `FairleadError` becomes a `PluginError`.
         """
         others = [p for p in self._pluggy.get_plugins() if p is not plugin]
         caller = cast("Callable[..., list[Any]]", self._pluggy.subset_hook_caller(hook, others))

@@ -32,17 +32,7 @@ class EntryPoint(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class PluginRecord:
-    """What is known of one entry point.
-
-    Args:
-        axis: The part of its name before the dot.
-        name: The tag, the part after the dot.
-        dist: The distribution that installed it.
-        version: That distribution's version.
-        value: `module:object`.
-        error: Why it cannot be used although it is installed; None while nothing is wrong.
-        missing: Requirements of its engine that are not installed.
-    """
+    """What is known of one entry point: `error` says why it cannot be used, `missing` what its engine needs."""
 
     axis: str
     name: str
@@ -68,12 +58,5 @@ class PluginRecord:
 
     def as_dict(self) -> dict[str, Any]:
         """The record as `fairlead plugins --json` prints it."""
-        return {
-            "axis": self.axis,
-            "name": self.name,
-            "dist": self.dist,
-            "version": self.version,
-            "available": self.available,
-            "missing": list(self.missing),
-            "error": self.error,
-        }
+        names = ("axis", "name", "dist", "version", "available", "missing", "error")
+        return {name: getattr(self, name) for name in names}

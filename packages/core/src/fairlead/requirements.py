@@ -28,15 +28,7 @@ class Installed:
         return self._versions[dist]
 
     def meets(self, requirement: str) -> bool:
-        """Whether a requirement is met.
-
-        Raises:
-            PluginError: It is none.
-
-        Example:
-            >>> Installed().meets("pluggy>=1"), Installed().meets("no-such-engine>=3")
-            (True, False)
-        """
+        """Whether a requirement is met; `PluginError` where the text is none."""
         parsed = _requirement(requirement)
         if parsed.marker is not None and not parsed.marker.evaluate({"extra": ""}):
             return True  # not needed on this system
@@ -44,21 +36,13 @@ class Installed:
         return version is not None and parsed.specifier.contains(version, prereleases=True)
 
     def check_dist(self, point: EntryPoint) -> None:
-        """Compares what a plugin's dist says it needs of fairlead with what is here, before it is imported.
-
-        Raises:
-            PluginError: It needs another version.
-        """
-        for text in (point.dist.requires if point.dist else None) or []:
-            version = self.version("fairlead")
+        """Raises `PluginError` where a plugin's dist needs another fairlead, before it is imported."""
+        version = self.version("fairlead")
+        for text in (point.dist.requires if point.dist and version else None) or []:
             if not text.lower().startswith("fairlead") or text == f"fairlead=={version}":
                 continue  # nothing to parse, which would cost half of what `fairlead --help` takes
             requirement = _requirement(text)
-            if requirement.name.lower() != "fairlead" or (
-                requirement.marker and not requirement.marker.evaluate({"extra": ""})
-            ):
-                continue
-            if version and not requirement.specifier.contains(version, prereleases=True):
+            if requirement.name.lower() == "fairlead" and not self.meets(text):
                 raise PluginError(
                     f"needs {requirement.name}{requirement.specifier}, but fairlead {version} is installed"
                 )

@@ -31,15 +31,9 @@ class Resolution:
         settings: Each setting by name, with its value and the reason for it.
         trainer: The config as it was asked for.
         topology: Who this rank is and who else is there.
-        accelerator: The kind of device.
-        strategy: How the model is split.
-        precision: The number formats.
         environment: Who started the ranks.
-        checkpoint_io: How checkpoints are written.
         requeue: Who starts the job again.
-        layer_sync: Shared layer statistics, or None.
         loggers: Where metrics go besides metrics.csv.
-        num_nodes: Nodes.
         devices: Ranks on this node.
         device_indices: The indices of the devices, where the config lists them.
         world_size: Ranks in all.
@@ -47,7 +41,6 @@ class Resolution:
         backend: The backend of torch.distributed, as asked, else the one that fits the device: gloo, nccl, xla.
         devices_found: What the accelerator's probe saw on this machine.
         inside_job: Whether a scheduler or launcher started this process.
-        findings: What the resolution noticed.
         job: The scheduler's job that this process is in; None outside of one.
     """
 

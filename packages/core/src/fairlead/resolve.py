@@ -42,15 +42,9 @@ def resolve(
     profile: ResourcesConfig | None = None,
     purpose: Purpose = "check",
 ) -> Resolution:
-    """Decides every setting of a run.
+    """Decides every setting of a run, for the hardware of `profile` if there is one; `run` is asked for `resume` only.
 
-    Args:
-        trainer: The trainer's config.
-        environ: The environment variables of the process.
-        plugins: The plugin manager.
-        run: For the setting `resume`.
-        profile: Decide for this hardware instead of this machine's.
-        purpose: `run` makes absent hardware and absent engines errors.
+    With the purpose `run`, absent hardware and absent engines are errors.
     """
     return _Resolver(trainer, environ, plugins, run or RunConfig(), profile, purpose).resolve()
 
@@ -65,9 +59,7 @@ class _Resolver(PartialResolution):
         self.findings += chosen.findings
         self.settings["environment"] = chosen.setting
         self.inside_job = chosen.inside_job and self.profile is None
-        topology = chosen.topology or Topology(launched=False)
-        if self.profile is not None:
-            topology = Topology(launched=False)
+        topology = (chosen.topology if self.profile is None else None) or Topology(launched=False)
         accelerator, found = choose_accelerator(self)
         devices, indices = count_devices(self, accelerator, found, topology)
         num_nodes = self._num_nodes(topology)
@@ -151,11 +143,9 @@ class _Resolver(PartialResolution):
                 where="trainer.num_nodes",
                 fix=f"write `num_nodes: auto` or `resources.nodes: {asked}`",
             )
-        known = (
-            Setting(asked, "trainer.num_nodes") if isinstance(asked, int) else Setting(profile.nodes, "resources.nodes")
-        )
-        self.settings["num_nodes"] = known
-        return int(known.value)
+        nodes, reason = (asked, "trainer.num_nodes") if isinstance(asked, int) else (profile.nodes, "resources.nodes")
+        self.settings["num_nodes"] = Setting(nodes, reason)
+        return nodes
 
     def _world_size(self, devices: int, num_nodes: int, topology: Topology) -> int:
         if topology.launched and topology.world_size is not None:
@@ -170,12 +160,9 @@ class _Resolver(PartialResolution):
             self.settings["threads"] = choose_threads(self.trainer.threads, self.environ, max(1, int(local)), job=job)
 
     def _ranks(self, topology: Topology, chosen: ChosenEnvironment) -> None:
-        elsewhere = chosen.topology is None and self.profile is None and not chosen.is_fallback
-        reason = (
-            f"here; {chosen.setting.value} says when it starts the ranks"
-            if elsewhere
-            else "this process starts the others"
-        )
+        reason = "this process starts the others"
+        if chosen.topology is None and self.profile is None and chosen.setting.value != FALLBACK:
+            reason = f"here; {chosen.setting.value} says when it starts the ranks"
         for name in ("global_rank", "local_rank", "node_rank"):
             known: Setting | None = getattr(topology, name)
             self.settings[name] = known or Setting(0, reason)
@@ -188,7 +175,8 @@ class _Resolver(PartialResolution):
         self.settings["main_port"] = topology.main_port or port
 
     def _strategy(self, world_size: int, accelerator: AcceleratorConfigBase | None) -> StrategyConfigBase | None:
-        single, several = _default_strategies(self.plugins, accelerator)
+        plugin = self.plugins.of(accelerator) if accelerator is not None else None
+        single, several = (plugin if isinstance(plugin, AcceleratorPlugin) else AcceleratorPlugin).strategies
         tag, reason = (several, f"world_size={world_size}") if world_size > 1 else (single, "one rank")
         config = self.default("strategy", StrategyConfigBase, self.trainer.strategy, tag, reason)
         if config is not None and config.name == "single_device" and world_size > 1:
@@ -283,9 +271,3 @@ class _Resolver(PartialResolution):
                     self.findings.append(Finding.of(error, severity, "plugin-missing", where=where))
             except PluginError as error:
                 self.findings.append(Finding.of(error, "error", "plugin-broken", where=where))
-
-
-def _default_strategies(plugins: PluginManager, accelerator: AcceleratorConfigBase | None) -> tuple[str, str]:
-    """What `strategy: auto` is on a device, for one rank and for several."""
-    plugin = plugins.of(accelerator) if accelerator is not None else None
-    return (plugin if isinstance(plugin, AcceleratorPlugin) else AcceleratorPlugin).strategies

@@ -14,21 +14,10 @@ _OMP: Final = "OMP_NUM_THREADS"
 def choose_threads(
     asked: int | str, environ: Mapping[str, str], ranks: int, *, job: Job | None = None, cpus: int | None = None
 ) -> Setting:
-    """The threads of one rank, with the reason.
+    """The threads of one rank, with the reason; `cpus` stands for what the system says this process may use.
 
     A task that its launcher binds to CPUs may use those only; where tasks are not bound, each sees all CPUs of the
     node, and they have to share.
-
-    Args:
-        asked: `trainer.threads`.
-        environ: The environment variables of the rank.
-        ranks: Ranks on this node.
-        job: The scheduler's job, which may hold only some of the node's CPUs.
-        cpus: CPUs that this process may use; None: as the system says.
-
-    Example:
-        >>> choose_threads("auto", {}, 4, cpus=8).value
-        2
     """
     if asked != "auto":
         return Setting(int(asked), "trainer.threads")

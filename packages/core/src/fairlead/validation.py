@@ -30,15 +30,7 @@ def dotted(path: Path) -> str:
 def findings_of(
     error: ValidationError, data: Any, model: type[BaseModel], plugins: PluginManager, locate: Locate = dotted
 ) -> list[Finding]:
-    """One finding for each mistake that pydantic found.
-
-    Args:
-        error: What pydantic raised.
-        data: The value that was validated.
-        model: The model it was validated as.
-        plugins: To list the fields of a plugin's config.
-        locate: Turns a config path into what is shown as the place, such as `job.yaml:7, trainer.strategy`.
-    """
+    """One finding for each mistake that pydantic found in `data`; `locate` turns a config path into a place to show."""
     groups: dict[Path, list[ErrorDetails]] = {}
     for detail in error.errors(include_url=False):
         groups.setdefault(_real_path(detail["loc"], data, detail["type"]), []).append(detail)

@@ -1,7 +1,6 @@
 """The numbers that a launcher gives this process in its environment; nothing is imported or connected.
 
-SLURM's are read here as well as in `fairlead_environments`, which may not be installed: a script that uses torch alone
-gets its rank under `srun` without any plugin. Nodes, hosts and ports are left to the plugins.
+SLURM's are read here too, so that a script with torch alone gets its rank under `srun` without any plugin.
 """
 
 from __future__ import annotations
@@ -73,11 +72,16 @@ def _source(environ: Mapping[str, str]) -> tuple[Literal["slurm", "variables", "
 def rank_and_world_size(environ: Mapping[str, str]) -> tuple[int, int]:
     """`(rank, world_size)`: of the SLURM step, else RANK and WORLD_SIZE, else (0, 1)."""
     source, rank, world_size = _source(environ)
-    if not rank < world_size:
-        names = "SLURM_PROCID and SLURM_NTASKS" if source == "slurm" else "RANK and WORLD_SIZE"
+    names = "SLURM_PROCID and SLURM_NTASKS" if source == "slurm" else "RANK and WORLD_SIZE"
+    return checked(rank, world_size, f"environment, {names}")
+
+
+def checked(rank: int, world_size: int, where: str) -> tuple[int, int]:
+    """Both, if the one fits into the other."""
+    if not 0 <= rank < world_size:
         raise ConfigError(
             f"rank {rank} does not fit into a world of {world_size} processes",
-            where=f"environment, {names}",
+            where=where,
             why="ranks go from 0 to the world size minus 1",
         )
     return rank, world_size

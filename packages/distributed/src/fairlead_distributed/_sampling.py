@@ -35,11 +35,7 @@ def permutation(length: int, seed: int) -> Tensor:
 
 
 def size_of(dataset_or_length: Sized | Dataset[Any] | int, where: str) -> int:
-    """The number of samples.
-
-    Raises:
-        ConfigError: It has none (an IterableDataset), or the number is negative.
-    """
+    """The number of samples; a ConfigError where there is none (an IterableDataset), or it is negative."""
     if isinstance(dataset_or_length, Sized):
         return len(dataset_or_length)
     if isinstance(dataset_or_length, Dataset):
@@ -60,12 +56,7 @@ def as_dataset(dataset_or_length: Sized | Dataset[Any] | int) -> Any:
 
 
 def place(num_replicas: int | None, rank: int | None, where: str) -> tuple[int, int]:
-    """The number of shards and the number of ours, from the process group where they are not given.
-
-    Raises:
-        ConfigError: There is no such rank.
-        NotInitializedError: They are not given, and this process has not joined the others yet.
-    """
+    """The number of shards and the number of ours, from the process group where they are not given."""
     if num_replicas is None or rank is None:
         require_initialized(where)
     num_replicas = get_world_size() if num_replicas is None else index(num_replicas)

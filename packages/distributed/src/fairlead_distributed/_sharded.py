@@ -1,7 +1,6 @@
-"""Recognise sharded tensors and modules without importing what makes them.
+"""Recognise sharded tensors and modules without importing what makes them, which takes each rank 0.6 s.
 
-`torch.distributed.tensor` and `.fsdp` take 0.6 s to import, at every start of every rank. Where they were not
-imported, nothing can be an instance of their classes.
+Where it was not imported, nothing can be an instance of its classes.
 """
 
 from __future__ import annotations

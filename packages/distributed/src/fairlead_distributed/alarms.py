@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import os
 import sys
-import threading
 import time
 import traceback
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Final, Literal
 
+from fairlead_distributed.threads import within
 from fairlead_runs.mailbox import StoreMailbox
 
 _LONGEST: Final = 8_000  # characters of an error; its ends matter
@@ -20,16 +21,10 @@ _STOPS: Final = (None, 0, 75, 130, 143)  # exit codes of an end, or of a stop th
 
 @dataclass(frozen=True)
 class Alarm:
-    """What one rank tells all.
+    """What one rank tells all: `what` in one line, `text` as a whole (a traceback), `time` in seconds since the epoch.
 
-    Args:
-        kind: `failed`; `hang`: nothing moves; `lost`: the store is gone; `over`: the rank that may host the store has
-            left as it should.
-        rank: Who tells it.
-        host: Its node.
-        what: What happened, in one line.
-        text: The whole of it: a traceback.
-        time: When, seconds since the epoch.
+    `kind` is `failed`; `hang`: nothing moves; `lost`: the store is gone; `over`: the rank that may host the store has
+    left as it should.
     """
 
     kind: Literal["failed", "hang", "lost", "over"]
@@ -57,7 +52,6 @@ class Alarm:
         return self.kind == "hang" or "timed out" in self.text.lower() or "timeout" in self.text.lower()
 
     def __str__(self) -> str:
-        """In one line: who and what."""
         if self.kind == "lost":
             return self.what
         return f"rank {self.rank} on {self.host} {'failed' if self.kind == 'failed' else 'does not move'}: {self.what}"
@@ -71,11 +65,7 @@ def asked_to_stop(error: BaseException | None) -> bool:
 
 
 class Alarms:
-    """The alarms of one block: numbered, each told once, each acknowledged by all.
-
-    Args:
-        mailbox: That of the block, for the calling thread.
-    """
+    """The alarms of one block, over a mailbox: numbered, each told once, each acknowledged by all."""
 
     def __init__(self, mailbox: StoreMailbox) -> None:
         self.mailbox = mailbox
@@ -94,16 +84,9 @@ class Alarms:
         self.mailbox.arrive("left")
 
     def put(self, alarm: Alarm, number: int, patience_s: float = 0.0) -> tuple[Alarm, int]:
-        """Puts an alarm under a number; ring for it.
+        """Puts an alarm under a number, for which the caller then rings; returns the one that counts, and its number.
 
-        Args:
-            alarm: What this rank has to tell.
-            number: The next number, as far as this rank knows.
-            patience_s: How long another rank may come first.
-
-        Returns:
-            The alarm that counts, and its number: that of a rank that was first speaks for all. But a failure is told
-            after a hang.
+        A rank that came first, or comes within `patience_s`, speaks for all; but a failure is told after a hang.
         """
         if patience_s > 0:
             self.mailbox.wait(f"alarm/{number}", patience_s)
@@ -127,25 +110,13 @@ class Alarms:
             time.sleep(0.05)
 
 
-def within(seconds: float, call: Callable[..., object], *args: object) -> str | None:
-    """Calls something that may never return, for a store or a file system that is gone; why it failed, or None.
-
-    After so many seconds it goes on in a thread that nobody waits for.
-    """
-
-    def run() -> None:
-        try:
-            call(*args)
-        except (RuntimeError, OSError) as error:
-            failures.append(str(error).partition("\n")[0])
-
-    failures: list[str] = []
-    thread = threading.Thread(target=run, name="fairlead-watch-call", daemon=True)
-    thread.start()
-    thread.join(seconds)
-    if thread.is_alive():
-        return f"no answer within {seconds:g} s"
-    return failures[0] if failures else None
+def trouble_of(seconds: float, call: Callable[..., object], *args: object) -> str | None:
+    """Why a call failed, or None: the store or the file system may be gone."""
+    try:
+        within(seconds, partial(call, *args))
+    except Exception as error:  # whatever it is, there is more to do
+        return str(error).partition("\n")[0]
+    return None
 
 
 def to_stderr(text: str) -> None:

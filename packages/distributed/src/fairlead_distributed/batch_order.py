@@ -1,24 +1,19 @@
-"""The batches of a map-style loader, from any place of an epoch on.
-
-`Order` stands in a loader where its batch sampler was.  It draws the same batches in a resumed run as in an undisturbed
-one, in one of three ways: a `ResumableDistributedSampler` starts at the sample; a sampler with `state_dict` is saved
-and restored; the batches of any other are drawn again from a seed of the epoch, and the first ones are skipped (indices
-only, no sample is loaded).
-"""
+"""The batches of a map-style loader, from any place of an epoch on, as an undisturbed run draws them."""
 
 from __future__ import annotations
 
 import itertools
+import sys
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Final, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch.utils.data import BatchSampler
 
 from fairlead_distributed import ResumableDistributedSampler, derive_seed
-from fairlead_distributed.isolated_generators import IsolatedGenerators
+from fairlead_distributed.rng import IsolatedGenerators
 from fairlead_distributed.worker_seeds import EpochBatch
 
 
@@ -29,33 +24,28 @@ class EpochPosition(NamedTuple):
     batches: int
 
 
-class _Orders(Protocol):
-    """What draws the batches."""
-
-    def __iter__(self) -> Iterator[Any]: ...
-    def __len__(self) -> int: ...
-
-
 class Order(ABC):
-    """A batch sampler that begins every epoch by its number alone.
+    """Stands in a loader where its batch sampler was, and begins every epoch by its number and `seed` alone.
 
     A loader that is shorter than its epoch (several loaders at once) is gone through again: each turn has an order of
-    its own.
-
-    Args:
-        inner: The batch sampler.
-        seed: The same on all ranks.
-        place: Where the training is now.
-        generator: The loader's: it seeds the workers.
+    its own. `place` tells where the training is; `generator` is the loader's, which seeds its workers; `once` whether a
+    longer epoch goes on without this loader, and not with it again.
     """
 
     def __init__(
-        self, inner: _Orders, *, seed: int, place: Callable[[], EpochPosition], generator: torch.Generator
+        self,
+        inner: Any,
+        *,
+        seed: int,
+        place: Callable[[], EpochPosition],
+        generator: torch.Generator,
+        once: Callable[[], bool] = lambda: False,
     ) -> None:
         self.inner = inner
         self.seed = seed
         self.generator = generator
         self._place = place
+        self._once = once
         self._resume: Mapping[str, Any] | None = None
         self._resumed_in = -1
         self._turn = 0
@@ -81,7 +71,6 @@ class Order(ABC):
         return len(self.inner)
 
     def __iter__(self) -> Iterator[EpochBatch]:
-        """The batches from where the training is."""
         # Seeded before the loader draws its workers' seed from it.
         self.generator.manual_seed(derive_seed("workers", *self._numbers(self._place())))
         return self._batches()  # begins with the first batch: a loader with workers asks twice for an iterator
@@ -104,9 +93,15 @@ class Order(ABC):
     def _numbers(self, place: EpochPosition) -> tuple[int, int, int]:
         """What the order is made of: seed, epoch, and how often the loader was gone through in it."""
         state = self._resume_state(place)
-        # Asked for more than a whole loader in one epoch: it is gone through again.
-        turn = place.batches // max(len(self), 1) if state is None else int(state["turn"])
-        return self.seed, place.epoch, turn
+        return self.seed, place.epoch, self._turns(place.batches)[0] if state is None else int(state["turn"])
+
+    def _turns(self, batches: int) -> tuple[int, int]:
+        """Whole turns and batches of the next one; asked for more than it has in one epoch, a loader begins again."""
+        try:
+            length = len(self)
+        except TypeError:  # a sampler need not say how long it is
+            return 0, batches
+        return (0, batches) if self._once() else divmod(batches, max(length, 1))
 
     def state_dict(self) -> dict[str, Any]:
         """Where the training is, in terms of this order.  A turn that is over is the next one's beginning."""
@@ -146,23 +141,18 @@ class ShardedOrder(Order):
         self._consumed = 0
 
     def _taken(self, place: EpochPosition) -> dict[str, Any]:
-        """The samples that all ranks together have trained on in this turn."""
-        if place.epoch != self._from.epoch or place.batches < self._from.batches:  # between two epochs
-            return {"turn": 0, "consumed": 0, "length": self._sampler.length, "seed": self.seed}
-        size = self.batch_size
-        assert size is not None
-        consumed = self._consumed + (place.batches - self._from.batches) * size * self._sampler.num_replicas
-        turn = self._turn
-        if self.batches_left(consumed) == 0:
-            turn, consumed = turn + 1, 0
+        turn, consumed = 0, 0
+        if place.epoch == self._from.epoch and place.batches >= self._from.batches:  # else between two epochs
+            size = self.batch_size
+            assert size is not None
+            turn = self._turn
+            consumed = self._consumed + (place.batches - self._from.batches) * size * self._sampler.num_replicas
+            if self.batches_left(consumed) == 0 and not self._once():
+                turn, consumed = turn + 1, 0
         return {"turn": turn, "consumed": consumed, "length": self._sampler.length, "seed": self.seed}
 
     def batches_left(self, consumed: int) -> int:
-        """This rank's batches to the end of the turn, for this number of ranks.
-
-        Args:
-            consumed: Samples that all ranks together have taken from it.
-        """
+        """This rank's batches to the end of the turn, when all ranks together have taken so many samples from it."""
         sampler, size = self._sampler, self.batch_size
         assert size is not None
         left = max(0, sampler.length - consumed)
@@ -186,14 +176,12 @@ class ShardedOrder(Order):
 class RedrawnOrder(Order):
     """Batches that depend on the seed and the epoch alone: they are drawn again, and the first ones are skipped.
 
-    What the samplers draw from the global generators comes from generators of this order, and a `torch.Generator` of
-    theirs is seeded again for each epoch.
+    What samplers draw comes from generators of this order; a `torch.Generator` of theirs is seeded for each epoch.
     """
 
     def _taken(self, place: EpochPosition) -> dict[str, Any]:
-        """How many batches to skip."""
-        batches, length = place.batches, max(len(self), 1)
-        return {"turn": batches // length, "skip": batches % length}
+        turn, skip = self._turns(place.batches)
+        return {"turn": turn, "skip": skip}
 
     def _begin(
         self, numbers: tuple[int, int, int], place: EpochPosition, state: Mapping[str, Any] | None
@@ -207,18 +195,12 @@ class RedrawnOrder(Order):
 
 
 class StatefulOrder(Order):
-    """Batches of a sampler or batch sampler with `state_dict` and `load_state_dict`.
+    """Batches of a sampler or batch sampler (`stateful`) with `state_dict` and `load_state_dict`.
 
-    Workers draw ahead of the training, so the state behind each batch is kept until the training has taken it.
-
-    Args:
-        inner: The batch sampler.
-        stateful: It, or its sampler.
-        ahead: How many batches are drawn ahead, at most.
-        arguments: Those of `Order`.
+    Workers draw up to `ahead` batches before the training: the state behind each is kept until that has taken it.
     """
 
-    def __init__(self, inner: _Orders, stateful: Any, *, ahead: int, **arguments: Any) -> None:
+    def __init__(self, inner: Any, stateful: Any, *, ahead: int, **arguments: Any) -> None:
         super().__init__(inner, **arguments)
         self._stateful = stateful
         self._from = EpochPosition(0, 0)
@@ -226,13 +208,12 @@ class StatefulOrder(Order):
         self._states: deque[Any] = deque(maxlen=ahead + 2)
 
     def _taken(self, place: EpochPosition) -> dict[str, Any]:
-        """The sampler's state behind the last batch that was trained on."""
         if self._resume is not None:  # an epoch further, of which nothing was drawn yet
             return {"turn": 0, "state": self._resume["state"]}
         if place.epoch != self._from.epoch or not self._states:
             return {"turn": 0, "state": self._stateful.state_dict()}
         trained = place.batches - self._from.batches
-        return {"turn": self._turn, "state": self._states[trained - self._drawn - 1]}
+        return {"turn": self._turn, "state": self._states[min(trained - self._drawn, 0) - 1]}
 
     def _begin(
         self, numbers: tuple[int, int, int], place: EpochPosition, state: Mapping[str, Any] | None
@@ -242,17 +223,31 @@ class StatefulOrder(Order):
         self._from, self._drawn = place, 0
         self._states.clear()
         self._states.append(self._stateful.state_dict())
-        left = len(self) - place.batches + self._turn * len(self)  # workers draw ahead, but not into the next epoch
-        return itertools.islice(self._watched(derive_seed("order", *numbers)), left)
+        try:
+            left = len(self) * (self._turn + 1) - place.batches
+        except TypeError:  # it does not say how long it is
+            left = sys.maxsize
+        return self._watched(derive_seed("order", *numbers), left)
 
-    def _watched(self, seed: int) -> Iterator[Any]:
-        for batch in _drawn_apart(self.inner, seed):
+    def _watched(self, seed: int, left: int) -> Iterator[Any]:
+        """As many batches as are left of the epoch, although workers draw ahead."""
+        batches = _drawn_apart(self.inner, seed)
+        for batch in itertools.islice(batches, left):
             self._drawn += 1
-            self._states.append(self._stateful.state_dict())
+            state = self._stateful.state_dict()
+            if self._drawn == left:
+                # Nobody asks for more than the last one, and many a sampler begins its next epoch behind its last
+                # `yield`; one that has another batch gets it back.
+                more = next(batches, _END) is not _END
+                if more:
+                    self._stateful.load_state_dict(state)
+                else:
+                    state = self._stateful.state_dict()
+            self._states.append(state)
             yield batch
 
 
-def _drawn_apart(batches: _Orders, seed: int) -> Iterator[Any]:
+def _drawn_apart(batches: Any, seed: int) -> Iterator[Any]:
     """The batches, drawn with global generators of their own: what the model draws between two does not matter."""
     apart = IsolatedGenerators(seed)
     with apart:

@@ -1,14 +1,11 @@
 """Operations over all ranks. Each returns a new tensor, leaves its argument as it is, and carries no gradient.
 
-In a run of one process without a group they return what a group of one would. In a process that the launcher made one
-of several they raise `NotInitializedError` until `init_process_group` was called: a sum over all ranks must never be
-silently the sum over one.
+In a run of one process without a group they return what a group of one would; in one of several processes they raise
+`NotInitializedError` before `init_process_group`, since a sum over all ranks must never be silently the sum over one.
 
-The ranks must call the same operations in the same order with tensors of one shape and dtype. Gloo does not notice
-when they do not: another dtype or a longer tensor aborts the process, a shorter one leaves garbage. `check=True`
-compares first and names the rank. The comparison is one more small collective: it doubles the time of a small
-all-reduce, and on a GPU waits for the device. So it is off for the operations that stand in a training step;
-`all_gather` has it on, since its tensors differ most often (the last batch).
+The ranks must call the same operations in the same order with tensors of one shape and dtype: gloo does not notice
+when they do not, and aborts the process or leaves garbage. `check=True` compares first and names the rank. It doubles
+the time of a small all-reduce, and on a GPU waits for the device, so it is off for the operations of a training step.
 """
 
 from __future__ import annotations
@@ -34,14 +31,6 @@ class ReduceOp(Enum):
     AVERAGE = "average"
 
 
-_TORCH_OPS = {
-    ReduceOp.SUM: dist.ReduceOp.SUM,
-    ReduceOp.PRODUCT: dist.ReduceOp.PRODUCT,
-    ReduceOp.MIN: dist.ReduceOp.MIN,
-    ReduceOp.MAX: dist.ReduceOp.MAX,
-    ReduceOp.AVERAGE: dist.ReduceOp.SUM,
-}
-
 # Every dtype of torch in an order that is the same on all ranks: the number of a dtype in a header.
 _DTYPES = sorted({str(value) for value in vars(torch).values() if isinstance(value, torch.dtype)})
 _HEADER_DIMS = 14
@@ -59,8 +48,7 @@ def all_reduce(
     Args:
         tensor: Of any shape, the same on all ranks.
         op: How to combine; AVERAGE needs a floating-point or complex dtype.
-        group: A part of the ranks; None is all of them.
-        check: Compare shapes and dtypes over the ranks first, at the cost of one more small collective.
+        check: Compare shapes and dtypes first, at the cost of one more small collective.
 
     Raises:
         TensorMismatchError: `op` does not fit the dtype, or with `check` the ranks' tensors differ.
@@ -74,7 +62,7 @@ def all_reduce(
     if require_initialized("all_reduce"):
         if check:
             _check_same(tensor, "all_reduce", group)
-        dist.all_reduce(result, op=_TORCH_OPS[op], group=group)
+        dist.all_reduce(result, op=_torch_op(op), group=group)
         if op is ReduceOp.AVERAGE:
             result /= dist.get_world_size(group)
     return result
@@ -85,8 +73,7 @@ def all_gather(tensor: Tensor, *, group: dist.ProcessGroup | None = None, check:
 
     Args:
         tensor: Of any dtype and shape, the same on all ranks.
-        group: A part of the ranks; None is all of them.
-        check: Compare shapes and dtypes over the ranks first, at the cost of one more small collective.
+        check: Compare shapes and dtypes first, at the cost of one more small collective.
 
     Raises:
         TensorMismatchError: The ranks' tensors differ in shape or dtype; names each rank's.
@@ -112,8 +99,7 @@ def broadcast(tensor: Tensor, src: int = 0, *, group: dist.ProcessGroup | None =
     Args:
         tensor: On `src` the values, on the others any tensor of that shape and dtype.
         src: The sender's rank among all ranks (also when `group` is a part of them).
-        group: A part of the ranks; None is all of them.
-        check: Compare shapes and dtypes over the ranks first, at the cost of one more small collective.
+        check: Compare shapes and dtypes first, at the cost of one more small collective.
 
     Raises:
         CollectiveError: There is no rank `src`.
@@ -146,8 +132,7 @@ def reduce_scatter(
     Args:
         tensor: Shape `(n, ...)`, the same on all ranks; n must be divisible by the number of ranks.
         op: How to combine; AVERAGE needs a floating-point or complex dtype.
-        group: A part of the ranks; None is all of them.
-        check: Compare shapes and dtypes over the ranks first, at the cost of one more small collective.
+        check: Compare shapes and dtypes first, at the cost of one more small collective.
 
     Returns:
         A tensor of shape `(n / world_size, ...)`.
@@ -171,7 +156,7 @@ def reduce_scatter(
     if not initialized:
         return own
     result = own.new_empty((own.shape[0] // parts, *own.shape[1:]))
-    dist.reduce_scatter_single(result, own, op=_TORCH_OPS[op], group=group)
+    dist.reduce_scatter_single(result, own, op=_torch_op(op), group=group)
     if op is ReduceOp.AVERAGE:
         result /= parts
     return result
@@ -182,7 +167,6 @@ def barrier(timeout: timedelta | None = None, *, group: dist.ProcessGroup | None
 
     Args:
         timeout: How long to wait; None is the group's own timeout. After an expiry the group cannot be used further.
-        group: A part of the ranks; None is all of them.
 
     Raises:
         CollectiveError: A rank did not come in time; on gloo, rank 0 of the group names it.
@@ -214,6 +198,10 @@ def _copy(tensor: Tensor) -> Tensor:
 def _bytes(tensor: Tensor) -> Tensor:
     """The tensor's memory: no backend knows every dtype (float8, bool), each can move bytes."""
     return tensor.view(-1).view(torch.uint8)
+
+
+def _torch_op(op: ReduceOp) -> dist.ReduceOp.RedOpType:
+    return dist.ReduceOp.SUM if op is ReduceOp.AVERAGE else getattr(dist.ReduceOp, op.name)  # gloo has no AVG
 
 
 def _check_op(tensor: Tensor, op: ReduceOp) -> None:

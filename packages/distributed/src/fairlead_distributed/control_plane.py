@@ -1,8 +1,7 @@
 """The one thread in which a rank hears what the others have to say: a failure, a hang, the end, a stop.
 
-It waits for one key of the store, the rank's bell. It blocks there and costs the steps nothing. Who has something to
-say puts it into the store and then rings: the thread takes the bell away, and asks each of its listeners to look for
-what has come. So a bell that rings while they look is answered in the next round, and nothing is missed.
+It blocks on one key of the store, the rank's bell, and costs the steps nothing. It takes the bell away before its
+listeners look, so that nothing is missed.
 """
 
 from __future__ import annotations
@@ -30,22 +29,7 @@ class _Listener(NamedTuple):
 class ControlPlane:
     """A rank's thread for messages, and its connections to the store. The thread runs while somebody listens.
 
-    Args:
-        store: A store that all ranks share.
-        rank: This rank.
-        world_size: The number of ranks.
-
-    Raises:
-        ConfigError: This kind of store cannot be shared between threads.
-
-    Example:
-        >>> plane = ControlPlane(dist.HashStore(), 0, 1)
-        >>> mailbox, came = plane.open("greeting"), threading.Event()
-        >>> plane.listen(mailbox, lambda box: came.set() if box.has("hello") else 60.0, print)
-        >>> mailbox.put("hello")
-        >>> mailbox.ring()
-        >>> came.wait(10)
-        True
+    A ConfigError where this kind of store cannot be shared between threads.
     """
 
     def __init__(self, store: dist.Store, rank: int, world_size: int) -> None:
@@ -59,12 +43,7 @@ class ControlPlane:
 
     @classmethod
     def of_process_group(cls) -> ControlPlane:
-        """That of torch's default process group: one, whoever asks for it.
-
-        Raises:
-            ValueError: There is no process group.
-            ConfigError: Its store cannot be shared between threads.
-        """
+        """That of torch's default process group: one, whoever asks for it; a ValueError where there is no group."""
         rank, store = dist.get_rank(), group_store()
         assert store is not None  # or `get_rank` would have raised
         for plane in _of_groups:
@@ -78,9 +57,7 @@ class ControlPlane:
     def open(self, name: str) -> StoreMailbox:
         """A mailbox for one thread at a time, with a connection of its own.
 
-        Args:
-            name: Its messages are mixed up with no other name's, nor with those of an earlier mailbox of this name: all
-                ranks open them in the same order.
+        Its messages are mixed up with no other's, also of the same name: all ranks open those in the same order.
         """
         number = self._mailbox.count(f"{name}/opened/{self._mailbox.rank}")
         return self._mailbox.connect_again().under(f"{name}/{number}")
@@ -91,13 +68,10 @@ class ControlPlane:
         hear: Callable[[StoreMailbox], float | None],
         lost: Callable[[Exception], None],
     ) -> None:
-        """Has the thread look for messages, at once and whenever somebody rings.
+        """Has the thread call `hear` over its own connection, at once and whenever somebody rings.
 
-        Args:
-            mailbox: From `open`.
-            hear: Called in the thread with the same messages over the thread's connection; returns after how many
-                seconds it wants to look again though nobody rang, or None when it has heard everything.
-            lost: Called in the thread instead, once, when the store has gone, or `hear` has raised.
+        `hear` returns after how many seconds it wants to look again though nobody rang, or None when it has heard all.
+        `lost` is called instead, once, when the store has gone, or `hear` has raised.
         """
         with self._lock:
             self._listeners[mailbox] = _Listener(hear, lost)
@@ -108,11 +82,7 @@ class ControlPlane:
         mailbox.ring([mailbox.rank])
 
     def leave(self, mailbox: StoreMailbox) -> None:
-        """Ends what `listen` began; the thread ends with the last listener.
-
-        Raises:
-            RuntimeError: The store went away.
-        """
+        """Ends what `listen` began; the thread ends with the last listener. A RuntimeError where the store has gone."""
         self._forget(mailbox)
         with self._lock:
             thread = self._thread if not self._listeners else None

@@ -13,6 +13,8 @@ from torch import Tensor, nn
 
 from fairlead_distributed._sharded import is_dtensor
 from fairlead_distributed.info import require_initialized
+from fairlead_distributed.objects import gather_objects
+from fairlead_runs.waiting import ranks_text
 
 # name, what it is (dtype, shape), which shard it is, hash of its bytes
 _Entry = tuple[str, str, str, bytes]
@@ -35,9 +37,8 @@ class Divergence:
     count: int
 
     def __str__(self) -> str:
-        """One line: the name, the ranks, how many more."""
         more = f" ({self.count} tensors differ)" if self.count > 1 else ""
-        return f"{self.name} differs on rank{'s'[: len(self.ranks) > 1]} {', '.join(map(str, self.ranks))}{more}"
+        return f"{self.name} differs on {ranks_text(self.ranks)}{more}"
 
 
 def first_divergence(
@@ -47,13 +48,12 @@ def first_divergence(
 ) -> Divergence | None:
     """The first parameter whose bits differ over the ranks, None when all are equal. A collective.
 
-    Only hashes (SHA-256) travel. Where nothing is sharded and nothing differs, that is 32 bytes a rank. Sharded
-    tensors (DTensors) are compared among the ranks that hold the same shard.
+    Only hashes (SHA-256) travel, one a rank where nothing is sharded and nothing differs. Sharded tensors (DTensors)
+    are compared among the ranks that hold the same shard.
 
     Args:
         module_or_named_tensors: A module (its parameters), or `(name, tensor)` pairs, such as gradients:
             `((n, p.grad) for n, p in model.named_parameters())`. None counts as a value of its own.
-        group: A part of the ranks; None is all of them.
 
     Example:
         >>> first_divergence(nn.Linear(2, 2)) is None  # one process
@@ -64,11 +64,10 @@ def first_divergence(
     named = module_or_named_tensors
     pairs = named.named_parameters() if isinstance(named, nn.Module) else named
     own = [_entry(name, tensor) for name, tensor in pairs]
-    if _all_equal(own, group):
+    # Every rank must take the same way from here: the answer is computed from what all of them see.
+    if len(set(gather_objects(hashlib.sha256(repr(own).encode()).digest(), group))) == 1:
         return None
-    gathered: list[list[_Entry]] = [[] for _ in range(dist.get_world_size(group))]
-    dist.all_gather_object(gathered, own, group=group)
-    return _compare(dict(zip(dist.get_process_group_ranks(group), gathered, strict=True)))
+    return _compare(dict(zip(dist.get_process_group_ranks(group), gather_objects(own, group), strict=True)))
 
 
 def _entry(name: str, tensor: Tensor | None) -> _Entry:
@@ -81,21 +80,6 @@ def _entry(name: str, tensor: Tensor | None) -> _Entry:
         shard, local = str(cuts) if cuts else "", tensor.to_local().detach()
     flat = local.contiguous().cpu().view(-1).view(torch.uint8)
     return name, f"{tensor.dtype} {tuple(tensor.shape)}", shard, hashlib.sha256(flat.numpy().data).digest()[:16]
-
-
-def _all_equal(own: list[_Entry], group: dist.ProcessGroup | None) -> bool:
-    digest = hashlib.sha256(repr(own).encode()).digest()
-    # Every rank must take the same way from here: the answer is computed from what all of them see.
-    mine = torch.frombuffer(bytearray(digest), dtype=torch.uint8).to(_device(group))
-    everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(everyone, mine, group=group)
-    return all(torch.equal(one, everyone[0]) for one in everyone)
-
-
-def _device(group: dist.ProcessGroup | None) -> torch.device:
-    if dist.get_backend(group) == "nccl":
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
 
 
 def _compare(entries: dict[int, list[_Entry]]) -> Divergence | None:

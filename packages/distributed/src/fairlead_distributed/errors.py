@@ -4,19 +4,6 @@ from __future__ import annotations
 
 from fairlead.errors import ConfigError, RunFailedError
 
-__all__ = [
-    "AddressNotFoundError",
-    "AddressUnreachableError",
-    "AlreadyInitializedError",
-    "CollectiveError",
-    "NonFiniteGradientError",
-    "NotInitializedError",
-    "PreflightError",
-    "RankFailedError",
-    "RendezvousError",
-    "TensorMismatchError",
-]
-
 
 class AlreadyInitializedError(ConfigError):
     """The process group was initialised a second time without destroying the first."""

@@ -21,11 +21,9 @@ class EvaluationSampler(DistributedSampler[int]):
     """Each rank's part of a dataset, in its order, of the same length on all ranks.
 
     Ranks with unequal numbers of batches wait for each other for ever where a forward pass communicates (FSDP, DDP
-    with buffers). So the ranks that would have one sample less take one more, from the start of the dataset again.
-    That padding is at most one sample a rank (more samples than ranks), its last; `weights` tells which, and a mean
-    with these weights counts every sample once.
-
-    Use it in a loader without `drop_last`, which would leave samples out.
+    with buffers). So the ranks that would have one sample less take one more, from the start of the dataset again, as
+    their last. `weights` tells which, and a mean with these weights counts every sample once. The loader must be
+    without `drop_last`, which would leave samples out.
 
     Args:
         dataset_or_length: What is evaluated, or its number of samples.
@@ -54,7 +52,6 @@ class EvaluationSampler(DistributedSampler[int]):
         super().__init__(as_dataset(dataset_or_length), num_replicas, rank, shuffle=False)
 
     def __iter__(self) -> Iterator[int]:
-        """This rank's indices, the padding last."""
         return (position % self.length for position in range(self.rank, self.total_size, self.num_replicas))
 
     def is_padding(self, position: int) -> bool:
@@ -71,29 +68,20 @@ class EvaluationSampler(DistributedSampler[int]):
         return (positions < self.length).to(torch.float32)
 
     def batch_weights(self, batch_idx: int, batch_size: int) -> Tensor:
-        """The weights of one batch, shape `(samples in it,)`, for `SampleWeightedMean.update`.
-
-        Args:
-            batch_idx: The batch's number in this evaluation, from 0.
-            batch_size: The loader's, not the number of samples in this batch.
-        """
+        """The weights of one batch, numbered from 0, shape `(samples in it,)`; `batch_size` is the loader's."""
         return self.weights()[batch_idx * batch_size : (batch_idx + 1) * batch_size]
 
 
 def weighted_mean(
     value_sum: Tensor | float, weight: Tensor | float, *, group: dist.ProcessGroup | None = None
 ) -> Tensor:
-    """The sum of all ranks' value sums, divided by the sum of their weights; float64. A collective.
+    """The sum of all ranks' value sums, divided by the sum of their weights; float64, NaN where all weights are 0.
 
-    The mean of the ranks' means is another number where the ranks have unequal numbers of samples.
+    A collective. The mean of the ranks' means is another number where the ranks have unequal numbers of samples.
 
     Args:
         value_sum: This rank's sum over its samples (padding left out), a scalar or one value per class or channel.
         weight: This rank's number of samples, a scalar or of the same shape.
-        group: A part of the ranks; None is all of them.
-
-    Returns:
-        The mean, of `value_sum`'s shape, on its device (moved to where the group reduces). NaN where all weights are 0.
 
     Example:
         >>> weighted_mean(6.0, 4)
@@ -111,9 +99,6 @@ class SampleWeightedMean:
 
     Sums are kept in float64 where the values are, and travel once, in `compute`. Sums of whole numbers (accuracy) are
     exact; others equal a single process's up to the order of the additions, about 1e-15.
-
-    Args:
-        group: A part of the ranks; None is all of them.
 
     Example:
         >>> mean = SampleWeightedMean()

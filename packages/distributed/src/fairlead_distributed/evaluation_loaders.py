@@ -7,7 +7,6 @@ import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import torch
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -19,27 +18,14 @@ from torch.utils.data import (
 )
 
 from fairlead_distributed import EvaluationSampler
+from fairlead_distributed._sampling import permutation
 
 
 class EvaluationShard(DistributedSampler[int]):
-    """One rank's part of an evaluation, and how it is cut into batches.
+    """One rank's part of an evaluation: an `EvaluationSampler` whose last batch leaves the padding out.
 
-    It draws from an `EvaluationSampler`, but a rank that has one sample less than others leaves the padding out of its
-    last batch.  Where nothing else would be in that batch, it takes a sample of the batch before it.  Only with
-    batches of one sample, or fewer samples than ranks, there is none to take: a batch of padding remains, so that all
-    ranks have equal numbers of batches.
-
-    Args:
-        length: The number of samples of all ranks.
-        num_replicas: The number of parts.
-        rank: Which of them.
-        batch_size: Samples in a batch, at most.
-        order: The indices of the samples in the order in which they are taken; None: 0, 1, ...
-
-    Example:
-        >>> shard = EvaluationShard(5, num_replicas=2, rank=1, batch_size=2)
-        >>> list(shard), [shard.batch_length(number) for number in range(shard.batches)]
-        ([1, 3], [1, 1])
+    Where that would be empty, it takes a sample of the batch before it. Only with batches of one sample, or fewer
+    samples than ranks, a batch of padding remains, so that all ranks have equal numbers of batches.
     """
 
     def __init__(
@@ -59,16 +45,11 @@ class EvaluationShard(DistributedSampler[int]):
         return self._samples + self.is_padding_batch(self.batches - 1)
 
     def __iter__(self) -> Iterator[int]:
-        """This rank's indices, the padding last."""
         places = itertools.islice(self._padded, len(self))
         return places if self._order is None else (int(self._order[place]) for place in places)
 
     def batch_length(self, number: int) -> int:
-        """The samples in one batch, padding included.
-
-        Args:
-            number: The batch's, from 0 to `batches - 1`.
-        """
+        """The samples in one batch, from 0 to `batches - 1`, padding included."""
         if number == self.batches - 1:
             return self._left or 1
         lends = number == self.batches - 2 and self._left == 0 and self._lends
@@ -80,8 +61,6 @@ class EvaluationShard(DistributedSampler[int]):
 
 
 class _Batches(BatchSampler):
-    """The batches of an `EvaluationShard`."""
-
     def __init__(self, shard: EvaluationShard) -> None:
         super().__init__(shard, shard.batch_size, drop_last=False)
         self._shard = shard
@@ -96,12 +75,7 @@ class _Batches(BatchSampler):
 
 
 def why_kept(loader: object) -> str | None:
-    """Why `evaluation_loader` leaves this loader as it is; None: it does not.
-
-    Example:
-        >>> why_kept(DataLoader(range(3), sampler=EvaluationSampler(3)))
-        'it has a sampler of its own, EvaluationSampler'
-    """
+    """Why `evaluation_loader` leaves this loader as it is; None: it does not."""
     kind: Any = type(loader)
     if not isinstance(loader, DataLoader):
         return f"{kind.__name__} is not a torch DataLoader"
@@ -116,25 +90,10 @@ def why_kept(loader: object) -> str | None:
 
 
 def evaluation_loader(loader: DataLoader[Any], num_replicas: int, rank: int) -> DataLoader[Any] | None:
-    """The same loader for one rank's part of the samples, each of which is evaluated once: see `EvaluationShard`.
+    """A copy of a loader for one rank's part of the samples (`EvaluationShard`); None where it is to be kept.
 
-    A loader that shuffles takes the same random order in every evaluation: a mean over all samples does not depend on
-    it, and one over some of them (`limit_val_batches`) is of the same samples each time.  `drop_last` leaves out what
-    does not fill a batch on each of the ranks.
-
-    Args:
-        loader: As the user made it; it stays as it is.
-        num_replicas: The number of parts.
-        rank: Which of them.
-
-    Returns:
-        The loader for this rank; None where it must not be replaced (`why_kept`): its sampler, batch sampler or class
-        is the user's own, or its dataset a stream.
-
-    Example:
-        >>> loader = evaluation_loader(DataLoader(range(5), batch_size=2), num_replicas=2, rank=1)
-        >>> [batch.tolist() for batch in loader]
-        [[1], [3]]
+    A loader that shuffles takes the same random order in every evaluation, so that `limit_val_batches` always means the
+    same samples. `drop_last` leaves out what does not fill a batch on each of the ranks.
     """
     if why_kept(loader) is not None:
         return None
@@ -171,13 +130,8 @@ def _taken(sampler: Any) -> tuple[int, Sequence[int] | None] | None:
     if type(sampler) is SequentialSampler:
         return len(sampler), None
     if type(sampler) is SubsetRandomSampler:
-        return len(sampler), [sampler.indices[place] for place in _shuffled(len(sampler))]
+        return len(sampler), [sampler.indices[place] for place in permutation(len(sampler), seed=0)]
     if type(sampler) is not RandomSampler or sampler.replacement:
         return None
     length = len(sampler.data_source)
-    return (len(sampler), _shuffled(length)) if len(sampler) <= length else None
-
-
-def _shuffled(length: int) -> Any:
-    """The same order for all ranks and evaluations."""
-    return torch.randperm(length, generator=torch.Generator().manual_seed(0))
+    return (len(sampler), permutation(length, seed=0).tolist()) if len(sampler) <= length else None

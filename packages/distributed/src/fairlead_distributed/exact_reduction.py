@@ -1,12 +1,7 @@
 """Average DDP's gradients in an order that does not depend on what the run has done before.
 
-Adding floating-point numbers in another order gives other last bits. An all-reduce over more than two ranks takes its
-order from an element's place in the bucket, and DistributedDataParallel moves the elements: it starts with one bucket,
-and builds others after the first step. A run that is resumed has such a first step again, and ends with other weights
-than the same run undisturbed. The hook of this module adds every element's parts in the order of the ranks, wherever
-the element lies.
-
-Two ranks need nothing: a + b is b + a, bit for bit, and DDP divides element by element.
+An all-reduce over more than two ranks takes its order from an element's place in the bucket, and DDP builds other
+buckets after the first step, so that a resumed run, which has such a first step again, ends with other last bits.
 """
 
 # No `from __future__ import annotations`: torch compares the annotations of a hook with its classes, not with text.
@@ -28,13 +23,9 @@ def register_exact_reduction(ddp_model: DistributedDataParallel, *, auto: bool =
 
     Call it on all ranks, after wrapping the model and before the first backward pass. A gradient is then the same, bit
     for bit, in the first step after a resume and in the same step of an undisturbed run, with any `bucket_cap_mb`.
-    16-bit gradients are added in float32 and rounded once.
-
-    It sends as many bytes as an all-reduce does, in two collectives for each bucket, and needs the buckets' memory once
-    more while they are on their way. It works with every backend that has `all_to_all_single`; it was run on gloo
-    only. NCCL's own order depends on the topology and the algorithm; with the hook it does not.
-
-    Like every hook of DDP it divides by the number of all ranks, also in `ddp_model.join()`.
+    16-bit gradients are added in float32 and rounded once. It divides by the number of all ranks, also in
+    `ddp_model.join()`. It sends as many bytes as an all-reduce does, in two collectives for each bucket, and needs the
+    buckets' memory once more meanwhile. It needs `all_to_all_single`; it was run on gloo only.
 
     Args:
         ddp_model: The wrapped model.
@@ -42,45 +33,32 @@ def register_exact_reduction(ddp_model: DistributedDataParallel, *, auto: bool =
             in buckets that DDP rebuilds (with `find_unused_parameters` it does not, unless the graph is static).
 
     Returns:
-        Whether a hook was registered. False with one or two ranks, which need none; where the model has a
-        communication hook already, since DDP takes only one; where torch.compile takes the place of DDP's buckets
-        (`optimize_ddp = "python_reducer"`); and with `auto` as said there.
+        Whether a hook was registered: not with one or two ranks, which need none, nor where the model has one already
+        or torch.compile takes the place of DDP's buckets (`optimize_ddp = "python_reducer"`).
 
     Raises:
         ConfigError: The model is not wrapped in DistributedDataParallel.
-
-    Example:
-        >>> model = DistributedDataParallel(model)  # doctest: +SKIP
-        >>> register_exact_reduction(model)  # doctest: +SKIP
-        True
     """
     if not isinstance(ddp_model, DistributedDataParallel):
         raise ConfigError(
             f"{type(ddp_model).__name__} is no DistributedDataParallel",
             where="register_exact_reduction",
-            why="only DDP has buckets and communication hooks; other ways to split a model reduce in a fixed order "
-            "or in the backend's",
+            why="only DDP has buckets and communication hooks",
             fix="wrap the model first: DistributedDataParallel(model)",
         )
     group = ddp_model.process_group
-    if dist.get_world_size(group) <= 2 or _has_hook(ddp_model) or ddp_model._use_python_reducer:
+    # The list of hooks that the model keeps does not have those built into torch; its log has all.
+    log = ddp_model._get_ddp_logging_data()  # type: ignore[no-untyped-call]
+    if dist.get_world_size(group) <= 2 or log.get("comm_hook") or ddp_model._use_python_reducer:
         return False
-    if auto and not (_rebuilds_buckets(ddp_model) and _sent_through(ddp_model) == "gloo"):
+    rebuilds = ddp_model.static_graph or not ddp_model.find_unused_parameters
+    if auto and not (rebuilds and _sent_through(ddp_model) == "gloo"):
         return False
     # A bucket is added up while the next one is on its way, which needs the last one to arrive: not where it may be
     # left out.
     lag = 0 if ddp_model.skip_all_reduce_unused_params else 1
     ddp_model.register_comm_hook(_Reduction(group, lag), exact_reduction_hook)
     return True
-
-
-def _has_hook(ddp_model: DistributedDataParallel) -> bool:
-    # The list of hooks that the model keeps does not have those built into torch; its log has all.
-    return bool(ddp_model._get_ddp_logging_data().get("comm_hook"))  # type: ignore[no-untyped-call]
-
-
-def _rebuilds_buckets(ddp_model: DistributedDataParallel) -> bool:
-    return bool(ddp_model.static_graph or not ddp_model.find_unused_parameters)
 
 
 def _sent_through(ddp_model: DistributedDataParallel) -> str:
@@ -92,14 +70,7 @@ def _sent_through(ddp_model: DistributedDataParallel) -> str:
 
 @dataclass
 class _InFlight:
-    """A bucket whose parts are on their way to the ranks that add them up.
-
-    Attributes:
-        buffer: The bucket's gradients, (n,); takes the averages in the end.
-        parts: Every rank's gradients for the elements that this rank adds, (world size, share).
-        sent: Done when `parts` is filled.
-        result: Gets `buffer` when it holds the averages.
-    """
+    """A bucket of (n,) gradients; of its own share of them this rank gets every rank's parts, (world size, share)."""
 
     buffer: Tensor
     parts: Tensor
@@ -109,12 +80,7 @@ class _InFlight:
 
 @dataclass
 class _Reduction:
-    """What one model's hook keeps from bucket to bucket.
-
-    Attributes:
-        group: The ranks that average.
-        lag: How many buckets may be on their way while backward goes on.
-    """
+    """What one model's hook keeps from bucket to bucket, of which `lag` may be on their way while backward goes on."""
 
     group: dist.ProcessGroup
     lag: int
@@ -129,7 +95,6 @@ class _Reduction:
         return [n // self.world_size + (rank < n % self.world_size) for rank in range(self.world_size)]
 
     def scatter(self, buffer: Tensor) -> Future[Tensor]:
-        """Sends each rank the elements that it adds up."""
         shares = self.shares(buffer.numel())
         own = shares[self.rank]
         parts = buffer.new_empty((self.world_size, own))
@@ -145,8 +110,7 @@ class _Reduction:
     def finish(self, keep: int) -> None:
         """Adds up the oldest buckets and sends the averages to all ranks, until `keep` are left.
 
-        Always in the thread of the backward pass: the collectives of one group need the same order on all ranks, and
-        gloo's threads complete them in any order.
+        Always in the thread of the backward pass, since gloo's threads complete collectives in any order.
         """
         while len(self.in_flight) > keep:
             bucket = self.in_flight.popleft()
@@ -170,10 +134,7 @@ def exact_reduction_hook(state: _Reduction, bucket: dist.GradBucket) -> torch.fu
 
 
 def _average(parts: Tensor) -> None:
-    """Replaces each row by the mean of all, added in the order of the rows: (world size, share).
-
-    `parts.sum(0)` would not do: it chooses an order by the shape.
-    """
+    """Replaces each row by the mean of all, added in the order of the rows; `parts.sum(0)` chooses one by the shape."""
     half = parts.dtype in (torch.float16, torch.bfloat16)
     total = parts[0].float() if half else parts[0]
     for part in parts[1:]:

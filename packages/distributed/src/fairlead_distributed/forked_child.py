@@ -86,11 +86,7 @@ def _show(environ: Mapping[str, str]) -> None:
 
 
 def run_python(*words: str) -> None:
-    """Does in a forked process what `python SCRIPT WORDS` does.
-
-    Args:
-        words: The script and its arguments.
-    """
+    """Does in a forked process what `python SCRIPT WORDS` does."""
     sys.orig_argv = [sys.executable, *words]
     main = ModuleType("__main__")
     main.__file__ = words[0]

@@ -1,9 +1,7 @@
 """Starts processes without their imports: a server imports once, while it has a single thread, and forks on request.
 
-A forked process is as good as a fresh one: it has the environment (also in `/proc/PID/environ`), working directory,
-files, signal handlers and random numbers of its own, and is the leader of a process group. What it shares with the
-others of its server is what an interpreter reads when it starts: the hash seed, and the variables in `AT_START`;
-`shared` has one server for each set of them.
+A forked process is as good as a fresh one, but for what an interpreter reads when it starts, which it shares with the
+others of its server: the hash seed, and the variables in `AT_START`.
 """
 
 from __future__ import annotations
@@ -61,11 +59,7 @@ class ForkedProcess:
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
-        """Waits for the end, at most `timeout` seconds.
-
-        Raises:
-            subprocess.TimeoutExpired: It still runs.
-        """
+        """The exit code at the end, for which it waits; a `subprocess.TimeoutExpired` after `timeout` seconds."""
         if self.returncode is None:
             select.select([self._pidfd], [], [], timeout)
         code = self.poll()
@@ -77,10 +71,6 @@ class ForkedProcess:
         """Sends a signal, unless it has ended."""
         if self.poll() is None:
             os.kill(self.pid, number)
-
-    def terminate(self) -> None:
-        """Sends SIGTERM."""
-        self.send_signal(signal.SIGTERM)
 
     def kill(self) -> None:
         """Sends SIGKILL."""
@@ -98,18 +88,9 @@ class ForkedProcess:
 
 
 class ForkServer:
-    """A process that imports and forks.
+    """A process that imports and forks; what cannot be imported is left to the forked processes.
 
     It ends with its caller; what it has forked does not, unless it notices by itself.
-
-    Args:
-        imports: Modules to import; one that fails is left to the forked processes.
-        environ: Variables to start it with; None: those of the caller.
-
-    Example:
-        >>> server = ForkServer(["torch"])  # doctest: +SKIP
-        >>> server.start(print, "hello", environ={"RANK": "0"}).wait()  # doctest: +SKIP
-        0
     """
 
     def __init__(self, imports: Sequence[str] = (), environ: Mapping[str, str] | None = None) -> None:
@@ -143,19 +124,10 @@ class ForkServer:
         path: Sequence[str] | None = None,
         fds: Mapping[int, int] | None = None,
     ) -> ForkedProcess:
-        """Forks a process that calls `function(*args)` and exits.
+        """Forks a process that calls `function(*args)`, all of which are pickled, and exits.
 
-        Args:
-            function: Found by its name, as are the classes of `args`: all are pickled.
-            args: Its arguments.
-            environ: All of its variables; None: the caller's.
-            cwd: Its working directory; None: the caller's.
-            path: Its `sys.path`; None: that of a fresh interpreter.
-            fds: The caller's open files by the number that each gets there; without 0, standard input is empty, and
-                without 1 and 2 they are the caller's.
-
-        Raises:
-            RuntimeError: The server has ended; it has said why on standard error.
+        `environ` is all of its variables; `fds` are the caller's open files by their numbers there: without 0, standard
+        input is empty. Without `path` it has a fresh interpreter's. A RuntimeError says that the server has ended.
         """
         given = {1: 1, 2: 2, **(fds or {})}
         request = Request(
@@ -203,11 +175,9 @@ def start_variables(environ: Mapping[str, str]) -> frozenset[tuple[str, str]]:
 
 
 def shared(environ: Mapping[str, str] | None = None, imports: Sequence[str] = ()) -> ForkServer:
-    """This process's server for what has these variables; it is started when it is first needed.
+    """This process's server for those of these variables that are in `AT_START`; it is started when it is first needed.
 
-    Args:
-        environ: The variables of what is to be forked, of which those count that are in `AT_START`; None: the caller's.
-        imports: Modules to import; none: what this process has imported of torch, other large libraries and Fairlead.
+    Without `imports` it has what this process has imported of torch, other large libraries and Fairlead.
     """
     environ = os.environ if environ is None else environ
     # A fork of this process does not share its connection.

@@ -85,10 +85,8 @@ def clip_grad_norm(
     The gradients count as one vector, g = g * min(1, max_norm / (norm + 1e-6)), as in
     `torch.nn.utils.clip_grad_norm_` (Pascanu et al. 2013). The difference: sharded gradients (DTensors, from
     `fully_shard` or tensor parallelism, on any meshes, mixed with plain ones) count with all their shards, and each
-    mesh costs one all-reduce of a number per sharded dimension, however many parameters there are. The norm of
-    16-bit gradients is summed up in 32 bits. Every rank of the meshes must call it.
-
-    A plain gradient is taken to be the same on all ranks, as after DDP's backward.
+    mesh costs one all-reduce of a number per sharded dimension. The norm of 16-bit gradients is summed up in 32 bits.
+    Every rank of the meshes must call it. A plain gradient is taken to be the same on all ranks, as after DDP.
 
     Args:
         parameters: Parameters, or `model.named_parameters()`, which lets an error name the parameter.

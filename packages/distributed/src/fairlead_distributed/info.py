@@ -44,21 +44,12 @@ def get_local_rank(environ: Mapping[str, str] | None = None) -> int:
     """This process's number on its own machine: SLURM_LOCALID in a SLURM step, else LOCAL_RANK, else 0.
 
     It selects the device. The global rank does not: on the second machine of 8 GPUs, rank 8 drives GPU 0.
-
-    Example:
-        >>> get_local_rank({"RANK": "8", "WORLD_SIZE": "16", "LOCAL_RANK": "0"})
-        0
     """
     return _environ.local_rank(_environ.or_process(environ)) or 0
 
 
 def get_distributed_info() -> DistributedInfo:
-    """What torch.distributed is in this process, for logs and reports.
-
-    Example:
-        >>> get_distributed_info()["world_size"]
-        1
-    """
+    """What torch.distributed is in this process, for logs and reports."""
     initialized = is_initialized()
     return {
         "available": dist.is_available(),
@@ -70,14 +61,7 @@ def get_distributed_info() -> DistributedInfo:
 
 
 def require_initialized(operation: str, environ: Mapping[str, str] | None = None) -> bool:
-    """Whether there is a group; raises where there should be one and is not.
-
-    A process that the launcher made one of several must not go on alone: its "sum over all ranks" would be its
-    own value, silently.
-
-    Raises:
-        NotInitializedError: No process group, and the environment says that the world size is above 1.
-    """
+    """Whether there is a group; a NotInitializedError where there should be one, of several processes, and is not."""
     if is_initialized():
         return True
     rank, world_size = _environ.rank_and_world_size(_environ.or_process(environ))

@@ -1,10 +1,8 @@
 """How ranks that know no port find rank 0: a listener on one of several ports, with a name on it.
 
-Torch's own client of a store cannot look for it: connected to a service that accepts and stays silent it waits for
-ever, whatever its timeout (torch 2.13), and what it says to others it says before it knows who they are. So rank 0
-listens on the first free port of a list that all ranks derive alike, and tells everyone who connects which start it
-belongs to and where its store is. It reads nothing, and the others say nothing to a port before they have read the
-right name. The listener is open only until all ranks have come: a later start of the same processes finds its own.
+Torch's own client waits for ever on a service that accepts and stays silent (torch 2.13). So rank 0 listens on the
+first free port of a list that all ranks derive alike, until all have come, and tells everyone who connects which
+start it belongs to and where its store is. Nobody says anything before that.
 """
 
 from __future__ import annotations
@@ -15,7 +13,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from fairlead_distributed.errors import AddressNotFoundError, AddressUnreachableError
 from fairlead_launch.ports import PortError, bind_listener
@@ -31,22 +29,7 @@ def _nonce(identity: str) -> str:
 
 
 class StartListener:
-    """Rank 0's listening socket, which tells everyone who connects where the store of this start is.
-
-    Args:
-        identity: What no other start has.
-        ports: Where to listen: on the first that is free.
-        store_port: What to tell.
-
-    Raises:
-        PortError: No port is free, or another process has a listener of the same identity.
-
-    Example:
-        >>> from fairlead_distributed import free_port
-        >>> with StartListener("job 12, step 0", [free_port()], 29500) as listener:
-        ...     find_store("127.0.0.1", [listener.port], "job 12, step 0", rank=1, timeout=10)
-        ('127.0.0.1', 29500)
-    """
+    """Rank 0's socket, on the first free port; a PortError where none is, or another listener has the same identity."""
 
     def __init__(self, identity: str, ports: Iterable[int], store_port: int) -> None:
         ports = tuple(ports)
@@ -61,12 +44,6 @@ class StartListener:
         self._closing = False
         self._thread = threading.Thread(target=self._serve, name="fairlead-listener", daemon=True)
         self._thread.start()
-
-    def __enter__(self) -> StartListener:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def close(self) -> None:
         """Stops listening; those who came have their answer."""
@@ -98,16 +75,8 @@ class StartListener:
                     continue
 
 
-@dataclass(frozen=True)
-class Answer:
-    """What answered on a port.
-
-    Args:
-        store: The store's numeric address and port, if it was the right listener.
-        what: What it was instead, for messages.
-        unresolved: Whether the host has no address at all.
-        nobody: Whether there was no connection.
-    """
+class Answer(NamedTuple):
+    """What answered on a port: the store's numeric address and port, or for messages what it was instead."""
 
     store: tuple[str, int] | None
     what: str
@@ -120,32 +89,28 @@ def look(host: str, port: int, identity: str, patience: float) -> Answer:
     try:
         with socket.create_connection((host, port), timeout=patience) as connection:
             address = str(connection.getpeername()[0])
-            return _understood(_read(connection, time.monotonic() + patience), address, identity)
-    except socket.gaierror as error:
-        return Answer(None, f"the name {host!r} does not resolve ({error.strerror})", unresolved=True)
-    except ConnectionRefusedError:
-        return Answer(None, "the machine answers that nobody listens", nobody=True)
-    except TimeoutError:
-        return Answer(None, "the machine does not answer", nobody=True)
+            return _understood(_read(connection), address, identity)
     except OSError as error:
-        return Answer(None, error.strerror or str(error), nobody=True)
+        return Answer(None, why_unreached(error, host), unresolved=isinstance(error, socket.gaierror), nobody=True)
 
 
-def _read(connection: socket.socket, deadline: float) -> bytes | None:
+def why_unreached(error: OSError, host: str) -> str:
+    """Why there is no connection to a machine."""
+    if isinstance(error, socket.gaierror):
+        return f"the name {host!r} does not resolve ({error.strerror})"
+    if isinstance(error, ConnectionRefusedError):
+        return "the machine answers that nobody listens"
+    return "the machine does not answer" if isinstance(error, TimeoutError) else error.strerror or str(error)
+
+
+def _read(connection: socket.socket) -> bytes | None:
     """What somebody says of himself; None when it is nothing."""
-    text = b""
-    while b"\n" not in text and len(text) < _LONGEST:
-        connection.settimeout(max(0.01, deadline - time.monotonic()))
-        try:
-            more = connection.recv(_LONGEST - len(text))
-        except TimeoutError:
-            return None
-        except OSError:
-            break
-        if not more:
-            break
-        text += more
-    return text
+    try:
+        return connection.makefile("rb").readline(_LONGEST)
+    except TimeoutError:
+        return None
+    except OSError:
+        return b""
 
 
 def _understood(text: bytes | None, address: str, identity: str) -> Answer:
@@ -160,20 +125,10 @@ def _understood(text: bytes | None, address: str, identity: str) -> Answer:
 
 
 def find_store(host: str, ports: Iterable[int], identity: str, *, rank: int, timeout: float) -> tuple[str, int]:
-    """The address and port of the store whose listener is on one of some ports; looks again until it is there.
+    """The address in numbers and the port of the store whose listener is on one of some ports; looks until it is there.
 
-    The address is the one that answered, in numbers: torch connects to the same machine, and asks no name server again.
-
-    Args:
-        host: Where rank 0 runs.
-        ports: Those that rank 0 tries, in the same order.
-        identity: What no other start has.
-        rank: This rank, for messages.
-        timeout: Seconds until it gives up.
-
-    Raises:
-        AddressNotFoundError: The host's name did not resolve.
-        AddressUnreachableError: No port had the listener.
+    So torch connects to the same machine, and asks no name server again. Raises an AddressNotFoundError, or after
+    `timeout` seconds an AddressUnreachableError.
     """
     ports, deadline, turn = tuple(ports), time.monotonic() + timeout, 0
     seen: dict[int, Answer] = {}

@@ -9,24 +9,20 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 from torch.nn import Module
+from torch.nn.utils import prune
 
 
 def module_state(module: Module, *, buffers: bool) -> dict[str, Any]:
-    """The state of a module on this rank.
+    """The state on this rank of a module, which is not what a strategy has wrapped it in: plain data and tensors.
 
-    Args:
-        module: The module itself, not what a strategy has wrapped it in: names must not depend on that.
-        buffers: Whether its buffers are wanted: each rank of data parallel training has its own (batch norm), and
-            one rank's are in the `state_dict` that is saved.
-
-    Returns:
-        Plain data and tensors.
+    Each rank of data parallel training has its own buffers (batch norm), and a `state_dict` has those of one.
     """
     return {
         "metrics": {name: _metric_state(metric) for name, metric in _metrics(module)},
         "buffers": {name: buffer.detach() for name, buffer in _buffers(module)} if buffers else {},
         "in_evaluation": [name for name, one in module.named_modules() if not one.training],
         "frozen": [name for name, parameter in module.named_parameters() if not parameter.requires_grad],
+        "pruned": {name: (kept.detach(), mask) for name, kept, mask in _pruned(module)},
     }
 
 
@@ -40,6 +36,13 @@ def restore_module(module: Module, state: Mapping[str, Any]) -> None:
     for name, buffer in state["buffers"].items():
         if name in buffers and buffers[name].shape == buffer.shape:
             buffers[name].copy_(buffer)
+    for name, (kept, mask) in state.get("pruned", {}).items():
+        path, _, parameter = name.rpartition(".")
+        owner = module.get_submodule(path)
+        if not hasattr(owner, f"{parameter}_mask"):
+            prune.custom_from_mask(owner, parameter, mask)  # type: ignore[no-untyped-call]
+        getattr(owner, f"{parameter}_orig").copy_(kept)
+        getattr(owner, f"{parameter}_mask").copy_(mask)
     restore_flags(module, state)
 
 
@@ -74,6 +77,15 @@ def _set_metric_state(metric: Any, saved: Mapping[str, Any]) -> None:
         setattr(metric, key, moved)
     metric._update_count = saved["updates"]  # torchmetrics has no public way
     metric._computed = None
+
+
+def _pruned(module: Module) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
+    """Parameters that torch prunes: name, what is trained, its mask; a state_dict can have their product only."""
+    for path, one in module.named_modules():
+        for mask in [name for name, _ in one.named_buffers(recurse=False) if name.endswith("_mask")]:
+            parameter = mask.removesuffix("_mask")
+            if f"{parameter}_orig" in one._parameters:
+                yield f"{path}.{parameter}", getattr(one, f"{parameter}_orig"), getattr(one, mask)
 
 
 def _buffers(module: Module) -> Iterator[tuple[str, torch.Tensor]]:

@@ -18,10 +18,10 @@ def broadcast_object(value: T) -> T:
     return box[0]
 
 
-def gather_objects(value: T) -> list[T]:
+def gather_objects(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
     """What each rank gives, by rank, on every rank."""
     if not dist.is_initialized():
         return [value]
-    values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
+    values: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
     return values

@@ -2,31 +2,32 @@
 
 from __future__ import annotations
 
+import itertools
+import random
+from collections import deque
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 import torch
+from torch import Tensor
 
+_KIND: Final = "fairlead:kind"
 _ARRAY: Final = "fairlead:array"
+_ATOMS: Final = (bool, int, float, complex, str, bytes, type(None))
+GENERATORS: Final = (random.Random, np.random.Generator, np.random.RandomState, torch.Generator)
 
 
 def to_plain(value: Any, where: str = "state") -> Any:
-    """The value with NumPy arrays as tensors, mappings as dicts, and everything else as it is.
-
-    Args:
-        value: Nested data.
-        where: How to call it in an error.
-
-    Raises:
-        TypeError: It holds something else; the message names the place and the type.
-
-    Example:
-        >>> to_plain({"epoch": np.int64(3)})
-        {'epoch': 3}
-    """
-    if value is None or isinstance(value, (bool, int, float, str, bytes, torch.Tensor)):
+    """The value as numbers, texts, tensors, lists, tuples and dicts; a TypeError names the place of anything else."""
+    if type(value) in _ATOMS:
         return value
+    if isinstance(value, Tensor):
+        if value.grad_fn is not None:
+            raise TypeError(f"{where} is a tensor with the graph that computed it: detach it")
+        value = value.detach()
+        return value if value.device.type == "cpu" else {_KIND: "on", "state": [value.device.type, value]}
     if isinstance(value, np.generic):
         return value.item()
     if isinstance(value, np.ndarray) and value.dtype.kind in "biufc":
@@ -34,11 +35,15 @@ def to_plain(value: Any, where: str = "state") -> Any:
         data = torch.frombuffer(bytearray(value.tobytes()), dtype=torch.uint8) if value.size else None
         return {_ARRAY: str(value.dtype), "shape": list(value.shape), "data": data}
     if isinstance(value, Mapping):
+        for key in value:
+            to_plain(key, f"the key {key!r} of {where}")
         return {key: to_plain(item, f"{where}[{key!r}]") for key, item in value.items()}
-    if isinstance(value, tuple):
-        return tuple(to_plain(item, f"{where}[{index}]") for index, item in enumerate(value))
-    if isinstance(value, list):
-        return [to_plain(item, f"{where}[{index}]") for index, item in enumerate(value)]
+    if type(value) is tuple or isinstance(value, list):
+        items = [to_plain(item, f"{where}[{index}]") for index, item in enumerate(value)]
+        return tuple(items) if isinstance(value, tuple) else items
+    for kind, (base, take, _) in _KINDS.items():
+        if isinstance(value, base):
+            return {_KIND: kind, "state": to_plain(take(value), where)}
     raise TypeError(f"{where} is a {type(value).__name__}, which is no plain data")
 
 
@@ -46,9 +51,90 @@ def from_plain(value: Any) -> Any:
     """What `to_plain` was given: mappings come back as dicts."""
     if isinstance(value, dict):
         if _ARRAY in value:
-            data = value["data"].numpy().tobytes() if value["data"] is not None else b""
+            data = value["data"].cpu().numpy().tobytes() if value["data"] is not None else b""
             return np.frombuffer(data, dtype=value[_ARRAY]).reshape(value["shape"]).copy()
+        if _KIND in value:
+            return _KINDS[value[_KIND]][2](from_plain(value["state"]))
         return {key: from_plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return type(value)(from_plain(item) for item in value)
     return value
+
+
+@torch.no_grad()
+def put_back(now: Any, value: Any) -> Any:
+    """The value that `to_plain` was given, in the object that holds it now where that is of its kind.
+
+    Others may hold the same list, tensor or generator, and find the value there.
+    """
+    made = from_plain(value)
+    if isinstance(made, Tensor) and isinstance(now, Tensor) and (made.shape, made.dtype) == (now.shape, now.dtype):
+        return now.copy_(made)
+    if isinstance(made, np.ndarray) and isinstance(now, np.ndarray):
+        if not now.flags.writeable or (made.shape, made.dtype) != (now.shape, now.dtype):
+            return made
+        now[...] = made
+    elif isinstance(now, GENERATORS) and type(now) is type(made):
+        _set_generator(now, made)
+    elif isinstance(made, dict) and isinstance(now, dict):
+        kept = {key: put_back(now.get(key), item) for key, item in value.items()}
+        now.clear()
+        now.update(kept)
+    elif isinstance(made, list) and isinstance(now, list):
+        now[:] = [put_back(old, item) for old, item in itertools.zip_longest(now[: len(made)], value)]
+    elif isinstance(made, deque) and isinstance(now, deque) and made.maxlen == now.maxlen:
+        now.clear()
+        now.extend(made)
+    elif isinstance(made, set) and isinstance(now, set):
+        now.clear()
+        now.update(made)
+    else:
+        return made
+    return now
+
+
+def _set_generator(now: Any, made: Any) -> None:
+    if isinstance(now, random.Random):
+        now.setstate(made.getstate())
+    elif isinstance(now, np.random.Generator):
+        now.bit_generator.state = made.bit_generator.state
+    else:  # torch's and NumPy's older one
+        now.set_state(made.get_state())
+
+
+def _random(state: Any) -> random.Random:
+    made = random.Random()
+    made.setstate(state)
+    return made
+
+
+def _numpy(state: Any) -> np.random.Generator:
+    bits = getattr(np.random, state["bit_generator"])()
+    bits.state = state
+    return np.random.Generator(bits)
+
+
+def _numpy_legacy(state: Any) -> np.random.RandomState:
+    made = np.random.RandomState()
+    made.set_state(state)
+    return made
+
+
+def _torch(state: Any) -> torch.Generator:
+    made = torch.Generator(state[0])
+    made.set_state(state[1])
+    return made
+
+
+# By the name in a file: the class, what to save of an object, and how to make one of it.
+_KINDS: Final[dict[str, tuple[Any, Any, Any]]] = {
+    "on": ((), None, lambda state: state[1].to(state[0])),  # a tensor on a device
+    "set": (set, list, set),
+    "frozenset": (frozenset, list, frozenset),
+    "deque": (deque, lambda value: [list(value), value.maxlen], lambda state: deque(*state)),
+    "path": (Path, str, Path),
+    "random": (random.Random, random.Random.getstate, _random),
+    "numpy": (np.random.Generator, lambda value: value.bit_generator.state, _numpy),
+    "numpy legacy": (np.random.RandomState, lambda value: value.get_state(legacy=False), _numpy_legacy),
+    "torch": (torch.Generator, lambda value: [value.device.type, value.get_state()], _torch),
+}

@@ -1,8 +1,4 @@
-"""What the ranks tell each other before they form a group, and what has to be the same on all of them.
-
-A difference that is found here has one line with rank, host and both values. Later it would be a hang in a collective,
-a crash in a library, or a model that is half of one experiment and half of another.
-"""
+"""What the ranks tell each other before they form a group, and what has to be the same on all of them."""
 
 from __future__ import annotations
 
@@ -14,7 +10,6 @@ import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from types import ModuleType
 
 import torch
 
@@ -27,20 +22,7 @@ _SHOWN = 16  # lines of hosts
 
 @dataclass(frozen=True)
 class RankFacts:
-    """What one rank says of itself.
-
-    Args:
-        host: The name of its machine.
-        pid: Its process.
-        same: What has to be the same on all ranks, by a name for messages; what a rank does not know is left out.
-        gpu: What no other rank may have as well: the UUID of its GPU.
-        gpu_name: That GPU in words.
-
-    Example:
-        >>> facts = RankFacts("n1", 7, {"torch": "2.13.0"})
-        >>> RankFacts.from_json(facts.to_json()) == facts
-        True
-    """
+    """What one rank says of itself: what has to be the same on all, and `gpu`, a UUID that no other may have too."""
 
     host: str
     pid: int
@@ -64,14 +46,7 @@ class RankFacts:
 def own_facts(
     device: torch.device, *, start: Start | None = None, config_hash: str | None = None, exclusive: bool = False
 ) -> RankFacts:
-    """What this process says of itself.
-
-    Args:
-        device: The device that it computes on.
-        start: What it knows of its start.
-        config_hash: A digest of everything that decides what is computed.
-        exclusive: Whether no other rank may use its GPU, as with NCCL.
-    """
+    """What this process says of itself; with `exclusive`, as for NCCL, no other rank may use its GPU."""
     same = {
         "job": start.identity if start is not None else None,
         "config": config_hash,
@@ -79,14 +54,10 @@ def own_facts(
         "python": ".".join(platform.python_version_tuple()[:2]),  # the third number changes nothing that ranks share
         "torch": torch.__version__,
         "fairlead": fairlead.__version__,
-        "lightning": _version(sys.modules.get("lightning")),
+        "lightning": getattr(sys.modules.get("lightning"), "__version__", None),
     }
     gpu, name = _gpu(device) if exclusive and device.type == "cuda" else (None, None)
     return RankFacts(socket.gethostname(), os.getpid(), {k: v for k, v in same.items() if v is not None}, gpu, name)
-
-
-def _version(module: ModuleType | None) -> str | None:
-    return getattr(module, "__version__", None)
 
 
 def _gpu(device: torch.device) -> tuple[str | None, str]:
@@ -97,16 +68,7 @@ def _gpu(device: torch.device) -> tuple[str | None, str]:
 
 
 def differences(ranks: Mapping[int, RankFacts]) -> list[str]:
-    """Every difference in one line, with ranks, hosts and both values; what most ranks have is the reference.
-
-    Args:
-        ranks: What each rank that came says of itself.
-
-    Example:
-        >>> ranks = {r: RankFacts("n1", r, {"torch": "2.13.0"}) for r in range(3)}
-        >>> differences({**ranks, 3: RankFacts("n2", 9, {"torch": "2.12.1"})})
-        ['torch: rank 3 on n2 has 2.12.1; the other 3 ranks have 2.13.0']
-    """
+    """Every difference in one line, with ranks, hosts and both values; what most ranks have is the reference."""
     lines = []
     for name in dict.fromkeys(name for facts in ranks.values() for name in facts.same):
         values = {rank: facts.same[name] for rank, facts in sorted(ranks.items()) if name in facts.same}
@@ -114,16 +76,13 @@ def differences(ranks: Mapping[int, RankFacts]) -> list[str]:
         if len(counts) == 1:
             continue
         usual, number = counts.most_common(1)[0]  # of two equally frequent ones, that of the lowest rank
-        others = f"the other {number} ranks have" if number > 1 else f"rank {_first(values, usual)} has"
+        first = next(rank for rank, has in values.items() if has == usual)
+        others = f"the other {number} ranks have" if number > 1 else f"rank {first} has"
         for value in counts:
             if value != usual:
                 who = [rank for rank, has in values.items() if has == value]
                 lines.append(f"{name}: {_on_hosts(who, ranks)} {value}; {others} {usual}")
     return lines + _shared_gpus(ranks)
-
-
-def _first(values: Mapping[int, str], value: str) -> int:
-    return next(rank for rank, has in values.items() if has == value)
 
 
 def _shared_gpus(ranks: Mapping[int, RankFacts]) -> list[str]:
@@ -144,13 +103,7 @@ def _on_hosts(who: Sequence[int], ranks: Mapping[int, RankFacts]) -> str:
 
 
 def absent_lines(missing: Sequence[int], came: Mapping[int, RankFacts], start: Start | None) -> list[str]:
-    """Who did not come, with their hosts where the launcher tells them.
-
-    Example:
-        >>> start = Start("job 12", hosts=("n1", "n2"), rank_hosts=("n1", "n1", "n2", "n2"))
-        >>> absent_lines([2, 3], {0: RankFacts("n1", 7), 1: RankFacts("n1", 8)}, start)
-        ['missing: ranks 2, 3 on n2', 'nobody came from n2']
-    """
+    """Who did not come, with their hosts where the launcher tells them."""
     lines = []
     if start is not None and start.rank_hosts and max(missing) < len(start.rank_hosts):
         by_host: dict[str, list[int]] = {}

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing, contextmanager
 from datetime import timedelta
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -16,7 +17,10 @@ from fairlead_distributed.errors import AlreadyInitializedError, RendezvousError
 from fairlead_distributed.info import DistributedInfo, get_distributed_info, get_rank, get_world_size, is_initialized
 from fairlead_distributed.opening import open_store
 from fairlead_distributed.preflight import own_facts
-from fairlead_distributed.rendezvous import RankIdentity, meet
+from fairlead_distributed.rendezvous import meet
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)
 """How long ranks wait for each other in each collective."""
@@ -27,8 +31,8 @@ PREFLIGHT_TIMEOUT = timedelta(minutes=5)
 def setup_distributed(environ: Mapping[str, str] | None = None) -> tuple[int, int]:
     """`(rank, world_size)` of this process as its launcher says: SLURM, else torchrun's variables, else one process.
 
-    In a SLURM step, SLURM_PROCID and SLURM_NPROCS (or SLURM_NTASKS). A batch script or `salloc` shell is not a step,
-    and where torchrun runs inside the step, or the step has one task, RANK and WORLD_SIZE are the workers' numbers.
+    A batch script or `salloc` shell is no step of SLURM, and where torchrun runs inside the step, or the step has one
+    task, RANK and WORLD_SIZE are the workers' numbers.
 
     Raises:
         ConfigError: A variable is not a number, one of a pair is missing, or the rank is outside the world.
@@ -36,8 +40,6 @@ def setup_distributed(environ: Mapping[str, str] | None = None) -> tuple[int, in
     Example:
         >>> setup_distributed({"SLURM_PROCID": "3", "SLURM_NPROCS": "8"})
         (3, 8)
-        >>> setup_distributed({})
-        (0, 1)
     """
     return _environ.rank_and_world_size(_environ.or_process(environ))
 
@@ -117,10 +119,8 @@ def init_process_group(
         AlreadyInitializedError: There is a group already.
         ConfigError: Rank, world size, address or backend are wrong or missing.
         PortError: Rank 0 cannot listen on the port.
-        AddressNotFoundError: The name of the main address does not resolve.
-        AddressUnreachableError: Nothing answers at the main address.
-        PreflightError: Not all ranks came in time (`missing` names them), or they do not fit together.
-        RendezvousError: The store went away, or the backend could not connect the ranks.
+        RendezvousError: The ranks did not find each other: an AddressNotFoundError, AddressUnreachableError or
+            PreflightError (`missing` names the ranks), or the store went away, or the backend could not connect them.
 
     Example:
         >>> init_process_group(environ={})
@@ -148,15 +148,18 @@ def init_process_group(
     opened, start = open_store(
         init_method, store, rank, world_size, start=start, environ=environ, timeout=preflight_timeout
     )
-    with opened:
+    with closing(opened):
         facts = own_facts(own, start=start, config_hash=config_hash, exclusive=nccl and world_size > 1)
         keys = meet(
             opened.store,
-            RankIdentity(rank, world_size, facts, start),
+            rank,
+            world_size,
+            facts,
+            start,
             environ=environ,
             timeout=preflight_timeout,
             where=opened.where,
-            all_here=opened.close_listener,
+            all_here=opened.close,
         )
     keys.set_timeout(timeout)
     try:
@@ -197,21 +200,14 @@ def group_store() -> dist.Store | None:
     return dist.distributed_c10d._get_default_store() if is_initialized() else None
 
 
+def _with_arguments_of(_: Callable[P, object]) -> Callable[[Callable[..., T]], Callable[P, T]]:
+    """For editors and type checkers; nothing is wrapped."""
+    return lambda function: function
+
+
+@_with_arguments_of(init_process_group)
 @contextmanager
-def process_group(
-    backend: str = "auto",
-    init_method: str = "env://",
-    world_size: int | None = None,
-    rank: int | None = None,
-    *,
-    timeout: timedelta = DEFAULT_TIMEOUT,
-    store: dist.Store | None = None,
-    environ: Mapping[str, str] | None = None,
-    device: torch.device | str | None = None,
-    preflight_timeout: timedelta | None = None,
-    start: Start | None = None,
-    config_hash: str | None = None,
-) -> Iterator[DistributedInfo]:
+def process_group(*args: Any, **kwargs: Any) -> Iterator[DistributedInfo]:
     """`init_process_group` for the length of a block, with the same arguments.
 
     Example:
@@ -219,19 +215,7 @@ def process_group(
         ...     print(info["rank"], "of", info["world_size"])
         0 of 1
     """
-    init_process_group(
-        backend,
-        init_method,
-        world_size,
-        rank,
-        timeout=timeout,
-        store=store,
-        environ=environ,
-        device=device,
-        preflight_timeout=preflight_timeout,
-        start=start,
-        config_hash=config_hash,
-    )
+    init_process_group(*args, **kwargs)
     try:
         yield get_distributed_info()
     finally:
@@ -243,13 +227,7 @@ def _rank_and_world_size(rank: int | None, world_size: int | None, environ: Mapp
         raise ConfigError("give both rank and world_size, or neither", where="init_process_group")
     if rank is None or world_size is None:
         return _environ.rank_and_world_size(environ)
-    if not 0 <= rank < world_size:
-        raise ConfigError(
-            f"rank {rank} does not fit into a world of {world_size} processes",
-            where="init_process_group(rank=, world_size=)",
-            why="ranks go from 0 to the world size minus 1",
-        )
-    return rank, world_size
+    return _environ.checked(rank, world_size, "init_process_group(rank=, world_size=)")
 
 
 def _own_device(backend: str, device: torch.device | str | None, environ: Mapping[str, str]) -> torch.device:

@@ -1,11 +1,9 @@
 """How the ranks of one start find each other, and only each other, and who is missing or different when they do not.
 
-torch keeps one key-value store over all restarts of a torchrun job and gives every attempt the same keys, so that a
-restarted worker can read the address of a dead one and dial it (torch 2.13: 2 of 12 restarts after a `kill -9` were
-clean). Here every attempt gets a prefix of its own. The restart count alone does not tell attempts apart: it stays the
-same when the membership of an elastic job changes, and when one process initialises twice. So rank 0 opens a numbered
-attempt, and every other rank proves that it is alive by a random word that only rank 0 of this attempt answers. Then
-each rank writes one record and waits for one verdict, which is the same for all.
+torch gives every restart of a torchrun job the same keys in one store, so that a worker can dial a dead one (torch
+2.13: 2 of 12 restarts after a `kill -9` were clean). Here rank 0 opens a numbered attempt with a prefix of its own,
+since the restart count alone does not tell attempts apart, and the others prove that they are alive by a random word
+that only rank 0 of this attempt answers. Then each writes one record and waits for one verdict, the same for all.
 """
 
 from __future__ import annotations
@@ -13,10 +11,10 @@ from __future__ import annotations
 import json
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch.distributed as dist
 
@@ -34,28 +32,15 @@ _TOGETHER = (
     "look at the output of the missing ranks: they did not start, ended early, or were given another MASTER_ADDR \
 or MASTER_PORT; a slow start needs a longer `preflight_timeout`"
 )
-
-
-@dataclass(frozen=True)
-class RankIdentity:
-    """Who this rank is.
-
-    Args:
-        rank: This rank.
-        world_size: The number of ranks.
-        facts: What this rank says of itself.
-        start: What its launcher says of all.
-    """
-
-    rank: int
-    world_size: int
-    facts: RankFacts
-    start: Start | None = None
+_ONE_INSTALLATION = "start all ranks from one installation and one config, as copied or mounted on every node"
 
 
 def meet(
     store: dist.Store,
-    identity: RankIdentity,
+    rank: int,
+    world_size: int,
+    facts: RankFacts,
+    start: Start | None,
     *,
     environ: Mapping[str, str],
     timeout: timedelta,
@@ -64,31 +49,22 @@ def meet(
 ) -> dist.PrefixStore:
     """Waits until all ranks of this attempt are here and fit together; returns the part of the store that is theirs.
 
-    Args:
-        store: A store that all ranks share, of any age.
-        identity: Who this rank is.
-        environ: The environment variables; torchrun's restart count.
-        timeout: How long rank 0 waits for the others, and each of them for rank 0.
-        where: The store's address, for messages.
-        all_here: Called on rank 0 when no further rank has to find the store.
-
-    Raises:
-        PreflightError: Not all ranks came within the timeout (`missing` names them), two processes have the same rank,
-            or they differ in what has to be the same. All ranks that did come get the same error.
-        RendezvousError: The store went away.
+    The store may be of any age. `all_here` is called on rank 0 when no further rank has to find it. All ranks that came
+    get the same PreflightError; a RendezvousError says that the store went away.
     """
     attempt = dist.PrefixStore(f"fairlead/restart_{_environ.restart_count(environ)}", store)
     deadline = time.monotonic() + timeout.total_seconds()
-    mailbox = StoreMailbox(attempt, identity.rank, identity.world_size)
-    meeting = _Meeting(mailbox, identity, deadline, timeout, where, all_here)
-    generation = meeting.lead() if identity.rank == 0 else meeting.follow()
+    mailbox = StoreMailbox(attempt, rank, world_size)
+    meeting = _Meeting(mailbox, facts, start, deadline, timeout, where, all_here)
+    generation = meeting.lead() if rank == 0 else meeting.follow()
     return dist.PrefixStore(f"{generation}/group", attempt)
 
 
 @dataclass
 class _Meeting:
     mailbox: StoreMailbox
-    identity: RankIdentity
+    facts: RankFacts
+    start: Start | None
     deadline: float
     timeout: timedelta
     where: str
@@ -98,7 +74,7 @@ class _Meeting:
 
     def lead(self) -> int:
         generation, mailbox = self.mailbox.count("generation"), self.mailbox
-        mailbox.arrive(f"{generation}/facts", self.identity.facts.to_json())
+        mailbox.arrive(f"{generation}/facts", self.facts.to_json())
         read, unread, pause = 0, set[int](), _POLL_FIRST
         while not mailbox.has(f"{generation}/facts/all"):
             if mailbox.has(f"{generation}/failed"):
@@ -119,7 +95,8 @@ class _Meeting:
         self.all_here()
         different = differences(self.records(generation, range(mailbox.world_size)))
         if different:
-            self.fail(generation, _different(different, self.where))
+            what, fix = f"the ranks do not fit together: {different[0]}", _ONE_INSTALLATION
+            self.fail(generation, self.verdict(what, "\n".join(different[1:]) or None, fix))
         mailbox.put(f"{generation}/go", "{}")
         return generation
 
@@ -129,13 +106,13 @@ class _Meeting:
         if numbers:
             keys = [f"hello/{number}" for number in numbers]
             seconds = max(0.0, self.deadline - time.monotonic())
-            text = f"{generation} {self.identity.world_size} {seconds:.3f}"
+            text = f"{generation} {self.mailbox.world_size} {seconds:.3f}"
             self.mailbox.put_all([f"answer/{word}" for word in self.mailbox.read(keys)], text)
         return numbers
 
     def written(self, numbers: Sequence[int]) -> list[int]:
         """Those whose word is there: a process that died behind taking its number leaves a gap, never wait for one."""
-        if not numbers or self.mailbox.has_all([f"hello/{number}" for number in numbers]):
+        if not numbers or self.mailbox.has(*(f"hello/{number}" for number in numbers)):
             return list(numbers)
         half = len(numbers) // 2
         return self.written(numbers[:half]) + self.written(numbers[half:]) if half else []
@@ -144,23 +121,19 @@ class _Meeting:
         found = self.mailbox.read([f"{generation}/facts/{rank}" for rank in ranks])
         return {rank: RankFacts.from_json(text) for rank, text in zip(ranks, found, strict=True)}
 
-    def absent(self, generation: int) -> dict[str, object] | None:
+    def absent(self, generation: int) -> dict[str, Any] | None:
         """Who did not come; None when the last one was only not counted yet."""
-        world_size = self.identity.world_size
+        world_size = self.mailbox.world_size
         missing = self.mailbox.missing(f"{generation}/facts")
         if not missing:
             return None
         here = sorted(set(range(world_size)) - set(missing))
         came = self.records(generation, here)
-        return {
-            "what": f"{len(here)} of {world_size} ranks came to {self.where} within {self.timeout.total_seconds():g} s",
-            "why": "\n".join([*absent_lines(missing, came, self.identity.start), *differences(came)]),
-            "fix": _TOGETHER,
-            "missing": list(missing),
-            "where": self.where,
-        }
+        what = f"{len(here)} of {world_size} ranks came to {self.where} within {self.timeout.total_seconds():g} s"
+        why = "\n".join([*absent_lines(missing, came, self.start), *differences(came)])
+        return self.verdict(what, why, _TOGETHER, missing)
 
-    def fail(self, generation: int, verdict: dict[str, object]) -> NoReturn:
+    def fail(self, generation: int, verdict: dict[str, Any]) -> NoReturn:
         """Tells those who came before the store, which rank 0 may host, goes down with this process."""
         self.mailbox.put(f"{generation}/go", json.dumps(verdict))
         patience = time.monotonic() + _READ_GRACE
@@ -172,7 +145,7 @@ class _Meeting:
     # -- the others
 
     def follow(self) -> int:
-        rank, word, mailbox = self.identity.rank, uuid.uuid4().hex, self.mailbox
+        mailbox, rank, word = self.mailbox, self.mailbox.rank, uuid.uuid4().hex
         mailbox.put(f"hello/{mailbox.count('hello')}", word)
         answer = self.get(f"answer/{word}")
         if answer is None:
@@ -181,15 +154,15 @@ class _Meeting:
         # From here on rank 0 says when it is enough: all ranks hear it at the same time.
         self.deadline = time.monotonic() + float(seconds) + _VERDICT_GRACE
         mailbox.count(f"{generation}/waiting")
-        if int(world_size) != self.identity.world_size:
-            why = f"the world size is {self.identity.world_size} on rank {rank} and {world_size} on rank 0"
-            self.protest(generation, f"{why}; rank {rank} is on {self.identity.facts}")
+        if int(world_size) != self.mailbox.world_size:
+            why = f"the world size is {self.mailbox.world_size} on rank {rank} and {world_size} on rank 0"
+            self.protest(generation, f"{why}; rank {rank} is on {self.facts}")
         elif mailbox.count(f"{generation}/claims/{rank}") > 1:
             facts = self.get(f"{generation}/facts/{rank}")
             first = "unknown" if facts is None else RankFacts.from_json(facts)
-            self.protest(generation, f"two processes say that they are rank {rank}: {first} and {self.identity.facts}")
+            self.protest(generation, f"two processes say that they are rank {rank}: {first} and {self.facts}")
         else:
-            mailbox.arrive(f"{generation}/facts", self.identity.facts.to_json())
+            mailbox.arrive(f"{generation}/facts", self.facts.to_json())
         go = self.get(f"{generation}/go")
         if go is None:
             self.give_up(
@@ -207,28 +180,22 @@ class _Meeting:
             "that sets RANK must be evaluated inside each task"
         )
         what = f"the ranks do not fit together: {why}"
-        verdict: dict[str, object] = {"what": what, "why": None, "fix": fix, "missing": [], "where": self.where}
-        self.mailbox.put(f"{generation}/failed", json.dumps(verdict))
+        self.mailbox.put(f"{generation}/failed", json.dumps(self.verdict(what, None, fix)))
 
-    def without_rank_0(self) -> dict[str, object]:
+    def without_rank_0(self) -> dict[str, Any]:
         what = f"rank 0 did not come to {self.where} within {self.timeout.total_seconds():g} s"
-        start = self.identity.start
-        host = f" on {start.rank_hosts[0]}" if start is not None and start.rank_hosts else ""
+        host = f" on {self.start.rank_hosts[0]}" if self.start is not None and self.start.rank_hosts else ""
         why = f"missing: {ranks_text([0])}{host}"
-        return {"what": what, "why": why, "fix": _TOGETHER, "missing": [0], "where": self.where}
+        return self.verdict(what, why, _TOGETHER, [0])
 
     # -- all
 
-    def give_up(self, verdict: Mapping[str, object]) -> NoReturn:
-        why = verdict["why"]
-        error = PreflightError(
-            str(verdict["what"]),
-            where=str(verdict["where"]),
-            why=None if why is None else str(why),
-            fix=str(verdict["fix"]),
-        )
-        missing = verdict["missing"]
-        error.missing = tuple(missing) if isinstance(missing, list) else ()
+    def verdict(self, what: str, why: str | None, fix: str, missing: Iterable[int] = ()) -> dict[str, Any]:
+        return {"what": what, "why": why, "fix": fix, "missing": list(missing), "where": self.where}
+
+    def give_up(self, verdict: Mapping[str, Any]) -> NoReturn:
+        error = PreflightError(verdict["what"], where=verdict["where"], why=verdict["why"], fix=verdict["fix"])
+        error.missing = tuple(verdict["missing"])
         raise error
 
     def get(self, key: str) -> str | None:
@@ -237,18 +204,8 @@ class _Meeting:
             return self.mailbox.get(key, max(0.05, self.deadline - time.monotonic()))
         except dist.DistError as error:
             raise RendezvousError(
-                f"the store at {self.where} went away while rank {self.identity.rank} waited for the others",
-                where=f"rank {self.identity.rank} of {self.identity.world_size}, on {self.identity.facts}",
+                f"the store at {self.where} went away while rank {self.mailbox.rank} waited for the others",
+                where=f"rank {self.mailbox.rank} of {self.mailbox.world_size}, on {self.facts}",
                 why=str(error).splitlines()[0],
                 fix="look at the output of rank 0 (or of torchrun), which hosts the store: it ended first",
             ) from error
-
-
-def _different(lines: list[str], where: str) -> dict[str, object]:
-    return {
-        "what": f"the ranks do not fit together: {lines[0]}",
-        "why": "\n".join(lines[1:]) or None,
-        "fix": "start all ranks from one installation and one config, as copied or mounted on every node",
-        "missing": [],
-        "where": where,
-    }

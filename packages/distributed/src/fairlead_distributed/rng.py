@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from fairlead.errors import CheckpointError
+from fairlead_distributed.plain_data import from_plain, to_plain
 
 _KEYS = frozenset({"python", "numpy", "torch", "cuda", "mps"})
 
@@ -20,17 +21,10 @@ def rng_state() -> dict[str, Any]:
 
     Only tuples, numbers, strings and tensors: `torch.load(..., weights_only=True)` reads it. Generators that the
     user made (`np.random.default_rng()`, `torch.Generator()`) are not global and not in it.
-
-    Example:
-        >>> state = rng_state()
-        >>> first = torch.rand(3)
-        >>> set_rng_state(state)
-        >>> torch.equal(torch.rand(3), first)
-        True
     """
     return {
         "python": random.getstate(),
-        "numpy": _encode(np.random.get_state(legacy=False)),
+        "numpy": to_plain(np.random.get_state(legacy=False)),
         "torch": torch.get_rng_state(),
         "cuda": list(torch.cuda.get_rng_state_all()) if torch.cuda.is_available() else [],
         "mps": torch.mps.get_rng_state() if torch.backends.mps.is_available() else None,
@@ -40,8 +34,7 @@ def rng_state() -> dict[str, Any]:
 def set_rng_state(state: Mapping[str, Any]) -> None:
     """Restores what `rng_state` returned; the next draws are the same as after it.
 
-    Devices that are not there now are skipped, and devices that the state does not speak of are left alone: a run
-    may move to a machine with another number of GPUs.
+    A run may move to a machine with another number of GPUs: devices that only one of them has are left alone.
 
     Raises:
         CheckpointError: `state` does not come from `rng_state`, or is damaged. Nothing was changed.
@@ -64,7 +57,7 @@ def set_rng_state(state: Mapping[str, Any]) -> None:
 def _restore(state: Mapping[str, Any]) -> None:
     version, internal, gauss = state["python"]
     random.setstate((version, tuple(internal), gauss))
-    np.random.set_state(_decode(state["numpy"]))
+    np.random.set_state(from_plain(state["numpy"]))
     torch.set_rng_state(state["torch"].cpu())
     if torch.cuda.is_available():
         for device, device_state in zip(range(torch.cuda.device_count()), state["cuda"], strict=False):
@@ -75,10 +68,7 @@ def _restore(state: Mapping[str, Any]) -> None:
 
 @contextmanager
 def isolated_rng(seed: int | None = None) -> Iterator[None]:
-    """Draws inside the block do not change the draws after it.
-
-    Args:
-        seed: Seeds all generators for the block; None lets it go on from where they stand.
+    """Draws inside the block do not change the draws after it; `seed` seeds all generators for the block.
 
     Example:
         >>> with isolated_rng(seed=0):
@@ -95,16 +85,38 @@ def isolated_rng(seed: int | None = None) -> Iterator[None]:
         set_rng_state(state)
 
 
-def _encode(value: Any) -> Any:
-    # NumPy arrays do not pass `weights_only=True`; torch has no arithmetic on uint32, but int64 holds it.
-    if isinstance(value, np.ndarray):
-        return {"dtype": str(value.dtype), "array": torch.from_numpy(value.astype(np.int64))}
-    if isinstance(value, np.generic):
-        return value.item()
-    return {key: _encode(item) for key, item in value.items()} if isinstance(value, dict) else value
+class IsolatedGenerators:
+    """While it is entered, the global generators of the CPU are this object's, which began with a seed."""
+
+    def __init__(self, seed: int) -> None:
+        self._theirs = cpu_states()
+        seed_cpu(seed)
+        self._own = cpu_states()
+        set_cpu_states(self._theirs)
+
+    def __enter__(self) -> None:
+        self._theirs = cpu_states()
+        set_cpu_states(self._own)
+
+    def __exit__(self, *_: object) -> None:
+        self._own = cpu_states()
+        set_cpu_states(self._theirs)
 
 
-def _decode(value: Any) -> Any:
-    if isinstance(value, dict) and set(value) == {"dtype", "array"}:
-        return value["array"].cpu().numpy().astype(value["dtype"])
-    return {key: _decode(item) for key, item in value.items()} if isinstance(value, dict) else value
+def seed_cpu(seed: int) -> None:
+    """Seeds the global generators of the CPU; a forked worker must not touch the GPU, as `torch.manual_seed` does."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.default_generator.manual_seed(seed)
+
+
+def cpu_states() -> tuple[Any, ...]:
+    """The states of the global generators of the CPU, as the libraries have them: quicker than `rng_state`."""
+    return random.getstate(), np.random.get_state(), torch.get_rng_state()
+
+
+def set_cpu_states(states: tuple[Any, ...]) -> None:
+    """Puts back what `cpu_states` gave."""
+    random.setstate(states[0])
+    np.random.set_state(states[1])
+    torch.set_rng_state(states[2])

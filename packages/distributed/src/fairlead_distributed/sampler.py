@@ -25,17 +25,14 @@ class ResumableDistributedSampler(DistributedSampler[int]):
     the samples r, r + W, r + 2 W, ... of what is left of it. So W ranks with batches of B take the next W * B samples
     of the order in each step, and a run that goes on with another world size takes exactly what is left, in order.
 
-    **The position counts samples that were trained on**, over all ranks. Drawing does not move it: the workers of a
-    loader draw ahead, and what they hold when a run is killed was not trained on. The loop moves it: it takes its
-    batches from `batches(loader)`, or calls `advance()` after each step (and `end_epoch()` where it leaves an epoch
-    early), or sets `consumed`. When an epoch is consumed, the position becomes (epoch + 1, 0) by itself; nobody needs
-    to call `set_epoch`. `iter()` starts at the position that holds when it is called.
+    **The position counts samples that were trained on**, over all ranks. Drawing does not move it, since the workers of
+    a loader draw ahead. The loop moves it: it takes its batches from `batches(loader)`, or calls `advance()` after each
+    step (and `end_epoch()` where it leaves an epoch early), or sets `consumed`. When an epoch is consumed, the position
+    becomes (epoch + 1, 0) by itself; nobody needs to call `set_epoch`. `iter()` starts at the position of its call.
 
     When the samples do not divide by the ranks, the ranks that have one less repeat samples from the start of the
-    epoch's order, as torch's sampler does; with `drop_last` the ranks that have one more leave it out. A loader with
-    `drop_last` leaves out the last batch that is not full.
-
-    It is torch's `DistributedSampler`, which Lightning and Fabric leave in place.
+    epoch's order, as torch's sampler does; with `drop_last` the ranks that have one more leave it out. It is torch's
+    `DistributedSampler`, which Lightning and Fabric leave in place.
 
     Args:
         dataset_or_length: What is sampled from, or its number of samples.
@@ -57,9 +54,6 @@ class ResumableDistributedSampler(DistributedSampler[int]):
         >>> sampler.advance(4)  # both ranks trained on two samples
         >>> list(sampler), sampler.state_dict()["consumed"]
         ([4], 4)
-        >>> sampler.advance(2)
-        >>> sampler.epoch, sampler.consumed
-        (1, 0)
     """
 
     def __init__(
@@ -80,16 +74,11 @@ class ResumableDistributedSampler(DistributedSampler[int]):
         self._consumed = 0
 
     def __iter__(self) -> Iterator[int]:
-        """This rank's indices from the position that holds now to the end of the epoch."""
         indices, epoch = self._rest(), self.epoch
         return (SampleIndex(one, epoch) for one in indices) if self.tag_epoch else iter(indices)
 
     def __len__(self) -> int:
-        """This rank's samples in a whole epoch, wherever the position is: for schedules and progress.
-
-        A run that resumes in an epoch draws `remaining()` of them. Lightning needs both: it counts the batches of
-        the epoch from its own saved progress, up to the full length.
-        """
+        """This rank's samples in a whole epoch, wherever the position is: Lightning counts up to it by its progress."""
         return self.num_samples
 
     def remaining(self) -> int:
@@ -98,10 +87,7 @@ class ResumableDistributedSampler(DistributedSampler[int]):
 
     @property
     def consumed(self) -> int:
-        """The samples of this epoch that all ranks together have trained on; set by a trainer that counts itself.
-
-        Setting it to all samples (with or without the padding) ends the epoch: it then reads 0.
-        """
+        """The samples of this epoch that all ranks together have trained on; set to all of them, it ends the epoch."""
         return self._consumed
 
     @consumed.setter
@@ -124,13 +110,6 @@ class ResumableDistributedSampler(DistributedSampler[int]):
 
         Raises:
             ConfigError: The epoch has not so many left: the caller counts something else.
-
-        Example:
-            >>> sampler = ResumableDistributedSampler(100)
-            >>> for indices in zip(*[iter(sampler)] * 50):
-            ...     sampler.advance(50)  # after the optimizer's step
-            >>> sampler.epoch
-            1
         """
         left = self.remaining() * self.num_replicas
         if not 0 <= samples <= left:
@@ -147,23 +126,15 @@ class ResumableDistributedSampler(DistributedSampler[int]):
         self.epoch, self._consumed = self.epoch + 1, 0
 
     def set_epoch(self, epoch: int) -> None:
-        """Goes to the start of an epoch; does nothing in that epoch already, so that a position is not lost.
-
-        Not needed, since epochs advance by themselves; here for loops that call it anyway.
-        """
+        """Goes to the start of an epoch, for loops that call it anyway; in that epoch already, it does nothing."""
         if epoch != self.epoch:
             self.epoch, self._consumed = epoch, 0
 
     def batches(self, loader: DataLoader[T]) -> Iterator[T]:
         """The loader's batches to the end of the epoch; each counts as trained on when it is handed out.
 
-        So a checkpoint belongs behind the optimizer's step. After the last batch the state is the next epoch's start.
-
-        Args:
-            loader: A loader over this sampler, with any number of workers, `batch_size` and `drop_last`.
-
-        Raises:
-            ConfigError: The loader draws from another sampler, or makes its batches in another way.
+        So a checkpoint belongs behind the optimizer's step. After the last batch the state is the next epoch's start. A
+        loader that draws from another sampler, or makes its batches in another way, is a ConfigError.
 
         Example:
             >>> sampler = ResumableDistributedSampler(5, shuffle=False)

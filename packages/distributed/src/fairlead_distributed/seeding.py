@@ -18,6 +18,7 @@ from torch.utils.data import Dataset, Subset
 from fairlead.errors import ConfigError
 from fairlead_distributed._sampling import derive_seed, permutation, reducible, size_of
 from fairlead_distributed.collectives import ReduceOp, all_reduce
+from fairlead_distributed.rng import cpu_states, seed_cpu, set_cpu_states
 
 T = TypeVar("T")
 
@@ -84,7 +85,7 @@ class SeededSamples(Dataset[T]):
 
     Before it makes a sample, the global generators (Python's, NumPy's, torch's on the CPU) are seeded from (seed,
     epoch, index); afterwards they are as before. Code with generators of its own, or on a GPU, is not reached:
-    it takes `sample_rng`.
+    it takes `sample_rng`. An index that does not say its epoch is a ConfigError.
 
     Args:
         dataset: Indexed with whole numbers.
@@ -106,11 +107,6 @@ class SeededSamples(Dataset[T]):
         return len(self.dataset)
 
     def __getitem__(self, index: int) -> T:
-        """The sample.
-
-        Raises:
-            ConfigError: The index does not say its epoch.
-        """
         if not isinstance(index, SampleIndex):
             raise ConfigError(
                 f"sample {index} was asked for without its epoch",
@@ -119,17 +115,12 @@ class SeededSamples(Dataset[T]):
                 fix="use ResumableDistributedSampler(..., tag_epoch=True), or index with SampleIndex(index, epoch)",
             )
         seed = derive_seed("sample", self.seed, index.epoch, index)
-        # By hand, on the CPU only: `torch.manual_seed` reaches for the GPU, which a forked worker must not touch.
-        states = random.getstate(), np.random.get_state(), torch.get_rng_state()
+        states = cpu_states()
         try:
-            random.seed(seed)
-            np.random.seed(seed % 2**32)
-            torch.default_generator.manual_seed(seed)
+            seed_cpu(seed)
             return self.dataset[int(index)]  # type: ignore[no-any-return]
         finally:
-            random.setstate(states[0])
-            np.random.set_state(states[1])
-            torch.set_rng_state(states[2])
+            set_cpu_states(states)
 
 
 @overload
@@ -188,9 +179,8 @@ def global_mean_std(
     """Mean and standard deviation of a dataset that the ranks hold in parts, in float64. A collective.
 
     Equal to those of all values in one process. Chunks, then ranks are merged as (count, mean, sum of squared
-    deviations), which keeps its digits where the mean is far larger than the deviation (pressure in Pa); a sum of
-    squares does not. Source: Chan, Golub, LeVeque, "Updating Formulae and a Pairwise Algorithm for Computing Sample
-    Variances" (1979).
+    deviations), which keeps its digits where the mean is far larger than the deviation (pressure in Pa). Source: Chan,
+    Golub, LeVeque, "Updating Formulae and a Pairwise Algorithm for Computing Sample Variances" (1979).
 
     Args:
         chunks: This rank's tensors, of any dtype; shapes may differ, except the size of `feature_dim`. A rank may
@@ -198,7 +188,6 @@ def global_mean_std(
         feature_dim: The dimension that is kept, statistics for each of its entries (1 for channels in NCHW, -1 for
             columns); None takes all values together.
         correction: 0 for the deviation of these values, 1 for the estimate from a sample (`torch.std`'s default).
-        group: A part of the ranks; None is all of them.
 
     Returns:
         `(mean, std)`, shape `(features,)`, or scalars without `feature_dim`.

@@ -22,20 +22,10 @@ _RECORDERS: Final = {"nccl": "_dump_nccl_trace", "gloo": "_dump_fr_trace"}
 
 
 def dump_stacks(path: Path, why: str = "") -> None:
-    """Appends the Python frames of all threads of this process to a file.
+    """Appends the Python frames of all threads of this process to a file, whose folder is made when missing.
 
-    It works from any thread while the main one is blocked in C code, as long as that has released the interpreter's
-    lock; for the case that it has not, see `show_stacks_on_signal`.
-
-    Args:
-        path: The file; its folder is made when missing.
-        why: What happened, for the first line.
-
-    Raises:
-        OSError: The file cannot be written.
-
-    Example:
-        >>> dump_stacks(Path("stacks") / "rank-00003.txt", "rank 0 failed")  # doctest: +SKIP
+    It works from any thread while the main one is blocked in C code that has released the interpreter's lock; for the
+    case that it has not, see `show_stacks_on_signal`. `why` becomes a part of the first line.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")
@@ -60,9 +50,6 @@ def dump_flight_recorder(folder: Path, rank: int, *, frames: bool = True) -> lis
 
     Returns:
         The files; empty when nothing was recorded.
-
-    Raises:
-        OSError: A file cannot be written.
     """
     written = []
     for name, function in _RECORDERS.items():
@@ -79,46 +66,6 @@ def dump_flight_recorder(folder: Path, rank: int, *, frames: bool = True) -> lis
         stage.replace(path)  # this process may be killed at any moment, and what is there is good
         written.append(path)
     return written
-
-
-class RankDumps:
-    """The files of one rank, written by any of its threads.
-
-    Args:
-        stacks: The file for the stacks.
-        flight_recorder: The folder for torch's flight recorder; None: it is not dumped.
-        rank: The global rank.
-    """
-
-    def __init__(self, stacks: Path, flight_recorder: Path | None, rank: int) -> None:
-        self.stacks = stacks
-        self._flight_recorder = flight_recorder
-        self._rank = rank
-        self._lock = threading.Lock()
-        self._done = False
-
-    def write(self, why: str, *, last: bool) -> None:
-        """Dumps the stacks, and the flight recorder without lines of code.
-
-        Args:
-            why: What happened.
-            last: Nothing more is to be written: what a rank raises of another's absence has nothing to add.
-
-        Raises:
-            OSError: A file cannot be written.
-        """
-        with self._lock:
-            if self._done:
-                return
-            self._done = last
-            dump_stacks(self.stacks, why)
-            if self._flight_recorder is not None:
-                dump_flight_recorder(self._flight_recorder, self._rank, frames=False)
-
-    def add_frames(self) -> None:
-        """Dumps the flight recorder again with lines of code, which torch takes seconds to find."""
-        if self._flight_recorder is not None:
-            dump_flight_recorder(self._flight_recorder, self._rank)
 
 
 def _groups() -> dict[str, dict[str, str]]:
@@ -147,11 +94,8 @@ def flight_recorder_variables(folder: Path) -> dict[str, str]:
 def show_stacks_on_signal() -> bool:
     """From now on SIGQUIT makes this process show the stacks of all threads on stderr, and go on.
 
-    That works also while C code holds the interpreter's lock and no thread of Python's can run. A handler that
+    That works also while C code holds the interpreter's lock. Returns whether it is installed: a handler that
     somebody else has installed stays.
-
-    Returns:
-        Whether it is installed.
     """
     if signal.getsignal(_STACK_SIGNAL) not in (signal.SIG_DFL, signal.SIG_IGN):
         return False

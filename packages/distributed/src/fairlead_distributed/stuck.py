@@ -1,13 +1,7 @@
 """What all ranks do when one of them fails, or when nothing moves any more: say who, dump their stacks, and end.
 
-A rank that fails writes down why and wakes the control planes of all others: also that of a rank whose main thread sits
-in a collective, or in the user's own code. What follows a failure:
-
-1. every rank dumps its stacks and torch's flight recorder into the run directory;
-2. it says which rank failed first, and of what;
-3. a rank that is still in the block after a grace ends itself: no launcher need do it.
-
-A rank that has left the block, by its end or by an exception that somebody caught, is left alone.
+A rank that fails wakes the control planes of all others, also where the main thread sits in a collective. Each dumps
+its stacks and torch's flight recorder, says which rank failed first, and of what, and ends itself after a grace.
 """
 
 from __future__ import annotations
@@ -18,18 +12,17 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
 import torch.distributed as dist
 
 from fairlead.errors import ConfigError
-from fairlead_distributed.alarms import Alarm, Alarms, asked_to_stop, end_process, to_stderr, within
+from fairlead_distributed.alarms import Alarm, Alarms, asked_to_stop, end_process, to_stderr, trouble_of
 from fairlead_distributed.control_plane import ControlPlane
 from fairlead_distributed.info import get_rank, get_world_size
 from fairlead_distributed.process_group import group_store
-from fairlead_distributed.stacks import RankDumps
+from fairlead_distributed.stacks import dump_flight_recorder, dump_stacks
 from fairlead_runs.mailbox import LONG, StoreMailbox
 from fairlead_runs.waiting import ranks_text
 
@@ -45,7 +38,8 @@ class RankWatch:
     """Watches a block of work that all ranks do together; made on all ranks, after the process group.
 
     As a context manager it is left by the end of the block, or by an exception: that is a failure of this rank, unless
-    it is one that stops a program (Ctrl-C, `SystemExit` with 0, 75, 130 or 143).
+    it is one that stops a program (Ctrl-C, `SystemExit` with 0, 75, 130 or 143). `isolated` says why this rank hears
+    nothing of the others, or is None.
 
     Args:
         stacks: The folder that gets `rank-00003.txt` of every rank after a failure, or when nothing moves.
@@ -60,9 +54,6 @@ class RankWatch:
         say: Gets what a person should read; None: stderr.
         heard: Called with each alarm that came from another rank, and a hang of this one, in a thread.
         plane: The control plane of these ranks; None: one of its own.
-
-    Attributes:
-        isolated: Why this rank hears nothing of the others, or None.
 
     Example:
         >>> with RankWatch.of_process_group(Path("runs/gpt/stacks")):  # doctest: +SKIP
@@ -87,7 +78,9 @@ class RankWatch:
         self.path = stacks / f"rank-{rank:05d}.txt"
         self.rank = rank
         self.isolated: str | None = "there is no other rank"
-        self._dumps = RankDumps(self.path, flight_recorder, rank)
+        self._flight_recorder = flight_recorder
+        self._dumping = threading.Lock()
+        self._dumped = False
         self._grace_s = grace.total_seconds()
         self._say = say if say is not None else to_stderr
         self._listener = heard
@@ -119,12 +112,7 @@ class RankWatch:
 
     @classmethod
     def of_process_group(cls, stacks: Path, **options: Any) -> RankWatch:
-        """The watch of torch's default process group, over its store; of this process alone where there is none.
-
-        Args:
-            stacks: As above.
-            options: The other arguments, by name.
-        """
+        """The watch of torch's default process group, over its store; of this process alone where there is none."""
         store, rank, world_size = group_store(), get_rank(), get_world_size()
         if store is None or world_size == 1:
             return cls(stacks, **options)
@@ -145,26 +133,23 @@ class RankWatch:
         if self.rank == 0 and not self._told and self._first is None:
             self._told = True
             # The store may go with this process: the others must not take that for its death.
-            within(_PATIENCE_S, self._tell, Alarm("over", 0, "", "", "", time.time()))
+            trouble_of(_PATIENCE_S, self._tell, Alarm("over", 0, "", "", "", time.time()))
 
     def leave(self) -> None:
         """This rank has left the block, by an exception that may yet be caught: it is not to be ended any more."""
         if self._left.is_set() or os.getpid() != self._pid:  # a forked child shares our connections
             return
         self._left.set()
-        within(_PATIENCE_S, self._leave)  # where it fails, nobody is left to be told
+        trouble_of(_PATIENCE_S, self._leave)  # where it fails, nobody is left to be told
         if self._looking is not None and self._looking is not threading.current_thread():
             self._looking.join(2.0)
 
     def failed(self, error: BaseException | str, *, secondary: bool = False, exits: bool = False) -> None:
         """This rank has failed: tells all ranks, and returns once they have dumped their stacks, or after seconds.
 
-        Does nothing but wait for it where another rank has failed before: that one was told to all.
-
-        Args:
-            error: What was raised, or a text.
-            secondary: It only says that another rank went away: that one may speak first.
-            exits: The process is about to end: it is ended after the grace, should it hang in that.
+        Where another rank has failed before, it only waits for it. `secondary`: the error says no more than that
+        another rank went away, which may speak first. `exits`: this process, which is about to end, is ended after the
+        grace.
         """
         if os.getpid() != self._pid or self._told:
             return
@@ -173,7 +158,7 @@ class RankWatch:
             threading.Thread(target=self._exit, name="fairlead-watch-exit", daemon=True).start()
         alarm = Alarm.of_error(self.rank, error)
         if self._first is None:
-            trouble = within(_PATIENCE_S, self._tell, alarm, _SECOND_S if secondary else 0.0)
+            trouble = trouble_of(_PATIENCE_S, self._tell, alarm, _SECOND_S if secondary else 0.0)
             if trouble is not None:
                 self._say(f"{alarm}\nthe other ranks could not be told: {trouble}")
         self._dump(alarm)
@@ -197,7 +182,6 @@ class RankWatch:
             self._plane.leave(self._alarms.mailbox)
 
     def _hear(self, mailbox: StoreMailbox) -> float | None:
-        """Looks for what the other ranks have to tell; in the plane's thread."""
         alarms = Alarms(mailbox)
         while not self._left.is_set() and (alarm := alarms.read(self._number)) is not None:
             if alarm.kind == "hang" or alarm.rank != self.rank:
@@ -239,7 +223,6 @@ class RankWatch:
             self._listener(alarm)
 
     def _end(self) -> None:
-        """Ends this rank when it has not left the block by itself."""
         if not self._left.wait(self._grace_s):
             self._say(f"rank {self.rank} ends, {self._grace_s:g} s after that; its stacks are in {self.path}")
             end_process()
@@ -262,7 +245,7 @@ class RankWatch:
     def _hang(self, seconds: float) -> None:
         what = f"nothing has moved for {seconds:g} s; the stacks of all ranks are in {self.path.parent}"
         alarm = Alarm("hang", self.rank, os.uname().nodename, what, what, time.time())
-        trouble = within(_PATIENCE_S, self._tell, alarm)
+        trouble = trouble_of(_PATIENCE_S, self._tell, alarm)
         if trouble is not None or self.isolated is not None:  # nobody tells it to this rank's control plane
             self._dump(alarm)
             self._take_in(alarm)
@@ -299,12 +282,19 @@ class RankWatch:
         self._say(f"{alarm}\n{alarm.text.rstrip()}" if self.rank == 0 and alarm.kind == "failed" else str(alarm))
 
     def _dump(self, alarm: Alarm) -> None:
-        why = f"{alarm}\n{alarm.text}" if alarm.rank == self.rank else str(alarm)
-        write = partial(self._dumps.write, why, last=alarm.kind != "hang")
-        if (trouble := within(_PATIENCE_S, write)) is not None:  # a file system may be what the run hangs in
+        if (trouble := trouble_of(_PATIENCE_S, self._write, alarm)) is not None:  # the run may hang in a file system
             self._say(f"the stacks of rank {self.rank} are not in {self.path}: {trouble}")
 
+    def _write(self, alarm: Alarm) -> None:
+        with self._dumping:
+            if self._dumped:  # what a rank raises of another's absence has nothing to add
+                return
+            self._dumped = alarm.kind != "hang"
+            dump_stacks(self.path, f"{alarm}\n{alarm.text}" if alarm.rank == self.rank else str(alarm))
+            if self._flight_recorder is not None:
+                dump_flight_recorder(self._flight_recorder, self.rank, frames=False)
+
     def _detail(self, alarm: Alarm) -> None:
-        """Once the others need not wait for this rank any more."""
-        if alarm.of_waiting:
-            within(_PATIENCE_S, self._dumps.add_frames)  # where it fails, what was dumped before is there
+        """Once the others need not wait for this rank any more: torch takes seconds to find the lines of code."""
+        if alarm.of_waiting and self._flight_recorder is not None:  # where it fails, what was dumped before is there
+            trouble_of(_PATIENCE_S, dump_flight_recorder, self._flight_recorder, self.rank)

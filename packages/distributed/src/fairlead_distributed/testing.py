@@ -32,6 +32,7 @@ from fairlead_distributed.forkserver import ForkedProcess, shared
 from fairlead_distributed.process_group import destroy_process_group, init_process_group
 from fairlead_distributed.store import tcp_store
 from fairlead_launch.ports import bind_listener
+from fairlead_runs.waiting import ranks_text
 
 T = TypeVar("T")
 _START = 120.0  # seconds to start an interpreter and import torch, on a machine that is busy
@@ -50,10 +51,9 @@ def run_ranks(
     """Calls `fn(rank, *args)` in `world_size` new processes and returns what they return, by rank.
 
     The processes are forked by one that has imported what the caller has imported of torch, other large libraries
-    and Fairlead, and nothing else; it makes their hash seed the same. They have RANK, WORLD_SIZE, LOCAL_RANK,
-    LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT set, form a gloo group, use one thread each, and have the caller's
-    warning filters. The store lives in the calling process on a port that nobody else can take. When a rank fails,
-    the others are killed; when the caller dies, all end by themselves.
+    and Fairlead, and share its hash seed. They have the variables of torchrun's workers set, form a gloo group, use one
+    thread each, and have the caller's warning filters. When a rank fails, the others are killed; when the caller dies,
+    all end by themselves.
 
     Args:
         fn: A function at the top level of a module or test file. It, its arguments and its results are pickled.
@@ -159,7 +159,6 @@ class _Rank(Generic[T]):
     done: bool = False
 
     def look(self) -> None:
-        """Takes what the process sent, or finds that it is gone."""
         if self.done:
             return
         ended = bool(wait([self.process.fileno()], timeout=0))  # before the look into the pipe: it may end in between
@@ -229,9 +228,8 @@ def _stuck(stuck: list[_Rank[T]], world_size: int, timeout: float) -> RankFailed
     stacks = [
         f"rank {one.rank} stands at:\n{one.stack.read_text() if one.stack.exists() else '(start)'}" for one in stuck
     ]
-    names = ", ".join(str(one.rank) for one in stuck)
     error = RankFailedError(
-        f"rank{'s'[: len(stuck) > 1]} {names} of {world_size} not done after {timeout:g} s",
+        f"{ranks_text(one.rank for one in stuck)} of {world_size} not done after {timeout:g} s",
         why="\n".join(stacks).rstrip(),
         fix="look for a collective that not all ranks call, or give a longer timeout",
     )
@@ -240,7 +238,6 @@ def _stuck(stuck: list[_Rank[T]], world_size: int, timeout: float) -> RankFailed
 
 
 def _main(rank: int, payload: _Payload, stack: str, init: bool, timeout: float) -> None:
-    """The life of one rank, in its own process."""
     pipe = Connection(_PIPE)
     with open(stack, "w") as stacks:
         faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=False)

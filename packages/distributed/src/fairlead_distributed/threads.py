@@ -1,23 +1,23 @@
-"""The CPU threads of this rank, and the line that a fit begins with."""
+"""The threads of this rank, the line that a fit begins with, and a thread for a call that may never return."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from typing import TypeVar
 
 import torch
 
 from fairlead.resolution import Resolution
 
+T = TypeVar("T")
+
 
 def use_threads(resolution: Resolution, environ: Mapping[str, str]) -> None:
     """Has torch compute with as many threads as was resolved.
 
-    OMP_NUM_THREADS was heeded by torch itself, and a script may have asked for fewer; without either, ranks that see
-    all CPUs of a node would each take all of them.
-
-    Args:
-        resolution: The resolved settings.
-        environ: The environment variables.
+    torch heeds OMP_NUM_THREADS, and a script may have asked for fewer; else each rank would take all CPUs of a node.
     """
     count = int(resolution.value("threads"))
     asked = resolution.trainer.threads != "auto"
@@ -26,12 +26,7 @@ def use_threads(resolution: Resolution, environ: Mapping[str, str]) -> None:
 
 
 def start_line(resolution: Resolution) -> str:
-    """What runs where.
-
-    Example:
-        >>> start_line(trainer.resolution)  # doctest: +SKIP
-        'start       2 ranks on 1 node, ddp on cpu, 32-true, 1 thread each'
-    """
+    """What runs where: `start       2 ranks on 1 node, ddp on cpu, 32-true, 1 thread each`."""
     ranks, nodes = resolution.world_size, resolution.num_nodes
     parts = [
         f"{_count(ranks, 'rank')} on {_count(nodes, 'node')}",
@@ -44,3 +39,20 @@ def start_line(resolution: Resolution) -> str:
 
 def _count(n: int, noun: str) -> str:
     return f"{n} {noun}{'' if n == 1 else 's'}"
+
+
+def within(seconds: float, call: Callable[[], T]) -> T:
+    """What a call returns or raises; after so many seconds a TimeoutError, and it goes on in a thread of its own."""
+    answer: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            answer.set_result(call())
+        except BaseException as error:  # it belongs to the thread that waits
+            answer.set_exception(error)
+
+    threading.Thread(target=run, name="fairlead-within", daemon=True).start()
+    try:
+        return answer.result(seconds)
+    except TimeoutError as error:
+        raise TimeoutError(str(error) or f"no answer within {seconds:g} s") from error

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, get_worker_info
 
 from fairlead_distributed import derive_seed
+from fairlead_distributed.attributes import Attributes
+from fairlead_distributed.rng import IsolatedGenerators, seed_cpu
 
 
 class EpochBatch(list[Any]):
@@ -29,21 +32,34 @@ class EpochBatch(list[Any]):
 
 
 class SeededInWorkers(Dataset[Any]):
-    """Stands before a dataset in the workers of a loader; each sample is drawn from a seed of its own.
+    """Stands before a dataset; each sample is drawn by global generators of its own seed.
 
-    Everything else of the dataset is reached through it.  Code with generators of its own is not reached:
-    `own_generators` finds them.
-
-    Args:
-        dataset: Indexed by the batches of an `Order`.
-        seed: The same on all ranks.
+    In the workers of a loader, and in the main process where batches are taken ahead of the training. It also sees
+    whether the workers' copies of the dataset or of `further`, the loader's `collate_fn`, keep something.
     """
 
-    def __init__(self, dataset: Any, seed: int) -> None:
+    def __init__(self, dataset: Any, seed: int, further: object = None) -> None:
+        changed = torch.zeros(1, dtype=torch.uint8).share_memory_()  # type: ignore[no-untyped-call]
         self.__dict__["_fairlead"] = (dataset, seed)
+        self.__dict__["_fairlead_watched"] = (changed, {"dataset": dataset, "collate_fn": further}, Attributes())
+
+    @property
+    def fairlead_changed(self) -> bool:
+        """Whether the dataset or the `collate_fn` of a worker has changed an attribute of its own, which is lost."""
+        return bool(self._fairlead_watched[0].item())
+
+    def _look(self) -> None:
+        changed, parts, kept = self._fairlead_watched
+        if changed.item():
+            return
+        if not kept.watched:
+            for name, part in parts.items():
+                kept.watch(name, part)
+        elif kept.state():
+            changed.fill_(1)
 
     def __getattr__(self, name: str) -> Any:
-        if name == "_fairlead" or name.startswith("__"):  # while it is unpickled
+        if name.startswith(("_fairlead", "__")):  # while it is unpickled
             raise AttributeError(name)
         return getattr(self._fairlead[0], name)
 
@@ -57,47 +73,29 @@ class SeededInWorkers(Dataset[Any]):
         return self._fairlead[0][index]
 
     def __getitems__(self, batch: Sequence[Any]) -> Any:
-        """The samples of a batch."""
         dataset, seed = self._fairlead
         epoch = getattr(batch, "epoch", None)
         at_once = getattr(dataset, "__getitems__", None)
+        if get_worker_info() is not None:
+            self._look()
         if epoch is None:
             return at_once(batch) if at_once else [dataset[index] for index in batch]
-        if at_once:  # what a batch draws depends on the batch: exact with the same number of ranks
-            _seed_globals(derive_seed(f"samples:{list(batch)!r}", seed, epoch))
-            return at_once(list(batch))
-        samples = []
-        for index in batch:
-            _seed_globals(_sample_seed(seed, epoch, index))
-            samples.append(dataset[index])
-        return samples
-
-
-def _sample_seed(seed: int, epoch: int, index: Any) -> int:
-    if isinstance(index, int):
-        return derive_seed("sample", seed, epoch, index)
-    return derive_seed(f"sample:{index!r}", seed, epoch)
-
-
-def _seed_globals(seed: int) -> None:
-    # By hand, on the CPU only: `torch.manual_seed` reaches for the GPU, which a forked worker must not touch.
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
-    torch.default_generator.manual_seed(seed)
+        with IsolatedGenerators(0) if get_worker_info() is None else nullcontext():
+            if at_once:  # what a batch draws depends on the batch: exact with the same number of ranks
+                seed_cpu(derive_seed(f"samples:{list(batch)!r}", seed, epoch))
+                return at_once(list(batch))
+            samples = []
+            for index in batch:
+                numbers = (
+                    ("sample", seed, epoch, index) if isinstance(index, int) else (f"sample:{index!r}", seed, epoch)
+                )
+                seed_cpu(derive_seed(*numbers))
+                samples.append(dataset[index])
+            return samples
 
 
 def own_generators(thing: Any) -> list[str]:
-    """The generators that an object holds, as `rng` or `transform.rng`: no trainer knows their state.
-
-    Looks three levels deep, into objects and lists.
-
-    Example:
-        >>> class Noisy:
-        ...     def __init__(self):
-        ...         self.rng = np.random.default_rng(0)
-        >>> own_generators(Noisy())
-        ['rng']
-    """
+    """The generators that an object holds within three levels, as `transform.rng`: no trainer knows their state."""
     return sorted(set(_found(thing, "", 3)))
 
 

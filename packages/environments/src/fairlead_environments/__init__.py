@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from fairlead_environments.kubeflow import KubeflowEnvironmentConfig
+from fairlead_environments.launchers import DEVICE_VARIABLES
 from fairlead_environments.lightning import LightningEnvironmentConfig
 from fairlead_environments.lsf import LSFEnvironmentConfig
 from fairlead_environments.manual import ManualEnvironmentConfig
 from fairlead_environments.mpi import MPIEnvironmentConfig
 from fairlead_environments.scrubbing import (
-    DEVICE_VARIABLES,
     clean_environment,
     remove_launcher_environment_variables,
     remove_lsf_environment_variables,

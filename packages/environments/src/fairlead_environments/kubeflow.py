@@ -1,15 +1,11 @@
-"""Which pod of a Kubeflow job this is.
+"""Which pod of a Kubeflow job this is, from what the operators' sources set:
 
-Read from the operators' sources:
-
-- PyTorchJob (kubeflow/training-operator, `pkg/controller.v1/pytorch/envvar.go`): MASTER_ADDR,
-  MASTER_PORT; RANK is the *pod's* index (the master is 0); WORLD_SIZE is pods times `nprocPerNode`,
-  where an `nprocPerNode` that is no number (its default is `auto`) counts as 1, and before release
-  1.7 always 1. Newer releases add PET_NODE_RANK, PET_NPROC_PER_NODE (as written) and PET_NNODES.
-- TrainJob (kubeflow/trainer, `pkg/runtime/framework/plugins/torch/torch.go`): PET_NNODES,
-  PET_NPROC_PER_NODE, PET_NODE_RANK (the index of the indexed Job), PET_MASTER_ADDR, PET_MASTER_PORT;
-  neither RANK nor WORLD_SIZE.
-- Elastic PyTorchJob (`elastic.go`): PET_RDZV_ENDPOINT and PET_NNODES=min:max, meant for torchrun only.
+- PyTorchJob (kubeflow/training-operator, `pkg/controller.v1/pytorch/envvar.go`): MASTER_ADDR, MASTER_PORT; RANK is the
+  *pod's* index (the master is 0); WORLD_SIZE is pods times `nprocPerNode`, where one that is no number (its default is
+  `auto`) counts as 1, and before release 1.7 always 1. Newer releases add PET_NODE_RANK, PET_NPROC_PER_NODE (as
+  written) and PET_NNODES; elastic ones (`elastic.go`) PET_RDZV_ENDPOINT and PET_NNODES=min:max, for torchrun only.
+- TrainJob (kubeflow/trainer, `pkg/runtime/framework/plugins/torch/torch.go`): PET_NNODES, PET_NPROC_PER_NODE,
+  PET_NODE_RANK (the index of the indexed Job), PET_MASTER_ADDR, PET_MASTER_PORT; neither RANK nor WORLD_SIZE.
 """
 
 from __future__ import annotations
@@ -64,7 +60,37 @@ class Kubeflow(ResolvedRanks):
     @hookimpl
     def fairlead_topology(self, config: EnvironmentConfigBase, environ: Mapping[str, str]) -> Topology:
         """From the operator's variables; the ranks in a pod are Fairlead's to start."""
-        return topology(environ)
+        if (started_here := supervised(environ)) is not None:
+            return started_here
+        per_pod = _ranks_per_pod(environ)
+        nodes = _num_pods(environ, per_pod)
+        node_rank = required(environ, "PET_NODE_RANK", "RANK", by=_BY)
+        address = text(environ, "PET_MASTER_ADDR", "MASTER_ADDR")
+        if address is None:
+            raise ConfigError(
+                "PET_MASTER_ADDR is not set",
+                where="environment variable PET_MASTER_ADDR",
+                why=f"{_BY} sets PET_MASTER_ADDR or MASTER_ADDR to the name of the first pod",
+                fix="run it as a PyTorchJob or TrainJob, or name another `environment`",
+            )
+        single = per_pod is not None and per_pod.value == 1
+        local_rank = Setting(0, f"{per_pod.reason}=1") if per_pod is not None and single else None
+        return check_ranks(
+            Topology(
+                launched=single,
+                num_nodes=nodes,
+                local_world_size=per_pod,
+                world_size=None
+                if per_pod is None
+                else Setting(nodes.value * per_pod.value, f"{nodes.reason} x {per_pod.reason}"),
+                node_rank=node_rank,
+                local_rank=local_rank,
+                global_rank=node_rank if single else None,
+                main_address=address,
+                main_port=required(environ, "PET_MASTER_PORT", "MASTER_PORT", by=_BY, minimum=1),
+            ),
+            _BY,
+        )
 
 
 kubeflow = Kubeflow()
@@ -94,46 +120,6 @@ def idle_job(environ: Mapping[str, str]) -> str | None:
     if endpoint is None or nodes is None or nodes.value in {"1", "1:1"} or find_pod(environ) is not None:
         return None
     return f"this pod belongs to an elastic job of {nodes.value} nodes (PET_NNODES) at {endpoint.value}"
-
-
-def topology(environ: Mapping[str, str]) -> Topology:
-    """The topology of this pod, or of a rank that Fairlead started in it.
-
-    Raises:
-        ConfigError: A variable of the operator is absent or malformed.
-    """
-    started_here = supervised(environ)
-    if started_here is not None:
-        return started_here
-    per_pod = _ranks_per_pod(environ)
-    nodes = _num_pods(environ, per_pod)
-    node_rank = required(environ, "PET_NODE_RANK", "RANK", by=_BY)
-    address = text(environ, "PET_MASTER_ADDR", "MASTER_ADDR")
-    if address is None:
-        raise ConfigError(
-            "PET_MASTER_ADDR is not set",
-            where="environment variable PET_MASTER_ADDR",
-            why=f"{_BY} sets PET_MASTER_ADDR or MASTER_ADDR to the name of the first pod",
-            fix="run it as a PyTorchJob or TrainJob, or name another `environment`",
-        )
-    single = per_pod is not None and per_pod.value == 1
-    local_rank = Setting(0, f"{per_pod.reason}=1") if per_pod is not None and single else None
-    return check_ranks(
-        Topology(
-            launched=single,
-            num_nodes=nodes,
-            local_world_size=per_pod,
-            world_size=None
-            if per_pod is None
-            else Setting(nodes.value * per_pod.value, f"{nodes.reason} x {per_pod.reason}"),
-            node_rank=node_rank,
-            local_rank=local_rank,
-            global_rank=node_rank if single else None,
-            main_address=address,
-            main_port=required(environ, "PET_MASTER_PORT", "MASTER_PORT", by=_BY, minimum=1),
-        ),
-        _BY,
-    )
 
 
 def _ranks_per_pod(environ: Mapping[str, str]) -> Setting | None:

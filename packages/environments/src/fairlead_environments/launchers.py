@@ -8,8 +8,7 @@ each release adds to them; what is kept is listed.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Final, Literal, get_args
+from typing import Final, Literal, NamedTuple, get_args
 
 Launcher = Literal["fairlead", "kubeflow", "lightning", "lsf", "manual", "mpi", "slurm", "torchrun"]
 
@@ -23,8 +22,7 @@ DEVICE_VARIABLES: Final = (
 """What a scheduler sets to limit a job to its devices. Kept: what is started *here* has to stay on them."""
 
 
-@dataclass(frozen=True)
-class Family:
+class Family(NamedTuple):
     """Patterns of the shell's kind: names to hide, and those among them to keep."""
 
     hide: tuple[str, ...]

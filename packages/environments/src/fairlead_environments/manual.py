@@ -1,8 +1,4 @@
-"""The contract for starting nodes or ranks by hand.
-
-MASTER_ADDR, MASTER_PORT (29500), WORLD_SIZE, RANK and LOCAL_RANK are those of torch's `env://`;
-NODE_RANK and NNODES, LOCAL_WORLD_SIZE those of torchrun and Lightning.
-"""
+"""Nodes or ranks that are started by hand, with the variables of torch's `env://`, torchrun and Lightning."""
 
 from __future__ import annotations
 
@@ -53,14 +49,65 @@ class Manual(LaunchedEnvironment):
     @hookimpl
     def fairlead_detect(self, environ: Mapping[str, str]) -> Claim | None:
         """Claims exported ranks; any launcher's own claim comes before it."""
-        evidence = find_variables(environ)
-        return None if evidence is None else Claim(evidence, Specificity.MANUAL)
+        if text(environ, "FAIRLEAD_LAUNCHED") is not None:  # the same variables, but Fairlead set them
+            return None
+        address, rank, node = text(environ, "MASTER_ADDR"), text(environ, "RANK"), text(environ, "NODE_RANK")
+        if address is None or (rank is None and node is None):
+            return None
+        nodes = text(environ, "NNODES")
+        one_machine = rank is None and node is not None and node.value == "0" and (nodes is None or nodes.value == "1")
+        if one_machine and is_loopback(address.value):  # what Lightning's own launcher exports on one machine
+            return None
+        known = ("MASTER_ADDR", "NODE_RANK", "NNODES", "RANK", "WORLD_SIZE", "LOCAL_RANK")
+        found = [f"{name}={environ[name].strip()}" for name in known if text(environ, name) is not None]
+        return Claim(", ".join(found), Specificity.MANUAL)
 
     @hookimpl
     def fairlead_topology(self, config: EnvironmentConfigBase, environ: Mapping[str, str]) -> Topology:
         """From the variables that torch's `env://`, torchrun and Lightning share."""
         assert isinstance(config, ManualEnvironmentConfig)
-        return topology(config, environ)
+        if (started_here := supervised(environ)) is not None:
+            return started_here
+        address = _main_address(config, environ)
+        port = given_port(config.main_port, environ) or Setting(DEFAULT_PORT, "the default of a manual start")
+        world = integer(environ, "WORLD_SIZE", minimum=1)
+        nodes = integer(environ, "NNODES", minimum=1)
+        local_world = _local_world_size(environ, world, nodes)
+        if nodes is None and world is not None and local_world is not None and world.value % local_world.value == 0:
+            nodes = Setting(world.value // local_world.value, "WORLD_SIZE / LOCAL_WORLD_SIZE")
+        rank, local_rank = integer(environ, "RANK"), integer(environ, "LOCAL_RANK")
+        if rank is None and local_rank is None:
+            return check_ranks(
+                Topology(
+                    launched=False,
+                    num_nodes=nodes,
+                    local_world_size=local_world,
+                    world_size=world,
+                    node_rank=_node_rank(config, environ) or required(environ, "NODE_RANK", by="a manual start"),
+                    main_address=address,
+                    main_port=port,
+                ),
+                "a manual start",
+            )
+        if rank is not None and world is None:
+            world = required(environ, "WORLD_SIZE", by="a manual start of each rank", minimum=1)
+        node_rank = _node_rank(config, environ)
+        if node_rank is None and rank is not None and local_world is not None:
+            node_rank = Setting(rank.value // local_world.value, f"RANK / {local_world.reason}")
+        return check_ranks(
+            Topology(
+                launched=True,
+                num_nodes=nodes,
+                local_world_size=local_world,
+                world_size=world,
+                node_rank=node_rank,
+                local_rank=local_rank or _derived_local_rank(rank, world, local_world),
+                global_rank=rank or _derived_global_rank(node_rank, local_rank, local_world),
+                main_address=address,
+                main_port=port,
+            ),
+            "a manual start",
+        )
 
 
 manual = Manual()
@@ -68,70 +115,6 @@ manual = Manual()
 
 DEFAULT_PORT = 29500
 """The port that torch's documentation uses."""
-
-
-def find_variables(environ: Mapping[str, str]) -> str | None:
-    """The evidence that a person exported ranks for several processes; None when not."""
-    if text(environ, "FAIRLEAD_LAUNCHED") is not None:  # the same variables, but Fairlead set them
-        return None
-    address, rank, node = text(environ, "MASTER_ADDR"), text(environ, "RANK"), text(environ, "NODE_RANK")
-    if address is None or (rank is None and node is None):
-        return None
-    nodes = text(environ, "NNODES")
-    one_machine = rank is None and node is not None and node.value == "0" and (nodes is None or nodes.value == "1")
-    if one_machine and is_loopback(address.value):  # what Lightning's own launcher exports on one machine
-        return None
-    known = ("MASTER_ADDR", "NODE_RANK", "NNODES", "RANK", "WORLD_SIZE", "LOCAL_RANK")
-    return ", ".join(f"{name}={environ[name].strip()}" for name in known if text(environ, name) is not None)
-
-
-def topology(config: ManualEnvironmentConfig, environ: Mapping[str, str]) -> Topology:
-    """The topology of this rank, or of this node when Fairlead is to start its ranks.
-
-    Raises:
-        ConfigError: A variable is absent, malformed, or does not go with another.
-    """
-    started_here = supervised(environ)
-    if started_here is not None:
-        return started_here
-    address = _main_address(config, environ)
-    port = _main_port(config, environ)
-    world = integer(environ, "WORLD_SIZE", minimum=1)
-    nodes = integer(environ, "NNODES", minimum=1)
-    local_world = _local_world_size(environ, world, nodes)
-    if nodes is None and world is not None and local_world is not None and world.value % local_world.value == 0:
-        nodes = Setting(world.value // local_world.value, "WORLD_SIZE / LOCAL_WORLD_SIZE")
-    rank, local_rank = integer(environ, "RANK"), integer(environ, "LOCAL_RANK")
-    if rank is None and local_rank is None:
-        return check_ranks(
-            Topology(
-                launched=False,
-                num_nodes=nodes,
-                local_world_size=local_world,
-                world_size=world,
-                node_rank=_node_rank(config, environ) or required(environ, "NODE_RANK", by="a manual start"),
-                main_address=address,
-                main_port=port,
-            ),
-            "a manual start",
-        )
-    if rank is not None and world is None:
-        world = required(environ, "WORLD_SIZE", by="a manual start of each rank", minimum=1)
-    node_rank = _node_rank(config, environ) or _derived_node_rank(rank, local_world)
-    return check_ranks(
-        Topology(
-            launched=True,
-            num_nodes=nodes,
-            local_world_size=local_world,
-            world_size=world,
-            node_rank=node_rank,
-            local_rank=local_rank or _derived_local_rank(rank, world, local_world),
-            global_rank=rank or _derived_global_rank(node_rank, local_rank, local_world),
-            main_address=address,
-            main_port=port,
-        ),
-        "a manual start",
-    )
 
 
 def _main_address(config: ManualEnvironmentConfig, environ: Mapping[str, str]) -> Setting:
@@ -144,10 +127,6 @@ def _main_address(config: ManualEnvironmentConfig, environ: Mapping[str, str]) -
         why="nodes that are started by hand meet at the address of the first one",
         fix="on every node: export MASTER_ADDR=<first node> NNODES=<number of nodes> NODE_RANK=<0 on the first, ...>",
     )
-
-
-def _main_port(config: ManualEnvironmentConfig, environ: Mapping[str, str]) -> Setting:
-    return given_port(config.main_port, environ) or Setting(DEFAULT_PORT, "the default of a manual start")
 
 
 def _node_rank(config: ManualEnvironmentConfig, environ: Mapping[str, str]) -> Setting | None:
@@ -167,12 +146,6 @@ def _local_world_size(environ: Mapping[str, str], world: Setting | None, nodes: 
             fix="export LOCAL_WORLD_SIZE on each node, the number of ranks on it",
         )
     return Setting(world.value // nodes.value, "WORLD_SIZE / NNODES")
-
-
-def _derived_node_rank(rank: Setting | None, local_world: Setting | None) -> Setting | None:
-    if rank is None or local_world is None:
-        return None
-    return Setting(rank.value // local_world.value, f"RANK / {local_world.reason}")
 
 
 def _derived_local_rank(rank: Setting | None, world: Setting | None, local_world: Setting | None) -> Setting:

@@ -1,4 +1,4 @@
-"""Who a process of an MPI launcher is, without MPI.
+"""Who a process of an MPI launcher is, without MPI; none names the node's index or the host of rank 0.
 
 | launcher | rank, size | local rank, local size |
 |---|---|---|
@@ -7,8 +7,7 @@
 | MVAPICH | MV2_COMM_WORLD_RANK, _SIZE | MV2_COMM_WORLD_LOCAL_RANK, _LOCAL_SIZE |
 | a PMIx server alone | PMIX_RANK, none | none |
 
-OMPI_COMM_WORLD_NODE_RANK is *not* the node's index, but another local rank. No launcher names the
-node's index or the host of rank 0.
+OMPI_COMM_WORLD_NODE_RANK is *not* the node's index, but another local rank.
 """
 
 from __future__ import annotations
@@ -16,15 +15,14 @@ from __future__ import annotations
 import re
 import socket
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, NamedTuple
 
 from fairlead import Claim, EnvironmentConfigBase, Finding, Resolution, Specificity, Topology, hookimpl
 from fairlead.errors import ConfigError
 from fairlead.interfaces import Setting
 from fairlead_environments.shared import LaunchedEnvironment, MainAddressConfig, is_loopback
-from fairlead_environments.slurm.hostlist import expand
-from fairlead_environments.variables import check_ranks, given_address, integer, malformed, meeting, present, text
+from fairlead_environments.slurm.topology import listed_nodes
+from fairlead_environments.variables import check_ranks, given_address, integer, meeting, present, text
 
 
 class MPIEnvironmentConfig(MainAddressConfig):
@@ -59,14 +57,48 @@ class MPI(LaunchedEnvironment):
     @hookimpl
     def fairlead_detect(self, environ: Mapping[str, str]) -> Claim | None:
         """Claims ranks of an MPI launcher, from its variables; never imports mpi4py."""
-        evidence = find_launcher(environ)
-        return None if evidence is None else Claim(evidence, Specificity.LAUNCHER)
+        launcher = _launcher(environ)
+        if launcher is None:
+            return None
+        return Claim(f"{launcher.rank}={environ[launcher.rank].strip()}", Specificity.LAUNCHER)
 
     @hookimpl
     def fairlead_topology(self, config: EnvironmentConfigBase, environ: Mapping[str, str]) -> Topology:
         """As far as the launcher's variables tell it."""
         assert isinstance(config, MPIEnvironmentConfig)
-        return topology(config, environ)
+        launcher = _launcher(environ)
+        if launcher is None:
+            if config.use_mpi4py:
+                return Topology(launched=True)
+            raise ConfigError(
+                "no MPI launcher started this process",
+                where="trainer.environment",
+                why="OMPI_COMM_WORLD_RANK (Open MPI), PMI_RANK (MPICH, Intel MPI) and PMIX_RANK are not set",
+                fix=f"start it with mpirun, or leave the environment out; {_ASK}",
+            )
+        world = _promised(config, environ, launcher.size, minimum=1)
+        rank = _promised(config, environ, launcher.rank)
+        local_rank = _promised(config, environ, launcher.local_rank)
+        local = integer(environ, launcher.local_size, minimum=1) if launcher.local_size else None
+        nodes = _num_nodes(world, local)
+        asks = config.use_mpi4py and config.main_port is None
+        port, start = (None, None) if asks else meeting(config.main_port, environ, _job(environ, launcher))
+        node_rank = _node_rank(rank, local_rank, local, nodes)
+        return check_ranks(
+            Topology(
+                launched=True,
+                num_nodes=nodes,
+                local_world_size=local,
+                world_size=world,
+                node_rank=node_rank,
+                local_rank=local_rank,
+                global_rank=rank,
+                main_address=_main_address(config, environ, nodes),
+                main_port=port,
+                start=start,
+            ),
+            "mpirun",
+        )
 
     @hookimpl
     def fairlead_check(self, resolution: Resolution, environ: Mapping[str, str]) -> Iterator[Finding]:
@@ -94,46 +126,25 @@ CONTACT = "OMPI_MCA_orte_hnp_uri"
 _ASK = "`environment: {name: mpi, use_mpi4py: true}` asks MPI itself (pip install 'fairlead[mpi]')"
 
 
-@dataclass(frozen=True)
-class _Launcher:
-    rank: str
-    size: str
-    local_rank: str
-    local_size: str
+class _Launcher(NamedTuple):
     job: tuple[str, ...]
+    rank: str
+    size: str = ""
+    local_rank: str = ""
+    local_size: str = ""
 
 
+_NAMES = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
 _LAUNCHERS = (
-    _Launcher(
-        "OMPI_COMM_WORLD_RANK",
-        "OMPI_COMM_WORLD_SIZE",
-        "OMPI_COMM_WORLD_LOCAL_RANK",
-        "OMPI_COMM_WORLD_LOCAL_SIZE",
-        ("PMIX_NAMESPACE", CONTACT),
-    ),
-    _Launcher(
-        "MV2_COMM_WORLD_RANK",
-        "MV2_COMM_WORLD_SIZE",
-        "MV2_COMM_WORLD_LOCAL_RANK",
-        "MV2_COMM_WORLD_LOCAL_SIZE",
-        ("PMI_ID",),
-    ),
-    _Launcher("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", ("PMI_JOBID",)),
-    _Launcher("PMIX_RANK", "", "", "", ("PMIX_NAMESPACE",)),
+    _Launcher(("PMIX_NAMESPACE", CONTACT), *(f"OMPI_COMM_WORLD_{name}" for name in _NAMES)),
+    _Launcher(("PMI_ID",), *(f"MV2_COMM_WORLD_{name}" for name in _NAMES)),
+    _Launcher(("PMI_JOBID",), "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+    _Launcher(("PMIX_NAMESPACE",), "PMIX_RANK"),
 )
 
 
-def find_launcher(environ: Mapping[str, str]) -> str | None:
-    """The evidence that an MPI launcher started this process; None when none did.
-
-    `srun --mpi=pmi2` and `--mpi=pmix` set PMI_ and PMIX_ variables as well; those are SLURM's tasks.
-    `jsrun` sets Spectrum MPI's OMPI_ variables; those are LSF's.
-    """
-    launcher = _launcher(environ)
-    return None if launcher is None else f"{launcher.rank}={environ[launcher.rank].strip()}"
-
-
 def _launcher(environ: Mapping[str, str]) -> _Launcher | None:
+    """What started this process, if not `srun` or `jsrun`, which set MPI's variables too."""
     if text(environ, "JSM_NAMESPACE_RANK") is not None:
         return None
     of_srun = text(environ, "SLURM_STEP_ID", "SLURM_STEPID") is not None
@@ -152,54 +163,11 @@ def _launcher(environ: Mapping[str, str]) -> _Launcher | None:
     return None
 
 
-def topology(config: MPIEnvironmentConfig, environ: Mapping[str, str]) -> Topology:
-    """The topology of this process, as far as variables tell it.
-
-    Raises:
-        ConfigError: A variable is absent or malformed, or on several nodes nothing tells the main
-            address; with `use_mpi4py`, what is absent is left to MPI.
-    """
-    launcher = _launcher(environ)
-    if launcher is None:
-        if config.use_mpi4py:
-            return Topology(launched=True)
-        raise ConfigError(
-            "no MPI launcher started this process",
-            where="trainer.environment",
-            why="OMPI_COMM_WORLD_RANK (Open MPI), PMI_RANK (MPICH, Intel MPI) and PMIX_RANK are not set",
-            fix=f"start it with mpirun, or leave the environment out; {_ASK}",
-        )
-    world = _promised(config, environ, launcher.size, minimum=1)
-    rank = _promised(config, environ, launcher.rank)
-    local_rank = _promised(config, environ, launcher.local_rank)
-    local = integer(environ, launcher.local_size, minimum=1) if launcher.local_size else None
-    nodes = _num_nodes(world, local)
-    asks = config.use_mpi4py and config.main_port is None
-    port, start = (None, None) if asks else meeting(config.main_port, environ, _job(environ, launcher))
-    node_rank = _node_rank(rank, local_rank, local, nodes)
-    return check_ranks(
-        Topology(
-            launched=True,
-            num_nodes=nodes,
-            local_world_size=local,
-            world_size=world,
-            node_rank=node_rank,
-            local_rank=local_rank,
-            global_rank=rank,
-            main_address=_main_address(config, environ, nodes),
-            main_port=port,
-            start=start,
-        ),
-        "mpirun",
-    )
-
-
 def _promised(config: MPIEnvironmentConfig, environ: Mapping[str, str], name: str, minimum: int = 0) -> Setting | None:
     found = integer(environ, name, minimum=minimum) if name else None
     if found is None and not config.use_mpi4py:
-        missing = name or "the number of ranks"
         raise ConfigError(
-            f"{missing} is not set" if name else "this launcher sets PMIX_RANK only",
+            f"{name} is not set" if name else "this launcher sets PMIX_RANK only",
             where=f"environment variable {name or 'PMIX_RANK'}",
             why="without MPI, ranks and their number are known from the launcher's variables only",
             fix=_ASK,
@@ -243,14 +211,8 @@ def _main_address(config: MPIEnvironmentConfig, environ: Mapping[str, str], node
 
 def _from_slurm(environ: Mapping[str, str]) -> Setting | None:
     """mpirun fills the nodes of its allocation in order, even when it runs on the login node itself."""
-    found = text(environ, "SLURM_JOB_NODELIST")
-    if found is None:
-        return None
-    try:
-        hosts = expand(found.value)
-    except ValueError as error:
-        raise malformed(found.reason, found.value, "a list of hosts such as n[1-2]") from error
-    return Setting(hosts[0], f"first node of {found.reason}") if hosts else None
+    nodes = listed_nodes(environ, "SLURM_JOB_NODELIST")
+    return None if nodes is None else Setting(nodes.value[0], f"first node of {nodes.reason}")
 
 
 def _from_contact(environ: Mapping[str, str]) -> Setting | None:

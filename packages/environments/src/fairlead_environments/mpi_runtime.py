@@ -9,17 +9,12 @@ from typing import Any
 from fairlead.errors import ConfigError, MissingDependencyError
 from fairlead.interfaces import BuildContext
 from fairlead_environments.mpi import MPIEnvironmentConfig
-from fairlead_environments.runtime import ResolvedEnvironment, free_port
+from fairlead_environments.runtime import ResolvedEnvironment
 from fairlead_environments.runtime import build as build_resolved
 
 
 def build(config: MPIEnvironmentConfig, context: BuildContext) -> ResolvedEnvironment:
-    """The environment of this rank.
-
-    Raises:
-        MissingDependencyError: `use_mpi4py` is set and mpi4py, or the MPI library, is not there.
-        ConfigError: MPI started another number of ranks than the run was resolved for.
-    """
+    """The environment of this rank."""
     if not config.use_mpi4py:
         return build_resolved(config, context)
     environment = exchange(config, _mpi().COMM_WORLD, socket.gethostname())
@@ -46,15 +41,11 @@ def _mpi() -> Any:
 
 
 def exchange(config: MPIEnvironmentConfig, world: Any, hostname: str) -> ResolvedEnvironment:
-    """Ranks, nodes and the meeting point from one exchange between all ranks.
-
-    Args:
-        config: The environment's config; its address and port win.
-        world: `mpi4py.MPI.COMM_WORLD`, or an object like it.
-        hostname: The name of this machine.
-    """
+    """Ranks, nodes and the meeting point from one exchange between all ranks over `mpi4py.MPI.COMM_WORLD`."""
     rank = world.Get_rank()
-    offer = (hostname, free_port(None) if rank == 0 else 0)
+    from fairlead_distributed import free_port  # comes with the engines
+
+    offer = (hostname, free_port("") if rank == 0 else 0)
     offers = world.allgather(offer)
     hosts = [host for host, _ in offers]
     nodes = list(dict.fromkeys(hosts))

@@ -1,14 +1,12 @@
-"""What Lightning asks about ranks, answered from the resolution.
+"""What Lightning asks about ranks, answered from the resolution, which decided it before torch was imported.
 
-One class for all environments: who this rank is was decided, with reasons, before torch was
-imported. It is not one of Lightning's own environments on purpose: for a `SLURMEnvironment`,
-Lightning installs its own signal handlers and requeues by itself.
+It is no subclass of Lightning's own on purpose: for a `SLURMEnvironment`, Lightning installs its own signal handlers
+and requeues by itself.
 """
 
 from __future__ import annotations
 
 import os
-import socket
 from collections.abc import Mapping, MutableMapping
 from typing import Any
 
@@ -18,14 +16,11 @@ from lightning.fabric.utilities.rank_zero import rank_zero_only
 from fairlead.config_bases import EnvironmentConfigBase
 from fairlead.errors import ConfigError
 from fairlead.interfaces import BuildContext, Setting
+from fairlead_distributed import free_port
 
 
 def build(config: EnvironmentConfigBase, context: BuildContext) -> ResolvedEnvironment:
-    """The cluster environment for Trainer and Fabric.
-
-    Raises:
-        ConfigError: A launcher started several ranks, and no port for them is known.
-    """
+    """The cluster environment for Trainer and Fabric."""
     resolution, topology = context.resolution, context.resolution.topology
     launched = topology.launched
     world_size = _value(topology.world_size) if topology.world_size else resolution.world_size if launched else None
@@ -61,37 +56,11 @@ def _value(setting: Setting | None) -> Any:
     return None if setting is None else setting.value
 
 
-def free_port(preferred: int | None) -> int:
-    """A TCP port that nothing on this machine listens on; `preferred` if that is one."""
-    for port in (preferred, 0):
-        if port is None:
-            continue
-        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-            try:
-                probe.bind(("", port))
-            except OSError:
-                if port == 0:
-                    raise
-                continue
-            return int(probe.getsockname()[1])
-    raise AssertionError("port 0 either binds or raises")
-
-
 class ResolvedEnvironment(ClusterEnvironment):
-    """A cluster environment whose answers are fixed where a launcher gave them.
+    """A cluster environment whose answers are fixed where a launcher gave them; None takes what Lightning sets.
 
-    Args:
-        launched: Whether every rank was started from outside.
-        main_address: Host name or address of the node with rank 0.
-        main_port: TCP port on it; None chooses a free one when it is first asked for.
-        preferred_port: The port to choose if it is free.
-        world_size: Ranks in all; None takes what Lightning sets.
-        global_rank: Index of this rank in all; None takes what Lightning sets.
-        local_rank: Index of this rank on its node.
-        node_rank: Index of this node.
-        num_nodes: Nodes, if the launcher says it; checked against Lightning's number.
-        local_world_size: Ranks on this node, if the launcher says it; checked likewise.
-        environ: The environment variables of the process, live: Lightning's launcher writes LOCAL_RANK there.
+    Without `main_port` it takes `preferred_port` if that is free, else a free one, when it is first asked. `environ` is
+    live: Lightning's launcher writes LOCAL_RANK there.
     """
 
     def __init__(
@@ -144,7 +113,7 @@ class ResolvedEnvironment(ClusterEnvironment):
     def main_port(self) -> int:
         """TCP port on the main address."""
         if self._main_port is None:
-            self._main_port = free_port(self._preferred_port)
+            self._main_port = free_port("", (self._preferred_port or 0, 0))
         return self._main_port
 
     @staticmethod
@@ -165,10 +134,7 @@ class ResolvedEnvironment(ClusterEnvironment):
         return self._global_rank if self._fixed_global_rank is None else self._fixed_global_rank
 
     def set_global_rank(self, rank: int) -> None:
-        """Takes Lightning's index where no launcher gave one.
-
-        Lightning computes node rank x devices + local rank, which is wrong on uneven nodes.
-        """
+        """Takes Lightning's index where no launcher gave one: node rank x devices + local rank errs on uneven nodes."""
         self._global_rank = rank
         rank_zero_only.rank = self.global_rank()  # type: ignore[attr-defined]
 
@@ -181,11 +147,7 @@ class ResolvedEnvironment(ClusterEnvironment):
         return self._node_rank
 
     def validate_settings(self, num_devices: int, num_nodes: int) -> None:
-        """Compares what Lightning is about to use with what the launcher started.
-
-        Raises:
-            ConfigError: They differ; the ranks would wait for others that do not exist.
-        """
+        """A ConfigError where Lightning's numbers are not the launcher's: ranks would wait for others for ever."""
         if not self._launched:
             return
         pairs = (("devices", num_devices, self._local_world_size), ("num_nodes", num_nodes, self._num_nodes))

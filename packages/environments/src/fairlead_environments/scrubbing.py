@@ -1,9 +1,7 @@
-"""Hiding what launchers set, so that a nested launch starts as if from a login node.
+"""Hiding what launchers set (`launchers.py` has the lists), so that a nested launch starts as if from a login node.
 
 With SLURM_JOB_ID a nested `srun` becomes a step of the outer job, with SLURM_CPU_BIND or SLURM_MEM_PER_CPU its tasks
 get the outer job's shape or are refused, with RANK and WORLD_SIZE a training waits for ranks that never come.
-
-What a launcher sets is hidden; what a person or a site sets for all jobs is kept: `launchers.py` has the lists.
 """
 
 from __future__ import annotations
@@ -18,18 +16,7 @@ from threading import RLock
 from types import MappingProxyType
 
 from fairlead.errors import ConfigError, did_you_mean
-from fairlead_environments.launchers import DEVICE_VARIABLES, FAMILIES, LAUNCHERS, Launcher
-
-__all__ = [
-    "DEVICE_VARIABLES",
-    "LAUNCHERS",
-    "HiddenVariables",
-    "Launcher",
-    "clean_environment",
-    "remove_launcher_environment_variables",
-    "remove_lsf_environment_variables",
-    "remove_slurm_environment_variables",
-]
+from fairlead_environments.launchers import FAMILIES, LAUNCHERS, Launcher
 
 _Hides = Callable[[str], bool]
 

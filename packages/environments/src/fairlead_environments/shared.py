@@ -60,12 +60,7 @@ class LaunchedEnvironment(ResolvedRanks):
 
 
 def is_loopback(address: str) -> bool:
-    """Whether an address means 'this machine' wherever it is used.
-
-    Example:
-        >>> is_loopback("localhost"), is_loopback("127.0.0.1"), is_loopback("n1")
-        (True, True, False)
-    """
+    """Whether an address means 'this machine' wherever it is used."""
     try:
         return ipaddress.ip_address(address.strip("[]")).is_loopback
     except ValueError:

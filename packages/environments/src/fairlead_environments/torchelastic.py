@@ -1,7 +1,6 @@
-"""Who a worker of torch's elastic agent is.
+"""Who a worker of torch's elastic agent is; "group" is torch's word for the workers of one agent, the node.
 
-The variables are set in `torch/distributed/elastic/agent/server/local_elastic_agent.py`
-(`_start_workers`). "Group" is torch's word for the workers of one agent, so GROUP_RANK is the node.
+The variables are set in `torch/distributed/elastic/agent/server/local_elastic_agent.py` (`_start_workers`).
 """
 
 from __future__ import annotations

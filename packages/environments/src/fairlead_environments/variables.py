@@ -1,7 +1,6 @@
 """Reading what a launcher promised: values with their reason, errors that name the variable.
 
-Everything here is a pure function of a mapping of environment variables. An empty variable counts
-as absent: shells and pod templates leave such behind.
+An empty variable counts as absent: shells and pod templates leave such behind.
 """
 
 from __future__ import annotations
@@ -44,15 +43,7 @@ def present(environ: Mapping[str, str], names: Iterable[str]) -> bool:
 
 
 def integer(environ: Mapping[str, str], *names: str, minimum: int = 0) -> Setting | None:
-    """The first of the variables that is set, as a whole number.
-
-    Raises:
-        ConfigError: It is no number, or below `minimum`.
-
-    Example:
-        >>> integer({"SLURM_PROCID": "3"}, "SLURM_PROCID")
-        Setting(value=3, reason='SLURM_PROCID')
-    """
+    """The first of the variables that is set, as a whole number from `minimum` on."""
     found = text(environ, *names)
     if found is None:
         return None
@@ -69,11 +60,7 @@ def number(environ: Mapping[str, str], name: str) -> Setting | None:
 
 
 def required(environ: Mapping[str, str], *names: str, by: str, minimum: int = 0) -> Setting:
-    """Like `integer`, for a variable that the launcher `by` always sets.
-
-    Raises:
-        ConfigError: None of the variables is set, or the first is malformed.
-    """
+    """Like `integer`, for a variable that the launcher `by` always sets."""
     found = integer(environ, *names, minimum=minimum)
     if found is not None:
         return found
@@ -88,13 +75,8 @@ def required(environ: Mapping[str, str], *names: str, by: str, minimum: int = 0)
 def candidate_ports(identity: str) -> tuple[int, ...]:
     """Ports that every rank of a start computes alike without talking to the others, none twice.
 
-    The first candidates of two starts are the same by chance in one of 10,000 cases. Rank 0 takes the first that is
-    free, and the others look for it; so a port that is taken costs nothing.
-
-    Example:
-        >>> ports = candidate_ports("job 12, step 0, restart 0")
-        >>> len(set(ports)), all(port in PORTS for port in ports)
-        (16, True)
+    The first candidates of two starts are the same in one of 10,000 cases. Rank 0 takes the first that is free, and the
+    others look for it; so a port that is taken costs nothing.
     """
     derived = (PORTS.start + zlib.crc32(f"{identity}/{n}".encode()) % len(PORTS) for n in itertools.count())
     found: dict[int, None] = {}
@@ -109,19 +91,13 @@ def given_address(asked: str | None, environ: Mapping[str, str]) -> Setting | No
 
 
 def given_port(asked: int | None, environ: Mapping[str, str]) -> Setting | None:
-    """The config's port, else MASTER_PORT; None leaves it to the ranks.
-
-    Raises:
-        ConfigError: MASTER_PORT is no port.
-    """
+    """The config's port, else MASTER_PORT; None leaves it to the ranks."""
     if asked is not None:
         return Setting(asked, "environment.main_port")
     exported = integer(environ, "MASTER_PORT", minimum=1)
-    if exported is not None:
-        if exported.value > 65535:
-            raise malformed("MASTER_PORT", str(exported.value), "a TCP port from 1 to 65535")
-        return exported
-    return None
+    if exported is not None and exported.value > 65535:
+        raise malformed("MASTER_PORT", str(exported.value), "a TCP port from 1 to 65535")
+    return exported
 
 
 def meeting(
@@ -134,15 +110,8 @@ def meeting(
 ) -> tuple[Setting, Start]:
     """`main_port` with its reason, and what else the ranks of this start know of it before they meet.
 
-    Args:
-        asked: `main_port` of the environment's config.
-        environ: The environment variables.
-        parts: What all ranks of this start share and no other start does, named for messages.
-        hosts: The node of each node rank, where known.
-        rank_hosts: The node of each rank, where known.
-
-    Raises:
-        ConfigError: MASTER_PORT is no port.
+    `parts` is what all of them share and no other start does, named for messages; the hosts are those of each node rank
+    and of each rank, where known.
     """
     identity = ", ".join(f"{name} {value}" for name, value in parts.items())
     given = given_port(asked, environ)
@@ -154,22 +123,13 @@ def meeting(
 
 
 def short_name(host: str) -> str:
-    """A host name without its domain; an address stays whole.
-
-    Example:
-        >>> short_name("n1.cluster.example"), short_name("10.0.0.1")
-        ('n1', '10.0.0.1')
-    """
+    """A host name without its domain; an address stays whole."""
     head, _, _ = host.partition(".")
     return host.lower() if head.isdigit() or ":" in host else head.lower()
 
 
 def check_ranks(topology: Topology, source: str) -> Topology:
-    """The topology, if each rank is smaller than the number of ranks it counts in.
-
-    Raises:
-        ConfigError: It is not: variables of two jobs or steps are mixed, as in a shell inside a job.
-    """
+    """The topology, if its numbers go together: in a shell inside a job, variables of two jobs may be mixed."""
     pairs = (
         (topology.global_rank, topology.world_size),
         (topology.local_rank, topology.local_world_size),
@@ -191,11 +151,7 @@ def check_ranks(topology: Topology, source: str) -> Topology:
 
 
 def supervised(environ: Mapping[str, str]) -> Topology | None:
-    """The topology of a rank that Fairlead's own launcher on this node started; else None.
-
-    Raises:
-        ConfigError: FAIRLEAD_LAUNCHED is set and one of its variables is absent or malformed.
-    """
+    """The topology of a rank that Fairlead's own launcher on this node started; else None."""
     if text(environ, "FAIRLEAD_LAUNCHED") is None:
         return None
     return workers(environ, by="Fairlead's launcher", nodes="NNODES", node_rank="NODE_RANK")
@@ -204,14 +160,7 @@ def supervised(environ: Mapping[str, str]) -> Topology | None:
 def workers(environ: Mapping[str, str], *, by: str, nodes: str, node_rank: str) -> Topology:
     """The topology of a rank from torchrun's variables, which Fairlead's own launcher sets too.
 
-    Args:
-        environ: The environment variables.
-        by: The launcher, for messages.
-        nodes: The variable with the number of nodes; WORLD_SIZE / LOCAL_WORLD_SIZE where it is not set.
-        node_rank: The variable with the index of this node.
-
-    Raises:
-        ConfigError: A variable is absent or malformed.
+    `nodes` and `node_rank` are variables; where the first is not set, it is WORLD_SIZE / LOCAL_WORLD_SIZE.
     """
     world = required(environ, "WORLD_SIZE", by=by, minimum=1)
     local = required(environ, "LOCAL_WORLD_SIZE", by=by, minimum=1)

@@ -1,9 +1,8 @@
 """Which host of a TPU slice this is.
 
-The variables are those of `torch_xla/_internal/tpu.py` and `torch_xla/core/xla_env_vars.py`, which
-GKE's TPU webhook and the TPU VMs' start-up set: TPU_WORKER_ID, TPU_WORKER_HOSTNAMES (a comma list),
-TPU_PROCESS_ADDRESSES (`host:port,...`, or `local`), CLOUD_TPU_TASK_ID (index in the latter),
-TPU_PROCESS_BOUNDS, formerly TPU_HOST_BOUNDS (`x,y,z`, whose product is the number of processes).
+The variables are those of `torch_xla/_internal/tpu.py` and `torch_xla/core/xla_env_vars.py`: TPU_WORKER_ID,
+TPU_WORKER_HOSTNAMES (a comma list), TPU_PROCESS_ADDRESSES (`host:port,...`, or `local`), CLOUD_TPU_TASK_ID (index in
+the latter), TPU_PROCESS_BOUNDS, formerly TPU_HOST_BOUNDS (`x,y,z`, whose product is the number of processes).
 """
 
 from __future__ import annotations
@@ -46,26 +45,33 @@ class XLA(EnvironmentPlugin):
     @hookimpl
     def fairlead_detect(self, environ: Mapping[str, str]) -> Claim | None:
         """Claims a host of a slice; a machine on which PJRT_DEVICE=TPU was exported only as by hand."""
-        evidence = find_worker(environ)
-        if evidence is not None:
-            return Claim(evidence, Specificity.SCHEDULER)
-        return Claim("PJRT_DEVICE=TPU", Specificity.MANUAL) if is_tpu_machine(environ) else None
+        worker, slice_, device = text(environ, *_WORKER), text(environ, *_SLICE), text(environ, "PJRT_DEVICE")
+        if worker is not None and slice_ is not None:
+            return Claim(f"{worker.reason}={worker.value}, {slice_.reason}", Specificity.SCHEDULER)
+        by_hand = device is not None and device.value.upper() == "TPU"
+        return Claim("PJRT_DEVICE=TPU", Specificity.MANUAL) if by_hand else None
 
     @hookimpl
     def fairlead_topology(self, config: EnvironmentConfigBase, environ: Mapping[str, str]) -> Topology:
         """Number and index of the hosts; PyTorch/XLA starts the ranks."""
-        return topology(environ)
+        hosts = _hosts(environ)
+        nodes = _num_nodes(environ, hosts)
+        return check_ranks(
+            Topology(
+                launched=False,
+                num_nodes=nodes,
+                node_rank=_node_rank(environ, nodes),
+                main_address=None if hosts is None else Setting(hosts.value[0], f"first of {hosts.reason}"),
+            ),
+            _BY,
+        )
 
 
 xla = XLA()
 
 
 def build(config: XLAEnvironmentConfig, context: BuildContext) -> XLAEnvironment:
-    """Lightning's own environment: the ranks are known only in the processes that PyTorch/XLA starts.
-
-    Raises:
-        ModuleNotFoundError: torch_xla is not installed.
-    """
+    """Lightning's own environment: the ranks are known only in the processes that PyTorch/XLA starts."""
     from lightning.fabric.plugins.environments import XLAEnvironment
 
     return XLAEnvironment()
@@ -74,39 +80,6 @@ def build(config: XLAEnvironmentConfig, context: BuildContext) -> XLAEnvironment
 _WORKER = ("TPU_WORKER_ID", "CLOUD_TPU_TASK_ID")
 _SLICE = ("TPU_WORKER_HOSTNAMES", "TPU_PROCESS_ADDRESSES", "TPU_PROCESS_BOUNDS", "TPU_HOST_BOUNDS")
 _BY = "the TPU runtime"
-
-
-def find_worker(environ: Mapping[str, str]) -> str | None:
-    """The evidence that this is a host of a TPU slice; None when it is not."""
-    worker, slice_ = text(environ, *_WORKER), text(environ, *_SLICE)
-    if worker is None or slice_ is None:
-        return None
-    return f"{worker.reason}={worker.value}, {slice_.reason}"
-
-
-def is_tpu_machine(environ: Mapping[str, str]) -> bool:
-    """Whether PyTorch/XLA was told to use a TPU, which people export on a single TPU machine."""
-    found = text(environ, "PJRT_DEVICE")
-    return found is not None and found.value.upper() == "TPU"
-
-
-def topology(environ: Mapping[str, str]) -> Topology:
-    """The topology of this host; PyTorch/XLA starts the ranks on it.
-
-    Raises:
-        ConfigError: A variable of the TPU runtime is absent or malformed.
-    """
-    hosts = _hosts(environ)
-    nodes = _num_nodes(environ, hosts)
-    return check_ranks(
-        Topology(
-            launched=False,
-            num_nodes=nodes,
-            node_rank=_node_rank(environ, nodes),
-            main_address=None if hosts is None else Setting(hosts.value[0], f"first of {hosts.reason}"),
-        ),
-        _BY,
-    )
 
 
 def _hosts(environ: Mapping[str, str]) -> Setting | None:

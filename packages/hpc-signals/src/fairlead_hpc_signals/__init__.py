@@ -1,8 +1,7 @@
 """Stopping when a scheduler wants it, with nothing lost, and having the job started again.
 
-`PreemptionGuard` stops any training loop on a signal: all ranks at the same step. The configs are those of the plugins
-of the axis `requeue`; a requeuer that is built from one satisfies `fairlead.interfaces.Requeuer`. Nothing here imports
-torch: a program with several ranks has done so before.
+The configs are those of the plugins of the axis `requeue`. Nothing here imports torch: a program with several ranks
+has done so before.
 """
 
 from __future__ import annotations

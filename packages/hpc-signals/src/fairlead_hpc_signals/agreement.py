@@ -1,13 +1,9 @@
 """Any rank's signal becomes one decision: all ranks stop at the same step boundary. Without a cost per step.
 
 A thread of each rank waits for its signals, and asks all ranks for a stop. The thread of its control plane then freezes
-the rank's counter and answers with the lowest boundary at which the rank can still stop: the one after the last that
-its main thread has entered. The highest of these numbers is where all stop. The main thread waits at a boundary only
-between the freeze and that decision, for which no other main thread is needed. So a rank that sits in a collective
-holds nobody up, and is not left alone there: the ranks that it waits for learn the decision and go on, as all steps
-before it are taken by all.
-
-A single process agrees with itself: `LocalAgreement`.
+the rank's counter and answers with the lowest boundary at which the rank can still stop; the highest of these is where
+all stop. The main thread waits at a boundary only between the freeze and that decision, for which no other main thread
+is needed: a rank that sits in a collective holds nobody up, and the ranks that it waits for go on until that step.
 """
 
 from __future__ import annotations
@@ -20,7 +16,16 @@ import time
 from datetime import timedelta
 from typing import TYPE_CHECKING, Final
 
-from fairlead_hpc_signals.decision import AgreementError, Answer, StopDecision, decide, no_agreement, request_of
+from fairlead_hpc_signals.decision import (
+    ANSWER,
+    DECISION,
+    AgreementError,
+    Answer,
+    StopDecision,
+    decide,
+    no_agreement,
+    request_of,
+)
 from fairlead_hpc_signals.flags import SignalFlags
 from fairlead_runs.mailbox import LONG, Mailbox, StoreMailbox
 
@@ -37,20 +42,7 @@ _MARGIN: Final = 30.0  # seconds beyond both, after which the main thread no lon
 
 
 class LocalAgreement:
-    """The agreement of a single process; no store, no threads.
-
-    Args:
-        flags: The signals of this process.
-
-    Example:
-        >>> flags = SignalFlags()
-        >>> agreement = LocalAgreement(flags)
-        >>> agreement.boundary(1)
-        False
-        >>> flags.note(10)
-        >>> agreement.boundary(2), agreement.decision.signals
-        (True, ('SIGUSR1',))
-    """
+    """The agreement of a single process; no store, no threads."""
 
     def __init__(self, flags: SignalFlags) -> None:
         self.decision: StopDecision | None = None
@@ -78,26 +70,11 @@ class LocalAgreement:
 
 
 class StopAgreement:
-    """Where the ranks stop; made on all ranks, after the process group.
+    """Where the ranks stop; made on all ranks, after the process group, over a store that all share.
 
-    A decision is final: make another agreement for the next one, on all ranks in the same order.
-
-    Args:
-        flags: The signals of this rank.
-        store: A store that all ranks share.
-        rank: This rank.
-        world_size: The number of ranks.
-        answer_timeout: How long to wait for the answers of all ranks, once all have started.
-        start_timeout: How long to wait for all ranks to start.
-        plane: The control plane of these ranks; None: one of its own.
-
-    Example:
-        >>> with SignalFlags() as flags:  # doctest: +SKIP
-        ...     agreement = StopAgreement(flags, store, rank, world_size)
-        ...     for step in range(1000):
-        ...         if agreement.boundary(step):
-        ...             break
-        ...         train(step)
+    A decision is final: make another agreement for the next one, on all ranks in the same order. `start_timeout` is how
+    long all ranks may take to start, `answer_timeout` how long their answers may then take; `plane` is the control
+    plane of these ranks, if they have one.
     """
 
     def __init__(
@@ -142,11 +119,7 @@ class StopAgreement:
 
     @classmethod
     def of_process_group(cls, flags: SignalFlags) -> StopAgreement:
-        """The agreement of torch's default process group, over its store; call it on all ranks.
-
-        Raises:
-            ValueError: There is no process group.
-        """
+        """The agreement of torch's default process group, over its store; call it on all ranks."""
         import torch.distributed as dist
 
         from fairlead_distributed import group_store
@@ -159,10 +132,7 @@ class StopAgreement:
     # -- the main thread
 
     def boundary(self, number: int) -> bool:
-        """Whether to stop here; call it between two steps, on all ranks with the same numbers in the same order.
-
-        Args:
-            number: At least 0, and higher than the one before; gaps do no harm.
+        """Whether to stop here; call it between two steps, on all ranks with the same rising numbers; gaps do no harm.
 
         Raises:
             AgreementError: A stop was asked for, and not all ranks answered in time.
@@ -174,14 +144,7 @@ class StopAgreement:
         return self._wait_for_decision(number)
 
     def ask(self, why: str) -> None:
-        """Asks all ranks to stop without a signal, as before the end of a time budget; from any thread.
-
-        Args:
-            why: The reason, for the history.
-
-        Raises:
-            RuntimeError: The store went away.
-        """
+        """Asks all ranks to stop without a signal, from any thread; `RuntimeError` where the store went away."""
         if self._asked is None:
             self._asked = (why, time.time())
         self._wake_all()
@@ -253,7 +216,7 @@ class StopAgreement:
             self._give_up(mailbox)
         (verdict,) = mailbox.read(["verdict"])
         if verdict.startswith("{"):
-            self.decision = StopDecision.from_json(verdict)
+            self.decision = DECISION.validate_json(verdict)
         else:
             ranks, _, what = verdict.partition(" ")
             self._failure = no_agreement(tuple(map(int, ranks.split(","))), what)
@@ -266,13 +229,13 @@ class StopAgreement:
                 return
             self._answered = True
             answer = Answer(self._entered + 1, request_of(mailbox.rank, self._flags, self._asked))
-            if mailbox.arrive("answer", answer.to_json()) and mailbox.count("askers", 0):
+            if mailbox.arrive("answer", ANSWER.dump_json(answer).decode()) and mailbox.count("askers", 0):
                 self._conclude(mailbox)
 
     def _conclude(self, mailbox: StoreMailbox) -> None:
-        decision = decide(Answer.from_json(text) for text in mailbox.arrived("answer"))
+        decision = decide(ANSWER.validate_json(text) for text in mailbox.arrived("answer"))
         # Only the first verdict counts: a rank whose patience ended may have been quicker.
-        mailbox.put_first("verdict", decision.to_json())
+        mailbox.put_first("verdict", DECISION.dump_json(decision).decode())
         mailbox.ring()
 
     def _give_up(self, mailbox: StoreMailbox) -> None:

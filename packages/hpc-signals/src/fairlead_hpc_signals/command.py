@@ -9,8 +9,8 @@ from pydantic import Field
 
 from fairlead.findings import Finding
 from fairlead.hookspecs import hookimpl
-from fairlead.interfaces import BuildContext
 from fairlead.plugin_classes import RequeuePlugin
+from fairlead_hpc_signals.jobs import ConfiguredRequeuer
 from fairlead_hpc_signals.programs import COMMAND_MISSING, CommandSettings, check_command, run_command
 
 if TYPE_CHECKING:
@@ -42,19 +42,11 @@ class Command(RequeuePlugin):
         yield from check_command(config.argv[0], resolution, environ)
 
 
-class CommandRequeuer:
+class CommandRequeuer(ConfiguredRequeuer[CommandRequeueConfig]):
     """Runs the command on one rank, when everything is saved."""
 
-    def __init__(self, config: CommandRequeueConfig, environ: Mapping[str, str]) -> None:
-        self._config = config
-        self._environ = environ
-
     def requeue(self) -> str:
-        """Runs the command; returns it.
-
-        Raises:
-            RunFailedError: It is not there, failed each time, or did not end.
-        """
+        """Runs the command; returns it."""
         return run_command(
             self._config.argv,
             self._config,
@@ -63,9 +55,5 @@ class CommandRequeuer:
         )
 
 
-def build(config: CommandRequeueConfig, context: BuildContext) -> CommandRequeuer:
-    """The runtime of the requeuer `command`."""
-    return CommandRequeuer(config, context.environ)
-
-
+build = CommandRequeuer.build
 command = Command()

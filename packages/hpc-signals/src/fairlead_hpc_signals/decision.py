@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Final
+
+from pydantic import TypeAdapter
 
 from fairlead.errors import RunFailedError
 from fairlead_hpc_signals.flags import SignalFlags
@@ -22,14 +23,7 @@ class AgreementError(RunFailedError):
 
 @dataclass(frozen=True, slots=True)
 class StopRequest:
-    """What one rank was asked.
-
-    Args:
-        rank: The rank.
-        signals: The signals it got and how often.
-        time: When the first came, in seconds since the epoch.
-        why: The reason given to `ask`, for a stop that no signal asked for.
-    """
+    """What one rank was asked: by signals, each so often, or by `ask`, `why`; `time` in seconds since the epoch."""
 
     rank: int
     signals: dict[str, int]
@@ -39,13 +33,10 @@ class StopRequest:
 
 @dataclass(frozen=True, slots=True)
 class StopDecision:
-    """The one decision of all ranks; every rank has the same.
+    """The one decision of all ranks: they stop at the first boundary of at least this number.
 
-    Args:
-        boundary: All ranks stop at the first boundary of at least this number.
-        requests: The ranks that had been asked by then, first come first; of many, the first 64.
-        signals: All signals that had come to any rank, in the order of their first.
-        flagged: How many ranks had been asked.
+    `requests` are of the ranks that had been asked by then, first come first, at most 64 of the `flagged`; `signals`
+    all that had come to any rank, in the order of their first.
     """
 
     boundary: int
@@ -58,39 +49,18 @@ class StopDecision:
         """When the first signal came, in seconds since the epoch, by that rank's clock."""
         return self.requests[0].time if self.requests else None
 
-    def to_json(self) -> str:
-        """As text, for the store and the history."""
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_json(cls, text: str | bytes) -> StopDecision:
-        """From `to_json`."""
-        data = json.loads(text)
-        requests = tuple(StopRequest(**request) for request in data["requests"])
-        return cls(data["boundary"], requests, tuple(data["signals"]), data["flagged"])
-
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a rank answers once its counter is frozen.
-
-    Args:
-        earliest: The lowest number at which this rank can still stop.
-        request: What it was asked, if it was.
-    """
+    """The lowest number at which a rank can still stop, and what it was asked, if it was."""
 
     earliest: int
     request: StopRequest | None = None
 
-    def to_json(self) -> str:
-        """As text, for the store."""
-        return json.dumps(asdict(self))
 
-    @classmethod
-    def from_json(cls, text: str | bytes) -> Answer:
-        """From `to_json`."""
-        data = json.loads(text)
-        return cls(data["earliest"], None if data["request"] is None else StopRequest(**data["request"]))
+# They write and read JSON, for the store.
+ANSWER: Final = TypeAdapter(Answer)
+DECISION: Final = TypeAdapter(StopDecision)
 
 
 def request_of(rank: int, flags: SignalFlags, asked: tuple[str, float] | None) -> StopRequest | None:
@@ -99,18 +69,15 @@ def request_of(rank: int, flags: SignalFlags, asked: tuple[str, float] | None) -
     if not came and asked is None:
         return None
     times = [flag.time for flag in came[:1]] + ([asked[1]] if asked else [])
-    return StopRequest(rank, counts, min(times), asked[0] if asked else None)
+    # A path in the reason may be no valid Unicode, which pydantic refuses: no stop must fail by that.
+    why = asked[0].encode(errors="replace").decode() if asked else None
+    return StopRequest(rank, counts, min(times), why)
 
 
 def decide(answers: Iterable[Answer]) -> StopDecision:
-    """The decision that follows from the answers of all ranks.
+    """The decision that follows from the answers of all ranks: the highest of their lowest numbers.
 
-    The highest of their lowest numbers: no rank has passed it, and every rank can reach it, because all ranks take
-    the steps before it and so none waits in a collective for one that has stopped.
-
-    Example:
-        >>> decide([Answer(7), Answer(9), Answer(8)]).boundary
-        9
+    No rank has passed it, and every rank can reach it: all take the steps before it, so none is left waiting.
     """
     answers = list(answers)
     requests = sorted((a.request for a in answers if a.request is not None), key=lambda request: request.time)

@@ -7,8 +7,8 @@ from typing import Literal
 from pydantic import Field, field_validator
 
 from fairlead.config_bases import RequeueConfigBase
-from fairlead.interfaces import BuildContext
 from fairlead.plugin_classes import RequeuePlugin
+from fairlead_hpc_signals.jobs import ConfiguredRequeuer
 
 
 class ExitCodeRequeueConfig(RequeueConfigBase):
@@ -42,24 +42,18 @@ class ExitCode(RequeuePlugin):
     extra = "lightning"
 
 
-class ExitCodeRequeuer:
-    """Does nothing by itself: who ends the process takes the code from `exit_code`.
+class ExitCodeRequeuer(ConfiguredRequeuer[ExitCodeRequeueConfig]):
+    """Does nothing by itself: who ends the process takes the code from `exit_code`."""
 
-    Attributes:
-        exit_code: What all ranks must end with.
-    """
-
-    def __init__(self, config: ExitCodeRequeueConfig) -> None:
-        self.exit_code = config.code
+    @property
+    def exit_code(self) -> int:
+        """What all ranks must end with."""
+        return self._config.code
 
     def requeue(self) -> str:
         """Says which code asks."""
         return f"exit code {self.exit_code} asks for another start"
 
 
-def build(config: ExitCodeRequeueConfig, context: BuildContext) -> ExitCodeRequeuer:
-    """The runtime of the requeuer `exit_code`."""
-    return ExitCodeRequeuer(config)
-
-
+build = ExitCodeRequeuer.build
 exit_code = ExitCode()

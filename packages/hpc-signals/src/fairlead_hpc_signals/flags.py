@@ -1,8 +1,7 @@
 """Signals that only set a flag: what they ask for is done later, at a step boundary.
 
-A handler interrupts the program anywhere: in the middle of a collective, of a write, of another handler. So ours
-notes the signal and wakes whoever waits, and nothing else. There is no buffered I/O in it (a nested handler would die
-of `reentrant call`), no lock and no logging.
+A handler interrupts the program anywhere: in a collective, a write, another handler. So ours notes the signal and wakes
+whoever waits, without buffered I/O (a nested handler would die of `reentrant call`), locks or logging.
 """
 
 from __future__ import annotations
@@ -30,15 +29,7 @@ _FROM_TERMINAL = (signal.SIGINT, signal.SIGHUP)
 
 
 def signal_number(name: str | int) -> signal.Signals:
-    """The signal of a name, with or without `SIG`, or of a number.
-
-    Raises:
-        ConfigError: There is no such signal, or no program can handle it.
-
-    Example:
-        >>> signal_number("usr1").name
-        'SIGUSR1'
-    """
+    """The signal of a name, with or without `SIG`, or of a number; `ConfigError` where no program can handle it."""
     try:
         return signal.Signals[signal_name(signal.Signals(name).name if isinstance(name, int) else name)]
     except ValueError as error:
@@ -47,12 +38,7 @@ def signal_number(name: str | int) -> signal.Signals:
 
 @dataclass(frozen=True, slots=True)
 class Flag:
-    """One signal that came.
-
-    Args:
-        signal: Its name, `SIGUSR1`.
-        time: When its handler ran, in seconds since the epoch.
-    """
+    """One signal that came, by name, and when its handler ran, in seconds since the epoch."""
 
     signal: str
     time: float
@@ -60,12 +46,7 @@ class Flag:
 
 @dataclass(frozen=True, slots=True)
 class Conflict:
-    """A signal whose handler somebody replaced after ours was installed.
-
-    Args:
-        signal: Its name, `SIGUSR1`.
-        handler: What is there now, as a name to look for: `signal.SIG_DFL`, `lightning...`.
-    """
+    """A signal whose handler somebody replaced after ours was installed, and what is there: `signal.SIG_DFL`, ..."""
 
     signal: str
     handler: str
@@ -94,8 +75,6 @@ class SignalFlags:
 
     def __init__(self, signals: Iterable[str | int] = DEFAULT_SIGNALS) -> None:
         self.signals = tuple(dict.fromkeys(signal_number(name) for name in signals))
-        self.left_ignored: tuple[str, ...] = ()
-        """Signals that stay ignored because they were."""
         self._pid = os.getpid()
         self._notes: list[tuple[int, float]] = []
         self._earlier: dict[signal.Signals, Any] = {}
@@ -127,10 +106,7 @@ class SignalFlags:
         return counts
 
     def note(self, number: int) -> None:
-        """Sets the flag as if the signal had come: for a signal that reaches the program by another way.
-
-        From any thread, and from a signal handler: this is all that ours does.
-        """
+        """Sets the flag as if the signal had come by another way; from any thread, and from a signal handler."""
         if len(self._notes) < _MOST:
             self._notes.append((number, time.time()))
         try:
@@ -177,17 +153,14 @@ class SignalFlags:
                 "object over: every thread can read it",
             )
         chosen = None if only is None else set(only)
-        ignored = []
         for number in self.signals:
             if number in self._earlier or (chosen is not None and number.name not in chosen):
                 continue
             earlier = signal.getsignal(number)
             if earlier is signal.SIG_IGN and number in _FROM_TERMINAL:
-                ignored.append(number.name)
                 continue
             self._earlier[number] = earlier  # first: the signal may come at once
             signal.signal(number, self._handle)
-        self.left_ignored = tuple(ignored)
         if not self._hooked:
             self._hooked = True
             _disown_in_children(weakref.ref(self))
@@ -264,9 +237,8 @@ def _shown(handler: object) -> str:
 def _disown_in_children(there: weakref.ref[SignalFlags]) -> None:
     """Has forked children disown what they inherit; a hook cannot be taken back, so this keeps nothing alive.
 
-    A signal that came to the child before that would be lost: it would meet our handler, and Python forgets in a child
-    what it has not handled yet. (Seen: a pool that ends a worker right after its start waits for ever.) So the signals
-    wait while this thread forks.
+    A signal that came to the child before would be lost: Python forgets there what it has not handled yet. (Seen: a
+    pool that ends a worker right after its start waits for ever.) So the signals wait while this thread forks.
     """
     masks = threading.local()
 

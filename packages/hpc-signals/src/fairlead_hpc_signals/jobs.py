@@ -1,26 +1,39 @@
-"""Which job of a scheduler this process belongs to, as the scheduler's commands take it."""
+"""What the requeuers share: how they are built, and which job of a scheduler this process belongs to."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Generic, Self, TypeVar
 
+from fairlead.config_bases import RequeueConfigBase
 from fairlead.findings import Finding
+from fairlead.interfaces import BuildContext
 
 if TYPE_CHECKING:
     from fairlead.resolve import Resolution
 
+C = TypeVar("C", bound=RequeueConfigBase)
 JOB_UNKNOWN: Final[Mapping[str, str]] = {
     "requeue-job-unknown": "The environment names no job that the requeuer could start again."
 }
 """The code of `check_job`."""
 
 
-def slurm_job(environ: Mapping[str, str]) -> str | None:
-    """This SLURM job; an array task by array and index, `17_3`, a heterogeneous job by its first component.
+class ConfiguredRequeuer(Generic[C]):
+    """What a requeuer is made of; its `requeue` is called on one rank, when everything is saved."""
 
-    The job id alone would do for an array task as well, but the pair is what `squeue` and people use.
-    """
+    def __init__(self, config: C, environ: Mapping[str, str]) -> None:
+        self._config = config
+        self._environ = environ
+
+    @classmethod
+    def build(cls, config: C, context: BuildContext) -> Self:
+        """The runtime of the plugin."""
+        return cls(config, context.environ)
+
+
+def slurm_job(environ: Mapping[str, str]) -> str | None:
+    """This SLURM job: an array task by array and index, `17_3`, as in `squeue`, a heterogeneous one by its first."""
     array, task = environ.get("SLURM_ARRAY_JOB_ID"), environ.get("SLURM_ARRAY_TASK_ID")
     if array and task:
         return f"{array}_{task}"

@@ -1,7 +1,4 @@
-"""The requeuer `lsf`: `brequeue`; and why an LSF job is to stop, from `bjobs` and `bhist`.
-
-Written from IBM's documentation; not tried on a real LSF.
-"""
+"""The requeuer `lsf`: `brequeue`; and why an LSF job is to stop. Written from IBM's documentation; never tried."""
 
 from __future__ import annotations
 
@@ -12,9 +9,8 @@ from typing import TYPE_CHECKING, ClassVar, Final, Literal
 from fairlead.errors import RunFailedError
 from fairlead.findings import Finding
 from fairlead.hookspecs import hookimpl
-from fairlead.interfaces import BuildContext
 from fairlead.plugin_classes import RequeuePlugin
-from fairlead_hpc_signals.jobs import JOB_UNKNOWN, check_job, lsf_job
+from fairlead_hpc_signals.jobs import JOB_UNKNOWN, ConfiguredRequeuer, check_job, lsf_job
 from fairlead_hpc_signals.outcomes import StopReason, Why
 from fairlead_hpc_signals.programs import (
     COMMAND_MISSING,
@@ -70,19 +66,11 @@ class LSF(RequeuePlugin):
         yield from check_command("brequeue", resolution, environ)
 
 
-class LSFRequeuer:
+class LSFRequeuer(ConfiguredRequeuer[LSFRequeueConfig]):
     """`brequeue`; call it on one rank, when everything is saved."""
 
-    def __init__(self, config: LSFRequeueConfig, environ: Mapping[str, str]) -> None:
-        self._config = config
-        self._environ = environ
-
     def requeue(self) -> str:
-        """Requeues this job; returns the command that did.
-
-        Raises:
-            RunFailedError: There is no job or no `brequeue`, LSF refused, or it did not answer.
-        """
+        """Requeues this job; returns the command that did."""
         job = lsf_job(self._environ)
         if job is None:
             raise RunFailedError(
@@ -94,20 +82,8 @@ class LSFRequeuer:
         return run_command(argv, self._config, self._environ, missing=NOT_IN_CONTAINER, refusals=_REFUSALS)
 
 
-def build(config: LSFRequeueConfig, context: BuildContext) -> LSFRequeuer:
-    """The runtime of the requeuer `lsf`."""
-    return LSFRequeuer(config, context.environ)
-
-
 def ask_lsf(job: str, environ: Mapping[str, str], deadline: float, limit_window_s: float) -> StopReason:
-    """Why this job is to stop.
-
-    Args:
-        job: Its id, `17` or `17[3]`.
-        environ: The environment of the commands.
-        deadline: On the monotonic clock.
-        limit_window_s: See `fairlead_hpc_signals.outcomes.LIMIT_WINDOW`.
-    """
+    """Why this job, `17` or `17[3]`, is to stop; `deadline` is on the monotonic clock."""
     fields = f"{' '.join(_FIELDS)} delimiter='|'"
     state, problem = ask(["bjobs", "-noheader", "-o", fields, job], deadline, environ)
     if problem:
@@ -123,10 +99,6 @@ def read_bjobs(text: str, limit_window_s: float) -> StopReason:
     """The reason in a line of `bjobs -noheader -o "stat exit_reason time_left pend_reason suspend_reason ..."`.
 
     At the run limit LSF sends SIGUSR2 and grants ten minutes, so `0:0 L` is no hurry: what is left is not known.
-
-    Example:
-        >>> read_bjobs("RUN|-|0:4 L|-|-", 600.0).remaining_s
-        240.0
     """
     line = text.strip().splitlines()[0] if text.strip() else ""
     fields = dict(zip(_FIELDS, (field.strip() for field in line.split("|")), strict=False))
@@ -159,4 +131,5 @@ def read_bhist(text: str, reason: StopReason) -> StopReason:
     return reason
 
 
+build = LSFRequeuer.build
 lsf = LSF()

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Literal
 
 from fairlead.config_bases import RequeueConfigBase
-from fairlead.interfaces import BuildContext
 from fairlead.plugin_classes import RequeuePlugin
+from fairlead_hpc_signals.jobs import ConfiguredRequeuer
 
 
 class NoneRequeueConfig(RequeueConfigBase):
@@ -23,7 +23,7 @@ class NoRequeue(RequeuePlugin):
     extra = "lightning"
 
 
-class NoRequeuer:
+class NoRequeuer(ConfiguredRequeuer[NoneRequeueConfig]):
     """Leaves it at that."""
 
     def requeue(self) -> str:
@@ -31,9 +31,5 @@ class NoRequeuer:
         return "not requeued (requeue: none)"
 
 
-def build(config: NoneRequeueConfig, context: BuildContext) -> NoRequeuer:
-    """The runtime of the requeuer `none`."""
-    return NoRequeuer()
-
-
+build = NoRequeuer.build
 none = NoRequeue()

@@ -24,18 +24,10 @@ LIMIT_WINDOW: Final = 600.0
 
 @dataclass(frozen=True, slots=True)
 class StopReason:
-    """Why this job is to stop.
+    """Why this job is to stop, and from what that was read.
 
-    Args:
-        why: The reason.
-        evidence: What it was read from, for the history.
-        remaining_s: Seconds until the scheduler ends the job; None where that is not known.
-        scheduler_requeues: The job is requeued already: nobody else may.
-        may_requeue: Whether the scheduler lets the job be requeued; None where that is not known.
-
-    Example:
-        >>> StopReason("preempted", "PreemptTime=2026-11-21T16:25:09", remaining_s=4.0).why
-        'preempted'
+    `remaining_s` are the seconds until the scheduler ends the job, and `may_requeue` whether it lets it be requeued;
+    None where that is not known. With `scheduler_requeues` it is requeued already: nobody else may.
     """
 
     why: Why
@@ -108,29 +100,17 @@ class StopOutcome:
     @classmethod
     def from_json(cls, text: str) -> StopOutcome:
         """From `to_json`."""
-        data = json.loads(text)
+        data = json.loads(text)  # not by pydantic, which refuses a path that is no valid Unicode
         return cls(**{**data, "reason": StopReason(**data["reason"]), "cut": tuple(data["cut"])})
 
 
 def start_wanted(reason: StopReason, signals: Sequence[str], policy: StopPolicy) -> bool:
-    """Whether the job is to start again.
-
-    A cancelled job never is, nor is one that a person interrupted from the keyboard.
-
-    Example:
-        >>> start_wanted(StopReason("cancelled", "JobState=COMPLETING"), ["SIGTERM"], StopPolicy())
-        False
-    """
+    """Whether the job is to start again; never after a cancellation or an interrupt from the keyboard."""
     if not policy.auto_requeue or reason.why == "cancelled" or set(signals) == {"SIGINT"}:
         return False
     return policy.requeue_unknown if reason.why == "unknown" else True
 
 
 def exit_code_without_requeue(signals: Sequence[str]) -> int:
-    """130 after an interrupt from the keyboard alone, else 143, as a shell would say it.
-
-    Example:
-        >>> exit_code_without_requeue(["SIGINT"]), exit_code_without_requeue(["SIGUSR1", "SIGTERM"])
-        (130, 143)
-    """
+    """130 after an interrupt from the keyboard alone, else 143, as a shell would say it."""
     return 128 + (signal.SIGINT if set(signals) == {"SIGINT"} else signal.SIGTERM)

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
@@ -62,13 +62,7 @@ def check_command(name: str, resolution: Resolution, environ: Mapping[str, str])
 
 @dataclass(frozen=True, slots=True)
 class _Attempt:
-    """How a command ended.
-
-    Args:
-        code: Its exit code; None when it was killed after its time.
-        output: What it printed, at most a megabyte.
-        complaint: What it printed on its standard error.
-    """
+    """How a command ended: its exit code (None: killed after its time), output and standard error."""
 
     code: int | None
     output: str
@@ -88,24 +82,12 @@ def run_command(
     missing: str,
     refusals: Mapping[str, str] | None = None,
     done_before: Sequence[str] = (),
-    sleep: Callable[[float], None] = time.sleep,
 ) -> str:
-    """Runs a command until it succeeds, without a shell.
+    """Runs a command until it succeeds, without a shell; what was run and its first line of output, for the history.
 
-    Args:
-        argv: The program and its arguments.
-        settings: Deadline and retries.
-        environ: The environment of the command; its PATH finds the program.
-        missing: What to do when the program is not there.
-        refusals: Words in its output after which trying again is of no use, each with what to do.
-        done_before: Words of a refusal that says that it is done: an attempt before may have been ended with the job.
-        sleep: For tests.
-
-    Returns:
-        What was run, and its first line of output, for the history.
-
-    Raises:
-        RunFailedError: It is not there, or no attempt succeeded.
+    `missing` is what to do when the program is not there. `refusals` are words in its output after which trying again
+    is of no use, each with what to do; `done_before` words of a refusal that says that it is done: an attempt before
+    may have been ended with the job. `RunFailedError`: it is not there, or no attempt succeeded.
     """
     shown = shlex.join(argv)
     program = _find(argv[0], environ)
@@ -119,7 +101,7 @@ def run_command(
     attempts: list[_Attempt] = []
     for number in range(1 + settings.retries):
         if number:
-            sleep(settings.retry_wait_s)
+            time.sleep(settings.retry_wait_s)
         done = _attempt([program, *argv[1:]], settings.timeout_s, environ)
         attempts.append(done)
         if done.code == 0:
@@ -139,13 +121,7 @@ def run_command(
 
 
 def ask(argv: Sequence[str], deadline: float, environ: Mapping[str, str]) -> tuple[str, str]:
-    """Asks a program one question: its output, and why there is none (the caller has a default for that).
-
-    Args:
-        argv: The program, found on the PATH of `environ`, and its arguments.
-        deadline: When it is killed, on the monotonic clock.
-        environ: The environment of the command.
-    """
+    """Asks a program one question, until a deadline on the monotonic clock: its output, and why there is none."""
     program = _find(argv[0], environ)
     if program is None:
         return "", f"{argv[0]} is not on the PATH"
@@ -164,13 +140,7 @@ def _find(name: str, environ: Mapping[str, str]) -> str | None:
 
 
 def _attempt(argv: Sequence[str], timeout_s: float, environ: Mapping[str, str]) -> _Attempt:
-    """Runs a program once, without a shell, and kills it with all that it started when its time is over.
-
-    Args:
-        argv: The path of the program and its arguments.
-        timeout_s: Seconds after which it is killed.
-        environ: Its environment.
-    """
+    """Runs a program once, without a shell, and kills it with all that it started when its time is over."""
     # Files, not pipes: a grandchild that survives the kill would keep a pipe open, and us waiting.
     with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as complaint:
         try:

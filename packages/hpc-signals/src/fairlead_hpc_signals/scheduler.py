@@ -27,10 +27,6 @@ def why_stopped(
         environ: The environment of the job: names it, and finds the scheduler's commands.
         timeout_s: Seconds for the whole answer; without one the reason is `unknown`.
         limit_window_s: See `LIMIT_WINDOW`; longer where jobs are warned earlier, as by `--signal=USR1@1800`.
-
-    Example:
-        >>> why_stopped({}).why
-        'unknown'
     """
     deadline = time.monotonic() + timeout_s
     if (job := slurm_job(environ)) is not None:
@@ -43,15 +39,7 @@ def why_stopped(
 def requeuer_here(environ: Mapping[str, str] | None = None) -> Requeuer | None:
     """The requeuer that the variables of this process speak for, with its usual settings: as `requeue: auto`.
 
-    Args:
-        environ: The environment variables; None: this process's own.
-
-    Returns:
-        None where no scheduler is seen: then the exit code 75 asks whoever started the job.
-
-    Example:
-        >>> requeuer_here({}) is None
-        True
+    None where no scheduler is seen: then the exit code 75 asks whoever started the job.
     """
     environ = os.environ if environ is None else environ
     if script.evidence(environ) is not None:  # whoever sets its variable runs what is written there, and nothing else

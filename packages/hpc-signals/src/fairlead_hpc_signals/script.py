@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import secrets
 import shlex
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -15,11 +13,10 @@ from fairlead.config_bases import RequeueConfigBase
 from fairlead.errors import RunFailedError
 from fairlead.findings import Finding
 from fairlead.hookspecs import hookimpl
-from fairlead.interfaces import BuildContext
 from fairlead.plugin_classes import RequeuePlugin
-from fairlead_hpc_signals.jobs import JOB_UNKNOWN, check_job, lsf_job, slurm_job
-from fairlead_runs.commit import Syscalls, write_file
-from fairlead_runs.commit.files import disk_error, ensure_dir
+from fairlead_hpc_signals.jobs import JOB_UNKNOWN, ConfiguredRequeuer, check_job, lsf_job, slurm_job
+from fairlead_runs.commit import Syscalls
+from fairlead_runs.commit.files import disk_error, ensure_dir, replace_file
 
 if TYPE_CHECKING:
     from fairlead.resolve import Resolution
@@ -81,19 +78,11 @@ class Script(RequeuePlugin):
             yield from check_job(slurm_job(environ) or lsf_job(environ), "SLURM or LSF", evidence, resolution)
 
 
-class ScriptRequeuer:
+class ScriptRequeuer(ConfiguredRequeuer[ScriptRequeueConfig]):
     """Writes the script on one rank, when everything is saved."""
 
-    def __init__(self, config: ScriptRequeueConfig, environ: Mapping[str, str]) -> None:
-        self._config = config
-        self._environ = environ
-
     def requeue(self) -> str:
-        """Writes the script, executable and as a whole; returns its path.
-
-        Raises:
-            RunFailedError: There is no directory or no command for it, or it cannot be written.
-        """
+        """Writes the script, executable and as a whole; returns its path."""
         directory = _directory(self._config, self._environ)
         if directory is None:
             raise RunFailedError("the job is not requeued: there is no directory for the script", **_NO_DIRECTORY)
@@ -113,17 +102,14 @@ class ScriptRequeuer:
         name = (slurm or lsf or "job").replace("[", "_").replace("]", "")  # needs no quotes
         path = directory / f"requeue_{name}.sh"
         try:
-            _write_executable(path, _script(path, argv))
+            ensure_dir(directory, Syscalls())
+            # Executable before it has its name: a job script runs whatever it finds.
+            replace_file(path, _script(path, argv).encode(), mode=0o755)
         except OSError as error:
             raise disk_error(
                 error, "the job is not requeued: the script cannot be written", path, RunFailedError
             ) from error
         return f"wrote {path}: {shlex.join(argv)}"
-
-
-def build(config: ScriptRequeueConfig, context: BuildContext) -> ScriptRequeuer:
-    """The runtime of the requeuer `script`."""
-    return ScriptRequeuer(config, context.environ)
 
 
 def _directory(config: ScriptRequeueConfig, environ: Mapping[str, str]) -> Path | None:
@@ -138,19 +124,5 @@ def _script(path: Path, argv: tuple[str, ...]) -> str:
     return f"#!/bin/sh\nrm -f -- {shlex.quote(str(path))}\nexec {shlex.join(argv)}\n"
 
 
-def _write_executable(path: Path, text: str) -> None:
-    """As `atomic_write`, but executable before it has its name: a job script runs whatever it finds."""
-    system = Syscalls()
-    ensure_dir(path.parent, system)
-    temporary = path.with_name(f".tmp-{secrets.token_hex(6)}")
-    try:
-        write_file(temporary, text.encode(), syscalls=system)
-        os.chmod(temporary, 0o755)
-        system.rename(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-    system.fsync_dir(path.parent)
-
-
+build = ScriptRequeuer.build
 script = Script()

@@ -30,12 +30,8 @@ _LEAVE_TIMEOUT: Final = 5.0  # seconds that ranks wait for each other at the ver
 class Shutdown:
     """One rank's part in the shutdown after a stop; all ranks call `plan`, `finish` and `requeue`, in this order.
 
-    Args:
-        mailbox: The ranks.
-        policy: How long each part may take.
-        signals: What came to any rank: the same on all ranks.
-        ask_reason: Asks the scheduler; called on rank 0 only.
-        budget: Says why no other start is wanted after a reason, or None; called on rank 0 only.
+    `signals` are the same on all ranks; `ask_reason` (asks the scheduler) and `budget` (why no other start is wanted
+    after a reason, or None) are called on rank 0 only.
     """
 
     def __init__(
@@ -60,14 +56,10 @@ class Shutdown:
             self._asking.start()  # while the checkpoint is written; a scheduler that hangs must not hold it up
 
     def plan(self, error: BaseException | None, requeue_code: int | None) -> StopOutcome:
-        """What is to come, once all ranks have saved.
+        """What is to come, once all ranks have saved; `RunFailedError`: another rank could not.
 
-        Args:
-            error: Why this rank could not save; it is raised once the other ranks know.
-            requeue_code: The exit code that asks for another start, where the requeuer has one of its own.
-
-        Raises:
-            RunFailedError: Another rank could not save.
+        `error` says why this rank could not save, and is raised once the others know. `requeue_code` is the exit code
+        that asks for another start, where the requeuer has one of its own.
         """
         self._requeue_code = requeue_code
         problem = "" if error is None else f"{type(error).__name__}: {error}"
@@ -93,10 +85,7 @@ class Shutdown:
         return StopOutcome.from_json(message)
 
     def finish(self, plan: StopOutcome, finish: Callable[[StopReason], object] | None) -> None:
-        """Lets each rank close what it has open, unless time is short; no rank is left behind in it.
-
-        What `finish` raises is a warning: everything is saved, and the job must start again all the same.
-        """
+        """Lets each rank close what it has open, unless time is short; what `finish` raises then is a warning only."""
         if finish is None or "finish" in plan.cut:
             return
         try:

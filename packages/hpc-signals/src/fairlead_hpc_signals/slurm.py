@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, ClassVar, Final, Literal
 from fairlead.errors import RunFailedError
 from fairlead.findings import Finding
 from fairlead.hookspecs import hookimpl
-from fairlead.interfaces import BuildContext
 from fairlead.plugin_classes import RequeuePlugin
-from fairlead_hpc_signals.jobs import JOB_UNKNOWN, check_job, slurm_job
+from fairlead_hpc_signals.jobs import JOB_UNKNOWN, ConfiguredRequeuer, check_job, slurm_job
 from fairlead_hpc_signals.programs import (
     COMMAND_MISSING,
     NOT_IN_CONTAINER,
@@ -81,23 +80,14 @@ class SLURM(RequeuePlugin):
                 )
 
 
-class SLURMRequeuer:
+class SLURMRequeuer(ConfiguredRequeuer[SLURMRequeueConfig]):
     """`scontrol requeue`; call it on one rank, when everything is saved.
 
-    SLURM sends SIGCONT and SIGTERM to all processes of the job at once, the caller included, and
-    SIGKILL after KillWait.
+    SLURM then sends SIGCONT and SIGTERM to all processes of the job, the caller included, and SIGKILL after KillWait.
     """
 
-    def __init__(self, config: SLURMRequeueConfig, environ: Mapping[str, str]) -> None:
-        self._config = config
-        self._environ = environ
-
     def requeue(self) -> str:
-        """Requeues this job; returns the command that did.
-
-        Raises:
-            RunFailedError: There is no job or no `scontrol`, SLURM refused, or it did not answer.
-        """
+        """Requeues this job; returns the command that did."""
         job = slurm_job(self._environ)
         if job is None:
             raise RunFailedError(
@@ -115,9 +105,5 @@ class SLURMRequeuer:
         )
 
 
-def build(config: SLURMRequeueConfig, context: BuildContext) -> SLURMRequeuer:
-    """The runtime of the requeuer `slurm`."""
-    return SLURMRequeuer(config, context.environ)
-
-
+build = SLURMRequeuer.build
 slurm = SLURM()

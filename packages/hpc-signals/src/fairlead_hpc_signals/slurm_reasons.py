@@ -30,17 +30,11 @@ _KILL_WAIT: Final = 30.0  # Slurm's own default
 
 
 def ask_slurm(job: str, environ: Mapping[str, str], deadline: float, limit_window_s: float) -> StopReason:
-    """Why this job is to stop.
+    """Why this job, `17` or `17_3`, is to stop; `deadline` is on the monotonic clock.
 
     Of a preempted job it does not matter whether its partition requeues: SLURM requeues only what is still there when
     the time of grace is over, and lets a job that has stopped before end as FAILED (seen with 22.05). `scontrol
     requeue` in that time has it started again once, in a partition that cancels as well.
-
-    Args:
-        job: Its id, `17` or `17_3`.
-        environ: The environment of the commands.
-        deadline: On the monotonic clock.
-        limit_window_s: See `fairlead_hpc_signals.outcomes.LIMIT_WINDOW`.
     """
     # Else the user's own form of times comes out.
     environ = {**environ, "SLURM_TIME_FORMAT": "standard"}
@@ -61,14 +55,7 @@ def ask_slurm(job: str, environ: Mapping[str, str], deadline: float, limit_windo
 
 
 def fields_of(text: str) -> dict[str, str]:
-    """The fields of a line of `scontrol show -o`; values may hold blanks and `=`.
-
-    What a user can write comes after the fields that are read here, all but the job's name.
-
-    Example:
-        >>> fields_of("JobId=7 Command=/home/a b/job.sh Restarts=0")
-        {'JobId': '7', 'Command': '/home/a b/job.sh', 'Restarts': '0'}
-    """
+    """The fields of a line of `scontrol show -o`; what a user can write comes after them, but for the job's name."""
     line = text.strip().splitlines()[0] if text.strip() else ""
     line = re.sub(r"(?<=JobName=).*(?= UserId=\S+\(\d+\) GroupId=)", "", line)
     pairs = re.findall(r"([A-Za-z][\w/:.&-]*)=(.*?)(?=\s+[A-Za-z][\w/:.&-]*=|$)", line)
@@ -81,12 +68,7 @@ def fields_of(text: str) -> dict[str, str]:
 def read_job(fields: Mapping[str, str], restarts: int, nodes: str, now: float, limit_window_s: float) -> StopReason:
     """The reason in the fields of `scontrol show job -o`.
 
-    Args:
-        fields: The fields.
-        restarts: How often the job had been restarted when this process started (SLURM_RESTART_COUNT, 0 if unset).
-        nodes: The node list that this process was started with (SLURM_JOB_NODELIST).
-        now: Seconds since the epoch.
-        limit_window_s: See `fairlead_hpc_signals.outcomes.LIMIT_WINDOW`.
+    `restarts` and `nodes` are what this process was started with: SLURM_RESTART_COUNT (0 if unset), SLURM_JOB_NODELIST.
     """
     state, reason, preempted = fields["JobState"], fields.get("Reason", "None"), _time(fields.get("PreemptTime"))
     # SLURM starts a batch script again; of what salloc or srun began, nothing is left that it could start.

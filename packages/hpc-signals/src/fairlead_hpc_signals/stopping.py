@@ -1,14 +1,4 @@
-"""Stop on a signal in any training loop: all ranks at the same step, everything saved, and the job started again.
-
-```python
-with PreemptionGuard() as guard:            # before data is prepared and checkpoints are loaded
-    torch.distributed.init_process_group()
-    for batch in loader:
-        train_step(batch)
-        if guard.should_stop():             # the same answer on all ranks
-            guard.save_and_requeue(save, requeuer).exit()
-```
-"""
+"""Stop on a signal in any training loop: all ranks at the same step, everything saved, and the job started again."""
 
 from __future__ import annotations
 
@@ -50,9 +40,12 @@ class PreemptionGuard:
         ConfigError: This is not the main thread (make `flags` there, and pass them), or a signal does not exist.
 
     Example:
-        >>> with PreemptionGuard(["SIGUSR1"], environ={}) as guard:
-        ...     guard.should_stop()
-        False
+        >>> with PreemptionGuard() as guard:                            # doctest: +SKIP
+        ...     torch.distributed.init_process_group()
+        ...     for batch in loader:
+        ...         train_step(batch)
+        ...         if guard.should_stop():  # the same answer on all ranks
+        ...             guard.save_and_requeue(save, requeuer).exit()
     """
 
     def __init__(
@@ -103,11 +96,8 @@ class PreemptionGuard:
         Raises:
             AgreementError: A stop was asked for, and not all ranks answered in time.
         """
-        agreement = self._agreement
-        if agreement is None:
-            agreement = self._started()
         self._boundary += 1
-        return agreement.boundary(self._boundary)
+        return self._started().boundary(self._boundary)
 
     def ask(self, why: str) -> None:
         """Asks all ranks to stop without a signal, as before the end of a time budget; `why` is for the history."""
@@ -125,16 +115,6 @@ class PreemptionGuard:
         """Where all stop and who was asked by what; None before that."""
         return None if self._agreement is None else self._agreement.decision
 
-    @property
-    def signals(self) -> tuple[str, ...]:
-        """The signals that came to any rank before the decision; the same on all ranks."""
-        return () if self.decision is None else self.decision.signals
-
-    @property
-    def reason(self) -> StopReason | None:
-        """Why the job was stopped, after `save_and_requeue`."""
-        return None if self.outcome is None else self.outcome.reason
-
     def save_and_requeue(
         self,
         save: Callable[[], object],
@@ -147,14 +127,14 @@ class PreemptionGuard:
         """Saves on all ranks, then has the job started again by rank 0; called on all ranks once they agreed to stop.
 
         Meanwhile rank 0 asks the scheduler why. No start is arranged before everything is saved, for a cancelled job,
-        or for one that is requeued already. When the time left is known to be short, `finish` is left
-        out.
+        or for one that is requeued already.
 
         Args:
             save: Writes the checkpoint.
             requeuer: Has the job started again; None leaves it to who started it, by the exit code.
             durable: Returns when what was saved survives a power cut.
             finish: Closes loggers and writes the history, before the job is requeued: the scheduler may end it at once.
+                Left out when the time left is known to be short.
             budget: Says why no other start is wanted after a reason, or None where one is; called on rank 0. Whoever
                 keeps the history of a run keeps count of its starts.
 
@@ -213,13 +193,7 @@ class PreemptionGuard:
 
 
 def build(config: RequeueConfigBase, context: BuildContext, flags: SignalFlags | None = None) -> PreemptionGuard:
-    """The guard of one run; its handlers are installed by `guard.flags.install()`.
-
-    Args:
-        config: The requeuer's.
-        context: Of it, the environment is used.
-        flags: Those of an earlier guard of this process; None: new ones.
-    """
+    """The guard of one run; `flags` are those of an earlier guard of this process, None: new ones, to be installed."""
     policy = StopPolicy(
         auto_requeue=config.name != "none",
         final_code=getattr(config, "final_code", None),
@@ -232,13 +206,7 @@ def build(config: RequeueConfigBase, context: BuildContext, flags: SignalFlags |
 
 
 def stop_signals(config: RequeueConfigBase, environ: Mapping[str, str]) -> tuple[str, ...]:
-    """The signals that ask for a stop: those of the config, else the usual ones and those of nshrunner.
-
-    Example:
-        >>> from fairlead_hpc_signals import SLURMRequeueConfig
-        >>> stop_signals(SLURMRequeueConfig(signals=["usr2"]), {})
-        ('SIGUSR2', 'SIGTERM', 'SIGINT')
-    """
+    """The signals that ask for a stop: those of the config, else the usual ones and those of nshrunner."""
     if config.signals is not None:
         return tuple(dict.fromkeys((*config.signals, *_ALWAYS)))
     named = (environ[name] for name in SIGNAL_VARIABLES if environ.get(name))

@@ -1,7 +1,6 @@
 """Processes that load data outlive the signals that ask a run to stop: the training still needs their next batch.
 
-A scheduler signals every process of a job, the workers of a DataLoader too. One that dies of it takes the training
-down with it ("DataLoader worker exited unexpectedly"), before that has saved.
+A scheduler signals the workers of a DataLoader, too. One that dies of it takes the training down before it has saved.
 """
 
 from __future__ import annotations
@@ -31,11 +30,7 @@ class OutliveStops:
         self.signals = tuple(dict.fromkeys(int(signal_number(name)) for name in signals))
 
     def __call__(self, worker: int) -> None:
-        """Called in the worker.
-
-        Args:
-            worker: Its number.
-        """
+        """Called in the worker, with its number."""
         parent = os.getppid()
         # A thread waits for them, as Python's handlers are not told who sent a signal. A worker that was spawned has
         # threads of libraries already, which do not block them: there a handler keeps the process alive.

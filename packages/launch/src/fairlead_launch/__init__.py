@@ -2,7 +2,6 @@
 
 Example:
     >>> import sys
-    >>> from fairlead_launch import rank_environment, supervise
     >>> node = {"devices": 2, "num_nodes": 1, "node_rank": 0, "address": "127.0.0.1", "port": 29500, "threads": 1}
     >>> ranks = [rank_environment({}, local_rank=n, **node) for n in range(2)]
     >>> supervise([sys.executable, "-c", "pass"], ranks, stderr=sys.stderr)

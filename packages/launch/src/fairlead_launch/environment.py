@@ -20,10 +20,10 @@ def rank_environment(
     port: int,
     threads: int,
 ) -> dict[str, str]:
-    """The environment of one rank on this machine.
+    """The environment of one rank on this machine, with two defaults that the user's own variables override.
 
-    OMP_NUM_THREADS is set, unless the user did, so that N ranks do not each start a thread a core;
-    PYTHONFAULTHANDLER, so that a crash in native code leaves the Python frames that led to it.
+    OMP_NUM_THREADS: so that N ranks do not each start a thread a core. PYTHONFAULTHANDLER: so that a crash in native
+    code leaves the Python frames that led to it.
     """
     rank = {
         LAUNCHED: "1",

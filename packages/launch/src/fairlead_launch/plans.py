@@ -14,14 +14,7 @@ PLAN: Final = "FAIRLEAD_PLAN"
 
 
 def plan_to_inherit(plan: object) -> tuple[int, str]:
-    """A file descriptor for the ranks to inherit, and their `FAIRLEAD_PLAN`.
-
-    Example:
-        >>> fd, variable = plan_to_inherit({"world_size": 2})
-        >>> inherited_plan({PLAN: variable})
-        {'world_size': 2}
-        >>> os.close(fd)
-    """
+    """A file descriptor for the ranks to inherit, and their `FAIRLEAD_PLAN`."""
     data = pickle.dumps(plan)
     with tempfile.TemporaryFile() as file:
         file.write(data)

@@ -25,19 +25,11 @@ class PortError(FairleadError):
 
 
 def bind_listener(candidates: Iterable[int] = (0,), host: str = "") -> socket.socket:
-    """A listening socket on the first of the ports that is free; nobody else can take it any more.
+    """A listening socket on the first free one of the ports, which nobody else can take any more; else `PortError`.
 
     Args:
         candidates: Ports in the order of preference; 0 lets the kernel choose.
         host: The address to listen on; "" means all of them (IPv4, and IPv6 where the machine has it).
-
-    Raises:
-        PortError: None of the ports can be bound. Says which were tried and why each failed.
-
-    Example:
-        >>> with bind_listener([29500, 0]) as listener:
-        ...     listener.getsockname()[1] >= 1024
-        True
     """
     refused: list[str] = []
     for port in candidates:
@@ -67,11 +59,7 @@ def _listen(host: str, port: int) -> socket.socket:
 
 
 def free_port(host: str = "127.0.0.1", candidates: Iterable[int] = (0,)) -> int:
-    """The first of the ports that is free now. Another process may take it next: prefer `bind_listener`.
-
-    Raises:
-        PortError: None is free.
-    """
+    """The first port that is free now, else `PortError`. Another process may take it next: prefer `bind_listener`."""
     with bind_listener(candidates, host) as listener:
         return int(listener.getsockname()[1])
 

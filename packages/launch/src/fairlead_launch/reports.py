@@ -36,34 +36,17 @@ _SECONDARY: Final = (
 
 @dataclass(frozen=True)
 class Report:
-    """What a rank says of its own failure.
-
-    Args:
-        rank: Its global rank.
-        time: When, seconds since the epoch.
-        text: The error as it is shown to the user.
-        exit_code: The exit code that it means.
-    """
+    """What a rank says of its own failure: the error as the user sees it, and the exit code that it means."""
 
     rank: int
     time: float
     text: str
     exit_code: int
 
-    @property
-    def secondary(self) -> bool:
-        """Whether it only says that another rank went away."""
-        return secondary(self.text)
-
 
 @dataclass(frozen=True)
 class Announcement:
-    """Where the run of a rank is, once it is known.
-
-    Args:
-        run: The run directory.
-        log: The file that has the rank's output from now on, or None: the terminal.
-    """
+    """Where the run of a rank is, once it is known; `log` has its output from now on, None: the terminal."""
 
     run: str
     log: str | None
@@ -82,11 +65,7 @@ def send_report(environ: Mapping[str, str], text: str, exit_code: int) -> bool:
 
 
 def keep_log(environ: Mapping[str, str], folder: Path) -> None:
-    """Lets the output of a rank other than the first go to `rank-00001.log` from now on.
-
-    Until the run directory is known it goes to a temporary file of the supervisor.  Rank 0 keeps
-    the terminal.
-    """
+    """Lets the output of a rank other than the first go to `rank-00001.log` from now on; rank 0 keeps the terminal."""
     if REPORT_FD not in environ:
         return
     rank = int(environ.get("RANK", "0"))

@@ -1,11 +1,8 @@
 """Starts the ranks of this machine, watches them, and takes all down when one dies.
 
-The supervisor never imports torch.  A rank reports its error through a pipe instead of printing
-it, so that what is shown first is the error of the rank that failed first, not the broken
-connections that followed on the others.
-
-Each rank leads a process group of its own: what it has started (the workers of a DataLoader) is
-ended with it, and Ctrl-C reaches the supervisor alone, which asks the ranks to stop in order.
+A rank reports its error through a pipe, so that what is shown first is the error of the rank that failed first, not
+the broken connections that followed. Each leads a process group: what it has started (the workers of a DataLoader)
+is ended with it, and Ctrl-C reaches the supervisor alone, which asks the ranks to stop in order.
 """
 
 from __future__ import annotations
@@ -45,18 +42,16 @@ def supervise(
 ) -> int:
     """Runs one process a rank until all have ended, and returns the exit code of the whole.
 
-    SIGTERM or Ctrl-C asks the ranks to save and stop; a second Ctrl-C ends them at once.
+    SIGTERM or Ctrl-C asks the ranks to save and stop; a second Ctrl-C ends them at once. Where a rank died, the
+    `RunFailedError` names it, with its own traceback first.
 
     Args:
         command: The command of every rank.
         environments: One environment a rank; `RANK` in it names the rank.
         stderr: Where the ranks' failures are shown.
         inherited: File descriptors that rank 0 inherits; they are closed here.
-        shared: File descriptors that all ranks inherit; they are closed here.
+        shared: The same for all ranks.
         early: Signals that came before this.
-
-    Raises:
-        RunFailedError: A rank died; it is named, with its own traceback first.
     """
     alive_read, alive_write = os.pipe()
     ranks: list[Rank] = []
@@ -120,7 +115,8 @@ def _wait(ranks: list[Rank], received: list[int]) -> int | None:
                 return stop  # a person asks twice: no more waiting. Schedulers send SIGTERM twice within milliseconds
             if stop not in _STOPS:
                 stop = signum
-            _signal(ranks, signum)
+            for rank in ranks:
+                rank.process.send_signal(signum)  # nothing, where it has ended
         for rank in ranks:
             if rank.ended is None and rank.process.poll() is not None:
                 rank.ended = time.time()
@@ -133,12 +129,6 @@ def _wait(ranks: list[Rank], received: list[int]) -> int | None:
         if failed_at is not None and time.monotonic() - failed_at > patience:
             return stop
         time.sleep(_POLL_S)
-
-
-def _signal(ranks: list[Rank], signum: int) -> None:
-    for rank in ranks:
-        if rank.process.poll() is None:
-            rank.process.send_signal(signum)
 
 
 def _unclean(rank: Rank, *, stopping: bool) -> bool:

@@ -13,11 +13,9 @@ from pathlib import Path
 from typing import IO
 
 from fairlead.errors import RunDirectoryError, RunFailedError
-from fairlead_launch.reports import Announcement, Report
+from fairlead_launch.reports import Announcement, Report, secondary
 from fairlead_runs import History, read_history
 
-NOT_BEGUN = "stopped by SIGTERM before it began; nothing was lost"
-_NOT_BEGUN_EITHER = "stopped before it began; nothing was lost"
 _STOPS = {signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2}
 _STOPPED_AS_ASKED = {0, 75, 128 + signal.SIGTERM, 128 + signal.SIGINT} | {-number for number in _STOPS}
 
@@ -26,15 +24,8 @@ _STOPPED_AS_ASKED = {0, 75, 128 + signal.SIGTERM, 128 + signal.SIGINT} | {-numbe
 class Rank:
     """A process that the supervisor has started, and what is known of it.
 
-    Args:
-        rank: Its global rank.
-        process: The process.
-        reports: The pipe on which it says how it fails.
-        output: Its output until it has a log; None: it has the terminal.
-        ended: When it ended, seconds since the epoch.
-        report: What it said of its failure.
-        announced: Where its run is.
-        stopped_by_us: Whether it still ran when the run was given up.
+    It says how it fails on the pipe `reports`, and writes to `output` before it has a log (None: it has the terminal);
+    `ended` is in seconds since 1970; `stopped_by_us`: it still ran when the run was given up.
     """
 
     rank: int
@@ -58,21 +49,16 @@ def stopped_as_asked(code: int, report: Report | None) -> bool:
 
 
 def verdict(ranks: Sequence[Rank], stop: int | None, stderr: IO[str]) -> int:
-    """The exit code of the whole.
+    """The exit code of the whole, given the signal that first asked the run to stop.
 
-    Args:
-        ranks: All ranks of this machine.
-        stop: The signal that asked the run to stop first, or None.
-        stderr: Where it is said why the run ended.
-
-    Raises:
-        RunFailedError: A rank died; it is named, with its own traceback first.
+    Where a rank died, the `RunFailedError` names it, with its own traceback first.
     """
     if all(rank.code == 0 for rank in ranks):
         return 0
     if stop is not None and all(stopped_as_asked(rank.code, rank.report) for rank in ranks):
         reports = [rank.report for rank in ranks if rank.report is not None]
-        said = next((report.text for report in reports), NOT_BEGUN if stop == signal.SIGTERM else _NOT_BEGUN_EITHER)
+        not_begun = f"stopped by {signal.Signals(stop).name} before it began; nothing was lost"
+        said = next((report.text for report in reports), not_begun)
         if said:
             print(said, file=stderr, flush=True)
         return max((report.exit_code for report in reports), default=128 + stop)
@@ -108,11 +94,8 @@ def _record(first: Rank, ranks: Sequence[Rank]) -> None:
         return  # it ended before there was a run
     path = Path(run) / "history.jsonl"
     try:
-        since_start = [event["event"] for event in read_history(path)]
-        since_start = (
-            since_start[len(since_start) - since_start[::-1].index("start") :] if "start" in since_start else []
-        )
-        if "failed" not in since_start:
+        events = [event["event"] for event in read_history(path)]
+        if "failed" not in itertools.takewhile("start".__ne__, reversed(events)):
             text = first.report.text.splitlines()[-1] if first.report is not None else _how(first)
             History(path, rank=first.rank).append("failed", error=f"rank {first.rank} {text}"[:2000])
     except RunDirectoryError:
@@ -120,24 +103,18 @@ def _record(first: Rank, ranks: Sequence[Rank]) -> None:
 
 
 def _last_words(rank: Rank) -> str | None:
-    """What a crash in native code leaves: the end of the rank's output."""
-    log = rank.announced.log if rank.announced is not None else None
-    if log is None:
-        return _tail(rank)
+    """What a crash in native code leaves: the end of the rank's output, in its log once it has one."""
+    written = b""
     try:
-        lines = Path(log).read_text(errors="replace").splitlines()
+        if rank.announced is not None and rank.announced.log is not None:
+            written = Path(rank.announced.log).read_bytes()
+        elif rank.output is not None:
+            rank.output.seek(0)
+            written = rank.output.read()
     except OSError as error:
         return f"its log cannot be read: {error}"
+    lines = written.decode(errors="replace").splitlines()
     return "\n".join(_crash(lines) or lines[-20:]) or None
-
-
-def _tail(rank: Rank) -> str | None:
-    """The last lines that a rank wrote before it had a log."""
-    if rank.output is None:
-        return None
-    rank.output.seek(0)
-    lines = rank.output.read().decode(errors="replace").splitlines()[-20:]
-    return "\n".join(lines) or None
 
 
 def _crash(lines: Sequence[str]) -> list[str]:
@@ -158,7 +135,7 @@ def _crash(lines: Sequence[str]) -> list[str]:
 def _order(rank: Rank) -> tuple[int, float]:
     """Sorts the ranks by who failed first; one that only lost its peers, or that we stopped, comes last."""
     report = rank.report
-    if report is not None and not report.secondary and report.exit_code not in _STOPPED_AS_ASKED:
+    if report is not None and not secondary(report.text) and report.exit_code not in _STOPPED_AS_ASKED:
         return (0, report.time)
     if rank.stopped_by_us:
         return (3, rank.ended or 0.0)

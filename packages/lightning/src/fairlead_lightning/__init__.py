@@ -1,8 +1,4 @@
-"""Fairlead's bridge to Lightning: `Trainer`, `fabric`, `LoopRun` and the callback `Fairlead`, imported when first used.
-
-Importing this package imports neither torch nor lightning, so that its plugins can be listed and
-checked on a login node.
-"""
+"""Fairlead's bridge to Lightning, imported when first used: listing its plugins imports no torch."""
 
 from __future__ import annotations
 

@@ -22,12 +22,7 @@ PASSED_ON: Final = tuple(marked(TrainerConfig, PassedToLightning))
 
 
 def build_backend(config: BackendConfig, context: BuildContext) -> Any:
-    """Imports the runtime that a config's plugin names and calls it with the config and the context.
-
-    Raises:
-        PluginError: The plugin has no runtime, or its runtime cannot be imported.
-        MissingDependencyError: Its engine is not installed.
-    """
+    """What the runtime that a config's plugin names makes of the config; an error in it names the plugin."""
     plugins = context.plugins
     plugins.require_engines(config.axis, config.name, where=f"trainer.{config.axis}")
     plugin = plugins.of(config)
@@ -47,15 +42,7 @@ def build_backend(config: BackendConfig, context: BuildContext) -> Any:
 
 
 def build_guard(context: BuildContext, flags: StopSignals | None = None) -> StopGuard:
-    """What stops a run on the signals of its requeuer; torch is not imported for it.
-
-    Args:
-        context: What it is built with; the requeuer is the resolution's.
-        flags: Those of an earlier guard of this process; None: new ones.
-
-    Raises:
-        PluginError: It cannot be imported.
-    """
+    """What stops a run on its requeuer's signals, on an earlier guard's `flags` if given; imports no torch."""
     config = context.resolution.requeue
     plugin = cast("RequeuePlugin", context.plugins.of(config))
     guard: StopGuard = _imported(plugin.guard, f"the guard of the requeue {config.name!r}")(config, context, flags)
@@ -101,12 +88,7 @@ def build_plugins(context: BuildContext) -> dict[str, Any]:
 
 
 def trainer_arguments(context: BuildContext, root: CodeRoot) -> dict[str, Any]:
-    """All keyword arguments of lightning.pytorch.Trainer but callbacks and loggers of our own.
-
-    Args:
-        context: What the runtimes are built with.
-        root: Where the user's callbacks are found.
-    """
+    """All keyword arguments of lightning.pytorch.Trainer but callbacks and loggers of our own."""
     config = context.resolution.trainer
     arguments = {name: getattr(config, name) for name in PASSED_ON}
     arguments |= build_plugins(replace(context, engine="trainer"))

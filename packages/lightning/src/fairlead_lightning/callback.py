@@ -20,7 +20,7 @@ from fairlead_distributed.run.opening import open_session
 from fairlead_distributed.run.session import RunSession
 from fairlead_lightning import compat
 from fairlead_lightning.build import build_backend
-from fairlead_lightning.checkpoint.committing import copies_of
+from fairlead_lightning.checkpoint.commits import copies_of
 from fairlead_lightning.fit import FitParts, as_seen, callbacks_of, described_job, metrics_file, run_config
 from fairlead_lightning.resume.seen import uncut_loggers
 from fairlead_runs.batch_policy import batch_plan
@@ -101,7 +101,7 @@ class Fairlead(L.Callback):
                 trainer.print(message)
             _commit_checkpoints(trainer, BuildContext(resolution, self._environ, plugins))
             self._accumulate = trainer.accumulate_grad_batches
-            trainer.accumulate_grad_batches = batch_plan(resolution, session.previous).accumulate_grad_batches
+            trainer.accumulate_grad_batches = batch_plan(resolution, session.previous)
             if session.resumed and (uncut := uncut_loggers(trainer.loggers)):
                 names = ", ".join(uncut)
                 trainer.print(f"{names}: not cut back, steps that are done again are in it twice; metrics.csv is right")
@@ -149,10 +149,5 @@ def _commit_checkpoints(trainer: L.Trainer, context: BuildContext) -> None:
 
 def _trainer_settings(trainer: L.Trainer) -> dict[str, Any]:
     """What identifies the run among the Trainer's own settings; the rest may change on a resume."""
-    return {
-        "max_steps": trainer.max_steps,
-        "max_epochs": trainer.max_epochs,
-        "precision": str(trainer.precision),
-        "accumulate_grad_batches": trainer.accumulate_grad_batches,
-        "gradient_clip_val": trainer.gradient_clip_val,
-    }
+    names = ("max_steps", "max_epochs", "accumulate_grad_batches", "gradient_clip_val")
+    return {"precision": str(trainer.precision), **{name: getattr(trainer, name) for name in names}}

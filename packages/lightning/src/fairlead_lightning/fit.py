@@ -39,8 +39,6 @@ from fairlead_lightning.metrics.metrics_file import METRICS_FILE, MetricsFile
 from fairlead_lightning.resume.averages import AverageOverRanks
 from fairlead_lightning.resume.exact_resume import ExactResume, saved_positions
 
-# -- plan: what is decided before anything is built
-
 
 def run_config(run: str | os.PathLike[str] | RunConfig | None) -> RunConfig:
     """The run's name and place; a path says both, and that nothing is seeded here."""
@@ -55,11 +53,7 @@ def run_config(run: str | os.PathLike[str] | RunConfig | None) -> RunConfig:
 def plan(
     config: TrainerConfig, *, environ: Mapping[str, str], plugins: PluginManager, run: RunConfig | None = None
 ) -> Resolution:
-    """Every decision of a run that is about to start here.
-
-    Raises:
-        ConfigError: The config does not fit this machine or launcher; all that is wrong, together.
-    """
+    """Every decision of a run that is about to start here, or all that is wrong with it in one `ConfigError`."""
     resolution, findings = check_trainer(config, environ=environ, plugins=plugins, run=run, purpose="run")
     raise_errors(findings)
     return resolution
@@ -72,9 +66,7 @@ def as_seen(engine: L.Trainer | lf.Fabric, resolution: Resolution, config: Train
     counts: dict[str, Any] = {"world_size": ranks, "num_nodes": nodes, "devices": ranks // nodes}
     seen = {
         **counts,
-        "global_rank": engine.global_rank,
-        "local_rank": engine.local_rank,
-        "node_rank": engine.node_rank,
+        **{name: getattr(engine, name) for name in ("global_rank", "local_rank", "node_rank")},
         "strategy": type(engine.strategy).__name__,
         "precision": precision,
         "accelerator": type(engine.accelerator).__name__,
@@ -98,19 +90,10 @@ def starts_ranks(resolution: Resolution) -> bool:
     return trains_here(resolution) and not resolution.topology.launched and resolution.world_size > 1
 
 
-# -- join: the ranks meet
-
-
 def join_ranks(resolution: Resolution, environ: Mapping[str, str], config_hash: str | None = None) -> None:
     """The ranks that a launcher started meet, unless Lightning starts them and they meet there."""
     if waiting_handoff(environ) is None:
         join_process_group(resolution, environ, config_hash=config_hash)
-
-
-# -- open the run: `open_session`, where one rank decides for all which start it is, and what it resumes from
-
-
-# -- build: what only an open run can have; the trainer's own objects are those of `build.py`
 
 
 def metrics_file(session: RunSession) -> MetricsFile:
@@ -133,19 +116,8 @@ def run_loggers(session: RunSession, context: BuildContext) -> list[Logger]:
     return [metrics_file(session), *filter(None, built)]
 
 
-# -- callbacks: what keeps a fit alive, and its run right
-
-
 class FitParts:
-    """The callbacks that Fairlead adds to a Lightning Trainer: made once, attached to one fit after another.
-
-    Args:
-        context: What they are built with: the resolution, the environment, the plugins.
-        say: Tells the user, on the first rank; None: prints.
-        seed: The run's, for the loaders; None: that of Lightning's `seed_everything`.
-        inexact: What in the settings keeps a resume from being exact; None: asks the trainer.
-        guard: What stops a fit on a signal; None: made from the resolution's requeuer.
-    """
+    """The callbacks that Fairlead adds to a Lightning Trainer: made once, attached to one fit after another."""
 
     def __init__(
         self,
@@ -172,8 +144,7 @@ class FitParts:
     ) -> list[L.Callback]:
         """A fit of this run begins: gives the trainer what belongs to it, and returns the callbacks among that.
 
-        They come in this order: a stop is carried out when all others have had their say. A run that is finished gets
-        nothing that records: Lightning restores its weights, and trains no further.
+        A stop is carried out last, when all others have had their say. A finished run gets nothing that records.
         """
         saves = [Checkpoints(checkpoint, session, self.exact)] if checkpoint is not None else []
         writes = saves[0] if saves else None
@@ -213,9 +184,6 @@ def callbacks_of(trainer: L.Trainer) -> list[L.Callback]:
     return attached
 
 
-# -- train
-
-
 def handing_over(session: RunSession, resolution: Resolution) -> AbstractContextManager[None]:
     """Ranks that Lightning starts from this process run the script again, and have to be told of the run."""
     return handed_over(session) if starts_ranks(resolution) else nullcontext()
@@ -223,10 +191,7 @@ def handing_over(session: RunSession, resolution: Resolution) -> AbstractContext
 
 @contextmanager
 def training(trainer: L.Trainer, session: RunSession, resolution: Resolution, stops: Stops) -> Iterator[None]:
-    """Around Lightning's `fit`, which may start ranks, and restores the checkpoint.
-
-    With `ddp_spawn` the signals come to this process as well, and what the ranks end with is raised here.
-    """
+    """Around Lightning's `fit`, which may start ranks; with `ddp_spawn`, what they end with is raised here."""
     with handing_over(session, resolution), readable_load_errors(session.checkpoint):
         if not trains_here(resolution):
             stops.pass_on(trainer)

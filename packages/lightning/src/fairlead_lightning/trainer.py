@@ -26,7 +26,7 @@ from fairlead_launch.reports import keep_log
 from fairlead_lightning import compat
 from fairlead_lightning.build import trainer_arguments
 from fairlead_lightning.checkpoint.checkpoints import Checkpoints
-from fairlead_lightning.checkpoint.committing import copies_of
+from fairlead_lightning.checkpoint.commits import copies_of
 from fairlead_lightning.checkpoint.rebuilt import Rebuilt, rebuild
 from fairlead_lightning.checkpoint.saving import save_on_all_ranks
 from fairlead_lightning.display.progress import Progress
@@ -107,7 +107,7 @@ class Trainer(L.Trainer):
         """What `from_checkpoint` has built; else None."""
         self._fitted = False
         self._context = BuildContext(self.resolution, environ, plugins)
-        self.progress = Progress(self.fairlead_config.progress_interval)
+        self.progress = Progress(self.fairlead_config.progress_interval, environ=environ)
         self.parts = FitParts(
             self._context,
             say=self.progress.say,
@@ -186,8 +186,6 @@ class Trainer(L.Trainer):
         """A plugin manager cannot be pickled, and ranks that are spawned do not need it."""
         return {**self.__dict__, "_context": None}
 
-    # -- fit
-
     def fit(
         self,
         model: L.LightningModule | None = None,
@@ -263,7 +261,7 @@ class Trainer(L.Trainer):
         """Gives this fit its records: loggers, checkpoints, history; what comes after it must not write there."""
         root_dir = Path(self.default_root_dir)
         checkpoint = self.fairlead_config.checkpoint if self.fairlead_config.enable_checkpointing else None
-        self.accumulate_grad_batches = batch_plan(self.resolution, session.previous).accumulate_grad_batches
+        self.accumulate_grad_batches = batch_plan(self.resolution, session.previous)
         try:
             compat.set_root_dir(self, session.path)
             loggers = run_loggers(session, self._context) if session.finished is None else []
@@ -299,10 +297,7 @@ class Trainer(L.Trainer):
             super().save_checkpoint(filepath, weights_only, storage_options)
 
     def validate(self, *args: Any, **kwargs: Any) -> Any:
-        """As in Lightning, once the ranks have met; so are `test` and `predict`.
-
-        Without a model they take that of `from_checkpoint`, with its data and, before a fit, its weights.
-        """
+        """As in Lightning; without a model with that of `from_checkpoint`, its data and, before a fit, its weights."""
         return super().validate(*args, **self._evaluation(args, kwargs))
 
     def test(self, *args: Any, **kwargs: Any) -> Any:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from fairlead import BuildContext, Capability, PrecisionConfigBase, PrecisionPlugin, Resolution, hookimpl
+from fairlead import BuildContext, Capability, PrecisionConfigBase, hookimpl
 from fairlead.findings import Inexact
-from fairlead_precision.modes import LIGHTNING, lightning_precisions
+from fairlead_precision.modes import LIGHTNING, UnprovenPrecision, lightning_precisions
 
 
 class BitsandbytesPrecisionConfig(PrecisionConfigBase):
@@ -36,7 +36,7 @@ class BitsandbytesPrecisionConfig(PrecisionConfigBase):
         return self
 
 
-class Bitsandbytes(PrecisionPlugin):
+class Bitsandbytes(UnprovenPrecision):
     """Quantised linear layers."""
 
     config = BitsandbytesPrecisionConfig
@@ -44,6 +44,12 @@ class Bitsandbytes(PrecisionPlugin):
     aliases = ("BitsandbytesPluginConfig",)
     engines = (*LIGHTNING, "bitsandbytes>=0.50")
     extra = "bitsandbytes"
+    unproven = Inexact(
+        "precision: bitsandbytes",
+        why="no test has resumed it: weights are quantised again when they are loaded",
+        fix="precision: bf16-true",
+        certain=False,
+    )
 
     @hookimpl
     def fairlead_capabilities(self) -> Iterable[Capability]:
@@ -54,16 +60,6 @@ class Bitsandbytes(PrecisionPlugin):
             "no",
             "Lightning supports bitsandbytes on CUDA GPUs only",
             "precision: bf16-true",
-        )
-
-    @hookimpl
-    def fairlead_exactness(self, resolution: Resolution) -> Iterator[Inexact]:
-        """Nobody has shown it, so it is not known."""
-        yield Inexact(
-            "precision: bitsandbytes",
-            why="no test has resumed it: weights are quantised again when they are loaded",
-            fix="precision: bf16-true",
-            certain=False,
         )
 
 

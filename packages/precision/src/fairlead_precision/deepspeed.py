@@ -10,12 +10,7 @@ from fairlead_precision.modes import LIGHTNING, Mode, StrategyPrecision, lightni
 
 
 class DeepSpeedPrecisionConfig(PrecisionConfigBase):
-    """The precision of the strategy `deepspeed`, named outright.
-
-    Example:
-        >>> DeepSpeedPrecisionConfig().precision
-        '32-true'
-    """
+    """The precision of the strategy `deepspeed`, named outright."""
 
     name: Literal["deepspeed"] = "deepspeed"
     precision: Mode = "32-true"

@@ -10,12 +10,7 @@ from fairlead_precision.modes import GeneralPrecision, build_for_strategy, light
 
 
 class DoublePrecisionConfig(PrecisionConfigBase):
-    """64-bit parameters and gradients: slow, for telling rounding from a mistake.
-
-    Example:
-        >>> DoublePrecisionConfig().name
-        '64-true'
-    """
+    """64-bit parameters and gradients: slow, for telling rounding from a mistake."""
 
     name: Literal["64-true"] = "64-true"
 

@@ -10,12 +10,7 @@ from fairlead_precision.modes import LIGHTNING, Mode, StrategyPrecision, lightni
 
 
 class FSDPPrecisionConfig(PrecisionConfigBase):
-    """The precision of the strategy `fsdp`, named outright.
-
-    Example:
-        >>> FSDPPrecisionConfig().precision
-        '32-true'
-    """
+    """The precision of the strategy `fsdp`, named outright."""
 
     name: Literal["fsdp"] = "fsdp"
     precision: Mode = "32-true"

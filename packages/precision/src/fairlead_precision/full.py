@@ -9,12 +9,7 @@ from fairlead_precision.modes import GeneralPrecision, build_for_strategy, light
 
 
 class FullPrecisionConfig(PrecisionConfigBase):
-    """32-bit parameters and computation: the default.
-
-    Example:
-        >>> FullPrecisionConfig().name
-        '32-true'
-    """
+    """32-bit parameters and computation: the default."""
 
     name: Literal["32-true"] = "32-true"
 

@@ -2,28 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable
 from typing import Any, Literal
 
-from fairlead import BuildContext, Capability, Finding, PrecisionConfigBase, Resolution, hookimpl
-from fairlead_precision.hardware import emulated_bfloat16
-from fairlead_precision.modes import GeneralPrecision, Half, build_for_strategy, lightning_precisions
+from fairlead import BuildContext, Capability, PrecisionConfigBase, hookimpl
+from fairlead_precision.modes import Half, SixteenBitPrecision, build_for_strategy, lightning_precisions
 
 
 class HalfPrecisionConfig(PrecisionConfigBase):
-    """16-bit parameters and computation: half the memory, at the price of accuracy.
-
-    Example:
-        >>> HalfPrecisionConfig(dtype="bfloat16").name
-        'half'
-    """
+    """16-bit parameters and computation: half the memory, at the price of accuracy."""
 
     name: Literal["half"] = "half"
     dtype: Half = "float16"
     """`float16` has more digits, `bfloat16` the range of 32-bit numbers: it neither overflows nor needs tuning."""
 
 
-class HalfPrecision(GeneralPrecision):
+class HalfPrecision(SixteenBitPrecision):
     """16-bit numbers throughout."""
 
     config = HalfPrecisionConfig
@@ -41,14 +35,6 @@ class HalfPrecision(GeneralPrecision):
             "and the first parameter with a zero gradient becomes NaN",
             "precision: bf16-true, or an optimizer with eps=1e-4",
         )
-
-    @hookimpl
-    def fairlead_check(self, resolution: Resolution, environ: Mapping[str, str]) -> Iterator[Finding]:
-        """Old GPUs emulate bfloat16."""
-        config = resolution.precision
-        assert isinstance(config, HalfPrecisionConfig)
-        if config.dtype == "bfloat16":
-            yield from emulated_bfloat16(resolution)
 
 
 def build(config: HalfPrecisionConfig, context: BuildContext) -> Any:

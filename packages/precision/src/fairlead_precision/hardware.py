@@ -1,7 +1,6 @@
 """What a device can compute natively.
 
-Checks go by its name, because they run where there is no torch; a name that is not recognised gives None: nothing is
-claimed about it.
+Checks go by its name, because they run where there is no torch; of one that is not recognised nothing is claimed.
 """
 
 from __future__ import annotations
@@ -25,32 +24,17 @@ def _matches(pattern: str, name: str) -> bool:
 
 
 def has_fp8(name: str) -> bool | None:
-    """Whether a device computes in 8-bit floating point natively; None when its name is not known.
-
-    Example:
-        >>> has_fp8("NVIDIA H100 80GB HBM3"), has_fp8("NVIDIA A100-SXM4-80GB"), has_fp8("Nonesuch")
-        (True, False, None)
-    """
+    """Whether a device computes in 8-bit floating point natively; None when its name is not known."""
     if _matches(f"{_BEFORE_8_0}|{_BEFORE_8_9}", name):  # first: a "Quadro RTX 4000" is no "RTX 4000 Ada"
         return False
     return True if _matches(_FROM_8_9, name) else None
 
 
 def has_bf16(name: str) -> bool | None:
-    """Whether a device computes in bfloat16 natively; None when its name is not known.
-
-    Example:
-        >>> has_bf16("NVIDIA A100-SXM4-80GB"), has_bf16("Tesla V100-SXM2-32GB")
-        (True, False)
-    """
+    """Whether a device computes in bfloat16 natively; None when its name is not known."""
     if _matches(_BEFORE_8_0, name):
         return False
     return True if _matches(f"{_BEFORE_8_9}|{_FROM_8_9}", name) else None
-
-
-def fp8_native(capability: tuple[int, int]) -> bool:
-    """Whether a CUDA compute capability has FP8 units: 8.9 (Ada), 9.0 (Hopper) and later."""
-    return capability >= (8, 9)
 
 
 def emulated_bfloat16(resolution: Resolution) -> Iterator[Finding]:

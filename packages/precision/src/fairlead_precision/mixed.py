@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable
 from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from fairlead import BuildContext, Capability, Finding, PrecisionConfigBase, Resolution, hookimpl
-from fairlead_precision.hardware import emulated_bfloat16
-from fairlead_precision.modes import GeneralPrecision, Half, build_for_strategy, lightning_precisions
+from fairlead import BuildContext, Capability, PrecisionConfigBase, hookimpl
+from fairlead_precision.modes import Half, SixteenBitPrecision, build_for_strategy, lightning_precisions
 
 
 class MixedPrecisionConfig(PrecisionConfigBase):
-    """32-bit parameters, 16-bit computation where that is safe (automatic mixed precision).
-
-    Example:
-        >>> MixedPrecisionConfig(dtype="float16", init_scale=1024.0).growth_interval
-        2000
-    """
+    """32-bit parameters, 16-bit computation where that is safe (automatic mixed precision)."""
 
     name: Literal["mixed"] = "mixed"
     dtype: Half = "bfloat16"
@@ -46,7 +40,7 @@ class MixedPrecisionConfig(PrecisionConfigBase):
         return {name: getattr(self, name) for name in names}
 
 
-class MixedPrecision(GeneralPrecision):
+class MixedPrecision(SixteenBitPrecision):
     """Automatic mixed precision."""
 
     config = MixedPrecisionConfig
@@ -63,14 +57,6 @@ class MixedPrecision(GeneralPrecision):
             "Lightning has no float16 mixed precision on a CPU and would silently use bfloat16",
             "precision: bf16-mixed",
         )
-
-    @hookimpl
-    def fairlead_check(self, resolution: Resolution, environ: Mapping[str, str]) -> Iterator[Finding]:
-        """Old GPUs emulate bfloat16."""
-        config = resolution.precision
-        assert isinstance(config, MixedPrecisionConfig)
-        if config.dtype == "bfloat16":
-            yield from emulated_bfloat16(resolution)
 
 
 def build(config: MixedPrecisionConfig, context: BuildContext) -> Any:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, ClassVar, Literal, cast, get_args
 
-from fairlead import BuildContext, Capability, PrecisionPlugin, Resolution, StrategyPlugin, hookimpl
+from fairlead import BuildContext, Capability, Finding, PrecisionPlugin, Resolution, StrategyPlugin, hookimpl
 from fairlead.capabilities import InstalledPlugins
 from fairlead.errors import ConfigError
 from fairlead.findings import Inexact
 from fairlead.open_union import parse_backend
+from fairlead_precision.hardware import emulated_bfloat16
 
 LIGHTNING = ("torch>=2.13", "lightning>=2.6.6,<2.7")
 """The engines that every precision needs."""
@@ -31,15 +32,8 @@ def lightning_precisions(context: BuildContext) -> Any:
 def build_for_strategy(mode: str, context: BuildContext, scaler: dict[str, Any] | None = None) -> Any | None:
     """What computes a mode under a strategy that accepts its own precision only; None where it takes any.
 
-    It is the same choice as Lightning's own for `precision="bf16-mixed"` and the like.
-
-    Args:
-        mode: Lightning's name of the precision, such as `bf16-mixed`.
-        context: For engine and strategy.
-        scaler: Arguments of the gradient scaler, for `16-mixed`; in `context.extras` for the precision.
-
-    Raises:
-        ConfigError: The strategy does not know the mode.
+    It is the same choice as Lightning's own for `precision="bf16-mixed"` and the like.  `scaler` is for `16-mixed`: the
+    arguments of the gradient scaler, which the precision finds in `context.extras`.
     """
     strategy = context.resolution.strategy
     tag = cast("StrategyPlugin", context.plugins.of(strategy)).precision
@@ -70,13 +64,33 @@ class GeneralPrecision(PrecisionPlugin):
         return ()
 
 
-class StrategyPrecision(PrecisionPlugin):
+class SixteenBitPrecision(GeneralPrecision):
+    """One whose config has a 16-bit `dtype`."""
+
+    @hookimpl
+    def fairlead_check(self, resolution: Resolution, environ: Mapping[str, str]) -> Iterator[Finding]:
+        """Old GPUs emulate bfloat16."""
+        config: Any = resolution.precision
+        if config.dtype == "bfloat16":
+            yield from emulated_bfloat16(resolution)
+
+
+class UnprovenPrecision(PrecisionPlugin):
+    """One of which nobody has shown whether it resumes exactly."""
+
+    unproven: ClassVar[Inexact]
+
+    @hookimpl
+    def fairlead_exactness(self, resolution: Resolution) -> Iterable[Inexact]:
+        """It is not known."""
+        yield self.unproven
+
+
+class StrategyPrecision(UnprovenPrecision):
     """A precision made for the strategies that name it in `StrategyPlugin.precision`."""
 
     reason: ClassVar[str]
     """Why no other strategy can use it."""
-    unproven: ClassVar[Inexact]
-    """Why nobody knows whether it resumes exactly."""
 
     @hookimpl
     def fairlead_capabilities(self, plugins: InstalledPlugins) -> Iterable[Capability]:
@@ -85,8 +99,3 @@ class StrategyPrecision(PrecisionPlugin):
         others = tuple(f"strategy.{name}" for name, strategy in strategies if strategy.precision != self.tag)
         fix = "precision: bf16-mixed, or another general name, which fits every strategy"
         yield Capability(f"precision.{self.tag}", others, "no", self.reason, fix)
-
-    @hookimpl
-    def fairlead_exactness(self, resolution: Resolution) -> Iterable[Inexact]:
-        """Nobody has shown it, so it is not known."""
-        yield self.unproven

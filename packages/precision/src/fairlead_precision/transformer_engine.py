@@ -7,12 +7,12 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
-from fairlead import BuildContext, Capability, Finding, PrecisionConfigBase, PrecisionPlugin, Resolution, hookimpl
+from fairlead import BuildContext, Capability, Finding, PrecisionConfigBase, Resolution, hookimpl
 from fairlead.config_bases import ConfigModel
 from fairlead.errors import ConfigError
 from fairlead.findings import Inexact
-from fairlead_precision.hardware import fp8_native, has_bf16, has_fp8
-from fairlead_precision.modes import LIGHTNING, Half, lightning_precisions
+from fairlead_precision.hardware import has_bf16, has_fp8
+from fairlead_precision.modes import LIGHTNING, Half, UnprovenPrecision, lightning_precisions
 
 
 class FP8Recipe(ConfigModel):
@@ -29,12 +29,7 @@ class FP8Recipe(ConfigModel):
 
 
 class TransformerEnginePrecisionConfig(PrecisionConfigBase):
-    """8-bit floating point in linear layers, by NVIDIA's Transformer Engine; H100-class GPUs.
-
-    Example:
-        >>> TransformerEnginePrecisionConfig(replace_layers=True).weights_dtype
-        'bfloat16'
-    """
+    """8-bit floating point in linear layers, by NVIDIA's Transformer Engine; H100-class GPUs."""
 
     name: Literal["transformer-engine"] = "transformer-engine"
     weights_dtype: Half = "bfloat16"
@@ -48,7 +43,7 @@ class TransformerEnginePrecisionConfig(PrecisionConfigBase):
     """What operations without 8-bit support compute in; None: `weights_dtype`."""
 
 
-class TransformerEngine(PrecisionPlugin):
+class TransformerEngine(UnprovenPrecision):
     """8-bit floating point."""
 
     config = TransformerEnginePrecisionConfig
@@ -56,6 +51,12 @@ class TransformerEngine(PrecisionPlugin):
     aliases = ("TransformerEnginePluginConfig",)
     engines = (*LIGHTNING, "transformer-engine>=2.20")
     extra = "transformer-engine"
+    unproven = Inexact(
+        "precision: transformer-engine",
+        why="no test has resumed it: it scales by the largest values of past steps",
+        fix="precision: bf16-mixed",
+        certain=False,
+    )
     codes: ClassVar[Mapping[str, str]] = {"precision-fp8": "The device has no 8-bit floating point units."}
 
     @hookimpl
@@ -85,28 +86,14 @@ class TransformerEngine(PrecisionPlugin):
                 fix=f"precision: {instead}",
             )
 
-    @hookimpl
-    def fairlead_exactness(self, resolution: Resolution) -> Iterator[Inexact]:
-        """Nobody has shown it, so it is not known."""
-        yield Inexact(
-            "precision: transformer-engine",
-            why="no test has resumed it: it scales by the largest values of past steps",
-            fix="precision: bf16-mixed",
-            certain=False,
-        )
-
 
 def build(config: TransformerEnginePrecisionConfig, context: BuildContext) -> Any:
-    """Lightning's plugin, whose constructor imports Transformer Engine.
-
-    Raises:
-        ConfigError: This GPU has no 8-bit floating point units.
-    """
+    """Lightning's plugin, whose constructor imports Transformer Engine; raises where a GPU has no 8-bit units."""
     import torch
 
     if torch.cuda.is_available():
         capability = torch.cuda.get_device_capability()
-        if not fp8_native(capability):
+        if capability < (8, 9):  # the first with FP8 units, Ada; Hopper is 9.0
             raise ConfigError(
                 f"{torch.cuda.get_device_name()} cannot compute in 8-bit floating point",
                 where="trainer.precision",

@@ -10,12 +10,7 @@ from fairlead_precision.modes import LIGHTNING, StrategyPrecision, lightning_pre
 
 
 class XLAPrecisionConfig(PrecisionConfigBase):
-    """The precision of the strategy `xla`, named outright.
-
-    Example:
-        >>> XLAPrecisionConfig().precision
-        '32-true'
-    """
+    """The precision of the strategy `xla`, named outright."""
 
     name: Literal["xla"] = "xla"
     precision: Literal["32-true", "16-true", "bf16-true"] = "32-true"

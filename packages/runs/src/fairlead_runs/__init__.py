@@ -1,17 +1,5 @@
 """What a run leaves and finds again: its directory, checkpoints, history and heartbeats; for any loop, without torch.
 
-```
-runs/gpt/
-  job.yaml              the job as asked, secrets redacted
-  fingerprint.json      the settings that make it this run
-  starts/N/             resolution.json, provenance.json of each start
-  history.jsonl         one event a line
-  metrics.csv           written by the trainer
-  checkpoints/          `fairlead_runs.commit`
-  logs/  heartbeats/    written by the ranks
-  .lock                 who is using it now
-```
-
 The process that trains opens it with `RunDirectory.open`; `fairlead runs` and `status` read it with `list_runs`
 and `state`.
 """

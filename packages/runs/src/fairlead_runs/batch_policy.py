@@ -3,50 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from fairlead.errors import ConfigError
 from fairlead.resolve import Resolution
 
 
-@dataclass(frozen=True)
-class BatchPlan:
-    """How many batches of each rank make one optimizer step.
+def batch_plan(resolution: Resolution, previous: Mapping[str, Any] | None) -> int:
+    """How many batches of each rank make one optimizer step, by `trainer.batch_policy`.
 
-    Args:
-        accumulate_grad_batches: The number to give to Lightning.
-        reason: Why this number.
-    """
-
-    accumulate_grad_batches: int
-    reason: str
-
-
-def batch_plan(resolution: Resolution, previous: Mapping[str, Any] | None) -> BatchPlan:
-    """Decides by `trainer.batch_policy`.
-
-    Global batch = batch of a rank x world size x accumulate_grad_batches.
-
-    Args:
-        resolution: The run as it is to start now.
-        previous: The metadata of the checkpoint it resumes from; None: it starts afresh.
-
-    Raises:
-        ConfigError: The world size changed and nothing says what to keep, or the old global batch
-            cannot be made of whole batches of the new ranks.
+    `previous` is the metadata of the checkpoint that the run resumes from. Global batch = batch of a rank x world size
+    x accumulate_grad_batches. `ConfigError`: the world size changed and nothing says what to keep, or the old global
+    batch cannot be made of whole batches of the new ranks.
     """
     asked = resolution.trainer.accumulate_grad_batches
     if previous is None or previous.get("world_size") is None:
-        return BatchPlan(asked, "trainer.accumulate_grad_batches")
+        return asked
     old_world, new_world = int(previous["world_size"]), resolution.world_size
     # Not what the config asks for: the start before may have kept the global batch of one before it.
     old = old_world * int(previous.get("accumulate_grad_batches", asked))
     policy = resolution.trainer.batch_policy
-    if old == new_world * asked:
-        return BatchPlan(asked, "trainer.accumulate_grad_batches")
-    if policy == "keep_per_device":
-        return BatchPlan(asked, f"batch_policy=keep_per_device; the world size was {old_world}, is {new_world}")
+    if old == new_world * asked or policy == "keep_per_device":
+        return asked
     if policy is None:
         raise ConfigError(
             f"the run was trained with {old_world} ranks and would resume with {new_world}",
@@ -64,4 +42,4 @@ def batch_plan(resolution: Resolution, previous: Mapping[str, Any] | None) -> Ba
             why=f"{old} / {new_world} is not a whole number",
             fix=f"start {sizes} ranks, or set batch_policy: keep_per_device",
         )
-    return BatchPlan(old // new_world, f"batch_policy=keep_global; the world size was {old_world}, is {new_world}")
+    return old // new_world

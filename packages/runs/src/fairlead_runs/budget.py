@@ -11,13 +11,10 @@ from fairlead.config_bases import RequeueConfigBase
 
 @dataclass(frozen=True)
 class StartCounts:
-    """What a run has used up of its starts.
+    """What a run has used up of its starts, and its ends by reason (`preempted`, `time_limit`, ...) or failure.
 
-    Attributes:
-        requeues: How often the scheduler's job of the last start was started again by Fairlead.
-        without_progress: Starts in a row, the last one included, that kept no new training step.
-        stops: How often the run was stopped, by reason: `preempted`, `time_limit`, ...
-        failures: How often it failed; not a stop, and not counted as one.
+    `requeues` count how often Fairlead has started the scheduler's job of the last start again, `without_progress` the
+    starts in a row, the last one included, that kept no new training step.
     """
 
     requeues: int = 0
@@ -27,13 +24,7 @@ class StartCounts:
 
 
 def count_starts(events: Sequence[Mapping[str, Any]]) -> StartCounts:
-    """Counts in the events of a history, oldest first.
-
-    Example:
-        >>> events = [{"event": "start", "job": "7"}, {"event": "requeue"}, {"event": "start", "job": "7"}]
-        >>> count_starts(events).requeues
-        1
-    """
+    """Counts in the events of a history, oldest first."""
     requeues, idle, failures = 0, 0, 0
     stops: dict[str, int] = {}
     job: Any = None
@@ -52,12 +43,7 @@ def count_starts(events: Sequence[Mapping[str, Any]]) -> StartCounts:
 
 
 def refusal(config: RequeueConfigBase, events: Sequence[Mapping[str, Any]]) -> str | None:
-    """Why the run is not to be started once more; None when it is.
-
-    Args:
-        config: The budgets.
-        events: The history, with this stop or the checkpoint of it.
-    """
+    """Why the run is not to be started once more, None when it is; `events` include this stop or its checkpoint."""
     used = count_starts(events)
     if config.max_requeues is not None and used.requeues >= config.max_requeues:
         return f"it was started again {used.requeues} times, and max_requeues is {config.max_requeues}"

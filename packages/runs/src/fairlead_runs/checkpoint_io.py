@@ -20,9 +20,8 @@ gives the tensor to read into, a DTensor for this rank's part, or None for a new
 class DurableSaves(Protocol):
     """A Lightning `CheckpointIO` that says when a checkpoint is durable.
 
-    A manifest, `latest` and retention may only follow bytes that survive a power cut.  With a
-    backend that has these methods they go into `then`; with one that does not, they follow
-    `save_checkpoint`, which then must not return before the file is complete.
+    A manifest, `latest` and retention may only follow bytes that survive a power cut: with these methods they go into
+    `then`; without, they follow `save_checkpoint`, which then must not return before the file is complete.
     """
 
     def submit(
@@ -38,7 +37,6 @@ class DurableSaves(Protocol):
             FairleadError: This save failed (`where` is this path), or an earlier one did (`where`
                 is that path): then this one was accepted all the same.
         """
-        ...
 
     def wait(self) -> None:
         """Returns when everything submitted is durable and every `then` has run.
@@ -46,20 +44,18 @@ class DurableSaves(Protocol):
         Raises:
             FairleadError: A save failed that was not reported yet; each is reported once.
         """
-        ...
 
 
 @runtime_checkable
 class ShardedSaves(Protocol):
     """A Lightning `CheckpointIO` that saves on all ranks together, each its own part.
 
-    Lightning's strategies call their CheckpointIO on rank 0 only, so whoever saves hands such a backend the
-    checkpoint of every rank.  All of these are called on all ranks, in the same order, in the thread that trains.
+    Lightning calls a CheckpointIO on rank 0 only, so whoever saves hands this one the checkpoint of every rank.  All of
+    these are called on all ranks, in the same order, in the thread that trains.
     """
 
     def meet(self) -> None:
         """Makes what the ranks need to talk to each other, once; `submit_shards` does so too."""
-        ...
 
     def submit_shards(
         self,
@@ -74,24 +70,15 @@ class ShardedSaves(Protocol):
         Args:
             checkpoint: As Lightning dumps it; tensors may be DTensors.  Ranks that hold no part of it give less.
             path: The directory, the same on all ranks.
-            then: Takes the checksum of each file by its name in the directory.  It runs in the calling thread before
-                this returns, or later in the thread that writes; it must not call this object.  It is not called
-                when the save fails on any rank; when it raises, that counts as a failure of this save.
+            then: Takes the checksum of each file by its name in the directory; otherwise as in `DurableSaves.submit`.
             names: For each optimizer the names of its parameters, in the order of its groups; None: not of the module.
 
         Raises:
-            FairleadError: This save failed on some rank (`where` is this path), or an earlier one did (`where` is that
-                path): then this one was accepted all the same.  Raised on all ranks.
+            FairleadError: As `DurableSaves.submit`, on all ranks.
         """
-        ...
 
     def wait(self) -> None:
-        """Returns when everything submitted is durable and every `then` has run.
-
-        Raises:
-            FairleadError: A save failed that was not reported yet; each is reported once.
-        """
-        ...
+        """As `DurableSaves.wait`."""
 
 
 @runtime_checkable
@@ -101,20 +88,16 @@ class ShardedLoads(Protocol):
     def load_shards(
         self, path: str | os.PathLike[str], place: PlaceTensor, weights_only: bool | None = None
     ) -> dict[str, Any] | None:
-        """The checkpoint as Lightning dumped it, with integers for the optimizers' parameters.
+        """The checkpoint as Lightning dumped it, with integers for the optimizers' parameters; None: not readable here.
 
         Args:
             path: The directory.
             place: Says for each tensor where it goes.
             weights_only: As in Lightning.
 
-        Returns:
-            None where this backend cannot read it.
-
         Raises:
             FairleadError: It is damaged, or holds pickled objects.
         """
-        ...
 
 
 @runtime_checkable
@@ -127,21 +110,14 @@ class CheckpointCopies(Protocol):
     @property
     def stop_wait_s(self) -> float:
         """For how many seconds after its signal a stop may wait for the copies."""
-        ...
 
     def open(self, name: str, fingerprint: Fingerprint, *, new: bool = False) -> None:
-        """Looks at the place of a run; nothing is written.
-
-        Args:
-            name: The run directory's name.
-            fingerprint: That of the job.
-            new: The run must be a new one.
+        """Looks at the place of the run directory `name`; nothing is written.  A `new` run must find nothing there.
 
         Raises:
             FingerprintError: The place belongs to another run, or holds one already.
             FairleadError: It cannot be reached.
         """
-        ...
 
     def fetch(self, run: Path) -> list[str]:
         """Publishes the newest sound copy in the run directory, if that has nothing as new; what to tell the user.
@@ -149,20 +125,15 @@ class CheckpointCopies(Protocol):
         Raises:
             FairleadError: The copies cannot be reached, or the disk refuses.
         """
-        ...
 
     def begin(self, run: Path, start: int, event: Callable[..., None]) -> None:
         """A start of the run writes from now on, and earlier ones that still live no longer.
 
-        Args:
-            run: The run directory.
-            start: The number of the start.
-            event: Adds a line to the history; called from any thread.
+        `event` adds a line to the run's history, from any thread.
 
         Raises:
             FairleadError: The place cannot be written.
         """
-        ...
 
     def committed(self, checkpoint: Checkpoint, policy: RetentionPolicy) -> None:
         """Copies a published checkpoint in the background, and does the retention, here and there.
@@ -170,8 +141,6 @@ class CheckpointCopies(Protocol):
         Raises:
             FairleadError: An old checkpoint cannot be deleted here.
         """
-        ...
 
     def wait_uploaded(self, timeout_s: float | None = None) -> str | None:
         """Waits until all copies are complete, at most so many seconds; what is lacking and why, or None."""
-        ...

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from fairlead.config import JobConfig
 from fairlead.errors import CheckpointError, ConfigError, did_you_mean
@@ -14,6 +14,7 @@ from fairlead.findings import raise_errors
 from fairlead.jobs import LoadedJob, load_job
 from fairlead.plugins import PluginManager, default_plugins
 from fairlead_runs.commit import newest_complete
+from fairlead_runs.fingerprints import leaves
 from fairlead_runs.redaction import REDACTED
 from fairlead_runs.states import is_run
 
@@ -24,14 +25,7 @@ _STATE: Final = "state.ckpt"
 
 @dataclass(frozen=True)
 class CheckpointJob:
-    """A job, and the checkpoint it was found by.
-
-    Attributes:
-        loaded: The job, valid, with the place where the user's code is found.
-        checkpoint: The checkpoint to resume from; of a run directory its newest complete one; None: it has none yet,
-            or this is an exported folder.
-        weights: The weights of an exported folder.
-    """
+    """A job, valid, and the checkpoint to resume from, if there is one, or the weights of an exported folder."""
 
     loaded: LoadedJob
     checkpoint: Path | None = None
@@ -39,17 +33,9 @@ class CheckpointJob:
 
 
 def checkpoint_job(path: Path, *, plugins: PluginManager, cwd: Path, overrides: Sequence[str] = ()) -> CheckpointJob:
-    """The job of a checkpoint; `run.dir` and `run.name` lead to the run that it is of, wherever this is called.
+    """The job of a checkpoint, a run directory or an exported folder; its `run` is the one that it is of.
 
-    Args:
-        path: A run directory, its `checkpoints` folder, a checkpoint in it, or an exported folder.
-        plugins: The plugin manager.
-        cwd: The working directory.
-        overrides: Changes, as `--set` takes them: `trainer.max_steps=400`.
-
-    Raises:
-        CheckpointError: There is no such checkpoint, or it carries no job.
-        ConfigError: The job does not validate here, or a secret was left out of it.
+    `CheckpointError`: there is none, or it carries no job.  `ConfigError`: it does not validate, or lacks a secret.
     """
     path = Path(os.path.abspath(cwd / path))
     file = job_file(path)
@@ -57,7 +43,7 @@ def checkpoint_job(path: Path, *, plugins: PluginManager, cwd: Path, overrides: 
     loaded = load_job(str(file), plugins=plugins, cwd=cwd, overrides=overrides)
     raise_errors(loaded.findings)
     assert loaded.job is not None
-    if secret := next((where for where, text in texts_in(loaded.data, "") if REDACTED in text), None):
+    if secret := next((where for where, text in leaves(loaded.data) if REDACTED in str(text)), None):
         raise ConfigError(
             "the checkpoint's job lacks a secret",
             where=f"{file}, {secret}",
@@ -82,16 +68,12 @@ def job_from_checkpoint(
         overrides: Changes, written as for `--set`: `trainer.max_steps=400`.
         plugins: The plugin manager; None: the plugins installed here.
 
-    Returns:
-        The job; `run.dir` and `run.name` are those of the run that the checkpoint is of.
-
     Raises:
         CheckpointError: There is no such checkpoint, or it carries no job, as a single `.ckpt` file.
         ConfigError: The job does not validate here, or had a secret that is not written down.
 
     Example:
-        >>> job = job_from_checkpoint("runs/gpt/checkpoints/step-00000200")  # doctest: +SKIP
-        >>> job.model.class_                                                       # doctest: +SKIP
+        >>> job_from_checkpoint("runs/gpt/checkpoints/step-00000200").model.class_  # doctest: +SKIP
         'examples.gpt.model:GPT'
     """
     plugins = plugins if plugins is not None else default_plugins()
@@ -101,11 +83,7 @@ def job_from_checkpoint(
 
 
 def job_file(path: Path) -> Path:
-    """The `job.yaml` that belongs to a checkpoint, a run directory or an exported folder.
-
-    Raises:
-        CheckpointError: There is no such path, or no job belongs to it.
-    """
+    """The `job.yaml` of a checkpoint, a run directory or an exported folder; `CheckpointError` where there is none."""
     if not path.exists():
         folder = next(parent for parent in path.parents if parent.is_dir())
         near = did_you_mean(path.relative_to(folder).parts[0], os.listdir(folder))
@@ -130,15 +108,3 @@ def _checkpoint(path: Path, run: Path) -> Path | None:
         newest = newest_complete(run / "checkpoints").checkpoint
         return newest.path if newest is not None else None
     return path.parent if path.name == _STATE else path
-
-
-def texts_in(value: Any, path: str) -> Iterator[tuple[str, str]]:
-    """Each text in plain data with its path: `trainer.loggers[0].name`."""
-    if isinstance(value, Mapping):
-        for key, item in value.items():
-            yield from texts_in(item, f"{path}.{key}" if path else str(key))
-    elif isinstance(value, list):
-        for index, item in enumerate(value):
-            yield from texts_in(item, f"{path}[{index}]")
-    elif isinstance(value, str):
-        yield path, value

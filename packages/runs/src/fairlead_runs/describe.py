@@ -10,12 +10,7 @@ from typing import Any
 def described(thing: object) -> dict[str, Any]:
     """The class and the saved hyperparameters of a LightningModule or DataModule.
 
-    Values that are not plain data are given by their type, so that the description is the same in
-    every process and at every start.
-
-    Example:
-        >>> described(object())
-        {'class': 'builtins:object', 'args': {}}
+    Values that are not plain data are given by their type, to be the same in every process and at every start.
     """
     kind = type(thing)
     hparams = getattr(thing, "hparams_initial", None)
@@ -23,16 +18,16 @@ def described(thing: object) -> dict[str, Any]:
     return {"class": f"{kind.__module__}:{kind.__qualname__}", "args": args}
 
 
-def plain(value: object, other: Callable[[object], str] = str) -> Any:
-    """A value in JSON types: NaN and infinity as text, what has no JSON type by `other`."""
+def plain(value: object, other: Callable[[object, str], str], path: str = "") -> Any:
+    """A value in JSON types: NaN and infinity as text, what has no JSON type by `other`, which is told its path."""
     if isinstance(value, Mapping):
-        return {str(key): plain(item, other) for key, item in value.items()}
+        return {str(key): plain(item, other, f"{path}.{key}" if path else str(key)) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [plain(item, other) for item in value]
+        return [plain(item, other, f"{path}.{index}") for index, item in enumerate(value)]
     if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    return value if value is None or isinstance(value, (str, int, float)) else other(value)
+        return str(float(value))  # which `float()` reads back
+    return value if value is None or isinstance(value, (str, int, float)) else other(value, path)
 
 
-def _type(value: object) -> str:
+def _type(value: object, path: str) -> str:
     return f"<{type(value).__module__}.{type(value).__qualname__}>"

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from fairlead import yaml
@@ -35,22 +35,11 @@ class RunDirectory:
     `--resume never`, or another fingerprint and a PATH, rank 0 chooses a sibling, which the others learn from it.
 
     Attributes:
-        path: The folder.
-        history: Its events; only the process that opened it appends.
-        finished: The `finished` event of a run that has nothing left to do; then nothing is locked or
-            written, and a command says so and exits with 0.
+        finished: The `finished` event of a run that has nothing left to do; then nothing is locked or written.
         continued: Whether the run existed before.
         load: The checkpoint that `--resume PATH` named, or None: its own newest complete one.
         start: The number of this start, 0 before `begin`.
         code: After `begin`: whether the code changed since the start before.
-
-    Example:
-        >>> run = RunDirectory.open(path, job=job, fingerprint=fingerprint(job))        # doctest: +SKIP
-        >>> if run.finished is None:                                                    # doctest: +SKIP
-        ...     with run:
-        ...         run.begin(resolution=resolution, provenance=collect_provenance(os.environ))
-        ...         train()
-        ...         run.finish(step=200)
     """
 
     def __init__(self, path: Path, *, rank: int = 0, syscalls: Syscalls | None = None) -> None:
@@ -86,7 +75,6 @@ class RunDirectory:
                 `name-3`, ...  A path: continue and load that checkpoint; with another fingerprint in a sibling.
                 A job that its scheduler restarted always continues what its first attempt began.
             owner: Who holds the lock; None: this process.
-            syscalls: For tests.
 
         Raises:
             FingerprintError: The directory holds a run with other settings; each with its old and new value.
@@ -120,19 +108,9 @@ class RunDirectory:
     def begin(
         self, *, resolution: Mapping[str, Any], provenance: Mapping[str, Any], after: int = 0, **fields: Any
     ) -> int:
-        """Records a start: `starts/N/` and the event `start`.
+        """Records a start, `starts/N/` and the event `start` with `fields`; returns N, which is in the stages' token.
 
-        Args:
-            resolution: Every resolved setting with its reason.
-            provenance: What `collect_provenance` returned.
-            after: The number of a start that this directory may not know of: of a downloaded checkpoint.
-            fields: More for the event: world_size, resumed_from, ...
-
-        Returns:
-            N, from 1 on; tell it to the other ranks, it is in the token of the stages.
-
-        Raises:
-            RunDirectoryError: It cannot be written.
+        `after` is the number of a start that this directory may not know of: of a downloaded checkpoint.
         """
         owner = self._held().owner
         starts = self.path / "starts"
@@ -177,9 +155,7 @@ class RunDirectory:
     def __enter__(self) -> RunDirectory:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exc: object) -> None:
         self.close()
 
     def _take(self, owner: LockOwner, fingerprint: Fingerprint) -> None:
@@ -190,23 +166,24 @@ class RunDirectory:
             raise disk_error(error, "cannot create the run directory", self.path, RunDirectoryError) from error
         lock = Lock(self.path / LOCK_FILE, owner=owner, syscalls=self._system)
         lock.acquire()
-        try:
+        with contextlib.ExitStack() as undo:
+            undo.callback(lock.release)
             stored = stored_fingerprint(self.path)  # another job may have made it since we looked
             if stored is not None:
                 require_same(self.path, stored, fingerprint)
                 self.continued = True
-            for name in _FOLDERS:
-                ensure_dir(self.path / name, self._system)
-            _write_changed(self.path / JOB_FILE, text, self._system)
+            try:
+                for name in _FOLDERS:
+                    ensure_dir(self.path / name, self._system)
+                file = self.path / JOB_FILE
+                if not file.exists() or file.read_bytes() != text:
+                    atomic_write(file, text, error=RunDirectoryError, syscalls=self._system)
+            except OSError as error:
+                raise disk_error(error, "cannot write the run directory", self.path, RunDirectoryError) from error
             if stored is None:  # last: with it, this is a run
                 target = self.path / FINGERPRINT_FILE
                 atomic_write(target, fingerprint.dump(), error=RunDirectoryError, syscalls=self._system)
-        except OSError as error:
-            lock.release()
-            raise disk_error(error, "cannot write the run directory", self.path, RunDirectoryError) from error
-        except BaseException:
-            lock.release()
-            raise
+            undo.pop_all()
         self.lock = lock
 
     def _held(self) -> Lock:
@@ -224,8 +201,6 @@ def stored_fingerprint(path: Path) -> Fingerprint | None:
         names = os.listdir(path)
     except FileNotFoundError:
         return None
-    except NotADirectoryError as error:
-        raise disk_error(error, "cannot use the run directory", path, RunDirectoryError) from error
     except OSError as error:
         raise disk_error(error, "cannot read the run directory", path, RunDirectoryError) from error
     if FINGERPRINT_FILE in names:
@@ -312,11 +287,6 @@ def finished_event(path: Path, job: Mapping[str, Any]) -> Mapping[str, Any] | No
     if ends and ends[-1]["event"] == "finished" and ends[-1].get("limits") == limits(job):
         return ends[-1]
     return None
-
-
-def _write_changed(path: Path, content: bytes, system: Syscalls) -> None:
-    if not path.exists() or path.read_bytes() != content:
-        atomic_write(path, content, error=RunDirectoryError, syscalls=system)
 
 
 def _git(start: Path) -> Mapping[str, Any] | None:

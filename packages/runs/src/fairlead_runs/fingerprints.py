@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 from collections.abc import Iterator, Mapping
@@ -13,6 +12,7 @@ from typing import Any
 from fairlead.config import TrainerConfig
 from fairlead.config.marks import MayChange, marked
 from fairlead.errors import ConfigError, RunDirectoryError
+from fairlead_runs.commit.manifest import json_digest
 from fairlead_runs.redaction import redact
 
 _MARKS = marked(TrainerConfig, MayChange)
@@ -36,24 +36,16 @@ class Difference:
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """The settings that count, and their digest.
+    """The settings that count, nested, of JSON types, and the sha256 of their canonical JSON.
 
-    Attributes:
-        digest: sha256 of the canonical JSON of `settings`, hexadecimal.
-        settings: Nested, JSON types only, secrets redacted (a renewed token is not another experiment).
+    Secrets are redacted: a renewed token is not another experiment.
     """
 
     digest: str
     settings: Mapping[str, Any]
 
     def differences(self, new: Fingerprint) -> list[Difference]:
-        """What a later job changed, setting by setting.
-
-        Example:
-            >>> old, new = (fingerprint({"trainer": {"precision": p}}) for p in ("bf16-true", "32-true"))
-            >>> [str(difference) for difference in old.differences(new)]
-            ['trainer.precision: bf16-true -> 32-true']
-        """
+        """What a later job changed, setting by setting: `trainer.precision: bf16-true -> 32-true`."""
         before, after = (
             {path: json.dumps(value, ensure_ascii=False) for path, value in leaves(one.settings)} for one in (self, new)
         )
@@ -70,15 +62,11 @@ class Fingerprint:
 
     @classmethod
     def load(cls, path: Path) -> Fingerprint:
-        """Reads `fingerprint.json`.
-
-        Raises:
-            RunDirectoryError: It is damaged or cannot be read.
-        """
+        """Reads `fingerprint.json`; `RunDirectoryError` where it is damaged or cannot be read."""
         try:
             body = json.loads(path.read_bytes())
             settings, digest = body["settings"], body["digest"]
-            if digest != _digest(settings):
+            if digest != json_digest(settings):
                 raise ValueError("its digest does not fit its settings")
         except OSError as error:
             raise RunDirectoryError("cannot read a run's fingerprint", where=str(path), why=error.strerror) from error
@@ -93,15 +81,7 @@ class Fingerprint:
 
 
 def fingerprint(job: Mapping[str, Any]) -> Fingerprint:
-    """The fingerprint of a job.
-
-    Args:
-        job: The fully dumped job (every field with its value, so that a default written out is no change),
-            of JSON types.
-
-    Raises:
-        ConfigError: A value is not of a JSON type.
-    """
+    """The fingerprint of a job, dumped with all its fields; `ConfigError` where a value is of no JSON type."""
     run = job.get("run") or {}
     counted = {
         "model": job.get("model"),
@@ -110,7 +90,7 @@ def fingerprint(job: Mapping[str, Any]) -> Fingerprint:
         "trainer": job.get("trainer") or {},
     }
     settings = redact(_canonical(counted, ""))
-    return Fingerprint(_digest(settings), settings)
+    return Fingerprint(json_digest(settings), settings)
 
 
 def limits(job: Mapping[str, Any]) -> dict[str, Any]:
@@ -119,18 +99,11 @@ def limits(job: Mapping[str, Any]) -> dict[str, Any]:
     return {name: _canonical(trainer.get(name), f"trainer.{name}") for name in LIMITS}
 
 
-def _digest(settings: Any) -> str:
-    text = json.dumps(settings, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
-    return hashlib.sha256(text.encode()).hexdigest()
-
-
 def _canonical(value: Any, path: str) -> Any:
     """JSON types, with 1.0 as 1 (YAML authors do not tell them apart) and without what may change."""
     if isinstance(value, Mapping):
         items = ((f"{path}.{key}" if path else str(key), str(key), item) for key, item in value.items())
-        return {
-            key: _canonical(item, at) for at, key, item in sorted(items, key=lambda i: i[0]) if at not in MAY_CHANGE
-        }
+        return {key: _canonical(item, at) for at, key, item in items if at not in MAY_CHANGE}
     if isinstance(value, (list, tuple)):
         return [_canonical(item, f"{path}.{index}") for index, item in enumerate(value)]
     if isinstance(value, float) and not math.isfinite(value):

@@ -15,14 +15,10 @@ HANDOFF: Final = "FAIRLEAD_RUN"
 
 @dataclass(frozen=True)
 class Handoff:
-    """What one process decided for all ranks.
+    """What one process decided for all ranks: the run directory, the number of the start, the file to resume from.
 
-    Args:
-        path: The run directory.
-        start: The number of this start, from 1.
-        checkpoint: The file to resume from, or None.
-        asked: Which run was asked for: a rank that runs the whole script again meets the fits before this one too.
-        finished: How the run ended, when it has nothing left to do.
+    `asked` is the run that was asked for: a rank that runs the whole script again meets the fits before this one too.
+    `finished` says how a run ended that has nothing left to do.
     """
 
     path: str
@@ -37,11 +33,7 @@ class Handoff:
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str]) -> Handoff | None:
-        """The decision that the starting process handed over, or None.
-
-        Raises:
-            ConfigError: The variable is set, but not by us.
-        """
+        """The decision that was handed over, or None; `ConfigError` where the variable is not ours."""
         text = environ.get(HANDOFF)
         if text is None:
             return None

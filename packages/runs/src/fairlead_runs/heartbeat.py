@@ -1,11 +1,8 @@
 """Heartbeats: per node one file with a fixed record per local rank, so that ranks never wait for each other.
 
 A record is one line of 128 bytes at offset `128 * local_rank`: rank, step, phase, time, turn, start, host, place,
-padding, crc32; those after the time may be missing.  It is written with one `pwrite`, without fsync: it need not
-survive a power cut.  `cat` shows it.
-
-A beat costs a step next to nothing: at most one a second is written there and then.  A thread writes the last one a
-second later, so that the record of a rank that stands still is exact, and adds where its code stands.
+padding, crc32; those after the time may be missing.  One `pwrite` without fsync writes it, at most once a second,
+and a thread the last one a second later, so that the record of a rank that stands still is exact and says where.
 """
 
 from __future__ import annotations
@@ -30,19 +27,13 @@ _STILL_S = 10.0
 
 @dataclass(frozen=True)
 class Beat:
-    """The last sign of life of one rank.
+    """The last sign of life of one rank; `time` is in seconds since the epoch, by that node's clock.
 
     Attributes:
-        rank: Global rank.
-        node: Node rank.
-        local_rank: Rank on its node.
         phase: What it was doing: `start`, `train`, `validate`, `save`, ...
-        step: The training step.
-        time: When, seconds since the epoch, by that node's clock.
         turn: How often the phase changed since the step did: all ranks take the same turns, so that of two ranks the
             one with the lower `(step, turn)` is behind.
         start: The number of the start that it belongs to; 0: not known.
-        host: The node's name; empty: not known.
         place: Where its code stands, `function@file.py:12`, once it has stood still for ten seconds; else empty.
     """
 
@@ -66,23 +57,9 @@ def heartbeat_path(folder: Path, node: int) -> Path:
 class Heartbeat:
     """Writes the heartbeat of one rank; cheap enough to call in every step.  Made in the thread that trains.
 
-    Args:
-        path: `heartbeat_path(folder, node_rank)`; its folder is made when missing.
-        local_rank: Rank on this node: which record is written.
-        rank: Global rank.
-        interval_s: Written at most so often, unless the phase changes.
-        still_s: After so long without a beat, the record says where the code stands.
-        start: The number of this start; 0: not known.
-        host: The node's name; None: this machine's.
-        clock: Seconds that only go forward, for the interval.
-        now: Seconds since the epoch, for the record.
-
-    Attributes:
-        error: Why nothing is written any more, or None.  A heartbeat never stops a training.
-
-    Example:
-        >>> heartbeat = Heartbeat(heartbeat_path(folder, node=0), local_rank=0, rank=0)  # doctest: +SKIP
-        >>> heartbeat.beat("train", 12)  # doctest: +SKIP
+    At most one record is written in `interval_s`, unless the phase changes; after `still_s` without a beat it says
+    where the code stands.  `clock` is for the interval, `now` for the record.  A heartbeat never stops a training:
+    `error` says why nothing is written any more.
     """
 
     def __init__(

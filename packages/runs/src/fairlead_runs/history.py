@@ -17,16 +17,7 @@ from fairlead_runs.redaction import redact
 
 
 class History:
-    """Appends events; one process (rank 0) writes, anyone may read at any time.
-
-    Args:
-        path: `history.jsonl`; made at the first event.
-        rank: The writer's global rank.
-        syscalls: For tests.
-
-    Example:
-        >>> History(run / "history.jsonl").append("checkpoint", step=200, seconds=1.5)   # doctest: +SKIP
-    """
+    """Appends events to `history.jsonl`; one process (rank 0) writes, anyone may read at any time."""
 
     def __init__(self, path: Path, *, rank: int = 0, syscalls: Syscalls | None = None) -> None:
         self.path = path
@@ -34,15 +25,9 @@ class History:
         self._system = syscalls or Syscalls()
 
     def append(self, event: str, /, *, durable: bool = True, **fields: Any) -> None:
-        """Writes one event with its time (UTC), rank, host and pid.
+        """Writes one event, as `start`, `stop`, `requeue`, with its time (UTC), rank, host and pid.
 
-        Args:
-            event: `start`, `stop`, `signal`, `requeue`, `checkpoint`, `failed`, `finished`, ...
-            durable: Whether it must survive a power cut; False for what is frequent and unimportant.
-            fields: More about it; texts of secret names are redacted, NaN is written as text.
-
-        Raises:
-            RunDirectoryError: It cannot be written.
+        Texts of secret names in `fields` are redacted.  Not `durable` is what is frequent and unimportant.
         """
         body = {
             "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds"),
@@ -50,7 +35,7 @@ class History:
             "rank": self._rank,
             "host": socket.gethostname(),
             "pid": os.getpid(),
-            **plain(redact(fields)),
+            **plain(redact(fields), lambda value, _: str(value)),
         }
         line = json.dumps(body, ensure_ascii=False, separators=(", ", ": ")).encode() + b"\n"
         try:
@@ -81,11 +66,7 @@ class History:
 
 
 def read_history(path: Path) -> list[dict[str, Any]]:
-    """The events in a history file, oldest first; torn lines are left out, a missing file has none.
-
-    Raises:
-        RunDirectoryError: It cannot be read.
-    """
+    """The events in a history file, oldest first; torn lines are left out, a missing file has none."""
     try:
         lines = path.read_bytes().splitlines()
     except FileNotFoundError:

@@ -1,7 +1,4 @@
-"""Messages between the ranks of a run, over a store of torch's; and of a single process with itself.
-
-Works with any `torch.distributed.Store` and imports no torch. A message has a key, and each key is used once.
-"""
+"""Messages between the ranks of a run, over a `torch.distributed.Store`, or of a single process; imports no torch."""
 
 from __future__ import annotations
 
@@ -17,17 +14,7 @@ LONG: Final = 20 * 86400.0
 
 
 class Mailbox:
-    """What a rank puts, waits for and reads. This one is for a single process: messages stay in it.
-
-    Args:
-        rank: This rank.
-        world_size: The number of ranks.
-
-    Example:
-        >>> mailbox = Mailbox()
-        >>> mailbox.arrive("saved", "at step 7"), mailbox.get("saved/0", 1.0)
-        (True, 'at step 7')
-    """
+    """What a rank puts under keys, each used once, waits for and reads. This one is for a single process."""
 
     def __init__(self, rank: int = 0, world_size: int = 1) -> None:
         self.rank = rank
@@ -41,16 +28,12 @@ class Mailbox:
         """Makes a message known to all ranks."""
         self._messages[key] = text
 
-    def has(self, key: str) -> bool:
-        """Whether a message is there."""
-        return key in self._messages
+    def has(self, *keys: str) -> bool:
+        """Whether messages are there, in one question."""
+        return all(key in self._messages for key in keys)
 
     def wait(self, key: str, seconds: float) -> bool:
-        """Whether a message came within so many seconds.
-
-        Raises:
-            RuntimeError: The store went away.
-        """
+        """Whether a message came within so many seconds; `RuntimeError` where the store went away."""
         return self.has(key)  # there is nobody else to wait for
 
     def read(self, keys: Sequence[str]) -> list[str]:
@@ -69,10 +52,7 @@ class Mailbox:
         return self.read([key])[0] if self.wait(key, seconds) else None
 
     def arrive(self, name: str, text: str = "") -> bool:
-        """Puts this rank's message under a name that all ranks use; whether it was the last to do so.
-
-        Once all have, `name/all` is there.
-        """
+        """Puts this rank's message under a name; whether it was the last to do so: then `name/all` is there."""
         self.put(f"{name}/{self.rank}", text)
         if self.count(f"{name}/count") != self.world_size:
             return False
@@ -89,13 +69,9 @@ class Mailbox:
 
 
 class StoreMailbox(Mailbox):
-    """The mailbox of one rank, over a store that all ranks share.
+    """The mailbox of one rank, over a `torch.distributed.Store` that all ranks share; `prefix` goes before every key.
 
-    Args:
-        store: A `torch.distributed.Store`. It serves one thread at a time; see `connect_again`.
-        rank: This rank.
-        world_size: The number of ranks.
-        prefix: Goes before every key.
+    A store serves one thread at a time; see `connect_again`.
     """
 
     def __init__(self, store: Any, rank: int, world_size: int, prefix: str = "") -> None:
@@ -108,11 +84,7 @@ class StoreMailbox(Mailbox):
         return StoreMailbox(self._store, self.rank, self.world_size, f"{self._prefix}{prefix}/")
 
     def connect_again(self) -> StoreMailbox:
-        """The same messages over a connection of its own, for another thread.
-
-        Raises:
-            ConfigError: This kind of store has one connection only.
-        """
+        """The same messages over another connection, for another thread; `ConfigError` where the store has but one."""
         try:
             store = self._store.clone()
         except RuntimeError as error:
@@ -151,12 +123,8 @@ class StoreMailbox(Mailbox):
         """Puts a message unless another rank was quicker: then that one stays, and is returned."""
         return str(self._store.compare_set(self._prefix + key, "", text).decode())
 
-    def has(self, key: str) -> bool:
-        """Whether a key is set."""
-        return self.has_all([key])
-
-    def has_all(self, keys: Sequence[str]) -> bool:
-        """Whether all of some keys are set, in one question."""
+    def has(self, *keys: str) -> bool:
+        """Whether keys are set, in one question."""
         return bool(self._store.check(self._full(keys)))
 
     def wait(self, key: str, seconds: float) -> bool:

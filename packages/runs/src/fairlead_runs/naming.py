@@ -21,17 +21,7 @@ _PUNCTUATION = frozenset("._+=,@%-")
 
 
 def run_directory(job: Mapping[str, Any], run: RunConfig, scheduled: Job | None, cwd: Path) -> Path:
-    """The run directory, decided by the job alone and the task of the scheduler's array.
-
-    Args:
-        job: The job as mappings and lists.
-        run: Its name and place; without a name it is that of the program.
-        scheduled: The scheduler's job.
-        cwd: What a relative `run.dir` is relative to.
-
-    Raises:
-        ConfigError: `run.name` is a template that the job cannot fill.
-    """
+    """The run directory, by the job and the task of the scheduler's array; without a name that of the program."""
     name = render_name(run.name or Path(sys.argv[0]).stem or "run", job)
     return run_path((cwd / run.dir).absolute(), name, scheduled)
 
@@ -39,16 +29,8 @@ def run_directory(job: Mapping[str, Any], run: RunConfig, scheduled: Job | None,
 def render_name(template: str, job: Mapping[str, Any]) -> str:
     """Fills a template such as `gpt-lr{model.args.lr}` from the job, and makes a safe folder name of it.
 
-    Args:
-        template: Text with `{dotted.path}` into the job, list items by index; `{{` is a brace.
-        job: The job as mappings and lists.
-
-    Raises:
-        ConfigError: A path leads nowhere, or to a mapping or a secret; the name is empty.
-
-    Example:
-        >>> render_name("gpt-lr{model.args.lr}", {"model": {"args": {"lr": 0.001}}})
-        'gpt-lr0.001'
+    `{dotted.path}` leads into the job, list items by index; `{{` is a brace.  `ConfigError`: a path leads nowhere, or
+    to a mapping or a secret; the name is empty.
     """
 
     def fill(match: re.Match[str]) -> str:
@@ -97,19 +79,16 @@ def _lookup(job: Mapping[str, Any], path: str, template: str) -> Any:
     value: Any = job
     walked: list[str] = []
     for part in path.split("."):
-        known: list[str] = []
+        inside: dict[str, Any] = {}
         if isinstance(value, Mapping):
-            known = [str(key) for key in value]
-            if part in value:
-                value = value[part]
-                walked.append(part)
-                continue
+            inside = {str(key): item for key, item in value.items()}
         elif isinstance(value, Sequence) and not isinstance(value, str):
-            known = [str(index) for index in range(len(value))]
-            if part in known:
-                value = value[int(part)]
-                walked.append(part)
-                continue
+            inside = {str(index): item for index, item in enumerate(value)}
+        if part in inside:
+            value = inside[part]
+            walked.append(part)
+            continue
+        known = list(inside)
         at = ".".join(walked) or "the job"
         near = did_you_mean(part, known)
         raise ConfigError(

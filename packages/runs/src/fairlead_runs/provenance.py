@@ -37,12 +37,7 @@ _ALLOWED = re.compile(
 
 @dataclass(frozen=True)
 class CodeChange:
-    """Whether the code is another than at the start before.
-
-    Attributes:
-        changed: None when it cannot be known (no git).
-        summary: One sentence for a warning.
-    """
+    """Whether the code is another than at the start before (None: not known), and a sentence for a warning."""
 
     changed: bool | None
     summary: str
@@ -54,18 +49,10 @@ def collect_provenance(
     job: Job | None = None,
     code: Path | None = None,
     argv: Sequence[str] | None = None,
-    timeout_s: float = TIMEOUT_S,
-    max_diff_bytes: int = MAX_DIFF_BYTES,
 ) -> dict[str, Any]:
     """All that is known about where a start runs and what it runs, of JSON types.
 
-    Args:
-        environ: The environment; an allow-list of it is kept.
-        job: The scheduler's job, which names more variables to keep.
-        code: A folder of the user's code, to ask git about; None: the working directory.
-        argv: The command line; None: this process's.
-        timeout_s: For each external command (git, nvidia-smi); what takes longer is null.
-        max_diff_bytes: How much of `git diff HEAD` is kept.
+    An allow-list of `environ` is kept, and what `job` names; git is asked about `code`, else the working directory.
     """
     named = job.variables if job is not None else ()
     return {
@@ -75,30 +62,22 @@ def collect_provenance(
         "cwd": _cwd(),
         "argv": redact_argv(sys.argv if argv is None else argv),
         "packages": packages(importlib.metadata.distributions()),
-        "git": git_state(code or Path(), environ, timeout_s=timeout_s, max_diff_bytes=max_diff_bytes),
+        "git": git_state(code or Path(), environ),
         "environ": {
             name: redact_text(value)
             for name, value in sorted(environ.items())
             if (name in named or _ALLOWED.fullmatch(name)) and not is_secret_name(name)
         },
         "scheduler_job": job.id if job is not None else None,
-        "hardware": hardware(environ, timeout_s=timeout_s),
+        "hardware": hardware(environ),
     }
 
 
 def origin(provenance: Mapping[str, Any]) -> dict[str, str | None]:
-    """What a checkpoint says of the code and the environment that wrote it; the whole is in the run directory.
+    """What a checkpoint says of the provenance that wrote it.
 
-    Args:
-        provenance: What `collect_provenance` gave.
-
-    Returns:
-        `code`: the commit, with `+changes` where files differ from it; None without git. `environment`: a digest of
-        the Python version, the machine's architecture and all installed packages.
-
-    Example:
-        >>> origin({"git": {"commit": "c0ffee", "dirty": True}})["code"]
-        'c0ffee+changes'
+    `code` is the commit, with `+changes` where files differ from it, None without git; `environment` a digest of the
+    Python version, the machine's architecture and all installed packages.
     """
     git = provenance.get("git") or {}
     commit = git.get("commit")
@@ -122,21 +101,14 @@ def packages(distributions: Iterable[importlib.metadata.Distribution]) -> list[s
     return sorted(found, key=str.lower)
 
 
-def git_state(
-    code: Path, environ: Mapping[str, str], *, timeout_s: float = TIMEOUT_S, max_diff_bytes: int = MAX_DIFF_BYTES
-) -> dict[str, Any] | None:
-    """Commit, branch, changes and new files of the repository around `code`.
-
-    Returns:
-        None without git, outside a repository, or when git takes too long; else `commit` (None before the
-        first one), `branch`, `dirty`, `diff` (secrets redacted), `diff_cut`, `untracked`, `root`.
-    """
+def git_state(code: Path, environ: Mapping[str, str]) -> dict[str, Any] | None:
+    """Commit, branch, changes (secrets redacted), new files of the repository around `code`; None without git."""
     git = shutil.which("git", path=environ.get("PATH"))
     if git is None:
         return None
 
     def ask(*args: str, limit: int = 1 << 20) -> tuple[str, bool] | None:
-        return _run([git, "-C", str(code), *args], environ, timeout_s, limit)
+        return _run([git, "-C", str(code), *args], environ, limit)
 
     root = ask("rev-parse", "--show-toplevel")
     if root is None:
@@ -146,7 +118,7 @@ def git_state(
         return None
     entries = status[0].split("\0")
     commit, branch = ask("rev-parse", "--verify", "HEAD"), ask("symbolic-ref", "--short", "-q", "HEAD")
-    diff = ask("diff", "HEAD", "--no-color", "--no-ext-diff", "--no-textconv", limit=max_diff_bytes) if commit else None
+    diff = ask("diff", "HEAD", "--no-color", "--no-ext-diff", "--no-textconv", limit=MAX_DIFF_BYTES) if commit else None
     untracked = [entry[3:] for entry in entries if entry.startswith("?? ")]
     return {
         "root": root[0].rstrip("\n"),
@@ -161,12 +133,7 @@ def git_state(
 
 
 def code_change(old: Mapping[str, Any] | None, new: Mapping[str, Any] | None) -> CodeChange:
-    """Compares the `git` parts of two provenances.
-
-    Example:
-        >>> code_change({"commit": "a" * 40, "diff": ""}, {"commit": "b" * 40, "diff": ""}).summary
-        'the commit changed: aaaaaaaaaaaa -> bbbbbbbbbbbb'
-    """
+    """Compares the `git` parts of two provenances."""
     if not old or not new:
         return CodeChange(None, "unknown: the code is not in a git repository, or git is not installed")
     if old.get("commit") != new.get("commit"):
@@ -183,14 +150,14 @@ def code_change(old: Mapping[str, Any] | None, new: Mapping[str, Any] | None) ->
     return CodeChange(False, "the code is the same")
 
 
-def hardware(environ: Mapping[str, str], *, timeout_s: float = TIMEOUT_S) -> dict[str, Any]:
+def hardware(environ: Mapping[str, str]) -> dict[str, Any]:
     """CPU cores (of the machine, and usable by this process), memory in GiB, NVIDIA GPUs by name, memory, driver."""
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
     gpus: list[str] | None = None
     if tool := shutil.which("nvidia-smi", path=environ.get("PATH")):
         query = [tool, "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
-        answer = _run(query, environ, timeout_s, 1 << 20)
+        answer = _run(query, environ, 1 << 20)
         gpus = answer[0].splitlines() if answer else None
     return {"cpus": os.cpu_count(), "cpus_usable": usable, "memory_gib": round(memory, 1), "gpus": gpus}
 
@@ -199,7 +166,7 @@ def _changed_files(state: Mapping[str, Any]) -> set[str]:
     return set(re.findall(r"^diff --git a/.* b/(.*)$", state.get("diff") or "", re.MULTILINE))
 
 
-def _run(command: list[str], environ: Mapping[str, str], timeout_s: float, limit: int) -> tuple[str, bool] | None:
+def _run(command: list[str], environ: Mapping[str, str], limit: int) -> tuple[str, bool] | None:
     """Output of a command and whether it was cut; None when it fails or is too slow."""
     with tempfile.TemporaryFile() as output:  # not a pipe: the output may be gigabytes
         try:
@@ -209,7 +176,7 @@ def _run(command: list[str], environ: Mapping[str, str], timeout_s: float, limit
                 stdout=output,
                 stderr=subprocess.DEVNULL,
                 env={**environ, "GIT_OPTIONAL_LOCKS": "0", "LC_ALL": "C"},
-                timeout=timeout_s,
+                timeout=TIMEOUT_S,
                 check=False,
             )
         except (OSError, subprocess.TimeoutExpired):

@@ -1,8 +1,7 @@
 """Keeps secrets out of what is written: by the name of a value, and by the look of a text.
 
-A name says that its value is secret when one of its words does: `wandb_api_key`, `apiKey`, `HF-TOKEN`.
-Words, not letters: `tokenizer`, `monkey` and `num_keys` are no secrets, nor is a number (`key_dim: 64`) or
-what machine learning calls tokens and keys (`pad_token`, `label_key`).
+A name is secret by one of its words, `wandb_api_key`, `apiKey`, `HF-TOKEN`, not by its letters: `tokenizer` and
+`num_keys` are none, nor is a number (`key_dim: 64`) or what machine learning calls tokens and keys (`pad_token`).
 """
 
 from __future__ import annotations
@@ -60,12 +59,7 @@ _ASSIGNMENT = re.compile(
 
 
 def is_secret_name(name: str) -> bool:
-    """Whether a value of this name must not be written.
-
-    Example:
-        >>> [is_secret_name(n) for n in ("WANDB_API_KEY", "accessToken", "tokenizer", "monkey", "pad_token")]
-        [True, True, False, False, False]
-    """
+    """Whether a value of this name must not be written: `WANDB_API_KEY`, `accessToken`, but not `pad_token`."""
     words = [word.lower() for word in _WORDS.findall(name)]
     if len(words) == 2 and words[0] in _HARMLESS.get(words[1], ()):
         return False
@@ -76,10 +70,6 @@ def redact(value: Any) -> Any:
     """A copy of nested mappings and lists in which secret texts are `<redacted>`.
 
     Numbers, booleans and None are kept, whatever their name; below a secret name all texts are secret.
-
-    Example:
-        >>> redact({"model": {"api_key": "abc", "key_dim": 64}})
-        {'model': {'api_key': '<redacted>', 'key_dim': 64}}
     """
     return _redact(value, secret=False)
 

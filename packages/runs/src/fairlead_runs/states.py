@@ -8,7 +8,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 from fairlead.errors import FairleadError, RunDirectoryError
 from fairlead_runs.commit import LockOwner, read_lock
@@ -22,25 +22,22 @@ LOCK_FILE = ".lock"
 State = Literal["running", "finished", "failed", "stopped", "interrupted", "unknown"]
 _ENDS: Mapping[str, State] = {"finished": "finished", "failed": "failed", "stop": "stopped"}
 _CLOCK_SLACK_S = 5.0
+DumpKind = Literal["stacks", "flight-recorder"]
+_DUMPS: Final[tuple[DumpKind, ...]] = ("stacks", "flight-recorder")
 
 
 @dataclass(frozen=True)
 class RunState:
-    """A run at a glance.
+    """A run at a glance; the step, the metrics and the beats are the last ones known.
 
     Attributes:
-        path: Its directory.
         state: `running`; `finished`; `failed` (its code raised, a rank died); `stopped` (on a signal,
             everything saved); `interrupted` (it ended without a word: killed, or its node died); `unknown`
             (never started, or not readable).
         reason: Why, in a few words; may be empty.
-        step: The last known training step, or None.
-        metrics: The last ones in the history.
-        starts: How often it was started.
-        started: When the last start was, UTC, or None.
+        starts: How often it was started, the last time at `started`, UTC.
         heartbeat_age_s: Seconds since the last sign of life of any rank, or None.
         owner: Who holds its lock now, or None.
-        ranks: The last beat of each rank of the last start.
     """
 
     path: Path
@@ -60,17 +57,22 @@ class RunState:
         return self.path.name
 
 
+@dataclass(frozen=True)
+class Dumps:
+    """A folder of `stacks` or of a `flight-recorder`, with how many files it and its subfolders hold."""
+
+    kind: str
+    path: Path
+    files: int
+
+
 def is_run(path: Path) -> bool:
     """Whether this folder is a run directory."""
     return (path / FINGERPRINT_FILE).is_file()
 
 
 def list_runs(directory: Path, *, now: float | None = None) -> list[RunState]:
-    """The state of every run in a folder (or of the run that it is), by name; other folders are passed over.
-
-    Raises:
-        RunDirectoryError: The folder does not exist or cannot be read.
-    """
+    """The state of every run in a folder (or of the run that it is), by name; other folders are passed over."""
     if is_run(directory):
         return [state(directory, now=now)]
     try:
@@ -86,6 +88,22 @@ def state(path: Path, *, now: float | None = None) -> RunState:
         return _state(path, time.time() if now is None else now)
     except (FairleadError, OSError) as error:
         return RunState(path, "unknown", getattr(error, "why", None) or str(error))
+
+
+def dump_folder(run: Path, kind: DumpKind, start: int) -> Path:
+    """Where the stacks of a start (`rank-00003.txt`) or torch's flight recorders (`gloo/rank_3`) go."""
+    return run / kind / f"start-{start}"
+
+
+def find_dumps(run: Path) -> list[Dumps]:
+    """What the last start that failed or hung has left."""
+    folders = [folder for kind in _DUMPS for folder in (run / kind).glob("start-*")]
+    numbers = [int(number) for folder in folders if (number := folder.name.removeprefix("start-")).isdecimal()]
+    if not numbers:
+        return []
+    last = [(kind, dump_folder(run, kind, max(numbers))) for kind in _DUMPS]
+    counted = [Dumps(kind, path, sum(len(files) for _, _, files in os.walk(path))) for kind, path in last]
+    return [dumps for dumps in counted if dumps.files]
 
 
 def _state(path: Path, now: float) -> RunState:

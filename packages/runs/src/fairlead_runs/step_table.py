@@ -1,4 +1,4 @@
-"""A CSV file with one row a step, written while it grows: the file behind `metrics.csv`. Torch-free."""
+"""A CSV file with one row a step, written while it grows: the file behind `metrics.csv`."""
 
 from __future__ import annotations
 
@@ -24,14 +24,8 @@ MERGE_EVERY_S: Final = 5.0
 class TablePosition:
     """How far a table has come: enough to cut it back to this, whatever it has taken since.
 
-    Bytes would not do: a column that appears later moves every row.
-
-    Args:
-        rows: How many rows there are.
-        step: The step of the last row; -1 where there is none.
-        row: The cells of that row: values that came later belong to what will be done again, and the power
-            may have failed while they were written over these.
-        columns: The columns in their order; those that came later appear again, perhaps elsewhere.
+    Bytes would not do, as a column that appears later moves every row. The cells of the last row (`step` -1: there is
+    none) are kept because the power may fail while later values of that step are written over them.
     """
 
     rows: int
@@ -43,25 +37,13 @@ class TablePosition:
 class StepTable:
     """Rows of values by step; each step has one row, a cell without a value is blank.
 
-    The row of the newest step stays open: more values of that step rewrite it in place, at the end
-    of the file.  Everything else is rare and rewrites the file as a whole, under another name first:
-    a column that appears later, values of an earlier step.  A process that is killed loses nothing
-    of what was flushed; at a power cut the last half minute may be missing.
+    The row of the newest step stays open: more values of that step rewrite it in place, at the end of the file. The
+    rest (a column that appears later, values of an earlier step) is rare and rewrites the file, under another name.
+    A process that is killed loses nothing of what was flushed; at a power cut the last half minute may be missing.
 
-    Args:
-        path: The file.
-        keep: What is kept of an existing file: all that was there at a position, or the rows through a
-            step with the columns that have a value in them; None: a new file.
-
-    Attributes:
-        missing: How many rows of the position that it was to be cut back to the file lacks.
-
-    Raises:
-        RunDirectoryError: The disk refused; the old file is as it was.
-
-    Example:
-        >>> table = StepTable(Path("metrics.csv"), None)            # doctest: +SKIP
-        >>> table.add(0, {"train/loss": "2.5"}); table.flush()      # doctest: +SKIP
+    `keep` is what is kept of an existing file: all that was there at a position, whose rows that the file lacks are
+    counted in `missing`, or the rows through a step with the columns that have a value in them; None: a new file.
+    `RunDirectoryError`: the disk refused; the rows are kept in memory and tried again.
     """
 
     def __init__(self, path: Path, keep: TablePosition | int | None) -> None:
@@ -105,11 +87,7 @@ class StepTable:
     # -- writing
 
     def add(self, step: int, values: Mapping[str, str]) -> None:
-        """Takes values of a step; they reach the file with the next `flush`.
-
-        Raises:
-            RunDirectoryError: The disk refused an earlier row; it is kept in memory and tried again.
-        """
+        """Takes values of a step; they reach the file with the next `flush`."""
         new = [name for name in values if name not in self._columns]
         if new:
             self._columns += new
@@ -137,14 +115,7 @@ class StepTable:
         return failure
 
     def flush(self, *, sync: bool = False) -> None:
-        """Hands the rows to the operating system.
-
-        Args:
-            sync: Also those of earlier steps, and wait until all of it is on the disk.
-
-        Raises:
-            RunDirectoryError: The disk refused; the rows are kept in memory and tried again.
-        """
+        """Hands the rows to the operating system; `sync`: those of earlier steps too, and waits for the disk."""
         now = time.monotonic()
         try:
             if self._wider or (self._late and (sync or now - self._merged > MERGE_EVERY_S)):
@@ -158,11 +129,7 @@ class StepTable:
             raise self._refused(error) from error
 
     def position(self) -> TablePosition:
-        """How far the table is, with everything up to here on the disk.
-
-        Raises:
-            RunDirectoryError: The disk refused; the rows are kept in memory and tried again.
-        """
+        """How far the table is, with everything up to here on the disk."""
         self.flush(sync=True)
         return TablePosition(self._rows, self._step, dict(self._row), tuple(self._columns))
 

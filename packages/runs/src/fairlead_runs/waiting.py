@@ -1,8 +1,8 @@
 """Who waits for whom, from the heartbeats of all ranks.
 
 All ranks run the same program, so the one with the lowest step, and within the step the lowest turn, is behind: the
-others will wait for it in their next collective, if they do not yet. Clocks of different nodes are never compared for
-that. Where all are equally far, the one that stands elsewhere than the others is it.
+others will wait for it. Clocks of different nodes are never compared for that. Where all are equally far, the one that
+stands elsewhere than the others is it.
 """
 
 from __future__ import annotations
@@ -27,21 +27,13 @@ _WAITS = re.compile(r"(_engine_run_backward@|.*@(distributed_c10d|c10d_logger|co
 class Waiting:
     """Ranks that the others wait for.
 
-    Attributes:
-        why: `behind`: they are at an earlier step or phase. `elsewhere`: they stand where the others do not.
-            `silent`: they alone have given no sign of life for a minute.
-        behind: Their beats, by rank.
-        others: The beats of the others.
+    `behind`: they are at an earlier step or phase. `elsewhere`: they stand where the others do not. `silent`: they
+    alone have given no sign of life for a minute.
     """
 
     why: Literal["behind", "elsewhere", "silent"]
     behind: tuple[Beat, ...]
     others: tuple[Beat, ...]
-
-    @property
-    def all_wait(self) -> bool:
-        """Whether each of the others stands still, as far as is known."""
-        return all(beat.place for beat in self.others)
 
 
 def grouped(beats: Iterable[Beat]) -> list[tuple[Beat, ...]]:
@@ -51,12 +43,7 @@ def grouped(beats: Iterable[Beat]) -> list[tuple[Beat, ...]]:
 
 
 def waiting(beats: Sequence[Beat], now: float | None) -> Waiting | None:
-    """The ranks that the others wait for, or None: no rank stands out.
-
-    Args:
-        beats: The last beat of each rank.
-        now: Seconds since the epoch, by this machine's clock; None for a run that has ended.
-    """
+    """The ranks that the others wait for, None if no rank stands out; `now` is None for a run that has ended."""
     if len(beats) < 2:
         return None
 
@@ -77,14 +64,7 @@ def waiting(beats: Sequence[Beat], now: float | None) -> Waiting | None:
 
 
 def rank_ranges(ranks: Iterable[int], longest: int = 40) -> str:
-    """Ranks as few words, `0-6,8-16383`; what is longer than so many characters is counted.
-
-    Example:
-        >>> rank_ranges([0, 1, 2, 5, 7, 8])
-        '0-2,5,7-8'
-        >>> rank_ranges(range(0, 100, 2), longest=12)
-        '0,2,4,6,8,10 and 44 more'
-    """
+    """Ranks as few words, `0-6,8-16383`; what is longer than so many characters is counted."""
     ordered = sorted(set(ranks))
     text, named = "", 0
     for first, last in _runs(ordered):
@@ -96,24 +76,14 @@ def rank_ranges(ranks: Iterable[int], longest: int = 40) -> str:
 
 
 def ranks_text(ranks: Iterable[int]) -> str:
-    """Ranks in words, more than two neighbours as a range.
-
-    Example:
-        >>> ranks_text([3]), ranks_text([0, 1, 2, 3, 8, 9])
-        ('rank 3', 'ranks 0-3, 8, 9')
-    """
+    """Ranks in words, more than two neighbours as a range: `ranks 0-3, 8, 9`."""
     ordered = sorted(set(ranks))
     runs = ([f"{a}-{b}"] if b - a > 1 else map(str, range(a, b + 1)) for a, b in _runs(ordered))
     return f"rank{'s'[: len(ordered) > 1]} {listed(word for words in runs for word in words)}"
 
 
 def listed(words: Iterable[str], most: int = 16) -> str:
-    """Words in one line; what is more than so many is counted.
-
-    Example:
-        >>> listed(["n1", "n2", "n3"], most=2)
-        'n1, n2 and 1 more'
-    """
+    """Words in one line; what is more than so many is counted: `n1, n2 and 1 more`."""
     words = list(words)
     shown = ", ".join(words[:most])
     return f"{shown} and {len(words) - most} more" if len(words) > most else shown

@@ -7,18 +7,13 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from fairlead import Capability, Finding, Resolution, StrategyPlugin, hookimpl
+from fairlead import Capability, Finding, Resolution, hookimpl
 from fairlead.findings import Inexact
-from fairlead_strategies.shared import LIGHTNING, ProcessGroupConfig, refuse_mps_and_xla
+from fairlead_strategies.shared import LightningStrategy, ProcessGroupConfig
 
 
 class DDPStrategyConfig(ProcessGroupConfig):
-    """A full copy of the model on every rank; gradients are averaged during backward.
-
-    Example:
-        >>> DDPStrategyConfig(bucket_cap_mb=50).bucket_cap_mb
-        50
-    """
+    """A full copy of the model on every rank; gradients are averaged during backward."""
 
     name: Literal["ddp"] = "ddp"
     find_unused_parameters: bool = False
@@ -61,13 +56,11 @@ class DDPStrategyConfig(ProcessGroupConfig):
         return {"bucket_cap_mb" if key == "bucket_size_mb" else key: value for key, value in data.items()}
 
 
-class DDP(StrategyPlugin):
+class DDP(LightningStrategy):
     """Data parallel training with torch's DistributedDataParallel."""
 
     config = DDPStrategyConfig
     runtime = "fairlead_strategies.ddp_runtime:build"
-    engines = LIGHTNING
-    extra = "lightning"
     codes: ClassVar[Mapping[str, str]] = {
         "ddp-comm-hook": "The communication hook of DDP does not work with the process group's backend.",
         "ddp-exact-reduction": "An exact order of reduction is asked for together with a communication hook.",
@@ -77,7 +70,7 @@ class DDP(StrategyPlugin):
     @hookimpl
     def fairlead_capabilities(self) -> Iterable[Capability]:
         """Devices that Lightning does not drive with DDP."""
-        yield from refuse_mps_and_xla("ddp")
+        yield from self.no_mps_and_xla()
 
     @hookimpl
     def fairlead_check(self, resolution: Resolution, environ: Mapping[str, str]) -> Iterator[Finding]:

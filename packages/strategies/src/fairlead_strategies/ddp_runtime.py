@@ -1,8 +1,6 @@
-"""Builds Lightning's DDP strategies.
+"""Builds Lightning's DDP strategies, both with communication hooks; the exact order of reduction is one too.
 
-Both are subclassed for one reason: Lightning's Trainer registers communication hooks on CUDA only
-and silently drops them elsewhere, and its Fabric strategy has no hooks at all.  The exact order of
-reduction is such a hook too.
+Lightning's Trainer registers hooks on CUDA only and silently drops them elsewhere; its Fabric strategy has none.
 """
 
 from __future__ import annotations

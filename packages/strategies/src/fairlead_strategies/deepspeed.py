@@ -9,10 +9,10 @@ from typing import Any, ClassVar, Final, Literal
 
 from pydantic import Field, SerializerFunctionWrapHandler, field_validator, model_serializer, model_validator
 
-from fairlead import BuildContext, Capability, Finding, Resolution, StrategyPlugin, hookimpl
+from fairlead import BuildContext, Capability, Finding, Resolution, hookimpl
 from fairlead.errors import ConfigError
 from fairlead.findings import Inexact
-from fairlead_strategies.shared import LIGHTNING, ProcessGroupConfig
+from fairlead_strategies.shared import LIGHTNING, ProcessGroupConfig, UnprovenStrategy
 
 BESIDE_CONFIG: Final = frozenset(
     {
@@ -130,7 +130,7 @@ class DeepSpeedStrategyConfig(ProcessGroupConfig):
         return fields if self.config is None else {k: v for k, v in fields.items() if k in BESIDE_CONFIG}
 
 
-class DeepSpeed(StrategyPlugin):
+class DeepSpeed(UnprovenStrategy):
     """ZeRO data parallelism by DeepSpeed, on CUDA GPUs."""
 
     config = DeepSpeedStrategyConfig
@@ -139,6 +139,12 @@ class DeepSpeed(StrategyPlugin):
     precision = "deepspeed"
     engines = (*LIGHTNING, "deepspeed>=0.19.8")
     extra = "deepspeed"
+    unproven = Inexact(
+        "strategy: deepspeed",
+        why="no test has resumed it: DeepSpeed keeps and writes its state itself",
+        fix="strategy: fsdp2, or ddp",
+        certain=False,
+    )
     codes: ClassVar[Mapping[str, str]] = {
         "deepspeed-environment": "The variable PL_DEEPSPEED_CONFIG_PATH replaces the strategy's settings.",
         "precision-scaler": "The strategy does not use the gradient scaler's settings.",
@@ -147,32 +153,26 @@ class DeepSpeed(StrategyPlugin):
     @hookimpl
     def fairlead_capabilities(self) -> Iterable[Capability]:
         """What Lightning's DeepSpeed strategy refuses, or takes no notice of."""
-
-        def row(support: str, others: tuple[str, ...], reason: str, fix: str) -> Capability:
-            return Capability("strategy.deepspeed", others, "no" if support == "no" else "partial", reason, fix)
-
-        yield row(
-            "no",
+        yield self.no(
             ("accelerator.cpu", "accelerator.mps", "accelerator.xla"),
             "Lightning runs DeepSpeed on CUDA GPUs only",
             "accelerator: cuda, or strategy: ddp",
         )
-        yield row(
-            "no",
+        yield self.no(
             ("precision.64-true", "precision.bitsandbytes", "precision.transformer-engine"),
             "DeepSpeed does backward and step itself, through its own precision plugin, which has no such mode",
             "precision: 32-true, bf16-mixed, 16-mixed, bf16-true or 16-true",
         )
-        yield row("no", ("clipping.value",), "DeepSpeed clips gradients by norm only", "gradient_clip_algorithm: norm")
-        yield row(
-            "no",
+        yield self.no(("clipping.value",), "DeepSpeed clips gradients by norm only", "gradient_clip_algorithm: norm")
+        yield self.no(
             ("layer_sync.torch_sync_batchnorm",),
             "Lightning's DeepSpeed strategy does not apply it, and says nothing",
             "convert the model in its constructor: torch.nn.SyncBatchNorm.convert_sync_batchnorm",
         )
-        yield row(
-            "partial",
+        yield Capability(
+            "strategy.deepspeed",
             ("checkpoint_io.async",),
+            "partial",
             "DeepSpeed writes a folder of checkpoint files itself, past the checkpoint IO: saving blocks training",
             "checkpoint_io: torch",
         )
@@ -203,23 +203,9 @@ class DeepSpeed(StrategyPlugin):
                 fix="set `loss_scale`, `initial_scale_power` and `loss_scale_window` of the strategy instead",
             )
 
-    @hookimpl
-    def fairlead_exactness(self, resolution: Resolution) -> Iterator[Inexact]:
-        """Nobody has shown it, so it is not known."""
-        yield Inexact(
-            "strategy: deepspeed",
-            why="no test has resumed it: DeepSpeed keeps and writes its state itself",
-            fix="strategy: fsdp2, or ddp",
-            certain=False,
-        )
-
 
 def build(config: DeepSpeedStrategyConfig, context: BuildContext) -> Any:
-    """Lightning's strategy, whose constructor imports DeepSpeed.
-
-    Raises:
-        ConfigError: `config` names a file that is not there or is not a JSON object.
-    """
+    """Lightning's strategy, whose constructor imports DeepSpeed; raises when `config` names no JSON file."""
     from lightning.fabric.strategies import DeepSpeedStrategy as FabricDeepSpeedStrategy
     from lightning.pytorch.strategies import DeepSpeedStrategy
 

@@ -9,10 +9,10 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from fairlead import BuildContext, Capability, Finding, Resolution, StrategyPlugin, hookimpl
+from fairlead import BuildContext, Capability, Finding, Resolution, hookimpl
 from fairlead.config_bases import ConfigModel
 from fairlead.findings import Inexact
-from fairlead_strategies.shared import LIGHTNING, ClassPaths, ProcessGroupConfig, load_classes, refuse_mps_and_xla
+from fairlead_strategies.shared import ClassPaths, ProcessGroupConfig, UnprovenStrategy, load_classes
 
 FloatType = Literal["float32", "float16", "bfloat16"]
 Devices = Annotated[int, Field(gt=0)]
@@ -55,8 +55,7 @@ class FSDPStrategyConfig(ProcessGroupConfig):
     cpu_offload: bool = False
     """Keep shards in CPU memory while they are not computed with: less GPU memory, slower."""
     mixed_precision: Literal[True] | FSDPMixedPrecision | None = None
-    """None takes the trainer's precision; True computes, reduces and buffers in bfloat16; or the formats one by one
-   ."""
+    """None takes the trainer's precision; True computes, reduces and buffers in bfloat16; or each format by name."""
     auto_wrap_policy: ClassPaths | Annotated[int, Field(gt=0)] | None = None
     """Which submodules become units of their own: a list of classes (`module:Class`), or a number, for every
     submodule with at least that many parameters. None: the whole model is one unit, which saves the least memory."""
@@ -86,15 +85,16 @@ class FSDPStrategyConfig(ProcessGroupConfig):
         return self
 
 
-class FSDP(StrategyPlugin):
+class FSDP(UnprovenStrategy):
     """Fully sharded data parallel, torch's first generation. `fsdp_native` is the same under its old name."""
 
     config = FSDPStrategyConfig
     runtime = "fairlead_strategies.fsdp:build"
     sharded_state = True
     precision = "fsdp"
-    engines = LIGHTNING
-    extra = "lightning"
+    unproven = Inexact(
+        "strategy: fsdp", why="no test has resumed it: it needs GPUs", fix="strategy: fsdp2, or ddp", certain=False
+    )
     codes: ClassVar[Mapping[str, str]] = {
         "fsdp-checkpoint-io": "Sharded checkpoints of FSDP do not go through `checkpoint_io`.",
         "fsdp-mesh": "The device mesh of FSDP does not have as many places as there are ranks.",
@@ -103,23 +103,16 @@ class FSDP(StrategyPlugin):
     @hookimpl
     def fairlead_capabilities(self) -> Iterable[Capability]:
         """What Lightning or torch refuse together with FSDP1."""
-
-        def no(others: tuple[str, ...], reason: str, fix: str) -> Capability:
-            return Capability("strategy.fsdp", others, "no", reason, fix)
-
-        yield no(("accelerator.cpu",), "Lightning refuses FSDP without a GPU", "strategy: fsdp2")
-        yield from refuse_mps_and_xla("fsdp")
-        yield no(
-            ("precision.64-true",),
-            "Lightning's FSDP precision has no 64-bit mode",
-            "precision: 32-true, or strategy: ddp",
-        )
-        yield no(
+        yield self.no(("accelerator.cpu",), "Lightning refuses FSDP without a GPU", "strategy: fsdp2")
+        yield from self.no_mps_and_xla()
+        reason = "Lightning's FSDP precision has no 64-bit mode"
+        yield self.no(("precision.64-true",), reason, "precision: 32-true, or strategy: ddp")
+        yield self.no(
             ("precision.bitsandbytes", "precision.transformer-engine"),
             "Lightning's FSDP strategy accepts its own precision plugin only",
             "precision: 32-true, bf16-mixed, 16-mixed, bf16-true or 16-true",
         )
-        yield no(
+        yield self.no(
             ("clipping.norm",),
             "each rank sees only its part of the gradients, and Lightning refuses to compute their norm with FSDP",
             "strategy: fsdp2, or gradient_clip_algorithm: value",
@@ -150,51 +143,26 @@ class FSDP(StrategyPlugin):
                 fix="choose sizes whose product is the number of ranks, or leave `device_mesh` out",
             )
 
-    @hookimpl
-    def fairlead_exactness(self, resolution: Resolution) -> Iterator[Inexact]:
-        """Nobody has shown it, so it is not known."""
-        yield Inexact(
-            "strategy: fsdp",
-            why="no test has resumed it: it needs GPUs",
-            fix="strategy: fsdp2, or ddp",
-            certain=False,
-        )
-
 
 def build(config: FSDPStrategyConfig, context: BuildContext) -> Any:
     """Lightning's strategy, with the classes of the policies imported.
 
     It is not subclassed: Lightning recognises exactly its own class when it refuses FSDP on a CPU.
-
-    Raises:
-        UserCodeError: A class that a policy names does not exist.
     """
     from lightning.fabric.strategies import FSDPStrategy as FabricFSDPStrategy
     from lightning.pytorch.strategies import FSDPStrategy
     from torch.distributed.fsdp import BackwardPrefetch
 
-    kwargs: dict[str, Any] = {
+    again = config.activation_checkpointing_policy
+    kwargs: dict[str, Any] = {name: getattr(config, name) for name in type(config).model_fields if name != "name"} | {
         "process_group_backend": context.resolution.backend,
         "mixed_precision": _mixed_precision(config.mixed_precision),
         "auto_wrap_policy": _auto_wrap_policy(config),
+        "activation_checkpointing_policy": load_classes(again, "trainer.strategy.activation_checkpointing_policy")
+        if again is not None
+        else None,
         "backward_prefetch": BackwardPrefetch[config.backward_prefetch] if config.backward_prefetch else None,
     }
-    if config.activation_checkpointing_policy is not None:
-        kwargs["activation_checkpointing_policy"] = load_classes(
-            config.activation_checkpointing_policy, "trainer.strategy.activation_checkpointing_policy"
-        )
-    for name in (
-        "timeout",
-        "sharding_strategy",
-        "cpu_offload",
-        "state_dict_type",
-        "device_mesh",
-        "sync_module_states",
-        "limit_all_gathers",
-        "forward_prefetch",
-        "use_orig_params",
-    ):
-        kwargs[name] = getattr(config, name)
     return FSDPStrategy(**kwargs) if context.engine == "trainer" else FabricFSDPStrategy(**kwargs)
 
 

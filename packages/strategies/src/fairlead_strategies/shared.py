@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from datetime import timedelta
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from pydantic import BeforeValidator, Field
 
-from fairlead import Capability, StrategyConfigBase
+from fairlead import Capability, Resolution, StrategyConfigBase, StrategyPlugin, hookimpl
 from fairlead.errors import ConfigError
+from fairlead.findings import Inexact
 from fairlead.user_code import CodeRoot, import_callable
 
 LIGHTNING = ("torch>=2.13", "lightning>=2.6.6,<2.7")
@@ -45,21 +46,37 @@ class ProcessGroupConfig(StrategyConfigBase):
     seconds. The default is torch's for gloo."""
 
 
+class LightningStrategy(StrategyPlugin):
+    """A strategy that needs Lightning and no other engine, unless it says so."""
+
+    engines: ClassVar[tuple[str, ...]] = LIGHTNING
+    extra = "lightning"
+
+    def no(self, others: tuple[str, ...], reason: str, fix: str) -> Capability:
+        """A row of the capability table: what it cannot be used together with."""
+        return Capability(f"strategy.{self.tag}", others, "no", reason, fix)
+
+    def no_mps_and_xla(self) -> Iterator[Capability]:
+        """The rows of a strategy for several ranks: the devices that Lightning does not drive with it."""
+        reason = "MPS is a single device, and Lightning refuses parallel strategies on it"
+        yield self.no(("accelerator.mps",), reason, "strategy: single_device")
+        reason = "Lightning drives XLA devices only through its XLA strategies"
+        yield self.no(("accelerator.xla",), reason, "strategy: xla")
+
+
+class UnprovenStrategy(LightningStrategy):
+    """One of which nobody has shown whether it resumes exactly."""
+
+    unproven: ClassVar[Inexact]
+
+    @hookimpl
+    def fairlead_exactness(self, resolution: Resolution) -> Iterator[Inexact]:
+        """It is not known."""
+        yield self.unproven
+
+
 def load_classes(paths: Iterable[str], where: str) -> set[type[Any]]:
-    """The classes that `module:Class` name.
-
-    Args:
-        paths: The classes as text.
-        where: The config path to name in an error.
-
-    Raises:
-        UserCodeError: There is no such module or no such class in it.
-        ConfigError: It is no class.
-
-    Example:
-        >>> load_classes(["collections:OrderedDict"], "trainer.strategy.auto_wrap_policy")
-        {<class 'collections.OrderedDict'>}
-    """
+    """The classes that `module:Class` name; `where` is the config path to name in an error."""
     found: set[type[Any]] = set()
     for path in paths:
         named = import_callable(path, CodeRoot(()), where=where)  # the job's own folders are on `sys.path` by now
@@ -69,12 +86,3 @@ def load_classes(paths: Iterable[str], where: str) -> set[type[Any]]:
             )
         found.add(named)
     return found
-
-
-def refuse_mps_and_xla(tag: str) -> Iterator[Capability]:
-    """The rows of a strategy for several ranks: the devices that Lightning does not drive with it."""
-    subject = f"strategy.{tag}"
-    reason = "MPS is a single device, and Lightning refuses parallel strategies on it"
-    yield Capability(subject, ("accelerator.mps",), "no", reason, "strategy: single_device")
-    reason = "Lightning drives XLA devices only through its XLA strategies"
-    yield Capability(subject, ("accelerator.xla",), "no", reason, "strategy: xla")

@@ -5,40 +5,28 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, Literal
 
-from fairlead import BuildContext, Capability, Resolution, StrategyConfigBase, StrategyPlugin, hookimpl
+from fairlead import BuildContext, Capability, Resolution, StrategyConfigBase, hookimpl
 from fairlead.findings import Inexact
-from fairlead_strategies.shared import LIGHTNING
+from fairlead_strategies.shared import LightningStrategy
 
 
 class SingleDeviceStrategyConfig(StrategyConfigBase):
-    """One device, one process, no process group.
-
-    Example:
-        >>> SingleDeviceStrategyConfig().model_dump()
-        {'name': 'single_device'}
-    """
+    """One device, one process, no process group."""
 
     name: Literal["single_device"] = "single_device"
 
 
-class SingleDevice(StrategyPlugin):
+class SingleDevice(LightningStrategy):
     """Trains on one device without distribution."""
 
     config = SingleDeviceStrategyConfig
     runtime = "fairlead_strategies.single_device:build"
-    engines = LIGHTNING
-    extra = "lightning"
 
     @hookimpl
     def fairlead_capabilities(self) -> Iterable[Capability]:
         """XLA devices need a strategy of their own."""
-        yield Capability(
-            "strategy.single_device",
-            ("accelerator.xla",),
-            "no",
-            "Lightning drives an XLA device only through its XLA strategies, also when there is one",
-            "strategy: xla",
-        )
+        reason = "Lightning drives an XLA device only through its XLA strategies, also when there is one"
+        yield self.no(("accelerator.xla",), reason, "strategy: xla")
 
     @hookimpl
     def fairlead_exactness(self, resolution: Resolution) -> Iterable[Inexact]:

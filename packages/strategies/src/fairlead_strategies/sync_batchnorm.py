@@ -11,12 +11,7 @@ from fairlead_strategies.shared import LIGHTNING
 
 
 class TorchSyncBatchNormLayerSyncConfig(LayerSyncConfigBase):
-    """Batch normalisation over the batches of all ranks instead of each rank's own.
-
-    Example:
-        >>> TorchSyncBatchNormLayerSyncConfig().name
-        'torch_sync_batchnorm'
-    """
+    """Batch normalisation over the batches of all ranks instead of each rank's own."""
 
     name: Literal["torch_sync_batchnorm"] = "torch_sync_batchnorm"
 

@@ -110,11 +110,7 @@ class CPUSyncBatchNormLayerSync(TorchSyncBatchNorm):
 
 
 def build(config: TorchSyncBatchNormLayerSyncConfig, context: BuildContext) -> TorchSyncBatchNorm:
-    """The Trainer's layer sync for the resolved device.
-
-    Raises:
-        ConfigError: For Fabric, which has no place for it.
-    """
+    """The Trainer's layer sync for the resolved device; Fabric has no place for it."""
     if context.engine == "fabric":
         raise ConfigError(
             f"Fabric does not apply layer_sync {config.name!r}",

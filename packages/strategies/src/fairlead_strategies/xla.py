@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any, Literal
 
-from fairlead import BuildContext, Capability, Resolution, StrategyConfigBase, StrategyPlugin, hookimpl
+from fairlead import BuildContext, Capability, StrategyConfigBase, hookimpl
 from fairlead.findings import Inexact
-from fairlead_strategies.shared import LIGHTNING
+from fairlead_strategies.shared import LIGHTNING, UnprovenStrategy
 
 
 class XLAStrategyConfig(StrategyConfigBase):
-    """TPUs through torch-xla; one device or many.
-
-    Example:
-        >>> XLAStrategyConfig(debug=True).sync_module_states
-        True
-    """
+    """TPUs through torch-xla; one device or many."""
 
     name: Literal["xla"] = "xla"
     debug: bool = False
@@ -25,7 +20,7 @@ class XLAStrategyConfig(StrategyConfigBase):
     """Start every rank with the parameters of rank 0. Of no effect with one device."""
 
 
-class XLA(StrategyPlugin):
+class XLA(UnprovenStrategy):
     """Data parallel training on TPUs."""
 
     config = XLAStrategyConfig
@@ -34,20 +29,22 @@ class XLA(StrategyPlugin):
     precision = "xla"
     engines = (*LIGHTNING, "torch-xla>=2.9")
     extra = "xla"
+    unproven = Inexact(
+        "strategy: xla",
+        why="no test has resumed a run on XLA devices",
+        fix="accelerator: cpu or cuda, where it matters",
+        certain=False,
+    )
 
     @hookimpl
     def fairlead_capabilities(self) -> Iterable[Capability]:
         """What Lightning's XLA strategies refuse."""
-
-        def no(others: tuple[str, ...], reason: str, fix: str) -> Capability:
-            return Capability("strategy.xla", others, "no", reason, fix)
-
-        yield no(
+        yield self.no(
             ("accelerator.cpu", "accelerator.cuda", "accelerator.mps"),
             "the XLA strategy drives XLA devices only",
             "accelerator: xla, or strategy: auto",
         )
-        yield no(
+        yield self.no(
             (
                 "precision.64-true",
                 "precision.16-mixed",
@@ -58,30 +55,14 @@ class XLA(StrategyPlugin):
             "Lightning's XLA precision knows 32-true, bf16-true and 16-true only",
             "precision: bf16-true",
         )
-        yield no(
-            ("checkpoint_io.torch",),
-            "Lightning's XLA strategies accept the XLA checkpoint IO only",
-            "checkpoint_io: xla",
-        )
-
-    @hookimpl
-    def fairlead_exactness(self, resolution: Resolution) -> Iterator[Inexact]:
-        """Nobody has shown it, so it is not known."""
-        yield Inexact(
-            "strategy: xla",
-            why="no test has resumed a run on XLA devices",
-            fix="accelerator: cpu or cuda, where it matters",
-            certain=False,
-        )
+        reason = "Lightning's XLA strategies accept the XLA checkpoint IO only"
+        yield self.no(("checkpoint_io.torch",), reason, "checkpoint_io: xla")
 
 
 def build(config: XLAStrategyConfig, context: BuildContext) -> Any:
     """Lightning's strategy for the resolved number of ranks: the single-device one for one rank, else the parallel one.
 
     The parallel ones bring their own cluster environment, Lightning's `XLAEnvironment`.
-
-    Raises:
-        ModuleNotFoundError: torch-xla is not installed.
     """
     from lightning.fabric import strategies as fabric
     from lightning.pytorch import strategies as trainer

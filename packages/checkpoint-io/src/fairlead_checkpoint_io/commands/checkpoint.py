@@ -32,10 +32,10 @@ _RUNTIMES: Final[dict[str, tuple[str, tuple[str, ...]]]] = {
 }
 """The module and function of each subcommand, and what it needs."""
 
-TARGETS: Final = ("torch", "distributed", "safetensors")
-"""What `convert` writes."""
-
-_PATH: Final = "a run directory, its checkpoints/ folder, or one checkpoint; or the URL of a run or checkpoint"
+_PATH: Final = (
+    "a run directory, its checkpoints/ folder, or one checkpoint; or the URL of a run or checkpoint "
+    "(default: the working directory)"
+)
 _ONE: Final = "a checkpoint: its folder, file or URL; of a run directory, the newest complete one"
 
 
@@ -45,12 +45,9 @@ def checkpoint_arguments(parser: argparse.ArgumentParser) -> None:
         dest="action", metavar="ls|verify|diff|convert|consolidate|export", required=True, help="what to do"
     )
     ls = _action(actions, "ls", "all checkpoints of a run: step, metrics, size, whether each is complete")
-    ls.add_argument("path", metavar="PATH", nargs="?", default=".", help=f"{_PATH} (default: the working directory)")
-
     verify = _action(actions, "verify", "compare sizes and checksums with the manifests; damage is exit code 1")
-    verify.add_argument(
-        "path", metavar="PATH", nargs="?", default=".", help=f"{_PATH} (default: the working directory)"
-    )
+    for one in (ls, verify):
+        one.add_argument("path", metavar="PATH", nargs="?", default=".", help=_PATH)
     verify.add_argument("--newest", action="store_true", help="only the newest checkpoint of the run")
     verify.add_argument(
         "--threads", metavar="N", type=int, help="files read at a time (default: one a core, at most 16)"
@@ -65,7 +62,8 @@ def checkpoint_arguments(parser: argparse.ArgumentParser) -> None:
     convert = _action(actions, "convert", "write a checkpoint in another format; that of A is found out")
     convert.add_argument("a", metavar="A", help=_ONE)
     convert.add_argument("b", metavar="B", help="the file or folder to write")
-    convert.add_argument("--to", choices=TARGETS, required=True, help=f"the format of B: {', '.join(TARGETS)}")
+    targets = ("torch", "distributed", "safetensors")
+    convert.add_argument("--to", choices=targets, required=True, help=f"the format of B: {', '.join(targets)}")
     convert.add_argument(
         "--weights", action="store_true", help="the model's weights only, without optimizers and loops"
     )
@@ -106,11 +104,7 @@ def _writes(parser: argparse.ArgumentParser) -> None:
 
 
 def run_checkpoint(arguments: argparse.Namespace, session: Session) -> int:
-    """Runs one subcommand and returns its exit code.
-
-    Raises:
-        MissingDependencyError: It needs torch or another engine that is not installed here.
-    """
+    """Runs one subcommand and returns its exit code; raises when it needs an engine that is not installed here."""
     runtime, engines = _RUNTIMES[arguments.action]
     missing = [engine for engine in engines if not session.plugins.is_installed(engine)]
     if missing:

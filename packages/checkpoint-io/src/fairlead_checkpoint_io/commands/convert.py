@@ -11,13 +11,7 @@ from fairlead.cli.session import Session
 from fairlead.errors import ConfigError
 from fairlead_checkpoint_io.commands.destination import prepare_target, source_and_target, write_whole
 from fairlead_checkpoint_io.commands.sources import Source, size_text, sources
-from fairlead_checkpoint_io.commands.states import (
-    only_weights,
-    read_any,
-    weights_of,
-    write_distributed,
-    write_weights,
-)
+from fairlead_checkpoint_io.commands.states import only_weights, read_any, weights_of, write_distributed, write_weights
 from fairlead_checkpoint_io.files.snapshot import on_host
 from fairlead_checkpoint_io.files.writing import write_state
 

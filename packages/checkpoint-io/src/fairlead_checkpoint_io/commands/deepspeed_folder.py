@@ -31,16 +31,7 @@ _FORCE: Final = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
 
 
 def read_deepspeed(folder: Path, trust: Sequence[str]) -> dict[str, Any]:
-    """The weights of all ranks together in float32, and what Lightning saved with them; no optimizer state.
-
-    Args:
-        folder: What DeepSpeed's `save_checkpoint` has written: the folder with `latest`, or that of one tag.
-        trust: The objects of DeepSpeed's that may be loaded.
-
-    Raises:
-        CheckpointError: A rank's file is missing or damaged, or the files hold objects that are not in `trust`.
-        MissingDependencyError: DeepSpeed is not installed.
-    """
+    """The weights of all ranks together in float32, and what Lightning saved with them; no optimizer state."""
     base, tag = _tag(folder)
     found: set[str] = set()
     for path in sorted((base / tag).glob("*.pt")):
@@ -54,7 +45,8 @@ def read_deepspeed(folder: Path, trust: Sequence[str]) -> dict[str, Any]:
         ) from error
     try:
         # DeepSpeed loads with weights_only=False, against which torch has a switch; and it prints, to both streams.
-        with allowed(trust, where="--trust"), _weights_only(), _silent():
+        out, err = contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO())
+        with allowed(trust, where="--trust"), _weights_only(), out, err:
             weights = zero.get_fp32_state_dict_from_zero_checkpoint(str(base), tag)
             saved = torch.load(min((base / tag).glob("*_model_states.pt")), map_location="cpu", weights_only=True)
     except (OSError, ValueError, KeyError, IndexError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
@@ -79,12 +71,6 @@ def _tag(folder: Path) -> tuple[Path, str]:
             return folder, tag
         raise CheckpointError("the newest part of this DeepSpeed folder is not there", where=str(latest), why=tag)
     return folder.parent, folder.name
-
-
-@contextlib.contextmanager
-def _silent() -> Iterator[None]:
-    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-        yield
 
 
 @contextlib.contextmanager

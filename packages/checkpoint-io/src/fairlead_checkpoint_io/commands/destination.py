@@ -13,9 +13,9 @@ from fairlead.cli.session import Session
 from fairlead.errors import CheckpointError, ConfigError, FairleadError
 from fairlead_checkpoint_io.commands.sources import Source, is_stored, sources
 from fairlead_checkpoint_io.files.formats import kind_of_folder
+from fairlead_checkpoint_io.files.writing import replace_with
 from fairlead_runs.commit import Syscalls
-from fairlead_runs.commit.checkpoints import to_trash
-from fairlead_runs.commit.files import disk_error, ensure_dir, remove_tree
+from fairlead_runs.commit.files import disk_error, ensure_dir
 
 
 @contextmanager
@@ -32,17 +32,7 @@ def source_and_target(
 
 
 def prepare_target(target: Path, *sources: Path, overwrite: bool, where: str) -> None:
-    """Refuses a destination before anything is read: hours may lie between the two.
-
-    Args:
-        target: The file or folder to write.
-        sources: What is read; the destination is none of them, nor around or inside one.
-        overwrite: Whether something may be there already.
-        where: The argument that named it.
-
-    Raises:
-        ConfigError: Something is there, or it is a part of what is read.
-    """
+    """Refuses a destination before anything is read, as hours may lie between the two."""
     resolved = target.resolve()
     for source in (path.resolve() for path in sources):
         if resolved == source or resolved.is_relative_to(source) or source.is_relative_to(resolved):
@@ -65,9 +55,7 @@ def prepare_target(target: Path, *sources: Path, overwrite: bool, where: str) ->
                 why="it holds " + ("a checkpoint of a run" if kind == "own" else "other files"),
                 fix="name another one, or delete the folder yourself",
             )
-    holder = target.parent
-    while not os.path.lexists(holder):
-        holder = holder.parent
+    holder = next(parent for parent in target.parents if os.path.lexists(parent))
     if not holder.is_dir() or not os.access(holder, os.W_OK | os.X_OK):
         why = "no permission to write there" if holder.is_dir() else f"{holder} is a file"
         raise CheckpointError(
@@ -76,17 +64,11 @@ def prepare_target(target: Path, *sources: Path, overwrite: bool, where: str) ->
 
 
 def write_whole(target: Path, write: Callable[[Path], object], *, folder: bool = False) -> None:
-    """Makes a file with `write`, which is given another name in the same folder; then gives it its own.
-
-    Args:
-        target: The file or folder.
-        write: Makes the file, or fills the folder.
-        folder: Whether it is an empty folder that `write` is given.
-
-    Raises:
-        CheckpointError: The disk refused; what was at `target` is still there.
-    """
-    with _staged(target) as (staged, system):
+    """Has `write` make a file, or fill an empty folder, beside `target`, which is replaced when that is durable."""
+    system = Syscalls()
+    staged = target.with_name(f".tmp-{target.name[:100]}.{secrets.token_hex(4)}")
+    try:
+        ensure_dir(target.parent, system)
         if folder:
             system.mkdir(staged)
         write(staged)
@@ -96,24 +78,7 @@ def write_whole(target: Path, write: Callable[[Path], object], *, folder: bool =
             system.fsync_dir(Path(inside))
         if not folder:
             _sync(staged, system)
-        _publish(staged, target, system)
-
-
-def _sync(path: Path, system: Syscalls) -> None:
-    fd = system.open(path, os.O_RDONLY)
-    try:
-        system.fsync(fd)
-    finally:
-        system.close(fd)
-
-
-@contextmanager
-def _staged(target: Path) -> Iterator[tuple[Path, Syscalls]]:
-    system = Syscalls()
-    staged = target.with_name(f".tmp-{target.name[:100]}.{secrets.token_hex(4)}")
-    try:
-        ensure_dir(target.parent, system)
-        yield staged, system
+        replace_with(staged, target, system)
     except OSError as error:
         raise disk_error(error, f"cannot write {target.name}", target) from error
     except (FairleadError, MemoryError):
@@ -127,17 +92,9 @@ def _staged(target: Path) -> Iterator[tuple[Path, Syscalls]]:
             shutil.rmtree(staged, ignore_errors=True) if staged.is_dir() else staged.unlink(missing_ok=True)
 
 
-def _publish(staged: Path, target: Path, system: Syscalls) -> None:
-    """The old one goes only after the new one is durable; a folder takes two renames, and is never half there."""
-    trash = None
-    if os.path.lexists(target) and (os.path.isdir(target) or staged.is_dir()):
-        trash = to_trash(target, system)
+def _sync(path: Path, system: Syscalls) -> None:
+    fd = system.open(path, os.O_RDONLY)
     try:
-        system.rename(staged, target)
-    except OSError:
-        if trash is not None:
-            system.rename(trash, target)
-        raise
-    system.fsync_dir(target.parent)
-    if trash is not None:
-        remove_tree(trash, system)
+        system.fsync(fd)
+    finally:
+        system.close(fd)

@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from pathlib import Path
+from typing import Any, Final, NamedTuple
 
 import torch
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from fairlead.cli.session import Session
-from fairlead_checkpoint_io.commands.entries import WEIGHTS, Lazy, entries_of
 from fairlead_checkpoint_io.commands.sources import Source, sources
-from fairlead_runs.commands.texts import table
+from fairlead_checkpoint_io.commands.states import read_any, read_file, read_safetensors
+from fairlead_checkpoint_io.files.formats import REST
+from fairlead_checkpoint_io.files.shards import Shards
+from fairlead_checkpoint_io.files.trust import allowed, refuse_unsafe, unsafe_globals
+from fairlead_runs.commands.texts import or_dash, table
+from fairlead_runs.describe import plain
 
 _SHOWN: Final = 40
 _LONG: Final = 60
@@ -24,18 +30,14 @@ _BITS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 def run(arguments: argparse.Namespace, session: Session) -> int:
     """Compares two checkpoints; 1 when they differ."""
     with sources((arguments.a, arguments.b), session) as both:
-        return _compared(both, arguments, session)
-
-
-def _compared(both: Sequence[Source], arguments: argparse.Namespace, session: Session) -> int:
-    a, b = (entries_of(source, arguments.trust) for source in both)
-    weights = arguments.weights or any(source.format == "safetensors" for source in both)
-    if weights:
-        a, b = ({name: value for name, value in side.items() if name.startswith(WEIGHTS)} for side in (a, b))
-    with_ranks = [side for side in (a, b) if any(map(_of_rank, side))]
-    if len(with_ranks) == 1 and not weights:
-        a, b = ({name: value for name, value in side.items() if not _of_rank(name)} for side in (a, b))
-    found = list(_differences(a, b))
+        a, b = (_entries(source, arguments.trust) for source in both)
+        weights = arguments.weights or any(source.format == "safetensors" for source in both)
+        if weights:
+            a, b = ({name: value for name, value in side.items() if name.startswith("state_dict.")} for side in (a, b))
+        with_ranks = [side for side in (a, b) if any(map(_of_rank, side))]
+        if len(with_ranks) == 1 and not weights:
+            a, b = ({name: value for name, value in side.items() if not _of_rank(name)} for side in (a, b))
+        found = list(_differences(a, b))
     same = len(a.keys() | b.keys()) - len(found)
     if arguments.json:
         document = {"a": both[0].location, "b": both[1].location, "weights_only": weights}
@@ -71,12 +73,13 @@ def _differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[dict[st
             yield {"name": name, "kind": f"only in {side}", side: _text(b[name] if name not in a else a[name])}
             continue
         x, y = a[name], b[name]
-        if isinstance(x, Lazy) and isinstance(y, Lazy):
+        if isinstance(x, _Lazy) and isinstance(y, _Lazy):
             if (x.shape, x.dtype) != (y.shape, y.dtype):
                 kind = "shape" if x.shape != y.shape else "dtype"
                 yield {"name": name, "kind": kind, "a": _text(x), "b": _text(y)}
             elif (difference := compare(x.read(), y.read())) is not None:
-                yield {"name": name, "kind": "values", "a": _text(x), "b": _text(y), **_numbers(difference)}
+                numbers = plain(difference._asdict(), lambda value, _: str(value))
+                yield {"name": name, "kind": "values", "a": _text(x), "b": _text(y), **numbers}
         elif not _same(x, y):
             yield {"name": name, "kind": "value", "a": _text(x), "b": _text(y)}
 
@@ -94,22 +97,8 @@ def _same(x: Any, y: Any) -> bool:
         return False
 
 
-def _numbers(found: Difference) -> dict[str, Any]:
-    return {
-        "differing": found.count,
-        "of": found.total,
-        "max_abs": _finite(found.max_abs),
-        "max_rel": _finite(found.max_rel),
-        "max_ulp": found.max_ulp,
-    }
-
-
-def _finite(value: float) -> float | str:
-    return value if math.isfinite(value) else str(value)  # JSON has no infinity
-
-
 def _text(value: Any) -> str:
-    if isinstance(value, Lazy):
+    if isinstance(value, _Lazy):
         return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
     text = repr(value)
     return text if len(text) <= _LONG else f"{text[: _LONG - 3]}..."
@@ -118,7 +107,7 @@ def _text(value: Any) -> str:
 def _cells(item: Mapping[str, Any]) -> tuple[str, ...]:
     if item["kind"] == "values":
         what = f"{item['differing']} of {item['of']} elements, {item['a']}"
-        return item["name"], what, *(_number(item[key]) for key in ("max_abs", "max_rel")), _or_dash(item["max_ulp"])
+        return item["name"], what, *(_number(item[key]) for key in ("max_abs", "max_rel")), or_dash(item["max_ulp"])
     if item["kind"].startswith("only"):
         side = item["kind"][-1]
         return item["name"], f"only in {side.upper()}: {item[side]}", "", "", ""
@@ -129,39 +118,96 @@ def _number(value: float | str) -> str:
     return f"{value:.3g}" if isinstance(value, float) else value
 
 
-def _or_dash(value: int | None) -> str:
-    return "-" if value is None else str(value)
+# -- every tensor and value under a name; tensors are read when they are asked for
+
+
+@dataclass(frozen=True)
+class _Lazy:
+    """A tensor that is read into host memory, or mapped there, when it is compared."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    read: Callable[[], torch.Tensor]
+
+
+_HELD: Final = (Mapping, list, tuple, torch.Tensor, _Lazy)
+
+
+def _entries(source: Source, trust: Sequence[str] = ()) -> dict[str, Any]:
+    """All of a checkpoint: tensors as `_Lazy`, other values as they are, each under its path (`state_dict.0.weight`).
+
+    Files are mapped, not read: comparing two of 10 GiB takes the memory of two tensors.
+    """
+    if source.format == "torch":
+        state = _mapped(source.content, trust)
+        bare = isinstance(state, Mapping) and all(isinstance(value, torch.Tensor) for value in state.values())
+        state = {"state_dict": state} if bare else state  # weights alone have no names around them
+    elif source.format == "distributed":
+        state = _distributed(source.content, trust)
+    elif source.format == "safetensors":
+        state = {"state_dict": read_safetensors(source.content)}
+    else:
+        state = read_any(source, trust)
+    found = dict(_flat(state))
+    if source.own is not None:
+        for path in sorted(source.path.glob("rank-*.pt")):
+            found.update((f"{path.stem}.{name}", value) for name, value in _flat(_mapped(path, trust)))
+    return found
+
+
+def _mapped(path: Path, trust: Sequence[str]) -> Any:
+    refuse_unsafe(path, unsafe_globals(path, trust))
+    try:
+        with allowed(trust, where="--trust"):
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except Exception:  # of the old format, which cannot be mapped, or damaged: the thorough reader says which
+        return read_file(path, trust)
+
+
+def _flat(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Every single value by its path; an empty mapping or list is one too."""
+    if isinstance(value, torch.Tensor):
+        yield path, _Lazy(tuple(value.shape), value.dtype, lambda: value.detach())
+    elif isinstance(value, Mapping) and value:
+        for key, item in value.items():
+            yield from _flat(item, f"{path}.{key}" if path else str(key))
+    elif isinstance(value, (list, tuple)) and any(isinstance(item, _HELD) for item in value):
+        for index, item in enumerate(value):
+            yield from _flat(item, f"{path}.{index}")
+    elif path:  # all of an empty file is nothing
+        yield path, value
+
+
+def _distributed(folder: Path, trust: Sequence[str]) -> dict[str, Any]:
+    shards = Shards(folder)
+    stored = shards.contents.state_dict_metadata
+    tensors = {name: entry for name, entry in stored.items() if isinstance(entry, TensorStorageMetadata)}
+    with allowed(trust, where="--trust"):
+        others = shards.read_host([name for name in stored if name not in tensors])
+    lazy = {name: _lazy(shards, name, entry) for name, entry in tensors.items()}
+    rest = _mapped(folder / REST, trust) if (folder / REST).is_file() else {}
+    return shards.checkpoint({**others, **lazy}, rest)
+
+
+def _lazy(shards: Shards, name: str, entry: TensorStorageMetadata) -> _Lazy:
+    return _Lazy(tuple(entry.size), entry.properties.dtype, lambda: shards.read_host([name])[name])
 
 
 # -- two tensors, bit by bit, a part at a time
 
 
-@dataclass(frozen=True)
-class Difference:
-    """How two tensors of one shape and dtype differ.
+class Difference(NamedTuple):
+    """How two tensors of one shape and dtype differ."""
 
-    Attributes:
-        count: Elements whose bits differ; +0 and -0 differ, a NaN equals the same NaN.
-        total: Elements there are.
-        max_abs: The largest absolute difference; inf where one is infinite or NaN and the other is not.
-        max_rel: The largest difference divided by the larger of both magnitudes.
-        max_ulp: The most representable numbers that lie between two; None for integers.
-    """
-
-    count: int
-    total: int
-    max_abs: float
-    max_rel: float
-    max_ulp: int | None
+    differing: int  # by their bits: +0 and -0 differ, a NaN equals the same NaN
+    of: int
+    max_abs: float  # inf where one is infinite or NaN and the other is not
+    max_rel: float  # divided by the larger of both magnitudes
+    max_ulp: int | None  # how many representable numbers apart; None for integers
 
 
 def compare(a: torch.Tensor, b: torch.Tensor) -> Difference | None:
-    """The difference of two tensors of one shape and dtype; None when they are equal in every bit.
-
-    Example:
-        >>> compare(torch.ones(2), torch.tensor([1.0, 1.5]))                         # doctest: +SKIP
-        Difference(count=1, total=2, max_abs=0.5, max_rel=0.333..., max_ulp=4194304)
-    """
+    """The difference of two tensors of one shape and dtype; None when they are equal in every bit."""
     if a.is_sparse or a.is_quantized or a.layout is not torch.strided:
         a, b = a.to_dense(), b.to_dense()
     if a.is_complex():

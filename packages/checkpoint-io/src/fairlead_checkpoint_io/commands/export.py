@@ -28,28 +28,25 @@ def run(arguments: argparse.Namespace, session: Session) -> int:
     """Reads a checkpoint of a run, writes the folder."""
     path, output = arguments.path, arguments.output
     with source_and_target(path, output, session, overwrite=arguments.overwrite, where="--output") as (source, target):
-        return _exported(source, target, arguments, session)
+        if source.format == "safetensors":
+            where = str(source.content)
+            raise ConfigError("this holds weights only", where=where, fix="export the checkpoint of the run")
+        job = job_file(source.path)
+        document = cast("dict[str, Any]", yaml.load_file(job).data)
+        state = read_any(source, arguments.trust)
+        weights, metadata = weights_of(state, source.content), _metadata(source, state)
+        left_out: list[str] = []
 
+        def fill(folder: Path) -> None:
+            left_out.extend(write_weights(weights, folder / WEIGHTS_FILE, describe(source, state)))
+            (folder / job.name).write_bytes(job.read_bytes())
+            card = _model_card(target.name, document, metadata, job.parent, folder / WEIGHTS_FILE)
+            (folder / "README.md").write_text(card, encoding="utf-8")
+            files = {name: hash_file(folder / name) for name in sorted(os.listdir(folder))}
+            (folder / MANIFEST).write_bytes(Manifest.now(files, metadata).dump())
 
-def _exported(source: Source, target: Path, arguments: argparse.Namespace, session: Session) -> int:
-    if source.format == "safetensors":
-        raise ConfigError("this holds weights only", where=str(source.content), fix="export the checkpoint of the run")
-    job = job_file(source.path)
-    document = cast("dict[str, Any]", yaml.load_file(job).data)
-    state = read_any(source, arguments.trust)
-    weights, metadata = weights_of(state, source.content), _metadata(source, state)
-    left_out: list[str] = []
-
-    def fill(folder: Path) -> None:
-        left_out.extend(write_weights(weights, folder / WEIGHTS_FILE, describe(source, state)))
-        (folder / job.name).write_bytes(job.read_bytes())
-        card = _model_card(target.name, document, metadata, job.parent, folder / WEIGHTS_FILE)
-        (folder / "README.md").write_text(card, encoding="utf-8")
-        files = {name: hash_file(folder / name) for name in sorted(os.listdir(folder))}
-        (folder / MANIFEST).write_bytes(Manifest.now(files, metadata).dump())
-
-    write_whole(target, fill, folder=True)
-    report(source, target, arguments, session, to="export", left_out=left_out)
+        write_whole(target, fill, folder=True)
+        report(source, target, arguments, session, to="export", left_out=left_out)
     return 0
 
 
@@ -66,19 +63,11 @@ def _metadata(source: Source, state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _model_card(name: str, job: Mapping[str, Any], metadata: Mapping[str, Any], run: Path, weights: Path) -> str:
-    """The text of README.md: what the model is, what it was trained on, and lines that load it.
-
-    Args:
-        name: The folder's name.
-        job: The job, as its file has it.
-        metadata: Of the checkpoint: step, epoch, metrics, ...
-        run: The run directory, for the versions that were used.
-        weights: The file of weights.
-    """
+    """The text of README.md: what the model is, what it was trained on, with what, and lines that load it."""
     model, data = _spec(job.get("model")), _spec(job.get("data"))
     facts = [
-        ("model", _code(model)),
-        ("data", _code(data) if data else "the model's own loaders"),
+        ("model", f"`{model.get('class', '?')}`"),
+        ("data", f"`{data.get('class', '?')}`" if data else "the model's own loaders"),
         ("step", metadata.get("step")),
         ("epochs", metadata.get("epoch")),
         ("ranks", metadata.get("world_size")),
@@ -102,15 +91,8 @@ def _model_card(name: str, job: Mapping[str, Any], metadata: Mapping[str, Any], 
     metrics = metadata.get("metrics")
     if isinstance(metrics, Mapping) and metrics:
         lines += ["", "## Metrics", "", *_table(("metric", "value"), list(metrics.items()))]
-    lines += [
-        "",
-        "## Model",
-        "",
-        "```yaml",
-        yaml.dump({"model": job.get("model"), "data": job.get("data")}).rstrip(),
-        "```",
-    ]
-    lines += ["", "## Load it", "", *_loading(name, model)]
+    spec = yaml.dump({"model": job.get("model"), "data": job.get("data")}).rstrip()
+    lines += ["", "## Model", "", "```yaml", spec, "```", "", "## Load it", "", *_loading(name, model)]
     versions = _versions(run)
     if versions:
         lines += ["", "## Trained with", "", *_table(("package", "version"), versions)]
@@ -139,10 +121,6 @@ def _spec(value: Any) -> Mapping[str, Any]:
     return {"class": value} if isinstance(value, str) else {}
 
 
-def _code(spec: Mapping[str, Any]) -> str:
-    return f"`{spec.get('class', '?')}`"
-
-
 def _table(head: tuple[str, str], rows: list[tuple[str, Any]]) -> Iterator[str]:
     yield f"| {head[0]} | {head[1]} |"
     yield "|---|---|"
@@ -160,9 +138,7 @@ def _versions(run: Path) -> list[tuple[str, Any]]:
     try:
         found = json.loads((starts / str(max(numbers)) / "provenance.json").read_bytes())
         packages = dict(line.split("==", 1) for line in found["packages"])
-        return [
-            ("python", found["python"]["version"]),
-            *((name, packages[name]) for name in _PACKAGES if name in packages),
-        ]
+        known = [(name, packages[name]) for name in _PACKAGES if name in packages]
+        return [("python", found["python"]["version"]), *known]
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return []  # the start was killed before it was written; the card is right without it

@@ -18,12 +18,7 @@ _WIDTH: Final = 30
 
 
 class ProgressReader(Syscalls):
-    """Counts what is read, for the progress bar.
-
-    Args:
-        total: Bytes in all.
-        stream: A terminal; None: no bar.
-    """
+    """Counts what is read of `total` bytes, and draws that as a bar on a terminal."""
 
     def __init__(self, total: int, stream: IO[str] | None) -> None:
         self._total, self._stream = total, stream

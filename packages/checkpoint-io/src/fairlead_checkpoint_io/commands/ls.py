@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import time
 from collections.abc import Collection, Mapping, Sequence
@@ -72,31 +73,15 @@ class Row:
 
 @dataclass
 class Listing:
-    """All checkpoints of a run or folder.
-
-    Attributes:
-        root: A folder or a URL.
-        latest: What its file `latest` names.
-        rows: Oldest first.
-        unfinished: What is no checkpoint yet, or no more: its name, what it is, and its age in seconds.
-    """
+    """All checkpoints of a run or folder, and what is none yet or no more: its name, what it is, its age in seconds."""
 
     root: str
     latest: str | None
     rows: list[Row]
     unfinished: list[tuple[str, str, float | None]]
 
-    def report_missing_latest(self) -> None:
-        """Says that the checkpoint that `latest` names is not there."""
-        self.unfinished.append(("latest", f"names {self.latest}, which is not there", None))
-
     def label(self, found: Mapping[str, Checkpoint] | Mapping[str, RemoteCheckpoint], forever: Collection[str]) -> None:
-        """Says which one a resume takes, which one is best, and which no retention deletes.
-
-        Args:
-            found: Those that can be read, by name.
-            forever: The names of those that are marked.
-        """
+        """Says of those `found` which one a resume takes, which one is best, and which no retention deletes."""
         sound = [row for row in self.rows if row.complete and row.name in found]
         if not sound:
             return
@@ -136,18 +121,20 @@ def _on_store(url: str) -> Listing:
     run = stored_run(url)
     # Those whose manifest is damaged come first, as in a folder.
     ordered = sorted(run.found.checkpoints, key=lambda item: (item.manifest is not None, item.order))
-    rows = []
-    for item in ordered:
-        row = Row(item.name, item.url, step=item.step)
+    rows = [Row(item.name, item.url, step=item.step) for item in ordered]
+    for row, item in zip(rows, ordered, strict=True):
         row.describe(item, item.damages())
-        rows.append(row)
     latest = run.latest
     listing = Listing(run.store.url, latest, rows, [(name, _UPLOADING, None) for name in run.found.unfinished])
     if run.lacks(latest):
-        listing.report_missing_latest()
+        listing.unfinished.append(_missing(latest))
     found = {item.name: item for item in ordered if item.manifest is not None}
     listing.label(found, {name for name, item in found.items() if item.kept_forever})
     return listing
+
+
+def _missing(latest: str | None) -> tuple[str, str, None]:
+    return "latest", f"names {latest}, which is not there", None
 
 
 def _on_disk(path: Path) -> Listing:
@@ -164,7 +151,7 @@ def _on_disk(path: Path) -> Listing:
     rows, found = _rows(root, names)
     listing = Listing(str(root), read_latest(root), rows, _unfinished(root, names))
     if listing.latest is not None and not (root / listing.latest).is_dir():
-        listing.report_missing_latest()
+        listing.unfinished.append(_missing(listing.latest))
     listing.label(found, {name for name, checkpoint in found.items() if is_kept_forever(checkpoint)})
     return listing
 
@@ -188,25 +175,18 @@ def _rows(root: Path, names: Sequence[str]) -> tuple[list[Row], dict[str, Checkp
     own = [name for name in names if NAME.fullmatch(name) and (root / name).is_dir()]
     with ThreadPoolExecutor(_THREADS) as pool:
         ordered = sorted(pool.map(row, own), key=lambda pair: pair[0])
-    plain = [_plain(root / name) for name in sorted(names) if name.endswith(".ckpt") and name not in own]
-    return [*(made for _, made in ordered), *plain], found
-
-
-def _plain(path: Path) -> Row:
-    """A checkpoint without a manifest, as plain Lightning writes it."""
-    size = path.stat().st_size if path.is_file() else None
-    return Row(path.name, str(path), size=size, labels=["plain Lightning"])
+    rows = [made for _, made in ordered]
+    for path in (root / name for name in sorted(names) if name.endswith(".ckpt") and name not in own):
+        size = path.stat().st_size if path.is_file() else None
+        rows.append(Row(path.name, str(path), size=size, labels=["plain Lightning"]))
+    return rows, found
 
 
 def _unfinished(root: Path, names: Sequence[str]) -> list[tuple[str, str, float | None]]:
     now = time.time()
     items: list[tuple[str, str, float | None]] = []
     for name in sorted(names):
-        problem = next((text for prefix, text in _UNFINISHED.items() if name.startswith(prefix)), None)
-        if problem is None:
-            continue
-        try:
-            items.append((name, problem, max(0.0, now - os.lstat(root / name).st_mtime)))
-        except OSError:  # it was finished or cleaned away while we looked
-            continue
+        for problem in (text for prefix, text in _UNFINISHED.items() if name.startswith(prefix)):
+            with contextlib.suppress(OSError):  # it was finished or cleaned away while we looked
+                items.append((name, problem, max(0.0, now - os.lstat(root / name).st_mtime)))
     return items

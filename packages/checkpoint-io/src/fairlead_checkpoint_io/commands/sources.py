@@ -1,7 +1,4 @@
-"""What a PATH of `fairlead checkpoint` names: a run, a folder of checkpoints or one checkpoint, on disk or on a store.
-
-Imports no torch.
-"""
+"""What a PATH names: a run, a folder of checkpoints or one checkpoint, on disk or on a store. Imports no torch."""
 
 from __future__ import annotations
 
@@ -14,7 +11,7 @@ from pathlib import Path
 from typing import Final
 
 from fairlead.cli.session import Session
-from fairlead.errors import CheckpointError, ConfigError, FairleadError, did_you_mean
+from fairlead.errors import CheckpointError, ConfigError, FairleadError
 from fairlead_checkpoint_io.files.formats import (
     STATE,
     WEIGHTS_FILE,
@@ -23,6 +20,7 @@ from fairlead_checkpoint_io.files.formats import (
     kind_of_folder,
     names_in,
     names_text,
+    no_such,
 )
 from fairlead_runs import is_run
 from fairlead_runs.commit import Checkpoint, newest_complete
@@ -50,15 +48,7 @@ _SHOWN: Final = 8
 
 @dataclass(frozen=True)
 class Source:
-    """One checkpoint to read.
-
-    Attributes:
-        path: The checkpoint as it was named or found: a folder of Fairlead's, or a bare file or folder.
-        content: The file or folder with the state.
-        format: How that is written.
-        own: The checkpoint of Fairlead's that it is; None: a bare one.
-        url: Where it is, if `path` is a copy of one on a store.
-    """
+    """One checkpoint to read, its file or folder with the state, and the `url` of which `path` is a downloaded copy."""
 
     path: Path
     content: Path
@@ -82,13 +72,7 @@ class Source:
 
 @contextmanager
 def sources(texts: Sequence[str], session: Session) -> Iterator[list[Source]]:
-    """The checkpoints to read, by paths or URLs; of a run, the newest complete one.
-
-    What is on a store is downloaded into a temporary folder, which is deleted at the end.
-
-    Raises:
-        FairleadError: There is no such checkpoint; it is damaged; the store does not answer.
-    """
+    """The checkpoints to read, by paths or URLs (downloaded until the end); of a run, the newest complete one."""
     with ExitStack() as stack:
         yield [
             stack.enter_context(_downloaded(text, session))
@@ -102,25 +86,12 @@ def sources(texts: Sequence[str], session: Session) -> Iterator[list[Source]]:
 
 
 def existing(text: str, session: Session) -> Path:
-    """The path as it was meant: from the working directory, or the name of a run in `runs/`.
-
-    Raises:
-        ConfigError: There is nothing of that name.
-    """
+    """The path as it was meant: from the working directory, or the name of a run in `runs/`."""
     asked = Path(session.cwd, text.removeprefix("file://")).expanduser()
     for path in (asked, session.cwd / "runs" / text):
         if os.path.lexists(path):
             return Path(os.path.abspath(path))
-    folder = next(parent for parent in asked.parents if parent.is_dir())
-    near = did_you_mean(asked.relative_to(folder).parts[0], names_in(folder))
-    raise ConfigError(
-        "there is no such checkpoint or run",
-        where=str(asked),
-        why=names_text(folder),
-        fix=f"did you mean {str(folder / near)!r}?"
-        if near
-        else "name a run directory, a checkpoint's folder or a file",
-    )
+    raise no_such(asked)
 
 
 def checkpoints_folder(path: Path) -> Path | None:
@@ -134,11 +105,7 @@ def checkpoints_folder(path: Path) -> Path | None:
 
 
 def _one_checkpoint(path: Path) -> Source:
-    """The checkpoint at `path`; of a run or a folder of checkpoints, the newest complete one.
-
-    Raises:
-        CheckpointError: There is none, or it is no checkpoint.
-    """
+    """The checkpoint at `path`; of a run or a folder of checkpoints, the newest complete one."""
     folder = checkpoints_folder(path)
     if folder is not None:
         newest = newest_complete(folder)
@@ -163,13 +130,7 @@ def _one_checkpoint(path: Path) -> Source:
 
 @dataclass(frozen=True)
 class StoredRun:
-    """A run on a store, or one checkpoint of it.
-
-    Attributes:
-        store: Opened at the run's URL.
-        name: The checkpoint that was named; None: all.
-        found: What is there; of one checkpoint, that one only.
-    """
+    """A run on a store, or with a `name` one checkpoint of it."""
 
     store: Store
     name: str | None
@@ -187,23 +148,12 @@ class StoredRun:
 
 
 def is_stored(text: str) -> bool:
-    """Whether a PATH is on a store; `file://` is a folder like any other.
-
-    Example:
-        >>> [is_stored(text) for text in ("s3://bucket/gpt", "file:///runs/gpt", "runs/gpt")]
-        [True, False, False]
-    """
+    """Whether a PATH is on a store; `file://` is a folder like any other."""
     return is_url(text) and not text.lower().startswith("file://")
 
 
 def stored_run(url: str) -> StoredRun:
-    """What a URL of a run or of one checkpoint names; nothing but listings and manifests is read.
-
-    Raises:
-        ConfigError: There is no run at this URL.
-        CheckpointError: There is no such checkpoint in it; the store refuses, or does not answer.
-        MissingDependencyError: The store's library is not installed.
-    """
+    """What a URL of a run or of one checkpoint names; nothing but listings and manifests is read."""
     store, name = _opened(url)
     found = list_run(store)
     if not found.checkpoints and not found.unfinished and not _OF_A_RUN.intersection(found.others):
@@ -264,12 +214,7 @@ def _newest(store: Store) -> RemoteCheckpoint:
 
 
 def size_text(size: int | None) -> str:
-    """Bytes for people, in powers of 1024.
-
-    Example:
-        >>> size_text(3 << 20)
-        '3.0 MiB'
-    """
+    """Bytes for people, in powers of 1024: `3.0 MiB`."""
     if size is None:
         return "-"
     value, unit = float(size), "B"

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import warnings
-from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Final
 
 import torch
@@ -14,7 +14,6 @@ import torch.distributed.checkpoint as dcp
 
 from fairlead.errors import CheckpointError
 from fairlead_checkpoint_io.commands.deepspeed_folder import read_deepspeed
-from fairlead_checkpoint_io.commands.optimizer_names import parameter_names
 from fairlead_checkpoint_io.commands.sources import Source
 from fairlead_checkpoint_io.files.formats import REST
 from fairlead_checkpoint_io.files.layout import named
@@ -24,14 +23,12 @@ from fairlead_checkpoint_io.files.trust import allowed, refuse_unsafe, unsafe_gl
 from fairlead_runs.commit.files import disk_error
 
 _MODEL: Final = "state_dict"
+_BUFFERS: Final = ("running_mean", "running_var", "num_batches_tracked")
+_LIKE_PARAMETER: Final = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg", "sum")
 
 
 def read_any(source: Source, trust: Sequence[str] = ()) -> dict[str, Any]:
-    """The state of a checkpoint as plain Lightning has it: `state_dict`, `optimizer_states`, loops, ...
-
-    Raises:
-        CheckpointError: Something is missing, damaged, or an object that is not in `trust`.
-    """
+    """The state of a checkpoint as plain Lightning has it: `state_dict`, `optimizer_states`, loops, ..."""
     if source.format == "torch":
         return read_file(source.content, trust)
     if source.format == "distributed":
@@ -42,22 +39,14 @@ def read_any(source: Source, trust: Sequence[str] = ()) -> dict[str, Any]:
 
 
 def read_file(path: Path, trust: Sequence[str] = ()) -> dict[str, Any]:
-    """A file of torch.save with a mapping in it, checked while it is read.
-
-    Raises:
-        CheckpointError: As `read_any`.
-    """
+    """A file of torch.save with a mapping in it, checked while it is read."""
     refuse_unsafe(path, unsafe_globals(path, trust))
     with allowed(trust, where="--trust"):
         return read_state(path, safe_globals=trust)
 
 
 def weights_of(state: Mapping[str, Any], where: Path) -> Mapping[str, Any]:
-    """The weights in a state; a file that is nothing but tensors is all weights.
-
-    Raises:
-        CheckpointError: There are none.
-    """
+    """The weights in a state; a file that is nothing but tensors is all weights."""
     weights = state.get(_MODEL)
     if isinstance(weights, Mapping):
         return weights
@@ -70,38 +59,82 @@ def weights_of(state: Mapping[str, Any], where: Path) -> Mapping[str, Any]:
 
 def only_weights(state: Mapping[str, Any], where: Path) -> dict[str, Any]:
     """What plain Lightning needs to load a model: weights, hyperparameters, versions; no optimizers, no loops."""
-    kept = {
-        key: value
-        for key, value in state.items()
-        if isinstance(key, str)
-        and key.startswith(("hyper_parameters", "hparams_", "datamodule_hyper", "datamodule_hparams"))
-    }
+    names = ("hyper_parameters", "hparams_", "datamodule_hyper", "datamodule_hparams")
+    kept = {key: value for key, value in state.items() if isinstance(key, str) and key.startswith(names)}
     described = {key: state[key] for key in ("pytorch-lightning_version", "epoch", "global_step") if key in state}
     return {**_lightning_version(), **described, **kept, _MODEL: weights_of(state, where)}
 
 
 def write_distributed(state: Mapping[str, Any], folder: Path, where: Path) -> None:
-    """Fills an empty folder as Lightning's sharded strategies and the backend `distributed` do.
-
-    Args:
-        state: A plain Lightning state.
-        folder: Where to write; it exists.
-        where: Where the state is from, for errors.
-
-    Raises:
-        CheckpointError: The optimizers' parameters cannot be named.
-    """
+    """Fills an empty folder with a plain Lightning state that is from `where`, as Lightning's sharded strategies do."""
     weights = weights_of(state, where)
     rest = {} if weights is state else {k: v for k, v in state.items() if k not in (_MODEL, "optimizer_states")}
     shards: dict[str, Any] = {_MODEL: dict(weights)}
     for number, optimizer in enumerate(() if weights is state else state.get("optimizer_states", ())):
         shards[f"optimizer_{number}"] = named(
-            optimizer, parameter_names(optimizer, weights, where=f"{where}, optimizer {number}")
+            optimizer, _parameter_names(optimizer, weights, where=f"{where}, optimizer {number}")
         )
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         dcp.save(shards, storage_writer=dcp.FileSystemWriter(folder), no_dist=True)
     torch.save(rest, folder / REST)
+
+
+def _parameter_names(state: Mapping[str, Any], weights: Mapping[str, Any], *, where: str) -> list[str]:
+    """The names of an optimizer's parameters, in the order of its groups.
+
+    They are those the optimizer recorded (it was given `named_parameters()`); else those of the weights in their
+    order, where numbers and shapes leave no doubt.
+    """
+    groups = state["param_groups"]
+    numbers = [number for group in groups for number in group["params"]]
+    recorded = {
+        number: name
+        for group in groups
+        for number, name in zip(group["params"], group.get("param_names", ()), strict=False)
+    }
+    if len(recorded) == len(numbers):
+        return [recorded[number] for number in numbers]
+    parameters = _parameters(weights)
+    if len(groups) != 1:
+        raise _doubt(where, f"its parameters are in {len(groups)} groups, whose order is not that of the model")
+    if len(parameters) != len(numbers):
+        raise _doubt(where, f"it has {len(numbers)} parameters, the weights are {len(parameters)}")
+    names = dict(zip(numbers, parameters, strict=True))
+    for number, value in state["state"].items():
+        for key in _LIKE_PARAMETER:
+            held = value.get(key) if isinstance(value, Mapping) else None
+            shape = parameters[names[number]].shape
+            if isinstance(held, torch.Tensor) and held.shape != shape:
+                raise _doubt(where, f"{names[number]} is {list(shape)}, but number {number} is {list(held.shape)}")
+    return list(parameters)
+
+
+def _parameters(weights: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """What an optimizer may train, each once: tied weights are one parameter."""
+    found: dict[str, torch.Tensor] = {}
+    seen = set()
+    for name, value in weights.items():
+        if not isinstance(value, torch.Tensor) or not (value.is_floating_point() or value.is_complex()):
+            continue
+        if name.rpartition(".")[2] in _BUFFERS:
+            continue
+        memory = (value.data_ptr(), value.shape, value.stride())
+        if value.numel() and memory in seen:
+            continue
+        seen.add(memory)
+        found[name] = value
+    return found
+
+
+def _doubt(where: str, why: str) -> CheckpointError:
+    return CheckpointError(
+        "which parameters an optimizer's state belongs to is not certain",
+        where=where,
+        why=f"the optimizer has numbered its parameters, and {why}",
+        fix="--weights leaves the optimizer out; sharded strategies also resume from the plain file itself;\n"
+        "an optimizer made of model.named_parameters() records the names",
+    )
 
 
 def _read_distributed(folder: Path, trust: Sequence[str]) -> dict[str, Any]:
@@ -115,8 +148,6 @@ def _read_distributed(folder: Path, trust: Sequence[str]) -> dict[str, Any]:
             why=f"its parts are: {', '.join(sorted(str(key) for key in state if key != _MODEL)[:12])}",
             fix="only the layout of Lightning's sharded checkpoints is known here",
         )
-    if not isinstance(state[_MODEL], OrderedDict):  # as a module's `state_dict` is
-        state[_MODEL] = OrderedDict(state[_MODEL])
     for optimizer in state.get("optimizer_states", ()):
         if lost := sorted(name for name in optimizer["state"] if isinstance(name, str)):
             raise CheckpointError(
@@ -128,11 +159,7 @@ def _read_distributed(folder: Path, trust: Sequence[str]) -> dict[str, Any]:
 
 
 def read_safetensors(path: Path) -> dict[str, torch.Tensor]:
-    """The weights in a file of safetensors, tied ones under all of their names.
-
-    Raises:
-        CheckpointError: It is damaged.
-    """
+    """The weights in a file of safetensors, tied ones under all of their names."""
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -151,27 +178,17 @@ def read_safetensors(path: Path) -> dict[str, torch.Tensor]:
 
 
 def write_weights(weights: Mapping[str, Any], path: Path, described: Mapping[str, Any]) -> list[str]:
-    """Writes a new file of safetensors.
-
-    Args:
-        weights: A model's `state_dict`.
-        path: The file.
-        described: What it is of; a safetensors file holds texts besides tensors, so that they become such.
-
-    Returns:
-        The entries that are no tensors (a module's extra state), which the format cannot hold.
-
-    Raises:
-        CheckpointError: There are no tensors, or some that share memory without being the same.
-    """
+    """Writes a new file of safetensors, which holds tensors and texts only; gives the entries that are neither."""
     from safetensors.torch import save_model
 
     tensors = dict(_own_memory((str(name), v) for name, v in weights.items() if isinstance(v, torch.Tensor)))
     if not tensors:
         raise CheckpointError("there are no tensors to write", where=str(path))
+    # It treats tied ones as a module's, and asks for nothing else of a module: one is kept, the others are noted.
+    given: Any = SimpleNamespace(state_dict=lambda: dict(tensors))
     said = {str(key): str(value) for key, value in described.items() if value is not None and str(key) not in tensors}
     try:
-        save_model(_Weights(tensors), str(path), metadata={"format": "pt", **said})
+        save_model(given, str(path), metadata={"format": "pt", **said})
     except (RuntimeError, ValueError) as error:
         raise CheckpointError(
             "safetensors cannot hold these weights",
@@ -194,22 +211,9 @@ def _own_memory(weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[s
         yield name, taken.setdefault(key, value.clone())
 
 
-class _Weights(torch.nn.Module):
-    """Hands weights to `save_model`, which treats tied ones as a module's: one is kept, the others are noted."""
-
-    def __init__(self, weights: Mapping[str, torch.Tensor]) -> None:
-        super().__init__()
-        self._given = dict(weights)
-
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        return dict(self._given)
-
-
 def _lightning_version() -> dict[str, str]:
     """What Lightning asks of a checkpoint before it loads anything else."""
-    for dist in ("lightning", "pytorch-lightning"):
-        try:
-            return {"pytorch-lightning_version": version(dist)}
-        except PackageNotFoundError:
-            continue
-    return {"pytorch-lightning_version": "2.6.6"}
+    try:
+        return {"pytorch-lightning_version": version("lightning")}
+    except PackageNotFoundError:
+        return {"pytorch-lightning_version": "2.6.6"}

@@ -18,29 +18,16 @@ from fairlead_checkpoint_io.commands.file_checks import ProgressReader, archive_
 from fairlead_checkpoint_io.commands.sources import checkpoints_folder, existing, is_stored, size_text, stored_run
 from fairlead_checkpoint_io.files.formats import format_of, names_in
 from fairlead_runs.commit import list_checkpoints, read_latest, read_manifest
-from fairlead_runs.commit.checkpoints import NAME
+from fairlead_runs.commit.checkpoints import NAME, readable_checkpoints
 from fairlead_runs.commit.hashing import FileHash, new_hasher
 from fairlead_runs.commit.manifest import MANIFEST, file_problem
 from fairlead_runs.remote import RemoteCheckpoint, Store
 from fairlead_runs.remote.listing import changed
 
-Read = Callable[[ProgressReader], str | None]
-"""Reads a file, and says what is wrong with it."""
-
 
 @dataclass
 class Checked:
-    """What was found out of one checkpoint.
-
-    Attributes:
-        path: Where it is; of one on a store, its name only.
-        url: Where it is on a store.
-        files: How many it has.
-        size: Their bytes.
-        note: What was compared, where that is not all.
-        damage: What is wrong, by file.
-        reads: What is still to be read, by file: many small checkpoints and one large one are read in parallel alike.
-    """
+    """What was found out of one checkpoint."""
 
     path: Path
     url: str | None = None
@@ -48,18 +35,16 @@ class Checked:
     size: int = 0
     note: str = ""
     damage: dict[str, str] = field(default_factory=dict)
-    reads: dict[str, Read] = field(default_factory=dict)
+    reads: dict[str, Callable[[ProgressReader], str | None]] = field(default_factory=dict)
 
-    def expect(self, files: Mapping[str, FileHash], read: Callable[[str, FileHash], Read]) -> None:
-        """Notes what the manifest says, and how each file that is not known to be damaged is read.
-
-        Raises:
-            MissingDependencyError: The package of a checksum is missing: one error, not one a file.
-        """
+    def expect(
+        self, files: Mapping[str, FileHash], read: Callable[[str, FileHash, ProgressReader], str | None]
+    ) -> None:
+        """Notes what the manifest says, and how each file that is not known to be damaged is read."""
         for algorithm in {expected.algorithm for expected in files.values()}:
             new_hasher(algorithm)
         self.files, self.size = len(files), sum(expected.size for expected in files.values())
-        self.reads = {name: read(name, expected) for name, expected in files.items() if name not in self.damage}
+        self.reads = {name: partial(read, name, files[name]) for name in files if name not in self.damage}
 
     def __str__(self) -> str:
         files = f"{self.files} files" if self.files != 1 else "1 file"
@@ -109,11 +94,7 @@ def run(arguments: argparse.Namespace, session: Session) -> int:
 
 
 def _on_store(url: str, session: Session, *, newest: bool) -> list[Checked]:
-    """The checkpoints of a run on a store, or the one that was named; says what is none, as its upload has not ended.
-
-    Raises:
-        FairleadError: There is nothing to verify; the store refuses, or does not answer.
-    """
+    """The checkpoints of a run on a store, or the one that was named; warns of those not uploaded to their end."""
     run = stored_run(url)
     chosen, unfinished = run.found.checkpoints, run.found.unfinished
     if newest:
@@ -138,12 +119,9 @@ def _copy(item: RemoteCheckpoint, store: Store) -> Checked:
     one = Checked(Path(item.name), item.url)
     one.damage = {damage.file or item.name: damage.problem for damage in item.damages()}
 
-    def read(name: str, expected: FileHash) -> Read:
-        def problem(reader: ProgressReader) -> str | None:
-            damage = changed(store, item.name, name, expected, reader.add)
-            return damage.problem if damage is not None else None
-
-        return problem
+    def read(name: str, expected: FileHash, reader: ProgressReader) -> str | None:
+        damage = changed(store, item.name, name, expected, reader.add)
+        return damage.problem if damage is not None else None
 
     if item.manifest is not None:
         one.expect(item.manifest.files, read)
@@ -174,13 +152,7 @@ def _one_only(where: str) -> ConfigError:
 def _checkpoints_in(folder: Path, *, newest: bool) -> list[Path]:
     """The checkpoints in a folder, also those whose manifest is gone, and files of plain Lightning."""
     if newest:
-        ordered = []
-        for checkpoint in list_checkpoints(folder):
-            try:
-                ordered.append((checkpoint.order, checkpoint.path))
-            except CheckpointError:
-                ordered.append(((-1, checkpoint.step, checkpoint.version), checkpoint.path))
-        roots = [max(ordered)[1]] if ordered else []
+        roots = [item.path for item in (readable_checkpoints(folder) or list_checkpoints(folder))[-1:]]
     else:
         names = sorted(names_in(folder)) if folder.exists() else []
         roots = [folder / name for name in names if NAME.fullmatch(name) and (folder / name).is_dir()]
@@ -200,9 +172,7 @@ def _checkpoint(path: Path, *, single: bool) -> Checked:
         except CheckpointError as error:
             one.damage[MANIFEST] = error.why or error.what
             return one
-        one.expect(
-            files, lambda name, expected: lambda reader: file_problem(path / name, expected, deep=True, syscalls=reader)
-        )
+        one.expect(files, lambda name, hash_, reader: file_problem(path / name, hash_, deep=True, syscalls=reader))
         return one
     try:
         kind = format_of(path)

@@ -21,10 +21,6 @@ class DistributedCheckpointIOConfig(FileCheckpointIOConfig):
 
     Shards (FSDP2, tensor parallelism) are written where they are; what all ranks hold alike (DDP) is written once,
     spread over them. The layout is that of torch's distributed checkpoints and Lightning's `ModelParallelStrategy`.
-
-    Example:
-        >>> DistributedCheckpointIOConfig(background=True).max_in_flight
-        1
     """
 
     name: Literal["distributed"] = "distributed"

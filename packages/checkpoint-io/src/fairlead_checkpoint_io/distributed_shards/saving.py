@@ -5,10 +5,9 @@ from __future__ import annotations
 import dataclasses
 import os
 import pickle
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch.distributed.checkpoint import DefaultSavePlanner
@@ -22,8 +21,8 @@ from fairlead_checkpoint_io.distributed_shards.ranks import Ranks
 from fairlead_checkpoint_io.files.archive_writer import ArchiveWriter
 from fairlead_checkpoint_io.files.formats import CONTENTS, REST
 from fairlead_checkpoint_io.files.layout import Layout, Leaf
+from fairlead_checkpoint_io.files.writing import replace_with
 from fairlead_runs.commit import FileHash, FileWriter, Syscalls, write_file
-from fairlead_runs.commit.checkpoints import to_trash
 from fairlead_runs.commit.files import disk_error, ensure_dir, remove_tree
 
 Then = Callable[[Mapping[str, FileHash]], None]
@@ -32,46 +31,25 @@ Then = Callable[[Mapping[str, FileHash]], None]
 _WHAT: Final = "the ranks could not agree on what each writes"
 
 
-@dataclass(frozen=True)
-class Agreed:
-    """What was agreed on, good for all saves of states of this form.
-
-    Attributes:
-        form: Names, shapes and dtypes of this rank's state.
-        plan: What this rank writes.
-        contents: On rank 0, the table of contents, but for where each part will be.
-    """
+class Agreed(NamedTuple):
+    """What was agreed on for states of one form; rank 0 has the table of contents, but for where each part will be."""
 
     form: tuple[object, ...]
     plan: SavePlan
     contents: Metadata | None
 
 
-@dataclass(frozen=True)
-class Written:
-    """What one rank has written.
-
-    Attributes:
-        parts: Where each part of a tensor is.
-        hashes: The checksum of each file by its name.
-    """
+class Written(NamedTuple):
+    """What one rank has written: where each part of a tensor is, and the checksum of each file by its name."""
 
     parts: Mapping[MetadataIndex, _StorageInfo]
     hashes: Mapping[str, FileHash]
 
 
 def agree(make: Callable[[], Layout], ranks: Ranks, before: Agreed | None) -> tuple[Layout, Agreed]:
-    """Who writes what: each part once, what several ranks hold by the one that has least to write.
+    """Takes this rank's checkpoint apart, and says who writes what: each part once, by the rank with least to write.
 
     The plan of the save before is kept while no rank's state has changed its form; then it costs one small message.
-
-    Args:
-        make: Takes this rank's checkpoint apart.
-        ranks: All of them.
-        before: What they agreed on at the save before.
-
-    Raises:
-        CheckpointError: A rank's state cannot be written.
     """
     made: list[tuple[Layout, tuple[object, ...]]] = []
 
@@ -106,12 +84,8 @@ def agree(make: Callable[[], Layout], ranks: Ranks, before: Agreed | None) -> tu
 def _form(layout: Layout) -> tuple[object, ...]:
     form: list[object] = []
     for name, value in layout.values.items():
-        if isinstance(value, Leaf):
-            form.append(name)
-        elif isinstance(value, DTensor):
-            form.append((name, value.shape, value.dtype, value.placements, value.device_mesh))
-        else:
-            form.append((name, value.shape, value.dtype))
+        placed = (value.placements, value.device_mesh) if isinstance(value, DTensor) else ()
+        form.append(name if isinstance(value, Leaf) else (name, value.shape, value.dtype, *placed))
     return tuple(form)
 
 
@@ -130,15 +104,7 @@ def part(layout: Layout, agreed: Agreed, ranks: Ranks) -> dict[str, Any]:
 def save(folder: Path, ranks: Ranks, agreed: Agreed, state: Callable[[], dict[str, Any]], then: Then) -> None:
     """Every rank writes its part; once all are durable rank 0 renames the directory and calls `then`.
 
-    Args:
-        folder: The directory; one that is there is replaced as a whole.
-        ranks: All of them.
-        agreed: Who writes what.
-        state: What `part` gave, in host memory.
-        then: Takes the checksums of the files.
-
-    Raises:
-        CheckpointError: A rank failed or is gone; raised on all ranks, and `folder` is as before.
+    When a rank fails or is gone, that is raised on all ranks, and `folder` is as before.
     """
     staged, system = folder.with_name(f".tmp-{folder.name}"), Syscalls()
     rest: dict[str, Any] = {}
@@ -150,17 +116,21 @@ def save(folder: Path, ranks: Ranks, agreed: Agreed, state: Callable[[], dict[st
         with torch.inference_mode(False), torch.no_grad():
             return _write(staged, ranks.rank, agreed.plan, mine["values"])
 
-    def end(written: Sequence[Written]) -> None:
+    def end(written: Sequence[Written]) -> list[None]:
         assert agreed.contents is not None
         hashes = _finish(staged, agreed.contents, rest, written)
         try:
-            _publish(staged, folder, hashes, system)
+            for left in set(os.listdir(staged)) - set(hashes):  # of a save that was killed
+                remove_tree(staged / left, system)
+            system.fsync_dir(staged)
+            replace_with(staged, folder, system)
         except OSError as error:
             raise disk_error(error, "cannot rename a checkpoint to its path", folder) from error
         then(hashes)
+        return [None] * ranks.size
 
     try:
-        ranks.report(write, end, "a checkpoint was not written")
+        ranks.scatter(write, end, "a checkpoint was not written", writing=True)
     except CheckpointError as error:
         if ranks.rank == 0:
             try:
@@ -168,17 +138,6 @@ def save(folder: Path, ranks: Ranks, agreed: Agreed, state: Callable[[], dict[st
             except OSError as second:
                 error.add_note(f"its remains could not be deleted either: {staged}: {second.strerror}")
         raise
-
-
-def _publish(staged: Path, folder: Path, files: Collection[str], system: Syscalls) -> None:
-    for left in set(os.listdir(staged)) - set(files):  # of a save that was killed
-        remove_tree(staged / left, system)
-    system.fsync_dir(staged)
-    old = to_trash(folder, system) if folder.exists() else None
-    system.rename(staged, folder)
-    system.fsync_dir(folder.parent)
-    if old is not None:
-        remove_tree(old, system)
 
 
 def _write(folder: Path, rank: int, plan: SavePlan, values: Mapping[str, Any]) -> Written:

@@ -1,8 +1,7 @@
 """A file of `torch.save`, read by several threads which compute its checksums in passing.
 
 `torch.load` reads one record after the other in one thread and compares no checksum.  Here a large record is split
-among threads, each of which computes the CRC of the piece that it has just read, while that is still in the
-processor's cache: verifying costs no second pass over the file.
+among threads, each of which computes the CRC of its piece while that is still in the processor's cache.
 """
 
 from __future__ import annotations
@@ -14,9 +13,8 @@ import struct
 import zipfile
 from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
-from typing import IO, Any, Final, cast
+from typing import Any, Final
 
-import torch
 from zlib_ng import zlib_ng
 
 from fairlead_checkpoint_io.files.host_buffers import use_huge_pages
@@ -27,21 +25,7 @@ _LOCAL_HEADER: Final = struct.Struct("<26xHH")  # its last two numbers: the leng
 
 
 class ArchiveReader(io.RawIOBase):
-    """The file as `torch.load` wants it; for use in one thread.
-
-    Args:
-        path: An archive of `torch.save`.
-        verify: Compare checksums.
-
-    Raises:
-        zipfile.BadZipFile: It is no archive, or its table of contents is damaged.
-        OSError: It cannot be read.
-
-    Example:
-        >>> with ArchiveReader(Path("state.ckpt")) as archive:                         # doctest: +SKIP
-        ...     state = archive.load(weights_only=True)
-        ...     damaged = archive.damaged_record()
-    """
+    """The file as `torch.load` wants it; for use in one thread. Raises `BadZipFile` when it is no sound archive."""
 
     def __init__(self, path: Path, *, verify: bool = True) -> None:
         super().__init__()
@@ -54,21 +38,13 @@ class ArchiveReader(io.RawIOBase):
         except BaseException:
             self._file.close()
             raise
+        self.names = self._zip.namelist()
         self._verify = verify
         self._position = 0
         self._damaged: str | None = None
         self._unread = {info.header_offset: info for info in self._zip.infolist()}
         self._data: dict[int, zipfile.ZipInfo] = {}
         self._threads = ThreadPoolExecutor(4, thread_name_prefix="fairlead-read")
-
-    @property
-    def names(self) -> list[str]:
-        """The names of all records."""
-        return self._zip.namelist()
-
-    def load(self, **options: Any) -> Any:
-        """What `torch.load` makes of the file, with its options and its errors."""
-        return torch.load(cast("IO[bytes]", self), **options)
 
     def damaged_record(self) -> str | None:
         """The name of a record that does not match its checksum; records that nobody has read are read now."""

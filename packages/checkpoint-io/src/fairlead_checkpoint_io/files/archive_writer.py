@@ -1,9 +1,8 @@
 """An archive of `torch.save`, whose checksums are computed on its way to the disk, several times as fast as torch does.
 
-torch computes the CRC of a record before it hands the record over, a quarter of a second for a GiB: in that time a
-disk takes half a GiB.  So torch is made to leave the CRCs out, and they are filled in on the way, computed in strides
-that the file's own checksum and the kernel then find in the processor's cache.  The file needs no second visit for
-that: a record's CRC stands behind the record, and once more in the table of contents at the end.
+torch computes the CRC of a record before it hands the record over, a quarter of a second for a GiB.  So it is made to
+leave the CRCs out, and they are filled in on the way, in strides that the file's own checksum and the kernel then find
+in the cache: a record's CRC stands behind the record, and once more in the table of contents at the end.
 """
 
 from __future__ import annotations
@@ -30,43 +29,24 @@ _HALF: Final = 20  # the digits of the identifier that are made of the names; as
 _WORD: Final = (1 << 64) - 1
 
 
-class Target(Protocol):
-    """Where the bytes go."""
-
-    def write(self, data: memoryview, /) -> int:
-        """Takes the next bytes; returns how many they were."""
-
-    def flush(self) -> None:
-        """Hands on what was held back."""
+class _File(Protocol):
+    def write(self, data: memoryview, /) -> int: ...
+    def flush(self) -> None: ...
 
 
 class ArchiveWriter:
-    """Writes values as `torch.save` does, byte for byte, one archive behind the other.
+    """Writes values as `torch.save` does, byte for byte, one archive behind the other."""
 
-    Should this torch lay out its archives in another way than the one that is known here, it computes the checksums.
-
-    Args:
-        file: Where the bytes go.
-
-    Example:
-        >>> write_file(path, lambda file: ArchiveWriter(file).add({"step": 3}))              # doctest: +SKIP
-    """
-
-    def __init__(self, file: Target) -> None:
+    def __init__(self, file: _File) -> None:
         self._file = file
-        self._fill_in = _layout_is_known()
+        self._fill_in = _layout_is_known()  # else torch computes the checksums
 
     def add(self, value: object) -> None:
-        """Appends one archive.
-
-        Raises:
-            OSError: The file refused.
-            Exception: The value cannot be pickled; whatever its own methods raise.
-        """
+        """Appends one archive; raises whatever the value's own methods raise when it is pickled."""
         _save(value, self._file, fill_in=self._fill_in)
 
 
-def _save(value: object, file: Target, *, fill_in: bool) -> None:
+def _save(value: object, file: _File, *, fill_in: bool) -> None:
     sink = _Sink(file, fill_in=fill_in)
     before = get_crc32_options()
     # Of this thread only.  What an object saves into bytes while it is pickled has none either; torch.load never looks.
@@ -100,7 +80,7 @@ class _Sink:
     descriptor may belong to another file.
     """
 
-    def __init__(self, file: Target, *, fill_in: bool) -> None:
+    def __init__(self, file: _File, *, fill_in: bool) -> None:
         self.open = True
         self.error: Exception | None = None
         self._file = file
@@ -158,9 +138,8 @@ class _Sink:
         if self._front[: self._name_length].endswith(_IDENTIFIER):
             _expect(view.nbytes == 2 * _HALF)
             view = memoryview(view[:_HALF].tobytes() + b"%0*d" % (_HALF, self._combined))
-        elif (
-            view.nbytes >= 8 and bytes(view[:4]) == b"PK\x07\x08"
-        ):  # torch takes a tensor that begins so for a descriptor
+        elif view.nbytes >= 8 and bytes(view[:4]) == b"PK\x07\x08":
+            # torch takes a tensor that begins so for a descriptor
             self._combine(int.from_bytes(view[4:8], "little"))
         for begin in range(0, view.nbytes, _STRIDE):
             stride = view[begin : begin + _STRIDE]

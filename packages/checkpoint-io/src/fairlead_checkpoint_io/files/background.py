@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from fairlead.errors import CheckpointError, FairleadError
+from fairlead_checkpoint_io.files.formats import reason
 from fairlead_checkpoint_io.files.host_buffers import Arena
 from fairlead_checkpoint_io.files.overlap import OverlappedCopies
 
@@ -25,9 +26,6 @@ class Background:
 
     Both are made by the first save, and again by the first one after `close`, or in another process.  Python waits for
     the thread when the interpreter ends, so a save that was accepted is finished even when nobody calls `close`.
-
-    Args:
-        max_in_flight: Saves that may be unfinished at a time.
     """
 
     def __init__(self, max_in_flight: int) -> None:
@@ -49,11 +47,6 @@ class Background:
             self._slots.acquire()
         return self._idle.pop() if self._idle else Arena(pin=True, overlap=self._overlap)
 
-    @property
-    def nbytes(self) -> int:
-        """Host memory held for the next save, in bytes."""
-        return sum(arena.nbytes for arena in self._idle)
-
     def abandon(self, arena: Arena) -> None:
         """The save that was begun does not come, or has ended."""
         arena.release()
@@ -61,11 +54,7 @@ class Background:
         self._slots.release()
 
     def save(self, path: Path, write: Callable[[], None], arena: Arena) -> None:
-        """Calls `write` in the thread; it calls `arena.synchronize()` before it reads what was copied.
-
-        Raises:
-            CheckpointError: An earlier save failed; this one was accepted all the same.
-        """
+        """Calls `write` in the thread, which waits for `arena`; raises for an earlier save, with this one accepted."""
 
         def run() -> None:
             self._current = path
@@ -105,22 +94,14 @@ class Background:
             self._started().submit(lambda: None).result()
 
     def finish(self) -> None:
-        """Returns when the saves so far are durable.
-
-        Raises:
-            CheckpointError: One is not; each is reported once.
-        """
+        """Returns when the saves so far are durable; raises for those that are not, once for each."""
         self.drain()
         if self._pid == os.getpid():
             errors, self._errors = self._errors, []
             _raise(errors)
 
     def close(self) -> None:
-        """Finishes all saves and frees the buffers.
-
-        Raises:
-            CheckpointError: As `finish`.
-        """
+        """Finishes all saves and frees the buffers; raises as `finish`."""
         errors = []
         if self._pid == os.getpid():
             self._started().shutdown(wait=True)
@@ -153,15 +134,9 @@ class Background:
             os.setpriority(os.PRIO_PROCESS, thread, min(19, os.getpriority(os.PRIO_PROCESS, thread) + _NICER))
 
     def _failed(self, path: Path, error: BaseException) -> None:
-        log.error("%s was not written: %s", path, _reason(error))  # at once: the next save may be hours away
+        log.error("%s was not written: %s", path, reason(error))  # at once: the next save may be hours away
         with self._lock:
             self._errors.append((path, error))
-
-
-def _reason(error: BaseException) -> str:
-    if isinstance(error, FairleadError):
-        return f"{error.what}: {error.why}" if error.why else error.what
-    return f"{type(error).__name__}: {error}"
 
 
 def _raise(errors: list[tuple[Path, BaseException]]) -> None:
@@ -173,6 +148,6 @@ def _raise(errors: list[tuple[Path, BaseException]]) -> None:
     raise CheckpointError(
         f"{what} in the background",
         where="\n".join(str(path) for path, _ in errors),
-        why="\n".join(dict.fromkeys(_reason(error) for _, error in errors)),
+        why="\n".join(dict.fromkeys(reason(error) for _, error in errors)),
         fix=first.fix if isinstance(first, FairleadError) else None,
     ) from first

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import os
 import pickle
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Final, Literal
 
-from fairlead.errors import CheckpointError
+from fairlead.errors import CheckpointError, FairleadError, did_you_mean
 from fairlead_runs.commit.checkpoints import NAME
 from fairlead_runs.commit.files import disk_error
 from fairlead_runs.commit.manifest import MANIFEST
@@ -29,11 +28,7 @@ _SHOWN: Final = 8
 
 
 def format_of(path: Path) -> Format:
-    """How a file or folder is written, by its first bytes or the names in it.
-
-    Raises:
-        CheckpointError: It cannot be read, or is no checkpoint of a kind that is known here.
-    """
+    """How a file or folder is written, by its first bytes or the names in it; raises when it is no checkpoint."""
     if path.is_dir():
         found = kind_of_folder(path)
         if found in ("distributed", "deepspeed"):
@@ -71,24 +66,15 @@ def kind_of_folder(path: Path) -> Literal["own", "exported", "distributed", "dee
         return "own"  # damaged: it has no manifest
     if CONTENTS in names:
         return "distributed"
-    of_deepspeed = ("_optim_states.pt", "_model_states.pt")
-    return "deepspeed" if any(name.endswith(of_deepspeed) for name in (*names, *_names_below(path, names))) else None
-
-
-def _names_below(path: Path, names: set[str]) -> Iterator[str]:
-    """The names in the tag folder that DeepSpeed's file `latest` names."""
-    if "latest" in names:
+    if "latest" in names:  # DeepSpeed's file names a folder
         tag = (path / "latest").read_bytes()[:200].decode(errors="replace").strip()
         if tag in names and (path / tag).is_dir():
-            yield from names_in(path / tag)
+            names.update(names_in(path / tag))
+    return "deepspeed" if any(name.endswith(("_optim_states.pt", "_model_states.pt")) for name in names) else None
 
 
 def names_in(folder: Path) -> list[str]:
-    """What a folder holds.
-
-    Raises:
-        CheckpointError: It cannot be read.
-    """
+    """What a folder holds; `CheckpointError` when it cannot be read."""
     try:
         return os.listdir(folder)
     except OSError as error:
@@ -102,9 +88,30 @@ def names_text(folder: Path) -> str:
     return f"{folder} has: {', '.join(names[-_SHOWN:])}{more}" if names else f"{folder} is empty"
 
 
+def no_such(path: Path) -> CheckpointError:
+    """The error of a path that does not exist, with the nearest name that does."""
+    folder = next(parent for parent in path.parents if parent.is_dir())
+    near = did_you_mean(path.relative_to(folder).parts[0], names_in(folder))
+    fix = f"did you mean {str(folder / near)!r}?" if near else "name a run directory, a checkpoint's folder or a file"
+    return CheckpointError("there is no such checkpoint", where=str(path), why=names_text(folder), fix=fix)
+
+
 def damaged(path: Path, why: str) -> CheckpointError:
     """The error of a checkpoint that is not as it was written."""
     return CheckpointError("the checkpoint is damaged", where=str(path), why=why, fix="use another checkpoint")
+
+
+def unreadable(path: Path, error: Exception) -> CheckpointError:
+    """The error of a checkpoint that torch cannot load, nobody knows why."""
+    why, fix = first_line(error), "resume from another checkpoint"
+    return CheckpointError("the checkpoint cannot be loaded", where=str(path), why=why, fix=fix)
+
+
+def reason(error: BaseException) -> str:
+    """An error in one line, for a list of several."""
+    if isinstance(error, FairleadError):
+        return f"{error.what}: {error.why}" if error.why else error.what
+    return f"{type(error).__name__}: {error}"
 
 
 def first_line(error: BaseException) -> str:

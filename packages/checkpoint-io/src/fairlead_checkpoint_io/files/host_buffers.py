@@ -16,12 +16,7 @@ _LIBC: Final = ctypes.CDLL(None)
 
 
 class Arena:
-    """The buffers of one save. A state has the same sizes each time, so exact sizes are kept.
-
-    Args:
-        pin: Page-lock what is copied from a GPU: faster, but slow to allocate, so only for what is reused.
-        overlap: What may be copied while the next step computes; None: nothing.
-    """
+    """The buffers of one save, kept by exact size; page-locked ones (`pin`) are faster, but slow to allocate."""
 
     def __init__(self, *, pin: bool, overlap: OverlappedCopies | None = None) -> None:
         self._pin = pin
@@ -73,11 +68,6 @@ class Arena:
             self._free.setdefault(key, []).append(buffer)
         self._used.clear()
 
-    @property
-    def nbytes(self) -> int:
-        """Host memory held, in bytes."""
-        return sum(key[0] for key, _ in self._used) + sum(key[0] * len(held) for key, held in self._free.items())
-
     def _from_gpu(self, target: torch.Tensor, source: torch.UntypedStorage) -> None:
         side = self._overlap.stream(source) if self._overlap is not None else None
         stream = side or torch.cuda.current_stream(source.device)
@@ -101,15 +91,7 @@ def _as_bytes(storage: torch.UntypedStorage) -> torch.Tensor:
 
 
 def use_huge_pages(address: int, nbytes: int) -> None:
-    """Asks Linux to back memory by pages of 2 MiB when it is first written; elsewhere nothing happens.
-
-    Most of the cost of large memory that is written for the first time are page faults, one for each page.  This is
-    advice: a kernel without transparent huge pages, or with none left, uses small ones.
-
-    Args:
-        address: Of the first byte.
-        nbytes: The size in bytes; whole huge pages inside it are meant.
-    """
+    """Asks Linux to back memory by pages of 2 MiB, as most of the cost of its first use are page faults."""
     begin, end = -(-address // _HUGE) * _HUGE, (address + nbytes) // _HUGE * _HUGE
     if begin < end and sys.platform == "linux":
         _LIBC.madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), _MADV_HUGEPAGE)

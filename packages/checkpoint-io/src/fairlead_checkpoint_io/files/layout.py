@@ -1,8 +1,7 @@
 """Lightning's checkpoint as a directory of shards has it: a flat mapping of leaves, and the rest.
 
 The names are those of Lightning's own sharded checkpoints: `state_dict.<name>`, `optimizer_0.state.<parameter>.<name>`,
-`optimizer_0.param_groups.<index>.<name>`; everything else goes into `meta.pt`.  Parameters have names there, not the
-numbers of `Optimizer.state_dict()`, so that each rank and each strategy finds its own.
+`optimizer_0.param_groups.<index>.<name>`.  Parameters have names, not numbers, so that each strategy finds its own.
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
+from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.tensor import DTensor
 
 from fairlead.errors import CheckpointError
@@ -20,7 +20,7 @@ from fairlead.errors import CheckpointError
 KeyPath = tuple[str | int, ...]
 """Where a leaf is: keys of mappings and indices of lists, from the top."""
 
-VERSIONS: Final = "state_dict_metadata"
+_VERSIONS: Final = "state_dict_metadata"
 """In `meta.pt`: the versions of the modules, which plain Lightning keeps in an attribute of the weights."""
 _WEIGHTS: Final = "state_dict"
 _OPTIMIZERS: Final = "optimizer_states"
@@ -35,13 +35,7 @@ class Leaf:
 
 @dataclass(frozen=True)
 class Layout:
-    """A checkpoint, taken apart.
-
-    Attributes:
-        values: Tensors, DTensors and `Leaf`s by their names in the shards.
-        paths: Where each is.
-        rest: What `meta.pt` holds.
-    """
+    """A checkpoint, taken apart: leaves by their names in the shards, where each is, and what `meta.pt` holds."""
 
     values: dict[str, torch.Tensor | Leaf]
     paths: dict[str, KeyPath]
@@ -51,17 +45,7 @@ class Layout:
 def named(state: Mapping[str, Any], names: Sequence[str | None]) -> dict[str, Any]:
     """An optimizer's state with names instead of numbers for its parameters; the tensors are the same objects.
 
-    Args:
-        state: Of `Optimizer.state_dict()`: the parameters are numbered in the order of the groups.
-        names: Their names in that order.  One without a name (None, or too few names) is called `_unnamed.<number>`.
-
-    Raises:
-        CheckpointError: Two parameters have one name.
-
-    Example:
-        >>> state = {"state": {0: {"step": 1}}, "param_groups": [{"lr": 0.1, "params": [0]}]}
-        >>> named(state, ["layer.weight"])
-        {'state': {'layer.weight': {'step': 1}}, 'param_groups': [{'lr': 0.1, 'params': ['layer.weight']}]}
+    A parameter without a name (None, or too few names) is called `_unnamed.<number>`.
     """
     numbers = [number for group in state.get("param_groups", ()) for number in group["params"]]
     known = dict(zip(numbers, names, strict=False))
@@ -73,12 +57,7 @@ def named(state: Mapping[str, Any], names: Sequence[str | None]) -> dict[str, An
 
 
 def numbered(state: Mapping[str, Any]) -> dict[str, Any]:
-    """The inverse of `named`: what `Optimizer.load_state_dict` takes.
-
-    Example:
-        >>> numbered({"state": {"w": {"step": 1}}, "param_groups": [{"lr": 0.1, "params": ["w"]}]})
-        {'state': {0: {'step': 1}}, 'param_groups': [{'lr': 0.1, 'params': [0]}]}
-    """
+    """The inverse of `named`: what `Optimizer.load_state_dict` takes."""
     names = [name for group in state.get("param_groups", ()) for name in group["params"]]
     return _renamed(state, {name: number for number, name in enumerate(names)})
 
@@ -95,15 +74,7 @@ def _renamed(state: Mapping[str, Any], called: Mapping[Any, Any]) -> dict[str, A
 
 
 def to_layout(checkpoint: Mapping[str, Any], names: Sequence[Sequence[str | None]]) -> Layout:
-    """Takes a checkpoint apart, without copying anything.
-
-    Args:
-        checkpoint: As Lightning dumps it, with optimizer states by number or by name.
-        names: For each optimizer the names of its parameters.
-
-    Raises:
-        CheckpointError: It has a part that shards cannot hold.
-    """
+    """Takes a checkpoint apart, without copying anything; `names` has those of each optimizer's parameters."""
     rest = {key: value for key, value in checkpoint.items() if key not in (_WEIGHTS, _OPTIMIZERS)}
     leaves: list[tuple[KeyPath, Any]] = []
     weights = checkpoint.get(_WEIGHTS)
@@ -111,7 +82,7 @@ def to_layout(checkpoint: Mapping[str, Any], names: Sequence[Sequence[str | None
         leaves += [((_WEIGHTS, key), value) for key, value in weights.items()]
         versions = getattr(weights, "_metadata", None)  # of its modules; `load_state_dict` looks at them
         if versions is not None:
-            rest[VERSIONS] = {key: dict(value) for key, value in versions.items()}
+            rest[_VERSIONS] = {key: dict(value) for key, value in versions.items()}
     optimizers = checkpoint.get(_OPTIMIZERS)
     if optimizers is not None and not optimizers:
         rest[_OPTIMIZERS] = []
@@ -184,45 +155,24 @@ def _holds_shards(value: Any) -> bool:
 
 
 def from_layout(values: Mapping[KeyPath, Any], rest: Mapping[str, Any]) -> dict[str, Any]:
-    """Puts a checkpoint together again, with numbers for the optimizers' parameters.
-
-    Args:
-        values: The leaves by path, in their order.
-        rest: What `meta.pt` holds.
-    """
+    """Puts leaves, in their order, and the rest together again, with numbers for the optimizers' parameters."""
     tree: dict[str, Any] = {}
     for path, value in values.items():
-        put(tree, path, value)
+        set_element(tree, path, value)
     checkpoint = dict(rest)
-    versions = checkpoint.pop(VERSIONS, None)
+    versions = checkpoint.pop(_VERSIONS, None)
     # The first FSDP calls the weights `model`.
     weights = tree.pop(_WEIGHTS, tree.pop("model", {}))
-    if versions is not None:
+    if versions is not None:  # those of a module's `state_dict`, which is ordered
         weights = OrderedDict(weights)
         vars(weights)["_metadata"] = OrderedDict(versions)
     checkpoint[_WEIGHTS] = weights
-    optimizers = sorted(int(number) for number in map(optimizer_number, tree) if number is not None)
+    optimizers = sorted(int(number) for number in map(_optimizer_number, tree) if number is not None)
     if optimizers:
         checkpoint[_OPTIMIZERS] = [numbered({"state": {}, **tree.pop(f"optimizer_{number}")}) for number in optimizers]
     return {**checkpoint, **tree}
 
 
-def optimizer_number(key: str) -> str | None:
-    """The number in the name of an optimizer's part (`optimizer_0`); None: it is another part."""
+def _optimizer_number(key: str) -> str | None:
     number = key.removeprefix("optimizer_")
     return number if number != key and number.isdecimal() else None
-
-
-def put(tree: dict[str, Any], path: KeyPath, value: Any) -> None:
-    """Puts a value at its path in nested mappings and lists, which are made where they are missing."""
-    at: Any = tree
-    for key, after in zip(path, (*path[1:], None), strict=True):
-        step: Any = key
-        if isinstance(at, list):
-            at.extend([None] * (step + 1 - len(at)))
-        if after is None:
-            at[step] = value
-            return
-        if (at[step] if isinstance(at, list) else at.get(step)) is None:
-            at[step] = [] if isinstance(after, int) else {}
-        at = at[step]

@@ -1,8 +1,4 @@
-"""The table of contents of a directory of shards, read without running anything that is in it.
-
-`.metadata` is a pickle, and torch reads it with plain `pickle.load`.  What it really consists of is a handful of data
-classes, dtypes and shapes; only these are let in.
-"""
+"""The table of contents of a directory of shards: a pickle, read without running anything that is in it."""
 
 from __future__ import annotations
 
@@ -41,17 +37,8 @@ _DTYPES: Final = {name: value for name, value in vars(torch).items() if isinstan
 _LAYOUTS: Final = {str(value): value for value in vars(torch).values() if isinstance(value, torch.layout)}
 
 
-def is_sharded(path: Path) -> bool:
-    """Whether a directory holds shards: it has their table of contents."""
-    return (path / CONTENTS).is_file()
-
-
 def read_contents(path: Path) -> dcp.Metadata:
-    """What the directory `path` holds: which tensors, where their parts are.
-
-    Raises:
-        CheckpointError: It is damaged, or asks for something that no table of contents consists of.
-    """
+    """What the directory `path` holds; raises when it is damaged, or asks for anything a table does not consist of."""
     file = path / CONTENTS
     try:
         data = file.read_bytes()
@@ -94,13 +81,6 @@ class _Unpickler(pickle.Unpickler):
             fix="do not use it; torch itself would have run this",
         )
 
-    def persistent_load(self, pid: Any) -> Any:
-        raise pickle.UnpicklingError("a table of contents has no persistent objects")
-
-
-def _layout(name: str) -> torch.layout:
-    return _LAYOUTS[name]
-
 
 def _memory_format(kind: Any, name: str) -> Any:
     """Python 3.11 writes the members of an enum as `getattr(kind, name)`."""
@@ -110,6 +90,6 @@ def _memory_format(kind: Any, name: str) -> Any:
 
 
 _STAND_INS: Final[dict[tuple[str, str], Callable[..., Any]]] = {
-    ("torch.serialization", "_get_layout"): _layout,
+    ("torch.serialization", "_get_layout"): _LAYOUTS.__getitem__,
     ("builtins", "getattr"): _memory_format,
 }

@@ -1,8 +1,7 @@
 """Copies from GPUs that go on while the next step computes.
 
 Only the states of optimizers are copied so, most of what Adam's checkpoints hold: nothing but the step of their
-optimizer changes them, so that one hook is enough to hold it.  Weights and buffers may be changed by any callback
-or forward; the GPU copies those before it computes anything else.
+optimizer changes them, so that one hook is enough.  Weights and buffers are copied before the GPU computes on.
 """
 
 from __future__ import annotations

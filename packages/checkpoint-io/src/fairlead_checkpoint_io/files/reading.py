@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
-import os
 import pickle
 import zipfile
 from collections.abc import Sequence
 from contextlib import nullcontext
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from fairlead.errors import CheckpointError, ConfigError, did_you_mean
+from fairlead.errors import CheckpointError, ConfigError
 from fairlead_checkpoint_io.files.archive_reader import ArchiveReader
-from fairlead_checkpoint_io.files.formats import CONTENTS, LEGACY_MAGIC, REST, STATE, damaged, first_line, names_text
-from fairlead_checkpoint_io.files.metadata import is_sharded
+from fairlead_checkpoint_io.files.formats import (
+    CONTENTS,
+    LEGACY_MAGIC,
+    REST,
+    STATE,
+    damaged,
+    first_line,
+    names_text,
+    no_such,
+    unreadable,
+)
 from fairlead_checkpoint_io.files.shards import read_shards
-from fairlead_checkpoint_io.files.trust import allowed, unsafe_globals
+from fairlead_checkpoint_io.files.trust import allowed, holds_objects, unsafe_globals
 from fairlead_runs.commit.files import disk_error
 from fairlead_runs.commit.manifest import MANIFEST
 
@@ -33,16 +40,7 @@ def read_state(
 ) -> dict[str, Any]:
     """Loads a checkpoint file, a directory of shards, or the `state.ckpt` of a checkpoint directory, which is either.
 
-    Args:
-        path: The file or directory.
-        map_location: As in `torch.load`; None: host memory, wherever the tensors were.
-        weights_only: None and True: tensors and plain data only. False runs whatever the file says.
-        safe_globals: Names that may be loaded in addition.
-        verify: Compare the checksums in the file.
-
-    Raises:
-        CheckpointError: There is no such file, it is damaged, no checkpoint, or holds pickled objects.
-        ConfigError: A name in `safe_globals` does not exist.
+    Into host memory, unless `map_location` says where; only `weights_only=False` runs what the file says.
     """
     path = _file_of(path)
     if path.is_dir():
@@ -54,10 +52,10 @@ def read_state(
     state: Any = None
     try:
         with _opened(path, verify) or nullcontext() as archive:
-            load = archive.load if archive is not None else partial(torch.load, path)
+            source: Any = archive or path
             try:
                 with allowed(safe_globals):
-                    state = load(map_location=location, weights_only=strict)
+                    state = torch.load(source, map_location=location, weights_only=strict)
             except (ConfigError, OSError):
                 raise
             except Exception as error:  # damaged bytes are executed as pickle opcodes: they raise anything
@@ -75,12 +73,7 @@ def read_state(
 
 
 def read_sharded(path: Path, **options: Any) -> dict[str, Any]:
-    """Loads a directory of shards, of Fairlead's or Lightning's; the options are those of `read_shards`.
-
-    Raises:
-        CheckpointError: It is damaged, incomplete, or holds pickled objects.
-        ConfigError: A name in `safe_globals` does not exist.
-    """
+    """Loads a directory of shards, of Fairlead's or Lightning's; the options are those of `read_shards`."""
     for name in (CONTENTS, REST):
         if not (path / name).is_file():
             raise damaged(path, f"{name} is missing: it was not written to its end")
@@ -89,7 +82,7 @@ def read_sharded(path: Path, **options: Any) -> dict[str, Any]:
 
 
 def _file_of(path: Path) -> Path:
-    if is_sharded(path) or (path / REST).is_file():
+    if (path / CONTENTS).is_file() or (path / REST).is_file():
         return path
     if path.is_dir():
         if (path / MANIFEST).is_file():
@@ -101,14 +94,7 @@ def _file_of(path: Path) -> Path:
             fix="name a checkpoint inside it; one in a directory has a manifest.json",
         )
     if not path.exists():
-        folder = next(parent for parent in path.parents if parent.is_dir())
-        near = did_you_mean(path.name, os.listdir(folder)) if folder == path.parent else None
-        raise CheckpointError(
-            "there is no such checkpoint",
-            where=str(path),
-            why=names_text(folder),
-            fix=f"did you mean {near!r}?" if near else "give the path of one that exists",
-        )
+        raise no_such(path)
     return path
 
 
@@ -145,18 +131,9 @@ def _explained(
         if names or legacy:
             listed = ", ".join(names)
             ask = f"checkpoint_io: {{name: torch, safe_globals: [{listed}]}}; or " if names else ""
-            return CheckpointError(
-                "the checkpoint holds pickled objects, which could run any code on loading",
-                where=str(path),
-                why=f"besides tensors and plain data it holds: {listed}" if names else first_line(error),
-                fix=f"if you trust the file: {ask}trainer.fit(..., weights_only=False)",
-            )
-    return CheckpointError(
-        "the checkpoint cannot be loaded",
-        where=str(path),
-        why=first_line(error),
-        fix="resume from another checkpoint",
-    )
+            why = f"besides tensors and plain data it holds: {listed}" if names else first_line(error)
+            return holds_objects(path, why, f"if you trust the file: {ask}trainer.fit(..., weights_only=False)")
+    return unreadable(path, error)
 
 
 def _no_checkpoint(path: Path, why: str) -> CheckpointError:

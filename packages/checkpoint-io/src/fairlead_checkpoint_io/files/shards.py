@@ -20,10 +20,10 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.planner import ReadItem
 
 from fairlead.errors import CheckpointError, FairleadError
-from fairlead_checkpoint_io.files.formats import CONTENTS, REST, damaged, first_line
-from fairlead_checkpoint_io.files.layout import KeyPath, from_layout, put
-from fairlead_checkpoint_io.files.metadata import is_sharded, read_contents
-from fairlead_checkpoint_io.files.trust import allowed
+from fairlead_checkpoint_io.files.formats import CONTENTS, REST, damaged, first_line, unreadable
+from fairlead_checkpoint_io.files.layout import KeyPath, from_layout
+from fairlead_checkpoint_io.files.metadata import read_contents
+from fairlead_checkpoint_io.files.trust import allowed, holds_objects
 from fairlead_runs.checkpoint_io import PlaceTensor
 from fairlead_runs.commit import hash_file, read_manifest
 from fairlead_runs.commit.files import disk_error
@@ -44,20 +44,9 @@ def read_shards(
     safe_globals: Iterable[str] = (),
     verify: bool = True,
 ) -> dict[str, Any]:
-    """The checkpoint in a directory of shards.
+    """The checkpoint in a directory of shards, with `rest` for what its `meta.pt` holds; otherwise as `read_state`.
 
-    Args:
-        path: The directory.
-        rest: What its `meta.pt` holds.
-        place: The tensor to read into, by key path, whole size and dtype; None: a new one, of the whole.
-        map_location: Where new tensors are; None: host memory.
-        weights_only: None and True: tensors and plain data only. False runs whatever the files say.
-        safe_globals: Names that may be loaded in addition.
-        verify: Compare the files that are read with the manifest, where there is one.
-
-    Raises:
-        CheckpointError: It is damaged, or holds pickled objects.
-        ConfigError: A name in `safe_globals` does not exist.
+    With `verify` the files that are read are compared with the manifest, where there is one.
     """
     if verify:
         try:
@@ -94,42 +83,15 @@ def read_shards(
     if isinstance(failure, FairleadError):
         raise failure
     if failure is not None:
-        raise CheckpointError(
-            "the checkpoint cannot be loaded",
-            where=str(path),
-            why=first_line(failure),
-            fix="resume from another checkpoint",
-        ) from failure
-    try:
-        ordered = {tuple(where): values[name] for name, where in shards.paths.items() if name in values}
-        ordered |= {(name,): value for name, value in values.items() if name not in shards.paths}
-        return from_layout(ordered, rest)
-    except FairleadError:
-        raise
-    except Exception as error:  # the table of contents may name any paths
-        raise damaged(path, f"{CONTENTS}: {type(error).__name__}: {error}") from error
+        raise unreadable(path, failure) from failure
+    return shards.checkpoint(values, rest)
 
 
 class Shards:
-    """A directory of shards; entries are read by their flat names (`optimizer_0.state.layer.weight.exp_avg`).
-
-    Args:
-        path: The directory.
-
-    Attributes:
-        contents: Names, shapes and dtypes of all entries, and where each is stored.
-        paths: The key path of each name.
-
-    Raises:
-        CheckpointError: It has no table of contents, or a damaged one.
-
-    Example:
-        >>> shards = Shards(Path("step-00000200/state.ckpt"))                        # doctest: +SKIP
-        >>> shards.nested(shards.read())["state_dict"]                               # doctest: +SKIP
-    """
+    """A directory of shards; entries are read by their flat names (`optimizer_0.state.layer.weight.exp_avg`)."""
 
     def __init__(self, path: Path) -> None:
-        if not is_sharded(path):
+        if not (path / CONTENTS).is_file():
             raise CheckpointError("this is not a distributed checkpoint", where=str(path), why=f"it has no {CONTENTS}")
         self.path = path
         self.contents = read_contents(path)
@@ -144,18 +106,9 @@ class Shards:
         strict: bool = True,
         check: Callable[[set[str]], None] = lambda _: None,
     ) -> dict[str, Any]:
-        """Entries by their names, each whole unless `place` gives a tensor for a part of it.
+        """Entries by their names (None: all), each whole unless `place` gives a tensor for a part of it.
 
-        Args:
-            names: Which; None: all.
-            place: As for `read_shards`.
-            device: Where new tensors are.
-            strict: Tensors, plain data and what is `allowed` only.
-            check: Called with the names of the files before they are read.
-
-        Raises:
-            CheckpointError: An object is not allowed.
-            Exception: Whatever reading damaged bytes raises.
+        `check` is called with the names of the files before they are read.  Damaged bytes raise anything.
         """
         stored = self.contents.state_dict_metadata
         values: dict[str, Any] = {}
@@ -175,7 +128,7 @@ class Shards:
         found: dict[str, Any] = planner.state_dict
         return found
 
-    def read_host(self, names: Iterable[str] | None = None) -> dict[str, Any]:
+    def read_host(self, names: Iterable[str]) -> dict[str, Any]:
         """As `read`, with an error that says which directory is damaged."""
         try:
             return self.read(names)
@@ -184,12 +137,16 @@ class Shards:
         except Exception as error:  # damaged bytes raise anything
             raise damaged(self.path, first_line(error)) from error
 
-    def nested(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """The state as it was before its names were flat.  Empty mappings are not stored and do not come back."""
-        state: dict[str, Any] = {}
-        for name, value in values.items():
-            put(state, self.paths.get(name, (name,)), value)
-        return state
+    def checkpoint(self, values: Mapping[str, Any], rest: Mapping[str, Any]) -> dict[str, Any]:
+        """The checkpoint of which these are the entries.  Empty mappings are not stored and do not come back."""
+        try:
+            ordered = {tuple(where): values[name] for name, where in self.paths.items() if name in values}
+            ordered |= {(name,): value for name, value in values.items() if name not in self.paths}
+            return from_layout(ordered, rest)
+        except FairleadError:
+            raise
+        except Exception as error:  # the table of contents may name any paths
+            raise damaged(self.path, f"{CONTENTS}: {type(error).__name__}: {error}") from error
 
     def wrong_files(self) -> dict[str, str]:
         """What is wrong with the files by their sizes, by name: DCP stores no checksums."""
@@ -234,10 +191,9 @@ class _Planner(DefaultLoadPlanner):
             if not self._strict:
                 raise
             refused = _GLOBAL.search(str(error))
-            raise CheckpointError(
-                "the checkpoint holds pickled objects, which could run any code on loading",
-                where=str(self._path),
-                why=f"{name} holds {refused[1]}" if refused else f"{name}: {first_line(error)}",
-                fix="allow by name what you trust: checkpoint_io.safe_globals, or --trust of `fairlead checkpoint`;\n"
-                "or trainer.fit(..., weights_only=False)",
-            ) from error
+            why = f"{name} holds {refused[1]}" if refused else f"{name}: {first_line(error)}"
+            fix = (
+                "allow by name what you trust: checkpoint_io.safe_globals, or --trust of `fairlead checkpoint`;\n"
+                "or trainer.fit(..., weights_only=False)"
+            )
+            raise holds_objects(self._path, why, fix) from error

@@ -1,17 +1,15 @@
 """A state as it is now, in host memory, in a form that gives the same bytes each time.
 
-`pickle` refers back to an object that it has seen before, by identity.  Two equal states therefore give
-different bytes when one holds a string twice and the other two equal strings, as a state does before and
-after a resume.  So strings are made one object per value, tuples one object for each time they occur; lists, dicts and
-tensors that are shared stay shared, because that has a meaning.
+`pickle` refers back to an object that it has seen before, by identity, so two equal states give different bytes when
+one holds a string twice and the other two equal strings, as before and after a resume.  So strings are made one object
+per value, tuples one for each time they occur; lists, dicts and tensors that are shared stay so: that has a meaning.
 """
 
 from __future__ import annotations
 
 import copy
 from collections import OrderedDict, defaultdict
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -22,14 +20,8 @@ _ATOMS = frozenset({type(None), bool, int, float, complex, torch.dtype, torch.de
 _STRINGS = frozenset({str, bytes})
 
 
-@dataclass(frozen=True)
-class Snapshot:
-    """The result of a copy.
-
-    Attributes:
-        state: The copy.
-        foreign: Whether there is anything in it besides tensors, plain data and plain containers.
-    """
+class Snapshot(NamedTuple):
+    """A copy, and whether there is anything in it besides tensors, plain data and plain containers."""
 
     state: dict[str, Any]
     foreign: bool
@@ -44,16 +36,7 @@ def on_host(state: dict[str, Any]) -> Snapshot:
 
 
 def copied(state: dict[str, Any], arena: Arena) -> Snapshot:
-    """For a save that goes on while the loop does: nothing in it is shared with `state`.
-
-    Args:
-        state: What to copy.
-        arena: Where the tensors' bytes go: those of GPUs are there after `arena.synchronize()`, which may be called in
-            another thread; all stay valid until it is released.
-
-    Raises:
-        CheckpointError: An object cannot be copied; its type is named.
-    """
+    """For a save that goes on while the loop does; the bytes from GPUs are there after `arena.synchronize()`."""
     return _run(_Copier(arena, everything=True), state)
 
 

@@ -14,15 +14,7 @@ from fairlead.errors import CheckpointError, ConfigError
 
 
 def allowed(names: Sequence[str], *, where: str = "trainer.checkpoint_io.safe_globals") -> AbstractContextManager[Any]:
-    """Inside it `torch.load(weights_only=True)` takes these classes and functions too.
-
-    Args:
-        names: As `package.module.Name`; each is imported.
-        where: Where the user has named them.
-
-    Raises:
-        ConfigError: One does not exist.
-    """
+    """Inside it `torch.load(weights_only=True)` takes these classes and functions too; each is imported."""
     found: list[Callable[..., Any] | tuple[Callable[..., Any], str]] = []
     for name in names:
         try:
@@ -43,9 +35,6 @@ def unsafe_globals(path: Path, allowed_names: Sequence[str] = ()) -> list[str]:
     """The classes and functions in a file of torch.save that `weights_only=True` will not load, sorted.
 
     Only its table of contents is read; [] where it has none (torch before 1.6) or is damaged: loading says which.
-
-    Raises:
-        OSError: The file cannot be read.
     """
     with path.open("rb") as file:
         if file.read(2) != b"PK":
@@ -57,17 +46,15 @@ def unsafe_globals(path: Path, allowed_names: Sequence[str] = ()) -> list[str]:
     return sorted(name for name in found if name not in allowed_names)
 
 
-def refuse_unsafe(where: Path, found: Sequence[str], *, kind: str = "the checkpoint") -> None:
-    """For the commands: raises when there are any.
+def holds_objects(where: Path, why: str, fix: str, kind: str = "the checkpoint") -> CheckpointError:
+    """The error of a file that loading would run code of."""
+    what = f"{kind} holds pickled objects, which could run any code on loading"
+    return CheckpointError(what, where=str(where), why=why, fix=fix)
 
-    Raises:
-        CheckpointError: With the words to add to the command.
-    """
+
+def refuse_unsafe(where: Path, found: Sequence[str], *, kind: str = "the checkpoint") -> None:
+    """For the commands: raises when there are any, with the words to add to the command."""
     if found:
+        why = f"besides tensors and plain data it holds: {', '.join(found)}"
         more = " ".join(f"--trust {name}" for name in found)
-        raise CheckpointError(
-            f"{kind} holds pickled objects, which could run any code on loading",
-            where=str(where),
-            why=f"besides tensors and plain data it holds: {', '.join(found)}",
-            fix=f"if you trust the file, add: {more}",
-        )
+        raise holds_objects(where, why, f"if you trust the file, add: {more}", kind)

@@ -57,22 +57,16 @@ class RemoteCheckpointIOConfig(CheckpointIOConfigBase):
         """As the inner one: every rank hands over its part, and rank 0 copies what all have written."""
         return self.inner.saves_shards
 
-    @field_validator("url")
+    @field_validator("url", "storage_options")
     @classmethod
-    def _url(cls, url: str) -> str:
+    def _for_a_store(cls, value: Any) -> Any:
         try:
-            return check_url(url)
+            if isinstance(value, str):
+                return check_url(value)
+            check_options(value)
         except ConfigError as error:
             raise ValueError(f"{error.what}; {error.fix}") from None
-
-    @field_validator("storage_options")
-    @classmethod
-    def _no_secrets(cls, options: dict[str, Any]) -> dict[str, Any]:
-        try:
-            check_options(options)
-        except ConfigError as error:
-            raise ValueError(f"{error.what}; {error.fix}") from None
-        return options
+        return value
 
     @field_validator("inner")
     @classmethod

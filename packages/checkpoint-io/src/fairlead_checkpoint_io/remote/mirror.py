@@ -5,15 +5,16 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Final
 
 from fairlead.errors import CheckpointError, FairleadError
 from fairlead_checkpoint_io.remote import RemoteCheckpointIOConfig
-from fairlead_checkpoint_io.remote.eviction import evict
 from fairlead_checkpoint_io.remote.run_on_store import RunOnStore, save_records
-from fairlead_runs.commit import Checkpoint, RetentionPolicy, newest_complete, retain
+from fairlead_runs.commit import Checkpoint, RetentionPolicy, Syscalls, best, is_kept_forever, newest_complete, retain
+from fairlead_runs.commit.checkpoints import readable_checkpoints, to_trash
+from fairlead_runs.commit.files import disk_error, remove_tree
 from fairlead_runs.remote import Retries, Store, discard_incomplete, upload
 from fairlead_runs.remote import retain as retain_remote
 
@@ -27,15 +28,7 @@ class _StopUploadingError(Exception):
 
 
 class Mirror:
-    """Copies one run to a store; used by rank 0 only.
-
-    Args:
-        config: How the store is used.
-        store: Opened at the run's URL.
-
-    Attributes:
-        remote: The run on the store.
-    """
+    """Copies one run to a store, opened at the run's URL; used by rank 0 only."""
 
     def __init__(self, config: RemoteCheckpointIOConfig, store: Store) -> None:
         self._config = config
@@ -57,28 +50,21 @@ class Mirror:
     # -- at a start, in the main thread
 
     def begin(self, run: Path, start: int, event: Callable[..., None]) -> None:
-        """Makes this start the owner of the run on the store, and uploads what an earlier one has left behind.
-
-        Raises:
-            CheckpointError: The store refuses, or does not answer: known before anything is computed.
-        """
+        """Makes this start the owner of the run on the store, and uploads what an earlier one has left behind."""
         self._run, self._event = run, event
         copies = self.remote.claim(run, start)
         here = newest_complete(run / "checkpoints").checkpoint
-        if here is None:
-            return
-        if any(copy.same_as(here.manifest) for copy in copies):
+        if here is not None and any(copy.same_as(here.manifest) for copy in copies):
             self._uploaded.add(here.name)
-            return
-        self._add(here)
+        elif here is not None:
+            self._add(here)
 
     # -- during a run
 
     def committed(self, checkpoint: Checkpoint, policy: RetentionPolicy) -> None:
         """Takes a published checkpoint, and deletes here what the policy does not keep.
 
-        One that is being uploaded stays; one that waits for its upload, and that the policy no longer keeps, is not
-        uploaded at all: a newer one is.
+        Of these, one that is being uploaded stays, and one that still waits is not uploaded: a newer one is.
         """
         with self._state:
             self._policy = policy
@@ -93,11 +79,7 @@ class Mirror:
                     log.info("%s was replaced by a newer checkpoint before it was uploaded", name)
 
     def wait_for_space(self) -> None:
-        """Returns when one more checkpoint fits into `keep_local_gib`; waits for uploads, and says so.
-
-        Raises:
-            CheckpointError: The uploads that would make room have failed.
-        """
+        """Waits until one more checkpoint fits into `keep_local_gib`; raises when no upload can make room."""
         if self._config.keep_local_gib is None or self._run is None:
             return
         limit, said = int(self._config.keep_local_gib * _GIB), False
@@ -134,14 +116,9 @@ class Mirror:
                 self._state.wait(1.0)
 
     def wait_uploaded(self, timeout_s: float | None) -> str | None:
-        """Waits until everything is uploaded.
+        """Waits until everything is uploaded; gives what is not and why, or None.
 
-        Args:
-            timeout_s: At most so many seconds, and then the uploads are given up; None: until each was tried
-                `retries` times more.
-
-        Returns:
-            What is not on the store, and why; None when all is.
+        After `timeout_s` seconds the uploads are given up; None: once each was tried `retries` times more.
         """
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         with self._state:
@@ -264,3 +241,29 @@ class Mirror:
     def _sleep(self, seconds: float) -> None:
         if self._closing.wait(seconds):
             raise _StopUploadingError
+
+
+def evict(root: Path, limit: int, uploaded: Collection[str], policy: RetentionPolicy | None) -> tuple[int, list[str]]:
+    """Deletes local copies that the store has, but never the newest, the best and the marked ones.
+
+    Gives the bytes that are lacking for one more of the newest one's size within `limit`, and the names of those that
+    could still go once they are uploaded.
+    """
+    there = readable_checkpoints(root)
+    stay = {there[-1].name} if there else set()
+    if policy is not None and policy.metric is not None:
+        stay.update(item.name for item in best(there, policy.metric, policy.mode)[:1])
+    size = {item.name: item.manifest.size for item in there}
+    missing = sum(size.values()) + (size[there[-1].name] if there else 0) - limit
+    movable = [item for item in there if item.name not in stay and not is_kept_forever(item)]
+    system = Syscalls()
+    for item in movable:
+        if missing <= 0:
+            break
+        if item.name in uploaded:
+            try:
+                remove_tree(to_trash(item.path, system), system)
+            except OSError as error:
+                raise disk_error(error, "cannot delete a local copy", item.path) from error
+            missing -= size[item.name]
+    return max(0, missing), [item.name for item in movable if item.name not in uploaded]

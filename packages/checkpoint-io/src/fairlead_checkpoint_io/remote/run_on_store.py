@@ -25,12 +25,7 @@ _ELSEWHERE: Final = "set another run.name, or another trainer.checkpoint_io.url"
 
 
 class RunOnStore:
-    """It belongs to the start that claimed it last.
-
-    Args:
-        store: Opened at the run's URL.
-        retries: How often a request is tried; at a start, while a person may be waiting, a few times at most.
-    """
+    """A run at its URL, which belongs to the start that claimed it last; requests are tried a few times at most."""
 
     def __init__(self, store: Store, retries: int) -> None:
         self._url = store.url
@@ -38,12 +33,7 @@ class RunOnStore:
         self._nonce = secrets.token_hex(8)
 
     def check(self, fingerprint: Fingerprint, *, new: bool) -> None:
-        """Refuses what belongs to another run.
-
-        Raises:
-            FingerprintError: It is another run's; or `new` was asked for, and there is one already.
-            CheckpointError: The store refuses, or does not answer.
-        """
+        """Refuses a run of another fingerprint; with `new`, any that is there already."""
         content = self._patient.read(_FINGERPRINT)
         if content is None:
             return
@@ -55,12 +45,7 @@ class RunOnStore:
                 "a run's fingerprint on the store is damaged", where=self._url, why=str(error), fix=_ELSEWHERE
             ) from None
         if new:
-            raise FingerprintError(
-                "the URL holds a run already",
-                where=self._url,
-                why="--resume never",
-                fix=_ELSEWHERE,
-            )
+            raise FingerprintError("the URL holds a run already", where=self._url, why="--resume never", fix=_ELSEWHERE)
         if stored.digest != fingerprint.digest:
             raise FingerprintError(
                 "the URL belongs to a run with other settings",
@@ -70,14 +55,7 @@ class RunOnStore:
             )
 
     def fetch(self, run: Path) -> list[str]:
-        """Downloads the newest sound checkpoint, if it is newer than the newest complete one here, and the records.
-
-        Returns:
-            What to say to the user.
-
-        Raises:
-            CheckpointError: The store refuses or does not answer, or the disk refuses.
-        """
+        """Downloads the records and the newest sound checkpoint, if newer than any here; gives what to say of it."""
         root = run / "checkpoints"
         here = newest_complete(root).checkpoint
         began = time.monotonic()
@@ -93,25 +71,14 @@ class RunOnStore:
         return said
 
     def claim(self, run: Path, start: int) -> list[RemoteCheckpoint]:
-        """Makes this start its owner; gives the complete checkpoints that are there.
-
-        Raises:
-            CheckpointError: The store refuses, or does not answer: known before anything is computed.
-        """
+        """Makes this start its owner; gives the complete checkpoints that are there."""
         owner = {"nonce": self._nonce, "start": start, "host": socket.gethostname(), "pid": os.getpid()}
         self._patient.write(_OWNER, json.dumps(owner).encode())
         self._patient.write(_FINGERPRINT, (run / _FINGERPRINT).read_bytes())
         return [item for item in list_checkpoints(self._patient) if item.complete]
 
     def lost(self, store: Store) -> CheckpointError | None:
-        """Why nothing of this start may be written any more: another one has begun, perhaps on another machine.
-
-        Args:
-            store: The same one, with the retries of the uploads.
-
-        Raises:
-            CheckpointError: The store refuses, or does not answer.
-        """
+        """Why nothing of this start may be written any more: another one has begun, perhaps on another machine."""
         content = store.read(_OWNER)
         try:
             owner: dict[str, Any] = json.loads(content) if content is not None else {}
@@ -128,11 +95,7 @@ class RunOnStore:
 
 
 def save_records(run: Path, store: Store) -> None:
-    """Writes what a start elsewhere wants besides the checkpoint: the metrics so far, the history, the job.
-
-    Raises:
-        CheckpointError: The store refuses, or does not answer.
-    """
+    """Writes what a start elsewhere wants besides the checkpoint: the metrics so far, the history, the job."""
     for name in _RECORDS:
         if (run / name).is_file():
             store.write(name, (run / name).read_bytes())

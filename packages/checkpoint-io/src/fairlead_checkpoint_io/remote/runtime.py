@@ -11,10 +11,9 @@ from typing import Any, Final
 
 from lightning.fabric.plugins import CheckpointIO
 
-from fairlead.errors import CheckpointError, PluginError
 from fairlead.interfaces import BuildContext
 from fairlead_checkpoint_io.async_file_runtime import build_inner
-from fairlead_checkpoint_io.distributed_shards.ranks import Ranks
+from fairlead_checkpoint_io.distributed_shards.ranks import Ranks, about
 from fairlead_checkpoint_io.remote import RemoteCheckpointIOConfig
 from fairlead_checkpoint_io.remote.mirror import Mirror
 from fairlead_runs import Fingerprint
@@ -27,28 +26,13 @@ _UPLOADING: Final = timedelta(days=7)
 
 
 def build(config: RemoteCheckpointIOConfig, context: BuildContext) -> RemoteCheckpointIO:
-    """The runtime of the backend `remote`, around the runtime of `config.inner`.
-
-    Raises:
-        MissingDependencyError: The engine of the inner backend is not installed.
-    """
+    """The runtime of the backend `remote`, around that of `config.inner`, whose engine may be missing."""
     inner = build_inner(config.inner, context)
     return RemoteShardsIO(config, inner) if isinstance(inner, ShardedSaves) else RemoteCheckpointIO(config, inner)
 
 
 class RemoteCheckpointIO(CheckpointIO):
-    """Saves and loads through another backend; copies what is committed; loads from URLs too.
-
-    It is a `fairlead.interfaces.CheckpointCopies`: whoever commits a checkpoint tells it so.
-
-    Args:
-        config: The store, and how it is used.
-        inner: The backend that reads and writes the local files.
-
-    Example:
-        >>> io = RemoteCheckpointIO(config, inner)                              # doctest: +SKIP
-        >>> io.load_checkpoint("s3://bucket/prefix/gpt/step-00000200")          # doctest: +SKIP
-    """
+    """Saves and loads through another backend, copies what is committed (`CheckpointCopies`), loads from URLs too."""
 
     def __init__(self, config: RemoteCheckpointIOConfig, inner: CheckpointIO) -> None:
         super().__init__()
@@ -69,7 +53,7 @@ class RemoteCheckpointIO(CheckpointIO):
     def submit(
         self, checkpoint: dict[str, Any], path: str | os.PathLike[str], then: Callable[[FileHash | None], None]
     ) -> None:
-        """Writes a local file once there is room, and calls `then`; see `fairlead.interfaces.DurableSaves`."""
+        """Writes a local file once there is room, and calls `then`; see `DurableSaves`."""
         self._wait_for_space()
         if isinstance(self._inner, DurableSaves):
             self._inner.submit(checkpoint, path, then)
@@ -85,11 +69,7 @@ class RemoteCheckpointIO(CheckpointIO):
     def load_checkpoint(
         self, path: str | os.PathLike[str], map_location: Any | None = None, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Loads a local file, or the URL of a checkpoint, which is downloaded and compared with its manifest.
-
-        Raises:
-            CheckpointError: There is no such checkpoint, it is damaged, or the store does not answer.
-        """
+        """Loads a local file, or the URL of a checkpoint, which is downloaded and compared with its manifest."""
         text = os.fspath(path)
         if not is_url(text):
             return self._inner.load_checkpoint(text, map_location=map_location, weights_only=weights_only)
@@ -101,7 +81,7 @@ class RemoteCheckpointIO(CheckpointIO):
     def load_shards(
         self, path: str | os.PathLike[str], place: PlaceTensor, weights_only: bool | None = None
     ) -> dict[str, Any] | None:
-        """Loads local shards through the inner backend, where it can; see `fairlead.interfaces.ShardedLoads`."""
+        """Loads local shards through the inner backend, where it can; see `ShardedLoads`."""
         inner = self._inner
         return inner.load_shards(path, place, weights_only) if isinstance(inner, ShardedLoads) else None
 
@@ -121,7 +101,7 @@ class RemoteCheckpointIO(CheckpointIO):
         """To another process (`ddp_spawn`) go the settings, not threads and groups."""
         return {**self.__dict__, "_mirror": None, "_ranks": None}
 
-    # -- copies; see fairlead.interfaces.CheckpointCopies
+    # -- copies; see `CheckpointCopies`
 
     @property
     def stop_wait_s(self) -> float:
@@ -136,11 +116,13 @@ class RemoteCheckpointIO(CheckpointIO):
 
     def fetch(self, run: Path) -> list[str]:
         """Brings what the run directory lacks; see the protocol."""
-        return self._opened().remote.fetch(run)
+        assert self._mirror is not None, "call open() first"
+        return self._mirror.remote.fetch(run)
 
     def begin(self, run: Path, start: int, event: Callable[..., None]) -> None:
         """This start uploads from now on; see the protocol."""
-        self._opened().begin(run, start, event)
+        assert self._mirror is not None, "call open() first"
+        self._mirror.begin(run, start, event)
 
     def committed(self, checkpoint: Checkpoint, policy: RetentionPolicy) -> None:
         """Has a published checkpoint uploaded; see the protocol."""
@@ -151,11 +133,6 @@ class RemoteCheckpointIO(CheckpointIO):
         """Waits for the uploads; see the protocol."""
         return self._mirror.wait_uploaded(timeout_s) if self._mirror is not None else None
 
-    def _opened(self) -> Mirror:
-        if self._mirror is None:
-            raise PluginError("the run was not opened", where="RemoteCheckpointIO", fix="call open() first")
-        return self._mirror
-
     def _wait_for_space(self) -> None:
         if self._mirror is not None:
             self._mirror.wait_for_space()
@@ -165,13 +142,9 @@ class RemoteCheckpointIO(CheckpointIO):
 
 
 class RemoteShardsIO(RemoteCheckpointIO):
-    """Around a backend that saves on all ranks together; then this is a `fairlead.interfaces.ShardedSaves`, too.
+    """Around a backend that saves on all ranks together; then this is a `ShardedSaves`, too.
 
     Only rank 0 knows the store.  The others wait while it waits for space, and hear when there is none.
-
-    Args:
-        config: The store, and how it is used.
-        inner: The backend that reads and writes the local files.
     """
 
     def __init__(self, config: RemoteCheckpointIOConfig, inner: Any) -> None:
@@ -196,9 +169,6 @@ class RemoteShardsIO(RemoteCheckpointIO):
         """Saves on all ranks once there is room, then calls `then` on rank 0; see the protocol."""
         self.meet()
         if self._ranks is not None:
-            try:
+            with about(path):
                 self._ranks.all_gather(self._wait_for_space, "there is no room for another local checkpoint")
-            except CheckpointError as error:
-                error.where = os.fspath(path)
-                raise
         self._shards.submit_shards(checkpoint, path, then, names=names)

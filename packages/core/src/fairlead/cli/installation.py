@@ -6,13 +6,14 @@ import argparse
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 from fairlead.cli.session import Session
+from fairlead.config import JobConfig
 from fairlead.errors import ConfigError, did_you_mean
 from fairlead.first_party import first_party
 from fairlead.plugin_classes import AXIS_PLUGINS
 from fairlead.plugins import PluginRecord, pip_target
-from fairlead.schema import job_schema
 
 
 def plugins_arguments(parser: argparse.ArgumentParser) -> None:
@@ -73,6 +74,15 @@ def _state(record: PluginRecord, session: Session) -> str:
 def schema_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of `fairlead schema`."""
     parser.add_argument("-o", "--output", metavar="FILE", type=Path, help="write it there instead of to stdout")
+
+
+def job_schema() -> dict[str, Any]:
+    """The JSON schema of a job file for the plugins that are installed: editors complete and check with it."""
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        **JobConfig.model_json_schema(),
+        "title": "A Fairlead job",
+    }
 
 
 def run_schema(arguments: argparse.Namespace, session: Session) -> int:

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import importlib
 import os
+import pkgutil
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final, NoReturn
 
 from fairlead.cli.session import Session
-from fairlead.errors import ConfigError, FairleadError, MissingDependencyError, did_you_mean
-from fairlead.first_party import first_party
+from fairlead.errors import ConfigError, FairleadError, MissingDependencyError
 from fairlead.plugin_classes import CommandPlugin
 from fairlead.plugins import PluginManager, pip_target
 
@@ -39,14 +38,7 @@ def main(
     environ: Mapping[str, str] | None = None,
     cwd: Path | None = None,
 ) -> int:
-    """Runs one command and returns its exit code.
-
-    Args:
-        argv: The words after `fairlead`; None: those of this process.
-        plugins: The plugin manager; None: the plugins installed here.
-        environ: The environment variables; None: this process's.
-        cwd: The working directory; None: this process's.
-    """
+    """Runs one command and returns its exit code; None stands for what this process has."""
     words = list(sys.argv[1:] if argv is None else argv)
     debug = "--debug" in words
     words = [word for word in words if word != "--debug"]
@@ -94,9 +86,11 @@ def _run(words: list[str], session: Session) -> int:
 
         session.print(f"fairlead {__version__}")
         return 0
-    command = _command(words[0], session)
+    if words[0].startswith("-"):
+        raise ConfigError(f"unknown option {words[0]!r}", where="fairlead", fix="see fairlead --help")
+    command = session.plugins.command(words[0])
     parser = _Parser(prog=f"fairlead {command.name}", description=command.help, allow_abbrev=False)
-    _load(command.arguments)(parser)
+    pkgutil.resolve_name(command.arguments)(parser)
     parser.epilog = "--debug shows the traceback of an error."
     try:
         arguments = parser.parse_args(words[1:])
@@ -107,29 +101,7 @@ def _run(words: list[str], session: Session) -> int:
         raise MissingDependencyError(
             f"fairlead {command.name} needs {', '.join(missing)}", fix=f"pip install {pip_target(command)}"
         )
-    return int(_load(command.runtime)(arguments, session))
-
-
-def _command(name: str, session: Session) -> CommandPlugin:
-    names = session.plugins.names("command")
-    if name.startswith("-"):
-        raise ConfigError(f"unknown option {name!r}", where="fairlead", fix="see fairlead --help")
-    if name not in names:
-        absent = {key.partition(".")[2] for key in first_party() if key.startswith("command.")}
-        if name not in absent:
-            near = did_you_mean(name, {*names, *absent})
-            raise ConfigError(
-                f"unknown command {name!r}",
-                where="fairlead",
-                why=f"commands: {', '.join(sorted(names))}",
-                fix=f"did you mean {near!r}?" if near else "see fairlead --help",
-            )
-    return session.plugins.command(name)
-
-
-def _load(reference: str):  # type: ignore[no-untyped-def]  # any callable of a command
-    module, _, name = reference.partition(":")
-    return getattr(importlib.import_module(module), name)
+    return int(pkgutil.resolve_name(command.runtime)(arguments, session))
 
 
 def _help(session: Session) -> str:

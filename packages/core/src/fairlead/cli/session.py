@@ -14,16 +14,9 @@ from fairlead.plugins import PluginManager
 
 @dataclass(frozen=True)
 class Session:
-    """One call of the command line.
+    """One call of the command line: results go to `stdout`, errors and progress to `stderr`.
 
-    Args:
-        plugins: The plugin manager.
-        environ: The environment variables.
-        cwd: The working directory.
-        argv: The arguments after `fairlead`, as given; a launcher starts the other ranks with the same.
-        debug: Whether tracebacks are shown.
-        stdout: Results.
-        stderr: Errors and progress.
+    `argv` is what follows `fairlead`: a launcher starts the other ranks with the same.
     """
 
     plugins: PluginManager

@@ -1,15 +1,13 @@
 """The models a user writes: a job, its run, its trainer, and where it is to run.
 
-Field names are Lightning's wherever Lightning has the thing.  A config validates and nothing else;
-`fairlead.resolve` decides, and the installed packages build.  What else must be known of a field (may a resume
-change it? is it passed on to Lightning?) stands on the field itself: see `fairlead.config.marks`.
+Field names are Lightning's wherever Lightning has the thing. What else must be known of a field (may a resume change
+it? is it passed on to Lightning?) stands on the field itself: see `fairlead.config.marks`.
 """
 
 from __future__ import annotations
 
 from fairlead.config.checkpoint import CheckpointConfig
-from fairlead.config.job import JobConfig, ResourcesConfig, SubmitConfig
-from fairlead.config.run import RunConfig
+from fairlead.config.job import JobConfig, ResourcesConfig, RunConfig, SubmitConfig
 from fairlead.config.spec import ClassSpec
 from fairlead.config.trainer import TrainerConfig
 

@@ -1,10 +1,4 @@
-"""What a setting says about itself, in the metadata of its field; those that need it read it there.
-
-Example:
-    >>> from fairlead.config import TrainerConfig
-    >>> marked(TrainerConfig, MayChange)["devices"].why
-    'a run may move to another number of devices; batch_policy says what becomes of the global batch'
-"""
+"""What a setting says about itself, in the metadata of its field; those that need it read it there."""
 
 from __future__ import annotations
 
@@ -21,11 +15,9 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class MayChange:
-    """A resume may change the setting; every other one of `trainer` makes it another run.
+    """A resume may change the setting, for this reason; every other one of `trainer` makes it another run.
 
-    Args:
-        why: Why the run stays the same.
-        limit: Whether it says how long is trained: a finished run with another limit is not finished.
+    `limit`: it says how long is trained, and a finished run with another limit is not finished.
     """
 
     why: str
@@ -34,13 +26,9 @@ class MayChange:
 
 @dataclass(frozen=True)
 class NotExact:
-    """With some of its values, a resumed run is not the undisturbed one.
+    """With the values that `when` is true of, a resumed run is not the undisturbed one; `fix` is what to set instead.
 
-    Args:
-        when: Says of a value whether it is such a one.
-        why: What differs then.
-        fix: What to set instead.
-        certain: Whether it is so; False: it is not known.
+    Not `certain`: it is not known.
     """
 
     when: Callable[[Any], bool]
@@ -63,17 +51,7 @@ def marked(model: type[BaseModel], mark: type[T]) -> dict[str, T]:
 
 
 def inexact_settings(config: BaseModel, path: str) -> Iterator[Inexact]:
-    """The settings of a config, and of those in it, that keep a resume from being exact.
-
-    Args:
-        config: The config.
-        path: Where it is in the job: `trainer`.
-
-    Example:
-        >>> from fairlead.config import RunConfig
-        >>> [reason.what for reason in inexact_settings(RunConfig(seed=None), "run")]
-        ['run.seed: null']
-    """
+    """The settings of a config at a path of the job, and of those in it, that keep a resume from being exact."""
     for name, mark in marked(type(config), NotExact).items():
         value = getattr(config, name)
         if mark.when(value):

@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from fairlead.config import JobConfig
-from fairlead.exactness.recorded import TRIAL, Recorded, job_digest, last_record
+from fairlead.exactness.recorded import TRIAL, Recorded, Verdict, job_digest, last_record, sentence, verdict
 from fairlead.exactness.settings import device_reasons
-from fairlead.exactness.verdicts import NOT_SEEN, SCOPE, Verdict, sentence, verdict
 from fairlead.findings import Finding, Inexact
 from fairlead.interfaces import Setting
 from fairlead.plugins import PluginManager
@@ -19,17 +18,14 @@ from fairlead.resolution import Resolution
 from fairlead.user_code import CodeRoot, find_callable
 
 _TRY: Final = "fit --set trainer.fast_dev_run=true is enough"
+_SCOPE: Final = "settings, loaders and what is in the checkpoint"
+_NOT_SEEN: Final = "a state of your own outside of it is not seen (fairlead fit JOB --prove-resume tries it)"
 _SETTING: Final = re.compile(r"(trainer|run)(\.\w+)+")
 
 
 @dataclass(frozen=True)
 class Exactness:
-    """Whether a job would resume exactly.
-
-    Args:
-        reasons: What keeps it from that, or may; what is certain first.
-        seen: What the last start saw of loaders and state; None: there was none.
-    """
+    """Whether a job would resume exactly, what is certain first; `seen` is None before a first start."""
 
     reasons: tuple[Inexact, ...]
     seen: Recorded | None
@@ -87,18 +83,11 @@ class Exactness:
     @property
     def _scope(self) -> str:
         by = f", as {self.seen.by} saw them" if self.seen is not None else ""
-        return f"{SCOPE}{by}; {NOT_SEEN}"
+        return f"{_SCOPE}{by}; {_NOT_SEEN}"
 
 
 def explain_exactness(job: JobConfig, resolution: Resolution, root: CodeRoot, plugins: PluginManager) -> Exactness:
-    """Whether this job would resume exactly, as far as that is known.
-
-    Args:
-        job: The job.
-        resolution: Every decision of the run; its setting `run_dir` says where starts have recorded what they saw.
-        root: Where the user's code is found.
-        plugins: The plugin manager.
-    """
+    """Whether this job would resume exactly, as far as its settings and the records in its `run_dir` tell."""
     reasons = device_reasons(resolution, plugins, job.run)
     run = resolution.settings.get("run_dir")
     seen = last_record(Path(run.value), job_digest(job.model_dump(mode="json"))) if run is not None else None

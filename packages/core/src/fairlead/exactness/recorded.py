@@ -1,4 +1,4 @@
-"""What a start saw of loaders and state: `starts/N/exactness.json` in the run directory."""
+"""What a start saw of loaders and state, `starts/N/exactness.json` in the run directory; and what that amounts to."""
 
 from __future__ import annotations
 
@@ -8,28 +8,36 @@ import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 from pydantic import BaseModel
 
-from fairlead.exactness.verdicts import verdict
 from fairlead.findings import Inexact
 
 EXACTNESS_FILE: Final = "exactness.json"
 TRIAL: Final = 0
 """The number under which `fast_dev_run` writes what it saw; it is no start of the run, and leaves nothing else."""
 
+Verdict = Literal["exact", "not exact", "not known"]
+
+
+def verdict(reasons: Iterable[Inexact]) -> Verdict:
+    """What reasons against an exact resume amount to; without any, it is exact as far as `explain` says it goes."""
+    certain = [reason.certain for reason in reasons]
+    return "not exact" if any(certain) else "not known" if certain else "exact"
+
+
+def sentence(reason: Inexact) -> str:
+    """A reason as `explain` says it."""
+    word = "not exact" if reason.certain else "not known"
+    return f"{word}, because of {reason.what} ({reason.why}), do: {reason.fix}"
+
 
 @dataclass(frozen=True)
 class Recorded:
-    """What a start has recorded.
+    """What a start has recorded; its number is `TRIAL` for a `fast_dev_run`.
 
-    Args:
-        start: Its number; `TRIAL`: a `fast_dev_run`.
-        seen: What it saw of loaders and state.
-        world_size: The ranks it had; None: not recorded.
-        written: When, in seconds since 1970; code that is newer was not seen.
-        job: The `job_digest` of the job; None: not recorded.
+    `written` is in seconds since 1970: code that is newer was not seen. `world_size` and `job` may not be recorded.
     """
 
     start: int
@@ -45,11 +53,7 @@ class Recorded:
 
 
 def job_digest(job: Mapping[str, Any]) -> str:
-    """Names what decides which loaders and which state a start sees: model, data, callbacks, and whose samplers.
-
-    Args:
-        job: The fully dumped job.
-    """
+    """Names what decides which loaders and which state a start sees: model, data, callbacks, and whose samplers."""
     trainer = job.get("trainer") or {}
     named = [job.get("model"), job.get("data"), trainer.get("callbacks"), trainer.get("use_distributed_sampler")]
     return hashlib.sha256(json.dumps(named, sort_keys=True, default=str).encode()).hexdigest()
@@ -58,18 +62,7 @@ def job_digest(job: Mapping[str, Any]) -> str:
 def record(
     *, settings: Iterable[Inexact], seen: Iterable[Inexact], world_size: int, job: str | None = None
 ) -> dict[str, Any]:
-    """The content of `exactness.json`.
-
-    Args:
-        settings: What `device_reasons` gave.
-        seen: What was seen of loaders and state.
-        world_size: Ranks in all.
-        job: The `job_digest`.
-
-    Example:
-        >>> record(settings=[], seen=[], world_size=1)
-        {'exact': True, 'world_size': 1, 'job': None, 'reasons': []}
-    """
+    """The content of `exactness.json`: what `device_reasons` gave, and what was seen of loaders and state."""
     parts = {"settings": tuple(settings), "seen": tuple(seen)}
     reasons = [{**dataclasses.asdict(one), "about": about} for about, part in parts.items() for one in part]
     exact = verdict([*parts["settings"], *parts["seen"]]) == "exact"
@@ -77,12 +70,7 @@ def record(
 
 
 def last_record(run: Path, job: str | None = None) -> Recorded | None:
-    """What the newest start that has recorded it saw; None when there is none, or none can be read.
-
-    Args:
-        run: The run directory.
-        job: The `job_digest` of the job that is asked about: a record of another one does not count.
-    """
+    """The newest record in a run directory, None without one; a record that names another job does not count."""
     found = []
     for path in run.glob(f"starts/*/{EXACTNESS_FILE}"):
         name = path.parent.name
@@ -101,8 +89,9 @@ def _read(path: Path, number: int) -> Recorded | None:
         return None
     if not found.reasons and not found.exact:
         return None
-    seen = [Inexact(one.what, why=one.why, fix=one.fix, certain=one.certain) for one in found.reasons if one.is_seen]
-    return Recorded(number, tuple(seen), found.world_size, written, found.job)
+    seen = [one for one in found.reasons if one.about != "settings"]
+    reasons = tuple(Inexact(one.what, why=one.why, fix=one.fix, certain=one.certain) for one in seen)
+    return Recorded(number, reasons, found.world_size, written, found.job)
 
 
 class _Reason(BaseModel):
@@ -111,10 +100,6 @@ class _Reason(BaseModel):
     fix: str
     certain: bool = True
     about: str = "seen"
-
-    @property
-    def is_seen(self) -> bool:
-        return self.about != "settings"
 
 
 class _File(BaseModel):

@@ -19,21 +19,7 @@ _OPTIONAL: Final = ("environment", "requeue")
 
 
 def device_reasons(resolution: Resolution, plugins: PluginManager, run: RunConfig | None = None) -> list[Inexact]:
-    """What in the settings keeps a resume from being exact, or may; loaders and state are seen when a run starts.
-
-    Args:
-        resolution: Every decision of the run.
-        plugins: The plugin manager: plugins speak for themselves (`fairlead_exactness`).
-        run: Which run it is; None: the defaults.
-
-    Example:
-        >>> from fairlead.plugins import PluginManager
-        >>> from fairlead.testing import minimal_resolution
-        >>> plugins = PluginManager([])
-        >>> resolution = minimal_resolution(plugins, enable_checkpointing=False)
-        >>> device_reasons(resolution, plugins)[0].what
-        'trainer.enable_checkpointing: false'
-    """
+    """What in the settings keeps a resume from being exact, or may; plugins answer through `fairlead_exactness`."""
     reasons = [*inexact_settings(run or RunConfig(), "run"), *inexact_settings(resolution.trainer, "trainer")]
     for axis in (*_MUST_SPEAK, *_OPTIONAL):
         config: BackendConfig | None = getattr(resolution, axis)

@@ -19,24 +19,22 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
-    from fairlead.testing.conformance import PluginConformance as PluginConformance
-    from fairlead.testing.defaults import stand_ins as stand_ins
-    from fairlead.testing.fakes import FakeDist as FakeDist
-    from fairlead.testing.fakes import FakeEntryPoint as FakeEntryPoint
-    from fairlead.testing.fakes import FakeEnviron as FakeEnviron
-    from fairlead.testing.fakes import write_dist as write_dist
-    from fairlead.testing.resolutions import minimal_resolution as minimal_resolution
-    from fairlead.testing.suites import CONFORMANCE as CONFORMANCE
-    from fairlead.testing.suites import AcceleratorConformance as AcceleratorConformance
-    from fairlead.testing.suites import CheckConformance as CheckConformance
-    from fairlead.testing.suites import CheckpointIOConformance as CheckpointIOConformance
-    from fairlead.testing.suites import CommandConformance as CommandConformance
-    from fairlead.testing.suites import EnvironmentConformance as EnvironmentConformance
-    from fairlead.testing.suites import LayerSyncConformance as LayerSyncConformance
-    from fairlead.testing.suites import LoggerConformance as LoggerConformance
-    from fairlead.testing.suites import PrecisionConformance as PrecisionConformance
-    from fairlead.testing.suites import RequeueConformance as RequeueConformance
-    from fairlead.testing.suites import StrategyConformance as StrategyConformance
+    from fairlead.testing.conformance import PluginConformance
+    from fairlead.testing.fakes import FakeDist, FakeEntryPoint, FakeEnviron, write_dist
+    from fairlead.testing.resolutions import minimal_resolution, stand_ins
+    from fairlead.testing.suites import (
+        CONFORMANCE,
+        AcceleratorConformance,
+        CheckConformance,
+        CheckpointIOConformance,
+        CommandConformance,
+        EnvironmentConformance,
+        LayerSyncConformance,
+        LoggerConformance,
+        PrecisionConformance,
+        RequeueConformance,
+        StrategyConformance,
+    )
 
 __all__ = [
     "CONFORMANCE",
@@ -59,15 +57,7 @@ __all__ = [
     "write_dist",
 ]
 
-_HOMES: Final = {
-    "FakeDist": "fakes",
-    "FakeEntryPoint": "fakes",
-    "FakeEnviron": "fakes",
-    "PluginConformance": "conformance",
-    "minimal_resolution": "resolutions",
-    "stand_ins": "defaults",
-    "write_dist": "fakes",
-}
+_HOMES: Final = ("fakes", "resolutions", "suites")
 
 
 def __getattr__(name: str) -> Any:
@@ -76,7 +66,8 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'fairlead.testing' has no attribute {name!r}")
     import importlib
 
-    return getattr(importlib.import_module(f"fairlead.testing.{_HOMES.get(name, 'suites')}"), name)
+    modules = (importlib.import_module(f"fairlead.testing.{home}") for home in _HOMES)
+    return next(getattr(module, name) for module in modules if hasattr(module, name))
 
 
 def __dir__() -> list[str]:

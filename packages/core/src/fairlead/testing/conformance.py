@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import importlib.metadata
 import json
 import os
 import re
@@ -45,7 +44,6 @@ class EntryPointConformance:
     """What plugins and commands share: they are found, they load, and loading them is cheap.
 
     Attributes:
-        axis: Set by the suite.
         plugin_name: The tag; set it in the subclass.
         entry_points: What to discover from; None: what is installed.
     """
@@ -72,7 +70,7 @@ class EntryPointConformance:
 
     def test_loading_imports_no_engine(self) -> None:
         """Loading it works without torch, Lightning and NumPy."""
-        module = self._point().value.partition(":")[0]
+        module = self.plugins().record(self.axis, self.plugin_name).value.partition(":")[0]
         imported = self.imports(f"import {module}", module)
         assert not imported, f"{self.key}: importing {module} imports {', '.join(imported)}"
 
@@ -103,12 +101,6 @@ class EntryPointConformance:
         assert callable(found), f"{self.key}: `{what}` names {reference!r}, which is not callable"
         return found
 
-    def _point(self) -> EntryPoint:
-        points = self.entry_points
-        if points is None:
-            points = importlib.metadata.entry_points(group="fairlead")
-        return next(point for point in points or () if point.name == self.key)
-
 
 class PluginConformance(EntryPointConformance):
     """The suite that each axis extends.
@@ -118,7 +110,6 @@ class PluginConformance(EntryPointConformance):
         trainer: Fields of `TrainerConfig` that the plugin needs to be tried, besides itself.
         example_environ: The environment variables to try it with.
         builds: For each engine, the class that the runtime must return, as `module:Class`.
-        field: The field of `TrainerConfig` that holds a config of this axis.
     """
 
     example: ClassVar[Mapping[str, Any]] = {}
@@ -144,11 +135,6 @@ class PluginConformance(EntryPointConformance):
         return minimal_resolution(plugins, environ=self.example_environ, **{**self.trainer, field: chosen})
 
     # -- the config
-
-    def test_tag_is_the_name(self) -> None:
-        """The entry point's name is the config's `name`, except for a preset."""
-        plugin = self.plugin()
-        assert plugin.preset or plugin.tag == self.plugin_name, f"{self.key}: the config's name is {plugin.tag!r}"
 
     def test_config_constructs(self) -> None:
         """The config needs no fields but those of `example`, and a preset sets what it says."""

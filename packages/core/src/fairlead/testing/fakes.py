@@ -45,13 +45,7 @@ class FakeEnviron(Mapping[str, str]):
 
 @dataclass(frozen=True)
 class FakeEntryPoint:
-    """An entry point that loads an object of the test.
-
-    Args:
-        name: `<axis>.<tag>`.
-        target: What it loads; an exception is raised instead.
-        dist: The distribution it says it is from, or None.
-        value: The `module:object` it says it is.
+    """An entry point, `<axis>.<tag>`, that loads an object of the test; an exception as `target` is raised instead.
 
     Example:
         >>> from fairlead import PluginManager
@@ -73,13 +67,7 @@ class FakeEntryPoint:
 
 @dataclass(frozen=True)
 class FakeDist:
-    """An importable distribution that `write_dist` wrote.
-
-    Args:
-        name: Its name.
-        version: Its version.
-        path: The folder to put on `sys.path`.
-    """
+    """An importable distribution that `write_dist` wrote; `path` is the folder to put on `sys.path`."""
 
     name: str
     version: str

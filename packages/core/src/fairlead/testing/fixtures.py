@@ -20,12 +20,9 @@ if TYPE_CHECKING:
 def fairlead_plugins(monkeypatch: pytest.MonkeyPatch) -> Callable[..., PluginManager]:
     """Makes a plugin manager of exactly the plugins that are given; what is installed is not seen.
 
-    While the test runs it is also the manager that `TrainerConfig(strategy="ring")` asks.  Give plugin
-    instances, entry points, or what `fake_dist` returned; a mapping names presets::
-
-        def test_ring(fairlead_plugins):
-            plugins = fairlead_plugins(ring, {"strategy.ring_small": Ring(bucket_cap_mb=1)})
-            assert plugins.names("strategy") == ["ring", "ring_small"]
+    Give plugin instances, entry points, what `fake_dist` returned, or a mapping that names presets:
+    `fairlead_plugins(ring, {"strategy.ring_small": Ring(bucket_cap_mb=1)})`. While the test runs it is also the manager
+    that `TrainerConfig(strategy="ring")` asks.
     """
     from fairlead import plugins as module
     from fairlead.plugin_classes import CommandPlugin, Plugin
@@ -54,18 +51,8 @@ def fairlead_plugins(monkeypatch: pytest.MonkeyPatch) -> Callable[..., PluginMan
 
 @pytest.fixture
 def fake_dist(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., FakeDist]]:
-    """Makes importable distributions with entry points from source text, for this test only.
-
-    See `fairlead.testing.write_dist` for the arguments::
-
-        def test_found(fake_dist):
-            fake_dist(
-                "ring-strategy",
-                entry_points={"strategy.ring": "ring_strategy:ring"},
-                files={"ring_strategy.py": SOURCE},
-                requires=["fairlead>=0.1"],
-            )
-            assert "ring" in PluginManager().names("strategy")
+    """Makes an importable distribution from source text, for this test only, with the arguments of `write_dist`:
+    `fake_dist("ring", entry_points={"strategy.ring": "ring:ring"}, files={"ring.py": SOURCE})`.
     """
     from fairlead.testing.fakes import write_dist
 
@@ -87,13 +74,7 @@ def fake_dist(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Calla
 
 @pytest.fixture
 def fake_environ() -> Iterator[Callable[..., FakeEnviron]]:
-    """Makes read-only mappings of environment variables; fails the test when it changed `os.environ`.
-
-    Example::
-
-        def test_detects(fake_environ):
-            assert slurm.fairlead_detect(fake_environ(SLURM_STEP_ID="0", SLURM_PROCID="0"))
-    """
+    """Makes read-only mappings of environment variables, `fake_environ(RANK="0")`; `os.environ` must stay as it is."""
     from fairlead.testing.fakes import FakeEnviron
 
     before = dict(os.environ)

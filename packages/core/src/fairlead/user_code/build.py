@@ -20,16 +20,9 @@ _IMPORTLIB = os.path.dirname(importlib.__file__) + os.sep
 
 
 def import_callable(spec: str, root: CodeRoot, *, where: str | None = None) -> object:
-    """Imports what `module:object` names, with `root` first on `sys.path`.
+    """Imports what `module:object` or `module.object` names, with the folders of `root` first on `sys.path`.
 
-    Args:
-        spec: `module:object` or `module.object`.
-        root: Where code is found.
-        where: The config path, for the error.
-
-    Raises:
-        UserCodeError: There is no such module or object, or importing it raised; then `why` shows
-            the user's own frames and the exception is the `__cause__`.
+    `UserCodeError` where there is none; where importing it raised, `why` shows the user's own frames.
     """
     activate(root)
     try:
@@ -85,20 +78,10 @@ def _attribute(owner: object, name: str, done: str, root: CodeRoot, where: str |
 
 
 def instantiate(node: Mapping[str, object], root: CodeRoot, *, path: tuple[str | int, ...] = ()) -> object:
-    """Builds the object that a `{class:, args:}` node describes, nested nodes first.
+    """Builds the object that a `{class:, args:}` node at a path of the config describes, nested nodes first.
 
-    Args:
-        node: The node; it is not changed, lists and mappings in it are handed on as copies.
-        root: Where code is found.
-        path: Where the node is in the config (`("model",)`), for errors.
-
-    Raises:
-        UserCodeError: Import or constructor raised; `where` is the config path.
-        ConfigError: The node is not `{class:, args:}`, or is nested too deep.
-
-    Example:
-        >>> instantiate({"class": "fractions:Fraction", "args": {"numerator": 3}}, root)  # doctest: +SKIP
-        Fraction(3, 1)
+    The node is not changed: lists and mappings in it are handed on as copies. `ConfigError` where it is no such node,
+    `UserCodeError` where the import or the constructor raised.
     """
     where = ".".join(map(str, path)) or None
     cls, args = node.get("class"), node.get("args")

@@ -23,8 +23,7 @@ _WRONG: dict[str, tuple[type, ...]] = {
 def is_spec(value: object) -> bool:
     """Whether a value in `args` is a nested `{class:, args:}`, and not a mapping of the user's own.
 
-    It is one if it has no other keys, or if its class reads `module:object` (then another key is a
-    misspelt `args`).
+    It is one if it has no other keys, or if its class reads `module:object`: then another key is a misspelt `args`.
     """
     if not isinstance(value, Mapping) or not isinstance(value.get("class"), str):
         return False
@@ -39,21 +38,7 @@ def is_spec(value: object) -> bool:
 def check_spec(
     cls: str, args: Mapping[str, object], root: CodeRoot, *, sources: Sources | None = None
 ) -> list[Problem]:
-    """The problems of a class and its arguments, nested ones too; nothing is imported.
-
-    Args:
-        cls: `module:object`.
-        args: Its keyword arguments, as the job file has them.
-        root: Where code is found.
-        sources: To read files only once over several checks.
-
-    Returns:
-        Certain problems, and "class-unchecked" where reading the source does not tell.
-
-    Example:
-        >>> check_spec("examples.gpt.model:GPT", {"layres": 4}, root)  # doctest: +SKIP
-        [Problem(code='argument-unknown', path=('args', 'layres'), ..., fix="write 'layers'")]
-    """
+    """The certain problems of a class and its arguments, nested ones too; "class-unchecked" says what is not known."""
     return list(_check(cls, args, Sources(root) if sources is None else sources, ()))
 
 

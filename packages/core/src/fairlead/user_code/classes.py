@@ -19,11 +19,7 @@ _REWRITES = ("__init__", "__new__", "__signature__", "dataclass")
 
 
 def signature_of(resolver: Resolver, symbol: ClassSymbol | FunctionSymbol) -> Signature:
-    """The signature of a class or a function, without `self`.
-
-    Raises:
-        NotKnownError: Reading cannot tell.
-    """
+    """The signature of a class or a function, without `self`; `NotKnownError` where reading cannot tell."""
     if isinstance(symbol, FunctionSymbol):
         return of_function(resolver, symbol)
     return _ClassReader(resolver, symbol).read()
@@ -151,9 +147,6 @@ def _fields(resolver: Resolver, mro: Sequence[ClassSymbol]) -> Signature:
     """The generated `__init__` of the first class of an MRO; fields of bases come first.
 
     Source: `dataclasses._process_class`: only bases that are dataclasses themselves contribute.
-
-    Raises:
-        NotKnownError: A field is decided at run time.
     """
     fields: dict[str, Parameter | None] = {}  # None: no parameter (init=False)
     for cls in reversed(mro):

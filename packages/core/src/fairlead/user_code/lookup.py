@@ -28,12 +28,7 @@ MAX_SPEC = 500
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing that is wrong with a `{class:, args:}` node, or that reading cannot tell ("class-unchecked").
-
-    Attributes:
-        code: One of `fairlead.findings.CODES`.
-        path: Below the node: `("class",)`, `("args", "layres")`.
-    """
+    """What is wrong with a `{class:, args:}` node at a path below it, by one of `fairlead.findings.CODES`."""
 
     code: str
     path: tuple[str | int, ...]
@@ -44,17 +39,9 @@ class Problem:
 
 @dataclass(frozen=True)
 class CallableInfo:
-    """What a `module:object` names.
-
-    Attributes:
-        signature: Without `self`; annotations and defaults are their text. None: it cannot be known.
-        unknown: Why it cannot be known.
-        file: The source file, if it has one.
-        line: The line in it.
-    """
+    """What a `module:object` names; without a signature (its annotations are text), `unknown` says why."""
 
     spec: str
-    module: str
     name: str
     signature: Signature | None
     unknown: str | None = None
@@ -69,11 +56,7 @@ class _SpecError(Exception):
 
 
 def split_spec(spec: str) -> tuple[str, str | None]:
-    """`module:object` as its two parts; without a colon the second is None, the first the whole dotted name.
-
-    Raises:
-        ValueError: It is neither; the text says how to write it.
-    """
+    """`module:object` as its two parts; without a colon the second is None. A `ValueError` says how to write it."""
     module, colon, name = spec.partition(":")
     if len(spec) <= MAX_SPEC and _DOTTED.fullmatch(module) and ((colon and _DOTTED.fullmatch(name)) or "." in spec):
         if not colon:
@@ -87,16 +70,7 @@ def split_spec(spec: str) -> tuple[str, str | None]:
 
 
 def find_callable(spec: str, root: CodeRoot, *, sources: Sources | None = None) -> CallableInfo | Problem:
-    """Looks a callable up by reading source; nothing is imported, not even its parent packages.
-
-    Args:
-        spec: `module:object`, `module:Outer.Inner`, or `module.object`.
-        root: Where code is found.
-        sources: Files already read by an earlier look-up of the same check.
-
-    Example:
-        >>> info = find_callable("fractions:Fraction", code_root(None, code=None, cwd=Path()))  # doctest: +SKIP
-    """
+    """Looks `module:object` or `module.object` up by reading source; nothing is imported, no parent package either."""
     sources = Sources(root) if sources is None else sources
     try:
         return _find(spec, sources)
@@ -148,7 +122,7 @@ def _find(spec: str, sources: Sources) -> CallableInfo:
         signature = signature_of(resolver, symbol)
     except NotKnownError as error:
         unknown = str(error)
-    return CallableInfo(spec, module, name, signature, unknown, symbol.module.file, symbol.node.lineno)
+    return CallableInfo(spec, name, signature, unknown, symbol.module.file, symbol.node.lineno)
 
 
 def _guess(dotted: str, sources: Sources) -> tuple[str, str]:
@@ -169,9 +143,9 @@ def _require(module: str, sources: Sources) -> None:
         if sources.locate(name) is None:
             near = did_you_mean(parts[end - 1], sources.siblings(parent))
             proposal = ".".join([*parts[: end - 1], near or "", *parts[end:]])
-            where = f"{parent} has no such module" if parent else "looked in:\n" + sources.root.describe()
+            where = f"looked in:\n{sources.root.describe()}"
             if parent:
-                where += f" ({_folders(parent, sources)})\nlooked in:\n{sources.root.describe()}"
+                where = f"{parent} has no such module ({_folders(parent, sources)})\n{where}"
             fix = f"did you mean {proposal}?" if near else "set run.code to the folder that holds it, or install it"
             raise _SpecError(_problem("module-not-found", f"there is no module {name!r}", where, fix))
 

@@ -17,12 +17,7 @@ _MARKS = ("pyproject.toml", ".git")
 
 @dataclass(frozen=True)
 class CodeRoot:
-    """The folders in which user code is looked for.
-
-    Attributes:
-        searched: The user's folders in their order, each with the reason why it is one of them.
-        installed: The folders of installed packages and of Python's own, which come last.
-    """
+    """The folders in which user code is looked for, each with its reason; the `installed` packages come last."""
 
     searched: tuple[tuple[Path, str], ...]
     installed: tuple[Path, ...] = ()
@@ -38,26 +33,12 @@ class CodeRoot:
         return "\n".join([*lines, f"installed packages ({sys.prefix})"])
 
 
-def code_root(job_file: Path | None, *, code: str | None, cwd: Path, sys_path: Sequence[str] | None = None) -> CodeRoot:
-    """Decides where user code is found.
+def code_root(job_file: Path | None, *, code: str | None, cwd: Path) -> CodeRoot:
+    """Decides where user code is found: `run.code` is relative to the job file's folder.
 
-    In this order: `run.code` if it is given, else the nearest parent of the job file with a
-    `pyproject.toml` or `.git`; then the working directory; each with its `src` folder if it has
-    one; then installed packages.  The folder of a console script (`bin`) never counts, although
-    Python puts it at the front of `sys.path`.
-
-    Args:
-        job_file: The job file; None for a job that is Python.
-        code: `run.code`: a folder, relative to the job file's folder.
-        cwd: The working directory.
-        sys_path: Instead of `sys.path`, where installed packages are found.
-
-    Raises:
-        ConfigError: `code` is not a folder.
-
-    Example:
-        >>> code_root(Path("runs/job.yaml"), code=None, cwd=Path("/home/me/project"))  # doctest: +SKIP
-        CodeRoot(searched=((PosixPath('/home/me/project'), 'the pyproject.toml above the job file'),), ...)
+    In this order: `run.code` if it is given, else the nearest parent of the job file with a `pyproject.toml` or `.git`;
+    the working directory; each with its `src` folder if it has one; then installed packages. The folder of a console
+    script (`bin`) never counts, although Python puts it at the front of `sys.path`.
     """
     cwd = Path(os.path.abspath(cwd))
     base = cwd if job_file is None else Path(os.path.abspath(cwd / job_file)).parent
@@ -72,7 +53,7 @@ def code_root(job_file: Path | None, *, code: str | None, cwd: Path, sys_path: S
         searched.setdefault(folder, reason)
         if os.path.isdir(folder / "src"):
             searched.setdefault(folder / "src", f"src/ of {reason}")
-    installed = tuple(_installed(sys.path if sys_path is None else sys_path, cwd, searched))
+    installed = tuple(_installed(sys.path, cwd, searched))
     return CodeRoot(tuple(searched.items()), installed)
 
 
@@ -115,20 +96,14 @@ def _installed(entries: Sequence[str], cwd: Path, searched: dict[Path, str]) -> 
             yield Path(entry)
 
 
-def activate(root: CodeRoot) -> tuple[str, ...]:
-    """Makes user code importable: puts its folders at the front of `sys.path`, in their order.
+def activate(root: CodeRoot) -> None:
+    """Puts the folders of user code at the front of `sys.path`, in their order; calling it again changes nothing.
 
-    Calling it again changes nothing.  The folder of a console script is taken off `sys.path`, so
-    that a module is found, or not, whichever way the process was started.
-
-    Returns:
-        The folders that were not on `sys.path` before.
+    The folder of a console script is taken off, so that a module is found whichever way the process was started.
     """
     wanted = [str(folder) for folder in root.folders]
-    added = tuple(folder for folder in wanted if folder not in sys.path)
     scripts = script_folders()
     rest = [entry for entry in sys.path if entry not in wanted and (not entry or os.path.abspath(entry) not in scripts)]
     if sys.path != wanted + rest:
         sys.path[:] = wanted + rest
         importlib.invalidate_caches()
-    return added

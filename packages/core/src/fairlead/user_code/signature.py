@@ -1,7 +1,7 @@
 """What a function takes, from its syntax tree.
 
-Where a decorator, a metaclass or a base class that cannot be read may change it, the signature is not known
-(`NotKnownError` says why), and every argument is accepted: a false error would stop a job that is right.
+What a decorator, a metaclass or an unreadable base class may change is not known, and every argument is accepted:
+a false error would stop a job that is right.
 """
 
 from __future__ import annotations
@@ -40,11 +40,7 @@ def qualified(resolver: Resolver, symbol: ClassSymbol | FunctionSymbol, node: as
 
 
 def of_function(resolver: Resolver, symbol: FunctionSymbol) -> Signature:
-    """The signature of a function, a class method or a lambda.
-
-    Raises:
-        NotKnownError: A decorator may change it.
-    """
+    """The signature of a function, a class method or a lambda; `NotKnownError` where a decorator may change it."""
     node = symbol.node
     decorators = [] if isinstance(node, ast.Lambda) else node.decorator_list
     names = {qualified(resolver, symbol, decorator) for decorator in decorators}

@@ -59,10 +59,7 @@ class ModuleFile:
 
 
 class Sources:
-    """Module files by name, each located and parsed at most once; makes one per check.
-
-    The work is bounded: beyond 300 files or 6 MB the answer is `NotKnownError`.
-    """
+    """Module files by name, located and parsed once per check; past 300 files or 6 MB the answer is `NotKnownError`."""
 
     def __init__(self, root: CodeRoot) -> None:
         self.root = root
@@ -73,11 +70,7 @@ class Sources:
         PathFinder.invalidate_caches()  # a file may be younger than what an earlier look-up remembers of its folder
 
     def locate(self, name: str) -> ModuleFile | None:
-        """The module's place, its text not read yet; None if there is none.
-
-        Raises:
-            NotKnownError: It is binary, in an archive, or made at run time.
-        """
+        """The module's place, None without one; `NotKnownError`: it is binary, in an archive, or made at run time."""
         if name not in self._located:
             parent, _, last = name.rpartition(".")
             if parent:
@@ -137,12 +130,7 @@ class Sources:
         return sorted(name for name in names - {"__init__"} if name.isidentifier())
 
     def parse(self, name: str) -> ModuleFile | None:
-        """The module with its names; None if there is none.
-
-        Raises:
-            NotKnownError: See `locate`; also if the bound of the work is reached.
-            SourceError: The file does not parse.
-        """
+        """The module with its names, None without one; `SourceError` where it does not parse."""
         if name not in self._parsed:
             module = self.locate(name)
             if module is None:

@@ -93,10 +93,7 @@ class Resolver:
     def member(self, module_name: str, name: str, seen: Seen = (), *, trust: bool = True) -> Symbol:
         """The meaning of a module's attribute.
 
-        Raises:
-            MissingError: The module certainly does not have it.
-            NotKnownError: Reading cannot tell.
-            SourceError: A file on the way does not parse.
+        `MissingError`: it certainly is not there; `NotKnownError`: reading cannot tell; `SourceError`: no valid source.
         """
         module_name = {"typing_extensions": "typing"}.get(module_name, module_name)
         if module_name in KNOWN_MODULES or (trust and f"{module_name}.{name}" in TRUSTED):
@@ -229,11 +226,7 @@ class Resolver:
         raise NotKnownError(f"{module.name} computes it when it is imported (line {node.lineno})")
 
     def attribute(self, symbol: Symbol, name: str, seen: Seen = ()) -> Symbol:
-        """The meaning of `symbol.name`.
-
-        Raises:
-            MissingError, NotKnownError, SourceError: As `member`.
-        """
+        """The meaning of `symbol.name`; raises as `member` does."""
         if isinstance(symbol, ModuleSymbol):
             return self.member(symbol.name, name, seen)
         if isinstance(symbol, KnownSymbol):

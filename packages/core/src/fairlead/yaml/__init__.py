@@ -1,12 +1,7 @@
 """YAML as users expect it: YAML 1.2 scalars, a line for every value, errors that name the place.
 
 PyYAML reads YAML 1.1: `1e-3` is a string there, `24:00:00` is 86400, `off` is False and `010` is 8.
-Here they are 0.001, "24:00:00", "off" and 10.  Dates and `1_000` stay strings.
-
-Example:
-    >>> job = load("trainer:\\n  max_time: 24:00:00\\n", source="job.yaml")
-    >>> job.data, job.line(("trainer", "max_time"))
-    ({'trainer': {'max_time': '24:00:00'}}, 2)
+Here they are 0.001, "24:00:00", "off" and 10. Dates and `1_000` stay strings.
 """
 
 from __future__ import annotations

@@ -13,11 +13,7 @@ _SUFFIXES = (".yaml", ".yml")
 
 
 def load_file(path: str | os.PathLike[str]) -> Document:
-    """Reads a YAML file of at most 10 MiB in UTF-8; its errors name the file as it was given.
-
-    Raises:
-        ConfigError: The file is missing, a folder, unreadable, too large, not text, or not YAML.
-    """
+    """Reads a YAML file of at most 10 MiB in UTF-8; its `ConfigError`s name the file as it was given."""
     source = os.fspath(path)
     return load(_text(_read(Path(path), source), source), source=source)
 

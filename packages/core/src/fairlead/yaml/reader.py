@@ -1,8 +1,7 @@
 """Text to data and lines.
 
-PyYAML (libyaml where it is installed) reads the text into nodes, which keep both of two equal keys with their lines.
-Its constructor would keep the last of them, know only YAML 1.1, and let a few lines of nested aliases grow to
-gigabytes: what the nodes mean is decided here.
+PyYAML (libyaml where it is installed) reads the text into nodes; its constructor would keep the last of two equal
+keys, know only YAML 1.1, and let a few lines of nested aliases grow to gigabytes: what nodes mean is decided here.
 """
 
 from __future__ import annotations
@@ -31,12 +30,7 @@ _QUOTE = "quote it if it is meant as text"
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """A YAML document: plain data, and the line of each part of it.
-
-    Attributes:
-        data: dict, list, str, int, float, bool or None, nested. None for an empty file.
-        source: The name for error messages: the file as the user wrote it.
-    """
+    """A YAML document: plain data, None for an empty file, and the line of each part of it."""
 
     data: object
     source: str
@@ -46,10 +40,6 @@ class Document:
         """The 1-based line of a key or an item, or of its nearest parent that exists; None if the document is empty.
 
         A value that came through an alias or a merge key has the line where it is written.
-
-        Example:
-            >>> load("a:\\n  b: 1\\n", source="f.yaml").line(("a", "c"))
-            1
         """
         while path and path not in self._lines:
             path = path[:-1]
@@ -221,22 +211,10 @@ def _is_merge(node: yaml.Node) -> bool:
 
 
 def load(text: str, *, source: str) -> Document:
-    """Reads one YAML document.
+    """Reads one YAML document; `ConfigError.where` is `source:line`.
 
-    Every key is a string (`1: x` is an error that says how to quote it), a key stands once in a
-    mapping, anchors and the merge key `<<` work within bounds, tags other than YAML's own scalars
-    and collections are refused.
-
-    Args:
-        text: The document; a leading byte order mark is ignored.
-        source: The name for error messages.
-
-    Raises:
-        ConfigError: With `where` as `source:line`.
-
-    Example:
-        >>> load("lr: 1e-3", source="job.yaml").data
-        {'lr': 0.001}
+    Every key is a string that stands once in its mapping, anchors and the merge key `<<` work within bounds, and tags
+    other than YAML's own scalars and collections are refused.
     """
     text = text.removeprefix("\ufeff")
     try:
@@ -256,15 +234,8 @@ def load(text: str, *, source: str) -> Document:
 def parse_scalar_or_flow(text: str, *, source: str = "--set") -> object:
     """The value of `--set PATH=VALUE`: exactly what `PATH: VALUE` on one line of a job file would mean.
 
-    An empty value is therefore null; the empty string is written `''` (in a shell: `--set "x=''"`).
-    Lists and mappings are written in flow style: `[1, 2]`, `{name: ddp}`.
-
-    Raises:
-        ConfigError: Not one YAML value. `where` is `source`.
-
-    Example:
-        >>> parse_scalar_or_flow("{name: ddp, bucket_cap_mb: 25}")
-        {'name': 'ddp', 'bucket_cap_mb': 25}
+    An empty value is therefore null; the empty string is written `''` (in a shell: `--set "x=''"`). Lists and mappings
+    are written in flow style: `[1, 2]`, `{name: ddp}`.
     """
     fix = "put the value in quotes of its own: --set 'x=\"...\"'"
     if text.lstrip().startswith("#"):

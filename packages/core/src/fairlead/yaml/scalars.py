@@ -15,31 +15,20 @@ _CONSTANTS: dict[str, Scalar] = {
     **{sign + word: float(sign + "inf") for sign in ("", "+", "-") for word in (".inf", ".Inf", ".INF")},
 }
 _DECIMAL = re.compile(r"[-+]?[0-9]+")
-_OCTAL = re.compile(r"0o[0-7]+")
-_HEX = re.compile(r"0x[0-9a-fA-F]+")
+_OCTAL_OR_HEX = re.compile(r"0o[0-7]+|0x[0-9a-fA-F]+")
 _FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?")
 _MAX_DIGITS = 4000  # int() itself refuses more than 4300 decimal digits
 
 
 def resolve_plain(text: str) -> Scalar:
-    """The value of an unquoted scalar.
-
-    Raises:
-        ValueError: A number that Python cannot hold (`1e999`, thousands of digits); the text says why.
-
-    Example:
-        >>> [resolve_plain(text) for text in ("1e-3", "010", "0o17", "off", "2024-01-01", "~")]
-        [0.001, 10, 15, 'off', '2024-01-01', None]
-    """
+    """The value of an unquoted scalar; `ValueError`: a number that Python cannot hold (`1e999`, too many digits)."""
     if text in _CONSTANTS:
         return _CONSTANTS[text]
     if _DECIMAL.fullmatch(text):
         if len(text) > _MAX_DIGITS:
             raise ValueError(f"a number of {len(text)} digits")
         return int(text)
-    if _OCTAL.fullmatch(text):
-        return int(text, 0)
-    if _HEX.fullmatch(text):
+    if _OCTAL_OR_HEX.fullmatch(text):
         return int(text, 0)
     if _FLOAT.fullmatch(text):
         value = float(text)

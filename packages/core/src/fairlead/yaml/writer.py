@@ -1,8 +1,7 @@
 """Data to YAML that every reader understands alike.
 
-A job file that we write is read again by us, and by the tools of others: most of these read
-YAML 1.1, where `1e-3` is text and `off` is false.  So whatever means something other than its text
-in either version is quoted, and every float is written with a point and a signed exponent.
+The tools of others mostly read YAML 1.1, where `1e-3` is text and `off` is false: whatever means something other than
+its text in either version is quoted, and every float has a point and a signed exponent.
 """
 
 from __future__ import annotations
@@ -54,21 +53,7 @@ _Dumper.add_representer(str, _represent_str)
 
 
 def dump(data: object) -> str:
-    """Writes plain data as a YAML document, keys in their order, without aliases.
-
-    Args:
-        data: Mappings with string keys, lists, tuples, str, int, float, bool and None, nested at most 100 deep.
-
-    Raises:
-        ConfigError: Text that is not valid Unicode (lone surrogates).
-        TypeError: Something else than such data. ValueError: Nested too deep, or in itself.
-
-    Example:
-        >>> print(dump({"lr": 1e-5, "time": "24:00:00", "flag": "off"}), end="")
-        lr: 1.0e-05
-        time: '24:00:00'
-        flag: 'off'
-    """
+    """Writes plain data as a YAML document, keys in their order, without aliases; anything else is a `TypeError`."""
     plain = _plain(data, ())
     return yaml.dump(
         plain, Dumper=_Dumper, sort_keys=False, allow_unicode=True, default_flow_style=False, width=2**31 - 1

@@ -1,5 +1,1 @@
 """A run as its ranks share it: joined, opened by one of them for all, resumed from one checkpoint."""
-
-from __future__ import annotations
-
-__all__: list[str] = []

@@ -1,7 +1,4 @@
-"""The checksums of a checkpoint, compared by all ranks together before a start resumes from it.
-
-Each rank reads a part of the files, or a start of many nodes would wait for one of them to read terabytes.
-"""
+"""The checksums of a checkpoint before a start resumes from it: each rank reads a part of the files."""
 
 from __future__ import annotations
 
@@ -55,7 +52,6 @@ def _together(path: Path) -> list[Damage]:
 
 
 def _part(path: Path) -> _Found:
-    """What this rank finds in its part of the files."""
     try:
         files = read_manifest(path).files
     except CheckpointError as error:

@@ -46,16 +46,8 @@ def open_session(
 ) -> RunSession:
     """Opens the run on rank 0 and tells the other ranks; an error on rank 0 is raised on all.
 
-    Args:
-        job: The job as plain data.
-        resolution: The resolved settings.
-        run: Which run, and what to resume from.
-        environ: The environment variables.
-        ckpt_path: A checkpoint to start from while the run has none of its own.
-        copies: What keeps copies of the checkpoints elsewhere: the newest is fetched, and this start copies there.
-
-    Raises:
-        FairleadError: The run directory cannot be used, or the checkpoint does not exist.
+    `ckpt_path` is what a run without checkpoints starts from; of `copies` the newest is fetched, and this start copies
+    there.
     """
     handoff = waiting_handoff(environ)
     if handoff is not None:
@@ -90,11 +82,7 @@ def _heard() -> Handoff:
 
 
 def checkpoint_to_evaluate(job: JobConfig, scheduled: Job | None, cwd: Path, resume: str | None) -> Path | None:
-    """The checkpoint that `validate`, `test` and `predict` load: none, unless it is asked for.
-
-    Raises:
-        CheckpointError: `auto` was asked for and the run has no complete checkpoint, or PATH does not exist.
-    """
+    """The checkpoint that `validate`, `test` and `predict` load: none, unless it is asked for."""
     if resume in (None, "never"):
         return None
     if is_url(resume):
@@ -121,7 +109,7 @@ def waiting_handoff(environ: Mapping[str, str]) -> Handoff | None:
 def handed_over(session: RunSession) -> Iterator[None]:
     """While Lightning starts the other ranks from this process, they find the run in their environment.
 
-    When `fairlead fit` has nothing to do it stays there, for ranks that `validate`, `test` or `predict` start later.
+    It stays there when `fit` has nothing to do, for ranks that `validate`, `test` or `predict` start later.
     """
     os.environ[HANDOFF] = session.handoff.to_json()
     try:

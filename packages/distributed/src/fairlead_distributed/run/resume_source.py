@@ -24,13 +24,7 @@ _DOWNLOADS = ".downloads"
 
 @dataclass(frozen=True)
 class ResumeSource:
-    """What a start begins from.
-
-    Attributes:
-        file: What is loaded; None: nothing.
-        own: The checkpoint that it is in, when that is one of Fairlead's.
-        said: What the user should be told.
-    """
+    """What a start begins from: the file, the checkpoint of ours that it is in, and what the user should be told."""
 
     file: Path | None = None
     own: Checkpoint | None = None
@@ -46,11 +40,7 @@ def find_resume_source(
 ) -> ResumeSource:
     """`--resume PATH`, else the run's own newest complete checkpoint, else `ckpt_path`, else nothing.
 
-    Args:
-        checkpoints: Those of the run.
-        load: What was asked for.
-        fallback: What a run begins with.
-        check: Says what is wrong with a checkpoint: what is damaged is passed over.
+    A checkpoint of its own in which `check` finds damage is passed over; one that was asked for is an error.
     """
     if load is not None:
         own = committed(load)

@@ -7,7 +7,6 @@ import warnings
 from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from torch.multiprocessing import ProcessExitedException
@@ -23,16 +22,7 @@ STATE_FILE = "state.ckpt"
 
 
 class RunSession:
-    """The run as one rank sees it: rank 0 writes the history, every rank its heartbeat.
-
-    Args:
-        handoff: What was decided for all ranks.
-        job: The job as plain data.
-        rank: This rank, from 0.
-        directory: The directory with its lock, in the process that opened it.
-        previous: The metadata of the checkpoint that the run resumes from.
-        messages: What the user should be told at the start.
-    """
+    """The run as one rank sees it: rank 0, whose `directory` holds the lock, writes the history, each its heartbeat."""
 
     def __init__(
         self,
@@ -102,10 +92,7 @@ class RunSession:
             self._heartbeat.beat(phase, step)
 
     def event(self, name: str, **fields: Any) -> None:
-        """Adds a line to the history; ranks other than 0 add only failures.
-
-        A disk that refuses to write is a warning: a record must not end what it records.
-        """
+        """Adds a line to the history, from ranks other than 0 only failures; a disk that refuses it is a warning."""
         if self._rank != 0 and name not in ("failed", "checkpoint-failed"):
             return
         try:
@@ -147,9 +134,7 @@ class RunSession:
     def __enter__(self) -> RunSession:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if self._begun and isinstance(error, FairleadError):
             error.exit_code = RunFailedError.exit_code  # 2, of most errors, says that nothing was started
         self.close()

@@ -13,8 +13,6 @@ from fairlead_environments.lsf.topology import find_task, topology
 from fairlead_environments.shared import LaunchedEnvironment, MainAddressConfig
 from fairlead_environments.variables import number, text
 
-__all__ = ["LSF", "LSFEnvironmentConfig", "lsf"]
-
 RECORDED: Final = (
     *("LSB_JOBID", "LSB_JOBINDEX", "LSB_JOBNAME", "LSB_QUEUE", "LSB_HOSTS", "LSB_MCPU_HOSTS", "LSB_DJOB_NUMPROC"),
     *("LSB_DJOB_RANKFILE", "LSB_AFFINITY_HOSTFILE"),
@@ -48,8 +46,7 @@ class LSF(LaunchedEnvironment):
     @hookimpl
     def fairlead_detect(self, environ: Mapping[str, str]) -> Claim | None:
         """Claims tasks of `jsrun` and `blaunch`; a plain `bsub` starts one process only."""
-        found = find_task(environ)
-        return None if found is None else Claim(*found)
+        return find_task(environ)
 
     @hookimpl
     def fairlead_topology(self, config: EnvironmentConfigBase, environ: Mapping[str, str]) -> Topology:

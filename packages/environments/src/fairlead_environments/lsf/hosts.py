@@ -2,8 +2,7 @@
 
 - LSB_HOSTS: `h1 h1 h2 h2`, one word per slot; LSF leaves it out when the list would be too long.
 - LSB_MCPU_HOSTS: `h1 2 h2 2`, host and slots in turn.
-- LSB_DJOB_RANKFILE, LSB_DJOB_HOSTFILE: files with one line per slot.
-- LSB_AFFINITY_HOSTFILE: a file with one line per task, the host first, then the CPUs.
+- LSB_DJOB_RANKFILE, LSB_DJOB_HOSTFILE, LSB_AFFINITY_HOSTFILE: files with a line per slot or task, the host first.
 """
 
 from __future__ import annotations
@@ -22,12 +21,7 @@ _FILES = ("LSB_DJOB_RANKFILE", "LSB_DJOB_HOSTFILE", "LSB_AFFINITY_HOSTFILE")
 
 @dataclass(frozen=True)
 class JobHosts:
-    """The slots of a job.
-
-    Args:
-        slots: The host of each slot, in LSF's order.
-        reason: The variable that they come from.
-    """
+    """The host of each slot of a job in LSF's order, and the variable that says it."""
 
     slots: tuple[str, ...]
     reason: str
@@ -40,11 +34,8 @@ class JobHosts:
     def compute_hosts(self, num_nodes: int | None) -> Setting:
         """The hosts that run tasks of `jsrun`: without the launch node, if the job has one.
 
-        The launch node is not assumed, it is looked for: where the number of nodes in use is known,
-        one host too many is it; else a first host with a single slot, when all others have more.
-
-        Args:
-            num_nodes: How many hosts run tasks; None when that is not known.
+        Where it is known on how many nodes tasks run, one host too many is it; else a first host with a single slot,
+        when all others have more.
         """
         hosts, counts = self.hosts, Counter(self.slots)
         if len(hosts) == num_nodes:
@@ -56,11 +47,7 @@ class JobHosts:
 
 
 def read_hosts(environ: Mapping[str, str]) -> JobHosts:
-    """The job's hosts from the first source that is there.
-
-    Raises:
-        ConfigError: No source is there, or it is malformed or cannot be read.
-    """
+    """The job's hosts from the first source that is there."""
     plain = text(environ, "LSB_HOSTS")
     if plain is not None:
         return JobHosts(tuple(plain.value.split()), plain.reason)

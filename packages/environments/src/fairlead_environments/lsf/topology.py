@@ -1,8 +1,7 @@
 """Who a task of an LSF job is: of `jsrun` (JSM's variables) or of `blaunch` (LSF_PM_TASKID).
 
-`blaunch` without host names starts one task per slot, in the order of LSB_HOSTS, and numbers them
-from 1. JSM (the job step manager of IBM's Power systems) numbers ranks from 0 and names the local
-rank, but not the node; that is this host's place among the hosts of the job.
+`blaunch` without host names starts one task per slot, in the order of LSB_HOSTS, and numbers them from 1. JSM numbers
+ranks from 0 and names the local rank, but not the node: that is this host's place among the hosts of the job.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from fairlead.errors import ConfigError
-from fairlead.interfaces import Setting, Specificity, Topology
+from fairlead.interfaces import Claim, Setting, Specificity, Topology
 from fairlead.starts import Start
 from fairlead_environments.lsf.hosts import index_of, read_hosts
 from fairlead_environments.shared import MainAddressConfig
@@ -20,27 +19,18 @@ _JSRUN = ("LSB_JOBID", "JSM_NAMESPACE_RANK")
 _BLAUNCH = ("LSB_JOBID", "LSF_PM_TASKID")
 
 
-def find_task(environ: Mapping[str, str]) -> tuple[str, Specificity] | None:
+def find_task(environ: Mapping[str, str]) -> Claim | None:
     """The evidence that `jsrun` or `blaunch` started this process; None when neither did."""
     if present(environ, _JSRUN):
         # jsrun is a launcher inside the job; Spectrum MPI's variables are its own doing.
-        return f"JSM_NAMESPACE_RANK={environ['JSM_NAMESPACE_RANK']}", Specificity.LAUNCHER
+        return Claim(f"JSM_NAMESPACE_RANK={environ['JSM_NAMESPACE_RANK']}", Specificity.LAUNCHER)
     if present(environ, _BLAUNCH):
-        return f"LSF_PM_TASKID={environ['LSF_PM_TASKID']}", Specificity.SCHEDULER
+        return Claim(f"LSF_PM_TASKID={environ['LSF_PM_TASKID']}", Specificity.SCHEDULER)
     return None
 
 
 def topology(config: MainAddressConfig, environ: Mapping[str, str], hostname: str) -> Topology:
-    """The topology of this task.
-
-    Args:
-        config: The environment's config.
-        environ: The environment variables.
-        hostname: The name of this machine, full or short.
-
-    Raises:
-        ConfigError: A variable of LSF is absent or malformed, or this host is not one of the job's.
-    """
+    """The topology of this task; `hostname` is the name of this machine, full or short."""
     found = _of_jsrun if present(environ, _JSRUN) else _of_blaunch
     return check_ranks(found(config, environ, hostname), "LSF")
 

@@ -12,8 +12,6 @@ from fairlead_environments.slurm.step import find_step
 from fairlead_environments.slurm.topology import topology
 from fairlead_environments.variables import number, text
 
-__all__ = ["SLURM", "SLURMEnvironmentConfig", "slurm"]
-
 RECORDED: Final = tuple(
     f"SLURM_{name}"
     for name in (

@@ -22,15 +22,7 @@ _TASKS = re.compile(r"([0-9]+)(?:\(x([0-9]+)\))?")
 
 
 def expand(hostlist: str) -> list[str]:
-    """The hosts of a list, in order.
-
-    Raises:
-        ValueError: The text is not in this notation.
-
-    Example:
-        >>> expand("rack[1-2]n[3-4],x[08-10]-ib")
-        ['rack1n3', 'rack1n4', 'rack2n3', 'rack2n4', 'x08-ib', 'x09-ib', 'x10-ib']
-    """
+    """The hosts of a list, in order: `n[1-2]` is n1 and n2; a ValueError where it is not in this notation."""
     if "[" not in hostlist and "]" not in hostlist:  # also the fast way for long plain lists
         return [host for host in _SEPARATORS.split(hostlist) if host]
     hosts: list[str] = []
@@ -90,15 +82,7 @@ def _numbers(bracket: str, room: int) -> list[str]:
 
 
 def tasks_per_node(tasks: str) -> list[int]:
-    """The number of tasks on each node, from `3,1` or `1,2(x2)`.
-
-    Raises:
-        ValueError: The text is not in this notation.
-
-    Example:
-        >>> tasks_per_node("1,2(x2)")
-        [1, 2, 2]
-    """
+    """The number of tasks on each node, from `3,1` or `1,2(x2)`; a ValueError where it is not in this notation."""
     counts: list[int] = []
     for item in tasks.split(","):
         match = _TASKS.fullmatch(item.strip())

@@ -1,14 +1,13 @@
 """Is this process a task of a SLURM job step, or does it merely live inside an allocation?
 
-An allocation's variables are everywhere: in the batch script, in the shell of `salloc` (on the
-login node!), in `srun --pty bash`, in notebooks started there. Only a task that `srun` started has
-SLURM_STEP_ID and SLURM_PROCID; of those, the ones that are an interactive shell are sorted out.
+An allocation's variables are also in the batch script, in the shell of `salloc` (on the login node!) and in notebooks.
+Only a task that `srun` started has SLURM_STEP_ID and SLURM_PROCID; those that are an interactive shell are sorted out.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 from fairlead_environments.slurm.hostlist import expand
@@ -21,27 +20,14 @@ _FIRST_SPECIAL_STEP = 0xFFFFFFF0
 """Ids from here on are no steps of tasks: the batch script, the interactive step of `salloc`, `extern`."""
 
 
-def find_step(
-    environ: Mapping[str, str],
-    *,
-    pid: int | None = None,
-    has_terminal: Callable[[Mapping[str, str]], bool | None] | None = None,
-) -> str | None:
-    """The evidence that this process is a task of a step; None when it is not.
-
-    Args:
-        environ: The environment variables.
-        pid: This process's id; for tests.
-        has_terminal: Tells whether the step's task has a terminal, None when unknown; for tests.
-    """
+def find_step(environ: Mapping[str, str]) -> str | None:
+    """The evidence that this process is a task of a step; None when it is not."""
     step = text(environ, *_STEP)
     if step is None or not present(environ, _EVIDENCE):
         return None
     if step.value.isdigit() and int(step.value) >= _FIRST_SPECIAL_STEP:
         return None
-    if not _on_a_node_of_the_step(environ):
-        return None
-    if _is_interactive(environ, os.getpid() if pid is None else pid, has_terminal or task_has_terminal):
+    if not _on_a_node_of_the_step(environ) or _is_interactive(environ):
         return None
     return f"{step.reason}={step.value}, SLURM_PROCID={environ['SLURM_PROCID'].strip()}"
 
@@ -58,38 +44,35 @@ def _on_a_node_of_the_step(environ: Mapping[str, str]) -> bool:
         return True
 
 
-def _is_interactive(
-    environ: Mapping[str, str], pid: int, has_terminal: Callable[[Mapping[str, str]], bool | None]
-) -> bool:
+def _is_interactive(environ: Mapping[str, str]) -> bool:
     """Whether the task is a shell of `srun --pty`, in which this process was typed.
 
-    An `srun` typed in such a shell starts a real step, whose tasks inherit SLURM_PTY_PORT. Its
-    tasks have no terminal. Where the task cannot be looked at (another PID namespace), what srun
-    adds only inside an existing allocation has to do.
+    An `srun` typed there starts a real step, whose tasks inherit SLURM_PTY_PORT, but have no terminal. Where the task
+    cannot be looked at, what srun adds only inside an existing allocation has to do.
     """
     if text(environ, "SLURM_PTY_PORT") is None:
         return False
     task = text(environ, "SLURM_TASK_PID")
-    if task is not None and task.value == str(pid):  # `srun --pty python train.py`
+    if task is not None and task.value == str(os.getpid()):  # `srun --pty python train.py`
         return False
-    terminal = has_terminal(environ)
+    terminal = _task_has_terminal(environ)
     if terminal is not None:
         return terminal
     return text(environ, "SLURM_DISTRIBUTION", "SLURM_JOB_CPUS_PER_NODE_PACK_GROUP_0") is None
 
 
-def task_has_terminal(environ: Mapping[str, str], proc: Path = Path("/proc")) -> bool | None:
+def _task_has_terminal(environ: Mapping[str, str]) -> bool | None:
     """Whether the process that SLURM started for this task has a controlling terminal.
 
-    Returns None when that process is not to be seen here: another PID namespace, another machine
-    (a recorded environment), another user, or a PID that now belongs to something else.
+    None when that process is not to be seen here: another PID namespace, another machine (a recorded environment),
+    another user, or a PID that now belongs to something else.
     """
     task = text(environ, "SLURM_TASK_PID")
     if task is None or not task.value.isdigit():
         return None
     try:
-        started_with = (proc / task.value / "environ").read_bytes().split(b"\0")
-        stat = (proc / task.value / "stat").read_text()
+        started_with = Path("/proc", task.value, "environ").read_bytes().split(b"\0")
+        stat = Path("/proc", task.value, "stat").read_text()
     except OSError:
         return None
     same = ("SLURM_TASK_PID", "SLURM_JOB_ID", *_STEP)

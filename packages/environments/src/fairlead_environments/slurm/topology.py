@@ -1,7 +1,6 @@
-"""Who a task of a SLURM step is, from the variables that `srun` sets.
+"""Who a task of a SLURM step is; a step may be smaller than its job, so its variables come before the job's.
 
-A step may be smaller than its job, so the step's own variables come before the job's. HOSTNAME is
-not used: bash exports it, srun passes it on, and on every other node it is wrong.
+HOSTNAME is not used: bash exports it, srun passes it on, and on every other node it is wrong.
 """
 
 from __future__ import annotations
@@ -21,16 +20,12 @@ _NODELIST = ("SLURM_STEP_NODELIST", "SLURM_NODELIST", "SLURM_JOB_NODELIST")
 
 
 def topology(config: MainAddressConfig, environ: Mapping[str, str]) -> Topology:
-    """The topology of this task.
-
-    Raises:
-        ConfigError: A variable of `srun` is absent, malformed, or does not go with another.
-    """
+    """The topology of this task."""
     num_nodes = _step_before_job(environ, _NODES)
     world_size = _step_before_job(environ, _TASKS)
     node_rank = required(environ, "SLURM_NODEID", by="srun")
     counts = _tasks_per_node(environ, num_nodes, world_size, node_rank)
-    hosts = _hosts(environ)
+    hosts = listed_nodes(environ, *_NODELIST)
     port, start = meeting(
         config.main_port,
         environ,
@@ -126,9 +121,9 @@ def _main_address(config: MainAddressConfig, environ: Mapping[str, str], hosts: 
     return Setting(hosts.value[0], f"first node of {hosts.reason}")
 
 
-def _hosts(environ: Mapping[str, str]) -> Setting | None:
-    """The nodes of the step, in order."""
-    found = text(environ, *_NODELIST)
+def listed_nodes(environ: Mapping[str, str], *names: str) -> Setting | None:
+    """The nodes of the first of the variables that is set, in order."""
+    found = text(environ, *names)
     if found is None:
         return None
     try:

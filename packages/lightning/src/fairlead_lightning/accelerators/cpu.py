@@ -14,12 +14,7 @@ from fairlead_lightning.accelerators import LightningAccelerator
 
 
 class CPUAcceleratorConfig(AcceleratorConfigBase):
-    """Compute on the processor; any number of ranks can share it.
-
-    Example:
-        >>> CPUAcceleratorConfig().name
-        'cpu'
-    """
+    """Compute on the processor; any number of ranks can share it."""
 
     name: Literal["cpu"] = "cpu"
 

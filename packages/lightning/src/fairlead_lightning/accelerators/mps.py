@@ -15,12 +15,7 @@ from fairlead_lightning.accelerators import LightningAccelerator
 
 
 class MPSAcceleratorConfig(AcceleratorConfigBase):
-    """Compute on the GPU of an Apple computer, through Metal Performance Shaders; one rank.
-
-    Example:
-        >>> MPSAcceleratorConfig().name
-        'mps'
-    """
+    """Compute on the GPU of an Apple computer, through Metal Performance Shaders; one rank."""
 
     name: Literal["mps"] = "mps"
 
@@ -51,10 +46,5 @@ mps = MPS()
 
 
 def find_devices(system: str, machine: str) -> Devices:
-    """One device where the system is macOS and the processor Apple's own.
-
-    Example:
-        >>> find_devices("darwin", "arm64").count, find_devices("linux", "aarch64").count
-        (1, 0)
-    """
+    """One device where the system is macOS and the processor Apple's own."""
     return Devices(int(system == "darwin" and machine == "arm64"), f"{system} on {machine}")

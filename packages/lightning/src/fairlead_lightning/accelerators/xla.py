@@ -20,12 +20,7 @@ GOOGLE = "0x1ae0"
 
 
 class XLAAcceleratorConfig(AcceleratorConfigBase):
-    """Compute on TPUs, or on what else PJRT drives, through PyTorch/XLA.
-
-    Example:
-        >>> XLAAcceleratorConfig().name
-        'xla'
-    """
+    """Compute on TPUs, or on what else PJRT drives, through PyTorch/XLA."""
 
     name: Literal["xla"] = "xla"
 
@@ -61,13 +56,7 @@ tpu = XLA(name="xla")
 
 
 def find_devices(environ: Mapping[str, str], root: Path, *, installed: bool) -> Devices:
-    """The XLA devices that this process may use.
-
-    Args:
-        environ: The environment variables.
-        root: The root of the file system.
-        installed: Whether torch_xla is.
-    """
+    """The XLA devices that this process may use; `installed`: torch_xla is."""
     asked = environ.get("PJRT_DEVICE", "").upper()
     if asked and asked != "TPU":
         if not installed:
@@ -89,12 +78,10 @@ def find_devices(environ: Mapping[str, str], root: Path, *, installed: bool) -> 
 
 
 def _chips(environ: Mapping[str, str], root: Path) -> tuple[int, str]:
-    accel = [p for p in (root / "dev").glob("accel*") if re.fullmatch(r"accel_?\d+", p.name)]
-    if accel and _is_tpu(environ, root):
-        return len(accel), "/dev/accel*"
-    groups = [p for p in (root / "dev/vfio").glob("*") if p.name.isdecimal()]
-    if groups and _is_tpu(environ, root):
-        return len(groups), "/dev/vfio"
+    for pattern, number in (("accel*", r"accel_?\d+"), ("vfio/*", r"\d+")):
+        found = [path for path in (root / "dev").glob(pattern) if re.fullmatch(number, path.name)]
+        if found and _is_tpu(environ, root):
+            return len(found), f"/dev/{pattern.removesuffix('/*')}"
     return 0, ""
 
 

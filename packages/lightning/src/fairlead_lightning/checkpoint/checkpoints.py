@@ -1,9 +1,4 @@
-"""When a checkpoint is written: a Lightning callback over Fairlead's commit protocol.
-
-Every checkpoint is a directory, `checkpoints/step-00000200`, with `state.ckpt` (a plain Lightning
-checkpoint), one `rank-*.pt` a rank, and a manifest.  It appears under its name only when all of it
-is on disk; `latest` and retention move after that.
-"""
+"""When a checkpoint is written: a Lightning callback over Fairlead's commit protocol."""
 
 from __future__ import annotations
 
@@ -13,7 +8,7 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import lightning.pytorch as L
 import torch
@@ -26,30 +21,21 @@ from fairlead_lightning import compat
 from fairlead_lightning.checkpoint.commits import Commits
 from fairlead_lightning.checkpoint.saving import Correction, meet, write_state
 from fairlead_lightning.resume.exact_resume import ExactResume
-from fairlead_runs.commit import RetentionPolicy, best, list_checkpoints, newest_complete, retain
+from fairlead_runs.commit import best, list_checkpoints, newest_complete, retain
 from fairlead_runs.describe import described
-
-_USUAL_MONITORS: Final = ("val/loss", "val_loss")
 
 
 @compat.only_its_own_batch_hooks
 class Checkpoints(Checkpoint):
     """Writes and keeps checkpoints as `trainer.checkpoint` says, and always at the end.
 
-    A save that fails (a full disk) is a warning and an event in the history; the training goes on and
-    the checkpoint before it stays.  At the end of the run it is an error: its result would be lost.
-
-    Args:
-        config: When to save and what to keep.
-        session: The run that the checkpoints belong to.
-        exact: Says where the state is whole, and what a rank adds to it.
+    A save that fails (a full disk) is a warning; at the end of the run it is an error: its result would be lost.
     """
 
     def __init__(self, config: CheckpointConfig, session: RunSession, exact: ExactResume) -> None:
         self.config = config
         self.session = session
         self.exact = exact
-        self.monitor: str | None = config.monitor
         self.best_model_path = ""
         """Where training begins and ends, the best by `monitor`, else the newest: what `ckpt_path="best"` loads."""
         self._commits: Commits | None = None
@@ -70,12 +56,11 @@ class Checkpoints(Checkpoint):
         """Where the checkpoints are."""
         return self.session.path / "checkpoints"
 
-    # -- when
-
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """The clock of `every_n_minutes` starts with the training; perhaps nothing is left to train."""
         meet(trainer)
-        self._commits = Commits(self.session, trainer.strategy, trainer.strategy.checkpoint_io, trainer.global_rank)
+        io = trainer.strategy.checkpoint_io
+        self._commits = Commits(self.session, trainer.strategy, io, trainer.global_rank, self.config)
         self._find_best()
         self._saved_at = time.monotonic()
         self._accumulate = trainer.accumulate_grad_batches  # before a GradientAccumulationScheduler changes it
@@ -134,11 +119,9 @@ class Checkpoints(Checkpoint):
             self.save(trainer, "validation")
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Notes that a save is due at the end of this epoch, and the metrics of it.
+        """Notes that a save is due at the end of this epoch, and the metrics of it; it is saved a moment later.
 
-        It is saved a moment later, before the next epoch or at the end of training: only then have
-        EarlyStopping, the user's hooks and the epoch's schedules had their say, and only from such a
-        state does Lightning count steps and epochs rightly when it goes on.
+        Only then have EarlyStopping, hooks and schedules had their say, and does Lightning count rightly in a resume.
         """
         every = self.config.every_n_epochs
         if self._at_epoch_end is None and every is not None and (trainer.current_epoch + 1) % every == 0:
@@ -171,7 +154,7 @@ class Checkpoints(Checkpoint):
         if not self._began and self.session.finished is None:
             try:
                 if trainer.is_global_zero:
-                    retain(self.directory, self._policy())
+                    retain(self.directory, self._of_run.policy)
             except CheckpointError as error:
                 warnings.warn(f"older checkpoints were not deleted: {error.block()}", stacklevel=2)
             trainer.strategy.barrier()
@@ -179,32 +162,20 @@ class Checkpoints(Checkpoint):
             self._find_best()
 
     def save_at_stop(self, trainer: L.Trainer, *, between_epochs: bool) -> None:
-        """Saves where all ranks stop, unless nothing was trained since the fit began.
-
-        Raises:
-            CheckpointError: It cannot be saved.
-        """
+        """Saves where all ranks stop, unless nothing was trained since the fit began; raises where it cannot."""
         if self._trained:
             self._save_for_sure(trainer, "stop", compat.between_epochs if between_epochs else None)
 
     def _find_best(self) -> None:
-        newest = newest_complete(self.directory).checkpoint
-        if self.monitor is None and newest is not None:
-            self.monitor = newest.metadata.get("monitor")
-        rated = best(list_checkpoints(self.directory), self.monitor, self.config.mode) if self.monitor else []
+        newest, commits = newest_complete(self.directory).checkpoint, self._of_run
+        if commits.monitor is None and newest is not None:
+            commits.monitor = newest.metadata.get("monitor")
+        rated = best(list_checkpoints(self.directory), commits.monitor, self.config.mode) if commits.monitor else []
         found = rated[0] if rated else newest
         self.best_model_path = str(found.path / STATE_FILE) if found is not None else ""
 
-    # -- what
-
     def save(self, trainer: L.Trainer, reason: str, correct: Correction | None = None) -> None:
-        """Writes a checkpoint of this step, on all ranks together, unless this step has one already.
-
-        Args:
-            trainer: The trainer.
-            reason: Why now, for the history.
-            correct: Makes the loops' counters in the checkpoint those of the place that it is of.
-        """
+        """Writes a checkpoint of this step, on all ranks together, unless this step has one already."""
         if trainer.global_step != self._of_run.saved_step:
             self._commit(trainer, reason, correct)
 
@@ -216,16 +187,18 @@ class Checkpoints(Checkpoint):
             return self.exact.capture(trainer) | measured
 
         write = partial(write_state, trainer, commits, self.config.save_weights_only, correct)
-        metadata = self._metadata(trainer, cut=correct is compat.inside_epoch)
-        commits.commit(trainer.global_step, own, write, metadata, self._policy(), reason=reason)
+        metrics = self._metrics if self._metrics is not None else self._current_metrics(trainer)
+        metadata = {
+            # Epochs that are over; Lightning counts one that a limit cut short.
+            "epoch": trainer.current_epoch - (correct is compat.inside_epoch),
+            "hyperparameters": described(trainer.lightning_module)["args"],
+            "world_size": trainer.world_size,
+            "accumulate_grad_batches": self._accumulate,
+        }
+        commits.commit(trainer.global_step, own, write, metrics, metadata, reason=reason)
         self._saved_at = time.monotonic()
 
     def _save_for_sure(self, trainer: L.Trainer, reason: str, correct: Correction | None) -> None:
-        """Saves and waits until it is durable.
-
-        Raises:
-            CheckpointError: It is not; on all ranks.
-        """
         commit = partial(self._commit, trainer, reason, correct)
         self._of_run.save_for_sure(trainer.global_step, commit, reason=reason)
 
@@ -239,28 +212,6 @@ class Checkpoints(Checkpoint):
         stale = self._measured if self._measured_at != trainer.global_step else ()
         current = {k: v for k, v in trainer.callback_metrics.items() if k not in stale}
         return {k: float(v) for k, v in current.items() if torch.as_tensor(v).numel() == 1}
-
-    def _metadata(self, trainer: L.Trainer, *, cut: bool) -> dict[str, Any]:
-        metrics = self._metrics if self._metrics is not None else self._current_metrics(trainer)
-        if self.monitor is None:
-            self.monitor = next((name for name in _USUAL_MONITORS if name in metrics), None)
-        return {
-            "step": trainer.global_step,
-            # Epochs that are over; Lightning counts one that a limit cut short.
-            "epoch": trainer.current_epoch - cut,
-            "hyperparameters": described(trainer.lightning_module)["args"],
-            "metrics": metrics,
-            "monitor": self.monitor,
-            "mode": self.config.mode,
-            "world_size": trainer.world_size,
-            "accumulate_grad_batches": self._accumulate,
-            "start": self.session.start,
-            "fingerprint": self.session.fingerprint,
-            **self.session.origin,
-        }
-
-    def _policy(self) -> RetentionPolicy:
-        return RetentionPolicy.of(self.config, self.monitor)
 
 
 def _last_batch(trainer: L.Trainer) -> bool:

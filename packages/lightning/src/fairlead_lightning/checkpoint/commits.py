@@ -1,30 +1,33 @@
 """One commit of all ranks together, for a Trainer and for a loop of one's own.
 
-Every rank writes its own file and says its checksum or what went wrong; if all of them are durable, the strategy
-writes the shared state, and rank 0 publishes the checkpoint with these checksums. Otherwise no rank goes on with it.
+Every rank writes its own file and says its checksum or what went wrong; if all of them are durable, the strategy writes
+the shared state, and rank 0 publishes the checkpoint. Otherwise no rank goes on with it.
 """
 
 from __future__ import annotations
 
+import os
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import IO, Any, Final, cast
 
 import torch
 import torch.distributed as dist
+from lightning.fabric.plugins import CheckpointIO
 from lightning.fabric.strategies import Strategy as FabricStrategy
 from lightning.pytorch.strategies import Strategy
 from torch.distributed.checkpoint.api import CheckpointException
 
+from fairlead.config import CheckpointConfig
 from fairlead.errors import CheckpointError, ConfigError, FairleadError
 from fairlead_distributed.objects import gather_objects
 from fairlead_distributed.run.session import STATE_FILE, RunSession
-from fairlead_lightning.checkpoint.committing import Commit, Hashes, Problem, committing, copies_of, raised_by
 from fairlead_lightning.resume.rank_state import rank_file
-from fairlead_runs.checkpoint_io import DurableSaves, ShardedSaves
+from fairlead_runs.checkpoint_io import CheckpointCopies, DurableSaves, ShardedSaves
 from fairlead_runs.commit import (
     FileHash,
     FileWriter,
@@ -37,57 +40,69 @@ from fairlead_runs.commit import (
     write_file,
 )
 
+Hashes = Mapping[str, FileHash]
+"""The checksums that were computed in passing, by file name."""
+Commit = Callable[[Hashes], None]
+"""Publishes what was written; takes the checksums that are known, by name in the checkpoint."""
+Problem = FairleadError | OSError | None
+
+_USUAL_MONITORS: Final = ("val/loss", "val_loss")
+
 
 class Commits:
     """Writes and commits the checkpoints of a run; each method is called by all ranks together.
 
-    Args:
-        session: The run.
-        strategy: Of the Trainer or the Fabric.
-        io: The strategy's CheckpointIO; None where it writes without one.
-        rank: This rank, from 0.
-
-    Attributes:
-        saved_step: The step of the newest checkpoint that is written, or that a backend in the background has taken.
+    `io` is None where the strategy writes without one; `saved_step` is written, or taken in the background.
     """
 
-    def __init__(self, session: RunSession, strategy: Strategy | FabricStrategy, io: object, rank: int) -> None:
+    def __init__(
+        self, session: RunSession, strategy: Strategy | FabricStrategy, io: object, rank: int, config: CheckpointConfig
+    ) -> None:
         self.session = session
+        self.config = config
+        self.monitor = config.monitor
         self.saved_step = -1
         self._strategy = strategy
         self._io = io
         self._rank = rank
         self._staged_step = -1
 
+    @property
+    def policy(self) -> RetentionPolicy:
+        """What is kept once a checkpoint is complete."""
+        return RetentionPolicy.of(self.config, self.monitor)
+
     def commit(
         self,
         step: int,
         own: Callable[[], Any],
         write: Callable[[Path, Commit], Problem],
+        metrics: Mapping[str, float],
         metadata: Mapping[str, Any],
-        keep: RetentionPolicy,
         **event: Any,
     ) -> bool:
         """Writes and commits a checkpoint; a disk that refuses is a warning and an event that name the rank.
 
-        Args:
-            step: The step that it is of.
-            own: Gives this rank's part; what it raises is said as if the disk had refused.
-            write: Writes the shared state to the path that it is given, as `through_strategy` does.
-            metadata: For the manifest.
-            keep: What is kept once this one is complete.
-            event: What else the history says of it.
-
-        Returns:
-            Whether it is written, or a backend in the background has taken it; the same on all ranks.
-
-        Raises:
-            ConfigError: `own` raised it on some rank; on all ranks.
+        `own` gives this rank's part; its `ConfigError` is raised on all ranks.  Returns, the same on all ranks, whether
+        the checkpoint is written or a backend in the background has taken it.
         """
         if step == self._staged_step:  # its stage may still be written, and this save would write into it
             self.drain(step, **event)
         self._staged_step = step
         began = time.monotonic()
+        if self.monitor is None:
+            self.monitor = next((name for name in _USUAL_MONITORS if name in metrics), None)
+        keep = self.policy
+        manifest = {
+            "step": step,
+            "metrics": metrics,
+            "monitor": self.monitor,
+            "mode": self.config.mode,
+            "start": self.session.start,
+            "fingerprint": self.session.fingerprint,
+            **self.session.origin,
+            **metadata,
+        }
         staged, digest, error = self._stage(step, own)
         reports = gather_objects((digest, error))
         error = self._of_xla(_first_error([problem for _, problem in reports]))
@@ -101,12 +116,12 @@ class Commits:
 
         def commit(hashes: Hashes) -> None:
             known = {rank_file(rank): digest for rank, (digest, _) in enumerate(reports) if digest is not None}
-            published = publish(staged, metadata, hashes={**known, **hashes})
+            published = publish(staged, manifest, hashes={**known, **hashes})
             self.session.event(
                 "checkpoint",
                 step=step,
                 path=str(published.path.relative_to(self.session.path)),
-                metrics=metadata["metrics"],
+                metrics=metrics,
                 seconds=round(time.monotonic() - began, 3),
                 **event,
             )
@@ -126,15 +141,9 @@ class Commits:
         return saved
 
     def through_strategy(self, file: Path, save: Callable[[], None], commit: Commit) -> Problem:
-        """Has the strategy write the shared state, and commits it, at once or when it is durable.
+        """Has the strategy write the shared state, and commits it on rank 0, at once or when it is durable.
 
-        Args:
-            file: What it writes, a file or a directory.
-            save: Writes it; returns when all ranks have passed the strategy's barrier.
-            commit: What follows on rank 0.
-
-        Returns:
-            On rank 0 why it failed, on whichever rank that was. Not raised, because all go on.
+        Rank 0 gets why it failed, on whichever rank that was; it is not raised, because all go on.
         """
         zero, error = self._strategy.is_global_zero, None
         with committing(self._io if zero else None, commit) as outcome:
@@ -149,11 +158,7 @@ class Commits:
         return outcome[0] if outcome else raised_by(partial(commit, {}))
 
     def save_for_sure(self, step: int, save: Callable[[], object], **event: Any) -> None:
-        """Saves, unless this step is saved already, and waits until it is durable.
-
-        Raises:
-            CheckpointError: It is not; raised on all ranks, so that none waits for the others.
-        """
+        """Saves, unless this step is saved already, and waits until it is durable; if it is not, all ranks raise."""
         for _ in range(2):  # what was taken in the background may fail only now
             if self.saved_step != step:
                 save()
@@ -179,11 +184,7 @@ class Commits:
         self.report(step, self._finished_writes())
 
     def copied(self) -> None:
-        """The run is over: waits for the copies elsewhere, where the CheckpointIO keeps them.
-
-        Raises:
-            CheckpointError: They are not complete; on all ranks.
-        """
+        """The run is over: waits for the copies elsewhere; all ranks raise where they are not complete."""
         copies = copies_of(self._io) if self._strategy.is_global_zero else None
         lacking = self._strategy.broadcast(copies.wait_uploaded() if copies is not None else None)
         if lacking is not None:
@@ -210,7 +211,6 @@ class Commits:
                 raised_by(partial(abandon, folder))  # the disk may be full
 
     def _stage(self, step: int, own: Callable[[], Any]) -> tuple[Path | None, FileHash | None, Problem]:
-        """The folder of the next checkpoint with this rank's file in it, or why there is none."""
         staged = None
         try:
             staged = stage(self.session.path / "checkpoints", checkpoint_name(step), token=self.session.token)
@@ -261,3 +261,48 @@ def _of_earlier_saves(error: FairleadError | OSError, file: Path) -> bool:
     """Whether a backend in the background took this file, and reports that others were not written."""
     where = _where(error)
     return bool(where) and all(one.name == STATE_FILE and one != file for one in where)
+
+
+@contextmanager
+def committing(io: object, commit: Commit) -> Iterator[list[Problem]]:
+    """Inside it, the first save of a CheckpointIO is committed once it is durable, perhaps in the thread that writes.
+
+    The method is replaced on the object: XLA's strategies take no other class than their own.  Yields a list that gets
+    what became of the save, None or why it failed: raised it would leave Lightning's other ranks waiting behind it.
+    """
+    outcome: list[Problem] = []
+    if not isinstance(io, CheckpointIO):
+        yield outcome
+        return
+
+    def save_checkpoint(checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any = None) -> None:
+        del vars(io)["save_checkpoint"]
+
+        def save() -> None:
+            if storage_options is None and isinstance(io, DurableSaves):
+                io.submit(checkpoint, path, lambda digest: commit({Path(path).name: digest} if digest else {}))
+            else:
+                io.save_checkpoint(checkpoint, os.fspath(path), storage_options)
+                commit({})
+
+        outcome.append(raised_by(save))
+
+    vars(io)["save_checkpoint"] = save_checkpoint
+    try:
+        yield outcome
+    finally:
+        vars(io).pop("save_checkpoint", None)
+
+
+def copies_of(io: object) -> CheckpointCopies | None:
+    """The backend, if it keeps copies of the checkpoints elsewhere."""
+    return io if isinstance(io, CheckpointCopies) else None
+
+
+def raised_by(call: Callable[[], None]) -> Problem:
+    """What a call raises, if that is an error of the disk or of ours."""
+    try:
+        call()
+    except (FairleadError, OSError) as error:
+        return error
+    return None

@@ -14,11 +14,7 @@ _HEAD = re.compile(r"Error\(s\) in loading state_dict for (?P<model>\w+):")
 
 @contextmanager
 def readable_load_errors(checkpoint: Path | None) -> Iterator[None]:
-    """Turns torch's report of keys and shapes that do not fit into a `CheckpointError` that names the file.
-
-    Args:
-        checkpoint: What is being loaded; None: nothing is, and every error passes.
-    """
+    """Has torch's report of keys and shapes that do not fit the model be a `CheckpointError` with the file."""
     try:
         yield
     except RuntimeError as error:

@@ -13,7 +13,7 @@ from fairlead.config import ClassSpec, JobConfig
 from fairlead.errors import CheckpointError, MissingDependencyError, UserCodeError
 from fairlead.user_code import CodeRoot, activate, instantiate
 from fairlead_lightning.checkpoint.loading import readable_load_errors
-from fairlead_runs.checkpoint_job import texts_in
+from fairlead_runs.fingerprints import leaves
 
 _STAND_IN: Final = re.compile(r"<[A-Za-z_][\w.]*>")
 """Texts like `<torch.nn.modules.linear.Linear>`, which a description has in place of an object."""
@@ -21,14 +21,7 @@ _STAND_IN: Final = re.compile(r"<[A-Za-z_][\w.]*>")
 
 @dataclass
 class Rebuilt:
-    """What a checkpoint carries, built again.
-
-    Attributes:
-        model: The model; with weights where they came from an exported folder, else as it is built:
-            `fit`, `validate`, `test` and `predict` load them.
-        data: The datamodule; None: the job has none.
-        checkpoint: What the trainer resumes from; None: there is nothing to resume from.
-    """
+    """What a checkpoint carries, built again; the model has weights only where they came from an exported folder."""
 
     model: L.LightningModule
     data: L.LightningDataModule | None
@@ -36,23 +29,11 @@ class Rebuilt:
 
 
 def rebuild(job: JobConfig, root: CodeRoot, *, checkpoint: Path | None, weights: Path | None) -> Rebuilt:
-    """Builds a job's model and data.
-
-    Args:
-        job: The job.
-        root: Where the user's code is found.
-        checkpoint: What is to be gone on from.
-        weights: A file of safetensors to load into the model.
-
-    Raises:
-        UserCodeError: The user's code was not found or raised.
-        CheckpointError: The run was started from Python with arguments that no job file can hold, or the weights
-            are those of another model.
-    """
+    """Builds a job's model and data, and loads a file of safetensors into the model where `weights` names one."""
     activate(root)
     for where, spec in (("model", job.model), ("data", job.data)):
-        for path, text in texts_in(spec.args, f"{where}.args") if spec is not None else ():
-            if _STAND_IN.fullmatch(text):
+        for path, text in leaves(spec.args, f"{where}.args") if spec is not None else ():
+            if isinstance(text, str) and _STAND_IN.fullmatch(text):
                 raise CheckpointError(
                     "the checkpoint's job cannot be built again",
                     where=f"{path}: {text}",
@@ -68,11 +49,7 @@ def rebuild(job: JobConfig, root: CodeRoot, *, checkpoint: Path | None, weights:
 
 
 def build_user_object(spec: ClassSpec, root: CodeRoot, where: str, expected: type) -> Any:
-    """The user's object, of the class that Lightning needs.
-
-    Raises:
-        UserCodeError: It was not found, raised, or is of another class.
-    """
+    """The user's object; a `UserCodeError` where it is not of the class that Lightning needs."""
     thing = instantiate({"class": spec.class_, "args": spec.args}, root, path=(where,))
     if not isinstance(thing, expected):
         raise UserCodeError(

@@ -16,8 +16,7 @@ from lightning.pytorch.trainer.states import TrainerStatus
 
 from fairlead.errors import ConfigError
 from fairlead_lightning import compat
-from fairlead_lightning.checkpoint.commits import Commits
-from fairlead_lightning.checkpoint.committing import Commit, Hashes, Problem, raised_by
+from fairlead_lightning.checkpoint.commits import Commit, Commits, Hashes, Problem, raised_by
 from fairlead_runs.checkpoint_io import ShardedSaves
 
 # What compilers and wrappers put into the names of parameters; torch leaves it out of sharded states, too.
@@ -31,18 +30,9 @@ Correction = Callable[[dict[str, Any]], None]
 def write_state(
     trainer: L.Trainer, commits: Commits, weights_only: bool, correct: Correction | None, file: Path, commit: Commit
 ) -> Problem:
-    """Writes the trainer's state and has it committed, at once or when it is durable; on all ranks together.
+    """Writes the trainer's state to `state.ckpt` in a stage and has it committed; on all ranks together.
 
-    Args:
-        trainer: The trainer.
-        commits: Those of its run.
-        weights_only: Leave out what only training needs.
-        correct: Lightning counts as if it went on; this makes the counters those of where the state is.
-        file: `state.ckpt` in a stage.
-        commit: What follows on rank 0.
-
-    Returns:
-        On rank 0 why it failed, on whichever rank that was.  Not raised, because all go on.
+    Rank 0 gets why it failed, on whichever rank that was; it is not raised, because all go on.
     """
     strategy = trainer.strategy
     with _profiled(trainer):
@@ -63,11 +53,7 @@ def write_state(
 def save_on_all_ranks(
     trainer: L.Trainer, path: str | os.PathLike[str], weights_only: bool | None, storage_options: Any
 ) -> bool:
-    """Saves where the user wants it, through a backend that all ranks must call; False where there is none.
-
-    Raises:
-        FairleadError: It failed on some rank; raised on all.
-    """
+    """Saves where the user wants it, through a backend that all ranks must call; False where there is none."""
     shards = _sharded(trainer)
     if shards is None:
         return False
@@ -111,11 +97,9 @@ def _submit(trainer: L.Trainer, shards: ShardedSaves, checkpoint: dict[str, Any]
 
 def _names(module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[str | None]:
     """The names of an optimizer's parameters in the order of its groups; None for those of something else."""
-    found = {id(parameter): _bare(name) for name, parameter in module.named_parameters()}
+    found = {}
+    for name, parameter in module.named_parameters():
+        for wrapper in _WRAPPERS:
+            name = name.replace(wrapper, "")
+        found[id(parameter)] = name
     return [found.get(id(parameter)) for group in optimizer.param_groups for parameter in group["params"]]
-
-
-def _bare(name: str) -> str:
-    for wrapper in _WRAPPERS:
-        name = name.replace(wrapper, "")
-    return name

@@ -31,11 +31,8 @@ _STOPS: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 def hold_signals() -> Iterator[Callable[[], list[int]]]:
     """Keeps the signals that ask for a stop until what it yields is called; else they are raised again at the end.
 
-    While a job is read and checked, SIGUSR1 would end the process, and a scheduler's warning would not be a stop that
-    asks for another start. (Blocking them would not do: another thread would get them.)
-
-    Yields:
-        Puts the handlers of before back, and returns the signals that came: whoever calls it sees to them.
+    While a job is read and checked, SIGUSR1 would end the process.  (Blocking would not do: another thread would get
+    it.) What it yields puts the earlier handlers back and returns the signals that came.
     """
     came: list[int] = []
 

@@ -17,16 +17,7 @@ from fairlead_launch.plans import inherited_plan
 
 
 def prepare(arguments: argparse.Namespace, session: Session, *, uses_run: bool) -> CheckedJob:
-    """Loads, resolves and checks the job; a rank that Fairlead has started was handed all that, and only finds itself.
-
-    Args:
-        arguments: Those of the command.
-        session: The command line.
-        uses_run: Whether the run directory is to be used.
-
-    Raises:
-        ConfigError: All error findings, together.
-    """
+    """The job, loaded, resolved and checked; a rank that Fairlead started was handed all that, and finds itself."""
     handed: CheckedJob | None = inherited_plan(session.environ)
     if handed is not None:
         return dataclasses.replace(handed, resolution=_of_this_rank(handed.resolution, session))

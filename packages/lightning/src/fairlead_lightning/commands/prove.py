@@ -1,8 +1,4 @@
-"""`fairlead fit JOB --prove-resume`: train undisturbed, and again with a kill and a resume; compare every bit.
-
-Runs before torch is imported, and starts `fairlead fit` as a user would: with the job's own strategy and devices, in a
-folder of its own.  `prove_probe` kills and takes notes inside of the ranks, `prove_compare` reads what is left.
-"""
+"""`fairlead fit JOB --prove-resume`: train undisturbed, and again with a kill and a resume; compare every bit."""
 
 from __future__ import annotations
 
@@ -14,16 +10,16 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any, Final
+from typing import Final
 
 from fairlead.checks import CheckedJob
 from fairlead.cli.session import Session
 from fairlead.errors import ConfigError, RunFailedError
+from fairlead.resolution import Resolution
 from fairlead_lightning.commands.prepare import prepare
 from fairlead_lightning.commands.prove_compare import Run, Unequal, differences, trained_otherwise
 from fairlead_lightning.commands.prove_plan import PLAN, Plan
@@ -40,37 +36,24 @@ _FIXES: Final = {
 
 
 def prove_resume(arguments: argparse.Namespace, session: Session) -> int:
-    """Tries a resume of the job; 0: equal in every bit, 1: not.
-
-    Args:
-        arguments: Those of `fairlead fit`; `prove_resume` is the number of steps.
-        session: The command line.
-
-    Raises:
-        ConfigError: The job is wrong, or cannot be tried like this.
-        RunFailedError: A run that should have come to its end did not.
-    """
+    """Tries a resume of the job; 0: equal in every bit, 1: not."""
     steps: int = arguments.prove_resume
     checked = _checked(arguments, session)
     job = checked.loaded.job
     assert job is not None
     assert checked.resolution is not None
     folder_of_runs = run_directory(job.model_dump(mode="json"), job.run, checked.resolution.job, session.cwd).parent
-    with _folder(folder_of_runs) as folder:
-        proof = _Proof(arguments, session, checked, folder, Plan.of(steps))
-        report = proof.report()
-        if report.equal:
-            shutil.rmtree(folder.path, ignore_errors=True)
-        else:
-            folder.kept = True
-            report.lines.append(f"  kept:  {folder.path}")
-    for line in report.lines:
+    with _folder(folder_of_runs) as (folder, kept):
+        equal, lines = _Proof(arguments, session, checked.resolution, folder, Plan.of(steps)).report()
+        if not equal:
+            kept.append(folder)
+            lines.append(f"  kept:  {folder}")
+    for line in lines:
         session.print(line)
-    return 0 if report.equal else 1
+    return 0 if equal else 1
 
 
 def _checked(arguments: argparse.Namespace, session: Session) -> CheckedJob:
-    """The job, once nothing stands in the way of trying it."""
     where = "--prove-resume"
     if arguments.prove_resume < 3:
         raise ConfigError("--prove-resume needs at least 3 steps", where=where, fix="--prove-resume 8")
@@ -88,70 +71,51 @@ def _checked(arguments: argparse.Namespace, session: Session) -> CheckedJob:
             else f"the job has {resolution.num_nodes} nodes",
             fix="run it without a launcher; with --set trainer.num_nodes=1 where the job has more nodes",
         )
-    for name in ("fast_dev_run", "barebones"):
-        if getattr(resolution.trainer, name):
+    for name, wrong in (("fast_dev_run", True), ("barebones", True), ("enable_checkpointing", False)):
+        if bool(getattr(resolution.trainer, name)) is wrong:
             raise ConfigError(
-                f"trainer.{name} writes no checkpoint to resume from", where=f"trainer.{name}", fix="leave it out"
+                "the job writes no checkpoint to resume from", where=f"trainer.{name}", fix=f"leave {name} out"
             )
-    if not resolution.trainer.enable_checkpointing:
-        raise ConfigError(
-            "the job writes no checkpoint to resume from",
-            where="trainer.enable_checkpointing",
-            fix="enable_checkpointing: true",
-        )
     return checked
 
 
-@dataclass
-class _Folder:
-    path: Path
-    kept: bool = False
-
-
 @contextmanager
-def _folder(place: Path) -> Iterator[_Folder]:
-    """A new folder beside the run directory; it goes, unless it is kept, also on SIGTERM."""
+def _folder(place: Path) -> Iterator[tuple[Path, list[Path]]]:
+    """A new folder beside the run directory, and the list of what is kept of it: else it goes, also on SIGTERM."""
     made = [parent for parent in (place, *place.parents) if not parent.exists()]
     place.mkdir(parents=True, exist_ok=True)
-    folder = _Folder(Path(tempfile.mkdtemp(prefix=".prove-", dir=place)))
+    folder = Path(tempfile.mkdtemp(prefix=".prove-", dir=place))
+    kept: list[Path] = []
 
     def end(signum: int, _frame: FrameType | None) -> None:
         raise SystemExit(128 + signum)
 
     before = signal.signal(signal.SIGTERM, end)
     try:
-        yield folder
+        yield folder, kept
     finally:
         signal.signal(signal.SIGTERM, before)
-        if not folder.kept:
-            shutil.rmtree(folder.path, ignore_errors=True)
+        if not kept:
+            shutil.rmtree(folder, ignore_errors=True)
             for parent in made:
                 if not any(parent.iterdir()):
                     parent.rmdir()
 
 
-@dataclass
-class _Report:
-    equal: bool
-    lines: list[str]
-
-
 class _Proof:
-    """The runs of one proof."""
-
     def __init__(
-        self, arguments: argparse.Namespace, session: Session, checked: CheckedJob, folder: _Folder, plan: Plan
+        self, arguments: argparse.Namespace, session: Session, resolution: Resolution, folder: Path, plan: Plan
     ) -> None:
         self._arguments = arguments
         self._session = session
-        self._folder = folder.path
+        self._folder = folder
         self._plan = plan
-        self._io = getattr(checked.resolution, "checkpoint_io", None)
-        self._ranks = checked.resolution.world_size if checked.resolution is not None else 1
+        self._io = resolution.checkpoint_io
+        self._ranks = resolution.world_size
         self._seeds = 0
 
-    def report(self) -> _Report:
-        """Trains, compares, and explains what differs."""
+    def report(self) -> tuple[bool, list[str]]:
+        """Whether the resume is equal in every bit, and what to say of it: what differs, and why."""
         undisturbed = self._trained("undisturbed")
         self._to_end("interrupted", kill=True)
         killed = self._killed()
@@ -161,20 +125,20 @@ class _Proof:
         done = f"{ranks}, killed after step {killed}, resumed from the checkpoint of step {plan.checkpoint}"
         found = differences(undisturbed, resumed, self._session)
         if not found:
-            return _Report(True, [f"equal in every bit: {done}", _compared(plan.steps)])
+            return True, [f"equal in every bit: {done}", _compared(plan.steps)]
         # Only now: what differs between any two runs is not the resume's doing.
         control = self._trained("control")
         noise = differences(undisturbed, control, self._session)
         if trained_otherwise(noise):
-            return _Report(False, self._not_deterministic(undisturbed, control, noise))
+            return False, self._not_deterministic(undisturbed, control, noise)
         names = {one.name for one in noise}
         left = [one for one in found if one.name not in names]
         if not left:
             but = ", ".join(sorted(names)[:_SHOWN])
             text = f"but what differs between any two runs of this job: {but}"
-            return _Report(True, [f"equal in every bit: {done}", _compared(plan.steps), text])
+            return True, [f"equal in every bit: {done}", _compared(plan.steps), text]
         lost = [one for one in undisturbed.not_restored(resumed) if one.name not in names]
-        return _Report(False, [f"the resume differs: {done}", *_told(left, lost)])
+        return False, [f"the resume differs: {done}", *_told(left, lost)]
 
     def _not_deterministic(self, undisturbed: Run, control: Run, noise: list[Unequal]) -> list[str]:
         """Two undisturbed runs differ; whether the order of sets is the reason, a third one shows."""
@@ -207,25 +171,22 @@ class _Proof:
             environ["PYTHONHASHSEED"] = str(hash_seed or self._seeds)
         began = time.monotonic()
         log = place / f"{what}.log"
+        # -P: the working directory is no place for code unless the rules for user code say so.
+        command = [sys.executable, "-P", "-m", "fairlead", *self._words()]
         with log.open("ab") as out:
-            code = self._run([*self._words()], environ, out)
+            process = subprocess.Popen(
+                command, cwd=self._session.cwd, env=environ, stdin=subprocess.DEVNULL, stdout=out, stderr=out
+            )
+            try:
+                code = process.wait()
+            finally:
+                if process.poll() is None:
+                    process.terminate()
+                    process.wait()
         self._session.warn(f"{what}: {'killed' if kill else 'trained'} in {time.monotonic() - began:.0f} s")
         if code and not kill:
             text = log.read_text(errors="replace").strip()[-_TAIL:]
             raise RunFailedError(f"the {what} run ended with exit code {code}", why=text)
-
-    def _run(self, words: list[str], environ: Mapping[str, str], out: Any) -> int:
-        # -P: the working directory is no place for code unless the rules for user code say so.
-        command = [sys.executable, "-P", "-m", "fairlead", *words]
-        process = subprocess.Popen(
-            command, cwd=self._session.cwd, env=dict(environ), stdin=subprocess.DEVNULL, stdout=out, stderr=out
-        )
-        try:
-            return process.wait()
-        finally:
-            if process.poll() is None:
-                process.terminate()
-                process.wait()
 
     def _words(self) -> list[str]:
         plan = self._plan
@@ -246,13 +207,12 @@ class _Proof:
             "trainer.checkpoint.on_validation": False,
         }
         io = self._io
-        if io is not None and hasattr(io, "url") and hasattr(io, "inner"):  # nothing of a trial goes to the store
+        if hasattr(io, "url") and hasattr(io, "inner"):  # nothing of a trial goes to the store
             sets["trainer.checkpoint_io"] = io.inner.model_dump(mode="json")
         asked = [*self._arguments.overrides, *(f"{path}={json.dumps(value)}" for path, value in sets.items())]
         return ["fit", self._arguments.job, *(word for one in asked for word in ("--set", one))]
 
     def _killed(self) -> int:
-        """The step behind which the ranks were killed."""
         marks = sorted((self._folder / "interrupted" / "notes").glob("killed-*"))
         if not marks:
             log = (self._folder / "interrupted" / "interrupted.log").read_text(errors="replace").strip()[-_TAIL:]
@@ -270,7 +230,6 @@ def _compared(steps: int) -> str:
 
 
 def _told(found: list[Unequal], lost: list[Unequal]) -> list[str]:
-    """What differs first, and why."""
     lines = [f"  first: {found[0]}", *(f"  also:  {one}" for one in found[1:_SHOWN])]
     if len(found) > _SHOWN:
         lines.append(f"         and {len(found) - _SHOWN} more")

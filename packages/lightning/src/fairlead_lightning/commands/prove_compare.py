@@ -23,13 +23,7 @@ _OWNER = re.compile(r" of the (callback|model|data|module) ")
 
 @dataclass(frozen=True)
 class Unequal:
-    """One thing that is not the same in two runs.
-
-    Args:
-        kind: Where it was found.
-        name: What it is: `train/loss`, `state_dict.layer.weight`, `shadow['layer.weight'] of the callback Ema`.
-        how: What it was, and what it became.
-    """
+    """One thing that is not the same in two runs: `train/loss`, `shadow['layer.weight'] of the callback Ema`."""
 
     kind: Literal["metric", "checkpoint", "memory"]
     name: str
@@ -52,12 +46,7 @@ class Unequal:
 
 @dataclass(frozen=True)
 class Run:
-    """What a run of a proof left.
-
-    Args:
-        path: Its run directory.
-        notes: What its ranks noted.
-    """
+    """What a run of a proof left: its run directory, and what its ranks noted."""
 
     path: Path
     notes: Path

@@ -19,25 +19,21 @@ import numpy as np
 import torch
 from torch import nn
 
+from fairlead_lightning.resume.kept import internal, is_engines
+
 _DEPTH: Final = 6
 _ITEMS: Final = 256
 _LONG: Final = 40
 _HASHED: Final = 1 << 28
 _VALUES: Final = 20_000
-# What these keep is theirs: Lightning's and Fairlead's states are in the checkpoint, torch's modules are too.
-_ENGINES: Final = {"torch", "lightning", "pytorch_lightning", "lightning_fabric", "lightning_utilities", "torchmetrics"}
-_HYPERPARAMETERS: Final = ("_hparams", "_hparams_initial", "_hparams_name", "_log_hyperparams")
 _PLAIN: Final = (bool, int, float, complex, str, bytes, type(None), PurePath, torch.dtype, torch.device, np.generic)
 
 
 def remembered(trainer: L.Trainer, roots: tuple[Path, ...]) -> dict[str, str]:
     """Each value that a user's model, data, callbacks and modules keep outside of parameters and buffers, by its name.
 
-    Values are shown where they are short, else by a digest.  Values that nobody can look into are left out.
-
-    Args:
-        trainer: The trainer, in a fit.
-        roots: The folders of the user's code: variables of modules and classes in there count.
+    Values are shown where they are short, else by a digest; those that nobody can look into are left out.  Variables of
+    modules and classes count that are in `roots`, the folders of the user's code.
     """
     model = trainer.lightning_module
     callbacks: list[L.Callback] = vars(trainer)["callbacks"]
@@ -45,34 +41,21 @@ def remembered(trainer: L.Trainer, roots: tuple[Path, ...]) -> dict[str, str]:
     reader = _Reader([*model.modules(), *callbacks, data])
     found: dict[str, str] = {}
     for path, module in model.named_modules():
-        if not _engine(type(module)):
-            own = {name: value for name, value in vars(module).items() if name not in _internal(module)}
+        if not is_engines(type(module)):
+            own = {name: value for name, value in vars(module).items() if name not in internal(module)}
             found.update(reader.named(own, f"{path}." if path else "", f"model {type(model).__name__}"))
     for callback in callbacks:
-        if not _engine(type(callback)):
+        if not is_engines(type(callback)):
             found.update(reader.named(vars(callback), "", f"callback {type(callback).__name__}"))
-    if data is not None and not _engine(type(data)):
-        base = {*vars(L.LightningDataModule()), *_HYPERPARAMETERS, "trainer"}
-        own = {name: value for name, value in vars(data).items() if name not in base}
+    if data is not None and not is_engines(type(data)):
+        own = {name: value for name, value in vars(data).items() if name not in internal(data)}
         found.update(reader.named(own, "", f"data {type(data).__name__}"))
     for module in _modules(roots):
         found.update(reader.named(_variables(module), "", f"module {module.__name__}"))
     return found
 
 
-def _engine(kind: type) -> bool:
-    top = kind.__module__.partition(".")[0]
-    return top in _ENGINES or top.startswith("fairlead")
-
-
-def _internal(module: nn.Module) -> set[str]:
-    """What torch and Lightning keep in a module themselves."""
-    base = L.LightningModule if isinstance(module, L.LightningModule) else nn.Module
-    return {*vars(base()), *_HYPERPARAMETERS, "_trainer", "_fabric"}
-
-
 def _modules(roots: tuple[Path, ...]) -> list[ModuleType]:
-    """The imported modules of the user's."""
     found = []
     for module in list(sys.modules.values()):
         file = getattr(module, "__file__", None)
@@ -83,7 +66,6 @@ def _modules(roots: tuple[Path, ...]) -> list[ModuleType]:
 
 
 def _variables(module: ModuleType) -> dict[str, Any]:
-    """The variables of a module and of the classes that it defines."""
     found: dict[str, Any] = {}
     for name, value in list(vars(module).items()):
         if name.startswith("__"):
@@ -103,18 +85,13 @@ def _is_data(value: Any) -> bool:
 
 
 class _Reader:
-    """Reads objects, each of them once.
-
-    Args:
-        owners: Those that are read under their own names, wherever else they are held.
-    """
+    """Reads objects, each of them once; `owners` are read under their own names, wherever else they are held."""
 
     def __init__(self, owners: list[Any]) -> None:
         self._seen = {id(owner): owner for owner in owners}  # the objects too: an id may be given again
         self._left = _VALUES
 
     def named(self, values: Mapping[str, Any], prefix: str, owner: str) -> Iterator[tuple[str, str]]:
-        """The values of an owner's attributes, by name."""
         for name, value in values.items():
             for path, text in self._read(value, f"{prefix}{name}", _DEPTH):
                 yield f"{path} of the {owner}", text
@@ -153,7 +130,7 @@ class _Reader:
         elif isinstance(value, nn.Module):  # one that is no part of the model: an average of its weights
             for name, item in value.state_dict().items():
                 yield f".{name}", item
-        elif hasattr(value, "__dict__") and _is_data(value) and not _engine(type(value)):
+        elif hasattr(value, "__dict__") and _is_data(value) and not is_engines(type(value)):
             for name, item in list(vars(value).items()):
                 yield f".{name}", item
 

@@ -12,27 +12,19 @@ import lightning.pytorch as L
 
 from fairlead_lightning import compat
 from fairlead_lightning.commands.prove_memory import remembered
-from fairlead_lightning.commands.prove_plan import Plan
 from fairlead_runs.commit import newest_complete
 
 
 @compat.only_its_own_batch_hooks
 class Probe(L.Callback):
-    """Takes notes where the checkpoint is made and resumed from, and at the end; kills this rank in between.
-
-    Args:
-        plan: `Plan.to_json`.
-        roots: The folders of the user's code.
-    """
+    """Takes notes where the checkpoint is made and resumed from, and at the end; kills this rank in between."""
 
     def __init__(self, plan: str, roots: tuple[Path, ...]) -> None:
-        self._plan = Plan.read(plan)
+        self._plan: dict[str, Any] = json.loads(plan)
         self._roots = roots
         self._noted = False
 
-    def on_train_batch_start(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_start(self, trainer: L.Trainer, *_: Any, **__: Any) -> None:
         """A batch is next: the last one is done, and saved where it was to be."""
         step = trainer.global_step
         if step == self._plan["checkpoint"] and not self._noted:

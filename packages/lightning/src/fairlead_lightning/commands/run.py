@@ -27,7 +27,7 @@ from fairlead_lightning.commands.prove_plan import PLAN
 from fairlead_lightning.display.quiet import quiet
 from fairlead_lightning.fit import callbacks_of
 from fairlead_lightning.lifecycle.failures import described_failure
-from fairlead_lightning.lifecycle.stop_evaluation import StopEvaluation
+from fairlead_lightning.lifecycle.stopping import StopEvaluation
 from fairlead_lightning.metrics.predictions import PredictionFiles
 from fairlead_lightning.trainer import Trainer
 from fairlead_runs.naming import run_directory
@@ -41,14 +41,7 @@ _LOADERS: Final = {
 
 
 def run_rank(arguments: argparse.Namespace, session: Session, checked: CheckedJob, guard: StopGuard) -> int:
-    """Runs the command on this rank; an error goes to the supervisor when there is one.
-
-    Args:
-        arguments: Those of the command.
-        session: The command line.
-        checked: The job.
-        guard: What stops it, with handlers that are installed.
-    """
+    """Runs the command on this rank; an error goes to the supervisor when there is one."""
     watch_supervisor(session.environ)
     root = checked.loaded.root
     activate(root)
@@ -112,25 +105,20 @@ def _require_loader(command: str, model: L.LightningModule, data: L.LightningDat
     name = _LOADERS[command]
     if is_overridden(name, model) or (data is not None and is_overridden(name, data)):
         return
-    if data is None:
-        raise ConfigError(
-            "the job names no data",
-            where="data",
-            why=f"`fairlead {command}` needs it, as {type(model).__name__} has no {name}() of its own",
-            fix="add the class of a LightningDataModule: `data: {class: my_module:MyData}`",
-        )
+    owner = type(data).__name__ if data is not None else None
     raise ConfigError(
-        f"{type(data).__name__} has no {name}()",
+        f"{owner} has no {name}()" if owner is not None else "the job names no data",
         where="data",
-        why=f"`fairlead {command}` needs it, as {type(model).__name__} has none of its own either",
-        fix=f"define {name}() in {type(data).__name__}",
+        why=f"`fairlead {command}` needs it, as {type(model).__name__} has no {name}() of its own",
+        fix=f"define {name}() in {owner}"
+        if owner is not None
+        else "add the class of a LightningDataModule: `data: {class: my_module:MyData}`",
     )
 
 
 def _evaluate(
     arguments: argparse.Namespace, session: Session, job: JobConfig, trainer: Trainer, model: Any, data: Any
 ) -> None:
-    """`validate`, `test` or `predict`."""
     scheduled = trainer.resolution.job
     checkpoint = checkpoint_to_evaluate(job, scheduled, session.cwd, arguments.resume)
     join_process_group(trainer.resolution, session.environ)
@@ -151,7 +139,6 @@ def _evaluate(
 
 
 def _table(results: Sequence[Mapping[str, float]]) -> Iterator[str]:
-    """One line a metric; several data loaders one after the other."""
     rows = [(name, value) for result in results for name, value in result.items()]
     if not rows:
         yield "no metric was logged (self.log in validation_step or test_step)"

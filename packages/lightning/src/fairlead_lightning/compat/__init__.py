@@ -1,65 +1,34 @@
-"""Every use of a private part of Lightning, each with a contract test that fails when Lightning changes it.
-
-Lightning offers no public way to do these things; nothing else in Fairlead touches its private names.
-"""
+"""Every use of a private part of Lightning, each with a contract test that fails when Lightning changes it."""
 
 from __future__ import annotations
 
-from fairlead_lightning.compat.callbacks import only_its_own_batch_hooks
-from fairlead_lightning.compat.checkpoint import (
-    between_epochs,
-    dump_checkpoint,
-    inside_epoch,
-    resume_from,
-    set_root_dir,
-)
-from fairlead_lightning.compat.loaders import evaluation_loaders, sharded, take_sharding
-from fairlead_lightning.compat.logged import (
-    Logged,
-    before_epoch_results,
-    hold_logged,
-    hold_metrics,
-    logged_for_epoch,
-    logged_state,
-    restore_logged,
-    set_logged,
-)
-from fairlead_lightning.compat.loops import (
-    Boundaries,
-    as_if_never_restored,
-    begin_next_epoch,
-    set_batches_done,
-    training_place,
-    watch_boundaries,
-)
-from fairlead_lightning.compat.processes import is_spawned, let_children_end, signal_children, without_signal_handlers
-
-__all__ = [
-    "Boundaries",
-    "Logged",
-    "as_if_never_restored",
-    "before_epoch_results",
-    "begin_next_epoch",
-    "between_epochs",
-    "dump_checkpoint",
-    "evaluation_loaders",
-    "hold_logged",
-    "hold_metrics",
-    "inside_epoch",
-    "is_spawned",
-    "let_children_end",
-    "logged_for_epoch",
-    "logged_state",
-    "only_its_own_batch_hooks",
-    "restore_logged",
-    "resume_from",
-    "set_batches_done",
-    "set_logged",
-    "set_root_dir",
-    "sharded",
-    "signal_children",
-    "take_sharding",
-    "training_place",
-    "watch_boundaries",
-    "without_signal_handlers",
-]
+from fairlead_lightning.compat.averaging import keep_rates as keep_rates
+from fairlead_lightning.compat.averaging import resets_weights as resets_weights
+from fairlead_lightning.compat.averaging import resume_averaging as resume_averaging
+from fairlead_lightning.compat.callbacks import only_its_own_batch_hooks as only_its_own_batch_hooks
+from fairlead_lightning.compat.checkpoint import between_epochs as between_epochs
+from fairlead_lightning.compat.checkpoint import dump_checkpoint as dump_checkpoint
+from fairlead_lightning.compat.checkpoint import inside_epoch as inside_epoch
+from fairlead_lightning.compat.checkpoint import resume_from as resume_from
+from fairlead_lightning.compat.checkpoint import set_root_dir as set_root_dir
+from fairlead_lightning.compat.loaders import ends_with_longest as ends_with_longest
+from fairlead_lightning.compat.loaders import evaluation_loaders as evaluation_loaders
+from fairlead_lightning.compat.loaders import sharded as sharded
+from fairlead_lightning.compat.loaders import take_sharding as take_sharding
+from fairlead_lightning.compat.logged import Logged as Logged
+from fairlead_lightning.compat.logged import before_epoch_results as before_epoch_results
+from fairlead_lightning.compat.logged import hold_logged as hold_logged
+from fairlead_lightning.compat.logged import hold_metrics as hold_metrics
+from fairlead_lightning.compat.logged import logged_for_epoch as logged_for_epoch
+from fairlead_lightning.compat.logged import logged_state as logged_state
+from fairlead_lightning.compat.logged import restore_logged as restore_logged
+from fairlead_lightning.compat.logged import set_logged as set_logged
+from fairlead_lightning.compat.loops import as_if_never_restored as as_if_never_restored
+from fairlead_lightning.compat.loops import begin_next_epoch as begin_next_epoch
+from fairlead_lightning.compat.loops import set_batches_done as set_batches_done
+from fairlead_lightning.compat.loops import training_place as training_place
+from fairlead_lightning.compat.loops import watch_boundaries as watch_boundaries
+from fairlead_lightning.compat.processes import is_spawned as is_spawned
+from fairlead_lightning.compat.processes import let_children_end as let_children_end
+from fairlead_lightning.compat.processes import signal_children as signal_children
+from fairlead_lightning.compat.processes import without_signal_handlers as without_signal_handlers

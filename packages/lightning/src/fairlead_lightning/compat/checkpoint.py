@@ -15,11 +15,7 @@ def set_root_dir(trainer: L.Trainer, path: Path) -> None:
 
 
 def resume_from(trainer: L.Trainer, path: Path) -> None:
-    """Makes the fit that is under way restore from a checkpoint, called from a callback's `setup`.
-
-    Lightning passes `ckpt_path` down before any hook runs, and reads it after `setup`, once, in
-    `resume_start`; there it is replaced.
-    """
+    """Has the fit that is under way restore from a checkpoint: `resume_start` reads its path after `setup`."""
     connector: Any = trainer._checkpoint_connector
     original = connector.resume_start
 

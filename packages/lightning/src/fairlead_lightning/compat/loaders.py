@@ -14,11 +14,7 @@ from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, Sequ
 
 
 def take_sharding(trainer: L.Trainer) -> tuple[bool, Callable[[], None]]:
-    """Has Lightning leave samplers as they are: `use_distributed_sampler=False`, after the Trainer was made.
-
-    Returns:
-        Whether Lightning would have given each rank its own part of a loader, and what ends it.
-    """
+    """Has Lightning leave samplers as they are; returns whether it would have sharded them, and what ends it."""
     connector: Any = trainer._accelerator_connector
     before, connector.use_distributed_sampler = connector.use_distributed_sampler, False
     return before and connector.is_distributed, lambda: setattr(connector, "use_distributed_sampler", before)
@@ -37,10 +33,7 @@ def sharded(loader: DataLoader[Any], shuffle: bool, seed: int, shards: Mapping[s
 
 
 def evaluation_loaders(trainer: L.Trainer) -> list[Any]:
-    """The loaders that the evaluation goes through one after the other; empty where its steps take several at once.
-
-    Also where they draw batches by themselves (`dataloader_iter`): the number of a batch is not known before.
-    """
+    """The loaders of an evaluation, one after the other; none where the number of a batch is not known before."""
     loops = {"fit": trainer.fit_loop.epoch_loop.val_loop, "validate": trainer.validate_loop, "test": trainer.test_loop}
     module, testing = trainer.lightning_module, trainer.testing
     step = module.test_step if testing else module.validation_step
@@ -48,3 +41,9 @@ def evaluation_loaders(trainer: L.Trainer) -> list[Any]:
     if not in_turn or is_param_in_hook_signature(step, "dataloader_iter", explicit=True):
         return []
     return list(CombinedLoader(trainer.test_dataloaders if testing else trainer.val_dataloaders).flattened)
+
+
+def ends_with_longest(trainer: L.Trainer) -> bool:
+    """Whether the shorter of several training loaders give nothing once they are through (`max_size`)."""
+    combined: Any = trainer.fit_loop._combined_loader
+    return combined is not None and combined._mode == "max_size"

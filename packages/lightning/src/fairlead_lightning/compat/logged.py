@@ -129,12 +129,7 @@ class Logged:
 
 
 def logged_for_epoch(trainer: L.Trainer, done: Mapping[str, torch.Tensor]) -> dict[str, Logged]:
-    """The numbers logged for the epoch (or the evaluation's loader) that is over, by key; not those logged on rank 0.
-
-    Args:
-        trainer: The trainer.
-        done: What `set_logged` gave in this epoch; these are left out.
-    """
+    """The numbers logged for the epoch (or an evaluation's loader), but for rank 0's own and those `done` already."""
     results: Any = trainer._results
     found = {}
     for key, one in results.valid_items():
@@ -170,12 +165,9 @@ def set_logged(trainer: L.Trainer, key: str, logged: Logged, value: float) -> to
 
 
 def hold_logged(trainer: L.Trainer) -> Callable[[], None]:
-    """What is logged from here on does not count in the values of the epoch.
+    """What is logged from here on does not count in the values of the epoch; returns what ends it.
 
     Everything else about it stays as it was; a value that a step reduces over the ranks needs all of them.
-
-    Returns:
-        Ends it.
     """
     results: Any = trainer._results
     update = results.update_metrics
@@ -192,11 +184,10 @@ def hold_logged(trainer: L.Trainer) -> Callable[[], None]:
 
 
 def hold_metrics(module: torch.nn.Module) -> Callable[[], None]:
-    """Remembers the states of all torchmetrics in a module.
+    """Remembers the states of all torchmetrics in a module; returns what puts them back.
 
-    Returns:
-        Puts them back.  What was added to a list meanwhile stays in it, empty: torchmetrics gathers such lists element
-        by element or as they are shaped, and all ranks must have as many.  A single number in a list cannot be empty.
+    What was added to a list meanwhile stays in it, empty: torchmetrics gathers such lists element by element or as they
+    are shaped, and all ranks must have as many.  A single number in a list cannot be empty.
     """
     held = [
         (one, {**vars(one), **{name: _copied(state) for name, state in one.metric_state.items()}})
@@ -226,13 +217,7 @@ def _with_empty(before: Any, now: Any) -> Any:
 
 
 def before_epoch_results(trainer: L.Trainer, call: Callable[[int], None]) -> Callable[[], None]:
-    """Calls `call(number of the loader)` where an evaluation is through with a loader and computes what was logged.
-
-    It calls it again with the last number when the evaluation ends.
-
-    Returns:
-        Ends it.
-    """
+    """Calls `call(number of the loader)` behind each loader of an evaluation, and at its end; returns its undo."""
     connector: Any = trainer._logger_connector
     end = connector.epoch_end_reached
 

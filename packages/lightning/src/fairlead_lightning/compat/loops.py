@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import lightning.pytorch as L
 
@@ -11,8 +11,7 @@ import lightning.pytorch as L
 def begin_next_epoch(trainer: L.Trainer) -> None:
     """Called from `on_train_start` of a fit that was restored from between two epochs: begins the next one.
 
-    With `max_steps` Lightning takes the epoch that is over for one to be finished: it runs an empty
-    epoch, counts it, and steps the schedules once more.
+    With `max_steps` Lightning would run an empty epoch, count it, and step the schedules once more.
     """
     epochs: Any = trainer.fit_loop.epoch_progress.current
     if len({epochs.ready, epochs.started, epochs.processed, epochs.completed}) == 1:
@@ -22,8 +21,7 @@ def begin_next_epoch(trainer: L.Trainer) -> None:
 def as_if_never_restored(trainer: L.Trainer) -> None:
     """Lightning's own ways of finding its place, and the iterators that it has made for them, are over.
 
-    Called before the first epoch of a fit that resumes between two, iterators are made behind its hooks, as always;
-    those that were made before would draw from the generators as they were before they were restored.
+    Those iterators would draw from the generators as they were before they were restored.
     """
     epoch = trainer.fit_loop.epoch_loop
     epoch.restarting = False  # the validation's too
@@ -31,62 +29,62 @@ def as_if_never_restored(trainer: L.Trainer) -> None:
     trainer.fit_loop.on_iteration_done()  # its setter would make `restarting` True again
 
 
-class Boundaries(Protocol):
-    """What is called at them; each rank comes to the same ones in the same order."""
-
-    def before_epoch(self) -> None:
-        """Nothing of the next epoch has begun; its hooks come after this.  Also where a fit goes on inside one."""
-
-    def going_on(self) -> bool | None:
-        """A fit goes on inside an epoch: whether the end of its last batch is due (a validation, plateau schedules).
-
-        None where the checkpoint does not say: Lightning finds its place itself.
-        """
-
-    def after_batch(self, validation_due: bool) -> None:
-        """A batch is trained on and logged; the validation after it has not begun."""
-
-    def after_validation(self) -> None:
-        """Everything that belongs to a batch is done."""
-
-
-def watch_boundaries(trainer: L.Trainer, watcher: Boundaries) -> Callable[[], None]:
-    """Calls the watcher at the boundaries of this trainer's fits; hooks come too early or too late for them.
-
-    Returns:
-        Ends it.
-    """
+def watch_boundaries(trainer: L.Trainer, watcher: Any) -> Callable[[], None]:
+    """Calls an `ExactResume` where hooks come too early or late, on all ranks alike; returns what ends it."""
     fit: Any = trainer.fit_loop
     epoch: Any = trainer.fit_loop.epoch_loop
-    start, begin, end = fit.on_advance_start, epoch.on_run_start, epoch.on_advance_end
+    start, begin, end, setup = fit.on_advance_start, epoch.on_run_start, epoch.on_advance_end, fit.setup_data
+
+    early = False
+
+    def setup_data() -> None:
+        """Loaders that `estimated_stepping_batches` made before the loops were restored begin with a first batch."""
+        nonlocal early
+        if fit.restarting and early:
+            fit._combined_loader, early = None, False
+        if fit._combined_loader is None:
+            watcher.loaders_again()
+        known = fit._combined_loader
+        setup()
+        early = early or (fit._combined_loader is not known and not fit.restarting)
+
+    def is_trial() -> bool:
+        """Lightning's finders (learning rate, batch size) train without callbacks, and take all of it back."""
+        return watcher not in vars(trainer)["callbacks"]
 
     def on_advance_start() -> None:
-        watcher.before_epoch()
+        if not is_trial():
+            watcher.before_epoch(trainer)
         start()
 
     def on_run_start(data_fetcher: Any) -> None:
         begin(data_fetcher)
-        due = watcher.going_on() if epoch.restarting else None
+        due = watcher.going_on(trainer) if epoch.restarting else None
         if due is not None:
             as_if_never_restored(trainer)  # everything is as it was at the boundary, its plateau schedules too
         if due:
             finish(data_fetcher)
 
     def on_advance_end(data_fetcher: Any) -> None:
-        watcher.after_batch(bool(epoch._should_check_val_fx(data_fetcher)))
+        if is_trial():
+            end(data_fetcher)
+            return
+        watcher.after_batch(trainer, bool(epoch._should_check_val_fx(data_fetcher)))
         finish(data_fetcher)
 
     def finish(data_fetcher: Any) -> None:
         end(data_fetcher)
-        watcher.after_validation()
+        watcher.after_validation(trainer)
 
     fit.on_advance_start = on_advance_start
+    fit.setup_data = setup_data
     epoch.on_run_start = on_run_start
     epoch.on_advance_end = on_advance_end
 
     def undo() -> None:
-        for loop, name in ((fit, "on_advance_start"), (epoch, "on_run_start"), (epoch, "on_advance_end")):
-            vars(loop).pop(name, None)
+        for loop, names in ((fit, ("on_advance_start", "setup_data")), (epoch, ("on_run_start", "on_advance_end"))):
+            for name in names:
+                vars(loop).pop(name, None)
 
     return undo
 

@@ -14,11 +14,7 @@ from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 def without_signal_handlers(trainer: L.Trainer) -> Callable[[], None]:
     """Keeps Lightning from handling signals: its SIGTERM handler starts a collective wherever the rank is.
 
-    Its broadcast before every batch, by which rank 0 tells the others, goes with it, and so does what it does for SLURM
-    by itself.
-
-    Returns:
-        Ends it.
+    Its broadcast before every batch goes with it, and what it does for SLURM by itself.  Returns what ends it.
     """
     connector: Any = trainer._signal_connector
     loop: Any = trainer.fit_loop.epoch_loop
@@ -27,7 +23,7 @@ def without_signal_handlers(trainer: L.Trainer) -> Callable[[], None]:
         connector.received_sigterm = False
 
     connector.register_signal_handlers = register_signal_handlers
-    loop._broadcast_sigterm_tensor = _nothing
+    loop._broadcast_sigterm_tensor = lambda: None
 
     def undo() -> None:
         vars(connector).pop("register_signal_handlers", None)
@@ -55,7 +51,3 @@ def signal_children(trainer: L.Trainer, name: str) -> None:
     launcher: Any = trainer.strategy.launcher
     if launcher is not None:
         launcher.kill(signal.Signals[name])
-
-
-def _nothing() -> None:
-    pass

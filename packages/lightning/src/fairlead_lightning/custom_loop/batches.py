@@ -77,10 +77,7 @@ class LoopBatches:
 
 
 class _Apart:
-    """A loader whose iterators take no number from the global generators; a seed gives them to its workers.
-
-    An epoch that was interrupted makes one iterator more than an undisturbed one.
-    """
+    """A loader whose iterators take no random number: an interrupted epoch makes one more than an undisturbed one."""
 
     def __init__(self, loader: Any, seed: int) -> None:
         self._loader = loader

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,29 +19,8 @@ from fairlead_runs.commit import Checkpoint
 from fairlead_runs.commit.manifest import file_problem
 
 
-@dataclass(frozen=True)
-class Loaded:
-    """Where the run stands.
-
-    Args:
-        step: Optimizer steps that are done.
-        epoch: What the loop said.
-        monitor: The metric that decides which checkpoints are best, as far as it was known.
-        own: The run's own entry: the positions of the loggers.
-    """
-
-    step: int
-    epoch: int
-    monitor: str | None
-    own: Mapping[str, Any]
-
-
-def load_checkpoint(file: Path, objects: LoopState, fabric: lf.Fabric) -> Loaded:
-    """Loads everything that `LoopCheckpoints.save` wrote; called by all ranks together.
-
-    Raises:
-        CheckpointError: It is damaged, of something else, or does not fit; the same on all ranks.
-    """
+def load_checkpoint(file: Path, objects: LoopState, fabric: lf.Fabric) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+    """Loads what `LoopCheckpoints.save` wrote, on all ranks together: the metadata, and the run's own entry."""
     checkpoint = _of_a_loop(file)
     metadata = checkpoint.metadata
     objects.require_same(metadata.get("state"), checkpoint.path)
@@ -54,13 +32,12 @@ def load_checkpoint(file: Path, objects: LoopState, fabric: lf.Fabric) -> Loaded
     own = rest[OWN]
     if own["precision"]:
         fabric.strategy.precision.load_state_dict(own["precision"])
-    step = int(metadata["step"])
     objects.load_own(mine, file, same_ranks=same_ranks)
     if same_ranks:
         set_rng_state(mine["rng"])
     else:
-        seed_anew(torch.initial_seed(), step, fabric.global_rank)
-    return Loaded(step, int(metadata["epoch"]), metadata.get("monitor"), own)
+        seed_anew(torch.initial_seed(), int(metadata["step"]), fabric.global_rank)
+    return metadata, own
 
 
 def _of_a_loop(file: Path) -> Checkpoint:
@@ -96,28 +73,21 @@ def _same_ranks(metadata: Mapping[str, Any], objects: LoopState, fabric: lf.Fabr
 
 def _together(checkpoint: Checkpoint, rank: int) -> dict[str, Any]:
     """A rank's part, or the first error of any rank: no rank waits for one that could not read."""
-    found, problem = None, None
+    path, found, problem = checkpoint.path / rank_file(rank), {}, None
     try:
-        found = _read(checkpoint, rank)
+        expected = checkpoint.manifest.files.get(path.name)
+        damage = file_problem(path, expected, deep=True) if expected is not None else "its manifest does not name it"
+        if damage is not None:  # torch does not look
+            raise CheckpointError(
+                "a rank's part of the checkpoint is damaged",
+                where=str(path),
+                why=damage,
+                fix="begin from an older one: RunConfig(resume=PATH)",
+            )
+        found = load_part(path)
     except FairleadError as error:
         problem = error
     first = next((error for error in gather_objects(problem) if error is not None), None)
     if first is not None:
         raise first
-    assert found is not None
-    return found
-
-
-def _read(checkpoint: Checkpoint, rank: int) -> dict[str, Any]:
-    path = checkpoint.path / rank_file(rank)
-    expected = checkpoint.manifest.files.get(path.name)
-    problem = file_problem(path, expected, deep=True) if expected is not None else "its manifest does not name it"
-    if problem is not None:  # torch does not look
-        raise CheckpointError(
-            "a rank's part of the checkpoint is damaged",
-            where=str(path),
-            why=problem,
-            fix="begin from an older one: RunConfig(resume=PATH)",
-        )
-    found: dict[str, Any] = load_part(path)
     return found

@@ -10,14 +10,14 @@ import lightning.fabric as lf
 import torch.distributed as dist
 from torch.nn import Module
 
-from fairlead.config import RunConfig, TrainerConfig
+from fairlead.config import CheckpointConfig, RunConfig, TrainerConfig
 from fairlead.errors import ConfigError
 from fairlead.plugins import PluginManager, default_plugins
 from fairlead.resolve import resolve
 from fairlead_distributed.run.joining import leave_at_exit
 from fairlead_distributed.run.opening import open_session
 from fairlead_distributed.run.session import RunSession
-from fairlead_lightning.checkpoint.committing import copies_of
+from fairlead_lightning.checkpoint.commits import copies_of
 from fairlead_lightning.custom_loop.saving import LoopCheckpoints, own_checkpoint_io
 from fairlead_lightning.custom_loop.state import inner_module
 from fairlead_lightning.fit import as_seen, described_job
@@ -30,40 +30,29 @@ def open_loop(
     run: RunConfig,
     config: Mapping[str, Any],
     state: Mapping[str, Any],
+    checkpoint: CheckpointConfig,
     batch_policy: Literal["keep_global", "keep_per_device"] | None,
-    *,
-    environ: Mapping[str, str] | None = None,
-    plugins: PluginManager | None = None,
+    environ: Mapping[str, str] | None,
+    plugins: PluginManager | None,
 ) -> tuple[RunSession, LoopCheckpoints | None, int]:
-    """Opens the run on all ranks.
-
-    Args:
-        fabric: The Fabric, launched.
-        run: Which run.
-        config: What makes it this run; the limits in it are found where a trainer's are.
-        state: The modules in it are named in the record.
-        batch_policy: What stays the same when another number of ranks goes on.
-        environ: The environment variables; None: this process's.
-        plugins: The plugin manager; None: the plugins installed here.
-
-    Returns:
-        The session, which this rank has joined; what writes its checkpoints, None where the run is finished; and the
-        batches to one optimizer step.
-
-    Raises:
-        ConfigError: The Fabric is not launched, or `accumulate_grad_batches` is no number.
-        FairleadError: The run directory cannot be used.
-    """
+    """Opens the run on all ranks: session, checkpoints (None: it is finished), and batches to an optimizer step."""
     environ = os.environ if environ is None else environ
     plugins = plugins if plugins is not None else default_plugins()
     if fabric.world_size > 1 and not dist.is_initialized():
         raise ConfigError("the ranks are not connected", where="LoopRun", fix="call fabric.launch() before")
     if dist.is_initialized():
         leave_at_exit()
+    accumulate = config.get("accumulate_grad_batches", 1)
+    if not isinstance(accumulate, int) or accumulate < 1:
+        raise ConfigError(
+            f"accumulate_grad_batches cannot be {accumulate!r}",
+            where="LoopRun(config=...)",
+            fix="give the number of batches of a rank to one optimizer step",
+        )
     precision = str(fabric.strategy.precision.precision)
     modules = {name: described(inner_module(value)) for name, value in state.items() if isinstance(value, Module)}
     job = described_job(run, modules, None, {**config, "precision": precision})
-    batch = TrainerConfig(accumulate_grad_batches=_accumulate(config), batch_policy=batch_policy)
+    batch = TrainerConfig(accumulate_grad_batches=accumulate, batch_policy=batch_policy)
     resolution = as_seen(fabric, resolve(TrainerConfig(), environ=environ, plugins=plugins), batch, precision)
     copies = copies_of(own_checkpoint_io(fabric))
     session = open_session(job, resolution, run, environ=environ, copies=copies)
@@ -72,19 +61,8 @@ def open_loop(
     try:
         session.join(fabric.global_rank, fabric.local_rank, fabric.node_rank)
         session.beat("setup", 0)
-        accumulate = batch_plan(resolution, session.previous).accumulate_grad_batches
-        return session, LoopCheckpoints(fabric, session), accumulate
+        accumulate = batch_plan(resolution, session.previous)
+        return session, LoopCheckpoints(fabric, session, checkpoint), accumulate
     except BaseException:
         session.close()
         raise
-
-
-def _accumulate(config: Mapping[str, Any]) -> int:
-    accumulate = config.get("accumulate_grad_batches", 1)
-    if not isinstance(accumulate, int) or accumulate < 1:
-        raise ConfigError(
-            f"accumulate_grad_batches cannot be {accumulate!r}",
-            where="LoopRun(config=...)",
-            fix="give the number of batches of a rank to one optimizer step",
-        )
-    return accumulate

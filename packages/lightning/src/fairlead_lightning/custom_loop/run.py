@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, Self, TypeVar
+from typing import Any, Final, Literal, Self, TypeVar
 
 import lightning.fabric as lf
 from torch.utils.data import DataLoader
@@ -16,16 +16,17 @@ from fairlead.errors import ConfigError, RunDirectoryError
 from fairlead.plugins import PluginManager
 from fairlead_distributed.run.session import RunSession
 from fairlead_lightning.custom_loop.batches import LoopBatches
-from fairlead_lightning.custom_loop.keeping import Keeping
 from fairlead_lightning.custom_loop.loading import load_checkpoint
 from fairlead_lightning.custom_loop.opening import open_loop
 from fairlead_lightning.custom_loop.saving import LoopCheckpoints
-from fairlead_lightning.custom_loop.state import OWN, LoopState
+from fairlead_lightning.custom_loop.state import LoopState
 from fairlead_lightning.fit import run_config
 from fairlead_lightning.loggers.positions import LOGGER_POSITIONS, logger_positions, resume_position
 from fairlead_lightning.metrics.metrics_file import MetricsFile
 
 T = TypeVar("T")
+
+_THE_LOOPS_OWN: Final = {"every_n_steps", "every_n_epochs", "every_n_minutes", "on_validation", "save_weights_only"}
 
 
 class LoopRun:
@@ -106,11 +107,17 @@ class LoopRun:
             run_config(run),
             dict(config or {}),
             self.state,
+            checkpoint or CheckpointConfig(),
             batch_policy,
-            environ=environ,
-            plugins=plugins,
+            environ,
+            plugins,
         )
-        self._keeping = Keeping(checkpoint)
+        if checkpoint is not None and (said := checkpoint.model_fields_set & _THE_LOOPS_OWN):
+            raise ConfigError(  # rather than not done
+                f"{', '.join(sorted(said))}: when to save is the loop's to decide",
+                where="LoopRun(checkpoint=...)",
+                fix="leave it out, and call run.save() where a checkpoint is due",
+            )
         self._step = 0
         self._session: RunSession | None = None
         self._checkpoints: LoopCheckpoints | None = None
@@ -118,15 +125,7 @@ class LoopRun:
         self._batches = LoopBatches(self._objects, fabric)
         self._restored = False
 
-    # -- open and closed
-
     def __enter__(self) -> Self:
-        """Opens the run on all ranks.
-
-        Raises:
-            FairleadError: The run directory is locked, of another run, or not writable.
-            ConfigError: The Fabric is not launched, or this object was opened before.
-        """
         if self._session is not None:
             raise ConfigError("a LoopRun is opened once", where="LoopRun", fix="make a new one for another start")
         session, self._checkpoints, self.accumulate_grad_batches = self._open()
@@ -136,7 +135,6 @@ class LoopRun:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        """Ends this start in the history, waits for what is still being written, and releases the run directory."""
         session = self._opened()
         try:
             if self.finished is None:
@@ -152,8 +150,6 @@ class LoopRun:
             if self._metrics is not None:
                 self._metrics.finalize("success" if error is None else "failed")
             session.close()
-
-    # -- what the loop uses
 
     @property
     def path(self) -> Path:
@@ -174,15 +170,14 @@ class LoopRun:
     def restore(self) -> bool:
         """Goes on from the newest complete checkpoint of the run; the random generators come last.
 
-        Call it once, after everything is set up and seeded, and draw nothing between it and the loop.
-        A finished run gives its last state as well: its loop finds nothing left to do.
+        Call it once, after everything is set up and seeded, and draw nothing between it and the loop. A finished run
+        gives its last state as well: its loop finds nothing left to do.
 
         Returns:
             Whether there was a checkpoint.  Without one nothing is changed.
 
         Raises:
-            CheckpointError: The checkpoint is damaged, holds other objects, or does not fit these.  Some of them may
-                have been loaded already; the run cannot go on with them.
+            CheckpointError: The checkpoint is damaged, or does not fit; some objects may have been loaded already.
         """
         session = self._opened()
         if self._restored:
@@ -190,19 +185,21 @@ class LoopRun:
         file = session.checkpoint
         if self.finished is not None:
             self.fabric.print(f"{session.path} is finished: {self.finished}")
-        loaded = load_checkpoint(file, self._objects, self.fabric) if file is not None else None
-        if loaded is not None:
-            self.step, self.epoch = loaded.step, loaded.epoch
-            self._keeping.monitor = self._keeping.monitor or loaded.monitor  # or the best so far would not be kept
+        metadata: Mapping[str, Any] = {}
+        entry: Mapping[str, Any] = {}
+        if file is not None:
+            metadata, entry = load_checkpoint(file, self._objects, self.fabric)
+            self.step, self.epoch = int(metadata["step"]), int(metadata["epoch"])
         self._restored = True
-        if self._checkpoints is not None:
+        checkpoints = self._checkpoints
+        if checkpoints is not None:
             own = file is not None and file.is_relative_to(session.path)
-            self._checkpoints.saved_step = self.step if own else -1
+            checkpoints.saved_step = self.step if own else -1
+            checkpoints.monitor = checkpoints.monitor or metadata.get("monitor")  # or the best so far would not be kept
             if self.fabric.is_global_zero:
                 # Without a position by the step: the rows here count from 1, Lightning's from 0.
-                resume, entry = (loaded.step + 1, loaded.own) if own and loaded is not None else (None, {})
-                position = resume_position(entry, MetricsFile.position_key)
-                self._metrics = MetricsFile(session.path, resume_step=resume, position=position)
+                position = resume_position(entry, MetricsFile.position_key) if own else None
+                self._metrics = MetricsFile(session.path, self.step + 1 if own else None, position)
             session.begin(step=self.step, epoch=self.epoch)
         self._batches.begin()
         return file is not None
@@ -210,8 +207,7 @@ class LoopRun:
     def batches(self, loader: DataLoader[T]) -> Iterator[T]:
         """The loader's batches to the end of the epoch, on this rank's device; each counts as trained on.
 
-        It goes on where the run was interrupted, and the iterator it makes takes nothing from the random generators:
-        an interrupted epoch makes one more of them than an undisturbed one.
+        It goes on where the run was interrupted, and takes nothing from the random generators.
 
         Args:
             loader: A loader over a `ResumableDistributedSampler` of this run, with any number of workers; or a loader
@@ -225,11 +221,7 @@ class LoopRun:
         return self._batches.of(loader, self.step)
 
     def log(self, metrics: Mapping[str, Any]) -> None:
-        """Adds values of this step to `metrics.csv`, and passes them to the Fabric's loggers.
-
-        Args:
-            metrics: Numbers, or tensors with one element; rank 0's are written.
-        """
+        """Adds numbers of this step, or tensors with one element, to rank 0's `metrics.csv` and the loggers."""
         self._require_training("log()")
         if self._metrics is not None:
             self._metrics.log_metrics({"epoch": self.epoch, **metrics}, step=self.step)
@@ -255,37 +247,23 @@ class LoopRun:
         checkpoints, session = self._require_training("save()")
         session.beat("save", self.step)
         self._batches.warn_of_others()
-        own: Any
-        try:
-            others, own = self._objects.others(), self._objects.own(buffers=checkpoints.leaves_out_buffers)
-        except ConfigError as error:
-            others, own = {}, error
         # This also has the rows on the disk: no checkpoint is ahead of them.
         entry = {
             "precision": self.fabric.strategy.precision.state_dict(),
             LOGGER_POSITIONS: logger_positions([self._metrics]),
         }
-        state = {**self._objects.of_strategy(), **others, OWN: entry}
         metadata = {
-            "step": self.step,
             "epoch": self.epoch,
             "state": self._objects.names(),
-            **self._keeping.measured(metrics or {}),
             "world_size": self.fabric.world_size,
             "accumulate_grad_batches": self.accumulate_grad_batches,
-            "start": session.start,
-            "fingerprint": session.fingerprint,
-            **session.origin,
         }
-        saved = checkpoints.save(self.step, state, own, metadata, self._keeping.policy)
+        saved = checkpoints.save(self.step, self._objects, entry, metrics or {}, metadata)
         session.beat("train", self.step)
         return saved
 
     def finish(self, metrics: Mapping[str, Any] | None = None) -> None:
-        """Saves the result, unless this step is saved already, and records that the run is over.
-
-        Args:
-            metrics: As for `save`; with them the step is saved again.
+        """Saves the result, unless this step is saved already (with `metrics`, again), and records the run's end.
 
         Raises:
             CheckpointError: The result could not be saved, on all ranks; the run is not finished then.
@@ -301,8 +279,6 @@ class LoopRun:
             self._metrics.finalize("success")
         session.complete(step=self.step, epoch=self.epoch)
         self.finished = f"step {self.step}"
-
-    # -- inside
 
     def _opened(self) -> RunSession:
         if self._session is None:

@@ -10,25 +10,17 @@ from typing import Any
 import lightning.fabric as lf
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 
+from fairlead.config import CheckpointConfig
 from fairlead.errors import ConfigError
 from fairlead_distributed.run.session import RunSession
-from fairlead_lightning.checkpoint.commits import Commits
-from fairlead_lightning.checkpoint.committing import Commit, Problem
-from fairlead_runs.commit import RetentionPolicy
+from fairlead_lightning.checkpoint.commits import Commit, Commits, Problem
+from fairlead_lightning.custom_loop.state import OWN, LoopState
 
 
 class LoopCheckpoints(Commits):
-    """Writes the checkpoints of a loop's run; each method is called by all ranks together.
+    """Writes the checkpoints of a loop's run; each method is called by all ranks together."""
 
-    Args:
-        fabric: What the ranks and the strategy are known from.
-        session: The run.
-
-    Raises:
-        ConfigError: The CheckpointIO does not say when a file is complete.
-    """
-
-    def __init__(self, fabric: lf.Fabric, session: RunSession) -> None:
+    def __init__(self, fabric: lf.Fabric, session: RunSession, config: CheckpointConfig) -> None:
         self.fabric = fabric
         io = own_checkpoint_io(fabric)
         if isinstance(io, AsyncCheckpointIO):
@@ -37,41 +29,30 @@ class LoopCheckpoints(Commits):
                 where="LoopRun",
                 fix="leave it out, or use fabric(TrainerConfig(checkpoint_io='async'))",
             )
-        super().__init__(session, fabric.strategy, io, fabric.global_rank)
-
-    @property
-    def leaves_out_buffers(self) -> bool:
-        """Whether the shared state may hold other buffers than this rank's.
-
-        Rank 0's own file has rank 0's; what a strategy puts together has any rank's.
-        """
-        return self._io is None or not self.fabric.is_global_zero
+        super().__init__(session, fabric.strategy, io, fabric.global_rank, config)
 
     def save(
-        self, step: int, state: Mapping[str, Any], own: Any, metadata: Mapping[str, Any], keep: RetentionPolicy
+        self,
+        step: int,
+        objects: LoopState,
+        entry: Mapping[str, Any],
+        metrics: Mapping[str, Any],
+        metadata: Mapping[str, Any],
     ) -> bool:
-        """Writes and commits a checkpoint; see `Commits.commit`.
+        """Writes and commits a checkpoint of the objects, with the run's own entry; see `Commits.commit`."""
+        state = {**objects.of_strategy(), OWN: entry}
+        # Whether the shared state may have another rank's buffers: a file has rank 0's, a strategy's any.
+        buffers = self._io is None or not self.fabric.is_global_zero
 
-        Args:
-            step: The step that it is of.
-            state: For `fabric.save`.
-            own: This rank's part, plain data, or the error that making it raised: no rank saves then.
-            metadata: For the manifest.
-            keep: What is kept once this one is complete.
-
-        Raises:
-            ConfigError: A rank gave this error as `own`.
-        """
-
-        def mine() -> Any:
-            if isinstance(own, ConfigError):
-                raise own
-            return own
+        def own() -> dict[str, Any]:
+            state.update(objects.others())
+            return objects.own(buffers=buffers)
 
         def write(file: Path, commit: Commit) -> Problem:
-            return self.through_strategy(file, partial(self.fabric.save, file, dict(state)), commit)
+            return self.through_strategy(file, partial(self.fabric.save, file, state), commit)
 
-        return self.commit(step, mine, write, metadata, keep)
+        values = {name: _number(name, value) for name, value in metrics.items()}
+        return self.commit(step, own, write, values, metadata)
 
 
 def own_checkpoint_io(fabric: lf.Fabric) -> Any:
@@ -80,3 +61,12 @@ def own_checkpoint_io(fabric: lf.Fabric) -> Any:
         return fabric.strategy.checkpoint_io
     except NotImplementedError:
         return None
+
+
+def _number(name: str, value: Any) -> float:
+    try:
+        return float(value.item() if hasattr(value, "item") else value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ConfigError(
+            f"the metric {name!r} is not one number", where="LoopRun.save(metrics=...)", why=str(error)
+        ) from error

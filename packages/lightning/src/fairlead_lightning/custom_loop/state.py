@@ -18,6 +18,7 @@ from fairlead.errors import CheckpointError, ConfigError, FairleadError
 from fairlead_distributed import rng_state
 from fairlead_distributed.module_state import module_state, restore_flags, restore_module
 from fairlead_lightning.checkpoint.loading import readable_load_errors
+from fairlead_lightning.resume.stateful_loader import is_stateful
 
 OWN: Final = "fairlead"
 """The key of the run's own entry in the shared state."""
@@ -29,15 +30,7 @@ _LEAVES: Final = frozenset(
 
 
 class LoopState:
-    """The objects of a run by name: shared ones, which rank 0 or the strategy writes, and those of each rank.
-
-    Args:
-        shared: The same on all ranks: modules, optimizers, what has `state_dict` and `load_state_dict`, plain data.
-        per_rank: Different on each rank.
-
-    Raises:
-        ConfigError: An object can neither say its state nor be written as it is.
-    """
+    """The objects of a run by name: shared ones, which rank 0 or the strategy writes, and those of each rank."""
 
     def __init__(self, shared: Mapping[str, Any], per_rank: Mapping[str, Any]) -> None:
         self.shared = dict(shared)
@@ -55,40 +48,21 @@ class LoopState:
             if not is_stateful(value):
                 plain(value, name)
 
-    # -- shared
-
     def of_strategy(self) -> dict[str, Any]:
         """What Fabric has set up; its strategy knows how that is saved and loaded."""
         return {name: value for name, value in self.shared.items() if is_wrapped(value)}
 
     def others(self) -> dict[str, Any]:
-        """The states of the others, as plain data.
-
-        Raises:
-            ConfigError: A state holds what could be written, but not be read again.
-        """
+        """The states of the others, as plain data that can be read again, else a `ConfigError`."""
         return {name: _state_of(value, name) for name, value in self.shared.items() if not is_wrapped(value)}
 
     def load_others(self, states: Mapping[str, Any], file: Path) -> None:
-        """Gives the others what `others` returned; plain data are replaced in `shared`.
-
-        Raises:
-            CheckpointError: An object refuses its state.
-        """
+        """Gives the others what `others` returned; plain data are replaced in `shared`."""
         for name in [name for name, value in self.shared.items() if not is_wrapped(value)]:
             _load(self.shared, name, states[name], file)
 
-    # -- of this rank
-
     def own(self, *, buffers: bool) -> dict[str, Any]:
-        """What this rank saves: its objects, its random generators, and what its modules have of their own.
-
-        Args:
-            buffers: Whether those of its modules are not all in the shared state.
-
-        Raises:
-            ConfigError: As `others` does.
-        """
+        """What this rank saves; `buffers`: those of its modules too, as not all are in the shared state."""
         return {
             "objects": {name: _state_of(value, name) for name, value in self.per_rank.items()},
             "modules": {name: module_state(one, buffers=buffers) for name, one in self._modules()},
@@ -96,16 +70,7 @@ class LoopState:
         }
 
     def load_own(self, state: Mapping[str, Any], file: Path, *, same_ranks: bool) -> None:
-        """Gives this rank's objects what `own` returned, but for the generators.
-
-        Args:
-            state: This rank's part; that of rank 0 where another number of ranks goes on.
-            file: What is being loaded.
-            same_ranks: Whether as many ranks go on as have saved.
-
-        Raises:
-            CheckpointError: An object refuses its state.
-        """
+        """Gives this rank's objects what `own` returned, or rank 0's part of it; not the generators."""
         for name in self.per_rank:
             _load(self.per_rank, name, state["objects"][name], file)
         for name, module in self._modules():
@@ -117,18 +82,12 @@ class LoopState:
             if isinstance(value, Module):
                 yield name, inner_module(value)
 
-    # -- both
-
     def names(self) -> dict[str, list[str]]:
         """The names of all, for the manifest of a checkpoint."""
         return {"shared": sorted(self.shared), "per_rank": sorted(self.per_rank)}
 
     def require_same(self, saved: Any, where: Path) -> None:
-        """Compares with the names that a manifest gives.
-
-        Raises:
-            CheckpointError: Something is in the checkpoint that is not in this run, or the other way round.
-        """
+        """Raises where the names that a manifest gives are not those of this run."""
         if not isinstance(saved, Mapping) or set(saved) != {"shared", "per_rank"}:
             raise CheckpointError(
                 "this is no checkpoint of a loop's run",
@@ -154,21 +113,8 @@ def inner_module(module: Module) -> Module:
     return inner if isinstance(inner, Module) else module
 
 
-def is_stateful(value: object) -> bool:
-    """Whether it can say its state and take it back."""
-    return all(callable(getattr(value, name, None)) for name in ("state_dict", "load_state_dict"))
-
-
 def plain(value: Any, where: str) -> Any:
-    """A copy of the containers in `value`, with NumPy's scalars as Python's.
-
-    Raises:
-        ConfigError: It holds what `torch.load(..., weights_only=True)` would not read.
-
-    Example:
-        >>> plain({"best": 0.5, "seen": (1, 2)}, "score")
-        {'best': 0.5, 'seen': (1, 2)}
-    """
+    """A copy of the containers in `value`, of what `torch.load(..., weights_only=True)` reads, else a `ConfigError`."""
     kind = type(value)
     if kind in _LEAVES:
         return value

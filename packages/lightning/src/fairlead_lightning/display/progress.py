@@ -16,38 +16,34 @@ from rich.console import Console
 from torch import Tensor
 
 from fairlead_lightning import compat
-from fairlead_lightning.display.displays import Display, choose_display
+from fairlead_lightning.display.displays import Lines, choose_display
 from fairlead_lightning.display.summary import summary_lines
 from fairlead_lightning.display.throughput import Throughput, batch_size, duration, number
 
 _LOSSES: Final = ("train/loss", "train_loss", "loss")
 _SHOWN: Final = 6
-_TASKS: Final = {"validate": "validation", "test": "test", "predict": "prediction"}
+_TASKS: Final[Mapping[Any, tuple[str, str]]] = {
+    "sanity_check": ("sanity check", "num_sanity_val_batches"),
+    "validate": ("validation", "num_val_batches"),
+    "test": ("test", "num_test_batches"),
+    "predict": ("prediction", "num_predict_batches"),
+}
 
 
 @compat.only_its_own_batch_hooks
 class Progress(ProgressBar):
     """Lightning's progress bar: bars on a terminal, a plain line every few seconds elsewhere.
 
-    A step costs a count and a look at the clock; values are read from the device only when they are
-    shown.  Between validations the line tells the loss, samples a second over all ranks, and the time left.
-
-    Args:
-        interval: Seconds between plain lines.
-        console: Where to write; None: the standard output.
-        environ: The environment variables; None: this process's.
-
-    Example:
-        >>> trainer = L.Trainer(callbacks=[Progress(10.0)])  # doctest: +SKIP
+    A step costs a count and a look at the clock; values are read from the device only when they are shown.
     """
 
     def __init__(
-        self, interval: float, console: Console | None = None, *, environ: Mapping[str, str] | None = None
+        self, interval: float, console: Console | None = None, environ: Mapping[str, str] | None = None
     ) -> None:
         super().__init__()
         self.interval = interval
-        self._ci = {"CI": (os.environ if environ is None else environ).get("CI", "")}
-        self._display: Display | None = choose_display(interval, console, self._ci)
+        self._ci = bool((os.environ if environ is None else environ).get("CI"))
+        self._display: Lines | None = choose_display(interval, console, self._ci)
         self._enabled = True
         self._speed = Throughput(0, 0.0)
         self._replicas = 1
@@ -64,13 +60,11 @@ class Progress(ProgressBar):
         return {**self.__dict__, "_display": None}
 
     @property
-    def display(self) -> Display:
+    def display(self) -> Lines:
         """Where progress is shown."""
         if self._display is None:
             self._display = choose_display(self.interval, None, self._ci)
         return self._display
-
-    # -- Lightning's switches
 
     @property
     def is_enabled(self) -> bool:
@@ -89,8 +83,6 @@ class Progress(ProgressBar):
     def _is_first(self) -> bool:
         return int(getattr(rank_zero_only, "rank", 0)) == 0
 
-    # -- text
-
     def say(self, text: str) -> None:
         """Prints a line, above the bars if there are any; on rank 0 only."""
         if self._is_first():
@@ -104,26 +96,14 @@ class Progress(ProgressBar):
             self.say(str(kwargs.get("sep", " ") or " ").join(map(str, args)))
 
     def summary(self, trainer: L.Trainer, run_dir: Path | None = None) -> None:
-        """Says what a finished fit did: steps, speed, the best value, where the checkpoint is; on rank 0 only.
-
-        Args:
-            trainer: The trainer.
-            run_dir: The run directory; None: `trainer.default_root_dir`.
-        """
+        """Says what a finished fit did: steps, speed, the best value, where the checkpoint is; on rank 0 only."""
         self.display.close()
         if not self._is_first():
             return
-        lines = summary_lines(
-            step=trainer.global_step,
-            epoch=trainer.current_epoch,
-            speed=self._speed,
-            replicas=self._replicas,
-            now=self._ended if self._ended is not None else time.monotonic(),
-            run_dir=run_dir or Path(trainer.default_root_dir),
-        )
+        now = self._ended if self._ended is not None else time.monotonic()
+        place = run_dir or Path(trainer.default_root_dir)
+        lines = summary_lines(trainer.global_step, trainer.current_epoch, self._speed, self._replicas, now, place)
         self.say("\n".join(lines))
-
-    # -- fit
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Training begins, or goes on."""
@@ -189,13 +169,11 @@ class Progress(ProgressBar):
         self._ended = time.monotonic()
         self.display.close()
 
-    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        """Gives the terminal back before the error is printed."""
+    def on_exception(self, *_: Any, **__: Any) -> None:
+        """Gives the terminal back before others print: the error, or Lightning its table."""
         self.display.close()
 
-    def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Gives the terminal back."""
-        self.display.close()
+    teardown = on_test_end = on_predict_end = on_exception
 
     def _position(self, trainer: L.Trainer, pl_module: L.LightningModule) -> tuple[int, int | None]:
         """Steps done and in all; with several optimizers by hand, batches, since each counts steps of its own."""
@@ -231,44 +209,18 @@ class Progress(ProgressBar):
         others = [f"{k} {number(v)}" for k, v in bar.items() if k not in {name, f"{name}_step", f"{name}_epoch"}]
         return parts + others[:_SHOWN]
 
-    # -- validate, test, predict
-
     def _begin_evaluation(self) -> None:
         self._evaluated = 0
         self._evaluation_due = time.monotonic() + self.display.interval
 
-    def on_test_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Testing begins."""
+    def on_test_start(self, *_: Any, **__: Any) -> None:
+        """Testing or predicting begins."""
         self._begin_evaluation()
 
-    def on_predict_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Predicting begins."""
-        self._begin_evaluation()
+    on_predict_start = on_test_start
 
-    def on_validation_batch_end(self, trainer: L.Trainer, *args: Any, **kwargs: Any) -> None:
+    def on_validation_batch_end(self, trainer: L.Trainer, *_: Any, **__: Any) -> None:
         """Counts; shows something when it is time."""
-        if trainer.sanity_checking:
-            self._evaluate("sanity check", trainer.num_sanity_val_batches)
-        else:
-            self._evaluate("validation", trainer.num_val_batches)
-
-    def on_test_batch_end(self, trainer: L.Trainer, *args: Any, **kwargs: Any) -> None:
-        """Counts; shows something when it is time."""
-        self._evaluate("test", trainer.num_test_batches)
-
-    def on_predict_batch_end(self, trainer: L.Trainer, *args: Any, **kwargs: Any) -> None:
-        """Counts; shows something when it is time."""
-        self._evaluate("prediction", trainer.num_predict_batches)
-
-    def on_test_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Gives the terminal back before Lightning prints its table."""
-        self.display.close()
-
-    def on_predict_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Gives the terminal back."""
-        self.display.close()
-
-    def _evaluate(self, task: str, batches: Any) -> None:
         if not self.is_enabled:
             return
         self._evaluated += 1
@@ -276,9 +228,11 @@ class Progress(ProgressBar):
         if now < self._evaluation_due:
             return
         self._evaluation_due = now + self.display.interval
-        counts = batches if isinstance(batches, list) else [batches]
-        total = sum(counts)
+        task, batches = _TASKS[trainer.state.stage]
+        total = sum(getattr(trainer, batches))
         self.display.update(task, self._evaluated, int(total) if total < math.inf else None, "")
+
+    on_test_batch_end = on_predict_batch_end = on_validation_batch_end
 
 
 def _values(metrics: Mapping[str, Any]) -> str:

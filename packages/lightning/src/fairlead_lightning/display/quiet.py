@@ -1,7 +1,4 @@
-"""Silences what Lightning and its libraries say in every run and nobody can act on. Torch-free.
-
-Only known, exact messages; whatever else they say still comes through.
-"""
+"""Silences exact messages of Lightning and its libraries that nobody can act on; torch-free."""
 
 from __future__ import annotations
 
@@ -41,23 +38,16 @@ _LOGGERS: Final = (
 )
 
 
-class _Known(logging.Filter):
-    def filter(self, record: logging.LogRecord) -> bool:
-        return not record.getMessage().startswith(LOGGED)
+def _unknown(record: logging.LogRecord) -> bool:
+    return not record.getMessage().startswith(LOGGED)
 
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """While this is open, the known messages do not show.
-
-    Example:
-        >>> with quiet():
-        ...     logging.getLogger("lightning.pytorch.utilities.rank_zero").warning("GPU available: False, used: False")
-    """
-    known = _Known()
+    """While this is open, the known messages do not show."""
     loggers = [logging.getLogger(name) for name in _LOGGERS]
     for logger in loggers:
-        logger.addFilter(known)
+        logger.addFilter(_unknown)
     try:
         with warnings.catch_warnings():
             for message in WARNED:
@@ -65,4 +55,4 @@ def quiet() -> Iterator[None]:
             yield
     finally:
         for logger in loggers:
-            logger.removeFilter(known)
+            logger.removeFilter(_unknown)

@@ -12,13 +12,7 @@ WINDOW_S: Final = 30.0
 
 
 def batch_size(batch: Any) -> int:
-    """The samples in a batch: the first dimension of its first tensor, else the length of its first list; else 1.
-
-    Example:
-        >>> import torch
-        >>> batch_size({"x": torch.zeros(8, 3), "y": torch.zeros(8)}), batch_size(["a", "b", "c"])
-        (8, 3)
-    """
+    """The samples in a batch: the first dimension of its first tensor, else the length of its first list; else 1."""
     if isinstance(batch, Tensor):
         return int(batch.shape[0]) if batch.ndim else 1
     if isinstance(batch, Mapping):
@@ -29,24 +23,18 @@ def batch_size(batch: Any) -> int:
     stated = getattr(batch, "batch_size", None)  # a packed sequence, a batch of graphs
     if isinstance(stated, int):
         return stated
-    fields = getattr(batch, "__dict__", None)
-    values = list(fields.values()) if fields else []
-    return next((batch_size(value) for value in values if isinstance(value, Tensor)), 1)
+    fields = getattr(batch, "__dict__", {}).values()
+    return next((batch_size(value) for value in fields if isinstance(value, Tensor)), 1)
 
 
 class Throughput:
-    """Samples and steps over the time that was spent training; validation stops this clock.
-
-    Args:
-        step: The step that training starts from.
-        now: The time in seconds, on any clock that the later calls use too.
-    """
+    """Samples and steps over the time that was spent training, on the caller's clock; validation stops it."""
 
     def __init__(self, step: int, now: float) -> None:
         self.samples = 0
         self.batches = 0
-        self._first_step = step
-        self._began = now
+        self.first_step = step
+        self.began = now
         self._paused = 0.0
         self._pause_began: float | None = None
         self._marks: deque[tuple[float, int, int]] = deque()
@@ -80,30 +68,17 @@ class Throughput:
     def trained_s(self, now: float) -> float:
         """Seconds spent training."""
         until = now if self._pause_began is None else self._pause_began
-        return until - self._began - self._paused
-
-    def elapsed_s(self, now: float) -> float:
-        """Seconds since the start, validation included."""
-        return now - self._began
-
-    def steps(self, step: int) -> int:
-        """Steps of this start."""
-        return step - self._first_step
+        return until - self.began - self._paused
 
     def left_s(self, step: int, total: int, steps_per_s: float, now: float) -> float:
         """Seconds until `total`, with the share of time that validation has taken so far."""
         trained = self.trained_s(now)
-        share = self.elapsed_s(now) / trained if trained > 0 else 1.0
+        share = (now - self.began) / trained if trained > 0 else 1.0
         return max(total - step, 0) / steps_per_s * share
 
 
 def duration(seconds: float) -> str:
-    """A time as a person says it.
-
-    Example:
-        >>> duration(0.42), duration(100), duration(7500), duration(200000)
-        ('0.4s', '1m40s', '2h05m', '2d07h')
-    """
+    """A time as a person says it: `0.4s`, `1m40s`, `2h05m`, `2d07h`."""
     if seconds < 9.95:
         return f"{seconds:.1f}s"
     whole = round(seconds)
@@ -117,10 +92,5 @@ def duration(seconds: float) -> str:
 
 
 def number(value: float) -> str:
-    """Four significant digits, or all digits before the point.
-
-    Example:
-        >>> number(2.30951), number(51234.5), number(0.00001234)
-        ('2.31', '51234', '1.234e-05')
-    """
+    """Four significant digits, or all digits before the point: `2.31`, `51234`, `1.234e-05`."""
     return f"{value:.0f}" if 1000 <= abs(value) < 1e9 else f"{value:.4g}"

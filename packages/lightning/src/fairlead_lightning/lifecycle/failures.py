@@ -9,7 +9,7 @@ import site
 import sys
 import sysconfig
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from fairlead.errors import FairleadError
 from fairlead.user_code import CodeRoot
@@ -19,21 +19,13 @@ _FRAME = re.compile(r'^\s+File "(?P<file>[^"]+)", line \d+, in ')
 
 
 def described_failure(error: BaseException, root: CodeRoot) -> tuple[str, int]:
-    """The text to show for an error, and the exit code.
-
-    A mistake in the config has no traceback.  An error of the user's own code has one, cut to
-    their frames, with the innermost frame of the library that raised.
-
-    Args:
-        error: What was raised.
-        root: Where the user's code is.
-    """
+    """The text to show for an error, and the exit code; only an error of the user's own code has a traceback."""
     if isinstance(error, FairleadError):
         return f"error: {error.block()}", error.exit_code
     if isinstance(error, StopRequested):
         # How a fit was stopped, its first rank has said.
-        said = "" if error.outcome is not None else f"stopped by {_asked_by(error)}; nothing was written"
-        return said, error.exit_code
+        by = "Ctrl-C" if error.exit_code == 128 + signal.SIGINT else "a signal"
+        return "" if error.outcome is not None else f"stopped by {by}; nothing was written", error.exit_code
     if isinstance(error, KeyboardInterrupt) or isinstance(error.__context__, KeyboardInterrupt):
         return "stopped by the keyboard; the run resumes from its last checkpoint when it is started again", 130
     if isinstance(error, SystemExit):
@@ -42,38 +34,30 @@ def described_failure(error: BaseException, root: CodeRoot) -> tuple[str, int]:
     return _traceback(error, root), 1
 
 
-def _asked_by(error: StopRequested) -> str:
-    return "Ctrl-C" if error.exit_code == 128 + signal.SIGINT else "a signal"
-
-
 def _traceback(error: BaseException, root: CodeRoot) -> str:
     """The traceback of an error, and before it that of its cause, each cut."""
     cause = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
     before = f"{_traceback(cause, root)}\n\nwhich led to:\n" if cause is not None and cause is not error else ""
     frames = traceback.extract_tb(error.__traceback__)
-    user_files = _UserFiles(root)
-    users = [frame for frame in frames if user_files.is_file(frame.filename)]
+    of_user = _of_user(root)
+    users = [frame for frame in frames if of_user(frame.filename)]
     shown = list(users)
     if frames and (not users or frames[-1] is not users[-1]):
         shown.append(frames[-1])
     lines = ["Traceback (your code):\n" if users else "Traceback:\n", *traceback.format_list(shown)]
     text = "".join(traceback.format_exception_only(error))
-    lines += [f"{line}\n" for line in _cut(text.splitlines(), user_files)]
+    lines += [f"{line}\n" for line in _cut(text.splitlines(), of_user)]
     return before + "".join(lines).rstrip()
 
 
-class _UserFiles:
+def _of_user(root: CodeRoot) -> Callable[[str], bool]:
     """Tells the files of the user from those of libraries."""
-
-    def __init__(self, root: CodeRoot) -> None:
-        self._folders = tuple(f"{folder}{os.sep}" for folder in root.folders)
-        # In a checkout of Fairlead its own sources lie under the user's root as well.
-        ours = (m for name, m in list(sys.modules.items()) if name.partition("_")[0] == "fairlead" and "." not in name)
-        others = [*site.getsitepackages(), sysconfig.get_path("stdlib"), *(_folder(module) for module in ours)]
-        self._others = tuple(f"{folder}{os.sep}" for folder in others if folder)
-
-    def is_file(self, path: str) -> bool:
-        return path.startswith(self._folders) and not path.startswith(self._others)
+    folders = tuple(f"{folder}{os.sep}" for folder in root.folders)
+    # In a checkout of Fairlead its own sources lie under the user's root as well.
+    ours = (m for name, m in list(sys.modules.items()) if name.partition("_")[0] == "fairlead" and "." not in name)
+    libraries = [*site.getsitepackages(), sysconfig.get_path("stdlib"), *(_folder(module) for module in ours)]
+    others = tuple(f"{folder}{os.sep}" for folder in libraries if folder)
+    return lambda path: path.startswith(folders) and not path.startswith(others)
 
 
 def _folder(module: object) -> str | None:
@@ -81,13 +65,13 @@ def _folder(module: object) -> str | None:
     return os.path.dirname(file) if file else None
 
 
-def _cut(lines: Sequence[str], user_files: _UserFiles) -> Iterator[str]:
+def _cut(lines: Sequence[str], of_user: Callable[[str], bool]) -> Iterator[str]:
     """Without the library frames of a traceback that a message quotes: that of a DataLoader worker."""
     skipping = False
     for line in lines:
         frame = _FRAME.match(line)
         if frame is not None:
-            skipping = not user_files.is_file(frame["file"])
+            skipping = not of_user(frame["file"])
         elif not line.startswith("    "):
             skipping = False
         if not skipping:

@@ -7,6 +7,7 @@ from typing import Any
 import lightning.pytorch as L
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
+from fairlead.errors import FairleadError
 from fairlead_distributed.run.joining import leave_at_exit
 from fairlead_distributed.run.session import RunSession
 from fairlead_lightning import compat
@@ -14,11 +15,7 @@ from fairlead_lightning import compat
 
 @compat.only_its_own_batch_hooks
 class Recorder(L.Callback):
-    """Writes the history and this rank's heartbeat; it changes nothing about the training.
-
-    Args:
-        session: The run.
-    """
+    """Writes the history and this rank's heartbeat; it changes nothing about the training."""
 
     def __init__(self, session: RunSession) -> None:
         self.session = session
@@ -44,11 +41,11 @@ class Recorder(L.Callback):
         """The loaders' workers start, and the first batch is waited for."""
         self._beat(trainer, "first-batch")
 
-    def on_train_batch_end(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        """One more batch."""
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any, **__: Any) -> None:
+        """One more batch, or back from a validation."""
         self._beat(trainer, "train")
+
+    on_validation_end = on_train_batch_end
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Validation, or the sanity check before training."""
@@ -58,9 +55,15 @@ class Recorder(L.Callback):
         """A checkpoint is being written; the next batch ends that."""
         self._beat(trainer, "save")
 
-    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Back to training."""
-        self._beat(trainer, "train")
+    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Lightning counts an epoch without a batch, and would call a run finished that has trained nothing more."""
+        if trainer.fit_loop.epoch_loop.batch_progress.current.ready == 0:
+            raise FairleadError(
+                f"epoch {trainer.current_epoch} has no batches",
+                why="the training loader gave none when it was gone through again",
+                fix="have the sampler or loader begin anew behind its last batch; "
+                "one with a state_dict, also in the state behind its last batch",
+            )
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         """Ends this start in the history; what was raised is named, not swallowed. `Stops` tells of stops."""

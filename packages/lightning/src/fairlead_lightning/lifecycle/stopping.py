@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import time
 from collections.abc import Callable, Mapping
 from typing import Any, Final
@@ -9,11 +10,11 @@ from typing import Any, Final
 import lightning.pytorch as L
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from fairlead.interfaces import BuildContext, Requeuer, StopGuard
+from fairlead.interfaces import BuildContext, Requeuer, StopGuard, StopSignals
 from fairlead_distributed.run.session import RunSession
 from fairlead_lightning import compat
 from fairlead_lightning.build import build_backend
-from fairlead_lightning.checkpoint.committing import copies_of
+from fairlead_lightning.checkpoint.commits import copies_of
 from fairlead_runs import count_starts, read_history, refusal
 
 _BECAUSE: Final[Mapping[str, str]] = {
@@ -28,12 +29,7 @@ _BECAUSE: Final[Mapping[str, str]] = {
 class StopRequested(SIGTERMException):
     """Leaves Lightning's loops at a step where all ranks agreed to stop; the process ends with its `code`.
 
-    Args:
-        code: The exit code.
-
-    Attributes:
-        failure: Why this rank could not save there; the others learn of it when Lightning has left its loops.
-        outcome: How the stop ended, the guard's outcome; None of one that was never carried out.
+    `failure` is why this rank could not save there; `outcome` is the guard's, None of a stop that was not carried out.
     """
 
     def __init__(self, code: int = 143) -> None:
@@ -41,6 +37,25 @@ class StopRequested(SIGTERMException):
         self.exit_code = code
         self.failure: Exception | None = None
         self.outcome: Any = None
+
+
+@compat.only_its_own_batch_hooks
+class StopEvaluation(L.Callback):
+    """Ends a validation, test or prediction after the batch in which a signal came; nothing of it is kept."""
+
+    def __init__(self, flags: StopSignals) -> None:
+        self._flags = flags
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """Keeps Lightning's own handlers away: theirs starts a collective wherever the rank is."""
+        compat.without_signal_handlers(trainer)
+
+    def on_validation_batch_end(self, *_: Any, **__: Any) -> None:
+        """Between two batches."""
+        if self._flags.raised:
+            raise StopRequested(128 + (signal.SIGINT if set(self._flags.counts) == {"SIGINT"} else signal.SIGTERM))
+
+    on_test_batch_end = on_predict_batch_end = on_validation_batch_end
 
 
 def carry_out(
@@ -55,18 +70,7 @@ def carry_out(
 ) -> str:
     """Ends all ranks together, once Lightning has left its loops; what to tell the user.
 
-    Args:
-        requested: What left the loops; it gets the outcome and its exit code.
-        trainer: The trainer whose fit stops.
-        session: The run.
-        guard: What made the ranks agree.
-        step: The optimizer step at which they did.
-        context: What the requeuer is built with.
-        saves: Whether checkpoints are kept at all.
-
-    Raises:
-        RunFailedError: Another rank could not save. Nothing was requeued.
-        Exception: What this rank could not save with.
+    Raises what this rank could not save with, or that another rank could not; nothing was requeued then.
     """
     config, first = context.resolution.requeue, trainer.is_global_zero
     history = session.path / "history.jsonl"
@@ -159,7 +163,6 @@ class _RecordingRequeuer:
 
 
 def _summary(outcome: Any, step: int, saved: str) -> str:
-    """Where the run stopped and why, what is saved, and who starts it again."""
     because = _BECAUSE.get(outcome.reason.why, "asked to stop")
     stopped = f"stopped at step {step}, {because}; {saved}"
     if outcome.error:

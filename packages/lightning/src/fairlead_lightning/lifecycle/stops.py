@@ -6,10 +6,12 @@ import math
 import threading
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any, Final
 
 import lightning.pytorch as L
 from lightning.fabric.utilities.rank_zero import rank_zero_only
+from torch.utils.data import DataLoader
 
 from fairlead.findings import Finding
 from fairlead.interfaces import BuildContext, StopGuard
@@ -17,9 +19,9 @@ from fairlead.plugins import default_plugins
 from fairlead_distributed.run.session import RunSession
 from fairlead_lightning import compat
 from fairlead_lightning.build import build_guard
-from fairlead_lightning.lifecycle.loader_workers import protect_workers
+from fairlead_lightning.checkpoint.checkpoints import Checkpoints
 from fairlead_lightning.lifecycle.stopping import StopRequested, carry_out
-from fairlead_lightning.resume.exact_resume import Saves
+from fairlead_lightning.resume.stateful_loader import StatefulLoader
 
 _WARNINGS: Final = ("SIGUSR1", "SIGUSR2")  # what a scheduler is asked to send ahead; by default it ends a process
 
@@ -28,21 +30,12 @@ _WARNINGS: Final = ("SIGUSR1", "SIGUSR2")  # what a scheduler is asked to send a
 class Stops(L.Callback):
     """Has all ranks stop at the same step, saves there, and has the job started again.
 
-    The ranks may stop between two optimizer steps, between two epochs, at each batch of a validation that has as many
-    on all ranks, and wherever a fit begins. What is saved then is the state at the last step: a validation that was
-    cut is done again from its start.
-
-    Args:
-        context: What the requeuer is built with, and the guard.
-        say: Tells the user, on the first rank; None: prints.
-        guard: One with handlers that were installed before, as by a main thread that trains in another.
+    They may stop between two steps or epochs, at each batch of a validation that has as many on all ranks, and where a
+    fit begins. The state at the last step is saved: a validation that was cut is done again from its start.
     """
 
     def __init__(
-        self,
-        context: BuildContext,
-        say: Callable[[str], None] | None = None,
-        guard: StopGuard | None = None,
+        self, context: BuildContext, say: Callable[[str], None] | None = None, guard: StopGuard | None = None
     ) -> None:
         self._context = context
         self._say = say or _say
@@ -50,7 +43,7 @@ class Stops(L.Callback):
         self._given = guard is not None
         self._flags = guard.flags if guard is not None else None
         self._session: RunSession | None = None
-        self._saves: Saves | None = None
+        self._saves: Checkpoints | None = None
         self._step = -1
         self._equal_validation = True
         self._undo: list[Callable[[], None]] = []
@@ -65,25 +58,15 @@ class Stops(L.Callback):
         self.__dict__.update(state)
         self._context = replace(self._context, plugins=default_plugins())
 
-    # -- around a fit
-
     def listen_early(self) -> None:
-        """Notes the signals that warn of a stop from now on: by default they end a process that only prepares.
-
-        In a job of a scheduler and in the main thread only; elsewhere nobody sends them.
-        """
+        """Notes the signals that warn of a stop from now on, in a scheduler's job: by default they end the process."""
         resolution = self._context.resolution
         in_main_thread = threading.current_thread() is threading.main_thread()
         if resolution.job is not None and resolution.requeue.name != "none" and in_main_thread:
             self._ensure_guard().flags.install(_WARNINGS)
 
-    def begin(self, session: RunSession, saves: Saves | None) -> None:
-        """A fit begins, in this process or in ranks that it spawns; data are not prepared yet.
-
-        Args:
-            session: The run.
-            saves: What writes the checkpoint where the ranks stop; None: there is to be none.
-        """
+    def begin(self, session: RunSession, saves: Checkpoints | None) -> None:
+        """A fit begins, here or in ranks that it spawns; `saves` writes the checkpoint where the ranks stop, if any."""
         self._session, self._saves = session, saves
         self._step, self._equal_validation = -1, True
         guard = self._ensure_guard()
@@ -133,8 +116,6 @@ class Stops(L.Callback):
 
         threading.Thread(target=run, name="fairlead-pass-on", daemon=True).start()
 
-    # -- where all ranks come by equally often
-
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """The ranks are connected."""
         guard = self._ensure_guard()
@@ -168,7 +149,7 @@ class Stops(L.Callback):
     def keep_workers(self, loader: object) -> None:
         """Has the workers of a loader outlive the signals."""
         if self._guard is not None:
-            protect_workers(loader, self._guard.in_worker)
+            _protect_workers(loader, self._guard.in_worker)
 
     def before_epoch(self, trainer: L.Trainer) -> None:
         """Nothing of the next epoch has begun."""
@@ -234,3 +215,26 @@ class Stops(L.Callback):
 @rank_zero_only
 def _say(text: str) -> None:
     print(text, flush=True)
+
+
+def _protect_workers(loader: object, outlive: Any) -> None:
+    """Has each worker outlive the signals: a scheduler signals the workers too, and the fit would die with them."""
+    inner = loader.loader if isinstance(loader, StatefulLoader) else loader
+    if not isinstance(inner, DataLoader) or not inner.num_workers:
+        return
+    init: Any = inner.worker_init_fn
+    ours = isinstance(init, partial) and init.func is _in_worker  # of an earlier fit
+    inner.worker_init_fn = partial(_in_worker, outlive, init.args[1] if ours else init)
+    vars(inner)["_get_iterator"] = partial(_start_workers, inner, outlive)
+
+
+def _start_workers(loader: DataLoader[Any], outlive: Any) -> Any:
+    """In place of a loader's `_get_iterator`: there is no public place around the start of its workers."""
+    with outlive.held():
+        return type(loader)._get_iterator(loader)
+
+
+def _in_worker(outlive: Any, users: Callable[[int], None] | None, worker: int) -> None:
+    outlive(worker)
+    if users is not None:
+        users(worker)

@@ -21,7 +21,7 @@ from fairlead_distributed.stacks import flight_recorder_variables, show_stacks_o
 from fairlead_distributed.stuck import GRACE, RankWatch
 from fairlead_launch.reports import REPORT_FD, secondary
 from fairlead_lightning import compat
-from fairlead_runs.dumps import flight_recorder_folder, stack_folder
+from fairlead_runs.states import dump_folder
 
 _TIMEOUT: Final = timedelta(minutes=30)
 """Torch's own for a collective, where the strategy says nothing."""
@@ -33,18 +33,7 @@ _HANG_SHARE: Final = 0.8
 class StuckRanks(L.Callback):
     """Tells all ranks when this one fails, and dumps the stacks of all when nothing moves. It costs the steps nothing.
 
-    Only an exception that nobody catches is a failure: one that leaves the script, or the block `final`. A stop on a
-    signal and the end of a fit are none.
-
-    Args:
-        environ: The environment variables; under the supervisor of `fairlead fit`, that one says what happened.
-        timeout: That of the process group, for how long nothing may move.
-        grace: How long a rank may go on after another has failed.
-
-    Example:
-        >>> stuck = StuckRanks({})  # doctest: +SKIP
-        >>> stuck.begin(session)  # doctest: +SKIP
-        >>> trainer = L.Trainer(callbacks=[Recorder(session), stuck])  # doctest: +SKIP
+    Only an exception that leaves the script or the block `final` is a failure; a stop on a signal and the end are none.
     """
 
     def __init__(
@@ -71,7 +60,7 @@ class StuckRanks(L.Callback):
         if session is None:
             return
         self._end()  # what a fit that raised, and whose error was caught, has left
-        rank, recorder = trainer.global_rank, flight_recorder_folder(session.path, session.start)
+        rank, recorder = trainer.global_rank, dump_folder(session.path, "flight-recorder", session.start)
         if not faulthandler.is_enabled():
             faulthandler.enable()  # NCCL's watchdog aborts the process: then this shows where it stood
         show_stacks_on_signal()
@@ -93,12 +82,12 @@ class StuckRanks(L.Callback):
                 session.event("failed", rank=0, error=alarm.what)
 
         self._watch = RankWatch.of_process_group(
-            stack_folder(session.path, session.start),
+            dump_folder(session.path, "stacks", session.start),
             flight_recorder=recorder,
             grace=self._grace,
             progress=progress,
             hang_after=self._hang_after,
-            say=_nobody if self._supervised else None,
+            say=(lambda text: None) if self._supervised else None,  # the supervisor says it
             heard=heard,
         )
         self._earlier, sys.excepthook = sys.excepthook, self._uncaught
@@ -142,7 +131,3 @@ class StuckRanks(L.Callback):
             self._watch = None
             if sys.excepthook == self._uncaught:
                 sys.excepthook = self._earlier
-
-
-def _nobody(text: str) -> None:
-    """The supervisor says it."""

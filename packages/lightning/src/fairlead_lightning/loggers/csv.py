@@ -10,14 +10,7 @@ from fairlead_lightning.fields import LIGHTNING
 
 
 class CSVLoggerConfig(LoggerConfigBase):
-    """The file `metrics.csv` in the run directory.
-
-    It is written in any case: naming it says so, and changes nothing.
-
-    Example:
-        >>> CSVLoggerConfig().name
-        'csv'
-    """
+    """The file `metrics.csv` in the run directory, which is written in any case: naming it changes nothing."""
 
     name: Literal["csv"] = "csv"
 

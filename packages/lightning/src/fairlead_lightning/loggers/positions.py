@@ -16,39 +16,24 @@ LOGGER_POSITIONS: Final = "logger_positions"
 class Positioned(Protocol):
     """A logger that can be cut back to where it stood when a checkpoint was saved.
 
-    A step does not tell enough: what is logged after the save may be of the same step, such as a
-    validation that was due.
+    A step does not tell enough: a validation that is logged after the save may be of the same one.
     """
 
     position_key: ClassVar[str]
     """Names the logger's position among those of a checkpoint; Lightning's `name` may be empty."""
 
     def position(self) -> dict[str, Any] | None:
-        """Where it stands: numbers, strings, lists and dictionaries of them.
+        """Where it stands: numbers, strings, lists and dictionaries of them; None on the ranks that log nothing.
 
-        What was logged before is on the disk when this returns.  None on the ranks that log nothing.
-
-        Raises:
-            FairleadError: The disk refused.
+        What was logged before is on the disk when this returns, else it raises a `FairleadError`.
         """
         ...
 
 
 def logger_positions(loggers: Iterable[object]) -> dict[str, Any]:
-    """Where the loggers stand, for a checkpoint; called before it is committed, so that it is never ahead of them.
+    """Where the loggers stand, by `position_key`, for a checkpoint that is committed later: it is never ahead of them.
 
-    A disk that refuses is a warning, and that logger has no position in this checkpoint: a start
-    that resumes from it cuts by the step.
-
-    Args:
-        loggers: The trainer's; those without a position, such as W&B, are left out.
-
-    Returns:
-        The positions by `position_key`; empty on ranks other than 0.
-
-    Example:
-        >>> logger_positions([object()])
-        {}
+    A disk that refuses is a warning: a start that resumes from this checkpoint cuts that logger by the step.
     """
     positions: dict[str, Any] = {}
     for logger in loggers:
@@ -66,16 +51,7 @@ def logger_positions(loggers: Iterable[object]) -> dict[str, Any]:
 
 
 def resume_position(extras: Mapping[str, Any], key: str) -> Mapping[str, Any] | None:
-    """The position that a logger resumes from.
-
-    Args:
-        extras: The `BuildContext.extras`, or a checkpoint, with the positions under `logger_positions`.
-        key: The logger's `position_key`.
-
-    Example:
-        >>> resume_position({"logger_positions": {"metrics.csv": {"step": 3}}}, "metrics.csv")
-        {'step': 3}
-    """
+    """The position of a logger among those of the `BuildContext.extras`, or of a checkpoint; None: there is none."""
     positions = extras.get(LOGGER_POSITIONS)
     position = positions.get(key) if isinstance(positions, Mapping) else None
     return position if isinstance(position, Mapping) else None

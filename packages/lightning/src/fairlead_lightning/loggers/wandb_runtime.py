@@ -7,7 +7,7 @@ import json
 import netrc
 import shlex
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 from urllib.parse import urlsplit
@@ -26,12 +26,7 @@ TIMEOUT_S: Final = 3.0
 
 
 class RunLogger(WandbLogger):
-    """Lightning's logger; offline, it says at the end how to upload the record.
-
-    Args:
-        reason: Why it is offline; None: it is not.
-        arguments: Those of Lightning's logger.
-    """
+    """Lightning's logger; with a `reason` it is offline, and says at the end how to upload the record."""
 
     def __init__(self, reason: str | None, **arguments: Any) -> None:
         super().__init__(**arguments)
@@ -56,8 +51,9 @@ def build(config: WandbLoggerConfig, context: BuildContext) -> RunLogger:
     first = int(getattr(rank_zero_only, "rank", 0)) == 0
     mode, reason = wandb_mode(config.offline, context.environ) if first else ("disabled", "rank 0 logs")
     identity = run_id(run_dir) if context.run_dir is not None else None
-    if first and identity is not None:
-        _remember(run_dir, identity)
+    if first and identity is not None and not (run_dir / RUN_FILE).exists():
+        content = json.dumps({"id": identity}) + "\n"
+        atomic_write(run_dir / RUN_FILE, content.encode(), error=RunDirectoryError)
     return RunLogger(
         reason if mode == "offline" else None,
         name=config.run_name or context.extras.get("run_name"),
@@ -76,13 +72,9 @@ def build(config: WandbLoggerConfig, context: BuildContext) -> RunLogger:
 
 
 def run_id(run_dir: Path) -> str:
-    """The id of this run at W&B: the one in `wandb-run.json`, else made from the run directory.
+    """The id of this run at W&B: the one in `wandb-run.json`, else made from its path and its history's first line.
 
-    It comes from the directory's path and from the first line of its history, so that every rank
-    and every start computes the same, and a new run at the path of a deleted one gets another.
-
-    Raises:
-        RunDirectoryError: The file is there, but damaged.
+    So every rank and every start computes the same, and a new run at the path of a deleted one gets another.
     """
     stored = run_dir / RUN_FILE
     try:
@@ -105,26 +97,8 @@ def run_id(run_dir: Path) -> str:
     return digest.hexdigest()[:16]
 
 
-def _remember(run_dir: Path, identity: str) -> None:
-    if not (run_dir / RUN_FILE).exists():
-        content = json.dumps({"id": identity}) + "\n"
-        atomic_write(run_dir / RUN_FILE, content.encode(), error=RunDirectoryError)
-
-
-def wandb_mode(
-    asked: bool | None, environ: Mapping[str, str], *, connect: Callable[[str, Mapping[str, str]], bool] | None = None
-) -> tuple[str, str]:
-    """(`online`, `offline` or `disabled`, the reason).
-
-    Args:
-        asked: The config's `offline`.
-        environ: The environment variables.
-        connect: Whether a server answers; None: `can_connect`.
-
-    Example:
-        >>> wandb_mode(None, {"WANDB_MODE": "offline"})
-        ('offline', 'WANDB_MODE=offline')
-    """
+def wandb_mode(asked: bool | None, environ: Mapping[str, str]) -> tuple[str, str]:
+    """(`online`, `offline` or `disabled`, the reason), from the config's `offline` and the environment."""
     if asked is not None:
         return ("offline" if asked else "online"), "trainer.loggers: offline"
     mode = environ.get("WANDB_MODE", "").lower()
@@ -134,7 +108,7 @@ def wandb_mode(
     server = environ.get("WANDB_BASE_URL", SERVER)
     if not _has_login(environ, urlsplit(server).hostname or ""):
         return "offline", "no WANDB_API_KEY, and no login in ~/.netrc"
-    if not (connect or can_connect)(server, environ):
+    if not can_connect(server, environ):
         return "offline", f"{server} does not answer"
     return "online", f"{server} answers"
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import sys
 from argparse import Namespace
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, ClassVar, Final
 
 from lightning.pytorch.loggers.logger import Logger
 from lightning.pytorch.utilities.rank_zero import rank_zero_only, rank_zero_warn
+from pydantic import TypeAdapter, ValidationError
 
 from fairlead.errors import RunDirectoryError
 from fairlead_runs.step_table import StepTable, TablePosition
@@ -18,31 +21,15 @@ METRICS_FILE: Final = "metrics.csv"
 
 
 class MetricsFile(Logger):
-    """The Lightning logger that every run has, on rank 0.
+    """The Lightning logger that every run has, on rank 0; a disk that refuses is a warning, and tried again.
 
-    Columns: `step`, `epoch`, then each metric from when it first appeared; a cell is blank where
-    nothing was logged, and a number has all its digits.  The step is Lightning's: the
-    n-th optimizer step, and the validation after it, are in row n-1.
-
-    A start that resumes from a checkpoint cuts the file back to the `position` that the checkpoint
-    holds: rows, cells and columns that came later will be logged again, or never.
-
-    A disk that refuses to write is a warning, not the end of the training; the rows are kept and
-    tried again.
-
-    Args:
-        run_dir: The run directory.
-        resume_step: How many optimizer steps are done where this start goes on.  None: a new file.
-        position: What `position` said when that checkpoint, of this very run, was saved.  None: the rows before
-            `resume_step` are kept; a validation that was logged after the save stays in the last of them.
-
-    Example:
-        >>> MetricsFile(Path("runs/first"), resume_step=None).log_metrics({"loss": 0.5}, step=0)  # doctest: +SKIP
+    The step is Lightning's: the n-th optimizer step, and the validation after it, are in row n-1.  A start that resumes
+    cuts the file back to the `position` of its checkpoint, or to the rows before `resume_step` where it has none.
     """
 
     position_key: ClassVar[str] = METRICS_FILE
 
-    def __init__(self, run_dir: Path, *, resume_step: int | None, position: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, run_dir: Path, resume_step: int | None, position: Mapping[str, Any] | None = None) -> None:
         super().__init__()
         self.path = run_dir / METRICS_FILE
         self._keep: TablePosition | int | None = None
@@ -79,33 +66,18 @@ class MetricsFile(Logger):
 
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
-        """Takes the values of a step.
-
-        Args:
-            metrics: Numbers, or tensors with one element.
-            step: The step; None: that of the last call.
-        """
+        """Takes the values of a step (None: that of the last call): numbers, or tensors with one element."""
         self._last = step if step is not None else self._last
         cells = {name: _cell(name, value) for name, value in metrics.items() if name != "step"}
-        try:
+        with self._warning():
             self._waiting.append((self._last, cells))
             self._open()
-        except RunDirectoryError as error:
-            self._warn(error)
 
     @rank_zero_only
     def position(self) -> dict[str, Any]:
-        """Where the file stands, for a checkpoint: what is in it up to here is on the disk when this returns.
-
-        Returns:
-            The number of rows, the last one's `step` and cells, and the columns: JSON-able, the `position` of
-            a later start.
-
-        Raises:
-            RunDirectoryError: The disk refused.
-        """
+        """Where the file stands, for a checkpoint: what is in it up to here is on the disk when this returns."""
         at = self._open().position()
-        return {"rows": at.rows, "step": at.step, "row": dict(at.row), "columns": list(at.columns)}
+        return {**asdict(at), "columns": list(at.columns)}
 
     @rank_zero_only
     def save(self) -> None:
@@ -113,18 +85,14 @@ class MetricsFile(Logger):
 
         Lightning calls this after each `log_metrics`, so waiting each time would cost more than a small step.
         """
-        try:
+        with self._warning():
             self._open().flush()
-        except RunDirectoryError as error:
-            self._warn(error)
 
     @rank_zero_only
     def finalize(self, status: str) -> None:
         """Writes everything, waits for the disk, and closes the file; logging again opens it again."""
-        try:
+        with self._warning():
             self._open().close()
-        except RunDirectoryError as error:
-            self._warn(error)
         self._table = None
 
     def _open(self) -> StepTable:
@@ -139,10 +107,15 @@ class MetricsFile(Logger):
             self._table.add(*self._waiting.pop(0))
         return self._table
 
-    def _warn(self, error: RunDirectoryError) -> None:
-        if not self._warned:
-            rank_zero_warn(f"{error.what}: {error.why} ({error.where}); the training goes on, the rows are tried again")
-            self._warned = True
+    @contextmanager
+    def _warning(self) -> Iterator[None]:
+        try:
+            yield
+        except RunDirectoryError as error:
+            if not self._warned:
+                text = f"{error.what}: {error.why} ({error.where})"
+                rank_zero_warn(f"{text}; the training goes on, the rows are tried again")
+                self._warned = True
 
 
 def _cell(name: str, value: Any) -> str:
@@ -154,10 +127,7 @@ def _cell(name: str, value: Any) -> str:
 
 def _table_position(position: Mapping[str, Any] | None) -> TablePosition | None:
     """None where there is none, or one of another version of Fairlead: then the step decides."""
-    if position is None:
-        return None
     try:
-        row = {str(name): str(cell) for name, cell in position["row"].items()}
-        return TablePosition(int(position["rows"]), int(position["step"]), row, tuple(map(str, position["columns"])))
-    except (KeyError, TypeError, ValueError, AttributeError):
+        return TypeAdapter(TablePosition).validate_python(position)
+    except ValidationError:
         return None

@@ -19,18 +19,7 @@ from fairlead_distributed.objects import broadcast_object
 class PredictionFiles(BasePredictionWriter):
     """Writes `rank-00000.pt`: what this rank's `predict_step` returned, and which samples of the data these are.
 
-    The folder is made when there is something to write: `predictions-1` in the run directory, `-2`, ...
-
-    Args:
-        run: The run directory; made when it does not exist yet.
-        asked: Instead, the folder that `--output` names; it must be new or empty.
-
-    Raises:
-        RunDirectoryError: The folder that was asked for holds something.
-
-    Example:
-        >>> torch.load("runs/gpt/predictions-1/rank-00000.pt", weights_only=True).keys()  # doctest: +SKIP
-        dict_keys(['predictions', 'indices'])
+    The folder is that of `--output`, new or empty, else the next `predictions-1`, `-2`, ... in the run directory.
     """
 
     def __init__(self, run: Path, asked: Path | None = None) -> None:
@@ -59,7 +48,7 @@ class PredictionFiles(BasePredictionWriter):
         decided: Path | FairleadError = self.run
         if trainer.is_global_zero:
             try:
-                decided = _numbered(self.run) if self.asked is None else _made(self.asked)
+                decided = _made(self.run, self.asked)
             except FairleadError as error:
                 decided = error
         decided = broadcast_object(decided)
@@ -68,27 +57,17 @@ class PredictionFiles(BasePredictionWriter):
         return decided
 
 
-def _numbered(run: Path) -> Path:
+def _made(run: Path, asked: Path | None) -> Path:
     for number in itertools.count(1):
-        folder = run / f"predictions-{number}"
+        folder = asked or run / f"predictions-{number}"
         try:
-            folder.mkdir(parents=True)
-        except FileExistsError:
-            if run.is_dir():
-                continue
-            raise RunDirectoryError("a file is in the way of the run directory", where=str(run)) from None
+            folder.mkdir(parents=True, exist_ok=asked is not None)
         except OSError as error:
+            if isinstance(error, FileExistsError) and asked is None and run.is_dir():
+                continue
             raise _not_made(folder, error) from error
         return folder
     raise AssertionError("unreachable")
-
-
-def _made(folder: Path) -> Path:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise _not_made(folder, error) from error
-    return folder
 
 
 def _require_empty(folder: Path) -> None:

@@ -34,31 +34,19 @@ class _Part(NamedTuple):
 class AverageOverRanks(L.Callback):
     """Makes what `self.log` accumulates over an epoch or an evaluation the value of all ranks together.
 
-    Means are weighted by samples, sums are added up, a minimum or maximum is that of all.  So `val/loss` on N ranks is
-    that of one process up to rounding, and all ranks have the same number: plateau schedulers and early stopping
-    decide alike.  Values of `training_step` with `on_epoch=True` are treated the same way; those of a step are left
-    alone, and so is what is logged with `rank_zero_only=True`.  `sync_dist=True` makes no difference here, except that
-    a `sync_dist_group` is kept to.  A key that only some ranks log (a class that is rare) is averaged over these, and
-    all have it.
+    Means are weighted by samples, sums are added up, a minimum or maximum is that of all: `val/loss` on N ranks is that
+    of one process up to rounding, and plateau schedulers and early stopping decide alike.  Values of a step are left
+    alone, and so is what is logged with `rank_zero_only=True`; a `sync_dist_group` is kept to.  A key that only some
+    ranks log is averaged over these, and all have it.  A value that is logged in `on_validation_epoch_end` counts by
+    the rank's number of samples; a float32 value that all ranks agree on stays as it is.
 
-    A value that is logged in `on_validation_epoch_end` counts by the rank's number of samples, so that a mean which a
-    module makes itself comes out right; a float32 value that all ranks agree on stays as it is.
+    A batch that is nothing but padding (of `evaluation_loader`) runs as any other, since other ranks wait for its
+    collectives, but does not count in what is logged, nor in torchmetrics that are attributes of the module.  It does
+    where a step takes batches of several loaders (`CombinedLoader`) or draws from `dataloader_iter`, in lists of single
+    numbers of torchmetrics, and in what a module collects by itself.
 
-    With the loaders of `evaluation_loader`, a batch that is nothing but padding runs as any other, since other ranks
-    wait for its collectives, but does not count: not in what is logged, and not in torchmetrics that are attributes of
-    the module.  What a module collects by itself does count it; this concerns batches of one sample and datasets
-    smaller than the number of ranks.  It also counts where one step takes batches of several loaders
-    (`CombinedLoader`), where a step draws from `dataloader_iter`, and in torchmetrics states that are lists of single
-    numbers.
-
-    Once for each loader, once at the end of an evaluation and twice at the end of a training epoch the ranks exchange
-    about 200 bytes for each value.  Without a torch.distributed group (XLA, one process), and with `barebones`, it does
-    nothing.
-
-    It has to be the first callback of the trainer: what it holds back in a batch of padding is what comes after it.
-
-    Example:
-        >>> trainer = L.Trainer(callbacks=[AverageOverRanks()])  # doctest: +SKIP
+    For each loader, once at the end of an evaluation and twice at that of a training epoch the ranks exchange about 200
+    bytes for each value.  It has to be the first callback: it holds back what comes after it in a batch of padding.
     """
 
     def __init__(self) -> None:
@@ -187,11 +175,7 @@ class AverageOverRanks(L.Callback):
 
 
 def merged(logged: Sequence[Logged]) -> float:
-    """The value of all ranks from what each has logged; NaN where no sample counts.
-
-    Args:
-        logged: One for each part of the data.
-    """
+    """The value of all ranks from what each part of the data has logged; NaN where no sample counts."""
     values = torch.tensor([one.value for one in logged], dtype=torch.float64)
     if logged[0].reduction in ("min", "max"):
         return float(values.min() if logged[0].reduction == "min" else values.max())

@@ -6,21 +6,24 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Final, Literal, Protocol
+from typing import Any, Final, Literal
 
 import lightning.pytorch as L
 import torch
+from lightning.fabric.utilities.apply_func import apply_to_collection
 from torch.nn.parallel import DistributedDataParallel
 
 from fairlead.errors import RunDirectoryError
 from fairlead.findings import Inexact
 from fairlead_distributed import register_exact_reduction
+from fairlead_distributed.attributes import Attributes
 from fairlead_distributed.batch_order import EpochPosition
 from fairlead_distributed.objects import broadcast_object
 from fairlead_distributed.run.session import RunSession
 from fairlead_lightning import compat
 from fairlead_lightning.loggers.positions import LOGGER_POSITIONS, logger_positions
 from fairlead_lightning.resume import rank_state, seen
+from fairlead_lightning.resume.kept import is_finder, keep_found, reasons, watch_users
 from fairlead_lightning.resume.loaders import Loaders
 
 Where = Literal["between", "batch", "done", "cut"]
@@ -29,49 +32,11 @@ Where = Literal["between", "batch", "done", "cut"]
 _SEED: Final = "PL_GLOBAL_SEED"  # Lightning's seed_everything leaves it
 
 
-class Saves(Protocol):
-    """What writes checkpoints at the places where the state is whole."""
-
-    def restored(self, state: Mapping[str, Any]) -> None:
-        """The fit goes on; `state` is this rank's part of the checkpoint."""
-
-    def before_epoch(self, trainer: L.Trainer) -> None:
-        """Nothing of the next epoch has begun."""
-
-    def after_batch(self, trainer: L.Trainer, validation_due: bool) -> None:
-        """A batch is done, but not the validation behind it."""
-
-    def after_validation(self, trainer: L.Trainer) -> None:
-        """All of a batch is done."""
-
-    def save_at_stop(self, trainer: L.Trainer, *, between_epochs: bool) -> None:
-        """The fit ends here, or between two epochs; raises when it cannot be saved."""
-
-
-class Stoppable(Protocol):
-    """What may end the fit at the places where the state is whole."""
-
-    def before_epoch(self, trainer: L.Trainer) -> None:
-        """Nothing of the next epoch has begun."""
-
-    def after_batch(self, trainer: L.Trainer) -> None:
-        """A batch is done; what is due at it is saved."""
-
-    def keep_workers(self, loader: object) -> None:
-        """A loader is ready: its workers outlive the signals that ask for a stop."""
-
-
 @compat.only_its_own_batch_hooks
 class ExactResume(L.Callback):
     """Makes loaders ready, restores what Lightning does not, and says where a checkpoint can be written.
 
     Attached to every fit, validation and test; what it saves and restores belongs to fits with a run directory.
-
-    Args:
-        seed: The run's; None: that of Lightning's `seed_everything`, else any, the same on all ranks.
-        environ: The environment variables.
-        settings: What in the settings keeps a resume from being exact; None: asks the trainer.
-        say: Tells the user; None: the trainer's `print`.
     """
 
     def __init__(
@@ -87,10 +52,11 @@ class ExactResume(L.Callback):
         self._settings = settings
         self._in_order = True
         self._goes_on = False
+        self._same_ranks = True
         self._say = say
         self._session: RunSession | None = None
-        self._saves: Saves | None = None
-        self._stops: Stoppable | None = None
+        self._saves: Any = None  # the run's `Checkpoints`: its module imports this one
+        self._stops: Any = None  # its `Stops`, for the same reason
         self._record: tuple[Path, str] | None = None
         self.loaders: Loaders | None = None
         self.where: Where | None = None
@@ -98,19 +64,22 @@ class ExactResume(L.Callback):
         self._state: dict[str, Any] | None = None
         self._validating: dict[str, Any] | None = None
         self._undo: list[Callable[[], None]] = []
+        self._kept = Attributes()
+        self._said = 0
 
     def __getstate__(self) -> dict[str, Any]:
         """Spawned ranks begin with `setup`."""
-        return {**self.__dict__, "_trainer": None, "loaders": None, "_undo": [], "_environ": dict(self._environ)}
+        return {
+            **self.__dict__,
+            "_trainer": None,
+            "loaders": None,
+            "_undo": [],
+            "_environ": dict(self._environ),
+            "_kept": Attributes(),
+        }
 
-    def begin(self, session: RunSession, saves: Saves | None, stops: Stoppable | None) -> None:
-        """A fit of this run begins.
-
-        Args:
-            session: The run.
-            saves: What writes its checkpoints; None: nothing does.
-            stops: What may end it before its time; None: nothing may.
-        """
+    def begin(self, session: RunSession, saves: Any, stops: Any) -> None:
+        """A fit of this run begins; `saves` writes its checkpoints and `stops` may end it early, if given."""
         self._session, self._saves, self._stops = session, saves, stops
         self._record = session.path / "starts" / str(session.start), session.job_digest
 
@@ -128,41 +97,42 @@ class ExactResume(L.Callback):
         self._leave()
         self._trainer, self.where, self._state, self._validating = trainer, None, None, None
         session = self._session if stage == "fit" else None
-        same_ranks = True
+        self._same_ranks = True
         if session is not None and session.checkpoint is not None and session.previous is not None:
             folder = session.checkpoint.parent
-            same_ranks = session.previous.get("world_size") == trainer.world_size
-            self._state = rank_state.read(folder, trainer.global_rank if same_ranks else 0)
+            self._same_ranks = session.previous.get("world_size") == trainer.world_size
+            self._state = rank_state.read(folder, trainer.global_rank if self._same_ranks else 0)
         saved = self._state["loaders"] if self._state is not None else None
         self._goes_on = self._state is not None
-        if self._state is not None and not same_ranks:
-            self._state = {
-                "where": self._state["where"],
-                "should_stop": self._state["should_stop"],
-                "other_ranks": True,
-            }
         shards = False
         if stage != "predict":
             shards, undo = compat.take_sharding(trainer)
             self._undo += [undo, self._prepare_loaders(trainer)]
+        self._kept, self._said = Attributes(), 0
         self.loaders = Loaders(
             trainer,
+            kept=self._kept,
             seed=self._common_seed(saved),
             place=self.place,
             shards=shards,
             saved=saved,
-            same_ranks=same_ranks,
+            same_ranks=self._same_ranks,
         )
         if stage == "fit":
             self._undo.append(compat.watch_boundaries(trainer, self))
         if self._goes_on and stage == "fit":
             steps, trainer.num_sanity_val_steps = trainer.num_sanity_val_steps, 0  # it was done when the run began
             self._undo.append(lambda: setattr(trainer, "num_sanity_val_steps", steps))
+            self._undo += [keep_found(trainer), compat.keep_rates(trainer)]
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """The model is wrapped: a script's own DDP adds gradients in a fixed order where that costs little."""
         if self._state is not None and self._state["where"] in ("between", "cut"):
             trainer.should_stop = self._state["should_stop"]  # Lightning looks at it before its loops begin
+        if self._record is not None:
+            watch_users(trainer, self._kept)
+        if self._state is not None and any(map(is_finder, vars(trainer)["callbacks"])):
+            self._kept.restore(self._state.get("attributes", {}))  # the batch size, before loaders are made
         model = trainer.strategy.model
         if self._settings is None and isinstance(model, DistributedDataParallel):
             kept = model.find_unused_parameters and not model.static_graph  # DDP keeps its first buckets then
@@ -170,12 +140,16 @@ class ExactResume(L.Callback):
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """The loaders were seen: says and writes down whether a resume is exact."""
+        self._write_down(trainer)
+
+    def _write_down(self, trainer: L.Trainer) -> None:
         if self.loaders is None or self._record is None or not trainer.is_global_zero:
             return
+        self._said = len(self._kept.left) + len(self.loaders.reasons)
         settings = self._settings
         if settings is None:
             settings = list(seen.script_reasons(trainer, seeded=_SEED in self._environ, in_order=self._in_order))
-        state = [*self.loaders.reasons, *seen.state_reasons(trainer)]
+        state = [*self.loaders.reasons, *seen.state_reasons(trainer), *reasons(self._kept)]
         try:
             seen.write_record(self._record[0], list(settings), state, trainer.world_size, self._record[1])
         except RunDirectoryError as error:
@@ -203,9 +177,7 @@ class ExactResume(L.Callback):
         if trainer.training and self.where is None and compat.training_place(trainer)[1] == 0:
             self.where = "between"  # Lightning stops behind an epoch, too
 
-    def on_train_batch_start(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_start(self, *_: Any, **__: Any) -> None:
         """From here on the state is not whole."""
         self.where = None
         if self._goes_on and self.loaders is not None:
@@ -227,8 +199,6 @@ class ExactResume(L.Callback):
         attributes["process_dataloader"] = process_dataloader
         return lambda: attributes.pop("process_dataloader", None)
 
-    # -- where
-
     def place(self) -> EpochPosition:
         """Where the training is, in batches of this rank."""
         assert self._trainer is not None
@@ -248,72 +218,80 @@ class ExactResume(L.Callback):
         finally:
             self.where = before
 
-    def before_epoch(self) -> None:
-        """See `compat.Boundaries`."""
-        trainer = self._trainer
-        assert trainer is not None
+    def before_epoch(self, trainer: L.Trainer) -> None:
+        """Nothing of the next epoch has begun; its hooks come after this.  Also where a fit goes on inside one."""
         if self._state is not None and compat.training_place(trainer)[1] == 0:
             self._restore(trainer)
             compat.as_if_never_restored(trainer)
-        if self._saves is not None:
-            with self.at("between"):
+        with self.at("between"):
+            if self._saves is not None:
                 self._saves.before_epoch(trainer)
-        if self._stops is not None:
-            with self.at("between"):
+            if self._stops is not None:
                 self._stops.before_epoch(trainer)
 
-    def going_on(self) -> bool | None:
-        """See `compat.Boundaries`."""
-        if self._state is None or self._trainer is None:
+    def going_on(self, trainer: L.Trainer) -> bool | None:
+        """A fit goes on inside an epoch: whether the end of its last batch is due (a validation, plateau schedules).
+
+        None where the checkpoint does not say: Lightning finds its place itself.
+        """
+        if self._state is None:
             return None
         due: bool = self._state["where"] == "batch"
-        self._restore(self._trainer)
+        self._restore(trainer)
         return due
 
-    def after_batch(self, validation_due: bool) -> None:
-        """See `compat.Boundaries`."""
-        trainer = self._trainer
-        assert trainer is not None
+    def loaders_again(self) -> None:
+        """The training's loaders are asked for once more; those of before are not used."""
+        if self.loaders is not None:
+            self.loaders.asked_again()
+
+    def after_batch(self, trainer: L.Trainer, validation_due: bool) -> None:
+        """A batch is trained on and logged; the validation after it has not begun."""
         self.where = "batch"
         if self._saves is not None:
             self._saves.after_batch(trainer, validation_due)
         if self._stops is not None:
             self._stops.after_batch(trainer)
-        if (
-            self._saves is not None and validation_due
-        ):  # a stop in the middle of the validation saves the state before it
-            self._validating = _copied(self.capture(trainer))
+        if self._saves is not None and validation_due:
+            # A stop in the middle of the validation saves the state before it.
+            self._validating = apply_to_collection(self.capture(trainer), torch.Tensor, torch.clone)
         self.where = None
 
-    def after_validation(self) -> None:
-        """See `compat.Boundaries`."""
-        trainer = self._trainer
-        assert trainer is not None
+    def after_validation(self, trainer: L.Trainer) -> None:
+        """Everything that belongs to a batch is done."""
         self.where, self._validating = "done", None
         if self._saves is not None:
             self._saves.after_validation(trainer)
-
-    # -- what
 
     def capture(self, trainer: L.Trainer) -> dict[str, Any]:
         """This rank's part of a checkpoint."""
         if self._validating is not None and self.where is None:
             return self._validating
         assert self.loaders is not None
+        attributes, loaders = self._kept.state(), self.loaders.state()
+        reasons = len(self._kept.left) + len(self.loaders.reasons)
+        if reasons > self._said:
+            self._said = reasons
+            self._write_down(trainer)
         return {
             **rank_state.capture(trainer),
+            "attributes": attributes,
             "where": self.where,
-            "loaders": self.loaders.state(),
+            "loaders": loaders,
             LOGGER_POSITIONS: logger_positions(trainer.loggers) if trainer.is_global_zero else {},
         }
 
     def _restore(self, trainer: L.Trainer) -> None:
         state, self._state = self._state, None
         assert state is not None
-        if "other_ranks" in state:
+        kept = state.get("attributes", {})
+        self._kept.restore(kept if self._same_ranks else {k: v for k, v in kept.items() if not k.startswith("loader")})
+        if not self._same_ranks:
             assert self.loaders is not None
             rank_state.seed_anew(self.loaders.seed, trainer.global_step, trainer.global_rank)
         elif state["where"] is not None:
+            if state["where"] in ("batch", "done"):
+                compat.resume_averaging(trainer)
             rank_state.restore(trainer, state)
             if self._saves is not None:
                 self._saves.restored(state)
@@ -337,11 +315,3 @@ def saved_positions(session: RunSession) -> Mapping[str, Any]:
     state = rank_state.read(session.checkpoint.parent, 0) or {}
     positions: Mapping[str, Any] = state.get(LOGGER_POSITIONS, {})
     return positions
-
-
-def _copied(state: Any) -> Any:
-    if isinstance(state, dict):
-        return {key: _copied(value) for key, value in state.items()}
-    if isinstance(state, (list, tuple)):
-        return type(state)(_copied(value) for value in state)
-    return state.clone() if isinstance(state, torch.Tensor) else state

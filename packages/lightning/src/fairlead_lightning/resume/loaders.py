@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, Final, cast
 
 import lightning.pytorch as L
@@ -22,12 +23,14 @@ from torch.utils.data import (
 
 from fairlead.findings import Inexact
 from fairlead_distributed import ResumableDistributedSampler, SeededSamples, derive_seed
+from fairlead_distributed.attributes import Attributes
 from fairlead_distributed.batch_order import EpochPosition, Order, RedrawnOrder, ShardedOrder, StatefulOrder
 from fairlead_distributed.evaluation_loaders import evaluation_loader
 from fairlead_distributed.objects import broadcast_object
 from fairlead_distributed.plain_data import from_plain, to_plain
 from fairlead_distributed.worker_seeds import SeededInWorkers, own_generators
 from fairlead_lightning import compat
+from fairlead_lightning.resume.kept import watch_loader
 from fairlead_lightning.resume.stateful_loader import SizedLoader, StatefulLoader, is_stateful
 
 # They depend on nothing but their generator and the epoch.
@@ -37,13 +40,7 @@ _REDRAWN: Final = (RandomSampler, SequentialSampler, SubsetRandomSampler, Weight
 class Loaders:
     """Makes the loaders of one fit ready, says where they are, and what of them cannot be gone on with.
 
-    Args:
-        trainer: The trainer.
-        seed: The same on all ranks.
-        place: Where the training is now.
-        shards: Each rank gets its own part of a loader that does not see to that itself.
-        saved: What `state` gave in the run that goes on; None: the data begin anew.
-        same_ranks: Whether as many ranks go on as have saved.
+    `shards`: the ranks share a loader that does not see to that itself; `saved`: what `state` gave before the resume.
     """
 
     def __init__(
@@ -52,14 +49,16 @@ class Loaders:
         *,
         seed: int,
         place: Callable[[], EpochPosition],
+        kept: Attributes,
         shards: bool,
         saved: Mapping[str, Any] | None = None,
         same_ranks: bool = True,
     ) -> None:
         self.trainer = trainer
-        self.seed = seed if saved is None else int(saved["seed"])
+        self.seed = seed
         self.reasons: list[Inexact] = []
         self._place = place
+        self._kept = kept
         self._saved: list[Any] = from_plain(saved["loaders"]) if saved is not None else []
         self._same_ranks = same_ranks
         self._shards = shards
@@ -68,14 +67,28 @@ class Loaders:
 
     def state(self) -> dict[str, Any]:
         """Where each training loader is, for this rank; call it where a batch is done."""
+        for loader in self._training:
+            dataset = getattr(loader, "dataset", None)
+            if isinstance(dataset, SeededInWorkers) and dataset.fairlead_changed:
+                self._inexact(
+                    "what a loader's workers keep in attributes",
+                    "the dataset or collate_fn of each worker changes its own copy, which is in no checkpoint",
+                    "num_workers: 0, or a dataset and collate_fn that keep nothing between two samples",
+                    certain=False,
+                )
         return {"seed": self.seed, "loaders": [self._state(one) for one in self._training]}
 
     def begun(self) -> None:
         """The training has gone on from where it was; what comes now is as in a run that was never interrupted."""
+        self._saved = []
         for loader in self._training:
             going_on = loader if isinstance(loader, StatefulLoader) else _order(loader)
             if going_on is not None:
                 going_on.begun()
+
+    def asked_again(self) -> None:
+        """The training's loaders come once more, the first one first."""
+        self._training = []
 
     def prepare(self, loader: object, *, training: bool) -> object:
         """One loader as the user made it, made ready for the training or for an evaluation."""
@@ -84,10 +97,11 @@ class Loaders:
         epoch = self._place().epoch
         if epoch != self._epoch:
             self._training, self._epoch = [], epoch
+        watch_loader(self._kept, f"loader {len(self._training)}", loader)
         ready = self._trained(loader, len(self._training))
-        saved = self._saved.pop(0) if self._saved else None
-        if saved is not None:
-            self._load(ready, saved, len(self._training))
+        number = len(self._training)
+        if number < len(self._saved) and self._saved[number] is not None:
+            self._load(ready, self._saved[number], number)
         self._training.append(ready)
         return ready
 
@@ -108,8 +122,6 @@ class Loaders:
 
     def _parts(self) -> Mapping[str, int]:
         return self.trainer.distributed_sampler_kwargs or {"num_replicas": 1, "rank": 0}
-
-    # -- training
 
     def _trained(self, loader: object, number: int) -> object:
         if is_stateful(loader):
@@ -160,7 +172,8 @@ class Loaders:
         plain = type(batches) is BatchSampler
         sampler: Any = batches.sampler if plain else loader.sampler
         sharding = self._to_be_sharded(loader)
-        common: dict[str, Any] = {"seed": seed, "place": self._place, "generator": torch.Generator()}
+        once = partial(compat.ends_with_longest, self.trainer)
+        common: dict[str, Any] = {"seed": seed, "place": self._place, "generator": torch.Generator(), "once": once}
         if plain and type(sampler) is ResumableDistributedSampler:
             common["seed"] = sampler.seed
             return _over(loader, ShardedOrder(batches, **common), seed)
@@ -169,7 +182,7 @@ class Loaders:
             and (default := _default_sampler(sampler, loader)) is not None
             and (sharding or self.trainer.world_size == 1)
         ):
-            shards: Mapping[str, Any] = self._parts() if sharding else {"num_replicas": 1, "rank": 0}
+            shards: Mapping[str, Any] = self._parts()
             common["seed"] = broadcast_object(default.pop("seed", seed))  # a generator that ranks have seeded apart
             parts = ResumableDistributedSampler(
                 loader.dataset, **shards, **default, tag_epoch=isinstance(loader.dataset, SeededSamples)
@@ -201,13 +214,12 @@ class Loaders:
 
     def _check_carried(self, loader: Any) -> None:
         if getattr(loader, "num_workers", 0):
-            reason = Inexact(
+            self._inexact(
                 f"the workers of a {type(loader).__name__}",
-                why="their random generators are not in its state; without random samples it is exact",
-                fix="draw from sample_rng(seed, epoch, index) of fairlead_distributed, or use a plain DataLoader",
+                "their random generators are not in its state; without random samples it is exact",
+                "draw from sample_rng(seed, epoch, index) of fairlead_distributed, or use a plain DataLoader",
                 certain=False,
             )
-            self.reasons.append(reason)
         length, limit = sized_len(loader), self.trainer.limit_train_batches
         whole = limit == 1.0 if isinstance(limit, float) else length is not None and limit >= length
         if not whole:
@@ -218,6 +230,8 @@ class Loaders:
             )
 
     def _check_generators(self, loader: DataLoader[Any]) -> None:
+        if not _is_ahead(loader):
+            return  # they are saved with the other attributes of the dataset
         held = [f"dataset.{name}" for name in own_generators(loader.dataset)]
         held += [f"collate_fn.{name}" for name in own_generators(loader.collate_fn)]
         if held:
@@ -242,8 +256,6 @@ class Loaders:
                 compat.set_batches_done(self.trainer, len(order) - order.batches_left(int(state["consumed"])))
         elif order is not None and self._same_ranks:
             order.load_state_dict(state)
-
-    # -- evaluation
 
     def _evaluated(self, loader: object) -> object:
         made: object = None
@@ -282,8 +294,8 @@ class Loaders:
             )
             return None
 
-    def _inexact(self, what: str, because: str, do: str) -> None:
-        reason = Inexact(what, why=because, fix=do)
+    def _inexact(self, what: str, because: str, do: str, *, certain: bool = True) -> None:
+        reason = Inexact(what, why=because, fix=do, certain=certain)
         if reason not in self.reasons:
             self.reasons.append(reason)
 
@@ -299,18 +311,23 @@ def _default_sampler(sampler: Any, loader: DataLoader[Any]) -> dict[str, Any] | 
 
 
 def _over(loader: DataLoader[Any], order: Order, seed: int) -> DataLoader[Any]:
-    """The same loader over an order; with workers, each sample is drawn from a seed of its own."""
+    """The same loader over an order; batches that are made ahead draw each sample from a seed of its own."""
     made = copy.copy(loader)
     made._iterator = None
     replaced: dict[str, Any] = {"batch_sampler": order, "sampler": order.sampler}
-    if made.num_workers > 0:
-        replaced["dataset"] = SeededInWorkers(loader.dataset, seed)
+    if _is_ahead(made):
+        replaced["dataset"] = SeededInWorkers(loader.dataset, seed, loader.collate_fn)
     for name, value in replaced.items():
         object.__setattr__(made, name, value)  # DataLoader forbids it, for iterators that are under way
     made.generator = order.generator  # its own, so that an iterator draws nothing from the model's
     # Lightning warns of a loader that does not know its place; this one's is in each rank's part of a checkpoint.
     vars(made).update(state_dict=_elsewhere, load_state_dict=_elsewhere)
     return made
+
+
+def _is_ahead(loader: DataLoader[Any]) -> bool:
+    """Whether samples are made before the training asks: by workers, or by Lightning where there is no length."""
+    return loader.num_workers > 0 or sized_len(loader) is None
 
 
 def _elsewhere(state: object = None) -> dict[str, Any]:

@@ -23,11 +23,7 @@ def rank_file(rank: int) -> str:
 
 
 def load_part(path: Path) -> Any:
-    """What a rank's file holds: tensors and plain data.
-
-    Raises:
-        CheckpointError: It cannot be read.
-    """
+    """What a rank's file holds: tensors and plain data."""
     try:
         return torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # pickle, zip, OS: torch.load raises whatever it meets
@@ -40,11 +36,7 @@ def load_part(path: Path) -> Any:
 
 
 def read(folder: Path, rank: int) -> dict[str, Any] | None:
-    """A rank's part of a checkpoint; None where it has none: it is plain Lightning's, or of fewer ranks.
-
-    Raises:
-        CheckpointError: It cannot be read, or a newer Fairlead has written it.
-    """
+    """A rank's part of a checkpoint; None where it has none: it is plain Lightning's, or of fewer ranks."""
     path = folder / rank_file(rank)
     if not path.exists():
         return None
@@ -62,11 +54,7 @@ def read(folder: Path, rank: int) -> dict[str, Any] | None:
 
 
 def capture(trainer: L.Trainer) -> dict[str, Any]:
-    """This rank's state between two batches.
-
-    Generators; running means and last metrics; states of torchmetrics; buffers, which each rank of data parallel
-    training has its own of (batch norm); which modules are in evaluation mode, which parameters are frozen.
-    """
+    """This rank's state between two batches; in data parallel training it has buffers of its own (batch norm)."""
     return {
         "format": FORMAT,
         "world_size": trainer.world_size,

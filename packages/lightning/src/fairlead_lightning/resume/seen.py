@@ -14,10 +14,13 @@ from lightning.pytorch.loggers import Logger
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 
+from fairlead.config import TrainerConfig
+from fairlead.config.marks import NotExact, marked
 from fairlead.errors import RunDirectoryError
 from fairlead.exactness import EXACTNESS_FILE, record, sentence, verdict
 from fairlead.findings import Inexact
-from fairlead_distributed.worker_seeds import own_generators
+from fairlead_lightning import compat
+from fairlead_lightning.accelerators.cuda import inexact_kernels
 from fairlead_lightning.loggers.positions import Positioned
 from fairlead_runs.commit import atomic_write
 
@@ -33,31 +36,19 @@ def state_reasons(trainer: L.Trainer) -> list[Inexact]:
                 fix="take batch and batch_idx",
             )
         )
-    callbacks: list[L.Callback] = vars(trainer)["callbacks"]
-    ours = __name__.partition(".")[0]
-    users = [one for one in callbacks if type(one).__module__.partition(".")[0] != ours]
-    for holder in (trainer.lightning_module, *users):
-        held = {name: value for name, value in vars(holder).items() if name not in ("_trainer", "trainer", "_fabric")}
-        reasons += [
+    if any(map(compat.resets_weights, vars(trainer)["callbacks"])):
+        reasons.append(
             Inexact(
-                f"{name.removeprefix('_modules.')} of {type(holder).__name__}",
-                why="a generator of its own, whose state is in no checkpoint",
-                fix="draw from torch's global generator, or save it in on_save_checkpoint",
-                certain=False,
+                "ModelPruning(use_lottery_ticket_hypothesis=True)",
+                why="the weights that it goes back to are in no checkpoint",
+                fix="use_lottery_ticket_hypothesis=False",
             )
-            for name in own_generators(held)
-        ]
+        )
     return reasons
 
 
 def script_reasons(trainer: L.Trainer, *, seeded: bool, in_order: bool) -> Iterator[Inexact]:
-    """What a script's own Trainer has decided: nothing but the object says it.
-
-    Args:
-        trainer: It.
-        seeded: Whether the script has called `seed_everything`.
-        in_order: Whether gradients are added in an order that does not depend on when the run was started.
-    """
+    """What a script's own Trainer has decided: nothing but the object says it."""
     if not seeded:
         yield Inexact(
             "the script's random numbers",
@@ -65,30 +56,18 @@ def script_reasons(trainer: L.Trainer, *, seeded: bool, in_order: bool) -> Itera
             fix="lightning.pytorch.seed_everything(1, workers=True) as the script's first line",
         )
     device = trainer.strategy.root_device.type
-    if device == "cuda" and not torch.are_deterministic_algorithms_enabled():
-        yield Inexact(
-            "Trainer(deterministic=...)",
-            why="sums on a GPU are added in an order of their own, unless kernels are chosen that do not",
-            fix="Trainer(deterministic=True)",
+    if device == "cuda":
+        warns = torch.is_deterministic_algorithms_warn_only_enabled()
+        asked = torch.are_deterministic_algorithms_enabled() and ("warn" if warns else True)
+        yield from inexact_kernels(
+            asked, torch.backends.cudnn.benchmark, lambda name, value: f"Trainer({name}={value!r})"
         )
-    elif device == "cuda" and torch.is_deterministic_algorithms_warn_only_enabled():
-        yield Inexact(
-            "Trainer(deterministic='warn')",
-            why="operations without a deterministic kernel only warn, and are computed in an order of their own",
-            fix="Trainer(deterministic=True)",
-        )
-    elif device not in ("cpu", "cuda"):
+    elif device != "cpu":
         yield Inexact(
             f"the device {device}",
             why="no test has shown that it computes the same bits twice",
             fix="a CPU or CUDA",
             certain=False,
-        )
-    if device == "cuda" and torch.backends.cudnn.benchmark:
-        yield Inexact(
-            "Trainer(benchmark=True)",
-            why="cuDNN measures its kernels at every start, and may choose others that round in another way",
-            fix="Trainer(benchmark=False)",
         )
     strategy = trainer.strategy
     if not in_order:
@@ -104,36 +83,18 @@ def script_reasons(trainer: L.Trainer, *, seeded: bool, in_order: bool) -> Itera
             fix="fairlead.Trainer",
             certain=False,
         )
-    yield from _script_loops(trainer)
-
-
-def _script_loops(trainer: L.Trainer) -> Iterator[Inexact]:
     settings: Any = trainer  # Lightning sets these without a declaration
-    if not isinstance(getattr(trainer, "val_check_interval", None), (int, float)):  # Lightning keeps no duration there
-        yield Inexact(
-            "Trainer(val_check_interval=...)",
-            why="validation comes by the clock, so no two runs validate at the same steps",
-            fix="give a number of batches, or a fraction of an epoch",
-        )
-    if any(isinstance(callback, Timer) for callback in settings.callbacks):
-        yield Inexact(
-            "Trainer(max_time=...), or the callback Timer",
-            why="training ends by the clock, so no two runs end at the same step",
-            fix="max_steps or max_epochs",
-        )
-    if settings.reload_dataloaders_every_n_epochs > 1:
-        yield Inexact(
-            f"Trainer(reload_dataloaders_every_n_epochs={settings.reload_dataloaders_every_n_epochs})",
-            why="each start builds new loaders, even in an epoch in which an undisturbed run keeps them",
-            fix="Trainer(reload_dataloaders_every_n_epochs=1), or 0",
-        )
-    if settings.overfit_batches:
-        yield Inexact(
-            "Trainer(overfit_batches=...)",
-            why="Lightning replaces the samplers of the loaders, and no test has resumed that",
-            fix="limit_train_batches and limit_val_batches",
-            certain=False,
-        )
+    # Lightning keeps no duration as `val_check_interval`, and makes a Timer of `max_time`.
+    by_the_clock = not isinstance(getattr(trainer, "val_check_interval", None), (int, float))
+    found = {
+        "val_check_interval": by_the_clock,
+        "max_time": any(isinstance(callback, Timer) for callback in settings.callbacks),
+        "reload_dataloaders_every_n_epochs": settings.reload_dataloaders_every_n_epochs > 1,
+        "overfit_batches": settings.overfit_batches,
+    }
+    marks = marked(TrainerConfig, NotExact)
+    for mark, name in ((marks[name], name) for name, is_so in found.items() if is_so):
+        yield Inexact(f"Trainer({name}=...)", why=mark.why, fix=mark.fix, certain=mark.certain)
 
 
 def uncut_loggers(loggers: Sequence[Logger]) -> list[str]:
@@ -142,18 +103,7 @@ def uncut_loggers(loggers: Sequence[Logger]) -> list[str]:
 
 
 def write_record(start: Path, settings: list[Inexact], state: list[Inexact], world_size: int, job: str) -> None:
-    """Writes down what was seen; on rank 0.
-
-    Args:
-        start: The folder of this start; it is made if it is not there.
-        settings: What the settings say.
-        state: What was seen of loaders and state.
-        world_size: Ranks in all.
-        job: The `job_digest`.
-
-    Raises:
-        RunDirectoryError: It cannot be written.
-    """
+    """Writes down, in the folder of this start, what was seen of settings, loaders and state; on rank 0."""
     content = record(settings=settings, seen=state, world_size=world_size, job=job)
     try:
         start.mkdir(parents=True, exist_ok=True)

@@ -6,11 +6,13 @@ import copy
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final
 
+import torch
 from lightning.fabric.utilities.data import sized_len
+from torch.utils.data import IterableDataset
 
 from fairlead_distributed import derive_seed, rng_state, set_rng_state
 from fairlead_distributed.batch_order import EpochPosition
-from fairlead_distributed.isolated_generators import IsolatedGenerators
+from fairlead_distributed.rng import IsolatedGenerators
 
 _END: Final = object()
 
@@ -23,13 +25,7 @@ def is_stateful(thing: object) -> bool:
 class StatefulLoader:
     """A loader with a state of its own (StatefulDataLoader and the like), carried for each rank.
 
-    Lightning takes one batch ahead of a loader without a length, to know which is the last; the state before that
-    batch is kept for it.
-
-    Args:
-        loader: The loader.
-        seed: The same on all ranks.
-        place: Where the training is now.
+    Lightning takes one batch ahead of a loader without a length; the state before that batch is kept for it.
     """
 
     def __init__(self, loader: Any, seed: int, place: Callable[[], EpochPosition]) -> None:
@@ -48,9 +44,8 @@ class StatefulLoader:
         return getattr(self.loader, name)
 
     def __iter__(self) -> Iterator[Any]:
-        """The batches from where the training is."""
         state = self._resume
-        if state is not None and state["state"] is not None:
+        if state is not None and state["state"] is not None and not self._begins_by_generator():
             self.loader.load_state_dict(state["state"])
         self._from, self._fetched, self._before, self._finished = self._place(), 0, None, False
         if state is not None and state["rng"] is not None:
@@ -60,6 +55,12 @@ class StatefulLoader:
         ):  # a state may need more than one iterator
             iterator = iter(self.loader)
         return self._batches(iterator)
+
+    def _begins_by_generator(self) -> bool:
+        """Whether an epoch begins that only the loader's own generator decides; its state would draw from it first."""
+        dataset, generator = (getattr(self.loader, name, None) for name in ("dataset", "generator"))
+        ordered = not is_stateful(dataset) and not isinstance(dataset, IterableDataset)
+        return ordered and isinstance(generator, torch.Generator) and self._place().batches == 0
 
     def _batches(self, iterator: Iterator[Any]) -> Iterator[Any]:
         length = sized_len(self)

@@ -11,7 +11,7 @@ from typing import Any, Final
 from fairlead.cli.session import Session
 from fairlead_runs import Beat, RunState, state
 from fairlead_runs.commands.texts import ago, find_run, metric, or_dash, summary, table
-from fairlead_runs.dumps import find_dumps
+from fairlead_runs.states import find_dumps
 from fairlead_runs.waiting import Waiting, grouped, rank_ranges, waiting
 
 _ROWS: Final = 20
@@ -122,7 +122,7 @@ def _said(stuck: Waiting, now: float, *, running: bool) -> str:
         reached = "further: " + ", ".join(sorted({beat.phase for beat in stuck.others}))
     else:
         reached = f"at step {steps[0]}" if len(steps) == 1 else f"at steps {steps[0]} to {steps[-1]}"
-    return f"{text}{others} {reached}" + (f": {wait}" if stuck.all_wait else "")
+    return f"{text}{others} {reached}" + (f": {wait}" if all(beat.place for beat in stuck.others) else "")
 
 
 def _wrong_clocks(beats: Sequence[Beat], now: float) -> Iterator[str]:

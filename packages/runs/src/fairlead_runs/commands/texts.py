@@ -12,11 +12,7 @@ from fairlead_runs import RunState, is_run, list_runs
 
 
 def find_run(name: str, session: Session) -> Path:
-    """A run directory, or the name of one in `runs/`.
-
-    Raises:
-        ConfigError: There is none.
-    """
+    """A run directory, or the name of one in `runs/`; `ConfigError` where there is none."""
     for path in (session.cwd / name, session.cwd / "runs" / name):
         if is_run(path):
             return path

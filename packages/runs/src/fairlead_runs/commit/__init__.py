@@ -7,7 +7,7 @@ The protocol, whatever writes the files (torch, an engine, N ranks in parallel):
 3. `retain`, only after that, deletes what the policy does not keep.
 
 Whenever a process dies or the power fails, `newest_complete` finds a complete checkpoint: the new one or the
-one before.  Everything here is torch-free and works in any training loop.
+one before.  What the disk refuses is a `CheckpointError` that says what to do.  Torch-free, for any training loop.
 
 Example:
     >>> from fairlead_runs.commit import RetentionPolicy, checkpoint_name, publish, retain, stage, write_file

@@ -1,17 +1,7 @@
-"""Checkpoints as directories: listed, the newest complete one found, what killed writers left cleaned away.
-
-```
-checkpoints/
-  .stage-step-00000300.s2/     being written by all ranks
-  step-00000200/               complete: it got this name after its manifest was durable
-    manifest.json  state.ckpt  rank-00001.pt
-  latest                       "step-00000200"
-```
-"""
+"""Checkpoints as directories: listed, the newest complete one found, what killed writers left cleaned away."""
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import secrets
@@ -19,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, Generic, Protocol, Self, TypeVar
+from typing import Any, Generic, Self, TypeVar
 
 from fairlead.errors import CheckpointError
 from fairlead_runs.commit.files import disk_error, remove_tree
@@ -33,31 +23,34 @@ TRASH = ".trash-"
 TEMPORARY = ".tmp-"
 
 
-class Rated(Protocol):
+class Rated:
     """What is compared of checkpoints, here or on a store."""
 
-    @property
-    def step(self) -> int:
-        """The training step."""
-
-    @property
-    def order(self) -> tuple[int, int, int]:
-        """Sorts by age."""
-
-    @property
-    def created(self) -> str:
-        """When it was written, ISO 8601."""
+    step: int
+    version: int
 
     @property
     def metadata(self) -> Mapping[str, Any]:
-        """What the writer said of it."""
+        """What the writer said of it: step, epoch, metrics, ..."""
+        raise NotImplementedError
+
+    @property
+    def created(self) -> str:
+        """When it was written, UTC, ISO 8601."""
+        raise NotImplementedError
+
+    @property
+    def order(self) -> tuple[int, int, int]:
+        """Sorts by age: a later start of the run is newer, also when it went back to an earlier step."""
+        start = self.metadata.get("start", 0)
+        return (start if isinstance(start, int) else 0, self.step, self.version)
 
 
 C = TypeVar("C", bound=Rated)
 
 
 @dataclass(frozen=True)
-class Checkpoint:
+class Checkpoint(Rated):
     """A published checkpoint directory; its manifest is read when it is first asked for.
 
     Attributes:
@@ -72,11 +65,7 @@ class Checkpoint:
 
     @classmethod
     def at(cls, path: Path) -> Checkpoint:
-        """The checkpoint at this path, by its name alone.
-
-        Raises:
-            CheckpointError: It is not named like one.
-        """
+        """The checkpoint at this path, by its name alone; `CheckpointError` where that is none of a checkpoint."""
         match = NAME.fullmatch(path.name)
         if match is None:
             raise CheckpointError("not a checkpoint's name", where=str(path), why="they are named step-00000200")
@@ -89,11 +78,7 @@ class Checkpoint:
 
     @cached_property
     def manifest(self) -> Manifest:
-        """Its manifest.
-
-        Raises:
-            CheckpointError: It is damaged or gone.
-        """
+        """Its manifest; `CheckpointError` where that is damaged or gone."""
         return read_manifest(self.path)
 
     @property
@@ -105,12 +90,6 @@ class Checkpoint:
     def created(self) -> str:
         """When it was written, UTC, ISO 8601."""
         return self.manifest.created
-
-    @property
-    def order(self) -> tuple[int, int, int]:
-        """Sorts by age: a later start of the run is newer, also when it went back to an earlier step."""
-        start = self.metadata.get("start", 0)
-        return (start if isinstance(start, int) else 0, self.step, self.version)
 
 
 @dataclass(frozen=True)
@@ -133,37 +112,19 @@ class Newest(Generic[C]):
 
 
 def checkpoint_name(step: int) -> str:
-    """The directory name of a step's checkpoint.
-
-    Example:
-        >>> checkpoint_name(200)
-        'step-00000200'
-    """
+    """The directory name of a step's checkpoint: `step-00000200`."""
     return f"step-{step:08d}"
 
 
 def list_checkpoints(root: Path) -> list[Checkpoint]:
-    """The published checkpoints by step; one pass over the directory, no manifest is read.
-
-    Raises:
-        CheckpointError: The directory cannot be read.  (A missing one holds no checkpoints.)
-    """
+    """The published checkpoints by step, none where there is no such directory; no manifest is read."""
     found = (checkpoint for checkpoint in _named(root) if (checkpoint.path / MANIFEST).exists())
     return sorted(found, key=lambda checkpoint: (checkpoint.step, checkpoint.version))
 
 
 def readable_checkpoints(root: Path) -> list[Checkpoint]:
-    """Those whose manifest is sound, the oldest first; `newest_complete` reports the others.
-
-    Raises:
-        CheckpointError: The directory cannot be read.
-    """
-    found = []
-    for checkpoint in list_checkpoints(root):
-        with contextlib.suppress(CheckpointError):
-            _ = checkpoint.order
-            found.append(checkpoint)
-    return sorted(found, key=lambda checkpoint: checkpoint.order)
+    """Those whose manifest is sound, the oldest first; `newest_complete` reports the others."""
+    return sorted(_readable(root)[0], key=lambda checkpoint: checkpoint.order)
 
 
 def read_latest(root: Path) -> str | None:
@@ -181,31 +142,18 @@ def newest_complete(
 ) -> Newest[Checkpoint]:
     """The newest checkpoint that is complete, and what had to be passed over.
 
-    `latest` is not trusted: it is one commit behind after a kill between two system calls, and it may name
-    something that was damaged since.  Manifests decide.
+    Manifests decide, not `latest`: after a kill it is one commit behind, or names what was damaged since.
 
     Args:
         root: The `checkpoints` directory.
         deep: Also compare the files' checksums, not only their sizes.
         check: Says what is wrong with a checkpoint, in place of `verify`.
 
-    Raises:
-        CheckpointError: The directory cannot be read.
-
     Example:
-        >>> newest = newest_complete(Path("runs/gpt/checkpoints"))
-        >>> for damage in newest.skipped:
+        >>> for damage in newest_complete(Path("runs/gpt/checkpoints")).skipped:
         ...     print(f"passed over {damage}")
     """
-    skipped: list[Damage] = []
-    readable: list[Checkpoint] = []
-    for checkpoint in _named(root):
-        try:
-            _ = checkpoint.order
-            readable.append(checkpoint)
-        except CheckpointError as error:
-            if checkpoint.path.is_dir():  # otherwise retention deleted it while we were looking
-                skipped.append(Damage(checkpoint.path, None, error.why or error.what))
+    readable, skipped = _readable(root)
     latest = read_latest(root)
     if latest is not None and not (root / latest).is_dir():
         skipped.append(Damage(root / latest, None, "`latest` names it, but it is not there"))
@@ -214,19 +162,9 @@ def newest_complete(
 
 
 def discard_incomplete(root: Path, *, token: str, syscalls: Syscalls | None = None) -> list[Path]:
-    """Deletes what killed writers left behind: stages, temporary files, half-deleted checkpoints.
+    """Deletes what killed writers left behind, and returns it: stages, temporary files, half-deleted checkpoints.
 
-    Args:
-        root: The `checkpoints` directory.
-        token: That of this start.  The caller says with it that it holds the run's lock: everything that
-            belongs to another token is dead and goes at once, everything of this one stays.
-        syscalls: For tests.
-
-    Returns:
-        What was deleted.
-
-    Raises:
-        CheckpointError: Something cannot be deleted.
+    `token` is that of this start, whose stages stay; all others are dead, as the caller holds the run's lock.
     """
     system = syscalls or Syscalls()
     deleted = []
@@ -249,6 +187,19 @@ def to_trash(path: Path, system: Syscalls) -> Path:
     system.rename(path, trash)
     system.fsync_dir(path.parent)
     return trash
+
+
+def _readable(root: Path) -> tuple[list[Checkpoint], list[Damage]]:
+    """Those with a sound manifest, and what is wrong with the others."""
+    readable, damages = [], []
+    for checkpoint in _named(root):
+        try:
+            _ = checkpoint.order
+            readable.append(checkpoint)
+        except CheckpointError as error:
+            if checkpoint.path.is_dir():  # otherwise retention deleted it while we were looking
+                damages.append(Damage(checkpoint.path, None, error.why or error.what))
+    return readable, damages
 
 
 def _named(root: Path) -> list[Checkpoint]:

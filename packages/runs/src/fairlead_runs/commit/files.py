@@ -35,8 +35,8 @@ _ADVICE = {
 class FileWriter:
     """A write-only binary file that hashes what passes: give it to `torch.save`, `pickle.dump`, ...
 
-    Small writes are gathered, large ones go to the kernel as they are, without a copy.  The disk begins with the
-    first pieces while the next ones are still being hashed and copied, so that the fsync at the end finds little to do.
+    Small writes are gathered, large ones not copied.  The disk begins while the next pieces are still being hashed, so
+    that the fsync at the end finds little to do.
     """
 
     def __init__(self, fd: int, algorithm: str, syscalls: Syscalls) -> None:
@@ -119,16 +119,9 @@ def write_file(
         path: A path inside a stage; an old file of that name is overwritten.
         content: The bytes, or a function that writes them to the `FileWriter` it is given.
         algorithm: The checksum; None: the fastest that is installed.
-        syscalls: For tests.
 
     Returns:
         The checksum, computed in passing, for `publish(hashes=...)`.
-
-    Raises:
-        CheckpointError: The disk refused; the path and what to do are in it.
-
-    Example:
-        >>> write_file(stage_dir / "state.ckpt", lambda file: torch.save(state, file))   # doctest: +SKIP
     """
     system = syscalls or Syscalls()
     try:
@@ -147,13 +140,7 @@ def atomic_write(
 ) -> FileHash:
     """Replaces a single file as a whole: whoever reads it, and whenever the power fails, it is old or new.
 
-    Written under another name in the same directory, fsynced, renamed, the directory fsynced.
-
-    Returns:
-        The checksum by `algorithm`, computed in passing.
-
-    Raises:
-        CheckpointError: (or the class given as `error`) the disk refused; the old file is untouched.
+    Returns its checksum. Where the disk refuses, it raises `error`, and the old file is untouched.
     """
     try:
         return replace_file(path, content, algorithm=algorithm, syscalls=syscalls)
@@ -162,16 +149,12 @@ def atomic_write(
 
 
 def replace_file(
-    path: Path, content: Content, *, algorithm: str = "crc32", syscalls: Syscalls | None = None
+    path: Path, content: Content, *, algorithm: str = "crc32", mode: int = 0o666, syscalls: Syscalls | None = None
 ) -> FileHash:
-    """`atomic_write`, for who has an error of their own for what the disk says.
-
-    Raises:
-        OSError: The disk refused; the old file is untouched.
-    """
+    """`atomic_write`, for who has an error of their own for what the disk says: raises `OSError`."""
     system = syscalls or Syscalls()
     temporary = path.with_name(f"{_TEMPORARY}{secrets.token_hex(6)}")
-    digest = _write(temporary, content, os.O_EXCL, algorithm, system)
+    digest = _write(temporary, content, os.O_EXCL, algorithm, system, mode)
     try:
         system.rename(temporary, path)
     except OSError:
@@ -183,11 +166,7 @@ def replace_file(
 
 
 def ensure_dir(path: Path, syscalls: Syscalls) -> None:
-    """Makes a directory and its parents, each durable, where they are missing.
-
-    Raises:
-        OSError: It cannot be made, or a file is in the way.
-    """
+    """Makes a directory and its parents, each durable, where they are missing; raises `OSError`."""
     if path.is_dir():
         return
     if path.parent != path:
@@ -225,8 +204,10 @@ def _call(content: Callable[[FileWriter], object], writer: FileWriter) -> None:
         raise writer.error
 
 
-def _write(path: Path, content: Content, flags: int, algorithm: str | None, system: Syscalls) -> FileHash:
-    fd = system.open(path, os.O_WRONLY | os.O_CREAT | flags)
+def _write(
+    path: Path, content: Content, flags: int, algorithm: str | None, system: Syscalls, mode: int = 0o666
+) -> FileHash:
+    fd = system.open(path, os.O_WRONLY | os.O_CREAT | flags, mode)
     closing = True
     try:
         writer = FileWriter(fd, algorithm or default_algorithm(), system)

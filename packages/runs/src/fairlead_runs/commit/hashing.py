@@ -1,11 +1,8 @@
-"""Checksums of files: which algorithm, and how it is computed.
+"""Checksums of files, which find damage and do not authenticate.
 
-A checksum here finds damage (flipped bits, lost pages, truncation); it does not authenticate.  One
-core of an AMD EPYC with SHA instructions hashed xxh3_128 at 32, crc32 at 4.2, sha256 at 1.8 (about
-0.4 without those instructions) and blake2b at 0.9 GB/s, against 1 to 3 GB/s of a local disk.  So:
-xxh3_128 when `xxhash` is installed (free), otherwise zlib's crc32, which every Python has and which
-is still faster than disks (one in 2^32 damaged files passes; sizes are compared as well).  sha256 can
-be asked for.  A manifest names the algorithm of each file, so that changing the choice breaks nothing.
+One core of an AMD EPYC with SHA instructions hashed xxh3_128 at 32, crc32 at 4.2, sha256 at 1.8 and blake2b at 0.9
+GB/s, against 1 to 3 GB/s of a local disk.  So: xxh3_128 when `xxhash` is installed, otherwise zlib's crc32, which
+every Python has (one in 2^32 damaged files passes; sizes are compared as well); sha256 can be asked for.
 """
 
 from __future__ import annotations
@@ -77,35 +74,21 @@ def default_algorithm() -> str:
     return "xxh3_128" if importlib.util.find_spec("xxhash") else "crc32"
 
 
-def new_hasher(algorithm: str | None = None) -> Hasher:
-    """A hasher of this algorithm (None: the default).
-
-    Raises:
-        CheckpointError: No such algorithm; a newer Fairlead wrote it.
-        MissingDependencyError: Its package is not installed; `fix` is the pip line.
-    """
-    name = algorithm or default_algorithm()
-    if name not in ALGORITHMS:
+def new_hasher(algorithm: str) -> Hasher:
+    """A hasher; `CheckpointError`: only a newer Fairlead has it, `MissingDependencyError`: its package is lacking."""
+    if algorithm not in ALGORITHMS:
         raise CheckpointError(
-            f"unknown checksum algorithm {name!r}",
+            f"unknown checksum algorithm {algorithm!r}",
             why=f"this version knows {', '.join(sorted(ALGORITHMS))}",
             fix="pip install --upgrade fairlead",
         )
-    return ALGORITHMS[name]()
+    return ALGORITHMS[algorithm]()
 
 
 def hash_file(
     path: Path, algorithm: str | None = None, *, sync: bool = False, syscalls: Syscalls | None = None
 ) -> FileHash:
-    """Reads a file once and hashes it; with `sync`, it is fsynced first.
-
-    Raises:
-        OSError: The file cannot be read.
-
-    Example:
-        >>> hash_file(Path("state.ckpt"), "crc32")                       # doctest: +SKIP
-        FileHash(algorithm='crc32', digest='352441c2', size=3)
-    """
+    """Reads a file once and hashes it; with `sync`, it is fsynced first.  `OSError`: it cannot be read."""
     system = syscalls or Syscalls()
     name = algorithm or default_algorithm()
     hasher, size = new_hasher(name), 0

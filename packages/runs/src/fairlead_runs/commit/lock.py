@@ -1,11 +1,9 @@
 """A lock on a directory that holds on network file systems, survives crashes and tells who has it.
 
-The lock is a file made with `link(2)`, which NFS too does for one contender only.  Its holder touches it
-every few seconds; whoever finds it stale (its process is gone, or nobody touched it for long) takes it over.
-
-A takeover must not remove the *new* lock of another contender who was faster.  So it happens under a guard,
-itself a lock of the same kind: under it, the lock is looked at again, and moved away only if it is still the
-stale one.  After that everyone is back at `link`.
+The lock is a file made with `link(2)`, which NFS too does for one contender only.  Its holder touches it every few
+seconds; whoever finds it stale takes it over.  A takeover must not remove the *new* lock of a faster contender, so it
+happens under a guard, itself such a lock: the lock is looked at again, and moved away only if it is still the stale
+one.  After that everyone is back at `link`.
 """
 
 from __future__ import annotations
@@ -19,7 +17,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 
 from fairlead.errors import RunDirectoryError, RunLockedError
 from fairlead_runs.commit.files import disk_error
@@ -49,11 +46,7 @@ class LockState:
 
 
 def read_lock(path: Path, *, stale_after_s: float = 120.0) -> LockState | None:
-    """Who holds the lock `path`, for showing it; writes nothing, so ages are by this host's clock.
-
-    Returns:
-        None when nobody does.
-    """
+    """Who holds the lock `path`, None when nobody does; writes nothing, so ages are by this host's clock."""
     return _look(path, LockOwner.here(), stale_after_s, time.time)
 
 
@@ -64,10 +57,9 @@ class Lock:
         path: The lock file; its directory exists.
         owner: Who takes it; None: this process.
         interval_s: Seconds between heartbeats.
-        stale_after_s: From how many seconds without a heartbeat on the owner counts as dead.  Generous: a
-            process that is stopped, or holds the GIL, beats late.
+        stale_after_s: Without a heartbeat for so many seconds the owner counts as dead.  Generous: a process that is
+            stopped, or holds the GIL, beats late.
         on_lost: Called from the heartbeat's thread when the lock was taken by someone else all the same.
-        syscalls: For tests.
 
     Example:
         >>> with Lock(run / ".lock"):                                     # doctest: +SKIP
@@ -101,10 +93,7 @@ class Lock:
         return self._pid == os.getpid() and not self._lost
 
     def acquire(self, *, wait_s: float = 0.0) -> None:
-        """Takes the lock.
-
-        Args:
-            wait_s: How long to wait for a living owner.
+        """Takes the lock; waits up to `wait_s` seconds for a living owner.
 
         Raises:
             RunLockedError: Someone alive holds it; who, where, since when, and what to do.
@@ -147,8 +136,7 @@ class Lock:
         """Call before something that only the holder may do, such as publishing a checkpoint.
 
         Raises:
-            RunLockedError: The lock was lost: this process was stopped for so long that another took over,
-                or someone deleted the file.
+            RunLockedError: This process was stopped for so long that another took over, or someone deleted the file.
         """
         if self.held and self._mine():
             return
@@ -164,9 +152,7 @@ class Lock:
         self.acquire()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exc: object) -> None:
         self.release()
 
     def _try(self, path: Path, depth: int = 0) -> bool:
@@ -191,13 +177,7 @@ class Lock:
 
     def _create(self, temporary: Path, path: Path) -> bool:
         """Makes the lock file with its content in it at once."""
-        content = self.owner.dump()
-        fd = self._system.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
-        try:
-            self._system.write(fd, memoryview(content))
-            self._system.fsync(fd)
-        finally:
-            self._system.close(fd)
+        self._write(temporary)
         try:
             self._system.link(temporary, path)
         except FileExistsError:
@@ -206,15 +186,18 @@ class Lock:
             if error.errno not in _NO_LINKS:
                 raise
             try:
-                fd = self._system.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+                self._write(path)
             except FileExistsError:
                 return False
-            try:
-                self._system.write(fd, memoryview(content))
-                self._system.fsync(fd)
-            finally:
-                self._system.close(fd)
         return True
+
+    def _write(self, path: Path) -> None:
+        fd = self._system.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+        try:
+            self._system.write(fd, memoryview(self.owner.dump()))
+            self._system.fsync(fd)
+        finally:
+            self._system.close(fd)
 
     def _displace(self, path: Path, stale: LockState) -> None:
         """Under the guard: moves the stale lock away, if it is still that one."""

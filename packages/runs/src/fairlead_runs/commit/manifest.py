@@ -5,17 +5,17 @@ from __future__ import annotations
 import datetime
 import hashlib
 import json
-import math
 import os
 from collections.abc import Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, NoReturn
 
 from fairlead.errors import CheckpointError
 from fairlead_runs.commit.hashing import FileHash, hash_file
 from fairlead_runs.commit.syscalls import Syscalls
+from fairlead_runs.describe import plain
 
 MANIFEST = "manifest.json"
 FORMAT = 1
@@ -50,14 +50,9 @@ class Manifest:
 
     @classmethod
     def now(cls, files: Mapping[str, FileHash], metadata: Mapping[str, Any]) -> Manifest:
-        """A manifest of this moment.
-
-        Raises:
-            CheckpointError: The metadata holds something other than primitives.
-        """
+        """A manifest of this moment; `CheckpointError` where the metadata holds something other than primitives."""
         created = datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")
-        clean = {str(key): _primitive(value, str(key)) for key, value in metadata.items()}
-        return cls(dict(sorted(files.items())), clean, created)
+        return cls(dict(sorted(files.items())), plain(metadata, _refuse), created)
 
     @property
     def size(self) -> int:
@@ -72,16 +67,12 @@ class Manifest:
             "metadata": dict(self.metadata),
             "files": {name: {"size": f.size, f.algorithm: f.digest} for name, f in self.files.items()},
         }
-        body[_DIGEST] = _digest(body)
+        body[_DIGEST] = json_digest(body)
         return (json.dumps(body, indent=1, ensure_ascii=False) + "\n").encode()
 
     @classmethod
     def load(cls, data: bytes) -> Manifest:
-        """Reads the text of a manifest.
-
-        Raises:
-            ValueError: It is torn, damaged, or of a newer format; the message says which.
-        """
+        """Reads the text of a manifest; `ValueError` says whether it is torn, damaged, or of a newer format."""
         try:
             body = json.loads(data)
         except ValueError:
@@ -90,18 +81,14 @@ class Manifest:
             raise ValueError("the manifest is not one of Fairlead")
         if body["format"] > FORMAT:
             raise ValueError(f"the manifest has format {body['format']}, this version of Fairlead knows {FORMAT}")
-        if body.pop(_DIGEST, None) != _digest(body):
+        if body.pop(_DIGEST, None) != json_digest(body):
             raise ValueError("the manifest's own checksum is wrong: it was changed after it was written")
         files = {name: _file_hash(entry) for name, entry in body["files"].items()}
         return cls(files, body["metadata"], body["created"])
 
 
 def read_manifest(path: Path) -> Manifest:
-    """The manifest of the checkpoint directory `path`.
-
-    Raises:
-        CheckpointError: There is none, or it is damaged.
-    """
+    """The manifest of a checkpoint directory; `CheckpointError` where there is none, or a damaged one."""
     try:
         return Manifest.load((path / MANIFEST).read_bytes())
     except FileNotFoundError:
@@ -128,7 +115,6 @@ def verify(
         deep: Also read all files and compare their checksums; otherwise only sizes.
         only: The files to look at, by name in the manifest; None: all.
         threads: How many files are read at a time; None: one per core, at most 16.
-        syscalls: For tests.
 
     Raises:
         MissingDependencyError: Its checksums need a package that is not installed.
@@ -177,7 +163,8 @@ def is_inside(name: str) -> bool:
     return inside and str(pure) == name and "\0" not in name
 
 
-def _digest(body: Mapping[str, Any]) -> str:
+def json_digest(body: Any) -> str:
+    """The sha256 of plain data, as canonical JSON, in hexadecimal."""
     text = json.dumps(body, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
     return hashlib.sha256(text.encode()).hexdigest()
 
@@ -187,17 +174,7 @@ def _file_hash(entry: Mapping[str, Any]) -> FileHash:
     return FileHash(algorithm, entry[algorithm], entry["size"])
 
 
-def _primitive(value: Any, where: str) -> Any:
-    if value is None or isinstance(value, (str, bool)):
-        return value
-    if isinstance(value, int):
-        return int(value)
-    if isinstance(value, float):  # JSON has no NaN; `float()` reads the text back
-        return float(value) if math.isfinite(value) else str(float(value))
-    if isinstance(value, Mapping):
-        return {str(key): _primitive(item, f"{where}.{key}") for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_primitive(item, f"{where}.{index}") for index, item in enumerate(value)]
+def _refuse(value: object, where: str) -> NoReturn:
     raise CheckpointError(
         f"a checkpoint's metadata holds a {type(value).__name__}",
         where=where,

@@ -8,7 +8,7 @@ import json
 import os
 import secrets
 import socket
-from dataclasses import MISSING, asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 from fairlead.interfaces import Job
@@ -19,9 +19,6 @@ class LockOwner:
     """The holder of a lock, as its file names it.
 
     Attributes:
-        host: Host name.
-        pid: Process id on that host.
-        user: User name.
         job: The scheduler's id of the job (`slurm:4711`), or None.
         attempt: How often the scheduler has restarted this job; a job never runs twice at a time, so a
             higher attempt of the same job proves the lower one dead.
@@ -69,8 +66,7 @@ class LockOwner:
         """The owner in a lock file's text; None when that is torn."""
         try:
             body = json.loads(data)
-            names = [f.name for f in fields(cls) if f.name in body or f.default is MISSING]
-            return cls(**{name: body[name] for name in names})
+            return cls(**{field.name: body[field.name] for field in fields(cls)})
         except (ValueError, KeyError, TypeError):
             return None
 

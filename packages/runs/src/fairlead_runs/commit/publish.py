@@ -29,10 +29,6 @@ def stage(root: Path, name: str, *, token: str, syscalls: Syscalls | None = None
         name: `checkpoint_name(step)`.
         token: Letters, digits, `-` and `_`, equal on all ranks of one start of the run and different for
             each start (`s3`), so that remains of a killed start are never mixed into this one.
-        syscalls: For tests.
-
-    Raises:
-        CheckpointError: It cannot be made.
     """
     system = syscalls or Syscalls()
     if not NAME.fullmatch(name) or not _TOKEN.fullmatch(token):
@@ -49,11 +45,7 @@ def stage(root: Path, name: str, *, token: str, syscalls: Syscalls | None = None
 
 
 def abandon(stage_dir: Path, *, syscalls: Syscalls | None = None) -> None:
-    """Deletes a stage that will not be published; call it once all its writers have ended.
-
-    Raises:
-        CheckpointError: It cannot be deleted.
-    """
+    """Deletes a stage that will not be published; call it once all its writers have ended."""
     try:
         remove_tree(stage_dir, syscalls or Syscalls())
     except OSError as error:
@@ -70,9 +62,8 @@ def publish(
 ) -> Checkpoint:
     """Makes a stage the newest complete checkpoint; called by one process, after all writers have ended.
 
-    The manifest is written and fsynced, then the directory, then it is renamed, then the parent is fsynced,
-    then `latest` is replaced.  When this returns, the checkpoint survives a power cut.  Only then may
-    anything older be deleted.
+    When this returns, the checkpoint survives a power cut; only then may anything older be deleted.  A step that has a
+    complete one already becomes `step-00000200.2`: replacing a directory is not atomic.
 
     Args:
         stage_dir: What `stage` returned.
@@ -80,13 +71,7 @@ def publish(
             checkpoints), `metrics`, config hash, world size, ...
         hashes: Checksums that the writers computed in passing, by path inside the stage.  Files without
             one (of engines that write by themselves) are fsynced and hashed here.
-        files: What must be there, exactly; None: whatever is there.  A missing file is an error, another
-            one is deleted.
-        syscalls: For tests.
-
-    Returns:
-        The checkpoint.  A step that already has a complete one becomes `step-00000200.2`: replacing a
-        directory is not atomic, and the old one may be the only one.
+        files: What must be there, exactly; None: whatever is there.  Another file is deleted.
 
     Raises:
         CheckpointError: The disk refused, or a file is missing or not what its writer reported.  The stage

@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import datetime
+import errno
 import itertools
 import math
+import secrets
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar
 
 from fairlead.errors import ConfigError
-from fairlead_runs.commit.checkpoints import Checkpoint, Rated, read_latest, readable_checkpoints, to_trash
+from fairlead_runs.commit.checkpoints import (
+    TEMPORARY,
+    Checkpoint,
+    Rated,
+    read_latest,
+    readable_checkpoints,
+    to_trash,
+)
 from fairlead_runs.commit.files import atomic_write, disk_error, remove_tree
-from fairlead_runs.commit.links import BEST, LAST, point
 from fairlead_runs.commit.manifest import verify
 from fairlead_runs.commit.syscalls import Syscalls
 
@@ -21,7 +29,8 @@ if TYPE_CHECKING:
     from fairlead.config import CheckpointConfig
 
 KEEP = "KEEP"
-
+_NO_LINKS: Final = {errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL}
+"""What file systems without symbolic links answer (FAT, some FUSE and SMB mounts); `latest` is a file for them."""
 
 R = TypeVar("R", bound=Rated)
 
@@ -33,7 +42,7 @@ class RetentionPolicy:
     Attributes:
         last: The newest so many; None: all.
         best: The so many best ones by `metric`, a key of the metadata's `metrics`.
-        metric: Which one; needed when `best` is not 0.
+        metric: Needed when `best` is not 0.
         mode: Whether a small (`min`) or a large (`max`) value is good.
         every_n_steps: Those whose step is a multiple of it.
         every_minutes: The first one of each such span of time.
@@ -48,12 +57,7 @@ class RetentionPolicy:
 
     @classmethod
     def of(cls, config: CheckpointConfig, metric: str | None) -> RetentionPolicy:
-        """What the settings of a job say.
-
-        Args:
-            config: `trainer.checkpoint`.
-            metric: Which metric decides, once it is known; None: none of them is a best one.
-        """
+        """What `trainer.checkpoint` says; `metric` None: it is not known yet, and none is a best one."""
         return cls(
             last=config.keep_last,
             best=config.keep_best if metric else 0,
@@ -86,11 +90,7 @@ def best(checkpoints: Sequence[R], metric: str, mode: Literal["min", "max"] = "m
 
 
 def keep_forever(checkpoint: Checkpoint, *, syscalls: Syscalls | None = None) -> None:
-    """Marks a checkpoint so that no retention deletes it; deleting the file `KEEP` in it takes that back.
-
-    Raises:
-        CheckpointError: The mark cannot be written.
-    """
+    """Marks a checkpoint so that no retention deletes it; deleting the file `KEEP` in it takes that back."""
     atomic_write(checkpoint.path / KEEP, b"This checkpoint is kept until this file is deleted.\n", syscalls=syscalls)
 
 
@@ -102,25 +102,16 @@ def is_kept_forever(checkpoint: Checkpoint) -> bool:
 def retain(
     root: Path, policy: RetentionPolicy, *, held: Collection[str] = (), syscalls: Syscalls | None = None
 ) -> list[Checkpoint]:
-    """Deletes what the policy does not keep; call it only after `publish` has returned.
+    """Deletes what the policy does not keep, and returns it, oldest first; call it only after `publish` has returned.
 
     Before that, `last` and `best` become links to the newest and the best checkpoint, where the file system has links.
-
-    Never deletes the newest complete checkpoint, what `latest` names, a marked one, or a damaged one (whose
-    remains may still be wanted; `fairlead checkpoint ls` shows them).  Of two checkpoints of one step, the
-    older is deleted unless it is marked.
+    Never deletes the newest complete checkpoint, what `latest` names, a marked one, or a damaged one (whose remains may
+    still be wanted).  Of two checkpoints of one step, the older is deleted unless it is marked.
 
     Args:
         root: The `checkpoints` directory.
         policy: What is kept.
         held: Names of those that somebody is reading, as an upload; they stay for now.
-        syscalls: For tests.
-
-    Returns:
-        What was deleted, oldest first.
-
-    Raises:
-        CheckpointError: Something cannot be deleted; the listing is right all the same.
     """
     system = syscalls or Syscalls()
     ordered = readable_checkpoints(root)
@@ -130,11 +121,11 @@ def retain(
         raise disk_error(error, "cannot name the newest or the best checkpoint", root) from error
     if policy.last is None:
         return []
-    keep = _keepers(ordered, policy, root)
+    keep = {read_latest(root), *held, *(item.name for item in chosen(ordered, policy, _sound))}
     deleted = []
     try:
         for checkpoint in ordered:
-            if checkpoint in keep or checkpoint.name in held or verify(checkpoint.path):
+            if checkpoint.name in keep or is_kept_forever(checkpoint) or not _sound(checkpoint):
                 continue
             trash = to_trash(checkpoint.path, system)
             deleted.append(checkpoint)
@@ -145,26 +136,35 @@ def retain(
 
 
 def _link(root: Path, ordered: list[Checkpoint], policy: RetentionPolicy, system: Syscalls) -> None:
+    """Makes `last` and `best` name checkpoints: for people and scripts; nothing here trusts them."""
     for newest in _first_sound(reversed(ordered), 1, _sound):
-        point(root, LAST, newest, system)
+        _point(root / "last", newest, system)
     if policy.metric is not None and policy.best:  # without it, nothing says that the best one stays
         for item in _first_sound(best(ordered, policy.metric, policy.mode), 1, _sound):
-            point(root, BEST, item, system)
+            _point(root / "best", item, system)
 
 
-def _keepers(ordered: list[Checkpoint], policy: RetentionPolicy, root: Path) -> set[Checkpoint]:
-    latest = read_latest(root)
-    protected = {item for item in ordered if item.name == latest or is_kept_forever(item)}
-    return protected | chosen(ordered, policy, _sound)
+def _point(link: Path, checkpoint: Checkpoint, system: Syscalls) -> None:
+    """Makes a link lead to a checkpoint, at once; what is there and is no link stays."""
+    if link.is_symlink():
+        if str(link.readlink()) == checkpoint.name:
+            return
+    elif link.exists():
+        return
+    temporary = link.with_name(f"{TEMPORARY}{secrets.token_hex(6)}")
+    try:
+        system.symlink(checkpoint.name, temporary)
+    except OSError as error:
+        if error.errno in _NO_LINKS:
+            return
+        raise
+    system.rename(temporary, link)
 
 
 def chosen(ordered: Sequence[R], policy: RetentionPolicy, sound: Callable[[R], bool] = lambda _: True) -> set[R]:
-    """What the rules of a policy keep; wherever the checkpoints are.
+    """What the rules of a policy keep of checkpoints, oldest first, wherever they are.
 
-    Args:
-        ordered: The checkpoints, oldest first.
-        policy: The rules.
-        sound: Whether one is complete: a damaged one is none of the last, and none of the best.
+    A damaged one, by `sound`, is none of the last, and none of the best.
     """
     newest_of_step = {item.step: item for item in ordered}
     current = [item for item in ordered if newest_of_step[item.step] is item]

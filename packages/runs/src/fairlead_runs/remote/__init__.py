@@ -1,8 +1,8 @@
 """Checkpoints on an object store, over fsspec URLs: `s3://`, `gs://`, `memory://`, `file://`, ...
 
-Below `<url>/<run>/` everything is named as in the run directory's `checkpoints/`. The files of a checkpoint are
-uploaded first and its `manifest.json` last: what has no manifest is no checkpoint. A store has no rename, so this
-one object is the commit. fsspec is imported when a store is opened; torch never is.
+Below `<url>/<run>/` everything is named as in the run directory's `checkpoints/`. A store has no rename, so the
+`manifest.json` of a checkpoint is uploaded last and is the commit: what has no manifest is no checkpoint. A store that
+refuses or does not answer is a `CheckpointError`. fsspec is imported when a store is opened; torch never is.
 
 Example:
     >>> from pathlib import Path
@@ -21,12 +21,13 @@ from fairlead_runs.remote.listing import (
     RemoteCheckpoint,
     RemoteRun,
     checkpoint_at,
+    discard_incomplete,
     list_checkpoints,
     list_run,
     newest_complete,
+    retain,
     verify,
 )
-from fairlead_runs.remote.retention import discard_incomplete, retain
 from fairlead_runs.remote.retrying import Retries
 from fairlead_runs.remote.store import Entry, Store
 from fairlead_runs.remote.uploading import upload

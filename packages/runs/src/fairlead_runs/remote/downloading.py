@@ -28,8 +28,6 @@ def download(store: Store, checkpoint: RemoteCheckpoint, root: Path, *, threads:
     """Copies a checkpoint into a directory of checkpoints, where it appears once all of it is there and right.
 
     Args:
-        store: The run's.
-        checkpoint: One of it.
         root: The `checkpoints` directory; made when missing.
         threads: Files downloaded at a time.
 
@@ -38,7 +36,6 @@ def download(store: Store, checkpoint: RemoteCheckpoint, root: Path, *, threads:
 
     Raises:
         DamagedCopyError: A file is missing or is not what the manifest says.
-        CheckpointError: The store does not answer, or the disk refuses.
     """
     damages = checkpoint.damages()
     if damages or checkpoint.manifest is None:
@@ -61,18 +58,9 @@ def download(store: Store, checkpoint: RemoteCheckpoint, root: Path, *, threads:
 def newest_sound(
     store: Store, root: Path, *, after: tuple[int, int, int] | None
 ) -> tuple[Checkpoint | None, list[str]]:
-    """Downloads the newest checkpoint of a run that is right, of those newer than a local one.
+    """Downloads the newest sound checkpoint of a run that is newer than `after`, the `order` of the newest local one.
 
-    Args:
-        store: The run's.
-        root: The local `checkpoints` directory.
-        after: The `order` of the newest complete local one; None: there is none.
-
-    Returns:
-        The local copy, or None where the store has nothing newer; and what was passed over, in words.
-
-    Raises:
-        CheckpointError: The store does not answer, or the disk refuses.
+    The local copy, or None where the store has nothing newer; and what was passed over, in words.
     """
     skipped: list[str] = []
     for checkpoint in sorted(list_checkpoints(store), key=lambda item: item.order, reverse=True):
@@ -86,16 +74,13 @@ def newest_sound(
 
 
 def fetch(url: str, root: Path, *, store: Store | None = None) -> Checkpoint:
-    """Downloads the checkpoint of a URL.
+    """Downloads the checkpoint of a URL, `s3://bucket/prefix/RUN/step-00000200`, into a directory of checkpoints.
 
-    Args:
-        url: `s3://bucket/prefix/RUN/step-00000200`.
-        root: A directory of checkpoints.
-        store: The run's, where it is open already; None: opened without options.
+    `store` is the run's, where it is open already; None: opened without options.
 
     Raises:
         ConfigError: This is not the URL of a checkpoint.
-        CheckpointError: There is none, it is damaged, or the store does not answer.
+        CheckpointError: There is none, or it is damaged.
     """
     place, name = split_checkpoint_url(url)
     store = store if store is not None and store.url == place else Store.open(place)

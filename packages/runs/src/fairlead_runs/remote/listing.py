@@ -1,19 +1,18 @@
-"""The checkpoints of a store, by their manifests."""
+"""The checkpoints of a store, by their manifests; which of them stay, by the policy of the run directory."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from fairlead.errors import CheckpointError
-from fairlead_runs.commit.checkpoints import NAME, Newest
+from fairlead_runs.commit.checkpoints import NAME, Newest, Rated
 from fairlead_runs.commit.hashing import FileHash, new_hasher
 from fairlead_runs.commit.manifest import MANIFEST, Damage, Manifest, is_inside, wrong_checksum
-from fairlead_runs.commit.retention import KEEP
-from fairlead_runs.remote.retrying import store_error
+from fairlead_runs.commit.retention import KEEP, RetentionPolicy, chosen
 from fairlead_runs.remote.store import Entry, Store
 from fairlead_runs.remote.urls import join
 
@@ -21,13 +20,11 @@ _THREADS = 8
 
 
 @dataclass(frozen=True)
-class RemoteCheckpoint:
+class RemoteCheckpoint(Rated):
     """A checkpoint on a store: it has a manifest.
 
     Attributes:
         url: Where it is.
-        step: The training step in its name.
-        version: 1, or n for the n-th checkpoint of one step.
         manifest: Its manifest; None when that is damaged.
         problem: What is wrong with the manifest.
         entries: Its objects, by their names inside the checkpoint.
@@ -57,12 +54,6 @@ class RemoteCheckpoint:
     def created(self) -> str:
         """When it was written, UTC, ISO 8601; empty when the manifest is damaged."""
         return self.manifest.created if self.manifest is not None else ""
-
-    @property
-    def order(self) -> tuple[int, int, int]:
-        """Sorts by age, as that of a local one."""
-        start = self.metadata.get("start", 0)
-        return (start if isinstance(start, int) else 0, self.step, self.version)
 
     @property
     def complete(self) -> bool:
@@ -112,38 +103,22 @@ class RemoteRun:
 
 
 def list_run(store: Store) -> RemoteRun:
-    """All that is at the place of a run, with one look at the store and one at each manifest.
-
-    Raises:
-        CheckpointError: The store refuses, or does not answer.
-
-    Example:
-        >>> list_run(Store.open("s3://bucket/prefix/gpt")).unfinished                # doctest: +SKIP
-        ['step-00000400']
-    """
+    """All that is at the place of a run, with one look at the store and one at each manifest."""
     entries = store.list()
-    groups = grouped(entries)
+    groups = _grouped(entries)
     unfinished = [name for name, inside in groups.items() if MANIFEST not in inside]
     others = dict.fromkeys(name.partition("/")[0] for name in entries)
     return RemoteRun(_of(store, groups), unfinished, [name for name in others if name not in groups])
 
 
 def list_checkpoints(store: Store) -> list[RemoteCheckpoint]:
-    """The checkpoints of a run by step; those with a damaged manifest too. What has no manifest is none.
-
-    Raises:
-        CheckpointError: The store refuses, or does not answer.
-    """
-    return _of(store, grouped(store.list()))
+    """The checkpoints of a run by step; those with a damaged manifest too. What has no manifest is none."""
+    return _of(store, _grouped(store.list()))
 
 
 def checkpoint_at(store: Store, name: str) -> RemoteCheckpoint:
-    """One checkpoint by its name.
-
-    Raises:
-        CheckpointError: There is none; what is there is named.
-    """
-    groups = grouped(store.list())
+    """One checkpoint by its name; `CheckpointError` says what is there instead."""
+    groups = _grouped(store.list())
     found = _of(store, {name: groups[name]} if name in groups else {})
     if found:
         return found[0]
@@ -156,28 +131,14 @@ def checkpoint_at(store: Store, name: str) -> RemoteCheckpoint:
 
 
 def newest_complete(store: Store) -> Newest[RemoteCheckpoint]:
-    """The newest checkpoint that is complete by manifest and sizes, and what had to be passed over.
-
-    Raises:
-        CheckpointError: The store refuses, or does not answer.
-
-    Example:
-        >>> newest = newest_complete(Store.open("s3://bucket/prefix/gpt"))           # doctest: +SKIP
-    """
+    """The newest checkpoint that is complete by manifest and sizes, and what had to be passed over."""
     return Newest.of(list_checkpoints(store), RemoteCheckpoint.damages)
 
 
 def verify(store: Store, checkpoint: RemoteCheckpoint, *, deep: bool = False, threads: int = _THREADS) -> list[Damage]:
     """What is wrong with a checkpoint; an empty list when nothing is.
 
-    Args:
-        store: The run's.
-        checkpoint: One of it.
-        deep: Also read every file and compare its checksum; this transfers all of it.
-        threads: Files read at a time.
-
-    Raises:
-        CheckpointError: The store refuses, or does not answer.
+    With `deep`, every file is read and its checksum compared, `threads` at a time; this transfers all of it.
     """
     damages = checkpoint.damages()
     if damages or not deep or checkpoint.manifest is None:
@@ -187,51 +148,58 @@ def verify(store: Store, checkpoint: RemoteCheckpoint, *, deep: bool = False, th
         return [d for d in pool.map(lambda item: changed(store, checkpoint.name, *item), files) if d is not None]
 
 
+def retain(store: Store, policy: RetentionPolicy, *, keep: Collection[str] = ()) -> list[RemoteCheckpoint]:
+    """Deletes what the policy does not keep, and returns it, oldest first; call it after `upload` has returned.
+
+    The manifest goes first: what is half deleted is no checkpoint. Never deletes the newest complete one, one with an
+    object `KEEP`, a damaged one, or one whose name is in `keep`.
+    """
+    if policy.last is None:
+        return []
+    ordered = sorted((item for item in list_checkpoints(store) if item.complete), key=lambda item: item.order)
+    kept = chosen(ordered, policy)
+    deleted = []
+    for item in ordered:
+        if item in kept or item.kept_forever or item.name in keep:
+            continue
+        store.delete([f"{item.name}/{MANIFEST}"])
+        store.delete(f"{item.name}/{inside}" for inside in item.entries if inside != MANIFEST)
+        deleted.append(item)
+    return deleted
+
+
+def discard_incomplete(store: Store) -> list[str]:
+    """Deletes objects below a checkpoint's name without a manifest, left by killed uploads and deletions; their names.
+
+    Only the one process that writes to this place may call it, and not during an upload of its own.
+    """
+    left = [name for name, entries in _grouped(store.list()).items() if MANIFEST not in entries]
+    for name in left:
+        store.delete(f"{name}/{inside}" for inside in store.at(name).list())
+    return left
+
+
 def changed(
     store: Store, checkpoint: str, name: str, expected: FileHash, count: Callable[[int], None] | None = None
 ) -> Damage | None:
-    """What is wrong with the content of one file, by reading all of it.
-
-    Args:
-        store: The run's.
-        checkpoint: The checkpoint's name.
-        name: The file's name in it.
-        expected: What the manifest says.
-        count: Is told how many bytes were read, each time.
-
-    Raises:
-        CheckpointError: The store refuses, does not answer, or there is no such object.
-    """
-    found = stored_hash(store, f"{checkpoint}/{name}", expected.algorithm, count)
-    if found == expected:
-        return None
-    return Damage(Path(checkpoint), name, wrong_checksum(expected))
-
-
-def stored_hash(store: Store, name: str, algorithm: str, count: Callable[[int], None] | None = None) -> FileHash:
-    """The checksum of an object, by reading all of it; `count` is told of each piece.
-
-    Raises:
-        CheckpointError: The store refuses, does not answer, or there is no such object.
-    """
+    """What is wrong with the content of one file, by reading all of it; `count` is told of each piece's bytes."""
+    object_name = f"{checkpoint}/{name}"
 
     def read() -> FileHash:
-        hasher, size = new_hasher(algorithm), 0
-        for chunk in store.chunks(name):
+        hasher, size = new_hasher(expected.algorithm), 0
+        for chunk in store.chunks(object_name):
             hasher.update(chunk)
             size += len(chunk)
             if count is not None:
                 count(len(chunk))
-        return FileHash(algorithm, hasher.hexdigest(), size)
+        return FileHash(expected.algorithm, hasher.hexdigest(), size)
 
-    url = join(store.url, name)
-    try:
-        return store.retries("read an object", url, read)
-    except FileNotFoundError as error:
-        raise store_error(error, "read an object", url) from error
+    if store.do("read an object", object_name, read) == expected:
+        return None
+    return Damage(Path(checkpoint), name, wrong_checksum(expected))
 
 
-def grouped(entries: Mapping[str, Entry]) -> dict[str, dict[str, Entry]]:
+def _grouped(entries: Mapping[str, Entry]) -> dict[str, dict[str, Entry]]:
     """The objects below names like a checkpoint's, by that name and the name inside."""
     groups: dict[str, dict[str, Entry]] = {}
     for name, entry in entries.items():

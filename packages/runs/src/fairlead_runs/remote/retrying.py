@@ -39,17 +39,8 @@ _LASTING: Final = (
 class Retries:
     """How often a request is made, and how long is waited in between.
 
-    The wait doubles each time, and a random part of it is left out, so that many jobs do not come back together.
-
-    Args:
-        attempts: Tries in all.
-        first_s: The longest first wait, in seconds.
-        longest_s: The longest wait.
-        sleep: Waits; raises to give up.
-
-    Example:
-        >>> Retries(attempts=3)("reading it", "memory://x", lambda: 42)
-        42
+    The wait, at most `first_s`, doubles each time up to `longest_s`, and a random part of it is left out, so that many
+    jobs do not come back together. `sleep` waits; it raises to give up.
     """
 
     attempts: int = 8
@@ -58,12 +49,7 @@ class Retries:
     sleep: Callable[[float], object] = time.sleep
 
     def __call__(self, what: str, url: str, call: Callable[[], T]) -> T:
-        """Calls until it works.
-
-        Args:
-            what: What is being done, for the error: "cannot <what>".
-            url: Where.
-            call: Does it; it must be harmless to do twice.
+        """Calls until it works; `call` must be harmless to do twice.
 
         Raises:
             CheckpointError: It failed in a way that does not pass, or too often.
@@ -75,7 +61,7 @@ class Retries:
             except (FairleadError, FileNotFoundError):
                 raise
             except Exception as error:  # each store has its own; what is no error of a store is raised below
-                if not (is_transient(error) or _of_store(error)):
+                if not (isinstance(error, OSError) or _library(error)):
                     raise
                 if not is_transient(error) or attempt == self.attempts:
                     raise store_error(error, what, url, attempt) from error
@@ -126,7 +112,3 @@ def _advice(error: BaseException) -> str:
 
 def _library(error: BaseException) -> bool:
     return type(error).__module__.partition(".")[0] in _LIBRARIES or type(error).__name__ == "FSTimeoutError"
-
-
-def _of_store(error: BaseException) -> bool:
-    return isinstance(error, OSError) or _library(error)

@@ -8,17 +8,20 @@ import importlib
 import importlib.util
 import inspect
 import os
-from collections.abc import Iterable, Iterator, Mapping
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from fairlead.errors import ConfigError, MissingDependencyError
-from fairlead_runs.commit.files import ensure_dir, replace_file
+from fairlead_runs.commit.files import Content, ensure_dir, replace_file
 from fairlead_runs.commit.syscalls import Syscalls
 from fairlead_runs.remote.retrying import Retries, store_error
 from fairlead_runs.remote.urls import check_options, check_url, join
 
+T = TypeVar("T")
 MIB: Final = 1 << 20
 # A dead endpoint is noticed in seconds. Single parts are tried again by botocore and s3fs, whole files by `Retries`.
 _S3: Final[Mapping[str, Any]] = {"connect_timeout": 10, "read_timeout": 60, "retries": {"max_attempts": 2}}
@@ -27,12 +30,9 @@ _PACKAGES: Final = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", 
 
 @dataclass(frozen=True)
 class Entry:
-    """One object.
+    """One object, by its name below the store's URL.
 
-    Args:
-        name: Its name below the store's URL, with `/`.
-        size: Bytes.
-        checksum: The store's own, where it gives one: an MD5 in hexadecimal, or S3's of several parts, `<md5>-<parts>`.
+    `checksum` is the store's own, where it gives one: an MD5 in hexadecimal, or S3's of several parts, `<md5>-<parts>`.
     """
 
     name: str
@@ -45,18 +45,9 @@ class Store:
 
     Credentials and the endpoint come from where the store's own library looks for them.
 
-    Args:
-        url: The place.
-        filesystem: An fsspec file system.
-        root: The place as that file system names it.
-        retries: How often each request is made.
-        part_mib: MiB of one part of an object that is uploaded in parts; two are in flight for each file.
-
     Example:
         >>> store = Store.open("memory://docs/run")                                 # doctest: +SKIP
         >>> store.write("latest", b"step-00000200")                                 # doctest: +SKIP
-        >>> store.read("latest")                                                    # doctest: +SKIP
-        b'step-00000200'
     """
 
     def __init__(
@@ -87,7 +78,7 @@ class Store:
             url: `s3://bucket/prefix`; any protocol of fsspec.
             options: For fsspec's file system, as `{"endpoint_url": ...}`; no secrets.
             retries: How often each request is made.
-            part_mib: MiB of one part of a large object.
+            part_mib: MiB of one part of a large object; two are in flight for each file.
 
         Raises:
             ConfigError: The URL or an option is wrong, or a secret.
@@ -126,11 +117,7 @@ class Store:
         return other
 
     def list(self) -> dict[str, Entry]:
-        """All objects below this place, by name, in order; empty where there is none.
-
-        Raises:
-            CheckpointError: The store refuses, or does not answer.
-        """
+        """All objects below this place, by name, in order; empty where there is none."""
 
         def found() -> dict[str, Entry]:
             self._fs.invalidate_cache()
@@ -158,14 +145,12 @@ class Store:
 
     def read(self, name: str) -> bytes | None:
         """The content of a small object; None where there is none."""
-
-        def content() -> bytes | None:
-            try:
-                return bytes(self._fs.cat_file(self._path(name)))
-            except FileNotFoundError:
-                return None
-
-        return self.retries("read an object", join(self.url, name), content)
+        try:
+            return self.retries(
+                "read an object", join(self.url, name), lambda: bytes(self._fs.cat_file(self._path(name)))
+            )
+        except FileNotFoundError:
+            return None
 
     def chunks(self, name: str, size: int = 8 * MIB) -> Iterator[memoryview]:
         """The content of an object, piece by piece; not tried again."""
@@ -174,82 +159,57 @@ class Store:
                 yield memoryview(data)
 
     def write(self, name: str, content: bytes) -> None:
-        """Replaces a small object as a whole: whoever reads it meanwhile gets the old one or the new one.
-
-        Raises:
-            CheckpointError: The store refuses, or does not answer.
-        """
+        """Replaces a small object as a whole: whoever reads it meanwhile gets the old one or the new one."""
 
         def written() -> None:
-            if self._local:  # a file has to be told what a store promises
-                self._make_folder(name)
-                replace_file(Path(self._path(name)), content)
+            if self._local:
+                self._replace(name, content)
             else:
                 self._fs.pipe_file(self._path(name), content)
 
-        self._written(name, written)
+        self.do("write an object", name, written)
 
     def put(self, file: Path, name: str) -> None:
-        """Uploads a file, a large one in parts, in parallel.
-
-        Raises:
-            CheckpointError: The store refuses, or does not answer.
-            OSError: The file cannot be read.
-        """
+        """Uploads a file, a large one in parts, in parallel; `OSError` where the file cannot be read."""
         with file.open("rb"):  # what is wrong with the file is no fault of the store
             pass
 
         def uploaded() -> None:
-            self._make_folder(name)
-            self._fs.put_file(str(file), self._path(name), **self._put_options)
-            self._sync(name)
+            if self._local:
+                with file.open("rb") as source:
+                    self._replace(name, partial(shutil.copyfileobj, source, length=MIB))
+            else:
+                self._fs.put_file(str(file), self._path(name), **self._put_options)
 
-        self._written(name, uploaded)
+        self.do("write an object", name, uploaded)
 
     def get(self, name: str, file: Path) -> None:
-        """Downloads an object into a file; its content is not checked here.
-
-        Raises:
-            CheckpointError: The store refuses, does not answer, or there is no such object.
-        """
-        url = join(self.url, name)
-        try:
-            self.retries("download an object", url, lambda: self._fs.get_file(self._path(name), str(file)))
-        except FileNotFoundError as error:
-            raise store_error(error, "download an object", url) from error
+        """Downloads an object into a file; its content is not checked here."""
+        self.do("download an object", name, lambda: self._fs.get_file(self._path(name), str(file)))
 
     def delete(self, names: Iterable[str]) -> None:
         """Deletes objects; one that is gone already is no error."""
         for name in names:
             try:
-                self.retries("delete an object", join(self.url, name), lambda n=name: self._fs.rm_file(self._path(n)))  # type: ignore[misc]
+                self.retries("delete an object", join(self.url, name), partial(self._fs.rm_file, self._path(name)))
             except FileNotFoundError:
                 continue
         if self._local:
             self._remove_empty()
 
-    def _written(self, name: str, call: Any) -> None:
+    def do(self, what: str, name: str, call: Callable[[], T]) -> T:
+        """Calls what deals with an object until it works; an object that is not there is an error, too."""
         url = join(self.url, name)
         try:
-            self.retries("write an object", url, call)
+            return self.retries(what, url, call)
         except FileNotFoundError as error:
-            raise store_error(error, "write an object", url) from error
+            raise store_error(error, what, url) from error
 
-    def _make_folder(self, name: str) -> None:
-        if self._local:
-            ensure_dir(Path(self._path(name)).parent, Syscalls())
-
-    def _sync(self, name: str) -> None:
-        """A store answers when an object is durable; a file has to be told."""
-        if not self._local:
-            return
-        path = self._path(name)
-        for place in (path, os.path.dirname(path)):
-            fd = os.open(place, os.O_RDONLY)
-            try:
-                os.fsync(fd)
-            finally:
-                os.close(fd)
+    def _replace(self, name: str, content: Content) -> None:
+        """A store answers when an object is durable, and whole; a file has to be told."""
+        path = Path(self._path(name))
+        ensure_dir(path.parent, Syscalls())
+        replace_file(path, content)
 
     def _remove_empty(self) -> None:
         for folder, _, _ in os.walk(self._root, topdown=False):

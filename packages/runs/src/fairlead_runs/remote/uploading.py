@@ -7,7 +7,6 @@ import itertools
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -15,23 +14,14 @@ from fairlead.errors import CheckpointError
 from fairlead_runs.commit.checkpoints import LATEST, Checkpoint
 from fairlead_runs.commit.files import disk_error
 from fairlead_runs.commit.hashing import FileHash, new_hasher
-from fairlead_runs.commit.manifest import MANIFEST, Manifest, read_manifest
+from fairlead_runs.commit.manifest import MANIFEST, read_manifest
 from fairlead_runs.commit.retention import KEEP, is_kept_forever
-from fairlead_runs.remote.listing import RemoteCheckpoint, list_checkpoints, stored_hash
+from fairlead_runs.remote.listing import RemoteCheckpoint, changed, list_checkpoints
 from fairlead_runs.remote.store import MIB, Entry, Store
 from fairlead_runs.remote.urls import join
 
 Check = Literal["checksum", "size"]
 _PARTS = 10_000  # that an object of S3 may have
-
-
-@dataclass(frozen=True)
-class _Read:
-    """What reading a file once tells: its checksum, and what a store would call it."""
-
-    hash: FileHash
-    md5: str
-    of_parts: str
 
 
 def upload(
@@ -44,9 +34,8 @@ def upload(
 ) -> RemoteCheckpoint:
     """Copies a published checkpoint; when this returns, the copy is complete, and `latest` names it.
 
-    What an earlier attempt has uploaded is not uploaded again when the store's own checksum shows it to be right.
-    A checkpoint that is there already stays as it is; another one of that name is never overwritten: this one then
-    becomes `step-00000200.2`, as in a directory.
+    What an earlier attempt has uploaded, right by the store's own checksum, is not uploaded again. A checkpoint that is
+    there already stays; another one of that name is never overwritten: this one then becomes `step-00000200.2`.
 
     Args:
         path: The checkpoint's directory.
@@ -60,8 +49,8 @@ def upload(
         CheckpointError: The checkpoint is damaged, the store refuses or does not answer, or an object is not what was
             sent. There is no manifest then.
     """
-    manifest = read_manifest(path)
-    there = [item for item in list_checkpoints(store) if _same_step(item, path)]
+    manifest, local = read_manifest(path), Checkpoint.at(path)
+    there = [item for item in list_checkpoints(store) if item.step == local.step]
     name = path.name
     for item in there:
         if item.same_as(manifest) and item.complete:
@@ -77,7 +66,7 @@ def upload(
 
     with ThreadPoolExecutor(threads) as pool:
         list(pool.map(send, manifest.files.items()))
-    if is_kept_forever(Checkpoint.at(path)):
+    if is_kept_forever(local):
         store.write(f"{name}/{KEEP}", b"This checkpoint is kept until this object is deleted.\n")
     if before_commit is not None:
         before_commit()
@@ -87,25 +76,27 @@ def upload(
         store.delete([f"{name}/{MANIFEST}"])
         raise _not_as_sent(join(store.url, name, MANIFEST))
     store.write(LATEST, f"{name}\n".encode())
-    return _committed(store, name, manifest)
+    entries = {file: Entry(f"{name}/{file}", expected.size) for file, expected in manifest.files.items()}
+    place = Checkpoint.at(Path(name))
+    return RemoteCheckpoint(join(store.url, name), place.step, place.version, manifest, None, entries)
 
 
 def _send(file: Path, store: Store, name: str, expected: FileHash, known: Entry | None, check: Check) -> None:
     url = join(store.url, name)
     try:
-        read = _read_once(file, expected, store.part)
-        if read.hash != expected:
+        digest, sums = _read_once(file, expected, store.part)
+        if digest != expected:
             raise CheckpointError(
                 "a checkpoint is damaged and was not uploaded",
                 where=str(file),
                 why=f"its {expected.algorithm} checksum is wrong: the content has changed since it was written",
                 fix="check the disk; the copies of earlier checkpoints are not touched",
             )
-        if known is not None and known.size == expected.size and known.checksum in (read.md5, read.of_parts):
+        if known is not None and known.size == expected.size and known.checksum in sums:
             return
         for last in (False, True):
             store.put(file, name)
-            if _arrived(store, name, expected, read, check):
+            if _arrived(store, name, expected, sums, check):
                 return
             if last:
                 raise _not_as_sent(url)
@@ -113,17 +104,19 @@ def _send(file: Path, store: Store, name: str, expected: FileHash, known: Entry 
         raise disk_error(error, "cannot read a checkpoint that is to be uploaded", file) from error
 
 
-def _arrived(store: Store, name: str, expected: FileHash, read: _Read, check: Check) -> bool:
+def _arrived(store: Store, name: str, expected: FileHash, sums: tuple[str, str], check: Check) -> bool:
     entry = store.entry(name)
     if entry is None or entry.size != expected.size:
         return False
-    if check == "size" or entry.checksum is None or entry.checksum in (read.md5, read.of_parts):
+    if check == "size" or entry.checksum is None or entry.checksum in sums:
         return True
     # With encryption by KMS, or other parts than expected, an ETag says nothing of the content.
-    return stored_hash(store, name, expected.algorithm) == expected
+    checkpoint, _, inside = name.partition("/")
+    return changed(store, checkpoint, inside, expected) is None
 
 
-def _read_once(file: Path, expected: FileHash, part: int) -> _Read:
+def _read_once(file: Path, expected: FileHash, part: int) -> tuple[FileHash, tuple[str, str]]:
+    """A file's checksum, and what a store would call it: its MD5, as a whole or of its parts."""
     size = os.stat(file).st_size
     part = max(part, -(-size // _PARTS))
     ours, whole, parts = new_hasher(expected.algorithm), hashlib.md5(usedforsecurity=False), []
@@ -140,23 +133,14 @@ def _read_once(file: Path, expected: FileHash, part: int) -> _Read:
         if left != part:
             parts.append(of_part.digest())
     of_parts = hashlib.md5(b"".join(parts), usedforsecurity=False).hexdigest()
-    return _Read(FileHash(expected.algorithm, ours.hexdigest(), total), whole.hexdigest(), f"{of_parts}-{len(parts)}")
-
-
-def _same_step(item: RemoteCheckpoint, path: Path) -> bool:
-    return item.step == Checkpoint.at(path).step
+    digest = FileHash(expected.algorithm, ours.hexdigest(), total)
+    return digest, (whole.hexdigest(), f"{of_parts}-{len(parts)}")
 
 
 def _free_name(name: str, taken: set[str]) -> str:
     stem = name.partition(".")[0]
     names = itertools.chain([name], (f"{stem}.{version}" for version in itertools.count(2)))
     return next(candidate for candidate in names if candidate not in taken)
-
-
-def _committed(store: Store, name: str, manifest: Manifest) -> RemoteCheckpoint:
-    url, place = join(store.url, name), Checkpoint.at(Path(name))
-    entries = {file: Entry(f"{name}/{file}", expected.size) for file, expected in manifest.files.items()}
-    return RemoteCheckpoint(url, place.step, place.version, manifest, None, entries)
 
 
 def _not_as_sent(url: str) -> CheckpointError:

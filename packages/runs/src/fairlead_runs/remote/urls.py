@@ -14,25 +14,12 @@ _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
 
 
 def is_url(text: object) -> TypeGuard[str]:
-    """Whether this names a place on a store and not a local path.
-
-    Example:
-        >>> [is_url(text) for text in ("s3://bucket/run", "runs/gpt", "/data://x")]
-        [True, False, False]
-    """
+    """Whether this names a place on a store and not a local path: `/data://x` is a path."""
     return isinstance(text, str) and _URL.fullmatch(text) is not None
 
 
 def check_url(url: str) -> str:
-    """The URL without a slash at its end.
-
-    Raises:
-        ConfigError: It is none, names no place, or holds a user or a password.
-
-    Example:
-        >>> check_url("s3://bucket/prefix/")
-        's3://bucket/prefix'
-    """
+    """The URL without a slash at its end; `ConfigError`: it is none, names no place, or holds a user or a password."""
     match = _URL.fullmatch(url)
     if match is None:
         raise ConfigError(f"{url!r} is no URL", fix="write it as s3://bucket/prefix, gs://bucket/prefix, file:///path")
@@ -53,11 +40,7 @@ def check_url(url: str) -> str:
 
 
 def check_options(options: Mapping[str, Any], where: str = "storage_options") -> None:
-    """Refuses options that carry a secret, at any depth.
-
-    Raises:
-        ConfigError: One does; its value is not in the message.
-    """
+    """Refuses options that carry a secret, at any depth, with a `ConfigError` that does not show it."""
     for name, value in options.items():
         if is_secret_name(str(name)) and value is not None:
             raise ConfigError(
@@ -72,12 +55,7 @@ def check_options(options: Mapping[str, Any], where: str = "storage_options") ->
 
 
 def join(url: str, *parts: str) -> str:
-    """A place below a URL.
-
-    Example:
-        >>> join("memory://", "run", "latest")
-        'memory://run/latest'
-    """
+    """A place below a URL."""
     tail = "/".join(part.strip("/") for part in parts if part)
     return url + tail if url.endswith("://") else f"{url}/{tail}"
 

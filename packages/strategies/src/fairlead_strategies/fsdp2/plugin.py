@@ -7,9 +7,9 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from fairlead import Capability, Finding, Resolution, StrategyPlugin, hookimpl
+from fairlead import Capability, Finding, Resolution, hookimpl
 from fairlead.findings import Inexact
-from fairlead_strategies.shared import LIGHTNING, ClassPaths, ProcessGroupConfig, refuse_mps_and_xla
+from fairlead_strategies.shared import ClassPaths, LightningStrategy, ProcessGroupConfig
 
 
 class FSDP2StrategyConfig(ProcessGroupConfig):
@@ -42,14 +42,12 @@ class FSDP2StrategyConfig(ProcessGroupConfig):
     them, which holds up training until they are on disk; False always gathers (Lightning's default is True)."""
 
 
-class FSDP2(StrategyPlugin):
+class FSDP2(LightningStrategy):
     """Fully sharded data parallel, torch's second generation."""
 
     config = FSDP2StrategyConfig
     runtime = "fairlead_strategies.fsdp2.runtime:build"
     sharded_state = True
-    engines = LIGHTNING
-    extra = "lightning"
     codes: ClassVar[Mapping[str, str]] = {
         "fsdp2-checkpoint-io": "`save_distributed_checkpoint` does not fit `checkpoint_io`.",
         "fsdp2-sizes": "Data and tensor parallel sizes do not multiply to the number of ranks.",
@@ -58,21 +56,14 @@ class FSDP2(StrategyPlugin):
     @hookimpl
     def fairlead_capabilities(self) -> Iterable[Capability]:
         """What Lightning or torch refuse together with FSDP2."""
-
-        def no(others: tuple[str, ...], reason: str, fix: str) -> Capability:
-            return Capability("strategy.fsdp2", others, "no", reason, fix)
-
-        yield from refuse_mps_and_xla("fsdp2")
-        yield no(
+        yield from self.no_mps_and_xla()
+        yield self.no(
             ("precision.16-mixed", "precision.64-true", "precision.transformer-engine"),
             "Lightning's ModelParallelStrategy allows 32-true, bf16-mixed, bf16-true and 16-true only",
             "precision: bf16-mixed",
         )
-        yield no(
-            ("precision.bitsandbytes",),
-            "it keeps weights in a form that cannot be sharded",
-            "precision: 32-true, bf16-mixed or bf16-true",
-        )
+        reason = "it keeps weights in a form that cannot be sharded"
+        yield self.no(("precision.bitsandbytes",), reason, "precision: 32-true, bf16-mixed or bf16-true")
 
     @hookimpl
     def fairlead_check(self, resolution: Resolution, environ: Mapping[str, str]) -> Iterator[Finding]:

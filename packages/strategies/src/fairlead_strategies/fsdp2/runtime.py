@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 from lightning.fabric.strategies import ModelParallelStrategy as FabricModelParallelStrategy
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies import ModelParallelStrategy
@@ -29,13 +30,9 @@ STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
 
 class FSDP2Strategy(ModelParallelStrategy):
-    """The Trainer's ModelParallelStrategy with default sharding, whose shards may go through its CheckpointIO.
+    """The Trainer's ModelParallelStrategy with default sharding.
 
-    Args:
-        config: The settings.
-        classes: Which submodules become units.
-        saves_shards: The CheckpointIO takes shards: the state is given as it is, on the device.
-        kwargs: Lightning's.
+    Its shards go through a CheckpointIO that `saves_shards`: the state is given as it is, on the device.
     """
 
     def __init__(
@@ -52,12 +49,7 @@ class FSDP2Strategy(ModelParallelStrategy):
         self._saves_shards = saves_shards
 
     def setup(self, trainer: pl.Trainer) -> None:
-        """Shards the module unless it did so itself, then lets Lightning continue.
-
-        Raises:
-            ConfigError: Tensor parallelism was asked for, but the module applies no plan; or there is a layer sync
-                to apply to layers that are sharded already.
-        """
+        """Shards the module unless it did so itself, then lets Lightning continue."""
         module = self.lightning_module
         assert module is not None
         assert self.model is not None
@@ -69,23 +61,13 @@ class FSDP2Strategy(ModelParallelStrategy):
                     why="layers must be converted before they are sharded",
                     fix="convert them in `configure_model`, or leave the sharding to `strategy: fsdp2`",
                 )
-            with _configured(module):
-                super().setup(trainer)
-            return
-        if self._config.tensor_parallel_size > 1:
-            raise no_plan(self._config)
-        if self._layer_sync is not None and trainer.training:
-            self.model = self._layer_sync.apply(self.model)
-        shard(
-            self.model,
-            self.device_mesh["data_parallel"],
-            self.root_device,
-            classes=self._classes,
-            reshard_after_forward=self._config.reshard_after_forward,
-        )
-        for step in STEPS:
-            # Lightning calls the steps, not `forward`; they must gather the root's parameters as well.
-            register_fsdp_forward_method(module, step)
+        else:
+            if self._layer_sync is not None and trainer.training:
+                self.model = self._layer_sync.apply(self.model)
+            _shard(self.model, self.device_mesh, self.root_device, self._config, self._classes)
+            for step in STEPS:
+                # Lightning calls the steps, not `forward`; they must gather the root's parameters as well.
+                register_fsdp_forward_method(module, step)
         with _configured(module):
             super().setup(trainer)
 
@@ -136,15 +118,7 @@ class FabricFSDP2(FabricModelParallelStrategy):
     def __init__(self, config: FSDP2StrategyConfig, classes: set[type[Module]] | None, **kwargs: Any) -> None:
         def parallelize(module: Module, mesh: DeviceMesh) -> Module:
             if not is_parallelised(module):
-                if config.tensor_parallel_size > 1:
-                    raise no_plan(config)
-                shard(
-                    module,
-                    mesh["data_parallel"],
-                    self.root_device,
-                    classes=classes,
-                    reshard_after_forward=config.reshard_after_forward,
-                )
+                _shard(module, mesh, self.root_device, config, classes)
             return module
 
         super().__init__(parallelize, **kwargs)
@@ -163,22 +137,25 @@ def _configured(module: pl.LightningModule) -> Iterator[None]:
         del module.configure_model
 
 
-def no_plan(config: FSDP2StrategyConfig) -> ConfigError:
-    """The error for tensor parallelism without a plan: which layer to split how, only the model's author knows."""
-    return ConfigError(
-        "the module does not say how to split its layers",
-        where="trainer.strategy.tensor_parallel_size",
-        why=f"tensor_parallel_size={config.tensor_parallel_size}, but no parameter is parallelised",
-        fix="apply `parallelize_module(self, self.device_mesh['tensor_parallel'], plan)` in its `configure_model`",
-    )
+def _shard(
+    module: Module,
+    mesh: DeviceMesh,
+    device: torch.device,
+    config: FSDP2StrategyConfig,
+    classes: set[type[Module]] | None,
+) -> None:
+    if config.tensor_parallel_size > 1:  # which layer to split how, only the model's author knows
+        raise ConfigError(
+            "the module does not say how to split its layers",
+            where="trainer.strategy.tensor_parallel_size",
+            why=f"tensor_parallel_size={config.tensor_parallel_size}, but no parameter is parallelised",
+            fix="apply `parallelize_module(self, self.device_mesh['tensor_parallel'], plan)` in its `configure_model`",
+        )
+    shard(module, mesh["data_parallel"], device, classes, reshard_after_forward=config.reshard_after_forward)
 
 
 def build(config: FSDP2StrategyConfig, context: BuildContext) -> FSDP2Strategy | FabricFSDP2:
-    """The strategy, with the classes of the policy imported.
-
-    Raises:
-        UserCodeError: A class that the policy names does not exist.
-    """
+    """The strategy, with the classes of the policy imported."""
     policy = config.auto_wrap_policy
     classes = None if policy == "auto" else load_classes(policy, "trainer.strategy.auto_wrap_policy")
     saves_shards = context.resolution.checkpoint_io.saves_shards

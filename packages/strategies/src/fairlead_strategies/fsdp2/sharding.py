@@ -1,7 +1,7 @@
 """How a module that does not parallelise itself is sharded, and where the parts of its checkpoint are read into.
 
-Its blocks are sharded, then what is left.  Every *unit* is gathered before its forward and freed after it, so the
-memory saved depends on how the model is cut into units.  Blocks in a `ModuleList` are what nearly all deep models have.
+Every *unit* is gathered before its forward and freed after it, so the memory saved depends on how the model is cut
+into units.  Blocks in a `ModuleList` are what nearly all deep models have.
 """
 
 from __future__ import annotations
@@ -33,19 +33,14 @@ def is_parallelised(module: Module) -> bool:
 
 
 def blocks(module: Module, classes: set[type[Module]] | None) -> list[Module]:
-    """The submodules that become units, innermost first.
+    """The submodules that become units, innermost first; raises when the model has none of the classes.
 
-    Args:
-        module: The whole model.
-        classes: Which classes; None takes the items of the outermost `ModuleList`s, except those
-            that share a parameter with the rest of the model: a parameter can live in one unit only.
-
-    Raises:
-        ConfigError: The model has no submodule of those classes.
+    None takes the items of the outermost `ModuleList`s, except those that share a parameter with the rest of the model:
+    a parameter can live in one unit only.
     """
     if classes is None:
         items = list(_listed(module))
-        uses = Counter(id(p) for m in module.modules() for p in m.parameters(recurse=False))
+        uses = _inside(module)
         return [item for item in items if all(_inside(item)[p] == uses[p] for p in map(id, item.parameters()))]
     found = [m for m in module.modules() if m is not module and isinstance(m, tuple(classes))]
     if classes and not found:
@@ -75,21 +70,13 @@ def shard(
     module: Module,
     mesh: DeviceMesh,
     device: torch.device,
+    classes: set[type[Module]] | None,
     *,
-    classes: set[type[Module]] | None = None,
-    reshard_after_forward: bool = True,
+    reshard_after_forward: bool,
 ) -> None:
     """Shards a module in place over a one-dimensional mesh; every rank starts from rank 0's values.
 
-    Args:
-        module: The model; parameters on the meta device are left to be initialised later.
-        mesh: The ranks that share the shards.
-        device: This rank's device.
-        classes: As for `blocks`.
-        reshard_after_forward: Free the units after their forward.
-
-    Raises:
-        ConfigError: As `blocks` does.
+    Parameters on the meta device are left to be initialised later; `classes` is as for `blocks`.
     """
     units = blocks(module, classes)
     _from_rank_zero([*module.parameters(), *module.buffers()], device)
@@ -117,14 +104,10 @@ def _from_rank_zero(tensors: Iterable[torch.Tensor], device: torch.device) -> No
 def destinations(
     model: Module, optimizers: Iterable[Optimizer]
 ) -> Callable[[Key, torch.Size, torch.dtype], torch.Tensor | None]:
-    """Which tensor to read into, for a key in Lightning's checkpoint; see `fairlead.interfaces.ShardedLoads`.
+    """Which tensor to read into, for a key in Lightning's checkpoint; see `ShardedLoads`.
 
     Weights are read where they are. The state of a parameter is laid out as the parameter is; what has another shape
     is held whole by each rank.
-
-    Args:
-        model: The sharded model.
-        optimizers: Its optimizers.
     """
     weights: dict[str, Any] = get_model_state_dict(model)
     parameters = {name: value for name, value in weights.items() if isinstance(value, DTensor)}

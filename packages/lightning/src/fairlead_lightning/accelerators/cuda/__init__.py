@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,16 +17,11 @@ from fairlead_lightning.accelerators import build as build_by_name
 from fairlead_lightning.accelerators.cuda.amd import amd_devices
 from fairlead_lightning.accelerators.cuda.nvidia import nvidia_devices
 
-__all__ = ["CUDA", "CUDAAcceleratorConfig", "build", "cuda", "find_devices", "gpu"]
+__all__ = ["CUDA", "CUDAAcceleratorConfig", "build", "cuda", "find_devices", "gpu", "inexact_kernels"]
 
 
 class CUDAAcceleratorConfig(AcceleratorConfigBase):
-    """Compute on GPUs of NVIDIA, or of AMD with a ROCm build of torch; one rank each.
-
-    Example:
-        >>> CUDAAcceleratorConfig().name
-        'cuda'
-    """
+    """Compute on GPUs of NVIDIA, or of AMD with a ROCm build of torch; one rank each."""
 
     name: Literal["cuda"] = "cuda"
 
@@ -47,19 +42,8 @@ class CUDA(LightningAccelerator):
     @hookimpl
     def fairlead_exactness(self, resolution: Resolution) -> Iterator[Inexact]:
         """Exact with deterministic kernels, which are chosen in the same way at each start."""
-        asked = resolution.trainer.deterministic
-        if asked is not True:
-            shown = "null" if asked is None else str(asked).lower()
-            why = "sums on a GPU are added in an order of their own, unless kernels are chosen that do not"
-            if asked == "warn":
-                why = "operations without a deterministic kernel only warn, and are computed in an order of their own"
-            yield Inexact(f"trainer.deterministic: {shown}", why=why, fix="trainer.deterministic: true")
-        if resolution.trainer.benchmark:
-            yield Inexact(
-                "trainer.benchmark: true",
-                why="cuDNN measures its kernels at every start, and may choose others that round in another way",
-                fix="trainer.benchmark: false",
-            )
+        config = resolution.trainer
+        return inexact_kernels(config.deterministic, config.benchmark, _in_a_job)
 
 
 cuda = CUDA()
@@ -67,11 +51,7 @@ gpu = CUDA(name="cuda")
 
 
 def build(config: CUDAAcceleratorConfig, context: BuildContext) -> Any:
-    """Lightning's accelerator, of the engine's class family.
-
-    Raises:
-        ConfigError: The machine may have GPUs, but this torch cannot use them.
-    """
+    """Lightning's accelerator, or a `ConfigError` where the machine may have GPUs that this torch cannot use."""
     import torch
     from lightning.pytorch.accelerators import CUDAAccelerator
 
@@ -89,14 +69,24 @@ def build(config: CUDAAcceleratorConfig, context: BuildContext) -> Any:
     return build_by_name(config, context)
 
 
-def find_devices(environ: Mapping[str, str], root: Path, *, torch: str | None) -> Devices:
-    """The GPUs that this process may use.
+def inexact_kernels(deterministic: object, benchmark: object, said: Callable[[str, object], str]) -> Iterator[Inexact]:
+    """What kernels that are chosen like this keep from being exact; `said` writes a setting as the user does."""
+    if deterministic is not True:
+        why = "sums on a GPU are added in an order of their own, unless kernels are chosen that do not"
+        if deterministic == "warn":
+            why = "operations without a deterministic kernel only warn, and are computed in an order of their own"
+        yield Inexact(said("deterministic", deterministic), why=why, fix=said("deterministic", True))
+    if benchmark:
+        why = "cuDNN measures its kernels at every start, and may choose others that round in another way"
+        yield Inexact(said("benchmark", True), why=why, fix=said("benchmark", False))
 
-    Args:
-        environ: The environment variables.
-        root: The root of the file system.
-        torch: The version of the installed torch; None: it is not installed, or not known.
-    """
+
+def _in_a_job(name: str, value: object) -> str:
+    return f"trainer.{name}: {'null' if value is None else str(value).lower()}"
+
+
+def find_devices(environ: Mapping[str, str], root: Path, *, torch: str | None) -> Devices:
+    """The GPUs that this process may use; `torch` is the installed version, None where it is not known."""
     nvidia = nvidia_devices(environ, root)
     found = nvidia
     if not nvidia.count:

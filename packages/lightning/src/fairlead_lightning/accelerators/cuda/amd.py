@@ -12,12 +12,8 @@ from fairlead_lightning.accelerators.cuda.visible import GPU, visible
 def amd_devices(environ: Mapping[str, str], root: Path) -> Devices:
     """The GPUs that this process may use under ROCm.
 
-    ROCR_VISIBLE_DEVICES limits what the driver shows; HIP_VISIBLE_DEVICES (or, without it,
-    CUDA_VISIBLE_DEVICES) counts among those that are left ("GPU isolation techniques", ROCm documentation).
-
-    Args:
-        environ: The environment variables.
-        root: The root of the file system.
+    ROCR_VISIBLE_DEVICES limits what the driver shows; HIP_VISIBLE_DEVICES (or, without it, CUDA_VISIBLE_DEVICES) counts
+    among those that are left ("GPU isolation techniques", ROCm documentation).
     """
     if not (root / "dev/kfd").exists():
         return Devices(0, "no /dev/kfd")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 from fairlead.interfaces import Devices
@@ -16,19 +16,9 @@ VARIABLE = "CUDA_VISIBLE_DEVICES"
 SMI_TIMEOUT_S = 3.0
 
 
-def nvidia_devices(
-    environ: Mapping[str, str], root: Path, *, smi: Callable[[Mapping[str, str]], list[GPU]] | None = None
-) -> Devices:
-    """The GPUs that this process may use.
-
-    `/dev/nvidia<n>` is what a container was given; `/proc/driver/nvidia` names the models.
-
-    Args:
-        environ: The environment variables.
-        root: The root of the file system.
-        smi: Asks the driver's tool; None: `ask_nvidia_smi`.
-    """
-    gpus, source = _gpus(environ, root, smi or ask_nvidia_smi)
+def nvidia_devices(environ: Mapping[str, str], root: Path) -> Devices:
+    """The GPUs that this process may use: `/dev/nvidia<n>` is what a container was given, `/proc` names models."""
+    gpus, source = _gpus(environ, root)
     if not gpus:
         return Devices(0, source)
     value = environ.get(VARIABLE)
@@ -41,9 +31,7 @@ def nvidia_devices(
     return Devices(len(left), f"{VARIABLE}={value!r}, of {len(gpus)} by {source}", names)
 
 
-def _gpus(
-    environ: Mapping[str, str], root: Path, smi: Callable[[Mapping[str, str]], list[GPU]]
-) -> tuple[list[GPU], str]:
+def _gpus(environ: Mapping[str, str], root: Path) -> tuple[list[GPU], str]:
     described = _described(root / "proc/driver/nvidia/gpus")
     numbers = {int(m[1]) for path in (root / "dev").glob("nvidia*") if (m := re.fullmatch(r"nvidia(\d+)", path.name))}
     if numbers:
@@ -54,7 +42,7 @@ def _gpus(
     if doubt is None:
         return [], "no /dev/nvidia*"
     # A host that makes the device files late, a container without GPUs, or WSL: only the driver knows.
-    gpus = smi(environ)
+    gpus = ask_nvidia_smi(environ)
     return gpus, "nvidia-smi" if gpus else f"{doubt} is there, but no /dev/nvidia*, and nvidia-smi lists none"
 
 

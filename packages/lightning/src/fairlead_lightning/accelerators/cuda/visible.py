@@ -8,13 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class GPU:
-    """A GPU of this machine.
-
-    Args:
-        index: Its place in the order of the PCI bus.
-        name: Its model, `NVIDIA H100 80GB HBM3`; None when not known.
-        uuid: `GPU-...`; None when not known.
-    """
+    """A GPU by its place in the order of the PCI bus, with model (`NVIDIA H100 80GB HBM3`) and UUID where known."""
 
     index: int
     name: str | None = None
@@ -22,14 +16,11 @@ class GPU:
 
 
 def visible(value: str | None, gpus: Sequence[GPU]) -> list[GPU]:
-    """The GPUs that are left, in the order of the variable.
+    """The GPUs that a variable's value leaves (None: it is not set), in its order, given as indices or beginnings of
+    UUIDs.
 
-    The list ends at its first wrong entry, as the driver reads it ("CUDA Environment Variables" in
-    NVIDIA's CUDA programming guide); a repeated entry leaves none.  Of MIG instances a process can use one.
-
-    Args:
-        value: Indices, UUIDs or unambiguous beginnings of them; None: the variable is not set.
-        gpus: What the machine has.
+    The list ends at its first wrong entry, as the driver reads it ("CUDA Environment Variables" in NVIDIA's CUDA
+    programming guide); a repeated entry leaves none.  Of MIG instances a process can use one.
 
     Example:
         >>> [gpu.index for gpu in visible("2,0,-1,1", [GPU(0), GPU(1), GPU(2)])]
@@ -40,7 +31,7 @@ def visible(value: str | None, gpus: Sequence[GPU]) -> list[GPU]:
     chosen: list[GPU] = []
     for item in (part.strip() for part in value.split(",")):
         if item.startswith("MIG-"):
-            return [*chosen, _mig(gpus)][:1]
+            return [*chosen, GPU(-1, _common_name(gpus))][:1]
         found = _one(item, gpus)
         if found is None:
             break
@@ -59,10 +50,6 @@ def _one(item: str, gpus: Sequence[GPU]) -> GPU | None:
         return GPU(-1, _common_name(gpus), item)  # the driver knows UUIDs that are not told here
     named = [gpu for gpu in gpus if gpu.uuid is not None and gpu.uuid.startswith(item)]
     return named[0] if len(named) == 1 else None
-
-
-def _mig(gpus: Sequence[GPU]) -> GPU:
-    return GPU(-1, _common_name(gpus))
 
 
 def _common_name(gpus: Sequence[GPU]) -> str | None:

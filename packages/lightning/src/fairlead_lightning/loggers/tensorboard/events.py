@@ -12,25 +12,13 @@ from fairlead_runs.commit import FileWriter, Syscalls, atomic_write
 
 
 def event_files(folder: Path) -> dict[str, int]:
-    """The size in bytes of each event file, by its path in the folder; `add_scalars` has folders of its own in it.
-
-    Args:
-        folder: The log directory.
-
-    Example:
-        >>> event_files(Path("runs/first/tensorboard"))  # doctest: +SKIP
-        {'events.out.tfevents.1760000000.node1.4242.0': 51217}
-    """
+    """The size in bytes of each event file, by its path in the folder; `add_scalars` has folders of its own in it."""
     found = (path for path in sorted(folder.rglob("*tfevents*")) if path.is_file())  # as TensorBoard finds them
     return {path.relative_to(folder).as_posix(): path.stat().st_size for path in found}
 
 
 def make_durable(folder: Path, names: Iterable[str]) -> None:
-    """Waits until these files, and their names, are on the disk.
-
-    Raises:
-        OSError: The disk refused.
-    """
+    """Waits until these files, and their names, are on the disk."""
     paths = [folder / name for name in names]
     for path in paths:
         _fsync(path)
@@ -39,20 +27,9 @@ def make_durable(folder: Path, names: Iterable[str]) -> None:
 
 
 def cut_to(folder: Path, sizes: Mapping[str, int]) -> list[str]:
-    """Cuts the files back to these sizes; a file that is not named was begun later, and is deleted.
+    """Cuts files to the `sizes` of `event_files`, deletes those begun later, and returns those that have less.
 
-    Nothing that is kept is written again, so that a kill in the middle loses nothing: the next start
-    goes on cutting.
-
-    Args:
-        folder: The log directory.
-        sizes: What is kept of each file, in bytes, as `event_files` said.
-
-    Returns:
-        The files that have less than that.
-
-    Raises:
-        OSError: The disk refused.
+    Nothing that is kept is written again: after a kill in the middle the next start goes on cutting.
     """
     found = event_files(folder)
     gone: set[Path] = set()
@@ -72,15 +49,7 @@ def cut_to(folder: Path, sizes: Mapping[str, int]) -> list[str]:
 def cut_steps(folder: Path, resume_step: int) -> None:
     """Drops what was logged for this step and later ones, where no position is known; the rest stays, graphs too.
 
-    Each file is replaced as a whole.  It costs about half a second for each MB that is cut:
-    TensorBoard's checksum is computed in Python.
-
-    Args:
-        folder: The log directory.
-        resume_step: The step that will be logged next.
-
-    Raises:
-        RunDirectoryError: The disk refused; that file is as it was.
+    It costs about half a second for each MB that is cut: TensorBoard's checksum is computed in Python.
     """
     for name in event_files(folder):
         path = folder / name

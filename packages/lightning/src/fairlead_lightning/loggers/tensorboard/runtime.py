@@ -26,13 +26,7 @@ NOTHING: Final[Mapping[str, Any]] = {"files": {}, "hyperparameters": [], "epoch"
 class EventLogger(TensorBoardLogger):
     """Lightning's logger; before it writes, rank 0 cuts the files back to where the run resumes.
 
-    A disk that refuses to write is a warning, not the end of the training; what was refused is missing.
-
-    Args:
-        position: What `position` said when the checkpoint was saved; None: unknown.
-        resume_step: How many optimizer steps are done where the run resumes: it decides what is kept where the
-            position is unknown, or is that of another folder.  None, and no position: nothing is cut.
-        arguments: Those of Lightning's logger.
+    That is `position`, else before `resume_step`.  A disk that refuses to write is a warning; the training goes on.
     """
 
     position_key: ClassVar[str] = POSITION_KEY
@@ -63,15 +57,7 @@ class EventLogger(TensorBoardLogger):
 
     @rank_zero_only
     def position(self) -> dict[str, Any]:
-        """Where the event files stand, for a checkpoint: what was logged is on the disk when this returns.
-
-        Returns:
-            `files`: the size of each in bytes; `hyperparameters`: digests of those that were logged;
-            `epoch`: the step and the value of the last such point.
-
-        Raises:
-            RunDirectoryError: The disk refused.
-        """
+        """Where the files stand (sizes, digests of hyperparameters, the last epoch); what was logged is on the disk."""
         self._rewind()
         folder = Path(self.log_dir)
         try:
@@ -164,10 +150,9 @@ class EventLogger(TensorBoardLogger):
 
 
 def build(config: TensorBoardLoggerConfig, context: BuildContext) -> EventLogger:
-    """The logger, in `tensorboard/` of the run directory.
+    """The logger, in `tensorboard/` of the run directory; it goes on as the context's extras say.
 
-    The context's extras say where this start resumes: `resume_step`, and the position among
-    `logger_positions`.  A `resume_step` of None begins anew; without one nothing is cut.
+    A `resume_step` of None in them begins anew; without one nothing is cut.
     """
     resume_step = context.extras.get("resume_step")
     position = _position(resume_position(context.extras, POSITION_KEY)) if resume_step is not None else None

@@ -1,0 +1,212 @@
+"""What objects keep in attributes, saved and put back: of every kind of plain data, in the same objects."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import random
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fairlead_distributed import attributes
+from fairlead_distributed.attributes import Attributes
+
+
+class Mean:
+    """A helper object of a user's."""
+
+    def __init__(self) -> None:
+        self.value = 0.0
+        self.history: list[float] = []
+
+
+class Keeper:
+    """Everything that people keep in attributes."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+        self.stats: dict[str, list[float]] = {"loss": []}
+        self.alias = self.stats["loss"]
+        self.mean = Mean()
+        self.hidden: Tensor | None = None
+        self.weights = torch.zeros(3)
+        self.array = np.zeros(3, dtype=np.uint32)
+        self.replay: deque[Tensor] = deque(maxlen=2)
+        self.seen: set[int] = set()
+        self.folder = Path("somewhere")
+        self.rng, self.numpy, self.torch = random.Random(1), np.random.default_rng(1), torch.Generator().manual_seed(1)
+        self.legacy = np.random.RandomState(1)
+        self.never = ["touched"] * 3
+
+    def step(self) -> list[float]:
+        """Changes all of it, and says what was drawn."""
+        self.steps += 1
+        self.stats["loss"].append(0.5 * self.steps)
+        self.mean.value += 1
+        self.mean.history.append(self.mean.value)
+        self.hidden = torch.full((2,), float(self.steps))
+        self.weights += 1
+        self.array += 1
+        self.replay.append(torch.tensor(self.steps))
+        self.seen.add(self.steps)
+        self.folder = self.folder / "below"
+        return [
+            self.rng.random(),
+            float(self.numpy.random()),
+            float(torch.rand((), generator=self.torch)),
+            float(self.legacy.rand()),
+        ]
+
+
+def written(state: Any) -> Any:
+    """As it comes back from a rank's file, which is read without running code."""
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+def test_everything_goes_on_in_another_process() -> None:
+    first, kept = Keeper(), Attributes()
+    kept.watch("keeper", first)
+    for _ in range(3):
+        first.step()
+    state = written(kept.state())
+
+    second, again = Keeper(), Attributes()
+    again.watch("keeper", second)
+    weights, generator, alias = second.weights, second.rng, second.alias
+    again.restore(state)
+    assert first.step() == second.step()
+    for name in ("steps", "stats", "folder", "seen", "never"):
+        assert getattr(first, name) == getattr(second, name), name
+    assert vars(first.mean) == vars(second.mean)
+    assert second.hidden is not None
+    assert torch.equal(second.hidden, torch.full((2,), 4.0))
+    assert (second.array == first.array).all()
+    assert [int(one) for one in second.replay] == [3, 4]
+    assert second.replay.maxlen == 2
+    assert second.weights is weights, "others may hold the tensor"
+    assert second.rng is generator
+    assert second.alias is alias is second.stats["loss"]
+    assert kept.left == again.left == {}
+
+
+def test_only_what_has_changed_is_saved() -> None:
+    keeper, kept = Keeper(), Attributes()
+    kept.watch("keeper", keeper)
+    assert kept.state() == {}
+    keeper.steps = 2
+    keeper.mean.history.append(1.0)
+    assert kept.state() == {"keeper": [(("steps",), 2), (("mean", "history"), [1.0])]}
+
+
+def test_what_cannot_be_saved_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    keeper: Any = Keeper()
+    kept = Attributes()
+    kept.watch("callback Ema", keeper)
+    keeper.file = io.StringIO()
+    keeper.graph = (torch.ones(1, requires_grad=True) * 2,)
+    monkeypatch.setattr(attributes, "MOST_BYTES", 1 << 20)
+    keeper.large = torch.zeros(1 << 20)
+    kept.state()
+    assert kept.left == {
+        "callback Ema.file": "it is a StringIO, which is no plain data",
+        "callback Ema.graph": "it[0] is a tensor with the graph that computed it: detach it",
+        "callback Ema.large": "it has 4 MiB, and up to 1 are kept",
+    }
+
+
+def test_what_cannot_be_put_back_is_named_and_the_rest_is() -> None:
+    """A resume does not fail for it."""
+
+    @dataclasses.dataclass(frozen=True)
+    class Last:
+        step: int
+
+    class Noting:
+        def __init__(self) -> None:
+            self.last, self.steps = Last(0), 0
+
+    Last.__module__ = "mine"
+    first, second = Noting(), Noting()
+    kept, again = Attributes(), Attributes()
+    kept.watch("callback Noting", first)
+    again.watch("callback Noting", second)
+    first.last, first.steps = Last(3), 3
+    again.restore(kept.state())
+    assert second.steps == 3
+    assert list(again.left) == ["callback Noting.last.step"]
+    assert "FrozenInstanceError" in again.left["callback Noting.last.step"]
+
+
+def test_a_class_names_what_is_kept() -> None:
+    class Choosy:
+        resume_attributes = ("wanted",)
+
+        def __init__(self) -> None:
+            self.wanted = self.other = 0
+
+    first, kept = Choosy(), Attributes()
+    kept.watch("one", first)
+    first.wanted = first.other = 1
+    assert kept.state() == {"one": [(("wanted",), 1)]}
+
+
+def test_an_averaged_model_is_kept_by_its_state_dict() -> None:
+    class Ema:
+        def __init__(self) -> None:
+            self.shadow = nn.Linear(2, 2)
+
+    torch.manual_seed(0)
+    first, second = Ema(), Ema()
+    kept, again = Attributes(), Attributes()
+    kept.watch("ema", first)
+    again.watch("ema", second)
+    assert kept.state() == {}
+    with torch.no_grad():
+        first.shadow.weight.mul_(2)
+    again.restore(written(kept.state()))
+    assert torch.equal(first.shadow.weight, second.shadow.weight)
+
+
+def test_modules_keep_their_own_attributes_and_hidden_buffers() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(2, 2)
+            self.count = 0
+            self.saved: Tensor
+            self.hidden: Tensor
+            self.register_buffer("saved", torch.zeros(1))
+            self.register_buffer("hidden", torch.zeros(1), persistent=False)
+
+    first, second = Net(), Net()
+    kept, again = Attributes(), Attributes()
+    for one, net in ((kept, first), (again, second)):
+        one.elsewhere(*net.modules())
+        one.watch("model", net)
+    first.count = 3
+    with torch.no_grad():
+        for changed in (first.layer.weight, first.saved, first.hidden):
+            changed.add_(1)
+    state = kept.state()
+    assert [path for path, _ in state["model"]] == [("count",), ("hidden",)], "the rest is in the state_dict"
+    again.restore(written(state))
+    assert (second.count, second.hidden.item()) == (3, 1.0)
+
+
+def test_what_is_not_there_yet_is_put_back_when_it_is() -> None:
+    first, kept = Keeper(), Attributes()
+    kept.watch("loader 0 dataset", first)
+    first.steps = 7
+    again, second = Attributes(), Keeper()
+    again.restore(kept.state())
+    again.watch("loader 0 dataset", second)
+    assert second.steps == 7

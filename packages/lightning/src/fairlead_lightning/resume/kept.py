@@ -1,0 +1,96 @@
+"""What the user's model, callbacks and data keep in attributes, which no checkpoint of Lightning's has."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Final
+
+import lightning.pytorch as L
+from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder
+from torch import nn
+from torch.utils.data import DataLoader
+
+from fairlead.findings import Inexact
+from fairlead_distributed.attributes import Attributes
+from fairlead_lightning.resume.stateful_loader import is_stateful
+
+# Their own state is in the checkpoint.
+_ENGINES: Final = {"torch", "lightning", "pytorch_lightning", "lightning_fabric", "lightning_utilities", "torchmetrics"}
+_OF_LIGHTNING: Final = ("_hparams", "_hparams_initial", "_hparams_name", "_log_hyperparams", "_trainer", "trainer")
+
+
+def is_engines(kind: type) -> bool:
+    """Whether a class is torch's, Lightning's or ours, and no user's."""
+    top = kind.__module__.partition(".")[0]
+    return top in _ENGINES or top.startswith("fairlead")
+
+
+def internal(holder: object) -> frozenset[str]:
+    """The attributes of a module or data module that torch and Lightning keep for themselves."""
+    if isinstance(holder, L.LightningDataModule):
+        return frozenset({*vars(L.LightningDataModule()), *_OF_LIGHTNING})
+    base = L.LightningModule if isinstance(holder, L.LightningModule) else nn.Module
+    return frozenset({*vars(base()), *_OF_LIGHTNING, "_fabric"}) if isinstance(holder, nn.Module) else frozenset()
+
+
+def watch_users(trainer: L.Trainer, kept: Attributes) -> None:
+    """Watches what the user's code of a fit keeps in its modules, callbacks and data module."""
+    model, data = trainer.lightning_module, getattr(trainer, "datamodule", None)
+    callbacks: list[L.Callback] = vars(trainer)["callbacks"]
+    configs = trainer.lr_scheduler_configs
+    kept.elsewhere(trainer, trainer.strategy, *model.modules(), *callbacks, *trainer.loggers, data)
+    kept.elsewhere(*trainer.optimizers, *configs, *(config.scheduler for config in configs))
+    for path, module in model.named_modules():
+        if not is_engines(type(module)):
+            kept.watch(f"model {path}".rstrip(), module, internal(module))
+    count: Counter[str] = Counter()
+    for callback in callbacks:
+        name = type(callback).__name__
+        count[name] += 1
+        if not is_engines(type(callback)):
+            kept.watch(f"callback {name}" + f" {count[name]}" * (count[name] > 1), callback)
+    if data is not None and not is_engines(type(data)):
+        kept.watch(f"data {type(data).__name__}", data, internal(data))
+
+
+def is_finder(callback: L.Callback) -> bool:
+    """Whether it looks for a learning rate or a batch size before the training, and sets an attribute to it."""
+    return isinstance(callback, (LearningRateFinder, BatchSizeFinder))
+
+
+def keep_found(trainer: L.Trainer) -> Callable[[], None]:
+    """A fit that resumes has found its learning rate and batch size: nothing is looked for again.  Returns the undo."""
+    finders = [vars(callback) for callback in vars(trainer)["callbacks"] if is_finder(callback)]
+    for attributes in finders:
+        attributes["on_fit_start"] = lambda *_: None
+
+    def undo() -> None:
+        for attributes in finders:
+            attributes.pop("on_fit_start", None)
+
+    return undo
+
+
+def watch_loader(kept: Attributes, name: str, loader: object) -> None:
+    """Watches what a loader's dataset and `collate_fn` keep in this process; of one with a state its generator."""
+    if is_stateful(loader):
+        kept.watch(name, SimpleNamespace(generator=getattr(loader, "generator", None)))
+    elif isinstance(loader, DataLoader):
+        collate = getattr(loader.collate_fn, "__self__", loader.collate_fn)
+        for part, one in (("dataset", loader.dataset), ("collate_fn", collate)):
+            if hasattr(one, "__dict__") and not is_stateful(one) and not is_engines(type(one)):
+                kept.watch(f"{name} {part}", one)
+
+
+def reasons(kept: Attributes) -> Iterator[Inexact]:
+    """What has changed and is in no checkpoint."""
+    for place, why in sorted(kept.left.items()):
+        yield Inexact(
+            place,
+            why=why,
+            fix="keep plain data there, give its class state_dict and load_state_dict, "
+            "or name what is to be saved in resume_attributes",
+            certain=False,
+        )
