@@ -16,6 +16,7 @@ from functools import partial
 from multiprocessing.connection import Connection
 from types import FrameType
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -456,6 +457,16 @@ def test_without_a_signal_nothing_is_asked_of_the_store() -> None:
     quiet, told = run_ranks(without_store, 1, 0, init=False)[0]
     assert quiet == "False"
     assert "lost the store" in told
+
+
+def test_close_ends_the_threads_where_the_store_has_just_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that comes back from torch while the interpreter ends aborts a rank whose work is done."""
+    agreement = StopAgreement(SignalFlags(), tcp_store(bind_listener([0], "127.0.0.1")), 0, 2)
+    monkeypatch.setattr(agreement.mailbox, "arrive", Mock(side_effect=RuntimeError("Connection reset by peer")))
+    ours = [thread for thread in threading.enumerate() if thread.name in ("fairlead-control", "fairlead-stop-watch")]
+    agreement.close()
+    assert ours
+    assert not [thread.name for thread in ours if thread.is_alive()]
 
 
 def forked(rank: int, parent: int) -> bool:

@@ -87,8 +87,10 @@ class ControlPlane:
         with self._lock:
             thread = self._thread if not self._listeners else None
         if thread is not None and thread is not threading.current_thread():
-            mailbox.ring([mailbox.rank])
-            thread.join(2.0)
+            try:
+                mailbox.ring([mailbox.rank])
+            finally:  # where the store has gone the thread hears of it as well; it must not outlive the interpreter
+                thread.join(2.0)
 
     def _run(self) -> None:
         while True:

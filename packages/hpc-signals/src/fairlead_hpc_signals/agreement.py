@@ -156,11 +156,11 @@ class StopAgreement:
         atexit.unregister(self.close)
         self._closing = True
         os.write(self._stop_write, b"!")
-        try:
-            self._answer(self.mailbox)
-            self._plane.leave(self.mailbox)
-        except RuntimeError as error:
-            self._store_lost(error)  # whoever hosts the store has left before
+        for leave in (self._answer, self._plane.leave):  # also where the first fails: the plane's thread has to end
+            try:
+                leave(self.mailbox)
+            except RuntimeError as error:
+                self._store_lost(error)  # whoever hosts the store has left before
         self._watching.join(2.0)
         if not self._watching.is_alive():
             os.close(self._stop_read)
