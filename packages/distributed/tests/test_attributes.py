@@ -7,7 +7,7 @@ import io
 import random
 from collections import deque
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -26,6 +26,17 @@ class Mean:
         self.history: list[float] = []
 
 
+class Transition(NamedTuple):
+    state: Tensor
+    reward: float
+
+
+@dataclasses.dataclass
+class Episode:
+    length: int = 0
+    rewards: list[float] = dataclasses.field(default_factory=list)
+
+
 class Keeper:
     """Everything that people keep in attributes."""
 
@@ -39,6 +50,10 @@ class Keeper:
         self.array = np.zeros(3, dtype=np.uint32)
         self.replay: deque[Tensor] = deque(maxlen=2)
         self.seen: set[int] = set()
+        self.meters = {"loss": Mean()}
+        self.meter = self.meters["loss"]
+        self.episodes = [Episode()]
+        self.buffer: deque[Transition] = deque(maxlen=2)
         self.folder = Path("somewhere")
         self.rng, self.numpy, self.torch = random.Random(1), np.random.default_rng(1), torch.Generator().manual_seed(1)
         self.legacy = np.random.RandomState(1)
@@ -55,6 +70,10 @@ class Keeper:
         self.array += 1
         self.replay.append(torch.tensor(self.steps))
         self.seen.add(self.steps)
+        self.meters["loss"].history.append(0.25 * self.steps)  # changed where it is, in a container that is the same
+        self.episodes[-1].length += 1
+        self.episodes.append(Episode(0, [float(self.steps)]))
+        self.buffer.append(Transition(torch.tensor(self.steps), 1.5))
         self.folder = self.folder / "below"
         return [
             self.rng.random(),
@@ -91,6 +110,13 @@ def test_everything_goes_on_in_another_process() -> None:
     assert torch.equal(second.hidden, torch.full((2,), 4.0))
     assert (second.array == first.array).all()
     assert [int(one) for one in second.replay] == [3, 4]
+    assert vars(first.meter) == vars(second.meter)
+    assert second.meter is second.meters["loss"], "the meter that another attribute holds"
+    assert first.episodes == second.episodes
+    assert [(type(one), int(one.state), one.reward) for one in second.buffer] == [
+        (Transition, 3, 1.5),
+        (Transition, 4, 1.5),
+    ]
     assert second.replay.maxlen == 2
     assert second.weights is weights, "others may hold the tensor"
     assert second.rng is generator
@@ -121,6 +147,54 @@ def test_what_cannot_be_saved_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         "callback Ema.graph": "it[0] is a tensor with the graph that computed it: detach it",
         "callback Ema.large": "it has 4 MiB, and up to 1 are kept",
     }
+
+
+class Node:
+    """Holds its holder."""
+
+    def __init__(self) -> None:
+        self.parent: Node | None = None
+        self.value = 0
+
+
+def test_what_holds_itself_is_named_where_it_changes() -> None:
+    keeper: Any = Mean()
+    keeper.tree = [Node()]
+    keeper.tree[0].parent = keeper.tree[0]
+    kept = Attributes()
+    kept.watch("model", keeper)
+    assert kept.state() == {}
+    keeper.tree[0].value = 1
+    kept.state()
+    assert list(kept.left) == ["model.tree"]
+    assert kept.left["model.tree"].endswith("holds itself")
+
+
+def test_a_metric_in_a_dict_that_no_module_knows_is_named() -> None:
+    """torchmetrics keeps its sums in attributes, and the dict makes it no submodule: Lightning saves nothing of it."""
+    from torchmetrics import MeanMetric
+
+    model: Any = nn.Module()
+    model.metrics = {"mean": MeanMetric()}
+    kept = Attributes()
+    kept.watch("model", model)
+    model.metrics["mean"].update(2.0)
+    assert kept.state() == {}
+    assert list(kept.left) == ["model.metrics"]
+
+
+def test_a_class_that_is_not_here_is_named() -> None:
+    first, kept = Keeper(), Attributes()
+    kept.watch("keeper", first)
+    first.step()
+    state = kept.state()
+    (episodes,) = [value for path, value in state["keeper"] if path == ("episodes",)]
+    episodes[0]["state"][1] = "Gone"
+    second, again = Keeper(), Attributes()
+    again.watch("keeper", second)
+    again.restore(written(state))
+    assert "there is no class" in again.left["keeper.episodes"]
+    assert second.steps == 1
 
 
 def test_what_cannot_be_put_back_is_named_and_the_rest_is() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import marshal
-import sys
 import zlib
 from collections import deque
 from collections.abc import Iterator, Mapping
@@ -14,14 +13,13 @@ from typing import Any, Final
 import numpy as np
 from torch import Tensor, nn
 
-from fairlead_distributed.plain_data import GENERATORS, from_plain, put_back, to_plain
+from fairlead_distributed.plain_data import GENERATORS, from_plain, is_users_class, put_back, record_of, to_plain
 
 MOST_BYTES: Final = 1 << 30
 """What is kept of one attribute; a larger one is named among `Attributes.left`."""
 _LOOKED_AT: Final = 1 << 26  # bytes of an array: of a larger one, only whether another has taken its place
 _ITEMS: Final = 1 << 20  # of a container, likewise
-_DEPTH: Final = 4
-_ENGINES: Final = frozenset({"torch", "lightning", "pytorch_lightning", "torchmetrics", "torchdata", "torchvision"})
+_DEPTH: Final = 8  # objects in objects: an environment of Gymnasium lies in four wrappers
 _ATOMS: Final = (bool, int, float, complex, str, bytes, type(None))
 _DATA: Final = (Tensor, np.ndarray, np.generic, Mapping, list, tuple, set, frozenset, deque, *_ATOMS, *GENERATORS)
 _OF_A_MODULE: Final = frozenset(vars(nn.Module()))
@@ -143,11 +141,7 @@ def _is_users(value: object) -> bool:
     """Whether to go into it: an object of a class that is neither Python's own nor an engine's."""
     if isinstance(value, _DATA) or _has_state(value) or not hasattr(value, "__dict__"):
         return False
-    module = type(value).__module__
-    if module in ("__main__", "types", "torch.utils.data.dataset"):
-        return True
-    top = module.partition(".")[0]
-    return top not in sys.stdlib_module_names and top not in _ENGINES and not top.startswith("fairlead")
+    return is_users_class(type(value))
 
 
 def _has_state(value: object) -> bool:
@@ -178,15 +172,22 @@ def _size(value: Any) -> int:
 # -- what has changed
 
 
-def _mark(value: Any) -> Any:
-    """What tells whether it is another value later; it holds on to objects, so that none takes another's place."""
+def _mark(value: Any, seen: frozenset[int] = frozenset()) -> Any:
+    """What tells whether it is another value later; it holds on to objects, so that none takes another's place.
+
+    `seen` are the objects that hold it: one may hold its holder.
+    """
     if isinstance(value, _ATOMS):
         return value
     if isinstance(value, Tensor):
         return _Object(value, value._version)
     if isinstance(value, nn.Module):
-        return _Object(value, [one for part in (value.parameters(), value.buffers()) for one in map(_mark, part)])
-    content = _content(value)
+        parts = [*value.parameters(), *value.buffers()]
+        own = [one for module in value.modules() for name, one in vars(module).items() if name not in _OF_A_MODULE]
+        return _Object(value, [_mark(one) for one in (*parts, *own) if isinstance(one, _DATA)])
+    if id(value) in seen:
+        return _Object(value, None)
+    content = _content(value, seen | {id(value)})
     return _Object(value, None) if content is None else (type(value), content)
 
 
@@ -207,7 +208,7 @@ def _is_same(mark: Any, value: Any) -> bool:
     return type(now) is type(mark) and bool(now == mark)
 
 
-def _content(value: Any) -> Any:
+def _content(value: Any, seen: frozenset[int]) -> Any:
     """A digest of what it holds; None: it cannot be looked into, or would take long."""
     if isinstance(value, np.ndarray) and value.nbytes <= _LOOKED_AT and not value.dtype.hasobject:
         return value.shape, str(value.dtype), zlib.crc32(value.tobytes())
@@ -217,12 +218,10 @@ def _content(value: Any) -> Any:
         try:
             return zlib.crc32(marshal.dumps(list(value) if isinstance(value, deque) else value, 2))
         except ValueError:  # something in it is more than Python's own data
-            return (
-                [_mark(one) for item in value.items() for one in item]
-                if isinstance(value, dict)
-                else [*map(_mark, value)]
-            )
-    return None
+            items = [one for item in value.items() for one in item] if isinstance(value, dict) else value
+            return [_mark(one, seen) for one in items]
+    record = record_of(value) if len(seen) <= _DEPTH else None
+    return None if record is None else [_mark(one, seen) for item in record.items() for one in item]
 
 
 def _bytes(plain: Any) -> bytes:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import random
+import sys
 from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,6 +19,30 @@ _KIND: Final = "fairlead:kind"
 _ARRAY: Final = "fairlead:array"
 _ATOMS: Final = (bool, int, float, complex, str, bytes, type(None))
 GENERATORS: Final = (random.Random, np.random.Generator, np.random.RandomState, torch.Generator)
+_ENGINES: Final = frozenset({"torch", "lightning", "pytorch_lightning", "torchmetrics", "torchdata", "torchvision"})
+
+
+def is_users_class(kind: type) -> bool:
+    """Whether a class is neither Python's own nor an engine's nor ours."""
+    if kind.__module__ in ("__main__", "types", "torch.utils.data.dataset"):
+        return True
+    top = kind.__module__.partition(".")[0]
+    return top not in sys.stdlib_module_names and top not in _ENGINES and not top.startswith("fairlead")
+
+
+def record_of(value: object) -> dict[str, Any] | None:
+    """What a named tuple, a dataclass or a simple object of a user's class holds, by name; None of anything else."""
+    kind = type(value)
+    if isinstance(value, tuple):
+        fields = getattr(kind, "_fields", None)
+        return None if fields is None else dict(zip(fields, value, strict=True))
+    if dataclasses.is_dataclass(kind):
+        names = [field.name for field in dataclasses.fields(kind) if hasattr(value, field.name)]
+        return {name: getattr(value, name) for name in names} | getattr(value, "__dict__", {})
+    simple = is_users_class(kind) and kind.__new__ is object.__new__ and kind.__reduce__ is object.__reduce__
+    if not simple or not hasattr(value, "__dict__") or hasattr(kind, "__slots__") or hasattr(kind, "state_dict"):
+        return None
+    return dict(vars(value))
 
 
 def to_plain(value: Any, where: str = "state") -> Any:
@@ -44,6 +70,12 @@ def to_plain(value: Any, where: str = "state") -> Any:
     for kind, (base, take, _) in _KINDS.items():
         if isinstance(value, base):
             return {_KIND: kind, "state": to_plain(take(value), where)}
+    if (record := record_of(value)) is not None:
+        try:
+            state = {name: to_plain(one, f"{where}.{name}") for name, one in record.items()}
+        except RecursionError:
+            raise TypeError(f"{where} holds itself") from None
+        return {_KIND: "record", "state": [type(value).__module__, type(value).__qualname__, state]}
     raise TypeError(f"{where} is a {type(value).__name__}, which is no plain data")
 
 
@@ -88,6 +120,8 @@ def put_back(now: Any, value: Any) -> Any:
     elif isinstance(made, set) and isinstance(now, set):
         now.clear()
         now.update(made)
+    elif type(made) is type(now) and hasattr(now, "__dict__") and record_of(now) is not None:
+        now.__dict__.update({name: put_back(vars(now).get(name), one) for name, one in value["state"][2].items()})
     else:
         return made
     return now
@@ -100,6 +134,24 @@ def _set_generator(now: Any, made: Any) -> None:
         now.bit_generator.state = made.bit_generator.state
     else:  # torch's and NumPy's older one
         now.set_state(made.get_state())
+
+
+def _record(state: Any) -> Any:
+    """An object of a class that this process has; neither imports nor runs anything of it."""
+    module, path, values = state
+    kind: Any = sys.modules.get(module)
+    for name in path.split("."):
+        kind = getattr(kind, name, None)
+    if not isinstance(kind, type) or not (
+        issubclass(kind, tuple) or dataclasses.is_dataclass(kind) or is_users_class(kind)
+    ):
+        raise TypeError(f"there is no class {module}.{path} here")
+    if issubclass(kind, tuple):
+        return tuple.__new__(kind, values.values())
+    made = object.__new__(kind)
+    for name, value in values.items():
+        object.__setattr__(made, name, value)
+    return made
 
 
 def _random(state: Any) -> random.Random:
@@ -133,6 +185,7 @@ _KINDS: Final[dict[str, tuple[Any, Any, Any]]] = {
     "frozenset": (frozenset, list, frozenset),
     "deque": (deque, lambda value: [list(value), value.maxlen], lambda state: deque(*state)),
     "path": (Path, str, Path),
+    "record": ((), None, _record),
     "random": (random.Random, random.Random.getstate, _random),
     "numpy": (np.random.Generator, lambda value: value.bit_generator.state, _numpy),
     "numpy legacy": (np.random.RandomState, lambda value: value.get_state(legacy=False), _numpy_legacy),

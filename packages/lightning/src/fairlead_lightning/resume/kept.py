@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dis
+import inspect
 from collections import Counter
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -35,6 +37,15 @@ def internal(holder: object) -> frozenset[str]:
     return frozenset({*vars(base()), *_OF_LIGHTNING, "_fabric"}) if isinstance(holder, nn.Module) else frozenset()
 
 
+def _of_bases(kind: type) -> frozenset[str]:
+    """The attributes that engines' classes among the bases set: what has to outlive a stop is in their own state."""
+    engines = [base for base in kind.__mro__ if base is not object and is_engines(base)]
+    functions = [one for base in engines for one in vars(base).values() if inspect.isfunction(one)]
+    return frozenset(
+        str(step.argval) for one in functions for step in dis.get_instructions(one) if step.opname == "STORE_ATTR"
+    )
+
+
 def watch_users(trainer: L.Trainer, kept: Attributes) -> None:
     """Watches what the user's code of a fit keeps in its modules, callbacks and data module."""
     model, data = trainer.lightning_module, getattr(trainer, "datamodule", None)
@@ -50,7 +61,7 @@ def watch_users(trainer: L.Trainer, kept: Attributes) -> None:
         name = type(callback).__name__
         count[name] += 1
         if not is_engines(type(callback)):
-            kept.watch(f"callback {name}" + f" {count[name]}" * (count[name] > 1), callback)
+            kept.watch(f"callback {name}" + f" {count[name]}" * (count[name] > 1), callback, _of_bases(type(callback)))
     if data is not None and not is_engines(type(data)):
         kept.watch(f"data {type(data).__name__}", data, internal(data))
 
