@@ -256,6 +256,12 @@ def kills(session: nox.Session) -> None:
     run(session, "python", "-m", "pytest", *tests, *session.posargs, FAIRLEAD_KILLS="200")
 
 
+@nox.session(default=False, venv_backend="none", requires=["env"])
+def soak(session: nox.Session) -> None:
+    """The tests that CI leaves out for their length."""
+    pytest(session, "-m", "soak", "packages", "integration_tests")
+
+
 @nox.session(default=False)
 def newest(session: nox.Session) -> None:
     """The contract tests of private parts with the newest Lightning and torch; `-- lightning==2.7` names others."""

@@ -33,8 +33,13 @@ RATIOS = {
 }
 
 
+BY_NAME = {"checkpoint", "ddp", "exact_reduction", "preempt"}  # a minute each; `nox -s soak`
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", RATIOS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(one, marks=pytest.mark.soak) if one in BY_NAME else one for one in RATIOS]
+)
 def test_a_benchmark_prints_its_document(name: str, tmp_path: Path) -> None:
     """From any folder, on standard output, and nothing besides; the table can be made of it."""
     script = ROOT / "benchmarks" / f"{name}.py"
