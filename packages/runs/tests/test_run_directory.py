@@ -17,7 +17,15 @@ from fairlead.errors import FingerprintError, RunDirectoryError, RunLockedError
 from fairlead.interfaces import Job
 from fairlead.yaml import load_file
 from fairlead_runs import RunDirectory, fingerprint, list_runs, read_history, state
-from fairlead_runs.commit import LockOwner, Syscalls, atomic_write
+from fairlead_runs.commit import (
+    Checkpoint,
+    LockOwner,
+    Syscalls,
+    atomic_write,
+    checkpoint_name,
+    publish,
+    stage,
+)
 
 
 def job(**trainer: Any) -> dict[str, Any]:
@@ -36,6 +44,13 @@ def open_run(path: Path, the_job: dict[str, Any] | None = None, **options: Any) 
 
 def begin(run: RunDirectory, **git: Any) -> int:
     return run.begin(resolution={"num_nodes": {"value": 1, "reason": "default"}}, provenance={"git": git or None})
+
+
+def saved(run: RunDirectory, step: int = 100) -> Checkpoint:
+    """A checkpoint of this start."""
+    staged = stage(run.checkpoints, checkpoint_name(step), token=run.token)
+    (staged / "state.ckpt").write_bytes(b"state")
+    return publish(staged, {"step": step, "start": run.start}, fence=run.fence)
 
 
 def snapshot(folder: Path) -> dict[str, bytes | None]:
@@ -86,8 +101,8 @@ def test_the_same_fingerprint_continues_with_the_next_start(tmp_path: Path) -> N
 
 
 def test_another_fingerprint_is_refused_with_the_difference_and_nothing_is_written(tmp_path: Path) -> None:
-    with open_run(tmp_path / "gpt", job(precision="bf16-mixed")):
-        pass
+    with open_run(tmp_path / "gpt", job(precision="bf16-mixed")) as run:
+        saved(run)
     before = snapshot(tmp_path)
     with pytest.raises(FingerprintError) as caught:
         open_run(tmp_path / "gpt", job(precision="32-true", devices=8, accumulate_grad_batches=2))
@@ -161,9 +176,8 @@ def test_a_requeued_job_with_never_continues_its_own_sibling(tmp_path: Path) -> 
 
 
 def test_a_path_says_what_to_load_and_another_fingerprint_goes_to_a_sibling(tmp_path: Path) -> None:
-    checkpoint = tmp_path / "gpt" / "checkpoints" / "step-00000100"
-    with open_run(tmp_path / "gpt"):
-        pass
+    with open_run(tmp_path / "gpt") as run:
+        checkpoint = saved(run).path
     with open_run(tmp_path / "gpt", resume=checkpoint) as run:
         assert (run.path.name, run.load, run.continued) == ("gpt", checkpoint, True)
     with open_run(tmp_path / "gpt", job(precision="64-true"), resume=str(checkpoint)) as run:
