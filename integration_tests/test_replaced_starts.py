@@ -10,14 +10,15 @@ from typing import Any
 
 import pytest
 
-from fairlead_runs import state
+from fairlead_runs import read_history, state
 from fairlead_runs.commit import list_checkpoints, newest_complete
 from fairlead_runs.remote import Store
 from fairlead_runs.remote import list_checkpoints as copies
-from integration_tests.jobs import JOB, Running, changed, events, names, repository, start
+from integration_tests.jobs import JOB, Running, changed, events, marked, names, repository, start
 from integration_tests.s3 import S3, s3_server
 
-ALONE: dict[str, Any] = {"devices": 1, "strategy": "auto", "max_steps": 40}
+STEPS = 40
+ALONE: dict[str, Any] = {"devices": 1, "strategy": "auto", "max_steps": STEPS}
 SLOW = {"args": {"width": 4, "delay": 0.2}}
 
 
@@ -30,45 +31,49 @@ def s3(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[S3]:
         yield server
 
 
-def count(run: Path, event: str, pid: int) -> int:
-    return sum(one["event"] == event and one["pid"] == pid for one in events(run))
+def until(running: Running, run: Path, event: str, begun: int, times: int) -> None:
+    """Waits for so many events of a start of the run."""
+    wanted = (event, begun)
+    running.until(lambda: [(e["event"], e["start"]) for e in events(run)].count(wanted) >= times, f"{times} {event}")
 
 
-def freeze(running: Running, run: Path, event: str) -> None:
-    """Stops the process, as a suspended machine does, once it has had two of such events."""
-    pid = running.process.pid
-    running.until(lambda: count(run, event, pid) >= 2, f"its second {event}")
-    running.process.send_signal(signal.SIGSTOP)
+def send(running: Running, number: signal.Signals) -> None:
+    """Stops or wakes all processes of a start, as happens to those of a machine that is suspended."""
+    for pid in marked(running.marker):
+        os.kill(pid, number)
 
 
 def test_on_one_run_directory(tmp_path: Path) -> None:
     """It publishes, deletes and finishes nothing, says that it was replaced, and the other one does not notice it."""
-    job = str(repository(tmp_path, job=changed(JOB, trainer=ALONE, model=SLOW)))
+    job = str(repository(tmp_path, job=changed(JOB, trainer={"max_steps": STEPS}, model=SLOW)))
     run = tmp_path / "runs" / "small"
     first = start("fit", job, cwd=tmp_path)
-    freeze(first, run, "checkpoint")
+    until(first, run, "checkpoint", begun=1, times=2)
+    send(first, signal.SIGSTOP)
     os.utime(run / ".lock", (0, 0))  # as if it had been silent for two minutes
     second = start("fit", job, cwd=tmp_path)
-    second.until(lambda: count(run, "checkpoint", second.process.pid) >= 1, "a checkpoint of the second")
-    first.process.send_signal(signal.SIGCONT)
+    until(second, run, "checkpoint", begun=2, times=1)
+    send(first, signal.SIGCONT)
     woken = first.end()
     assert woken.code == 1, woken.text
     assert woken.text.count("this start was replaced") == 1
-    assert f"process {second.process.pid}" in woken.text
     ended = second.end()
     assert ended.code == 0, ended.text
 
-    took_over = [event for event in events(run) if event["event"] == "start"][1]
+    took_over = next(event for event in events(run) if "took_over" in event)
     assert "no sign of life" in took_over["took_over"]
+    assert f"process {took_over['pid']}" in woken.text
     later = events(run)[events(run).index(took_over) :]
-    assert {event["pid"] for event in later} == {second.process.pid}
+    assert {event["rank"] for event in later if event["start"] == 1} <= {1}  # it lost its first rank, and said so
+    believed = read_history(run / "history.jsonl")
+    assert {event["start"] for event in believed[believed.index(took_over) :]} == {2}
     newest = newest_complete(run / "checkpoints", deep=True)
     assert newest.checkpoint is not None
     assert not newest.skipped
-    assert (newest.checkpoint.step, newest.checkpoint.metadata["start"]) == (40, 2)
+    assert (newest.checkpoint.step, newest.checkpoint.metadata["start"]) == (STEPS, 2)
     assert {one.metadata["start"] for one in list_checkpoints(run / "checkpoints")} == {2}
     rows = (run / "metrics.csv").read_text().splitlines()
-    assert [row.split(",")[0] for row in rows[1:]] == [str(step) for step in range(40)]
+    assert [row.split(",")[0] for row in rows[1:]] == [str(step) for step in range(STEPS)]
     assert state(run).state == "finished"
 
 
@@ -82,20 +87,22 @@ def test_on_an_object_store(s3: S3, tmp_path: Path) -> None:
     for machine in machines:
         machine.mkdir()
     first = start("fit", job, cwd=machines[0], environ=s3.environ)
-    freeze(first, runs[0], "uploaded")
+    until(first, runs[0], "uploaded", begun=1, times=2)
+    send(first, signal.SIGSTOP)
     second = start("fit", job, cwd=machines[1], environ=s3.environ)
-    second.until(lambda: count(runs[1], "uploaded", second.process.pid) >= 1, "an upload of the second")
+    until(second, runs[1], "uploaded", begun=2, times=1)
     store = Store.open("s3://runs-bucket/prefix/small")
-    first.process.send_signal(signal.SIGCONT)
+    send(first, signal.SIGCONT)
     woken = first.end()
     assert woken.code == 1, woken.text
     assert "this start was replaced: another one of this run writes to the store now" in woken.text
     assert "start 2 on" in woken.text
-    assert names(runs[0])[-1] != "finished"
+    assert "finished" not in names(runs[0])
+    assert max(event.get("step", 0) for event in events(runs[0])) < STEPS  # it ended when it knew
     ended = second.end()
     assert ended.code == 0, ended.text
     found = copies(store)
     assert {(one.metadata["start"], one.complete) for one in found} == {(2, True)}
-    assert found[-1].step == 40
+    assert found[-1].step == STEPS
     history = (store.read("history.jsonl") or b"").decode()
-    assert f'"pid": {second.process.pid}' in history.splitlines()[-1]
+    assert '"start": 2' in history.splitlines()[-1]

@@ -6,6 +6,7 @@ import dataclasses
 import errno
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -301,3 +302,50 @@ def test_a_directory_that_is_not_writable_is_named(tmp_path: Path, number: int) 
         Lock(tmp_path / "lock", syscalls=ReadOnly()).acquire()
     assert os.strerror(number) in caught.value.block()
     assert str(tmp_path) in caught.value.block()
+
+
+def beats_soon(path: Path, after_s: float) -> threading.Thread:
+    """Another host's owner, who gives a sign of life."""
+    thread = threading.Thread(target=lambda: (time.sleep(after_s), os.utime(path)))
+    thread.start()
+    return thread
+
+
+def test_who_waits_takes_over_an_owner_that_stays_silent_and_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A pod that was killed: the next one does not end with exit code 2, which would be final."""
+    path = tmp_path / "lock"
+    write_lock(path, age_s=100, host="node17")
+    with pytest.raises(RunLockedError, match="another job"):
+        Lock(path).acquire()
+    lock = Lock(path, stale_after_s=103)
+    lock.acquire(wait=True)
+    assert lock.held
+    assert re.search(r"last sign of life 10\d s ago; without another one it is taken over in \d s", caplog.text)
+    assert lock.took_over is not None
+    assert "on node17" in lock.took_over
+    assert "no sign of life for 10" in lock.took_over
+    lock.release()
+
+
+def test_who_waits_is_refused_as_soon_as_the_owner_gives_a_sign_of_life(tmp_path: Path) -> None:
+    """A deliberate second job."""
+    path = tmp_path / "lock"
+    write_lock(path, age_s=30, host="node17")
+    before = path.read_bytes()
+    beating, began = beats_soon(path, 1.2), time.monotonic()
+    with pytest.raises(RunLockedError, match="another job is using this run directory"):
+        Lock(path).acquire(wait=True)
+    beating.join()
+    assert time.monotonic() - began < 30
+    assert path.read_bytes() == before
+
+
+def test_this_job_is_not_called_another_one(tmp_path: Path) -> None:
+    path = tmp_path / "lock"
+    job = Job("slurm:1", cancel="scancel 1")
+    write_lock(path, host="node17", job="slurm:1", cancel="scancel 1")
+    with pytest.raises(RunLockedError, match="another process of this same job") as caught:
+        Lock(path, owner=LockOwner.here(job)).acquire()
+    assert "scancel" not in caught.value.block()  # it would end this job, too

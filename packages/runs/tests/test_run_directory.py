@@ -26,6 +26,7 @@ from fairlead_runs.commit import (
     publish,
     stage,
 )
+from fairlead_runs.ownership import stored_fingerprint
 
 
 def job(**trainer: Any) -> dict[str, Any]:
@@ -376,3 +377,39 @@ def test_beats_of_an_earlier_start_do_not_count(tmp_path: Path) -> None:
         run.heartbeat(node_rank=0, local_rank=0, rank=0).beat("train", 5)
     assert [beat.rank for beat in state(run.path).ranks] == [0]
     assert state(run.path).step == 5
+
+
+def test_a_run_without_a_step_and_a_checkpoint_owns_nothing(tmp_path: Path) -> None:
+    """A first start that failed in its set-up must not cost the name."""
+    path = tmp_path / "gpt"
+    with open_run(path) as run:
+        begin(run)
+        run.heartbeat(node_rank=0, local_rank=0, rank=0, start=1).beat("setup", 0)
+        run.history.append("failed", step=0, error="no luck in setup")
+    other = job(precision="bf16-mixed")
+    with open_run(path), pytest.raises(RunLockedError, match=f"process {os.getpid()}"):
+        open_run(path, other)  # not while it lives
+    with open_run(path, other) as run:
+        assert (run.path, run.continued) == (path, False)
+        assert begin(run) == 2
+    assert stored_fingerprint(path) == fingerprint(other)
+    assert "bf16-mixed" in (path / "job.yaml").read_text()
+    with open_run(path, other) as run:
+        assert run.continued
+
+
+@pytest.mark.parametrize("what", ["beat", "row", "checkpoint", "event"])
+def test_a_run_with_one_step_owns_its_name(tmp_path: Path, what: str) -> None:
+    path = tmp_path / "gpt"
+    with open_run(path) as run:
+        begin(run)
+        if what == "beat":
+            run.heartbeat(node_rank=0, local_rank=0, rank=0, start=1).beat("train", 1)
+        elif what == "row":
+            (path / "metrics.csv").write_text("step,loss\n0,1.5\n")
+        elif what == "checkpoint":
+            (path / "checkpoints" / "step-00000001").mkdir()  # damaged, but somebody may want it
+        else:
+            run.history.append("stop", step=1)
+    with pytest.raises(FingerprintError):
+        open_run(path, job(precision="bf16-mixed"))

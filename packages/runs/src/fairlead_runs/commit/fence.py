@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 from pathlib import Path
 
-from fairlead.errors import FairleadError, RunLockedError
+from fairlead.errors import FairleadError, RunFailedError, RunLockedError
 from fairlead_runs.commit.owner import LockOwner
 
 
@@ -67,10 +67,12 @@ class Fence:
                 self.lost = self._replaced(f"it is held by {owner or 'another process'}")
 
     def _replaced(self, why: str) -> RunLockedError:
-        return RunLockedError(
+        error = RunLockedError(
             "this start was replaced: another one has taken the run over while it gave no sign of life",
             where=str(self.path.parent),
             why=why,
             fix="nothing: this start ends here, and has written nothing since; the other one goes on from the newest "
             "checkpoint",
         )
+        error.exit_code = RunFailedError.exit_code  # 2 says that nothing was started
+        return error
