@@ -34,6 +34,8 @@ from fairlead_runs import fingerprint
 from fairlead_runs.checkpoint_io import CheckpointCopies, DurableSaves, ShardedLoads, ShardedSaves
 from fairlead_runs.commit import (
     Checkpoint,
+    Fence,
+    LockOwner,
     RetentionPolicy,
     checkpoint_name,
     list_checkpoints,
@@ -92,7 +94,10 @@ def begun(io: RemoteCheckpointIO, run: Path, start: int = 1) -> list[tuple[str, 
     events: list[tuple[str, dict[str, Any]]] = []
     io.open(run.name, fingerprint(JOB))
     io.fetch(run)
-    io.begin(run, start, lambda name, **fields: events.append((name, fields)))
+    owner = LockOwner.here()
+    (run / ".lock").write_bytes(owner.dump())
+    fence = Fence(run / ".lock", owner.nonce)
+    io.begin(run, start, lambda name, **fields: events.append((name, fields)), fence)
     return events
 
 
@@ -239,7 +244,7 @@ def test_an_earlier_start_that_still_lives_uploads_nothing_more(url: str, tmp_pa
     old.committed(saved(tmp_path / "a" / "gpt", 7), RetentionPolicy())
     lacking = old.wait_uploaded()
     assert lacking is not None
-    assert "another start of this run writes to the store now" in lacking
+    assert "this start was replaced: another one of this run writes to the store now" in lacking
     assert "start 2 on" in lacking
     assert there(url) == []
     old.teardown()

@@ -6,10 +6,12 @@ import dataclasses
 import errno
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -82,7 +84,7 @@ def test_the_lock_of_a_killed_process_is_taken_over_at_once(tmp_path: Path) -> N
     assert state is not None
     assert state.gone == f"process {holder.pid} on this host has ended"
     with Lock(path) as lock:
-        lock.check()
+        lock.fence.check()
         assert json.loads(path.read_bytes())["pid"] == os.getpid()
     assert os.listdir(tmp_path) == []
 
@@ -126,7 +128,7 @@ def test_a_torn_lock_file_is_someone_who_is_just_taking_it_until_it_is_old(tmp_p
         Lock(path).acquire()
     os.utime(path, (0, 0))
     with Lock(path) as lock:
-        lock.check()
+        lock.fence.check()
 
 
 RACE = """
@@ -179,8 +181,9 @@ def test_exactly_one_of_several_processes_takes_over_a_stale_lock(tmp_path: Path
 
 
 CHURN = """
-import os, random, sys
+import os, random, sys, time
 from pathlib import Path
+from fairlead.errors import RunLockedError
 from fairlead_runs.commit import Lock, LockOwner
 
 path, inside = Path(sys.argv[1]), Path(sys.argv[1] + ".inside")
@@ -190,7 +193,11 @@ for number in range(4):
         rng = random.Random(number)
         for turn in range(25):
             lock = Lock(path, owner=LockOwner.here())
-            lock.acquire(wait_s=60)
+            while not lock.held:
+                try:
+                    lock.acquire()
+                except RunLockedError:
+                    time.sleep(0.01)
             inside.mkdir()                       # raises when someone else is inside
             inside.rmdir()
             if rng.random() < 0.2:
@@ -199,7 +206,7 @@ for number in range(4):
                     os._exit(0)
                 os.waitpid(grandchild, 0)
                 assert lock.held
-            lock.check()
+            lock.fence.check()
             if turn == 24:
                 os._exit(0)                      # dies with the lock held; the others take it over
             lock.release()
@@ -239,18 +246,19 @@ def test_the_heartbeat_keeps_it_fresh(tmp_path: Path) -> None:
 def test_a_holder_that_lost_it_notices_and_does_not_release_the_other_ones(tmp_path: Path, how: str) -> None:
     """A job that was suspended for hours must stop writing when it wakes up."""
     path = tmp_path / "lock"
-    lost = threading.Event()
-    lock = Lock(path, interval_s=0.001, on_lost=lost.set)
+    lock = Lock(path, interval_s=0.001)
     lock.acquire()
     if how == "taken":
         write_lock(tmp_path / "new", host="node18")
         os.rename(tmp_path / "new", path)
     else:
         path.unlink()
-    assert lost.wait(30)
+    deadline = time.monotonic() + 30
+    while lock.held and time.monotonic() < deadline:  # its own thread notices
+        time.sleep(0.001)
     assert not lock.held
-    with pytest.raises(RunLockedError, match="lost its run directory"):
-        lock.check()
+    with pytest.raises(RunLockedError, match="this start was replaced"):
+        lock.fence.check()
     lock.release()
     assert path.exists() == (how == "taken")
 
@@ -278,7 +286,7 @@ def test_it_works_on_file_systems_without_hard_links(tmp_path: Path) -> None:
     path = tmp_path / "lock"
     write_lock(path, pid=2**22 + 1)
     with Lock(path, syscalls=NoLinks()) as lock:
-        lock.check()
+        lock.fence.check()
         with pytest.raises(RunLockedError):
             Lock(path, owner=LockOwner.here(), syscalls=NoLinks()).acquire()
     assert os.listdir(tmp_path) == []
@@ -294,3 +302,50 @@ def test_a_directory_that_is_not_writable_is_named(tmp_path: Path, number: int) 
         Lock(tmp_path / "lock", syscalls=ReadOnly()).acquire()
     assert os.strerror(number) in caught.value.block()
     assert str(tmp_path) in caught.value.block()
+
+
+def beats_soon(path: Path, after_s: float) -> threading.Thread:
+    """Another host's owner, who gives a sign of life."""
+    thread = threading.Thread(target=lambda: (time.sleep(after_s), os.utime(path)))
+    thread.start()
+    return thread
+
+
+def test_who_waits_takes_over_an_owner_that_stays_silent_and_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A pod that was killed: the next one does not end with exit code 2, which would be final."""
+    path = tmp_path / "lock"
+    write_lock(path, age_s=100, host="node17")
+    with pytest.raises(RunLockedError, match="another job"):
+        Lock(path).acquire()
+    lock = Lock(path, stale_after_s=103)
+    lock.acquire(wait=True)
+    assert lock.held
+    assert re.search(r"last sign of life 10\d s ago; without another one it is taken over in \d s", caplog.text)
+    assert lock.took_over is not None
+    assert "on node17" in lock.took_over
+    assert "no sign of life for 10" in lock.took_over
+    lock.release()
+
+
+def test_who_waits_is_refused_as_soon_as_the_owner_gives_a_sign_of_life(tmp_path: Path) -> None:
+    """A deliberate second job."""
+    path = tmp_path / "lock"
+    write_lock(path, age_s=30, host="node17")
+    before = path.read_bytes()
+    beating, began = beats_soon(path, 1.2), time.monotonic()
+    with pytest.raises(RunLockedError, match="another job is using this run directory"):
+        Lock(path).acquire(wait=True)
+    beating.join()
+    assert time.monotonic() - began < 30
+    assert path.read_bytes() == before
+
+
+def test_this_job_is_not_called_another_one(tmp_path: Path) -> None:
+    path = tmp_path / "lock"
+    job = Job("slurm:1", cancel="scancel 1")
+    write_lock(path, host="node17", job="slurm:1", cancel="scancel 1")
+    with pytest.raises(RunLockedError, match="another process of this same job") as caught:
+        Lock(path, owner=LockOwner.here(job)).acquire()
+    assert "scancel" not in caught.value.block()  # it would end this job, too

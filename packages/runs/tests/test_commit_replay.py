@@ -143,10 +143,13 @@ class Disk:
         directory.synced = len(directory.changes)
 
     def rename(self, source: Path, target: Path) -> None:
-        assert source.parent == target.parent  # a rename between directories is two changes on a real disk
-        parent = self.directory(source.parent)
+        parent, other = self.directory(source.parent), self.directory(target.parent)
         node = parent.entries(len(parent.changes))[source.name]
-        parent.changes.append({source.name: None, target.name: node})
+        if parent is other:
+            parent.changes.append({source.name: None, target.name: node})
+        else:  # two changes, and each may be lost without the other
+            other.changes.append({target.name: node})
+            parent.changes.append({source.name: None})
 
     def symlink(self, target: str, link: Path) -> None:
         self.directory(link.parent).changes.append({link.name: Link(target)})

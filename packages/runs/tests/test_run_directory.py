@@ -17,7 +17,16 @@ from fairlead.errors import FingerprintError, RunDirectoryError, RunLockedError
 from fairlead.interfaces import Job
 from fairlead.yaml import load_file
 from fairlead_runs import RunDirectory, fingerprint, list_runs, read_history, state
-from fairlead_runs.commit import LockOwner, Syscalls, atomic_write
+from fairlead_runs.commit import (
+    Checkpoint,
+    LockOwner,
+    Syscalls,
+    atomic_write,
+    checkpoint_name,
+    publish,
+    stage,
+)
+from fairlead_runs.ownership import stored_fingerprint
 
 
 def job(**trainer: Any) -> dict[str, Any]:
@@ -36,6 +45,13 @@ def open_run(path: Path, the_job: dict[str, Any] | None = None, **options: Any) 
 
 def begin(run: RunDirectory, **git: Any) -> int:
     return run.begin(resolution={"num_nodes": {"value": 1, "reason": "default"}}, provenance={"git": git or None})
+
+
+def saved(run: RunDirectory, step: int = 100) -> Checkpoint:
+    """A checkpoint of this start."""
+    staged = stage(run.checkpoints, checkpoint_name(step), token=run.token)
+    (staged / "state.ckpt").write_bytes(b"state")
+    return publish(staged, {"step": step, "start": run.start}, fence=run.fence)
 
 
 def snapshot(folder: Path) -> dict[str, bytes | None]:
@@ -86,8 +102,8 @@ def test_the_same_fingerprint_continues_with_the_next_start(tmp_path: Path) -> N
 
 
 def test_another_fingerprint_is_refused_with_the_difference_and_nothing_is_written(tmp_path: Path) -> None:
-    with open_run(tmp_path / "gpt", job(precision="bf16-mixed")):
-        pass
+    with open_run(tmp_path / "gpt", job(precision="bf16-mixed")) as run:
+        saved(run)
     before = snapshot(tmp_path)
     with pytest.raises(FingerprintError) as caught:
         open_run(tmp_path / "gpt", job(precision="32-true", devices=8, accumulate_grad_batches=2))
@@ -161,9 +177,8 @@ def test_a_requeued_job_with_never_continues_its_own_sibling(tmp_path: Path) -> 
 
 
 def test_a_path_says_what_to_load_and_another_fingerprint_goes_to_a_sibling(tmp_path: Path) -> None:
-    checkpoint = tmp_path / "gpt" / "checkpoints" / "step-00000100"
-    with open_run(tmp_path / "gpt"):
-        pass
+    with open_run(tmp_path / "gpt") as run:
+        checkpoint = saved(run).path
     with open_run(tmp_path / "gpt", resume=checkpoint) as run:
         assert (run.path.name, run.load, run.continued) == ("gpt", checkpoint, True)
     with open_run(tmp_path / "gpt", job(precision="64-true"), resume=str(checkpoint)) as run:
@@ -362,3 +377,39 @@ def test_beats_of_an_earlier_start_do_not_count(tmp_path: Path) -> None:
         run.heartbeat(node_rank=0, local_rank=0, rank=0).beat("train", 5)
     assert [beat.rank for beat in state(run.path).ranks] == [0]
     assert state(run.path).step == 5
+
+
+def test_a_run_without_a_step_and_a_checkpoint_owns_nothing(tmp_path: Path) -> None:
+    """A first start that failed in its set-up must not cost the name."""
+    path = tmp_path / "gpt"
+    with open_run(path) as run:
+        begin(run)
+        run.heartbeat(node_rank=0, local_rank=0, rank=0, start=1).beat("setup", 0)
+        run.history.append("failed", step=0, error="no luck in setup")
+    other = job(precision="bf16-mixed")
+    with open_run(path), pytest.raises(RunLockedError, match=f"process {os.getpid()}"):
+        open_run(path, other)  # not while it lives
+    with open_run(path, other) as run:
+        assert (run.path, run.continued) == (path, False)
+        assert begin(run) == 2
+    assert stored_fingerprint(path) == fingerprint(other)
+    assert "bf16-mixed" in (path / "job.yaml").read_text()
+    with open_run(path, other) as run:
+        assert run.continued
+
+
+@pytest.mark.parametrize("what", ["beat", "row", "checkpoint", "event"])
+def test_a_run_with_one_step_owns_its_name(tmp_path: Path, what: str) -> None:
+    path = tmp_path / "gpt"
+    with open_run(path) as run:
+        begin(run)
+        if what == "beat":
+            run.heartbeat(node_rank=0, local_rank=0, rank=0, start=1).beat("train", 1)
+        elif what == "row":
+            (path / "metrics.csv").write_text("step,loss\n0,1.5\n")
+        elif what == "checkpoint":
+            (path / "checkpoints" / "step-00000001").mkdir()  # damaged, but somebody may want it
+        else:
+            run.history.append("stop", step=1)
+    with pytest.raises(FingerprintError):
+        open_run(path, job(precision="bf16-mixed"))

@@ -46,10 +46,14 @@ class Report:
 
 @dataclass(frozen=True)
 class Announcement:
-    """Where the run of a rank is, once it is known; `log` has its output from now on, None: the terminal."""
+    """Where the run of a rank is, once it is known, and the number of this start of it.
+
+    `log` has its output from now on, None: the terminal.
+    """
 
     run: str
     log: str | None
+    start: int
 
 
 def secondary(text: str) -> bool:
@@ -64,7 +68,7 @@ def send_report(environ: Mapping[str, str], text: str, exit_code: int) -> bool:
     return _send(environ, Report(int(environ.get("RANK", "0")), time.time(), text, exit_code))
 
 
-def keep_log(environ: Mapping[str, str], folder: Path) -> None:
+def keep_log(environ: Mapping[str, str], folder: Path, start: int) -> None:
     """Lets the output of a rank other than the first go to `rank-00001.log` from now on; rank 0 keeps the terminal."""
     if REPORT_FD not in environ:
         return
@@ -78,7 +82,7 @@ def keep_log(environ: Mapping[str, str], folder: Path) -> None:
         os.dup2(log, 1)
         os.dup2(log, 2)
         os.close(log)
-    _send(environ, Announcement(str(folder.parent), str(path) if path is not None else None))
+    _send(environ, Announcement(str(folder.parent), str(path) if path is not None else None, start))
 
 
 def watch_supervisor(environ: Mapping[str, str]) -> None:

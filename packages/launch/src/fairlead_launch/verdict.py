@@ -89,15 +89,18 @@ def _of_all_or_one(report: Report, ranks: Sequence[Rank]) -> str:
 
 def _record(first: Rank, ranks: Sequence[Rank]) -> None:
     """Writes the failure into the history where no rank could: it was killed, or the interpreter went down."""
-    run = next((r.announced.run for r in ranks if r.announced is not None), None)
-    if run is None:
+    announced = next((r.announced for r in ranks if r.announced is not None), None)
+    if announced is None:
         return  # it ended before there was a run
-    path = Path(run) / "history.jsonl"
+    path = Path(announced.run) / "history.jsonl"
     try:
-        events = [event["event"] for event in read_history(path)]
-        if "failed" not in itertools.takewhile("start".__ne__, reversed(events)):
+        events = read_history(path)
+        if any(event["event"] == "start" and event["start"] > announced.start for event in events):
+            return  # another start owns the run by now
+        if "failed" not in itertools.takewhile("start".__ne__, reversed([event["event"] for event in events])):
             text = first.report.text.splitlines()[-1] if first.report is not None else _how(first)
-            History(path, rank=first.rank).append("failed", error=f"rank {first.rank} {text}"[:2000])
+            history = History(path, rank=first.rank, start=announced.start)
+            history.append("failed", error=f"rank {first.rank} {text}"[:2000])
     except RunDirectoryError:
         return  # a full disk may be what the run failed of; what is shown to the user says more
 

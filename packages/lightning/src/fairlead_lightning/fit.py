@@ -99,7 +99,7 @@ def join_ranks(resolution: Resolution, environ: Mapping[str, str], config_hash: 
 def metrics_file(session: RunSession) -> MetricsFile:
     """The run's own record, cut back to the checkpoint that this start resumes from."""
     position = saved_positions(session).get(METRICS_FILE)
-    return MetricsFile(session.path, resume_step=session.resume_step, position=position)
+    return MetricsFile(session.path, resume_step=session.resume_step, position=position, fence=session.fence)
 
 
 def run_loggers(session: RunSession, context: BuildContext) -> list[Logger]:

@@ -280,7 +280,7 @@ class Trainer(L.Trainer):
                 ranks = (int(resolution.value(name)) for name in ("global_rank", "local_rank", "node_rank"))
                 session.join(*ranks)
                 session.beat("prepare", 0)
-            keep_log(environ, session.path / "logs")
+            keep_log(environ, session.path / "logs", session.start)
             if self._shows:
                 self.progress.say(start_line(resolution))
         for message in session.messages:

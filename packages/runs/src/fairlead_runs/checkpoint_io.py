@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
     from fairlead_runs import Fingerprint
-    from fairlead_runs.commit import Checkpoint, FileHash, RetentionPolicy
+    from fairlead_runs.commit import Checkpoint, Fence, FileHash, RetentionPolicy
 
 PlaceTensor = Callable[[tuple[str | int, ...], Any, Any], Any | None]
 """Called with a tensor's place in the checkpoint (`("state_dict", "layer.weight")`), its whole size and its dtype;
@@ -111,8 +111,11 @@ class CheckpointCopies(Protocol):
     def stop_wait_s(self) -> float:
         """For how many seconds after its signal a stop may wait for the copies."""
 
-    def open(self, name: str, fingerprint: Fingerprint, *, new: bool = False) -> None:
+    def open(self, name: str, fingerprint: Fingerprint, *, new: bool = False) -> int:
         """Looks at the place of the run directory `name`; nothing is written.  A `new` run must find nothing there.
+
+        Returns:
+            The number of the start that owned the place last; 0: none.
 
         Raises:
             FingerprintError: The place belongs to another run, or holds one already.
@@ -126,10 +129,11 @@ class CheckpointCopies(Protocol):
             FairleadError: The copies cannot be reached, or the disk refuses.
         """
 
-    def begin(self, run: Path, start: int, event: Callable[..., None]) -> None:
+    def begin(self, run: Path, start: int, event: Callable[..., None], fence: Fence) -> None:
         """A start of the run writes from now on, and earlier ones that still live no longer.
 
-        `event` adds a line to the run's history, from any thread.
+        `event` adds a line to the run's history, from any thread.  The `fence` is the run's: it is checked before
+        anything is deleted here, and told where a later start owns the place.
 
         Raises:
             FairleadError: The place cannot be written.

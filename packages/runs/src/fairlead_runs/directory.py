@@ -3,29 +3,33 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from fairlead import yaml
-from fairlead.errors import FingerprintError, RunDirectoryError
-from fairlead_runs.commit import Lock, LockOwner, Syscalls, atomic_write
+from fairlead.errors import RunDirectoryError
+from fairlead_runs.commit import Fence, Lock, LockOwner, Syscalls, atomic_write, discard_incomplete
 from fairlead_runs.commit.files import disk_error, ensure_dir
 from fairlead_runs.fingerprints import Fingerprint, limits
 from fairlead_runs.heartbeat import Heartbeat, heartbeat_path
-from fairlead_runs.history import History, read_history
+from fairlead_runs.history import History
+from fairlead_runs.ownership import (
+    FOLDERS,
+    JOB_FILE,
+    choose_directory,
+    finished_event,
+    require_same,
+    same_run,
+    stored_fingerprint,
+)
 from fairlead_runs.provenance import CodeChange, code_change
 from fairlead_runs.redaction import redact
 from fairlead_runs.states import FINGERPRINT_FILE, HISTORY_FILE, LOCK_FILE
 
-JOB_FILE = "job.yaml"
-_FILES = {JOB_FILE, FINGERPRINT_FILE, HISTORY_FILE, "metrics.csv"}
-_OURS = {*_FILES, "starts", "checkpoints", "logs", "heartbeats", "stacks", "flight-recorder"}
-_OURS_TOO = (LOCK_FILE, ".tmp-", "predictions-")
-_FOLDERS = ("starts", "checkpoints", "logs", "heartbeats")
+_NOBODY = "-"  # the token of no start: this one has no stages yet
 
 
 class RunDirectory:
@@ -63,9 +67,12 @@ class RunDirectory:
         fingerprint: Fingerprint,
         resume: str | Path = "auto",
         owner: LockOwner | None = None,
+        wait: bool = False,
         syscalls: Syscalls | None = None,
     ) -> RunDirectory:
         """Creates or continues the run directory of a job, and takes its lock.  Nothing is written when it refuses.
+
+        A run that has no step and no checkpoint owns nothing: one with other settings takes its place.
 
         Args:
             path: `run_path(...)`.
@@ -75,6 +82,7 @@ class RunDirectory:
                 `name-3`, ...  A path: continue and load that checkpoint; with another fingerprint in a sibling.
                 A job that its scheduler restarted always continues what its first attempt began.
             owner: Who holds the lock; None: this process.
+            wait: Whether to wait for an owner that says nothing, until it does, or is taken over; see `Lock.acquire`.
 
         Raises:
             FingerprintError: The directory holds a run with other settings; each with its old and new value.
@@ -82,23 +90,28 @@ class RunDirectory:
             RunDirectoryError: It cannot be written, a file is in the way, or it holds something else.
         """
         me = owner or LockOwner.here()
-        path, resume = _choose(path, resume, fingerprint, me, syscalls or Syscalls())
+        path, resume = choose_directory(path, resume, fingerprint, me, syscalls or Syscalls())
         stored = stored_fingerprint(path)
         run = cls(path, syscalls=syscalls)
         run.load = None if str(resume) in ("auto", "never") else Path(resume)
         run._job = redact(job)
         if stored is not None:
             require_same(path, stored, fingerprint)
-            if run.load is None and (finished := finished_event(path, job)):
+            if run.load is None and same_run(stored, fingerprint) and (finished := finished_event(path, job)):
                 run.finished, run.continued = finished, True
                 return run
-        run._take(me, fingerprint)
+        run._take(me, fingerprint, wait=wait)
         return run
 
     @property
     def checkpoints(self) -> Path:
         """The folder for `fairlead_runs.commit`."""
         return self.path / "checkpoints"
+
+    @property
+    def fence(self) -> Fence | None:
+        """What is checked before each change of the run; None of a run that is finished, or was only read."""
+        return self.lock.fence if self.lock is not None else None
 
     @property
     def token(self) -> str:
@@ -110,29 +123,33 @@ class RunDirectory:
     ) -> int:
         """Records a start, `starts/N/` and the event `start` with `fields`; returns N, which is in the stages' token.
 
-        `after` is the number of a start that this directory may not know of: of a downloaded checkpoint.
+        It is higher than that of any start before.  `after` is one that this directory may not know of: of a downloaded
+        checkpoint, or of the last owner elsewhere.
         """
-        owner = self._held().owner
+        lock = self._held()
         starts = self.path / "starts"
         try:
-            previous = max((int(name) for name in os.listdir(starts) if name.isdecimal()), default=0)
-            previous = max(previous, after)
+            known = [int(name) for name in os.listdir(starts) if name.isdecimal()]
+            recorded = (event["start"] for event in self.history.read() if event["event"] == "start")
+            previous = max(after, 0, *known, *recorded)
             folder = starts / str(previous + 1)
             self._system.mkdir(folder)
             self._system.fsync_dir(starts)
+            lock.began(previous + 1)
         except OSError as error:
             raise disk_error(error, "cannot record a start of the run", starts, RunDirectoryError) from error
         for name, content in (("resolution.json", resolution), ("provenance.json", provenance)):
             text = json.dumps(redact(content), indent=1, ensure_ascii=False, default=str) + "\n"
             atomic_write(folder / name, text.encode(), error=RunDirectoryError, syscalls=self._system)
-        self.start = previous + 1
-        if previous:
-            self.code = code_change(_git(starts / str(previous)), _git(folder))
+        self.start = self.history.start = previous + 1
+        if known:
+            self.code = code_change(_git(starts / str(max(known))), _git(folder))
+        if lock.took_over is not None:
+            fields["took_over"] = lock.took_over
         self.history.append(
             "start",
-            start=self.start,
-            job=owner.job,
-            attempt=owner.attempt,
+            job=lock.owner.job,
+            attempt=lock.owner.attempt,
             code_changed=self.code.changed,
             **fields,
         )
@@ -158,135 +175,47 @@ class RunDirectory:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def _take(self, owner: LockOwner, fingerprint: Fingerprint) -> None:
+    def _take(self, owner: LockOwner, fingerprint: Fingerprint, *, wait: bool) -> None:
         text = yaml.dump(self._job).encode()  # before anything is made: it may be wrong
         try:
             ensure_dir(self.path, self._system)
         except OSError as error:
             raise disk_error(error, "cannot create the run directory", self.path, RunDirectoryError) from error
         lock = Lock(self.path / LOCK_FILE, owner=owner, syscalls=self._system)
-        lock.acquire()
+        lock.acquire(wait=wait)
         with contextlib.ExitStack() as undo:
             undo.callback(lock.release)
             stored = stored_fingerprint(self.path)  # another job may have made it since we looked
             if stored is not None:
                 require_same(self.path, stored, fingerprint)
-                self.continued = True
+                self.continued = same_run(stored, fingerprint)
+            # Before anything here is looked at: an earlier owner may only be frozen.
+            discard_incomplete(self.checkpoints, token=_NOBODY, syscalls=self._system)
             try:
-                for name in _FOLDERS:
+                for name in FOLDERS:
                     ensure_dir(self.path / name, self._system)
                 file = self.path / JOB_FILE
                 if not file.exists() or file.read_bytes() != text:
-                    atomic_write(file, text, error=RunDirectoryError, syscalls=self._system)
+                    atomic_write(file, text, error=RunDirectoryError, syscalls=self._system, fence=lock.fence)
             except OSError as error:
                 raise disk_error(error, "cannot write the run directory", self.path, RunDirectoryError) from error
-            if stored is None:  # last: with it, this is a run
-                target = self.path / FINGERPRINT_FILE
-                atomic_write(target, fingerprint.dump(), error=RunDirectoryError, syscalls=self._system)
+            if not self.continued:  # last: with it, this is a run
+                target, content = self.path / FINGERPRINT_FILE, fingerprint.dump()
+                atomic_write(target, content, error=RunDirectoryError, syscalls=self._system, fence=lock.fence)
             undo.pop_all()
         self.lock = lock
+        self.history = History(self.path / HISTORY_FILE, fence=lock.fence, syscalls=self._system)
 
     def _held(self) -> Lock:
         if self.lock is None:
             raise RunDirectoryError(
                 "this process does not hold the run directory", where=str(self.path), fix="use RunDirectory.open"
             )
-        self.lock.check()
-        return self.lock
-
-
-def stored_fingerprint(path: Path) -> Fingerprint | None:
-    """The fingerprint of the run at `path`; None when there is nothing yet, or only what a killed start left."""
-    try:
-        names = os.listdir(path)
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        raise disk_error(error, "cannot read the run directory", path, RunDirectoryError) from error
-    if FINGERPRINT_FILE in names:
-        return Fingerprint.load(path / FINGERPRINT_FILE)
-    foreign = sorted(name for name in names if name not in _OURS and not name.startswith(_OURS_TOO))
-    if foreign:
-        raise RunDirectoryError(
-            "the folder is not empty and holds no run",
-            where=str(path),
-            why=f"it holds {', '.join(foreign[:5])}{', ...' if len(foreign) > 5 else ''}",
-            fix="set another run.name or run.dir, or move these files away",
-        )
-    return None
-
-
-def _same(stored: Fingerprint | None, new: Fingerprint) -> bool:
-    return stored is not None and stored.digest == new.digest
-
-
-def require_same(path: Path, stored: Fingerprint, new: Fingerprint) -> None:
-    """Raises `FingerprintError`, with each difference, where the run at `path` is another one."""
-    if _same(stored, new):
-        return
-    different = [str(difference) for difference in stored.differences(new)]
-    more = [f"and {len(different) - 20} more"] if len(different) > 20 else []
-    raise FingerprintError(
-        "the run directory belongs to a run with other settings",
-        where=str(path),
-        why="\n".join([*different[:20], *more]),
-        fix="undo the changes to continue it;\n"
-        f"set another run.name, or use --resume never: a new directory beside it ({path.name}-2, ...);\n"
-        "or --resume CHECKPOINT: a new directory that starts from a checkpoint of this run",
-    )
-
-
-def _choose(
-    path: Path, resume: str | Path, fingerprint: Fingerprint, owner: LockOwner, system: Syscalls
-) -> tuple[Path, str | Path]:
-    """Which directory this job uses, the asked one or a sibling, and how it resumes there."""
-    if str(resume) == "auto":
-        return path, resume
-    for candidate in (path, *itertools.takewhile(Path.exists, _siblings(path))):
-        if _began_by(candidate, owner) and _same(stored_fingerprint(candidate), fingerprint):
-            return candidate, "auto"
-    if str(resume) == "never":
-        return _made(itertools.chain([path], _siblings(path)), system), resume
-    stored = stored_fingerprint(path)
-    return (path if stored is None or _same(stored, fingerprint) else _made(_siblings(path), system)), resume
-
-
-def _siblings(path: Path) -> Iterator[Path]:
-    """The names beside a run directory: `name-2`, `name-3`, ..."""
-    return (path.with_name(f"{path.name}-{number}") for number in itertools.count(2))
-
-
-def _made(candidates: Iterator[Path], system: Syscalls) -> Path:
-    """The first of them that can be made: of two jobs at once one gets the name and the other the next."""
-    for path in candidates:
         try:
-            ensure_dir(path.parent, system)
-            system.mkdir(path)
-            system.fsync_dir(path.parent)
-        except FileExistsError:  # also when it is empty: another job may just have made it
-            continue
+            self.lock.fence.check()
         except OSError as error:
-            raise disk_error(error, "cannot create the run directory", path, RunDirectoryError) from error
-        return path
-    raise AssertionError("the names never end")
-
-
-def _began_by(path: Path, owner: LockOwner) -> bool:
-    """Whether an earlier attempt of the same scheduler job last started the run at `path`."""
-    if owner.job is None or not path.is_dir():
-        return False
-    starts = [event for event in read_history(path / HISTORY_FILE) if event["event"] == "start"]
-    start = starts[-1] if starts else {}
-    attempt = start.get("attempt")
-    return start.get("job") == owner.job and isinstance(attempt, int) and attempt < owner.attempt
-
-
-def finished_event(path: Path, job: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """The last event `finished`, if nothing was started after it and the job does not ask for more."""
-    ends = [e for e in read_history(path / HISTORY_FILE) if e["event"] in ("start", "finished")]
-    if ends and ends[-1]["event"] == "finished" and ends[-1].get("limits") == limits(job):
-        return ends[-1]
-    return None
+            raise disk_error(error, "cannot read the lock of the run", self.lock.path, RunDirectoryError) from error
+        return self.lock
 
 
 def _git(start: Path) -> Mapping[str, Any] | None:

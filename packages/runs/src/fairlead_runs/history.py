@@ -10,18 +10,32 @@ from pathlib import Path
 from typing import Any
 
 from fairlead.errors import RunDirectoryError
-from fairlead_runs.commit import Syscalls
+from fairlead_runs.commit import Fence, Syscalls
 from fairlead_runs.commit.files import disk_error
 from fairlead_runs.describe import plain
 from fairlead_runs.redaction import redact
 
 
 class History:
-    """Appends events to `history.jsonl`; one process (rank 0) writes, anyone may read at any time."""
+    """Appends events to `history.jsonl`; one process (rank 0) writes, anyone may read at any time.
 
-    def __init__(self, path: Path, *, rank: int = 0, syscalls: Syscalls | None = None) -> None:
+    Each names its `start`, where there is one.  With the `fence` of the run's lock, nothing is written once another
+    start owns the run.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        rank: int = 0,
+        start: int = 0,
+        fence: Fence | None = None,
+        syscalls: Syscalls | None = None,
+    ) -> None:
         self.path = path
+        self.start = start
         self._rank = rank
+        self._fence = fence
         self._system = syscalls or Syscalls()
 
     def append(self, event: str, /, *, durable: bool = True, **fields: Any) -> None:
@@ -35,10 +49,13 @@ class History:
             "rank": self._rank,
             "host": socket.gethostname(),
             "pid": os.getpid(),
+            **({"start": self.start} if self.start else {}),
             **plain(redact(fields), lambda value, _: str(value)),
         }
         line = json.dumps(body, ensure_ascii=False, separators=(", ", ": ")).encode() + b"\n"
         try:
+            if self._fence is not None:
+                self._fence.check()
             self._write(line, durable)
         except OSError as error:
             raise disk_error(error, "cannot write the run's history", self.path, RunDirectoryError) from error
@@ -66,19 +83,28 @@ class History:
 
 
 def read_history(path: Path) -> list[dict[str, Any]]:
-    """The events in a history file, oldest first; torn lines are left out, a missing file has none."""
+    """The events in a history file, oldest first; torn lines are left out, a missing file has none.
+
+    Left out is also what a start has written behind a later one: it was replaced, and did not know it yet.
+    """
     try:
         lines = path.read_bytes().splitlines()
     except FileNotFoundError:
         return []
     except OSError as error:
         raise disk_error(error, "cannot read the run's history", path, RunDirectoryError) from error
-    events = []
+    events, newest = [], 0
     for line in lines:
         try:
             event = json.loads(line)
         except ValueError:
             continue  # written by a process that died in it
-        if isinstance(event, dict) and isinstance(event.get("event"), str):
-            events.append(event)
+        if not isinstance(event, dict) or not isinstance(event.get("event"), str):
+            continue
+        start = event.get("start")
+        if isinstance(start, int):
+            if start < newest:
+                continue
+            newest = start
+        events.append(event)
     return events

@@ -14,8 +14,8 @@ from fairlead.resolution import Resolution
 from fairlead_runs import Fingerprint, fingerprint
 from fairlead_runs.batch_policy import batch_plan
 from fairlead_runs.commit import newest_complete, read_lock
-from fairlead_runs.directory import finished_event, require_same, stored_fingerprint
 from fairlead_runs.naming import run_directory
+from fairlead_runs.ownership import finished_event, require_same, same_run, stored_fingerprint
 from fairlead_runs.remote.urls import is_url, split_checkpoint_url
 
 
@@ -71,7 +71,8 @@ def _existing(
     except FairleadError as error:
         settings["resume"] = Setting(None, error.what)
         return (Finding.of(error, "error", "run-directory"),)
-    if (end := finished_event(path, data)) is not None:
+    same = same_run(stored, fingerprint(data))
+    if same and (end := finished_event(path, data)) is not None:
         settings["resume"] = Setting(None, f"the run is finished, at step {end.get('step')}")
         return (Finding("info", "run-finished", f"the run is finished, at step {end.get('step')}", where=str(path)),)
     newest = newest_complete(path / "checkpoints").checkpoint

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Final
 
 from fairlead.errors import RunDirectoryError
-from fairlead_runs.commit import atomic_write
+from fairlead_runs.commit import Fence, atomic_write
 
 FIRST: Final = ("step", "epoch")
 SYNC_EVERY_S: Final = 30.0
@@ -46,8 +46,9 @@ class StepTable:
     `RunDirectoryError`: the disk refused; the rows are kept in memory and tried again.
     """
 
-    def __init__(self, path: Path, keep: TablePosition | int | None) -> None:
+    def __init__(self, path: Path, keep: TablePosition | int | None, fence: Fence | None = None) -> None:
         self.path = path
+        self._fence = fence
         self._columns: list[str] = list(FIRST)
         self._step = -1
         self._row: dict[str, str] = {}
@@ -173,7 +174,8 @@ class StepTable:
         lines = [_line(self._columns)]
         steps = sorted(rows)
         lines += [_line([str(step), *(rows[step].get(name, "") for name in self._columns[1:])]) for step in steps]
-        atomic_write(self.path, b"".join(lines), error=RunDirectoryError)
+        # Each start writes a file of its own: one that was replaced goes on in the file that was there before.
+        atomic_write(self.path, b"".join(lines), error=RunDirectoryError, fence=self._fence)
         replaced, self._file = self._file, self.path.open("r+b", buffering=0)
         replaced.close()
         self._rows = len(steps)

@@ -9,10 +9,19 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Final
 
-from fairlead.errors import CheckpointError, FairleadError
+from fairlead.errors import CheckpointError, FairleadError, RunDirectoryError
 from fairlead_checkpoint_io.remote import RemoteCheckpointIOConfig
 from fairlead_checkpoint_io.remote.run_on_store import RunOnStore, save_records
-from fairlead_runs.commit import Checkpoint, RetentionPolicy, Syscalls, best, is_kept_forever, newest_complete, retain
+from fairlead_runs.commit import (
+    Checkpoint,
+    Fence,
+    RetentionPolicy,
+    Syscalls,
+    best,
+    is_kept_forever,
+    newest_complete,
+    retain,
+)
 from fairlead_runs.commit.checkpoints import readable_checkpoints, to_trash
 from fairlead_runs.commit.files import disk_error, remove_tree
 from fairlead_runs.remote import Retries, Store, discard_incomplete, upload
@@ -42,16 +51,17 @@ class Mirror:
         self._uploaded: set[str] = set()
         self._policy: RetentionPolicy | None = None
         self._lost: FairleadError | None = None
+        self._fence: Fence | None = None
         self._thread: threading.Thread | None = None
-        self._event: Callable[..., None] = lambda *_, **__: None
+        self._record: Callable[..., None] = lambda *_, **__: None
         self._run: Path | None = None
         self._warned = False
 
     # -- at a start, in the main thread
 
-    def begin(self, run: Path, start: int, event: Callable[..., None]) -> None:
+    def begin(self, run: Path, start: int, event: Callable[..., None], fence: Fence) -> None:
         """Makes this start the owner of the run on the store, and uploads what an earlier one has left behind."""
-        self._run, self._event = run, event
+        self._run, self._record, self._fence = run, event, fence
         copies = self.remote.claim(run, start)
         here = newest_complete(run / "checkpoints").checkpoint
         if here is not None and any(copy.same_as(here.manifest) for copy in copies):
@@ -71,7 +81,7 @@ class Mirror:
             self._failed.clear()
             held = {self._current} if self._current is not None else set()
         self._add(checkpoint)
-        gone = {item.name for item in retain(checkpoint.path.parent, policy, held=held)}
+        gone = {item.name for item in retain(checkpoint.path.parent, policy, held=held, fence=self._fence)}
         with self._state:
             for name in gone & self._pending.keys():
                 if name != self._current:
@@ -88,7 +98,7 @@ class Mirror:
             self._failed.clear()  # they are tried once more
             self._state.notify_all()
             while True:
-                missing, movable = evict(root, limit, self._uploaded, self._policy)
+                missing, movable = evict(root, limit, self._uploaded, self._policy, self._fence)
                 waiting = [name for name in movable if name in self._pending]
                 if not missing:
                     return
@@ -216,17 +226,25 @@ class Mirror:
             seconds=round(time.monotonic() - began, 3),
         )
         if self._policy is not None:
-            discard_incomplete(self._store)
-            retain_remote(self._store, self._policy, keep={copy.name})
+            discard_incomplete(self._store, before_each=self._check_owner)
+            retain_remote(self._store, self._policy, keep={copy.name}, before_each=self._check_owner)
 
     def _before_commit(self) -> None:
         self._check_owner()
         if self._run is not None:
             save_records(self._run, self._store)
+            self._check_owner()  # what follows is the manifest
+
+    def _event(self, name: str, **fields: object) -> None:
+        try:
+            self._record(name, **fields)
+        except RunDirectoryError as error:  # the upload is what it is, whether or not the history has it
+            log.warning("the event %r is not in the history: %s", name, error.block())
 
     def _last_records(self) -> None:
         try:
             if self._run is not None:
+                self._check_owner()
                 save_records(self._run, self._store)
         except FairleadError as error:
             log.warning("the last lines of metrics and history are not on the store: %s", error.block())
@@ -236,6 +254,8 @@ class Mirror:
         if lost is not None:
             with self._state:
                 self._lost = lost
+            if self._fence is not None and self._fence.lost is None:
+                self._fence.lost = lost  # the training ends with it
             raise lost
 
     def _sleep(self, seconds: float) -> None:
@@ -243,7 +263,9 @@ class Mirror:
             raise _StopUploadingError
 
 
-def evict(root: Path, limit: int, uploaded: Collection[str], policy: RetentionPolicy | None) -> tuple[int, list[str]]:
+def evict(
+    root: Path, limit: int, uploaded: Collection[str], policy: RetentionPolicy | None, fence: Fence | None = None
+) -> tuple[int, list[str]]:
     """Deletes local copies that the store has, but never the newest, the best and the marked ones.
 
     Gives the bytes that are lacking for one more of the newest one's size within `limit`, and the names of those that
@@ -262,7 +284,7 @@ def evict(root: Path, limit: int, uploaded: Collection[str], policy: RetentionPo
             break
         if item.name in uploaded:
             try:
-                remove_tree(to_trash(item.path, system), system)
+                remove_tree(to_trash(item.path, system, fence), system)
             except OSError as error:
                 raise disk_error(error, "cannot delete a local copy", item.path) from error
             missing -= size[item.name]

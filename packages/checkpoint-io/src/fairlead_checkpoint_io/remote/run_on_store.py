@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 from typing import Any, Final
 
-from fairlead.errors import CheckpointError, FingerprintError, RunDirectoryError
+from fairlead.errors import FingerprintError, RunDirectoryError, RunLockedError
 from fairlead_runs import Fingerprint
 from fairlead_runs.commit import newest_complete
 from fairlead_runs.remote import RemoteCheckpoint, Retries, Store, list_checkpoints
@@ -54,6 +54,11 @@ class RunOnStore:
                 fix=f"undo the changes to continue it; {_ELSEWHERE}",
             )
 
+    def last_start(self) -> int:
+        """The number of the start that claimed the run last, 0 if none: that of the next owner must be higher."""
+        start = self._owner(self._patient).get("start")
+        return start if isinstance(start, int) else 0
+
     def fetch(self, run: Path) -> list[str]:
         """Downloads the records and the newest sound checkpoint, if newer than any here; gives what to say of it."""
         root = run / "checkpoints"
@@ -77,21 +82,28 @@ class RunOnStore:
         self._patient.write(_FINGERPRINT, (run / _FINGERPRINT).read_bytes())
         return [item for item in list_checkpoints(self._patient) if item.complete]
 
-    def lost(self, store: Store) -> CheckpointError | None:
+    def lost(self, store: Store) -> RunLockedError | None:
         """Why nothing of this start may be written any more: another one has begun, perhaps on another machine."""
-        content = store.read(_OWNER)
-        try:
-            owner: dict[str, Any] = json.loads(content) if content is not None else {}
-        except ValueError:
-            owner = {}
+        owner = self._owner(store)
         if owner.get("nonce") == self._nonce:
             return None
-        return CheckpointError(
-            "another start of this run writes to the store now: nothing more is uploaded from here",
+        who = f"start {owner['start']} on {owner.get('host')}, process {owner.get('pid')}" if "start" in owner else None
+        return RunLockedError(
+            "this start was replaced: another one of this run writes to the store now",
             where=self._url,
-            why=f"start {owner.get('start')} on {owner.get('host')}, process {owner.get('pid')}",
-            fix="stop one of the two; give each run a name or a URL of its own",
+            why=who or f"{_OWNER} there is gone or damaged",
+            fix="nothing, if it took the place of this one: this one ends here, and uploads nothing more; otherwise "
+            "give each run a name or a URL of its own",
         )
+
+    def _owner(self, store: Store) -> dict[str, Any]:
+        """What the start that claimed the run last says of itself; nothing where that cannot be read."""
+        content = store.read(_OWNER)
+        try:
+            owner = json.loads(content) if content is not None else {}
+        except ValueError:
+            owner = {}
+        return owner if isinstance(owner, dict) else {}
 
 
 def save_records(run: Path, store: Store) -> None:

@@ -18,7 +18,7 @@ from fairlead_checkpoint_io.remote import RemoteCheckpointIOConfig
 from fairlead_checkpoint_io.remote.mirror import Mirror
 from fairlead_runs import Fingerprint
 from fairlead_runs.checkpoint_io import DurableSaves, PlaceTensor, ShardedLoads, ShardedSaves
-from fairlead_runs.commit import Checkpoint, FileHash, RetentionPolicy
+from fairlead_runs.commit import Checkpoint, Fence, FileHash, RetentionPolicy
 from fairlead_runs.remote import Store, fetch, is_url, split_checkpoint_url
 
 # A rank that is gone is noticed at once, by its closed connection; an upload ends by itself.
@@ -108,21 +108,22 @@ class RemoteCheckpointIO(CheckpointIO):
         """For how long a stop waits."""
         return self._config.stop_wait_s
 
-    def open(self, name: str, fingerprint: Fingerprint, *, new: bool = False) -> None:
+    def open(self, name: str, fingerprint: Fingerprint, *, new: bool = False) -> int:
         """Looks at the run's URL; see the protocol."""
         mirror = Mirror(self._config, self._store(f"{self._config.url.rstrip('/')}/{name}"))
         mirror.remote.check(fingerprint, new=new)
         self._mirror = mirror
+        return mirror.remote.last_start()
 
     def fetch(self, run: Path) -> list[str]:
         """Brings what the run directory lacks; see the protocol."""
         assert self._mirror is not None, "call open() first"
         return self._mirror.remote.fetch(run)
 
-    def begin(self, run: Path, start: int, event: Callable[..., None]) -> None:
+    def begin(self, run: Path, start: int, event: Callable[..., None], fence: Fence) -> None:
         """This start uploads from now on; see the protocol."""
         assert self._mirror is not None, "call open() first"
-        self._mirror.begin(run, start, event)
+        self._mirror.begin(run, start, event, fence)
 
     def committed(self, checkpoint: Checkpoint, policy: RetentionPolicy) -> None:
         """Has a published checkpoint uploaded; see the protocol."""

@@ -40,6 +40,9 @@ class RunConfig(ConfigModel):
         ),
     ] = "auto"
     """`auto`: the newest complete checkpoint of this run; `never`: a new sibling run; else the path of a checkpoint."""
+    wait: bool | None = None
+    """Whether to wait for another start that holds the run and says nothing, until it is taken over (two minutes) or
+    gives a sign of life. None: in a scheduler's job, where a job that was killed may be started again at once."""
     ckpt_path: str | None = None
     """A checkpoint to start from when this run has none of its own yet."""
     code: str | None = None

@@ -29,7 +29,7 @@ from fairlead_distributed.run.session import STATE_FILE, RunSession
 from fairlead_runs import RunDirectory, collect_provenance, fingerprint
 from fairlead_runs.batch_policy import batch_plan
 from fairlead_runs.checkpoint_io import CheckpointCopies
-from fairlead_runs.commit import LockOwner, discard_incomplete, newest_complete
+from fairlead_runs.commit import LockOwner, newest_complete
 from fairlead_runs.handoff import HANDOFF, Handoff
 from fairlead_runs.naming import run_directory
 from fairlead_runs.remote import is_url, split_checkpoint_url
@@ -151,21 +151,34 @@ def _open(
             state_file(Path(file))  # an error before anything is written
     if is_url(given):
         split_checkpoint_url(str(given))
+    last_owner = 0
     if copies is not None and run.resume == "auto":
-        copies.open(path.name, fingerprint(job))
+        last_owner = copies.open(path.name, fingerprint(job))
     if run.resume != "never" and not is_url(given):
         load = Path(given) if given is not None else None
         here = fallback if not is_url(fallback) else None
         batch_plan(resolution, find_resume_source(path / "checkpoints", load, here).own_metadata())
     owner = LockOwner.here(resolution.job)
-    directory = RunDirectory.open(path, job=job, fingerprint=fingerprint(job), resume=run.resume, owner=owner)
+    in_job = resolution.job is not None or resolution.inside_job
+    directory = RunDirectory.open(
+        path,
+        job=job,
+        fingerprint=fingerprint(job),
+        resume=run.resume,
+        owner=owner,
+        wait=run.wait if run.wait is not None else in_job,
+    )
     if directory.finished is not None:
         text = f"step {directory.finished.get('step')}, {directory.finished.get('time')}"
         newest = newest_complete(directory.checkpoints).checkpoint
         file = str(newest.path / STATE_FILE) if newest is not None else None
         return _session(Handoff(str(directory.path), 0, file, _asked(run, path), text), job)
     try:
-        messages = _fetched(copies, directory, run, job) if copies is not None else []
+        messages: list[str] = []
+        if copies is not None:
+            if run.resume != "auto":
+                last_owner = copies.open(directory.path.name, fingerprint(job), new=not directory.continued)
+            messages += copies.fetch(directory.path) if directory.load is None else []
         load = directory.load
         if load is not None and is_url(given):
             load = downloaded(str(given), directory.path)
@@ -179,12 +192,12 @@ def _open(
             resolution=resolution.as_dict(),
             provenance=collect_provenance(environ, job=resolution.job),
             world_size=resolution.world_size,
-            after=_newest_start(directory),
+            after=max(last_owner, _newest_start(directory)),
             resumed_from=resumed_from,
         )
-        discard_incomplete(directory.checkpoints, token=directory.token)
         if copies is not None:
-            copies.begin(directory.path, start, directory.history.append)
+            assert directory.fence is not None
+            copies.begin(directory.path, start, directory.history.append, directory.fence)
     except BaseException:
         directory.close()
         raise
@@ -196,15 +209,7 @@ def _open(
     return _session(handoff, job, directory=directory, messages=tuple(messages))
 
 
-def _fetched(copies: CheckpointCopies, directory: RunDirectory, run: RunConfig, job: Mapping[str, Any]) -> list[str]:
-    """What a machine that has never seen this run gets of it; what to tell the user."""
-    if run.resume != "auto":
-        copies.open(directory.path.name, fingerprint(job), new=not directory.continued)
-    return copies.fetch(directory.path) if directory.load is None else []
-
-
 def _newest_start(directory: RunDirectory) -> int:
-    """The last start that is known, here or elsewhere: a later one must have a higher number, or it counts as older."""
+    """The start of the newest checkpoint, perhaps one elsewhere: with a lower number, this one would count as older."""
     newest = newest_complete(directory.checkpoints).checkpoint
-    starts = [int(event["start"]) for event in directory.history.read() if event["event"] == "start"]
-    return max([*starts, newest.order[0] if newest is not None else 0])
+    return newest.order[0] if newest is not None else 0

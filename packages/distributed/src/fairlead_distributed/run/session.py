@@ -11,9 +11,11 @@ from typing import Any
 
 from torch.multiprocessing import ProcessExitedException
 
-from fairlead.errors import FairleadError, RunDirectoryError, RunFailedError
+from fairlead.errors import FairleadError, RunDirectoryError, RunFailedError, RunLockedError
 from fairlead.exactness import job_digest
 from fairlead_runs import Heartbeat, History, RunDirectory, fingerprint, origin
+from fairlead_runs.commit import Fence
+from fairlead_runs.commit.files import disk_error
 from fairlead_runs.fingerprints import limits
 from fairlead_runs.handoff import Handoff
 
@@ -22,7 +24,11 @@ STATE_FILE = "state.ckpt"
 
 
 class RunSession:
-    """The run as one rank sees it: rank 0, whose `directory` holds the lock, writes the history, each its heartbeat."""
+    """The run as one rank sees it: rank 0, whose `directory` holds the lock, writes the history, each its heartbeat.
+
+    Attributes:
+        fence: What rank 0 checks before it changes the run; None on the others, and of a finished run.
+    """
 
     def __init__(
         self,
@@ -44,9 +50,10 @@ class RunSession:
         self.fingerprint = fingerprint(job).digest
         self.job_digest = job_digest(job)
         self._limits = limits(job)
+        self.fence: Fence | None = directory.fence if directory is not None else None
         self._directory = directory
-        self._history = History(self.path / "history.jsonl", rank=rank)
         self._rank = rank
+        self._history = self._history_of(rank)
         self._begun = False
         self._heartbeat: Heartbeat | None = None
 
@@ -81,22 +88,50 @@ class RunSession:
     def join(self, rank: int, local_rank: int, node_rank: int) -> None:
         """Says which rank this is, once that is known for sure; opens its heartbeat."""
         self._rank = rank
-        self._history = History(self.path / "history.jsonl", rank=rank)
+        self.fence = self.fence if rank == 0 else None  # a spawned rank has a copy
+        self._history = self._history_of(rank)
         if self._heartbeat is None:
             folder = RunDirectory(self.path, rank=rank)
             self._heartbeat = folder.heartbeat(node_rank=node_rank, local_rank=local_rank, rank=rank, start=self.start)
 
     def beat(self, phase: str, step: int) -> None:
-        """Says where this rank is; costs microseconds."""
+        """Says where this rank is; costs microseconds.
+
+        Raises:
+            FairleadError: This start was replaced by another one, and ends here.
+        """
+        self.raise_if_replaced()
         if self._heartbeat is not None:
             self._heartbeat.beat(phase, step)
 
+    def raise_if_replaced(self, *, look: bool = False) -> None:
+        """Raises where rank 0 has learned, in whatever thread, that another start owns the run; `look`: or sees now."""
+        if self.fence is None:
+            return
+        lost = self.fence.why_lost() if look else self.fence.lost
+        if lost is not None:
+            raise lost
+
+    def check_owner(self) -> None:
+        """Looks whether this start still owns the run; raises where it does not, or where that cannot be read."""
+        if self.fence is None:
+            return
+        try:
+            self.fence.check()
+        except OSError as error:
+            raise disk_error(error, "cannot read the lock of the run", self.fence.path, RunDirectoryError) from error
+
     def event(self, name: str, **fields: Any) -> None:
-        """Adds a line to the history, from ranks other than 0 only failures; a disk that refuses it is a warning."""
+        """Adds a line to the history, from ranks other than 0 only failures; a disk that refuses it is a warning.
+
+        The history of a run that another start owns is left alone: `raise_if_replaced` is what ends this one.
+        """
         if self._rank != 0 and name not in ("failed", "checkpoint-failed"):
             return
         try:
             self._history.append(name, **fields)
+        except RunLockedError:
+            return
         except RunDirectoryError as error:
             warnings.warn(f"the event {name!r} is not in the history: {error.block()}", stacklevel=2)
 
@@ -106,15 +141,18 @@ class RunSession:
         self.event("training", **fields)
 
     def complete(self, *, step: int, epoch: int) -> None:
-        """Records that the limits of the job were reached."""
+        """Records that the limits of the job were reached; raises where another start owns the run."""
+        self.check_owner()
         self.event("finished", limits=self._limits, step=step, epoch=epoch)
+        self.raise_if_replaced()
         self.beat("end", step)
 
     def raised(self, error: BaseException, step: int, *, stopped: bool) -> None:
         """Records what ended this start on this rank: a failure, or a person who stopped it."""
         text = f"{type(error).__name__}: {error}"[:2000]
         self.event("stop" if stopped else "failed", rank=self._rank, step=step, error=text)
-        self.beat("stopped" if stopped else "failed", step)
+        if self._heartbeat is not None:
+            self._heartbeat.beat("stopped" if stopped else "failed", step)
 
     def children_stopped(self, exception: BaseException) -> int | None:
         """The exit code of ranks that this process has spawned, if they have ended as they were asked to."""
@@ -123,6 +161,9 @@ class RunSession:
         said = [event["event"] for event in self._history.read()]
         return exception.exit_code if "stop" in said[len(said) - said[::-1].index("start") :] else None
 
+    def _history_of(self, rank: int) -> History:
+        return History(self.path / "history.jsonl", rank=rank, start=self.start, fence=self.fence)
+
     def close(self) -> None:
         """Releases the run directory; may be called twice."""
         if self._heartbeat is not None:
@@ -130,6 +171,8 @@ class RunSession:
             self._heartbeat = None
         if self._directory is not None:
             self._directory.close()
+            self.fence = None  # what comes now is no change of the run, and readers believe it as that of this start
+            self._history = self._history_of(self._rank)
 
     def __enter__(self) -> RunSession:
         return self

@@ -154,7 +154,7 @@ class Checkpoints(Checkpoint):
         if not self._began and self.session.finished is None:
             try:
                 if trainer.is_global_zero:
-                    retain(self.directory, self._of_run.policy)
+                    retain(self.directory, self._of_run.policy, fence=self.session.fence)
             except CheckpointError as error:
                 warnings.warn(f"older checkpoints were not deleted: {error.block()}", stacklevel=2)
             trainer.strategy.barrier()

@@ -116,7 +116,7 @@ class Commits:
 
         def commit(hashes: Hashes) -> None:
             known = {rank_file(rank): digest for rank, (digest, _) in enumerate(reports) if digest is not None}
-            published = publish(staged, manifest, hashes={**known, **hashes})
+            published = publish(staged, manifest, hashes={**known, **hashes}, fence=self.session.fence)
             self.session.event(
                 "checkpoint",
                 step=step,
@@ -129,7 +129,7 @@ class Commits:
             if copies is not None:
                 copies.committed(published, keep)
             else:
-                retain(published.path.parent, keep)
+                retain(published.path.parent, keep, fence=self.session.fence)
 
         file = staged / STATE_FILE
         error = write(file, commit)
@@ -186,7 +186,9 @@ class Commits:
     def copied(self) -> None:
         """The run is over: waits for the copies elsewhere; all ranks raise where they are not complete."""
         copies = copies_of(self._io) if self._strategy.is_global_zero else None
-        lacking = self._strategy.broadcast(copies.wait_uploaded() if copies is not None else None)
+        lacking = copies.wait_uploaded() if copies is not None else None
+        self.session.raise_if_replaced()
+        lacking = self._strategy.broadcast(lacking)
         if lacking is not None:
             raise CheckpointError(
                 "the result is saved here, but its copy is not complete",
@@ -196,9 +198,13 @@ class Commits:
             )
 
     def report(self, step: int, error: Problem, staged: Path | None = None, **event: Any) -> None:
-        """Says loudly that a checkpoint was not written, and deletes what there is of it; rank 0 alone does it."""
+        """Says loudly that a checkpoint was not written, and deletes what there is of it; rank 0 alone does it.
+
+        Raises where it was not, because another start owns the run.
+        """
         if error is None or not self._strategy.is_global_zero:
             return
+        self.session.raise_if_replaced(look=True)
         text = error.block() if isinstance(error, FairleadError) else f"{type(error).__name__}: {error}"
         self.session.event("checkpoint-failed", step=step, error=text, **event)
         if not isinstance(error, ConfigError):  # that one is raised

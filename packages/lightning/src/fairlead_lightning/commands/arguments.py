@@ -17,6 +17,12 @@ def fit_arguments(parser: argparse.ArgumentParser) -> None:
         help="auto (default): go on with this run; never: a new run beside it; PATH: from this checkpoint",
     )
     parser.add_argument(
+        "--wait",
+        action="store_true",
+        help="wait for another start that holds the run and says nothing: after two minutes it is taken over "
+        "(the default in a scheduler's job)",
+    )
+    parser.add_argument(
         "--prove-resume",
         metavar="STEPS",
         type=int,

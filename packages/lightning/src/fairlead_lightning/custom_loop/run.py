@@ -199,7 +199,7 @@ class LoopRun:
             if self.fabric.is_global_zero:
                 # Without a position by the step: the rows here count from 1, Lightning's from 0.
                 position = resume_position(entry, MetricsFile.position_key) if own else None
-                self._metrics = MetricsFile(session.path, self.step + 1 if own else None, position)
+                self._metrics = MetricsFile(session.path, self.step + 1 if own else None, position, session.fence)
             session.begin(step=self.step, epoch=self.epoch)
         self._batches.begin()
         return file is not None

@@ -82,12 +82,14 @@ def carry_out(
         # The state was saved where the ranks stopped: here it is waited for, or they learn that it was not.
         if requested.failure is not None:
             raise requested.failure
+        session.check_owner()  # the job of a start that was replaced is not requeued
         copies = copies_of(trainer.strategy.checkpoint_io) if first else None
         if copies is None:
             return
         elapsed = max(0.0, time.time() - guard.decision.time) if guard.decision.time is not None else 0.0
         why = copies.wait_uploaded(max(0.0, copies.stop_wait_s - elapsed))
         if why is not None:
+            session.raise_if_replaced()
             lacking.append(why)
             session.event("upload-unfinished", step=step, why=why)
 

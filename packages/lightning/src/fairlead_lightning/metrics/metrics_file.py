@@ -14,7 +14,8 @@ from lightning.pytorch.loggers.logger import Logger
 from lightning.pytorch.utilities.rank_zero import rank_zero_only, rank_zero_warn
 from pydantic import TypeAdapter, ValidationError
 
-from fairlead.errors import RunDirectoryError
+from fairlead.errors import RunDirectoryError, RunLockedError
+from fairlead_runs.commit import Fence
 from fairlead_runs.step_table import StepTable, TablePosition
 
 METRICS_FILE: Final = "metrics.csv"
@@ -29,8 +30,15 @@ class MetricsFile(Logger):
 
     position_key: ClassVar[str] = METRICS_FILE
 
-    def __init__(self, run_dir: Path, resume_step: int | None, position: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self,
+        run_dir: Path,
+        resume_step: int | None,
+        position: Mapping[str, Any] | None = None,
+        fence: Fence | None = None,
+    ) -> None:
         super().__init__()
+        self._fence = fence
         self.path = run_dir / METRICS_FILE
         self._keep: TablePosition | int | None = None
         if resume_step is not None:
@@ -97,7 +105,7 @@ class MetricsFile(Logger):
 
     def _open(self) -> StepTable:
         if self._table is None:
-            self._table = StepTable(self.path, self._keep)
+            self._table = StepTable(self.path, self._keep, self._fence)
             self._keep = sys.maxsize  # what this start has written is not cut off when it opens the file again
             if self._table.missing:
                 rank_zero_warn(
@@ -111,6 +119,8 @@ class MetricsFile(Logger):
     def _warning(self) -> Iterator[None]:
         try:
             yield
+        except RunLockedError:
+            raise  # another start owns the run: this one ends
         except RunDirectoryError as error:
             if not self._warned:
                 text = f"{error.what}: {error.why} ({error.where})"

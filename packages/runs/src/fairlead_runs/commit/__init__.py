@@ -28,6 +28,7 @@ from fairlead_runs.commit.checkpoints import (
     newest_complete,
     read_latest,
 )
+from fairlead_runs.commit.fence import Fence
 from fairlead_runs.commit.files import FileWriter, atomic_write, write_file
 from fairlead_runs.commit.hashing import FileHash, default_algorithm, hash_file
 from fairlead_runs.commit.lock import Lock, LockState, read_lock
@@ -40,6 +41,7 @@ from fairlead_runs.commit.syscalls import Syscalls
 __all__ = [
     "Checkpoint",
     "Damage",
+    "Fence",
     "FileHash",
     "FileWriter",
     "Lock",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import secrets
@@ -11,8 +12,9 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Generic, Self, TypeVar
 
-from fairlead.errors import CheckpointError
-from fairlead_runs.commit.files import disk_error, remove_tree
+from fairlead.errors import CheckpointError, FairleadError
+from fairlead_runs.commit.fence import Fence
+from fairlead_runs.commit.files import disk_error, fenced_rename, remove_tree
 from fairlead_runs.commit.manifest import MANIFEST, Damage, Manifest, read_manifest, verify
 from fairlead_runs.commit.syscalls import Syscalls
 
@@ -164,7 +166,8 @@ def newest_complete(
 def discard_incomplete(root: Path, *, token: str, syscalls: Syscalls | None = None) -> list[Path]:
     """Deletes what killed writers left behind, and returns it: stages, temporary files, half-deleted checkpoints.
 
-    `token` is that of this start, whose stages stay; all others are dead, as the caller holds the run's lock.
+    `token` is that of this start, whose stages stay; all others are dead, as the caller holds the run's lock.  It comes
+    before the newest checkpoint is looked for: an owner that is only frozen has nothing left then that it could rename.
     """
     system = syscalls or Syscalls()
     deleted = []
@@ -172,8 +175,11 @@ def discard_incomplete(root: Path, *, token: str, syscalls: Syscalls | None = No
         for name in sorted(os.listdir(root)):
             own = name.startswith(STAGE) and name.endswith(f".{token}")
             if name.startswith((STAGE, TRASH, TEMPORARY)) and not own:
-                remove_tree(root / name, system)
-                deleted.append(root / name)
+                gone = root / f"{TRASH}{secrets.token_hex(6)}"  # at once, whoever may still be writing into it
+                with contextlib.suppress(FileNotFoundError):  # its owner was alive, and has published or deleted it
+                    system.rename(root / name, gone)
+                    remove_tree(gone, system)
+                    deleted.append(root / name)
     except FileNotFoundError:
         return deleted
     except OSError as error:
@@ -181,10 +187,19 @@ def discard_incomplete(root: Path, *, token: str, syscalls: Syscalls | None = No
     return deleted
 
 
-def to_trash(path: Path, system: Syscalls) -> Path:
-    """Takes a checkpoint out of the listing with one rename, so that a kill leaves no half of it."""
+def to_trash(path: Path, system: Syscalls, fence: Fence | None = None) -> Path:
+    """Takes a checkpoint out of the listing with one rename, so that a kill leaves no half of it; what to delete.
+
+    It goes into a folder of this start's: the next owner of the run deletes that, and no rename into it succeeds then.
+    """
     trash = path.with_name(f"{TRASH}{path.name}.{secrets.token_hex(4)}")
-    system.rename(path, trash)
+    system.mkdir(trash)
+    try:
+        fenced_rename(path, trash / path.name, system, fence)
+    except (OSError, FairleadError):
+        with contextlib.suppress(OSError):
+            system.rmdir(trash)
+        raise
     system.fsync_dir(path.parent)
     return trash
 

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from fairlead.errors import CheckpointError, FairleadError
+from fairlead_runs.commit.fence import Fence
 from fairlead_runs.commit.hashing import FileHash, default_algorithm, new_hasher
 from fairlead_runs.commit.syscalls import Syscalls
 
@@ -137,32 +138,55 @@ def atomic_write(
     algorithm: str = "crc32",
     error: type[FairleadError] = CheckpointError,
     syscalls: Syscalls | None = None,
+    fence: Fence | None = None,
 ) -> FileHash:
     """Replaces a single file as a whole: whoever reads it, and whenever the power fails, it is old or new.
 
-    Returns its checksum. Where the disk refuses, it raises `error`, and the old file is untouched.
+    Returns its checksum. Where the disk refuses, it raises `error`, and the old file is untouched; so it is where the
+    `fence` says that another start owns the run.
     """
     try:
-        return replace_file(path, content, algorithm=algorithm, syscalls=syscalls)
+        return replace_file(path, content, algorithm=algorithm, syscalls=syscalls, fence=fence)
     except OSError as failure:
         raise disk_error(failure, f"cannot write {path.name}", path, error) from failure
 
 
 def replace_file(
-    path: Path, content: Content, *, algorithm: str = "crc32", mode: int = 0o666, syscalls: Syscalls | None = None
+    path: Path,
+    content: Content,
+    *,
+    algorithm: str = "crc32",
+    mode: int = 0o666,
+    syscalls: Syscalls | None = None,
+    fence: Fence | None = None,
 ) -> FileHash:
     """`atomic_write`, for who has an error of their own for what the disk says: raises `OSError`."""
     system = syscalls or Syscalls()
     temporary = path.with_name(f"{_TEMPORARY}{secrets.token_hex(6)}")
     digest = _write(temporary, content, os.O_EXCL, algorithm, system, mode)
     try:
-        system.rename(temporary, path)
-    except OSError:
+        fenced_rename(temporary, path, system, fence)
+    except (OSError, FairleadError):
         with contextlib.suppress(OSError):
             system.unlink(temporary)
         raise
     system.fsync_dir(path.parent)
     return digest
+
+
+def fenced_rename(source: Path, target: Path, system: Syscalls, fence: Fence | None) -> None:
+    """Renames what was written under a name of this start only, if it still owns the run.
+
+    Where another start took it over between the look and the rename, it has taken the source away before.
+    """
+    if fence is not None:
+        fence.check()
+    try:
+        system.rename(source, target)
+    except FileNotFoundError:
+        if fence is not None:
+            fence.check()
+        raise
 
 
 def ensure_dir(path: Path, syscalls: Syscalls) -> None:

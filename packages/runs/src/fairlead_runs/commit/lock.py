@@ -3,29 +3,35 @@
 The lock is a file made with `link(2)`, which NFS too does for one contender only.  Its holder touches it every few
 seconds; whoever finds it stale takes it over.  A takeover must not remove the *new* lock of a faster contender, so it
 happens under a guard, itself such a lock: the lock is looked at again, and moved away only if it is still the stale
-one.  After that everyone is back at `link`.
+one.  After that everyone is back at `link`.  What keeps out an owner that wakes after that is the `Fence`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import logging
 import os
 import secrets
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from fairlead.errors import RunDirectoryError, RunLockedError
+from fairlead_runs.commit.fence import Fence
 from fairlead_runs.commit.files import disk_error
 from fairlead_runs.commit.owner import LockOwner
 from fairlead_runs.commit.syscalls import Syscalls
 
+log = logging.getLogger("fairlead.runs")
+
 _NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK, errno.EOPNOTSUPP}
 _GUARD = ".takeover"
 _POLL_S = 0.01
+_LISTEN_S = 1.0
+"""Seconds between two looks at a lock that is waited for."""
 
 
 @dataclass(frozen=True)
@@ -37,12 +43,17 @@ class LockState:
         age_s: Seconds since its last heartbeat.
         gone: Why its owner is dead, or None.
         identity: Tells this holder's file from the next one's.
+        beat_ns: When it was last touched; another value than before is a sign of life.
     """
 
     owner: LockOwner | None
     age_s: float
     gone: str | None
     identity: str
+    beat_ns: int
+
+    def __str__(self) -> str:
+        return f"held by {self.owner or 'a process that is just taking it'}; last sign of life {self.age_s:.0f} s ago"
 
 
 def read_lock(path: Path, *, stale_after_s: float = 120.0) -> LockState | None:
@@ -59,7 +70,10 @@ class Lock:
         interval_s: Seconds between heartbeats.
         stale_after_s: Without a heartbeat for so many seconds the owner counts as dead.  Generous: a process that is
             stopped, or holds the GIL, beats late.
-        on_lost: Called from the heartbeat's thread when the lock was taken by someone else all the same.
+
+    Attributes:
+        fence: What its holder checks before each change; it knows when the lock was lost.
+        took_over: Whose lock was taken over, and why, or None.
 
     Example:
         >>> with Lock(run / ".lock"):                                     # doctest: +SKIP
@@ -73,27 +87,29 @@ class Lock:
         owner: LockOwner | None = None,
         interval_s: float = 15.0,
         stale_after_s: float = 120.0,
-        on_lost: Callable[[], None] | None = None,
         syscalls: Syscalls | None = None,
     ) -> None:
         self.path = path
         self.owner = owner or LockOwner.here()
+        self.fence = Fence(path, self.owner.nonce)
+        self.took_over: str | None = None
         self._interval_s = interval_s
         self._stale_after_s = stale_after_s
-        self._on_lost = on_lost
         self._system = syscalls or Syscalls()
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         self._pid: int | None = None
-        self._lost = False
 
     @property
     def held(self) -> bool:
         """Whether this process holds it, as far as it knows; a forked child does not."""
-        return self._pid == os.getpid() and not self._lost
+        return self._pid == os.getpid() and self.fence.lost is None
 
-    def acquire(self, *, wait_s: float = 0.0) -> None:
-        """Takes the lock; waits up to `wait_s` seconds for a living owner.
+    def acquire(self, *, wait: bool = False) -> None:
+        """Takes the lock, at once also that of an owner that is known to be dead.
+
+        With `wait`, an owner that says nothing is given `stale_after_s` for a sign of life: one that gives it is
+        alive, and this start is refused; one that does not is taken over.
 
         Raises:
             RunLockedError: Someone alive holds it; who, where, since when, and what to do.
@@ -101,16 +117,22 @@ class Lock:
         """
         if self.held:
             return
-        deadline = time.monotonic() + wait_s
+        first, deadline = None, 0.0
         try:
             while not self._try(self.path):
                 state = self._look(self.path)
-                if state is not None and state.gone is None and time.monotonic() >= deadline:
+                if state is None or state.gone is not None:
+                    time.sleep(_POLL_S)
+                    continue
+                if first is None and wait:
+                    first, deadline = state, time.monotonic() + self._stale_after_s + _LISTEN_S
+                    log.warning("%s", self._waiting(state))
+                if first is None or _lives(first, state) or time.monotonic() > deadline:
                     raise self._locked(state)
-                time.sleep(_POLL_S)
+                time.sleep(_LISTEN_S)
         except OSError as error:
             raise disk_error(error, "cannot lock the run directory", self.path, RunDirectoryError) from error
-        self._pid, self._lost = os.getpid(), False
+        self._pid, self.fence = os.getpid(), Fence(self.path, self.owner.nonce)
         self._stop.clear()
         self._thread = threading.Thread(target=self._beat, name="fairlead-lock", daemon=True)
         self._thread.start()
@@ -123,8 +145,15 @@ class Lock:
         if self._thread is not None:
             self._thread.join()
         try:
-            if self._mine():
-                self._system.unlink(self.path)
+            self.fence.check()
+            try:
+                self._take_away(self.path, self.owner.nonce)
+            except FileNotFoundError:
+                raise
+            except OSError:
+                self._system.unlink(self.path)  # a full disk has room for no new name, and needs none for this
+        except RunLockedError:
+            pass  # it was lost just now: there is nothing to give back
         except FileNotFoundError:
             pass  # the directory was deleted: nothing is held
         except OSError as error:
@@ -132,21 +161,18 @@ class Lock:
         finally:
             self._pid = None
 
-    def check(self) -> None:
-        """Call before something that only the holder may do, such as publishing a checkpoint.
-
-        Raises:
-            RunLockedError: This process was stopped for so long that another took over, or someone deleted the file.
-        """
-        if self.held and self._mine():
-            return
-        state = self._look(self.path)
-        raise RunLockedError(
-            "this run lost its run directory to another process",
-            where=str(self.path),
-            why=f"it is held by {state.owner}" if state and state.owner else "its lock file is gone",
-            fix="stop this run; it must not write there any more",
-        )
+    def began(self, start: int) -> None:
+        """Writes the number of the start into the file, if it is still this holder's; raises `OSError`."""
+        owner = replace(self.owner, start=start)
+        fd = self._system.open(self.path, os.O_RDWR)
+        try:
+            # In place: the file of another one, which may come now, is another file.
+            found = LockOwner.load(os.pread(fd, 65536, 0))
+            if found is not None and found.nonce == owner.nonce:
+                self._system.write(fd, memoryview(owner.dump()))
+        finally:
+            self._system.close(fd)
+        self.owner = owner
 
     def __enter__(self) -> Lock:
         self.acquire()
@@ -169,7 +195,11 @@ class Lock:
             guard = path.with_name(path.name + _GUARD)
             if self._try(guard, depth + 1):
                 try:
-                    self._displace(path, state)
+                    now = self._look(path)
+                    if now is not None and now.identity == state.identity and now.gone is not None:
+                        self._take_away(path, state.identity)
+                        if depth == 0:
+                            self.took_over = f"{state.owner or 'a process that was just taking it'}: {now.gone}"
                 finally:
                     with contextlib.suppress(FileNotFoundError):
                         self._system.unlink(guard)
@@ -199,16 +229,13 @@ class Lock:
         finally:
             self._system.close(fd)
 
-    def _displace(self, path: Path, stale: LockState) -> None:
-        """Under the guard: moves the stale lock away, if it is still that one."""
-        now = self._look(path)
-        if now is None or now.identity != stale.identity or now.gone is None:
-            return
+    def _take_away(self, path: Path, identity: str) -> None:
+        """Removes the lock of this holder, which may be another one's by now: that is put back."""
         away = path.with_name(f".lock-{secrets.token_hex(6)}")
         self._system.rename(path, away)
         moved = self._look(away)
-        if moved is not None and moved.identity != stale.identity:
-            # The owner was alive after all and let go, and a new one came, between the two calls above.
+        if moved is not None and moved.identity != identity:
+            # Between the last look and the rename, that holder let go or was taken over, and a new one came.
             with contextlib.suppress(FileExistsError):
                 self._system.link(away, path)
         self._system.unlink(away)
@@ -216,39 +243,39 @@ class Lock:
     def _look(self, path: Path) -> LockState | None:
         return _look(path, self.owner, self._stale_after_s, lambda: _clock(path.parent, self._system))
 
-    def _mine(self) -> bool:
-        try:
-            owner = LockOwner.load(self.path.read_bytes())
-        except FileNotFoundError:
-            return False
-        return owner is not None and owner.nonce == self.owner.nonce
-
     def _beat(self) -> None:
         while not self._stop.wait(self._interval_s):
             try:
-                mine = self._mine()
-                if mine:
-                    self._system.touch(self.path)
-            except FileNotFoundError:
-                mine = False
+                self.fence.check()
+                self._system.touch(self.path)
+            except RunLockedError:
+                return  # who changes the run finds it in the fence
             except OSError:
                 continue  # a hiccup of the file system: the next beat may pass; if none does, others take over
-            if not mine:
-                self._lost = True
-                if self._on_lost is not None:
-                    self._on_lost()
-                return
+
+    def _waiting(self, state: LockState) -> str:
+        left = max(0.0, self._stale_after_s - state.age_s)
+        return f"waiting, {self.path} is {state}; without another one it is taken over in {left:.0f} s"
 
     def _locked(self, state: LockState) -> RunLockedError:
         owner = state.owner
-        cancel = f" ({owner.cancel})" if owner and owner.cancel else ""
+        if owner is not None and owner.job is not None and owner.job == self.owner.job:
+            who, fix = "another process of this same job", "start the run once in a job, or set another run.name"
+        else:
+            cancel = f" ({owner.cancel})" if owner and owner.cancel else ""
+            who, fix = "another job", f"wait for it or stop it{cancel}, or set another run.name"
         return RunLockedError(
-            "another job is using this run directory",
+            f"{who} is using this run directory",
             where=str(self.path),
-            why=f"held by {owner or 'a process that is just taking it'}; last sign of life {state.age_s:.0f} s ago",
-            fix=f"wait for it or stop it{cancel}, set another run.name, or use --resume never for a sibling directory; "
-            f"if you are sure that it is dead: rm '{self.path}'",
+            why=str(state),
+            fix=f"{fix}, or use --resume never for a sibling directory; if it was killed on another host, "
+            f"--wait takes its place once it was silent for {self._stale_after_s:.0f} s",
         )
+
+
+def _lives(first: LockState, now: LockState) -> bool:
+    """Whether somebody has given a sign of life between two looks: this owner, or a new one."""
+    return (first.identity, first.beat_ns) != (now.identity, now.beat_ns)
 
 
 def _look(path: Path, me: LockOwner, stale_after_s: float, clock: Callable[[], float]) -> LockState | None:
@@ -265,7 +292,8 @@ def _look(path: Path, me: LockOwner, stale_after_s: float, clock: Callable[[], f
     gone = owner.is_gone(me) if owner else None
     if gone is None and age > stale_after_s:
         gone = f"no sign of life for {age:.0f} s"
-    return LockState(owner, age, gone, owner.nonce if owner else f"{status.st_ino} {status.st_mtime_ns}")
+    identity = owner.nonce if owner else f"{status.st_ino} {status.st_mtime_ns}"
+    return LockState(owner, age, gone, identity, status.st_mtime_ns)
 
 
 def _clock(directory: Path, system: Syscalls) -> float:

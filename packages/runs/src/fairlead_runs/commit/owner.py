@@ -27,6 +27,7 @@ class LockOwner:
         pid_start: The process's start in clock ticks since boot (a pid alone is used again), or None.
         boot: The kernel's boot id and pid namespace: only inside both does a pid mean something.
         cancel: The command line that ends the job, or None.
+        start: The number of its start of the run, which rises with each owner; 0: not begun yet.
     """
 
     host: str
@@ -39,6 +40,7 @@ class LockOwner:
     pid_start: int | None
     boot: str
     cancel: str | None = None
+    start: int = 0
 
     @classmethod
     def here(cls, job: Job | None = None) -> LockOwner:

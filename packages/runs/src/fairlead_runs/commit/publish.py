@@ -11,9 +11,10 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from fairlead.errors import CheckpointError
+from fairlead.errors import CheckpointError, FairleadError
 from fairlead_runs.commit.checkpoints import LATEST, NAME, STAGE, Checkpoint, to_trash
-from fairlead_runs.commit.files import atomic_write, disk_error, ensure_dir, remove_tree, write_file
+from fairlead_runs.commit.fence import Fence
+from fairlead_runs.commit.files import atomic_write, disk_error, ensure_dir, fenced_rename, remove_tree, write_file
 from fairlead_runs.commit.hashing import FileHash, hash_file
 from fairlead_runs.commit.manifest import MANIFEST, Manifest, is_inside, verify
 from fairlead_runs.commit.syscalls import Syscalls
@@ -58,6 +59,7 @@ def publish(
     *,
     hashes: Mapping[str, FileHash] | None = None,
     files: Iterable[str] | None = None,
+    fence: Fence | None = None,
     syscalls: Syscalls | None = None,
 ) -> Checkpoint:
     """Makes a stage the newest complete checkpoint; called by one process, after all writers have ended.
@@ -72,8 +74,10 @@ def publish(
         hashes: Checksums that the writers computed in passing, by path inside the stage.  Files without
             one (of engines that write by themselves) are fsynced and hashed here.
         files: What must be there, exactly; None: whatever is there.  Another file is deleted.
+        fence: That of the run's lock, where it has one.
 
     Raises:
+        RunLockedError: This start was replaced by another one; nothing has changed.
         CheckpointError: The disk refused, or a file is missing or not what its writer reported.  The stage
             is deleted (a full disk needs its space) and the previous checkpoint stays.
     """
@@ -90,10 +94,11 @@ def publish(
         write_file(stage_dir / MANIFEST, content.dump(), syscalls=system)
         for directory in _directories(stage_dir, found):
             system.fsync_dir(directory)
-        target = _free_name(root, name, system)
-        system.rename(stage_dir, target)
-    except (OSError, CheckpointError) as error:
-        failure = error if isinstance(error, CheckpointError) else disk_error(error, "cannot save a checkpoint", root)
+        target = _free_name(root, name, system, fence)
+        fenced_rename(stage_dir, target, system, fence)
+    except (OSError, FairleadError) as raised:
+        error = (fence.why_lost() if fence is not None else None) or raised
+        failure = disk_error(error, "cannot save a checkpoint", root) if isinstance(error, OSError) else error
         try:
             remove_tree(stage_dir, system)
         except OSError as second:
@@ -103,7 +108,7 @@ def publish(
         system.fsync_dir(root)
     except OSError as error:
         raise disk_error(error, "a checkpoint is written, but may not survive a power cut", target) from error
-    atomic_write(root / LATEST, f"{target.name}\n".encode(), syscalls=system)
+    atomic_write(root / LATEST, f"{target.name}\n".encode(), syscalls=system, fence=fence)
     return Checkpoint.at(target)
 
 
@@ -165,12 +170,12 @@ def _directories(stage_dir: Path, files: Iterable[str]) -> list[Path]:
     return sorted(folders, key=lambda folder: len(folder.parts), reverse=True)
 
 
-def _free_name(root: Path, name: str, system: Syscalls) -> Path:
+def _free_name(root: Path, name: str, system: Syscalls, fence: Fence | None) -> Path:
     for version in itertools.count(1):
         target = root / (name if version == 1 else f"{name}.{version}")
         if not target.exists():
             return target
         if verify(target):  # damaged, so nothing is lost with it
-            to_trash(target, system)
+            to_trash(target, system, fence)
             return target
     raise AssertionError("unreachable")

@@ -21,7 +21,8 @@ from fairlead_runs.commit.checkpoints import (
     readable_checkpoints,
     to_trash,
 )
-from fairlead_runs.commit.files import atomic_write, disk_error, remove_tree
+from fairlead_runs.commit.fence import Fence
+from fairlead_runs.commit.files import atomic_write, disk_error, fenced_rename, remove_tree
 from fairlead_runs.commit.manifest import verify
 from fairlead_runs.commit.syscalls import Syscalls
 
@@ -100,7 +101,12 @@ def is_kept_forever(checkpoint: Checkpoint) -> bool:
 
 
 def retain(
-    root: Path, policy: RetentionPolicy, *, held: Collection[str] = (), syscalls: Syscalls | None = None
+    root: Path,
+    policy: RetentionPolicy,
+    *,
+    held: Collection[str] = (),
+    fence: Fence | None = None,
+    syscalls: Syscalls | None = None,
 ) -> list[Checkpoint]:
     """Deletes what the policy does not keep, and returns it, oldest first; call it only after `publish` has returned.
 
@@ -112,11 +118,12 @@ def retain(
         root: The `checkpoints` directory.
         policy: What is kept.
         held: Names of those that somebody is reading, as an upload; they stay for now.
+        fence: That of the run's lock, where it has one: a start that was replaced deletes nothing.
     """
     system = syscalls or Syscalls()
     ordered = readable_checkpoints(root)
     try:
-        _link(root, ordered, policy, system)
+        _link(root, ordered, policy, system, fence)
     except OSError as error:
         raise disk_error(error, "cannot name the newest or the best checkpoint", root) from error
     if policy.last is None:
@@ -127,7 +134,7 @@ def retain(
         for checkpoint in ordered:
             if checkpoint.name in keep or is_kept_forever(checkpoint) or not _sound(checkpoint):
                 continue
-            trash = to_trash(checkpoint.path, system)
+            trash = to_trash(checkpoint.path, system, fence)
             deleted.append(checkpoint)
             remove_tree(trash, system)
     except OSError as error:
@@ -135,16 +142,18 @@ def retain(
     return deleted
 
 
-def _link(root: Path, ordered: list[Checkpoint], policy: RetentionPolicy, system: Syscalls) -> None:
+def _link(
+    root: Path, ordered: list[Checkpoint], policy: RetentionPolicy, system: Syscalls, fence: Fence | None
+) -> None:
     """Makes `last` and `best` name checkpoints: for people and scripts; nothing here trusts them."""
     for newest in _first_sound(reversed(ordered), 1, _sound):
-        _point(root / "last", newest, system)
+        _point(root / "last", newest, system, fence)
     if policy.metric is not None and policy.best:  # without it, nothing says that the best one stays
         for item in _first_sound(best(ordered, policy.metric, policy.mode), 1, _sound):
-            _point(root / "best", item, system)
+            _point(root / "best", item, system, fence)
 
 
-def _point(link: Path, checkpoint: Checkpoint, system: Syscalls) -> None:
+def _point(link: Path, checkpoint: Checkpoint, system: Syscalls, fence: Fence | None) -> None:
     """Makes a link lead to a checkpoint, at once; what is there and is no link stays."""
     if link.is_symlink():
         if str(link.readlink()) == checkpoint.name:
@@ -158,7 +167,7 @@ def _point(link: Path, checkpoint: Checkpoint, system: Syscalls) -> None:
         if error.errno in _NO_LINKS:
             return
         raise
-    system.rename(temporary, link)
+    fenced_rename(temporary, link, system, fence)
 
 
 def chosen(ordered: Sequence[R], policy: RetentionPolicy, sound: Callable[[R], bool] = lambda _: True) -> set[R]:

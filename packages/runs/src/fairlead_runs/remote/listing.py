@@ -148,11 +148,18 @@ def verify(store: Store, checkpoint: RemoteCheckpoint, *, deep: bool = False, th
         return [d for d in pool.map(lambda item: changed(store, checkpoint.name, *item), files) if d is not None]
 
 
-def retain(store: Store, policy: RetentionPolicy, *, keep: Collection[str] = ()) -> list[RemoteCheckpoint]:
+def retain(
+    store: Store,
+    policy: RetentionPolicy,
+    *,
+    keep: Collection[str] = (),
+    before_each: Callable[[], None] = lambda: None,
+) -> list[RemoteCheckpoint]:
     """Deletes what the policy does not keep, and returns it, oldest first; call it after `upload` has returned.
 
     The manifest goes first: what is half deleted is no checkpoint. Never deletes the newest complete one, one with an
-    object `KEEP`, a damaged one, or one whose name is in `keep`.
+    object `KEEP`, a damaged one, or one whose name is in `keep`. `before_each` is called immediately before each is
+    deleted; raises to leave it and the others.
     """
     if policy.last is None:
         return []
@@ -162,19 +169,22 @@ def retain(store: Store, policy: RetentionPolicy, *, keep: Collection[str] = ())
     for item in ordered:
         if item in kept or item.kept_forever or item.name in keep:
             continue
+        before_each()
         store.delete([f"{item.name}/{MANIFEST}"])
         store.delete(f"{item.name}/{inside}" for inside in item.entries if inside != MANIFEST)
         deleted.append(item)
     return deleted
 
 
-def discard_incomplete(store: Store) -> list[str]:
+def discard_incomplete(store: Store, *, before_each: Callable[[], None] = lambda: None) -> list[str]:
     """Deletes objects below a checkpoint's name without a manifest, left by killed uploads and deletions; their names.
 
-    Only the one process that writes to this place may call it, and not during an upload of its own.
+    Only the one process that writes to this place may call it, and not during an upload of its own; `before_each` as in
+    `retain`.
     """
     left = [name for name, entries in _grouped(store.list()).items() if MANIFEST not in entries]
     for name in left:
+        before_each()
         store.delete(f"{name}/{inside}" for inside in store.at(name).list())
     return left
 

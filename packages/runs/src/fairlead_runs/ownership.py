@@ -1,0 +1,134 @@
+"""Whose run a directory holds: which directory a job takes, and why it may not."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from fairlead.errors import FingerprintError, RunDirectoryError
+from fairlead_runs.commit import LockOwner, Syscalls
+from fairlead_runs.commit.checkpoints import NAME
+from fairlead_runs.commit.files import disk_error, ensure_dir
+from fairlead_runs.fingerprints import Fingerprint, limits
+from fairlead_runs.heartbeat import read_heartbeats
+from fairlead_runs.history import read_history
+from fairlead_runs.states import FINGERPRINT_FILE, HISTORY_FILE, LOCK_FILE
+
+JOB_FILE: Final = "job.yaml"
+FOLDERS: Final = ("starts", "checkpoints", "logs", "heartbeats")
+_METRICS: Final = "metrics.csv"
+_OURS: Final = {JOB_FILE, FINGERPRINT_FILE, HISTORY_FILE, _METRICS, *FOLDERS, "stacks", "flight-recorder"}
+_OURS_TOO: Final = (LOCK_FILE, ".tmp-", "predictions-")
+
+
+def stored_fingerprint(path: Path) -> Fingerprint | None:
+    """The fingerprint of the run at `path`; None when there is nothing yet, or only what a killed start left."""
+    try:
+        names = os.listdir(path)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise disk_error(error, "cannot read the run directory", path, RunDirectoryError) from error
+    if FINGERPRINT_FILE in names:
+        return Fingerprint.load(path / FINGERPRINT_FILE)
+    foreign = sorted(name for name in names if name not in _OURS and not name.startswith(_OURS_TOO))
+    if foreign:
+        raise RunDirectoryError(
+            "the folder is not empty and holds no run",
+            where=str(path),
+            why=f"it holds {', '.join(foreign[:5])}{', ...' if len(foreign) > 5 else ''}",
+            fix="set another run.name or run.dir, or move these files away",
+        )
+    return None
+
+
+def same_run(stored: Fingerprint | None, new: Fingerprint) -> bool:
+    """Whether the run that is there, if any, is this one."""
+    return stored is not None and stored.digest == new.digest
+
+
+def require_same(path: Path, stored: Fingerprint, new: Fingerprint) -> None:
+    """Raises `FingerprintError`, with each difference, where the run at `path` is another one, and owns something."""
+    if same_run(stored, new) or _owns_nothing(path):
+        return
+    different = [str(difference) for difference in stored.differences(new)]
+    more = [f"and {len(different) - 20} more"] if len(different) > 20 else []
+    raise FingerprintError(
+        "the run directory belongs to a run with other settings",
+        where=str(path),
+        why="\n".join([*different[:20], *more]),
+        fix="undo the changes to continue it;\n"
+        f"set another run.name, or use --resume never: a new directory beside it ({path.name}-2, ...);\n"
+        "or --resume CHECKPOINT: a new directory that starts from a checkpoint of this run",
+    )
+
+
+def _owns_nothing(path: Path) -> bool:
+    """Whether a run has no checkpoint and no step: nothing would be lost with it."""
+    try:
+        saved = any(NAME.fullmatch(name) for name in os.listdir(path / "checkpoints"))
+        rows = (path / _METRICS).read_bytes().count(b"\n") if (path / _METRICS).exists() else 0
+    except FileNotFoundError:
+        saved, rows = False, 0
+    except OSError as error:
+        raise disk_error(error, "cannot read the run directory", path, RunDirectoryError) from error
+    steps = [event.get("step") for event in read_history(path / HISTORY_FILE)]
+    steps += [beat.step for beat in read_heartbeats(path / "heartbeats")]
+    return not saved and rows < 2 and not any(isinstance(step, int) and step > 0 for step in steps)
+
+
+def choose_directory(
+    path: Path, resume: str | Path, fingerprint: Fingerprint, owner: LockOwner, system: Syscalls
+) -> tuple[Path, str | Path]:
+    """Which directory this job uses, the asked one or a sibling, and how it resumes there."""
+    if str(resume) == "auto":
+        return path, resume
+    for candidate in (path, *itertools.takewhile(Path.exists, _siblings(path))):
+        if _began_by(candidate, owner) and same_run(stored_fingerprint(candidate), fingerprint):
+            return candidate, "auto"
+    if str(resume) == "never":
+        return _made(itertools.chain([path], _siblings(path)), system), resume
+    stored = stored_fingerprint(path)
+    free = stored is None or same_run(stored, fingerprint) or _owns_nothing(path)
+    return (path if free else _made(_siblings(path), system)), resume
+
+
+def _siblings(path: Path) -> Iterator[Path]:
+    """The names beside a run directory: `name-2`, `name-3`, ..."""
+    return (path.with_name(f"{path.name}-{number}") for number in itertools.count(2))
+
+
+def _made(candidates: Iterator[Path], system: Syscalls) -> Path:
+    """The first of them that can be made: of two jobs at once one gets the name and the other the next."""
+    for path in candidates:
+        try:
+            ensure_dir(path.parent, system)
+            system.mkdir(path)
+            system.fsync_dir(path.parent)
+        except FileExistsError:  # also when it is empty: another job may just have made it
+            continue
+        except OSError as error:
+            raise disk_error(error, "cannot create the run directory", path, RunDirectoryError) from error
+        return path
+    raise AssertionError("the names never end")
+
+
+def _began_by(path: Path, owner: LockOwner) -> bool:
+    """Whether an earlier attempt of the same scheduler job last started the run at `path`."""
+    if owner.job is None or not path.is_dir():
+        return False
+    starts = [event for event in read_history(path / HISTORY_FILE) if event["event"] == "start"]
+    start = starts[-1] if starts else {}
+    attempt = start.get("attempt")
+    return start.get("job") == owner.job and isinstance(attempt, int) and attempt < owner.attempt
+
+
+def finished_event(path: Path, job: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """The last event `finished`, if nothing was started after it and the job does not ask for more."""
+    ends = [e for e in read_history(path / HISTORY_FILE) if e["event"] in ("start", "finished")]
+    if ends and ends[-1]["event"] == "finished" and ends[-1].get("limits") == limits(job):
+        return ends[-1]
+    return None
