@@ -40,6 +40,7 @@ ANSWER_TIMEOUT: Final = timedelta(seconds=60)
 """How long ranks that have started may take to answer: C code may hold the interpreter's lock for as long as that."""
 START_TIMEOUT: Final = timedelta(minutes=30)
 """How long ranks may take to start, when a signal comes before all have: as long as torch's process group waits."""
+_SHARE: Final = 0.5  # of the time that there is for a stop
 _MARGIN: Final = 30.0  # seconds beyond both, after which the main thread no longer believes in its own thread
 
 
@@ -119,7 +120,7 @@ class StopAgreement:
         self._answering = threading.Lock()
         self._answered = False
         self._asked: tuple[str, float] | None = None
-        self._awaited, self._deadline = "started", float("inf")
+        self._awaited, self._deadline, self._patience_s = "started", float("inf"), 0.0
         self._plane = plane if plane is not None else ControlPlane(store, rank, world_size)
         self.mailbox = self._plane.open("stop")
         """This rank's mailbox, for what follows a decision."""
@@ -227,12 +228,12 @@ class StopAgreement:
             self._woken.set()
             if self._on_freeze is not None:
                 self._on_freeze()
-            self._deadline = time.monotonic() + self._patience(self._start_timeout)
+            self._await("started", self._start_timeout)
             self._answer(mailbox)
         if not mailbox.has("verdict"):
             now = time.monotonic()
             if self._awaited == "started" and mailbox.has("started/all"):
-                self._awaited, self._deadline = "answer", now + self._patience(self._answer_timeout)
+                self._await("answer", self._answer_timeout)
             if now < self._deadline:
                 return self._deadline - now
             self._give_up(mailbox)
@@ -245,8 +246,10 @@ class StopAgreement:
         self._decided.set()
         return None
 
-    def _patience(self, seconds: float) -> float:
-        return seconds if self._deadline_of_stop is None else min(seconds, self._deadline_of_stop.left_of(0.5))
+    def _await(self, what: str, seconds: float) -> None:
+        if self._deadline_of_stop is not None:
+            seconds = max(0.0, min(seconds, self._deadline_of_stop.left_of(_SHARE)))
+        self._awaited, self._patience_s, self._deadline = what, seconds, time.monotonic() + seconds
 
     def _answer(self, mailbox: StoreMailbox) -> None:
         with self._answering:
@@ -271,8 +274,7 @@ class StopAgreement:
             self._conclude(mailbox)  # the last to answer died before it could
             return
         did = f"did not {'start' if self._awaited == 'started' else 'answer'} within"
-        seconds = self._start_timeout if self._awaited == "started" else self._answer_timeout
-        mailbox.put_first("verdict", f"{','.join(map(str, missing))} {did} {seconds:g} s")
+        mailbox.put_first("verdict", f"{','.join(map(str, missing))} {did} {self._patience_s:.3g} s")
         mailbox.ring()
 
     def _store_lost(self, error: Exception) -> None:

@@ -98,15 +98,31 @@ class PreemptionGuard:
         self._watch.overdue = self._overdue
         return self
 
-    def when_overdue(self, overdue: Overdue) -> None:
-        """What to do when a stop is not carried out in time; by default `requeuer_here()` has the job started again.
+    def when_overdue(
+        self,
+        requeuer: Requeuer | None = None,
+        *,
+        budget: Callable[[StopReason], str | None] | None = None,
+        record: Callable[[StopOutcome], object] | None = None,
+        tell: Callable[[StopOutcome], object] | None = None,
+        progress: Callable[[], object] | None = None,
+    ) -> None:
+        """What to do when a stop is not carried out in time; before this is called `requeuer_here()` requeues.
 
-        This process is then ended where it is, from a thread, with the exit code of a stop; so is one whose second
-        Ctrl-C the main thread does not hear.
+        This process is then ended where it is, from a thread, with the exit code of a stop; so is one whose main
+        thread does not hear a second Ctrl-C.
+
+        Args:
+            requeuer: Has the job started again; called on one rank.
+            budget: As in `save_and_requeue`.
+            record: Writes the history, on the rank that has the job started again, before it does.
+            tell: Tells the user how it ended, on that rank; None prints a line.
+            progress: Changes while the loop gets on, also between two calls of `should_stop`: a minute without a
+                change is then too late as well.
         """
-        self._overdue = overdue
+        self._overdue = Overdue(requeuer, budget, record, tell, progress)
         if self._watch is not None:
-            self._watch.overdue = overdue
+            self._watch.overdue = self._overdue
 
     def lost(self, error: BaseException) -> bool:
         """Whether an error says no more than that another rank went away while all were asked to stop.
@@ -126,9 +142,9 @@ class PreemptionGuard:
     def ended_by(self, error: BaseException) -> NoReturn:
         """Ends this process after an error for which `lost` is true, as `when_overdue` says."""
         assert self._watch is not None
-        missing = error.missing if isinstance(error, AgreementError) else ()
-        why = (error.why if isinstance(error, AgreementError) else None) or f"another rank went away: {error}"
-        self._watch.end(why, missing)
+        if isinstance(error, AgreementError):
+            self._watch.end(error.short, error.missing)
+        self._watch.end(f"another rank went away: {str(error).strip().splitlines()[-1]}")
 
     def should_stop(self) -> bool:
         """Whether to stop here; call it between two steps, on all ranks equally often, after the process group.

@@ -113,8 +113,8 @@ class StopWatch:
         """The stop is over, or the loop."""
         if self._closed.is_set():
             return
-        self.wake()
-        self._closed.set()
+        self._closed.set()  # first: the thread looks when it wakes
+        os.write(self._write, b"!")
         if self._thread is not threading.current_thread():
             self._thread.join(2.0)
         if not self._thread.is_alive():
@@ -165,7 +165,7 @@ class StopWatch:
                 self.end("Ctrl-C was pressed again", again=False)
             failure = self._agreement.failure
             if failure is not None:
-                self.end(failure.why or str(failure), failure.missing)
+                self.end(failure.short, failure.missing)
             if self._share_deadline().left_to_save() < 0:
                 self.end(f"no time is left, and this rank is still {_AT[self.phase]}")
             if self.overdue.progress is not None and time.monotonic() - since > _STALL_S:

@@ -152,7 +152,7 @@ class FitParts:
         if session.finished is None:
             self.stuck.begin(session)
             self.stops.begin(session, writes)
-            records = [Recorder(session), self.stuck, self.stops]
+            records = [Recorder(session, self.stops), self.stuck, self.stops]
         self.exact.begin(session, writes, self.stops if records else None)
         first, last = [self.averages, self.exact], [*saves, *records]
         others = [callback for callback in callbacks_of(trainer) if not isinstance(callback, _PARTS)]

@@ -91,9 +91,12 @@ class RunSession:
         if self._heartbeat is not None:
             self._heartbeat.beat(phase, step)
 
-    def event(self, name: str, **fields: Any) -> None:
-        """Adds a line to the history, from ranks other than 0 only failures; a disk that refuses it is a warning."""
-        if self._rank != 0 and name not in ("failed", "checkpoint-failed"):
+    def event(self, name: str, *, any_rank: bool = False, **fields: Any) -> None:
+        """Adds a line to the history; a disk that refuses it is a warning.
+
+        From ranks other than 0 only failures, and with `any_rank` what one of them does in place of rank 0.
+        """
+        if self._rank != 0 and not any_rank and name not in ("failed", "checkpoint-failed"):
             return
         try:
             self._history.append(name, **fields)
