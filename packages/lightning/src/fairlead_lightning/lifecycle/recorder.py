@@ -18,7 +18,7 @@ from fairlead_lightning.lifecycle.stops import Stops
 class Recorder(L.Callback):
     """Writes the history and this rank's heartbeat; it changes nothing about the training."""
 
-    def __init__(self, session: RunSession, stops: Stops) -> None:
+    def __init__(self, session: RunSession, stops: Stops | None = None) -> None:
         self.session = session
         self._stops = stops
 
@@ -71,7 +71,8 @@ class Recorder(L.Callback):
         """Ends this start in the history; what was raised is named, not swallowed. `Stops` tells of stops."""
         if isinstance(exception, SIGTERMException) or self.session.children_stopped(exception) is not None:
             return
-        self._stops.end_if_lost(exception)
+        if self._stops is not None:
+            self._stops.end_if_lost(exception)
         self.session.raised(exception, trainer.global_step, stopped=isinstance(exception, KeyboardInterrupt))
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
