@@ -175,7 +175,7 @@ def test_a_job_that_is_cancelled_while_it_saves(
     slurm: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The scheduler is asked again before the requeue, when some time has passed."""
-    monkeypatch.setattr("fairlead_hpc_signals.shutdown._STALE", 0.0)
+    monkeypatch.setattr("fairlead_hpc_signals.question._STALE", 0.0)
     requeue = Requeue(tmp_path / "log")
 
     def save() -> None:
@@ -214,14 +214,28 @@ def test_a_logger_that_cannot_be_closed_does_not_stop_the_requeue(slurm: dict[st
     assert (outcome.exit_code, requeue.count) == (75, 1)
 
 
-def test_a_save_that_fails_is_not_requeued(slurm: dict[str, str], tmp_path: Path) -> None:
-    """A full disk would fill every start; the error is the user's to see."""
+def test_a_disk_that_refuses_the_last_save_does_not_end_the_job(
+    slurm: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The next start goes on from the checkpoint before, and everybody is told."""
     requeue = Requeue(tmp_path / "log")
 
     def save() -> None:
         raise OSError("no space left on device")
 
-    with pytest.raises(OSError, match="no space left"):
+    outcome = guarded(slurm).save_and_requeue(save, requeue)
+    assert (outcome.exit_code, outcome.unsaved, requeue.count) == (75, "rank 0: OSError: no space left on device", 1)
+    assert "not saved there: rank 0: OSError: no space left" in capsys.readouterr().err
+
+
+def test_a_save_with_a_bug_is_not_requeued(slurm: dict[str, str], tmp_path: Path) -> None:
+    """It would come again for ever; the error is the user's to see."""
+    requeue = Requeue(tmp_path / "log")
+
+    def save() -> None:
+        raise TypeError("a wrong argument")
+
+    with pytest.raises(TypeError, match="a wrong argument"):
         guarded(slurm).save_and_requeue(save, requeue)
     assert requeue.count == 0
 
@@ -310,7 +324,7 @@ def test_all_ranks_save_and_end_alike(
     assert len(calls(slurm)) == 1
 
 
-def one_cannot_save(rank: int, slurm: dict[str, str], log: str, bad: int) -> str:
+def one_cannot_save(rank: int, slurm: dict[str, str], log: str, bad: int, kind: type[Exception]) -> str | None:
     with PreemptionGuard(["USR1"], environ=slurm) as guard:
         guard.start()
         if rank == 1:
@@ -319,22 +333,28 @@ def one_cannot_save(rank: int, slurm: dict[str, str], log: str, bad: int) -> str
 
         def save() -> None:
             if rank == bad:
-                raise OSError("no space left on device")
+                raise kind("no space left on device")
 
         try:
-            guard.save_and_requeue(save, Requeue(Path(log)))
-        except (OSError, RunFailedError) as error:
+            return guard.save_and_requeue(save, Requeue(Path(log))).unsaved
+        except (TypeError, RunFailedError) as error:
             return f"{type(error).__name__}: {error}"
-    return "saved"
 
 
 @pytest.mark.parametrize("bad", [0, 2])
-def test_no_rank_goes_on_without_the_others_save(bad: int, slurm: dict[str, str], tmp_path: Path) -> None:
-    """A checkpoint without one rank's part is none; every rank says whose is missing, and nothing is requeued."""
-    results = run_ranks(one_cannot_save, 3, slurm, str(tmp_path / "log"), bad)
+def test_a_checkpoint_without_one_ranks_part_is_none(bad: int, slurm: dict[str, str], tmp_path: Path) -> None:
+    """Every rank hears whose is missing, and the job starts again from the one before."""
+    results = run_ranks(one_cannot_save, 3, slurm, str(tmp_path / "log"), bad, OSError)
+    assert results == [f"rank {bad}: OSError: no space left on device"] * 3
+    assert Requeue(tmp_path / "log").count == 1
+
+
+@pytest.mark.parametrize("bad", [0, 2])
+def test_no_rank_goes_on_after_a_bug_in_another(bad: int, slurm: dict[str, str], tmp_path: Path) -> None:
+    results = run_ranks(one_cannot_save, 3, slurm, str(tmp_path / "log"), bad, TypeError)
     for rank, result in enumerate(results):
-        assert "no space left on device" in result
-        assert result.startswith("OSError") if rank == bad else f"rank {bad}: OSError" in result
+        assert result is not None
+        assert result.startswith("TypeError") if rank == bad else f"rank {bad}: TypeError" in result
     assert Requeue(tmp_path / "log").count == 0
 
 

@@ -165,17 +165,35 @@ def test_a_requeue_that_fails_is_told(tmp_path: Path, capsys: Any) -> None:
     assert latest(tmp_path / "run").step == 6
 
 
-def test_a_stop_that_cannot_be_saved_requeues_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The next start would lose what this one trained, and nobody would notice."""
+def test_a_disk_that_refuses_the_last_save_does_not_end_the_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    """The next start goes on from the checkpoint before, and everybody is told."""
     monkeypatch.chdir(tmp_path)
 
     class Broken(Asked):
         def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-            raise CheckpointError("cannot write state.ckpt", why="No space left on device")
+            if self.trainer.global_step > 4:
+                raise CheckpointError("cannot write state.ckpt", why="No space left on device")
 
-    with pytest.raises(CheckpointError, match="No space left") as raised:
+    with pytest.raises(SystemExit) as ended:
+        fit(tmp_path, model=asked("step", kind=Broken), max_steps=20, requeue=AGAIN, checkpoint={"every_n_steps": 4})
+    assert ended.value.code == 75
+    assert (tmp_path / "asked").read_text() == "again\n"
+    assert latest(tmp_path / "run").step == 4
+    assert "not saved there: rank 0: " in capsys.readouterr().out
+
+
+def test_a_bug_in_the_last_save_requeues_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would come again for ever."""
+    monkeypatch.chdir(tmp_path)
+
+    class Broken(Asked):
+        def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+            raise TypeError("a wrong argument")
+
+    with pytest.raises(TypeError, match="a wrong argument"):
         fit(tmp_path, model=asked("step", kind=Broken), max_steps=20, requeue=AGAIN)
-    assert raised.value.exit_code == 1  # not 75, and not 2: it had begun
     assert not (tmp_path / "asked").exists()
     assert events(tmp_path / "run")[-1]["event"] == "failed"
 

@@ -174,6 +174,28 @@ def test_an_exception_that_the_script_catches_ends_nobody(job: Job) -> None:
     assert job.stacks() == {}
 
 
+def test_an_exception_that_one_rank_catches_does_not_leave_the_others_waiting(job: Job) -> None:
+    """Rank 0 goes on by itself, while the other is in a collective with it, whose time-out is twenty minutes."""
+    (code, out, _), (code_1, _, said) = job.end(
+        """
+        def trouble(model):
+            if rank == 0:
+                raise ValueError("too large")
+
+        try:
+            fit()
+        except ValueError:
+            deadline = time.monotonic() + 60
+            while not Path(run, "stacks/start-1/rank-00001.txt").exists() and time.monotonic() < deadline:
+                time.sleep(0.1)
+            print("smaller then")
+        """
+    )
+    assert (code, out) == (0, "smaller then\n")
+    assert code_1 == 1
+    assert f"rank 0 on {os.uname().nodename} has left the training: ValueError: too large" in said
+
+
 @pytest.mark.parametrize("ends", ["pass", "model.trainer.should_stop = True", "raise SIGTERMException"])
 def test_a_fit_that_ends_or_is_stopped_dumps_nothing(job: Job, ends: str) -> None:
     ranks = job.end(

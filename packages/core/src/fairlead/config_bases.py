@@ -171,6 +171,10 @@ class RequeueConfigBase(BackendConfig):
     the lead of the warning signal (`--signal=USR1@1800` needs 1800 and a minute)."""
     short_s: float = Field(default=30.0, ge=0, strict=False)
     """With fewer seconds left, only the checkpoint and the requeue are done; loggers are not closed."""
+    grace_s: float | None = Field(default=None, gt=0, strict=False)
+    """Seconds from the signal to the kill, as KillWait of SLURM or `terminationGracePeriodSeconds` of a pod: the whole
+    stop is made to fit into them. Default null: what the scheduler says, and 30 after SIGTERM in a job of SLURM or
+    LSF; elsewhere nothing is taken to be in a hurry."""
 
     @field_validator("signals")
     @classmethod

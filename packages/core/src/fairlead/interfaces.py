@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal, NoReturn, Protocol, runtime_checkable
 
 from fairlead.facts import Claim, Devices, Job, Setting, Specificity, Topology
 from fairlead.plugins import PluginManager
@@ -104,6 +104,23 @@ class StopGuard(Protocol):
     def start(self) -> object:
         """Joins the other ranks; on all of them, when the process group is there."""
 
+    def when_overdue(
+        self,
+        requeuer: Requeuer | None = None,
+        *,
+        budget: Callable[[Any], str | None] | None = None,
+        record: Callable[[Any], object] | None = None,
+        tell: Callable[[Any], object] | None = None,
+        progress: Callable[[], object] | None = None,
+    ) -> None:
+        """What to do when a stop is not carried out in time."""
+
+    def lost(self, error: BaseException) -> bool:
+        """Whether an error says no more than that another rank went away while all were asked to stop."""
+
+    def ended_by(self, error: BaseException) -> NoReturn:
+        """Ends this process after such an error, with the exit code of a stop."""
+
     def should_stop(self) -> bool:
         """Whether to stop here; the same answer on all ranks, which call it equally often."""
 
@@ -114,6 +131,7 @@ class StopGuard(Protocol):
         *,
         finish: Callable[[Any], object] | None = None,
         budget: Callable[[Any], str | None] | None = None,
+        tell: Callable[[Any], object] | None = None,
     ) -> Any:
         """Saves on all ranks, closes what is open, has the job started again by rank 0; returns the outcome."""
 

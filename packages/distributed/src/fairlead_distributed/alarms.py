@@ -16,6 +16,7 @@ from fairlead_distributed.threads import within
 from fairlead_runs.mailbox import StoreMailbox
 
 _LONGEST: Final = 8_000  # characters of an error; its ends matter
+_DID: Final = {"failed": "failed", "left": "has left the training"}
 _STOPS: Final = (None, 0, 75, 130, 143)  # exit codes of an end, or of a stop that was asked for
 
 
@@ -23,11 +24,11 @@ _STOPS: Final = (None, 0, 75, 130, 143)  # exit codes of an end, or of a stop th
 class Alarm:
     """What one rank tells all: `what` in one line, `text` as a whole (a traceback), `time` in seconds since the epoch.
 
-    `kind` is `failed`; `hang`: nothing moves; `lost`: the store is gone; `over`: the rank that may host the store has
-    left as it should.
+    `kind` is `failed`; `hang`: nothing moves; `left`: an exception that may yet be caught has led out of the block;
+    `lost`: the store is gone; `over`: the rank that may host the store has left as it should.
     """
 
-    kind: Literal["failed", "hang", "lost", "over"]
+    kind: Literal["failed", "hang", "left", "lost", "over"]
     rank: int
     host: str
     what: str
@@ -54,7 +55,7 @@ class Alarm:
     def __str__(self) -> str:
         if self.kind == "lost":
             return self.what
-        return f"rank {self.rank} on {self.host} {'failed' if self.kind == 'failed' else 'does not move'}: {self.what}"
+        return f"rank {self.rank} on {self.host} {_DID.get(self.kind, 'does not move')}: {self.what}"
 
 
 def asked_to_stop(error: BaseException | None) -> bool:
@@ -86,13 +87,14 @@ class Alarms:
     def put(self, alarm: Alarm, number: int, patience_s: float = 0.0) -> tuple[Alarm, int]:
         """Puts an alarm under a number, for which the caller then rings; returns the one that counts, and its number.
 
-        A rank that came first, or comes within `patience_s`, speaks for all; but a failure is told after a hang.
+        A rank that came first, or comes within `patience_s`, speaks for all; but a failure is told after a hang, and
+        after a rank has left.
         """
         if patience_s > 0:
             self.mailbox.wait(f"alarm/{number}", patience_s)
         while True:
             told = Alarm(**json.loads(self.mailbox.put_first(f"alarm/{number}", json.dumps(asdict(alarm)))))
-            if told == alarm or alarm.kind == "hang" or told.kind != "hang":
+            if told == alarm or alarm.kind == "hang" or told.kind not in ("hang", "left"):
                 return told, number
             number += 1
 

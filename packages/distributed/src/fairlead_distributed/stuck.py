@@ -11,6 +11,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Final
@@ -28,6 +29,7 @@ from fairlead_runs.waiting import ranks_text
 
 GRACE: Final = timedelta(seconds=10)
 """How long a rank may go on in the block after another has failed: it mostly fails by itself, of the absence."""
+_GRACES: Final = 6  # so many of them may pass after another rank has left by an exception: all may be about to
 _HEARD_S: Final = 4.0  # how long a rank that fails waits until the others have heard of it: it may host the store
 _SECOND_S: Final = 2.0  # how long a rank that only lost its peers lets the one that failed first speak first
 _PATIENCE_S: Final = 8.0  # how long the store may take for all that: the node that hosts it may be gone
@@ -135,10 +137,15 @@ class RankWatch:
             # The store may go with this process: the others must not take that for its death.
             trouble_of(_PATIENCE_S, self._tell, Alarm("over", 0, "", "", "", time.time()))
 
-    def leave(self) -> None:
-        """This rank has left the block, by an exception that may yet be caught: it is not to be ended any more."""
+    def leave(self, error: BaseException | None = None) -> None:
+        """This rank has left the block, by an exception that may yet be caught: it is not to be ended any more.
+
+        Those that are still in it long after such an error wait for this rank in vain, and end.
+        """
         if self._left.is_set() or os.getpid() != self._pid:  # a forked child shares our connections
             return
+        if error is not None:
+            trouble_of(_PATIENCE_S, self._tell_left, replace(Alarm.of_error(self.rank, error), kind="left"))
         self._left.set()
         trouble_of(_PATIENCE_S, self._leave)  # where it fails, nobody is left to be told
         if self._looking is not None and self._looking is not threading.current_thread():
@@ -184,6 +191,13 @@ class RankWatch:
     def _hear(self, mailbox: StoreMailbox) -> float | None:
         alarms = Alarms(mailbox)
         while not self._left.is_set() and (alarm := alarms.read(self._number)) is not None:
+            if alarm.kind == "left":
+                self._number += 1
+                if alarm.rank != self.rank:
+                    threading.Thread(
+                        target=self._end_left, args=(alarm,), name="fairlead-watch-left", daemon=True
+                    ).start()
+                continue
             if alarm.kind == "hang" or alarm.rank != self.rank:
                 self._alarmed = time.monotonic()
                 if alarm.kind != "over":
@@ -225,6 +239,14 @@ class RankWatch:
     def _end(self) -> None:
         if not self._left.wait(self._grace_s):
             self._say(f"rank {self.rank} ends, {self._grace_s:g} s after that; its stacks are in {self.path}")
+            end_process()
+
+    def _end_left(self, alarm: Alarm) -> None:
+        if not self._left.wait(_GRACES * self._grace_s) and self._first is None:
+            self._dump(alarm)
+            self._say(f"{alarm}\nrank {self.rank} waits for it in vain, and ends; its stacks are in {self.path}")
+            if self._listener is not None:
+                self._listener(alarm)
             end_process()
 
     def _exit(self) -> None:
@@ -271,6 +293,11 @@ class RankWatch:
         silent = alarms.unheard(number, _HEARD_S)
         if silent and alarm.kind != "over":
             self._say(f"no stacks of {ranks_text(silent)}: it has died, or C code holds the interpreter's lock")
+
+    def _tell_left(self, alarm: Alarm) -> None:
+        if self._alarms is not None:
+            self._alarms.put(alarm, self._number)
+            self._alarms.mailbox.ring()
 
     def _learn(self, alarm: Alarm) -> None:
         """Says once which rank failed first."""

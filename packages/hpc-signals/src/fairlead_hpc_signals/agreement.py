@@ -13,9 +13,11 @@ import os
 import select
 import threading
 import time
+from collections.abc import Callable
 from datetime import timedelta
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
+from fairlead_hpc_signals.deadline import Deadline
 from fairlead_hpc_signals.decision import (
     ANSWER,
     DECISION,
@@ -34,10 +36,11 @@ if TYPE_CHECKING:
 
     from fairlead_distributed.control_plane import ControlPlane
 
-ANSWER_TIMEOUT: Final = timedelta(seconds=30)
-"""How long ranks that have started may take to answer; a rank that has died never does."""
+ANSWER_TIMEOUT: Final = timedelta(seconds=60)
+"""How long ranks that have started may take to answer: C code may hold the interpreter's lock for as long as that."""
 START_TIMEOUT: Final = timedelta(minutes=30)
 """How long ranks may take to start, when a signal comes before all have: as long as torch's process group waits."""
+_SHARE: Final = 0.5  # of the time that there is for a stop
 _MARGIN: Final = 30.0  # seconds beyond both, after which the main thread no longer believes in its own thread
 
 
@@ -49,12 +52,19 @@ class LocalAgreement:
         """Where to stop; None before a stop is asked for."""
         self.mailbox = Mailbox()
         """For what follows a decision."""
+        self.failure: AgreementError | None = None
+        """A single process agrees with itself."""
         self._flags = flags
         self._asked: tuple[str, float] | None = None
 
+    @property
+    def asked(self) -> bool:
+        """Whether to stop at the next boundary."""
+        return self._flags.raised or self._asked is not None
+
     def boundary(self, number: int) -> bool:
         """Whether a signal has come, or `ask` was called."""
-        if not self._flags.raised and self._asked is None:
+        if not self.asked:
             return False
         if self.decision is None:
             self.decision = decide([Answer(number, request_of(0, self._flags, self._asked))])
@@ -73,8 +83,9 @@ class StopAgreement:
     """Where the ranks stop; made on all ranks, after the process group, over a store that all share.
 
     A decision is final: make another agreement for the next one, on all ranks in the same order. `start_timeout` is how
-    long all ranks may take to start, `answer_timeout` how long their answers may then take; `plane` is the control
-    plane of these ranks, if they have one.
+    long all ranks may take to start, `answer_timeout` how long their answers may then take, at most half of what the
+    `deadline` leaves; `plane` is the control plane of these ranks, if they have one; `woken` is called when any rank
+    asks for a stop.
     """
 
     def __init__(
@@ -87,6 +98,8 @@ class StopAgreement:
         answer_timeout: timedelta = ANSWER_TIMEOUT,
         start_timeout: timedelta = START_TIMEOUT,
         plane: ControlPlane | None = None,
+        deadline: Deadline | None = None,
+        woken: Callable[[], object] | None = None,
     ) -> None:
         from fairlead_distributed.control_plane import ControlPlane
 
@@ -96,15 +109,18 @@ class StopAgreement:
         self._flags = flags
         self._entered = -1
         self._frozen = False
-        self._failure: AgreementError | None = None
+        self.failure: AgreementError | None = None
+        """Why there is no decision, though a stop was asked for."""
         self._decided = threading.Event()
         self._answer_timeout, self._start_timeout = answer_timeout.total_seconds(), start_timeout.total_seconds()
+        self._deadline_of_stop = deadline
+        self._on_freeze = woken
         self._closing = False
         self._woken = threading.Event()
         self._answering = threading.Lock()
         self._answered = False
         self._asked: tuple[str, float] | None = None
-        self._awaited, self._deadline = "started", float("inf")
+        self._awaited, self._deadline, self._patience_s = "started", float("inf"), 0.0
         self._plane = plane if plane is not None else ControlPlane(store, rank, world_size)
         self.mailbox = self._plane.open("stop")
         """This rank's mailbox, for what follows a decision."""
@@ -118,7 +134,7 @@ class StopAgreement:
         atexit.register(self.close)
 
     @classmethod
-    def of_process_group(cls, flags: SignalFlags) -> StopAgreement:
+    def of_process_group(cls, flags: SignalFlags, **options: Any) -> StopAgreement:
         """The agreement of torch's default process group, over its store; call it on all ranks."""
         import torch.distributed as dist
 
@@ -127,7 +143,12 @@ class StopAgreement:
 
         plane, store = ControlPlane.of_process_group(), group_store()
         assert store is not None  # or there would be no plane
-        return cls(flags, store, dist.get_rank(), dist.get_world_size(), plane=plane)
+        return cls(flags, store, dist.get_rank(), dist.get_world_size(), plane=plane, **options)
+
+    @property
+    def asked(self) -> bool:
+        """Whether any rank was asked to stop, as far as this one knows."""
+        return self._frozen or self._flags.raised or self._asked is not None
 
     # -- the main thread
 
@@ -170,8 +191,8 @@ class StopAgreement:
         if not self._decided.wait(self._answer_timeout + self._start_timeout + _MARGIN):
             raise AgreementError("the ranks did not agree on a stop: the store does not answer")
         if self.decision is None:
-            assert self._failure is not None
-            raise self._failure
+            assert self.failure is not None
+            raise self.failure
         return number >= self.decision.boundary
 
     # -- the threads
@@ -205,12 +226,14 @@ class StopAgreement:
                 return LONG
             self._frozen = True
             self._woken.set()
-            self._deadline = time.monotonic() + self._start_timeout
+            if self._on_freeze is not None:
+                self._on_freeze()
+            self._await("started", self._start_timeout)
             self._answer(mailbox)
         if not mailbox.has("verdict"):
             now = time.monotonic()
             if self._awaited == "started" and mailbox.has("started/all"):
-                self._awaited, self._deadline = "answer", now + self._answer_timeout
+                self._await("answer", self._answer_timeout)
             if now < self._deadline:
                 return self._deadline - now
             self._give_up(mailbox)
@@ -219,9 +242,14 @@ class StopAgreement:
             self.decision = DECISION.validate_json(verdict)
         else:
             ranks, _, what = verdict.partition(" ")
-            self._failure = no_agreement(tuple(map(int, ranks.split(","))), what)
+            self.failure = no_agreement(tuple(map(int, ranks.split(","))), what)
         self._decided.set()
         return None
+
+    def _await(self, what: str, seconds: float) -> None:
+        if self._deadline_of_stop is not None:
+            seconds = max(0.0, min(seconds, self._deadline_of_stop.left_of(_SHARE)))
+        self._awaited, self._patience_s, self._deadline = what, seconds, time.monotonic() + seconds
 
     def _answer(self, mailbox: StoreMailbox) -> None:
         with self._answering:
@@ -246,14 +274,13 @@ class StopAgreement:
             self._conclude(mailbox)  # the last to answer died before it could
             return
         did = f"did not {'start' if self._awaited == 'started' else 'answer'} within"
-        seconds = self._start_timeout if self._awaited == "started" else self._answer_timeout
-        mailbox.put_first("verdict", f"{','.join(map(str, missing))} {did} {seconds:g} s")
+        mailbox.put_first("verdict", f"{','.join(map(str, missing))} {did} {self._patience_s:.3g} s")
         mailbox.ring()
 
     def _store_lost(self, error: Exception) -> None:
         """The store is gone: of no consequence until a stop is asked for."""
-        if self.decision is None and self._failure is None:
-            self._failure = no_agreement((), f"lost the store: {str(error).splitlines()[0] if str(error) else error!r}")
+        if self.decision is None and self.failure is None:
+            self.failure = no_agreement((), f"lost the store: {str(error).splitlines()[0] if str(error) else error!r}")
         self._decided.set()
         if self._flags.raised or self._asked is not None:
             self._frozen = True

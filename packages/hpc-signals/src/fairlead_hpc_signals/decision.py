@@ -20,6 +20,11 @@ class AgreementError(RunFailedError):
 
     missing: tuple[int, ...] = ()
 
+    @property
+    def short(self) -> str:
+        """It as part of a sentence: `rank 3 did not answer within 15 s`."""
+        return f"{ranks_text(self.missing)} {self.why}" if self.missing else str(self.why)
+
 
 @dataclass(frozen=True, slots=True)
 class StopRequest:

@@ -1,7 +1,8 @@
 """Signals that only set a flag: what they ask for is done later, at a step boundary.
 
 A handler interrupts the program anywhere: in a collective, a write, another handler. So ours notes the signal and wakes
-whoever waits, without buffered I/O (a nested handler would die of `reentrant call`), locks or logging.
+whoever waits, without buffered I/O (a nested handler would die of `reentrant call`), locks or logging. Python calls it
+in the main thread, which may sit in C code for ever: a thread notes what that has not heard of in a moment.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import signal
 import threading
 import time
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any, Final
@@ -26,6 +27,8 @@ DEFAULT_SIGNALS: Final = ("SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2")
 _MOST = 1000  # notes that are kept; a sender that never stops must not fill the memory
 _WARNINGS = (signal.SIGUSR1, signal.SIGUSR2)
 _FROM_TERMINAL = (signal.SIGINT, signal.SIGHUP)
+_MOMENT: Final = 0.2  # seconds in which a main thread that is in Python calls a handler
+_wakeups: Final[set[int]] = set()  # files that `signal.set_wakeup_fd` was told of here
 
 
 def signal_number(name: str | int) -> signal.Signals:
@@ -84,6 +87,7 @@ class SignalFlags:
         os.set_blocking(self._write_fd, False)
         self._close = weakref.finalize(self, _close_both, self._read_fd, self._write_fd)
         self._close.atexit = False  # a late signal would write into a closed file
+        self._early: _Wakeup | None = None
 
     # -- what came
 
@@ -161,6 +165,8 @@ class SignalFlags:
                 continue
             self._earlier[number] = earlier  # first: the signal may come at once
             signal.signal(number, self._handle)
+        if self._early is None and self._earlier:
+            self._early = _Wakeup(weakref.WeakMethod(self._take))
         if not self._hooked:
             self._hooked = True
             _disown_in_children(weakref.ref(self))
@@ -168,6 +174,9 @@ class SignalFlags:
 
     def uninstall(self) -> None:
         """Puts back what was there; a handler that somebody has put over ours since then stays. The flags stay."""
+        if self._early is not None and threading.current_thread() is threading.main_thread():
+            self._early.close()
+            self._early = None
         for number in list(self._earlier):
             if signal.getsignal(number) == self._handle:
                 # None: set by C code, out of reach for Python; the default is the best that is left.
@@ -199,11 +208,18 @@ class SignalFlags:
                 signal.raise_signal(number)
                 return
         else:
-            self.note(number)
+            if self._early is None or not self._early.take():
+                self.note(number)
             if earlier is signal.default_int_handler and [n for n, _ in self._notes].count(number) < 2:
                 return
         if callable(earlier):
             earlier(number, frame)
+
+    def _take(self, numbers: bytes) -> None:
+        """Notes the signals that came, as their numbers; others may be handled in this process as well."""
+        for number in numbers:
+            if number in self._earlier and signal.getsignal(number) == self._handle:
+                self.note(number)
 
     def disown(self) -> None:
         """Leaves a forked child as if these flags had never been made; called there by itself.
@@ -218,6 +234,72 @@ class SignalFlags:
         self._notes = []
         self._close()  # the child's copies; the parent's stay open
         self._read_fd = self._write_fd = -1  # the numbers are free for other files now
+
+
+class _Wakeup:
+    """Hears of signals before Python's handlers do, in C: what their main thread has not taken in a moment is noted.
+
+    `note` gets the numbers; it keeps its owner alive no longer than others do.
+    """
+
+    def __init__(self, note: weakref.WeakMethod[Callable[[bytes], None]]) -> None:
+        self._note = note
+        self._read, self._write = os.pipe()
+        os.set_blocking(self._read, False)
+        os.set_blocking(self._write, False)
+        self._closed = False
+        self._pid = os.getpid()
+        self._before = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
+        if self._before != -1 and self._before not in _wakeups:
+            # An event loop has its own: it is not ours to take, and its program has a main thread that is awake.
+            signal.set_wakeup_fd(self._before)
+            self._closed = True
+            _close_both(self._read, self._write)
+            return
+        _wakeups.add(self._write)
+        threading.Thread(target=self._run, name="fairlead-signals", daemon=True).start()
+
+    def take(self) -> bool:
+        """In a handler: notes what has come; False where somebody else has the signals written to a file of theirs."""
+        if self._closed:
+            return False
+        theirs = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
+        if theirs != self._write:
+            signal.set_wakeup_fd(theirs)
+            return False
+        self._drain()
+        return True
+
+    def close(self) -> None:
+        """Nothing is heard any more; in a forked child its parent goes on to hear."""
+        if self._closed:
+            return
+        self._closed = True
+        _wakeups.discard(self._write)
+        there = signal.set_wakeup_fd(self._before if self._before in _wakeups else -1)
+        if there not in (self._write, -1):
+            signal.set_wakeup_fd(there)
+        if os.getpid() == self._pid:
+            os.write(self._write, b"\0")  # the thread closes the files
+        else:
+            _close_both(self._read, self._write)
+
+    def _drain(self) -> None:
+        try:
+            numbers = os.read(self._read, 4096)
+        except BlockingIOError:
+            return
+        if (note := self._note()) is not None:
+            note(numbers)
+
+    def _run(self) -> None:
+        poll = select.poll()
+        poll.register(self._read, select.POLLIN)
+        while not self._closed:
+            poll.poll()
+            time.sleep(_MOMENT)
+            self._drain()
+        _close_both(self._read, self._write)
 
 
 def _close_both(one: int, other: int) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Final, Literal, NoReturn
 
@@ -49,7 +49,9 @@ class StopPolicy:
         ask_timeout_s: Seconds that the scheduler may take to answer.
         limit_window_s: See `LIMIT_WINDOW`.
         short_s: With fewer seconds left, only the checkpoint and the requeue are done.
-        save_timeout_s: Seconds that all ranks may take to save; the scheduler's patience is mostly shorter.
+        grace_s: Seconds from the signal to the end, into which all of a stop must fit; None: what the scheduler says,
+            else 30 after SIGTERM in a job of SLURM or LSF (see `Deadline`).
+        save_timeout_s: The most seconds that a stop may take, also where nothing says when it must be over.
         finish_timeout_s: Seconds that all ranks may take to close their loggers.
         requeue_timeout_s: Seconds that the others wait for the rank that requeues.
     """
@@ -60,9 +62,18 @@ class StopPolicy:
     ask_timeout_s: float = ASK_TIMEOUT
     limit_window_s: float = LIMIT_WINDOW
     short_s: float = 30.0
+    grace_s: float | None = None
     save_timeout_s: float = 1800.0
     finish_timeout_s: float = 30.0
     requeue_timeout_s: float = 120.0
+
+
+class StopExit(SystemExit):
+    """Ends the process after a stop, for the `outcome` that it carries: a `LoopRun` around it records that."""
+
+    def __init__(self, outcome: StopOutcome) -> None:
+        super().__init__(outcome.exit_code)
+        self.outcome = outcome
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +90,8 @@ class StopOutcome:
         error: Why another start could not be arranged though it is wanted.
         cut: What was left out, as time was short.
         refused: Why no other start is wanted though the reason alone would want one: a budget is used up.
+        unsaved: Why nothing was saved at this stop: the next start resumes from the checkpoint before.
+        without: Ranks that the others did not wait for.
     """
 
     exit_code: int
@@ -88,10 +101,12 @@ class StopOutcome:
     error: str | None = None
     cut: tuple[str, ...] = ()
     refused: str | None = None
+    unsaved: str | None = None
+    without: tuple[int, ...] = ()
 
     def exit(self) -> NoReturn:
-        """Ends the process with the exit code."""
-        raise SystemExit(self.exit_code)
+        """Ends the process with the exit code, by a `StopExit`."""
+        raise StopExit(self)
 
     def to_json(self) -> str:
         """As text, for the store and the history."""
@@ -101,7 +116,50 @@ class StopOutcome:
     def from_json(cls, text: str) -> StopOutcome:
         """From `to_json`."""
         data = json.loads(text)  # not by pydantic, which refuses a path that is no valid Unicode
-        return cls(**{**data, "reason": StopReason(**data["reason"]), "cut": tuple(data["cut"])})
+        lists = {name: tuple(data[name]) for name in ("cut", "without")}
+        return cls(**{**data, "reason": StopReason(**data["reason"]), **lists})
+
+    def told(self, saved: str = "everything is saved", where: str = "") -> str:
+        """The stop as a person reads it: `saved` is what to say where all was; `where` is where it stopped."""
+        kept = saved
+        if self.unsaved is not None:
+            kept = f"not saved there: {self.unsaved}. The newest complete checkpoint counts"
+        stopped = f"stopped{where}, {_BECAUSE.get(self.reason.why, 'asked to stop')}; {kept}"
+        if self.error:
+            return f"{stopped}. The job does not start again by itself:\n{self.error}"
+        if self.refused:
+            return f"{stopped}. The job is not started again: {self.refused}"
+        if self.reason.scheduler_requeues:
+            return f"{stopped}; the scheduler starts the job again by itself"
+        if self.requeued:
+            return f"{stopped}; the job starts again ({self.requeued})"
+        if self.start_wanted:
+            return f"{stopped}; exit code {self.exit_code} asks for another start"
+        return f"{stopped}; the same command resumes from there"
+
+
+_BECAUSE: Final[Mapping[str, str]] = {
+    "preempted": "as another job needs the nodes",
+    "time_limit": "as the time limit is near",
+    "cancelled": "as the job was cancelled",
+    "node_failure": "as a node failed",
+    "requeued": "as somebody has requeued the job",
+}
+
+
+def planned(
+    reason: StopReason,
+    signals: Sequence[str],
+    policy: StopPolicy,
+    budget: Callable[[StopReason], str | None] | None,
+    requeue_code: int | None,
+) -> StopOutcome:
+    """What is to follow from a reason; `budget` says why no other start is wanted, `requeue_code` is that of 75."""
+    wanted = start_wanted(reason, signals, policy)
+    refused = budget(reason) if wanted and budget is not None else None
+    wanted = wanted and refused is None
+    final = policy.final_code or exit_code_without_requeue(signals)
+    return StopOutcome((requeue_code or REQUEUE_EXIT_CODE) if wanted else final, reason, wanted, refused=refused)
 
 
 def start_wanted(reason: StopReason, signals: Sequence[str], policy: StopPolicy) -> bool:

@@ -60,6 +60,10 @@ def check_command(name: str, resolution: Resolution, environ: Mapping[str, str])
         )
 
 
+class UnansweredError(RunFailedError):
+    """No attempt of a command was answered in its time; the scheduler may answer later."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Attempt:
     """How a command ended: its exit code (None: killed after its time), output and standard error."""
@@ -112,7 +116,8 @@ def run_command(
         fix = next((fix for words, fix in (refusals or {}).items() if words in done.said), None)
         if fix is not None:
             raise RunFailedError("the job is not requeued: it was refused", where=shown, why=done.said, fix=fix)
-    raise RunFailedError(
+    kind = UnansweredError if all(one.code is None for one in attempts) else RunFailedError
+    raise kind(
         f"the job is not requeued after {len(attempts)} attempt{'s' if len(attempts) > 1 else ''}",
         where=shown,
         why=_story(attempts, settings.timeout_s),

@@ -2,36 +2,33 @@
 
 from __future__ import annotations
 
-import threading
-import time
 import traceback
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Final
 
-from fairlead.errors import FairleadError, RunFailedError
+from fairlead.errors import ConfigError, FairleadError, RunFailedError
 from fairlead.interfaces import Requeuer
-from fairlead_hpc_signals.outcomes import (
-    REQUEUE_EXIT_CODE,
-    StopOutcome,
-    StopPolicy,
-    StopReason,
-    exit_code_without_requeue,
-    start_wanted,
-)
+from fairlead_hpc_signals.deadline import Deadline
+from fairlead_hpc_signals.outcomes import StopOutcome, StopPolicy, StopReason, planned
+from fairlead_hpc_signals.programs import UnansweredError
+from fairlead_hpc_signals.question import Question
 from fairlead_runs.mailbox import Mailbox
 from fairlead_runs.waiting import ranks_text
 
-_STALE: Final = 5.0  # seconds after which the scheduler is asked again before a requeue
 _LEAVE_TIMEOUT: Final = 5.0  # seconds that ranks wait for each other at the very end
+OUTCOME: Final = "shutdown/outcome"
+"""The message with how the stop ended, of whoever had the job started again."""
+_UNSAVED: Final = (FairleadError, OSError, RuntimeError)  # a disk, or torch's words for one or for a lost peer
+_BUG: Final = "bug: "
 
 
 class Shutdown:
     """One rank's part in the shutdown after a stop; all ranks call `plan`, `finish` and `requeue`, in this order.
 
-    `signals` are the same on all ranks; `ask_reason` (asks the scheduler) and `budget` (why no other start is wanted
-    after a reason, or None) are called on rank 0 only.
+    `signals` are the same on all ranks; `budget` (why no other start is wanted after a reason, or None) is called on
+    rank 0 only, which alone has a question that is asked.
     """
 
     def __init__(
@@ -39,50 +36,45 @@ class Shutdown:
         mailbox: Mailbox,
         policy: StopPolicy,
         signals: Sequence[str],
-        ask_reason: Callable[[], StopReason],
+        question: Question,
+        deadline: Deadline,
         budget: Callable[[StopReason], str | None] | None = None,
     ) -> None:
         self.leads = mailbox.rank == 0
         self._mailbox = mailbox
         self._policy = policy
         self._signals = signals
-        self._ask_reason = ask_reason
+        self._question = question
+        self._deadline = deadline
         self._budget = budget
-        self._reason = StopReason("unknown", "the scheduler did not answer in time")
-        self._asked_at = time.monotonic()
         self._requeue_code: int | None = None
-        self._asking = threading.Thread(target=self._ask, name="fairlead-ask", daemon=True)
         if self.leads:
-            self._asking.start()  # while the checkpoint is written; a scheduler that hangs must not hold it up
+            question.start()  # while the checkpoint is written; a scheduler that hangs must not hold it up
 
-    def plan(self, error: BaseException | None, requeue_code: int | None) -> StopOutcome:
-        """What is to come, once all ranks have saved; `RunFailedError`: another rank could not.
+    def plan(self, error: BaseException | None, requeue_code: int | None) -> StopOutcome | None:
+        """What is to come, once all ranks have saved or no more time is left for it; None: rank 0 did not say.
 
-        `error` says why this rank could not save, and is raised once the others know. `requeue_code` is the exit code
-        that asks for another start, where the requeuer has one of its own.
+        `error` says why this rank could not save. One of a disk or of lost peers is part of the plan: the checkpoint
+        before counts. Any other is raised, and a `RunFailedError` by the other ranks: a bug would come again for ever.
+        `requeue_code` is the exit code that asks for another start, where the requeuer has one of its own.
         """
         self._requeue_code = requeue_code
+        bug = error is not None and (isinstance(error, ConfigError) or not isinstance(error, _UNSAVED))
         problem = "" if error is None else f"{type(error).__name__}: {error}"
-        message = problem
-        self._mailbox.arrive("shutdown/saved", problem)
-        if self.leads:
-            failed = self._failed_saves(problem)
-            outcome = self._plan()
-            message = failed or outcome.to_json()
-            self._mailbox.put("shutdown/plan", message)
-        elif error is None:
-            seconds = self._policy.save_timeout_s + self._policy.ask_timeout_s + self._policy.finish_timeout_s
-            message = self._mailbox.get("shutdown/plan", seconds) or f"rank 0 said nothing within {seconds:g} s"
-        if error is not None:
+        self._mailbox.arrive("shutdown/saved", f"{_BUG}{problem}" if bug else problem)
+        message = self._plan() if self.leads else None
+        if error is not None and bug:
             raise error
-        if not message.startswith("{"):
-            raise RunFailedError(
-                "the run stopped without a checkpoint, and is not started again",
-                where="the last save",
-                why=message,
-                fix="start it again by hand; it resumes from the checkpoint before",
-            )
-        return StopOutcome.from_json(message)
+        if not self.leads:
+            message = self._mailbox.get("shutdown/plan", max(1.0, self._deadline.left_to_save()))
+        if message is None or message.startswith("{"):
+            return None if message is None else StopOutcome.from_json(message)
+        raise RunFailedError(
+            "the run stopped without a checkpoint, and is not started again",
+            where="the last save",
+            why=message,
+            fix="start it again by hand; it resumes from the checkpoint before",
+        )
 
     def finish(self, plan: StopOutcome, finish: Callable[[StopReason], object] | None) -> None:
         """Lets each rank close what it has open, unless time is short; what `finish` raises then is a warning only."""
@@ -95,17 +87,19 @@ class Shutdown:
             warnings.warn(f"something could not be closed before the stop: {text}", stacklevel=3)
         self._mailbox.arrive("shutdown/finished")
         if self.leads:
-            self._mailbox.wait("shutdown/finished/all", self._policy.finish_timeout_s)
+            patience = min(self._policy.finish_timeout_s, self._deadline.left_to_save())
+            self._mailbox.wait("shutdown/finished/all", max(0.0, patience))
 
     def requeue(self, plan: StopOutcome, requeuer: Requeuer | None) -> StopOutcome:
         """Has the job started again, on rank 0; the outcome for all."""
         outcome = plan
-        if self.leads:
+        if self.leads and claim_requeue(self._mailbox):
             outcome = self._requeue(plan, requeuer)
-            self._mailbox.put("shutdown/outcome", outcome.to_json())
-        elif message := self._mailbox.get("shutdown/outcome", self._policy.requeue_timeout_s):
+            self._mailbox.put(OUTCOME, outcome.to_json())
+        elif message := self._mailbox.get(OUTCOME, max(1.0, self._deadline.left(), self._policy.requeue_timeout_s)):
             outcome = StopOutcome.from_json(message)
-        self._leave_together()
+        if not plan.without:
+            self._leave_together()
         return outcome
 
     def _leave_together(self) -> None:
@@ -118,44 +112,53 @@ class Shutdown:
 
     # -- rank 0
 
-    def _ask(self) -> None:
-        self._reason = self._ask_reason()
+    def _plan(self) -> str:
+        missing = self._missing()
+        problems = {} if missing else dict(enumerate(self._mailbox.arrived("shutdown/saved")))
+        bugs = [f"rank {rank}: {text.removeprefix(_BUG)}" for rank, text in problems.items() if text.startswith(_BUG)]
+        if bugs:
+            self._mailbox.put("shutdown/plan", "\n".join(bugs))
+            return "\n".join(bugs)
+        unsaved = "; ".join(f"rank {rank}: {text}" for rank, text in problems.items() if text) or None
+        if missing:
+            unsaved = f"{ranks_text(missing)} did not say in time that all was saved"
+        plan = replace(self._planned(self._question.answer()), unsaved=unsaved, without=missing)
+        short = plan.reason.remaining_s is not None and self._deadline.left() < self._policy.short_s
+        plan = replace(plan, cut=("finish",) if short or missing else ())
+        self._mailbox.put("shutdown/plan", plan.to_json())
+        return plan.to_json()
 
-    def _failed_saves(self, own_problem: str) -> str:
-        if own_problem:
-            return f"rank 0: {own_problem}"
-        if not self._mailbox.wait("shutdown/saved/all", self._policy.save_timeout_s):
-            missing = ranks_text(self._mailbox.missing("shutdown/saved"))
-            return f"{missing} did not save within {self._policy.save_timeout_s:g} s"
-        problems = self._mailbox.arrived("shutdown/saved")
-        return "\n".join(f"rank {rank}: {text}" for rank, text in enumerate(problems) if text)
+    def _missing(self) -> tuple[int, ...]:
+        if self._mailbox.wait("shutdown/saved/all", max(0.0, self._deadline.left_to_save())):
+            return ()
+        return self._mailbox.missing("shutdown/saved")
 
-    def _plan(self) -> StopOutcome:
-        self._asking.join(self._policy.ask_timeout_s)
-        reason = self._reason
-        short = reason.remaining_s is not None and reason.remaining_s - self._age() < self._policy.short_s
-        return self._outcome(reason, ("finish",) if short else ())
-
-    def _outcome(self, reason: StopReason, cut: tuple[str, ...]) -> StopOutcome:
-        wanted = start_wanted(reason, self._signals, self._policy)
-        refused = self._budget(reason) if wanted and self._budget is not None else None
-        wanted = wanted and refused is None
-        final = self._policy.final_code or exit_code_without_requeue(self._signals)
-        code = (self._requeue_code or REQUEUE_EXIT_CODE) if wanted else final
-        return StopOutcome(code, reason, wanted, cut=cut, refused=refused)
+    def _planned(self, reason: StopReason) -> StopOutcome:
+        return planned(reason, self._signals, self._policy, self._budget, self._requeue_code)
 
     def _requeue(self, plan: StopOutcome, requeuer: Requeuer | None) -> StopOutcome:
-        if plan.start_wanted and not plan.cut and self._age() > _STALE:
-            # A person may have cancelled the job while it was saving, or SLURM requeued it.
-            now = self._ask_reason()
-            if now.why != "unknown":
-                plan = self._outcome(now, plan.cut)
-        if requeuer is None or not plan.start_wanted or plan.reason.scheduler_requeues:
-            return plan
+        if plan.start_wanted and not plan.cut and (now := self._question.answer_now()) is not None:
+            plan = replace(self._planned(now), unsaved=plan.unsaved)
+        return requeued(plan, requeuer, self._deadline)
+
+
+def claim_requeue(mailbox: Mailbox) -> bool:
+    """Whether this rank is the one that has the job started again: the first of all ranks to ask."""
+    return mailbox.count("shutdown/claimed") == 1
+
+
+def requeued(plan: StopOutcome, requeuer: Requeuer | None, deadline: Deadline) -> StopOutcome:
+    """The outcome, after the job is started again where that is wanted; a scheduler that hangs is asked to the end.
+
+    A process that ends before would end a job that nothing starts again, while SLURM itself requeues a preempted one.
+    """
+    if requeuer is None or not plan.start_wanted or plan.reason.scheduler_requeues:
+        return plan
+    while True:
         try:
             return replace(plan, requeued=requeuer.requeue())
+        except UnansweredError as error:
+            if deadline.left() <= 0:
+                return replace(plan, error=error.block())
         except FairleadError as error:
             return replace(plan, error=error.block())
-
-    def _age(self) -> float:
-        return time.monotonic() - self._asked_at

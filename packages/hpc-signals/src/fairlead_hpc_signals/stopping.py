@@ -6,17 +6,20 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 from fairlead.config_bases import RequeueConfigBase
 from fairlead.errors import ConfigError
 from fairlead.interfaces import BuildContext, Requeuer
 from fairlead_hpc_signals.agreement import LocalAgreement, StopAgreement
-from fairlead_hpc_signals.decision import StopDecision
+from fairlead_hpc_signals.deadline import Deadline
+from fairlead_hpc_signals.decision import AgreementError, StopDecision
 from fairlead_hpc_signals.flags import DEFAULT_SIGNALS, SignalFlags
 from fairlead_hpc_signals.outcomes import StopOutcome, StopPolicy, StopReason
-from fairlead_hpc_signals.scheduler import why_stopped
+from fairlead_hpc_signals.question import Question
+from fairlead_hpc_signals.scheduler import requeuer_here, why_stopped
 from fairlead_hpc_signals.shutdown import Shutdown
+from fairlead_hpc_signals.watch import Overdue, StopWatch, to_stderr
 from fairlead_hpc_signals.workers import OutliveStops
 
 if TYPE_CHECKING:
@@ -65,6 +68,10 @@ class PreemptionGuard:
         self._environ = os.environ if environ is None else environ
         self._agreement: LocalAgreement | StopAgreement | None = None
         self._boundary = 0
+        self._deadline = Deadline(self.flags, self._environ, self.policy)
+        self._question = Question(self._why, self._deadline, self.policy)
+        self._watch: StopWatch | None = None
+        self._overdue = Overdue(requeuer_here(self._environ))
 
     # -- in the loop
 
@@ -80,28 +87,82 @@ class PreemptionGuard:
         if self._agreement is not None:
             return self
         dist = sys.modules.get("torch.distributed")  # never imported for a program without torch
+        options: dict[str, Any] = {"deadline": self._deadline, "woken": self._wake}
         if store is not None and world_size > 1:
-            self._agreement = StopAgreement(self.flags, store, rank, world_size)
+            self._agreement = StopAgreement(self.flags, store, rank, world_size, **options)
         elif dist is not None and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-            self._agreement = StopAgreement.of_process_group(self.flags)
+            self._agreement = StopAgreement.of_process_group(self.flags, **options)
         else:
             self._agreement = LocalAgreement(self.flags)
+        self._watch = StopWatch(self.flags, self._agreement, self._deadline, self._question, self.policy)
+        self._watch.overdue = self._overdue
         return self
+
+    def when_overdue(
+        self,
+        requeuer: Requeuer | None = None,
+        *,
+        budget: Callable[[StopReason], str | None] | None = None,
+        record: Callable[[StopOutcome], object] | None = None,
+        tell: Callable[[StopOutcome], object] | None = None,
+        progress: Callable[[], object] | None = None,
+    ) -> None:
+        """What to do when a stop is not carried out in time; before this is called `requeuer_here()` requeues.
+
+        This process is then ended where it is, from a thread, with the exit code of a stop; so is one whose main
+        thread does not hear a second Ctrl-C.
+
+        Args:
+            requeuer: Has the job started again; called on one rank.
+            budget: As in `save_and_requeue`.
+            record: Writes the history, on the rank that has the job started again, before it does.
+            tell: Tells the user how it ended, on that rank; None prints a line.
+            progress: Changes while the loop gets on, also between two calls of `should_stop`: a minute without a
+                change is then too late as well.
+        """
+        self._overdue = Overdue(requeuer, budget, record, tell, progress)
+        if self._watch is not None:
+            self._watch.overdue = self._overdue
+
+    def lost(self, error: BaseException) -> bool:
+        """Whether an error says no more than that another rank went away while all were asked to stop.
+
+        Then that rank is gone, and the stop is carried out without it: see `ended_by`.
+        """
+        if self._agreement is None or not self._agreement.asked or self.outcome is not None:
+            return False
+        if isinstance(error, AgreementError):
+            return True
+        if not isinstance(self._agreement, StopAgreement):
+            return False
+        from fairlead_launch.reports import secondary  # with several ranks it is there
+
+        return secondary(str(error))
+
+    def ended_by(self, error: BaseException) -> NoReturn:
+        """Ends this process after an error for which `lost` is true, as `when_overdue` says."""
+        assert self._watch is not None
+        if isinstance(error, AgreementError):
+            self._watch.end(error.short, error.missing)
+        self._watch.end(f"another rank went away: {str(error).strip().splitlines()[-1]}")
 
     def should_stop(self) -> bool:
         """Whether to stop here; call it between two steps, on all ranks equally often, after the process group.
 
         Not in an evaluation of which ranks have different numbers of batches.
 
-        Raises:
-            AgreementError: A stop was asked for, and not all ranks answered in time.
+        Where a stop was asked for, and not all ranks answer in time, this process ends here: see `when_overdue`.
         """
         self._boundary += 1
-        return self._started().boundary(self._boundary)
+        try:
+            return self._started().boundary(self._boundary)
+        except AgreementError as error:
+            self.ended_by(error)
 
     def ask(self, why: str) -> None:
         """Asks all ranks to stop without a signal, as before the end of a time budget; `why` is for the history."""
         self._started().ask(why)
+        self._wake()
 
     @property
     def in_worker(self) -> OutliveStops:
@@ -123,11 +184,13 @@ class PreemptionGuard:
         durable: Callable[[], object] | None = None,
         finish: Callable[[StopReason], object] | None = None,
         budget: Callable[[StopReason], str | None] | None = None,
+        tell: Callable[[StopOutcome], object] | None = None,
     ) -> StopOutcome:
         """Saves on all ranks, then has the job started again by rank 0; called on all ranks once they agreed to stop.
 
-        Meanwhile rank 0 asks the scheduler why. No start is arranged before everything is saved, for a cancelled job,
-        or for one that is requeued already.
+        Meanwhile rank 0 asks the scheduler why, and waits for an answer no longer than there is time. No start is
+        arranged before everything is saved, for a cancelled job, or for one that is requeued already. Where the disk
+        refuses, or another rank does not answer, the checkpoint before counts: see `StopOutcome.unsaved`.
 
         Args:
             save: Writes the checkpoint.
@@ -137,33 +200,47 @@ class PreemptionGuard:
                 Left out when the time left is known to be short.
             budget: Says why no other start is wanted after a reason, or None where one is; called on rank 0. Whoever
                 keeps the history of a run keeps count of its starts.
+            tell: Tells the user how it ended, on rank 0; None prints a line.
 
         Returns:
             What was done, and the exit code for all ranks: end the process with it (`outcome.exit()`).
 
         Raises:
             ConfigError: No stop was agreed on, or this was called before.
-            RunFailedError: Another rank could not save. Nothing was requeued.
-            Exception: Whatever `save` or `durable` raised on this rank.
+            RunFailedError: The code of another rank's `save` failed. Nothing was requeued.
+            Exception: What `save` or `durable` raised on this rank, unless it was of a disk or a lost rank (`OSError`,
+                `RuntimeError`, an error of Fairlead).
         """
         agreement = self._agreement
         if agreement is None or agreement.decision is None:
             raise ConfigError("no stop was agreed on", fix="call save_and_requeue where should_stop() was true")
         if self.outcome is not None:
             raise ConfigError("this stop was carried out already", fix="end the process with outcome.exit_code")
-        shutdown = Shutdown(agreement.mailbox, self.policy, agreement.decision.signals, self._why, budget)
+        watch = self._watch
+        assert watch is not None  # there is an agreement
+        signals = agreement.decision.signals
+        shutdown = Shutdown(agreement.mailbox, self.policy, signals, self._question, self._deadline, budget)
         error: BaseException | None = None
+        watch.phase = "saving"
         try:
-            save()
-            if durable is not None:
-                durable()
-        except BaseException as raised:  # the others must learn of it, whatever it is
-            error = raised
-        plan = shutdown.plan(error, getattr(requeuer, "exit_code", None))
-        shutdown.finish(plan, finish)
-        self.outcome = shutdown.requeue(plan, requeuer)
-        if self.outcome.error is not None and shutdown.leads:
-            warnings.warn(self.outcome.error, stacklevel=2)
+            try:
+                save()
+                if durable is not None:
+                    durable()
+            except BaseException as raised:  # the others must learn of it, whatever it is
+                error = raised
+            plan = shutdown.plan(error, getattr(requeuer, "exit_code", None))
+            if plan is None:
+                watch.end("rank 0 did not say in time that all was saved", (0,))
+            shutdown.finish(plan, finish)
+            watch.phase = "requeue"
+            self.outcome = shutdown.requeue(plan, requeuer)
+        finally:
+            watch.close()
+        if shutdown.leads:
+            if self.outcome.error is not None:
+                warnings.warn(self.outcome.error, stacklevel=2)
+            (tell or _tell)(self.outcome)
         return self.outcome
 
     def close(self) -> None:
@@ -171,6 +248,8 @@ class PreemptionGuard:
 
         After a stop the handlers stay: a requeue ends the job with signals, and the exit code must be the agreed one.
         """
+        if self._watch is not None:
+            self._watch.close()
         if self._agreement is not None:
             self._agreement.close()
         if self._own_flags and self.outcome is None:
@@ -179,7 +258,9 @@ class PreemptionGuard:
     def __enter__(self) -> PreemptionGuard:
         return self
 
-    def __exit__(self, *exc: object) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if error is not None and self.lost(error):
+            self.ended_by(error)
         self.close()
 
     def _started(self) -> LocalAgreement | StopAgreement:
@@ -187,9 +268,16 @@ class PreemptionGuard:
         assert self._agreement is not None
         return self._agreement
 
-    def _why(self) -> StopReason:
-        policy = self.policy
-        return why_stopped(self._environ, timeout_s=policy.ask_timeout_s, limit_window_s=policy.limit_window_s)
+    def _wake(self) -> None:
+        if self._watch is not None:
+            self._watch.wake()
+
+    def _why(self, timeout_s: float) -> StopReason:
+        return why_stopped(self._environ, timeout_s=timeout_s, limit_window_s=self.policy.limit_window_s)
+
+
+def _tell(outcome: StopOutcome) -> None:
+    to_stderr(outcome.told())
 
 
 def build(config: RequeueConfigBase, context: BuildContext, flags: SignalFlags | None = None) -> PreemptionGuard:
@@ -200,6 +288,7 @@ def build(config: RequeueConfigBase, context: BuildContext, flags: SignalFlags |
         requeue_unknown=config.when_unknown == "requeue",
         limit_window_s=config.limit_window_s,
         short_s=config.short_s,
+        grace_s=config.grace_s,
     )
     flags = flags if flags is not None else SignalFlags(stop_signals(config, context.environ))
     return PreemptionGuard(policy=policy, environ=context.environ, flags=flags)

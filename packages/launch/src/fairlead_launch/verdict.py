@@ -55,13 +55,15 @@ def verdict(ranks: Sequence[Rank], stop: int | None, stderr: IO[str]) -> int:
     """
     if all(rank.code == 0 for rank in ranks):
         return 0
-    if stop is not None and all(stopped_as_asked(rank.code, rank.report) for rank in ranks):
+    # One that hangs is killed by us: the others have stopped without it, or a person has asked twice.
+    hung = [rank for rank in ranks if rank.stopped_by_us and rank.code == -signal.SIGKILL]
+    asked = [rank for rank in ranks if rank not in hung]
+    if stop is not None and (asked or stop == signal.SIGINT) and all(stopped_as_asked(r.code, r.report) for r in asked):
         reports = [rank.report for rank in ranks if rank.report is not None]
-        not_begun = f"stopped by {signal.Signals(stop).name} before it began; nothing was lost"
-        said = next((report.text for report in reports), not_begun)
+        said = next((report.text for report in reports), _unsaid(ranks, stop))
         if said:
             print(said, file=stderr, flush=True)
-        return max((report.exit_code for report in reports), default=128 + stop)
+        return max([*(report.exit_code for report in reports), *(r.code for r in asked if r.code > 0)] or [128 + stop])
     first = min((rank for rank in ranks if rank.code != 0), key=_order)
     if first.report is not None and first.report.exit_code != 1:
         if first.report.text:
@@ -78,6 +80,14 @@ def verdict(ranks: Sequence[Rank], stop: int | None, stderr: IO[str]) -> int:
         why=first.report.text if first.report is not None else _last_words(first),
         fix=f"the other ranks ({others}) were stopped; nothing runs any more" if others else None,
     )
+
+
+def _unsaid(ranks: Sequence[Rank], stop: int) -> str:
+    """What to say of a stop of which no rank has."""
+    name = signal.Signals(stop).name
+    if any(rank.announced is not None for rank in ranks):
+        return f"stopped by {name}; the run resumes from its newest complete checkpoint when it is started again"
+    return f"stopped by {name} before it began; nothing was lost"
 
 
 def _of_all_or_one(report: Report, ranks: Sequence[Rank]) -> str:

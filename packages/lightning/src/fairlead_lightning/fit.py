@@ -30,6 +30,7 @@ from fairlead_distributed.run.session import RunSession
 from fairlead_lightning.build import build_backend
 from fairlead_lightning.checkpoint.checkpoints import Checkpoints
 from fairlead_lightning.checkpoint.loading import readable_load_errors
+from fairlead_lightning.display.output import give_output_back, keep_output
 from fairlead_lightning.lifecycle.recorder import Recorder
 from fairlead_lightning.lifecycle.stopping import StopRequested
 from fairlead_lightning.lifecycle.stops import Stops
@@ -146,13 +147,14 @@ class FitParts:
 
         A stop is carried out last, when all others have had their say. A finished run gets nothing that records.
         """
+        keep_output()
         saves = [Checkpoints(checkpoint, session, self.exact)] if checkpoint is not None else []
         writes = saves[0] if saves else None
         records: list[L.Callback] = []
         if session.finished is None:
             self.stuck.begin(session)
             self.stops.begin(session, writes)
-            records = [Recorder(session), self.stuck, self.stops]
+            records = [Recorder(session, self.stops), self.stuck, self.stops]
         self.exact.begin(session, writes, self.stops if records else None)
         first, last = [self.averages, self.exact], [*saves, *records]
         others = [callback for callback in callbacks_of(trainer) if not isinstance(callback, _PARTS)]
@@ -170,6 +172,7 @@ class FitParts:
         """The fit is over: what comes after it writes nothing into the run directory; some parts may stay for it."""
         self.stops.end()
         self.exact.end()
+        give_output_back()
         gone = tuple(part for part in _PARTS if part not in keep)
         vars(trainer)["callbacks"] = [c for c in callbacks_of(trainer) if not isinstance(c, gone)]
         trainer.loggers = [logger for logger in trainer.loggers if logger not in self._loggers]

@@ -121,12 +121,13 @@ class RunSession:
         except OSError as error:
             raise disk_error(error, "cannot read the lock of the run", self.fence.path, RunDirectoryError) from error
 
-    def event(self, name: str, **fields: Any) -> None:
-        """Adds a line to the history, from ranks other than 0 only failures; a disk that refuses it is a warning.
+    def event(self, name: str, *, any_rank: bool = False, **fields: Any) -> None:
+        """Adds a line to the history; a disk that refuses it is a warning.
 
-        The history of a run that another start owns is left alone: `raise_if_replaced` is what ends this one.
+        From ranks other than 0 only failures, and with `any_rank` what one of them does in place of rank 0. The history
+        of a run that another start owns is left alone: `raise_if_replaced` is what ends this one.
         """
-        if self._rank != 0 and name not in ("failed", "checkpoint-failed"):
+        if self._rank != 0 and not any_rank and name not in ("failed", "checkpoint-failed"):
             return
         try:
             self._history.append(name, **fields)

@@ -20,6 +20,7 @@ from fairlead_lightning.custom_loop.loading import load_checkpoint
 from fairlead_lightning.custom_loop.opening import open_loop
 from fairlead_lightning.custom_loop.saving import LoopCheckpoints
 from fairlead_lightning.custom_loop.state import LoopState
+from fairlead_lightning.display.output import give_output_back, keep_output
 from fairlead_lightning.fit import run_config
 from fairlead_lightning.loggers.positions import LOGGER_POSITIONS, logger_positions, resume_position
 from fairlead_lightning.metrics.metrics_file import MetricsFile
@@ -129,6 +130,7 @@ class LoopRun:
         if self._session is not None:
             raise ConfigError("a LoopRun is opened once", where="LoopRun", fix="make a new one for another start")
         session, self._checkpoints, self.accumulate_grad_batches = self._open()
+        keep_output()
         self._session, self.finished = session, session.finished
         for message in session.messages:
             self.fabric.print(message)
@@ -141,6 +143,11 @@ class LoopRun:
                 if error is None:
                     session.event("stop", step=self.step, reason="the loop ended without finish()")
                     session.beat("stopped", self.step)
+                elif (stop := getattr(error, "outcome", None)) is not None:  # a guard's `StopExit`
+                    why = stop.reason
+                    fields = {"evidence": why.evidence, "by_scheduler": why.scheduler_requeues, "unsaved": stop.unsaved}
+                    session.event("stop", step=self.step, reason=why.why, requeued=stop.requeued, **fields)
+                    session.beat("stopped", self.step)
                 else:
                     stopped = isinstance(error, (KeyboardInterrupt, SystemExit))
                     session.raised(error, self.step, stopped=stopped)
@@ -150,6 +157,7 @@ class LoopRun:
             if self._metrics is not None:
                 self._metrics.finalize("success" if error is None else "failed")
             session.close()
+            give_output_back()
 
     @property
     def path(self) -> Path:

@@ -11,14 +11,16 @@ from fairlead.errors import FairleadError
 from fairlead_distributed.run.joining import leave_at_exit
 from fairlead_distributed.run.session import RunSession
 from fairlead_lightning import compat
+from fairlead_lightning.lifecycle.stops import Stops
 
 
 @compat.only_its_own_batch_hooks
 class Recorder(L.Callback):
     """Writes the history and this rank's heartbeat; it changes nothing about the training."""
 
-    def __init__(self, session: RunSession) -> None:
+    def __init__(self, session: RunSession, stops: Stops | None = None) -> None:
         self.session = session
+        self._stops = stops
 
     def _beat(self, trainer: L.Trainer, phase: str) -> None:
         self.session.beat(phase, trainer.global_step)
@@ -69,6 +71,8 @@ class Recorder(L.Callback):
         """Ends this start in the history; what was raised is named, not swallowed. `Stops` tells of stops."""
         if isinstance(exception, SIGTERMException) or self.session.children_stopped(exception) is not None:
             return
+        if self._stops is not None:
+            self._stops.end_if_lost(exception)
         self.session.raised(exception, trainer.global_step, stopped=isinstance(exception, KeyboardInterrupt))
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:

@@ -4,26 +4,20 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Callable, Mapping
-from typing import Any, Final
+from collections.abc import Callable
+from typing import Any
 
 import lightning.pytorch as L
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from fairlead.interfaces import BuildContext, Requeuer, StopGuard, StopSignals
+from fairlead_distributed.alarms import to_stderr
 from fairlead_distributed.run.session import RunSession
+from fairlead_launch.reports import send_report
 from fairlead_lightning import compat
 from fairlead_lightning.build import build_backend
 from fairlead_lightning.checkpoint.commits import copies_of
 from fairlead_runs import count_starts, read_history, refusal
-
-_BECAUSE: Final[Mapping[str, str]] = {
-    "preempted": "as another job needs the nodes",
-    "time_limit": "as the time limit is near",
-    "cancelled": "as the job was cancelled",
-    "node_failure": "as a node failed",
-    "requeued": "as somebody has requeued the job",
-}
 
 
 class StopRequested(SIGTERMException):
@@ -58,89 +52,140 @@ class StopEvaluation(L.Callback):
     on_test_batch_end = on_predict_batch_end = on_validation_batch_end
 
 
-def carry_out(
-    requested: StopRequested,
-    trainer: L.Trainer,
-    session: RunSession,
-    guard: StopGuard,
-    step: int,
-    context: BuildContext,
-    *,
-    saves: bool,
-) -> str:
-    """Ends all ranks together, once Lightning has left its loops; what to tell the user.
+class Ending:
+    """How one fit ends for a stop: what its guard is given, whether the main thread comes to it or not.
 
-    Raises what this rank could not save with, or that another rank could not; nothing was requeued then.
+    `step` is where the fit is, and `saves` whether it writes checkpoints; the others belong to the fit.
     """
-    config, first = context.resolution.requeue, trainer.is_global_zero
-    history = session.path / "history.jsonl"
-    lacking: list[str] = []
-    asked: list[Any] = []
-    recorded: list[Any] = []
 
-    def save() -> None:
+    def __init__(
+        self,
+        trainer: L.Trainer,
+        session: RunSession,
+        guard: StopGuard,
+        context: BuildContext,
+        *,
+        step: Callable[[], int],
+        saves: bool,
+        say: Callable[[str], None],
+    ) -> None:
+        self._trainer = trainer
+        self._session = session
+        self._guard = guard
+        self._config = context.resolution.requeue
+        self._environ = context.environ
+        self._step = step
+        self._saves = saves
+        self._say = say
+        self._lacking: str | None = None
+        self._reason: Any = None
+        self._recorded = False
+        self._requeuer = None
+        if self._config.name != "none":
+            self._requeuer = _RecordingRequeuer(build_backend(self._config, context), self._before_requeue)
+
+    def prepare(self) -> None:
+        """Tells the guard what to do where the main thread does not come to `carry_out` in time."""
+        trainer = self._trainer
+
+        def progress() -> object:
+            loop = trainer.fit_loop.epoch_loop
+            return loop.batch_progress.total.ready, loop.val_loop.batch_progress.total.ready, trainer.sanity_checking
+
+        self._guard.when_overdue(
+            self._requeuer, budget=self._budget, record=self._record_late, tell=self._tell, progress=progress
+        )
+
+    def carry_out(self, requested: StopRequested) -> None:
+        """Ends all ranks together, once Lightning has left its loops, and tells the user.
+
+        Raises what the code of a save failed with, here or on another rank; nothing was requeued then.
+        """
+        trainer, session = self._trainer, self._session
+        try:
+            outcome = self._guard.save_and_requeue(
+                lambda: self._save(requested),
+                self._requeuer if trainer.is_global_zero else None,
+                finish=self._finish,
+                budget=self._budget,
+                tell=self._tell,
+            )
+        except Exception as error:
+            session.event(
+                "failed", rank=trainer.global_rank, step=self._step(), error=f"{type(error).__name__}: {error}"
+            )
+            _close_loggers(trainer, "failed")  # Lightning does not come to it
+            raise
+        self._record(outcome.reason)
+        session.beat("stopped", self._step())
+        if outcome.refused or outcome.error:
+            session.event("requeue-failed", error=outcome.refused or outcome.error)
+        requested.code = requested.exit_code = outcome.exit_code
+        requested.outcome = outcome
+        compat.let_children_end(trainer)
+
+    def _save(self, requested: StopRequested) -> None:
         # The state was saved where the ranks stopped: here it is waited for, or they learn that it was not.
         if requested.failure is not None:
             raise requested.failure
-        session.check_owner()  # the job of a start that was replaced is not requeued
-        copies = copies_of(trainer.strategy.checkpoint_io) if first else None
+        self._session.check_owner()  # the job of a start that was replaced is not requeued
+        copies = copies_of(self._trainer.strategy.checkpoint_io) if self._trainer.is_global_zero else None
         if copies is None:
             return
-        elapsed = max(0.0, time.time() - guard.decision.time) if guard.decision.time is not None else 0.0
+        asked_at = self._guard.decision.time
+        elapsed = max(0.0, time.time() - asked_at) if asked_at is not None else 0.0
         why = copies.wait_uploaded(max(0.0, copies.stop_wait_s - elapsed))
         if why is not None:
-            session.raise_if_replaced()
-            lacking.append(why)
-            session.event("upload-unfinished", step=step, why=why)
+            self._session.raise_if_replaced()
+            self._lacking = why
+            self._session.event("upload-unfinished", step=self._step(), why=why)
 
-    def record(reason: Any) -> None:
-        if recorded:
+    def _record(self, reason: Any, **more: Any) -> None:
+        if self._recorded:
             return
-        recorded.append(reason)
-        counts = count_starts(read_history(history))
-        session.event(
+        self._recorded = True
+        counts = count_starts(read_history(self._session.path / "history.jsonl"))
+        self._session.event(
             "stop",
-            step=step,
+            any_rank=bool(more),
+            step=self._step(),
             reason=reason.why,
             evidence=reason.evidence,
             by_scheduler=reason.scheduler_requeues,
             stops_before=dict(counts.stops or {}),
             failures_before=counts.failures,
+            **more,
         )
 
-    def finish(reason: Any) -> None:
-        record(reason)
-        _close_loggers(trainer, "finished")
+    def _record_late(self, plan: Any) -> None:
+        self._reason = plan.reason
+        self._record(plan.reason, unsaved=plan.unsaved, without=list(plan.without))
 
-    def budget(reason: Any) -> str | None:
-        asked.append(reason)  # the first rank hears it here, before anything is requeued
-        return refusal(config, read_history(history))
+    def _finish(self, reason: Any) -> None:
+        self._record(reason)
+        _close_loggers(self._trainer, "finished")
 
-    def before_requeue() -> None:
+    def _budget(self, reason: Any) -> str | None:
+        self._reason = reason  # the first rank hears it here, before anything is requeued
+        return refusal(self._config, read_history(self._session.path / "history.jsonl"))
+
+    def _before_requeue(self) -> None:
         # The scheduler may end this process in the requeue: the history has the stop before, also in a hurry.
-        record(asked[-1])
-        session.event("requeue", by=config.name, step=step)
+        self._record(self._reason)
+        self._session.event("requeue", any_rank=True, by=self._config.name, step=self._step())
 
-    requeuer = None
-    if first and config.name != "none":
-        requeuer = _RecordingRequeuer(build_backend(config, context), before_requeue)
-    try:
-        outcome = guard.save_and_requeue(save, requeuer, finish=finish, budget=budget)
-    except Exception as error:
-        session.event("failed", rank=trainer.global_rank, step=step, error=f"{type(error).__name__}: {error}")
-        _close_loggers(trainer, "failed")  # Lightning does not come to it
-        raise
-    record(outcome.reason)
-    session.beat("stopped", step)
-    if outcome.refused or outcome.error:
-        session.event("requeue-failed", error=outcome.refused or outcome.error)
-    requested.code = requested.exit_code = outcome.exit_code
-    requested.outcome = outcome
-    compat.let_children_end(trainer)
-    saved = "everything is saved" if saves else "no checkpoint was asked for"
-    if lacking:
-        saved += f" in {session.path}, where the next start must find it: {lacking[0]}"
-    return _summary(outcome, step, saved)
+    def _tell(self, outcome: Any) -> None:
+        saved = "everything is saved" if self._saves else "no checkpoint was asked for"
+        if self._lacking is not None:
+            saved += f" in {self._session.path}, where the next start must find it: {self._lacking}"
+        text = outcome.told(saved, f" at step {self._step()}")
+        if self._trainer.is_global_zero:
+            self._say(text)
+            send_report(
+                self._environ, "", outcome.exit_code
+            )  # where it ends late, nothing else says that it was a stop
+        elif not send_report(self._environ, text, outcome.exit_code):  # in place of rank 0
+            to_stderr(text)
 
 
 def _close_loggers(trainer: L.Trainer, status: str) -> None:
@@ -162,19 +207,3 @@ class _RecordingRequeuer:
     def requeue(self) -> str:
         self._record()
         return self._requeuer.requeue()
-
-
-def _summary(outcome: Any, step: int, saved: str) -> str:
-    because = _BECAUSE.get(outcome.reason.why, "asked to stop")
-    stopped = f"stopped at step {step}, {because}; {saved}"
-    if outcome.error:
-        return f"{stopped}. The job does not start again by itself:\n{outcome.error}"
-    if outcome.refused:
-        return f"{stopped}. The job is not started again: {outcome.refused}"
-    if outcome.reason.scheduler_requeues:
-        return f"{stopped}; the scheduler starts the job again by itself"
-    if outcome.requeued:
-        return f"{stopped}; the job starts again ({outcome.requeued})"
-    if outcome.start_wanted:
-        return f"{stopped}; exit code {outcome.exit_code} asks for another start"
-    return f"{stopped}; the same command resumes from there"

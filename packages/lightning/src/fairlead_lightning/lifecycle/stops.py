@@ -20,7 +20,7 @@ from fairlead_distributed.run.session import RunSession
 from fairlead_lightning import compat
 from fairlead_lightning.build import build_guard
 from fairlead_lightning.checkpoint.checkpoints import Checkpoints
-from fairlead_lightning.lifecycle.stopping import StopRequested, carry_out
+from fairlead_lightning.lifecycle.stopping import Ending, StopRequested
 from fairlead_lightning.resume.stateful_loader import StatefulLoader
 
 _WARNINGS: Final = ("SIGUSR1", "SIGUSR2")  # what a scheduler is asked to send ahead; by default it ends a process
@@ -46,11 +46,12 @@ class Stops(L.Callback):
         self._saves: Checkpoints | None = None
         self._step = -1
         self._equal_validation = True
+        self._ending: Ending | None = None
         self._undo: list[Callable[[], None]] = []
 
     def __getstate__(self) -> dict[str, Any]:
         """Spawned ranks have handlers of their own, and no plugin manager."""
-        gone: dict[str, Any] = {"_guard": None, "_flags": None, "_given": False, "_undo": []}
+        gone: dict[str, Any] = {"_guard": None, "_flags": None, "_given": False, "_undo": [], "_ending": None}
         context = BuildContext(self._context.resolution, dict(self._context.environ), None)  # type: ignore[arg-type]
         return {**self.__dict__, **gone, "_context": context}
 
@@ -86,7 +87,7 @@ class Stops(L.Callback):
 
     def end(self) -> None:
         """The fit is over; after a stop the handlers stay: what follows a requeue must not change the exit code."""
-        guard, self._guard, self._session, self._saves = self._guard, None, None, None
+        guard, self._guard, self._session, self._saves, self._ending = self._guard, None, None, None, None
         for undo in self._undo:
             undo()
         self._undo = []
@@ -122,6 +123,17 @@ class Stops(L.Callback):
         if not self._given and threading.current_thread() is threading.main_thread():
             guard.flags.install()  # a spawned rank has none yet
         self._undo.append(compat.without_signal_handlers(trainer))
+        if self._session is not None:
+            self._ending = Ending(
+                trainer,
+                self._session,
+                guard,
+                self._context,
+                step=lambda: self._step_now,
+                saves=self._saves is not None,
+                say=self._say,
+            )
+            self._ending.prepare()
         guard.start()
         self._boundary(trainer)
 
@@ -179,8 +191,7 @@ class Stops(L.Callback):
         guard = self._guard
         if guard is None or self._session is None or not guard.should_stop():
             return
-        if self._step < 0:  # not restored yet
-            self._step = self._session.resume_step or 0
+        self._step = self._step_now
         decision = guard.decision
         self._session.event(
             "signal",
@@ -195,6 +206,7 @@ class Stops(L.Callback):
             if self._saves is not None:
                 self._saves.save_at_stop(trainer, between_epochs=between_epochs)
         except Exception as error:
+            self.end_if_lost(error)
             requested.failure = error
         if compat.is_spawned(trainer):
             # In a spawned rank Lightning calls nobody's `on_exception`.
@@ -203,13 +215,19 @@ class Stops(L.Callback):
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         """Lightning has left its loops, and other callbacks have had their say."""
-        guard, session = self._guard, self._session
-        if not isinstance(exception, StopRequested) or guard is None or session is None:
-            return
-        saves = self._saves is not None
-        text = carry_out(exception, trainer, session, guard, self._step, self._context, saves=saves)
-        if trainer.is_global_zero:
-            self._say(text)
+        if isinstance(exception, StopRequested) and self._ending is not None:
+            self._ending.carry_out(exception)
+
+    def end_if_lost(self, exception: BaseException) -> None:
+        """Ends this process where a rank has gone while all were stopping: the newest complete checkpoint counts."""
+        if self._guard is not None and self._guard.lost(exception):
+            self._guard.ended_by(exception)
+
+    @property
+    def _step_now(self) -> int:
+        if self._step < 0 and self._session is not None:  # not restored yet
+            return self._session.resume_step or 0
+        return self._step
 
 
 @rank_zero_only

@@ -101,7 +101,7 @@ class StuckRanks(L.Callback):
         elif isinstance(exception, SystemExit):
             self.failed(exception)  # no hook of Python's will see it
         else:
-            self._watch.leave()
+            self._watch.leave(exception)
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Everything is done."""

@@ -1,0 +1,73 @@
+"""How long there is after a signal: one deadline, into which agreement, save and requeue have to fit."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping
+from typing import Final
+
+from fairlead_hpc_signals.flags import SignalFlags
+from fairlead_hpc_signals.jobs import lsf_job, slurm_job
+from fairlead_hpc_signals.outcomes import StopPolicy
+
+KILL_WAIT: Final = 30.0
+"""Seconds between SIGTERM and SIGKILL: SLURM's own default."""
+WARNED: Final = 600.0
+"""Seconds that a warning, as SIGUSR1, is taken to come ahead while the scheduler has not said when it ends the job."""
+_TWICE: Final = 10.0  # seconds within which a second SIGTERM belongs to the first: slurmd and srun each send one
+_REQUEUE: Final = 10.0  # seconds that are kept for the requeue
+
+
+class Deadline:
+    """When the scheduler ends this process, as well as this rank knows it; it counts from `begin`.
+
+    What counts, in this order: `StopPolicy.grace_s`; what the scheduler answered; in a job of SLURM or LSF 30 s after
+    SIGTERM and 600 s after a warning; never more than `StopPolicy.save_timeout_s`.
+    """
+
+    def __init__(self, flags: SignalFlags, environ: Mapping[str, str], policy: StopPolicy) -> None:
+        self._flags = flags
+        self._policy = policy
+        self._in_job = slurm_job(environ) is not None or lsf_job(environ) is not None
+        self._began = math.inf
+        self._told: float | None = None
+        self._told_at = 0.0
+
+    def begin(self) -> None:
+        """This rank is asked to stop; the first time counts."""
+        self._began = min(self._began, time.monotonic())
+
+    def learn(self, remaining_s: float) -> None:
+        """The scheduler has said when it ends the job."""
+        self._told, self._told_at = time.monotonic() + remaining_s, time.time()
+
+    def left(self) -> float:
+        """Seconds until the end."""
+        return self._end() - time.monotonic()
+
+    def left_to_save(self) -> float:
+        """Seconds until the requeue must begin, whatever is saved by then."""
+        return self.left() - min(_REQUEUE, self._total() / 3)
+
+    def left_of(self, share: float) -> float:
+        """Seconds until a share of the whole time is over."""
+        return self.left() - (1 - share) * self._total()
+
+    def _total(self) -> float:
+        return max(0.0, self._end() - self._began)
+
+    def _end(self) -> float:
+        self.begin()
+        return min(self._granted(), self._began + self._policy.save_timeout_s)
+
+    def _granted(self) -> float:
+        if self._policy.grace_s is not None:
+            return self._began + self._policy.grace_s
+        since = self._told_at + _TWICE if self._told is not None else 0.0
+        terminated = next((f.time for f in self._flags.flags if f.signal == "SIGTERM" and f.time > since), None)
+        if terminated is not None and self._in_job:
+            return min(time.monotonic() - (time.time() - terminated) + KILL_WAIT, self._told or math.inf)
+        if self._told is not None:
+            return self._told
+        return self._began + WARNED if self._in_job else math.inf

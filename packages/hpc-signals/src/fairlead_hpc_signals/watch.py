@@ -1,0 +1,240 @@
+"""Sees to it that a stop is over in time: a rank whose main thread does not come to it is ended without it.
+
+The main thread may sit in a collective with a rank that is stopped or dead, in C code, or in a save that hangs. Then a
+thread of each rank sees the deadline come: the first has the job started again, from the newest complete checkpoint,
+and all end with the exit code of a stop.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Final, Literal, NoReturn, Protocol, TypeVar
+
+from fairlead.interfaces import Requeuer
+from fairlead_hpc_signals.deadline import Deadline
+from fairlead_hpc_signals.decision import AgreementError
+from fairlead_hpc_signals.flags import SignalFlags
+from fairlead_hpc_signals.outcomes import StopOutcome, StopPolicy, StopReason, exit_code_without_requeue, planned
+from fairlead_hpc_signals.question import Question
+from fairlead_hpc_signals.shutdown import OUTCOME, claim_requeue, requeued
+from fairlead_runs.mailbox import Mailbox, StoreMailbox
+
+_LOOK_S: Final = 0.2  # how often, once a stop was asked for
+_STALL_S: Final = 60.0  # without a batch for so long, a training does not come to the end of its step any more
+_INSISTED_S: Final = 3.0  # what a second Ctrl-C gives the main thread: it raises KeyboardInterrupt there
+_STORE_S: Final = 3.0  # how long the store may take; the rank that hosts it may be the one that hangs
+
+_DEADLINE: Final = "shutdown/deadline"
+
+Phase = Literal["training", "saving", "requeue"]
+_AT: Final[Mapping[Phase, str]] = {"training": "in its step", "saving": "saving", "requeue": "ending"}
+T = TypeVar("T")
+
+
+class Agreement(Protocol):
+    """What the watch needs of the agreement of the ranks."""
+
+    @property
+    def mailbox(self) -> Mailbox:
+        """For what follows a decision."""
+
+    @property
+    def asked(self) -> bool:
+        """Whether any rank was asked to stop, as far as this one knows."""
+
+    @property
+    def failure(self) -> AgreementError | None:
+        """Why the ranks could not agree."""
+
+
+def to_stderr(text: str) -> None:
+    """Tells a person; where that cannot be written, the stop is more important."""
+    with contextlib.suppress(OSError, ValueError):
+        print(text, file=sys.stderr, flush=True)
+
+
+@dataclass(frozen=True)
+class Overdue:
+    """What a stop needs that its loop does not come to.
+
+    Args:
+        requeuer: Has the job started again.
+        budget: Says why no other start is wanted after a reason, or None where one is.
+        record: Writes the history: before the job is requeued, on the rank that has it done.
+        tell: Tells the user, after it.
+        progress: Changes while the loop gets on, between two calls of `should_stop` too; None: nothing does that.
+    """
+
+    requeuer: Requeuer | None = None
+    budget: Callable[[StopReason], str | None] | None = None
+    record: Callable[[StopOutcome], object] | None = None
+    tell: Callable[[StopOutcome], object] | None = None
+    progress: Callable[[], object] | None = None
+
+
+class StopWatch:
+    """The watch of one rank; its thread waits until a stop is asked for, and costs the steps nothing."""
+
+    def __init__(
+        self, flags: SignalFlags, agreement: Agreement, deadline: Deadline, question: Question, policy: StopPolicy
+    ) -> None:
+        self.phase: Phase = "training"
+        """What the main thread is at; from `requeue` on nothing is late any more."""
+        self.overdue = Overdue()
+        """What to do when it is late."""
+        self._flags = flags
+        self._agreement = agreement
+        self._deadline = deadline
+        self._question = question
+        self._policy = policy
+        mailbox = agreement.mailbox
+        self._mailbox = mailbox.connect_again() if isinstance(mailbox, StoreMailbox) else mailbox
+        self._shared = False
+        self._ending = threading.Lock()
+        self._closed = threading.Event()
+        self._read, self._write = os.pipe()
+        self._thread = threading.Thread(target=self._run, name="fairlead-stop-deadline", daemon=True)
+        self._thread.start()
+
+    def wake(self) -> None:
+        """A stop was asked for without a signal to this rank."""
+        if not self._closed.is_set():
+            os.write(self._write, b"!")
+
+    def close(self) -> None:
+        """The stop is over, or the loop."""
+        if self._closed.is_set():
+            return
+        self._closed.set()  # first: the thread looks when it wakes
+        os.write(self._write, b"!")
+        if self._thread is not threading.current_thread():
+            self._thread.join(2.0)
+        if not self._thread.is_alive():
+            os.close(self._read)
+            os.close(self._write)
+
+    def end(self, why: str, without: tuple[int, ...] = (), *, again: bool = True) -> NoReturn:
+        """Ends this process now, whatever its main thread is in, with the exit code of a stop.
+
+        Args:
+            why: Why the stop could not be carried out as usual.
+            without: The ranks that this is about.
+            again: Whether the job may be started again.
+        """
+        if not self._ending.acquire(blocking=False):
+            threading.Event().wait()  # another thread does it
+        code = exit_code_without_requeue(tuple(self._flags.counts))
+        try:
+            code = self._carried_out(why, without, again=again).exit_code
+        except Exception:  # a history that cannot be written, say: what is left is to end
+            to_stderr(traceback.format_exc())
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError):
+                stream.flush()
+        os._exit(code)
+
+    # -- the thread
+
+    def _run(self) -> None:
+        poll = select.poll()
+        poll.register(self._flags.fileno(), select.POLLIN)
+        poll.register(self._read, select.POLLIN)
+        poll.poll()
+        if self._closed.is_set():
+            return
+        self._deadline.begin()
+        if self._leads:
+            self._question.start()
+            self._announce()
+        seen, since = self._progress(), time.monotonic()
+        while not self._closed.wait(_LOOK_S):
+            if not self._agreement.asked or self.phase == "requeue":
+                continue
+            now = self._progress()
+            if now != seen or self.phase != "training":
+                seen, since = now, time.monotonic()
+            if self._insisted():
+                self.end("Ctrl-C was pressed again", again=False)
+            failure = self._agreement.failure
+            if failure is not None:
+                self.end(failure.short, failure.missing)
+            if self._share_deadline().left_to_save() < 0:
+                self.end(f"no time is left, and this rank is still {_AT[self.phase]}")
+            if self.overdue.progress is not None and time.monotonic() - since > _STALL_S:
+                self.end(f"the step did not end within {_STALL_S:g} s")
+
+    @property
+    def _leads(self) -> bool:
+        return self._agreement.mailbox.rank == 0
+
+    def _progress(self) -> object:
+        return self.overdue.progress() if self.overdue.progress is not None else None
+
+    def _announce(self) -> None:
+        names = " and ".join(self._flags.counts)
+        again = "; again to stop now" if "SIGINT" in self._flags.counts else ""
+        to_stderr(f"{names or 'asked'}: stopping after this step, then saving{again}")
+
+    def _insisted(self) -> bool:
+        """Whether a second Ctrl-C came, and its KeyboardInterrupt has not ended the main thread."""
+        times = [flag.time for flag in self._flags.flags if flag.signal == "SIGINT"]
+        return len(times) > 1 and time.time() - times[1] > _INSISTED_S
+
+    def _share_deadline(self) -> Deadline:
+        """The deadline, with what rank 0 has heard from the scheduler; asked for only when it counts."""
+        told = self._question.reason.remaining_s if self._leads else None
+        if self._leads and told is not None and not self._shared:
+            self._shared = True
+            self._asking(lambda: self._mailbox.put(_DEADLINE, str(time.time() + self._deadline.left())))
+        elif not self._leads and not self._shared and self._deadline.left_to_save() < 0:
+            self._shared = True
+            text = self._asking(lambda: self._mailbox.get(_DEADLINE, 0.1))
+            if text is not None:
+                self._deadline.learn(float(text) - time.time())
+        return self._deadline
+
+    # -- the end
+
+    def _carried_out(self, why: str, without: tuple[int, ...], *, again: bool) -> StopOutcome:
+        """What the ranks do whose main threads do not come to it: one has the job started again, all end alike."""
+        policy, overdue = self._policy, self.overdue
+        signals = tuple(self._flags.counts) if again else ("SIGINT",)
+        code = getattr(overdue.requeuer, "exit_code", None)
+        if not self._claims():
+            patience = max(_STORE_S, self._deadline.left())
+            text = self._asking(lambda: self._mailbox.get(OUTCOME, patience), patience + _STORE_S)
+            if text is not None:
+                return StopOutcome.from_json(text)
+            return planned(StopReason("unknown", "no rank said"), signals, policy, None, code)
+        plan = planned(self._question.answer(), signals, policy, overdue.budget, code)
+        plan = replace(plan, unsaved=why, without=without)
+        if overdue.record is not None:
+            overdue.record(plan)
+        outcome = requeued(plan, overdue.requeuer, self._deadline)
+        (overdue.tell or (lambda told: to_stderr(told.told())))(outcome)
+        self._asking(lambda: self._mailbox.put(OUTCOME, outcome.to_json()))
+        return outcome
+
+    def _claims(self) -> bool:
+        """Whether this rank leads: the first to ask; without the store rank 0, or 1 where rank 0 takes it with it."""
+        first = self._asking(lambda: claim_requeue(self._mailbox))
+        return first if first is not None else self._mailbox.rank <= 1
+
+    def _asking(self, call: Callable[[], T], seconds: float = _STORE_S) -> T | None:
+        """What the store says; None where it does not answer: it may be in the process that hangs."""
+        if not isinstance(self._mailbox, StoreMailbox):
+            return call()
+        from fairlead_distributed.threads import within  # it imports torch, which several ranks have done
+
+        try:
+            return within(seconds, call)
+        except (RuntimeError, TimeoutError):
+            return None

@@ -1,0 +1,82 @@
+"""Output that cannot be written: a reader that has gone, a full disk. The training goes on, in a process of its own."""
+
+from __future__ import annotations
+
+import io
+import multiprocessing
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_job import Data, Line, events, make_trainer
+from torch import Tensor
+
+from fairlead_lightning.display.output import give_output_back, keep_output
+
+
+class Prints(Line):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        print("a line of the user's", batch_idx, flush=batch_idx % 2 == 0)
+        print("x" * 10_000, file=sys.stderr)
+        return super().training_step(batch, batch_idx)
+
+
+def train_into(fd: int, folder: Path) -> None:
+    """A fit whose output goes to a file that refuses it."""
+    for number in (1, 2):
+        os.dup2(fd, number)
+    sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)  # noqa: SIM115 - for the process
+    trainer = make_trainer(folder, max_steps=12, progress_interval=0.001, enable_progress_bar=True)
+    trainer.fit(Prints(), datamodule=Data())
+
+
+@pytest.mark.parametrize("where", ["closed pipe", "full disk"])
+def test_output_that_cannot_be_written_does_not_end_a_training(tmp_path: Path, where: str) -> None:
+    """Neither that of the display nor the user's own."""
+    if where == "closed pipe":
+        read, fd = os.pipe()
+        os.close(read)
+    else:
+        fd = os.open("/dev/full", os.O_WRONLY)
+    process = multiprocessing.get_context("fork").Process(target=train_into, args=(fd, tmp_path))
+    process.start()
+    os.close(fd)
+    process.join(60)
+    assert process.exitcode == 0
+    assert [event["step"] for event in events(tmp_path / "run", "finished")] == [12]
+
+
+def test_the_exit_code_stays() -> None:
+    """Python would end with 120 where its last flush fails."""
+    script = """
+import sys
+from fairlead_lightning.display.output import give_output_back, keep_output
+keep_output()
+print("lost" * 10_000)
+give_output_back()
+sys.exit(75)
+"""
+    with open("/dev/full", "w") as full:
+        code = subprocess.run([sys.executable, "-c", script], stdout=full, timeout=60).returncode
+    assert code == 75
+
+
+def test_it_is_a_stream_like_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the old one is back after it; one that somebody has put over it stays."""
+    one, other = io.StringIO(), io.StringIO()
+    monkeypatch.setattr(sys, "stdout", one)
+    keep_output()
+    keep_output()
+    print("shown")
+    sys.stdout.writelines(["and ", "this"])
+    assert not sys.stdout.isatty()
+    assert one.getvalue() == "shown\nand this"
+    give_output_back()
+    assert sys.stdout is one
+    keep_output()
+    monkeypatch.setattr(sys, "stdout", other)
+    give_output_back()
+    assert sys.stdout is other
