@@ -31,10 +31,10 @@ if TYPE_CHECKING:
         StrategyConfigBase,
     )
     from fairlead.errors import FairleadError
-    from fairlead.facts import Claim, Devices, Job, Setting, Specificity, Topology
+    from fairlead.facts import Claim, Devices, Job, Setting, Specificity, StopReason, Topology, Unused
     from fairlead.findings import CheckResult, Finding
     from fairlead.hookspecs import hookimpl
-    from fairlead.interfaces import BuildContext
+    from fairlead.interfaces import BuildContext, Requeuer
     from fairlead.open_union import OpenUnion
     from fairlead.plugin_classes import (
         AcceleratorPlugin,
@@ -84,17 +84,20 @@ __all__ = [
     "PrecisionPlugin",
     "RequeueConfigBase",
     "RequeuePlugin",
+    "Requeuer",
     "Resolution",
     "ResourcesConfig",
     "RunConfig",
     "Setting",
     "Specificity",
+    "StopReason",
     "StrategyConfigBase",
     "StrategyPlugin",
     "SubmitConfig",
     "Topology",
     "Trainer",
     "TrainerConfig",
+    "Unused",
     "__version__",
     "fabric",
     "hookimpl",

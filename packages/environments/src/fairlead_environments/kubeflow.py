@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Literal
 
-from fairlead import Claim, EnvironmentConfigBase, Specificity, Topology, hookimpl
+from fairlead import Claim, EnvironmentConfigBase, Specificity, Topology, Unused, hookimpl
 from fairlead.errors import ConfigError
 from fairlead.interfaces import Setting
 from fairlead_environments.shared import ResolvedRanks
@@ -92,6 +92,11 @@ class Kubeflow(ResolvedRanks):
             _BY,
         )
 
+    @hookimpl
+    def fairlead_unused(self, environ: Mapping[str, str]) -> Unused | None:
+        """An elastic job of several pods, in one without torchrun."""
+        return idle_job(environ)
+
 
 kubeflow = Kubeflow()
 
@@ -114,12 +119,13 @@ def find_pod(environ: Mapping[str, str]) -> str | None:
     return None
 
 
-def idle_job(environ: Mapping[str, str]) -> str | None:
+def idle_job(environ: Mapping[str, str]) -> Unused | None:
     """What an elastic job holds that a pod without torchrun leaves unused; None: nothing."""
     endpoint, nodes = text(environ, "PET_RDZV_ENDPOINT"), text(environ, "PET_NNODES")
     if endpoint is None or nodes is None or nodes.value in {"1", "1:1"} or find_pod(environ) is not None:
         return None
-    return f"this pod belongs to an elastic job of {nodes.value} nodes (PET_NNODES) at {endpoint.value}"
+    what = f"this pod belongs to an elastic job of {nodes.value} nodes (PET_NNODES) at {endpoint.value}"
+    return Unused(what, "torchrun did not start this process", "torchrun")
 
 
 def _ranks_per_pod(environ: Mapping[str, str]) -> Setting | None:

@@ -11,12 +11,12 @@ from dataclasses import replace
 from typing import Final
 
 from fairlead.errors import FairleadError, RunFailedError
+from fairlead.facts import StopReason
 from fairlead.interfaces import Requeuer
 from fairlead_hpc_signals.outcomes import (
     REQUEUE_EXIT_CODE,
     StopOutcome,
     StopPolicy,
-    StopReason,
     exit_code_without_requeue,
     start_wanted,
 )

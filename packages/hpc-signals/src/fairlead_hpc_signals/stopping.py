@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Final
 
 from fairlead.config_bases import RequeueConfigBase
 from fairlead.errors import ConfigError
+from fairlead.facts import StopReason
 from fairlead.interfaces import BuildContext, Requeuer
 from fairlead_hpc_signals.agreement import LocalAgreement, StopAgreement
 from fairlead_hpc_signals.decision import StopDecision
 from fairlead_hpc_signals.flags import DEFAULT_SIGNALS, SignalFlags
-from fairlead_hpc_signals.outcomes import StopOutcome, StopPolicy, StopReason
+from fairlead_hpc_signals.outcomes import StopOutcome, StopPolicy
 from fairlead_hpc_signals.scheduler import why_stopped
 from fairlead_hpc_signals.shutdown import Shutdown
 from fairlead_hpc_signals.workers import OutliveStops
