@@ -31,7 +31,7 @@ if TYPE_CHECKING:
         StrategyConfigBase,
     )
     from fairlead.errors import FairleadError
-    from fairlead.facts import Claim, Devices, Job, Setting, Specificity, StopReason, Topology, Unused
+    from fairlead.facts import Claim, Devices, Job, Setting, Specificity, StopReason, Unused
     from fairlead.findings import CheckResult, Finding
     from fairlead.hookspecs import hookimpl
     from fairlead.interfaces import BuildContext, Requeuer
@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     )
     from fairlead.plugins import PluginManager
     from fairlead.resolution import Resolution
+    from fairlead.topology import Topology
     from fairlead_lightning import Fairlead, LoopRun, Trainer, fabric
 
 __all__ = [
@@ -108,6 +109,7 @@ __version__: Final = "0.1.0"
 _HOMES: Final = (
     "errors",
     "facts",
+    "topology",
     "findings",
     "capabilities",
     "hookspecs",

@@ -9,12 +9,13 @@ from typing import Final, TypeVar, cast
 
 from fairlead.config_bases import EnvironmentConfigBase
 from fairlead.errors import FairleadError
-from fairlead.facts import Claim, Job, Setting, Specificity, Topology, Unused
+from fairlead.facts import Claim, Job, Setting, Specificity, Unused
 from fairlead.findings import Finding
 from fairlead.hooks import answer
 from fairlead.open_union import parse_backend
 from fairlead.plugin_classes import EnvironmentPlugin, RequeuePlugin
 from fairlead.plugins import PluginManager
+from fairlead.topology import Topology
 
 VARIABLE = "FAIRLEAD_ENVIRONMENT"
 """Names the environment when neither the config nor detection should decide."""

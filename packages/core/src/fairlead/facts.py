@@ -6,9 +6,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any, Literal
 
-from fairlead.starts import Start
-
-__all__ = ["Claim", "Devices", "Job", "Setting", "Specificity", "StopReason", "Topology", "Unused", "Why"]
+__all__ = ["Claim", "Devices", "Job", "Setting", "Specificity", "StopReason", "Unused", "Why"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,28 +134,3 @@ class Devices:
     evidence: str
     names: tuple[str, ...] = ()
     unlimited: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Topology:
-    """Who this process is and who else is there, each with its reason; None: not known, or not decided here.
-
-    Args:
-        launched: True when every rank was started from outside; False when Fairlead starts the
-            ranks of this node itself.
-        local_world_size: Ranks on *this* node; nodes may differ.
-        main_address: Host name or address of the node with rank 0.
-        main_port: TCP port of the store on it; None lets the ranks agree on one.
-        start: What all ranks of this start know of it alike, the ports among which they agree included.
-    """
-
-    launched: bool
-    num_nodes: Setting | None = None
-    local_world_size: Setting | None = None
-    world_size: Setting | None = None
-    node_rank: Setting | None = None
-    local_rank: Setting | None = None
-    global_rank: Setting | None = None
-    main_address: Setting | None = None
-    main_port: Setting | None = None
-    start: Start | None = None

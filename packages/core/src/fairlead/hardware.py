@@ -6,9 +6,10 @@ import os
 
 from fairlead.config import ResourcesConfig
 from fairlead.config_bases import AcceleratorConfigBase
-from fairlead.facts import Devices, Setting, Topology
+from fairlead.facts import Devices, Setting
 from fairlead.partial_resolution import PartialResolution
 from fairlead.plugin_classes import AcceleratorPlugin
+from fairlead.topology import Topology
 
 
 def choose_accelerator(partial: PartialResolution) -> tuple[AcceleratorConfigBase | None, Devices]:

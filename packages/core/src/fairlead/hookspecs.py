@@ -15,9 +15,10 @@ import pluggy
 if TYPE_CHECKING:
     from fairlead.capabilities import Capability, InstalledPlugins
     from fairlead.config_bases import EnvironmentConfigBase
-    from fairlead.facts import Claim, Devices, Job, StopReason, Topology, Unused
+    from fairlead.facts import Claim, Devices, Job, StopReason, Unused
     from fairlead.findings import Finding, Inexact
     from fairlead.resolution import Resolution
+    from fairlead.topology import Topology
 
 __all__ = ["HookSpecs", "hookimpl"]
 

@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any, Literal, Protocol, Self
 
 from fairlead.config_bases import RequeueConfigBase
-from fairlead.facts import Claim, Devices, Job, Setting, Specificity, StopReason, Topology, Unused
+from fairlead.facts import Claim, Devices, Job, Setting, Specificity, StopReason, Unused
 from fairlead.plugins import PluginManager
 from fairlead.resolution import Resolution
+from fairlead.starts import Start
+from fairlead.topology import Topology
 
 __all__ = [
     "BuildContext",
@@ -21,6 +23,7 @@ __all__ = [
     "Requeuer",
     "Setting",
     "Specificity",
+    "Start",
     "StopGuard",
     "StopReason",
     "StopSignals",

@@ -125,6 +125,8 @@ class EnvironmentPlugin(Plugin):
 
     axis = "environment"
     base = EnvironmentConfigBase
+    runtime = "fairlead_environments.runtime:build"
+    """The default answers Lightning from what `fairlead_topology` gave; it needs fairlead-environments."""
     requeue: ClassVar[str] = "none"
     """The tag of the requeuer that belongs to this scheduler."""
 

@@ -18,7 +18,7 @@ from fairlead.config_bases import (
 )
 from fairlead.detect import FALLBACK, ChosenEnvironment, choose_environment, choose_requeuer
 from fairlead.errors import MissingDependencyError, PluginError
-from fairlead.facts import Job, Setting, Topology
+from fairlead.facts import Job, Setting
 from fairlead.findings import Finding, Severity
 from fairlead.hardware import choose_accelerator, count_devices
 from fairlead.network import network_findings, network_settings
@@ -27,6 +27,7 @@ from fairlead.plugin_classes import AcceleratorPlugin
 from fairlead.plugins import PluginManager
 from fairlead.resolution import Resolution
 from fairlead.threads import choose_threads
+from fairlead.topology import Topology
 
 __all__ = ["Resolution", "resolve"]
 

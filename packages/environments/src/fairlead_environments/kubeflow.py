@@ -16,16 +16,10 @@ from typing import Literal
 from fairlead import Claim, EnvironmentConfigBase, Specificity, Topology, Unused, hookimpl
 from fairlead.errors import ConfigError
 from fairlead.interfaces import Setting
+from fairlead.topology import check_ranks
+from fairlead.variables import integer, malformed, present, required, text
 from fairlead_environments.shared import ResolvedRanks
-from fairlead_environments.variables import (
-    check_ranks,
-    integer,
-    malformed,
-    present,
-    required,
-    supervised,
-    text,
-)
+from fairlead_environments.variables import supervised
 
 
 class KubeflowEnvironmentConfig(EnvironmentConfigBase):

@@ -8,8 +8,10 @@ from typing import ClassVar, Final, Literal
 from fairlead import Claim, EnvironmentConfigBase, Finding, Resolution, Specificity, Topology, hookimpl
 from fairlead.errors import ConfigError
 from fairlead.interfaces import Job, Setting
+from fairlead.topology import check_ranks
+from fairlead.variables import integer, text
 from fairlead_environments.shared import Port, ResolvedRanks
-from fairlead_environments.variables import check_ranks, given_port, integer, supervised, text
+from fairlead_environments.variables import given_port, supervised
 
 PBS_RECORDED: Final = ("PBS_JOBID", "PBS_JOBNAME", "PBS_ARRAY_INDEX", "PBS_QUEUE", "PBS_NUM_PPN", "PBS_O_WORKDIR")
 """The variables of a PBS job that a run's provenance keeps."""

@@ -10,16 +10,10 @@ from pydantic import Field
 from fairlead import Claim, EnvironmentConfigBase, Specificity, Topology, hookimpl
 from fairlead.errors import ConfigError
 from fairlead.interfaces import Setting
+from fairlead.topology import check_ranks
+from fairlead.variables import integer, required, text
 from fairlead_environments.shared import LaunchedEnvironment, MainAddressConfig, is_loopback
-from fairlead_environments.variables import (
-    check_ranks,
-    given_address,
-    given_port,
-    integer,
-    required,
-    supervised,
-    text,
-)
+from fairlead_environments.variables import given_address, given_port, supervised
 
 
 class ManualEnvironmentConfig(MainAddressConfig):

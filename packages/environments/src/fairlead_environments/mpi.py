@@ -20,9 +20,11 @@ from typing import ClassVar, Literal, NamedTuple
 from fairlead import Claim, EnvironmentConfigBase, Finding, Resolution, Specificity, Topology, hookimpl
 from fairlead.errors import ConfigError
 from fairlead.interfaces import Setting
+from fairlead.topology import check_ranks
+from fairlead.variables import integer, present, text
 from fairlead_environments.shared import LaunchedEnvironment, MainAddressConfig, is_loopback
 from fairlead_environments.slurm.topology import listed_nodes
-from fairlead_environments.variables import check_ranks, given_address, integer, meeting, present, text
+from fairlead_environments.variables import given_address, meeting
 
 
 class MPIEnvironmentConfig(MainAddressConfig):

@@ -9,8 +9,9 @@ from collections.abc import Mapping
 from typing import Literal
 
 from fairlead import Claim, EnvironmentConfigBase, Specificity, Topology, hookimpl
+from fairlead.variables import present
 from fairlead_environments.shared import LaunchedEnvironment
-from fairlead_environments.variables import present, workers
+from fairlead_environments.variables import workers
 
 _WORKER = ("TORCHELASTIC_RUN_ID", "RANK", "LOCAL_RANK")  # the last two: not a process beside the agent
 

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Literal
 
 from fairlead import Claim, EnvironmentConfigBase, EnvironmentPlugin, Specificity, Topology, hookimpl
 from fairlead.interfaces import BuildContext, Setting
+from fairlead.topology import check_ranks
+from fairlead.variables import integer, malformed, required, text
 from fairlead_environments.shared import ENGINES
-from fairlead_environments.variables import check_ranks, integer, malformed, required, text
 
 if TYPE_CHECKING:
     from lightning.fabric.plugins.environments import XLAEnvironment

@@ -9,11 +9,11 @@ from typing import Final, Literal
 
 from fairlead import Claim, EnvironmentConfigBase, StopReason, Topology, Unused, hookimpl
 from fairlead.interfaces import Job
+from fairlead.variables import number, text
 from fairlead_environments.lsf.hosts import idle_job
 from fairlead_environments.lsf.reasons import ask_lsf
 from fairlead_environments.lsf.topology import find_task, topology
 from fairlead_environments.shared import LaunchedEnvironment, MainAddressConfig
-from fairlead_environments.variables import number, text
 
 RECORDED: Final = (
     *("LSB_JOBID", "LSB_JOBINDEX", "LSB_JOBNAME", "LSB_QUEUE", "LSB_HOSTS", "LSB_MCPU_HOSTS", "LSB_DJOB_NUMPROC"),

@@ -15,7 +15,8 @@ from pathlib import Path
 from fairlead import Unused
 from fairlead.errors import ConfigError
 from fairlead.interfaces import Setting
-from fairlead_environments.variables import malformed, present, short_name, text
+from fairlead.variables import malformed, present, text
+from fairlead_environments.variables import short_name
 
 _FILES = ("LSB_DJOB_RANKFILE", "LSB_DJOB_HOSTFILE", "LSB_AFFINITY_HOSTFILE")
 

@@ -7,11 +7,11 @@ from typing import Final, Literal
 
 from fairlead import Claim, EnvironmentConfigBase, Specificity, StopReason, Topology, Unused, hookimpl
 from fairlead.interfaces import Job
+from fairlead.variables import number, text
 from fairlead_environments.shared import LaunchedEnvironment, MainAddressConfig
 from fairlead_environments.slurm.reasons import ask_slurm
 from fairlead_environments.slurm.step import find_step, idle_allocation
 from fairlead_environments.slurm.topology import topology
-from fairlead_environments.variables import number, text
 
 RECORDED: Final = tuple(
     f"SLURM_{name}"
