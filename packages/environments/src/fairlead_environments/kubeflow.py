@@ -11,7 +11,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal
+from typing import ClassVar, Literal
 
 from fairlead import Claim, EnvironmentConfigBase, Specificity, Topology, Unused, hookimpl
 from fairlead.errors import ConfigError
@@ -44,6 +44,14 @@ class Kubeflow(ResolvedRanks):
     aliases = ("KubeflowEnvironmentPlugin",)
     extra = "kubeflow"
     requeue = "exit_code"
+    example_environ: ClassVar[Mapping[str, str]] = {
+        "KUBERNETES_SERVICE_HOST": "10.0.0.1",
+        "PET_NNODES": "2",
+        "PET_NODE_RANK": "1",
+        "PET_NPROC_PER_NODE": "1",
+        "PET_MASTER_ADDR": "job-node-0-0.job",
+        "PET_MASTER_PORT": "29500",
+    }
 
     @hookimpl
     def fairlead_detect(self, environ: Mapping[str, str]) -> Claim | None:

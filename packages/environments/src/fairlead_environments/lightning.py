@@ -37,6 +37,7 @@ class Lightning(ResolvedRanks):
     config = LightningEnvironmentConfig
     aliases = ("LightningEnvironmentPlugin",)
     extra = "lightning"
+    example_environ: ClassVar[Mapping[str, str]] = {}
     codes: ClassVar[Mapping[str, str]] = {
         "node-rank-ignored": "NODE_RANK says that this is one of several nodes, but not where the first one is.",
     }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
@@ -39,6 +39,11 @@ class Manual(LaunchedEnvironment):
     aliases = ("ManualEnvironmentPlugin",)
     extra = "lightning"
     loopback = "warning"  # two 'nodes' on one machine are a fair test
+    example_environ: ClassVar[Mapping[str, str]] = {
+        "MASTER_ADDR": "127.0.0.1",
+        "NODE_RANK": "1",
+        "NNODES": "2",
+    }
 
     @hookimpl
     def fairlead_detect(self, environ: Mapping[str, str]) -> Claim | None:

@@ -51,6 +51,14 @@ class MPI(LaunchedEnvironment):
     runtime = "fairlead_environments.mpi_runtime:build"
     aliases = ("MPIEnvironmentPlugin",)
     extra = "mpi"
+    example_environ: ClassVar[Mapping[str, str]] = {
+        "OMPI_COMM_WORLD_SIZE": "2",
+        "OMPI_COMM_WORLD_RANK": "1",
+        "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+        "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "29500",
+    }
     codes: ClassVar[Mapping[str, str]] = {
         **LaunchedEnvironment.codes,
         "main-address-elsewhere": "Rank 0 is to listen on an address that belongs to another machine.",

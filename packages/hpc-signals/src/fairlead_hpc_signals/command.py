@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field
 
@@ -35,6 +35,10 @@ class Command(RequeuePlugin):
     config = CommandRequeueConfig
     runtime = "fairlead_hpc_signals.command:build"
     extra = "lightning"
+    example: ClassVar[Mapping[str, Any]] = {"retry_wait_s": 0.0}
+    example_environ: ClassVar[Mapping[str, str]] = {
+        "SLURM_JOB_ID": "7",
+    }
     codes: ClassVar[Mapping[str, str]] = {**COMMAND_MISSING, **JOB_UNKNOWN}
 
     @hookimpl

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, ClassVar, Final, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal
 
 from fairlead.findings import Finding
 from fairlead.hookspecs import hookimpl
@@ -33,6 +33,10 @@ class LSF(RequeuePlugin):
     config = LSFRequeueConfig
     runtime = "fairlead_hpc_signals.lsf:build"
     extra = "lsf"
+    example: ClassVar[Mapping[str, Any]] = {"retry_wait_s": 0.0}
+    example_environ: ClassVar[Mapping[str, str]] = {
+        "LSB_JOBID": "7",
+    }
     codes: ClassVar[Mapping[str, str]] = {**COMMAND_MISSING, **JOB_UNKNOWN}
 
     @hookimpl

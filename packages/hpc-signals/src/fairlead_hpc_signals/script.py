@@ -54,6 +54,9 @@ class Script(RequeuePlugin):
     config = ScriptRequeueConfig
     runtime = "fairlead_hpc_signals.script:build"
     extra = "lightning"
+    example_environ: ClassVar[Mapping[str, str]] = {
+        "SLURM_JOB_ID": "7",
+    }
     codes: ClassVar[Mapping[str, str]] = {
         "requeue-directory-missing": "The requeuer `script` has no directory to write into.",
         **JOB_UNKNOWN,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, ClassVar, Final, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal
 
 from fairlead.findings import Finding
 from fairlead.hookspecs import hookimpl
@@ -47,6 +47,10 @@ class SLURM(RequeuePlugin):
     config = SLURMRequeueConfig
     runtime = "fairlead_hpc_signals.slurm:build"
     extra = "slurm"
+    example: ClassVar[Mapping[str, Any]] = {"retry_wait_s": 0.0}
+    example_environ: ClassVar[Mapping[str, str]] = {
+        "SLURM_JOB_ID": "7",
+    }
     codes: ClassVar[Mapping[str, str]] = {
         **COMMAND_MISSING,
         **JOB_UNKNOWN,

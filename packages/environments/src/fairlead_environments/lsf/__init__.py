@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 import socket
 from collections.abc import Mapping
-from typing import Final, Literal
+from typing import ClassVar, Final, Literal
 
 from fairlead import Claim, EnvironmentConfigBase, StopReason, Topology, Unused, hookimpl
 from fairlead.interfaces import Job
@@ -44,6 +44,11 @@ class LSF(LaunchedEnvironment):
     aliases = ("LSFEnvironmentPlugin",)
     extra = "lsf"
     requeue = "lsf"
+    example_environ: ClassVar[Mapping[str, str]] = {
+        "LSB_JOBID": "7",
+        "LSB_HOSTS": "h1 h1 h2 h2",
+        "LSF_PM_TASKID": "4",
+    }
 
     @hookimpl
     def fairlead_detect(self, environ: Mapping[str, str]) -> Claim | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Final, Literal
+from typing import ClassVar, Final, Literal
 
 from fairlead import Claim, EnvironmentConfigBase, Specificity, StopReason, Topology, Unused, hookimpl
 from fairlead.interfaces import Job
@@ -47,6 +47,19 @@ class SLURM(LaunchedEnvironment):
     aliases = ("SLURMEnvironmentPlugin",)
     extra = "slurm"
     requeue = "slurm"
+    example_environ: ClassVar[Mapping[str, str]] = {
+        "SLURM_JOB_ID": "7",
+        "SLURM_STEP_ID": "0",
+        "SLURM_PROCID": "3",
+        "SLURM_LOCALID": "1",
+        "SLURM_NODEID": "1",
+        "SLURM_STEP_NUM_TASKS": "4",
+        "SLURM_STEP_NUM_NODES": "2",
+        "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
+        "SLURM_STEP_NODELIST": "node[01-02]",
+        "SLURM_JOB_NODELIST": "node[01-02]",
+        "SLURMD_NODENAME": "node02",
+    }
 
     @hookimpl
     def fairlead_detect(self, environ: Mapping[str, str]) -> Claim | None:
