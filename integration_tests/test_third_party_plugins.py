@@ -23,10 +23,10 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """The environment in which both plugins are installed, beside what is installed here."""
+    """The environment in which the plugins are installed, beside what is installed here."""
     folder = tmp_path_factory.mktemp("plugins")
     site = folder / "site"
-    sources = [shutil.copytree(PLUGINS / name, folder / name) for name in ("localsgd", "pbs")]
+    sources = [shutil.copytree(PLUGINS / name, folder / name) for name in ("localsgd", "pbs", "sge")]
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation", "--no-index"]
     done = subprocess.run(
         [*pip, "--target", str(site), *map(str, sources)],
@@ -42,12 +42,17 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 def test_they_are_discovered(tmp_path: Path, installed: Mapping[str, str]) -> None:
     call = fairlead("plugins", "--json", cwd=tmp_path, environ=installed)
     found = {f"{record['axis']}.{record['name']}": record for record in json.loads(call.out)}
-    for key, dist in (("strategy.localsgd", "fairlead-localsgd"), ("environment.pbs", "fairlead-pbs")):
+    dists = {
+        "strategy.localsgd": "fairlead-localsgd",
+        "environment.pbs": "fairlead-pbs",
+        "environment.sge": "fairlead-sge",
+    }
+    for key, dist in dists.items():
         assert found[key]["dist"] == dist
         assert found[key]["available"], found[key]
 
 
-@pytest.mark.parametrize("name", ["localsgd", "pbs"])
+@pytest.mark.parametrize("name", ["localsgd", "pbs", "sge"])
 def test_their_own_tests_pass(tmp_path: Path, installed: Mapping[str, str], name: str) -> None:
     tests = shutil.copytree(PLUGINS / name / "tests", tmp_path / "tests")
     command = (sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir", str(tmp_path))

@@ -24,17 +24,23 @@ from fairlead import (
     Specificity,
     Topology,
     TrainerConfig,
+    Unused,
     hookimpl,
 )
 from fairlead.by_hand import commands_by_hand
 from fairlead.checks import check_trainer
-from fairlead.detect import choose_environment, find_job
+from fairlead.detect import choose_environment, find_jobs
 from fairlead.errors import ConfigError
 from fairlead.interfaces import Job
 from fairlead.testing import FakeEntryPoint, FakeEnviron, stand_ins
 from fairlead.threads import choose_threads
 
 IN_JOB = {"CLUSTER_RANK": "3", "CLUSTER_WORLD": "8", "CLUSTER_NODES": "4"}
+
+
+def first_job(environ: Mapping[str, str], plugins: PluginManager, **more: Any) -> Job | None:
+    """The job that counts."""
+    return next(iter(find_jobs(environ, plugins, **more).values()), None)
 
 
 class ClusterEnvironmentConfig(EnvironmentConfigBase):
@@ -76,6 +82,13 @@ class Cluster(EnvironmentPlugin):
     def fairlead_job(self, environ: Mapping[str, str]) -> Job | None:
         """The job around its tasks."""
         return Job(f"cluster:{environ['CLUSTER_JOB']}") if "CLUSTER_JOB" in environ else None
+
+    @hookimpl
+    def fairlead_unused(self, environ: Mapping[str, str]) -> Unused | None:
+        """A job of several nodes, in the process that runs its script."""
+        nodes = environ.get("CLUSTER_NODES", "1")
+        started = "CLUSTER_RANK" in environ
+        return None if nodes == "1" or started else Unused(f"the cluster gave {nodes} nodes", "no crun", "crun")
 
 
 class AgentEnvironmentConfig(EnvironmentConfigBase):
@@ -341,11 +354,11 @@ def test_the_most_specific_job_counts_and_a_wrong_answer_is_passed_over() -> Non
     plugins = PluginManager(
         [FakeEntryPoint("environment.agent", Machine()), FakeEntryPoint("environment.cluster", Cluster())]
     )
-    assert find_job({"GUESS": "1", "CLUSTER_JOB": "7"}, plugins) == Job("cluster:7")
-    assert find_job({"GUESS": "1"}, plugins) == Job("guess:1")
-    assert find_job({}, plugins) is None
+    assert first_job({"GUESS": "1", "CLUSTER_JOB": "7"}, plugins) == Job("cluster:7")
+    assert first_job({"GUESS": "1"}, plugins) == Job("guess:1")
+    assert first_job({}, plugins) is None
     findings: list[Finding] = []
-    assert find_job({"GUESS": "many", "CLUSTER_JOB": "7"}, plugins, findings=findings) == Job("cluster:7")
+    assert first_job({"GUESS": "many", "CLUSTER_JOB": "7"}, plugins, findings=findings) == Job("cluster:7")
     assert [found.code for found in findings] == ["plugin-broken"]
     assert "fairlead_job of environment.agent gave a str, not a Job" in findings[0].what
 
@@ -453,3 +466,85 @@ def test_with_only_the_core_each_absent_plugin_is_named(fairlead_plugins: Callab
     resolution = resolve(fairlead_plugins(), devices=9)
     assert {f.code for f in resolution.findings} == {"plugin-missing"}
     assert all(f.fix == "pip install 'fairlead[lightning]'" for f in resolution.findings)
+
+
+def test_a_scheduler_of_a_third_party_gets_the_finding_and_the_requeuer(plugins: PluginManager) -> None:
+    """In its batch script, which no environment claims: by hooks, not by names."""
+    batch = {"CLUSTER_JOB": "7", "CLUSTER_NODES": "4"}
+    resolution = resolve(plugins, batch)
+    assert ("warning", "allocation-unused") in codes(resolution)
+    assert shown(resolution, "requeue") == {"requeue": ("cluster", "this is the job cluster:7")}
+    assert ("warning", "allocation-unused") not in codes(
+        resolve(plugins, {**batch, "CLUSTER_RANK": "1", "AGENT_ID": "1"})
+    )
+    assert shown(resolve(plugins, {**batch, "AGENT_ID": "1"}), "requeue") == shown(resolution, "requeue")
+
+
+def test_what_an_environment_plans_for_a_node_counts(plugins: PluginManager) -> None:
+    """Three ranks on this node, which Fairlead is to start; other `devices` count, and are told."""
+
+    class Planned(Cluster):
+        config = ClusterEnvironmentConfig
+
+        @hookimpl
+        def fairlead_topology(self, config: EnvironmentConfigBase, environ: Mapping[str, str]) -> Topology:
+            return Topology(launched=False, local_world_size=Setting(3, "CLUSTER_PLAN"))
+
+    planning = PluginManager(
+        [
+            *(FakeEntryPoint(name, target) for name, target in stand_ins().items()),
+            FakeEntryPoint("environment.cluster", Planned()),
+            FakeEntryPoint("requeue.cluster", ClusterRequeue()),
+        ]
+    )
+    environ = {"CLUSTER_RANK": "0"}
+    resolution = resolve(planning, environ, accelerator="cpu")
+    assert shown(resolution, "devices") == {"devices": (3, "CLUSTER_PLAN")}
+    assert resolution.world_size == 3
+    other = resolve(planning, environ, accelerator="cpu", devices=2)
+    assert other.world_size == 2
+    assert ("warning", "launch-mismatch") in codes(other)
+
+
+class Broken(Cluster):
+    """Its module loads, its detection does not work."""
+
+    config = ClusterEnvironmentConfig
+
+    @hookimpl
+    def fairlead_detect(self, environ: Mapping[str, str]) -> Claim | None:
+        """Raises."""
+        raise RuntimeError("no libcluster.so")
+
+
+@pytest.mark.parametrize("broken", [Broken(), "no plugin at all"])
+def test_a_broken_environment_in_a_job_that_nobody_else_knows_is_an_error(broken: Any) -> None:
+    """Every host would train alone."""
+    sound = [FakeEntryPoint(name, target) for name, target in stand_ins().items()]
+    mixed = PluginManager([*sound, FakeEntryPoint("environment.cluster", broken)])
+    environ = {"NOVA_JOB_ID": "7"}
+
+    def said(**more: Any) -> list[tuple[str, str]]:
+        found = choose_environment(more.pop("asked", "auto"), more.pop("environ", environ), mixed, **more)
+        return [(f.severity, f.code) for f in found.findings if "every host would train alone" in f.what]
+
+    assert said(starting=True) == [("error", "plugin-broken")]
+    assert said() == [("warning", "plugin-broken")]
+    assert said(starting=True, environ={}) == []  # a laptop
+    assert said(starting=True, environ={**environ, "FAIRLEAD_ENVIRONMENT": "lightning"}) == []
+    known = PluginManager(
+        [*sound, FakeEntryPoint("environment.cluster", broken), FakeEntryPoint("environment.agent", Knows())]
+    )
+    found = choose_environment("auto", {**environ, "CLUSTER_JOB": "7"}, known, starting=True)
+    assert [f for f in found.findings if f.severity == "error"] == []
+
+
+class Knows(Agent):
+    """An environment that works, and knows the job."""
+
+    config = AgentEnvironmentConfig
+
+    @hookimpl
+    def fairlead_job(self, environ: Mapping[str, str]) -> Job | None:
+        """The job."""
+        return Job("agent:7")

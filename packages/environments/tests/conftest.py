@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -15,8 +16,9 @@ RECORDED = Path(__file__).parent / "recorded"
 
 @pytest.fixture(scope="session")
 def plugins() -> PluginManager:
-    """The plugins that are installed here."""
-    return PluginManager()
+    """Our plugins, without the examples of third parties that may be installed beside them."""
+    points = importlib.metadata.entry_points(group="fairlead")
+    return PluginManager(point for point in points if point.value.startswith("fairlead_environments."))
 
 
 @pytest.fixture(scope="session")

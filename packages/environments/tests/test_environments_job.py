@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import pytest
 
 from fairlead import PluginManager, Setting
-from fairlead.detect import choose_environment, find_job
+from fairlead.detect import choose_environment, find_jobs
 from fairlead.interfaces import Job
 
 BATCH = {"SLURM_JOB_ID": "17"}
+
+
+def first_job(environ: Mapping[str, str], plugins: PluginManager, **more: Any) -> Job | None:
+    """The job that counts."""
+    return next(iter(find_jobs(environ, plugins, **more).values()), None)
 
 
 @pytest.mark.parametrize(
@@ -30,7 +38,7 @@ BATCH = {"SLURM_JOB_ID": "17"}
 def test_a_job_has_its_id_and_its_task(
     plugins: PluginManager, environ: dict[str, str], job: str, attempt: int, task: str | None, cancel: str | None
 ) -> None:
-    found = find_job(environ, plugins)
+    found = first_job(environ, plugins)
     assert found is not None
     assert (found.id, found.attempt, found.array_task, found.cancel) == (job, attempt, task, cancel)
 
@@ -38,16 +46,16 @@ def test_a_job_has_its_id_and_its_task(
 @pytest.mark.parametrize("environ", [{}, {"JOB_ID": "4"}, {"SGE_TASK_ID": "6"}, {"SLURM_JOB_ID": " "}])
 def test_outside_of_a_job_there_is_none(plugins: PluginManager, environ: dict[str, str]) -> None:
     """JOB_ID alone is a name that many programs use."""
-    assert find_job(environ, plugins) is None
+    assert first_job(environ, plugins) is None
 
 
 def test_the_cpus_of_a_slurm_job(plugins: PluginManager) -> None:
     environ = {**BATCH, "SLURM_CPUS_PER_TASK": "3", "SLURM_CPUS_ON_NODE": "8"}
-    found = find_job(environ, plugins)
+    found = first_job(environ, plugins)
     assert found is not None
     assert found.cpus_per_rank == Setting(3, "SLURM_CPUS_PER_TASK")
     assert found.cpus_on_node == Setting(8, "SLURM_CPUS_ON_NODE")
-    assert find_job({**BATCH, "SLURM_CPUS_PER_TASK": "0"}, plugins) == find_job(BATCH, plugins)
+    assert first_job({**BATCH, "SLURM_CPUS_PER_TASK": "0"}, plugins) == first_job(BATCH, plugins)
 
 
 def test_torchrun_inside_a_job_leaves_the_job(plugins: PluginManager) -> None:
@@ -69,7 +77,7 @@ def test_torchrun_inside_a_job_leaves_the_job(plugins: PluginManager) -> None:
 
 def test_what_is_recorded_of_a_job_is_no_secret(plugins: PluginManager) -> None:
     for environ in (BATCH, {"LSB_JOBID": "5"}, {"PBS_JOBID": "9"}):
-        found = find_job(environ, plugins)
+        found = first_job(environ, plugins)
         assert found is not None
         assert set(environ) <= set(found.variables)
         assert not any("JWT" in name or "TOKEN" in name for name in found.variables)

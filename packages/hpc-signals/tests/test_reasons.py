@@ -15,10 +15,10 @@ from pathlib import Path
 
 import pytest
 
-from fairlead_hpc_signals.lsf import read_bhist, read_bjobs
-from fairlead_hpc_signals.outcomes import StopReason, Why
+from fairlead.facts import StopReason, Why
+from fairlead_environments.lsf.reasons import read_bhist, read_bjobs
+from fairlead_environments.slurm.reasons import fields_of, read_job
 from fairlead_hpc_signals.scheduler import why_stopped
-from fairlead_hpc_signals.slurm_reasons import fields_of, read_job
 
 
 def recorded() -> dict[str, tuple[float, str]]:
@@ -35,7 +35,7 @@ RECORDED = recorded()
 
 def read(name: str, restarts: int = 0, nodes: str = "") -> StopReason:
     when, line = RECORDED[name]
-    return read_job(fields_of(line), restarts, nodes, when, 600.0)
+    return read_job(fields_of(line), restarts, nodes, when)
 
 
 # -- SLURM
@@ -44,14 +44,14 @@ def read(name: str, restarts: int = 0, nodes: str = "") -> StopReason:
 @pytest.mark.parametrize(
     ("name", "why", "remaining", "again", "may"),
     [
-        ("running", "time_limit", 299, False, True),
-        ("scancel -s USR1", "time_limit", 298, False, True),
+        ("running", "unknown", 299, False, True),
+        ("scancel -s USR1", "unknown", 298, False, True),
         ("no limit", "unknown", None, False, True),
-        ("no requeue", "time_limit", 299, False, False),
+        ("no requeue", "unknown", 299, False, False),
         ("scancel", "cancelled", 30, False, True),
         ("scancel, ended", "cancelled", 22, False, True),
         ("scancel in the grace time", "cancelled", 29, False, True),
-        ("time limit, before", "time_limit", 59, False, True),
+        ("time limit, before", "unknown", 59, False, True),
         ("time limit, ending", "time_limit", 30, False, True),
         ("time limit, ended", "time_limit", 23, False, True),
         ("preemption REQUEUE, grace", "preempted", 5, False, True),
@@ -87,10 +87,12 @@ def test_a_job_that_was_requeued_before_this_start() -> None:
     assert read("scontrol requeue", restarts=1).why == "cancelled"  # ends, and was not requeued since it started
 
 
-def test_a_running_job_with_time_left_is_unknown() -> None:
-    """A person's `scancel -s USR1` looks like this."""
-    when, line = RECORDED["running"]
-    assert read_job(fields_of(line), 0, "", when, 60.0).why == "unknown"
+@pytest.mark.parametrize(("window", "why"), [(600.0, "time_limit"), (60.0, "unknown")])
+def test_a_running_job_is_near_its_limit_or_of_an_unknown_reason(window: float, why: Why, fakes: Fakes) -> None:
+    """A person's `scancel -s USR1` looks like the warning before the limit; what is left tells them apart."""
+    fakes.answers("bjobs", "echo 'RUN|-|0:4 L|-|-'")
+    reason = why_stopped({**fakes.environ, "LSB_JOBID": "17"}, limit_window_s=window)
+    assert (reason.why, reason.remaining_s) == (why, 240.0)
 
 
 @pytest.mark.parametrize("name", ["x JobState=CANCELLED", "UserId=a(0) Restarts=9", ""])
@@ -211,7 +213,7 @@ def test_without_a_scheduler() -> None:
 @pytest.mark.parametrize(
     ("line", "why", "remaining", "again"),
     [
-        ("RUN|-|0:4 L|-|-", "time_limit", 240.0, False),
+        ("RUN|-|0:4 L|-|-", "unknown", 240.0, False),
         ("RUN|-|0:0 L|-|-", "time_limit", None, False),
         ("RUN|-|23:0 L|-|-", "unknown", 82800.0, False),
         ("RUN|-|0:4 E|-|-", "unknown", None, False),
@@ -230,7 +232,7 @@ def test_without_a_scheduler() -> None:
 )
 def test_what_bjobs_says(line: str, why: Why, remaining: float | None, again: bool) -> None:
     """With lines made after the documentation of `bjobs -o`."""
-    reason = read_bjobs(line, 600.0)
+    reason = read_bjobs(line)
     assert (reason.why, reason.remaining_s, reason.scheduler_requeues) == (why, remaining, again)
 
 
@@ -245,7 +247,7 @@ Thu Mar 13 17:32:05: Signal <{}> requested by user or
 @pytest.mark.parametrize(("name", "why"), [("KILL", "cancelled"), ("TERM", "cancelled"), ("USR1", "unknown")])
 def test_what_bhist_adds(name: str, why: Why) -> None:
     """A person's `bkill`, in a history whose lines are broken anywhere."""
-    assert read_bhist(BHIST.format(name), read_bjobs("", 0)).why == why
+    assert read_bhist(BHIST.format(name), read_bjobs("")).why == why
 
 
 def test_lsf_is_asked_with_the_array_index(fakes: Fakes) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from fairlead.detect import find_jobs
 from fairlead.findings import Finding
 from fairlead.open_union import parse_backend
 from fairlead.plugins import PluginManager
@@ -18,7 +19,10 @@ def findings(value: Any, environ: dict[str, str], *, inside_job: bool = True, ra
     config = parse_backend("requeue", value, manager)
     plugin = manager.of(config)
     # What these checks read of a Resolution.
-    resolution = SimpleNamespace(requeue=config, inside_job=inside_job, value=lambda name: {"global_rank": rank}[name])
+    job = next(iter(find_jobs(environ, manager).values()), None)
+    resolution = SimpleNamespace(
+        requeue=config, inside_job=inside_job, job=job, value=lambda name: {"global_rank": rank}[name]
+    )
     found: list[Finding] = []
     for result in manager.call(plugin, "fairlead_check", resolution=resolution, environ=environ):
         found.extend(result)
@@ -55,6 +59,13 @@ def test_a_command_that_is_not_there() -> None:
         ("warning", "requeue-command-missing")
     ]
     assert findings({"name": "command", "argv": ["sh"]}, environ) == []
+
+
+def test_the_command_of_the_jobs_scheduler(tmp_path: Path) -> None:
+    """Without `argv` it is the one that the environment of the job names."""
+    assert findings("command", {"PATH": str(tmp_path)}) == [("warning", "requeue-job-unknown")]
+    job = {"PATH": str(tmp_path), "LSB_JOBID": "17"}
+    assert findings("command", job) == [("warning", "requeue-command-missing")]
 
 
 @pytest.mark.parametrize("answer", ["Requeue=0 BatchFlag=1", "Requeue=1 BatchFlag=0"])

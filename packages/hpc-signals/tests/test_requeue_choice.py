@@ -31,11 +31,11 @@ TORCHRUN = {
     ("environ", "chosen"),
     [
         ({}, ("none", "no scheduler to ask")),
-        (BATCH, ("slurm", "SLURM_JOB_ID=17")),
-        ({**BATCH, "SLURM_ARRAY_JOB_ID": "16", "SLURM_ARRAY_TASK_ID": "3"}, ("slurm", "SLURM_JOB_ID=16_3")),
-        ({**BATCH, **TORCHRUN}, ("slurm", "SLURM_JOB_ID=17")),
+        (BATCH, ("slurm", "this is the job slurm:17")),
+        ({**BATCH, "SLURM_ARRAY_JOB_ID": "16", "SLURM_ARRAY_TASK_ID": "3"}, ("slurm", "this is the job slurm:17")),
+        ({**BATCH, **TORCHRUN}, ("slurm", "this is the job slurm:17")),
         ({**BATCH, "SLURM_PTY_PORT": "4711"}, ("none", "no scheduler to ask")),
-        ({"LSB_JOBID": "5", "LSB_JOBINDEX": "0"}, ("lsf", "LSB_JOBID=5")),
+        ({"LSB_JOBID": "5", "LSB_JOBINDEX": "0"}, ("lsf", "this is the job lsf:5")),
         (
             {**BATCH, "NSHRUNNER_SUBMIT_EXIT_SCRIPT_DIR": "/x"},
             ("script", "NSHRUNNER_SUBMIT_EXIT_SCRIPT_DIR is set"),

@@ -12,10 +12,15 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from fairlead.config_bases import RequeueConfigBase
+from fairlead.detect import find_jobs
 from fairlead.errors import RunFailedError
+from fairlead.interfaces import Requeuer
+from fairlead.plugins import default_plugins
 from fairlead_hpc_signals import (
     CommandRequeueConfig,
     ExitCodeRequeueConfig,
@@ -34,6 +39,12 @@ from fairlead_hpc_signals.slurm import SLURMRequeuer
 SLURM = SLURMRequeueConfig(retry_wait_s=0.0)
 LSF = LSFRequeueConfig(retry_wait_s=0.0)
 SYSTEM_PATH = "/usr/bin:/bin"
+
+
+def of(kind: type[Requeuer], config: RequeueConfigBase, environ: dict[str, str]) -> Any:
+    """The requeuer for the job that the installed environments find in these variables."""
+    job = next(iter(find_jobs(environ, default_plugins()).values()), None)
+    return kind(config, environ, job)
 
 
 class Fake:
@@ -84,7 +95,7 @@ def brequeue(tmp_path: Path) -> Fake:
 def test_slurm_requeues_this_job(variables: dict[str, str], job: str, scontrol: Fake) -> None:
     """With a fake scontrol."""
     environ = {**scontrol.answers("exit 0"), **variables}
-    assert SLURMRequeuer(SLURM, environ).requeue() == f"scontrol requeue {job}"
+    assert of(SLURMRequeuer, SLURM, environ).requeue() == f"scontrol requeue {job}"
     assert scontrol.calls == [["requeue", job]]
 
 
@@ -99,21 +110,21 @@ def test_slurm_requeues_this_job(variables: dict[str, str], job: str, scontrol: 
 def test_lsf_requeues_this_job(variables: dict[str, str], job: str, brequeue: Fake) -> None:
     """With a fake brequeue."""
     environ = {**brequeue.answers('echo "Job <$1> is being requeued"'), **variables}
-    assert LSFRequeuer(LSF, environ).requeue().endswith(f": Job <{job}> is being requeued")
+    assert of(LSFRequeuer, LSF, environ).requeue().endswith(f": Job <{job}> is being requeued")
     assert brequeue.calls == [[job]]
 
 
 def test_a_busy_controller_is_asked_again(scontrol: Fake) -> None:
     body = '[ "$N" -ge 3 ] || { echo "slurm_load_jobs error: Unable to contact slurm controller" >&2; exit 1; }'
     environ = {**scontrol.answers(body), "SLURM_JOB_ID": "17"}
-    assert SLURMRequeuer(SLURM, environ).requeue() == "scontrol requeue 17"
+    assert of(SLURMRequeuer, SLURM, environ).requeue() == "scontrol requeue 17"
     assert len(scontrol.calls) == 3
 
 
 def test_after_the_last_attempt_its_words_are_in_the_error(scontrol: Fake) -> None:
     environ = {**scontrol.answers("echo no controller today >&2; exit 1"), "SLURM_JOB_ID": "17"}
     with pytest.raises(RunFailedError, match="after 3 attempts") as caught:
-        SLURMRequeuer(SLURM, environ).requeue()
+        of(SLURMRequeuer, SLURM, environ).requeue()
     assert caught.value.why == "exit code 1: no controller today"
     assert caught.value.where == "scontrol requeue 17"
     assert len(scontrol.calls) == 3
@@ -130,7 +141,7 @@ def test_after_the_last_attempt_its_words_are_in_the_error(scontrol: Fake) -> No
 def test_a_refusal_is_not_asked_again(words: str, fix: str, scontrol: Fake) -> None:
     environ = {**scontrol.answers(f"echo '{words}' >&2; exit 1"), "SLURM_JOB_ID": "17"}
     with pytest.raises(RunFailedError, match="refused") as caught:
-        SLURMRequeuer(SLURM, environ).requeue()
+        of(SLURMRequeuer, SLURM, environ).requeue()
     assert caught.value.why == words
     assert fix in str(caught.value.fix)
     assert len(scontrol.calls) == 1
@@ -141,7 +152,7 @@ def test_a_command_that_hangs_is_killed_with_all_it_started(scontrol: Fake, tmp_
     environ = {**scontrol.answers(f"sleep 600 & echo $! >> {tmp_path}/pids; wait"), "SLURM_JOB_ID": "17"}
     config = SLURMRequeueConfig(timeout_s=2, retries=1, retry_wait_s=0.0)
     with pytest.raises(RunFailedError, match="after 2 attempts") as caught:
-        SLURMRequeuer(config, environ).requeue()
+        of(SLURMRequeuer, config, environ).requeue()
     assert "no answer within 2 s" in str(caught.value.why)
     deadline = time.monotonic() + 60  # the sleeps would run for 600 s; a kill takes effect when the kernel gets to it
     while any(_runs(pid) for pid in (tmp_path / "pids").read_text().split()):
@@ -160,9 +171,9 @@ def _runs(pid: str) -> bool:
 def test_without_the_command_the_way_out_is_named(kind: str, tmp_path: Path) -> None:
     """Pain 9: `scontrol` is missing in the container."""
     requeuer = (
-        SLURMRequeuer(SLURM, {"PATH": str(tmp_path), "SLURM_JOB_ID": "17"})
+        of(SLURMRequeuer, SLURM, {"PATH": str(tmp_path), "SLURM_JOB_ID": "17"})
         if kind == "slurm"
-        else LSFRequeuer(LSF, {"PATH": str(tmp_path), "LSB_JOBID": "17"})
+        else of(LSFRequeuer, LSF, {"PATH": str(tmp_path), "LSB_JOBID": "17"})
     )
     with pytest.raises(RunFailedError, match="was not found") as caught:
         requeuer.requeue()
@@ -171,26 +182,26 @@ def test_without_the_command_the_way_out_is_named(kind: str, tmp_path: Path) -> 
 
 def test_outside_of_a_job_nothing_is_run(scontrol: Fake, brequeue: Fake) -> None:
     environ = scontrol.answers("exit 0") | brequeue.answers("exit 0")
-    with pytest.raises(RunFailedError, match="no SLURM job"):
-        SLURMRequeuer(SLURM, environ).requeue()
-    with pytest.raises(RunFailedError, match="no LSF job"):
-        LSFRequeuer(LSF, environ).requeue()
+    with pytest.raises(RunFailedError, match="no job of slurm"):
+        of(SLURMRequeuer, SLURM, environ).requeue()
+    with pytest.raises(RunFailedError, match="no job of lsf"):
+        of(LSFRequeuer, LSF, environ).requeue()
     assert scontrol.calls == brequeue.calls == []
 
 
 def test_the_command_gets_the_environment_of_the_job_only(scontrol: Fake) -> None:
     environ = {**scontrol.answers('echo "$SLURM_CONF,$HOME,"'), "SLURM_JOB_ID": "17", "SLURM_CONF": "/etc/x.conf"}
-    assert SLURMRequeuer(SLURM, environ).requeue() == "scontrol requeue 17: /etc/x.conf,,"
+    assert of(SLURMRequeuer, SLURM, environ).requeue() == "scontrol requeue 17: /etc/x.conf,,"
 
 
 def test_a_command_of_the_users_runs_without_a_shell(tmp_path: Path) -> None:
     out = tmp_path / "o u t"
     code = "import sys; open(sys.argv[1], 'w').write(sys.argv[2])"
     config = CommandRequeueConfig(argv=(sys.executable, "-c", code, str(out), "$HOME; false"))
-    CommandRequeuer(config, {"PATH": SYSTEM_PATH}).requeue()
+    of(CommandRequeuer, config, {"PATH": SYSTEM_PATH}).requeue()
     assert out.read_text() == "$HOME; false"
     with pytest.raises(RunFailedError, match="full path"):
-        CommandRequeuer(CommandRequeueConfig(argv=("no-such-program",)), {"PATH": SYSTEM_PATH}).requeue()
+        of(CommandRequeuer, CommandRequeueConfig(argv=("no-such-program",)), {"PATH": SYSTEM_PATH}).requeue()
 
 
 def test_a_program_that_cannot_be_executed_is_an_error_not_a_traceback(tmp_path: Path) -> None:
@@ -199,23 +210,23 @@ def test_a_program_that_cannot_be_executed_is_an_error_not_a_traceback(tmp_path:
     program.chmod(0o755)
     config = CommandRequeueConfig(argv=(str(program),), retries=0)
     with pytest.raises(RunFailedError, match="after 1 attempt") as caught:
-        CommandRequeuer(config, {"PATH": SYSTEM_PATH}).requeue()
+        of(CommandRequeuer, config, {"PATH": SYSTEM_PATH}).requeue()
     assert "No such file" in str(caught.value.why)
 
 
 def test_exit_code_and_none_say_what_they_do() -> None:
-    requeuer = ExitCodeRequeuer(ExitCodeRequeueConfig(code=200), {})
+    requeuer = of(ExitCodeRequeuer, ExitCodeRequeueConfig(code=200), {})
     assert requeuer.exit_code == 200
     assert requeuer.requeue() == "exit code 200 asks for another start"
     assert NoneRequeueConfig().max_requeues is None
-    assert NoRequeuer(NoneRequeueConfig(), {}).requeue() == "not requeued (requeue: none)"
+    assert of(NoRequeuer, NoneRequeueConfig(), {}).requeue() == "not requeued (requeue: none)"
 
 
 def test_a_requeue_that_ended_its_own_command(scontrol: Fake) -> None:
     """Seen on Slurm 22.05: `scontrol requeue` is ended with the job, and the next attempt finds it pending."""
     environ = scontrol.answers('[ $N = 1 ] && kill -TERM $$\necho "Job is pending execution for job 17" >&2; exit 1')
     config = SLURMRequeueConfig(retry_wait_s=0)
-    answer = SLURMRequeuer(config, {**environ, "SLURM_JOB_ID": "17"}).requeue()
+    answer = of(SLURMRequeuer, config, {**environ, "SLURM_JOB_ID": "17"}).requeue()
     assert "pending" in answer
     assert scontrol.calls == [["requeue", "17"]] * 2
 
@@ -223,7 +234,11 @@ def test_a_requeue_that_ended_its_own_command(scontrol: Fake) -> None:
 @pytest.mark.parametrize(
     ("variables", "name", "command"),
     [
-        ({"SLURM_ARRAY_JOB_ID": "17", "SLURM_ARRAY_TASK_ID": "3"}, "requeue_17_3.sh", ["requeue", "17_3"]),
+        (
+            {"SLURM_JOB_ID": "19", "SLURM_ARRAY_JOB_ID": "17", "SLURM_ARRAY_TASK_ID": "3"},
+            "requeue_17_3.sh",
+            ["requeue", "17_3"],
+        ),
         ({"LSB_JOBID": "17", "LSB_JOBINDEX": "4"}, "requeue_17_4.sh", ["17[4]"]),
     ],
 )
@@ -232,7 +247,7 @@ def test_script_is_run_once_by_the_job_script(
 ) -> None:
     """The job script runs what is in the directory after the step; here a real shell does."""
     directory = tmp_path / "exit scripts"
-    answer = ScriptRequeuer(ScriptRequeueConfig(directory=str(directory)), variables).requeue()
+    answer = of(ScriptRequeuer, ScriptRequeueConfig(directory=str(directory)), variables).requeue()
     assert [path.name for path in directory.iterdir()] == [name]
     assert f"wrote {directory / name}" in answer
     assert stat.S_IMODE((directory / name).stat().st_mode) == 0o755
@@ -255,27 +270,27 @@ def test_script_is_run_once_by_the_job_script(
 def test_the_runners_variables_name_the_directory(environ: dict[str, str], expected: str, tmp_path: Path) -> None:
     """nshrunner's contract, its older name included; the config's own directory comes first."""
     places = {key: str(tmp_path / value) if value else "" for key, value in environ.items()}
-    ScriptRequeuer(ScriptRequeueConfig(), {**places, "SLURM_JOB_ID": "17"}).requeue()
+    of(ScriptRequeuer, ScriptRequeueConfig(), {**places, "SLURM_JOB_ID": "17"}).requeue()
     assert os.listdir(tmp_path) == [expected]
     own = tmp_path / "own"
-    ScriptRequeuer(ScriptRequeueConfig(directory=str(own)), {**places, "SLURM_JOB_ID": "17"}).requeue()
+    of(ScriptRequeuer, ScriptRequeueConfig(directory=str(own)), {**places, "SLURM_JOB_ID": "17"}).requeue()
     assert os.listdir(own) == ["requeue_17.sh"]
 
 
 def test_script_with_a_command_needs_no_scheduler(tmp_path: Path) -> None:
     argv = ("touch", str(tmp_path / "it's done"))
-    ScriptRequeuer(ScriptRequeueConfig(directory=str(tmp_path / "d"), argv=argv), {}).requeue()
+    of(ScriptRequeuer, ScriptRequeueConfig(directory=str(tmp_path / "d"), argv=argv), {}).requeue()
     subprocess.run([tmp_path / "d" / "requeue_job.sh"], check=True)
     assert (tmp_path / "it's done").exists()
 
 
 def test_script_says_what_is_missing(tmp_path: Path) -> None:
     with pytest.raises(RunFailedError, match="no directory") as caught:
-        ScriptRequeuer(ScriptRequeueConfig(), {"SLURM_JOB_ID": "17"}).requeue()
+        of(ScriptRequeuer, ScriptRequeueConfig(), {"SLURM_JOB_ID": "17"}).requeue()
     assert "NSHRUNNER_SUBMIT_EXIT_SCRIPT_DIR" in str(caught.value.why)
     with pytest.raises(RunFailedError, match="nothing for the script to run"):
-        ScriptRequeuer(ScriptRequeueConfig(directory=str(tmp_path)), {}).requeue()
+        of(ScriptRequeuer, ScriptRequeueConfig(directory=str(tmp_path)), {}).requeue()
     (tmp_path / "file").write_text("")
     with pytest.raises(RunFailedError, match="cannot be written") as caught:
-        ScriptRequeuer(ScriptRequeueConfig(directory=str(tmp_path / "file")), {"SLURM_JOB_ID": "17"}).requeue()
+        of(ScriptRequeuer, ScriptRequeueConfig(directory=str(tmp_path / "file")), {"SLURM_JOB_ID": "17"}).requeue()
     assert os.listdir(tmp_path) == ["file"]

@@ -19,13 +19,12 @@ import torch
 import torch.distributed as dist
 
 from fairlead.errors import ConfigError, FairleadError, RunFailedError
+from fairlead.facts import StopReason, Why
 from fairlead_distributed.testing import run_ranks
 from fairlead_hpc_signals.flags import SignalFlags
 from fairlead_hpc_signals.outcomes import (
     StopOutcome,
     StopPolicy,
-    StopReason,
-    Why,
     exit_code_without_requeue,
     start_wanted,
 )

@@ -31,10 +31,10 @@ if TYPE_CHECKING:
         StrategyConfigBase,
     )
     from fairlead.errors import FairleadError
-    from fairlead.facts import Claim, Devices, Job, Setting, Specificity, Topology
+    from fairlead.facts import Claim, Devices, Job, Setting, Specificity, StopReason, Unused
     from fairlead.findings import CheckResult, Finding
     from fairlead.hookspecs import hookimpl
-    from fairlead.interfaces import BuildContext
+    from fairlead.interfaces import BuildContext, Requeuer
     from fairlead.open_union import OpenUnion
     from fairlead.plugin_classes import (
         AcceleratorPlugin,
@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     )
     from fairlead.plugins import PluginManager
     from fairlead.resolution import Resolution
+    from fairlead.topology import Topology
     from fairlead_lightning import Fairlead, LoopRun, Trainer, fabric
 
 __all__ = [
@@ -84,17 +85,20 @@ __all__ = [
     "PrecisionPlugin",
     "RequeueConfigBase",
     "RequeuePlugin",
+    "Requeuer",
     "Resolution",
     "ResourcesConfig",
     "RunConfig",
     "Setting",
     "Specificity",
+    "StopReason",
     "StrategyConfigBase",
     "StrategyPlugin",
     "SubmitConfig",
     "Topology",
     "Trainer",
     "TrainerConfig",
+    "Unused",
     "__version__",
     "fabric",
     "hookimpl",
@@ -105,6 +109,7 @@ __version__: Final = "0.1.0"
 _HOMES: Final = (
     "errors",
     "facts",
+    "topology",
     "findings",
     "capabilities",
     "hookspecs",

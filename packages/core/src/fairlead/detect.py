@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TypeVar, cast
+from typing import Final, TypeVar, cast
 
 from fairlead.config_bases import EnvironmentConfigBase
 from fairlead.errors import FairleadError
-from fairlead.facts import Claim, Job, Setting, Specificity, Topology
+from fairlead.facts import Claim, Job, Setting, Specificity, Unused
 from fairlead.findings import Finding
 from fairlead.hooks import answer
 from fairlead.open_union import parse_backend
+from fairlead.plugin_classes import EnvironmentPlugin, RequeuePlugin
 from fairlead.plugins import PluginManager
+from fairlead.topology import Topology
 
 VARIABLE = "FAIRLEAD_ENVIRONMENT"
 """Names the environment when neither the config nor detection should decide."""
 
 FALLBACK = "lightning"
 """The environment of one machine, where nothing says otherwise."""
+
+_JOB_VARIABLE: Final = re.compile(r"(?:^|_)JOB_?ID$")
+"""What schedulers call the variable with the job's id: SLURM_JOB_ID, LSB_JOBID, PBS_JOBID, JOB_ID, OAR_JOB_ID."""
 
 A = TypeVar("A")
 
@@ -27,15 +33,20 @@ A = TypeVar("A")
 class ChosenEnvironment:
     """The environment of this process; None is a plugin that cannot be used, or a topology before run time.
 
-    `claims` are by tag, the most specific first; `job` is the scheduler's, whatever the environment is.
+    `claims` and `jobs` are by tag, the most specific first; jobs are known whatever the environment is.
     """
 
     config: EnvironmentConfigBase | None
     setting: Setting
     claims: Mapping[str, Claim]
     topology: Topology | None
-    job: Job | None
+    jobs: Mapping[str, Job]
     findings: tuple[Finding, ...]
+
+    @property
+    def job(self) -> Job | None:
+        """The scheduler's job that this process is in."""
+        return next(iter(self.jobs.values()), None)
 
     @property
     def inside_job(self) -> bool:
@@ -51,24 +62,24 @@ def _claims(
     return dict(sorted(claims.items(), key=lambda item: (-item[1].specificity, item[0])))
 
 
-def find_job(
+def find_jobs(
     environ: Mapping[str, str],
     plugins: PluginManager,
     *,
     claims: Mapping[str, Claim] | None = None,
     findings: list[Finding] | None = None,
-) -> Job | None:
-    """The scheduler's job that this process is in, as any installed environment knows it.
+) -> dict[str, Job]:
+    """The scheduler's job that this process is in, by the tag of the environment that knows it.
 
-    Where several know one, that of the most specific claim counts; an environment that claims nothing here, such as
-    SLURM's inside `torchrun`, counts as a scheduler.
+    Where several know one, that of the most specific claim comes first; an environment that claims nothing here, such
+    as SLURM's inside `torchrun`, counts as a scheduler.
     """
     jobs = _answers("fairlead_job", Job, environ, plugins, findings)
     if not jobs:
-        return None
+        return {}
     known = _claims(environ, plugins) if claims is None else claims
     rank = {tag: known[tag].specificity if tag in known else Specificity.SCHEDULER for tag in jobs}
-    return jobs[min(jobs, key=lambda tag: (-rank[tag], tag))]
+    return {tag: jobs[tag] for tag in sorted(jobs, key=lambda tag: (-rank[tag], tag))}
 
 
 def _answers(
@@ -85,9 +96,12 @@ def _answers(
                 found[name] = one
         except FairleadError as error:
             if findings is not None:
-                where = f"the plugin environment.{name}"
-                findings.append(Finding.of(error, "warning", "plugin-broken", where=where))
+                findings.append(Finding.of(error, "warning", "plugin-broken", where=_where(name)))
     return found
+
+
+def _where(tag: str) -> str:
+    return f"the plugin environment.{tag}"
 
 
 def choose_environment(
@@ -99,7 +113,7 @@ def choose_environment(
     """
     findings: list[Finding] = []
     claims = _claims(environ, plugins, findings)
-    job = find_job(environ, plugins, claims=claims, findings=findings)
+    jobs = find_jobs(environ, plugins, claims=claims, findings=findings)
     if isinstance(asked, EnvironmentConfigBase):
         name, reason = asked.name, "trainer.environment"
     elif environ.get(VARIABLE):
@@ -118,7 +132,11 @@ def choose_environment(
     except FairleadError as error:
         code = error.code or ("environment-malformed" if name in plugins.names("environment") else "unknown-tag")
         findings.append(Finding.of(error, "error", code, where=error.where or "trainer.environment"))
-        return ChosenEnvironment(None, Setting(name, reason), claims, None, job, tuple(findings))
+        return ChosenEnvironment(None, Setting(name, reason), claims, None, jobs, tuple(findings))
+    if name == FALLBACK and not (topology is not None and topology.launched):
+        findings += _unused(environ, plugins, findings)
+        if reason not in ("trainer.environment", VARIABLE):
+            findings += _unheard(environ, plugins, jobs, findings, starting=starting)
     if name not in claims and name != FALLBACK:
         seen = ", ".join(f"{tag} ({claim.evidence})" for tag, claim in claims.items()) or "nothing"
         findings.append(
@@ -131,7 +149,79 @@ def choose_environment(
                 fix=f"start it the way {name} starts ranks, or leave the environment out",
             )
         )
-    return ChosenEnvironment(config, Setting(name, reason), claims, topology, job, tuple(findings))
+    return ChosenEnvironment(config, Setting(name, reason), claims, topology, jobs, tuple(findings))
+
+
+def _unused(environ: Mapping[str, str], plugins: PluginManager, findings: list[Finding]) -> list[Finding]:
+    """Allocations of which a single process would use one node, silently."""
+    return [
+        Finding(
+            "warning",
+            "allocation-unused",
+            f"{unused.what}, but the run will use this machine only",
+            where="trainer.environment",
+            why=unused.why,
+            fix=f"start it with {unused.launcher}, or ask for one node and one task",
+        )
+        for unused in _answers("fairlead_unused", Unused, environ, plugins, findings).values()
+    ]
+
+
+def _unheard(
+    environ: Mapping[str, str],
+    plugins: PluginManager,
+    jobs: Mapping[str, Job],
+    findings: list[Finding],
+    *,
+    starting: bool,
+) -> list[Finding]:
+    """A broken environment inside a job that no other plugin knows: each host would train alone."""
+    broken = {record.name: str(record.error) for record in plugins.records("environment") if record.error is not None}
+    for tag in plugins.names("environment"):
+        said = [one.what for one in findings if one.code == "plugin-broken" and one.where == _where(tag)]
+        broken.update(dict.fromkeys([tag] if said else [], "; ".join(said)))
+    signs = [name for name in sorted(environ) if _JOB_VARIABLE.search(name) and environ[name]]
+    if not broken or not signs or jobs.keys() - broken.keys() - {FALLBACK}:
+        return []
+    several = len(broken) > 1
+    return [
+        Finding(
+            "error" if starting else "warning",
+            "plugin-broken",
+            f"this process is in a job, and the environment{'s' if several else ''} {', '.join(map(repr, broken))}, "
+            f"which may know it, cannot be asked: every host would train alone",
+            where="trainer.environment",
+            why="\n".join([f"{signs[0]} is set", *(f"environment.{tag}: {text}" for tag, text in broken.items())]),
+            fix=f"repair or uninstall {'them' if several else 'it'}; `environment: {FALLBACK}` trains on this machine "
+            "alone all the same",
+        )
+    ]
+
+
+def choose_requeuer(
+    environment: str | None, jobs: Mapping[str, Job], environ: Mapping[str, str], plugins: PluginManager
+) -> tuple[str, str]:
+    """The tag of the requeuer that `auto` takes, and why, for the environment and the jobs that were found.
+
+    Where the ranks come from and who starts the job again are two questions: torchrun may run in a batch job.
+    """
+    found = [
+        (tag, evidence, plugin)
+        for tag, plugin in plugins.distinct("requeue").items()
+        if isinstance(plugin, RequeuePlugin) and (evidence := plugin.evidence(environ)) is not None
+    ]
+    for tag, evidence, plugin in found:
+        if plugin.before_the_launcher:
+            return tag, evidence
+    owners = {environment: f"the requeuer of {environment}"} if environment is not None else {}
+    for tag, job in jobs.items():
+        if not job.interactive:
+            owners.setdefault(tag, f"this is the job {job.id}")
+    for tag, reason in owners.items():
+        owner = plugins.loaded_one("environment", tag)
+        if isinstance(owner, EnvironmentPlugin) and owner.requeue != "none":
+            return owner.requeue, reason
+    return next(((tag, evidence) for tag, evidence, _ in found), ("none", "no scheduler to ask"))
 
 
 def _by_claims(claims: Mapping[str, Claim], findings: list[Finding]) -> tuple[str, str]:

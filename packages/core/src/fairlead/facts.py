@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any
+from typing import Any, Literal
 
-from fairlead.starts import Start
-
-__all__ = ["Claim", "Devices", "Job", "Setting", "Specificity", "Topology"]
+__all__ = ["Claim", "Devices", "Job", "Setting", "Specificity", "StopReason", "Unused", "Why"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,22 +50,73 @@ class Job:
             the lower one dead.
         array_task: The index of this task in its array, as the scheduler writes it; None outside of one.
         cancel: The command line that ends the job, `scancel 4711`.
+        requeue: The command that has the scheduler start the job again, as words, of which the last names the job;
+            empty where there is none.
+        interactive: Whether a person sits at it, so that nothing is left that could be started again.
         cpus_per_rank: CPUs for each task, where the user asked for a number.
         cpus_on_node: CPUs of this node that belong to the job.
         variables: Names of environment variables to record with the run, none of them a secret.
 
     Example:
-        >>> Job("slurm:4711", cancel="scancel 4711").attempt
-        0
+        >>> job = Job("slurm:4711", cancel="scancel 4711", requeue=("scontrol", "requeue", "4711"))
+        >>> job.scheduler, job.attempt
+        ('slurm', 0)
     """
 
     id: str
     attempt: int = 0
     array_task: str | None = None
     cancel: str | None = None
+    requeue: tuple[str, ...] = ()
+    interactive: bool = False
     cpus_per_rank: Setting | None = None
     cpus_on_node: Setting | None = None
     variables: tuple[str, ...] = ()
+
+    @property
+    def scheduler(self) -> str:
+        """What the id says before the colon."""
+        return self.id.partition(":")[0]
+
+
+Why = Literal["preempted", "time_limit", "cancelled", "node_failure", "requeued", "unknown"]
+"""`preempted`: another job gets the nodes; `time_limit`: the job's time is up, or nearly; `cancelled`: a person ended
+it; `node_failure`: a node of the job failed; `requeued`: somebody has requeued it already; `unknown`: the scheduler
+did not say, as after `scancel -s USR1`."""
+
+
+@dataclass(frozen=True, slots=True)
+class StopReason:
+    """Why a job is to stop, and from what that was read.
+
+    Args:
+        why: The reason. A job that was `cancelled` is never started again; each other has its budget.
+        evidence: What the scheduler said, for the history.
+        remaining_s: Seconds until the scheduler ends the job; None where that is not known.
+        scheduler_requeues: Whether it is requeued already: then nobody else may.
+        may_requeue: Whether the scheduler lets it be requeued; None where that is not known.
+    """
+
+    why: Why
+    evidence: str
+    remaining_s: float | None = None
+    scheduler_requeues: bool = False
+    may_requeue: bool | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Unused:
+    """What a scheduler gave to a job, and one process that its launcher did not start leaves unused.
+
+    Args:
+        what: As a sentence's beginning: `SLURM allocated 2 nodes (SLURM_NNODES)`.
+        why: How it is known that the launcher did not start this process.
+        launcher: The command that would use it all, `srun`.
+    """
+
+    what: str
+    why: str
+    launcher: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,28 +134,3 @@ class Devices:
     evidence: str
     names: tuple[str, ...] = ()
     unlimited: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Topology:
-    """Who this process is and who else is there, each with its reason; None: not known, or not decided here.
-
-    Args:
-        launched: True when every rank was started from outside; False when Fairlead starts the
-            ranks of this node itself.
-        local_world_size: Ranks on *this* node; nodes may differ.
-        main_address: Host name or address of the node with rank 0.
-        main_port: TCP port of the store on it; None lets the ranks agree on one.
-        start: What all ranks of this start know of it alike, the ports among which they agree included.
-    """
-
-    launched: bool
-    num_nodes: Setting | None = None
-    local_world_size: Setting | None = None
-    world_size: Setting | None = None
-    node_rank: Setting | None = None
-    local_rank: Setting | None = None
-    global_rank: Setting | None = None
-    main_address: Setting | None = None
-    main_port: Setting | None = None
-    start: Start | None = None

@@ -15,6 +15,7 @@ Severity = Literal["error", "warning", "info"]
 
 CODES: Final[dict[str, str]] = {
     "accelerator-unavailable": "The accelerator that was asked for is not on this machine.",
+    "allocation-unused": "The scheduler gave this job more nodes or tasks than the run will use.",
     "argument-missing": "A required argument of a user's class is not given.",
     "argument-unknown": "An argument that a user's class does not take.",
     "axis-set-twice": "One axis is set in two places, as `precision` and again in `plugins`.",

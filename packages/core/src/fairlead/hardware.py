@@ -6,9 +6,10 @@ import os
 
 from fairlead.config import ResourcesConfig
 from fairlead.config_bases import AcceleratorConfigBase
-from fairlead.facts import Devices, Setting, Topology
+from fairlead.facts import Devices, Setting
 from fairlead.partial_resolution import PartialResolution
 from fairlead.plugin_classes import AcceleratorPlugin
+from fairlead.topology import Topology
 
 
 def choose_accelerator(partial: PartialResolution) -> tuple[AcceleratorConfigBase | None, Devices]:
@@ -82,7 +83,21 @@ def count_devices(
             partial.mismatch("devices", explicit, launched, "ranks on this node")
         partial.settings["devices"] = launched
         return int(launched.value), indices
+    planned = topology.local_world_size
+    if planned is not None and explicit in (None, planned.value):
+        _enough(partial, int(planned.value), indices, accelerator, found)
+        partial.settings["devices"] = planned
+        return int(planned.value), indices
     if explicit is not None:
+        if planned is not None:
+            partial.report(
+                "warning",
+                "launch-mismatch",
+                f"trainer.devices is {explicit}, but {planned.value} ranks are planned for this node",
+                where="trainer.devices",
+                why=f"{planned.value} comes from {planned.reason}; the {explicit} of the job count",
+                fix="write `devices: auto`, or make the two agree",
+            )
         _enough(partial, explicit, indices, accelerator, found)
         partial.settings["devices"] = Setting(explicit, "trainer.devices")
         return explicit, indices

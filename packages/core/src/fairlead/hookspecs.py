@@ -15,9 +15,10 @@ import pluggy
 if TYPE_CHECKING:
     from fairlead.capabilities import Capability, InstalledPlugins
     from fairlead.config_bases import EnvironmentConfigBase
-    from fairlead.facts import Claim, Devices, Job, Topology
+    from fairlead.facts import Claim, Devices, Job, StopReason, Unused
     from fairlead.findings import Finding, Inexact
     from fairlead.resolution import Resolution
+    from fairlead.topology import Topology
 
 __all__ = ["HookSpecs", "hookimpl"]
 
@@ -55,6 +56,23 @@ class HookSpecs:
         Asked of every installed environment, whichever is chosen: under `torchrun`, in a batch script and in a shell
         inside an allocation there is a job too. The run's name, its lock, its provenance and the threads of a rank
         come from it. A variable that the scheduler would not set so is left out; it is no error.
+        """
+
+    @hookspec
+    def fairlead_why(self, environ: Mapping[str, str], deadline: float) -> StopReason | None:
+        """Environments: why the job of `fairlead_job` is to stop, as its scheduler says until `deadline`.
+
+        The signal itself does not say: the same one comes at the time limit, before a preemption and when a person
+        cancels the job. Asked on one rank only, in a thread, while the others save; `deadline` is on
+        `time.monotonic()`. `fairlead.programs.ask` runs a scheduler's command until then. Without this hook, or an
+        answer, the reason is `unknown`; a reason that is `unknown` with little time left counts as `time_limit`.
+        """
+
+    @hookspec
+    def fairlead_unused(self, environ: Mapping[str, str]) -> Unused | None:
+        """Environments: what the job holds that this process, which its launcher did not start, leaves unused.
+
+        Asked of all where a run would use one machine alone: a job script that runs `python train.py` on two nodes.
         """
 
     @hookspec

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, NoReturn, Protocol, runtime_checkable
+from typing import Any, Literal, NoReturn, Protocol, Self
 
-from fairlead.facts import Claim, Devices, Job, Setting, Specificity, Topology
+from fairlead.config_bases import RequeueConfigBase
+from fairlead.facts import Claim, Devices, Job, Setting, Specificity, StopReason, Unused
 from fairlead.plugins import PluginManager
 from fairlead.resolution import Resolution
+from fairlead.starts import Start
+from fairlead.topology import Topology
 
 __all__ = [
     "BuildContext",
@@ -19,9 +23,12 @@ __all__ = [
     "Requeuer",
     "Setting",
     "Specificity",
+    "Start",
     "StopGuard",
+    "StopReason",
     "StopSignals",
     "Topology",
+    "Unused",
 ]
 
 
@@ -46,12 +53,43 @@ class BuildContext:
     extras: Mapping[str, Any] = field(default_factory=dict)
 
 
-@runtime_checkable
-class Requeuer(Protocol):
-    """Has the job started again; built by a plugin of the axis `requeue`."""
+class Requeuer(ABC):
+    """Has the job started again; the base of what a plugin of the axis `requeue` builds.
 
+    Args:
+        config: The settings.
+        environ: The environment variables of the process.
+        job: The job as its environment knows it, with the command that requeues it; None outside of one.
+
+    Example:
+        >>> class Resubmit(Requeuer):
+        ...     def requeue(self):
+        ...         return f"submitted {self.job.id} again"
+        >>> Resubmit(RequeueConfigBase(name="resubmit"), {}, Job("cluster:7")).requeue()
+        'submitted cluster:7 again'
+    """
+
+    config: Any
+    """The settings; a subclass says of which class."""
+
+    def __init__(self, config: RequeueConfigBase, environ: Mapping[str, str], job: Job | None = None) -> None:
+        self.config = config
+        self.environ = environ
+        self.job = job
+
+    @classmethod
+    def build(cls, config: RequeueConfigBase, context: BuildContext) -> Self:
+        """The runtime of the plugin."""
+        return cls(config, context.environ, context.resolution.job)
+
+    @property
+    def exit_code(self) -> int | None:
+        """What all ranks end with when another start is wanted; None: 75."""
+        return None
+
+    @abstractmethod
     def requeue(self) -> str:
-        """Asks for another start, and returns what was done, for the history.
+        """Asks for another start, and returns what was done, for the history; on rank 0, when everything is saved.
 
         Raises:
             FairleadError: The scheduler refused or did not answer; the job will not start again.

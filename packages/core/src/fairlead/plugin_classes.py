@@ -68,6 +68,10 @@ class Plugin:
     """The codes of the findings that this plugin makes, each with its explanation."""
     api: ClassVar[int] = API_VERSION
     """The version of the plugin contract that this class was written for."""
+    example: ClassVar[Mapping[str, Any]] = {}
+    """Fields of the config with which the conformance suite tries it: those without which it means nothing."""
+    example_environ: ClassVar[Mapping[str, str] | None] = None
+    """The environment variables with which the suite tries it: of an environment those of one rank, or of a job."""
 
     def __init__(self, **preset: Any) -> None:
         self.preset: Mapping[str, Any] = preset
@@ -125,6 +129,8 @@ class EnvironmentPlugin(Plugin):
 
     axis = "environment"
     base = EnvironmentConfigBase
+    runtime = "fairlead_environments.runtime:build"
+    """The default answers Lightning from what `fairlead_topology` gave; it needs fairlead-environments."""
     requeue: ClassVar[str] = "none"
     """The tag of the requeuer that belongs to this scheduler."""
 
@@ -183,6 +189,8 @@ class CommandPlugin:
         engines: Requirements that the command needs; missing ones end it with the pip line.
         extra: The extra of `fairlead` that brings them.
         group: What the command is about: `installation`, `job`, `runs` or `checkpoints`.
+        example: Words with which the conformance suite runs it in an empty folder; it ends with 0, or refuses them
+            with an error of ours.
     """
 
     axis: ClassVar[str] = "command"
@@ -196,6 +204,7 @@ class CommandPlugin:
     engines: tuple[str, ...] = ()
     extra: str | None = None
     group: str = "job"
+    example: tuple[str, ...] | None = None
 
 
 @dataclass(eq=False)

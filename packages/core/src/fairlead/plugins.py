@@ -15,7 +15,7 @@ from typing import Any, Final, cast
 import pluggy
 
 from fairlead.config_bases import BackendConfig
-from fairlead.contract import broken_contract, describe
+from fairlead.contract import broken_capability, broken_contract, describe
 from fairlead.errors import ConfigError, FairleadError, MissingDependencyError, PluginError, did_you_mean
 from fairlead.first_party import first_party
 from fairlead.plugin_classes import API_VERSION, AXIS_PLUGINS, AnyPlugin, CheckPlugin, CommandPlugin, Plugin
@@ -80,7 +80,7 @@ class PluginManager:
     def records(self, axis: str | None = None, *, load: bool = False) -> list[PluginRecord]:
         """All records, sorted by axis and name; `load` also loads each, so that it shows what is broken or missing."""
         keys = [key for key, record in self._records.items() if axis in (None, record.axis)]
-        found = [self._look_for_engines(key) if load else self._records[key] for key in keys]
+        found = [self._examine(key) if load else self._records[key] for key in keys]
         return sorted(found, key=lambda record: (record.axis, record.name))
 
     def names(self, axis: str) -> list[str]:
@@ -119,6 +119,23 @@ class PluginManager:
                 self._records[key] = self._records[key].with_error(f"`engines`: {error.what}")
         return self._records[key]
 
+    def _examine(self, key: str) -> PluginRecord:
+        """Loads one plugin, looks for its engines and reads its rows of the capability table."""
+        record, plugin = self._look_for_engines(key), self._loaded.get(key)
+        if isinstance(plugin, Plugin) and not plugin.preset:
+            try:
+                rows = [row for result in self.call(plugin, "fairlead_capabilities", plugins=self) for row in result]
+                wrong = next(filter(None, (broken_capability(row, key, self.tags) for row in rows)), None)
+            except (PluginError, TypeError) as error:
+                wrong = f"fairlead_capabilities: {error}"
+            if wrong is not None:
+                record = self._records[key] = record.with_error(wrong)
+        return record
+
+    def tags(self, axis: str) -> list[str]:
+        """Those of an axis that are installed or our own."""
+        return [*self.names(axis), *(key.partition(".")[2] for key in first_party() if key.startswith(f"{axis}."))]
+
     def _load(self, point: EntryPoint, record: PluginRecord) -> AnyPlugin:
         self._installed.check_dist(point)
         plugin: Any = point.load()
@@ -133,7 +150,7 @@ class PluginManager:
                 f"{point.value} was written for version {plugin.api} of the plugin contract; "
                 f"this fairlead has version {API_VERSION}"
             )
-        if isinstance(plugin, Plugin) and (broken := broken_contract(plugin, record.name)):
+        if isinstance(plugin, Plugin) and (broken := broken_contract(plugin, record.name, self.is_installed)):
             raise PluginError(f"{point.value}: {broken}")
         self._register(plugin, record)
         return plugin

@@ -17,8 +17,9 @@ from fairlead.config_bases import (
     RequeueConfigBase,
     StrategyConfigBase,
 )
-from fairlead.facts import Devices, Job, Setting, Topology
+from fairlead.facts import Devices, Job, Setting
 from fairlead.findings import Finding
+from fairlead.topology import Topology
 
 __all__ = ["Resolution"]
 

@@ -16,17 +16,18 @@ from fairlead.config_bases import (
     RequeueConfigBase,
     StrategyConfigBase,
 )
-from fairlead.detect import FALLBACK, ChosenEnvironment, choose_environment
+from fairlead.detect import FALLBACK, ChosenEnvironment, choose_environment, choose_requeuer
 from fairlead.errors import MissingDependencyError, PluginError
-from fairlead.facts import Job, Setting, Topology
+from fairlead.facts import Job, Setting
 from fairlead.findings import Finding, Severity
 from fairlead.hardware import choose_accelerator, count_devices
 from fairlead.network import network_findings, network_settings
 from fairlead.partial_resolution import PartialResolution, Purpose
-from fairlead.plugin_classes import AcceleratorPlugin, EnvironmentPlugin, RequeuePlugin
+from fairlead.plugin_classes import AcceleratorPlugin
 from fairlead.plugins import PluginManager
 from fairlead.resolution import Resolution
 from fairlead.threads import choose_threads
+from fairlead.topology import Topology
 
 __all__ = ["Resolution", "resolve"]
 
@@ -206,26 +207,12 @@ class _Resolver(PartialResolution):
             return self.default("requeue", RequeueConfigBase, asked, "none", "")
         tag, reason = "none", "trainer.environment.auto_requeue=false"
         if wanted is not False:
-            tag, reason = self._requeuer(environment)
+            name = environment.name if environment is not None else None
+            tag, reason = choose_requeuer(name, chosen.jobs, self.environ, self.plugins)
         config = self.default("requeue", RequeueConfigBase, asked, tag, reason)
         if config is not None and signal is not None:
             config = config.model_copy(update={"signals": (signal,)})
         return config
-
-    def _requeuer(self, environment: EnvironmentConfigBase | None) -> tuple[str, str]:
-        """Where the ranks come from and who starts the job again are two questions: torchrun may run in a batch job."""
-        found = [
-            (tag, evidence, plugin)
-            for tag, plugin in self.plugins.distinct("requeue").items()
-            if isinstance(plugin, RequeuePlugin) and (evidence := plugin.evidence(self.environ)) is not None
-        ]
-        for tag, evidence, plugin in found:
-            if plugin.before_the_launcher:
-                return tag, evidence
-        launcher = self.plugins.of(environment) if environment else None
-        if environment and isinstance(launcher, EnvironmentPlugin) and launcher.requeue != "none":
-            return launcher.requeue, f"the requeuer of {environment.name}"
-        return next(((tag, evidence) for tag, evidence, _ in found), ("none", "no scheduler to ask"))
 
     def _optional(self) -> None:
         if self.trainer.layer_sync is not None:

@@ -11,21 +11,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal
+from typing import ClassVar, Literal
 
-from fairlead import Claim, EnvironmentConfigBase, Specificity, Topology, hookimpl
+from fairlead import Claim, EnvironmentConfigBase, Specificity, Topology, Unused, hookimpl
 from fairlead.errors import ConfigError
 from fairlead.interfaces import Setting
+from fairlead.topology import check_ranks
+from fairlead.variables import integer, malformed, present, required, text
 from fairlead_environments.shared import ResolvedRanks
-from fairlead_environments.variables import (
-    check_ranks,
-    integer,
-    malformed,
-    present,
-    required,
-    supervised,
-    text,
-)
+from fairlead_environments.variables import supervised
 
 
 class KubeflowEnvironmentConfig(EnvironmentConfigBase):
@@ -50,6 +44,14 @@ class Kubeflow(ResolvedRanks):
     aliases = ("KubeflowEnvironmentPlugin",)
     extra = "kubeflow"
     requeue = "exit_code"
+    example_environ: ClassVar[Mapping[str, str]] = {
+        "KUBERNETES_SERVICE_HOST": "10.0.0.1",
+        "PET_NNODES": "2",
+        "PET_NODE_RANK": "1",
+        "PET_NPROC_PER_NODE": "1",
+        "PET_MASTER_ADDR": "job-node-0-0.job",
+        "PET_MASTER_PORT": "29500",
+    }
 
     @hookimpl
     def fairlead_detect(self, environ: Mapping[str, str]) -> Claim | None:
@@ -92,6 +94,11 @@ class Kubeflow(ResolvedRanks):
             _BY,
         )
 
+    @hookimpl
+    def fairlead_unused(self, environ: Mapping[str, str]) -> Unused | None:
+        """An elastic job of several pods, in one without torchrun."""
+        return idle_job(environ)
+
 
 kubeflow = Kubeflow()
 
@@ -114,12 +121,13 @@ def find_pod(environ: Mapping[str, str]) -> str | None:
     return None
 
 
-def idle_job(environ: Mapping[str, str]) -> str | None:
+def idle_job(environ: Mapping[str, str]) -> Unused | None:
     """What an elastic job holds that a pod without torchrun leaves unused; None: nothing."""
     endpoint, nodes = text(environ, "PET_RDZV_ENDPOINT"), text(environ, "PET_NNODES")
     if endpoint is None or nodes is None or nodes.value in {"1", "1:1"} or find_pod(environ) is not None:
         return None
-    return f"this pod belongs to an elastic job of {nodes.value} nodes (PET_NNODES) at {endpoint.value}"
+    what = f"this pod belongs to an elastic job of {nodes.value} nodes (PET_NNODES) at {endpoint.value}"
+    return Unused(what, "torchrun did not start this process", "torchrun")
 
 
 def _ranks_per_pod(environ: Mapping[str, str]) -> Setting | None:

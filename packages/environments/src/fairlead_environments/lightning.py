@@ -8,11 +8,10 @@ from typing import ClassVar, Final, Literal
 from fairlead import Claim, EnvironmentConfigBase, Finding, Resolution, Specificity, Topology, hookimpl
 from fairlead.errors import ConfigError
 from fairlead.interfaces import Job, Setting
-from fairlead_environments.kubeflow import idle_job
-from fairlead_environments.lsf.hosts import idle_job as idle_lsf_job
+from fairlead.topology import check_ranks
+from fairlead.variables import integer, text
 from fairlead_environments.shared import Port, ResolvedRanks
-from fairlead_environments.slurm.step import idle_allocation
-from fairlead_environments.variables import check_ranks, given_port, integer, supervised, text
+from fairlead_environments.variables import given_port, supervised
 
 PBS_RECORDED: Final = ("PBS_JOBID", "PBS_JOBNAME", "PBS_ARRAY_INDEX", "PBS_QUEUE", "PBS_NUM_PPN", "PBS_O_WORKDIR")
 """The variables of a PBS job that a run's provenance keeps."""
@@ -38,8 +37,8 @@ class Lightning(ResolvedRanks):
     config = LightningEnvironmentConfig
     aliases = ("LightningEnvironmentPlugin",)
     extra = "lightning"
+    example_environ: ClassVar[Mapping[str, str]] = {}
     codes: ClassVar[Mapping[str, str]] = {
-        "allocation-unused": "The scheduler gave this job more nodes or tasks than the run will use.",
         "node-rank-ignored": "NODE_RANK says that this is one of several nodes, but not where the first one is.",
     }
 
@@ -92,22 +91,7 @@ class Lightning(ResolvedRanks):
 
     @hookimpl
     def fairlead_check(self, resolution: Resolution, environ: Mapping[str, str]) -> Iterator[Finding]:
-        """Allocations of which a single process would use one node, silently."""
-        unused = (
-            (idle_allocation(environ), "this process is no task of a step: srun did not start it", "srun"),
-            (idle_lsf_job(environ), "this process is one task: neither jsrun nor blaunch started it", "blaunch"),
-            (idle_job(environ), "torchrun did not start this process", "torchrun"),
-        )
-        for what, why, launcher in unused:
-            if what is not None and not resolution.topology.launched:
-                yield Finding(
-                    "warning",
-                    "allocation-unused",
-                    f"{what}, but the run will use this machine only",
-                    where="trainer.environment",
-                    why=why,
-                    fix=f"start it with {launcher}, or ask for one node and one task",
-                )
+        """A node of several, as which nobody will meet it."""
         node = text(environ, "NODE_RANK")
         if node is not None and node.value != "0" and not resolution.topology.launched:
             yield Finding(

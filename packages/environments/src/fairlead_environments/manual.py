@@ -3,23 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
 from fairlead import Claim, EnvironmentConfigBase, Specificity, Topology, hookimpl
 from fairlead.errors import ConfigError
 from fairlead.interfaces import Setting
+from fairlead.topology import check_ranks
+from fairlead.variables import integer, required, text
 from fairlead_environments.shared import LaunchedEnvironment, MainAddressConfig, is_loopback
-from fairlead_environments.variables import (
-    check_ranks,
-    given_address,
-    given_port,
-    integer,
-    required,
-    supervised,
-    text,
-)
+from fairlead_environments.variables import given_address, given_port, supervised
 
 
 class ManualEnvironmentConfig(MainAddressConfig):
@@ -45,6 +39,11 @@ class Manual(LaunchedEnvironment):
     aliases = ("ManualEnvironmentPlugin",)
     extra = "lightning"
     loopback = "warning"  # two 'nodes' on one machine are a fair test
+    example_environ: ClassVar[Mapping[str, str]] = {
+        "MASTER_ADDR": "127.0.0.1",
+        "NODE_RANK": "1",
+        "NNODES": "2",
+    }
 
     @hookimpl
     def fairlead_detect(self, environ: Mapping[str, str]) -> Claim | None:

@@ -20,9 +20,11 @@ from typing import ClassVar, Literal, NamedTuple
 from fairlead import Claim, EnvironmentConfigBase, Finding, Resolution, Specificity, Topology, hookimpl
 from fairlead.errors import ConfigError
 from fairlead.interfaces import Setting
+from fairlead.topology import check_ranks
+from fairlead.variables import integer, present, text
 from fairlead_environments.shared import LaunchedEnvironment, MainAddressConfig, is_loopback
 from fairlead_environments.slurm.topology import listed_nodes
-from fairlead_environments.variables import check_ranks, given_address, integer, meeting, present, text
+from fairlead_environments.variables import given_address, meeting
 
 
 class MPIEnvironmentConfig(MainAddressConfig):
@@ -49,6 +51,14 @@ class MPI(LaunchedEnvironment):
     runtime = "fairlead_environments.mpi_runtime:build"
     aliases = ("MPIEnvironmentPlugin",)
     extra = "mpi"
+    example_environ: ClassVar[Mapping[str, str]] = {
+        "OMPI_COMM_WORLD_SIZE": "2",
+        "OMPI_COMM_WORLD_RANK": "1",
+        "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+        "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "29500",
+    }
     codes: ClassVar[Mapping[str, str]] = {
         **LaunchedEnvironment.codes,
         "main-address-elsewhere": "Rank 0 is to listen on an address that belongs to another machine.",

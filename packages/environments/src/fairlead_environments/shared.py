@@ -30,7 +30,6 @@ class MainAddressConfig(EnvironmentConfigBase):
 class ResolvedRanks(EnvironmentPlugin):
     """An environment whose ranks are all known from the resolution, so that one runtime serves it."""
 
-    runtime = "fairlead_environments.runtime:build"
     engines = ENGINES
 
 

@@ -6,11 +6,12 @@ The variables are set in `torch/distributed/elastic/agent/server/local_elastic_a
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal
+from typing import ClassVar, Literal
 
 from fairlead import Claim, EnvironmentConfigBase, Specificity, Topology, hookimpl
+from fairlead.variables import present
 from fairlead_environments.shared import LaunchedEnvironment
-from fairlead_environments.variables import present, workers
+from fairlead_environments.variables import workers
 
 _WORKER = ("TORCHELASTIC_RUN_ID", "RANK", "LOCAL_RANK")  # the last two: not a process beside the agent
 
@@ -35,6 +36,17 @@ class TorchElastic(LaunchedEnvironment):
     aliases = ("TorchElasticEnvironmentPlugin",)
     extra = "lightning"
     loopback = "warning"  # tests start two 'nodes' on one machine
+    example_environ: ClassVar[Mapping[str, str]] = {
+        "TORCHELASTIC_RUN_ID": "none",
+        "RANK": "1",
+        "LOCAL_RANK": "1",
+        "GROUP_RANK": "0",
+        "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "2",
+        "GROUP_WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "29500",
+    }
 
     @hookimpl
     def fairlead_detect(self, environ: Mapping[str, str]) -> Claim | None:

@@ -1,7 +1,4 @@
-"""Reading what a launcher promised: values with their reason, errors that name the variable.
-
-An empty variable counts as absent: shells and pod templates leave such behind.
-"""
+"""Where the ranks of a start meet, and what launchers that set torchrun's variables promise."""
 
 from __future__ import annotations
 
@@ -12,64 +9,13 @@ from collections.abc import Iterable, Mapping
 from fairlead.errors import ConfigError
 from fairlead.interfaces import Setting, Topology
 from fairlead.starts import Start
+from fairlead.topology import check_ranks
+from fairlead.variables import integer, malformed, required, text
 
 PORTS = range(20000, 30000)
 """Where derived ports lie: below Linux's ephemeral range (32768 on), above most services."""
 CANDIDATES = 16
 """How many ports the ranks of a start try."""
-
-
-def malformed(name: str, value: str, expected: str) -> ConfigError:
-    """The error for a variable that is set to something else than its launcher would set."""
-    return ConfigError(
-        f"{name} is {value!r}, which is not {expected}",
-        where=f"environment variable {name}",
-        fix=f"find out who set it (`env | grep {name}`), and unset it if the launcher did not",
-    )
-
-
-def text(environ: Mapping[str, str], *names: str) -> Setting | None:
-    """The first of the variables that is set and not empty."""
-    for name in names:
-        value = environ.get(name, "").strip()
-        if value:
-            return Setting(value, name)
-    return None
-
-
-def present(environ: Mapping[str, str], names: Iterable[str]) -> bool:
-    """Whether all of the variables are set and not empty."""
-    return all(environ.get(name, "").strip() for name in names)
-
-
-def integer(environ: Mapping[str, str], *names: str, minimum: int = 0) -> Setting | None:
-    """The first of the variables that is set, as a whole number from `minimum` on."""
-    found = text(environ, *names)
-    if found is None:
-        return None
-    # Not int(): it would take "1_0", "+1" and digits of other scripts.
-    if not (found.value.isascii() and found.value.isdigit()) or int(found.value) < minimum:
-        raise malformed(found.reason, found.value, f"a whole number from {minimum} on, such as {max(minimum, 1)}")
-    return Setting(int(found.value), found.reason)
-
-
-def number(environ: Mapping[str, str], name: str) -> Setting | None:
-    """A whole number from 1 on; None where the variable holds anything else, for values that no rank depends on."""
-    value = environ.get(name, "").strip()
-    return Setting(int(value), name) if value.isascii() and value.isdigit() and int(value) else None
-
-
-def required(environ: Mapping[str, str], *names: str, by: str, minimum: int = 0) -> Setting:
-    """Like `integer`, for a variable that the launcher `by` always sets."""
-    found = integer(environ, *names, minimum=minimum)
-    if found is not None:
-        return found
-    raise ConfigError(
-        f"{names[0]} is not set",
-        where=f"environment variable {names[0]}",
-        why=f"{by} sets {' or '.join(names)} to a whole number from {minimum} on in every process that it starts",
-        fix=f"do not unset it between {by} and this process, or name another `environment`",
-    )
 
 
 def candidate_ports(identity: str) -> tuple[int, ...]:
@@ -126,28 +72,6 @@ def short_name(host: str) -> str:
     """A host name without its domain; an address stays whole."""
     head, _, _ = host.partition(".")
     return host.lower() if head.isdigit() or ":" in host else head.lower()
-
-
-def check_ranks(topology: Topology, source: str) -> Topology:
-    """The topology, if its numbers go together: in a shell inside a job, variables of two jobs may be mixed."""
-    pairs = (
-        (topology.global_rank, topology.world_size),
-        (topology.local_rank, topology.local_world_size),
-        (topology.node_rank, topology.num_nodes),
-        (topology.local_world_size, topology.world_size),
-        (topology.num_nodes, topology.world_size),
-    )
-    for index, (low, high) in enumerate(pairs):
-        if low is None or high is None:
-            continue
-        if low.value > high.value or (index < 3 and low.value == high.value):
-            raise ConfigError(
-                f"{low.value} ({low.reason}) does not go with {high.value} ({high.reason})",
-                where=f"environment variables of {source}",
-                why="the first counts within the second; variables of two jobs or steps may be mixed",
-                fix="start the command anew under its launcher, from a shell outside of other jobs",
-            )
-    return topology
 
 
 def supervised(environ: Mapping[str, str]) -> Topology | None:

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from fairlead import Claim, EnvironmentConfigBase, EnvironmentPlugin, Specificity, Topology, hookimpl
 from fairlead.interfaces import BuildContext, Setting
+from fairlead.topology import check_ranks
+from fairlead.variables import integer, malformed, required, text
 from fairlead_environments.shared import ENGINES
-from fairlead_environments.variables import check_ranks, integer, malformed, required, text
 
 if TYPE_CHECKING:
     from lightning.fabric.plugins.environments import XLAEnvironment
@@ -41,6 +42,11 @@ class XLA(EnvironmentPlugin):
     aliases = ("XLAEnvironmentPlugin",)
     engines = (*ENGINES, "torch-xla>=2.9")
     extra = "xla"
+    example_environ: ClassVar[Mapping[str, str]] = {
+        "TPU_WORKER_ID": "1",
+        "TPU_WORKER_HOSTNAMES": "t0,t1",
+        "PJRT_DEVICE": "TPU",
+    }
 
     @hookimpl
     def fairlead_detect(self, environ: Mapping[str, str]) -> Claim | None:

@@ -6,6 +6,7 @@ has done so before.
 
 from __future__ import annotations
 
+from fairlead.facts import StopReason
 from fairlead_hpc_signals.agreement import StopAgreement
 from fairlead_hpc_signals.command import CommandRequeueConfig
 from fairlead_hpc_signals.decision import AgreementError, StopDecision, StopRequest
@@ -13,7 +14,7 @@ from fairlead_hpc_signals.exit_code import ExitCodeRequeueConfig
 from fairlead_hpc_signals.flags import Conflict, Flag, SignalFlags
 from fairlead_hpc_signals.lsf import LSFRequeueConfig
 from fairlead_hpc_signals.none import NoneRequeueConfig
-from fairlead_hpc_signals.outcomes import StopOutcome, StopPolicy, StopReason
+from fairlead_hpc_signals.outcomes import StopOutcome, StopPolicy
 from fairlead_hpc_signals.scheduler import requeuer_here, why_stopped
 from fairlead_hpc_signals.script import ScriptRequeueConfig
 from fairlead_hpc_signals.slurm import SLURMRequeueConfig

@@ -7,8 +7,9 @@ import time
 from collections.abc import Mapping
 from typing import Final
 
+from fairlead.detect import find_jobs
+from fairlead.plugins import default_plugins
 from fairlead_hpc_signals.flags import SignalFlags
-from fairlead_hpc_signals.jobs import lsf_job, slurm_job
 from fairlead_hpc_signals.outcomes import StopPolicy
 
 KILL_WAIT: Final = 30.0
@@ -22,14 +23,14 @@ _REQUEUE: Final = 10.0  # seconds that are kept for the requeue
 class Deadline:
     """When the scheduler ends this process, as well as this rank knows it; it counts from `begin`.
 
-    What counts, in this order: `StopPolicy.grace_s`; what the scheduler answered; in a job of SLURM or LSF 30 s after
+    What counts, in this order: `StopPolicy.grace_s`; what the scheduler answered; in a scheduler's job 30 s after
     SIGTERM and 600 s after a warning; never more than `StopPolicy.save_timeout_s`.
     """
 
     def __init__(self, flags: SignalFlags, environ: Mapping[str, str], policy: StopPolicy) -> None:
         self._flags = flags
         self._policy = policy
-        self._in_job = slurm_job(environ) is not None or lsf_job(environ) is not None
+        self._in_job = bool(find_jobs(environ, default_plugins()))
         self._began = math.inf
         self._told: float | None = None
         self._told_at = 0.0

@@ -7,8 +7,8 @@ from typing import Literal
 from pydantic import Field, field_validator
 
 from fairlead.config_bases import RequeueConfigBase
+from fairlead.interfaces import Requeuer
 from fairlead.plugin_classes import RequeuePlugin
-from fairlead_hpc_signals.jobs import ConfiguredRequeuer
 
 
 class ExitCodeRequeueConfig(RequeueConfigBase):
@@ -42,13 +42,15 @@ class ExitCode(RequeuePlugin):
     extra = "lightning"
 
 
-class ExitCodeRequeuer(ConfiguredRequeuer[ExitCodeRequeueConfig]):
+class ExitCodeRequeuer(Requeuer):
     """Does nothing by itself: who ends the process takes the code from `exit_code`."""
+
+    config: ExitCodeRequeueConfig
 
     @property
     def exit_code(self) -> int:
         """What all ranks must end with."""
-        return self._config.code
+        return self.config.code
 
     def requeue(self) -> str:
         """Says which code asks."""

@@ -1,25 +1,16 @@
-"""The requeuer `lsf`: `brequeue`; and why an LSF job is to stop. Written from IBM's documentation; never tried."""
+"""The requeuer `lsf`: `brequeue`. Written from IBM's documentation; never tried."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, ClassVar, Final, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal
 
-from fairlead.errors import RunFailedError
 from fairlead.findings import Finding
 from fairlead.hookspecs import hookimpl
+from fairlead.interfaces import Requeuer
 from fairlead.plugin_classes import RequeuePlugin
-from fairlead_hpc_signals.jobs import JOB_UNKNOWN, ConfiguredRequeuer, check_job, lsf_job
-from fairlead_hpc_signals.outcomes import StopReason, Why
-from fairlead_hpc_signals.programs import (
-    COMMAND_MISSING,
-    NOT_IN_CONTAINER,
-    CommandSettings,
-    ask,
-    check_command,
-    run_command,
-)
+from fairlead_hpc_signals.jobs import JOB_UNKNOWN, check_job, no_job, requeue_command
+from fairlead_hpc_signals.programs import COMMAND_MISSING, NOT_IN_CONTAINER, CommandSettings, check_command, run_command
 
 if TYPE_CHECKING:
     from fairlead.resolve import Resolution
@@ -28,16 +19,6 @@ _REFUSALS: Final[Mapping[str, str]] = {
     "No matching job found": "submit the job again; LSF no longer knows it",
     "User permission denied": "submit the job again, or try `requeue: script`",
 }
-_FIELDS: Final = ("stat", "exit_reason", "time_left", "pend_reason", "suspend_reason")
-# Keywords of LSF's termination reasons, in the order in which they count.
-_KEYWORDS: Final[tuple[tuple[str, Why], ...]] = (
-    (r"TERM_PREEMPT|TERM_RC\b|TERM_REQUEUE_RC|TERM_MC_RECALL|preempt", "preempted"),
-    (r"TERM_RUNLIMIT|TERM_DEADLINE|TERM_WINDOW|TERM_CPULIMIT", "time_limit"),
-    (r"TERM_REQUEUE_(OWNER|ADMIN)", "requeued"),
-    (r"TERM_(FORCE_)?(OWNER|ADMIN)|TERM_BUCKET_KILL", "cancelled"),
-    (r"TERM_ZOMBIE|TERM_RMS", "node_failure"),
-)
-_STATES: Final[Mapping[str, Why]] = {"PEND": "requeued", "UNKWN": "node_failure", "ZOMBI": "node_failure"}
 
 
 class LSFRequeueConfig(CommandSettings):
@@ -52,83 +33,30 @@ class LSF(RequeuePlugin):
     config = LSFRequeueConfig
     runtime = "fairlead_hpc_signals.lsf:build"
     extra = "lsf"
+    example: ClassVar[Mapping[str, Any]] = {"retry_wait_s": 0.0}
+    example_environ: ClassVar[Mapping[str, str]] = {
+        "LSB_JOBID": "7",
+    }
     codes: ClassVar[Mapping[str, str]] = {**COMMAND_MISSING, **JOB_UNKNOWN}
-
-    def evidence(self, environ: Mapping[str, str]) -> str | None:
-        """Any process of a job."""
-        job = lsf_job(environ)
-        return f"LSB_JOBID={job}" if job is not None else None
 
     @hookimpl
     def fairlead_check(self, resolution: Resolution, environ: Mapping[str, str]) -> Iterable[Finding]:
         """Is there a job, and the command?"""
-        yield from check_job(lsf_job(environ), "LSF", "LSB_JOBID is not set", resolution)
+        yield from check_job(resolution, "lsf")
         yield from check_command("brequeue", resolution, environ)
 
 
-class LSFRequeuer(ConfiguredRequeuer[LSFRequeueConfig]):
+class LSFRequeuer(Requeuer):
     """`brequeue`; call it on one rank, when everything is saved."""
+
+    config: LSFRequeueConfig
 
     def requeue(self) -> str:
         """Requeues this job; returns the command that did."""
-        job = lsf_job(self._environ)
-        if job is None:
-            raise RunFailedError(
-                "the job is not requeued: this process belongs to no LSF job",
-                why="LSB_JOBID is not set",
-                fix="start it with bsub, or choose another `requeue`",
-            )
-        argv = ["brequeue", job]
-        return run_command(argv, self._config, self._environ, missing=NOT_IN_CONTAINER, refusals=_REFUSALS)
-
-
-def ask_lsf(job: str, environ: Mapping[str, str], deadline: float, limit_window_s: float) -> StopReason:
-    """Why this job, `17` or `17[3]`, is to stop; `deadline` is on the monotonic clock."""
-    fields = f"{' '.join(_FIELDS)} delimiter='|'"
-    state, problem = ask(["bjobs", "-noheader", "-o", fields, job], deadline, environ)
-    if problem:
-        return StopReason("unknown", problem)
-    reason = read_bjobs(state, limit_window_s)
-    if reason.why != "unknown":
-        return reason
-    history, problem = ask(["bhist", "-l", job], deadline, environ)
-    return reason if problem else read_bhist(history, reason)
-
-
-def read_bjobs(text: str, limit_window_s: float) -> StopReason:
-    """The reason in a line of `bjobs -noheader -o "stat exit_reason time_left pend_reason suspend_reason ..."`.
-
-    At the run limit LSF sends SIGUSR2 and grants ten minutes, so `0:0 L` is no hurry: what is left is not known.
-    """
-    line = text.strip().splitlines()[0] if text.strip() else ""
-    fields = dict(zip(_FIELDS, (field.strip() for field in line.split("|")), strict=False))
-    state, words = fields.get("stat", ""), " ".join(fields.values())
-    left = re.fullmatch(r"(\d+):(\d+)(?: [LE])?", fields.get("time_left", ""))
-    # E: an estimate, by which nothing is ended.
-    remaining = (int(left[1]) * 60 + int(left[2])) * 60.0 if left and "E" not in left[0] else None
-    evidence = f"bjobs: {line}" if line else "bjobs said nothing"
-    for pattern, why in _KEYWORDS:
-        if found := re.search(pattern, words, re.IGNORECASE):
-            again = "REQUEUE" in found[0]
-            return StopReason(why, evidence, remaining, scheduler_requeues=again, may_requeue=True)
-    if state in _STATES:
-        return StopReason(_STATES[state], evidence, remaining, scheduler_requeues=state == "PEND", may_requeue=True)
-    if state == "RUN" and remaining is not None and remaining <= limit_window_s:
-        return StopReason("time_limit", evidence, remaining or None, may_requeue=True)
-    return StopReason("unknown", evidence, remaining, may_requeue=True if line else None)
-
-
-def read_bhist(text: str, reason: StopReason) -> StopReason:
-    """The reason with what the job's history adds: whether somebody asked for its end.
-
-    Only signals that end a job count; a person who sends SIGUSR1 asks for something else.
-    """
-    events = " ".join(text.split())  # the lines are broken anywhere
-    last = re.findall(r"Signal <(\w+)> requested by user or administrator <([^>]*)>", events)[-1:]
-    if last and last[0][0].removeprefix("SIG") in ("KILL", "TERM", "INT"):
-        evidence = f"bhist: signal {last[0][0]} requested by {last[0][1]}"
-        return StopReason("cancelled", evidence, reason.remaining_s, may_requeue=True)
-    return reason
+        argv = requeue_command(self.job, "lsf")
+        if not argv:
+            raise no_job("lsf", "bsub")
+        return run_command(argv, self.config, self.environ, missing=NOT_IN_CONTAINER, refusals=_REFUSALS)
 
 
 build = LSFRequeuer.build

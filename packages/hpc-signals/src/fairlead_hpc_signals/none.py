@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Literal
 
 from fairlead.config_bases import RequeueConfigBase
+from fairlead.interfaces import Requeuer
 from fairlead.plugin_classes import RequeuePlugin
-from fairlead_hpc_signals.jobs import ConfiguredRequeuer
 
 
 class NoneRequeueConfig(RequeueConfigBase):
@@ -23,8 +23,10 @@ class NoRequeue(RequeuePlugin):
     extra = "lightning"
 
 
-class NoRequeuer(ConfiguredRequeuer[NoneRequeueConfig]):
+class NoRequeuer(Requeuer):
     """Leaves it at that."""
+
+    config: NoneRequeueConfig
 
     def requeue(self) -> str:
         """Says that nothing was done."""

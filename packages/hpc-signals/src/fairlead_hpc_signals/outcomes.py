@@ -6,35 +6,17 @@ import json
 import signal
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Final, Literal, NoReturn
+from typing import Final, NoReturn
+
+from fairlead.facts import StopReason
 
 REQUEUE_EXIT_CODE: Final = 75
 """Stopped with everything saved, and another start is wanted (EX_TEMPFAIL)."""
-
-Why = Literal["preempted", "time_limit", "cancelled", "node_failure", "requeued", "unknown"]
-"""`preempted`: another job gets the nodes; `time_limit`: the job's time is up, or nearly; `cancelled`: a person ended
-it; `node_failure`: a node of the job failed; `requeued`: somebody has requeued it already; `unknown`: the scheduler
-did not say, as after `scancel -s USR1`."""
 
 ASK_TIMEOUT: Final = 10.0
 """Seconds that the scheduler may take to answer."""
 LIMIT_WINDOW: Final = 600.0
 """Seconds before its end in which a running job that was signalled is taken to be near its time limit."""
-
-
-@dataclass(frozen=True, slots=True)
-class StopReason:
-    """Why this job is to stop, and from what that was read.
-
-    `remaining_s` are the seconds until the scheduler ends the job, and `may_requeue` whether it lets it be requeued;
-    None where that is not known. With `scheduler_requeues` it is requeued already: nobody else may.
-    """
-
-    why: Why
-    evidence: str
-    remaining_s: float | None = None
-    scheduler_requeues: bool = False
-    may_requeue: bool | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +32,7 @@ class StopPolicy:
         limit_window_s: See `LIMIT_WINDOW`.
         short_s: With fewer seconds left, only the checkpoint and the requeue are done.
         grace_s: Seconds from the signal to the end, into which all of a stop must fit; None: what the scheduler says,
-            else 30 after SIGTERM in a job of SLURM or LSF (see `Deadline`).
+            else 30 after SIGTERM in a job of a scheduler (see `Deadline`).
         save_timeout_s: The most seconds that a stop may take, also where nothing says when it must be over.
         finish_timeout_s: Seconds that all ranks may take to close their loggers.
         requeue_timeout_s: Seconds that the others wait for the rank that requeues.

@@ -1,16 +1,11 @@
-"""Runs a scheduler's programs: with a deadline, again after a failure, and with an answer when they fail."""
+"""Runs the command that requeues a job: again after a failure, and with an answer when it fails."""
 
 from __future__ import annotations
 
 import os
 import shlex
-import shutil
-import signal
-import subprocess
-import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from pydantic import Field
@@ -18,6 +13,7 @@ from pydantic import Field
 from fairlead.config_bases import RequeueConfigBase
 from fairlead.errors import RunFailedError
 from fairlead.findings import Finding
+from fairlead.programs import Attempt, attempt, find
 
 if TYPE_CHECKING:
     from fairlead.resolve import Resolution
@@ -30,8 +26,6 @@ NOT_IN_CONTAINER: Final = (
     "set `requeue: script` and let the job script run what it writes: that is outside the container"
 )
 """What to do where a scheduler's command is not there."""
-_SHOWN: Final = 500  # characters of a program's output that a message shows
-_MOST: Final = 1 << 20  # bytes of it that are read
 
 
 class CommandSettings(RequeueConfigBase):
@@ -48,7 +42,7 @@ class CommandSettings(RequeueConfigBase):
 
 def check_command(name: str, resolution: Resolution, environ: Mapping[str, str]) -> Iterator[Finding]:
     """Whether the command will be found."""
-    if _find(name, environ) is None:
+    if find(name, environ) is None:
         yield Finding(
             # Inside a job it will happen; on a login node the job's environment is not there yet.
             "warning" if resolution.inside_job else "info",
@@ -62,20 +56,6 @@ def check_command(name: str, resolution: Resolution, environ: Mapping[str, str])
 
 class UnansweredError(RunFailedError):
     """No attempt of a command was answered in its time; the scheduler may answer later."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Attempt:
-    """How a command ended: its exit code (None: killed after its time), output and standard error."""
-
-    code: int | None
-    output: str
-    complaint: str = ""
-
-    @property
-    def said(self) -> str:
-        """Both, cut to what a person reads."""
-        return f"{self.output}\n{self.complaint}".strip()[:_SHOWN]
 
 
 def run_command(
@@ -94,7 +74,7 @@ def run_command(
     may have been ended with the job. `RunFailedError`: it is not there, or no attempt succeeded.
     """
     shown = shlex.join(argv)
-    program = _find(argv[0], environ)
+    program = find(argv[0], environ)
     if program is None:
         raise RunFailedError(
             f"the job is not requeued: {argv[0]} was not found",
@@ -102,11 +82,11 @@ def run_command(
             why=f"PATH is {environ.get('PATH', os.defpath)}",
             fix=missing,
         )
-    attempts: list[_Attempt] = []
+    attempts: list[Attempt] = []
     for number in range(1 + settings.retries):
         if number:
             time.sleep(settings.retry_wait_s)
-        done = _attempt([program, *argv[1:]], settings.timeout_s, environ)
+        done = attempt([program, *argv[1:]], settings.timeout_s, environ)
         attempts.append(done)
         if done.code == 0:
             head = done.said.splitlines()[0] if done.said else ""
@@ -125,57 +105,7 @@ def run_command(
     )
 
 
-def ask(argv: Sequence[str], deadline: float, environ: Mapping[str, str]) -> tuple[str, str]:
-    """Asks a program one question, until a deadline on the monotonic clock: its output, and why there is none."""
-    program = _find(argv[0], environ)
-    if program is None:
-        return "", f"{argv[0]} is not on the PATH"
-    timeout_s = max(0.1, deadline - time.monotonic())
-    done = _attempt([program, *argv[1:]], timeout_s, environ)
-    if done.code is None:
-        return "", f"{argv[0]} did not answer within {timeout_s:.1f} s"
-    if done.code != 0:
-        return "", f"{argv[0]} ended with exit code {done.code}: {done.said}"
-    return done.output, ""
-
-
-def _find(name: str, environ: Mapping[str, str]) -> str | None:
-    """The path of a program on the PATH of the job, or None."""
-    return shutil.which(name, path=environ.get("PATH", os.defpath))
-
-
-def _attempt(argv: Sequence[str], timeout_s: float, environ: Mapping[str, str]) -> _Attempt:
-    """Runs a program once, without a shell, and kills it with all that it started when its time is over."""
-    # Files, not pipes: a grandchild that survives the kill would keep a pipe open, and us waiting.
-    with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as complaint:
-        try:
-            process = subprocess.Popen(
-                argv,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=complaint,
-                env=dict(environ),
-                start_new_session=True,  # signals to our group must not end it half-way; and it is killed whole
-            )
-        except OSError as error:
-            return _Attempt(127, "", f"{argv[0]}: {error.strerror}")
-        try:
-            code: int | None = process.wait(timeout_s)
-        except subprocess.TimeoutExpired:
-            code = None
-        finally:
-            if process.returncode is None:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
-        output.seek(0)
-        complaint.seek(0)
-        texts = (
-            file.read(size).decode(errors="replace").strip() for file, size in ((output, _MOST), (complaint, _SHOWN))
-        )
-        return _Attempt(code, *texts)
-
-
-def _story(attempts: Sequence[_Attempt], timeout_s: float) -> str:
+def _story(attempts: Sequence[Attempt], timeout_s: float) -> str:
     lines = []
     for one in attempts:
         if one.code is None:

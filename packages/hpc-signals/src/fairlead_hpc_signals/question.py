@@ -6,8 +6,9 @@ import threading
 import time
 from collections.abc import Callable
 
+from fairlead.facts import StopReason
 from fairlead_hpc_signals.deadline import Deadline
-from fairlead_hpc_signals.outcomes import StopPolicy, StopReason
+from fairlead_hpc_signals.outcomes import StopPolicy
 
 _SHARE = 0.25  # of the time there is; a scheduler that has not answered by then needs the rest for the requeue
 _STALE = 5.0  # seconds after which the scheduler is asked again before a requeue

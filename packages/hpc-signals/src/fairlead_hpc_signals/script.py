@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -13,8 +14,9 @@ from fairlead.config_bases import RequeueConfigBase
 from fairlead.errors import RunFailedError
 from fairlead.findings import Finding
 from fairlead.hookspecs import hookimpl
+from fairlead.interfaces import Requeuer
 from fairlead.plugin_classes import RequeuePlugin
-from fairlead_hpc_signals.jobs import JOB_UNKNOWN, ConfiguredRequeuer, check_job, lsf_job, slurm_job
+from fairlead_hpc_signals.jobs import JOB_UNKNOWN, check_job, requeue_command
 from fairlead_runs.commit import Syscalls
 from fairlead_runs.commit.files import disk_error, ensure_dir, replace_file
 
@@ -42,7 +44,8 @@ class ScriptRequeueConfig(RequeueConfigBase):
     """Where the script goes, as `requeue_JOB.sh`; made when missing. Default null: the variable
     NSHRUNNER_SUBMIT_EXIT_SCRIPT_DIR, else the older NSHRUNNER_LSF_EXIT_SCRIPT_DIR."""
     argv: tuple[str, ...] | None = Field(default=None, min_length=1, strict=False)
-    """What the script runs, as a list of words. Default null: `scontrol requeue` or `brequeue` for this job."""
+    """What the script runs, as a list of words. Default null: the command that the environment of the
+    job's scheduler names, such as `scontrol requeue JOB`."""
 
 
 class Script(RequeuePlugin):
@@ -51,6 +54,9 @@ class Script(RequeuePlugin):
     config = ScriptRequeueConfig
     runtime = "fairlead_hpc_signals.script:build"
     extra = "lightning"
+    example_environ: ClassVar[Mapping[str, str]] = {
+        "SLURM_JOB_ID": "7",
+    }
     codes: ClassVar[Mapping[str, str]] = {
         "requeue-directory-missing": "The requeuer `script` has no directory to write into.",
         **JOB_UNKNOWN,
@@ -74,32 +80,29 @@ class Script(RequeuePlugin):
                 **_NO_DIRECTORY,
             )
         if config.argv is None:
-            evidence = "neither SLURM_JOB_ID nor LSB_JOBID is set"
-            yield from check_job(slurm_job(environ) or lsf_job(environ), "SLURM or LSF", evidence, resolution)
+            yield from check_job(resolution)
 
 
-class ScriptRequeuer(ConfiguredRequeuer[ScriptRequeueConfig]):
+class ScriptRequeuer(Requeuer):
     """Writes the script on one rank, when everything is saved."""
+
+    config: ScriptRequeueConfig
 
     def requeue(self) -> str:
         """Writes the script, executable and as a whole; returns its path."""
-        directory = _directory(self._config, self._environ)
+        directory = _directory(self.config, self.environ)
         if directory is None:
             raise RunFailedError("the job is not requeued: there is no directory for the script", **_NO_DIRECTORY)
-        slurm, lsf = slurm_job(self._environ), lsf_job(self._environ)
-        argv = self._config.argv
-        if argv is None and slurm is not None:
-            argv = "scontrol", "requeue", slurm
-        elif argv is None and lsf is not None:
-            argv = "brequeue", lsf
-        if argv is None:
+        argv = self.config.argv or requeue_command(self.job)
+        if not argv:
             raise RunFailedError(
                 "the job is not requeued: there is nothing for the script to run",
                 where="trainer.requeue.argv",
-                why="this process belongs to no SLURM or LSF job",
+                why="no installed environment names a command for this process",
                 fix="set `requeue: {name: script, argv: [...]}`",
             )
-        name = (slurm or lsf or "job").replace("[", "_").replace("]", "")  # needs no quotes
+        job = next(reversed(requeue_command(self.job)), "job")
+        name = re.sub(r"[^\w.-]+", "_", job).strip("_")  # needs no quotes
         path = directory / f"requeue_{name}.sh"
         try:
             ensure_dir(directory, Syscalls())

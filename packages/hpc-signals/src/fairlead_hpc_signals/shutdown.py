@@ -8,10 +8,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Final
 
-from fairlead.errors import ConfigError, FairleadError, RunFailedError
+from fairlead.errors import ConfigError, FairleadError, RunFailedError, RunLockedError
+from fairlead.facts import StopReason
 from fairlead.interfaces import Requeuer
 from fairlead_hpc_signals.deadline import Deadline
-from fairlead_hpc_signals.outcomes import StopOutcome, StopPolicy, StopReason, planned
+from fairlead_hpc_signals.outcomes import StopOutcome, StopPolicy, planned
 from fairlead_hpc_signals.programs import UnansweredError
 from fairlead_hpc_signals.question import Question
 from fairlead_runs.mailbox import Mailbox
@@ -21,6 +22,7 @@ _LEAVE_TIMEOUT: Final = 5.0  # seconds that ranks wait for each other at the ver
 OUTCOME: Final = "shutdown/outcome"
 """The message with how the stop ended, of whoever had the job started again."""
 _UNSAVED: Final = (FairleadError, OSError, RuntimeError)  # a disk, or torch's words for one or for a lost peer
+_NOT_AGAIN: Final = (ConfigError, RunLockedError)  # of the user's, or another start has taken the place of this one
 _BUG: Final = "bug: "
 
 
@@ -59,7 +61,7 @@ class Shutdown:
         `requeue_code` is the exit code that asks for another start, where the requeuer has one of its own.
         """
         self._requeue_code = requeue_code
-        bug = error is not None and (isinstance(error, ConfigError) or not isinstance(error, _UNSAVED))
+        bug = error is not None and (isinstance(error, _NOT_AGAIN) or not isinstance(error, _UNSAVED))
         problem = "" if error is None else f"{type(error).__name__}: {error}"
         self._mailbox.arrive("shutdown/saved", f"{_BUG}{problem}" if bug else problem)
         message = self._plan() if self.leads else None

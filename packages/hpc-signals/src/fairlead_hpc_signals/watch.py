@@ -18,11 +18,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Final, Literal, NoReturn, Protocol, TypeVar
 
+from fairlead.facts import StopReason
 from fairlead.interfaces import Requeuer
 from fairlead_hpc_signals.deadline import Deadline
 from fairlead_hpc_signals.decision import AgreementError
 from fairlead_hpc_signals.flags import SignalFlags
-from fairlead_hpc_signals.outcomes import StopOutcome, StopPolicy, StopReason, exit_code_without_requeue, planned
+from fairlead_hpc_signals.outcomes import StopOutcome, StopPolicy, exit_code_without_requeue, planned
 from fairlead_hpc_signals.question import Question
 from fairlead_hpc_signals.shutdown import OUTCOME, claim_requeue, requeued
 from fairlead_runs.mailbox import Mailbox, StoreMailbox

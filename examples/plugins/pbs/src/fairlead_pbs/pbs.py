@@ -25,7 +25,6 @@ class PBS(EnvironmentPlugin):
     """A task of `pbsdsh`: PBS_NODEFILE lists a host for each rank, PBS_TASKNUM numbers them."""
 
     config = PBSEnvironmentConfig
-    runtime = "fairlead_pbs.pbs_runtime:PBSEnvironment"
 
     @hookimpl
     def fairlead_detect(self, environ: Mapping[str, str]) -> Claim | None:

@@ -18,6 +18,7 @@ checkpoint = CommandPlugin(
     arguments="fairlead_checkpoint_io.commands.checkpoint:checkpoint_arguments",
     runtime="fairlead_checkpoint_io.commands.checkpoint:run_checkpoint",
     group="checkpoints",
+    example=("ls", "no-such-run"),
 )
 
 _TORCH: Final = "torch>=2.13,<3"

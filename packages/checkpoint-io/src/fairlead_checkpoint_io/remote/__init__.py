@@ -80,6 +80,7 @@ class Remote(FilePlugin):
     """Copies every committed checkpoint to an object store."""
 
     config = RemoteCheckpointIOConfig
+    example: ClassVar[Mapping[str, Any]] = {"url": "s3://bucket/prefix"}
     runtime = "fairlead_checkpoint_io.remote.runtime:build"
     engines = ("torch>=2.13", "lightning>=2.6.6,<2.7", "fsspec>=2025.3")
     extra = "remote"

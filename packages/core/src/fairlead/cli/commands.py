@@ -12,6 +12,7 @@ plugins = CommandPlugin(
     arguments="fairlead.cli.installation:plugins_arguments",
     runtime="fairlead.cli.installation:run_plugins",
     group="installation",
+    example=("--axis", "command"),
 )
 schema = CommandPlugin(
     "schema",
@@ -19,16 +20,19 @@ schema = CommandPlugin(
     arguments="fairlead.cli.installation:schema_arguments",
     runtime="fairlead.cli.installation:run_schema",
     group="installation",
+    example=(),
 )
 check = CommandPlugin(
     "check",
     "everything that can be known to be wrong with a job, without torch",
     arguments="fairlead.cli.job:check_arguments",
     runtime="fairlead.cli.job:run_check",
+    example=("no-such.yaml",),
 )
 explain = CommandPlugin(
     "explain",
     "every setting of a job, its value, and the reason for it",
     arguments="fairlead.cli.job:explain_arguments",
     runtime="fairlead.cli.job:run_explain",
+    example=("no-such.yaml",),
 )

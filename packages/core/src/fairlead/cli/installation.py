@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import os
+import textwrap
+from collections import Counter
 from pathlib import Path
 from typing import Any
+
+from packaging.utils import canonicalize_name
 
 from fairlead.cli.session import Session
 from fairlead.config import JobConfig
@@ -18,12 +23,16 @@ from fairlead.plugins import PluginRecord, pip_target
 
 def plugins_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of `fairlead plugins`."""
+    parser.add_argument(
+        "action", nargs="?", choices=["check"], help="run the conformance suites over the plugins, instead of a list"
+    )
+    parser.add_argument("dist", nargs="?", metavar="DIST", help="check only the plugins of this distribution")
     parser.add_argument("--axis", metavar="A", help=f"only this axis: {', '.join(AXIS_PLUGINS)}")
     parser.add_argument("--json", action="store_true", help="print one JSON document")
 
 
 def run_plugins(arguments: argparse.Namespace, session: Session) -> int:
-    """Lists every discovered plugin, with what is wrong or missing."""
+    """Lists every discovered plugin, with what is wrong or missing; or checks what they do."""
     if arguments.axis is not None and arguments.axis not in AXIS_PLUGINS:
         near = did_you_mean(arguments.axis, AXIS_PLUGINS)
         raise ConfigError(
@@ -32,6 +41,8 @@ def run_plugins(arguments: argparse.Namespace, session: Session) -> int:
             why=f"axes: {', '.join(AXIS_PLUGINS)}",
             fix=f"did you mean {near!r}?" if near else None,
         )
+    if arguments.action == "check":
+        return _check(arguments, session)
     records = session.plugins.records(arguments.axis, load=True)
     if arguments.json:
         session.print_json([record.as_dict() for record in records])
@@ -55,6 +66,37 @@ def run_plugins(arguments: argparse.Namespace, session: Session) -> int:
             f"'fairlead[{absent[0] if len(absent) == 1 else 'lightning'}]' also what training needs"
         )
     return 0
+
+
+def _check(arguments: argparse.Namespace, session: Session) -> int:
+    """The suites of `fairlead.testing` over the installed plugins; 1 where one of them breaks the contract."""
+    from fairlead.testing.runner import run_suite
+
+    everything = session.plugins.records(arguments.axis, load=True)
+    wanted = arguments.dist and canonicalize_name(arguments.dist)
+    records = [record for record in everything if wanted in (None, canonicalize_name(record.dist))]
+    if not records:
+        dists = sorted({record.dist for record in everything})
+        near = did_you_mean(arguments.dist or "", dists)
+        raise ConfigError(
+            f"no plugin of {arguments.dist!r} is installed" if arguments.dist else "no plugin is installed",
+            where="fairlead plugins check",
+            why=f"there are plugins of: {', '.join(dists) or 'nothing'}",
+            fix=f"did you mean {near!r}?" if near else "pip install it, and name its distribution",
+        )
+    found: list[dict[str, Any]] = []
+    for record in records:
+        outcomes = list(run_suite(record, session.plugins))
+        found += [{"plugin": record.key, "dist": record.dist, **dataclasses.asdict(one)} for one in outcomes]
+        if not arguments.json:
+            counts = Counter(one.result for one in outcomes)
+            session.print(f"{record.key:<34}{', '.join(f'{number} {result}' for result, number in counts.items())}")
+            for one in outcomes:
+                if one.result == "failed":
+                    session.print(textwrap.indent(f"{one.test}: {one.why}", "  "))
+    if arguments.json:
+        session.print_json(found)
+    return 1 if any(one["result"] == "failed" for one in found) else 0
 
 
 def _state(record: PluginRecord, session: Session) -> str:

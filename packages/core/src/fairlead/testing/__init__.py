@@ -19,16 +19,16 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
+    from fairlead.testing.checkpoints import CheckpointIOConformance
     from fairlead.testing.conformance import PluginConformance
+    from fairlead.testing.environments import EnvironmentConformance
     from fairlead.testing.fakes import FakeDist, FakeEntryPoint, FakeEnviron, write_dist
     from fairlead.testing.resolutions import minimal_resolution, stand_ins
     from fairlead.testing.suites import (
         CONFORMANCE,
         AcceleratorConformance,
         CheckConformance,
-        CheckpointIOConformance,
         CommandConformance,
-        EnvironmentConformance,
         LayerSyncConformance,
         LoggerConformance,
         PrecisionConformance,

@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+import unittest
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
@@ -15,9 +16,9 @@ from typing import Any, ClassVar
 from pydantic import ValidationError
 
 from fairlead import yaml
-from fairlead.capabilities import Capability
 from fairlead.config_bases import BackendConfig
 from fairlead.configs import config_classes
+from fairlead.contract import broken_capability
 from fairlead.errors import FairleadError
 from fairlead.findings import CODES, Finding
 from fairlead.interfaces import BuildContext
@@ -35,9 +36,7 @@ _KEBAB = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*")
 
 def skip(reason: str) -> None:
     """Ends a test that cannot be done here."""
-    import pytest
-
-    pytest.skip(reason)
+    raise unittest.SkipTest(reason)  # pytest takes it as its own
 
 
 class EntryPointConformance:
@@ -61,18 +60,28 @@ class EntryPointConformance:
         """The entry point's name."""
         return f"{self.axis}.{self.plugin_name}"
 
+    def broken(self, what: str, do: str) -> str:
+        """The message of a test that fails: what is wrong, and what the author should do."""
+        return f"{self.key}: {what}\n  do: {do}"
+
     def test_is_found_and_loads(self) -> None:
         """The entry point is named `<axis>.<tag>`, and the manager has nothing to say against what it loads."""
         records = {record.key: record for record in self.plugins().records(self.axis, load=True)}
-        assert self.key in records, f"no entry point {self.key!r} in the group fairlead; found: {sorted(records)}"
+        assert self.key in records, self.broken(
+            f"there is no such entry point in the group fairlead; found: {sorted(records)}",
+            "name it in [project.entry-points.fairlead] of pyproject.toml, and install the package again",
+        )
         error = records[self.key].error
-        assert error is None, f"{self.key}: {error}"
+        assert error is None, self.broken(str(error), "change the plugin's class or its entry point so that this holds")
 
     def test_loading_imports_no_engine(self) -> None:
         """Loading it works without torch, Lightning and NumPy."""
         module = self.plugins().record(self.axis, self.plugin_name).value.partition(":")[0]
         imported = self.imports(f"import {module}", module)
-        assert not imported, f"{self.key}: importing {module} imports {', '.join(imported)}"
+        assert not imported, self.broken(
+            f"importing {module} imports {', '.join(imported)}",
+            "import them in the body of what builds, as `runtime` names it",
+        )
 
     def imports(self, code: str, module: str) -> list[str]:
         """The heavy packages that a piece of code imports, in a process of its own."""
@@ -84,7 +93,9 @@ class EntryPointConformance:
             text=True,
             check=False,
         )
-        assert done.returncode == 0, f"{self.key}: {module} cannot be imported alone:\n{done.stderr}"
+        assert done.returncode == 0, self.broken(
+            f"{module} cannot be imported alone:\n{done.stderr}", "make it importable in a new process"
+        )
         return list(json.loads(done.stdout.splitlines()[-1]))
 
     def require_engines(self) -> None:
@@ -95,10 +106,12 @@ class EntryPointConformance:
 
     def load_reference(self, reference: str | None, what: str) -> Any:
         """What a `module:callable` names."""
-        assert reference, f"{self.key}: `{what}` is not set"
+        assert reference, self.broken(f"`{what}` is not set", f'set `{what} = "module:callable"`')
         module, _, name = reference.partition(":")
         found = getattr(importlib.import_module(module), name, None)
-        assert callable(found), f"{self.key}: `{what}` names {reference!r}, which is not callable"
+        assert callable(found), self.broken(
+            f"`{what}` names {reference!r}, which is not callable", f"name a function or class in {module}"
+        )
         return found
 
 
@@ -106,13 +119,13 @@ class PluginConformance(EntryPointConformance):
     """The suite that each axis extends.
 
     Attributes:
-        example: Fields that the config cannot do without, if there are any.
+        example: Fields that the config cannot do without, if there are any; None: the plugin's own `example`.
         trainer: Fields of `TrainerConfig` that the plugin needs to be tried, besides itself.
-        example_environ: The environment variables to try it with.
+        example_environ: The environment variables to try it with; None: the plugin's own `example_environ`.
         builds: For each engine, the class that the runtime must return, as `module:Class`.
     """
 
-    example: ClassVar[Mapping[str, Any]] = {}
+    example: ClassVar[Mapping[str, Any] | None] = None
     trainer: ClassVar[Mapping[str, Any]] = {}
     example_environ: ClassVar[Mapping[str, str] | None] = None
     builds: ClassVar[Mapping[str, str]] = {}
@@ -125,23 +138,38 @@ class PluginConformance(EntryPointConformance):
 
     def config(self, plugins: PluginManager | None = None) -> BackendConfig:
         """Its config, as `{name: <tag>, **example}` in a job makes it."""
-        value = {"name": self.plugin_name, **self.example}
-        return parse_backend(self.axis, value, plugins or self.plugins())
+        plugins = plugins or self.plugins()
+        example = self.plugin(plugins).example if self.example is None else self.example
+        return parse_backend(self.axis, {"name": self.plugin_name, **example}, plugins)
+
+    def environ(self, plugins: PluginManager | None = None) -> dict[str, str]:
+        """The environment variables to try it with."""
+        given = self.plugin(plugins).example_environ if self.example_environ is None else self.example_environ
+        return dict(given or {})
+
+    def implements(self, plugins: PluginManager, hook: str) -> bool:
+        """Whether the plugin has this hook."""
+        return getattr(self.plugin(plugins), hook, None) is not None
 
     def resolution(self, plugins: PluginManager, config: BackendConfig) -> Any:
         """One rank on the CPU with this plugin selected."""
         chosen: Any = (config,) if self.axis == "logger" else config
         field = "loggers" if self.axis == "logger" else self.axis
-        return minimal_resolution(plugins, environ=self.example_environ, **{**self.trainer, field: chosen})
+        return minimal_resolution(plugins, environ=self.environ(plugins), **{**self.trainer, field: chosen})
 
     # -- the config
 
     def test_config_constructs(self) -> None:
         """The config needs no fields but those of `example`, and a preset sets what it says."""
         plugin, config = self.plugin(), self.config()
-        assert isinstance(config, plugin.base), f"{self.key}: not a {plugin.base.__name__}"
+        assert isinstance(config, plugin.base), self.broken(
+            f"its config is not a {plugin.base.__name__}", "derive the config from that class"
+        )
         again = parse_backend(self.axis, config.model_dump(mode="json"), self.plugins())
-        assert again == config, f"{self.key}: the preset {dict(plugin.preset)} does not survive validation"
+        assert again == config, self.broken(
+            f"the preset {dict(plugin.preset)} does not survive validation",
+            "give the preset values as a config holds them",
+        )
 
     def test_config_is_frozen(self) -> None:
         """A config cannot be changed, so what was checked is what runs."""
@@ -150,7 +178,7 @@ class PluginConformance(EntryPointConformance):
             config.__setattr__("name", "another")
         except ValidationError:
             return
-        raise AssertionError(f"{self.key}: a field can be set after validation; keep `frozen=True` of the base")
+        raise AssertionError(self.broken("a field can be set after validation", "keep `frozen=True` of the base"))
 
     def test_config_forbids_unknown_fields(self) -> None:
         """A misspelt field is an error."""
@@ -159,7 +187,9 @@ class PluginConformance(EntryPointConformance):
             self.plugin().config.model_validate({**self.config().model_dump(), "no_such_field": 1})
         except ValidationError as error:
             kinds = {detail["type"] for detail in error.errors()}
-        assert "extra_forbidden" in kinds, f"{self.key}: unknown fields are accepted; keep `extra='forbid'` of the base"
+        assert "extra_forbidden" in kinds, self.broken(
+            "unknown fields are accepted", "keep `extra='forbid'` of the base"
+        )
 
     def test_config_round_trips(self) -> None:
         """JSON and YAML give back the same config."""
@@ -170,19 +200,28 @@ class PluginConformance(EntryPointConformance):
             ("YAML", yaml.load(yaml.dump(plain), source="-").data),
         ):
             back = parse_backend(self.axis, data, self.plugins())
-            assert back == config, f"{self.key}: {form} gives back {back!r}, not {config!r}"
+            assert back == config, self.broken(
+                f"{form} gives back {back!r}, not {config!r}", "use field types that pydantic reads as it writes them"
+            )
 
     def test_config_has_a_json_schema(self) -> None:
         """`fairlead schema` can show it to editors."""
         schema = self.plugin().config.model_json_schema()
-        assert schema["properties"], f"{self.key}: an empty JSON schema"
+        assert schema["properties"], self.broken(
+            "its JSON schema is empty", "give the config at least `name: Literal[...]`"
+        )
 
     def test_every_field_is_documented(self) -> None:
         """The class and each field have a docstring: they are the documentation."""
         config = self.plugin().config
-        assert (config.__doc__ or "").strip(), f"{self.key}: {config.__name__} has no docstring"
+        assert (config.__doc__ or "").strip(), self.broken(
+            f"{config.__name__} has no docstring", "say in it what this choice is"
+        )
         bare = [name for name, field in config.model_fields.items() if name != "name" and not field.description]
-        assert not bare, f"{self.key}: no docstring under the fields {', '.join(bare)} of {config.__name__}"
+        assert not bare, self.broken(
+            f"no docstring under the fields {', '.join(bare)} of {config.__name__}",
+            "say what each is, its unit and its default",
+        )
 
     def test_config_is_named_by_its_axis(self) -> None:
         """The class is called `<Name><Axis>Config`, and it and its aliases are found in `fairlead.configs`."""
@@ -190,49 +229,61 @@ class PluginConformance(EntryPointConformance):
         suffix = plugin.base.__name__.removesuffix("Base")
         name = plugin.config.__name__
         named = any(each.endswith(suffix) for each in (name, *plugin.aliases))
-        assert named, f"{self.key}: {name} should be called <Name>{suffix}, or have such an alias"
+        assert named, self.broken(
+            f"{name} should be called <Name>{suffix}", "rename it, or set `aliases` with such a name"
+        )
         known = config_classes(plugins)
         for alias in (name, *plugin.aliases):
-            assert known.get(alias) is plugin.config, f"{self.key}: fairlead.configs.{alias} is {known.get(alias)!r}"
+            assert known.get(alias) is plugin.config, self.broken(
+                f"fairlead.configs.{alias} is {known.get(alias)!r}", "choose a name that no other config has"
+            )
 
     # -- what it says
 
     def test_codes_are_explained(self) -> None:
         """Each code of a finding is in kebab-case and has a sentence, and none is a code of the core's."""
         for code, text in self.plugin().codes.items():
-            assert _KEBAB.fullmatch(code), f"{self.key}: the code {code!r} is not in kebab-case"
-            assert text.strip(), f"{self.key}: the code {code!r} has no explanation"
-            assert CODES.get(code, text) == text, f"{self.key}: the code {code!r} is one of fairlead's own"
+            assert _KEBAB.fullmatch(code), self.broken(
+                f"the code {code!r} is not in kebab-case", "write it as `my-code`"
+            )
+            assert text.strip(), self.broken(f"the code {code!r} has no explanation", "give it a sentence in `codes`")
+            assert CODES.get(code, text) == text, self.broken(
+                f"the code {code!r} is one of fairlead's own", "choose another, or give it fairlead's explanation"
+            )
 
     def test_capabilities_are_rows(self) -> None:
-        """The hook `fairlead_capabilities` gives rows about `axis.tag`, each with its reason."""
+        """The hook `fairlead_capabilities` gives rows about choices that exist, each with its reason."""
         plugins = self.plugins()
         for result in plugins.call(self.plugin(plugins), "fairlead_capabilities", plugins=plugins):
             for row in result:
-                assert isinstance(row, Capability), f"fairlead_capabilities of {self.key} gave a {type(row).__name__}"
-                assert row.reason.strip(), f"{self.key}: a capability of {row.subject} has no reason"
-                for choice in (row.subject, *row.others):
-                    assert "." in choice, f"{self.key}: a capability names {choice!r}, not `axis.tag`"
+                wrong = broken_capability(row, self.key, plugins.tags)
+                assert wrong is None, self.broken(str(wrong), "correct the row")
 
     def test_checks_give_findings(self) -> None:
         """The hook `fairlead_check` gives findings whose codes are explained."""
         plugins = self.plugins()
         plugin, config = self.plugin(plugins), self.config(plugins)
         resolution = self.resolution(plugins, config)
-        environ = dict(self.example_environ or {})
+        environ = self.environ(plugins)
         for result in plugins.call(plugin, "fairlead_check", resolution=resolution, environ=environ):
             for finding in result:
-                assert isinstance(finding, Finding), f"fairlead_check of {self.key} gave a {type(finding).__name__}"
+                assert isinstance(finding, Finding), self.broken(
+                    f"fairlead_check gave a {type(finding).__name__}", "yield fairlead.Finding"
+                )
                 known = {**CODES, **plugin.codes}
-                assert finding.code in known, f"{self.key}: the code {finding.code!r} is not in `{plugin!r}.codes`"
-        assert environ == dict(self.example_environ or {}), f"fairlead_check of {self.key} changed the environment"
+                assert finding.code in known, self.broken(
+                    f"the code {finding.code!r} is not in `{plugin!r}.codes`", "explain it there"
+                )
+        assert environ == self.environ(plugins), self.broken(
+            "fairlead_check changed the environment", "work on a copy of `environ`"
+        )
 
     # -- what it builds
 
     def test_runtime_is_importable(self) -> None:
         """`runtime` names a callable that exists, once its engine is installed."""
         reference = self.plugin().runtime
-        assert reference, f"{self.key}: `runtime` is not set"
+        assert reference, self.broken("`runtime` is not set", 'set `runtime = "module:callable"`')
         self.require_engines()
         self.load_reference(reference, "runtime")
 
@@ -248,7 +299,7 @@ class PluginConformance(EntryPointConformance):
         plugin, config = self.plugin(plugins), self.config(plugins)
         resolution = self.resolution(plugins, config)
         self._skip_what_is_not_for_here(plugins, resolution)
-        environ = dict(self.example_environ or {})
+        environ = self.environ(plugins)
         run_dir.mkdir(parents=True, exist_ok=True)
         context = BuildContext(resolution, environ, plugins, engine, run_dir)  # type: ignore[arg-type]  # a key of `builds`
         runtime = self.load_reference(plugin.runtime, "runtime")
@@ -259,12 +310,15 @@ class PluginConformance(EntryPointConformance):
         if built is None and self.may_build_nothing:
             return built
         expected = self.load_reference(self.builds[engine], "builds")
-        assert isinstance(built, expected), f"{self.key}: the runtime gave a {type(built).__name__} for the {engine}"
+        assert isinstance(built, expected), self.broken(
+            f"the runtime gave a {type(built).__name__} for the {engine}",
+            f"return a {self.builds[engine].partition(':')[2]}",
+        )
         return built
 
     def _skip_what_is_not_for_here(self, plugins: PluginManager, resolution: Any) -> None:
         from fairlead.checks import find_conflicts
 
-        for finding in find_conflicts(resolution, self.example_environ or {}, plugins):
+        for finding in find_conflicts(resolution, self.environ(plugins), plugins):
             if finding.severity == "error":
                 skip(f"{self.key} is not for one rank on this machine: {finding}")

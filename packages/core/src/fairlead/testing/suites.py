@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import argparse
-import importlib
+import contextlib
+import io
+import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
-from fairlead.config_bases import EnvironmentConfigBase
 from fairlead.errors import FairleadError
-from fairlead.interfaces import Claim, Devices, Job, Setting, Specificity, Topology
-from fairlead.plugin_classes import AcceleratorPlugin, CommandPlugin, EnvironmentPlugin
+from fairlead.interfaces import Devices, Requeuer
+from fairlead.plugin_classes import AcceleratorPlugin, CommandPlugin
 from fairlead.plugins import PluginManager
+from fairlead.testing.checkpoints import CheckpointIOConformance
 from fairlead.testing.conformance import EntryPointConformance, PluginConformance, skip
+from fairlead.testing.environments import EnvironmentConformance
 from fairlead.testing.fakes import FakeEnviron
 
 
@@ -32,13 +35,18 @@ class AcceleratorConformance(PluginConformance):
         plugins = self.plugins()
         plugin = self.plugin(plugins)
         assert isinstance(plugin, AcceleratorPlugin)
-        environ = FakeEnviron(self.example_environ or {})
+        environ = FakeEnviron(self.environ(plugins))
         results = plugins.call(plugin, "fairlead_devices", environ=environ)
-        assert results, f"{self.key} does not implement fairlead_devices, so `accelerator: auto` never takes it"
+        assert results, self.broken(
+            "it does not implement fairlead_devices, so `accelerator: auto` never takes it",
+            "return Devices from it",
+        )
         for devices in results:
-            assert isinstance(devices, Devices), f"fairlead_devices of {self.key} gave a {type(devices).__name__}"
-            assert devices.count >= 0, f"{self.key}: {devices.count} devices"
-            assert devices.evidence.strip(), f"{self.key}: a count of devices without evidence"
+            assert isinstance(devices, Devices), self.broken(
+                f"fairlead_devices gave a {type(devices).__name__}", "return fairlead.Devices"
+            )
+            assert devices.count >= 0, self.broken(f"it finds {devices.count} devices", "count from 0")
+            assert devices.evidence.strip(), self.broken("a count of devices has no evidence", "say how it was found")
 
     def build(self, run_dir: Path, engine: str = "trainer") -> Any:
         """Builds it where there is such a device."""
@@ -69,131 +77,6 @@ class PrecisionConformance(PluginConformance):
     }
 
 
-class EnvironmentConformance(PluginConformance):
-    """For plugins of the axis `environment`.
-
-    Set `example_environ` to the variables of one rank, so that detection and ranks are tried too.
-    """
-
-    axis = "environment"
-    builds: ClassVar[Mapping[str, str]] = {"trainer": "lightning.fabric.plugins.environments:ClusterEnvironment"}
-
-    def detect(self, variables: Mapping[str, str]) -> Claim | None:
-        """What the plugin claims of these variables."""
-        plugins = self.plugins()
-        environ, process = FakeEnviron(variables), dict(os.environ)
-        results = plugins.call(self.plugin(plugins), "fairlead_detect", environ=environ)
-        assert dict(os.environ) == process, f"fairlead_detect of {self.key} changed os.environ"
-        for claim in results:
-            assert isinstance(claim, Claim), f"fairlead_detect of {self.key} gave a {type(claim).__name__}"
-            assert claim.evidence.strip(), f"{self.key}: a claim without evidence"
-        return results[0] if results else None
-
-    def test_claims_nothing_without_evidence(self) -> None:
-        """No variables, no claim, except that this may be any machine."""
-        claim = self.detect({})
-        assert claim is None or claim.specificity == Specificity.MACHINE, f"{self.key} claims any process: {claim}"
-
-    def test_claims_its_own(self) -> None:
-        """The variables of its example are claimed."""
-        if self.example_environ is None:
-            skip(f"{self.key}: the suite has no example_environ")
-        assert self.detect(self.example_environ or {}), f"{self.key} does not claim its own example_environ"
-
-    def test_topology_is_consistent(self) -> None:
-        """Every rank lies within its world, and every value has its reason."""
-        if self.example_environ is None:
-            skip(f"{self.key}: the suite has no example_environ")
-        plugins = self.plugins()
-        config = self.config(plugins)
-        assert isinstance(config, EnvironmentConfigBase)
-        environ = FakeEnviron(self.example_environ or {})
-        for topology in plugins.call(self.plugin(plugins), "fairlead_topology", config=config, environ=environ):
-            assert isinstance(topology, Topology), f"fairlead_topology of {self.key} gave a {type(topology).__name__}"
-            self._check(topology)
-
-    def test_its_job_is_usable(self) -> None:
-        """No variables, no job; the example's has an id with its scheduler, and numbers with their reasons."""
-        plugins = self.plugins()
-        plugin = self.plugin(plugins)
-        assert plugins.call(plugin, "fairlead_job", environ=FakeEnviron()) == [], f"{self.key}: a job without variables"
-        for job in plugins.call(plugin, "fairlead_job", environ=FakeEnviron(self.example_environ or {})):
-            assert isinstance(job, Job), f"fairlead_job of {self.key} gave a {type(job).__name__}"
-            scheduler, _, name = job.id.partition(":")
-            assert all((scheduler, name)), f"{self.key}: the job's id {job.id!r} is not `scheduler:id`"
-            for cpus in (job.cpus_per_rank, job.cpus_on_node):
-                assert cpus is None or (cpus.value > 0 and cpus.reason), f"{self.key}: {cpus!r} is no number of CPUs"
-
-    def test_names_its_requeuer(self) -> None:
-        """`requeue` is the tag of a requeuer."""
-        plugin = self.plugin()
-        assert isinstance(plugin, EnvironmentPlugin)
-        assert plugin.requeue, f"{self.key}: `requeue` is empty; the default is 'none'"
-
-    def _check(self, topology: Topology) -> None:
-        number: dict[str, int] = {}
-        for name in Topology.__dataclass_fields__:
-            setting = getattr(topology, name)
-            if name in {"launched", "start"} or setting is None:
-                continue
-            assert isinstance(setting, Setting), f"{self.key}: {name} is {setting!r}, not a Setting with its reason"
-            assert setting.reason.strip(), f"{self.key}: {name} has no reason"
-            if name != "main_address":
-                assert isinstance(setting.value, int), f"{self.key}: {name} is {setting.value!r}, not a number"
-                number[name] = setting.value
-        for rank, size in (
-            ("global_rank", "world_size"),
-            ("local_rank", "local_world_size"),
-            ("node_rank", "num_nodes"),
-        ):
-            if rank in number:
-                limit = number.get(size, number[rank] + 1)
-                assert 0 <= number[rank] < limit, f"{self.key}: {rank} is {number[rank]}, {size} is {limit}"
-        if {"world_size", "local_world_size"} <= number.keys():
-            assert number["local_world_size"] <= number["world_size"], f"{self.key}: more ranks on a node than in all"
-
-
-class CheckpointIOConformance(PluginConformance):
-    """For plugins of the axis `checkpoint_io`."""
-
-    axis = "checkpoint_io"
-    builds: ClassVar[Mapping[str, str]] = {"trainer": "lightning.fabric.plugins:CheckpointIO"}
-
-    def state(self) -> dict[str, Any]:
-        """A nested checkpoint with tensors, as Lightning's are."""
-        torch = importlib.import_module("torch")  # an engine of the plugin under test, not of this module
-        weights = {"weight": torch.arange(6.0).reshape(2, 3), "steps": torch.tensor(7)}
-        return {"state_dict": weights, "epoch": 1, "loops": {"history": [1, 2.5, "x", None, True]}, "empty": {}}
-
-    def test_a_checkpoint_comes_back(self, tmp_path: Path) -> None:
-        """What is saved is loaded, equal in every part, and can be removed."""
-        io = self.build(tmp_path / "run")
-        path = tmp_path / "checkpoints" / "step-1.ckpt"
-        io.save_checkpoint(self.state(), path)
-        if hasattr(io, "submit"):  # `fairlead_runs.checkpoint_io.DurableSaves`
-            io.wait()
-        assert path.exists(), f"{self.key}: no checkpoint at its path after the save"
-        loaded = io.load_checkpoint(path)
-        _same(loaded, self.state(), self.key)
-        io.remove_checkpoint(path)
-        io.teardown()  # a backend that works in the background may remove there
-        assert not path.exists(), f"{self.key}: the checkpoint is still there after remove_checkpoint and teardown"
-
-    def test_a_missing_checkpoint_is_named(self, tmp_path: Path) -> None:
-        """Loading what is not there raises a `FairleadError` that names the path."""
-        io = self.build(tmp_path / "run")
-        path = tmp_path / "no-such.ckpt"
-        said = None
-        try:
-            io.load_checkpoint(path)
-        except FairleadError as error:
-            said = str(error)
-        finally:
-            io.teardown()
-        assert said is not None, f"{self.key}: loading a checkpoint that does not exist gave something"
-        assert "no-such.ckpt" in said, f"{self.key}: the error does not name the path: {said}"
-
-
 class LayerSyncConformance(PluginConformance):
     """For plugins of the axis `layer_sync`."""
 
@@ -202,10 +85,70 @@ class LayerSyncConformance(PluginConformance):
 
 
 class RequeueConformance(PluginConformance):
-    """For plugins of the axis `requeue`."""
+    """For plugins of the axis `requeue`.
+
+    Attributes:
+        commands: Names of the programs that it runs, for which stand-ins are put on the PATH; None: that of the job.
+    """
 
     axis = "requeue"
     builds: ClassVar[Mapping[str, str]] = {"trainer": "fairlead.interfaces:Requeuer"}
+    commands: ClassVar[Sequence[str] | None] = None
+
+    def test_requeues(self, tmp_path: Path) -> None:
+        """`requeue()` says what was done or raises ours: with stand-ins that obey, that refuse, and without any."""
+        for name, body in (("obeys", "echo done"), ("refuses", "echo 'not today' >&2; exit 1"), ("missing", None)):
+            folder = tmp_path / name
+            folder.mkdir()
+            with _path(folder):
+                requeuer = self.build(folder / "run")
+                for command in () if body is None else self._commands(requeuer):
+                    (folder / command).write_text(f"#!/bin/sh\n{body}\n")
+                    (folder / command).chmod(0o755)
+                said = self._requeue(requeuer)
+            assert isinstance(said, str), self.broken(
+                f"requeue() gave a {type(said).__name__}", "return what was done, for the history"
+            )
+            assert said.strip(), self.broken("requeue() gave an empty text", "return what was done, for the history")
+
+    def test_its_exit_code_can_be_told_apart(self, tmp_path: Path) -> None:
+        """`exit_code` is None or a code that says nothing else."""
+        code = self.build(tmp_path / "run").exit_code
+        assert code is None or (isinstance(code, int) and 3 <= code <= 255 and code not in (130, 143)), self.broken(
+            f"its exit_code is {code!r}", "choose 3 to 255, without 130 and 143, which say that no start is wanted"
+        )
+
+    def environ(self, plugins: PluginManager | None = None) -> dict[str, str]:
+        """The variables of the example, and the PATH with the stand-ins."""
+        return {**super().environ(plugins), "PATH": os.environ.get("PATH", os.defpath)}
+
+    def _commands(self, requeuer: Requeuer) -> Sequence[str]:
+        if self.commands is not None:
+            return self.commands
+        return requeuer.job.requeue[:1] if requeuer.job is not None else ()
+
+    def _requeue(self, requeuer: Requeuer) -> object:
+        try:
+            return requeuer.requeue()
+        except FairleadError as error:
+            return str(error)
+        except Exception as error:
+            raise AssertionError(
+                self.broken(f"requeue() raised {type(error).__name__}: {error}", "raise fairlead.errors.RunFailedError")
+            ) from error
+
+
+@contextlib.contextmanager
+def _path(folder: Path) -> Iterator[None]:
+    """A PATH with nothing but a folder's programs: no real scheduler may be asked."""
+    before = os.environ.get("PATH")
+    os.environ["PATH"] = str(folder)
+    try:
+        yield
+    finally:
+        os.environ.pop("PATH")
+        if before is not None:
+            os.environ["PATH"] = before
 
 
 class LoggerConformance(PluginConformance):
@@ -215,11 +158,37 @@ class LoggerConformance(PluginConformance):
     builds: ClassVar[Mapping[str, str]] = {"trainer": "lightning.pytorch.loggers:Logger"}
     may_build_nothing = True
 
+    def test_two_steps_are_logged(self, tmp_path: Path) -> None:
+        """Settings and the metrics of two steps go in, and it is closed; a position of its is plain data."""
+        logger = self.build(tmp_path / "run")
+        if logger is None:
+            skip(f"{self.key}: nothing has to be built")
+        logger.log_hyperparams({"lr": 0.1, "model": {"class": "net:Net"}})
+        positions = []
+        for step in (1, 2):
+            logger.log_metrics({"loss": 1.0 / step, "epoch": 0}, step=step)
+            logger.save()
+            positions.append(logger.position() if hasattr(logger, "position") else None)
+        logger.finalize("success")
+        for position in positions:
+            assert position is None or json.loads(json.dumps(position)) == position, self.broken(
+                f"its position is {position!r}",
+                "give numbers, texts, lists and dicts: it goes into a checkpoint",
+            )
+        assert positions[0] is None or positions[0] != positions[1], self.broken(
+            f"its position after two steps is that after one, {positions[0]!r}", "write before it answers"
+        )
+
 
 class CommandConformance(EntryPointConformance):
-    """For commands."""
+    """For commands.
+
+    Attributes:
+        example: Words with which it runs in an empty folder; None: the command's own `example`.
+    """
 
     axis = "command"
+    example: ClassVar[Sequence[str] | None] = None
 
     def command(self, plugins: PluginManager | None = None) -> CommandPlugin:
         """The command."""
@@ -228,26 +197,53 @@ class CommandConformance(EntryPointConformance):
     def test_is_named_as_its_entry_point(self) -> None:
         """`command.<name>` is the word after `fairlead`, with a line of help."""
         command = self.command()
-        assert command.name == self.plugin_name, f"{self.key}: the command is called {command.name!r}"
-        assert command.help.strip(), f"{self.key}: no help"
-        assert "\n" not in command.help, f"{self.key}: the help is not one line"
+        assert command.name == self.plugin_name, self.broken(
+            f"the command is called {command.name!r}", "give it the name of its entry point"
+        )
+        assert command.help.strip(), self.broken("it has no help", "say in one line what it does")
+        assert "\n" not in command.help, self.broken("its help is not one line", "say in one line what it does")
 
     def test_arguments_are_described_without_engines(self) -> None:
         """`--help` works on a login node, and describes every argument."""
         command = self.command()
         module = command.arguments.partition(":")[0]
         imported = self.imports(f"import {module}", module)
-        assert not imported, f"{self.key}: its arguments import {', '.join(imported)}"
+        assert not imported, self.broken(
+            f"its arguments import {', '.join(imported)}", "import them in what `runtime` names"
+        )
         parser = argparse.ArgumentParser(prog=command.name)
         self.load_reference(command.arguments, "arguments")(parser)
         bare = [action.dest for action in parser._actions if not action.help]
-        assert not bare, f"{self.key}: no help for the arguments {', '.join(bare)}"
+        assert not bare, self.broken(f"there is no help for the arguments {', '.join(bare)}", "give each `help=`")
 
     def test_runtime_is_importable(self) -> None:
         """`runtime` names a callable that exists, once its engine is installed."""
         reference = self.command().runtime
         self.require_engines()
         self.load_reference(reference, "runtime")
+
+    def test_helps_and_runs(self, tmp_path: Path) -> None:
+        """`--help` ends with 0; the example ends with 0, or is refused with an error of ours."""
+        from fairlead.cli import main
+
+        plugins = self.plugins()
+        given = self.command(plugins).example if self.example is None else self.example
+        assert given is not None, self.broken("there is no example", "set `example` to words that it can be run with")
+        self.require_engines()
+        for words in (["--help"], list(given)):
+            said = io.StringIO()
+            try:
+                with contextlib.redirect_stdout(said):
+                    code = main([self.plugin_name, *words, "--debug"], plugins=plugins, cwd=tmp_path)
+            except FairleadError as error:
+                said.write(str(error))
+                code = 0
+            except Exception as error:
+                what = f"`{' '.join([self.plugin_name, *words])}` raised {type(error).__name__}: {error}"
+                raise AssertionError(self.broken(what, "raise a FairleadError for what a user can meet")) from error
+            assert code == 0, self.broken(f"`{' '.join([self.plugin_name, *words])}` ended with {code}", "return 0")
+            helped = words != ["--help"] or said.getvalue().strip()
+            assert helped, self.broken("--help prints nothing", "keep argparse's")
 
 
 class CheckConformance(EntryPointConformance):
@@ -260,26 +256,15 @@ class CheckConformance(EntryPointConformance):
         check = self.plugins().check(self.plugin_name)
         module = check.check.partition(":")[0]
         imported = self.imports(f"import {module}", module)
-        assert not imported, f"{self.key}: it imports {', '.join(imported)}"
+        assert not imported, self.broken(
+            f"it imports {', '.join(imported)}", "import them in the function, or do without: it runs on a login node"
+        )
         self.load_reference(check.check, "check")
 
     def test_codes_are_explained(self) -> None:
         """Each code of its findings has an explanation."""
         for code, text in self.plugins().check(self.plugin_name).codes.items():
-            assert text.strip(), f"{self.key}: the code {code!r} has no explanation"
-
-
-def _same(got: Any, wanted: Any, key: str, path: str = "checkpoint") -> None:
-    assert type(got) is type(wanted), f"{key}: {path} came back as a {type(got).__name__}"
-    if isinstance(wanted, dict):
-        assert got.keys() == wanted.keys(), f"{key}: {path} came back with the keys {sorted(got)}"
-        for name in wanted:
-            _same(got[name], wanted[name], key, f"{path}[{name!r}]")
-    elif hasattr(wanted, "tolist"):
-        assert got.dtype == wanted.dtype, f"{key}: {path} came back as {got.dtype}"
-        assert got.tolist() == wanted.tolist(), f"{key}: {path} came back changed"
-    else:
-        assert got == wanted, f"{key}: {path} came back as {got!r}"
+            assert text.strip(), self.broken(f"the code {code!r} has no explanation", "give it a sentence in `codes`")
 
 
 CONFORMANCE: dict[str, type[EntryPointConformance]] = {

@@ -5,13 +5,15 @@ from __future__ import annotations
 import shlex
 import socket
 from collections.abc import Mapping
-from typing import Final, Literal
+from typing import ClassVar, Final, Literal
 
-from fairlead import Claim, EnvironmentConfigBase, Topology, hookimpl
+from fairlead import Claim, EnvironmentConfigBase, StopReason, Topology, Unused, hookimpl
 from fairlead.interfaces import Job
+from fairlead.variables import number, text
+from fairlead_environments.lsf.hosts import idle_job
+from fairlead_environments.lsf.reasons import ask_lsf
 from fairlead_environments.lsf.topology import find_task, topology
 from fairlead_environments.shared import LaunchedEnvironment, MainAddressConfig
-from fairlead_environments.variables import number, text
 
 RECORDED: Final = (
     *("LSB_JOBID", "LSB_JOBINDEX", "LSB_JOBNAME", "LSB_QUEUE", "LSB_HOSTS", "LSB_MCPU_HOSTS", "LSB_DJOB_NUMPROC"),
@@ -42,6 +44,11 @@ class LSF(LaunchedEnvironment):
     aliases = ("LSFEnvironmentPlugin",)
     extra = "lsf"
     requeue = "lsf"
+    example_environ: ClassVar[Mapping[str, str]] = {
+        "LSB_JOBID": "7",
+        "LSB_HOSTS": "h1 h1 h2 h2",
+        "LSF_PM_TASKID": "4",
+    }
 
     @hookimpl
     def fairlead_detect(self, environ: Mapping[str, str]) -> Claim | None:
@@ -63,7 +70,24 @@ class LSF(LaunchedEnvironment):
             return None
         task = str(index.value) if index is not None else None
         name = f"{job.value}[{task}]" if task is not None else job.value
-        return Job(f"lsf:{name}", array_task=task, cancel=f"bkill {shlex.quote(name)}", variables=RECORDED)
+        return Job(
+            f"lsf:{name}",
+            array_task=task,
+            cancel=f"bkill {shlex.quote(name)}",
+            requeue=("brequeue", name),
+            variables=RECORDED,
+        )
+
+    @hookimpl
+    def fairlead_why(self, environ: Mapping[str, str], deadline: float) -> StopReason | None:
+        """As `bjobs` and `bhist` tell it."""
+        job = self.fairlead_job(environ)
+        return None if job is None else ask_lsf(job.requeue[-1], environ, deadline)
+
+    @hookimpl
+    def fairlead_unused(self, environ: Mapping[str, str]) -> Unused | None:
+        """A job on several hosts, around one task that LSF itself started."""
+        return idle_job(environ)
 
 
 lsf = LSF()

@@ -12,9 +12,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from fairlead import Unused
 from fairlead.errors import ConfigError
 from fairlead.interfaces import Setting
-from fairlead_environments.variables import malformed, present, short_name, text
+from fairlead.variables import malformed, present, text
+from fairlead_environments.variables import short_name
 
 _FILES = ("LSB_DJOB_RANKFILE", "LSB_DJOB_HOSTFILE", "LSB_AFFINITY_HOSTFILE")
 
@@ -97,7 +99,7 @@ def index_of(host: str, hosts: tuple[str, ...]) -> int | None:
     return short.index(short_name(host)) if short.count(short_name(host)) == 1 else None
 
 
-def idle_job(environ: Mapping[str, str]) -> str | None:
+def idle_job(environ: Mapping[str, str]) -> Unused | None:
     """What an LSF job holds that this process, started by LSF itself, leaves unused; None: nothing."""
     if text(environ, "LSB_JOBID") is None:
         return None
@@ -110,4 +112,7 @@ def idle_job(environ: Mapping[str, str]) -> str | None:
     except ConfigError:  # this run uses none of LSF's variables, so a malformed one does not matter to it
         return None
     count = len(job.compute_hosts(None).value)
-    return f"LSF allocated {count} hosts ({job.reason})" if count > 1 else None
+    if count < 2:
+        return None
+    why = "this process is one task: neither jsrun nor blaunch started it"
+    return Unused(f"LSF allocated {count} hosts ({job.reason})", why, "blaunch")

@@ -11,9 +11,11 @@ from collections.abc import Mapping
 from fairlead.errors import ConfigError
 from fairlead.interfaces import Claim, Setting, Specificity, Topology
 from fairlead.starts import Start
+from fairlead.topology import check_ranks
+from fairlead.variables import integer, present, required, text
 from fairlead_environments.lsf.hosts import index_of, read_hosts
 from fairlead_environments.shared import MainAddressConfig
-from fairlead_environments.variables import check_ranks, given_address, integer, meeting, present, required, text
+from fairlead_environments.variables import given_address, meeting
 
 _JSRUN = ("LSB_JOBID", "JSM_NAMESPACE_RANK")
 _BLAUNCH = ("LSB_JOBID", "LSF_PM_TASKID")

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Final, Literal
+from typing import ClassVar, Final, Literal
 
-from fairlead import Claim, EnvironmentConfigBase, Specificity, Topology, hookimpl
+from fairlead import Claim, EnvironmentConfigBase, Specificity, StopReason, Topology, Unused, hookimpl
 from fairlead.interfaces import Job
+from fairlead.variables import number, text
 from fairlead_environments.shared import LaunchedEnvironment, MainAddressConfig
-from fairlead_environments.slurm.step import find_step
+from fairlead_environments.slurm.reasons import ask_slurm
+from fairlead_environments.slurm.step import find_step, idle_allocation
 from fairlead_environments.slurm.topology import topology
-from fairlead_environments.variables import number, text
 
 RECORDED: Final = tuple(
     f"SLURM_{name}"
@@ -46,6 +47,19 @@ class SLURM(LaunchedEnvironment):
     aliases = ("SLURMEnvironmentPlugin",)
     extra = "slurm"
     requeue = "slurm"
+    example_environ: ClassVar[Mapping[str, str]] = {
+        "SLURM_JOB_ID": "7",
+        "SLURM_STEP_ID": "0",
+        "SLURM_PROCID": "3",
+        "SLURM_LOCALID": "1",
+        "SLURM_NODEID": "1",
+        "SLURM_STEP_NUM_TASKS": "4",
+        "SLURM_STEP_NUM_NODES": "2",
+        "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
+        "SLURM_STEP_NODELIST": "node[01-02]",
+        "SLURM_JOB_NODELIST": "node[01-02]",
+        "SLURMD_NODENAME": "node02",
+    }
 
     @hookimpl
     def fairlead_detect(self, environ: Mapping[str, str]) -> Claim | None:
@@ -62,7 +76,7 @@ class SLURM(LaunchedEnvironment):
     @hookimpl
     def fairlead_job(self, environ: Mapping[str, str]) -> Job | None:
         """The allocation around this process, a task of a step or not."""
-        job = text(environ, "SLURM_JOB_ID")
+        job = text(environ, "SLURM_JOB_ID", "SLURM_JOBID")
         if job is None:
             return None
         attempt, task = number(environ, "SLURM_RESTART_COUNT"), environ.get("SLURM_ARRAY_TASK_ID", "")
@@ -71,10 +85,31 @@ class SLURM(LaunchedEnvironment):
             attempt=attempt.value if attempt is not None else 0,  # unset until the first requeue
             array_task=task if task.isdecimal() else None,
             cancel=f"scancel {job.value}",
+            requeue=("scontrol", "requeue", job_in_squeue(environ, job.value)),
+            interactive="SLURM_PTY_PORT" in environ,
             cpus_per_rank=number(environ, "SLURM_CPUS_PER_TASK"),
             cpus_on_node=number(environ, "SLURM_CPUS_ON_NODE"),
             variables=RECORDED,
         )
+
+    @hookimpl
+    def fairlead_why(self, environ: Mapping[str, str], deadline: float) -> StopReason | None:
+        """As `scontrol show job` tells it."""
+        job = text(environ, "SLURM_JOB_ID", "SLURM_JOBID")
+        return None if job is None else ask_slurm(job_in_squeue(environ, job.value), environ, deadline)
+
+    @hookimpl
+    def fairlead_unused(self, environ: Mapping[str, str]) -> Unused | None:
+        """An allocation of several nodes or tasks, around a process that is no task of a step."""
+        return idle_allocation(environ)
+
+
+def job_in_squeue(environ: Mapping[str, str], job: str) -> str:
+    """This job as in `squeue`: an array task by array and index, `17_3`, a heterogeneous one by its first."""
+    array, task = environ.get("SLURM_ARRAY_JOB_ID"), environ.get("SLURM_ARRAY_TASK_ID")
+    if array and task:
+        return f"{array}_{task}"
+    return environ.get("SLURM_JOB_ID_HET_GROUP_0") or job
 
 
 slurm = SLURM()

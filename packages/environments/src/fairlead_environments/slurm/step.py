@@ -10,8 +10,9 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
+from fairlead import Unused
+from fairlead.variables import present, text
 from fairlead_environments.slurm.hostlist import expand
-from fairlead_environments.variables import present, text
 
 _EVIDENCE = ("SLURM_JOB_ID", "SLURM_PROCID")
 _STEP = ("SLURM_STEP_ID", "SLURM_STEPID")
@@ -83,7 +84,7 @@ def _task_has_terminal(environ: Mapping[str, str]) -> bool | None:
     return terminal != "0"
 
 
-def idle_allocation(environ: Mapping[str, str]) -> str | None:
+def idle_allocation(environ: Mapping[str, str]) -> Unused | None:
     """What an allocation holds that this process, which is no task of a step, leaves unused; None: nothing."""
     if text(environ, "SLURM_JOB_ID") is None or find_step(environ) is not None:
         return None
@@ -94,4 +95,7 @@ def idle_allocation(environ: Mapping[str, str]) -> str | None:
         for found, noun in ((nodes, "nodes"), (tasks, "tasks"))
         if found is not None and found.value.isdigit() and int(found.value) > 1
     ]
-    return f"SLURM allocated {' and '.join(parts)}" if parts else None
+    if not parts:
+        return None
+    why = "this process is no task of a step: srun did not start it"
+    return Unused(f"SLURM allocated {' and '.join(parts)}", why, "srun")

@@ -9,9 +9,11 @@ from collections.abc import Mapping
 
 from fairlead.errors import ConfigError
 from fairlead.interfaces import Setting, Topology
+from fairlead.topology import check_ranks
+from fairlead.variables import malformed, required, text
 from fairlead_environments.shared import MainAddressConfig
 from fairlead_environments.slurm.hostlist import expand, tasks_per_node
-from fairlead_environments.variables import check_ranks, given_address, malformed, meeting, required, text
+from fairlead_environments.variables import given_address, meeting
 
 _NODES = ("SLURM_STEP_NUM_NODES", "SLURM_NNODES", "SLURM_JOB_NUM_NODES")
 _TASKS = ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS")

@@ -17,6 +17,7 @@ def _command(name: str, text: str) -> CommandPlugin:
         runtime="fairlead_lightning.commands.local:run_here_or_on_ranks",
         engines=_ENGINES,
         extra="lightning",
+        example=("no-such.yaml",),
     )
 
 

@@ -195,14 +195,17 @@ def _close_loggers(trainer: L.Trainer, status: str) -> None:
         logger.finalize(status)
 
 
-class _RecordingRequeuer:
+class _RecordingRequeuer(Requeuer):
     """A requeuer that first has the history written: the scheduler may end the job in its call."""
 
     def __init__(self, requeuer: Requeuer, record: Callable[[], None]) -> None:
+        super().__init__(requeuer.config, requeuer.environ, requeuer.job)
         self._requeuer = requeuer
         self._record = record
-        if (code := getattr(requeuer, "exit_code", None)) is not None:
-            self.exit_code = code
+
+    @property
+    def exit_code(self) -> int | None:
+        return self._requeuer.exit_code
 
     def requeue(self) -> str:
         self._record()

@@ -12,6 +12,7 @@ runs = CommandPlugin(
     arguments="fairlead_runs.commands.runs:runs_arguments",
     runtime="fairlead_runs.commands.runs:run_runs",
     group="runs",
+    example=(),
 )
 status = CommandPlugin(
     "status",
@@ -19,4 +20,5 @@ status = CommandPlugin(
     arguments="fairlead_runs.commands.status:status_arguments",
     runtime="fairlead_runs.commands.status:run_status",
     group="runs",
+    example=("no-such-run",),
 )

@@ -8,8 +8,9 @@ from collections.abc import Mapping
 from datetime import datetime
 from typing import Final
 
-from fairlead_hpc_signals.outcomes import StopReason, Why
-from fairlead_hpc_signals.programs import ask
+from fairlead import StopReason
+from fairlead.facts import Why
+from fairlead.programs import ask
 
 # States that a job may be in while its processes still run. COMPLETING hides what it was ended for.
 _STATES: Final[Mapping[str, Why]] = {
@@ -29,7 +30,7 @@ _AGAIN: Final = ("PENDING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_
 _KILL_WAIT: Final = 30.0  # Slurm's own default
 
 
-def ask_slurm(job: str, environ: Mapping[str, str], deadline: float, limit_window_s: float) -> StopReason:
+def ask_slurm(job: str, environ: Mapping[str, str], deadline: float) -> StopReason:
     """Why this job, `17` or `17_3`, is to stop; `deadline` is on the monotonic clock.
 
     Of a preempted job it does not matter whether its partition requeues: SLURM requeues only what is still there when
@@ -50,7 +51,6 @@ def ask_slurm(job: str, environ: Mapping[str, str], deadline: float, limit_windo
         int(restarts) if restarts.isdigit() else 0,
         environ.get("SLURM_JOB_NODELIST", ""),
         time.time(),
-        limit_window_s,
     )
 
 
@@ -65,7 +65,7 @@ def fields_of(text: str) -> dict[str, str]:
     return fields
 
 
-def read_job(fields: Mapping[str, str], restarts: int, nodes: str, now: float, limit_window_s: float) -> StopReason:
+def read_job(fields: Mapping[str, str], restarts: int, nodes: str, now: float) -> StopReason:
     """The reason in the fields of `scontrol show job -o`.
 
     `restarts` and `nodes` are what this process was started with: SLURM_RESTART_COUNT (0 if unset), SLURM_JOB_NODELIST.
@@ -93,8 +93,6 @@ def read_job(fields: Mapping[str, str], restarts: int, nodes: str, now: float, l
     left = None if end is None else end - now
     if preempted:
         return because("preempted", left)
-    if left is not None and left <= limit_window_s:
-        return because("time_limit", left)
     return because("unknown", left)
 
 

@@ -1,0 +1,1 @@
+"""Grid Engine for Fairlead: an example of a scheduler from outside the project."""
