@@ -30,6 +30,7 @@ from fairlead_distributed.run.session import RunSession
 from fairlead_lightning.build import build_backend
 from fairlead_lightning.checkpoint.checkpoints import Checkpoints
 from fairlead_lightning.checkpoint.loading import readable_load_errors
+from fairlead_lightning.lifecycle.finite import Finite
 from fairlead_lightning.lifecycle.recorder import Recorder
 from fairlead_lightning.lifecycle.stopping import StopRequested
 from fairlead_lightning.lifecycle.stops import Stops
@@ -131,6 +132,7 @@ class FitParts:
         resolution, environ = context.resolution, context.environ
         self.averages = AverageOverRanks()
         self.exact = ExactResume(seed, environ=environ, settings=inexact, say=say)
+        self.finite = Finite(resolution.trainer.max_non_finite, say)
         self.stuck = StuckRanks(environ, timeout=getattr(resolution.strategy, "timeout", None))
         self.stops = Stops(context, say, guard)
         self._loggers: list[Logger] = []
@@ -146,15 +148,18 @@ class FitParts:
 
         A stop is carried out last, when all others have had their say. A finished run gets nothing that records.
         """
-        saves = [Checkpoints(checkpoint, session, self.exact)] if checkpoint is not None else []
+        saves = [Checkpoints(checkpoint, session, self.exact, self.finite)] if checkpoint is not None else []
         writes = saves[0] if saves else None
+        first: list[L.Callback] = [self.averages, self.exact]
         records: list[L.Callback] = []
         if session.finished is None:
+            first.append(self.finite)
+            self.finite.begin(session)
             self.stuck.begin(session)
             self.stops.begin(session, writes)
             records = [Recorder(session), self.stuck, self.stops]
         self.exact.begin(session, writes, self.stops if records else None)
-        first, last = [self.averages, self.exact], [*saves, *records]
+        last = [*saves, *records]
         others = [callback for callback in callbacks_of(trainer) if not isinstance(callback, _PARTS)]
         vars(trainer)["callbacks"] = [*first, *others, *last]
         self._loggers = list(loggers)
@@ -175,7 +180,7 @@ class FitParts:
         trainer.loggers = [logger for logger in trainer.loggers if logger not in self._loggers]
 
 
-_PARTS: Final = (AverageOverRanks, ExactResume, Checkpoints, Recorder, StuckRanks, Stops)
+_PARTS: Final = (AverageOverRanks, ExactResume, Finite, Checkpoints, Recorder, StuckRanks, Stops)
 
 
 def callbacks_of(trainer: L.Trainer) -> list[L.Callback]:

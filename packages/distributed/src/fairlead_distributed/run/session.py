@@ -105,9 +105,9 @@ class RunSession:
         self._begun = True
         self.event("training", **fields)
 
-    def complete(self, *, step: int, epoch: int) -> None:
-        """Records that the limits of the job were reached."""
-        self.event("finished", limits=self._limits, step=step, epoch=epoch)
+    def complete(self, *, step: int, epoch: int, reason: str = "") -> None:
+        """Records that the limits of the job were reached, and which."""
+        self.event("finished", limits=self._limits, step=step, epoch=epoch, reason=reason)
         self.beat("end", step)
 
     def raised(self, error: BaseException, step: int, *, stopped: bool) -> None:
