@@ -47,6 +47,7 @@ CODES: Final[dict[str, str]] = {
     "resume-path": "The checkpoint to resume from does not exist.",
     "run-directory": "The run directory cannot be used as it is.",
     "run-finished": "The run has reached its limits; there is nothing left to do.",
+    "settings-changed": "A run goes on from a checkpoint that was made with other settings.",
     "signal-handler-replaced": "Something took over a signal after the handlers for stops were installed.",
     "signals-unheard": "The training is not in the main thread, and nobody has handed it installed handlers.",
     "unknown-field": "A setting that does not exist.",

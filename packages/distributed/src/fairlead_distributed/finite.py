@@ -24,7 +24,7 @@ def non_finite_weights(module: nn.Module) -> list[str]:
     """
     finite: dict[str, Tensor] = {}
     for name, weight in module.named_parameters():
-        if weight.requires_grad and not isinstance(weight, nn.parameter.UninitializedTensorMixin):
+        if weight.requires_grad and not isinstance(weight, nn.UninitializedParameter):
             held = weight.to_local() if is_dtensor(weight) else weight
             if held.numel() and not held.is_meta:
                 finite[name] = torch.linalg.vector_norm(held, math.inf).isfinite()  # its largest value; copies nothing

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from fairlead import yaml
-from fairlead.errors import FingerprintError, RunDirectoryError
+from fairlead.errors import FingerprintError, RunDirectoryError, did_you_mean
 from fairlead_runs.commit import Lock, LockOwner, Syscalls, atomic_write
 from fairlead_runs.commit.files import disk_error, ensure_dir
-from fairlead_runs.fingerprints import Fingerprint, limits
+from fairlead_runs.fingerprints import Fingerprint, leaves, limits
 from fairlead_runs.heartbeat import Heartbeat, heartbeat_path
 from fairlead_runs.history import History, read_history
 from fairlead_runs.provenance import CodeChange, code_change
@@ -37,6 +37,7 @@ class RunDirectory:
     Attributes:
         finished: The `finished` event of a run that has nothing left to do; then nothing is locked or written.
         continued: Whether the run existed before.
+        accepted: What this job has changed in the run, as `run.accept` allows it.
         load: The checkpoint that `--resume PATH` named, or None: its own newest complete one.
         start: The number of this start, 0 before `begin`.
         code: After `begin`: whether the code changed since the start before.
@@ -47,6 +48,7 @@ class RunDirectory:
         self.history = History(path / HISTORY_FILE, rank=rank, syscalls=syscalls)
         self.finished: Mapping[str, Any] | None = None
         self.continued = False
+        self.accepted: tuple[str, ...] = ()
         self.load: Path | None = None
         self.start = 0
         self.code = CodeChange(None, "unknown: this is the first start")
@@ -128,6 +130,8 @@ class RunDirectory:
         self.start = previous + 1
         if previous:
             self.code = code_change(_git(starts / str(previous)), _git(folder))
+        if self.accepted:
+            fields["accepted"] = list(self.accepted)
         self.history.append(
             "start",
             start=self.start,
@@ -180,7 +184,9 @@ class RunDirectory:
                     atomic_write(file, text, error=RunDirectoryError, syscalls=self._system)
             except OSError as error:
                 raise disk_error(error, "cannot write the run directory", self.path, RunDirectoryError) from error
-            if stored is None:  # last: with it, this is a run
+            if stored is not None:
+                self.accepted = tuple(str(one) for one in stored.differences(fingerprint))
+            if stored is None or self.accepted:  # last: with it, this is a run
                 target = self.path / FINGERPRINT_FILE
                 atomic_write(target, fingerprint.dump(), error=RunDirectoryError, syscalls=self._system)
             undo.pop_all()
@@ -217,23 +223,37 @@ def stored_fingerprint(path: Path) -> Fingerprint | None:
 
 
 def _same(stored: Fingerprint | None, new: Fingerprint) -> bool:
-    return stored is not None and stored.digest == new.digest
+    return stored is not None and new.continues(stored)
 
 
 def require_same(path: Path, stored: Fingerprint, new: Fingerprint) -> None:
     """Raises `FingerprintError`, with each difference, where the run at `path` is another one."""
-    if _same(stored, new):
+    _require_known(path, stored, new)
+    different = [str(difference) for difference in new.refused(stored)]
+    if not different:
         return
-    different = [str(difference) for difference in stored.differences(new)]
     more = [f"and {len(different) - 20} more"] if len(different) > 20 else []
     raise FingerprintError(
         "the run directory belongs to a run with other settings",
         where=str(path),
         why="\n".join([*different[:20], *more]),
-        fix="undo the changes to continue it;\n"
+        fix="undo the changes to continue it, or accept those that the run may go on with: --accept data.args.path;\n"
         f"set another run.name, or use --resume never: a new directory beside it ({path.name}-2, ...);\n"
         "or --resume CHECKPOINT: a new directory that starts from a checkpoint of this run",
     )
+
+
+def _require_known(path: Path, stored: Fingerprint, new: Fingerprint) -> None:
+    """Raises where `run.accept` names what neither job has: most likely a slip of the pen."""
+    there = [name for one in (stored, new) for name, _ in leaves(one.settings)]
+    for accepted in new.accepts:
+        if not any(name == accepted or name.startswith((f"{accepted}.", f"{accepted}[")) for name in there):
+            near = did_you_mean(accepted, there)
+            raise FingerprintError(
+                f"there is no setting {accepted!r} to accept",
+                where=f"run.accept, for {path}",
+                fix=f"did you mean {near}?" if near else "name a setting of the job, as data.args.path",
+            )
 
 
 def _choose(

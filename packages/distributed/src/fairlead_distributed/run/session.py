@@ -38,6 +38,7 @@ class RunSession:
         self.path = Path(handoff.path)
         self.start = handoff.start
         self.checkpoint = Path(handoff.checkpoint) if handoff.checkpoint else None
+        self.weights = Path(handoff.weights) if handoff.weights else None
         self.finished = handoff.finished
         self.previous = previous
         self.messages = messages

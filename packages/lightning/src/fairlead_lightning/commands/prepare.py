@@ -24,6 +24,8 @@ def prepare(arguments: argparse.Namespace, session: Session, *, uses_run: bool) 
     overrides = list(arguments.overrides)
     if arguments.resume is not None:
         overrides.append(f"run.resume={json.dumps(arguments.resume)}")
+    if getattr(arguments, "accept", None):
+        overrides.append(f"run.accept={json.dumps(arguments.accept)}")
     loaded = load_job(arguments.job, plugins=session.plugins, cwd=session.cwd, overrides=overrides)
     checked = check_job(
         loaded,
