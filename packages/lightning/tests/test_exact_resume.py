@@ -93,6 +93,9 @@ class Net(L.LightningModule):
             raise KilledError
         self.log("val/loss", self._loss(batch)[0] + 0.01 * torch.rand(()))
 
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["tag"] = random.random() * float(torch.rand(()))  # a run that resumes here draws it no more
+
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.AdamW(self.parameters(), lr=0.01)
         plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.7)

@@ -21,7 +21,7 @@ import pytest
 import torch
 import torchmetrics
 from lightning.fabric.strategies.launchers.subprocess_script import _ChildProcessObserver
-from lightning.pytorch.callbacks import ModelPruning, StochasticWeightAveraging
+from lightning.pytorch.callbacks import EarlyStopping, ModelPruning, StochasticWeightAveraging
 from lightning.pytorch.profilers import PassThroughProfiler
 from lightning.pytorch.trainer.states import RunningStage
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
@@ -158,6 +158,32 @@ class Resumes(L.Callback):
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         compat.resume_from(trainer, self.path)
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"max_steps": 3}, "max_steps 3"),
+        ({"max_epochs": 2}, "max_epochs 2"),
+        ({"max_time": "00:00:00:00"}, "max_time"),
+        ({"max_epochs": 2, "limit_train_batches": 0}, "limit_train_batches 0"),
+    ],
+)
+def test_why_a_fit_is_over(settings: dict[str, Any], reason: str) -> None:
+    trainer = plain(**settings)
+    trainer.fit(Line(), datamodule=Data())
+    assert compat.why_over(trainer) == reason
+
+
+def test_why_a_fit_was_stopped_early() -> None:
+    patient = EarlyStopping("train/loss", patience=1, min_delta=1e9, check_on_train_epoch_end=True)
+    trainer = plain(max_epochs=9, callbacks=[patient])
+    trainer.fit(Line(), datamodule=Data())
+    assert "did not improve in the last 1 records" in str(compat.why_over(trainer))
+    trainer = plain(max_epochs=9)
+    assert compat.why_over(trainer) is None
+    trainer.should_stop = True
+    assert compat.why_over(trainer) == "trainer.should_stop"
 
 
 def test_a_fit_that_is_under_way_is_resumed(saved: Path) -> None:

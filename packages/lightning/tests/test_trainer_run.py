@@ -27,7 +27,9 @@ from tiny_job import (
     manifest,
     metric_rows,
     plain,
+    samples,
 )
+from torch.utils.data import DataLoader
 
 from fairlead import FairleadError, RunConfig, Trainer
 from fairlead.errors import CheckpointError, ConfigError, FingerprintError
@@ -420,3 +422,30 @@ def test_a_datamodule_may_be_the_second_argument(tmp_path: Path) -> None:
     make_trainer(tmp_path, max_steps=2).fit(model, Data())
     assert model.seen == [0, 1]
     assert isinstance(make_trainer(tmp_path, max_steps=2), L.Trainer)
+
+
+def ends_in_a_step(model: Line) -> None:
+    """As `next(iterator)` does behind the last item; Lightning takes it for the end of the data."""
+
+    def training_step(batch: Any, batch_idx: int) -> Any:
+        raise StopIteration
+
+    vars(model)["training_step"] = training_step
+
+
+@pytest.mark.filterwarnings("ignore:Total length of")
+@pytest.mark.parametrize("empty", [True, False], ids=["no batches", "StopIteration"])
+def test_what_ends_short_of_its_limits_without_a_reason_is_not_finished(tmp_path: Path, empty: bool) -> None:
+    model = Line()
+    if not empty:
+        ends_in_a_step(model)
+    trainer = make_trainer(tmp_path, max_steps=50)
+    with pytest.raises(FairleadError, match="short of its limits" if empty else "ended in its batch 0") as failed:
+        trainer.fit(model, DataLoader(samples(0 if empty else 32), 4), loader())
+    assert failed.value.exit_code == 1
+    assert [e["event"] for e in events(tmp_path / "run")][-1] == "failed"
+
+
+def test_a_finished_run_says_what_ended_it(tmp_path: Path) -> None:
+    fit(tmp_path, max_steps=3)
+    assert events(tmp_path / "run")[-1]["reason"] == "max_steps 3"

@@ -117,6 +117,29 @@ def test_another_fingerprint_is_refused_with_the_difference_and_nothing_is_writt
     assert snapshot(tmp_path) == before
 
 
+def test_a_change_that_is_accepted_is_recorded_and_the_run_goes_on(tmp_path: Path) -> None:
+    def moved(*accept: str, path: str = "/new", lr: float = 1e-3) -> dict[str, Any]:
+        changed = job()
+        changed["data"]["args"] = {"path": path}
+        changed["model"]["args"]["lr"] = lr
+        return {**changed, "run": {**changed["run"], "accept": list(accept)}}
+
+    with open_run(tmp_path / "gpt", moved(path="/old")) as run:
+        begin(run)
+    with pytest.raises(FingerprintError, match=r"model\.args\.lr: 0\.001 -> 0\.1\n(?!.*path: )") as refused:
+        open_run(tmp_path / "gpt", moved("data.args", lr=0.1))
+    assert "--accept data.args.path" in str(refused.value)
+    with open_run(tmp_path / "gpt", moved("data.args.path")) as run:
+        begin(run)
+    assert read_history(tmp_path / "gpt" / "history.jsonl")[-1]["accepted"] == ["data.args.path: /old -> /new"]
+    for accept in ((), ("data.args.path",)):  # the run has them now; a requeued job says it once more
+        with open_run(tmp_path / "gpt", moved(*accept)) as run:
+            begin(run)
+            assert (run.accepted, run.continued) == ((), True)
+    with pytest.raises(FingerprintError, match=r"no setting 'data\.args\.pat'[\s\S]*did you mean data\.args\.path"):
+        open_run(tmp_path / "gpt", moved("data.args.pat"))
+
+
 def test_never_makes_siblings_and_overwrites_nothing(tmp_path: Path) -> None:
     with open_run(tmp_path / "gpt"):
         pass

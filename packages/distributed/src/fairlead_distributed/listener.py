@@ -22,6 +22,7 @@ _WORD = "fairlead-listener-1"
 _LONGEST = 128  # bytes of a name; a foreign service may send anything
 _PATIENCE_FIRST, _PATIENCE_LAST = 1.0, 15.0  # seconds for an answer: a silent foreigner delays, a busy rank 0 is slow
 _ALL_EVERY = 4  # rounds
+_JITTER = random.SystemRandom()  # the global generator is the training's
 
 
 def _nonce(identity: str) -> str:
@@ -145,7 +146,7 @@ def find_store(host: str, ports: Iterable[int], identity: str, *, rank: int, tim
             if time.monotonic() >= deadline:
                 break
         # All ranks start at once; they must not ask at once for ever.
-        pause = min(2.0, 0.05 * 1.5**turn) * random.uniform(0.5, 1.0)
+        pause = min(2.0, 0.05 * 1.5**turn) * _JITTER.uniform(0.5, 1.0)
         turn += 1
         if time.monotonic() + pause >= deadline:
             raise _nobody(host, seen, identity, rank, timeout)

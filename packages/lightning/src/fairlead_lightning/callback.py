@@ -39,6 +39,7 @@ class Fairlead(L.Callback):
         run: The run directory, as `runs/digits`, or a `RunConfig`; None: `runs/<name of the script>`.
         checkpoint: When to save and what to keep; None: the defaults of `CheckpointConfig`.
         requeue: Who starts the job again after a stop, as `trainer.requeue`; `auto`: the scheduler of this job.
+        max_non_finite: When a loss that is no number ends the training, as failed; see `TrainerConfig`.
         batch_policy: What stays the same when the run goes on with another number of ranks; see `TrainerConfig`.
         environ: The environment variables; None: this process's.
         plugins: The plugin manager; None: the plugins installed here.
@@ -58,6 +59,7 @@ class Fairlead(L.Callback):
         *,
         checkpoint: CheckpointConfig | None = None,
         requeue: RequeueConfigBase | Mapping[str, Any] | str = "auto",
+        max_non_finite: int | None = 10,
         batch_policy: Literal["keep_global", "keep_per_device"] | None = None,
         environ: Mapping[str, str] | None = None,
         plugins: PluginManager | None = None,
@@ -70,7 +72,9 @@ class Fairlead(L.Callback):
         self._environ = os.environ if environ is None else environ
         self._plugins = plugins
         plugins = plugins if plugins is not None else default_plugins()
-        self._config = TrainerConfig.model_validate({"requeue": requeue}, context={"plugins": plugins})
+        self._config = TrainerConfig.model_validate(
+            {"requeue": requeue, "max_non_finite": max_non_finite}, context={"plugins": plugins}
+        )
         resolution = resolve(self._config, environ=self._environ, plugins=plugins)
         self.parts = FitParts(BuildContext(resolution, self._environ, plugins), guard=guard)
         self.parts.stops.listen_early()

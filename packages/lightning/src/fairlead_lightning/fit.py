@@ -31,6 +31,7 @@ from fairlead_lightning.build import build_backend
 from fairlead_lightning.checkpoint.checkpoints import Checkpoints
 from fairlead_lightning.checkpoint.loading import readable_load_errors
 from fairlead_lightning.display.output import give_output_back, keep_output
+from fairlead_lightning.lifecycle.finite import Finite
 from fairlead_lightning.lifecycle.recorder import Recorder
 from fairlead_lightning.lifecycle.stopping import StopRequested
 from fairlead_lightning.lifecycle.stops import Stops
@@ -132,6 +133,7 @@ class FitParts:
         resolution, environ = context.resolution, context.environ
         self.averages = AverageOverRanks()
         self.exact = ExactResume(seed, environ=environ, settings=inexact, say=say)
+        self.finite = Finite(resolution.trainer.max_non_finite, say)
         self.stuck = StuckRanks(environ, timeout=getattr(resolution.strategy, "timeout", None))
         self.stops = Stops(context, say, guard)
         self._loggers: list[Logger] = []
@@ -148,15 +150,18 @@ class FitParts:
         A stop is carried out last, when all others have had their say. A finished run gets nothing that records.
         """
         keep_output()
-        saves = [Checkpoints(checkpoint, session, self.exact)] if checkpoint is not None else []
+        saves = [Checkpoints(checkpoint, session, self.exact, self.finite)] if checkpoint is not None else []
         writes = saves[0] if saves else None
+        first: list[L.Callback] = [self.averages, self.exact]
         records: list[L.Callback] = []
         if session.finished is None:
+            first.append(self.finite)
+            self.finite.begin(session)
             self.stuck.begin(session)
             self.stops.begin(session, writes)
             records = [Recorder(session, self.stops), self.stuck, self.stops]
         self.exact.begin(session, writes, self.stops if records else None)
-        first, last = [self.averages, self.exact], [*saves, *records]
+        last = [*saves, *records]
         others = [callback for callback in callbacks_of(trainer) if not isinstance(callback, _PARTS)]
         vars(trainer)["callbacks"] = [*first, *others, *last]
         self._loggers = list(loggers)
@@ -178,7 +183,7 @@ class FitParts:
         trainer.loggers = [logger for logger in trainer.loggers if logger not in self._loggers]
 
 
-_PARTS: Final = (AverageOverRanks, ExactResume, Checkpoints, Recorder, StuckRanks, Stops)
+_PARTS: Final = (AverageOverRanks, ExactResume, Finite, Checkpoints, Recorder, StuckRanks, Stops)
 
 
 def callbacks_of(trainer: L.Trainer) -> list[L.Callback]:

@@ -41,6 +41,7 @@ class RunDirectory:
     Attributes:
         finished: The `finished` event of a run that has nothing left to do; then nothing is locked or written.
         continued: Whether the run existed before.
+        accepted: What this job has changed in the run, as `run.accept` allows it.
         load: The checkpoint that `--resume PATH` named, or None: its own newest complete one.
         start: The number of this start, 0 before `begin`.
         code: After `begin`: whether the code changed since the start before.
@@ -51,6 +52,7 @@ class RunDirectory:
         self.history = History(path / HISTORY_FILE, rank=rank, syscalls=syscalls)
         self.finished: Mapping[str, Any] | None = None
         self.continued = False
+        self.accepted: tuple[str, ...] = ()
         self.load: Path | None = None
         self.start = 0
         self.code = CodeChange(None, "unknown: this is the first start")
@@ -146,6 +148,8 @@ class RunDirectory:
             self.code = code_change(_git(starts / str(max(known))), _git(folder))
         if lock.took_over is not None:
             fields["took_over"] = lock.took_over
+        if self.accepted:
+            fields["accepted"] = list(self.accepted)
         self.history.append(
             "start",
             job=lock.owner.job,
@@ -199,7 +203,9 @@ class RunDirectory:
                     atomic_write(file, text, error=RunDirectoryError, syscalls=self._system, fence=lock.fence)
             except OSError as error:
                 raise disk_error(error, "cannot write the run directory", self.path, RunDirectoryError) from error
-            if not self.continued:  # last: with it, this is a run
+            if self.continued and stored is not None:
+                self.accepted = tuple(str(one) for one in stored.differences(fingerprint))
+            if not self.continued or self.accepted:  # last: with it, this is a run
                 target, content = self.path / FINGERPRINT_FILE, fingerprint.dump()
                 atomic_write(target, content, error=RunDirectoryError, syscalls=self._system, fence=lock.fence)
             undo.pop_all()

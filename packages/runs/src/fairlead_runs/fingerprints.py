@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -38,11 +38,24 @@ class Difference:
 class Fingerprint:
     """The settings that count, nested, of JSON types, and the sha256 of their canonical JSON.
 
-    Secrets are redacted: a renewed token is not another experiment.
+    Secrets are redacted: a renewed token is not another experiment. `accepts` are the paths at which, or below which, a
+    run may have had other settings until now.
     """
 
     digest: str
     settings: Mapping[str, Any]
+    accepts: tuple[str, ...] = field(default=(), compare=False)
+
+    def continues(self, old: Fingerprint) -> bool:
+        """Whether a job with these settings may go on with a run of the old ones."""
+        return self.digest == old.digest or all(self._accepted(one.path) for one in old.differences(self))
+
+    def refused(self, old: Fingerprint) -> list[Difference]:
+        """What keeps it from that."""
+        return [one for one in old.differences(self) if not self._accepted(one.path)]
+
+    def _accepted(self, path: str) -> bool:
+        return any(path == one or path.startswith((f"{one}.", f"{one}[")) for one in self.accepts)
 
     def differences(self, new: Fingerprint) -> list[Difference]:
         """What a later job changed, setting by setting: `trainer.precision: bf16-true -> 32-true`."""
@@ -81,7 +94,10 @@ class Fingerprint:
 
 
 def fingerprint(job: Mapping[str, Any]) -> Fingerprint:
-    """The fingerprint of a job, dumped with all its fields; `ConfigError` where a value is of no JSON type."""
+    """The fingerprint of a job, dumped with all its fields; `ConfigError` where a value is of no JSON type.
+
+    Its `run.accept` names what is accepted.
+    """
     run = job.get("run") or {}
     counted = {
         "model": job.get("model"),
@@ -90,7 +106,7 @@ def fingerprint(job: Mapping[str, Any]) -> Fingerprint:
         "trainer": job.get("trainer") or {},
     }
     settings = redact(_canonical(counted, ""))
-    return Fingerprint(json_digest(settings), settings)
+    return Fingerprint(json_digest(settings), settings, tuple(run.get("accept") or ()))
 
 
 def limits(job: Mapping[str, Any]) -> dict[str, Any]:

@@ -18,7 +18,7 @@ class Handoff:
     """What one process decided for all ranks: the run directory, the number of the start, the file to resume from.
 
     `asked` is the run that was asked for: a rank that runs the whole script again meets the fits before this one too.
-    `finished` says how a run ended that has nothing left to do.
+    `finished` says how a run ended that has nothing left to do; `weights` is what one begins with that resumes nothing.
     """
 
     path: str
@@ -26,6 +26,7 @@ class Handoff:
     checkpoint: str | None
     asked: str = ""
     finished: str | None = None
+    weights: str | None = None
 
     def to_json(self) -> str:
         """The value of the variable."""

@@ -8,11 +8,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from fairlead.errors import FingerprintError, RunDirectoryError
+from fairlead.errors import FingerprintError, RunDirectoryError, did_you_mean
 from fairlead_runs.commit import LockOwner, Syscalls
 from fairlead_runs.commit.checkpoints import NAME
 from fairlead_runs.commit.files import disk_error, ensure_dir
-from fairlead_runs.fingerprints import Fingerprint, limits
+from fairlead_runs.fingerprints import Fingerprint, leaves, limits
 from fairlead_runs.heartbeat import read_heartbeats
 from fairlead_runs.history import read_history
 from fairlead_runs.states import FINGERPRINT_FILE, HISTORY_FILE, LOCK_FILE
@@ -47,23 +47,37 @@ def stored_fingerprint(path: Path) -> Fingerprint | None:
 
 def same_run(stored: Fingerprint | None, new: Fingerprint) -> bool:
     """Whether the run that is there, if any, is this one."""
-    return stored is not None and stored.digest == new.digest
+    return stored is not None and new.continues(stored)
 
 
 def require_same(path: Path, stored: Fingerprint, new: Fingerprint) -> None:
     """Raises `FingerprintError`, with each difference, where the run at `path` is another one, and owns something."""
-    if same_run(stored, new) or _owns_nothing(path):
+    _require_known(path, stored, new)
+    different = [str(difference) for difference in new.refused(stored)]
+    if not different or _owns_nothing(path):
         return
-    different = [str(difference) for difference in stored.differences(new)]
     more = [f"and {len(different) - 20} more"] if len(different) > 20 else []
     raise FingerprintError(
         "the run directory belongs to a run with other settings",
         where=str(path),
         why="\n".join([*different[:20], *more]),
-        fix="undo the changes to continue it;\n"
+        fix="undo the changes to continue it, or accept those that the run may go on with: --accept data.args.path;\n"
         f"set another run.name, or use --resume never: a new directory beside it ({path.name}-2, ...);\n"
         "or --resume CHECKPOINT: a new directory that starts from a checkpoint of this run",
     )
+
+
+def _require_known(path: Path, stored: Fingerprint, new: Fingerprint) -> None:
+    """Raises where `run.accept` names what neither job has: most likely a slip of the pen."""
+    there = [name for one in (stored, new) for name, _ in leaves(one.settings)]
+    for accepted in new.accepts:
+        if not any(name == accepted or name.startswith((f"{accepted}.", f"{accepted}[")) for name in there):
+            near = did_you_mean(accepted, there)
+            raise FingerprintError(
+                f"there is no setting {accepted!r} to accept",
+                where=f"run.accept, for {path}",
+                fix=f"did you mean {near}?" if near else "name a setting of the job, as data.args.path",
+            )
 
 
 def _owns_nothing(path: Path) -> bool:

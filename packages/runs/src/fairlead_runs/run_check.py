@@ -35,9 +35,9 @@ def check_run_directory(
     except FairleadError as error:
         return CheckResult((Finding.of(error, "error", "run-directory"),), settings)
     asked = job.run.resume
-    if asked not in ("auto", "never"):
+    if (named := job.run.load or job.run.weights) is not None:
         settings["resume"] = Setting(asked, "run.resume")
-        return CheckResult(_missing(asked, cwd, "run.resume"), settings)
+        return CheckResult(_missing(named, cwd, "run.resume"), settings)
     if asked == "auto" and stored is not None:
         return CheckResult(_existing(path, job, stored, resolution, settings), settings)
     reason = "a new run beside it" if stored is not None else "a new run"

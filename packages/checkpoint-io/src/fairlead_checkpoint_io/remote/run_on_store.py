@@ -46,11 +46,11 @@ class RunOnStore:
             ) from None
         if new:
             raise FingerprintError("the URL holds a run already", where=self._url, why="--resume never", fix=_ELSEWHERE)
-        if stored.digest != fingerprint.digest:
+        if not fingerprint.continues(stored):
             raise FingerprintError(
                 "the URL belongs to a run with other settings",
                 where=self._url,
-                why="\n".join(str(difference) for difference in stored.differences(fingerprint)[:20]),
+                why="\n".join(str(difference) for difference in fingerprint.refused(stored)[:20]),
                 fix=f"undo the changes to continue it; {_ELSEWHERE}",
             )
 

@@ -33,13 +33,16 @@ class RunConfig(ConfigModel):
     resume: Annotated[
         str,
         NotExact(
-            lambda resume: resume.endswith(".ckpt"),
+            lambda resume: resume.endswith(".ckpt") and not resume.startswith("weights:"),
             why="a single file has no random state and no place in the data for each rank, unless Fairlead wrote it",
             fix="name a folder under checkpoints/, or resume: auto",
             certain=False,
         ),
     ] = "auto"
-    """`auto`: the newest complete checkpoint of this run; `never`: a new sibling run; else the path of a checkpoint."""
+    """`auto`: the newest complete checkpoint of this run; `never`: a new sibling run; else the path of a checkpoint, or
+    `weights:PATH`: a new run that begins with the weights of a checkpoint and nothing else of it."""
+    accept: list[str] = Field(default_factory=list)
+    """Settings that may have changed since the run began: `[data.args.path]`; the start records it and goes on."""
     wait: bool | None = None
     """Whether to wait for another start that holds the run and says nothing, until it is taken over (two minutes) or
     gives a sign of life. None: in a scheduler's job, where a job that was killed may be started again at once."""
@@ -47,6 +50,16 @@ class RunConfig(ConfigModel):
     """A checkpoint to start from when this run has none of its own yet."""
     code: str | None = None
     """The folder of the user's code; None: found from the job file (nearest pyproject.toml or .git)."""
+
+    @property
+    def weights(self) -> str | None:
+        """The checkpoint whose weights a new run begins with, if any."""
+        return self.resume.removeprefix("weights:") if self.resume.startswith("weights:") else None
+
+    @property
+    def load(self) -> str | None:
+        """The checkpoint that was asked for as a whole."""
+        return self.resume if self.resume not in ("auto", "never") and self.weights is None else None
 
     @field_validator("dir", "ckpt_path", "code", mode="before")
     @classmethod

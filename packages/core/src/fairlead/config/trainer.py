@@ -183,6 +183,8 @@ class TrainerConfig(ConfigModel):
     """The largest norm or value of the gradients."""
     gradient_clip_algorithm: Annotated[Literal["norm", "value"] | None, LIGHTNING] = None
     """How gradients are clipped; None: by norm."""
+    max_non_finite: Annotated[PositiveInt | None, MayChange("when a training that has failed ends")] = 10
+    """End, as failed, after so many batches in a row whose loss is no number, or with such weights; None: go on."""
     batch_policy: Annotated[
         Literal["keep_global", "keep_per_device"] | None, MayChange("it is set because the world size changed")
     ] = None

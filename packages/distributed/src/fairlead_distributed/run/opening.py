@@ -144,17 +144,18 @@ def _open(
     copies: CheckpointCopies | None,
 ) -> RunSession:
     path = run_directory(job, run, resolution.job, Path.cwd())
-    given = run.resume if run.resume not in ("auto", "never") else None
-    fallback = ckpt_path if ckpt_path is not None else run.ckpt_path
-    for file in (given, fallback):
+    given, weights = run.load, run.weights
+    resume = run.resume if weights is None else "never"
+    fallback = (ckpt_path if ckpt_path is not None else run.ckpt_path) if weights is None else None
+    for file in (given, fallback, weights):
         if file is not None and not is_url(file):
             state_file(Path(file))  # an error before anything is written
     if is_url(given):
         split_checkpoint_url(str(given))
     last_owner = 0
-    if copies is not None and run.resume == "auto":
+    if copies is not None and resume == "auto":
         last_owner = copies.open(path.name, fingerprint(job))
-    if run.resume != "never" and not is_url(given):
+    if resume != "never" and not is_url(given):
         load = Path(given) if given is not None else None
         here = fallback if not is_url(fallback) else None
         batch_plan(resolution, find_resume_source(path / "checkpoints", load, here).own_metadata())
@@ -164,7 +165,7 @@ def _open(
         path,
         job=job,
         fingerprint=fingerprint(job),
-        resume=run.resume,
+        resume=resume,
         owner=owner,
         wait=run.wait if run.wait is not None else in_job,
     )
@@ -176,7 +177,7 @@ def _open(
     try:
         messages: list[str] = []
         if copies is not None:
-            if run.resume != "auto":
+            if run.resume != "auto":  # a restarted job continues what its first attempt began
                 last_owner = copies.open(directory.path.name, fingerprint(job), new=not directory.continued)
             messages += copies.fetch(directory.path) if directory.load is None else []
         load = directory.load
@@ -188,12 +189,14 @@ def _open(
         source = find_resume_source(directory.checkpoints, load, fallback, check=check)
         batch_plan(resolution, source.own_metadata())  # again: it may have come from elsewhere
         resumed_from = str(source.file) if source.file else None
+        begins = _weights(weights, directory.path) if source.file is None and weights is not None else None
         start = directory.begin(
             resolution=resolution.as_dict(),
             provenance=collect_provenance(environ, job=resolution.job),
             world_size=resolution.world_size,
             after=max(last_owner, _newest_start(directory)),
             resumed_from=resumed_from,
+            **({"weights": begins} if begins is not None else {}),
         )
         if copies is not None:
             assert directory.fence is not None
@@ -202,11 +205,19 @@ def _open(
         directory.close()
         raise
     messages += source.said
+    if begins is not None:
+        messages.append(f"begins with the weights of {weights}, everything else anew")
+    messages += [f"accepted: {change}" for change in directory.accepted]
     if directory.code.changed:
         what = f"the code changed since the last start: {directory.code.summary}"
         messages.append(str(Finding("warning", "code-changed", what)))
-    handoff = Handoff(str(directory.path), start, resumed_from, _asked(run, path))
+    handoff = Handoff(str(directory.path), start, resumed_from, _asked(run, path), weights=begins)
     return _session(handoff, job, directory=directory, messages=tuple(messages))
+
+
+def _weights(asked: str, run: Path) -> str:
+    """The file with the weights that a run begins with."""
+    return str(state_file(downloaded(asked, run) if is_url(asked) else Path(asked)))
 
 
 def _newest_start(directory: RunDirectory) -> int:

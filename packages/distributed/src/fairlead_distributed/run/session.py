@@ -44,6 +44,7 @@ class RunSession:
         self.path = Path(handoff.path)
         self.start = handoff.start
         self.checkpoint = Path(handoff.checkpoint) if handoff.checkpoint else None
+        self.weights = Path(handoff.weights) if handoff.weights else None
         self.finished = handoff.finished
         self.previous = previous
         self.messages = messages
@@ -141,10 +142,10 @@ class RunSession:
         self._begun = True
         self.event("training", **fields)
 
-    def complete(self, *, step: int, epoch: int) -> None:
-        """Records that the limits of the job were reached; raises where another start owns the run."""
+    def complete(self, *, step: int, epoch: int, reason: str = "") -> None:
+        """Records that the limits of the job were reached, and which; raises where another start owns the run."""
         self.check_owner()
-        self.event("finished", limits=self._limits, step=step, epoch=epoch)
+        self.event("finished", limits=self._limits, step=step, epoch=epoch, reason=reason)
         self.raise_if_replaced()
         self.beat("end", step)
 

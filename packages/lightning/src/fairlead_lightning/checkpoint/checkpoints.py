@@ -20,6 +20,7 @@ from fairlead_distributed.run.session import STATE_FILE, RunSession
 from fairlead_lightning import compat
 from fairlead_lightning.checkpoint.commits import Commits
 from fairlead_lightning.checkpoint.saving import Correction, meet, write_state
+from fairlead_lightning.lifecycle.finite import Finite
 from fairlead_lightning.resume.exact_resume import ExactResume
 from fairlead_runs.commit import best, list_checkpoints, newest_complete, retain
 from fairlead_runs.describe import described
@@ -32,10 +33,11 @@ class Checkpoints(Checkpoint):
     A save that fails (a full disk) is a warning; at the end of the run it is an error: its result would be lost.
     """
 
-    def __init__(self, config: CheckpointConfig, session: RunSession, exact: ExactResume) -> None:
+    def __init__(self, config: CheckpointConfig, session: RunSession, exact: ExactResume, finite: Finite) -> None:
         self.config = config
         self.session = session
         self.exact = exact
+        self.finite = finite
         self.best_model_path = ""
         """Where training begins and ends, the best by `monitor`, else the newest: what `ckpt_path="best"` loads."""
         self._commits: Commits | None = None
@@ -194,6 +196,7 @@ class Checkpoints(Checkpoint):
             "hyperparameters": described(trainer.lightning_module)["args"],
             "world_size": trainer.world_size,
             "accumulate_grad_batches": self._accumulate,
+            "finite": self.finite.check_weights(trainer),
         }
         commits.commit(trainer.global_step, own, write, metrics, metadata, reason=reason)
         self._saved_at = time.monotonic()

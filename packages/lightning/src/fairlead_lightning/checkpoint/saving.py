@@ -15,6 +15,7 @@ from lightning.pytorch.profilers import Profiler
 from lightning.pytorch.trainer.states import TrainerStatus
 
 from fairlead.errors import ConfigError
+from fairlead_distributed import derive_seed, isolated_rng
 from fairlead_lightning import compat
 from fairlead_lightning.checkpoint.commits import Commit, Commits, Hashes, Problem, raised_by
 from fairlead_runs.checkpoint_io import ShardedSaves
@@ -36,7 +37,9 @@ def write_state(
     """
     strategy = trainer.strategy
     with _profiled(trainer):
-        checkpoint = compat.dump_checkpoint(trainer, weights_only)
+        # What hooks of a save draw is no part of the training: a run that resumes here has not drawn it.
+        with isolated_rng(derive_seed("save", trainer.global_step, trainer.global_rank)):
+            checkpoint = compat.dump_checkpoint(trainer, weights_only)
         if correct is not None:
             correct(checkpoint)
         shards = _sharded(trainer)

@@ -13,8 +13,15 @@ def fit_arguments(parser: argparse.ArgumentParser) -> None:
     job_arguments(parser)
     parser.add_argument(
         "--resume",
-        metavar="auto|never|PATH",
-        help="auto (default): go on with this run; never: a new run beside it; PATH: from this checkpoint",
+        metavar="auto|never|PATH|weights:PATH",
+        help="auto (default): go on with this run; never: a new run beside it; PATH: from this checkpoint; "
+        "weights:PATH: a new run with its weights and nothing else of it",
+    )
+    parser.add_argument(
+        "--accept",
+        metavar="SETTING",
+        action="append",
+        help="go on with this run although this setting has changed, as --accept data.args.path; repeatable",
     )
     parser.add_argument(
         "--wait",

@@ -26,6 +26,8 @@ def prepare(arguments: argparse.Namespace, session: Session, *, uses_run: bool) 
         overrides.append(f"run.resume={json.dumps(arguments.resume)}")
     if getattr(arguments, "wait", False):
         overrides.append("run.wait=true")
+    if getattr(arguments, "accept", None):
+        overrides.append(f"run.accept={json.dumps(arguments.accept)}")
     loaded = load_job(arguments.job, plugins=session.plugins, cwd=session.cwd, overrides=overrides)
     checked = check_job(
         loaded,

@@ -28,6 +28,7 @@ from fairlead_lightning.compat.loops import begin_next_epoch as begin_next_epoch
 from fairlead_lightning.compat.loops import set_batches_done as set_batches_done
 from fairlead_lightning.compat.loops import training_place as training_place
 from fairlead_lightning.compat.loops import watch_boundaries as watch_boundaries
+from fairlead_lightning.compat.loops import why_over as why_over
 from fairlead_lightning.compat.processes import is_spawned as is_spawned
 from fairlead_lightning.compat.processes import let_children_end as let_children_end
 from fairlead_lightning.compat.processes import signal_children as signal_children

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import lightning.pytorch as L
+from lightning.pytorch.callbacks import Timer
 
 
 def begin_next_epoch(trainer: L.Trainer) -> None:
@@ -102,3 +103,19 @@ def set_batches_done(trainer: L.Trainer, batches: int) -> None:
     loop: Any = trainer.fit_loop.epoch_loop
     current = loop.batch_progress.current
     current.ready = current.started = current.processed = current.completed = batches
+
+
+def why_over(trainer: L.Trainer) -> str | None:
+    """What has ended a training, in a few words; None: nothing that is known."""
+    loop: Any = trainer.fit_loop
+    if trainer.max_steps not in (None, -1) and trainer.global_step >= trainer.max_steps:
+        return f"max_steps {trainer.max_steps}"
+    if trainer.max_epochs not in (None, -1) and loop.epoch_progress.current.processed >= trainer.max_epochs:
+        return f"max_epochs {trainer.max_epochs}"
+    if trainer.should_stop:
+        early = (c for c in trainer.early_stopping_callbacks if c.stopping_reason_message)
+        said = next((c.stopping_reason_message for c in early), None)
+        timers = [c.time_remaining() for c in vars(trainer)["callbacks"] if isinstance(c, Timer)]
+        late = any(left is not None and left <= 0 for left in timers)
+        return said or ("max_time" if late else "trainer.should_stop")
+    return "limit_train_batches 0" if vars(trainer)["limit_train_batches"] == 0 else None

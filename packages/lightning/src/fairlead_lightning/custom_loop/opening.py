@@ -42,6 +42,12 @@ def open_loop(
         raise ConfigError("the ranks are not connected", where="LoopRun", fix="call fabric.launch() before")
     if dist.is_initialized():
         leave_at_exit()
+    if run.weights is not None:
+        raise ConfigError(
+            f"a loop of your own loads weights itself: resume={run.resume!r}",
+            where="LoopRun",
+            fix='torch.load the weights into the model before, with resume="auto" or "never"',
+        )
     accumulate = config.get("accumulate_grad_batches", 1)
     if not isinstance(accumulate, int) or accumulate < 1:
         raise ConfigError(

@@ -7,7 +7,7 @@ from typing import Any
 import lightning.pytorch as L
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from fairlead.errors import FairleadError
+from fairlead.errors import FairleadError, RunFailedError
 from fairlead_distributed.run.joining import leave_at_exit
 from fairlead_distributed.run.session import RunSession
 from fairlead_lightning import compat
@@ -59,7 +59,14 @@ class Recorder(L.Callback):
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Lightning counts an epoch without a batch, and would call a run finished that has trained nothing more."""
-        if trainer.fit_loop.epoch_loop.batch_progress.current.ready == 0:
+        batches = trainer.fit_loop.epoch_loop.batch_progress.current
+        if batches.ready > batches.completed:
+            raise FairleadError(
+                f"epoch {trainer.current_epoch} ended in its batch {batches.completed}, which was not trained on",
+                why="a StopIteration left the job's own code, and Lightning takes it for the end of the data",
+                fix="give next() a default, or catch it, in training_step and the hooks of a batch",
+            )
+        if batches.ready == 0:
             raise FairleadError(
                 f"epoch {trainer.current_epoch} has no batches",
                 why="the training loader gave none when it was gone through again",
@@ -77,4 +84,12 @@ class Recorder(L.Callback):
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """The limits of the job were reached, and the last checkpoint is durable."""
-        self.session.complete(step=trainer.global_step, epoch=trainer.current_epoch)
+        reason = compat.why_over(trainer)
+        if reason is None:
+            raise RunFailedError(
+                f"the training ended short of its limits, at step {trainer.global_step}, epoch {trainer.current_epoch}",
+                why="no limit was reached and nothing asked it to stop; a training loader without batches does that, "
+                "or a StopIteration that leaves a hook of the job's own",
+                fix="look at the length of the training loader, and for next() without a default",
+            )
+        self.session.complete(step=trainer.global_step, epoch=trainer.current_epoch, reason=reason)

@@ -14,15 +14,17 @@ from lightning.fabric.utilities.apply_func import apply_to_collection
 from torch.nn.parallel import DistributedDataParallel
 
 from fairlead.errors import RunDirectoryError
-from fairlead.findings import Inexact
+from fairlead.findings import Finding, Inexact
 from fairlead_distributed import register_exact_reduction
 from fairlead_distributed.attributes import Attributes
 from fairlead_distributed.batch_order import EpochPosition
 from fairlead_distributed.objects import broadcast_object
 from fairlead_distributed.run.session import RunSession
 from fairlead_lightning import compat
+from fairlead_lightning.checkpoint.rebuilt import load_weights
 from fairlead_lightning.loggers.positions import LOGGER_POSITIONS, logger_positions
 from fairlead_lightning.resume import rank_state, seen
+from fairlead_lightning.resume.configured import Configured, changed
 from fairlead_lightning.resume.kept import is_finder, keep_found, reasons, watch_users
 from fairlead_lightning.resume.loaders import Loaders
 
@@ -65,6 +67,8 @@ class ExactResume(L.Callback):
         self._validating: dict[str, Any] | None = None
         self._undo: list[Callable[[], None]] = []
         self._kept = Attributes()
+        self._configured: Configured | None = None
+        self._changed: list[Inexact] = []
         self._said = 0
 
     def __getstate__(self) -> dict[str, Any]:
@@ -76,6 +80,7 @@ class ExactResume(L.Callback):
             "_undo": [],
             "_environ": dict(self._environ),
             "_kept": Attributes(),
+            "_configured": None,
         }
 
     def begin(self, session: RunSession, saves: Any, stops: Any) -> None:
@@ -98,6 +103,9 @@ class ExactResume(L.Callback):
         self._trainer, self.where, self._state, self._validating = trainer, None, None, None
         session = self._session if stage == "fit" else None
         self._same_ranks = True
+        self._configured, self._changed = Configured(trainer) if session is not None else None, []
+        if session is not None and session.weights is not None:
+            load_weights(pl_module, session.weights)
         if session is not None and session.checkpoint is not None and session.previous is not None:
             folder = session.checkpoint.parent
             self._same_ranks = session.previous.get("world_size") == trainer.world_size
@@ -129,6 +137,8 @@ class ExactResume(L.Callback):
         """The model is wrapped: a script's own DDP adds gradients in a fixed order where that costs little."""
         if self._state is not None and self._state["where"] in ("between", "cut"):
             trainer.should_stop = self._state["should_stop"]  # Lightning looks at it before its loops begin
+        if self._configured is not None:
+            self._configured.optimizers_made(trainer)
         if self._record is not None:
             watch_users(trainer, self._kept)
         if self._state is not None and any(map(is_finder, vars(trainer)["callbacks"])):
@@ -139,7 +149,15 @@ class ExactResume(L.Callback):
             self._in_order = register_exact_reduction(model, auto=True) or trainer.world_size <= 2 or kept
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """The loaders were seen: says and writes down whether a resume is exact."""
+        """The loaders were seen: says and writes down what has changed, and whether a resume is exact."""
+        if trainer.is_global_zero and self._configured is not None and self._session is not None:
+            changes = self._configured.changes(trainer, self._session)
+            self._changed = list(changed(changes, self._session))
+            for one in self._changed:
+                self._session.event("settings-changed", changes=changes)
+                what = "not everything is as it was when the checkpoint was made"
+                finding = Finding("warning", "settings-changed", what, why="\n".join(changes), fix=one.fix)
+                (self._say or trainer.print)(str(finding))
         self._write_down(trainer)
 
     def _write_down(self, trainer: L.Trainer) -> None:
@@ -151,7 +169,10 @@ class ExactResume(L.Callback):
             settings = list(seen.script_reasons(trainer, seeded=_SEED in self._environ, in_order=self._in_order))
         state = [*self.loaders.reasons, *seen.state_reasons(trainer), *reasons(self._kept)]
         try:
-            seen.write_record(self._record[0], list(settings), state, trainer.world_size, self._record[1])
+            record = [*state, *self._changed]
+            seen.write_record(self._record[0], list(settings), record, trainer.world_size, self._record[1])
+            if self._configured is not None:
+                self._configured.write(self._record[0])
         except RunDirectoryError as error:
             warnings.warn(f"whether a resume is exact was not written down: {error.block()}", stacklevel=2)
             return

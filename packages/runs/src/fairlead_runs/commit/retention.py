@@ -178,6 +178,8 @@ def chosen(ordered: Sequence[R], policy: RetentionPolicy, sound: Callable[[R], b
     newest_of_step = {item.step: item for item in ordered}
     current = [item for item in ordered if newest_of_step[item.step] is item]
     keep = set(_first_sound(reversed(current), max(policy.last or 0, 1), sound))
+    # Of a training that went on with weights that are no numbers, the last good one is worth more than all after it.
+    keep.update(_first_sound((c for c in reversed(current) if c.metadata.get("finite") is not False), 1, sound))
     if policy.metric is not None:
         keep.update(_first_sound(best(current, policy.metric, policy.mode), policy.best, sound))
     if policy.every_n_steps is not None:

@@ -5,16 +5,19 @@ from __future__ import annotations
 import errno
 import logging
 import random
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Final, TypeVar
+from typing import Any, Final, TypeVar
 
 from fairlead.errors import CheckpointError, FairleadError
 from fairlead_runs.redaction import redact_text
 
 T = TypeVar("T")
 log = logging.getLogger("fairlead_runs.remote")
+
+_JITTER: Final = random.SystemRandom()  # the global generator is the training's
 
 _PASSING: Final = {
     *(errno.EBUSY, errno.EIO, errno.EAGAIN, errno.ETIMEDOUT, errno.ECONNRESET, errno.ECONNREFUSED, errno.EPIPE),
@@ -28,11 +31,20 @@ _PASSING: Final = {
 }
 # The libraries of the stores, whose own errors are mostly of the network.
 _LIBRARIES: Final = ("aiohttp", "aiobotocore", "botocore", "gcsfs", "google", "azure", "adlfs", "requests", "urllib3")
+_DRAWING: Final = ("botocore.retryhandler", "botocore.utils", "aiohttp.connector")
 # Those of them that another try does not mend.
 _LASTING: Final = (
     *("NoCredentials", "PartialCredentials", "Credential", "ProfileNotFound", "Token", "SSO", "Unauthorized"),
     *("ParamValidation", "InvalidRegion", "NoRegion", "UnknownService", "InvalidEndpoint", "DefaultCredentials"),
 )
+
+
+def leave_the_global_generator() -> None:
+    """Has the stores' libraries that are loaded draw their waits from another generator: that one is the training's."""
+    for name in _DRAWING:
+        module: Any = sys.modules.get(name)
+        if module is not None and module.random is random:
+            module.random = _JITTER
 
 
 @dataclass(frozen=True)
@@ -65,7 +77,7 @@ class Retries:
                     raise
                 if not is_transient(error) or attempt == self.attempts:
                     raise store_error(error, what, url, attempt) from error
-                pause = min(self.longest_s, self.first_s * 2 ** (attempt - 1)) * random.uniform(0.5, 1.0)
+                pause = min(self.longest_s, self.first_s * 2 ** (attempt - 1)) * _JITTER.uniform(0.5, 1.0)
                 log.info("%s: %s; trying again in %.1f s", url, _told(error), pause)
                 self.sleep(pause)
         raise AssertionError("unreachable")

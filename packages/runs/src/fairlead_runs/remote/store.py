@@ -18,7 +18,7 @@ from typing import Any, Final, TypeVar
 from fairlead.errors import ConfigError, MissingDependencyError
 from fairlead_runs.commit.files import Content, ensure_dir, replace_file
 from fairlead_runs.commit.syscalls import Syscalls
-from fairlead_runs.remote.retrying import Retries, store_error
+from fairlead_runs.remote.retrying import Retries, leave_the_global_generator, store_error
 from fairlead_runs.remote.urls import check_options, check_url, join
 
 T = TypeVar("T")
@@ -102,6 +102,7 @@ class Store:
             ) from error
         except Exception as error:  # some libraries look for credentials here
             raise store_error(error, "open the store", url) from error
+        leave_the_global_generator()
         return cls(url, filesystem, root, retries=retries, part_mib=part_mib)
 
     def at(self, name: str) -> Store:

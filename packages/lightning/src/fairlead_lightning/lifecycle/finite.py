@@ -1,0 +1,161 @@
+"""A loss that is no number is noticed, and a training that does not recover from it ends, as failed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import lightning.pytorch as L
+import torch
+from lightning.fabric.utilities.rank_zero import rank_zero_only
+from lightning.pytorch.callbacks.early_stopping import EarlyStoppingReason
+from torch import Tensor
+
+from fairlead.errors import RunFailedError
+from fairlead.findings import Finding
+from fairlead_distributed.finite import non_finite_weights
+from fairlead_distributed.objects import gather_objects
+from fairlead_distributed.run.session import RunSession
+from fairlead_lightning import compat
+from fairlead_runs.commit import list_checkpoints
+from fairlead_runs.waiting import ranks_text
+
+Row = tuple[int, int, str]
+"""How many batches in a row, since which step, and what of the weights is no number."""
+
+
+@compat.only_its_own_batch_hooks
+class Finite(L.Callback):
+    """Counts the batches in a row whose loss is not finite, `most` of which end the run; None: it goes on.
+
+    One process on a CPU looks at once. Others look every `log_every_n_steps` batches, where the ranks come by together
+    and a log waits for the device anyway; until then an accelerator counts for itself.
+    """
+
+    def __init__(self, most: int | None, say: Callable[[str], None] | None = None) -> None:
+        self.most = most
+        self._say = say or _say
+        self._session: RunSession | None = None
+        self._begin_row()
+
+    def begin(self, session: RunSession) -> None:
+        """A fit of this run begins."""
+        self._session = session
+        self._begin_row()
+
+    def _begin_row(self) -> None:
+        self._row: int | Tensor = 0
+        self._since: int | Tensor = 0
+        self._now: bool | Tensor = False
+        self._step = self._batches = 0
+        self._weights: str | None = None
+        self._said_in = -1
+
+    def on_before_backward(self, trainer: L.Trainer, pl_module: L.LightningModule, loss: Tensor) -> None:
+        """The weights are those that the loss was computed with."""
+        self._step = trainer.global_step
+        if loss.device.type != "cpu":
+            self._now = self._now | ~loss.detach().isfinite().all()
+            if not isinstance(self._row, Tensor):
+                self._row = self._since = torch.zeros((), dtype=torch.long, device=loss.device)
+        elif not (math.isfinite(loss.item()) if loss.numel() == 1 else loss.isfinite().all()):
+            self._now = True
+            if self._weights is None and (names := non_finite_weights(pl_module)):
+                self._weights = f"{_named(names)} before it"
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Counts, and looks where it is time."""
+        now, self._now = self._now, False
+        self._batches += 1
+        if isinstance(self._row, Tensor):
+            self._since = torch.where(self._row > 0, self._since, self._step)
+            self._row = (self._row + 1) * now
+        elif not now:
+            self._row, self._weights = 0, None
+            if trainer.world_size == 1:
+                return
+        else:
+            self._since = self._since if self._row else self._step
+            self._row += 1
+            if self._weights is None:
+                self._weights = f"the weights were finite before it; after it, {_named(non_finite_weights(pl_module))}"
+        alone = trainer.world_size == 1 and not isinstance(self._row, Tensor)
+        if alone or self._batches % max(1, vars(trainer)["log_every_n_steps"]) == 0:
+            self._look(trainer)
+
+    def _look(self, trainer: L.Trainer) -> None:
+        row = int(self._row)
+        if not trainer.strategy.reduce_boolean_decision(row > 0, all=False):
+            return
+        own = (row, int(self._since), self._weights or _named(non_finite_weights(trainer.lightning_module)))
+        found = gather_objects(own)
+        longest = max(found, key=lambda one: one[0])
+        ends = self.most is not None and longest[0] >= self.most
+        if self._said_in != trainer.current_epoch or ends:
+            self._said_in = trainer.current_epoch
+            finding = _finding(found, longest)
+            self._event(longest[1], finding.what, finding.why)
+            if not ends and trainer.is_global_zero:
+                self._say(str(finding))
+        if ends:
+            what = f"the loss was not finite in {longest[0]} batches in a row, since step {longest[1]}"
+            raise self._failed(trainer, what, longest[2])
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """A training whose weights are no numbers has not finished, however few its steps were."""
+        self.check_weights(trainer)
+        for callback in trainer.early_stopping_callbacks:
+            if callback.stopping_reason is EarlyStoppingReason.NON_FINITE_METRIC:
+                what = f"early stopping has ended the training at step {trainer.global_step}: {callback.monitor}"
+                raise self._failed(trainer, f"{what} is not finite", "the weights are finite")
+
+    def check_weights(self, trainer: L.Trainer) -> bool:
+        """Whether all weights are finite, the same on all ranks, which call it together; raises where that ends it."""
+        names = next(filter(None, gather_objects(non_finite_weights(trainer.lightning_module))), [])
+        if names and self.most is not None:
+            what = f"at step {trainer.global_step} the weights are not finite"
+            self._event(trainer.global_step, what, _named(names))
+            raise self._failed(trainer, what, _named(names))
+        return not names
+
+    def _event(self, step: int, what: str, why: str | None) -> None:
+        if self._session is not None:
+            self._session.event("not-finite", step=step, what=what, why=why)
+
+    def _failed(self, trainer: L.Trainer, what: str, why: str) -> RunFailedError:
+        kept = list_checkpoints(self._session.path / "checkpoints") if self._session is not None else []
+        newest = f"; the newest checkpoint is of before, of step {kept[-1].step}" if kept else ""
+        return RunFailedError(
+            what,
+            where=str(self._session.path) if self._session is not None else None,
+            why=why + newest,
+            fix="a smaller learning rate, gradient_clip_val, or other data; `trainer.detect_anomaly: true` finds the "
+            "operation;\n`trainer.max_non_finite: null` (`Fairlead(max_non_finite=None)`) goes on whatever the loss is",
+        )
+
+
+def _finding(found: Sequence[Row], longest: Row) -> Finding:
+    ranks = tuple(rank for rank, one in enumerate(found) if one[0])
+    where = f" on {ranks_text(ranks)}" if len(found) > 1 else ""
+    return Finding(
+        "warning",
+        "loss-not-finite",
+        f"the loss is not finite at step {longest[1]}{where}",
+        why=longest[2],
+        fix="a smaller learning rate, gradient_clip_val, or other data",
+    )
+
+
+def _named(names: Sequence[str]) -> str:
+    if not names:
+        return "all weights are finite"
+    more = f", and {len(names) - 1} more" if len(names) > 1 else ""
+    return f"the weight {names[0]} is not finite{more}"
+
+
+@rank_zero_only
+def _say(text: str) -> None:
+    print(text, flush=True)

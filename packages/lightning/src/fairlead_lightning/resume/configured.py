@@ -1,0 +1,161 @@
+"""What a script has set up, noticed where a later start sets it up otherwise; and whose value counts then."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import lightning.pytorch as L
+from lightning.fabric.utilities.data import sized_len
+from lightning.pytorch.utilities import CombinedLoader
+
+from fairlead.errors import RunDirectoryError
+from fairlead.findings import Inexact
+from fairlead_distributed.run.session import RunSession
+from fairlead_runs.commit import atomic_write
+from fairlead_runs.fingerprints import leaves
+from fairlead_runs.redaction import redact
+
+CONFIGURED_FILE: Final = "configured.json"
+_ATOMS: Final = (bool, int, float, str, type(None))
+_TRAINER: Final = (
+    "limit_train_batches",
+    "limit_val_batches",
+    "val_check_interval",
+    "check_val_every_n_epoch",
+    "gradient_clip_algorithm",
+    "reload_dataloaders_every_n_epochs",
+)
+_IN_CHECKPOINTS: Final = ("optimizers", "schedules")
+
+
+class Configured:
+    """The arguments of a fit's objects, as far as they are plain data and kept under the constructor's names.
+
+    Nothing of it identifies the run: it is compared with that of the start which made the checkpoint, and told.
+    """
+
+    def __init__(self, trainer: L.Trainer) -> None:
+        """Before anything is restored."""
+        data = getattr(trainer, "datamodule", None)
+        self._now: dict[str, Any] = {
+            "trainer": {name: _plain(vars(trainer).get(name)) for name in _TRAINER},
+            "model": _arguments(trainer.lightning_module),
+            "data": _arguments(data) if data is not None else {},
+            "callbacks": _callbacks(trainer),
+        }
+
+    def optimizers_made(self, trainer: L.Trainer) -> None:
+        """And nothing of theirs is restored."""
+        self._now |= _optimizers(trainer)
+
+    def changes(self, trainer: L.Trainer, session: RunSession) -> list[str]:
+        """What is not as in the start that made the checkpoint, and whose value counts; everything is restored."""
+        now = {**self._now, "loaders": _loaders(trainer)}
+        self._now = now
+        if session.checkpoint is None:
+            return []
+        before = _recorded(session)
+        actual = {**now, **_optimizers(trainer), "callbacks": _callbacks(trainer)}
+        if before is None:  # a checkpoint of Lightning's own says what is in it, and no more
+            before = {**now, **{name: actual[name] for name in _IN_CHECKPOINTS}}
+        old, new, counts = (dict(leaves(redact(one))) for one in (before, now, actual))
+        return [
+            f"{path}: {_text(old, path)} -> {_text(new, path)} ({_whose(new, counts, path)})"
+            for path in sorted(old.keys() | new.keys())
+            if old.get(path) != new.get(path)
+        ]
+
+    def write(self, start: Path) -> None:
+        """Writes it down in the folder of a start."""
+        text = json.dumps(redact(self._now), indent=1) + "\n"
+        atomic_write(start / CONFIGURED_FILE, text.encode(), error=RunDirectoryError)
+
+
+def changed(changes: list[str], session: RunSession) -> Iterator[Inexact]:
+    """What has changed, as a reason for another end."""
+    if changes:
+        yield Inexact(
+            "what has changed since the checkpoint was made",
+            why="; ".join(changes),
+            fix=f"undo it; or --resume weights:{session.checkpoint} begins anew with everything as it is now",
+            certain=False,
+        )
+
+
+def _recorded(session: RunSession) -> dict[str, Any] | None:
+    """What the start that made the checkpoint has written down."""
+    assert session.checkpoint is not None
+    start = (session.previous or {}).get("start")
+    try:
+        found = json.loads((session.checkpoint.parents[2] / "starts" / str(start) / CONFIGURED_FILE).read_bytes())
+    except (OSError, ValueError):  # of an older version, downloaded without its run, or plain Lightning's
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def _whose(new: Mapping[str, Any], counts: Mapping[str, Any], path: str) -> str:
+    if counts.get(path) == new.get(path):
+        return "the new value counts"
+    return f"the checkpoint's counts: {_text(counts, path)}"
+
+
+def _text(values: Mapping[str, Any], path: str) -> str:
+    return json.dumps(values[path]) if path in values else "(not set)"
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, (list, tuple)):
+        return [_plain(one) for one in value] if len(value) <= 64 else f"{len(value)} items"
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    return value if isinstance(value, _ATOMS) else f"<{type(value).__qualname__}>"
+
+
+def _arguments(thing: object) -> dict[str, Any]:
+    """Its attributes that have the names of its constructor's arguments."""
+    names = {
+        name
+        for kind in type(thing).__mro__[:-1]
+        if "__init__" in vars(kind)
+        for name in inspect.signature(kind.__init__).parameters  # type: ignore[misc]
+    }
+    held = vars(thing) if hasattr(thing, "__dict__") else {}
+    plain = {name: _plain(held[name]) for name in sorted(names) if name in held}
+    return {name: value for name, value in plain.items() if not (isinstance(value, str) and value.startswith("<"))}
+
+
+def _callbacks(trainer: L.Trainer) -> list[dict[str, Any]]:
+    given = (one for one in vars(trainer)["callbacks"] if not type(one).__module__.startswith("fairlead"))
+    return [{"class": type(one).__qualname__, **_arguments(one)} for one in given]
+
+
+def _optimizers(trainer: L.Trainer) -> dict[str, Any]:
+    return {
+        "optimizers": [
+            {"class": type(one).__qualname__, "groups": [_group(group) for group in one.param_groups]}
+            for one in trainer.optimizers
+        ],
+        "schedules": [
+            {"class": type(one.scheduler).__qualname__, **_arguments(one.scheduler)}
+            for one in trainer.lr_scheduler_configs
+        ],
+    }
+
+
+def _group(group: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of a parameter group; of a rate that a schedule moves, where it began."""
+    moved = {"params", "lr"} if "initial_lr" in group else {"params"}
+    return {name: _plain(value) for name, value in group.items() if name not in moved}
+
+
+def _loaders(trainer: L.Trainer) -> list[dict[str, Any]]:
+    loaders = CombinedLoader(trainer.train_dataloader).flattened if trainer.train_dataloader is not None else []
+    return [
+        {name: _plain(getattr(one, name, None)) for name in ("batch_size", "drop_last")}
+        | {"samples": sized_len(getattr(one, "dataset", None))}
+        for one in loaders
+    ]

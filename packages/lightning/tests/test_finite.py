@@ -1,0 +1,132 @@
+"""A loss or a weight that is no number ends a run as failed, and is never its result."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import EarlyStopping
+from tiny_job import Data, Line, checkpoints, events, fit, latest, make_trainer, plain
+from torch import Tensor
+
+from fairlead import Fairlead
+from fairlead.config import CheckpointConfig
+from fairlead.errors import RunFailedError
+from fairlead_distributed.finite import non_finite_weights
+from fairlead_distributed.testing import run_ranks
+
+
+class Diverges(Line):
+    """Its loss is no number at some of its steps."""
+
+    def __init__(self, *at: int, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self.at = set(at)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        return loss * math.nan if self.trainer.global_step in self.at else loss
+
+
+class Skips(Diverges):
+    """A user's own way to survive it."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        if any(not p.grad.isfinite().all() for p in self.parameters() if p.grad is not None):
+            optimizer.zero_grad()
+
+
+def found(run: Path) -> list[tuple[int, str]]:
+    return [(event["step"], event["why"]) for event in events(run) if event["event"] == "not-finite"]
+
+
+def test_a_loss_that_is_no_number_ends_the_run_at_its_step(tmp_path: Path) -> None:
+    every = {"checkpoint": {"every_n_steps": 1, "keep_last": 1}, "max_steps": 24}
+    with pytest.raises(RunFailedError, match=r"at step 12 the weights are not finite") as failed:
+        fit(tmp_path, model=Diverges(*range(11, 24)), **every)
+    assert failed.value.exit_code == 1
+    step, why = found(tmp_path / "run")[0]
+    assert step == 11
+    assert "finite before it" in why
+    assert "the weight net.weight is not finite, and 1 more" in why
+    assert latest(tmp_path / "run").step == 11
+    assert "newest checkpoint is of before, of step 11" in str(failed.value)
+    assert events(tmp_path / "run")[-1]["event"] == "failed"
+
+
+def test_so_many_in_a_row_end_it(tmp_path: Path) -> None:
+    model = Skips(2, 3, 4, 9, *range(12, 24))
+    with pytest.raises(RunFailedError, match="in 5 batches in a row, since step 12"):
+        fit(tmp_path, model=model, max_steps=24, max_non_finite=5)
+    assert [step for step, _ in found(tmp_path / "run")] == [2, 9, 12]
+    assert model.seen[-1] == 16
+
+
+def test_a_weight_that_is_no_number_is_named(tmp_path: Path) -> None:
+    class Overflows(Line):
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            if self.trainer.global_step == 7:
+                self.net.bias.data.fill_(math.inf)
+
+    with pytest.raises(RunFailedError):
+        fit(tmp_path, model=Overflows(), max_steps=24)
+    assert found(tmp_path / "run")[0] == (7, "the weight net.bias is not finite before it")
+
+
+def test_few_steps_are_not_finished_either(tmp_path: Path) -> None:
+    with pytest.raises(RunFailedError, match="weights are not finite"):
+        fit(tmp_path, model=Diverges(2), max_steps=3, enable_checkpointing=False)
+    assert events(tmp_path / "run")[-1]["event"] == "failed"
+
+
+def test_early_stopping_on_it_is_not_finished(tmp_path: Path) -> None:
+    class Logs(Line):
+        def on_train_epoch_end(self) -> None:
+            self.log("bad", torch.tensor(math.nan))
+
+    trainer = make_trainer(tmp_path, max_epochs=3)
+    stopping = EarlyStopping("bad", check_on_train_epoch_end=True)
+    vars(trainer)["callbacks"].append(stopping)
+    with pytest.raises(RunFailedError, match="early stopping has ended the training at step 8: bad is not finite"):
+        trainer.fit(Logs(), datamodule=Data())
+
+
+def test_it_goes_on_where_it_is_told_to_and_keeps_the_last_good_checkpoint(tmp_path: Path) -> None:
+    often = CheckpointConfig(every_n_steps=1, every_n_epochs=None, on_validation=False, keep_last=1)
+    trainer = plain(max_steps=20, callbacks=[Fairlead(run=tmp_path / "run", checkpoint=often, max_non_finite=None)])
+    trainer.fit(Diverges(5), datamodule=Data())
+    assert [kept.step for kept in checkpoints(tmp_path / "run")] == [5, 20]
+    assert events(tmp_path / "run")[-1]["event"] == "finished"
+
+
+def test_what_counts_as_a_weight() -> None:
+    model = torch.nn.ModuleDict({"a": torch.nn.Linear(2, 2), "b": torch.nn.BatchNorm1d(2)})
+    model["frozen"] = torch.nn.Linear(1, 1).requires_grad_(False)
+    model.register_buffer("mask", torch.full((2,), -math.inf))
+    model["frozen"].bias.data.fill_(math.nan)
+    model.register_parameter("none", torch.nn.Parameter(torch.empty(0)))
+    assert non_finite_weights(model) == []
+    model["a"].weight.data[1, 1] = -math.inf
+    model["b"].weight.data[0] = math.nan
+    assert non_finite_weights(model) == ["a.weight", "b.weight"]
+    assert non_finite_weights(model.half()) == ["a.weight", "b.weight"]
+
+
+def one_rank_diverges(rank: int, root: Path) -> str:
+    """Rank 1 alone has the batch; what its gradients have made of the weights, both have."""
+    trainer = make_trainer(root, devices=2, strategy="ddp", max_steps=16, log_every_n_steps=3, max_non_finite=2)
+    try:
+        trainer.fit(Diverges(*([4] if rank else [])), datamodule=Data())
+    except RunFailedError as error:
+        return str(error)
+    return "trained on"
+
+
+def test_all_ranks_end_together_and_say_the_same(tmp_path: Path) -> None:
+    said = run_ranks(one_rank_diverges, 2, tmp_path)
+    assert said[0] == said[1]
+    assert "the loss was not finite in 2 batches in a row, since step 4" in said[0]
+    assert [step for step, _ in found(tmp_path / "run")] == [4]

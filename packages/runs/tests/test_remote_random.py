@@ -1,0 +1,33 @@
+"""The global generator is the training's: nothing that waits for a store draws from it."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from fairlead_runs.remote import Retries, Store
+
+
+def test_tries_of_a_request_draw_from_a_generator_of_their_own() -> None:
+    left, slept = [TimeoutError(), TimeoutError(), TimeoutError()], []
+
+    def request() -> str:
+        if left:
+            raise left.pop()
+        return "answer"
+
+    before = random.getstate()
+    assert Retries(attempts=4, sleep=slept.append)("ask", "s3://bucket", request) == "answer"
+    assert len(slept) == 3
+    assert random.getstate() == before
+
+
+def test_so_do_those_of_the_stores_library() -> None:
+    pytest.importorskip("s3fs")
+    from botocore import retryhandler
+
+    Store.open("s3://bucket/prefix", {"anon": True})
+    before = random.getstate()
+    retryhandler.delay_exponential("rand", 2, 3)
+    assert random.getstate() == before
