@@ -50,6 +50,7 @@ class Kubeflow(ResolvedRanks):
     aliases = ("KubeflowEnvironmentPlugin",)
     extra = "kubeflow"
     requeue = "exit_code"
+    reads_world_size = True  # a PyTorchJob counts its pods where `nprocPerNode` is no number
 
     @hookimpl
     def fairlead_detect(self, environ: Mapping[str, str]) -> Claim | None:
