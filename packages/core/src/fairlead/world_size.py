@@ -28,11 +28,11 @@ def contradicted(environ: Mapping[str, str], topology: Topology, world_size: Set
     exported = environ.get(_VARIABLE, "").strip()
     if not exported or exported == str(world_size.value):
         return None
-    launched = topology.launched
+    launched, ranks = topology.launched, "1 rank" if world_size.value == 1 else f"{world_size.value} ranks"
     return Finding(
         "warning" if launched else "error",
         "world-size-contradicted",
-        f"WORLD_SIZE is {exported}, but this start has {world_size.value} {'rank' if world_size.value == 1 else 'ranks'}",
+        f"WORLD_SIZE is {exported}, but this start has {ranks}",
         where=f"environment variable {_VARIABLE}",
         why=f"{world_size.value} comes from {world_size.reason}"
         + ("" if launched else "; each node would train alone, and end as if all was well"),

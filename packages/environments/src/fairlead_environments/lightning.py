@@ -40,7 +40,7 @@ class Lightning(ResolvedRanks):
     extra = "lightning"
     codes: ClassVar[Mapping[str, str]] = {
         "allocation-unused": "The scheduler gave this job more nodes or tasks than the run will use.",
-        "node-rank-ignored": "NODE_RANK or NNODES says that this is one of several nodes, but not which, or where the first is.",
+        "node-rank-ignored": "NODE_RANK or NNODES says that this is one of several nodes; which, is not said.",
     }
 
     @hookimpl
