@@ -453,3 +453,14 @@ def test_with_only_the_core_each_absent_plugin_is_named(fairlead_plugins: Callab
     resolution = resolve(fairlead_plugins(), devices=9)
     assert {f.code for f in resolution.findings} == {"plugin-missing"}
     assert all(f.fix == "pip install 'fairlead[lightning]'" for f in resolution.findings)
+
+
+@pytest.mark.parametrize(
+    ("device", "accelerator"),
+    [("v4-8", "xla"), ("v5litepod-16", "xla"), ("v6e", "xla"), ("v100", "cuda"), ("h100", "cuda")],
+)
+def test_the_kind_of_device_is_known_by_its_name(device: str, accelerator: str) -> None:
+    found = check_trainer(TrainerConfig(), environ={}, plugins=PluginManager(), profile=ResourcesConfig(device=device))[
+        0
+    ]
+    assert found.value("accelerator") == accelerator

@@ -13,8 +13,9 @@ def fit_arguments(parser: argparse.ArgumentParser) -> None:
     job_arguments(parser)
     parser.add_argument(
         "--resume",
-        metavar="auto|never|PATH",
-        help="auto (default): go on with this run; never: a new run beside it; PATH: from this checkpoint",
+        metavar="auto|never|best|last|PATH",
+        help="auto (default): go on with this run; never: a new run beside it; best, last: from this checkpoint of it; "
+        "PATH: from any one, also RUN/best",
     )
     parser.add_argument(
         "--prove-resume",
@@ -32,8 +33,9 @@ def _evaluation(parser: argparse.ArgumentParser, command: str) -> None:
     job_arguments(parser)
     parser.add_argument(
         "--resume",
-        metavar="auto|never|PATH",
-        help="auto: the newest checkpoint of this run; PATH: this one; never (default): the model as it is built",
+        metavar="auto|never|best|last|PATH",
+        help="auto: the newest checkpoint of this run; best, last: this one of it; PATH: any one, also RUN/best; "
+        "never (default): the model as it is built",
     )
     parser.set_defaults(command=command)
 

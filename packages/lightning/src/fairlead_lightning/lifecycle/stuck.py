@@ -78,7 +78,8 @@ class StuckRanks(L.Callback):
         self._end()  # what a fit that raised, and whose error was caught, has left
         rank, recorder = trainer.global_rank, dump_folder(session.path, "flight-recorder", session.start)
         if not faulthandler.is_enabled():
-            faulthandler.enable()  # NCCL's watchdog aborts the process: then this shows where it stood
+            # NCCL's watchdog aborts the process: this shows where it stood. `sys.stderr` may be no file.
+            faulthandler.enable(file=2)
         show_stacks_on_signal()
         if torch.cuda.is_available():
             if rank == 0:
