@@ -16,7 +16,7 @@ import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import yaml as pyyaml
@@ -29,8 +29,11 @@ from fairlead.config_bases import AXES
 from fairlead.findings import CODES
 from fairlead.first_party import first_party
 from fairlead.hookspecs import HookSpecs
+from fairlead.jobs import load_job
+from fairlead.own_checks import check_user_code
 from fairlead.plugin_classes import AXIS_PLUGINS
 from fairlead.plugins import PluginManager
+from fairlead.resolution import Resolution
 from fairlead.testing import FakeEntryPoint, write_dist
 from fairlead_runs.fingerprints import MAY_CHANGE
 
@@ -185,6 +188,29 @@ def test_yaml_is_a_job(block: Block) -> None:
     data = yaml.load(block.text, source=str(block)).data
     assert isinstance(data, dict)
     JobConfig.model_validate({"model": "a.model:Net", **data}, context={"plugins": plugins_of_the_pages()})
+
+
+@pytest.mark.parametrize(
+    "job",
+    [*ROOT.glob("examples/*/*.yaml"), *(b for b in blocks("yaml") if b not in MANIFESTS)],
+    ids=lambda job: job.name if isinstance(job, Path) else str(job),
+)
+def test_a_login_node_without_torch_checks_it(
+    job: Path | Block, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As with `fairlead[check]`: an engine is not there by design. Of a page's own code nothing is there at all."""
+    # What is imported stays; only the places where a job's code is looked for are those of a login node.
+    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if not (Path(entry) / "torch").exists()])
+    file = job if isinstance(job, Path) else tmp_path / "job.yaml"
+    if isinstance(job, Block):
+        file.write_text(yaml.dump({"model": "a.model:Net", **yaml.load(job.text, source=str(job)).data}))  # type: ignore[dict-item]
+    plugins = plugins_of_the_pages()
+    loaded = load_job(str(file), plugins=plugins, cwd=file.parent)
+    assert loaded.job is not None
+    result = check_user_code(loaded, cast("Resolution", None), {}, file.parent)
+    wrong = [finding.what for finding in result.findings if finding.severity == "error"]
+    assert wrong == [] or isinstance(job, Block)
+    assert [what for what in wrong if re.search(r"'(torch|lightning|transformers|deepspeed)\b", what)] == []
 
 
 @pytest.mark.parametrize("block", blocks("python"), ids=str)

@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from fairlead import yaml
+from fairlead_runs.checkpoint_job import job_from_checkpoint
 from fairlead_runs.commit import list_checkpoints
 from integration_tests.jobs import JOB, Call, changed, dedent, events, fairlead, names, repository, start, tree
 
@@ -121,15 +123,35 @@ def test_a_trial_is_enough_for_explain(tmp_path: Path) -> None:
     assert [event["start"] for event in events(tmp_path / "runs" / "small") if event["event"] == "start"] == [1]
 
 
+def test_integers_as_keys_last_through_fit_and_resume(tmp_path: Path) -> None:
+    """An accumulation schedule by epochs; its job is read again from the run directory, and its run goes on."""
+    schedule = {
+        "class": "lightning.pytorch.callbacks:GradientAccumulationScheduler",
+        "args": {"scheduling": {0: 4, 1: 2}},
+    }
+    job = repository(tmp_path / "repo", job=changed(JOB, trainer={"devices": 1, "callbacks": [schedule]}))
+    job.write_text(yaml.dump(changed(JOB, trainer={"devices": 1, "callbacks": [schedule]})))
+    run = tmp_path / "runs" / "small"
+    for steps in (4, 8):
+        ended = fairlead("fit", str(job), "--set", f"trainer.max_steps={steps}", cwd=tmp_path)
+        assert ended.code == 0, ended.text
+    assert "resumes from" in ended.out
+    (kept,) = job_from_checkpoint(run).trainer.callbacks
+    assert kept.args == {"scheduling": {0: 4, 1: 2}}
+    changed_schedule = fairlead("fit", str(job), "--set", "trainer.callbacks[0].args.scheduling.1=3", cwd=tmp_path)
+    assert changed_schedule.code == 2
+    assert "scheduling.1: 2 -> 3" in changed_schedule.err
+
+
 def test_validate_takes_the_weights_that_it_is_told_to(gpt: Fitted) -> None:
     before = tree(gpt.cwd)
     values = []
-    for words in ((), ("--resume", "auto"), ("--resume", "runs/gpt-tiny/checkpoints/step-00000006")):
+    for words in ((), ("--resume", "auto"), ("--resume", "last"), ("--resume", "runs/gpt-tiny/last")):
         call = fairlead("validate", str(gpt.job), "--set", "trainer.devices=1", *words, cwd=gpt.cwd)
         assert call.code == 0, call.text
         values.append(dict(line.split() for line in call.out.splitlines() if line.startswith("val/")))
-    fresh, trained, named = (float(value["val/loss"]) for value in values)
-    assert trained == named < fresh
+    fresh, trained, named, elsewhere = (float(value["val/loss"]) for value in values)
+    assert trained == named == elsewhere < fresh
     assert tree(gpt.cwd) == before
 
 

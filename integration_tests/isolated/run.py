@@ -181,7 +181,8 @@ def use_check(bin_: Path, work: Path, extra: str) -> None:
     broken = [p for p in json.loads(run(bin_ / "fairlead", "plugins", "--json").stdout) if p["error"]]
     if broken:
         raise PromiseError(f"plugins that do not load: {broken}")
-    run(bin_ / "fairlead", "check", "examples/gpt/job.yaml", cwd=work)
+    for job in sorted(work.glob("examples/*/*.yaml")):
+        run(bin_ / "fairlead", "check", job.relative_to(work), cwd=work)
     explained = json.loads(run(bin_ / "fairlead", "explain", "examples/gpt/job.yaml", "--json", cwd=work).stdout)
     if explained["settings"]["strategy"]["value"] != "ddp":
         raise PromiseError(f"explain says {explained['settings']['strategy']}")

@@ -100,7 +100,13 @@ def test_devices(devices: Any) -> None:
     assert TrainerConfig(devices=devices).devices == devices
 
 
-@pytest.mark.parametrize("devices", [0, -2, "2", "all", [], [0, 0], [-1], True, 1.0, None])
+@pytest.mark.parametrize(("text", "devices"), [("2", 2), ("-1", -1), ("0, 2", [0, 2]), ("3,", [3])])
+def test_devices_as_text_are_what_lightning_takes_them_for(text: str, devices: Any) -> None:
+    assert TrainerConfig(devices=text).devices == devices  # type: ignore[arg-type]
+    assert TrainerConfig(log_every_n_steps=0).log_every_n_steps == 0
+
+
+@pytest.mark.parametrize("devices", [0, -2, "0", "²", "1.0", "all", [], [0, 0], [-1], True, 1.0, None])
 def test_what_devices_are_not(devices: Any) -> None:
     assert refused(devices=devices)
 
@@ -293,3 +299,11 @@ def test_a_field_says_about_itself_what_matters_elsewhere() -> None:
     assert [reason.what for reason in inexact_settings(weights, "trainer")] == [
         "trainer.checkpoint.save_weights_only: true"
     ]
+
+
+def test_integers_stay_the_keys_of_an_argument() -> None:
+    """A schedule by epochs, `{0: 8, 4: 4}`; JSON has text only, and Lightning refuses that."""
+    schedule = {"class": "GradientAccumulationScheduler", "args": {"scheduling": {0: 8, 4: [{1: "x"}]}}}
+    dumped = TrainerConfig(callbacks=[schedule]).model_dump(mode="json")  # type: ignore[list-item]
+    assert dumped["callbacks"] == [schedule]
+    assert TrainerConfig.model_validate(dumped).model_dump(mode="json") == dumped

@@ -105,3 +105,15 @@ def test_two_overrides_apply_in_order() -> None:
         "name": "deepspeed",
         "stage": 2,
     }
+
+
+def test_integer_keys_are_set_as_such() -> None:
+    path, value = parse_override("trainer.callbacks[0].args.scheduling.4=2")
+    job = {"trainer": {"callbacks": [{"class": "x", "args": {"scheduling": {0: 8, 4: 4}}}]}}
+    args = apply_override(job, path, value)["trainer"]["callbacks"][0]["args"]
+    assert args == {"scheduling": {0: 8, 4: 2}}
+    assert apply_override({"a": {"b": 1}}, ("a", 4), 2) == {"a": {"b": 1, "4": 2}}
+
+
+def test_a_digit_that_is_no_number_is_a_name() -> None:
+    assert parse_override("trainer.²=1") == (("trainer", "²"), 1)

@@ -104,6 +104,7 @@ def test_a_misspelt_argument_is_named_with_what_was_meant(write: Write) -> None:
         ("a:b:c", {}, [("module-not-found", ("class",))]),
         ("math:sqrt", {"x": 1}, [("class-unchecked", ("class",))]),
         ("app.model:GPT", {"layers": "4"}, [("wrong-type", ("args", "layers"))]),
+        ("app.model:GPT", {"layers": 4.0}, [("wrong-type", ("args", "layers"))]),
         ("app.model:GPT", {"layers": 1, "tied": "off"}, [("wrong-type", ("args", "tied"))]),
         ("app.model:GPT", {"layers": 1, "name": 1.0}, [("wrong-type", ("args", "name"))]),
         ("app.model:GPT", {"layers": 1, "lr": 1, "width": True, "name": None}, []),

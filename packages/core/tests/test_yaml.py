@@ -156,7 +156,8 @@ def test_a_duplicate_key_names_both_lines() -> None:
         ("a: 1\n b: 2\n", 2, "indentation"),
         ("- a\nb: 1\n", 2, "column"),
         ("a: 1\n---\nb: 2\n", 2, "second YAML document"),
-        ("a: 1\n1: x\n", 2, '"1":'),
+        ("a: 1\n1.5: x\n", 2, '"1.5":'),
+        ('1: a\n"1": x\n', 2, "twice"),
         ("a: 1\ntrue: x\n", 2, '"true":'),
         ("a: 1\n: x\n", 2, "key"),
         ("a: 1\n[b]: x\n", 2, "cannot be a key"),
@@ -330,8 +331,8 @@ def test_what_cannot_be_written_is_refused() -> None:
         dump(loop)
     with pytest.raises(TypeError, match=r"a\.0: a object"):
         dump({"a": [object()]})
-    with pytest.raises(TypeError, match="key 1 is not a string"):
-        dump({"a": {1: 2}})
+    with pytest.raises(TypeError, match=r"key 1\.5 is neither text nor an integer"):
+        dump({"a": {1.5: 2}})
     with pytest.raises(ConfigError, match="Unicode"):
         dump({"a": "\ud800"})
 

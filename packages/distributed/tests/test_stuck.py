@@ -198,8 +198,7 @@ def test_an_exception_on_one_rank_ends_all_and_is_named_first(ranks: Ranks) -> N
     host = os.uname().nodename
     for one in ended:
         assert first_line(one) == f"rank 2 on {host} failed: ValueError: no luck"
-    assert 'raise ValueError("no luck")' in ended[0].err  # the whole traceback on rank 0
-    assert "Traceback" not in ended[1].err
+    assert [one.err.count("Traceback") for one in ended] == [0, 0, 1]  # thousands of copies would help nobody
     assert [text.count("== ") for text in ranks.stacks().values()] == [1, 1, 1]
 
 

@@ -9,7 +9,8 @@ from typing import cast
 
 import pytest
 
-from fairlead import Finding, PluginManager, Resolution
+from fairlead import Finding, PluginManager, Resolution, TrainerConfig
+from fairlead.checks import check_trainer
 from fairlead.detect import choose_environment
 from fairlead.plugin_classes import EnvironmentPlugin
 from fairlead_environments.mpi import CONTACT
@@ -61,7 +62,10 @@ def test_an_allocation_that_would_idle_is_named(
         ({"PET_RDZV_ENDPOINT": "job-worker-0:23456", "PET_NNODES": "1"}, None),
         ({"SLURM_JOB_ID": "1", "SLURM_NTASKS": "four"}, None),
         ({"NODE_RANK": "1"}, "node-rank-ignored"),
-        ({"NODE_RANK": "0"}, None),
+        ({"GROUP_RANK": "1"}, "node-rank-ignored"),
+        ({"NNODES": "2", "NODE_RANK": "0"}, "node-rank-ignored"),
+        ({"NNODES": "2", "MASTER_ADDR": "n1"}, "node-rank-ignored"),
+        ({"NODE_RANK": "0", "NNODES": "1"}, None),
         ({}, None),
     ],
 )
@@ -83,6 +87,51 @@ def test_a_loopback_address_for_several_nodes(
 def test_two_nodes_by_hand_on_one_machine_are_a_warning(plugins: PluginManager) -> None:
     environ = {"MASTER_ADDR": "localhost", "NODE_RANK": "1", "NNODES": "2"}
     assert [finding.severity for finding in findings(environ, plugins)] == ["warning"]
+
+
+@pytest.mark.parametrize(
+    ("exported", "devices", "nodes", "told"),
+    [
+        ("MASTER_ADDR=n1 MASTER_PORT=12355 WORLD_SIZE=8 NODE_RANK=1", 4, 2, []),
+        ("MASTER_ADDR=n1 MASTER_PORT=12355 WORLD_SIZE=8 GROUP_RANK=1", 4, 2, []),
+        ("MASTER_ADDR=localhost WORLD_SIZE=4 NODE_RANK=0", 2, 2, ["warning main-address-loopback"]),
+        ("MASTER_ADDR=n1 WORLD_SIZE=9 NODE_RANK=1", 4, 1, ["error world-size-contradicted"]),
+        ("MASTER_ADDR=n1 WORLD_SIZE=8 NNODES=2 NODE_RANK=1", 2, 2, ["error world-size-contradicted"]),
+        ("MASTER_ADDR=n1 WORLD_SIZE=8", 2, 1, ["error world-size-contradicted"]),
+        ("WORLD_SIZE=8", 2, 1, ["error world-size-contradicted"]),
+        ("WORLD_SIZE=two", 2, 1, ["error world-size-contradicted"]),
+        ("WORLD_SIZE=2", 2, 1, []),
+    ],
+)
+def test_world_size_is_believed_or_contradicted(
+    exported: str, devices: int, nodes: int, told: list[str], plugins: PluginManager
+) -> None:
+    """Four exported variables, and each node trained alone and ended with 0."""
+    environ = dict(word.split("=") for word in exported.split())
+    config = TrainerConfig.model_validate({"accelerator": "cpu", "devices": devices}, context={"plugins": plugins})
+    resolution, found = check_trainer(config, environ=environ, plugins=plugins)
+    assert (resolution.num_nodes, resolution.world_size) == (nodes, nodes * devices)
+    assert [f"{one.severity} {one.code}" for one in found if one.code != "oversubscribed"] == told
+
+
+@pytest.mark.parametrize(
+    ("name", "exported", "told"),
+    [
+        ("slurm/srun.direct.3", "2", ["warning"]),
+        ("slurm/srun.direct.3", "4", []),
+        ("kubeflow", "2", []),
+    ],
+)
+def test_a_launcher_knows_better_than_world_size(
+    name: str, exported: str, told: list[str], recorded: Recorded, plugins: PluginManager
+) -> None:
+    """A batch script's own `export WORLD_SIZE=...`; a PyTorchJob counts its pods there."""
+    pods = "KUBERNETES_PORT=1 MASTER_ADDR=a MASTER_PORT=1 RANK=1 PET_NNODES=2 PET_NPROC_PER_NODE=auto"
+    environ = dict(word.split("=") for word in pods.split()) if name == "kubeflow" else recorded(name)
+    config = TrainerConfig.model_validate({"accelerator": "cpu"}, context={"plugins": plugins})
+    resolution, found = check_trainer(config, environ={**environ, "WORLD_SIZE": exported}, plugins=plugins)
+    assert [one.severity for one in found if one.code == "world-size-contradicted"] == told
+    assert resolution.num_nodes == 2
 
 
 def test_rank_0_away_from_mpirun_is_named(plugins: PluginManager) -> None:

@@ -39,6 +39,7 @@ from fairlead_environments.slurm.hostlist import MOST_HOSTS, expand, tasks_per_n
         ("n[1-9:0]", None),
         ("n[-1]", None),
         ("n[1-999999999]", None),
+        ("n[1-99999999999999999999999999]", None),
         ("n[1-9999]m[1-9999]", None),
         ("n[1-1000000],m[1]", None),
         ("", []),

@@ -134,6 +134,21 @@ def test_every_source_of_hosts_gives_the_same(tmp_path: Path) -> None:
         assert job.compute_hosts(None).value == ("h1", "h2")
 
 
+@pytest.mark.parametrize("local_size", [True, False])
+def test_a_rank_file_with_one_line_a_host_begins_with_the_launch_node(
+    tmp_path: Path, local_size: bool, ranks: Ranks
+) -> None:
+    """One task on each of two hosts: all would have waited for a rank 0 on the node that runs none."""
+    file = tmp_path / "rankfile"
+    file.write_text("batch3\nh1\nh2\n")
+    names = {"LSB_JOBID": "1", "LSB_DJOB_RANKFILE": str(file), "JSM_NAMESPACE_SIZE": "2", "JSM_NAMESPACE_RANK": "1"}
+    environ = {**names, "JSM_NAMESPACE_LOCAL_RANK": "0", **({"JSM_NAMESPACE_LOCAL_SIZE": "1"} if local_size else {})}
+    found = topology(CONFIG, environ, "h2")
+    assert found.main_address is not None
+    assert found.main_address.value == "h1"
+    assert ranks(found) == (2, 1, 2, 1, 0, 1)
+
+
 @pytest.mark.parametrize(
     ("source", "told"),
     [

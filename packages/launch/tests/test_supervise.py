@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import signal
 import subprocess
@@ -63,6 +64,25 @@ def test_each_rank_knows_its_place(tmp_path: Path) -> None:
     environments = [{**e, "OMP_NUM_THREADS": "1"} for e in ranks(2)]
     assert supervise(command(code, tmp_path), environments, stderr=io.StringIO()) == 0
     assert [(tmp_path / str(n)).read_text() for n in range(2)] == ["0 0 2 2 0 1 1", "1 1 2 2 0 1 1"]
+
+
+@pytest.mark.parametrize("recorded", [True, False])
+def test_ranks_that_only_lost_one_of_another_node_are_not_blamed(tmp_path: Path, recorded: bool) -> None:
+    history = tmp_path / "history.jsonl"
+    lines = [{"event": "start"}, *([{"event": "failed", "rank": 7, "host": "n2", "error": "no luck"}] * recorded)]
+    history.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    code = """
+    from fairlead_launch import keep_log
+    keep_log(os.environ, folder / "logs")
+    send_report(os.environ, "RuntimeError: Connection closed by peer", 1, lost_a_peer=True)
+    sys.exit(1)
+    """
+    with pytest.raises(RunFailedError, match="a rank of another node failed first") as caught:
+        supervise(command(code, tmp_path), ranks(2), stderr=io.StringIO())
+    said = caught.value.block()
+    assert ("rank 7 on n2: no luck" if recorded else "ended without a word") in said
+    assert "Connection" not in said
+    assert len(history.read_text().splitlines()) == len(lines)
 
 
 def test_the_rank_that_failed_first_is_named_and_none_is_left(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from tiny_job import events
 from fairlead_distributed import free_port
 from fairlead_distributed.forked_child import run_python
 from fairlead_distributed.forkserver import ForkedProcess, shared
-from fairlead_runs import read_heartbeats
+from fairlead_runs import read_heartbeats, state
 
 LIMIT_S = 240.0  # only against a test that would hang for ever
 
@@ -51,6 +51,7 @@ class Bad(Line):
 def fit(limit_s=1200, **settings):
     session = RunSession(Handoff(run, 1, None), dict(), rank=rank)
     stuck = StuckRanks(dict(), timeout=timedelta(seconds=limit_s), grace=timedelta(seconds=2))
+    session.event("start", start=1)
     stuck.begin(session)
     trainer = L.Trainer(
         accelerator="cpu", devices=2, strategy=DDPStrategy(timeout=timedelta(seconds=limit_s)), max_steps=6,
@@ -113,7 +114,7 @@ def job(tmp_path: Path) -> Iterator[Job]:
         process.kill_group()
 
 
-def test_an_exception_on_one_rank_ends_the_other_which_says_whose_it_was(job: Job) -> None:
+def test_an_exception_on_one_rank_ends_the_other_and_is_shown_once(job: Job) -> None:
     """Rank 0 sits in user code for an hour, and its time-out is twenty minutes."""
     (code, _, said), (code_1, _, traceback) = job.end(
         """
@@ -126,12 +127,45 @@ def test_an_exception_on_one_rank_ends_the_other_which_says_whose_it_was(job: Jo
         """
     )
     assert (code, code_1) == (1, 1), said
-    assert f"rank 1 on {os.uname().nodename} failed: ValueError: no luck\nTraceback" in said
-    assert "ValueError: no luck" in traceback
+    assert f"rank 1 on {os.uname().nodename} failed: ValueError: no luck\n" in traceback
+    assert traceback.count("Traceback") == 1
+    assert "no luck" not in said  # on the same node
     failed = [event for event in events(job.run) if event["event"] == "failed"]
     assert [(event["rank"], event["error"]) for event in failed] == [(1, "ValueError: no luck")]
     assert list(job.stacks()) == ["rank-00000.txt", "rank-00001.txt"]
     assert "in hangs_here" in job.stacks()["rank-00000.txt"]
+
+
+@pytest.mark.parametrize(
+    ("trouble", "error"),
+    [
+        ("raise ValueError('no luck')", "ValueError: no luck"),
+        ("raise ConnectionResetError('Connection reset by peer: the data server')", "ConnectionResetError: Connection"),
+        ("os.kill(os.getpid(), 9)", "rank 1 ended without a word"),
+    ],
+)
+def test_a_rank_that_lost_its_peer_is_not_blamed(job: Job, trouble: str, error: str) -> None:
+    """Rank 0 is in a collective, and fails of gloo's `Connection closed by peer`; torchrun would name it first."""
+    (_, _, said), (_, _, traceback) = job.end(
+        f"""
+        os.environ["TORCHELASTIC_ERROR_FILE"] = f"error-{{rank}}.json"
+
+        def trouble(model):
+            if rank == 1:
+                {trouble}
+
+        fit()
+        """
+    )
+    both = said + traceback
+    (told,) = [line for line in both.splitlines() if line.startswith(("rank ", "a rank "))]
+    assert error in told
+    assert both.count("Traceback") == (0 if "kill" in trouble else 1), both
+    assert "gloo/transport" not in both
+    failed = [event for event in events(job.run) if event["event"] == "failed"]
+    assert [(event["rank"], event["error"].startswith(error)) for event in failed] == [(1, True)]
+    assert error in state(job.run).reason
+    assert [path.name for path in job.folder.glob("error-*")] == ([] if "kill" in trouble else ["error-1.json"])
 
 
 def test_a_time_out_of_a_collective_leaves_the_stacks_of_the_rank_that_never_came(job: Job) -> None:
@@ -226,5 +260,4 @@ def test_what_calls_exit_is_a_failure_of_its_rank(job: Job) -> None:
         """
     )
     assert [code for code, _, _ in ranks] == [1, 3]
-    assert "rank 1 on" in ranks[0][2]
-    assert "failed: SystemExit: 3" in ranks[0][2]
+    assert "failed: SystemExit: 3" in ranks[1][2]

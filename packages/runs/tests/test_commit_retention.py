@@ -17,10 +17,12 @@ from fairlead_runs.commit import (
     RetentionPolicy,
     Syscalls,
     best,
+    best_or_last,
     checkpoint_name,
     discard_incomplete,
     keep_forever,
     list_checkpoints,
+    named_checkpoint,
     newest_complete,
     publish,
     retain,
@@ -170,6 +172,24 @@ def test_last_and_best_are_links_for_people(tmp_path: Path) -> None:
     retain(tmp_path, policy)
     assert not (tmp_path / "best").is_symlink()
     assert (tmp_path / "last").readlink() == Path("step-00000003")
+
+
+def test_best_and_last_name_a_checkpoint_without_links_too(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    root = run / "checkpoints"
+    root.mkdir(parents=True)
+    with pytest.raises(CheckpointError, match="no complete checkpoint"):
+        best_or_last(run / "last")
+    for step, loss in ((1, 3.0), (2, 1.0), (3, 2.0)):
+        save(root, step, monitor="val/loss", mode="min", metrics={"val/loss": loss})
+    assert best_or_last(run / "best") == best_or_last(root / "best") == root / "step-00000002"
+    assert best_or_last(run / "last") == root / "step-00000003"
+    assert best_or_last(run / "step-00000001") == run / "step-00000001"
+    assert named_checkpoint("best", run, tmp_path) == str(root / "step-00000002")
+    assert named_checkpoint("run/last", run, tmp_path) == str(root / "step-00000003")
+    save(root, 4)
+    with pytest.raises(CheckpointError, match="no checkpoint here is the best"):
+        best_or_last(run / "best")
 
 
 def test_a_file_system_without_links_is_no_failure(tmp_path: Path) -> None:

@@ -32,6 +32,7 @@ CODES: Final[dict[str, str]] = {
     "environment-unclaimed": "The environment was named in the config, but nothing on this machine shows it.",
     "launch-mismatch": "The launcher started another number of processes or nodes than the config asks for.",
     "loss-not-finite": "The loss of a training step is infinite or no number.",
+    "world-size-contradicted": "WORLD_SIZE is exported, and the run has another number of ranks.",
     "missing-field": "A required setting is not given.",
     "module-not-found": "A module that a `class:` names was not found.",
     "name-invalid": "`run.name` names a setting that the job does not have, or gives no usable folder name.",

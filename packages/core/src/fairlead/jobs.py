@@ -59,7 +59,7 @@ class LoadedJob:
 
 def _undotted(text: str) -> tuple[str | int, ...]:
     parts = text.replace("[", ".").replace("]", "").split(".")
-    return tuple(int(p) if p.isdigit() else p for p in parts)
+    return tuple(int(p) if p.isdecimal() else p for p in parts)
 
 
 def load_job(source: str, *, plugins: PluginManager, cwd: Path, overrides: Sequence[str] = ()) -> LoadedJob:

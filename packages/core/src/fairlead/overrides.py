@@ -14,8 +14,9 @@ from fairlead.config_bases import AXES
 from fairlead.errors import ConfigError
 from fairlead.yaml import parse_scalar_or_flow
 
-_PATH: Final = re.compile(r"[^.\[\]]+|\[\d+\]")
-_WHOLE: Final = re.compile(r"[^.\[\]]+(\.[^.\[\]]+|\[\d+\])*")
+_PATH: Final = re.compile(r"[^.\[\]]+|\[[0-9]+\]")
+_WHOLE: Final = re.compile(r"[^.\[\]]+(\.[^.\[\]]+|\[[0-9]{1,9}\])*")
+_INDEX: Final = re.compile(r"[0-9]{1,9}")  # not str.isdigit(), to which a superscript two is a digit
 _CLASS_FIELDS: Final = frozenset({"model", "data", "profiler"})
 
 Path = tuple[str | int, ...]
@@ -31,7 +32,9 @@ def parse_override(text: str) -> tuple[Path, Any]:
             where="--set",
             fix="write for example --set trainer.max_steps=100 or --set trainer.loggers[0].name=csv",
         )
-    parts = [int(p[1:-1]) if p.startswith("[") else int(p) if p.isdigit() else p for p in _PATH.findall(path_text)]
+    parts = [
+        int(p[1:-1]) if p.startswith("[") else int(p) if _INDEX.fullmatch(p) else p for p in _PATH.findall(path_text)
+    ]
     return tuple(parts), parse_scalar_or_flow(value, source=f"--set {path_text}")
 
 
@@ -52,7 +55,7 @@ def apply_override(data: Any, path: Path, value: Any) -> Any:
             raise _misplaced(path, len(path) - 1, f"a list of {len(node)}")
         node[last : last + 1] = [value]
     elif isinstance(node, dict):
-        node[str(last)] = value
+        node[_key(node, last)] = value
     else:
         raise _misplaced(path, len(path) - 1, repr(node))
     return root
@@ -89,10 +92,16 @@ def _child(node: Any, part: str | int, path: Path, depth: int, *, create: str | 
             node.append(empty)
         return node[part]
     if isinstance(node, dict):
-        if node.get(str(part)) is None:
-            node[str(part)] = empty
-        return node[str(part)]
+        key = _key(node, part)
+        if node.get(key) is None:
+            node[key] = empty
+        return node[key]
     raise _misplaced(path, depth, repr(node))
+
+
+def _key(node: dict[Any, Any], part: str | int) -> str | int:
+    """A part of a path as a key: an integer where the mapping has integers, as a schedule by epochs does."""
+    return part if isinstance(part, int) and any(type(key) is int for key in node) else str(part)
 
 
 def _misplaced(path: Path, depth: int, found: str) -> ConfigError:

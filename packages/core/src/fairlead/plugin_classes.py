@@ -133,6 +133,9 @@ class EnvironmentPlugin(Plugin):
     """The default answers Lightning from what `fairlead_topology` gave; it needs fairlead-environments."""
     requeue: ClassVar[str] = "none"
     """The tag of the requeuer that belongs to this scheduler."""
+    reads_world_size: ClassVar[bool] = False
+    """Whether the scheduler sets WORLD_SIZE to something else than the number of ranks, and `fairlead_topology` reads
+    it; elsewhere a WORLD_SIZE that is not the number of ranks is a finding (`world-size-contradicted`)."""
 
 
 class CheckpointIOPlugin(Plugin):

@@ -253,11 +253,12 @@ class PluginManager:
     def label(self, config: BackendConfig) -> str:
         """The shortest way to write a config: the preset whose fields it has, else its tag."""
         candidates = [
-            (len(plugin.preset.keys() - {"name"}), name == config.name, len(name), name)
+            (len(plugin.preset.keys() - {"name"}), name == config.name, "name" not in plugin.preset, len(name), name)
             for name, plugin in self.loaded(config.axis).items()
             if plugin.tag == config.name and all(getattr(config, k, None) == v for k, v in plugin.preset.items())
         ]
-        # Of several presets that say the same: the tag ("cuda", not "gpu"), else the longer name ("bf16-mixed").
+        # Of several presets that say the same: the tag ("cuda", not "gpu"), else one that is not only another name
+        # ("ddp_fork", not "ddp_notebook"), else the longer name ("bf16-mixed").
         return max(candidates)[-1] if candidates else config.name
 
     def require_engines(self, axis: str, name: str, *, where: str | None = None) -> None:

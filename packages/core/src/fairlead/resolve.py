@@ -23,11 +23,12 @@ from fairlead.findings import Finding, Severity
 from fairlead.hardware import choose_accelerator, count_devices
 from fairlead.network import network_findings, network_settings
 from fairlead.partial_resolution import PartialResolution, Purpose
-from fairlead.plugin_classes import AcceleratorPlugin
+from fairlead.plugin_classes import AcceleratorPlugin, EnvironmentPlugin
 from fairlead.plugins import PluginManager
 from fairlead.resolution import Resolution
 from fairlead.threads import choose_threads
 from fairlead.topology import Topology
+from fairlead.world_size import contradicted, nodes_from_world_size
 
 __all__ = ["Resolution", "resolve"]
 
@@ -63,8 +64,10 @@ class _Resolver(PartialResolution):
         topology = (chosen.topology if self.profile is None else None) or Topology(launched=False)
         accelerator, found = choose_accelerator(self)
         devices, indices = count_devices(self, accelerator, found, topology)
+        topology = nodes_from_world_size(topology, devices)
         num_nodes = self._num_nodes(topology)
         world_size = self._world_size(devices, num_nodes, topology)
+        self._exported_world_size(chosen, topology)
         self._threads(topology, devices, chosen.job)
         self._ranks(topology, chosen)
         self._main(topology, num_nodes)
@@ -154,6 +157,15 @@ class _Resolver(PartialResolution):
             return int(topology.world_size.value)
         self.settings["world_size"] = Setting(devices * num_nodes, f"{devices} devices x {num_nodes} nodes")
         return devices * num_nodes
+
+    def _exported_world_size(self, chosen: ChosenEnvironment, topology: Topology) -> None:
+        plugin = self.plugins.of(chosen.config) if chosen.config is not None else None
+        if self.profile is not None or chosen.topology is None:
+            return  # not the machine, or not the rank, that the variable is about
+        if isinstance(plugin, EnvironmentPlugin) and plugin.reads_world_size:
+            return
+        found = contradicted(self.environ, topology, self.settings["world_size"])
+        self.findings += [found] if found is not None else []
 
     def _threads(self, topology: Topology, devices: int, job: Job | None) -> None:
         if self.profile is None:  # of another machine it is not known how many CPUs there are

@@ -17,6 +17,7 @@ from fairlead_runs.mailbox import StoreMailbox
 
 _LONGEST: Final = 8_000  # characters of an error; its ends matter
 _DID: Final = {"failed": "failed", "left": "has left the training"}
+WITHOUT_A_WORD: Final = "ended without a word: killed (out of memory?), or its node died"
 _STOPS: Final = (None, 0, 75, 130, 143)  # exit codes of an end, or of a stop that was asked for
 
 
@@ -24,11 +25,12 @@ _STOPS: Final = (None, 0, 75, 130, 143)  # exit codes of an end, or of a stop th
 class Alarm:
     """What one rank tells all: `what` in one line, `text` as a whole (a traceback), `time` in seconds since the epoch.
 
-    `kind` is `failed`; `hang`: nothing moves; `left`: an exception that may yet be caught has led out of the block;
-    `lost`: the store is gone; `over`: the rank that may host the store has left as it should.
+    `kind` is `failed`; `gone`: this rank failed of another's absence, of which nobody said why; `hang`: nothing moves;
+    `left`: an exception that may yet be caught has led out of the block; `lost`: the store is gone; `over`: the rank
+    that may host the store has left as it should.
     """
 
-    kind: Literal["failed", "hang", "left", "lost", "over"]
+    kind: Literal["failed", "gone", "hang", "left", "lost", "over"]
     rank: int
     host: str
     what: str
@@ -36,8 +38,8 @@ class Alarm:
     time: float
 
     @classmethod
-    def of_error(cls, rank: int, error: BaseException | str) -> Alarm:
-        """The failure of this rank."""
+    def of_error(cls, rank: int, error: BaseException | str, *, secondary: bool = False) -> Alarm:
+        """The failure of this rank; `secondary`: the error says no more than that another rank went away."""
         if isinstance(error, str):
             what, text = error.strip().partition("\n")[0], error
         else:
@@ -45,7 +47,9 @@ class Alarm:
             text = "".join(traceback.format_exception(error))
         if len(text) > _LONGEST:
             text = f"{text[: _LONGEST // 2]}\n[...]\n{text[-_LONGEST // 2 :]}"
-        return cls("failed", rank, os.uname().nodename, what[:500], text, time.time())
+        if secondary:
+            what = f"a rank {WITHOUT_A_WORD}; rank {rank} noticed: {what}"
+        return cls("gone" if secondary else "failed", rank, os.uname().nodename, what[:500], text, time.time())
 
     @property
     def of_waiting(self) -> bool:
@@ -53,7 +57,7 @@ class Alarm:
         return self.kind == "hang" or "timed out" in self.text.lower() or "timeout" in self.text.lower()
 
     def __str__(self) -> str:
-        if self.kind == "lost":
+        if self.kind in ("gone", "lost"):
             return self.what
         return f"rank {self.rank} on {self.host} {_DID.get(self.kind, 'does not move')}: {self.what}"
 
@@ -90,8 +94,9 @@ class Alarms:
         A rank that came first, or comes within `patience_s`, speaks for all; but a failure is told after a hang, and
         after a rank has left.
         """
-        if patience_s > 0:
-            self.mailbox.wait(f"alarm/{number}", patience_s)
+        deadline = time.monotonic() + patience_s
+        while time.monotonic() < deadline and not self.mailbox.has(f"alarm/{number}"):
+            time.sleep(0.05)  # a wait that runs out makes torch print four lines
         while True:
             told = Alarm(**json.loads(self.mailbox.put_first(f"alarm/{number}", json.dumps(asdict(alarm)))))
             if told == alarm or alarm.kind == "hang" or told.kind not in ("hang", "left"):

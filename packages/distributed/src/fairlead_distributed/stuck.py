@@ -1,7 +1,7 @@
 """What all ranks do when one of them fails, or when nothing moves any more: say who, dump their stacks, and end.
 
 A rank that fails wakes the control planes of all others, also where the main thread sits in a collective. Each dumps
-its stacks and torch's flight recorder, says which rank failed first, and of what, and ends itself after a grace.
+its stacks and torch's flight recorder, and ends itself after a grace. The one that failed first speaks for all.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any, Final
 import torch.distributed as dist
 
 from fairlead.errors import ConfigError
-from fairlead_distributed.alarms import Alarm, Alarms, asked_to_stop, end_process, to_stderr, trouble_of
+from fairlead_distributed.alarms import WITHOUT_A_WORD, Alarm, Alarms, asked_to_stop, end_process, to_stderr, trouble_of
 from fairlead_distributed.control_plane import ControlPlane
 from fairlead_distributed.info import get_rank, get_world_size
 from fairlead_distributed.process_group import group_store
@@ -54,7 +54,8 @@ class RankWatch:
         hang_after: When nothing has changed there for so long, the stacks of all ranks are dumped, and nothing else
             happens. Best shorter than the process group's timeout, after which there may be no rank left to ask.
         say: Gets what a person should read; None: stderr.
-        heard: Called with each alarm that came from another rank, and a hang of this one, in a thread.
+        local_rank: With it, only the first rank of each other node names the one that failed; None: every rank does.
+        heard: Called with each alarm that came from another rank, and a hang or a `gone` that this one tells.
         plane: The control plane of these ranks; None: one of its own.
 
     Example:
@@ -74,6 +75,7 @@ class RankWatch:
         progress: Callable[[], object] | None = None,
         hang_after: timedelta | None = None,
         say: Callable[[str], None] | None = None,
+        local_rank: int | None = None,
         heard: Callable[[Alarm], None] | None = None,
         plane: ControlPlane | None = None,
     ) -> None:
@@ -85,6 +87,7 @@ class RankWatch:
         self._dumped = False
         self._grace_s = grace.total_seconds()
         self._say = say if say is not None else to_stderr
+        self._local_rank = local_rank
         self._listener = heard
         self._pid = os.getpid()
         self._number = 1  # of the alarm that comes next
@@ -92,6 +95,7 @@ class RankWatch:
         self._learning = threading.Lock()
         self._left = threading.Event()
         self._told = False
+        self._telling: int | None = None
         self._alarmed = time.monotonic()
         self._alarms: Alarms | None = None
         self._plane = plane
@@ -151,21 +155,38 @@ class RankWatch:
         if self._looking is not None and self._looking is not threading.current_thread():
             self._looking.join(2.0)
 
-    def failed(self, error: BaseException | str, *, secondary: bool = False, exits: bool = False) -> None:
+    def failed(
+        self,
+        error: BaseException | str,
+        *,
+        secondary: bool = False,
+        exits: bool = False,
+        report: Callable[[], object] = lambda: None,
+    ) -> None:
         """This rank has failed: tells all ranks, and returns once they have dumped their stacks, or after seconds.
 
         Where another rank has failed before, it only waits for it. `secondary`: the error says no more than that
         another rank went away, which may speak first. `exits`: this process, which is about to end, is ended after the
-        grace.
+        grace. `report` shows the error, and is called where this rank speaks for all.
         """
-        if os.getpid() != self._pid or self._told:
+        if os.getpid() != self._pid:
+            report()
+            return
+        if self._told:
             return
         self._told = True
         if exits:
             threading.Thread(target=self._exit, name="fairlead-watch-exit", daemon=True).start()
-        alarm = Alarm.of_error(self.rank, error)
+        alarm = Alarm.of_error(self.rank, error, secondary=secondary and self._alarms is not None)
+        trouble = None
         if self._first is None:
-            trouble = trouble_of(_PATIENCE_S, self._tell, alarm, _SECOND_S if secondary else 0.0)
+            trouble = trouble_of(_PATIENCE_S, self._put, alarm, _SECOND_S if secondary else 0.0)
+        if self._first is None or (self._first.kind != "failed" and alarm.kind == "failed"):
+            if alarm.kind == "failed":
+                if self._alarms is not None:  # a single process only shows its error
+                    self._say(str(alarm))
+                report()
+            trouble = trouble or trouble_of(_PATIENCE_S, self._spread, alarm)
             if trouble is not None:
                 self._say(f"{alarm}\nthe other ranks could not be told: {trouble}")
         self._dump(alarm)
@@ -233,7 +254,7 @@ class RankWatch:
     def _take_in(self, alarm: Alarm) -> None:
         if alarm.kind != "hang":
             self._learn(alarm)
-        if self._listener is not None:
+        if self._listener is not None and alarm.kind != "gone":  # the one that tells of it has told its own
             self._listener(alarm)
 
     def _end(self) -> None:
@@ -274,24 +295,37 @@ class RankWatch:
 
     # -- what they do
 
-    def _tell(self, alarm: Alarm, patience_s: float = 0.0) -> None:
-        alarms = self._alarms
-        if alarms is None:  # a single process shows its error itself
-            if alarm.kind == "hang":
-                self._say(str(alarm))
-            return
-        told, number = alarms.put(alarm, self._number, patience_s)
-        if told != alarm:  # another rank was first
-            if told.kind == "over":
-                self._say(str(alarm))
-            elif told.kind == "failed":
-                self._learn(told)
-            return
-        if alarm.kind != "over":
+    def _tell(self, alarm: Alarm) -> None:
+        self._put(alarm)
+        if alarm.kind == "hang" and (self._telling is not None or self._alarms is None):
             self._say(str(alarm))
+        self._spread(alarm)
+
+    def _put(self, alarm: Alarm, patience_s: float = 0.0) -> None:
+        """Has all ranks agree on who speaks; where it is another one, that one is the first."""
+        self._telling = None
+        if self._alarms is None:
+            return
+        told, number = self._alarms.put(alarm, self._number, patience_s)
+        if told == alarm:
+            self._telling = number
+        elif told.kind in ("failed", "gone"):
+            self._learn(told)
+
+    def _spread(self, alarm: Alarm) -> None:
+        """Wakes the others, where this rank speaks, and says who does not answer."""
+        alarms, number = self._alarms, self._telling
+        if alarms is None or number is None:
+            return
         alarms.mailbox.ring()
         silent = alarms.unheard(number, _HEARD_S)
-        if silent and alarm.kind != "over":
+        if alarm.kind == "gone":
+            if silent:
+                alarm = replace(alarm, rank=min(silent), what=f"{ranks_text(silent)} {WITHOUT_A_WORD}")
+            self._say(str(alarm))
+            if self._listener is not None:
+                self._listener(alarm)
+        elif silent and alarm.kind != "over":
             self._say(f"no stacks of {ranks_text(silent)}: it has died, or C code holds the interpreter's lock")
 
     def _tell_left(self, alarm: Alarm) -> None:
@@ -300,13 +334,15 @@ class RankWatch:
             self._alarms.mailbox.ring()
 
     def _learn(self, alarm: Alarm) -> None:
-        """Says once which rank failed first."""
+        """Another rank has failed first; of its traceback, thousands of copies would help nobody."""
         with self._learning:
             if self._first is not None:
                 return
             self._first = alarm
-        # On rank 0 the whole traceback; thousands of copies of it would help nobody.
-        self._say(f"{alarm}\n{alarm.text.rstrip()}" if self.rank == 0 and alarm.kind == "failed" else str(alarm))
+        elsewhere = alarm.host != os.uname().nodename
+        of_store = alarm.kind == "lost" and self.rank == 1  # rank 0 may have died with it
+        if self._local_rank is None or (self._local_rank == 0 and elsewhere) or of_store:
+            self._say(str(alarm))
 
     def _dump(self, alarm: Alarm) -> None:
         if (trouble := trouble_of(_PATIENCE_S, self._write, alarm)) is not None:  # the run may hang in a file system

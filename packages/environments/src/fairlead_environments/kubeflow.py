@@ -52,6 +52,7 @@ class Kubeflow(ResolvedRanks):
         "PET_MASTER_ADDR": "job-node-0-0.job",
         "PET_MASTER_PORT": "29500",
     }
+    reads_world_size = True  # a PyTorchJob counts its pods where `nprocPerNode` is no number
 
     @hookimpl
     def fairlead_detect(self, environ: Mapping[str, str]) -> Claim | None:

@@ -39,7 +39,7 @@ class Lightning(ResolvedRanks):
     extra = "lightning"
     example_environ: ClassVar[Mapping[str, str]] = {}
     codes: ClassVar[Mapping[str, str]] = {
-        "node-rank-ignored": "NODE_RANK says that this is one of several nodes, but not where the first one is.",
+        "node-rank-ignored": "NODE_RANK or NNODES says that this is one of several nodes; which, is not said.",
     }
 
     @hookimpl
@@ -92,14 +92,16 @@ class Lightning(ResolvedRanks):
     @hookimpl
     def fairlead_check(self, resolution: Resolution, environ: Mapping[str, str]) -> Iterator[Finding]:
         """A node of several, as which nobody will meet it."""
-        node = text(environ, "NODE_RANK")
-        if node is not None and node.value != "0" and not resolution.topology.launched:
+        node, nodes = text(environ, "NODE_RANK", "GROUP_RANK"), text(environ, "NNODES")
+        given = node if node is not None and node.value != "0" else nodes
+        if given is not None and (given is node or given.value != "1") and not resolution.topology.launched:
+            missing = "NODE_RANK" if text(environ, "MASTER_ADDR") is not None else "MASTER_ADDR"
             yield Finding(
-                "warning",
+                "error",
                 "node-rank-ignored",
-                f"NODE_RANK is {node.value}, but MASTER_ADDR is not set: this node would run by itself",
-                where="environment variable NODE_RANK",
-                fix="export MASTER_ADDR and NNODES too, or unset NODE_RANK",
+                f"{given.reason} is {given.value}, but {missing} is not set: this node would train alone",
+                where=f"environment variable {given.reason}",
+                fix=f"export MASTER_ADDR, NODE_RANK and NNODES on each node; or unset {given.reason}",
             )
 
     @hookimpl

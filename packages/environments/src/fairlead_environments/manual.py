@@ -19,8 +19,9 @@ from fairlead_environments.variables import given_address, given_port, supervise
 class ManualEnvironmentConfig(MainAddressConfig):
     """Nodes or ranks that a person starts one by one, with variables exported by hand.
 
-    One command per node, Fairlead starts the ranks of each: MASTER_ADDR, NODE_RANK and NNODES. One
-    command per rank: MASTER_ADDR, RANK, WORLD_SIZE and LOCAL_RANK. MASTER_PORT is 29500 unless set.
+    One command per node, Fairlead starts the ranks of each: MASTER_ADDR, NODE_RANK, and NNODES or
+    WORLD_SIZE, the number of all ranks. One command per rank: MASTER_ADDR, RANK, WORLD_SIZE and
+    LOCAL_RANK. MASTER_PORT is 29500 unless set.
 
     Example:
         >>> ManualEnvironmentConfig(main_address="n1", node_rank=1).node_rank
@@ -50,14 +51,15 @@ class Manual(LaunchedEnvironment):
         """Claims exported ranks; any launcher's own claim comes before it."""
         if text(environ, "FAIRLEAD_LAUNCHED") is not None:  # the same variables, but Fairlead set them
             return None
-        address, rank, node = text(environ, "MASTER_ADDR"), text(environ, "RANK"), text(environ, "NODE_RANK")
+        address, rank, node = text(environ, "MASTER_ADDR"), text(environ, "RANK"), text(environ, *NODE)
         if address is None or (rank is None and node is None):
             return None
         nodes = text(environ, "NNODES")
         one_machine = rank is None and node is not None and node.value == "0" and (nodes is None or nodes.value == "1")
+        one_machine &= text(environ, "WORLD_SIZE") is None or text(environ, "LOCAL_RANK") is not None
         if one_machine and is_loopback(address.value):  # what Lightning's own launcher exports on one machine
             return None
-        known = ("MASTER_ADDR", "NODE_RANK", "NNODES", "RANK", "WORLD_SIZE", "LOCAL_RANK")
+        known = ("MASTER_ADDR", *NODE, "NNODES", "RANK", "WORLD_SIZE", "LOCAL_RANK")
         found = [f"{name}={environ[name].strip()}" for name in known if text(environ, name) is not None]
         return Claim(", ".join(found), Specificity.MANUAL)
 
@@ -112,6 +114,8 @@ class Manual(LaunchedEnvironment):
 manual = Manual()
 
 
+NODE = ("NODE_RANK", "GROUP_RANK")
+"""The variables that Lightning takes the index of a node from."""
 DEFAULT_PORT = 29500
 """The port that torch's documentation uses."""
 
@@ -131,7 +135,7 @@ def _main_address(config: ManualEnvironmentConfig, environ: Mapping[str, str]) -
 def _node_rank(config: ManualEnvironmentConfig, environ: Mapping[str, str]) -> Setting | None:
     if config.node_rank is not None:
         return Setting(config.node_rank, "environment.node_rank")
-    return integer(environ, "NODE_RANK", "GROUP_RANK")
+    return integer(environ, *NODE)
 
 
 def _local_world_size(environ: Mapping[str, str], world: Setting | None, nodes: Setting | None) -> Setting | None:

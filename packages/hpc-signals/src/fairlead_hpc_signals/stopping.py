@@ -136,9 +136,9 @@ class PreemptionGuard:
             return True
         if not isinstance(self._agreement, StopAgreement):
             return False
-        from fairlead_launch.reports import secondary  # with several ranks it is there
+        from fairlead_launch.reports import lost_a_peer  # with several ranks it is there
 
-        return secondary(str(error))
+        return lost_a_peer(error)
 
     def ended_by(self, error: BaseException) -> NoReturn:
         """Ends this process after an error for which `lost` is true, as `when_overdue` says."""

@@ -14,6 +14,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Final
 
+from fairlead.errors import FairleadError
+
 REPORT_FD: Final = "FAIRLEAD_REPORT_FD"
 ALIVE_FD: Final = "FAIRLEAD_ALIVE_FD"
 
@@ -36,12 +38,16 @@ _SECONDARY: Final = (
 
 @dataclass(frozen=True)
 class Report:
-    """What a rank says of its own failure: the error as the user sees it, and the exit code that it means."""
+    """What a rank says of its own failure: the error as the user sees it, and the exit code that it means.
+
+    `lost_a_peer`: the error says no more than that another rank went away.
+    """
 
     rank: int
     time: float
     text: str
     exit_code: int
+    lost_a_peer: bool = False
 
 
 @dataclass(frozen=True)
@@ -56,16 +62,16 @@ class Announcement:
     start: int
 
 
-def secondary(text: str) -> bool:
-    """Whether an error only says that another rank went away."""
-    return any(word in text for word in _SECONDARY)
+def lost_a_peer(error: BaseException) -> bool:
+    """Whether an error only says that another rank went away: torch's and ours do, a user's own connection does not."""
+    return isinstance(error, (RuntimeError, FairleadError)) and any(word in str(error) for word in _SECONDARY)
 
 
-def send_report(environ: Mapping[str, str], text: str, exit_code: int) -> bool:
+def send_report(environ: Mapping[str, str], text: str, exit_code: int, *, lost_a_peer: bool = False) -> bool:
     """Reports a failure to the supervisor; False when there is none, and the caller prints it itself."""
     if len(text) > _LONGEST:  # its ends matter: the user's own frame, and what was raised
         text = f"{text[: _LONGEST // 2]}\n[...]\n{text[-_LONGEST // 2 :]}"
-    return _send(environ, Report(int(environ.get("RANK", "0")), time.time(), text, exit_code))
+    return _send(environ, Report(int(environ.get("RANK", "0")), time.time(), text, exit_code, lost_a_peer))
 
 
 def keep_log(environ: Mapping[str, str], folder: Path, start: int) -> None:

@@ -7,13 +7,13 @@ import signal
 import site
 import subprocess
 import sysconfig
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
 from fairlead.errors import RunDirectoryError, RunFailedError
-from fairlead_launch.reports import Announcement, Report, secondary
+from fairlead_launch.reports import Announcement, Report
 from fairlead_runs import History, read_history
 
 _STOPS = {signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2}
@@ -69,6 +69,8 @@ def verdict(ranks: Sequence[Rank], stop: int | None, stderr: IO[str]) -> int:
         if first.report.text:
             print(_of_all_or_one(first.report, ranks), file=stderr, flush=True)
         return first.report.exit_code
+    if first.report is not None and first.report.lost_a_peer:
+        raise _of_another_node(first, ranks)
     _record(first, ranks)
     others = ", ".join(str(r.rank) for r in ranks if r is not first)
     place = f"process {first.process.pid}"
@@ -97,20 +99,47 @@ def _of_all_or_one(report: Report, ranks: Sequence[Rank]) -> str:
     return f"{report.text}\n  rank:  {report.rank} of {len(ranks)}"
 
 
+def _of_another_node(lost: Rank, ranks: Sequence[Rank]) -> RunFailedError:
+    """All ranks here only lost a peer: it failed on another node, which says why."""
+    failed = _recorded(ranks)
+    said = f"rank {failed.get('rank')} on {failed.get('host')}: {failed.get('error')}" if failed is not None else None
+    return RunFailedError(
+        "a rank of another node failed first, and the ranks here lost it",
+        where=f"rank {lost.rank}, process {lost.process.pid}",
+        why=said or "it ended without a word: killed (out of memory?), or its node died",
+        fix="the output of that node has the whole of it",
+    )
+
+
+def _of_this_start(ranks: Sequence[Rank]) -> tuple[Path, int] | None:
+    """Where the run's history is, and the number of this start; None: it ended before there was a run."""
+    announced = next((r.announced for r in ranks if r.announced is not None), None)
+    return None if announced is None else (Path(announced.run) / "history.jsonl", announced.start)
+
+
+def _recorded(ranks: Sequence[Rank]) -> Mapping[str, object] | None:
+    """The first failure of this start in the history."""
+    this = _of_this_start(ranks)
+    try:
+        events = read_history(this[0]) if this is not None else []
+    except RunDirectoryError:  # a full disk may be what the run failed of; what is shown to the user says more
+        return None
+    recorded = list(itertools.takewhile(lambda event: event["event"] != "start", reversed(events)))
+    return next((event for event in reversed(recorded) if event["event"] == "failed"), None)
+
+
 def _record(first: Rank, ranks: Sequence[Rank]) -> None:
     """Writes the failure into the history where no rank could: it was killed, or the interpreter went down."""
-    announced = next((r.announced for r in ranks if r.announced is not None), None)
-    if announced is None:
-        return  # it ended before there was a run
-    path = Path(announced.run) / "history.jsonl"
+    this = _of_this_start(ranks)
+    if this is None:
+        return
+    path, start = this
     try:
-        events = read_history(path)
-        if any(event["event"] == "start" and event["start"] > announced.start for event in events):
+        if any(event["event"] == "start" and event["start"] > start for event in read_history(path)):
             return  # another start owns the run by now
-        if "failed" not in itertools.takewhile("start".__ne__, reversed([event["event"] for event in events])):
+        if _recorded(ranks) is None:
             text = first.report.text.splitlines()[-1] if first.report is not None else _how(first)
-            history = History(path, rank=first.rank, start=announced.start)
-            history.append("failed", error=f"rank {first.rank} {text}"[:2000])
+            History(path, rank=first.rank, start=start).append("failed", error=f"rank {first.rank} {text}"[:2000])
     except RunDirectoryError:
         return  # a full disk may be what the run failed of; what is shown to the user says more
 
@@ -148,7 +177,7 @@ def _crash(lines: Sequence[str]) -> list[str]:
 def _order(rank: Rank) -> tuple[int, float]:
     """Sorts the ranks by who failed first; one that only lost its peers, or that we stopped, comes last."""
     report = rank.report
-    if report is not None and not secondary(report.text) and report.exit_code not in _STOPPED_AS_ASKED:
+    if report is not None and not report.lost_a_peer and report.exit_code not in _STOPPED_AS_ASKED:
         return (0, report.time)
     if rank.stopped_by_us:
         return (3, rank.ended or 0.0)

@@ -13,7 +13,7 @@ from fairlead.errors import CheckpointError, ConfigError, did_you_mean
 from fairlead.findings import raise_errors
 from fairlead.jobs import LoadedJob, load_job
 from fairlead.plugins import PluginManager, default_plugins
-from fairlead_runs.commit import newest_complete
+from fairlead_runs.commit import best_or_last, newest_complete
 from fairlead_runs.fingerprints import leaves
 from fairlead_runs.redaction import REDACTED
 from fairlead_runs.states import is_run
@@ -37,7 +37,7 @@ def checkpoint_job(path: Path, *, plugins: PluginManager, cwd: Path, overrides: 
 
     `CheckpointError`: there is none, or it carries no job.  `ConfigError`: it does not validate, or lacks a secret.
     """
-    path = Path(os.path.abspath(cwd / path))
+    path = best_or_last(Path(os.path.abspath(cwd / path)))
     file = job_file(path)
     run = file.parent
     loaded = load_job(str(file), plugins=plugins, cwd=cwd, overrides=overrides)

@@ -13,7 +13,7 @@ from fairlead.jobs import LoadedJob
 from fairlead.resolution import Resolution
 from fairlead_runs import Fingerprint, fingerprint
 from fairlead_runs.batch_policy import batch_plan
-from fairlead_runs.commit import newest_complete, read_lock
+from fairlead_runs.commit import named_checkpoint, newest_complete, read_lock
 from fairlead_runs.naming import run_directory
 from fairlead_runs.ownership import finished_event, require_same, same_run, stored_fingerprint
 from fairlead_runs.remote.urls import is_url, split_checkpoint_url
@@ -37,7 +37,7 @@ def check_run_directory(
     asked = job.run.resume
     if (named := job.run.load or job.run.weights) is not None:
         settings["resume"] = Setting(asked, "run.resume")
-        return CheckResult(_missing(named, cwd, "run.resume"), settings)
+        return CheckResult(_missing(named, path, cwd, "run.resume"), settings)
     if asked == "auto" and stored is not None:
         return CheckResult(_existing(path, job, stored, resolution, settings), settings)
     reason = "a new run beside it" if stored is not None else "a new run"
@@ -46,15 +46,15 @@ def check_run_directory(
     if given is None:
         return CheckResult((), settings)
     settings["resume"] = Setting(given, "run.ckpt_path, for the run has no checkpoint of its own")
-    return CheckResult(_missing(given, cwd, "run.ckpt_path"), settings)
+    return CheckResult(_missing(given, path, cwd, "run.ckpt_path"), settings)
 
 
-def _missing(asked: str, cwd: Path, where: str) -> tuple[Finding, ...]:
+def _missing(asked: str, run: Path, cwd: Path, where: str) -> tuple[Finding, ...]:
     try:
         if is_url(asked):  # the store is asked when the run starts
             split_checkpoint_url(asked)
-        elif not (cwd / asked).exists():
-            what = f"the checkpoint {str(cwd / asked)!r} does not exist"
+        elif not Path(found := named_checkpoint(asked, run, cwd)).exists():
+            what = f"the checkpoint {found!r} does not exist"
             raise ConfigError(what, fix="name a .ckpt file, or a folder under checkpoints/")
     except FairleadError as error:
         return (Finding.of(error, "error", "resume-path", where=where),)

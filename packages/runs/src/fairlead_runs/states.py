@@ -142,6 +142,10 @@ def _state(path: Path, now: float) -> RunState:
 
 def _kind(since: Sequence[Mapping[str, Any]], locked: bool, gone: str | None) -> tuple[State, str]:
     end = next((event for event in reversed(since) if event["event"] in _ENDS), None)
+    if end is not None and end["event"] == "failed":
+        first = next(event for event in since if event["event"] == "failed")
+        error = " ".join(str(first.get("error", "")).split())[:200]
+        return "failed", error if error.startswith("rank") else f"rank {first.get('rank')}: {error}"
     if end is not None:
         return _ENDS[end["event"]], str(end.get("reason") or "")
     if locked:

@@ -133,7 +133,17 @@ class DDP(LightningStrategy):
 ddp = DDP()
 ddp_find_unused_parameters_true = DDP(find_unused_parameters=True)
 ddp_spawn = DDP(start_method="spawn")
+ddp_spawn_find_unused_parameters_true = DDP(start_method="spawn", find_unused_parameters=True)
 ddp_fork = DDP(start_method="fork")
+ddp_fork_find_unused_parameters_true = DDP(start_method="fork", find_unused_parameters=True)
+
+# Lightning's other names for the same: with `name`, a preset is none that a config is shown under.
+ddp_find_unused_parameters_false = DDP(name="ddp")
+ddp_spawn_find_unused_parameters_false = DDP(name="ddp", start_method="spawn")
+ddp_fork_find_unused_parameters_false = DDP(name="ddp", start_method="fork")
+ddp_notebook = DDP(name="ddp", start_method="fork")
+ddp_notebook_find_unused_parameters_false = DDP(name="ddp", start_method="fork")
+ddp_notebook_find_unused_parameters_true = DDP(name="ddp", start_method="fork", find_unused_parameters=True)
 
 
 def _fixed_order(config: DDPStrategyConfig, backend: str) -> bool:

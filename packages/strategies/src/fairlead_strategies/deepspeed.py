@@ -244,3 +244,10 @@ deepspeed_stage_2 = DeepSpeed(stage=2)
 deepspeed_stage_3 = DeepSpeed(stage=3)
 deepspeed_stage_2_offload = DeepSpeed(stage=2, offload_optimizer=True)
 deepspeed_stage_3_offload = DeepSpeed(stage=3, offload_optimizer=True, offload_parameters=True)
+deepspeed_stage_3_offload_nvme = DeepSpeed(
+    stage=3,
+    offload_optimizer=True,
+    offload_parameters=True,
+    offload_params_device="nvme",
+    offload_optimizer_device="nvme",
+)

@@ -193,4 +193,5 @@ def _mixed_precision(asked: bool | FSDPMixedPrecision | None) -> Any:
 
 
 fsdp = FSDP()
+fsdp_cpu_offload = FSDP(cpu_offload=True)
 fsdp_native = FSDP(name="fsdp_native")  # a preset that only is another name

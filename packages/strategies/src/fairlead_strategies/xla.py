@@ -79,3 +79,7 @@ def build(config: XLAStrategyConfig, context: BuildContext) -> Any:
 
 
 xla = XLA()
+xla_debug = XLA(debug=True)
+# One device or many is the resolution's to know.
+single_xla = XLA(name="xla")
+single_tpu = XLA(name="xla")

@@ -23,7 +23,7 @@ from fairlead_checkpoint_io.files.formats import (
     no_such,
 )
 from fairlead_runs import is_run
-from fairlead_runs.commit import Checkpoint, newest_complete
+from fairlead_runs.commit import Checkpoint, best_or_last, newest_complete
 from fairlead_runs.commit.checkpoints import NAME
 from fairlead_runs.commit.manifest import MANIFEST
 from fairlead_runs.remote import (
@@ -88,7 +88,8 @@ def sources(texts: Sequence[str], session: Session) -> Iterator[list[Source]]:
 def existing(text: str, session: Session) -> Path:
     """The path as it was meant: from the working directory, or the name of a run in `runs/`."""
     asked = Path(session.cwd, text.removeprefix("file://")).expanduser()
-    for path in (asked, session.cwd / "runs" / text):
+    for named in (asked, session.cwd / "runs" / text):
+        path = best_or_last(named)
         if os.path.lexists(path):
             return Path(os.path.abspath(path))
     raise no_such(asked)

@@ -134,6 +134,8 @@ def run_schema(arguments: argparse.Namespace, session: Session) -> int:
         session.stdout.write(text)
         return 0
     path = session.cwd / arguments.output
+    if not path.name or path.is_dir():
+        raise ConfigError(f"{path} is a folder", where="-o", fix="name a file in it")
     try:
         written = path.with_name(f".{path.name}.{os.getpid()}")
         written.write_text(text, encoding="utf-8")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import re
 from collections.abc import Mapping
 from datetime import timedelta
 from typing import Annotated, Any, Final, Literal, Self
@@ -39,6 +40,7 @@ from fairlead.errors import did_you_mean
 from fairlead.open_union import OpenUnion, config_mistake
 
 _NOTHING_SAVED: Final = "no checkpoint is written: there is nothing to resume from"
+_DEVICES: Final = re.compile(r"\s*(-1|[0-9]{1,9}(\s*,\s*[0-9]{1,9})*\s*,?)\s*")
 Auto = Literal["auto"]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 Limit = NonNegativeInt | Fraction | None
@@ -90,7 +92,8 @@ class TrainerConfig(ConfigModel):
         int | list[NonNegativeInt] | Auto,
         MayChange("a run may move to another number of devices; batch_policy says what becomes of the global batch"),
     ] = "auto"
-    """Ranks on each node: a number, a list of device indices, `auto` or -1 for all."""
+    """Ranks on each node: a number, a list of device indices, `auto` or -1 for all. Also text, as Lightning takes it:
+    `"2"` is a number, `"0,1"` a list."""
     num_nodes: Annotated[PositiveInt | Auto, MayChange("as devices")] = "auto"
     """Nodes; `auto` takes the launcher's number."""
     threads: Annotated[PositiveInt | Auto, MayChange("as devices")] = "auto"
@@ -163,8 +166,8 @@ class TrainerConfig(ConfigModel):
     """Validate after so many batches, such a fraction of an epoch, or so much time (`"00:10:00"`)."""
     check_val_every_n_epoch: Annotated[PositiveInt | None, LIGHTNING] = 1
     """Validate every N epochs; None counts val_check_interval over all epochs."""
-    log_every_n_steps: Annotated[PositiveInt | None, MayChange("as loggers"), LIGHTNING] = None
-    """Log every N steps; None: 50."""
+    log_every_n_steps: Annotated[NonNegativeInt | None, MayChange("as loggers"), LIGHTNING] = None
+    """Log every N steps, 0: none of them; None: 50."""
     reload_dataloaders_every_n_epochs: Annotated[
         NonNegativeInt,
         NotExact(
@@ -259,6 +262,13 @@ class TrainerConfig(ConfigModel):
             data[axis] = config
             set_by[axis] = f"`plugins[{index}]`"
         return data
+
+    @field_validator("devices", mode="before")
+    @classmethod
+    def _devices_as_text(cls, value: Any) -> Any:
+        if not isinstance(value, str) or not _DEVICES.fullmatch(value):
+            return value
+        return [int(index) for index in value.split(",") if index.strip()] if "," in value else int(value)
 
     @field_validator("devices")
     @classmethod

@@ -56,7 +56,14 @@ def job_digest(job: Mapping[str, Any]) -> str:
     """Names what decides which loaders and which state a start sees: model, data, callbacks, and whose samplers."""
     trainer = job.get("trainer") or {}
     named = [job.get("model"), job.get("data"), trainer.get("callbacks"), trainer.get("use_distributed_sampler")]
-    return hashlib.sha256(json.dumps(named, sort_keys=True, default=str).encode()).hexdigest()
+    return hashlib.sha256(json.dumps(_text_keys(named), sort_keys=True, default=str).encode()).hexdigest()
+
+
+def _text_keys(value: Any) -> Any:
+    """Nested data whose keys can be sorted: integers and texts cannot."""
+    if isinstance(value, Mapping):
+        return {str(key): _text_keys(item) for key, item in value.items()}
+    return list(map(_text_keys, value)) if isinstance(value, list | tuple) else value
 
 
 def record(

@@ -13,7 +13,7 @@ from fairlead.user_code.source import Sources
 MAX_NESTING = 100  # as deep as a job file can be
 # What certainly is no int, float, ...: an int is a float in Python, and bool is an int.
 _WRONG: dict[str, tuple[type, ...]] = {
-    "int": (str, list, dict),
+    "int": (str, float, list, dict),
     "float": (str, list, dict),
     "bool": (str, list, dict),
     "str": (bool, int, float, list, dict),
@@ -152,8 +152,11 @@ def _type(found: CallableInfo, parameter: Parameter, value: object) -> Iterator[
     wanted = parameter.annotation.strip("'\"").removesuffix(" | None")
     if not isinstance(value, _WRONG.get(wanted, ())) or is_spec(value):
         return
-    if parameter.default is not Parameter.empty and parameter.default[:1] in "'\"" and isinstance(value, str):
+    default = "" if parameter.default is Parameter.empty else parameter.default
+    if isinstance(value, str) and default[:1] in ("'", '"'):
         return  # `devices: int = "auto"`: the annotation is not meant literally
+    if isinstance(value, float) and "." in default:
+        return  # `momentum: int = 0.9`
     what = f"{found.name} takes {parameter.name}: {wanted}, not {value!r:.60}"
     fix = f'write {parameter.name}: "{value}"' if wanted == "str" and not isinstance(value, list | dict) else None
     if wanted == "bool" and isinstance(value, str):

@@ -27,5 +27,12 @@ TRUSTED = frozenset(
         *("lightning.pytorch.callbacks.Callback", "pytorch_lightning.callbacks.Callback"),
     ]
 )
+# What a job names of these is not looked for where torch is not: on a login node they are absent by design.
+ENGINES = frozenset(
+    [
+        *("torch", "lightning", "pytorch_lightning", "torchmetrics", "torchvision", "torchaudio", "torchdata"),
+        *("deepspeed", "transformers", "datasets", "accelerate", "bitsandbytes", "torch_geometric"),
+    ]
+)
 # Packages whose own large file need not be read to know that these are modules.
 TRUSTED_MODULES = frozenset(("torch.nn", "torch.optim", "torch.utils"))

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from fairlead.errors import did_you_mean
 from fairlead.user_code.classes import signature_of
+from fairlead.user_code.known import ENGINES
 from fairlead.user_code.roots import CodeRoot
 from fairlead.user_code.source import NotKnownError, SourceError, Sources
 from fairlead.user_code.symbols import (
@@ -138,6 +139,8 @@ def _guess(dotted: str, sources: Sources) -> tuple[str, str]:
 
 def _require(module: str, sources: Sources) -> None:
     parts = module.split(".")
+    if parts[0] in ENGINES and sources.locate(parts[0]) is None and sources.locate("torch") is None:
+        raise NotKnownError(f"{parts[0]} is not installed here, nor is torch: it is looked for where the job runs")
     for end in range(1, len(parts) + 1):
         name, parent = ".".join(parts[:end]), ".".join(parts[: end - 1])
         if sources.locate(name) is None:

@@ -17,7 +17,7 @@ from fairlead.yaml.scalars import Scalar, resolve_plain
 from fairlead.yaml.syntax import syntax_error
 
 Path = tuple[str | int, ...]
-Entries = dict[str, tuple[int, yaml.Node]]
+Entries = dict[str | int, tuple[int, yaml.Node]]
 
 MAX_DEPTH = 100
 MAX_ALIASED_VALUES = 100_000
@@ -153,6 +153,7 @@ class _Reader:
     def entries(self, node: yaml.Node) -> Entries:
         """The keys of a mapping with their lines and values, those that it merges in first."""
         own: Entries = {}
+        seen: dict[str, int] = {}
         merged: Entries = {}
         merge_line: int | None = None
         for key_node, value in node.value:
@@ -163,9 +164,9 @@ class _Reader:
                 merge_line, merged = line, self.merge(value, line)
                 continue
             key = self.key(key_node)
-            if key in own:
-                raise self.twice(key, own[key][0], line)
-            own[key] = line, value
+            if str(key) in seen:  # 0 and "0" would be one setting's name
+                raise self.twice(key, seen[str(key)], line)
+            own[key], seen[str(key)] = (line, value), line
         return {**merged, **own}
 
     def merge(self, node: yaml.Node, line: int) -> Entries:
@@ -180,19 +181,19 @@ class _Reader:
             self.inside.pop()
         return found
 
-    def key(self, node: yaml.Node) -> str:
+    def key(self, node: yaml.Node) -> str | int:
         if isinstance(node, yaml.ScalarNode):
             key = self.scalar(node)
-            if isinstance(key, str):
+            if isinstance(key, str) or type(key) is int:
                 return key
             text = node.value or '""'
-            what = f"the key {text} is not text"
+            what = f"the key {text} is neither text nor a whole number"
             fix = f'write "{node.value}":' if node.value else "write the key before ':'"
         else:
             what, fix = "a list or a mapping cannot be a key", "quote it if it is text: a value that starts with { or ["
-        raise self.error(node, what, why="every key is a name", fix=fix)
+        raise self.error(node, what, why="every key is a name or a number", fix=fix)
 
-    def twice(self, key: str, first: int, second: int) -> ConfigError:
+    def twice(self, key: str | int, first: int, second: int) -> ConfigError:
         return self.error(
             second,
             f"the key {key!r} stands twice in one mapping",
@@ -213,8 +214,8 @@ def _is_merge(node: yaml.Node) -> bool:
 def load(text: str, *, source: str) -> Document:
     """Reads one YAML document; `ConfigError.where` is `source:line`.
 
-    Every key is a string that stands once in its mapping, anchors and the merge key `<<` work within bounds, and tags
-    other than YAML's own scalars and collections are refused.
+    Every key is text or an integer that stands once in its mapping, anchors and the merge key `<<` work within bounds,
+    and tags other than YAML's own scalars and collections are refused.
     """
     text = text.removeprefix("\ufeff")
     try:

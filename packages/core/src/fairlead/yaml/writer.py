@@ -76,8 +76,8 @@ def _plain(value: object, path: tuple[str | int, ...]) -> object:
         return float(value)
     if isinstance(value, Mapping):
         for key in value:
-            if not isinstance(key, str):
-                raise TypeError(f"{place}: the key {key!r} is not a string")
+            if not isinstance(key, str) and type(key) is not int:
+                raise TypeError(f"{place}: the key {key!r} is neither text nor an integer")
         return {_plain(key, path): _plain(child, (*path, str(key))) for key, child in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(child, (*path, i)) for i, child in enumerate(value)]

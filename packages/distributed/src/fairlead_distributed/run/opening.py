@@ -29,7 +29,7 @@ from fairlead_distributed.run.session import STATE_FILE, RunSession
 from fairlead_runs import RunDirectory, collect_provenance, fingerprint
 from fairlead_runs.batch_policy import batch_plan
 from fairlead_runs.checkpoint_io import CheckpointCopies
-from fairlead_runs.commit import LockOwner, newest_complete
+from fairlead_runs.commit import LockOwner, named_checkpoint, newest_complete
 from fairlead_runs.handoff import HANDOFF, Handoff
 from fairlead_runs.naming import run_directory
 from fairlead_runs.remote import is_url, split_checkpoint_url
@@ -87,9 +87,9 @@ def checkpoint_to_evaluate(job: JobConfig, scheduled: Job | None, cwd: Path, res
         return None
     if is_url(resume):
         return state_file(downloaded_for_now(str(resume)))
-    if resume != "auto":
-        return state_file(Path(cwd, str(resume)))
     path = run_directory(job.model_dump(mode="json"), job.run, scheduled, cwd)
+    if resume != "auto":
+        return state_file(Path(named_checkpoint(str(resume), path, cwd)))
     newest = newest_complete(path / "checkpoints").checkpoint
     if newest is None:
         raise CheckpointError(
@@ -144,8 +144,9 @@ def _open(
     copies: CheckpointCopies | None,
 ) -> RunSession:
     path = run_directory(job, run, resolution.job, Path.cwd())
-    given, weights = run.load, run.weights
-    resume = run.resume if weights is None else "never"
+    weights = named_checkpoint(run.weights, path, Path()) if run.weights is not None else None
+    resume = named_checkpoint(run.resume, path, Path()) if weights is None else "never"
+    given = resume if run.load is not None else None
     fallback = (ckpt_path if ckpt_path is not None else run.ckpt_path) if weights is None else None
     for file in (given, fallback, weights):
         if file is not None and not is_url(file):

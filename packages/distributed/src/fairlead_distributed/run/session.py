@@ -13,6 +13,8 @@ from torch.multiprocessing import ProcessExitedException
 
 from fairlead.errors import FairleadError, RunDirectoryError, RunFailedError, RunLockedError
 from fairlead.exactness import job_digest
+from fairlead_distributed.info import get_world_size
+from fairlead_launch.reports import lost_a_peer
 from fairlead_runs import Heartbeat, History, RunDirectory, fingerprint, origin
 from fairlead_runs.commit import Fence
 from fairlead_runs.commit.files import disk_error
@@ -150,7 +152,13 @@ class RunSession:
         self.beat("end", step)
 
     def raised(self, error: BaseException, step: int, *, stopped: bool) -> None:
-        """Records what ended this start on this rank: a failure, or a person who stopped it."""
+        """Records what ended this start on this rank: a failure, or a person who stopped it.
+
+        That a peer went away is no failure of this rank; of several ranks, whoever sees why records it.
+        """
+        if get_world_size() > 1 and lost_a_peer(error):
+            self.beat("failed", step)
+            return
         text = f"{type(error).__name__}: {error}"[:2000]
         self.event("stop" if stopped else "failed", rank=self._rank, step=step, error=text)
         if self._heartbeat is not None:

@@ -37,12 +37,14 @@ class JobHosts:
         """The hosts that run tasks of `jsrun`: without the launch node, if the job has one.
 
         Where it is known on how many nodes tasks run, one host too many is it; else a first host with a single slot,
-        when all others have more.
+        when all others have more, or when it is the first line of JSM's rank file.
         """
         hosts, counts = self.hosts, Counter(self.slots)
         if len(hosts) == num_nodes:
             return Setting(hosts, f"unique hosts in {self.reason}")
-        looks_like_one = len(hosts) > 1 and counts[hosts[0]] == 1 and all(counts[host] > 1 for host in hosts[1:])
+        # JSM's own file begins with the launch node; elsewhere only a single slot among several tells it.
+        others_have_more = all(counts[host] > 1 for host in hosts[1:]) or self.reason == "LSB_DJOB_RANKFILE"
+        looks_like_one = len(hosts) > 1 and counts[hosts[0]] == 1 and others_have_more
         if looks_like_one or len(hosts) - 1 == num_nodes:
             return Setting(hosts[1:], f"unique hosts in {self.reason} without the launch node {hosts[0]}")
         return Setting(hosts, f"unique hosts in {self.reason}")

@@ -70,10 +70,11 @@ def _numbers(bracket: str, room: int) -> list[str]:
         if match is None:
             raise ValueError(f"{item!r} in [{bracket[:40]}] is not a number or a range such as 3-5")
         low, high, step = match[1], match[2] or match[1], int(match[3] or 1)
-        span = range(int(low), int(high) + 1, step or 1)
-        if not span or step == 0:
+        first, last = int(low), int(high)
+        if last < first or step == 0:
             raise ValueError(f"the range {item!r} is empty")
-        if len(numbers) + len(span) > room:
+        span = range(first, last + 1, step)
+        if (last - first) // step >= room - len(numbers):  # not len(): that of a mistake may be too large for one
             raise ValueError(f"[{bracket[:40]}] stands for more than {MOST_HOSTS} hosts")
         width = len(low)
         # Without a leading zero no padding can be needed, and str() is three times as fast.

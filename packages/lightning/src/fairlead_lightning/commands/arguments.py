@@ -13,9 +13,9 @@ def fit_arguments(parser: argparse.ArgumentParser) -> None:
     job_arguments(parser)
     parser.add_argument(
         "--resume",
-        metavar="auto|never|PATH|weights:PATH",
-        help="auto (default): go on with this run; never: a new run beside it; PATH: from this checkpoint; "
-        "weights:PATH: a new run with its weights and nothing else of it",
+        metavar="auto|never|best|last|PATH|weights:PATH",
+        help="auto (default): go on with this run; never: a new run beside it; best, last: from this checkpoint of it; "
+        "PATH: from any one, also RUN/best; weights:PATH: a new run with its weights and nothing else of it",
     )
     parser.add_argument(
         "--accept",
@@ -45,8 +45,9 @@ def _evaluation(parser: argparse.ArgumentParser, command: str) -> None:
     job_arguments(parser)
     parser.add_argument(
         "--resume",
-        metavar="auto|never|PATH",
-        help="auto: the newest checkpoint of this run; PATH: this one; never (default): the model as it is built",
+        metavar="auto|never|best|last|PATH",
+        help="auto: the newest checkpoint of this run; best, last: this one of it; PATH: any one, also RUN/best; "
+        "never (default): the model as it is built",
     )
     parser.set_defaults(command=command)
 

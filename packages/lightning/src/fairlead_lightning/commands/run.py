@@ -20,7 +20,7 @@ from fairlead.interfaces import StopGuard
 from fairlead.user_code import CodeRoot, activate
 from fairlead_distributed.run.joining import join_process_group
 from fairlead_distributed.run.opening import checkpoint_to_evaluate
-from fairlead_launch.reports import send_report, watch_supervisor
+from fairlead_launch.reports import lost_a_peer, send_report, watch_supervisor
 from fairlead_lightning.checkpoint.loading import readable_load_errors
 from fairlead_lightning.checkpoint.rebuilt import build_user_object
 from fairlead_lightning.commands.prove_plan import PLAN
@@ -28,6 +28,7 @@ from fairlead_lightning.display.quiet import quiet
 from fairlead_lightning.fit import callbacks_of
 from fairlead_lightning.lifecycle.failures import described_failure
 from fairlead_lightning.lifecycle.stopping import StopEvaluation
+from fairlead_lightning.lifecycle.stuck import SpokenForError
 from fairlead_lightning.metrics.predictions import PredictionFiles
 from fairlead_lightning.trainer import Trainer
 from fairlead_runs.naming import run_directory
@@ -48,11 +49,13 @@ def run_rank(arguments: argparse.Namespace, session: Session, checked: CheckedJo
     try:
         with quiet(), _stop_codes():
             _run(arguments, session, checked, guard)
+    except SpokenForError:
+        return RunFailedError.exit_code
     except BaseException as error:
         if session.debug:
             traceback.print_exc()
         text, code = described_failure(error, root)
-        if send_report(session.environ, text, code):
+        if send_report(session.environ, text, code, lost_a_peer=lost_a_peer(error)):
             return code
         if isinstance(error, FairleadError):
             raise

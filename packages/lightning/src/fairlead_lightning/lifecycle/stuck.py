@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import faulthandler
+import json
 import os
 import sys
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from datetime import timedelta
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Final
 
@@ -19,7 +22,7 @@ from fairlead_distributed.alarms import Alarm, asked_to_stop
 from fairlead_distributed.run.session import RunSession
 from fairlead_distributed.stacks import flight_recorder_variables, show_stacks_on_signal
 from fairlead_distributed.stuck import GRACE, RankWatch
-from fairlead_launch.reports import REPORT_FD, secondary
+from fairlead_launch.reports import REPORT_FD, lost_a_peer
 from fairlead_lightning import compat
 from fairlead_runs.states import dump_folder
 
@@ -27,6 +30,19 @@ _TIMEOUT: Final = timedelta(minutes=30)
 """Torch's own for a collective, where the strategy says nothing."""
 _HANG_SHARE: Final = 0.8
 """Nothing has moved for this share of the time-out: all ranks are still there to be asked where they stand."""
+
+
+def name_root_cause(error: BaseException) -> None:
+    """Has torchrun name this rank as the root cause, where it would take the first that ended."""
+    file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if file:
+        what = f"{type(error).__name__}: {error}"[:2000]
+        with suppress(OSError):  # torchrun then says less
+            Path(file).write_text(json.dumps({"message": what, "timestamp": int(time.time())}), encoding="utf-8")
+
+
+class SpokenForError(Exception):
+    """This rank has failed as well, and the rank that failed first has said why for all."""
 
 
 @compat.only_its_own_batch_hooks
@@ -62,7 +78,8 @@ class StuckRanks(L.Callback):
         self._end()  # what a fit that raised, and whose error was caught, has left
         rank, recorder = trainer.global_rank, dump_folder(session.path, "flight-recorder", session.start)
         if not faulthandler.is_enabled():
-            faulthandler.enable()  # NCCL's watchdog aborts the process: then this shows where it stood
+            # NCCL's watchdog aborts the process: this shows where it stood. `sys.stderr` may be no file.
+            faulthandler.enable(file=2)
         show_stacks_on_signal()
         if torch.cuda.is_available():
             if rank == 0:
@@ -80,6 +97,8 @@ class StuckRanks(L.Callback):
                 session.event("hang", seen_by=alarm.rank, host=alarm.host, reason=alarm.what)
             if alarm.kind == "lost" and rank == 1:  # rank 0 is gone, and one line is enough
                 session.event("failed", rank=0, error=alarm.what)
+            if alarm.kind == "gone" and not self._supervised:  # the supervisor saw how it ended
+                session.event("failed", rank=alarm.rank, error=alarm.what)
 
         self._watch = RankWatch.of_process_group(
             dump_folder(session.path, "stacks", session.start),
@@ -88,6 +107,7 @@ class StuckRanks(L.Callback):
             progress=progress,
             hang_after=self._hang_after,
             say=(lambda text: None) if self._supervised else None,  # the supervisor says it
+            local_rank=trainer.local_rank,
             heard=heard,
         )
         self._earlier, sys.excepthook = sys.excepthook, self._uncaught
@@ -107,23 +127,38 @@ class StuckRanks(L.Callback):
         """Everything is done."""
         self._end()
 
-    def failed(self, error: BaseException) -> None:
-        """The fit has failed, and the program ends of it: tells all ranks, and has their stacks dumped."""
-        if self._watch is not None and not isinstance(error, SIGTERMException) and not asked_to_stop(error):
-            self._watch.failed(error, secondary=secondary(str(error)), exits=not self._supervised)
+    def failed(self, error: BaseException, report: Callable[[], object] = lambda: None) -> None:
+        """The fit has failed, and the program ends of it: tells all ranks, and has their stacks dumped.
+
+        `report` shows the error, where no other rank has failed before.
+        """
+        if self._watch is None or isinstance(error, SIGTERMException) or asked_to_stop(error):
+            report()
+        else:
+
+            def speak() -> None:
+                name_root_cause(error)
+                report()
+
+            self._watch.failed(error, secondary=lost_a_peer(error), exits=not self._supervised, report=speak)
 
     @contextmanager
     def final(self) -> Iterator[None]:
-        """A block that nobody catches exceptions of: one that leaves it is a failure of this rank."""
+        """A block that nobody catches exceptions of: one that leaves it is a failure of this rank.
+
+        `SpokenForError` leaves it instead where the error of another rank is shown, and this one's is not to be.
+        """
         try:
             yield
         except BaseException as error:
-            self.failed(error)
+            shown = []
+            self.failed(error, lambda: shown.append(True))
+            if not shown and not self._supervised:  # a supervisor chooses by itself
+                raise SpokenForError from error
             raise
 
     def _uncaught(self, kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
-        self._earlier(kind, error, traceback)  # first: the traceback of the rank that failed
-        self.failed(error)
+        self.failed(error, lambda: self._earlier(kind, error, traceback))
 
     def _end(self) -> None:
         if self._watch is not None:

@@ -35,7 +35,15 @@ from fairlead_runs.commit.lock import Lock, LockState, read_lock
 from fairlead_runs.commit.manifest import Damage, Manifest, read_manifest, verify
 from fairlead_runs.commit.owner import LockOwner
 from fairlead_runs.commit.publish import abandon, publish, stage
-from fairlead_runs.commit.retention import RetentionPolicy, best, is_kept_forever, keep_forever, retain
+from fairlead_runs.commit.retention import (
+    RetentionPolicy,
+    best,
+    best_or_last,
+    is_kept_forever,
+    keep_forever,
+    named_checkpoint,
+    retain,
+)
 from fairlead_runs.commit.syscalls import Syscalls
 
 __all__ = [
@@ -54,6 +62,7 @@ __all__ = [
     "abandon",
     "atomic_write",
     "best",
+    "best_or_last",
     "checkpoint_name",
     "default_algorithm",
     "discard_incomplete",
@@ -61,6 +70,7 @@ __all__ = [
     "is_kept_forever",
     "keep_forever",
     "list_checkpoints",
+    "named_checkpoint",
     "newest_complete",
     "publish",
     "read_latest",

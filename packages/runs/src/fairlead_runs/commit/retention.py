@@ -12,11 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar
 
-from fairlead.errors import ConfigError
+from fairlead.errors import CheckpointError, ConfigError
 from fairlead_runs.commit.checkpoints import (
     TEMPORARY,
     Checkpoint,
     Rated,
+    newest_complete,
     read_latest,
     readable_checkpoints,
     to_trash,
@@ -88,6 +89,44 @@ def best(checkpoints: Sequence[R], metric: str, mode: Literal["min", "max"] = "m
     rated = [(value, item) for item in checkpoints if (value := _metric(item, metric)) is not None]
     sign = 1.0 if mode == "min" else -1.0
     return [item for _, item in sorted(rated, key=lambda pair: (sign * pair[0], pair[1].order))]
+
+
+def best_or_last(path: Path) -> Path:
+    """The checkpoint that `RUN/best` or `RUN/last` names, or `RUN/checkpoints/best`; another path stays as it is.
+
+    Manifests decide, not the links of these names, which a file system may not have.
+    """
+    root = path.parent if path.parent.name == "checkpoints" else path.parent / "checkpoints"
+    if path.name not in ("best", "last") or not root.is_dir():
+        return path
+    newest = newest_complete(root)
+    if newest.checkpoint is None:
+        raise CheckpointError(
+            "there is no complete checkpoint here",
+            where=str(root),
+            why="\n".join(map(str, newest.skipped[:8])) or None,
+            fix="`fairlead checkpoint ls` shows what there is",
+        )
+    if path.name == "last":
+        return newest.checkpoint.path
+    metadata = newest.checkpoint.metadata
+    monitor, mode = metadata.get("monitor"), metadata.get("mode", "min")
+    rated = best(readable_checkpoints(root), monitor, mode) if isinstance(monitor, str) else []
+    for found in _first_sound(rated, 1, _sound):
+        return found.path
+    raise CheckpointError(
+        "no checkpoint here is the best one",
+        where=str(root),
+        why="no metric is monitored" if monitor is None else f"none of them has the metric {monitor!r}",
+        fix="set trainer.checkpoint.monitor, or name `last` or one checkpoint",
+    )
+
+
+def named_checkpoint(resume: str, run: Path, cwd: Path) -> str:
+    """What `--resume` asks for as a path: `best` and `last` are of this run; `auto`, `never` and URLs stay."""
+    if resume in ("auto", "never") or "://" in resume:
+        return resume
+    return str(best_or_last(run / resume if resume in ("best", "last") else cwd / resume))
 
 
 def keep_forever(checkpoint: Checkpoint, *, syscalls: Syscalls | None = None) -> None:
