@@ -95,7 +95,7 @@ def _record(first: Rank, ranks: Sequence[Rank]) -> None:
     path = Path(announced.run) / "history.jsonl"
     try:
         events = read_history(path)
-        if any(event["event"] == "start" and event["start"] > announced.start for event in events):
+        if any(event["event"] == "start" and event.get("start", 0) > announced.start for event in events):
             return  # another start owns the run by now
         if "failed" not in itertools.takewhile("start".__ne__, reversed([event["event"] for event in events])):
             text = first.report.text.splitlines()[-1] if first.report is not None else _how(first)
