@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
+import re
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,10 +14,10 @@ from typing import Any
 import pytest
 
 from fairlead_runs import read_history, state
-from fairlead_runs.commit import list_checkpoints, newest_complete
+from fairlead_runs.commit import LockOwner, list_checkpoints, newest_complete
 from fairlead_runs.remote import Store
 from fairlead_runs.remote import list_checkpoints as copies
-from integration_tests.jobs import JOB, Running, changed, events, marked, names, repository, start
+from integration_tests.jobs import JOB, Running, changed, events, fairlead, marked, names, repository, start
 from integration_tests.s3 import S3, s3_server
 
 STEPS = 40
@@ -75,6 +78,44 @@ def test_on_one_run_directory(tmp_path: Path) -> None:
     rows = (run / "metrics.csv").read_text().splitlines()
     assert [row.split(",")[0] for row in rows[1:]] == [str(step) for step in range(STEPS)]
     assert state(run).state == "finished"
+
+
+IN_A_POD = {
+    "KUBERNETES_SERVICE_HOST": "10.0.0.1",
+    "PET_NNODES": "1",
+    "PET_NPROC_PER_NODE": "1",
+    "PET_NODE_RANK": "0",
+    "PET_MASTER_ADDR": "127.0.0.1",
+    "PET_MASTER_PORT": "29400",
+}
+
+
+def test_after_a_kill_on_another_host(tmp_path: Path) -> None:
+    """The next pod does not end with exit code 2, which would be final; a person is told of --wait."""
+    job = str(repository(tmp_path, job=changed(JOB, trainer={**ALONE, "max_steps": 2})))
+    run = tmp_path / "runs" / "small"
+    assert fairlead("fit", job, cwd=tmp_path).code == 0
+    more = ("fit", job, "--set", "trainer.max_steps=4")
+
+    def killed(age_s: float) -> None:
+        owner = dataclasses.replace(LockOwner.here(), host="node17", boot="another", nonce="other")
+        (run / ".lock").write_bytes(owner.dump())
+        then = time.time() - age_s
+        os.utime(run / ".lock", (then, then))
+
+    killed(60)
+    refused = fairlead(*more, cwd=tmp_path)
+    assert refused.code == 2, refused.text
+    assert "another job is using this run directory" in refused.text
+    assert "--wait takes its place" in refused.text
+    killed(105)
+    pod = fairlead(*more, cwd=tmp_path, environ=IN_A_POD)
+    assert pod.code == 0, pod.text
+    assert re.search(r"waiting, .* on node17, .* it is taken over in \d+ s", pod.text)
+    killed(105)
+    person = fairlead("fit", job, "--set", "trainer.max_steps=6", "--wait", cwd=tmp_path)
+    assert person.code == 0, person.text
+    assert "waiting, " in person.text
 
 
 def test_on_an_object_store(s3: S3, tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from pydantic import ValidationError
 
 from fairlead import PluginManager, TrainerConfig
 from fairlead.checks import check_trainer
-from fairlead.errors import CheckpointError, FingerprintError
+from fairlead.errors import CheckpointError, FingerprintError, RunLockedError
 from fairlead.exactness import device_reasons
 from fairlead.testing import FakeEnviron
 from fairlead_checkpoint_io import (
@@ -247,6 +247,43 @@ def test_an_earlier_start_that_still_lives_uploads_nothing_more(url: str, tmp_pa
     assert "this start was replaced: another one of this run writes to the store now" in lacking
     assert "start 2 on" in lacking
     assert there(url) == []
+    old.teardown()
+    new.teardown()
+
+
+def test_the_number_of_an_owner_rises_and_an_older_start_does_not_take_the_place(url: str, tmp_path: Path) -> None:
+    """It was frozen before it claimed the place: the later one keeps it."""
+    assert remote(url).open("gpt", fingerprint(JOB)) == 0
+    new = remote(url)
+    begun(new, tmp_path / "b" / "gpt", start=2)
+    assert remote(url).open("gpt", fingerprint(JOB)) == 2
+    with pytest.raises(RunLockedError, match="this start was replaced") as caught:
+        begun(remote(url), tmp_path / "a" / "gpt", start=2)
+    assert "start 2 on" in caught.value.block()
+    new.committed(saved(tmp_path / "b" / "gpt", 7, start=2), RetentionPolicy())
+    assert new.wait_uploaded() is None
+    assert there(url) == [7]
+    new.teardown()
+
+
+def test_a_replaced_start_deletes_nothing_there_and_ends_the_training(url: str, tmp_path: Path) -> None:
+    old, new = remote(url), remote(url)
+    run = tmp_path / "a" / "gpt"
+    begun(old, run, start=1)
+    old.committed(saved(run, 1), RetentionPolicy(last=1))
+    assert old.wait_uploaded() is None
+    begun(new, tmp_path / "b" / "gpt", start=2)
+    (tmp_path / "b" / "gpt" / "history.jsonl").write_text("of the new one\n")
+    new.committed(saved(tmp_path / "b" / "gpt", 2, start=2), RetentionPolicy(last=5))
+    assert new.wait_uploaded() is None
+    mirror = old._mirror
+    assert mirror is not None
+    (run / "history.jsonl").write_text("of the old one\n")
+    assert old.wait_uploaded() is None  # nothing is left to upload, and its last records stay here
+    assert Store.open(f"{url}/gpt").read("history.jsonl") == b"of the new one\n"
+    assert mirror._fence is not None
+    assert isinstance(mirror._fence.lost, RunLockedError)
+    assert there(url) == [1, 2]
     old.teardown()
     new.teardown()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import lightning.fabric as lf
 import lightning.pytorch as L
 import pytest
 import torch
@@ -15,7 +16,8 @@ from tiny_job import Data, Line, apart, checkpoints, contents, events, latest, l
 
 from fairlead import Fairlead, RunConfig
 from fairlead.config import CheckpointConfig
-from fairlead.errors import FingerprintError
+from fairlead.errors import ConfigError, FingerprintError
+from fairlead_lightning import LoopRun
 from fairlead_runs.commit import verify
 
 
@@ -145,3 +147,38 @@ def test_the_run_may_be_a_config(tmp_path: Path) -> None:
     save = CheckpointConfig(every_n_steps=3, every_n_epochs=None, on_validation=False, keep_last=9)
     plain(max_epochs=1, callbacks=[Fairlead(run=run, checkpoint=save)]).fit(Line(), datamodule=Data())
     assert [c.step for c in checkpoints(tmp_path / "lr0.05")] == [3, 6, 8]
+
+
+@pytest.mark.parametrize("task", [0, 1])
+def test_a_trainer_that_knows_of_one_of_several_ranks_does_not_train_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, task: int
+) -> None:
+    """`srun -n2 python train.py` with `Trainer(devices=1)`: not "another job is using this run directory"."""
+    environ = {
+        "SLURM_JOB_ID": "17",
+        "SLURM_STEP_ID": "0",
+        "SLURM_PROCID": str(task),
+        "SLURM_LOCALID": str(task),
+        "SLURM_NTASKS": "2",
+        "SLURM_NNODES": "1",
+        "SLURM_NODEID": "0",
+        "SLURM_STEP_TASKS_PER_NODE": "2",
+        "SLURM_STEP_NODELIST": "n1",
+        "SLURM_STEP_NUM_TASKS": "2",
+        "SLURM_STEP_NUM_NODES": "1",
+        "SLURM_NTASKS_PER_NODE": "2",
+    }
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match=r"set Trainer\(devices=2, num_nodes=1\)") as caught:
+        script(tmp_path, max_epochs=1)
+    assert "one of 2 ranks" in caught.value.block().splitlines()[0]
+    assert "SLURM_STEP_NUM_TASKS" in caught.value.block()
+    assert not (tmp_path / "run").exists()
+    fabric = lf.Fabric(accelerator="cpu", devices=1)
+    fabric.launch()
+    with pytest.raises(ConfigError, match=r"set Fabric\(devices=2, num_nodes=1\)"), LoopRun(fabric, tmp_path / "run"):
+        pass
+    monkeypatch.setenv("FAIRLEAD_ENVIRONMENT", "lightning")  # each on purpose
+    script(tmp_path, max_epochs=1)
+    assert (tmp_path / "run").is_dir()

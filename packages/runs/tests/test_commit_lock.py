@@ -304,9 +304,9 @@ def test_a_directory_that_is_not_writable_is_named(tmp_path: Path, number: int) 
     assert str(tmp_path) in caught.value.block()
 
 
-def beats_soon(path: Path, after_s: float) -> threading.Thread:
+def beats_soon(path: Path, after_s: float) -> threading.Timer:
     """Another host's owner, who gives a sign of life."""
-    thread = threading.Thread(target=lambda: (time.sleep(after_s), os.utime(path)))
+    thread = threading.Timer(after_s, os.utime, [path])
     thread.start()
     return thread
 

@@ -135,7 +135,7 @@ def _record(first: Rank, ranks: Sequence[Rank]) -> None:
         return
     path, start = this
     try:
-        if any(event["event"] == "start" and event["start"] > start for event in read_history(path)):
+        if any(event["event"] == "start" and event.get("start", 0) > start for event in read_history(path)):
             return  # another start owns the run by now
         if _recorded(ranks) is None:
             text = first.report.text.splitlines()[-1] if first.report is not None else _how(first)

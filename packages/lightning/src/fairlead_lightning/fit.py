@@ -20,7 +20,7 @@ from torch.multiprocessing import ProcessExitedException
 
 from fairlead.checks import check_trainer
 from fairlead.config import CheckpointConfig, RunConfig, TrainerConfig
-from fairlead.findings import Inexact, raise_errors
+from fairlead.findings import Finding, Inexact, raise_errors
 from fairlead.interfaces import BuildContext, Setting, StopGuard
 from fairlead.plugins import PluginManager
 from fairlead.resolve import Resolution
@@ -62,9 +62,14 @@ def plan(
 
 
 def as_seen(engine: L.Trainer | lf.Fabric, resolution: Resolution, config: TrainerConfig, precision: str) -> Resolution:
-    """The resolution of this machine, corrected to what a script's own Trainer or Fabric has decided."""
+    """The resolution of this machine, corrected to what a script's own Trainer or Fabric has decided.
+
+    Raises:
+        ConfigError: A launcher has started several ranks, and it knows of one: each would train alone.
+    """
     nodes = int(getattr(engine.strategy, "num_nodes", 1))
     ranks = engine.world_size
+    raise_errors(_alone(resolution, engine) if ranks == 1 else ())
     counts: dict[str, Any] = {"world_size": ranks, "num_nodes": nodes, "devices": ranks // nodes}
     seen = {
         **counts,
@@ -75,6 +80,25 @@ def as_seen(engine: L.Trainer | lf.Fabric, resolution: Resolution, config: Train
     }
     own = {name: Setting(value, f"the script's own {type(engine).__name__}") for name, value in seen.items()}
     return dataclasses.replace(resolution, settings={**resolution.settings, **own}, trainer=config, **counts)
+
+
+def _alone(resolution: Resolution, engine: L.Trainer | lf.Fabric) -> Iterator[Finding]:
+    """Whether a launcher has started ranks that the script's Trainer or Fabric does not know of."""
+    topology = resolution.topology
+    started, here = topology.world_size, topology.local_world_size
+    if not topology.launched or started is None or started.value == 1:
+        return
+    known = type(engine).__name__
+    nodes = f", num_nodes={topology.num_nodes.value}" if topology.num_nodes is not None else ""
+    yield Finding(
+        "error",
+        "launch-mismatch",
+        f"this is one of {started.value} ranks, but the {known} knows of one and would train alone: "
+        f"set {known}(devices={here.value if here is not None else started.value}{nodes})",
+        where=known,
+        why=f"{started.value} comes from {started.reason}",
+        fix="if each is to train alone, give each a run of its own, and export FAIRLEAD_ENVIRONMENT=lightning",
+    )
 
 
 def described_job(run: RunConfig, model: Any, data: Any, trainer: Mapping[str, Any]) -> dict[str, Any]:

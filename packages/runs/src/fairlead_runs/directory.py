@@ -132,7 +132,7 @@ class RunDirectory:
         starts = self.path / "starts"
         try:
             known = [int(name) for name in os.listdir(starts) if name.isdecimal()]
-            recorded = (event["start"] for event in self.history.read() if event["event"] == "start")
+            recorded = (event.get("start", 0) for event in self.history.read() if event["event"] == "start")
             previous = max(after, 0, *known, *recorded)
             folder = starts / str(previous + 1)
             self._system.mkdir(folder)

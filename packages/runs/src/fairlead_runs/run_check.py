@@ -78,7 +78,7 @@ def _existing(
     newest = newest_complete(path / "checkpoints").checkpoint
     value = str(newest.path) if newest is not None else job.run.ckpt_path
     settings["resume"] = Setting(value or "auto", "the newest complete checkpoint" if newest else "no checkpoint yet")
-    found = _locked(path)
+    found = _locked(path, resolution)
     try:
         batch_plan(resolution, newest.metadata if newest is not None else None)
     except FairleadError as error:
@@ -86,15 +86,17 @@ def _existing(
     return tuple(found)
 
 
-def _locked(path: Path) -> list[Finding]:
+def _locked(path: Path, resolution: Resolution) -> list[Finding]:
     state = read_lock(path / ".lock")
     if state is None or state.gone is not None:
         return []
+    job = state.owner.job if state.owner is not None else None
+    same = job is not None and resolution.job is not None and job == resolution.job.id
     return [
         Finding(
             "warning",
             "run-directory",
-            "another job is using the run directory now",
+            f"another {'process of this same job' if same else 'job'} is using the run directory now",
             where=str(path),
             why=f"process {state.owner.pid} on {state.owner.host}, since {state.owner.since}" if state.owner else None,
             fix="wait until it has ended, or set another run.name",

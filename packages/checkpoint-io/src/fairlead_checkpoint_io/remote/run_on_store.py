@@ -7,6 +7,7 @@ import os
 import secrets
 import socket
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -76,7 +77,13 @@ class RunOnStore:
         return said
 
     def claim(self, run: Path, start: int) -> list[RemoteCheckpoint]:
-        """Makes this start its owner; gives the complete checkpoints that are there."""
+        """Makes this start its owner; gives the complete checkpoints that are there.
+
+        Raises:
+            RunLockedError: A start with as high a number has claimed it since this one began.
+        """
+        if self.last_start() >= start:
+            raise self._replaced(self._owner(self._patient))
         owner = {"nonce": self._nonce, "start": start, "host": socket.gethostname(), "pid": os.getpid()}
         self._patient.write(_OWNER, json.dumps(owner).encode())
         self._patient.write(_FINGERPRINT, (run / _FINGERPRINT).read_bytes())
@@ -85,8 +92,9 @@ class RunOnStore:
     def lost(self, store: Store) -> RunLockedError | None:
         """Why nothing of this start may be written any more: another one has begun, perhaps on another machine."""
         owner = self._owner(store)
-        if owner.get("nonce") == self._nonce:
-            return None
+        return None if owner.get("nonce") == self._nonce else self._replaced(owner)
+
+    def _replaced(self, owner: Mapping[str, Any]) -> RunLockedError:
         who = f"start {owner['start']} on {owner.get('host')}, process {owner.get('pid')}" if "start" in owner else None
         return RunLockedError(
             "this start was replaced: another one of this run writes to the store now",
