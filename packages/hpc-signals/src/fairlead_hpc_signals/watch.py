@@ -16,6 +16,7 @@ import time
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Final, Literal, NoReturn, Protocol, TypeVar
 
 from fairlead.interfaces import Requeuer
@@ -137,7 +138,7 @@ class StopWatch:
             code = self._carried_out(why, without, again=again).exit_code
         except Exception:  # a history that cannot be written, say: what is left is to end
             to_stderr(traceback.format_exc())
-        self._asking(self._leave, _LEAVE_S + _STORE_S)
+        self._asking(partial(self._leave, len(without)), _LEAVE_S + _STORE_S)
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(OSError, ValueError):
                 stream.flush()
@@ -225,11 +226,14 @@ class StopWatch:
         self._asking(lambda: self._mailbox.put(OUTCOME, outcome.to_json()))
         return outcome
 
-    def _leave(self) -> None:
+    def _leave(self, missing: int) -> None:
         """Rank 0 may host the store, without which the others would take this end for a failure: it goes last."""
         self._mailbox.arrive("shutdown/late")
-        if self._leads:
-            self._mailbox.wait("shutdown/late/all", _LEAVE_S)
+        until = time.monotonic() + _LEAVE_S
+        while self._leads and time.monotonic() < until:
+            if self._mailbox.count("shutdown/late/count", 0) >= self._mailbox.world_size - missing:
+                return
+            time.sleep(_LOOK_S)
 
     def _claims(self) -> bool:
         """Whether this rank leads: the first to ask; without the store rank 0, or 1 where rank 0 takes it with it."""
