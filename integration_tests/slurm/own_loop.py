@@ -1,6 +1,7 @@
 """A loop of one's own without Lightning, stopped by `PreemptionGuard`: `python own_loop.py STEPS`.
 
-Rank 0 writes each step that is done into `steps`, and what the stop came to into `outcomes`.
+Rank 0 writes each step that is done into `steps`, and what the stop came to into `outcomes`. The variable GRACE holds
+the seconds that a stop may take, if they are not the usual ones.
 """
 
 from __future__ import annotations
@@ -14,13 +15,15 @@ import torch
 import torch.distributed as dist
 
 from fairlead_distributed import process_group
-from fairlead_hpc_signals import PreemptionGuard, SLURMRequeueConfig
+from fairlead_hpc_signals import PreemptionGuard, SLURMRequeueConfig, StopPolicy
 from fairlead_hpc_signals.slurm import SLURMRequeuer
 
 
 def main(steps: int) -> None:
     saved = Path("saved")
-    with PreemptionGuard() as guard, process_group():
+    grace = os.environ.get("GRACE")
+    policy = StopPolicy(grace_s=float(grace) if grace is not None else None)
+    with PreemptionGuard(policy=policy) as guard, process_group():
         rank = dist.get_rank()
         step = int(saved.read_text()) if saved.exists() else 0
         while step < steps:

@@ -74,3 +74,29 @@ def test_a_person_cancels_it(cluster: Cluster, tmp_path: Path) -> None:
     assert job.wait() == "CANCELLED"
     assert outcomes(tmp_path) == ["cancelled 143 False"]
     assert int((tmp_path / "saved").read_text()) == steps(tmp_path)[-1]
+
+
+def test_a_scheduler_that_does_not_say_why(cluster: Cluster, tmp_path: Path) -> None:
+    """The question hangs, the requeue takes seconds: the job goes on all the same, and nothing is done twice."""
+    slow = tmp_path / "slow"
+    slow.mkdir()
+    scontrol = slow / "scontrol"
+    scontrol.write_text(
+        '#!/bin/sh\nPATH=${PATH#*:}\nif [ "$1" = show ]; then exec sleep 600; fi\nsleep 3\nexec scontrol "$@"\n'
+    )
+    scontrol.chmod(0o755)
+    job = training(cluster, tmp_path, script=f"export GRACE=20\nPATH={slow}:$PATH srun {LOOP}\n")
+    job.signal("USR1")
+    every_step_once(job, tmp_path, restarts=1)
+    assert outcomes(tmp_path) == ["unknown 75 True"]
+
+
+def test_a_rank_that_is_stopped(cluster: Cluster, tmp_path: Path) -> None:
+    """The others do not wait for it: requeued within the time there is, from the newest checkpoint."""
+    job = training(cluster, tmp_path, script=f"export GRACE=10\nsrun {LOOP}\n")
+    cluster.run(*cluster.on("n2", "pkill", "-STOP", "-n", "-f", "own_loop.py"))
+    job.signal("USR1")
+    wait_until("it was requeued", lambda: job.shown()["Restarts"] == "1", 15)
+    assert job.wait() == "COMPLETED", job.text()
+    assert "did not answer within 5 s" in job.text()
+    assert "scontrol requeue" in job.text()

@@ -25,6 +25,7 @@ import torch.distributed as dist
 
 from fairlead_distributed import bind_listener, tcp_store
 from fairlead_hpc_signals import PreemptionGuard, StopPolicy
+from fairlead_hpc_signals.deadline import Deadline
 from fairlead_hpc_signals.flags import SignalFlags
 from fairlead_hpc_signals.outcomes import StopOutcome
 from fairlead_hpc_signals.slurm import SLURMRequeueConfig, SLURMRequeuer
@@ -96,10 +97,8 @@ def test_a_requeue_without_an_answer_is_asked_for_again(tmp_path: Path) -> None:
     assert requeues(tmp_path) == ["requeue 17"]
 
 
-def test_a_warning_in_a_job_without_an_answer_is_taken_for_minutes(tmp_path: Path) -> None:
+def test_a_warning_in_a_job_without_an_answer_is_taken_for_minutes() -> None:
     """And SIGTERM for what SLURM grants by default."""
-    from fairlead_hpc_signals.deadline import Deadline
-
     environ = {"SLURM_JOB_ID": "17"}
     flags = SignalFlags()
     deadline = Deadline(flags, environ, StopPolicy())
@@ -110,6 +109,8 @@ def test_a_warning_in_a_job_without_an_answer_is_taken_for_minutes(tmp_path: Pat
     assert deadline.left_to_save() < 21
     deadline.learn(120.0)
     assert 110 < deadline.left() <= 120
+    deadline.learn(0.0)  # a job that SLURM lets run beyond its limit
+    assert 20 < deadline.left() <= 30
     assert Deadline(flags, {}, StopPolicy()).left() > 1700  # nobody is known to be in a hurry
     assert Deadline(flags, environ, StopPolicy(grace_s=7)).left() <= 7
 

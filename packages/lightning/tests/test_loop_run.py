@@ -25,6 +25,7 @@ from fairlead import LoopRun, RunConfig, TrainerConfig, fabric
 from fairlead.config import CheckpointConfig
 from fairlead.errors import CheckpointError, ConfigError, FingerprintError, RunDirectoryError, RunLockedError
 from fairlead_distributed import ResumableDistributedSampler, derive_seed
+from fairlead_hpc_signals import StopOutcome, StopReason
 from fairlead_lightning.custom_loop.state import plain
 from fairlead_runs.commit import Syscalls, verify
 
@@ -152,6 +153,17 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 # -- what is kept
+
+
+def test_a_stop_is_in_the_history_with_its_reason(tmp_path: Path) -> None:
+    """And not as `SystemExit: 75`."""
+    reason = StopReason("time_limit", "EndTime=...", scheduler_requeues=False)
+    outcome = StopOutcome(75, reason, True, requeued="scontrol requeue 17")
+    with pytest.raises(SystemExit) as ended, Job(tmp_path).run:
+        outcome.exit()
+    assert ended.value.code == 75
+    (stop,) = events(tmp_path / "run", "stop")
+    assert (stop["reason"], stop["evidence"], stop["requeued"]) == ("time_limit", "EndTime=...", "scontrol requeue 17")
 
 
 def test_a_loop_gets_a_run_directory(tmp_path: Path) -> None:

@@ -40,8 +40,10 @@ class Deadline:
         self._began = min(self._began, time.monotonic())
 
     def learn(self, remaining_s: float) -> None:
-        """The scheduler has said when it ends the job."""
-        self._told, self._told_at = time.monotonic() + remaining_s, time.time()
+        """The scheduler has said when it ends the job; what it grants after SIGTERM is not counted in every answer."""
+        self.begin()
+        self._told = max(time.monotonic() + remaining_s, self._began + KILL_WAIT)
+        self._told_at = time.time()
 
     def left(self) -> float:
         """Seconds until the end."""

@@ -16,6 +16,7 @@ import time
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Final, Literal, NoReturn, Protocol, TypeVar
 
 from fairlead.facts import StopReason
@@ -33,6 +34,7 @@ _STALL_S: Final = 60.0  # without a batch for so long, a training does not come 
 _INSISTED_S: Final = 3.0  # what a second Ctrl-C gives the main thread: it raises KeyboardInterrupt there
 _STORE_S: Final = 3.0  # how long the store may take; the rank that hosts it may be the one that hangs
 
+_LEAVE_S: Final = 5.0  # how long rank 0 waits for the others at the very end
 _DEADLINE: Final = "shutdown/deadline"
 
 Phase = Literal["training", "saving", "requeue"]
@@ -137,6 +139,7 @@ class StopWatch:
             code = self._carried_out(why, without, again=again).exit_code
         except Exception:  # a history that cannot be written, say: what is left is to end
             to_stderr(traceback.format_exc())
+        self._asking(partial(self._leave, len(without)), _LEAVE_S + _STORE_S)
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(OSError, ValueError):
                 stream.flush()
@@ -197,9 +200,9 @@ class StopWatch:
             self._asking(lambda: self._mailbox.put(_DEADLINE, str(time.time() + self._deadline.left())))
         elif not self._leads and not self._shared and self._deadline.left_to_save() < 0:
             self._shared = True
-            text = self._asking(lambda: self._mailbox.get(_DEADLINE, 0.1))
-            if text is not None:
-                self._deadline.learn(float(text) - time.time())
+            if self._asking(lambda: self._mailbox.has(_DEADLINE)):
+                (end,) = self._mailbox.read([_DEADLINE])
+                self._deadline.learn(float(end) - time.time())
         return self._deadline
 
     # -- the end
@@ -223,6 +226,15 @@ class StopWatch:
         (overdue.tell or (lambda told: to_stderr(told.told())))(outcome)
         self._asking(lambda: self._mailbox.put(OUTCOME, outcome.to_json()))
         return outcome
+
+    def _leave(self, missing: int) -> None:
+        """Rank 0 may host the store, without which the others would take this end for a failure: it goes last."""
+        self._mailbox.arrive("shutdown/late")
+        until = time.monotonic() + _LEAVE_S
+        while self._leads and time.monotonic() < until:
+            if self._mailbox.count("shutdown/late/count", 0) >= self._mailbox.world_size - missing:
+                return
+            time.sleep(_LOOK_S)
 
     def _claims(self) -> bool:
         """Whether this rank leads: the first to ask; without the store rank 0, or 1 where rank 0 takes it with it."""

@@ -8,6 +8,7 @@ is ended with it, and Ctrl-C reaches the supervisor alone, which asks the ranks 
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import signal
 import subprocess
@@ -18,7 +19,7 @@ from types import FrameType
 from typing import IO, Final
 
 from fairlead_launch.reports import ALIVE_FD, REPORT_FD, Announcement, read_messages
-from fairlead_launch.verdict import Rank, verdict
+from fairlead_launch.verdict import Rank, stopped_as_asked, verdict
 
 _POLL_S: Final = 0.05
 _HEARD_S: Final = 1.0
@@ -26,7 +27,9 @@ _HEARD_S: Final = 1.0
 _GRACE_S: Final = 5.0
 """How long ranks may take to end by themselves, after SIGTERM, before SIGKILL."""
 _STOP_GRACE_S: Final = 30.0
-"""The same when the run was asked to stop and a rank has ended: another may be writing the checkpoint."""
+"""The same when the run was asked to stop and a rank died of it: another may be writing the checkpoint."""
+_MET_S: Final = 15.0
+"""The same when a rank has stopped as asked: it has met the others before, or waited for them in vain."""
 _STOPS: Final = (signal.SIGTERM, signal.SIGINT)
 _PASSED_ON: Final = (signal.SIGUSR1, signal.SIGUSR2)
 
@@ -107,14 +110,13 @@ def _start(
 def _wait(ranks: list[Rank], received: list[int]) -> int | None:
     """Returns when all ranks have ended, or one failed and the others had their time; the signal that stopped it."""
     stop: int | None = None
-    failed_at: float | None = None
-    insisted_at: float | None = None
+    give_up_at = math.inf
     while True:
         while received:
             signum = received.pop(0)
             if signum == stop == signal.SIGINT:
                 # A person asks twice: no more waiting. Schedulers send SIGTERM twice within milliseconds.
-                insisted_at = time.monotonic() if insisted_at is None else insisted_at
+                give_up_at = min(give_up_at, time.monotonic() + _GRACE_S)
             if stop not in _STOPS:
                 stop = signum
             for rank in ranks:
@@ -123,16 +125,13 @@ def _wait(ranks: list[Rank], received: list[int]) -> int | None:
             if rank.ended is None and rank.process.poll() is not None:
                 rank.ended = time.time()
                 _hear(rank)
-                # A rank that stops as asked has met the others before it ended, or it could not: they may hang.
-                if failed_at is None and (stop is not None or rank.process.returncode != 0):
-                    failed_at = time.monotonic()
+                if stop is not None and stopped_as_asked(rank.code, rank.report):
+                    give_up_at = min(give_up_at, time.monotonic() + _MET_S)
+                elif rank.code != 0:
+                    give_up_at = min(give_up_at, time.monotonic() + (_HEARD_S if stop is None else _STOP_GRACE_S))
         if all(rank.ended is not None for rank in ranks):
             return stop
-        patience = _HEARD_S if stop is None else _STOP_GRACE_S
-        now = time.monotonic()
-        if (failed_at is not None and now - failed_at > patience) or (
-            insisted_at is not None and now > insisted_at + _GRACE_S
-        ):
+        if time.monotonic() > give_up_at:
             return stop
         time.sleep(_POLL_S)
 
