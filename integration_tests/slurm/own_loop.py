@@ -5,7 +5,6 @@ Rank 0 writes each step that is done into `steps`, and what the stop came to int
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 from pathlib import Path
@@ -14,8 +13,7 @@ import torch
 import torch.distributed as dist
 
 from fairlead_distributed import process_group
-from fairlead_hpc_signals import PreemptionGuard, SLURMRequeueConfig
-from fairlead_hpc_signals.slurm import SLURMRequeuer
+from fairlead_hpc_signals import PreemptionGuard, requeuer_here
 
 
 def main(steps: int) -> None:
@@ -37,7 +35,7 @@ def main(steps: int) -> None:
                     if rank == 0:
                         saved.write_text(str(step))
 
-                outcome = guard.save_and_requeue(save, SLURMRequeuer(SLURMRequeueConfig(), os.environ))
+                outcome = guard.save_and_requeue(save, requeuer_here())
                 if rank == 0:
                     with Path("outcomes").open("a") as file:
                         file.write(f"{outcome.reason.why} {outcome.exit_code} {bool(outcome.requeued)}\n")

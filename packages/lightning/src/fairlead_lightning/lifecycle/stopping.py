@@ -121,7 +121,7 @@ def carry_out(
 
     requeuer = None
     if first and config.name != "none":
-        requeuer = _RecordingRequeuer(build_backend(config, context), before_requeue)
+        requeuer = _RecordingRequeuer(build_backend(config, context), before_requeue, context)
     try:
         outcome = guard.save_and_requeue(save, requeuer, finish=finish, budget=budget)
     except Exception as error:
@@ -151,8 +151,8 @@ def _close_loggers(trainer: L.Trainer, status: str) -> None:
 class _RecordingRequeuer(Requeuer):
     """A requeuer that first has the history written: the scheduler may end the job in its call."""
 
-    def __init__(self, requeuer: Requeuer, record: Callable[[], None]) -> None:
-        super().__init__(requeuer.config, requeuer.environ, requeuer.job)
+    def __init__(self, requeuer: Requeuer, record: Callable[[], None], context: BuildContext) -> None:
+        super().__init__(context.resolution.requeue, context.environ, context.resolution.job)
         self._requeuer = requeuer
         self._record = record
 
