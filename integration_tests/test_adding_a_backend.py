@@ -98,12 +98,13 @@ def build(config, context):
     return NovaSync()
 """,
     "requeue": """
-class Requeuer:
+from fairlead import Requeuer
+
+class NovaRequeuer(Requeuer):
     def requeue(self):
         return "nova was asked"
 
-def build(config, context):
-    return Requeuer()
+build = NovaRequeuer.build
 """,
     "logger": """
 def build(config, context):

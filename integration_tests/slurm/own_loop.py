@@ -6,7 +6,6 @@ the seconds that a stop may take, if they are not the usual ones.
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 from pathlib import Path
@@ -15,8 +14,7 @@ import torch
 import torch.distributed as dist
 
 from fairlead_distributed import process_group
-from fairlead_hpc_signals import PreemptionGuard, SLURMRequeueConfig, StopPolicy
-from fairlead_hpc_signals.slurm import SLURMRequeuer
+from fairlead_hpc_signals import PreemptionGuard, StopPolicy, requeuer_here
 
 
 def main(steps: int) -> None:
@@ -40,7 +38,7 @@ def main(steps: int) -> None:
                     if rank == 0:
                         saved.write_text(str(step))
 
-                outcome = guard.save_and_requeue(save, SLURMRequeuer(SLURMRequeueConfig(), os.environ))
+                outcome = guard.save_and_requeue(save, requeuer_here())
                 if rank == 0:
                     with Path("outcomes").open("a") as file:
                         file.write(f"{outcome.reason.why} {outcome.exit_code} {bool(outcome.requeued)}\n")

@@ -34,7 +34,7 @@ SOURCE = """
 
     class Ring(StrategyPlugin):
         config = RingStrategyConfig
-        runtime = "ring_strategy.runtime:build"
+        runtime = "json:loads"
         aliases = ("RingPlugin",)
 
     ring = Ring()
@@ -54,7 +54,7 @@ class Ring(StrategyPlugin):
     """A ring."""
 
     config: ClassVar[type[StrategyConfigBase]] = RingStrategyConfig
-    runtime = "ring_strategy.runtime:build"
+    runtime = "json:loads"
 
 
 def error_of(target: Any, name: str = "strategy.ring") -> str:

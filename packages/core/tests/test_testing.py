@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import ast
+import importlib
+import inspect
 import os
 import sys
+import unittest
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -17,16 +21,21 @@ from fairlead import (
     EnvironmentConfigBase,
     EnvironmentPlugin,
     Finding,
+    Job,
+    PluginManager,
     RequeueConfigBase,
     RequeuePlugin,
     Resolution,
     Setting,
     Specificity,
+    StopReason,
     StrategyConfigBase,
     StrategyPlugin,
     Topology,
+    Unused,
     hookimpl,
 )
+from fairlead.cli import commands, main
 from fairlead.config_bases import AcceleratorConfigBase
 from fairlead.plugin_classes import AXIS_PLUGINS, CommandPlugin
 from fairlead.testing import (
@@ -82,7 +91,7 @@ def outcome(suite: Any, test: str, tmp_path: Path) -> str:
         method(tmp_path) if "tmp_path" in method.__code__.co_varnames[: method.__code__.co_argcount] else method()
     except AssertionError as error:
         return str(error)
-    except pytest.skip.Exception as error:
+    except unittest.SkipTest as error:
         return f"skipped: {error}"
     return "passed"
 
@@ -194,6 +203,15 @@ class Talker(Ring):
         yield Finding("info", "never-explained", "x")
 
 
+def rows(subject: str, other: str) -> Ring:
+    """A ring with one row in the capability table."""
+
+    def fairlead_capabilities(self: Any) -> Iterable[Capability]:
+        return [Capability(subject, (other,), "no", "they do not meet")]
+
+    return ring(fairlead_capabilities=hookimpl(fairlead_capabilities))
+
+
 @pytest.mark.parametrize(
     ("plugin", "settings", "test", "said"),
     [
@@ -208,6 +226,14 @@ class Talker(Ring):
         (ring(config=LossyStrategyConfig), {"example": {"bucket_cap_mb": 3}}, "test_config_round_trips", "gives back"),
         (ring(runtime=None), {}, "test_runtime_is_importable", "`runtime` is not set"),
         (ring(runtime="json:no_such"), {}, "test_runtime_is_importable", "not callable"),
+        (ring(runtime="json.no_such:build"), {}, "test_is_found_and_loads", "there is no module 'json.no_such'"),
+        (ring(runtime="no_such_module:build"), {}, "test_is_found_and_loads", "there is no module 'no_such_module'"),
+        (ring(runtime="gone:build", engines=("gone",)), {}, "test_is_found_and_loads", "passed"),  # as an engine is
+        (ring(engine=("torch",)), {}, "test_is_found_and_loads", "did you mean `engines`?"),
+        (ring(engines="torch"), {}, "test_is_found_and_loads", "`engines` is a text"),
+        (rows("strategy.ring", "acelerator.cpu"), {}, "test_is_found_and_loads", "did you mean accelerator.cpu?"),
+        (rows("strategy.ring", "precision.32-tru"), {}, "test_is_found_and_loads", "did you mean precision.32-true?"),
+        (rows("strategy.ring", "strategy.of_another"), {}, "test_is_found_and_loads", "passed"),
         (
             ring(engines=("no-such-engine",)),
             {},
@@ -278,6 +304,9 @@ class Here(EnvironmentPlugin):
     config = HereEnvironmentConfig
     claim: Any = None
     topology: Any = Topology(True)
+    job: Any = None
+    why: Any = None
+    unused: Any = None
 
     @hookimpl
     def fairlead_detect(self, environ: Mapping[str, str]) -> Any:
@@ -288,6 +317,21 @@ class Here(EnvironmentPlugin):
     def fairlead_topology(self, config: EnvironmentConfigBase, environ: Mapping[str, str]) -> Any:
         """Its topology."""
         return self.topology
+
+    @hookimpl
+    def fairlead_job(self, environ: Mapping[str, str]) -> Any:
+        """Its job."""
+        return self.job if environ.get("X") else None
+
+    @hookimpl
+    def fairlead_why(self, environ: Mapping[str, str], deadline: float) -> Any:
+        """Its reason."""
+        return self.why
+
+    @hookimpl
+    def fairlead_unused(self, environ: Mapping[str, str]) -> Any:
+        """What it left."""
+        return self.unused if environ.get("X") else None
 
 
 def here(**attributes: Any) -> Here:
@@ -319,7 +363,7 @@ X = {"X": "1"}
         (here(claim=Claim("always")), "test_claims_nothing_without_evidence", "claims any process"),
         (here(claim=Claim("any", Specificity.MACHINE)), "test_claims_nothing_without_evidence", "passed"),
         (here(claim=True), "test_claims_nothing_without_evidence", "gave a bool"),
-        (here(claim=Claim("")), "test_claims_nothing_without_evidence", "without evidence"),
+        (here(claim=Claim("")), "test_claims_nothing_without_evidence", "has no evidence"),
         (here(claim=staticmethod(_exports)), "test_claims_nothing_without_evidence", "changed os.environ"),
         (here(claim=None), "test_claims_its_own", "does not claim its own example_environ"),
         (here(topology={}), "test_topology_is_consistent", "gave a dict"),
@@ -337,7 +381,17 @@ X = {"X": "1"}
             "test_topology_is_consistent",
             "more ranks",
         ),
-        (here(requeue=""), "test_names_its_requeuer", "`requeue` is empty"),
+        (here(requeue=""), "test_names_its_requeuer", "there is no such requeuer"),
+        (here(requeue="slrm"), "test_names_its_requeuer", "`requeue` is 'slrm'"),
+        (here(job=7), "test_its_job_is_usable", "gave a int"),
+        (here(job=Job("7")), "test_its_job_is_usable", "is not `scheduler:id`"),
+        (here(job=Job("nova:7", requeue="nova again")), "test_its_job_is_usable", "is a text"),  # type: ignore[arg-type]  # what is tested
+        (here(job=Job("nova:7")), "test_its_job_is_usable", "passed"),
+        (here(why="killed"), "test_says_why_without_its_scheduler", "gave a str"),
+        (here(why=StopReason("cancelled", "x")), "test_says_why_without_its_scheduler", "says 'cancelled' without"),
+        (here(why=StopReason("unknown", "x")), "test_says_why_without_its_scheduler", "passed"),
+        (here(unused="2 nodes"), "test_what_is_unused_is_told", "gave a str"),
+        (here(unused=Unused("2 nodes", "", "nrun")), "test_what_is_unused_is_told", "an empty part"),
     ],
 )
 def test_a_bad_environment_is_caught(
@@ -373,7 +427,7 @@ def test_a_bad_accelerator_is_caught(tmp_path: Path) -> None:
         (probing(), "does not implement fairlead_devices"),
         (probing(3), "gave a int"),
         (probing(Devices(-1, "x")), "-1 devices"),
-        (probing(Devices(1, "")), "without evidence"),
+        (probing(Devices(1, "")), "has no evidence"),
         (probing(Devices(1, "x")), "passed"),
     ):
         assert said in outcome(suite_for(AcceleratorConformance, plugin), "test_probe_counts_devices", tmp_path)
@@ -394,31 +448,59 @@ class Stop(RequeuePlugin):
 
 
 REQUEUE = """
-    class Works:
+    import subprocess
+    from fairlead import Requeuer
+    from fairlead.errors import ConfigError
+
+    class Works(Requeuer):
         def requeue(self): return "done"
 
-    def works(config, context): return Works()
+    class Asks(Requeuer):
+        def requeue(self): return subprocess.run(["nova"], check=True, capture_output=True, text=True).stdout
+
+    class Silent(Requeuer):
+        def requeue(self): return None
+
+    class Signal(Works):
+        exit_code = 143
+
+    works, asks, silent, signal = Works.build, Asks.build, Silent.build, Signal.build
     def does_not(config, context): return object()
     def says_why(config, context):
-        from fairlead.errors import ConfigError
         raise ConfigError("no scheduler here")
 """
 
 
 @pytest.mark.parametrize(
-    ("runtime", "said"),
-    [("works", "passed"), ("does_not", "gave a object"), ("says_why", "skipped: requeue.stop says why")],
+    ("runtime", "test", "said"),
+    [
+        ("works", "test_builds", "passed"),
+        ("does_not", "test_builds", "gave a object"),
+        ("says_why", "test_builds", "skipped: requeue.stop says why"),
+        ("works", "test_requeues", "passed"),
+        ("asks", "test_requeues", "raised CalledProcessError"),  # of the stand-in that refuses
+        ("silent", "test_requeues", "gave a NoneType"),
+        ("works", "test_its_exit_code_can_be_told_apart", "passed"),
+        ("signal", "test_its_exit_code_can_be_told_apart", "its exit_code is 143"),
+    ],
 )
-def test_a_bad_requeuer_is_caught(runtime: str, said: str, tmp_path: Path, fake_dist: Callable[..., FakeDist]) -> None:
+def test_a_bad_requeuer_is_caught(
+    runtime: str, test: str, said: str, tmp_path: Path, fake_dist: Callable[..., FakeDist]
+) -> None:
     fake_dist("stop", entry_points={}, files={"stop_requeue.py": REQUEUE})
     plugin = type("Stop", (Stop,), {"runtime": f"stop_requeue:{runtime}"})()
-    assert said in outcome(suite_for(RequeueConformance, plugin), "test_builds", tmp_path)
+    suite = suite_for(RequeueConformance, plugin, commands=("nova",))
+    assert said in outcome(suite, test, tmp_path)
 
 
 COMMAND = """
     def good(parser): parser.add_argument("job", help="a job")
     def bare(parser): parser.add_argument("--quietly")
     def run(arguments, session): return 0
+    def fails(arguments, session): raise KeyError("no such thing")
+    def refuses(arguments, session):
+        from fairlead.errors import ConfigError
+        raise ConfigError("there is no such job")
 """
 
 
@@ -435,6 +517,10 @@ COMMAND = """
         ({"arguments": "my_command:nope"}, "test_arguments_are_described_without_engines", "not callable"),
         ({"runtime": "my_command:nope"}, "test_runtime_is_importable", "not callable"),
         ({"help": ""}, "test_is_named_as_its_entry_point", "no help"),
+        ({"example": ("job.yaml",)}, "test_helps_and_runs", "passed"),
+        ({}, "test_helps_and_runs", "there is no example"),
+        ({"example": ("job.yaml",), "runtime": "my_command:refuses"}, "test_helps_and_runs", "passed"),
+        ({"example": ("job.yaml",), "runtime": "my_command:fails"}, "test_helps_and_runs", "raised KeyError"),
         ({"help": "a\nb"}, "test_is_named_as_its_entry_point", "one line"),
         ({"name": "yours"}, "test_is_named_as_its_entry_point", "the command is called 'yours'"),
         ({"engines": ("no-such-engine",)}, "test_runtime_is_importable", "skipped: command.mine: the engine is not"),
@@ -447,3 +533,52 @@ def test_a_bad_command_is_caught(
     defaults = {"name": "mine", "help": "h", "arguments": "my_command:good", "runtime": "my_command:run"}
     command = CommandPlugin(**{**defaults, **settings})
     assert said in outcome(suite_for(CommandConformance, command, name="mine"), test, tmp_path)
+
+
+def test_an_environment_without_an_example_fails(tmp_path: Path) -> None:
+    """It was a skip once: a plugin of which nothing had been tried passed."""
+    assert "there is no example_environ" in outcome(
+        suite_for(EnvironmentConformance, here()), "test_has_an_example", tmp_path
+    )
+    given = suite_for(EnvironmentConformance, here(example_environ=X))
+    assert outcome(given, "test_has_an_example", tmp_path) == "passed"
+
+
+def test_every_failure_ends_with_what_to_do() -> None:
+    """Each assertion of the suites names its plugin, what is wrong and what the author should do."""
+    asserts = 0
+    for name in ("conformance", "environments", "checkpoints", "suites"):
+        source = Path(inspect.getfile(importlib.import_module(f"fairlead.testing.{name}"))).read_text()
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.Assert) and not _narrows(node):
+                asserts += 1
+                assert isinstance(node.msg, ast.Call), ast.unparse(node)
+                assert ast.unparse(node.msg.func) == "self.broken", ast.unparse(node)
+    assert asserts > 40
+
+
+def _narrows(node: ast.Assert) -> bool:
+    """`assert isinstance(plugin, EnvironmentPlugin)`, for the type checker: what is loaded is one."""
+    return node.msg is None and ast.unparse(node.test).startswith("isinstance(")
+
+
+def test_the_suites_run_without_a_test_file(
+    tmp_path: Path, fake_dist: Callable[..., FakeDist], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`fairlead plugins check DIST`: what is wrong, what to do, and an exit code for a CI."""
+    bad = GOOD.replace("Mebibytes.", "")
+    dist = fake_dist(
+        "ring-strategy",
+        entry_points=POINTS,
+        files={"ring_strategy/plugin.py": bad, "ring_strategy/runtime.py": RUNTIME},
+    )
+    others = [FakeEntryPoint(name, target) for name, target in stand_ins().items()]
+    plugins = PluginManager([*dist.entry_points, *others, FakeEntryPoint("command.plugins", commands.plugins)])
+    assert main(["plugins", "check", "Ring_Strategy"], plugins=plugins, cwd=tmp_path) == 1
+    said = capsys.readouterr().out
+    assert "strategy.ring " in said
+    assert "no docstring under the fields bucket_cap_mb" in said
+    assert "do: say what each is" in said
+    assert "accelerator.cpu" not in said
+    assert main(["plugins", "check", "rang-strategy"], plugins=plugins, cwd=tmp_path) == 2
+    assert "did you mean 'ring-strategy'?" in capsys.readouterr().err

@@ -20,8 +20,10 @@ import torch.distributed as dist
 
 from fairlead.errors import ConfigError, FairleadError, RunFailedError
 from fairlead.facts import StopReason, Why
+from fairlead.interfaces import Requeuer
 from fairlead_distributed.testing import run_ranks
 from fairlead_hpc_signals.flags import SignalFlags
+from fairlead_hpc_signals.none import NoneRequeueConfig
 from fairlead_hpc_signals.outcomes import (
     StopOutcome,
     StopPolicy,
@@ -51,10 +53,11 @@ def calls(slurm: dict[str, str]) -> list[str]:
     return path.read_text().splitlines() if path.exists() else []
 
 
-class Requeue:
+class Requeue(Requeuer):
     """Counts how often the job was requeued, over all processes."""
 
     def __init__(self, path: Path, error: FairleadError | None = None) -> None:
+        super().__init__(NoneRequeueConfig(), {})
         self.path = path
         self.error = error
 
@@ -153,13 +156,13 @@ def test_an_unknown_reason_has_a_default(slurm: dict[str, str], tmp_path: Path) 
 def test_a_requeuer_with_a_code_of_its_own(slurm: dict[str, str]) -> None:
     """Kubernetes retries 128 and above only."""
 
-    class ByCode:
+    class ByCode(Requeuer):
         exit_code = 138
 
         def requeue(self) -> str:
             return "exit code 138"
 
-    assert guarded(slurm).save_and_requeue(lambda: None, ByCode()).exit_code == 138
+    assert guarded(slurm).save_and_requeue(lambda: None, ByCode(NoneRequeueConfig(), {})).exit_code == 138
 
 
 def test_a_requeue_that_fails_is_told(slurm: dict[str, str], tmp_path: Path) -> None:

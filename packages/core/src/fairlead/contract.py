@@ -13,7 +13,7 @@ from fairlead.errors import did_you_mean
 from fairlead.plugin_classes import Plugin
 
 
-def broken_contract(plugin: Plugin, name: str, is_installed: Callable[[str], bool]) -> str | None:
+def broken_contract(plugin: Plugin, name: str) -> str | None:
     """What a loaded plugin, whose entry point has this tag, breaks of it; None: nothing."""
     config = getattr(plugin, "config", None)
     if not (isinstance(config, type) and issubclass(config, plugin.base)):
@@ -29,7 +29,9 @@ def broken_contract(plugin: Plugin, name: str, is_installed: Callable[[str], boo
     for attribute in ("engines", "aliases"):
         if isinstance(getattr(plugin, attribute), str):
             return f"`{attribute}` is a text, not a tuple of texts: write `{attribute} = ({plugin.engines!r},)`"
-    return _misspelt(plugin) or _without_runtime(plugin, is_installed)
+    if plugin.runtime is not None and ":" not in plugin.runtime:
+        return f"`runtime` is {plugin.runtime!r}, not 'module:callable'"
+    return _misspelt(plugin)
 
 
 def _misspelt(plugin: Plugin) -> str | None:
@@ -48,22 +50,20 @@ def _is_ours(kind: type) -> bool:
     return kind.__module__ == Plugin.__module__
 
 
-def _without_runtime(plugin: Plugin, is_installed: Callable[[str], bool]) -> str | None:
+def broken_runtime(plugin: Plugin, is_installed: Callable[[str], bool]) -> str | None:
+    """Whether there is the module that `runtime` names; None: there is. Nothing is imported to find it."""
     runtime = plugin.runtime
     if runtime is None or any(vars(kind).get("runtime") == runtime for kind in type(plugin).__mro__ if _is_ours(kind)):
         return None
-    module, colon, _ = runtime.partition(":")
-    if not colon:
-        return f"`runtime` is {runtime!r}, not 'module:callable'"
-    missing = missing_module(module)
+    missing = _missing_module(runtime.partition(":")[0])
     # Another distribution's module may be absent as an engine is.
     if missing is None or ("." not in missing and not all(is_installed(engine) for engine in plugin.engines)):
         return None
     return f"`runtime` is {runtime!r}, but there is no module {missing!r}"
 
 
-def missing_module(name: str) -> str | None:
-    """The first part of a dotted module's name that cannot be found; nothing is imported to find it."""
+def _missing_module(name: str) -> str | None:
+    """The first part of a dotted module's name that cannot be found."""
     parts = name.split(".")
     path: Iterable[str] | None = None
     for count in range(1, len(parts) + 1):

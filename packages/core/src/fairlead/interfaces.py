@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, NoReturn, Protocol, Self
+from typing import Any, Literal, NoReturn, Protocol, Self, TypedDict
 
 from fairlead.config_bases import RequeueConfigBase
 from fairlead.facts import Claim, Devices, Job, Setting, Specificity, StopReason, Unused
@@ -19,6 +19,7 @@ __all__ = [
     "BuildContext",
     "Claim",
     "Devices",
+    "Extras",
     "Job",
     "Requeuer",
     "Setting",
@@ -32,6 +33,24 @@ __all__ = [
 ]
 
 
+class Extras(TypedDict, total=False):
+    """What an engine passes through to a runtime; each is there where it is known.
+
+    Attributes:
+        run_name: The name of the run, for a logger that shows one.
+        resumed: Whether this start goes on with a run that had begun.
+        resume_step: The step of the checkpoint that is resumed from; None: from the beginning.
+        logger_positions: Where each logger stood at that checkpoint, by its `position_key`.
+        scaler: Arguments for the gradient scaler of a 16-bit precision, where the job gives any.
+    """
+
+    run_name: str
+    resumed: bool
+    resume_step: int | None
+    logger_positions: Mapping[str, Any]
+    scaler: Mapping[str, Any] | None
+
+
 @dataclass(frozen=True)
 class BuildContext:
     """What a runtime is built with, besides its config.
@@ -42,7 +61,7 @@ class BuildContext:
         plugins: To find what another package offers.
         engine: Which of Lightning's two class families is wanted.
         run_dir: The run directory; None when nothing is recorded.
-        extras: What an engine passes through, such as `{"wrapped": checkpoint_io}`.
+        extras: What an engine passes through, such as `{"resume_step": 400}` to a logger.
     """
 
     resolution: Resolution
@@ -50,7 +69,7 @@ class BuildContext:
     plugins: PluginManager
     engine: Literal["trainer", "fabric"] = "trainer"
     run_dir: Path | None = None
-    extras: Mapping[str, Any] = field(default_factory=dict)
+    extras: Extras = field(default_factory=Extras)
 
 
 class Requeuer(ABC):

@@ -15,7 +15,7 @@ from typing import Any, Final, cast
 import pluggy
 
 from fairlead.config_bases import BackendConfig
-from fairlead.contract import broken_capability, broken_contract, describe
+from fairlead.contract import broken_capability, broken_contract, broken_runtime, describe
 from fairlead.errors import ConfigError, FairleadError, MissingDependencyError, PluginError, did_you_mean
 from fairlead.first_party import first_party
 from fairlead.plugin_classes import API_VERSION, AXIS_PLUGINS, AnyPlugin, CheckPlugin, CommandPlugin, Plugin
@@ -120,12 +120,13 @@ class PluginManager:
         return self._records[key]
 
     def _examine(self, key: str) -> PluginRecord:
-        """Loads one plugin, looks for its engines and reads its rows of the capability table."""
+        """Loads one plugin, looks for its engines, its runtime and its rows of the capability table."""
         record, plugin = self._look_for_engines(key), self._loaded.get(key)
         if isinstance(plugin, Plugin) and not plugin.preset:
             try:
+                wrong = broken_runtime(plugin, self.is_installed)
                 rows = [row for result in self.call(plugin, "fairlead_capabilities", plugins=self) for row in result]
-                wrong = next(filter(None, (broken_capability(row, key, self.tags) for row in rows)), None)
+                wrong = wrong or next(filter(None, (broken_capability(row, key, self.tags) for row in rows)), None)
             except (PluginError, TypeError) as error:
                 wrong = f"fairlead_capabilities: {error}"
             if wrong is not None:
@@ -150,7 +151,7 @@ class PluginManager:
                 f"{point.value} was written for version {plugin.api} of the plugin contract; "
                 f"this fairlead has version {API_VERSION}"
             )
-        if isinstance(plugin, Plugin) and (broken := broken_contract(plugin, record.name, self.is_installed)):
+        if isinstance(plugin, Plugin) and (broken := broken_contract(plugin, record.name)):
             raise PluginError(f"{point.value}: {broken}")
         self._register(plugin, record)
         return plugin

@@ -21,7 +21,7 @@ from torch.multiprocessing import ProcessExitedException
 from fairlead.checks import check_trainer
 from fairlead.config import CheckpointConfig, RunConfig, TrainerConfig
 from fairlead.findings import Finding, Inexact, raise_errors
-from fairlead.interfaces import BuildContext, Setting, StopGuard
+from fairlead.interfaces import BuildContext, Extras, Setting, StopGuard
 from fairlead.plugins import PluginManager
 from fairlead.resolve import Resolution
 from fairlead_distributed.run.joining import join_process_group
@@ -36,7 +36,6 @@ from fairlead_lightning.lifecycle.recorder import Recorder
 from fairlead_lightning.lifecycle.stopping import StopRequested
 from fairlead_lightning.lifecycle.stops import Stops
 from fairlead_lightning.lifecycle.stuck import StuckRanks
-from fairlead_lightning.loggers.positions import LOGGER_POSITIONS
 from fairlead_lightning.metrics.metrics_file import METRICS_FILE, MetricsFile
 from fairlead_lightning.resume.averages import AverageOverRanks
 from fairlead_lightning.resume.exact_resume import ExactResume, saved_positions
@@ -130,10 +129,10 @@ def metrics_file(session: RunSession) -> MetricsFile:
 
 def run_loggers(session: RunSession, context: BuildContext) -> list[Logger]:
     """The run's own record, and the loggers of the config."""
-    extras = {
+    extras: Extras = {
         "resumed": session.resumed,
         "resume_step": session.resume_step,
-        LOGGER_POSITIONS: saved_positions(session),
+        "logger_positions": saved_positions(session),
         "run_name": session.path.name,
     }
     context = dataclasses.replace(context, run_dir=session.path, extras=extras)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field
 
@@ -25,6 +25,12 @@ class PBS(EnvironmentPlugin):
     """A task of `pbsdsh`: PBS_NODEFILE lists a host for each rank, PBS_TASKNUM numbers them."""
 
     config = PBSEnvironmentConfig
+    # Of two nodes with two ranks each, this is the first rank of the second.
+    example_environ: ClassVar[Mapping[str, str]] = {
+        "PBS_JOBID": "17.server",
+        "PBS_NODEFILE": str(Path(__file__).with_name("example.nodefile")),
+        "PBS_VNODENUM": "2",
+    }
 
     @hookimpl
     def fairlead_detect(self, environ: Mapping[str, str]) -> Claim | None:

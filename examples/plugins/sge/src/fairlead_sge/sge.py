@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal
+from typing import ClassVar, Literal
 
 from fairlead import EnvironmentConfigBase, EnvironmentPlugin, Job, StopReason, Unused, hookimpl
 from fairlead.variables import number, text
@@ -24,7 +24,7 @@ class SGE(EnvironmentPlugin):
 
     config = SGEEnvironmentConfig
     requeue = "command"  # the requeuer that runs what the job names
-    example_environ = {"JOB_ID": "4711", "SGE_TASK_ID": "undefined", "JOB_NAME": "train"}  # noqa: RUF012
+    example_environ: ClassVar[Mapping[str, str]] = {"JOB_ID": "4711", "SGE_TASK_ID": "undefined", "JOB_NAME": "train"}
 
     @hookimpl
     def fairlead_job(self, environ: Mapping[str, str]) -> Job | None:

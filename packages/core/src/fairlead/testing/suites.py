@@ -7,6 +7,7 @@ import contextlib
 import io
 import json
 import os
+import pkgutil
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
@@ -224,8 +225,7 @@ class CommandConformance(EntryPointConformance):
 
     def test_helps_and_runs(self, tmp_path: Path) -> None:
         """`--help` ends with 0; the example ends with 0, or is refused with an error of ours."""
-        from fairlead.cli import main
-
+        main = pkgutil.resolve_name("fairlead.cli:main")  # by name: the command line runs these suites, too
         plugins = self.plugins()
         given = self.command(plugins).example if self.example is None else self.example
         assert given is not None, self.broken("there is no example", "set `example` to words that it can be run with")

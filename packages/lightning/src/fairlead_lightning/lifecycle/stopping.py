@@ -82,7 +82,7 @@ class Ending:
         self._recorded = False
         self._requeuer = None
         if self._config.name != "none":
-            self._requeuer = _RecordingRequeuer(build_backend(self._config, context), self._before_requeue)
+            self._requeuer = _RecordingRequeuer(build_backend(self._config, context), self._before_requeue, context)
 
     def prepare(self) -> None:
         """Tells the guard what to do where the main thread does not come to `carry_out` in time."""
@@ -198,8 +198,8 @@ def _close_loggers(trainer: L.Trainer, status: str) -> None:
 class _RecordingRequeuer(Requeuer):
     """A requeuer that first has the history written: the scheduler may end the job in its call."""
 
-    def __init__(self, requeuer: Requeuer, record: Callable[[], None]) -> None:
-        super().__init__(requeuer.config, requeuer.environ, requeuer.job)
+    def __init__(self, requeuer: Requeuer, record: Callable[[], None], context: BuildContext) -> None:
+        super().__init__(context.resolution.requeue, context.environ, context.resolution.job)
         self._requeuer = requeuer
         self._record = record
 
