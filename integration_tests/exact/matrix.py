@@ -8,6 +8,7 @@ otherwise is not.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import itertools
 import json
 import random
@@ -30,6 +31,9 @@ _LIGHTNING = "lightning.pytorch.callbacks"
 _EPOCHS_MEAN = "monitor: train/loss_epoch, patience: 1, check_on_train_epoch_end: true"
 _KEEPING_WEIGHTS = "amount: 0.1, use_lottery_ticket_hypothesis: false"
 
+# Where it is installed: it brings pyarrow and pandas.
+_HUGGING_FACE = ["hf", "hf_map", "hf_batched", "hf_shuffled"] if importlib.util.find_spec("datasets") else []
+
 AXES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "loader": {
         name: (f"data.args.loader={name}",)
@@ -46,6 +50,9 @@ AXES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
             "stateful_generator",
             "stream",
             "plain_stream",
+            "stream_buffered",
+            "nodes",
+            *_HUGGING_FACE,
             "max_size",
             "max_size_cycle",
             "min_size",
@@ -97,7 +104,7 @@ PLACES = ("train_batch_start", "train_batch_end", "validation_batch_start")
 Choice = Mapping[str, str]
 
 # Without a length, Lightning takes no fraction of an epoch, and can estimate no steps.
-_ENDLESS = {"sizeless", "stream", "plain_stream"}
+_ENDLESS = {"sizeless", "stream", "plain_stream", "stream_buffered", "nodes", *_HUGGING_FACE}
 _OF_A_LENGTH = {"validation": {"half"}, "schedule": {"one_cycle", "warmup"}}
 
 

@@ -405,6 +405,45 @@ def test_an_inexact_loader_is_not_called_exact(tmp_path: Path, loaders: Callable
     assert [reason for reason in found["reasons"] if what in reason["what"] and reason["fix"]]
 
 
+class Buffered(Stream):
+    """It shuffles in a buffer that is not in its state, as Hugging Face's `shuffle` does."""
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        buffer: list[Any] = []
+        for sample in super().__iter__():
+            buffer.insert(len(buffer) // 2, sample)
+            if len(buffer) > 5:
+                yield buffer.pop(0)
+        yield from buffer
+
+
+class Forgetful(Stream):
+    """Behind an epoch, its state is that of the epoch's last sample."""
+
+    def state_dict(self) -> dict[str, Any]:
+        self.last = self.given or self.last
+        return {"given": self.last}
+
+    last = 0
+
+
+@pytest.mark.parametrize(("kind", "behind"), [(Buffered, "behind batch 1"), (Forgetful, "behind an epoch")])
+def test_a_state_that_does_not_lead_back_is_not_called_exact(tmp_path: Path, kind: type[Stream], behind: str) -> None:
+    """It is tried on a copy, which changes nothing of the training."""
+    config = {"val_check_interval": 1.0, "max_epochs": 2}
+    run(tmp_path, lambda: StatefulDataLoader(kind(), batch_size=BATCH), **config)
+    found = exactness(tmp_path)
+    assert not found["exact"]
+    assert [behind in reason["why"] for reason in found["reasons"]] == [True]
+
+
+def test_a_state_is_not_called_exact_before_it_was_tried(tmp_path: Path) -> None:
+    run(tmp_path, stream, val_check_interval=1.0, max_epochs=1)
+    assert [reason["certain"] for reason in exactness(tmp_path)["reasons"]] == [False]
+    run(tmp_path / "longer", stream, val_check_interval=1.0, max_epochs=2)
+    assert exactness(tmp_path / "longer")["exact"]
+
+
 def test_a_state_that_cannot_be_written_does_not_stop_the_training(tmp_path: Path) -> None:
     """The checkpoint is there, without the place in the data."""
     run(tmp_path, lambda: DataLoader(Noisy(), batch_sampler=Unwritable()), max_steps=2, max_epochs=-1)

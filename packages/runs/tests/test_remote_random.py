@@ -10,7 +10,8 @@ from fairlead_runs.remote import Retries, Store
 
 
 def test_tries_of_a_request_draw_from_a_generator_of_their_own() -> None:
-    left, slept = [TimeoutError(), TimeoutError(), TimeoutError()], []
+    left = [TimeoutError(), TimeoutError(), TimeoutError()]
+    slept: list[float] = []
 
     def request() -> str:
         if left:
@@ -25,7 +26,7 @@ def test_tries_of_a_request_draw_from_a_generator_of_their_own() -> None:
 
 def test_so_do_those_of_the_stores_library() -> None:
     pytest.importorskip("s3fs")
-    from botocore import retryhandler
+    from botocore import retryhandler  # type: ignore[import-untyped]
 
     Store.open("s3://bucket/prefix", {"anon": True})
     before = random.getstate()

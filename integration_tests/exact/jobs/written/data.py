@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as L
@@ -14,11 +15,13 @@ from torch.utils.data import (
     DataLoader,
     Dataset,
     IterableDataset,
+    RandomSampler,
     Sampler,
     SubsetRandomSampler,
     WeightedRandomSampler,
     default_collate,
 )
+from torchdata import nodes  # type: ignore[import-untyped]
 from torchdata.stateful_dataloader import StatefulDataLoader  # type: ignore[import-untyped]
 
 from integration_tests.exact.jobs.data import Points
@@ -62,6 +65,18 @@ class Stream(IterableDataset[Any]):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.at = state["at"]
+
+
+class Buffered(Stream):
+    """It shuffles in a buffer that is not in its state, as Hugging Face's `shuffle` does."""
+
+    def __iter__(self) -> Iterator[Any]:
+        rng, buffer = random.Random(3), list[Any]()
+        for sample in super().__iter__():
+            buffer.append(sample)
+            if len(buffer) > 5:
+                yield buffer.pop(rng.randrange(len(buffer)))
+        yield from buffer
 
 
 class Sizeless(Sampler[int]):
@@ -109,6 +124,25 @@ class Replaying:
         mixed = x if self.last is None else 0.9 * x + 0.1 * self.last
         self.last = x.mean(0)
         return mixed, y
+
+
+def _rows(points: Points, shards: Sequence[Sequence[int]]) -> Iterator[dict[str, Any]]:
+    for shard in shards:
+        for index in shard:
+            point, label = points[index]
+            yield {"x": point.tolist(), "y": int(label)}
+
+
+def _doubled(row: dict[str, Any]) -> dict[str, Any]:
+    return {"x": [2 * value for value in row["x"]]}
+
+
+def _doubled_batch(rows: dict[str, Any]) -> dict[str, Any]:
+    return {"x": [[2 * value for value in row] for row in rows["x"]]}
+
+
+def _of_rows(rows: list[dict[str, Any]]) -> Any:
+    return torch.tensor([row["x"] for row in rows]), torch.tensor([row["y"] for row in rows])
 
 
 class WrittenData(L.LightningDataModule):
@@ -167,6 +201,33 @@ class WrittenData(L.LightningDataModule):
 
     def _stream(self, points: Points) -> Any:
         return StatefulDataLoader(Stream(points), BATCH, **self.further)
+
+    def _stream_buffered(self, points: Points) -> Any:
+        return StatefulDataLoader(Buffered(points), BATCH, **self.further)
+
+    def _nodes(self, points: Points) -> Any:
+        order = nodes.SamplerWrapper(RandomSampler(points, generator=torch.Generator().manual_seed(9)))
+        samples = nodes.Batcher(nodes.Mapper(order, points.__getitem__), BATCH, drop_last=False)
+        return nodes.Loader(nodes.Mapper(samples, default_collate))
+
+    def _hf(self, points: Points) -> Any:
+        return self._hugging_face(points, lambda rows: rows)
+
+    def _hf_map(self, points: Points) -> Any:
+        return self._hugging_face(points, lambda rows: rows.map(_doubled))
+
+    def _hf_batched(self, points: Points) -> Any:
+        return self._hugging_face(points, lambda rows: rows.map(_doubled_batch, batched=True, batch_size=5))
+
+    def _hf_shuffled(self, points: Points) -> Any:
+        return self._hugging_face(points, lambda rows: rows.shuffle(seed=3, buffer_size=8))
+
+    def _hugging_face(self, points: Points, prepare: Callable[[Any], Any]) -> Any:
+        import datasets  # not among what CI installs
+
+        halves = {"shards": [range(0, SIZE, 2), range(1, SIZE, 2)]}
+        rows = prepare(datasets.IterableDataset.from_generator(partial(_rows, points), gen_kwargs=halves))
+        return StatefulDataLoader(rows, BATCH, collate_fn=_of_rows, **self.further)
 
     def _plain_stream(self, points: Points) -> Any:
         return DataLoader(Stream(points), BATCH, **self.further)

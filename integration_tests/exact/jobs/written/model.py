@@ -77,6 +77,11 @@ class Written(L.LightningModule):
             return one + 0.1 * self.own_random.random() + 0.1 * torch.rand((), generator=self.generator)
         return one
 
+    def on_train_epoch_start(self) -> None:
+        dataset = getattr(self.trainer.train_dataloader, "dataset", None)
+        if hasattr(dataset, "set_epoch"):
+            dataset.set_epoch(self.current_epoch)
+
     def on_train_epoch_end(self) -> None:
         if self.outputs:
             self.log("train/outputs", torch.stack(self.outputs).sum())

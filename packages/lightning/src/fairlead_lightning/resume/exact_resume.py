@@ -69,7 +69,7 @@ class ExactResume(L.Callback):
         self._kept = Attributes()
         self._configured: Configured | None = None
         self._changed: list[Inexact] = []
-        self._said = 0
+        self._said: frozenset[Any] = frozenset()
 
     def __getstate__(self) -> dict[str, Any]:
         """Spawned ranks begin with `setup`."""
@@ -116,7 +116,7 @@ class ExactResume(L.Callback):
         if stage != "predict":
             shards, undo = compat.take_sharding(trainer)
             self._undo += [undo, self._prepare_loaders(trainer)]
-        self._kept, self._said = Attributes(), 0
+        self._kept, self._said = Attributes(), frozenset()
         self.loaders = Loaders(
             trainer,
             kept=self._kept,
@@ -163,7 +163,7 @@ class ExactResume(L.Callback):
     def _write_down(self, trainer: L.Trainer) -> None:
         if self.loaders is None or self._record is None or not trainer.is_global_zero:
             return
-        self._said = len(self._kept.left) + len(self.loaders.reasons)
+        said, self._said = self._said, self._seen()
         settings = self._settings
         if settings is None:
             settings = list(seen.script_reasons(trainer, seeded=_SEED in self._environ, in_order=self._in_order))
@@ -177,8 +177,13 @@ class ExactResume(L.Callback):
             warnings.warn(f"whether a resume is exact was not written down: {error.block()}", stacklevel=2)
             return
         text = seen.said([*settings, *state] if self._session is not None else state)
-        if text is not None:
+        if text is not None and not said >= self._said:
             (self._say or trainer.print)(text)
+
+    def _seen(self) -> frozenset[Any]:
+        """What may have changed of the reasons since they were said."""
+        assert self.loaders is not None
+        return frozenset({*self._kept.left.items(), *self.loaders.reasons, None})
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Nothing was left to train: what comes after the fit finds what it would have found."""
@@ -290,9 +295,7 @@ class ExactResume(L.Callback):
             return self._validating
         assert self.loaders is not None
         attributes, loaders = self._kept.state(), self.loaders.state()
-        reasons = len(self._kept.left) + len(self.loaders.reasons)
-        if reasons > self._said:
-            self._said = reasons
+        if self._seen() != self._said:
             self._write_down(trainer)
         return {
             **rank_state.capture(trainer),

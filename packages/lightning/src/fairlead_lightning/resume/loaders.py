@@ -67,6 +67,7 @@ class Loaders:
 
     def state(self) -> dict[str, Any]:
         """Where each training loader is, for this rank; call it where a batch is done."""
+        self._say_trials()
         for loader in self._training:
             dataset = getattr(loader, "dataset", None)
             if isinstance(dataset, SeededInWorkers) and dataset.fairlead_changed:
@@ -77,6 +78,20 @@ class Loaders:
                     certain=False,
                 )
         return {"seed": self.seed, "loaders": [self._state(one) for one in self._training]}
+
+    def _say_trials(self) -> None:
+        """What the trials of states have shown so far."""
+        for number, loader in enumerate(self._training):
+            trial = loader.trial if isinstance(loader, StatefulLoader) else None
+            if trial is None or not isinstance(loader, StatefulLoader):
+                continue
+            what = f"the state of training loader {number}, a {type(loader.loader).__name__}"
+            self.reasons = [reason for reason in self.reasons if reason.what != what]
+            if trial.why is not None:
+                self._inexact(what, trial.why, "a state that says all that the next batch depends on")
+            elif trial.open:
+                why = "whether it leads back is tried on a copy, in an epoch and behind it, and was not yet"
+                self._inexact(what, why, "train into the second epoch; fast_dev_run does not reach it", certain=False)
 
     def begun(self) -> None:
         """The training has gone on from where it was; what comes now is as in a run that was never interrupted."""
@@ -103,6 +118,7 @@ class Loaders:
         if number < len(self._saved) and self._saved[number] is not None:
             self._load(ready, self._saved[number], number)
         self._training.append(ready)
+        self._say_trials()
         return ready
 
     def _to_be_sharded(self, loader: object) -> bool:

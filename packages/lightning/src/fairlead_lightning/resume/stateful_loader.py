@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final
 
@@ -12,7 +11,8 @@ from torch.utils.data import IterableDataset
 
 from fairlead_distributed import derive_seed, rng_state, set_rng_state
 from fairlead_distributed.batch_order import EpochPosition
-from fairlead_distributed.rng import IsolatedGenerators
+from fairlead_distributed.rng import IsolatedGenerators, cpu_states
+from fairlead_lightning.resume.tried import Trial, go_on, needs_trial, take
 
 _END: Final = object()
 
@@ -37,6 +37,8 @@ class StatefulLoader:
         self._from = EpochPosition(-1, 0)
         self._fetched = 0
         self._before: dict[str, Any] | None = None
+        self._behind: dict[str, Any] | None = None
+        self.trial = Trial(loader) if needs_trial(loader) else None
 
     def __getattr__(self, name: str) -> Any:
         if name in ("loader", "__len__"):
@@ -46,15 +48,16 @@ class StatefulLoader:
     def __iter__(self) -> Iterator[Any]:
         state = self._resume
         if state is not None and state["state"] is not None and not self._begins_by_generator():
-            self.loader.load_state_dict(state["state"])
+            go_on(self.loader, state, inside=self._place().batches > 0)
         self._from, self._fetched, self._before, self._finished = self._place(), 0, None, False
         if state is not None and state["rng"] is not None:
             set_rng_state(state["rng"])  # what the batch that was taken ahead was made with
-        with IsolatedGenerators(
-            derive_seed("carried", self._seed, self._from.epoch)
-        ):  # a state may need more than one iterator
+        with IsolatedGenerators(self._seed_of_epoch()):  # a state may need more than one iterator
             iterator = iter(self.loader)
         return self._batches(iterator)
+
+    def _seed_of_epoch(self) -> int:
+        return derive_seed("carried", self._seed, self._from.epoch)
 
     def _begins_by_generator(self) -> bool:
         """Whether an epoch begins that only the loader's own generator decides; its state would draw from it first."""
@@ -64,18 +67,32 @@ class StatefulLoader:
 
     def _batches(self, iterator: Iterator[Any]) -> Iterator[Any]:
         length = sized_len(self)
+        behind, self._behind = self._behind, None
         while True:
-            if length is None:
-                self._before = {"state": copy.deepcopy(self.loader.state_dict()), "rng": rng_state()}
+            tries = self.trial is not None and self.trial.wanted(self._fetched) and self._from.batches == 0
+            now = take(self.loader) if length is None or (tries and self._fetched) else None
+            if length is None and now is not None:
+                self._before = {**now, "rng": rng_state()}
+            drawn = cpu_states()
             batch = next(iterator, _END)
             self._finished = batch is _END
             if self._finished:
-                return
+                break
+            state = now if self._fetched else behind
+            if tries and state is not None and self.trial is not None:
+                self.trial.follows(self._fetched, state, self._seed_of_epoch(), drawn, batch)
             self._fetched += 1
             if length is not None and self._from.batches + self._fetched == length:
                 # Lightning asks for no more; the state would be one inside this epoch.
                 self._finished = next(iterator, _END) is _END
+                self._keep_end()
             yield batch
+        self._keep_end()
+
+    def _keep_end(self) -> None:
+        """The state behind an epoch, for the next one to try."""
+        if self._finished and self.trial is not None and self.trial.wanted(0):
+            self._behind = take(self.loader)
 
     def state_dict(self) -> dict[str, Any]:
         """Nothing: Lightning would carry that of rank 0 for all."""
@@ -92,7 +109,7 @@ class StatefulLoader:
             return {"state": None, "rng": None}  # a limit has cut the epoch: the next one does not go on in it
         if inside and self._before is not None and self._fetched > place.batches - self._from.batches:
             return self._before
-        return {"state": self.loader.state_dict(), "rng": None}
+        return {**take(self.loader), "rng": None}
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Has the iterators go on there, until `begun`."""
