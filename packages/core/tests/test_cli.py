@@ -176,7 +176,12 @@ def test_explain_gives_every_setting_with_its_reason(run: Run) -> None:
     assert settings["resume"]["value"] == "auto"
     assert "run.resume" not in settings
     assert run("explain", "job.yaml") == 0
-    assert "max_steps" in run.out
+    lines = run.out.splitlines()
+    assert [line.split()[0] for line in lines[:2]] == ["environment", "accelerator"]
+    assert {"max_steps", "precision"} <= {line.partition(" ")[0] for line in lines}
+    assert "min_steps" not in run.out  # nobody has set it
+    assert run("explain", "job.yaml", "--all") == 0
+    assert "min_steps" in run.out
 
 
 def test_for_needs_resources(run: Run) -> None:

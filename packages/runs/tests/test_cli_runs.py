@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from fairlead.cli import main
 from fairlead.testing import FakeEntryPoint
 from fairlead_runs import RunDirectory, fingerprint
 from fairlead_runs.commands import plugins as commands
+from fairlead_runs.commit import checkpoint_name, publish, stage
 
 
 def job(**trainer: Any) -> dict[str, Any]:
@@ -59,12 +61,31 @@ def test_runs_lists_every_run(fairlead: Fairlead) -> None:
     code, out, err = fairlead("runs")
     assert (code, err) == (0, "")
     header, *rows = out.splitlines()
-    assert header.split()[:5] == ["name", "state", "step", "metric", "starts"]
-    assert [row.split()[:4] for row in rows] == [
-        ["broken", "failed", "-", "-"],
-        ["done", "finished", "10", "val/loss=1.235"],
-        ["going", "running", "-", "-"],
+    assert header.split()[:6] == ["name", "state", "step", "metric", "best", "starts"]
+    assert header.split()[-2:] == ["trainer.batch_policy", "trainer.max_steps"]  # in which they differ
+    assert [row.split()[:5] for row in rows] == [
+        ["broken", "failed", "-", "-", "-"],
+        ["done", "finished", "10", "val/loss=1.235", "-"],
+        ["going", "running", "-", "-", "-"],
     ]
+    assert [row.split()[-2:] for row in rows] == [["null", "20"], ["null", "10"], ["keep_global", "10"]]
+
+
+def test_runs_are_sorted_by_their_best_value(fairlead: Fairlead, tmp_path: Path) -> None:
+    """The last value is not the best one, whose checkpoint may be gone."""
+    for name, losses in (("a", (3.0, 1.5, 2.0)), ("b", (3.0, 1.0, 4.0)), ("c", (2.5, math.nan))):
+        with open_run(tmp_path / "sweep" / name) as run:
+            for step, loss in enumerate(losses, start=1):
+                run.history.append("checkpoint", step=step, metrics={"val/loss": loss})
+            metadata = {"step": len(losses), "start": 1, "monitor": "val/loss", "mode": "min"}
+            staged = stage(run.checkpoints, checkpoint_name(len(losses)), token="s1")
+            (staged / "state.ckpt").touch()
+            publish(staged, metadata)
+    _, out, _ = fairlead("runs", "sweep", "--sort", "best")
+    assert [line.split()[0] for line in out.splitlines()[1:]] == ["b", "a", "c"]
+    assert "val/loss=1 at 2" in out
+    document = json.loads(fairlead("runs", "sweep", "--sort", "step", "--json")[1])
+    assert [(run["name"], run["best"]["value"]) for run in document] == [("a", 1.5), ("b", 1.0), ("c", 2.5)]
 
 
 def test_runs_as_json(fairlead: Fairlead) -> None:
@@ -72,7 +93,7 @@ def test_runs_as_json(fairlead: Fairlead) -> None:
     runs = {run["name"]: run for run in json.loads(out)}
     assert code == 0
     assert list(runs["done"]) == [
-        "name", "path", "state", "reason", "step", "metrics", "starts", "started", "heartbeat_age_s",
+        "name", "path", "state", "reason", "step", "metrics", "best", "starts", "started", "heartbeat_age_s", "settings",
     ]  # fmt: skip
     assert (runs["done"]["metrics"]["val/loss"], runs["done"]["starts"]) == (1.23456, 1)
     assert runs["broken"]["reason"] == "rank 1: ValueError: bad batch"

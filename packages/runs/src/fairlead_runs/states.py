@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import math
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -11,7 +12,7 @@ from pathlib import Path
 from typing import Any, Final, Literal
 
 from fairlead.errors import FairleadError, RunDirectoryError
-from fairlead_runs.commit import LockOwner, read_lock
+from fairlead_runs.commit import LockOwner, list_checkpoints, read_lock
 from fairlead_runs.heartbeat import Beat, read_heartbeats
 from fairlead_runs.history import read_history
 
@@ -27,6 +28,24 @@ _DUMPS: Final[tuple[DumpKind, ...]] = ("stacks", "flight-recorder")
 
 
 @dataclass(frozen=True)
+class Best:
+    """The best value of the metric that a run monitors, and the step of it; `mode` says what is best."""
+
+    metric: str
+    value: float
+    step: int | None
+    mode: str
+
+    @property
+    def rank(self) -> float:
+        """Sorts the better one first."""
+        return self.value if self.mode == "min" else -self.value
+
+    def __str__(self) -> str:
+        return f"{self.metric}={self.value:.4g}" + (f" at {self.step}" if self.step is not None else "")
+
+
+@dataclass(frozen=True)
 class RunState:
     """A run at a glance; the step, the metrics and the beats are the last ones known.
 
@@ -36,6 +55,7 @@ class RunState:
             (never started, or not readable).
         reason: Why, in a few words; may be empty.
         starts: How often it was started, the last time at `started`, UTC.
+        best: The best value of the monitored metric in any checkpoint, also one that retention has deleted.
         heartbeat_age_s: Seconds since the last sign of life of any rank, or None.
         owner: Who holds its lock now, or None.
     """
@@ -45,6 +65,7 @@ class RunState:
     reason: str = ""
     step: int | None = None
     metrics: Mapping[str, Any] = field(default_factory=dict)
+    best: Best | None = None
     starts: int = 0
     started: datetime.datetime | None = None
     heartbeat_age_s: float | None = None
@@ -132,6 +153,7 @@ def _state(path: Path, now: float) -> RunState:
         reason=reason,
         step=_step(events, ranks),
         metrics=next((e["metrics"] for e in reversed(events) if isinstance(e.get("metrics"), dict)), {}),
+        best=_best(path, events),
         starts=len(starts),
         started=started,
         heartbeat_age_s=min(signs, default=None),
@@ -144,6 +166,8 @@ def _kind(since: Sequence[Mapping[str, Any]], locked: bool, gone: str | None) ->
     end = next((event for event in reversed(since) if event["event"] in _ENDS), None)
     if end is not None and end["event"] == "failed":
         first = next(event for event in since if event["event"] == "failed")
+        if first.get("reason"):
+            return "failed", str(first["reason"])
         error = " ".join(str(first.get("error", "")).split())[:200]
         return "failed", error if error.startswith("rank") else f"rank {first.get('rank')}: {error}"
     if end is not None:
@@ -153,6 +177,23 @@ def _kind(since: Sequence[Mapping[str, Any]], locked: bool, gone: str | None) ->
     if not since:
         return "unknown", "it was never started"
     return "interrupted", gone or "it ended without a word: killed, or its node died"
+
+
+def _best(path: Path, events: Sequence[Mapping[str, Any]]) -> Best | None:
+    """The newest checkpoint says what is monitored, the history what came of it."""
+    saved = list_checkpoints(path / "checkpoints")
+    metadata = saved[-1].metadata if saved else {}
+    metric, mode = metadata.get("monitor"), str(metadata.get("mode", "min"))
+    found = [
+        (float(value), event.get("step"))
+        for event in events
+        if event["event"] == "checkpoint" and isinstance(value := (event.get("metrics") or {}).get(metric), int | float)
+        if not math.isnan(value)
+    ]
+    if not isinstance(metric, str) or not found:
+        return None
+    value, step = (min if mode == "min" else max)(found, key=lambda pair: pair[0])
+    return Best(metric, value, step, mode)
 
 
 def _step(events: Sequence[Mapping[str, Any]], ranks: Sequence[Beat]) -> int | None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from fairlead.checks import CheckedJob, check_job
 from fairlead.cli.session import Session
+from fairlead.config_bases import AXES
 from fairlead.findings import Finding, errors_in
 from fairlead.jobs import load_job
 
@@ -32,12 +34,17 @@ def job_arguments(parser: argparse.ArgumentParser) -> None:
 
 def check_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of `fairlead check`."""
-    explain_arguments(parser)
+    _profiled_arguments(parser)
     parser.add_argument("--strict", action="store_true", help="warnings count as errors")
 
 
 def explain_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of `fairlead explain`."""
+    _profiled_arguments(parser)
+    parser.add_argument("--all", action="store_true", help="also the settings that nobody has set; --json has them")
+
+
+def _profiled_arguments(parser: argparse.ArgumentParser) -> None:
     job_arguments(parser)
     parser.add_argument(
         "--for", dest="profile", metavar="PROFILE", help="for the hardware of the job's `resources`, not this machine's"
@@ -87,10 +94,13 @@ def run_explain(arguments: argparse.Namespace, session: Session) -> int:
         findings += [checked.loaded.placed(finding) for finding in exactness.findings] if exactness is not None else []
         session.print_json({"settings": settings, "findings": [f.as_dict() for f in findings]})
         return code
-    width = max((len(name) for name in settings), default=0)
-    for name, setting in settings.items():
+    shown = {name: s for name, s in settings.items() if arguments.all or not _is_default(name, s)}
+    width = max((len(name) for name in shown), default=0)
+    for name, setting in shown.items():
         value = _short(setting["value"])
         session.print(f"{name:<{width}}  {value:<24}  {setting['reason']}")
+    if len(shown) < len(settings):
+        session.print(f"and {len(settings) - len(shown)} settings with their defaults: --all shows them")
     if checked.findings:
         session.print()
     for finding in checked.findings:
@@ -108,6 +118,11 @@ def _exactness(checked: CheckedJob, session: Session) -> Exactness | None:
     from fairlead.exactness import explain_exactness  # only `explain` asks
 
     return explain_exactness(job, checked.resolution, checked.loaded.root, session.plugins)
+
+
+def _is_default(name: str, setting: Mapping[str, Any]) -> bool:
+    """Whether nobody has decided a setting; what an axis is by default is worth a line."""
+    return setting["reason"] == "the default" and (name not in AXES or setting["value"] is None)
 
 
 def _short(value: Any) -> str:

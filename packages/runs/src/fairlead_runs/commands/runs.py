@@ -3,24 +3,38 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
 
 from fairlead import yaml
 from fairlead.cli.session import Session
-from fairlead.errors import ConfigError
-from fairlead_runs import list_runs
+from fairlead.errors import ConfigError, FairleadError
+from fairlead_runs import RunState, list_runs
 from fairlead_runs.commands.texts import ago, find_run, metric, or_dash, summary, table
 from fairlead_runs.fingerprints import leaves
+
+_COLUMNS: Final = 6
+"""Settings that are shown beside the runs: more do not fit on a screen."""
+_ORDERS: Final[Mapping[str, Callable[[RunState], Any]]] = {
+    "name": lambda run: run.name,
+    "best": lambda run: (run.best is None, 0.0 if run.best is None else run.best.rank, run.name),
+    "step": lambda run: (-(run.step or 0), run.name),
+    "started": lambda run: (-run.started.timestamp() if run.started is not None else 0.0, run.name),
+}
 
 
 def runs_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of `fairlead runs`."""
-    parser.usage = "fairlead runs [DIR] [--json]\n       fairlead runs diff A B [--json]"
+    parser.usage = "fairlead runs [DIR] [--sort KEY] [--json]\n       fairlead runs diff A B [--json]"
     parser.add_argument(
         "words",
         metavar="DIR",
         nargs="*",
         default=["runs"],
         help="the folder with the run directories (default: runs); or `diff A B`: what two runs' settings differ in",
+    )
+    parser.add_argument(
+        "--sort", choices=list(_ORDERS), default="name", help="by name (default); or the best, furthest or newest first"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON document")
 
@@ -34,18 +48,44 @@ def run_runs(arguments: argparse.Namespace, session: Session) -> int:
         return _diff(words[1], words[2], session, as_json=arguments.json)
     if len(words) > 1:
         raise ConfigError(f"unexpected words: {' '.join(words[1:])}", where="fairlead runs", fix="name one folder")
-    found = list_runs(session.cwd / words[0])
+    found = sorted(list_runs(session.cwd / words[0]), key=_ORDERS[arguments.sort])
+    differing = _differing(found)
     if arguments.json:
-        session.print_json([summary(run) for run in found])
+        session.print_json([{**summary(run), "settings": differing[run.name]} for run in found])
         return 0
     if not found:
         session.print(f"no runs in {words[0]}")
         return 0
-    header = ("name", "state", "step", "metric", "starts", "last heartbeat")
-    rows = [(r.name, r.state, or_dash(r.step), metric(r.metrics), str(r.starts), ago(r.heartbeat_age_s)) for r in found]
+    settings = sorted({name for one in differing.values() for name in one})
+    header = ("name", "state", "step", "metric", "best", "starts", "last heartbeat", *settings[:_COLUMNS])
+    rows = [
+        (
+            *(run.name, run.state, or_dash(run.step), metric(run.metrics), or_dash(run.best)),
+            *(str(run.starts), ago(run.heartbeat_age_s)),
+            *(_shown(differing[run.name][name]) for name in settings[:_COLUMNS]),
+        )
+        for run in found
+    ]
     for line in table([header, *rows]):
         session.print(line)
+    if len(settings) > _COLUMNS:
+        session.print(f"they differ in {len(settings) - _COLUMNS} more settings: --json has all")
     return 0
+
+
+def _differing(runs: Sequence[RunState]) -> dict[str, dict[str, Any]]:
+    """Of each run, by name, the settings in which not all of these runs are the same; None: not set."""
+    jobs = {run.name: _settings(run) for run in runs}
+    names = {name for job in jobs.values() for name in job} - {"run.name", "run.dir"}
+    different = [name for name in sorted(names) if len({repr(job.get(name)) for job in jobs.values() if job}) > 1]
+    return {run: {name: job.get(name) for name in different} for run, job in jobs.items()}
+
+
+def _settings(run: RunState) -> dict[str, Any]:
+    try:
+        return dict(leaves(yaml.load_file(run.path / "job.yaml").data))
+    except FairleadError:  # a run that never began, or a damaged file: `status` says so
+        return {}
 
 
 def _diff(first: str, second: str, session: Session, *, as_json: bool) -> int:

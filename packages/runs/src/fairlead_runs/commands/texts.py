@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,7 @@ def summary(run: RunState) -> dict[str, Any]:
         "reason": run.reason,
         "step": run.step,
         "metrics": dict(run.metrics),
+        "best": asdict(run.best) if run.best is not None else None,
         "starts": run.starts,
         "started": run.started.isoformat() if run.started else None,
         "heartbeat_age_s": run.heartbeat_age_s,
