@@ -6,6 +6,7 @@ the seconds that a stop may take, if they are not the usual ones.
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from pathlib import Path
