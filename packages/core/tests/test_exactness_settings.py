@@ -171,6 +171,7 @@ def test_every_field_of_the_trainer_was_thought_of() -> None:
         *("gradient_clip_val", "gradient_clip_algorithm", "sync_batchnorm", "inference_mode", "detect_anomaly"),
         *("profiler", "enable_progress_bar", "progress_interval", "enable_model_summary", "enable_autolog_hparams"),
         "model_registry",
+        "max_non_finite",
     }
     known = by_plugin | inexact | by_sight | by_ranks | limits | the_same_each_time
     assert set(TrainerConfig.model_fields) == known

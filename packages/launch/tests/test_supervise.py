@@ -51,7 +51,7 @@ def command(code: str, folder: Path) -> list[str]:
 def is_running(folder: Path, rank: int) -> bool:
     try:
         os.kill(int((folder / f"pid-{rank}").read_text()), 0)
-    except ProcessLookupError:
+    except (ProcessLookupError, FileNotFoundError):  # ended, or ended before it could write its number
         return False
     return True
 
@@ -73,7 +73,7 @@ def test_ranks_that_only_lost_one_of_another_node_are_not_blamed(tmp_path: Path,
     history.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     code = """
     from fairlead_launch import keep_log
-    keep_log(os.environ, folder / "logs")
+    keep_log(os.environ, folder / "logs", 1)
     send_report(os.environ, "RuntimeError: Connection closed by peer", 1, lost_a_peer=True)
     sys.exit(1)
     """

@@ -126,6 +126,7 @@ def test_a_change_that_is_accepted_is_recorded_and_the_run_goes_on(tmp_path: Pat
 
     with open_run(tmp_path / "gpt", moved(path="/old")) as run:
         begin(run)
+        saved(run)
     with pytest.raises(FingerprintError, match=r"model\.args\.lr: 0\.001 -> 0\.1\n(?!.*path: )") as refused:
         open_run(tmp_path / "gpt", moved("data.args", lr=0.1))
     assert "--accept data.args.path" in str(refused.value)
