@@ -60,21 +60,21 @@ def opened(path: Path, system: Syscalls | None = None, job: dict[str, Any] = JOB
     return run
 
 
-def trains(run: RunDirectory, step: int, system: Syscalls | None = None) -> None:
-    """Saves a checkpoint, which leaves one, and says so."""
+def trains(run: RunDirectory, step: int, system: Syscalls | None = None, keep: int = 1) -> None:
+    """Saves a checkpoint, which leaves `keep`, and says so."""
     staged = stage(run.checkpoints, checkpoint_name(step), token=run.token, syscalls=system)
     digest = write_file(staged / "state.ckpt", b"state %d" % step, syscalls=system)
     metadata = {"step": step, "start": run.start}
     publish(staged, metadata, hashes={"state.ckpt": digest}, fence=run.fence, syscalls=system)
     run.history.append("checkpoint", step=step)
-    retain(run.checkpoints, RetentionPolicy(last=1), fence=run.fence, syscalls=system)
+    retain(run.checkpoints, RetentionPolicy(last=keep), fence=run.fence, syscalls=system)
 
 
 def replaced_by_another(path: Path) -> RunDirectory:
     """Another start finds the lock silent, and goes on."""
     os.utime(path / ".lock", (0, 0))
     other = opened(path, job=LONGER)  # the first may just have finished
-    trains(other, 2)
+    trains(other, 2, keep=5)  # what the first one still wants to delete
     return other
 
 
