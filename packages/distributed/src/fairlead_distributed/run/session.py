@@ -41,6 +41,8 @@ class RunSession:
         self.finished = handoff.finished
         self.previous = previous
         self.messages = messages
+        self.phase = ""
+        """Where this rank is, as in its heartbeat."""
         self.fingerprint = fingerprint(job).digest
         self.job_digest = job_digest(job)
         self._limits = limits(job)
@@ -88,6 +90,7 @@ class RunSession:
 
     def beat(self, phase: str, step: int) -> None:
         """Says where this rank is; costs microseconds."""
+        self.phase = phase
         if self._heartbeat is not None:
             self._heartbeat.beat(phase, step)
 
