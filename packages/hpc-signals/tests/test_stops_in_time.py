@@ -31,6 +31,8 @@ from fairlead_hpc_signals.outcomes import StopOutcome
 from fairlead_hpc_signals.slurm import SLURMRequeueConfig, SLURMRequeuer
 
 PATIENCE = 60.0
+FORKS = multiprocessing.get_context("forkserver")  # a fork of a process that has trained may wait for its threads
+FORKS.set_forkserver_preload(["torch.distributed", "fairlead_distributed.testing", "fairlead_hpc_signals"])
 RUNNING = "JobId=17 JobState=RUNNING Reason=None Requeue=1 Restarts=0 EndTime=Unknown PreemptTime=None Partition=main"
 
 
@@ -122,9 +124,8 @@ class Rank:
     """A rank of a test: a forked process, and what it says."""
 
     def __init__(self, what: Callable[..., None], rank: int, *args: Any) -> None:
-        context = multiprocessing.get_context("fork")
-        self.told, theirs = context.Pipe()
-        self.process = context.Process(target=what, args=(rank, theirs, *args))
+        self.told, theirs = FORKS.Pipe()
+        self.process = FORKS.Process(target=what, args=(rank, theirs, *args))
         self.process.start()
         theirs.close()
 

@@ -16,6 +16,8 @@ from torch import Tensor
 
 from fairlead_lightning.display.output import give_output_back, keep_output
 
+FORKS = multiprocessing.get_context("forkserver")  # a fork of a process that has trained may wait for its threads
+
 
 class Prints(Line):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
@@ -24,8 +26,13 @@ class Prints(Line):
         return super().training_step(batch, batch_idx)
 
 
-def train_into(fd: int, folder: Path) -> None:
+def train_into(where: str, folder: Path) -> None:
     """A fit whose output goes to a file that refuses it."""
+    if where == "closed pipe":
+        read, fd = os.pipe()
+        os.close(read)
+    else:
+        fd = os.open("/dev/full", os.O_WRONLY)
     for number in (1, 2):
         os.dup2(fd, number)
     sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)  # noqa: SIM115 - for the process
@@ -36,14 +43,8 @@ def train_into(fd: int, folder: Path) -> None:
 @pytest.mark.parametrize("where", ["closed pipe", "full disk"])
 def test_output_that_cannot_be_written_does_not_end_a_training(tmp_path: Path, where: str) -> None:
     """Neither that of the display nor the user's own."""
-    if where == "closed pipe":
-        read, fd = os.pipe()
-        os.close(read)
-    else:
-        fd = os.open("/dev/full", os.O_WRONLY)
-    process = multiprocessing.get_context("fork").Process(target=train_into, args=(fd, tmp_path))
+    process = FORKS.Process(target=train_into, args=(where, tmp_path))
     process.start()
-    os.close(fd)
     process.join(60)
     assert process.exitcode == 0
     assert [event["step"] for event in events(tmp_path / "run", "finished")] == [12]

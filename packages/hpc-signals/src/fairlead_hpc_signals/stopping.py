@@ -156,9 +156,12 @@ class PreemptionGuard:
         """
         self._boundary += 1
         try:
-            return self._started().boundary(self._boundary)
+            stops = self._started().boundary(self._boundary)
         except AgreementError as error:
             self.ended_by(error)
+        if stops and self._watch is not None:
+            self._watch.phase = "saving"
+        return stops
 
     def ask(self, why: str) -> None:
         """Asks all ranks to stop without a signal, as before the end of a time budget; `why` is for the history."""
@@ -222,7 +225,6 @@ class PreemptionGuard:
         signals = agreement.decision.signals
         shutdown = Shutdown(agreement.mailbox, self.policy, signals, self._question, self._deadline, budget)
         error: BaseException | None = None
-        watch.phase = "saving"
         try:
             try:
                 save()

@@ -50,6 +50,8 @@ class RunSession:
         self.finished = handoff.finished
         self.previous = previous
         self.messages = messages
+        self.phase = ""
+        """Where this rank is, as in its heartbeat."""
         self.fingerprint = fingerprint(job).digest
         self.job_digest = job_digest(job)
         self._limits = limits(job)
@@ -104,6 +106,7 @@ class RunSession:
             FairleadError: This start was replaced by another one, and ends here.
         """
         self.raise_if_replaced()
+        self.phase = phase
         if self._heartbeat is not None:
             self._heartbeat.beat(phase, step)
 

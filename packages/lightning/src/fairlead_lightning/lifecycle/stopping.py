@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final
 
 import lightning.pytorch as L
 from lightning.pytorch.utilities.exceptions import SIGTERMException
@@ -18,6 +18,9 @@ from fairlead_lightning import compat
 from fairlead_lightning.build import build_backend
 from fairlead_lightning.checkpoint.commits import copies_of
 from fairlead_runs import count_starts, read_history, refusal
+
+_BATCHES: Final = ("train", "validate", "sanity")
+"""The phases of a rank in which one batch follows another."""
 
 
 class StopRequested(SIGTERMException):
@@ -89,6 +92,8 @@ class Ending:
         trainer = self._trainer
 
         def progress() -> object:
+            if self._session.phase not in _BATCHES:
+                return object()  # a save, or a compiler, may take its time
             loop = trainer.fit_loop.epoch_loop
             return loop.batch_progress.total.ready, loop.val_loop.batch_progress.total.ready, trainer.sanity_checking
 
