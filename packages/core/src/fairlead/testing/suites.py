@@ -8,9 +8,10 @@ import io
 import json
 import os
 import pkgutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
+from unittest import mock
 
 from fairlead.errors import FairleadError
 from fairlead.interfaces import Devices, Requeuer
@@ -101,7 +102,8 @@ class RequeueConformance(PluginConformance):
         for name, body in (("obeys", "echo done"), ("refuses", "echo 'not today' >&2; exit 1"), ("missing", None)):
             folder = tmp_path / name
             folder.mkdir()
-            with _path(folder):
+            # No real scheduler may be asked, also by a requeuer that reads the environment by itself.
+            with mock.patch.dict(os.environ, {"PATH": str(folder)}):
                 requeuer = self.build(folder / "run")
                 for command in () if body is None else self._commands(requeuer):
                     (folder / command).write_text(f"#!/bin/sh\n{body}\n")
@@ -121,7 +123,7 @@ class RequeueConformance(PluginConformance):
 
     def environ(self, plugins: PluginManager | None = None) -> dict[str, str]:
         """The variables of the example, and the PATH with the stand-ins."""
-        return {**super().environ(plugins), "PATH": os.environ.get("PATH", os.defpath)}
+        return {**super().environ(plugins), "PATH": dict(os.environ).get("PATH", os.defpath)}
 
     def _commands(self, requeuer: Requeuer) -> Sequence[str]:
         if self.commands is not None:
@@ -137,19 +139,6 @@ class RequeueConformance(PluginConformance):
             raise AssertionError(
                 self.broken(f"requeue() raised {type(error).__name__}: {error}", "raise fairlead.errors.RunFailedError")
             ) from error
-
-
-@contextlib.contextmanager
-def _path(folder: Path) -> Iterator[None]:
-    """A PATH with nothing but a folder's programs: no real scheduler may be asked."""
-    before = os.environ.get("PATH")
-    os.environ["PATH"] = str(folder)
-    try:
-        yield
-    finally:
-        os.environ.pop("PATH")
-        if before is not None:
-            os.environ["PATH"] = before
 
 
 class LoggerConformance(PluginConformance):
