@@ -12,13 +12,14 @@ from integration_tests.jobs import events, repository, start
 pytestmark = pytest.mark.slow
 
 
-@pytest.mark.parametrize("devices", [1, 2])
-def test_a_command_on_each_node(tmp_path: Path, free_port: int, devices: int) -> None:
-    """Also with one rank a node, where the command itself could be taken for the only rank."""
+@pytest.mark.parametrize(("devices", "counted"), [(1, "NNODES=2"), (2, "NNODES=2"), (1, "WORLD_SIZE=2")])
+def test_a_command_on_each_node(tmp_path: Path, free_port: int, devices: int, counted: str) -> None:
+    """Also with one rank a node, where the command itself could be taken for the only rank; nodes or ranks counted."""
     job = str(repository(tmp_path / "repo"))
     words = ("fit", job, "--set", f"trainer.devices={devices}", "--set", "trainer.max_steps=4")
-    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port), "NNODES": "2"}
-    nodes = [start(*words, cwd=tmp_path, environ={**common, "NODE_RANK": str(number)}) for number in range(2)]
+    variable, _, number = counted.partition("=")
+    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port), variable: number}
+    nodes = [start(*words, cwd=tmp_path, environ={**common, "NODE_RANK": str(node)}) for node in range(2)]
     for node in nodes:
         ended = node.end()
         assert ended.code == 0, ended.text

@@ -93,7 +93,8 @@ def test_runs_as_json(fairlead: Fairlead) -> None:
     runs = {run["name"]: run for run in json.loads(out)}
     assert code == 0
     assert list(runs["done"]) == [
-        "name", "path", "state", "reason", "step", "metrics", "best", "starts", "started", "heartbeat_age_s", "settings",
+        "name", "path", "state", "reason", "step", "metrics", "best",
+        "starts", "started", "heartbeat_age_s", "settings",
     ]  # fmt: skip
     assert (runs["done"]["metrics"]["val/loss"], runs["done"]["starts"]) == (1.23456, 1)
     assert runs["broken"]["reason"] == "rank 1: ValueError: bad batch"
