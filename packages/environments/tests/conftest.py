@@ -18,7 +18,8 @@ RECORDED = Path(__file__).parent / "recorded"
 def plugins() -> PluginManager:
     """Our plugins, without the examples of third parties that may be installed beside them."""
     points = importlib.metadata.entry_points(group="fairlead")
-    return PluginManager(point for point in points if point.value.startswith("fairlead_environments."))
+    ours = ("fairlead_environments.", "fairlead_strategies.", "fairlead_precision.", "fairlead_lightning.accelerators.")
+    return PluginManager(point for point in points if point.value.startswith(ours))
 
 
 @pytest.fixture(scope="session")
