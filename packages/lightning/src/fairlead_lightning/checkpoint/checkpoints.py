@@ -114,9 +114,13 @@ class Checkpoints(Checkpoint):
             self._after_validation = True
 
     def after_validation(self, trainer: L.Trainer) -> None:
-        """Saves what was just measured, once the schedules that depend on it have seen it."""
-        due, self._after_validation = self._after_validation, False
+        """Saves what was just measured, once the schedules that depend on it have seen it.
+
+        What was measured between the micro-batches of a step is saved behind that step.
+        """
+        due = self._after_validation and not self.exact.in_window(trainer)
         if due:
+            self._after_validation = False
             self._of_run.saved_step = -1  # one that this step has already was saved before it was measured
             self.save(trainer, "validation")
 
