@@ -19,8 +19,8 @@ from fairlead.errors import CheckpointError
 from fairlead_distributed.run.session import STATE_FILE, RunSession
 from fairlead_lightning import compat
 from fairlead_lightning.checkpoint.commits import Commits
+from fairlead_lightning.checkpoint.finite import Finite
 from fairlead_lightning.checkpoint.saving import Correction, meet, write_state
-from fairlead_lightning.lifecycle.finite import Finite
 from fairlead_lightning.resume.exact_resume import ExactResume
 from fairlead_runs.commit import best, list_checkpoints, newest_complete, retain
 from fairlead_runs.describe import described

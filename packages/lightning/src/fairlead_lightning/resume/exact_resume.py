@@ -21,12 +21,12 @@ from fairlead_distributed.batch_order import EpochPosition
 from fairlead_distributed.objects import broadcast_object
 from fairlead_distributed.run.session import RunSession
 from fairlead_lightning import compat
-from fairlead_lightning.checkpoint.rebuilt import load_weights
 from fairlead_lightning.loggers.positions import LOGGER_POSITIONS, logger_positions
 from fairlead_lightning.resume import rank_state, seen
 from fairlead_lightning.resume.configured import Configured, changed
 from fairlead_lightning.resume.kept import is_finder, keep_found, reasons, watch_users
 from fairlead_lightning.resume.loaders import Loaders
+from fairlead_lightning.resume.loading import load_weights
 
 Where = Literal["between", "batch", "done", "cut"]
 """Between two epochs; a batch is done, but not the validation behind it; both are; a limit has cut the epoch."""
