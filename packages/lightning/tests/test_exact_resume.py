@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 import torchmetrics
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from tiny_job import contents
 from torch import Tensor
 from torch.utils.data import (
@@ -135,7 +136,9 @@ def make_trainer(root: Path, **config: Any) -> Trainer:
 def run(root: Path, loaders: Callable[[], Any], kill: Callable[[Net, str, int], bool] = never, **config: Any) -> Any:
     """One start; the weights at its end, and the rows of metrics.csv."""
     L.seed_everything(7, workers=True, verbose=False)
-    model, trainer = Net(kill), make_trainer(root, **config)
+    callbacks = config.pop("callbacks", list)
+    model, trainer = config.pop("net", Net)(kill), make_trainer(root, **config)
+    vars(trainer)["callbacks"] += callbacks()
     trainer.fit(model, loaders(), DataLoader(Noisy(10), batch_size=3))
     return {name: value.clone() for name, value in model.state_dict().items()}, (root / "run/metrics.csv").read_bytes()
 
@@ -300,6 +303,59 @@ def test_killed_while_gradients_accumulate(tmp_path: Path, step: int) -> None:
     assert_equal(tmp_path, shuffled, at("train", step), accumulate_grad_batches=3, val_check_interval=1.0)
 
 
+@pytest.mark.parametrize("place", [at("validate", 1), at("train", 4)])
+def test_killed_at_a_validation_between_micro_batches(tmp_path: Path, place: Callable[[Net, str, int], bool]) -> None:
+    """It is due behind every second batch of seven, three of which make a step: nothing is saved in between."""
+    assert_equal(tmp_path, shuffled, place, accumulate_grad_batches=3, val_check_interval=2)
+    saved = contents_of_history(tmp_path / "undisturbed")
+    assert {event["reason"] for event in saved} >= {"validation"}
+
+
+def contents_of_history(root: Path) -> list[dict[str, Any]]:
+    lines = map(json.loads, (root / "run/history.jsonl").read_text().splitlines())
+    return [event for event in lines if event["event"] == "checkpoint"]
+
+
+@pytest.mark.parametrize("step", [2, 5])
+def test_killed_under_a_schedule_of_accumulation(tmp_path: Path, step: int) -> None:
+    """Lightning sets what holds for an epoch where one begins; a run that goes on inside it begins none."""
+    assert_equal(
+        tmp_path,
+        shuffled,
+        at("train", step),
+        val_check_interval=1.0,
+        callbacks=lambda: [GradientAccumulationScheduler({0: 2, 1: 3})],
+    )
+
+
+class Manual(Net):
+    """It steps after every second batch of all, so that a gradient waits from one epoch of seven for the next."""
+
+    def __init__(self, kill: Callable[[Net, str, int], bool]) -> None:
+        super().__init__(kill)
+        self.automatic_optimization = False
+        self.batches = 0
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=0.01)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.manual_backward(loss / 2)
+        self.batches += 1
+        optimizer: Any = self.optimizers()
+        if self.batches % 2 == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+        return loss
+
+
+@pytest.mark.parametrize("step", [5])
+def test_killed_while_a_loop_accumulates_by_itself(tmp_path: Path, step: int) -> None:
+    checkpoint = {"every_n_steps": None, "every_n_epochs": 1, "on_validation": False}
+    assert_equal(tmp_path, shuffled, at("train", step), net=Manual, checkpoint=checkpoint)
+
+
 def test_killed_with_a_limit_of_steps(tmp_path: Path) -> None:
     """The limit is inside an epoch."""
     assert_equal(tmp_path, shuffled, at("train", 9), at("train", 14), max_epochs=-1, max_steps=17)
@@ -430,7 +486,7 @@ class Forgetful(Stream):
 @pytest.mark.parametrize(("kind", "behind"), [(Buffered, "behind batch 1"), (Forgetful, "behind an epoch")])
 def test_a_state_that_does_not_lead_back_is_not_called_exact(tmp_path: Path, kind: type[Stream], behind: str) -> None:
     """It is tried on a copy, which changes nothing of the training."""
-    config = {"val_check_interval": 1.0, "max_epochs": 2}
+    config: dict[str, Any] = {"val_check_interval": 1.0, "max_epochs": 2}
     run(tmp_path, lambda: StatefulDataLoader(kind(), batch_size=BATCH), **config)
     found = exactness(tmp_path)
     assert not found["exact"]

@@ -44,7 +44,7 @@ def found(run: Path) -> list[tuple[int, str]]:
 
 
 def test_a_loss_that_is_no_number_ends_the_run_at_its_step(tmp_path: Path) -> None:
-    every = {"checkpoint": {"every_n_steps": 1, "keep_last": 1}, "max_steps": 24}
+    every: dict[str, Any] = {"checkpoint": {"every_n_steps": 1, "keep_last": 1}, "max_steps": 24}
     with pytest.raises(RunFailedError, match=r"at step 12 the weights are not finite") as failed:
         fit(tmp_path, model=Diverges(*range(11, 24)), **every)
     assert failed.value.exit_code == 1
@@ -103,7 +103,7 @@ def test_it_goes_on_where_it_is_told_to_and_keeps_the_last_good_checkpoint(tmp_p
 
 
 def test_what_counts_as_a_weight() -> None:
-    model = torch.nn.ModuleDict({"a": torch.nn.Linear(2, 2), "b": torch.nn.BatchNorm1d(2)})
+    model: Any = torch.nn.ModuleDict({"a": torch.nn.Linear(2, 2), "b": torch.nn.BatchNorm1d(2)})
     model["frozen"] = torch.nn.Linear(1, 1).requires_grad_(False)
     model.register_buffer("mask", torch.full((2,), -math.inf))
     model["frozen"].bias.data.fill_(math.nan)

@@ -223,7 +223,7 @@ class WrittenData(L.LightningDataModule):
         return self._hugging_face(points, lambda rows: rows.shuffle(seed=3, buffer_size=8))
 
     def _hugging_face(self, points: Points, prepare: Callable[[Any], Any]) -> Any:
-        import datasets  # not among what CI installs
+        import datasets  # type: ignore[import-not-found]  # not among what CI installs
 
         halves = {"shards": [range(0, SIZE, 2), range(1, SIZE, 2)]}
         rows = prepare(datasets.IterableDataset.from_generator(partial(_rows, points), gen_kwargs=halves))

@@ -79,7 +79,7 @@ class Written(L.LightningModule):
 
     def on_train_epoch_start(self) -> None:
         dataset = getattr(self.trainer.train_dataloader, "dataset", None)
-        if hasattr(dataset, "set_epoch"):
+        if dataset is not None and hasattr(dataset, "set_epoch"):
             dataset.set_epoch(self.current_epoch)
 
     def on_train_epoch_end(self) -> None:

@@ -29,9 +29,9 @@ from fairlead_distributed.run.opening import handed_over, waiting_handoff
 from fairlead_distributed.run.session import RunSession
 from fairlead_lightning.build import build_backend
 from fairlead_lightning.checkpoint.checkpoints import Checkpoints
+from fairlead_lightning.checkpoint.finite import Finite
 from fairlead_lightning.checkpoint.loading import readable_load_errors
 from fairlead_lightning.display.output import give_output_back, keep_output
-from fairlead_lightning.lifecycle.finite import Finite
 from fairlead_lightning.lifecycle.recorder import Recorder
 from fairlead_lightning.lifecycle.stopping import StopRequested
 from fairlead_lightning.lifecycle.stops import Stops
@@ -39,6 +39,7 @@ from fairlead_lightning.lifecycle.stuck import StuckRanks
 from fairlead_lightning.metrics.metrics_file import METRICS_FILE, MetricsFile
 from fairlead_lightning.resume.averages import AverageOverRanks
 from fairlead_lightning.resume.exact_resume import ExactResume, saved_positions
+from fairlead_lightning.resume.loading import readable_load_errors
 
 
 def run_config(run: str | os.PathLike[str] | RunConfig | None) -> RunConfig:

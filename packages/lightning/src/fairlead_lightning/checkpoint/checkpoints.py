@@ -19,8 +19,8 @@ from fairlead.errors import CheckpointError
 from fairlead_distributed.run.session import STATE_FILE, RunSession
 from fairlead_lightning import compat
 from fairlead_lightning.checkpoint.commits import Commits
+from fairlead_lightning.checkpoint.finite import Finite
 from fairlead_lightning.checkpoint.saving import Correction, meet, write_state
-from fairlead_lightning.lifecycle.finite import Finite
 from fairlead_lightning.resume.exact_resume import ExactResume
 from fairlead_runs.commit import best, list_checkpoints, newest_complete, retain
 from fairlead_runs.describe import described
@@ -114,9 +114,13 @@ class Checkpoints(Checkpoint):
             self._after_validation = True
 
     def after_validation(self, trainer: L.Trainer) -> None:
-        """Saves what was just measured, once the schedules that depend on it have seen it."""
-        due, self._after_validation = self._after_validation, False
+        """Saves what was just measured, once the schedules that depend on it have seen it.
+
+        What was measured between the micro-batches of a step is saved behind that step.
+        """
+        due = self._after_validation and not self.exact.in_window(trainer)
         if due:
+            self._after_validation = False
             self._of_run.saved_step = -1  # one that this step has already was saved before it was measured
             self.save(trainer, "validation")
 

@@ -8,16 +8,13 @@ from pathlib import Path
 from typing import Any, Final, cast
 
 import lightning.pytorch as L
-import torch
-from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from fairlead.config import ClassSpec, JobConfig
-from fairlead.errors import CheckpointError, MissingDependencyError, UserCodeError
+from fairlead.errors import CheckpointError, UserCodeError
 from fairlead.user_code import CodeRoot, activate, instantiate
-from fairlead_lightning.checkpoint.loading import readable_load_errors
+from fairlead_lightning.resume.loading import load_weights
 from fairlead_runs.fingerprints import leaves
 
-_EXPORTED: Final = "weights.safetensors"
 _STAND_IN: Final = re.compile(r"<[A-Za-z_][\w.]*>")
 """Texts like `<torch.nn.modules.linear.Linear>`, which a description has in place of an object."""
 
@@ -61,43 +58,3 @@ def build_user_object(spec: ClassSpec, root: CodeRoot, where: str, expected: typ
             fix="derive it from that class (from lightning.pytorch, not from pytorch_lightning)",
         )
     return thing
-
-
-def load_weights(model: L.LightningModule, weights: Path) -> None:
-    """Loads nothing but the weights of a checkpoint, of a file of torch's, or of an exported folder or file."""
-    if (weights / _EXPORTED).exists():
-        weights = weights / _EXPORTED
-    if weights.is_dir():
-        raise CheckpointError(
-            "the weights lie in shards",
-            where=str(weights),
-            fix="make one file of them: `fairlead checkpoint consolidate`, and name that file",
-        )
-    if is_overridden("configure_model", model):
-        raise CheckpointError(
-            f"{type(model).__name__} makes its layers in configure_model, after weights could be loaded",
-            where=str(weights),
-            fix="load them at the end of configure_model, or make the layers in the constructor",
-        )
-    if weights.suffix == ".safetensors":
-        _load_exported(model, weights)
-        return
-    try:
-        found = torch.load(weights, map_location="cpu", weights_only=True)
-        state = found.get("state_dict", found)
-    except Exception as error:  # pickle, zip, OS: torch.load raises whatever it meets
-        why = f"{type(error).__name__}: {str(error).splitlines()[0]}"
-        raise CheckpointError("the weights cannot be read", where=str(weights), why=why) from error
-    with readable_load_errors(weights):
-        model.load_state_dict(state)
-
-
-def _load_exported(model: L.LightningModule, weights: Path) -> None:
-    try:
-        from safetensors.torch import load_model
-    except ImportError as error:
-        raise MissingDependencyError(
-            "loading an exported folder needs safetensors", why=str(error), fix="pip install 'fairlead[lightning]'"
-        ) from error
-    with readable_load_errors(weights):
-        load_model(model, str(weights))

@@ -21,7 +21,6 @@ from fairlead.user_code import CodeRoot, activate
 from fairlead_distributed.run.joining import join_process_group
 from fairlead_distributed.run.opening import checkpoint_to_evaluate
 from fairlead_launch.reports import lost_a_peer, send_report, watch_supervisor
-from fairlead_lightning.checkpoint.loading import readable_load_errors
 from fairlead_lightning.checkpoint.rebuilt import build_user_object
 from fairlead_lightning.commands.prove_plan import PLAN
 from fairlead_lightning.display.quiet import quiet
@@ -30,6 +29,7 @@ from fairlead_lightning.lifecycle.failures import described_failure
 from fairlead_lightning.lifecycle.stopping import StopEvaluation
 from fairlead_lightning.lifecycle.stuck import SpokenForError
 from fairlead_lightning.metrics.predictions import PredictionFiles
+from fairlead_lightning.resume.loading import readable_load_errors
 from fairlead_lightning.trainer import Trainer
 from fairlead_runs.naming import run_directory
 

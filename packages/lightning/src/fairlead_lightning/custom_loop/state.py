@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from fairlead.errors import CheckpointError, ConfigError, FairleadError
 from fairlead_distributed import rng_state
 from fairlead_distributed.module_state import module_state, restore_flags, restore_module
-from fairlead_lightning.checkpoint.loading import readable_load_errors
+from fairlead_lightning.resume.loading import readable_load_errors
 from fairlead_lightning.resume.stateful_loader import is_stateful
 
 OWN: Final = "fairlead"

@@ -183,8 +183,8 @@ class Stops(L.Callback):
         self._equal_validation = trainer.strategy.reduce_boolean_decision(same)
 
     def on_validation_batch_end(self, trainer: L.Trainer, *_: Any, **__: Any) -> None:
-        """In the middle of a validation, or of the sanity check."""
-        if self._equal_validation:
+        """In the middle of a validation, or of the sanity check; none between the micro-batches of a step."""
+        if self._equal_validation and not (self._saves is not None and self._saves.exact.in_window(trainer)):
             self._boundary(trainer)
 
     def _boundary(self, trainer: L.Trainer, *, between_epochs: bool = False) -> None:

@@ -21,12 +21,12 @@ from fairlead_distributed.batch_order import EpochPosition
 from fairlead_distributed.objects import broadcast_object
 from fairlead_distributed.run.session import RunSession
 from fairlead_lightning import compat
-from fairlead_lightning.checkpoint.rebuilt import load_weights
 from fairlead_lightning.loggers.positions import LOGGER_POSITIONS, logger_positions
 from fairlead_lightning.resume import rank_state, seen
 from fairlead_lightning.resume.configured import Configured, changed
 from fairlead_lightning.resume.kept import is_finder, keep_found, reasons, watch_users
 from fairlead_lightning.resume.loaders import Loaders
+from fairlead_lightning.resume.loading import load_weights
 
 Where = Literal["between", "batch", "done", "cut"]
 """Between two epochs; a batch is done, but not the validation behind it; both are; a limit has cut the epoch."""
@@ -67,6 +67,7 @@ class ExactResume(L.Callback):
         self._validating: dict[str, Any] | None = None
         self._undo: list[Callable[[], None]] = []
         self._kept = Attributes()
+        self._step = -1
         self._configured: Configured | None = None
         self._changed: list[Inexact] = []
         self._said: frozenset[Any] = frozenset()
@@ -203,9 +204,9 @@ class ExactResume(L.Callback):
         if trainer.training and self.where is None and compat.training_place(trainer)[1] == 0:
             self.where = "between"  # Lightning stops behind an epoch, too
 
-    def on_train_batch_start(self, *_: Any, **__: Any) -> None:
+    def on_train_batch_start(self, trainer: L.Trainer, *_: Any, **__: Any) -> None:
         """From here on the state is not whole."""
-        self.where = None
+        self.where, self._step = None, trainer.global_step
         if self._goes_on and self.loaders is not None:
             self._goes_on = False
             self.loaders.begun()
@@ -283,6 +284,10 @@ class ExactResume(L.Callback):
             self._validating = apply_to_collection(self.capture(trainer), torch.Tensor, torch.clone)
         self.where = None
 
+    def in_window(self, trainer: L.Trainer) -> bool:
+        """Whether the last batch ended without an optimizer step: its gradients wait for those of the next."""
+        return trainer.global_step == self._step
+
     def after_validation(self, trainer: L.Trainer) -> None:
         """Everything that belongs to a batch is done."""
         self.where, self._validating = "done", None
@@ -298,7 +303,7 @@ class ExactResume(L.Callback):
         if self._seen() != self._said:
             self._write_down(trainer)
         return {
-            **rank_state.capture(trainer),
+            **rank_state.capture(trainer, in_window=self.in_window(trainer)),
             "attributes": attributes,
             "where": self.where,
             "loaders": loaders,

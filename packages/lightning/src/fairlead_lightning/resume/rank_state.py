@@ -8,6 +8,7 @@ from typing import Any, Final
 
 import lightning.pytorch as L
 import torch
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
 
 from fairlead.errors import CheckpointError
 from fairlead_distributed import derive_seed, rng_state, set_rng_state
@@ -53,8 +54,13 @@ def read(folder: Path, rank: int) -> dict[str, Any] | None:
     return state
 
 
-def capture(trainer: L.Trainer) -> dict[str, Any]:
-    """This rank's state between two batches; in data parallel training it has buffers of its own (batch norm)."""
+def capture(trainer: L.Trainer, *, in_window: bool = False) -> dict[str, Any]:
+    """This rank's state between two batches; in data parallel training it has buffers of its own (batch norm).
+
+    A loop that steps its optimizers itself may leave gradients to the next epoch: those are a part of it, `in_window`.
+    """
+    model = trainer.lightning_module
+    waiting = in_window and not model.automatic_optimization
     return {
         "format": FORMAT,
         "world_size": trainer.world_size,
@@ -62,6 +68,8 @@ def capture(trainer: L.Trainer) -> dict[str, Any]:
         "logged": compat.logged_state(trainer),
         # Rank 0's buffers are in the checkpoint itself.
         **module_state(trainer.lightning_module, buffers=trainer.global_rank > 0),
+        "accumulate_grad_batches": trainer.accumulate_grad_batches,
+        "gradients": {n: p.grad for n, p in model.named_parameters() if waiting and p.grad is not None},
         "should_stop": trainer.should_stop,
     }
 
@@ -72,6 +80,11 @@ def restore(trainer: L.Trainer, state: Mapping[str, Any]) -> None:
     inside = state["where"] in ("batch", "done")
     compat.restore_logged(trainer, state["logged"], compat.training_place(trainer)[1] if inside else 0)
     restore_module(trainer.lightning_module, state)
+    if any(isinstance(callback, GradientAccumulationScheduler) for callback in vars(trainer)["callbacks"]):
+        trainer.accumulate_grad_batches = state.get("accumulate_grad_batches", trainer.accumulate_grad_batches)
+    weights = dict(trainer.lightning_module.named_parameters())
+    for name, gradient in state.get("gradients", {}).items():
+        weights[name].grad = gradient.to(weights[name].device)
     trainer.should_stop = state["should_stop"]
     set_rng_state(state["rng"])
 

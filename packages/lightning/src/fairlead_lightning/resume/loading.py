@@ -1,0 +1,80 @@
+"""Weights from a file, and a checkpoint of another model, said in the user's terms."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Final
+
+import lightning.pytorch as L
+import torch
+from lightning.pytorch.utilities.model_helpers import is_overridden
+
+from fairlead.errors import CheckpointError, MissingDependencyError
+
+_EXPORTED: Final = "weights.safetensors"
+
+_HEAD = re.compile(r"Error\(s\) in loading state_dict for (?P<model>\w+):")
+
+
+@contextmanager
+def readable_load_errors(checkpoint: Path | None) -> Iterator[None]:
+    """Has torch's report of keys and shapes that do not fit the model be a `CheckpointError` with the file."""
+    try:
+        yield
+    except RuntimeError as error:
+        head = _HEAD.match(str(error))
+        if checkpoint is None or head is None:
+            raise
+        lines = [line.strip() for line in str(error).splitlines()[1:] if line.strip()]
+        shown = [line if len(line) <= 160 else f"{line[:157]}..." for line in lines[:5]]
+        if len(lines) > 5:
+            shown.append(f"and {len(lines) - 5} more")
+        raise CheckpointError(
+            f"the checkpoint is of another model than {head['model']}",
+            where=str(checkpoint),
+            why="\n".join(shown),
+            fix="use the model that it was written with, or start anew with --resume never",
+        ) from error
+
+
+def load_weights(model: L.LightningModule, weights: Path) -> None:
+    """Loads nothing but the weights of a checkpoint, of a file of torch's, or of an exported folder or file."""
+    if (weights / _EXPORTED).exists():
+        weights = weights / _EXPORTED
+    if weights.is_dir():
+        raise CheckpointError(
+            "the weights lie in shards",
+            where=str(weights),
+            fix="make one file of them: `fairlead checkpoint consolidate`, and name that file",
+        )
+    if is_overridden("configure_model", model):
+        raise CheckpointError(
+            f"{type(model).__name__} makes its layers in configure_model, after weights could be loaded",
+            where=str(weights),
+            fix="load them at the end of configure_model, or make the layers in the constructor",
+        )
+    if weights.suffix == ".safetensors":
+        _load_exported(model, weights)
+        return
+    try:
+        found = torch.load(weights, map_location="cpu", weights_only=True)
+        state = found.get("state_dict", found)
+    except Exception as error:  # pickle, zip, OS: torch.load raises whatever it meets
+        why = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+        raise CheckpointError("the weights cannot be read", where=str(weights), why=why) from error
+    with readable_load_errors(weights):
+        model.load_state_dict(state)
+
+
+def _load_exported(model: L.LightningModule, weights: Path) -> None:
+    try:
+        from safetensors.torch import load_model
+    except ImportError as error:
+        raise MissingDependencyError(
+            "loading an exported folder needs safetensors", why=str(error), fix="pip install 'fairlead[lightning]'"
+        ) from error
+    with readable_load_errors(weights):
+        load_model(model, str(weights))
