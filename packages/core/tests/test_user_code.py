@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import importlib.util
 import os
 import subprocess
@@ -393,3 +394,12 @@ def test_a_file_that_cannot_be_read(write: Write, tmp_path: Path) -> None:
             os.seteuid(65534)
             stack.callback(os.seteuid, 0)
         assert one(check_spec("m:GPT", {}, root)).code in ("class-unchecked", "module-not-found")
+
+
+def test_engines_that_are_absent_by_design_are_not_known(write: Write) -> None:
+    """A login node with `fairlead[check]`; a module of the user's own that is not there is still an error."""
+    root = dataclasses.replace(write(m="class C: ..."), installed=())
+    for spec in ("lightning.pytorch.callbacks:EarlyStopping", "torch.nn:Linear"):
+        problem = one(check_spec(spec, {}, root))
+        assert (problem.code, "not installed here" in str(problem.why)) == ("class-unchecked", True)
+    assert one(check_spec("n:C", {}, root)).code == "module-not-found"
