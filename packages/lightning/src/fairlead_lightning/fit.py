@@ -30,7 +30,6 @@ from fairlead_distributed.run.session import RunSession
 from fairlead_lightning.build import build_backend
 from fairlead_lightning.checkpoint.checkpoints import Checkpoints
 from fairlead_lightning.checkpoint.finite import Finite
-from fairlead_lightning.checkpoint.loading import readable_load_errors
 from fairlead_lightning.display.output import give_output_back, keep_output
 from fairlead_lightning.lifecycle.recorder import Recorder
 from fairlead_lightning.lifecycle.stopping import StopRequested
