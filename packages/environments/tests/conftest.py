@@ -18,7 +18,8 @@ RECORDED = Path(__file__).parent / "recorded"
 def plugins() -> PluginManager:
     """Our plugins, without the examples of third parties that may be installed beside them."""
     points = importlib.metadata.entry_points(group="fairlead")
-    ours = ("fairlead_environments.", "fairlead_strategies.", "fairlead_precision.", "fairlead_lightning.accelerators.")
+    needed = ("environments", "strategies", "precision", "checkpoint_io", "hpc_signals", "lightning.accelerators")
+    ours = tuple(f"fairlead_{name}." for name in needed)
     return PluginManager(point for point in points if point.value.startswith(ours))
 
 

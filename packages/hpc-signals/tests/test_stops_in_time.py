@@ -23,6 +23,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from fairlead.facts import Job
 from fairlead_distributed import bind_listener, tcp_store
 from fairlead_hpc_signals import PreemptionGuard, StopPolicy
 from fairlead_hpc_signals.deadline import Deadline
@@ -33,6 +34,7 @@ from fairlead_hpc_signals.slurm import SLURMRequeueConfig, SLURMRequeuer
 PATIENCE = 60.0
 FORKS = multiprocessing.get_context("forkserver")  # a fork of a process that has trained may wait for its threads
 FORKS.set_forkserver_preload(["torch.distributed", "fairlead_distributed.testing", "fairlead_hpc_signals"])
+JOB = Job("slurm:17", requeue=("scontrol", "requeue", "17"))
 RUNNING = "JobId=17 JobState=RUNNING Reason=None Requeue=1 Restarts=0 EndTime=Unknown PreemptTime=None Partition=main"
 
 
@@ -59,7 +61,7 @@ def stopped_alone(environ: dict[str, str], grace_s: float) -> tuple[float, StopO
     began = time.monotonic()
     flags.note(signal.SIGTERM)
     assert guard.should_stop()
-    requeuer = SLURMRequeuer(SLURMRequeueConfig(timeout_s=grace_s, retries=0), environ)
+    requeuer = SLURMRequeuer(SLURMRequeueConfig(timeout_s=grace_s, retries=0), environ, JOB)
     outcome = guard.save_and_requeue(lambda: None, requeuer)
     guard.close()
     return time.monotonic() - began, outcome
@@ -93,7 +95,9 @@ def test_a_requeue_without_an_answer_is_asked_for_again(tmp_path: Path) -> None:
     assert not guard.should_stop()
     flags.note(signal.SIGTERM)
     assert guard.should_stop()
-    outcome = guard.save_and_requeue(lambda: None, SLURMRequeuer(SLURMRequeueConfig(timeout_s=1.0, retries=0), environ))
+    outcome = guard.save_and_requeue(
+        lambda: None, SLURMRequeuer(SLURMRequeueConfig(timeout_s=1.0, retries=0), environ, JOB)
+    )
     guard.close()
     assert outcome.requeued == "scontrol requeue 17"
     assert requeues(tmp_path) == ["requeue 17"]
@@ -148,7 +152,7 @@ def work(
 ) -> None:
     """A loop with an all-reduce a step; the bad rank has a trouble at its place."""
     dist.init_process_group("gloo", store=dist.TCPStore("127.0.0.1", port, 3, False), rank=rank, world_size=3)
-    requeuer = SLURMRequeuer(SLURMRequeueConfig(), environ)
+    requeuer = SLURMRequeuer(SLURMRequeueConfig(), environ, JOB)
     value = torch.zeros(1)
     with PreemptionGuard(environ=environ, policy=StopPolicy(grace_s=grace)) as guard:
         guard.start()

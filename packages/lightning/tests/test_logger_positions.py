@@ -33,7 +33,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:tensorboard"
 
 def board(run: Path, **extras: Any) -> EventLogger:
     """The TensorBoard logger of a start; a resumed one has `resume_step` and perhaps `logger_positions`."""
-    context = BuildContext(cast("Any", None), {}, PluginManager([]), run_dir=run, extras=extras)
+    context = BuildContext(cast("Any", None), {}, PluginManager([]), run_dir=run, extras=cast("Any", extras))
     fields = {"name": "tensorboard", "default_hp_metric": True}
     return build(cast("Any", parse_backend("logger", fields, PluginManager())), context)
 
@@ -93,7 +93,7 @@ def start(run, die_at):
     position = resume_position(saved, "metrics.csv")
     loggers = [
         MetricsFile(run, resume_step=saved["step"], position=position),
-        build(config, BuildContext(None, {}, plugins, run_dir=run, extras=extras)),
+        build(config, BuildContext(None, {}, plugins, run_dir=run, extras=cast("Any", extras))),
     ]
 
     def log(step, values):

@@ -22,7 +22,7 @@ from fairlead_lightning.loggers.wandb_runtime import can_connect, wandb_mode
 
 
 def context(run_dir: Path, **extras: Any) -> BuildContext:
-    return BuildContext(cast("Any", None), {}, PluginManager([]), run_dir=run_dir, extras=extras)
+    return BuildContext(cast("Any", None), {}, PluginManager([]), run_dir=run_dir, extras=cast("Any", extras))
 
 
 def config(name: str, **fields: Any) -> Any:
