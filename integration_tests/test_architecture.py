@@ -61,6 +61,7 @@ STATE_PLACES = {
     ("fairlead.plugins", "_default"): "the one default plugin manager, made when a public function first needs it",
     ("fairlead_distributed.control_plane", "_of_groups"): "that of the process group, as long as somebody uses it",
     ("fairlead_distributed.forkserver", "_servers"): "the fork servers of this process, which end with it",
+    ("fairlead_hpc_signals.flags", "_wakeups"): "the files that Python's one `set_wakeup_fd` was told of here",
     ("fairlead_environments.scrubbing", "_open"): "which blocks hide what of os.environ, which all threads share",
 }
 

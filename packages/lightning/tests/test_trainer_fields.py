@@ -192,6 +192,10 @@ EXPECTED: dict[str, list[tuple[dict[str, Any], Check]]] = {
         ({"devices": -1}, has("num_devices", 1)),
     ],
     "num_nodes": [({"num_nodes": 1}, has("num_nodes", 1)), ({"num_nodes": "auto"}, has("num_nodes", 1))],
+    "max_non_finite": [
+        ({"max_non_finite": 3}, has("parts.finite.most", 3)),
+        ({"max_non_finite": None}, has("parts.finite.most", None)),
+    ],
     "threads": [({"threads": 1}, computes_with(1)), ({"threads": 3}, computes_with(3))],
     "auto_determine_num_nodes": [({"auto_determine_num_nodes": False}, has("num_nodes", 1))],
     "max_epochs": [({"max_epochs": 7}, has("max_epochs", 7)), ({"max_epochs": -1}, has("max_epochs", -1))],

@@ -99,6 +99,9 @@ class MetricsFile(Logger):
     @rank_zero_only
     def finalize(self, status: str) -> None:
         """Writes everything, waits for the disk, and closes the file; logging again opens it again."""
+        idle = self._table is None and not self._waiting
+        if idle and self._fence is not None and self._fence.why_lost() is not None:
+            return  # Lightning closes its loggers after a start that failed early has given the run back
         with self._warning():
             self._open().close()
         self._table = None
