@@ -23,7 +23,7 @@ from fairlead_distributed.alarms import WITHOUT_A_WORD, Alarm, Alarms, asked_to_
 from fairlead_distributed.control_plane import ControlPlane
 from fairlead_distributed.info import get_rank, get_world_size
 from fairlead_distributed.process_group import group_store
-from fairlead_distributed.stacks import dump_flight_recorder, dump_stacks
+from fairlead_distributed.stack_dump import StackDump
 from fairlead_runs.mailbox import LONG, StoreMailbox
 from fairlead_runs.waiting import ranks_text
 
@@ -82,11 +82,9 @@ class RankWatch:
         self.path = stacks / f"rank-{rank:05d}.txt"
         self.rank = rank
         self.isolated: str | None = "there is no other rank"
-        self._flight_recorder = flight_recorder
-        self._dumping = threading.Lock()
-        self._dumped = False
         self._grace_s = grace.total_seconds()
         self._say = say if say is not None else to_stderr
+        self._dump = StackDump(self.path, rank, flight_recorder, self._say)
         self._local_rank = local_rank
         self._listener = heard
         self._pid = os.getpid()
@@ -189,8 +187,8 @@ class RankWatch:
             trouble = trouble or trouble_of(_PATIENCE_S, self._spread, alarm)
             if trouble is not None:
                 self._say(f"{alarm}\nthe other ranks could not be told: {trouble}")
-        self._dump(alarm)
-        self._detail(alarm)
+        self._dump.write(alarm)
+        self._dump.detail(alarm)
         self.leave()
 
     def __enter__(self) -> RankWatch:
@@ -222,9 +220,9 @@ class RankWatch:
             if alarm.kind == "hang" or alarm.rank != self.rank:
                 self._alarmed = time.monotonic()
                 if alarm.kind != "over":
-                    self._dump(alarm)
+                    self._dump.write(alarm)
                 alarms.acknowledge(self._number)
-                self._detail(alarm)
+                self._dump.detail(alarm)
             if alarm.kind != "hang":  # the last one: who fails now finds it under this number
                 self._last(alarm)
                 return None
@@ -239,7 +237,7 @@ class RankWatch:
         elif not self._left.is_set():
             what = "the process that hosts this run's store has died (rank 0, or torchrun's agent)"
             alarm = Alarm("lost", -1, "", what, f"{what}\n{error}", time.time())
-            self._dump(alarm)
+            self._dump.write(alarm)
             self._last(alarm)
 
     def _last(self, alarm: Alarm) -> None:
@@ -264,7 +262,7 @@ class RankWatch:
 
     def _end_left(self, alarm: Alarm) -> None:
         if not self._left.wait(_GRACES * self._grace_s) and self._first is None:
-            self._dump(alarm)
+            self._dump.write(alarm)
             self._say(f"{alarm}\nrank {self.rank} waits for it in vain, and ends; its stacks are in {self.path}")
             if self._listener is not None:
                 self._listener(alarm)
@@ -290,7 +288,7 @@ class RankWatch:
         alarm = Alarm("hang", self.rank, os.uname().nodename, what, what, time.time())
         trouble = trouble_of(_PATIENCE_S, self._tell, alarm)
         if trouble is not None or self.isolated is not None:  # nobody tells it to this rank's control plane
-            self._dump(alarm)
+            self._dump.write(alarm)
             self._take_in(alarm)
 
     # -- what they do
@@ -343,21 +341,3 @@ class RankWatch:
         of_store = alarm.kind == "lost" and self.rank == 1  # rank 0 may have died with it
         if self._local_rank is None or (self._local_rank == 0 and elsewhere) or of_store:
             self._say(str(alarm))
-
-    def _dump(self, alarm: Alarm) -> None:
-        if (trouble := trouble_of(_PATIENCE_S, self._write, alarm)) is not None:  # the run may hang in a file system
-            self._say(f"the stacks of rank {self.rank} are not in {self.path}: {trouble}")
-
-    def _write(self, alarm: Alarm) -> None:
-        with self._dumping:
-            if self._dumped:  # what a rank raises of another's absence has nothing to add
-                return
-            self._dumped = alarm.kind != "hang"
-            dump_stacks(self.path, f"{alarm}\n{alarm.text}" if alarm.rank == self.rank else str(alarm))
-            if self._flight_recorder is not None:
-                dump_flight_recorder(self._flight_recorder, self.rank, frames=False)
-
-    def _detail(self, alarm: Alarm) -> None:
-        """Once the others need not wait for this rank any more: torch takes seconds to find the lines of code."""
-        if alarm.of_waiting and self._flight_recorder is not None:  # where it fails, what was dumped before is there
-            trouble_of(_PATIENCE_S, dump_flight_recorder, self._flight_recorder, self.rank)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Final, cast
@@ -24,13 +23,14 @@ from torch.utils.data import (
 from fairlead.findings import Inexact
 from fairlead_distributed import ResumableDistributedSampler, SeededSamples, derive_seed
 from fairlead_distributed.attributes import Attributes
-from fairlead_distributed.batch_order import EpochPosition, Order, RedrawnOrder, ShardedOrder, StatefulOrder
+from fairlead_distributed.batch_order import EpochPosition, RedrawnOrder, ShardedOrder, StatefulOrder
 from fairlead_distributed.evaluation_loaders import evaluation_loader
 from fairlead_distributed.objects import broadcast_object
 from fairlead_distributed.plain_data import from_plain, to_plain
 from fairlead_distributed.worker_seeds import SeededInWorkers, own_generators
 from fairlead_lightning import compat
 from fairlead_lightning.resume.kept import watch_loader
+from fairlead_lightning.resume.ordered_loader import default_sampler, is_ahead, order_of, over
 from fairlead_lightning.resume.stateful_loader import SizedLoader, StatefulLoader, is_stateful
 
 # They depend on nothing but their generator and the epoch.
@@ -97,7 +97,7 @@ class Loaders:
         """The training has gone on from where it was; what comes now is as in a run that was never interrupted."""
         self._saved = []
         for loader in self._training:
-            going_on = loader if isinstance(loader, StatefulLoader) else _order(loader)
+            going_on = loader if isinstance(loader, StatefulLoader) else order_of(loader)
             if going_on is not None:
                 going_on.begun()
 
@@ -192,10 +192,10 @@ class Loaders:
         common: dict[str, Any] = {"seed": seed, "place": self._place, "generator": torch.Generator(), "once": once}
         if plain and type(sampler) is ResumableDistributedSampler:
             common["seed"] = sampler.seed
-            return _over(loader, ShardedOrder(batches, **common), seed)
+            return over(loader, ShardedOrder(batches, **common), seed)
         if (
             plain
-            and (default := _default_sampler(sampler, loader)) is not None
+            and (default := default_sampler(sampler, loader)) is not None
             and (sharding or self.trainer.world_size == 1)
         ):
             shards: Mapping[str, Any] = self._parts()
@@ -204,7 +204,7 @@ class Loaders:
                 loader.dataset, **shards, **default, tag_epoch=isinstance(loader.dataset, SeededSamples)
             )
             order = ShardedOrder(BatchSampler(parts, batches.batch_size, batches.drop_last), **common)
-            return _over(loader, order, seed)
+            return over(loader, order, seed)
         stateful = next((one for one in (batches, sampler) if is_stateful(one)), None)
         known = plain and type(sampler) in _REDRAWN
         if sharding:
@@ -212,7 +212,7 @@ class Loaders:
             batches = loader.batch_sampler
         if stateful is not None and not sharding:
             ahead = max(1, loader.num_workers * (loader.prefetch_factor or 2))
-            return _over(loader, StatefulOrder(batches, stateful, ahead=ahead, **common), seed)
+            return over(loader, StatefulOrder(batches, stateful, ahead=ahead, **common), seed)
         if stateful is not None:
             self._inexact(
                 f"the sampler {type(stateful).__name__}",
@@ -226,7 +226,7 @@ class Loaders:
                 "which is exact only if they depend on nothing else",
                 "give it state_dict and load_state_dict, or use ResumableDistributedSampler",
             )
-        return _over(loader, RedrawnOrder(batches, **common), seed)
+        return over(loader, RedrawnOrder(batches, **common), seed)
 
     def _check_carried(self, loader: Any) -> None:
         if getattr(loader, "num_workers", 0):
@@ -246,7 +246,7 @@ class Loaders:
             )
 
     def _check_generators(self, loader: DataLoader[Any]) -> None:
-        if not _is_ahead(loader):
+        if not is_ahead(loader):
             return  # they are saved with the other attributes of the dataset
         held = [f"dataset.{name}" for name in own_generators(loader.dataset)]
         held += [f"collate_fn.{name}" for name in own_generators(loader.collate_fn)]
@@ -258,7 +258,7 @@ class Loaders:
             )
 
     def _load(self, loader: object, saved: Mapping[str, Any], number: int) -> None:
-        order = _order(loader)
+        order = order_of(loader)
         kind = "loader" if isinstance(loader, StatefulLoader) else type(order).__name__ if order is not None else None
         if kind is None or saved["kind"] != kind:
             return  # nothing is carried, or the job's loader is another now; the start has said so
@@ -290,10 +290,10 @@ class Loaders:
             place=lambda: EpochPosition(self._place().epoch, 0),
             generator=torch.Generator(),
         )
-        return _over(made, order, self.seed)
+        return over(made, order, self.seed)
 
     def _state(self, loader: object) -> dict[str, Any] | None:
-        order = _order(loader)
+        order = order_of(loader)
         if isinstance(loader, StatefulLoader):
             kind, state = "loader", loader.taken()
         elif order is not None:
@@ -314,42 +314,3 @@ class Loaders:
         reason = Inexact(what, why=because, fix=do, certain=certain)
         if reason not in self.reasons:
             self.reasons.append(reason)
-
-
-def _default_sampler(sampler: Any, loader: DataLoader[Any]) -> dict[str, Any] | None:
-    """Whether this is a sampler that DataLoader makes by itself, and how it shuffles."""
-    if type(sampler) is SequentialSampler:
-        return {"shuffle": False}
-    if type(sampler) is not RandomSampler or sampler.replacement or sampler.num_samples != len(loader.dataset):  # type: ignore[arg-type]
-        return None
-    generator = sampler.generator
-    return {"shuffle": True, **({"seed": generator.initial_seed()} if generator is not None else {})}
-
-
-def _over(loader: DataLoader[Any], order: Order, seed: int) -> DataLoader[Any]:
-    """The same loader over an order; batches that are made ahead draw each sample from a seed of its own."""
-    made = copy.copy(loader)
-    made._iterator = None
-    replaced: dict[str, Any] = {"batch_sampler": order, "sampler": order.sampler}
-    if _is_ahead(made):
-        replaced["dataset"] = SeededInWorkers(loader.dataset, seed, loader.collate_fn)
-    for name, value in replaced.items():
-        object.__setattr__(made, name, value)  # DataLoader forbids it, for iterators that are under way
-    made.generator = order.generator  # its own, so that an iterator draws nothing from the model's
-    # Lightning warns of a loader that does not know its place; this one's is in each rank's part of a checkpoint.
-    vars(made).update(state_dict=_elsewhere, load_state_dict=_elsewhere)
-    return made
-
-
-def _is_ahead(loader: DataLoader[Any]) -> bool:
-    """Whether samples are made before the training asks: by workers, or by Lightning where there is no length."""
-    return loader.num_workers > 0 or sized_len(loader) is None
-
-
-def _elsewhere(state: object = None) -> dict[str, Any]:
-    return {}
-
-
-def _order(loader: object) -> Order | None:
-    batches = getattr(loader, "batch_sampler", None)
-    return batches if isinstance(batches, Order) else None
