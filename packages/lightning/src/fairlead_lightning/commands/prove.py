@@ -19,6 +19,7 @@ from typing import Final
 from fairlead.checks import CheckedJob
 from fairlead.cli.session import Session
 from fairlead.errors import ConfigError, RunFailedError
+from fairlead.exactness import last_record, sentence
 from fairlead.resolution import Resolution
 from fairlead_lightning.commands.prepare import prepare
 from fairlead_lightning.commands.prove_compare import Run, Unequal, differences, trained_otherwise
@@ -138,7 +139,9 @@ class _Proof:
             text = f"but what differs between any two runs of this job: {but}"
             return True, [f"equal in every bit: {done}", _compared(plan.steps), text]
         lost = [one for one in undisturbed.not_restored(resumed) if one.name not in names]
-        return False, [f"the resume differs: {done}", *_told(left, lost)]
+        record = last_record(self._folder / "interrupted" / "run")
+        said = [sentence(reason) for reason in record.seen] if record is not None else []
+        return False, [f"the resume differs: {done}", *_told(left, lost, said)]
 
     def _not_deterministic(self, undisturbed: Run, control: Run, noise: list[Unequal]) -> list[str]:
         """Two undisturbed runs differ; whether the order of sets is the reason, a third one shows."""
@@ -229,11 +232,12 @@ def _compared(steps: int) -> str:
     return f"compared after {steps} steps: {what}"
 
 
-def _told(found: list[Unequal], lost: list[Unequal]) -> list[str]:
+def _told(found: list[Unequal], lost: list[Unequal], said: list[str]) -> list[str]:
     lines = [f"  first: {found[0]}", *(f"  also:  {one}" for one in found[1:_SHOWN])]
     if len(found) > _SHOWN:
         lines.append(f"         and {len(found) - _SHOWN} more")
-    if not lost:
+    lines += [f"  why:   the start said: {reason}" for reason in said[:_SHOWN]]
+    if not lost and not said:
         return [*lines, "  why:   not found in what model, data, callbacks and their modules keep"]
     lines += [f"  why:   not restored: {one}" for one in lost[:_SHOWN]]
     kinds = dict.fromkeys(one.owner for one in lost)
