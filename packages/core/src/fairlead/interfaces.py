@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, NoReturn, Protocol, Self, TypedDict
+from typing import Any, Literal, Self, TypedDict
 
 from fairlead.config_bases import RequeueConfigBase
 from fairlead.facts import Claim, Devices, Job, Setting, Specificity, StopReason, Unused
@@ -25,9 +25,7 @@ __all__ = [
     "Setting",
     "Specificity",
     "Start",
-    "StopGuard",
     "StopReason",
-    "StopSignals",
     "Topology",
     "Unused",
 ]
@@ -113,84 +111,3 @@ class Requeuer(ABC):
         Raises:
             FairleadError: The scheduler refused or did not answer; the job will not start again.
         """
-
-
-class StopSignals(Protocol):
-    """The signals that ask a run to stop, noted by handlers; `fairlead_hpc_signals.SignalFlags` describes each part."""
-
-    @property
-    def raised(self) -> bool:
-        """Whether one has come."""
-
-    @property
-    def counts(self) -> Mapping[str, int]:
-        """How often each came, by name."""
-
-    def install(self, only: Iterable[str] | None = None) -> object:
-        """Installs the handlers, or some of them; in the main thread."""
-
-    def uninstall(self) -> None:
-        """Puts back what was there before."""
-
-    def wait(self, timeout: float | None = None) -> bool:
-        """Waits for one, at most so many seconds; whether one has come."""
-
-    def conflicts(self) -> Sequence[Any]:
-        """The signals whose handler was replaced since, each with `signal` and `handler`."""
-
-
-class StopGuard(Protocol):
-    """What an adapter to a loop needs of `fairlead_hpc_signals.PreemptionGuard`, which describes each part."""
-
-    @property
-    def flags(self) -> StopSignals:
-        """The signals of this process."""
-
-    @property
-    def decision(self) -> Any:
-        """The `StopDecision` of all ranks; None before they have agreed."""
-
-    @property
-    def outcome(self) -> Any:
-        """The `StopOutcome`, how the stop ended; None before that."""
-
-    @property
-    def in_worker(self) -> Any:
-        """The `OutliveStops` for the workers of a loader."""
-
-    def start(self) -> object:
-        """Joins the other ranks; on all of them, when the process group is there."""
-
-    def when_overdue(
-        self,
-        requeuer: Requeuer | None = None,
-        *,
-        budget: Callable[[Any], str | None] | None = None,
-        record: Callable[[Any], object] | None = None,
-        tell: Callable[[Any], object] | None = None,
-        progress: Callable[[], object] | None = None,
-    ) -> None:
-        """What to do when a stop is not carried out in time."""
-
-    def lost(self, error: BaseException) -> bool:
-        """Whether an error says no more than that another rank went away while all were asked to stop."""
-
-    def ended_by(self, error: BaseException) -> NoReturn:
-        """Ends this process after such an error, with the exit code of a stop."""
-
-    def should_stop(self) -> bool:
-        """Whether to stop here; the same answer on all ranks, which call it equally often."""
-
-    def save_and_requeue(
-        self,
-        save: Callable[[], object],
-        requeuer: Requeuer | None = None,
-        *,
-        finish: Callable[[Any], object] | None = None,
-        budget: Callable[[Any], str | None] | None = None,
-        tell: Callable[[Any], object] | None = None,
-    ) -> Any:
-        """Saves on all ranks, closes what is open, has the job started again by rank 0; returns the outcome."""
-
-    def close(self) -> None:
-        """Ends what runs in the background."""

@@ -12,9 +12,10 @@ from fairlead.config import ClassSpec, TrainerConfig
 from fairlead.config.marks import PassedToLightning, marked
 from fairlead.config_bases import BackendConfig
 from fairlead.errors import ConfigError, FairleadError, PluginError
-from fairlead.interfaces import BuildContext, StopGuard, StopSignals
+from fairlead.interfaces import BuildContext
 from fairlead.plugin_classes import RequeuePlugin, StrategyPlugin
 from fairlead.user_code import CodeRoot, instantiate
+from fairlead_lightning.guard import StopGuard, StopSignals
 from fairlead_runs.checkpoint_io import CheckpointCopies
 
 PASSED_ON: Final = tuple(marked(TrainerConfig, PassedToLightning))

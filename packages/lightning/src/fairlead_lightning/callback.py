@@ -12,7 +12,7 @@ from lightning.pytorch.plugins.io import AsyncCheckpointIO
 
 from fairlead.config import CheckpointConfig, RunConfig, TrainerConfig
 from fairlead.config_bases import RequeueConfigBase
-from fairlead.interfaces import BuildContext, StopGuard
+from fairlead.interfaces import BuildContext
 from fairlead.open_union import parse_backend
 from fairlead.plugins import PluginManager, default_plugins
 from fairlead.resolve import resolve
@@ -22,6 +22,7 @@ from fairlead_lightning import compat
 from fairlead_lightning.build import build_backend
 from fairlead_lightning.checkpoint.commits import copies_of
 from fairlead_lightning.fit import FitParts, as_seen, callbacks_of, described_job, metrics_file, run_config
+from fairlead_lightning.guard import StopGuard
 from fairlead_lightning.resume.seen import uncut_loggers
 from fairlead_runs.batch_policy import batch_plan
 from fairlead_runs.describe import described

@@ -21,7 +21,7 @@ from torch.multiprocessing import ProcessExitedException
 from fairlead.checks import check_trainer
 from fairlead.config import CheckpointConfig, RunConfig, TrainerConfig
 from fairlead.findings import Finding, Inexact, raise_errors
-from fairlead.interfaces import BuildContext, Extras, Setting, StopGuard
+from fairlead.interfaces import BuildContext, Extras, Setting
 from fairlead.plugins import PluginManager
 from fairlead.resolve import Resolution
 from fairlead_distributed.run.joining import join_process_group
@@ -31,6 +31,7 @@ from fairlead_lightning.build import build_backend
 from fairlead_lightning.checkpoint.checkpoints import Checkpoints
 from fairlead_lightning.checkpoint.finite import Finite
 from fairlead_lightning.display.output import give_output_back, keep_output
+from fairlead_lightning.guard import StopGuard
 from fairlead_lightning.lifecycle.recorder import Recorder
 from fairlead_lightning.lifecycle.stopping import StopRequested
 from fairlead_lightning.lifecycle.stops import Stops

@@ -15,7 +15,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from fairlead.config import JobConfig, RunConfig, TrainerConfig
 from fairlead.errors import ConfigError
 from fairlead.exactness import TRIAL, device_reasons, job_digest
-from fairlead.interfaces import BuildContext, StopGuard
+from fairlead.interfaces import BuildContext
 from fairlead.plugins import PluginManager, default_plugins
 from fairlead.resolve import Resolution
 from fairlead.user_code import CodeRoot, code_root
@@ -41,6 +41,7 @@ from fairlead_lightning.fit import (
     training,
     trains_here,
 )
+from fairlead_lightning.guard import StopGuard
 from fairlead_lightning.resume.averages import AverageOverRanks
 from fairlead_lightning.resume.exact_resume import ExactResume
 from fairlead_runs import fingerprint

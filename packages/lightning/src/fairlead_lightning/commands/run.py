@@ -16,7 +16,6 @@ from fairlead.checks import CheckedJob
 from fairlead.cli.session import Session
 from fairlead.config import JobConfig
 from fairlead.errors import ConfigError, FairleadError, RunFailedError
-from fairlead.interfaces import StopGuard
 from fairlead.user_code import CodeRoot, activate
 from fairlead_distributed.run.joining import join_process_group
 from fairlead_distributed.run.opening import checkpoint_to_evaluate
@@ -25,6 +24,7 @@ from fairlead_lightning.checkpoint.rebuilt import build_user_object
 from fairlead_lightning.commands.prove_plan import PLAN
 from fairlead_lightning.display.quiet import quiet
 from fairlead_lightning.fit import callbacks_of
+from fairlead_lightning.guard import StopGuard
 from fairlead_lightning.lifecycle.failures import described_failure
 from fairlead_lightning.lifecycle.stopping import StopEvaluation
 from fairlead_lightning.lifecycle.stuck import SpokenForError

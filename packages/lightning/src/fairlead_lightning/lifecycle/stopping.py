@@ -10,13 +10,14 @@ from typing import Any, Final
 import lightning.pytorch as L
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from fairlead.interfaces import BuildContext, Requeuer, StopGuard, StopSignals
+from fairlead.interfaces import BuildContext, Requeuer
 from fairlead_distributed.alarms import to_stderr
 from fairlead_distributed.run.session import RunSession
 from fairlead_launch.reports import send_report
 from fairlead_lightning import compat
 from fairlead_lightning.build import build_backend
 from fairlead_lightning.checkpoint.commits import copies_of
+from fairlead_lightning.guard import StopGuard, StopSignals
 from fairlead_runs import count_starts, read_history, refusal
 
 _BATCHES: Final = ("train", "validate", "sanity")

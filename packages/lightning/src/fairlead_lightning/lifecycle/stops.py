@@ -14,12 +14,13 @@ from lightning.fabric.utilities.rank_zero import rank_zero_only
 from torch.utils.data import DataLoader
 
 from fairlead.findings import Finding
-from fairlead.interfaces import BuildContext, StopGuard
+from fairlead.interfaces import BuildContext
 from fairlead.plugins import default_plugins
 from fairlead_distributed.run.session import RunSession
 from fairlead_lightning import compat
 from fairlead_lightning.build import build_guard
 from fairlead_lightning.checkpoint.checkpoints import Checkpoints
+from fairlead_lightning.guard import StopGuard
 from fairlead_lightning.lifecycle.stopping import Ending, StopRequested
 from fairlead_lightning.resume.stateful_loader import StatefulLoader
 
