@@ -16,6 +16,7 @@ __all__ = ["Attempt", "ask", "attempt", "find"]
 
 _SHOWN: Final = 500  # characters of a program's output that a message shows
 _MOST: Final = 1 << 20  # bytes of it that are read
+_PAUSE: Final = 0.1  # seconds before a program that a signal has ended is asked again
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +38,13 @@ def ask(argv: Sequence[str], deadline: float, environ: Mapping[str, str]) -> tup
     program = find(argv[0], environ)
     if program is None:
         return "", f"{argv[0]} is not on the PATH"
-    timeout_s = max(0.1, deadline - time.monotonic())
-    done = attempt([program, *argv[1:]], timeout_s, environ)
+    while True:
+        timeout_s = max(0.1, deadline - time.monotonic())
+        done = attempt([program, *argv[1:]], timeout_s, environ)
+        # What ends all processes of the job, as the signal of a stop, ends this one, too.
+        if done.code is None or done.code >= 0 or time.monotonic() + _PAUSE > deadline:
+            break
+        time.sleep(_PAUSE)
     if done.code is None:
         return "", f"{argv[0]} did not answer within {timeout_s:.1f} s"
     if done.code != 0:

@@ -1,0 +1,38 @@
+"""The commands of a scheduler, asked with a deadline, by real programs."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from fairlead.programs import ask
+
+
+def program(folder: Path, text: str) -> dict[str, str]:
+    file = folder / "question"
+    file.write_text(f"#!/bin/sh\n{text}\n")
+    file.chmod(0o755)
+    return {"PATH": f"{folder}:{os.defpath}"}
+
+
+def test_a_signal_that_all_processes_of_the_job_get_costs_no_answer(tmp_path: Path) -> None:
+    """slurmd sends SIGTERM to each process of a step; without an answer a cancelled job would be started again."""
+    environ = program(tmp_path, f"mkdir {tmp_path}/first 2>/dev/null && kill -TERM $$; echo cancelled")
+    assert ask(["question"], time.monotonic() + 20, environ) == ("cancelled", "")
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("kill -TERM $$", "question ended with exit code -15: "),
+        ("echo no such job >&2; exit 1", "question ended with exit code 1: no such job"),
+        ("sleep 60", "question did not answer within 1.0 s"),
+    ],
+)
+def test_without_an_answer_it_says_why(tmp_path: Path, text: str, said: str) -> None:
+    began = time.monotonic()
+    assert ask(["question"], began + 1.0, program(tmp_path, text)) == ("", said)
+    assert time.monotonic() - began < 5.0
