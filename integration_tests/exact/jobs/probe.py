@@ -100,7 +100,7 @@ class Probe(L.Callback):
 
         def watched(system: Syscalls, source: Path, target: Path) -> None:
             rename(system, source, target)
-            if target.name.startswith(".trash-"):
+            if target.parent.name.startswith(".trash-"):
                 self._at(trainer, "retention")
             elif source.name.startswith(".stage-"):
                 self._at(trainer, "publish")

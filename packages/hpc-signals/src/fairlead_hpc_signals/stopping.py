@@ -107,6 +107,7 @@ class PreemptionGuard:
         record: Callable[[StopOutcome], object] | None = None,
         tell: Callable[[StopOutcome], object] | None = None,
         progress: Callable[[], object] | None = None,
+        answers: bool = True,
     ) -> None:
         """What to do when a stop is not carried out in time; before this is called `requeuer_here()` requeues.
 
@@ -120,8 +121,9 @@ class PreemptionGuard:
             tell: Tells the user how it ended, on that rank; None prints a line.
             progress: Changes while the loop gets on, also between two calls of `should_stop`: a minute without a
                 change is then too late as well.
+            answers: Whether rank 0 says at once that the signal has come; False where somebody else does.
         """
-        self._overdue = Overdue(requeuer, budget, record, tell, progress)
+        self._overdue = Overdue(requeuer, budget, record, tell, progress, answers)
         if self._watch is not None:
             self._watch.overdue = self._overdue
 

@@ -74,6 +74,7 @@ class Overdue:
         record: Writes the history: before the job is requeued, on the rank that has it done.
         tell: Tells the user, after it.
         progress: Changes while the loop gets on, between two calls of `should_stop` too; None: nothing does that.
+        answers: Whether the user hears at once that the signal has come; else somebody else says it.
     """
 
     requeuer: Requeuer | None = None
@@ -81,6 +82,7 @@ class Overdue:
     record: Callable[[StopOutcome], object] | None = None
     tell: Callable[[StopOutcome], object] | None = None
     progress: Callable[[], object] | None = None
+    answers: bool = True
 
 
 class StopWatch:
@@ -157,7 +159,8 @@ class StopWatch:
         self._deadline.begin()
         if self._leads:
             self._question.start()
-            self._announce()
+            if self.overdue.answers:
+                self._announce()
         seen, since = self._progress(), time.monotonic()
         while not self._closed.wait(_LOOK_S):
             if not self._agreement.asked or self.phase == "requeue":

@@ -70,7 +70,7 @@ def supervise(
             ranks.append(_start(command, environ, index, alive_read, fds))
         for fd in (*inherited, *shared):
             os.close(fd)  # with rank 0 its socket goes, and who waits for it is told
-        stop = _wait(ranks, received)
+        stop = _wait(ranks, received, stderr)
     finally:
         _end(ranks)
         for signum, handler in previous.items():
@@ -107,7 +107,7 @@ def _start(
     return Rank(int(environ["RANK"]), process, read, output)
 
 
-def _wait(ranks: list[Rank], received: list[int]) -> int | None:
+def _wait(ranks: list[Rank], received: list[int], stderr: IO[str]) -> int | None:
     """Returns when all ranks have ended, or one failed and the others had their time; the signal that stopped it."""
     stop: int | None = None
     give_up_at = math.inf
@@ -117,6 +117,8 @@ def _wait(ranks: list[Rank], received: list[int]) -> int | None:
             if signum == stop == signal.SIGINT:
                 # A person asks twice: no more waiting. Schedulers send SIGTERM twice within milliseconds.
                 give_up_at = min(give_up_at, time.monotonic() + _GRACE_S)
+            if stop is None:
+                _announce(ranks, signum, stderr)
             if stop not in _STOPS:
                 stop = signum
             for rank in ranks:
@@ -134,6 +136,15 @@ def _wait(ranks: list[Rank], received: list[int]) -> int | None:
         if time.monotonic() > give_up_at:
             return stop
         time.sleep(_POLL_S)
+
+
+def _announce(ranks: list[Rank], signum: int, stderr: IO[str]) -> None:
+    """Answers at once, for all ranks: those that only we end, because one has failed, say nothing of a stop."""
+    for rank in ranks:
+        _hear(rank)
+    if any(rank.announced is not None for rank in ranks):  # there is a run
+        again = "; again to stop now" if signum == signal.SIGINT else ""
+        print(f"{signal.Signals(signum).name}: stopping after this step, then saving{again}", file=stderr, flush=True)
 
 
 def _hear(rank: Rank) -> None:

@@ -62,6 +62,7 @@ class StopGuard(Protocol):
         record: Callable[[Any], object] | None = None,
         tell: Callable[[Any], object] | None = None,
         progress: Callable[[], object] | None = None,
+        answers: bool = True,
     ) -> None:
         """What to do when a stop is not carried out in time."""
 

@@ -13,7 +13,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from fairlead.interfaces import BuildContext, Requeuer
 from fairlead_distributed.alarms import to_stderr
 from fairlead_distributed.run.session import RunSession
-from fairlead_launch.reports import send_report
+from fairlead_launch.reports import REPORT_FD, send_report
 from fairlead_lightning import compat
 from fairlead_lightning.build import build_backend
 from fairlead_lightning.checkpoint.commits import copies_of
@@ -99,7 +99,12 @@ class Ending:
             return loop.batch_progress.total.ready, loop.val_loop.batch_progress.total.ready, trainer.sanity_checking
 
         self._guard.when_overdue(
-            self._requeuer, budget=self._budget, record=self._record_late, tell=self._tell, progress=progress
+            self._requeuer,
+            budget=self._budget,
+            record=self._record_late,
+            tell=self._tell,
+            progress=progress,
+            answers=REPORT_FD not in self._environ,  # the supervisor does, for all ranks
         )
 
     def carry_out(self, requested: StopRequested) -> None:

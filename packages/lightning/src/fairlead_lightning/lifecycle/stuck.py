@@ -32,9 +32,8 @@ _HANG_SHARE: Final = 0.8
 """Nothing has moved for this share of the time-out: all ranks are still there to be asked where they stand."""
 
 
-def name_root_cause(error: BaseException, environ: Mapping[str, str]) -> None:
-    """Has torchrun name this rank as the root cause, where it would take the first that ended."""
-    file = environ.get("TORCHELASTIC_ERROR_FILE")
+def name_root_cause(error: BaseException, file: str | None) -> None:
+    """Has torchrun, which reads the file, name this rank as the root cause, where it would take the first that ended."""
     if file:
         what = f"{type(error).__name__}: {error}"[:2000]
         with suppress(OSError):  # torchrun then says less
@@ -55,7 +54,7 @@ class StuckRanks(L.Callback):
     def __init__(
         self, environ: Mapping[str, str], *, timeout: timedelta | None = None, grace: timedelta = GRACE
     ) -> None:
-        self._environ = environ
+        self._error_file = environ.get("TORCHELASTIC_ERROR_FILE")
         self._supervised = REPORT_FD in environ
         self._hang_after = (timeout if isinstance(timeout, timedelta) else _TIMEOUT) * _HANG_SHARE
         self._grace = grace
@@ -138,7 +137,7 @@ class StuckRanks(L.Callback):
         else:
 
             def speak() -> None:
-                name_root_cause(error, self._environ)
+                name_root_cause(error, self._error_file)
                 report()
 
             self._watch.failed(error, secondary=lost_a_peer(error), exits=not self._supervised, report=speak)
