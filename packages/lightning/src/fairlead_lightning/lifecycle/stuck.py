@@ -33,7 +33,7 @@ _HANG_SHARE: Final = 0.8
 
 
 def name_root_cause(error: BaseException, file: str | None) -> None:
-    """Has torchrun, which reads the file, name this rank as the root cause, where it would take the first that ended."""
+    """Has torchrun, which reads this file, name this rank as the root cause, not the first that has ended."""
     if file:
         what = f"{type(error).__name__}: {error}"[:2000]
         with suppress(OSError):  # torchrun then says less
