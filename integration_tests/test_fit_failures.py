@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
 from pathlib import Path
@@ -164,7 +165,7 @@ def test_a_rank_that_hangs_does_not_hold_up_a_stop(tmp_path: Path) -> None:
     os.kill(running.process.pid, signal.SIGTERM)
     ended = running.end()
     assert ended.code == 75, ended.text
-    assert "not saved there: rank 1 did not answer within 5 s" in ended.text
+    assert re.search(r"not saved there: rank 1 did not answer within (5|4\.\d+) s", ended.text), ended.text
     run = tmp_path / "runs" / "small"
     assert [event["without"] for event in events(run) if event["event"] == "stop"] == [[1]]
     assert "failed" not in names(run)
