@@ -93,7 +93,7 @@ def start(run, die_at):
     position = resume_position(saved, "metrics.csv")
     loggers = [
         MetricsFile(run, resume_step=saved["step"], position=position),
-        build(config, BuildContext(None, {}, plugins, run_dir=run, extras=cast("Any", extras))),
+        build(config, BuildContext(None, {}, plugins, run_dir=run, extras=extras)),
     ]
 
     def log(step, values):

@@ -32,8 +32,9 @@ _HANG_SHARE: Final = 0.8
 """Nothing has moved for this share of the time-out: all ranks are still there to be asked where they stand."""
 
 
-def name_root_cause(error: BaseException, file: str | None) -> None:
-    """Has torchrun, which reads this file, name this rank as the root cause, not the first that has ended."""
+def name_root_cause(error: BaseException, environ: Mapping[str, str]) -> None:
+    """Has torchrun name this rank as the root cause, where it would take the first that ended."""
+    file = environ.get("TORCHELASTIC_ERROR_FILE")
     if file:
         what = f"{type(error).__name__}: {error}"[:2000]
         with suppress(OSError):  # torchrun then says less
@@ -54,7 +55,7 @@ class StuckRanks(L.Callback):
     def __init__(
         self, environ: Mapping[str, str], *, timeout: timedelta | None = None, grace: timedelta = GRACE
     ) -> None:
-        self._error_file = environ.get("TORCHELASTIC_ERROR_FILE")
+        self._environ = environ
         self._supervised = REPORT_FD in environ
         self._hang_after = (timeout if isinstance(timeout, timedelta) else _TIMEOUT) * _HANG_SHARE
         self._grace = grace
@@ -63,8 +64,8 @@ class StuckRanks(L.Callback):
         self._earlier: Any = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Spawned ranks make their own threads."""
-        return {**self.__dict__, "_watch": None, "_earlier": None}
+        """Spawned ranks make their own threads, and are none of torchrun's."""
+        return {**self.__dict__, "_watch": None, "_earlier": None, "_environ": {}}
 
     def begin(self, session: RunSession) -> None:
         """A fit of this run begins; it is watched from its `setup` on, when the ranks are connected."""
@@ -137,7 +138,7 @@ class StuckRanks(L.Callback):
         else:
 
             def speak() -> None:
-                name_root_cause(error, self._error_file)
+                name_root_cause(error, self._environ)
                 report()
 
             self._watch.failed(error, secondary=lost_a_peer(error), exits=not self._supervised, report=speak)
