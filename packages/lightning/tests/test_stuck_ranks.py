@@ -88,7 +88,8 @@ class Job:
             "RUN": str(self.run),
         }
         for rank in range(2):
-            environ = {**os.environ, **shared_by_ranks, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+            own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "TORCHELASTIC_ERROR_FILE": f"error-{rank}.json"}
+            environ = {**os.environ, **shared_by_ranks, **own}
             with self._said(rank, "out").open("w") as out, self._said(rank, "err").open("w") as err:
                 fds = {1: out.fileno(), 2: err.fileno()}
                 started = shared().start(run_python, str(script), environ=environ, cwd=self.folder, fds=fds)
@@ -148,8 +149,6 @@ def test_a_rank_that_lost_its_peer_is_not_blamed(job: Job, trouble: str, error: 
     """Rank 0 is in a collective, and fails of gloo's `Connection closed by peer`; torchrun would name it first."""
     (_, _, said), (_, _, traceback) = job.end(
         f"""
-        os.environ["TORCHELASTIC_ERROR_FILE"] = f"error-{{rank}}.json"
-
         def trouble(model):
             if rank == 1:
                 {trouble}
