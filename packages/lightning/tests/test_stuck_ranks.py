@@ -50,7 +50,7 @@ class Bad(Line):
 
 def fit(limit_s=1200, **settings):
     session = RunSession(Handoff(run, 1, None), dict(), rank=rank)
-    stuck = StuckRanks(dict(), timeout=timedelta(seconds=limit_s), grace=timedelta(seconds=2))
+    stuck = StuckRanks(os.environ, timeout=timedelta(seconds=limit_s), grace=timedelta(seconds=2))
     session.event("start", start=1)
     stuck.begin(session)
     trainer = L.Trainer(
