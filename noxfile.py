@@ -150,7 +150,8 @@ def slurm(session: nox.Session) -> None:
 @nox.session
 def huggingface(session: nox.Session) -> None:
     """Stops of Hugging Face's Trainer, in an environment without Lightning."""
-    places = [part for package in (*TORCH_FREE, "distributed", "environments") for part in editable(package)]
+    places = [part for package in (*TORCH_FREE, "distributed") for part in editable(package)]
+    places += ["-e", "packages/environments"]  # its extra brings Lightning
     install(session, *group("test", "huggingface"), *places, "-e", "packages/hpc-signals[run]")
     ran = {"FAIRLEAD_RAN": str(RAN / session.name)}
     session.run("pytest", *SLOWEST, "integration_tests/huggingface", *session.posargs, env=ran)
