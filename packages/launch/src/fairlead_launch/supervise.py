@@ -59,6 +59,7 @@ def supervise(
     alive_read, alive_write = os.pipe()
     ranks: list[Rank] = []
     received = list(early)
+    stop: int | None = None
 
     def note(signum: int, _frame: FrameType | None) -> None:
         received.append(signum)
@@ -72,7 +73,7 @@ def supervise(
             os.close(fd)  # with rank 0 its socket goes, and who waits for it is told
         stop = _wait(ranks, received, stderr)
     finally:
-        _end(ranks)
+        _end(ranks, failed=stop is None and not received)
         for signum, handler in previous.items():
             signal.signal(signum, handler)
         os.close(alive_read)
@@ -156,12 +157,15 @@ def _hear(rank: Rank) -> None:
             rank.report = message
 
 
-def _end(ranks: list[Rank]) -> None:
-    """Stops whatever still runs: SIGTERM, a grace, SIGKILL; nothing is left behind."""
+def _end(ranks: list[Rank], *, failed: bool) -> None:
+    """Stops whatever still runs: SIGTERM, a grace, SIGKILL; nothing is left behind.
+
+    Where a rank has failed there is no SIGTERM: to the others it would be a stop, after which a job is started again.
+    """
     running = [rank for rank in ranks if rank.process.poll() is None]
     for rank in running:
         rank.stopped_by_us = True
-        rank.process.terminate()
+        rank.process.send_signal(signal.SIGKILL if failed else signal.SIGTERM)
     deadline = time.monotonic() + _GRACE_S
     for rank in running:
         with contextlib.suppress(subprocess.TimeoutExpired):
