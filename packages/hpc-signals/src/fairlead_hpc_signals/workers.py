@@ -10,6 +10,7 @@ import signal
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from multiprocessing import resource_tracker
 from types import FrameType
 
 from fairlead_hpc_signals.flags import signal_number
@@ -45,6 +46,7 @@ class OutliveStops:
 
         It would die of it otherwise, for it begins without handlers, and imports for seconds before it gets here.
         """
+        resource_tracker.ensure_running()  # it unblocks SIGTERM when it starts, which may be with the first worker
         before = signal.pthread_sigmask(signal.SIG_BLOCK, self.signals)
         try:
             yield
