@@ -1,7 +1,8 @@
-"""The generated parts of the reference, as an MkDocs hook: `<!-- generated: NAME -->` in a page becomes the part NAME.
+"""The generated parts of the reference, which come from the code: docstrings of fields, argparse, tables of codes.
 
-Everything comes from the code: field docstrings, argparse, the tables of codes and capabilities. Nothing is written
-to docs/, so nothing can be out of date. `python docs/gen_reference.py NAME` prints one part.
+`python docs/gen_reference.py` writes them into the pages, between `<!-- generated: NAME -->` and `<!-- end: NAME -->`,
+so that they can be read in the repository; a test compares.  The names of the Python API, a marker without an end, are
+put in by MkDocs, whose hook this file is.
 """
 
 from __future__ import annotations
@@ -30,9 +31,9 @@ from fairlead_runs.fingerprints import MAY_CHANGE
 sys.path.insert(0, str(Path(__file__).parent.parent))  # MkDocs runs a hook as a file, outside of any package
 from docs.field_tables import JOB_MODELS, describe, fields, nested, table, yaml_word
 
-__all__ = ["PARTS", "expand", "first_party_plugins", "models", "on_files", "on_page_markdown"]
+__all__ = ["PARTS", "expand", "first_party_plugins", "models", "on_files", "on_page_markdown", "written"]
 
-MARKER: Final = re.compile(r"^<!-- generated: ([\w-]+) -->$", re.MULTILINE)
+MARKER: Final = re.compile(r"^<!-- generated: ([\w-]+) -->$(\n.*?^<!-- end: \1 -->$)?", re.MULTILINE | re.DOTALL)
 ROOT: Final = Path(__file__).parent.parent
 MEASURED: Final = "reference/measured.md"
 NOT_MEASURED: Final = """# Measured
@@ -181,7 +182,7 @@ def _hooks() -> str:
     for name, hook in inspect.getmembers(HookSpecs, inspect.isfunction):
         if name.startswith("fairlead_"):
             signature = str(inspect.signature(hook)).replace("'", "")
-            parts.append(f"### {name}\n\n```python\ndef {name}{signature}\n```\n\n{describe(hook)}")
+            parts.append(f"### {name}\n\n```python\ndef {name}{signature}: ...\n```\n\n{describe(hook)}")
     return "\n\n".join(parts)
 
 
@@ -217,8 +218,18 @@ PARTS: Final[Mapping[str, Callable[[], str]]] = {
 """Every part by its name in a marker."""
 
 
+def written(markdown: str) -> str:
+    """A page as it should be in the repository; an unknown name is a KeyError."""
+
+    def part(found: re.Match[str]) -> str:
+        name = found[1]
+        return f"<!-- generated: {name} -->\n{PARTS[name]()}\n<!-- end: {name} -->" if found[2] else found[0]
+
+    return MARKER.sub(part, markdown)
+
+
 def expand(markdown: str) -> str:
-    """A page with its markers replaced; an unknown name is a KeyError."""
+    """A page with all of its markers replaced."""
     return MARKER.sub(lambda match: PARTS[match[1]](), markdown)
 
 
@@ -240,4 +251,5 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 if __name__ == "__main__":
-    sys.stdout.write(PARTS[sys.argv[1]]() + "\n" if len(sys.argv) > 1 else Path(__file__).name + "\n")
+    for page in (ROOT / "docs").rglob("*.md"):
+        page.write_text(written(page.read_text(encoding="utf-8")), encoding="utf-8")

@@ -22,7 +22,7 @@ import pytest
 import yaml as pyyaml
 
 import fairlead
-from docs.gen_reference import PARTS, expand, first_party_plugins, models
+from docs.gen_reference import PARTS, expand, first_party_plugins, models, written
 from fairlead import yaml
 from fairlead.config import JobConfig
 from fairlead.config_bases import AXES
@@ -161,6 +161,11 @@ def test_every_generated_part_is_used() -> None:
     """A part that no page shows is not documentation."""
     text = "".join(path.read_text(encoding="utf-8") for path in DOCS.rglob("*.md"))
     assert [name for name in PARTS if f"<!-- generated: {name} -->" not in text] == []
+
+
+def test_the_generated_parts_in_the_repository_are_fresh() -> None:
+    stale = [path.name for path in DOCS.rglob("*.md") if (text := path.read_text(encoding="utf-8")) != written(text)]
+    assert stale == [], "python docs/gen_reference.py writes them"
 
 
 # -- what the pages show

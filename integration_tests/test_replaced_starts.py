@@ -97,8 +97,8 @@ def test_after_a_kill_on_another_host(tmp_path: Path) -> None:
     assert fairlead("fit", job, cwd=tmp_path).code == 0
     more = ("fit", job, "--set", "trainer.max_steps=4")
 
-    def killed(age_s: float) -> None:
-        owner = dataclasses.replace(LockOwner.here(), host="node17", boot="another", nonce="other")
+    def killed(age_s: float, of: str | None = None) -> None:
+        owner = dataclasses.replace(LockOwner.here(), host="node17", boot="another", nonce="other", job=of)
         (run / ".lock").write_bytes(owner.dump())
         then = time.time() - age_s
         os.utime(run / ".lock", (then, then))
@@ -112,6 +112,18 @@ def test_after_a_kill_on_another_host(tmp_path: Path) -> None:
     pod = fairlead(*more, cwd=tmp_path, environ=IN_A_POD)
     assert pod.code == 0, pod.text
     assert re.search(r"waiting, .* on node17, .* it is taken over in \d+ s", pod.text)
+    killed(60, of="slurm:4711")
+    (tmp_path / "bin").mkdir()
+    scontrol = tmp_path / "bin" / "scontrol"  # a FAKE: it says what SLURM does of a job that has lost its node
+    scontrol.write_text("#!/bin/sh\necho JobId=4711 JobName=x JobState=NODE_FAIL NodeList=node[16-17]\n")
+    scontrol.chmod(0o755)
+    known = fairlead(
+        *more[:-1], "trainer.max_steps=5", cwd=tmp_path, environ={"PATH": f"{scontrol.parent}:{os.environ['PATH']}"}
+    )
+    assert known.code == 0, known.text
+    assert "waiting, " not in known.text
+    took_over = [event["took_over"] for event in events(run) if "took_over" in event][-1]
+    assert "its job slurm:4711 has ended: NODE_FAIL" in took_over
     killed(105)
     person = fairlead("fit", job, "--set", "trainer.max_steps=6", "--wait", cwd=tmp_path)
     assert person.code == 0, person.text

@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
+import signal
 import subprocess
 import sys
+import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 import torch
 
-from fairlead.testing import write_dist
+from fairlead.testing import CONFORMANCE, write_dist
 from fairlead_distributed import free_port
-from integration_tests.jobs import events, fairlead, names, repository, start
+from integration_tests.jobs import JOB, changed, events, fairlead, names, repository, start
 
 PLUGINS = Path(__file__).parent.parent / "examples" / "plugins"
+EXAMPLES = sorted(project.parent.name for project in PLUGINS.glob("*/pyproject.toml"))
 pytestmark = pytest.mark.slow
 
 
@@ -26,7 +30,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """The environment in which the plugins are installed, beside what is installed here."""
     folder = tmp_path_factory.mktemp("plugins")
     site = folder / "site"
-    sources = [shutil.copytree(PLUGINS / name, folder / name) for name in ("localsgd", "pbs", "sge")]
+    sources = [shutil.copytree(PLUGINS / name, folder / name) for name in EXAMPLES]
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation", "--no-index"]
     done = subprocess.run(
         [*pip, "--target", str(site), *map(str, sources)],
@@ -42,23 +46,73 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 def test_they_are_discovered(tmp_path: Path, installed: Mapping[str, str]) -> None:
     call = fairlead("plugins", "--json", cwd=tmp_path, environ=installed)
     found = {f"{record['axis']}.{record['name']}": record for record in json.loads(call.out)}
-    dists = {
-        "strategy.localsgd": "fairlead-localsgd",
-        "environment.pbs": "fairlead-pbs",
-        "environment.sge": "fairlead-sge",
-    }
-    for key, dist in dists.items():
-        assert found[key]["dist"] == dist
-        assert found[key]["available"], found[key]
+    theirs = {key: record for key, record in found.items() if record["dist"].removeprefix("fairlead-") in EXAMPLES}
+    assert set(CONFORMANCE) == {record["axis"] for record in theirs.values()}, "an axis without an example"
+    assert all(record["available"] for record in theirs.values()), theirs
 
 
-@pytest.mark.parametrize("name", ["localsgd", "pbs", "sge"])
-def test_their_own_tests_pass(tmp_path: Path, installed: Mapping[str, str], name: str) -> None:
-    tests = shutil.copytree(PLUGINS / name / "tests", tmp_path / "tests")
+def test_the_page_says_which_example_is_of_which_axis() -> None:
+    """A reader finds the axis in the table, and there is what it names."""
+    page = (PLUGINS.parents[1] / "docs" / "write-a-plugin.md").read_text()
+    shown = dict(re.findall(r"^\| `(\w+)` \| .* \| `examples/plugins/(\w+)`", page, re.MULTILINE))
+    assert shown.keys() == CONFORMANCE.keys()
+    for axis, name in shown.items():
+        project = tomllib.loads((PLUGINS / name / "pyproject.toml").read_text())["project"]
+        assert any(key.startswith(f"{axis}.") for key in project["entry-points"]["fairlead"]), (axis, name)
+
+
+def test_their_own_tests_pass(tmp_path: Path, installed: Mapping[str, str]) -> None:
+    tests = [str(file) for name in EXAMPLES for file in (PLUGINS / name / "tests").glob("test_*.py")]
     command = (sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir", str(tmp_path))
-    call = fairlead(str(tests), cwd=tmp_path, environ=installed, command=command)
+    call = fairlead(*tests, cwd=tmp_path, environ=installed, command=command)
     assert call.code == 0, call.text
     assert "passed" in call.out
+    assert len(tests) == len(EXAMPLES)
+
+
+def test_a_job_of_all_the_others_trains_is_requeued_and_resumes(tmp_path: Path, installed: Mapping[str, str]) -> None:
+    """Each does what it is for: in one job that is stopped by SIGTERM and started again."""
+    chosen = {
+        "accelerator": "numa",
+        "devices": 1,
+        "strategy": "ddp",  # of one rank: a layer sync is applied by strategies of several
+        "precision": "tf32",
+        "layer_sync": "frozen_batchnorm",
+        "checkpoint_io": "npy",
+        "requeue": {"name": "spool", "folder": str(tmp_path / "spool")},
+        "loggers": ["jsonl"],
+    }
+    job = repository(tmp_path / "repo", job=changed(JOB, model={"args": {"delay": 0.1}}, trainer=chosen))
+    model = tmp_path / "repo" / "mine" / "model.py"
+    layer = "torch.nn.Linear(4, width)"
+    model.write_text(model.read_text().replace(layer, f"torch.nn.Sequential(torch.nn.BatchNorm1d(4), {layer})"))
+    (tmp_path / "spool").mkdir()
+    environ = {**installed, "WEIGHTS": "1", "SCRATCH": str(tmp_path)}
+    metrics = tmp_path / "runs" / "small" / "metrics.jsonl"
+
+    running = start("fit", str(job), cwd=tmp_path, environ=environ)
+    running.until(lambda: metrics.exists() and metrics.read_text().count("\n") > 2, "three steps")
+    running.process.send_signal(signal.SIGTERM)
+    stopped = running.end()
+    assert stopped.code == 75, stopped.text
+    assert "scratch-is-purged" in stopped.err
+    assert [file.read_text() for file in (tmp_path / "spool").iterdir()] == [str(tmp_path)]
+    with metrics.open("a") as file:
+        file.write("what a start logs behind its last checkpoint\n")
+
+    again = fairlead("fit", str(job), cwd=tmp_path, environ=environ)
+    assert again.code == 0, again.text
+    assert "resumes from" in again.text
+    assert [json.loads(line)["step"] for line in metrics.read_text().splitlines()] == list(range(8))
+    end = torch.load(tmp_path / "weights-0.pt", weights_only=True)
+    assert end["layer.0.num_batches_tracked"] == 0
+    assert not torch.equal(end["layer.0.weight"], torch.ones(4))
+
+    listed = fairlead("checkpoint", "verify", "runs/small", cwd=tmp_path, environ=installed)
+    assert (listed.code, "step-00000008: ok" in listed.out) == (0, True), listed.text
+    assert list((tmp_path / "runs" / "small" / "checkpoints" / "step-00000008" / "state.ckpt").glob("*.npy"))
+    used = fairlead("disk", "--json", cwd=tmp_path, environ=installed)
+    assert json.loads(used.out)["small"] > 0
 
 
 def weights(folder: Path) -> list[torch.Tensor]:

@@ -295,6 +295,9 @@ def test_an_error_on_rank_0_ends_all_ranks(tmp_path: Path) -> None:
     assert said
     assert {line.partition(": ")[2] for line in said} == {"FingerprintError"}
     assert "0.05" in refused.stderr
+    assert refused.stderr.count("model.args.lr: 0.05 -> 0.01") == 1, (
+        refused.stderr
+    )  # of rank 0; the other says one line at most
     assert len(events(tmp_path / "runs" / "run", "start")) == 1
 
 

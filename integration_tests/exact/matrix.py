@@ -30,6 +30,7 @@ _HERE = "integration_tests.exact.jobs.written"
 _LIGHTNING = "lightning.pytorch.callbacks"
 _EPOCHS_MEAN = "monitor: train/loss_epoch, patience: 1, check_on_train_epoch_end: true"
 _KEEPING_WEIGHTS = "amount: 0.1, use_lottery_ticket_hypothesis: false"
+_FROM_THE_SECOND = "{scheduling: {0: 1, 1: 3}}"
 
 # Where it is installed: it brings pyarrow and pandas.
 _HUGGING_FACE = ["hf", "hf_map", "hf_batched", "hf_shuffled"] if importlib.util.find_spec("datasets") else []
@@ -80,6 +81,11 @@ AXES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "averaging": (f"callback:{_LIGHTNING}:StochasticWeightAveraging {{swa_lrs: 0.01, swa_epoch_start: 1}}",),
         "pruning": (f"callback:{_LIGHTNING}:ModelPruning {{pruning_fn: l1_unstructured, {_KEEPING_WEIGHTS}}}",),
         "rate finder": (f"callback:{_LIGHTNING}:LearningRateFinder {{num_training_steps: 5}}",),
+        "batch finder": (f"callback:{_LIGHTNING}:BatchSizeFinder {{max_trials: 3, steps_per_trial: 1}}",),
+        "finetuning": (f"callback:{_HERE}.model:Unfreezing {{}}",),
+        "accumulation schedule": (
+            f"callback:{_LIGHTNING}:GradientAccumulationScheduler {{scheduling: {{0: 1, 1: 3}}}}",
+        ),
         "moving average": (f"callback:{_HERE}.model:Ema {{}}",),
     },
     "schedule": {
@@ -103,9 +109,9 @@ AXES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
 PLACES = ("train_batch_start", "train_batch_end", "validation_batch_start")
 Choice = Mapping[str, str]
 
-# Without a length, Lightning takes no fraction of an epoch, and can estimate no steps.
+# Without a length, Lightning takes no fraction of an epoch, can estimate no steps, and averages no batch norm.
 _ENDLESS = {"sizeless", "stream", "plain_stream", "stream_buffered", "nodes", *_HUGGING_FACE}
-_OF_A_LENGTH = {"validation": {"half"}, "schedule": {"one_cycle", "warmup"}}
+_OF_A_LENGTH = {"validation": {"half"}, "schedule": {"one_cycle", "warmup"}, "callback": {"averaging"}}
 
 
 def possible(choice: Choice) -> bool:

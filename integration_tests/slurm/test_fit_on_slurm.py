@@ -184,6 +184,22 @@ def test_a_node_that_fails_costs_the_steps_behind_the_last_checkpoint(
     the_same(references, tmp_path, job, PAIR)
 
 
+def test_a_node_that_slurm_cannot_reach_for_a_while(cluster: Cluster, references: References, tmp_path: Path) -> None:
+    """SLURM starts the job again elsewhere while the first rank lives on there: it neither writes nor finishes."""
+    job = fit(cluster, tmp_path, case=PAIR, pause=2.0)
+    until_saved(job, tmp_path, 3)
+    victim = job.nodes()[0]
+    cluster.run(*cluster.on(victim, "pkill", "-STOP", "slurmd"))
+    try:
+        wait_until("the job runs again", lambda: len(history(tmp_path, "start")) == 2, 200)
+        assert job.wait() == "COMPLETED", job.text()
+    finally:
+        cluster.fail(victim)
+        cluster.boot(victim)
+    assert job.shown()["Restarts"] == "1"
+    the_same(references, tmp_path, job, PAIR)
+
+
 # -- what people do
 
 

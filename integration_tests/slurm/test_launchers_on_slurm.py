@@ -17,7 +17,7 @@ from integration_tests.exact.references import References
 from integration_tests.slurm.cluster import Cluster
 from integration_tests.slurm.jobs import submit
 from integration_tests.slurm.system import wait_until
-from integration_tests.slurm.training import PAIR, as_if_nothing_had_happened, fit, history, until_saved
+from integration_tests.slurm.training import PAIR, QUICK_AGAIN, as_if_nothing_had_happened, fit, history, until_saved
 
 pytestmark = pytest.mark.slow
 
@@ -26,7 +26,7 @@ TORCHRUN = f"{sys.executable} -m torch.distributed.run --nproc-per-node 2 --mast
 
 def test_torchrun_in_a_batch_script_is_preempted(cluster: Cluster, references: References, tmp_path: Path) -> None:
     """No step, so no warning: SIGTERM to all when the time of grace is over. SLURM requeues; we do not."""
-    script = f"{TORCHRUN}{shlex.join(['fairlead', *PAIR.words()])}\n"
+    script = f"{QUICK_AGAIN}{TORCHRUN}{shlex.join(['fairlead', *PAIR.words()])}\n"
     job = submit(
         cluster,
         script,

@@ -92,10 +92,10 @@ def test_a_scheduler_that_does_not_say_why(cluster: Cluster, tmp_path: Path) -> 
 
 
 def test_a_rank_that_is_stopped(cluster: Cluster, tmp_path: Path) -> None:
-    """The others do not wait for it: requeued within the time there is, from the newest checkpoint."""
-    job = training(cluster, tmp_path, script=f"export GRACE=10\nsrun {LOOP}\n")
+    """The others do not wait for it: requeued within this cluster's KillWait of 10 s, from the newest checkpoint."""
+    job = training(cluster, tmp_path)
     cluster.run(*cluster.on("n2", "pkill", "-STOP", "-n", "-f", "own_loop.py"))
-    job.signal("USR1")
+    job.signal("TERM")
     wait_until("it was requeued", lambda: job.shown()["Restarts"] == "1", 15)
     assert job.wait() == "COMPLETED", job.text()
     assert "did not answer within 5 s" in job.text()

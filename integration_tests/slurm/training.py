@@ -21,6 +21,7 @@ __all__ = [
     "CASE",
     "PAIR",
     "PASSED_ON",
+    "QUICK_AGAIN",
     "STEP",
     "as_if_nothing_had_happened",
     "fit",
@@ -35,6 +36,8 @@ CASE = Case("mlp", ranks=4)
 """24 optimizer steps in three epochs, each with a validation behind it."""
 PAIR = Case("mlp", ranks=2)
 """The same with half as many processes to start."""
+QUICK_AGAIN = f'if [ "${{SLURM_RESTART_COUNT:-0}}" -gt 0 ]; then unset {PAUSE}; fi\n'
+"""The first lines of a script whose steps are slowed only until a test has stopped it."""
 STEP = "srun {command}\n"
 """The script of a job that is one step."""
 PASSED_ON = """\
@@ -66,7 +69,7 @@ def fit(
         cluster: Where.
         cwd: The working directory, with `runs/`.
         options: Of sbatch.
-        pause: Seconds by which places of the job take longer; a number is for each step.
+        pause: Seconds by which places of the job take longer; a number is for each step until the job is requeued.
         script: The batch script with `{command}` in it.
         sets: Further `--set PATH=VALUE`.
         case: The job.
@@ -78,9 +81,10 @@ def fit(
     command = shlex.join([FAIRLEAD, *case.words(), *(word for one in sets for word in ("--set", one))])
     pauses = pause if isinstance(pause, Mapping) else {"train_batch_start": pause}
     slowed = {PAUSE: " ".join(f"{place}={seconds}" for place, seconds in pauses.items())}
+    quick = "" if isinstance(pause, Mapping) else QUICK_AGAIN
     return submit(
         cluster,
-        script.format(command=command),
+        quick + script.format(command=command),
         cwd,
         f"-N{nodes}",
         f"--ntasks-per-node={tasks}",

@@ -14,6 +14,8 @@ from fairlead import PluginManager
 from fairlead.cli import main
 from fairlead.testing import FakeEntryPoint
 from fairlead_checkpoint_io.commands.checkpoint import checkpoint
+from fairlead_checkpoint_io.distributed_shards import distributed_shards
+from fairlead_checkpoint_io.torch_file import torch_file
 from fairlead_runs.commit import Checkpoint, checkpoint_name, publish, stage, write_file
 
 
@@ -34,9 +36,14 @@ class Said:
 Command = Callable[..., Said]
 
 
-def command(folder: Path, capsys: pytest.CaptureFixture[str]) -> Command:
-    """`fairlead checkpoint` in a folder."""
-    plugins = PluginManager([FakeEntryPoint("command.checkpoint", checkpoint)])
+def command(folder: Path, capsys: pytest.CaptureFixture[str], more: Mapping[str, object] | None = None) -> Command:
+    """`fairlead checkpoint` in a folder, with `more` plugins than ours."""
+    ours = {
+        "command.checkpoint": checkpoint,
+        "checkpoint_io.torch": torch_file,
+        "checkpoint_io.distributed": distributed_shards,
+    }
+    plugins = PluginManager([FakeEntryPoint(key, plugin) for key, plugin in {**ours, **(more or {})}.items()])
 
     def run(*words: str | Path) -> Said:
         code = main(["checkpoint", *map(str, words)], plugins=plugins, environ={}, cwd=folder)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import subprocess
 import sys
@@ -267,6 +269,21 @@ def test_a_defect_is_one_block_and_1(fake_dist: Any, tmp_path: Path, capsys: pyt
     assert "ZeroDivisionError: oh" in capsys.readouterr().err
     with pytest.raises(ZeroDivisionError):
         main(["bad", "--debug"], plugins=plugins, environ={}, cwd=tmp_path)
+
+
+def test_a_debug_behind_the_script_is_the_scripts(fake_dist: Any, tmp_path: Path) -> None:
+    source = (
+        "def script(parser): parser.add_argument('words', nargs='*', help='w')\n"
+        "def run(arguments, session): session.print(f'{arguments.words} {session.debug}'); return 0\n"
+    )
+    fake_dist("scripts", entry_points={}, files={"scripts_command.py": source})
+    command = CommandPlugin("run", "r", arguments="scripts_command:script", runtime="scripts_command:run")
+    plugins = PluginManager([FakeEntryPoint("command.run", command)])
+    for words, said in ((["--", "a.py", "--debug"], False), (["--debug", "--", "a.py", "--debug"], True)):
+        out = io.StringIO()
+        with contextlib.redirect_stdout(out):
+            assert main(["run", *words], plugins=plugins, environ={}, cwd=tmp_path) == 0
+        assert out.getvalue() == f"['a.py', '--debug'] {said}\n"
 
 
 def test_as_a_process() -> None:

@@ -231,6 +231,7 @@ def rows(subject: str, other: str) -> Ring:
         (ring(runtime="gone:build", engines=("gone",)), {}, "test_is_found_and_loads", "passed"),  # as an engine is
         (ring(engine=("torch",)), {}, "test_is_found_and_loads", "did you mean `engines`?"),
         (ring(engines="torch"), {}, "test_is_found_and_loads", "`engines` is a text"),
+        (ring(aliases="Ring"), {}, "test_is_found_and_loads", "write `aliases = ('Ring',)`"),
         (rows("strategy.ring", "acelerator.cpu"), {}, "test_is_found_and_loads", "did you mean accelerator.cpu?"),
         (rows("strategy.ring", "precision.32-tru"), {}, "test_is_found_and_loads", "did you mean precision.32-true?"),
         (rows("strategy.ring", "strategy.of_another"), {}, "test_is_found_and_loads", "passed"),

@@ -150,14 +150,27 @@ def test_a_preempted_job_is_ours_to_requeue(mode: str, fakes: Fakes) -> None:
     fakes.prints("scontrol", job=RECORDED[f"preemption {mode}, grace"][1])
     reason = why_stopped({**fakes.environ, "SLURM_JOB_ID": "17", "SLURM_TIME_FORMAT": "%c"})
     assert (reason.why, reason.scheduler_requeues) == ("preempted", False)
-    assert fakes.calls == ["scontrol show job -o 17"]
+    assert fakes.calls == ["scontrol show job -o 17", "scontrol show config"]
 
 
 def test_an_array_task_is_asked_for_by_its_index(fakes: Fakes) -> None:
     """Its last task has the array's own id, under which all tasks would come."""
     fakes.prints("scontrol", job=RECORDED["array task"][1])
     why_stopped({**fakes.environ, "SLURM_JOB_ID": "4", "SLURM_ARRAY_JOB_ID": "4", "SLURM_ARRAY_TASK_ID": "1"})
-    assert fakes.calls == ["scontrol show job -o 4_1"]
+    assert fakes.calls[0] == "scontrol show job -o 4_1"
+
+
+def test_what_the_cluster_grants_after_sigterm(fakes: Fakes) -> None:
+    """As `scontrol show config` writes it; where SLURM does not answer, a newer one's end of the job is known still."""
+    job = RECORDED["scancel"][1].replace("'", "")
+    fakes.answers("scontrol", f"case $2 in config) echo 'KillWait                = 7 sec';; *) echo '{job}';; esac")
+    assert why_stopped({**fakes.environ, "SLURM_JOB_ID": "17"}).grace_s == 7
+    assert read_job(fields_of(RECORDED["scontrol requeue"][1]), 0, "", 0.0, 7.0).remaining_s == 7
+    fakes.answers("scontrol", "exit 1")
+    environ = {**fakes.environ, "SLURM_JOB_ID": "17", "SLURM_JOB_END_TIME": str(int(time.time()) + 120)}
+    reason = why_stopped(environ)
+    assert (reason.why, reason.grace_s) == ("time_limit", None)
+    assert 110 < (reason.remaining_s or 0) <= 120
 
 
 def test_a_restart_count_from_the_environment(fakes: Fakes) -> None:

@@ -242,6 +242,16 @@ def test_a_save_with_a_bug_is_not_requeued(slurm: dict[str, str], tmp_path: Path
     assert requeue.count == 0
 
 
+def test_a_start_makes_no_requeuer(slurm: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """To resolve one costs a third of a second, and most starts need none, or have another."""
+    made = []
+    monkeypatch.setattr("fairlead_hpc_signals.stopping.requeuer_here", lambda environ: made.append(environ))
+    guard = PreemptionGuard(environ=slurm, flags=SignalFlags()).start()
+    guard.when_overdue()
+    guard.close()
+    assert made == []
+
+
 def test_misuse_is_told(slurm: dict[str, str]) -> None:
     guard = PreemptionGuard(environ=slurm, flags=SignalFlags())
     assert not guard.should_stop()
@@ -323,7 +333,7 @@ def test_all_ranks_save_and_end_alike(
     assert order == ["save", *cut]
     assert outcome.exit_code == code
     assert Requeue(tmp_path / "log").count == count
-    assert len(calls(slurm)) == 1
+    assert calls(slurm).count("show job -o 17") <= 2  # one at the start of the loop
 
 
 def one_cannot_save(rank: int, slurm: dict[str, str], log: str, bad: int, kind: type[Exception]) -> str | None:

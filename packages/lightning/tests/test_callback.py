@@ -182,3 +182,16 @@ def test_a_trainer_that_knows_of_one_of_several_ranks_does_not_train_alone(
     monkeypatch.setenv("FAIRLEAD_ENVIRONMENT", "lightning")  # each on purpose
     script(tmp_path, max_epochs=1)
     assert (tmp_path / "run").is_dir()
+
+
+@pytest.mark.parametrize("recipe", [{}, {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29999", "NODE_RANK": "0"}])
+def test_an_exported_world_size_is_not_trained_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recipe: dict[str, str]
+) -> None:
+    """`WORLD_SIZE=4 python train.py` with `Trainer(devices=1)` on each of four machines."""
+    for name, value in {**recipe, "WORLD_SIZE": "4"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match=r"WORLD_SIZE|one of 4") as caught:
+        script(tmp_path, max_epochs=1)
+    assert "alone" in caught.value.block()
+    assert not (tmp_path / "run").exists()

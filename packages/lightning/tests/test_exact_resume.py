@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 import torchmetrics
-from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from lightning.pytorch.callbacks import BatchSizeFinder, GradientAccumulationScheduler
 from tiny_job import contents
 from torch import Tensor
 from torch.utils.data import (
@@ -26,7 +26,9 @@ from torch.utils.data import (
     RandomSampler,
     Sampler,
     WeightedRandomSampler,
+    default_collate,
 )
+from torchdata import nodes  # type: ignore[import-untyped]
 from torchdata.stateful_dataloader import StatefulDataLoader  # type: ignore[import-untyped]
 
 from fairlead import RunConfig, Trainer, TrainerConfig
@@ -221,8 +223,10 @@ class Stream(IterableDataset[tuple[Tensor, Tensor]]):
     def __init__(self) -> None:
         self.given = 0
 
+    data: type[Noisy] = Noisy
+
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        data = Noisy()
+        data = self.data()
         while self.given < SAMPLES:
             self.given += 1
             yield data[self.given - 1]
@@ -493,6 +497,29 @@ def test_a_state_that_does_not_lead_back_is_not_called_exact(tmp_path: Path, kin
     assert [behind in reason["why"] for reason in found["reasons"]] == [True]
 
 
+class QuietlyBuffered(Buffered):
+    """Its samples are the same each time they are read."""
+
+    data = Quiet
+
+
+def generated_nodes() -> Any:
+    """Torchdata's nodes over a sampler whose generator is in no state of theirs."""
+    data = Quiet()
+    order = nodes.SamplerWrapper(RandomSampler(range(SAMPLES), generator=torch.Generator().manual_seed(5)))
+    batches = nodes.Batcher(nodes.Mapper(order, data.__getitem__), BATCH, drop_last=False)
+    return nodes.Loader(nodes.Mapper(batches, default_collate))
+
+
+@pytest.mark.parametrize("loaders", [lambda: StatefulDataLoader(QuietlyBuffered(), batch_size=BATCH), generated_nodes])
+def test_an_epoch_is_begun_again_where_only_that_leads_back(tmp_path: Path, loaders: Callable[[], Any]) -> None:
+    """In the second epoch and in the third; and it is said."""
+    assert_equal(tmp_path, loaders, at("train", 12), at("train", 16), val_check_interval=1.0)
+    found = exactness(tmp_path / "undisturbed")
+    assert found["exact"]
+    assert ["behind batch 1" in why for why in found["replayed"]] == [True]
+
+
 def test_a_state_is_not_called_exact_before_it_was_tried(tmp_path: Path) -> None:
     run(tmp_path, stream, val_check_interval=1.0, max_epochs=1)
     assert [reason["certain"] for reason in exactness(tmp_path)["reasons"]] == [False]
@@ -504,3 +531,50 @@ def test_a_state_that_cannot_be_written_does_not_stop_the_training(tmp_path: Pat
     """The checkpoint is there, without the place in the data."""
     run(tmp_path, lambda: DataLoader(Noisy(), batch_sampler=Unwritable()), max_steps=2, max_epochs=-1)
     assert "state.ckpt" in {Path(name).name for name in contents(tmp_path / "run/checkpoints")}
+
+
+class Growing(Net):
+    """Gives another loader each time it is asked, by what it keeps and by the global generators."""
+
+    def __init__(self, kill: Callable[[Net, str, int], bool] = never) -> None:
+        super().__init__(kill)
+        self.asked = 0
+
+    def train_dataloader(self) -> Any:
+        self.asked += 1
+        samples = BATCH * (2 + self.asked) + int(torch.randint(0, BATCH, ()))
+        return DataLoader(Noisy(samples), BATCH, shuffle=True, drop_last=True)
+
+
+@pytest.mark.parametrize("epochs", [1, 2])
+@pytest.mark.parametrize("kills", [(at("train", 5), at("train", 9)), (at("train", 3), at("train", 8))])
+def test_loaders_that_are_made_anew_are_those_of_the_undisturbed_run(tmp_path: Path, epochs: int, kills: Any) -> None:
+    """`reload_dataloaders_every_n_epochs`: killed in an epoch with new loaders and in one with those of before."""
+    config = {"reload_dataloaders_every_n_epochs": epochs, "max_epochs": 4, "net": Growing}
+    assert_equal(tmp_path, lambda: None, *kills, **config)
+    assert exactness(tmp_path / "killed")["reasons"] == []
+
+
+class Sized(Net):
+    """Its batch size is what Lightning's finder sets."""
+
+    batch_size = 2
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(Noisy(), self.batch_size, shuffle=True, drop_last=True)
+
+
+def test_a_batch_size_that_was_found_is_not_looked_for_again(tmp_path: Path) -> None:
+    """It would be looked for with other generators, and from where the run is."""
+    searches = []
+
+    class Finder(BatchSizeFinder):
+        def scale_batch_size(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+            searches.append(trainer.global_step)
+            super().scale_batch_size(trainer, pl_module)
+
+    def finder() -> list[L.Callback]:
+        return [Finder(steps_per_trial=1, max_trials=1)]
+
+    assert_equal(tmp_path, lambda: None, at("train", 2), at("train", 7), net=Sized, callbacks=finder, max_epochs=2)
+    assert searches == [0, 0]  # of the undisturbed run, and of the first start of the other

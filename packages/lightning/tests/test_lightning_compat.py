@@ -357,8 +357,8 @@ class Watcher(L.Callback):
         self.came: list[tuple[str, tuple[int, int]]] = []
         vars(trainer)["callbacks"].append(self)
 
-    def loaders_again(self) -> None:
-        pass
+    def before_loaders(self, trainer: L.Trainer, *, again: bool) -> float | None:
+        return None
 
     def _note(self, name: str) -> None:
         self.came.append((name, compat.training_place(self.trainer)))
@@ -412,8 +412,9 @@ def test_loaders_that_were_made_before_the_loops_were_restored_are_made_again(tm
             return loader()
 
     class Again(Watcher):
-        def loaders_again(self) -> None:
+        def before_loaders(self, trainer: L.Trainer, *, again: bool) -> float | None:
             asked.append("again")
+            return None
 
         def after_batch(self, trainer: L.Trainer, validation_due: bool) -> None:
             super().after_batch(trainer, validation_due)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import random
 import warnings
@@ -23,7 +24,14 @@ from torchmetrics import MeanMetric
 
 from fairlead import LoopRun, RunConfig, TrainerConfig, fabric
 from fairlead.config import CheckpointConfig
-from fairlead.errors import CheckpointError, ConfigError, FingerprintError, RunDirectoryError, RunLockedError
+from fairlead.errors import (
+    CheckpointError,
+    ConfigError,
+    FingerprintError,
+    RunDirectoryError,
+    RunFailedError,
+    RunLockedError,
+)
 from fairlead_distributed import ResumableDistributedSampler, derive_seed
 from fairlead_hpc_signals import StopOutcome, StopReason
 from fairlead_lightning.custom_loop.state import plain
@@ -710,3 +718,55 @@ def test_finish_with_metrics_saves_the_step_again(tmp_path: Path) -> None:
         run.finish(metrics={"val/loss": 0.5})
     assert [e["metrics"] for e in events(tmp_path / "run", "checkpoint")] == [{}, {"val/loss": 0.5}]
     assert events(tmp_path / "run")[-1]["event"] == "finished"
+
+
+# -- weights
+
+
+@pytest.mark.parametrize("finite", [True, False])
+def test_weights_that_are_no_numbers_are_no_result(tmp_path: Path, finite: bool) -> None:
+    """They end the run as failed, and the last good checkpoint stays; where they may, it stays as well."""
+
+    def diverge(x: Tensor, y: Tensor) -> None:
+        if job.run.step == 4:
+            job.model.module.layers[0].weight.data.fill_(math.nan)
+        job.run.step += 1
+        if job.run.step % 2 == 0:
+            job.run.save()
+
+    job = Job(tmp_path, every=2, finite=finite, checkpoint=CheckpointConfig(keep_last=1))
+    job.step = diverge  # type: ignore[method-assign]
+    if finite:
+        with pytest.raises(RunFailedError, match=r"at step 6 the weights are not finite") as failed:
+            job.train()
+        assert "the weight model.layers.0.weight is not finite" in str(failed.value)
+        assert failed.value.exit_code == 1
+        assert [e["event"] for e in events(tmp_path / "run")][-2:] == ["not-finite", "failed"]
+    else:
+        job.train()
+        assert events(tmp_path / "run")[-1]["event"] == "finished"
+    steps = [c.step for c in checkpoints(tmp_path / "run")]
+    assert 4 in steps
+    assert finite == (steps == [4])
+
+
+@pytest.mark.parametrize("source", ["a loop's checkpoint", "torch.save"])
+def test_a_new_run_begins_with_the_weights_of_another(
+    tmp_path: Path, source: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`resume="weights:PATH"`: the weights, and nothing else."""
+    first = Job(tmp_path, epochs=1).train()
+    weights = {name: value.clone() for name, value in first.model.module.state_dict().items()}
+    path = tmp_path / "run" / "checkpoints" / "last"
+    if source == "torch.save":
+        path = tmp_path / "weights.pt"
+        torch.save(weights, path)
+    else:
+        path = latest(tmp_path / "run").path
+    run = RunConfig(name="tuned", dir=str(tmp_path), seed=None, resume=f"weights:{path}")
+    job = Job(tmp_path, epochs=1, run=run)
+    with job.run as tuned:
+        assert not tuned.restore()
+        assert not list(differences(dict(job.model.module.state_dict()), weights))
+        assert (tuned.step, tuned.state["best"], job.optimizer.state) == (0, 9.0, {})
+    assert "begins with the weights of" in capsys.readouterr().out

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from tiny_job import Line, plain
 
+from fairlead_lightning.commands.prove import _told
 from fairlead_lightning.commands.prove_compare import Unequal, trained_otherwise
 from fairlead_lightning.commands.prove_memory import remembered
 from fairlead_lightning.commands.prove_plan import Plan
@@ -64,6 +65,12 @@ def test_each_change_shows() -> None:
     assert torch.equal(torch.get_rng_state(), state)
     callback.names = {"a", "b"}
     assert memory(model, callback) == before
+    betas = (0.9, 0.99)
+    callback.stats = {"first": betas, "second": betas}  # Lightning's finetuning keeps one tuple, and restores two
+    shared = memory(model, callback)
+    callback.stats["second"] = (*list(betas),)
+    assert memory(model, callback) == shared
+    callback.stats = {}
     with torch.no_grad():
         callback.average.weight.add_(1)
     callback.rng.random()
@@ -116,3 +123,16 @@ def test_metrics_alone_are_no_other_training() -> None:
     """The samples a second are never alike; weights are."""
     assert not trained_otherwise([Unequal("metric", "speed", "1 became 2")])
     assert trained_otherwise([Unequal("checkpoint", "state_dict.weight", "3 of 3 elements differ")])
+
+
+def test_what_the_start_said_is_a_reason() -> None:
+    """Before what was not restored; with neither, the reason is not known."""
+    differs = Unequal("metric", "loss", "1 became 2 at step 4")
+    lost = Unequal("memory", "shadow of the callback Ema", "6 items became 0 items")
+    lines = _told([differs], [lost], ["the loader of training has no state"])
+    assert [line for line in lines if line.startswith("  why:")] == [
+        "  why:   the start said: the loader of training has no state",
+        f"  why:   not restored: {lost}",
+    ]
+    assert not any("not found" in line for line in _told([differs], [], ["the loader of training has no state"]))
+    assert any("not found" in line for line in _told([differs], [], []))

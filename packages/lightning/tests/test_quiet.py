@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import logging
 import warnings
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as L
 import pytest
 import torch
+from lightning.fabric.utilities.warnings import PossibleUserWarning
+from tiny_job import Data, Line, make_trainer, plain
 from torch.utils.data import DataLoader, TensorDataset
 
+from fairlead import Fairlead
 from fairlead_lightning.display.quiet import quiet
 
 
@@ -41,6 +45,33 @@ def test_a_fit_says_nothing_of_its_own(tmp_path: Any, caplog: pytest.LogCaptureF
         )
         trainer.fit(Model(), data)
     assert [r.getMessage() for r in caplog.records if r.name.startswith("lightning")] == []
+
+
+@pytest.mark.parametrize("kind", ["Trainer", "Fairlead"])
+def test_a_resumed_start_does_not_repeat_what_the_first_has_said(
+    tmp_path: Path, kind: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Neither the model's summary nor Lightning's advice; afterwards advice is given as before."""
+
+    shows: dict[str, Any] = {"log_every_n_steps": 50, "enable_model_summary": True}
+
+    def train(steps: int) -> tuple[bool, int]:
+        if kind == "Trainer":
+            trainer: L.Trainer = make_trainer(tmp_path, max_steps=steps, **shows)
+        else:
+            trainer = plain(max_steps=steps, callbacks=[Fairlead(run=tmp_path / "run")], **shows)
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always", PossibleUserWarning)
+            trainer.fit(Line(), datamodule=Data())
+            warnings.warn("advice", PossibleUserWarning, stacklevel=1)
+        assert str(said[-1].message) == "advice"
+        text = capsys.readouterr()
+        given = sum("smaller than the logging interval" in str(one.message) for one in said)
+        return "Trainable params" in text.out + text.err, given
+
+    shown, advice = train(4)
+    assert (shown, advice) == (True, 1)
+    assert train(6) == (False, 0)
 
 
 def test_other_messages_come_through(caplog: pytest.LogCaptureFixture) -> None:

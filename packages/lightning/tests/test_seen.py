@@ -19,7 +19,7 @@ from fairlead_lightning.resume.seen import script_reasons, state_reasons
         ({"max_steps": 3}, "exact"),
         ({"max_steps": 3, "val_check_interval": timedelta(minutes=1)}, "not exact"),
         ({"max_time": timedelta(minutes=1)}, "not exact"),
-        ({"max_steps": 3, "reload_dataloaders_every_n_epochs": 2}, "not exact"),
+        ({"max_steps": 3, "reload_dataloaders_every_n_epochs": 2}, "exact"),
         ({"max_steps": 3, "overfit_batches": 2}, "not known"),
     ],
 )

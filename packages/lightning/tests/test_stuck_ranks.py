@@ -73,9 +73,10 @@ class Job:
         self.run = folder / "run"
         self.processes: list[ForkedProcess] = []
 
-    def end(self, body: str) -> list[tuple[int, str, str]]:
-        """Exit code, output and errors of each rank."""
-        self.run.mkdir()
+    def end(self, body: str, *, made: bool = True) -> list[tuple[int, str, str]]:
+        """Exit code, output and errors of each rank; `made`: in a run directory that is there."""
+        if made:
+            self.run.mkdir()
         script = self.folder / "train.py"
         script.write_text(SCRIPT.format(tests=str(Path(__file__).parent)) + textwrap.dedent(body))
         shared_by_ranks = {
@@ -260,3 +261,30 @@ def test_what_calls_exit_is_a_failure_of_its_rank(job: Job) -> None:
     )
     assert [code for code, _, _ in ranks] == [1, 3]
     assert "failed: SystemExit: 3" in ranks[1][2]
+
+
+def test_a_loop_of_ones_own_blames_no_victim_either(job: Job) -> None:
+    """Rank 0 loses rank 1 in a collective; one traceback, of the rank that failed, and one failure in the history."""
+    (code, _, said), (code_1, _, traceback) = job.end(
+        """
+        import lightning.fabric as lf
+        from fairlead import LoopRun
+
+        fabric = lf.Fabric(accelerator="cpu", devices=2)
+        fabric.launch()
+        with LoopRun(fabric, run, model=fabric.setup(torch.nn.Linear(1, 1))) as loop:
+            loop.restore()
+            if rank == 1:
+                raise ValueError("no luck")
+            fabric.barrier()
+            torch.distributed.all_reduce(torch.zeros(1))
+        """,
+        made=False,
+    )
+    both = said + traceback
+    assert (code, code_1) == (1, 1), both
+    assert both.count("Traceback") == 1, both
+    assert "ValueError: no luck" in traceback
+    assert "gloo/transport" not in both
+    failed = [event for event in events(job.run) if event["event"] == "failed"]
+    assert [(event["rank"], event["error"]) for event in failed] == [(1, "ValueError: no luck")]

@@ -152,11 +152,15 @@ class WrittenData(L.LightningDataModule):
         loader: Which.
         workers: Processes of the training's loader.
         persistent: Whether they outlive an epoch.
+        batch_size: Of the shuffled loader; a batch-size finder sets it.
     """
 
-    def __init__(self, loader: str = "shuffled", workers: int = 0, persistent: bool = False) -> None:
+    def __init__(
+        self, loader: str = "shuffled", workers: int = 0, persistent: bool = False, batch_size: int = BATCH
+    ) -> None:
         super().__init__()
         self.loader = loader
+        self.save_hyperparameters("batch_size")
         self.further: dict[str, Any] = {"num_workers": workers, "persistent_workers": persistent and workers > 0}
 
     def train_dataloader(self) -> Any:
@@ -168,7 +172,8 @@ class WrittenData(L.LightningDataModule):
         return DataLoader(Points(10, (6,), seed=2), 4)
 
     def _shuffled(self, points: Points) -> Any:
-        return DataLoader(points, BATCH, shuffle=True, **self.further)
+        found: Any = self.hparams
+        return DataLoader(points, found.batch_size, shuffle=True, **self.further)
 
     def _generator(self, points: Points) -> Any:
         return DataLoader(points, BATCH, shuffle=True, generator=torch.Generator().manual_seed(9), **self.further)

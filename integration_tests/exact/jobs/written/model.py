@@ -9,11 +9,12 @@ from typing import Any
 import lightning.pytorch as L
 import torch
 import torch.nn.functional as F
+from lightning.pytorch.callbacks import BaseFinetuning
 from torch import Tensor, nn
 
 from integration_tests.exact.jobs.data import CLASSES
 
-__all__ = ["Ema", "Manual", "Written"]
+__all__ = ["Ema", "Manual", "Unfreezing", "Written"]
 
 
 class Written(L.LightningModule):
@@ -92,7 +93,7 @@ class Written(L.LightningModule):
         self.log("val/loss", F.cross_entropy(self.net(x), y), batch_size=len(y))
 
     def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.AdamW(self.parameters(), lr=self.lr)
+        optimizer = torch.optim.AdamW([one for one in self.parameters() if one.requires_grad], lr=self.lr)
         if self.schedule == "none":
             return optimizer
         if self.schedule == "plateau":
@@ -152,6 +153,19 @@ class Ema(L.Callback):
         for name, value in pl_module.named_parameters():
             if name in self.kept:
                 value.data.copy_(self.kept[name])
+
+
+class Unfreezing(BaseFinetuning):
+    """The first layers are frozen, and trained from the second epoch on, as another group of the optimizer."""
+
+    def freeze_before_training(self, pl_module: L.LightningModule) -> None:
+        net: Any = pl_module.net
+        self.freeze(net[:2])
+
+    def finetune_function(self, pl_module: L.LightningModule, epoch: int, optimizer: torch.optim.Optimizer) -> None:
+        net: Any = pl_module.net
+        if epoch == 1:
+            self.unfreeze_and_add_param_group(net[:2], optimizer)
 
 
 def _first(batch: Any) -> tuple[Tensor, Tensor]:

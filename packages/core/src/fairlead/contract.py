@@ -26,9 +26,9 @@ def broken_contract(plugin: Plugin, name: str) -> str | None:
     unknown = set(plugin.preset) - set(config.model_fields)
     if unknown:
         return f"the preset sets {sorted(unknown)}, which {config.__name__} does not have"
-    for attribute in ("engines", "aliases"):
-        if isinstance(getattr(plugin, attribute), str):
-            return f"`{attribute}` is a text, not a tuple of texts: write `{attribute} = ({plugin.engines!r},)`"
+    for attribute in ("engines", "aliases", "formats"):
+        if isinstance(value := getattr(plugin, attribute, ()), str):
+            return f"`{attribute}` is a text, not a tuple of texts: write `{attribute} = ({value!r},)`"
     if plugin.runtime is not None and ":" not in plugin.runtime:
         return f"`runtime` is {plugin.runtime!r}, not 'module:callable'"
     return _misspelt(plugin)

@@ -95,6 +95,7 @@ class StopReason:
         remaining_s: Seconds until the scheduler ends the job; None where that is not known.
         scheduler_requeues: Whether it is requeued already: then nobody else may.
         may_requeue: Whether the scheduler lets it be requeued; None where that is not known.
+        grace_s: Seconds that the scheduler grants between SIGTERM and SIGKILL; None where that is not known.
     """
 
     why: Why
@@ -102,6 +103,7 @@ class StopReason:
     remaining_s: float | None = None
     scheduler_requeues: bool = False
     may_requeue: bool | None = None
+    grace_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -63,9 +63,16 @@ class HookSpecs:
         """Environments: why the job of `fairlead_job` is to stop, as its scheduler says until `deadline`.
 
         The signal itself does not say: the same one comes at the time limit, before a preemption and when a person
-        cancels the job. Asked on one rank only, in a thread, while the others save; `deadline` is on
-        `time.monotonic()`. `fairlead.programs.ask` runs a scheduler's command until then. Without this hook, or an
-        answer, the reason is `unknown`; a reason that is `unknown` with little time left counts as `time_limit`.
+        cancels the job. Asked on one rank only, in a thread, when the loop starts (how long may a stop take?) and while
+        the others save; `deadline` is on `time.monotonic()`. `fairlead.programs.ask` runs a scheduler's command until
+        then. Without this hook, or an answer, the reason is `unknown`; with little time left it counts as `time_limit`.
+        """
+
+    @hookspec
+    def fairlead_over(self, environ: Mapping[str, str], job: str, host: str) -> str | None:
+        """Environments: how the job with this `Job.id` has ended for good; None: it has not, or who knows.
+
+        Asked at the start of a run that this job left locked on that host; one of another cluster may have its id.
         """
 
     @hookspec

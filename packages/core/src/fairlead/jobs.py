@@ -89,8 +89,7 @@ def load_job(source: str, *, plugins: PluginManager, cwd: Path, overrides: Seque
     run = data.get("run")
     code = run.get("code") if isinstance(run, dict) else None
     root = code_root(path, code=code if isinstance(code, str) else None, cwd=cwd)
-    overrides_at = tuple(place for place, _ in parsed)
-    loaded = LoadedJob(None, data, source, path, root, document=document, overrides=overrides_at)
+    loaded = LoadedJob(None, data, source, path, root, document=document, overrides=tuple(place for place, _ in parsed))
     return _validated(loaded, plugins, default_name=path.stem)
 
 

@@ -143,6 +143,8 @@ class CheckpointIOPlugin(Plugin):
 
     axis = "checkpoint_io"
     base = CheckpointIOConfigBase
+    formats: ClassVar[tuple[str, ...]] = ()
+    """`module:name` of each `fairlead_checkpoint_io.CheckpointFormat` by which `fairlead checkpoint` reads it."""
 
 
 class LayerSyncPlugin(Plugin):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import enum
 import inspect
+import io
 import marshal
 import zlib
 from collections import deque
@@ -12,8 +14,17 @@ from typing import Any, Final
 
 import numpy as np
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, Sampler
 
-from fairlead_distributed.plain_data import GENERATORS, from_plain, is_users_class, put_back, record_of, to_plain
+from fairlead_distributed.plain_data import (
+    GENERATORS,
+    has_state,
+    is_frozen,
+    is_users_class,
+    put_back,
+    record_of,
+    to_plain,
+)
 
 MOST_BYTES: Final = 1 << 30
 """What is kept of one attribute; a larger one is named among `Attributes.left`."""
@@ -21,9 +32,10 @@ _LOOKED_AT: Final = 1 << 26  # bytes of an array: of a larger one, only whether 
 _ITEMS: Final = 1 << 20  # of a container, likewise
 _DEPTH: Final = 8  # objects in objects: an environment of Gymnasium lies in four wrappers
 _ATOMS: Final = (bool, int, float, complex, str, bytes, type(None))
-_DATA: Final = (Tensor, np.ndarray, np.generic, Mapping, list, tuple, set, frozenset, deque, *_ATOMS, *GENERATORS)
+_DATA: Final = (
+    *(Tensor, np.ndarray, np.generic, Mapping, list, tuple, set, frozenset, deque, enum.Enum, *_ATOMS, *GENERATORS),
+)
 _OF_A_MODULE: Final = frozenset(vars(nn.Module()))
-_STATE: Final = "fairlead:state_dict"
 
 Path = tuple[str, ...]
 
@@ -58,7 +70,7 @@ class Attributes:
         """Begins to watch an object, and puts back what `restore` has for it; `without` are names that are not kept."""
         self._holders[name] = holder, without
         self.elsewhere(holder)
-        self._marks[name] = {path: _mark(value) for path, value in self._leaves(name)}
+        self._marks[name] = {path: _mark(value, self._elsewhere) for path, value in self._leaves(name)}
         if name in self._saved:
             self._put_back(name, self._saved.pop(name))
 
@@ -68,12 +80,14 @@ class Attributes:
         for name, marks in self._marks.items():
             changed = []
             for path, value in self._leaves(name):
-                if path in marks and _is_same(marks[path], value):
+                if path in marks and _is_same(marks[path], value, self._elsewhere):
                     continue
                 try:
                     changed.append((path, _kept(value)))
                 except TypeError as error:
                     self.left[".".join((name, *path))] = str(error)
+                except Exception as error:  # of the user's `state_dict`
+                    self.left[".".join((name, *path))] = f"it gives no state: {type(error).__name__}: {error}"
             if changed:
                 found[name] = changed
         return found
@@ -92,16 +106,14 @@ class Attributes:
             owner: Any = self._holders[name][0]
             for part in path[:-1]:
                 owner = getattr(owner, part, None)
-            now: Any = getattr(owner, path[-1], None)
-            of_object = isinstance(value, dict) and _STATE in value
-            if owner is None or (of_object and not _has_state(now)):
+            if owner is None:
                 self.left[".".join((name, *path))] = "the object that held it before is not there now"
                 continue
             try:
-                if of_object:
-                    now.load_state_dict(from_plain(value[_STATE]))
-                else:
-                    setattr(owner, path[-1], put_back(now, value))
+                now = getattr(owner, path[-1], None)
+                kept = put_back(now, value)
+                if kept is not now or now is None:
+                    setattr(owner, path[-1], kept)
             except Exception as error:  # the user's code: a run that cannot have it back resumes, and says so
                 self.left[".".join((name, *path))] = f"it could not be put back: {type(error).__name__}: {error}"
 
@@ -139,13 +151,9 @@ def _is_code(value: object) -> bool:
 
 def _is_users(value: object) -> bool:
     """Whether to go into it: an object of a class that is neither Python's own nor an engine's."""
-    if isinstance(value, _DATA) or _has_state(value) or not hasattr(value, "__dict__"):
+    if isinstance(value, _DATA) or has_state(value) or is_frozen(value) or not hasattr(value, "__dict__"):
         return False
     return is_users_class(type(value))
-
-
-def _has_state(value: object) -> bool:
-    return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
 
 
 def _kept(value: Any) -> Any:
@@ -154,7 +162,7 @@ def _kept(value: Any) -> Any:
     Raises:
         TypeError: It cannot be kept, with the reason.
     """
-    plain = {_STATE: to_plain(value.state_dict(), "its state")} if _has_state(value) else to_plain(value, "it")
+    plain = to_plain(value, "it")
     size = _size(plain)
     if size > MOST_BYTES:
         raise TypeError(f"it has {size >> 20} MiB, and up to {MOST_BYTES >> 20} are kept")
@@ -172,23 +180,35 @@ def _size(value: Any) -> int:
 # -- what has changed
 
 
-def _mark(value: Any, seen: frozenset[int] = frozenset()) -> Any:
+def _mark(value: Any, elsewhere: Mapping[int, object], seen: frozenset[int] = frozenset()) -> Any:
     """What tells whether it is another value later; it holds on to objects, so that none takes another's place.
 
     `seen` are the objects that hold it: one may hold its holder.
     """
     if isinstance(value, _ATOMS):
         return value
+    if id(value) in seen or id(value) in elsewhere:
+        return _Object(value, None)
     if isinstance(value, Tensor):
         return _Object(value, value._version)
     if isinstance(value, nn.Module):
         parts = [*value.parameters(), *value.buffers()]
         own = [one for module in value.modules() for name, one in vars(module).items() if name not in _OF_A_MODULE]
-        return _Object(value, [_mark(one) for one in (*parts, *own) if isinstance(one, _DATA)])
-    if id(value) in seen:
-        return _Object(value, None)
-    content = _content(value, seen | {id(value)})
-    return _Object(value, None) if content is None else (type(value), content)
+        return _Object(value, [_mark(one, elsewhere) for one in (*parts, *own) if isinstance(one, _DATA)])
+    if isinstance(value, bytearray):
+        return _Object(value, zlib.crc32(value))
+    content = _content(value, elsewhere, seen | {id(value)})
+    if content is not None:
+        return type(value), content
+    return _Object(value, object() if _moves(value) else None)  # one that nothing is equal to
+
+
+def _moves(value: object) -> bool:
+    """Whether it may have changed without a trace: an iterator that has gone on, an object with a state of its own."""
+    if has_state(value):  # but for the order of the data, which is kept in another way
+        ours = type(value).__module__.partition(".")[0] not in ("torchdata", "datasets")
+        return ours and not isinstance(value, (DataLoader, Dataset, Sampler))
+    return isinstance(value, Iterator) and not isinstance(value, io.IOBase)
 
 
 class _Object:
@@ -203,12 +223,12 @@ class _Object:
     __hash__ = None  # type: ignore[assignment]
 
 
-def _is_same(mark: Any, value: Any) -> bool:
-    now = _mark(value)
+def _is_same(mark: Any, value: Any, elsewhere: Mapping[int, object]) -> bool:
+    now = _mark(value, elsewhere)
     return type(now) is type(mark) and bool(now == mark)
 
 
-def _content(value: Any, seen: frozenset[int]) -> Any:
+def _content(value: Any, elsewhere: Mapping[int, object], seen: frozenset[int]) -> Any:
     """A digest of what it holds; None: it cannot be looked into, or would take long."""
     if isinstance(value, np.ndarray) and value.nbytes <= _LOOKED_AT and not value.dtype.hasobject:
         return value.shape, str(value.dtype), zlib.crc32(value.tobytes())
@@ -219,9 +239,9 @@ def _content(value: Any, seen: frozenset[int]) -> Any:
             return zlib.crc32(marshal.dumps(list(value) if isinstance(value, deque) else value, 2))
         except ValueError:  # something in it is more than Python's own data
             items = [one for item in value.items() for one in item] if isinstance(value, dict) else value
-            return [_mark(one, seen) for one in items]
+            return [_mark(one, elsewhere, seen) for one in items]
     record = record_of(value) if len(seen) <= _DEPTH else None
-    return None if record is None else [_mark(one, seen) for item in record.items() for one in item]
+    return None if record is None else [_mark(one, elsewhere, seen) for item in record.items() for one in item]
 
 
 def _bytes(plain: Any) -> bytes:

@@ -3,22 +3,35 @@
 from __future__ import annotations
 
 import dataclasses
+import datetime
+import decimal
+import enum
+import fractions
 import itertools
 import random
 import sys
-from collections import deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 _KIND: Final = "fairlead:kind"
 _ARRAY: Final = "fairlead:array"
 _ATOMS: Final = (bool, int, float, complex, str, bytes, type(None))
 GENERATORS: Final = (random.Random, np.random.Generator, np.random.RandomState, torch.Generator)
+# Python's own values, which come back as the class with the arguments that it names for a copy.
+_VALUES: Final[Mapping[str, Any]] = {
+    kind.__name__: kind
+    for kind in (
+        *(datetime.date, datetime.datetime, datetime.time, datetime.timedelta, datetime.timezone),
+        *(decimal.Decimal, fractions.Fraction, bytearray, range, slice),
+    )
+}
+_MAPPINGS: Final[Mapping[str, Any]] = {kind.__name__: kind for kind in (Counter, OrderedDict, defaultdict)}
 _ENGINES: Final = frozenset({"torch", "lightning", "pytorch_lightning", "torchmetrics", "torchdata", "torchvision"})
 
 
@@ -28,6 +41,21 @@ def is_users_class(kind: type) -> bool:
         return True
     top = kind.__module__.partition(".")[0]
     return top not in sys.stdlib_module_names and top not in _ENGINES and not top.startswith("fairlead")
+
+
+def has_state(value: object) -> bool:
+    """Whether an object gives and takes its state itself, all of it: a metric's `state_dict` is empty as a rule."""
+    if isinstance(value, type) or not callable(getattr(value, "state_dict", None)):
+        return False
+    parts = value.modules() if isinstance(value, nn.Module) else ()
+    return callable(getattr(value, "load_state_dict", None)) and not any(
+        base.__module__.startswith("torchmetrics.") for part in parts for base in type(part).__mro__
+    )
+
+
+def is_frozen(value: object) -> bool:
+    """Whether an object is one of a frozen dataclass: another takes its place, and it never changes."""
+    return bool(getattr(getattr(type(value), "__dataclass_params__", None), "frozen", False))
 
 
 def record_of(value: object) -> dict[str, Any] | None:
@@ -54,28 +82,36 @@ def to_plain(value: Any, where: str = "state") -> Any:
             raise TypeError(f"{where} is a tensor with the graph that computed it: detach it")
         value = value.detach()
         return value if value.device.type == "cpu" else {_KIND: "on", "state": [value.device.type, value]}
-    if isinstance(value, np.generic):
-        return value.item()
-    if isinstance(value, np.ndarray) and value.dtype.kind in "biufc":
+    if isinstance(value, np.ndarray) and value.dtype.kind in "biufcmMSU":
         # torch has no arithmetic on some unsigned types, but bytes are bytes.
         data = torch.frombuffer(bytearray(value.tobytes()), dtype=torch.uint8) if value.size else None
         return {_ARRAY: str(value.dtype), "shape": list(value.shape), "data": data}
     if isinstance(value, Mapping):
-        for key in value:
-            to_plain(key, f"the key {key!r} of {where}")
-        return {key: to_plain(item, f"{where}[{key!r}]") for key, item in value.items()}
+        name = type(value).__name__ if type(value) in _MAPPINGS.values() else "dict"
+        items = {key: to_plain(item, f"{where}[{key!r}]") for key, item in value.items()}
+        if name == "dict" and all(type(key) in _ATOMS for key in items):
+            return items
+        pairs = [[to_plain(key, f"the key {key!r} of {where}"), item] for key, item in items.items()]
+        makes = getattr(value, "default_factory", None)
+        factory = [str(getattr(makes, part, None)) for part in ("__module__", "__qualname__")]
+        return {_KIND: "mapping", "state": [name, factory, pairs]}
     if type(value) is tuple or isinstance(value, list):
-        items = [to_plain(item, f"{where}[{index}]") for index, item in enumerate(value)]
-        return tuple(items) if isinstance(value, tuple) else items
-    for kind, (base, take, _) in _KINDS.items():
-        if isinstance(value, base):
-            return {_KIND: kind, "state": to_plain(take(value), where)}
-    if (record := record_of(value)) is not None:
-        try:
+        parts = [to_plain(item, f"{where}[{index}]") for index, item in enumerate(value)]
+        return tuple(parts) if isinstance(value, tuple) else parts
+    if type(value) in _VALUES.values():
+        arguments = to_plain(list(value.__reduce_ex__(4)[1]), where)
+        return {_KIND: "value", "state": [type(value).__name__, arguments]}
+    try:
+        if has_state(value):
+            return {_KIND: "stateful", "state": to_plain(value.state_dict(), f"the state of {where}")}
+        for kind, (base, take, _) in _KINDS.items():
+            if isinstance(value, base):
+                return {_KIND: kind, "state": to_plain(take(value), where)}
+        if (record := record_of(value)) is not None:
             state = {name: to_plain(one, f"{where}.{name}") for name, one in record.items()}
-        except RecursionError:
-            raise TypeError(f"{where} holds itself") from None
-        return {_KIND: "record", "state": [type(value).__module__, type(value).__qualname__, state]}
+            return {_KIND: "record", "state": [type(value).__module__, type(value).__qualname__, state]}
+    except RecursionError:
+        raise TypeError(f"{where} holds itself") from None
     raise TypeError(f"{where} is a {type(value).__name__}, which is no plain data")
 
 
@@ -98,7 +134,24 @@ def put_back(now: Any, value: Any) -> Any:
     """The value that `to_plain` was given, in the object that holds it now where that is of its kind.
 
     Others may hold the same list, tensor or generator, and find the value there.
+
+    Raises:
+        TypeError: The class or the object that it belongs to is not there.
     """
+    if isinstance(value, dict) and value.get(_KIND) == "stateful" and has_state(now):
+        now.load_state_dict(from_plain(value["state"]))
+        return now
+    if isinstance(value, list) and isinstance(now, list):
+        now[:] = [put_back(old, item) for old, item in itertools.zip_longest(now[: len(value)], value)]
+        return now
+    if type(value) is tuple and type(now) is tuple and len(now) == len(value):
+        return tuple(map(put_back, now, value))
+    items = _items(value)
+    if items is not None and isinstance(now, dict):
+        kept = {key: put_back(_there(now, key, item), item) for key, item in items.items()}
+        now.clear()
+        now.update(kept)
+        return now
     made = from_plain(value)
     if isinstance(made, Tensor) and isinstance(now, Tensor) and (made.shape, made.dtype) == (now.shape, now.dtype):
         return now.copy_(made)
@@ -108,23 +161,64 @@ def put_back(now: Any, value: Any) -> Any:
         now[...] = made
     elif isinstance(now, GENERATORS) and type(now) is type(made):
         _set_generator(now, made)
-    elif isinstance(made, dict) and isinstance(now, dict):
-        kept = {key: put_back(now.get(key), item) for key, item in value.items()}
-        now.clear()
-        now.update(kept)
-    elif isinstance(made, list) and isinstance(now, list):
-        now[:] = [put_back(old, item) for old, item in itertools.zip_longest(now[: len(made)], value)]
     elif isinstance(made, deque) and isinstance(now, deque) and made.maxlen == now.maxlen:
         now.clear()
         now.extend(made)
     elif isinstance(made, set) and isinstance(now, set):
         now.clear()
         now.update(made)
-    elif type(made) is type(now) and hasattr(now, "__dict__") and record_of(now) is not None:
+    elif type(made) is type(now) and hasattr(now, "__dict__") and not is_frozen(now) and record_of(now) is not None:
         now.__dict__.update({name: put_back(vars(now).get(name), one) for name, one in value["state"][2].items()})
     else:
         return made
     return now
+
+
+def _items(value: Any) -> dict[Any, Any] | None:
+    """What a mapping holds in the form of `to_plain`; None of anything else."""
+    if not isinstance(value, dict) or _ARRAY in value:
+        return None
+    if _KIND not in value:
+        return value
+    return {from_plain(key): item for key, item in value["state"][2]} if value[_KIND] == "mapping" else None
+
+
+def _there(now: dict[Any, Any], key: Any, item: Any) -> Any:
+    """What a mapping has under a key; of a mapping of mappings, what it makes of a key that is missing."""
+    inner = isinstance(now, defaultdict) and now.default_factory is not None and _items(item) is not None
+    return now[key] if inner else now.get(key)
+
+
+def _mapping(state: Any) -> Any:
+    name, factory, pairs = state
+    items = dict(pairs)
+    if name != "defaultdict":
+        return _MAPPINGS.get(name, dict)(items)
+    try:
+        return defaultdict(_class(*factory), items)
+    except TypeError:  # a function of the user's, which the mapping that is there has as well
+        return defaultdict(None, items)
+
+
+def _enum(state: Any) -> Any:
+    kind = _class(*state[:2])
+    if not issubclass(kind, enum.Enum):
+        raise TypeError(f"{state[0]}.{state[1]} is no Enum here")
+    return kind[state[2]]
+
+
+def _stateful(state: Any) -> Any:
+    raise TypeError("the object that held it before is not there now")
+
+
+def _class(module: str, path: str) -> type:
+    """A class that this process has; nothing is imported."""
+    kind: Any = sys.modules.get(module)
+    for name in path.split("."):
+        kind = getattr(kind, name, None)
+    if not isinstance(kind, type):
+        raise TypeError(f"there is no class {module}.{path} here")
+    return kind
 
 
 def _set_generator(now: Any, made: Any) -> None:
@@ -139,13 +233,9 @@ def _set_generator(now: Any, made: Any) -> None:
 def _record(state: Any) -> Any:
     """An object of a class that this process has; neither imports nor runs anything of it."""
     module, path, values = state
-    kind: Any = sys.modules.get(module)
-    for name in path.split("."):
-        kind = getattr(kind, name, None)
-    if not isinstance(kind, type) or not (
-        issubclass(kind, tuple) or dataclasses.is_dataclass(kind) or is_users_class(kind)
-    ):
-        raise TypeError(f"there is no class {module}.{path} here")
+    kind = _class(module, path)
+    if not (issubclass(kind, tuple) or dataclasses.is_dataclass(kind) or is_users_class(kind)):
+        raise TypeError(f"{module}.{path} is no record here")
     if issubclass(kind, tuple):
         return tuple.__new__(kind, values.values())
     made = object.__new__(kind)
@@ -184,6 +274,11 @@ _KINDS: Final[dict[str, tuple[Any, Any, Any]]] = {
     "set": (set, list, set),
     "frozenset": (frozenset, list, frozenset),
     "deque": (deque, lambda value: [list(value), value.maxlen], lambda state: deque(*state)),
+    "mapping": ((), None, _mapping),
+    "number": (np.generic, np.asarray, lambda array: array[()]),
+    "enum": (enum.Enum, lambda value: [type(value).__module__, type(value).__qualname__, value.name], _enum),
+    "value": ((), None, lambda state: _VALUES[state[0]](*state[1])),
+    "stateful": ((), None, _stateful),
     "path": (Path, str, Path),
     "record": ((), None, _record),
     "random": (random.Random, random.Random.getstate, _random),

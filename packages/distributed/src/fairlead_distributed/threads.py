@@ -29,15 +29,16 @@ def start_line(resolution: Resolution) -> str:
     """What runs where: `start       2 ranks on 1 node, ddp on cpu, 32-true, 1 thread each`."""
     ranks, nodes = resolution.world_size, resolution.num_nodes
     parts = [
-        f"{_count(ranks, 'rank')} on {_count(nodes, 'node')}",
+        f"{counted(ranks, 'rank')} on {counted(nodes, 'node')}",
         f"{resolution.strategy.name} on {resolution.accelerator.name}",
         resolution.precision.name,
-        _count(torch.get_num_threads(), "thread") + (" each" if ranks > 1 else ""),
+        counted(torch.get_num_threads(), "thread") + (" each" if ranks > 1 else ""),
     ]
     return f"start       {', '.join(parts)}"
 
 
-def _count(n: int, noun: str) -> str:
+def counted(n: int, noun: str) -> str:
+    """`1 step`, `2 steps`."""
     return f"{n} {noun}{'' if n == 1 else 's'}"
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
-from typing import Any
+from types import ModuleType
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -13,7 +13,10 @@ from torch.utils.data import Dataset, get_worker_info
 
 from fairlead_distributed import derive_seed
 from fairlead_distributed.attributes import Attributes
+from fairlead_distributed.plain_data import GENERATORS
 from fairlead_distributed.rng import IsolatedGenerators, seed_cpu
+
+_WITHOUT_PARTS: Final = (str, bytes, int, float, torch.Tensor, np.ndarray, type)
 
 
 class EpochBatch(list[Any]):
@@ -94,18 +97,23 @@ class SeededInWorkers(Dataset[Any]):
             return samples
 
 
-def own_generators(thing: Any) -> list[str]:
-    """The generators that an object holds within three levels, as `transform.rng`: no trainer knows their state."""
-    return sorted(set(_found(thing, "", 3)))
+def own_generators(thing: Any, depth: int = 3) -> dict[str, Any]:
+    """The generators that an object holds within so many levels, by the shortest path to each, as `transform.rng`."""
+    return dict(sorted((name, one) for name, one in held(thing, depth) if isinstance(one, GENERATORS)))
 
 
-def _found(thing: Any, name: str, depth: int) -> Iterable[str]:
-    for key, value in _parts(thing):
-        place = f"{name}.{key}".lstrip(".")
-        if isinstance(value, (random.Random, np.random.Generator, np.random.RandomState, torch.Generator)):
-            yield place
-        elif depth > 1 and not isinstance(value, (str, bytes, int, float, torch.Tensor, np.ndarray, type)):
-            yield from _found(value, place, depth - 1)
+def held(thing: Any, depth: int) -> Iterator[tuple[str, Any]]:
+    """What an object holds in attributes and containers, the nearest first, each thing once."""
+    seen, level = {id(thing)}, [("", thing)]
+    for _ in range(depth):
+        below = []
+        for name, holder in level:
+            for key, value in _parts(holder):
+                if id(value) not in seen and not isinstance(value, _WITHOUT_PARTS):
+                    seen.add(id(value))
+                    below.append((f"{name}.{key}".lstrip("."), value))
+        yield from below
+        level = below
 
 
 def _parts(thing: Any) -> list[tuple[str, Any]]:
@@ -113,4 +121,4 @@ def _parts(thing: Any) -> list[tuple[str, Any]]:
         return [(str(index), value) for index, value in enumerate(thing[:64])]
     if isinstance(thing, dict):
         return [(str(key), value) for key, value in list(thing.items())[:64]]
-    return list(vars(thing).items()) if hasattr(thing, "__dict__") else []
+    return list(vars(thing).items()) if hasattr(thing, "__dict__") and not isinstance(thing, ModuleType) else []

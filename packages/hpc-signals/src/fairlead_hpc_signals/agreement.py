@@ -75,7 +75,7 @@ class LocalAgreement:
         if self._asked is None:
             self._asked = (why, time.time())
 
-    def close(self) -> None:
+    def close(self, *, failed: bool = False) -> None:
         """Nothing runs in the background."""
 
 
@@ -170,8 +170,18 @@ class StopAgreement:
             self._asked = (why, time.time())
         self._wake_all()
 
-    def close(self) -> None:
-        """Ends the threads, at the end of the loop; the ranks that go on need no answer of this one any more."""
+    def all_heard(self, seconds: float) -> bool:
+        """Whether every rank has answered a stop, within so many seconds: one that is dead by then died in it."""
+        try:
+            return self.decision is not None or self.mailbox.wait("answer/all", seconds)
+        except RuntimeError:
+            return False  # the rank that hosts the store is the one that died
+
+    def close(self, *, failed: bool = False) -> None:
+        """Ends the threads, at the end of the loop; the ranks that go on need no answer of this one any more.
+
+        A rank that has `failed` gives none: the end of its launcher for the others is no stop.
+        """
         if self._closing or os.getpid() != self._pid:  # a forked child shares our connections
             return
         atexit.unregister(self.close)
@@ -179,7 +189,8 @@ class StopAgreement:
         os.write(self._stop_write, b"!")
         for leave in (self._answer, self._plane.leave):  # also where the first fails: the plane's thread has to end
             try:
-                leave(self.mailbox)
+                if leave != self._answer or not failed:
+                    leave(self.mailbox)
             except RuntimeError as error:
                 self._store_lost(error)  # whoever hosts the store has left before
         self._watching.join(2.0)

@@ -13,7 +13,7 @@ from fairlead_hpc_signals.flags import SignalFlags
 from fairlead_hpc_signals.outcomes import StopPolicy
 
 KILL_WAIT: Final = 30.0
-"""Seconds between SIGTERM and SIGKILL: SLURM's own default."""
+"""Seconds between SIGTERM and SIGKILL where the scheduler has not said: SLURM's own default."""
 WARNED: Final = 600.0
 """Seconds that a warning, as SIGUSR1, is taken to come ahead while the scheduler has not said when it ends the job."""
 _TWICE: Final = 10.0  # seconds within which a second SIGTERM belongs to the first: slurmd and srun each send one
@@ -23,26 +23,36 @@ _REQUEUE: Final = 10.0  # seconds that are kept for the requeue
 class Deadline:
     """When the scheduler ends this process, as well as this rank knows it; it counts from `begin`.
 
-    What counts, in this order: `StopPolicy.grace_s`; what the scheduler answered; in a scheduler's job 30 s after
-    SIGTERM and 600 s after a warning; never more than `StopPolicy.save_timeout_s`.
+    What counts, in this order: `StopPolicy.grace_s`; what the scheduler answered; in a scheduler's job what it said at
+    the start of the loop, else 30 s after SIGTERM and 600 s after a warning; never more than
+    `StopPolicy.save_timeout_s`.
     """
 
     def __init__(self, flags: SignalFlags, environ: Mapping[str, str], policy: StopPolicy) -> None:
         self._flags = flags
         self._policy = policy
-        self._in_job = bool(find_jobs(environ, default_plugins()))
+        self.in_job = bool(find_jobs(environ, default_plugins()))
         self._began = math.inf
         self._told: float | None = None
         self._told_at = 0.0
+        self._kill_wait = KILL_WAIT
+        self._expected = math.inf
 
     def begin(self) -> None:
         """This rank is asked to stop; the first time counts."""
         self._began = min(self._began, time.monotonic())
 
+    def expect(self, remaining_s: float | None, grace_s: float | None) -> None:
+        """What the scheduler said before any signal: it may not answer when one comes."""
+        if remaining_s is not None:
+            self._expected = time.monotonic() + remaining_s
+        if grace_s is not None:
+            self._kill_wait = grace_s
+
     def learn(self, remaining_s: float) -> None:
         """The scheduler has said when it ends the job; what it grants after SIGTERM is not counted in every answer."""
         self.begin()
-        self._told = max(time.monotonic() + remaining_s, self._began + KILL_WAIT)
+        self._told = max(time.monotonic() + remaining_s, self._began + self._kill_wait)
         self._told_at = time.time()
 
     def left(self) -> float:
@@ -69,8 +79,10 @@ class Deadline:
             return self._began + self._policy.grace_s
         since = self._told_at + _TWICE if self._told is not None else 0.0
         terminated = next((f.time for f in self._flags.flags if f.signal == "SIGTERM" and f.time > since), None)
-        if terminated is not None and self._in_job:
-            return min(time.monotonic() - (time.time() - terminated) + KILL_WAIT, self._told or math.inf)
+        if terminated is not None and self.in_job:
+            return min(time.monotonic() - (time.time() - terminated) + self._kill_wait, self._told or math.inf)
         if self._told is not None:
             return self._told
-        return self._began + WARNED if self._in_job else math.inf
+        if not self.in_job:
+            return math.inf
+        return self._began + min(WARNED, max(self._expected - self._began, self._kill_wait))

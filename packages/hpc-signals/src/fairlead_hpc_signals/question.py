@@ -12,6 +12,7 @@ from fairlead_hpc_signals.outcomes import StopPolicy
 
 _SHARE = 0.25  # of the time there is; a scheduler that has not answered by then needs the rest for the requeue
 _STALE = 5.0  # seconds after which the scheduler is asked again before a requeue
+_EARLY = 60.0  # seconds for an answer before any signal, which nobody waits for
 _AGAIN = 2.0  # seconds for that; it has answered before
 
 
@@ -30,6 +31,12 @@ class Question:
         self._starting = threading.Lock()
         self.reason = StopReason("unknown", "the scheduler did not answer in time")
         """The answer, or that there is none."""
+
+    def ask_early(self) -> StopReason:
+        """What the scheduler says before any signal: how long a stop may take."""
+        reason = self._ask(_EARLY)
+        self._deadline.expect(reason.remaining_s, reason.grace_s)
+        return reason
 
     def start(self) -> None:
         """Asks, unless it was asked before."""
@@ -55,6 +62,7 @@ class Question:
 
     def _run(self) -> None:
         self.reason = self._ask(max(self._policy.ask_timeout_s, self._deadline.left()))
+        self._deadline.expect(None, self.reason.grace_s)
         if self.reason.remaining_s is not None:
             self._deadline.learn(self.reason.remaining_s)
         self._answered.set()

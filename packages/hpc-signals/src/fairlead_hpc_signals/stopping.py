@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 SIGNAL_VARIABLES: Final = ("NSHRUNNER_SUBMIT_TIMEOUT_SIGNAL", "NSHRUNNER_SUBMIT_PREEMPT_SIGNAL")
 """Variables of the job runner nshrunner that name the signals it has the scheduler send."""
+_HEARD_S: Final = 3.0  # how long living ranks may take to hear of a stop, where another one is gone
 _ALWAYS: Final = ("SIGTERM", "SIGINT")  # what schedulers send at the end, and Ctrl-C
 
 
@@ -72,7 +73,7 @@ class PreemptionGuard:
         self._deadline = Deadline(self.flags, self._environ, self.policy)
         self._question = Question(self._why, self._deadline, self.policy)
         self._watch: StopWatch | None = None
-        self._overdue = Overdue(requeuer_here(self._environ))
+        self._overdue = Overdue(lambda: requeuer_here(self._environ))
 
     # -- in the loop
 
@@ -95,8 +96,7 @@ class PreemptionGuard:
             self._agreement = StopAgreement.of_process_group(self.flags, **options)
         else:
             self._agreement = LocalAgreement(self.flags)
-        self._watch = StopWatch(self.flags, self._agreement, self._deadline, self._question, self.policy)
-        self._watch.overdue = self._overdue
+        self._watch = StopWatch(self.flags, self._agreement, self._deadline, self._question, self.policy, self._overdue)
         return self
 
     def when_overdue(
@@ -123,24 +123,25 @@ class PreemptionGuard:
                 change is then too late as well.
             answers: Whether rank 0 says at once that the signal has come; False where somebody else does.
         """
-        self._overdue = Overdue(requeuer, budget, record, tell, progress, answers)
+        self._overdue = Overdue(lambda: requeuer, budget, record, tell, progress, answers)
         if self._watch is not None:
             self._watch.overdue = self._overdue
 
     def lost(self, error: BaseException) -> bool:
         """Whether an error says no more than that another rank went away while all were asked to stop.
 
-        Then that rank is gone, and the stop is carried out without it: see `ended_by`.
+        Then that rank is gone, and the stop is carried out without it: see `ended_by`. One that was gone before has
+        failed: the SIGTERM by which srun or torchrun then ends the others asks for no stop.
         """
         if self._agreement is None or not self._agreement.asked or self.outcome is not None:
             return False
         if isinstance(error, AgreementError):
-            return True
+            return bool(error.missing)
         if not isinstance(self._agreement, StopAgreement):
             return False
         from fairlead_launch.reports import lost_a_peer  # with several ranks it is there
 
-        return lost_a_peer(error)
+        return lost_a_peer(error) and self._agreement.all_heard(_HEARD_S)
 
     def ended_by(self, error: BaseException) -> NoReturn:
         """Ends this process after an error for which `lost` is true, as `when_overdue` says."""
@@ -160,6 +161,8 @@ class PreemptionGuard:
         try:
             stops = self._started().boundary(self._boundary)
         except AgreementError as error:
+            if not self.lost(error):
+                raise
             self.ended_by(error)
         if stops and self._watch is not None:
             self._watch.phase = "saving"
@@ -248,15 +251,15 @@ class PreemptionGuard:
             (tell or _tell)(self.outcome)
         return self.outcome
 
-    def close(self) -> None:
-        """Ends what runs in the background and puts the earlier handlers back.
+    def close(self, *, failed: bool = False) -> None:
+        """Ends what runs in the background and puts the earlier handlers back; `failed`: an error has left the loop.
 
         After a stop the handlers stay: a requeue ends the job with signals, and the exit code must be the agreed one.
         """
         if self._watch is not None:
             self._watch.close()
         if self._agreement is not None:
-            self._agreement.close()
+            self._agreement.close(failed=failed)
         if self._own_flags and self.outcome is None:
             self.flags.uninstall()
 
@@ -266,7 +269,7 @@ class PreemptionGuard:
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if error is not None and self.lost(error):
             self.ended_by(error)
-        self.close()
+        self.close(failed=isinstance(error, Exception))
 
     def _started(self) -> LocalAgreement | StopAgreement:
         self.start()

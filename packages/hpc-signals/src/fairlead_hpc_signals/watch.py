@@ -8,6 +8,7 @@ and all end with the exit code of a stop.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import select
 import sys
@@ -36,6 +37,7 @@ _STORE_S: Final = 3.0  # how long the store may take; the rank that hosts it may
 
 _LEAVE_S: Final = 5.0  # how long rank 0 waits for the others at the very end
 _DEADLINE: Final = "shutdown/deadline"
+_EARLY: Final = "shutdown/early"
 
 Phase = Literal["training", "saving", "requeue"]
 _AT: Final[Mapping[Phase, str]] = {"training": "in its step", "saving": "saving", "requeue": "ending"}
@@ -69,7 +71,7 @@ class Overdue:
     """What a stop needs that its loop does not come to.
 
     Args:
-        requeuer: Has the job started again.
+        requeuer: Gives what has the job started again; called once that is wanted.
         budget: Says why no other start is wanted after a reason, or None where one is.
         record: Writes the history: before the job is requeued, on the rank that has it done.
         tell: Tells the user, after it.
@@ -77,7 +79,7 @@ class Overdue:
         answers: Whether the user hears at once that the signal has come; else somebody else says it.
     """
 
-    requeuer: Requeuer | None = None
+    requeuer: Callable[[], Requeuer | None]
     budget: Callable[[StopReason], str | None] | None = None
     record: Callable[[StopOutcome], object] | None = None
     tell: Callable[[StopOutcome], object] | None = None
@@ -89,11 +91,17 @@ class StopWatch:
     """The watch of one rank; its thread waits until a stop is asked for, and costs the steps nothing."""
 
     def __init__(
-        self, flags: SignalFlags, agreement: Agreement, deadline: Deadline, question: Question, policy: StopPolicy
+        self,
+        flags: SignalFlags,
+        agreement: Agreement,
+        deadline: Deadline,
+        question: Question,
+        policy: StopPolicy,
+        overdue: Overdue,
     ) -> None:
         self.phase: Phase = "training"
         """What the main thread is at; from `requeue` on nothing is late any more."""
-        self.overdue = Overdue()
+        self.overdue = overdue
         """What to do when it is late."""
         self._flags = flags
         self._agreement = agreement
@@ -153,6 +161,8 @@ class StopWatch:
         poll = select.poll()
         poll.register(self._flags.fileno(), select.POLLIN)
         poll.register(self._read, select.POLLIN)
+        if self._leads and self._deadline.in_job:
+            threading.Thread(target=self._ask_early, name="fairlead-ask-early", daemon=True).start()
         poll.poll()
         if self._closed.is_set():
             return
@@ -161,6 +171,8 @@ class StopWatch:
             self._question.start()
             if self.overdue.answers:
                 self._announce()
+        elif self._deadline.in_job:
+            self._asking(self._hear_early)
         seen, since = self._progress(), time.monotonic()
         while not self._closed.wait(_LOOK_S):
             if not self._agreement.asked or self.phase == "requeue":
@@ -171,12 +183,24 @@ class StopWatch:
             if self._insisted():
                 self.end("Ctrl-C was pressed again", again=False)
             failure = self._agreement.failure
-            if failure is not None:
+            if failure is not None and failure.missing:  # without the store, the next collective fails
                 self.end(failure.short, failure.missing)
             if self._share_deadline().left_to_save() < 0:
                 self.end(f"no time is left, and this rank is still {_AT[self.phase]}")
             if self.overdue.progress is not None and time.monotonic() - since > _STALL_S:
                 self.end(f"the step did not end within {_STALL_S:g} s")
+
+    def _ask_early(self) -> None:
+        """Rank 0 asks for all, while they train; one that hangs at the signal cannot be waited for."""
+        reason = self._question.ask_early()
+        if not self._closed.is_set():
+            end = None if reason.remaining_s is None else time.time() + reason.remaining_s
+            self._asking(lambda: self._mailbox.put(_EARLY, json.dumps([end, reason.grace_s])))
+
+    def _hear_early(self) -> None:
+        if self._mailbox.has(_EARLY):
+            end, grace_s = json.loads(self._mailbox.read([_EARLY])[0])
+            self._deadline.expect(None if end is None else end - time.time(), grace_s)
 
     @property
     def _leads(self) -> bool:
@@ -214,7 +238,8 @@ class StopWatch:
         """What the ranks do whose main threads do not come to it: one has the job started again, all end alike."""
         policy, overdue = self._policy, self.overdue
         signals = tuple(self._flags.counts) if again else ("SIGINT",)
-        code = getattr(overdue.requeuer, "exit_code", None)
+        requeuer = overdue.requeuer()
+        code = requeuer.exit_code if requeuer is not None else None
         if not self._claims():
             patience = max(_STORE_S, self._deadline.left())
             text = self._asking(lambda: self._mailbox.get(OUTCOME, patience), patience + _STORE_S)
@@ -225,7 +250,7 @@ class StopWatch:
         plan = replace(plan, unsaved=why, without=without)
         if overdue.record is not None:
             overdue.record(plan)
-        outcome = requeued(plan, overdue.requeuer, self._deadline)
+        outcome = requeued(plan, requeuer, self._deadline)
         (overdue.tell or (lambda told: to_stderr(told.told())))(outcome)
         self._asking(lambda: self._mailbox.put(OUTCOME, outcome.to_json()))
         return outcome

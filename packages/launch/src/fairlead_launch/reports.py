@@ -12,15 +12,18 @@ import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import TracebackType
 from typing import Final
 
-from fairlead.errors import FairleadError
+from fairlead.errors import FairleadError, UserCodeError
 
 REPORT_FD: Final = "FAIRLEAD_REPORT_FD"
 ALIVE_FD: Final = "FAIRLEAD_ALIVE_FD"
 
 _LONGEST: Final = 8_000
 """Characters of an error: a message has to fit into the pipe, which nobody empties before the rank has ended."""
+_SECOND_S: Final = 2.0
+"""How long another rank lets rank 0 speak first."""
 _SECONDARY: Final = (
     "Connection closed by peer",
     "Connection reset by peer",
@@ -72,6 +75,36 @@ def send_report(environ: Mapping[str, str], text: str, exit_code: int, *, lost_a
     if len(text) > _LONGEST:  # its ends matter: the user's own frame, and what was raised
         text = f"{text[: _LONGEST // 2]}\n[...]\n{text[-_LONGEST // 2 :]}"
     return _send(environ, Report(int(environ.get("RANK", "0")), time.time(), text, exit_code, lost_a_peer))
+
+
+def leave_to_rank_0(error: FairleadError, rank: int) -> None:
+    """Notes that rank 0 meets the same error and shows it: another rank says one line, also where nobody catches it."""
+    if rank == 0:
+        return
+    vars(error)["other_rank"] = rank
+    earlier = sys.excepthook
+
+    def hook(kind: type[BaseException], raised: BaseException, traceback: TracebackType | None) -> None:
+        if raised is not error or not said_after_rank_0(error):
+            earlier(kind, raised, traceback)
+
+    sys.excepthook = hook
+
+
+def said_after_rank_0(error: FairleadError) -> bool:
+    """Says in one line what was left to rank 0; False where nothing was.
+
+    A launcher that ends all ranks with the first one must not end rank 0 before it has spoken, and mostly ends this one
+    before its line.
+    """
+    rank = vars(error).get("other_rank")
+    if rank is None:
+        return False
+    time.sleep(_SECOND_S)
+    place = (error.why or "").rpartition("\n")[2].strip() if isinstance(error, UserCodeError) else error.where
+    line = f"rank {rank} on {os.uname().nodename}: {error.what}{f' ({place})' if place else ''}; rank 0 says more"
+    print(line, file=sys.stderr, flush=True)
+    return True
 
 
 def keep_log(environ: Mapping[str, str], folder: Path, start: int) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import Any, Final
 
 import lightning.fabric as lf
 import lightning.pytorch as L
+from lightning.fabric.utilities.warnings import PossibleUserWarning
 from lightning.pytorch.loggers import Logger
 from torch.multiprocessing import ProcessExitedException
 
@@ -38,8 +40,9 @@ from fairlead_lightning.lifecycle.stops import Stops
 from fairlead_lightning.lifecycle.stuck import StuckRanks
 from fairlead_lightning.metrics.metrics_file import METRICS_FILE, MetricsFile
 from fairlead_lightning.resume.averages import AverageOverRanks
-from fairlead_lightning.resume.exact_resume import ExactResume, saved_positions
+from fairlead_lightning.resume.exact_resume import ExactResume
 from fairlead_lightning.resume.loading import readable_load_errors
+from fairlead_lightning.resume.rank_state import saved_positions
 
 
 def run_config(run: str | os.PathLike[str] | RunConfig | None) -> RunConfig:
@@ -65,7 +68,8 @@ def as_seen(engine: L.Trainer | lf.Fabric, resolution: Resolution, config: Train
     """The resolution of this machine, corrected to what a script's own Trainer or Fabric has decided.
 
     Raises:
-        ConfigError: A launcher has started several ranks, and it knows of one: each would train alone.
+        ConfigError: A launcher has started several ranks, or WORLD_SIZE says so, and it knows of one: each would train
+            alone.
     """
     nodes = int(getattr(engine.strategy, "num_nodes", 1))
     ranks = engine.world_size
@@ -83,10 +87,13 @@ def as_seen(engine: L.Trainer | lf.Fabric, resolution: Resolution, config: Train
 
 
 def _alone(resolution: Resolution, engine: L.Trainer | lf.Fabric) -> Iterator[Finding]:
-    """Whether a launcher has started ranks that the script's Trainer or Fabric does not know of."""
+    """Whether there are ranks, started by a launcher or said by WORLD_SIZE, that the Trainer or Fabric knows not of."""
     topology = resolution.topology
     started, here = topology.world_size, topology.local_world_size
-    if not topology.launched or started is None or started.value == 1:
+    yield from (one for one in resolution.findings if one.code == "world-size-contradicted")
+    if not topology.launched:  # one of several nodes, on which the Trainer is to start the ranks
+        started = resolution.settings["world_size"] if resolution.num_nodes > 1 else None
+    if started is None or started.value == 1:
         return
     known = type(engine).__name__
     nodes = f", num_nodes={topology.num_nodes.value}" if topology.num_nodes is not None else ""
@@ -94,7 +101,7 @@ def _alone(resolution: Resolution, engine: L.Trainer | lf.Fabric) -> Iterator[Fi
         "error",
         "launch-mismatch",
         f"this is one of {started.value} ranks, but the {known} knows of one and would train alone: "
-        f"set {known}(devices={here.value if here is not None else started.value}{nodes})",
+        f"set {known}(devices={here.value if here is not None else started.value // resolution.num_nodes}{nodes})",
         where=known,
         why=f"{started.value} comes from {started.reason}",
         fix="if each is to train alone, give each a run of its own, and export FAIRLEAD_ENVIRONMENT=lightning",
@@ -161,6 +168,7 @@ class FitParts:
         self.stuck = StuckRanks(environ, timeout=getattr(resolution.strategy, "timeout", None))
         self.stops = Stops(context, say, guard)
         self._loggers: list[Logger] = []
+        self._hides = False
 
     def attach(
         self,
@@ -186,6 +194,9 @@ class FitParts:
             records = [Recorder(session, self.stops), self.stuck, self.stops]
         self.exact.begin(session, writes, self.stops if records else None)
         last = [*saves, *records]
+        if session.resumed:  # its first start has given Lightning's advice
+            self._hides = _ADVICE not in warnings.filters
+            warnings.simplefilter("ignore", PossibleUserWarning)
         others = [callback for callback in callbacks_of(trainer) if not isinstance(callback, _PARTS)]
         vars(trainer)["callbacks"] = [*first, *others, *last]
         self._loggers = list(loggers)
@@ -201,6 +212,9 @@ class FitParts:
         """The fit is over: what comes after it writes nothing into the run directory; some parts may stay for it."""
         self.stops.end()
         self.exact.end()
+        if self._hides:
+            warnings.filters = [one for one in warnings.filters if one != _ADVICE]
+            self._hides = False
         give_output_back()
         gone = tuple(part for part in _PARTS if part not in keep)
         vars(trainer)["callbacks"] = [c for c in callbacks_of(trainer) if not isinstance(c, gone)]
@@ -208,6 +222,10 @@ class FitParts:
 
 
 _PARTS: Final = (AverageOverRanks, ExactResume, Finite, Checkpoints, Recorder, StuckRanks, Stops)
+
+
+_ADVICE: Final = ("ignore", None, PossibleUserWarning, None, 0)
+"""What `warnings.simplefilter` makes for Lightning's advice."""
 
 
 def callbacks_of(trainer: L.Trainer) -> list[L.Callback]:

@@ -86,5 +86,5 @@ class StopGuard(Protocol):
     ) -> Any:
         """Saves on all ranks, closes what is open, has the job started again by rank 0; returns the outcome."""
 
-    def close(self) -> None:
-        """Ends what runs in the background."""
+    def close(self, *, failed: bool = False) -> None:
+        """Ends what runs in the background; `failed`: an error has left the loop."""

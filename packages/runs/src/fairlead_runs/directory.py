@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +70,7 @@ class RunDirectory:
         resume: str | Path = "auto",
         owner: LockOwner | None = None,
         wait: bool = False,
+        ended: Callable[[LockOwner], str | None] | None = None,
         syscalls: Syscalls | None = None,
     ) -> RunDirectory:
         """Creates or continues the run directory of a job, and takes its lock.  Nothing is written when it refuses.
@@ -85,6 +86,7 @@ class RunDirectory:
                 A job that its scheduler restarted always continues what its first attempt began.
             owner: Who holds the lock; None: this process.
             wait: Whether to wait for an owner that says nothing, until it does, or is taken over; see `Lock.acquire`.
+            ended: Why the job of an owner is over, as its scheduler says; likewise.
 
         Raises:
             FingerprintError: The directory holds a run with other settings; each with its old and new value.
@@ -102,7 +104,7 @@ class RunDirectory:
             if run.load is None and same_run(stored, fingerprint) and (finished := finished_event(path, job)):
                 run.finished, run.continued = finished, True
                 return run
-        run._take(me, fingerprint, wait=wait)
+        run._take(me, fingerprint, wait=wait, ended=ended)
         return run
 
     @property
@@ -179,14 +181,14 @@ class RunDirectory:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def _take(self, owner: LockOwner, fingerprint: Fingerprint, *, wait: bool) -> None:
+    def _take(self, owner: LockOwner, fingerprint: Fingerprint, **how: Any) -> None:
         text = yaml.dump(self._job).encode()  # before anything is made: it may be wrong
         try:
             ensure_dir(self.path, self._system)
         except OSError as error:
             raise disk_error(error, "cannot create the run directory", self.path, RunDirectoryError) from error
         lock = Lock(self.path / LOCK_FILE, owner=owner, syscalls=self._system)
-        lock.acquire(wait=wait)
+        lock.acquire(**how)
         with contextlib.ExitStack() as undo:
             undo.callback(lock.release)
             stored = stored_fingerprint(self.path)  # another job may have made it since we looked

@@ -63,8 +63,8 @@ def checkpoint_arguments(parser: argparse.ArgumentParser) -> None:
     convert = _action(actions, "convert", "write a checkpoint in another format; that of A is found out")
     convert.add_argument("a", metavar="A", help=_ONE)
     convert.add_argument("b", metavar="B", help="the file or folder to write")
-    targets = ("torch", "distributed", "safetensors")
-    convert.add_argument("--to", choices=targets, required=True, help=f"the format of B: {', '.join(targets)}")
+    formats = "torch, distributed, safetensors, or one of an installed plugin"
+    convert.add_argument("--to", metavar="FORMAT", required=True, help=f"the format of B: {formats}")
     convert.add_argument(
         "--weights", action="store_true", help="the model's weights only, without optimizers and loops"
     )

@@ -3,39 +3,32 @@
 from __future__ import annotations
 
 import argparse
-from functools import partial
+import pkgutil
 from pathlib import Path
 from typing import Any
 
 from fairlead.cli.session import Session
-from fairlead.errors import ConfigError
+from fairlead.errors import ConfigError, did_you_mean
+from fairlead_checkpoint_io.checkpoint_format import CheckpointFormat, known_formats
 from fairlead_checkpoint_io.commands.destination import prepare_target, source_and_target, write_whole
 from fairlead_checkpoint_io.commands.sources import Source, size_text, sources
-from fairlead_checkpoint_io.commands.states import only_weights, read_any, weights_of, write_distributed, write_weights
-from fairlead_checkpoint_io.files.snapshot import on_host
-from fairlead_checkpoint_io.files.writing import write_state
+from fairlead_checkpoint_io.commands.states import only_weights, read_any
+from fairlead_checkpoint_io.own_formats import torch_file
 
 
 def run(arguments: argparse.Namespace, session: Session) -> int:
     """Reads A, writes B in the format that was asked for."""
+    to = _written(arguments.to, session)
     with source_and_target(arguments.a, arguments.b, session, overwrite=arguments.overwrite, where="B") as (
         source,
         target,
     ):
-        if source.format == "safetensors" and arguments.to == "safetensors":
-            raise ConfigError("A is a safetensors file already", where=str(source.content), fix="copy it")
+        if source.format is to and to.weights_only:
+            raise ConfigError(f"A is in the format {to} already", where=str(source.content), fix="copy it")
         state = read_any(source, arguments.trust)
-        left_out: list[str] = []
-        if arguments.to == "safetensors":
-            weights, described = weights_of(state, source.content), describe(source, state)
-            write_whole(target, lambda path: left_out.extend(write_weights(weights, path, described)))
-        else:
-            if arguments.weights:
-                state = only_weights(state, source.content)
-            if arguments.to == "torch":
-                _write_plain(state, target)
-            else:
-                write_whole(target, partial(write_distributed, state, where=source.content), folder=True)
+        if arguments.weights:
+            state = only_weights(state, source.content)
+        left_out = _write(to, state, target, source)
         report(source, target, arguments, session, to=arguments.to, left_out=left_out)
     return 0
 
@@ -44,15 +37,37 @@ def run_consolidate(arguments: argparse.Namespace, session: Session) -> int:
     """`fairlead checkpoint consolidate`: a checkpoint of any format in one plain Lightning file."""
     with sources((arguments.path,), session) as (source,):
         target = Path(session.cwd, arguments.output or f"{source.name}.ckpt").expanduser()
-        prepare_target(target, source.path, source.content, overwrite=arguments.overwrite, where="--output")
-        _write_plain(read_any(source, arguments.trust), target)
+        prepare_target(
+            target, source.path, source.content, session=session, overwrite=arguments.overwrite, where="--output"
+        )
+        _write(torch_file, read_any(source, arguments.trust), target, source)
         report(source, target, arguments, session, to="torch", left_out=[])
     return 0
 
 
-def _write_plain(state: dict[str, Any], target: Path) -> None:
-    """One plain file, durable and atomic; equal states give equal bytes."""
-    write_whole(target, partial(write_state, on_host(state).state))
+def _written(name: str, session: Session) -> CheckpointFormat:
+    """The format that `--to` names."""
+    known = {one.name: one for one in known_formats(session) if one.write is not None}
+    if name in known:
+        return known[name]
+    near = did_you_mean(name, known)
+    raise ConfigError(
+        f"no checkpoint is written in the format {name!r}",
+        where="--to",
+        why=f"there are: {', '.join(sorted(known))}",
+        fix=f"did you mean {near!r}?" if near else "choose one of those, or install the plugin that has it",
+    )
+
+
+def _write(to: CheckpointFormat, state: dict[str, Any], target: Path, source: Source) -> list[str]:
+    """Writes durably, whole or not at all; gives what the format could not hold."""
+    left_out: list[str] = []
+    write_whole(
+        target,
+        lambda path: left_out.extend(pkgutil.resolve_name(str(to.write))(state, path, source.content)),
+        folder=to.folder,
+    )
+    return left_out
 
 
 def describe(source: Source, state: dict[str, Any]) -> dict[str, Any]:
@@ -65,14 +80,14 @@ def report(
 ) -> None:
     """Says what was written, and what was not."""
     if left_out:
-        session.warn(f"left out, because safetensors holds tensors only: {', '.join(left_out)}")
+        session.warn(f"left out, because the format cannot hold it: {', '.join(left_out)}")
     files = [target] if target.is_file() else [path for path in target.rglob("*") if path.is_file()]
     size = sum(path.stat().st_size for path in files)
     if arguments.json:
         session.print_json(
             {
                 "from": source.location,
-                "from_format": source.format,
+                "from_format": source.format.name,
                 "to": str(target),
                 "to_format": to,
                 "size": size,

@@ -11,8 +11,8 @@ from pathlib import Path
 
 from fairlead.cli.session import Session
 from fairlead.errors import CheckpointError, ConfigError, FairleadError
+from fairlead_checkpoint_io.checkpoint_format import kind_of_folder, known_formats
 from fairlead_checkpoint_io.commands.sources import Source, is_stored, sources
-from fairlead_checkpoint_io.files.formats import kind_of_folder
 from fairlead_checkpoint_io.files.writing import replace_with
 from fairlead_runs.commit import Syscalls
 from fairlead_runs.commit.files import disk_error, ensure_dir
@@ -25,13 +25,13 @@ def source_and_target(
     """The checkpoint to read, and what to write; see `sources` and `prepare_target`."""
     target = Path(session.cwd, output).expanduser()
     if is_stored(text):
-        prepare_target(target, overwrite=overwrite, where=where)  # not only after the download
+        prepare_target(target, session=session, overwrite=overwrite, where=where)  # not only after the download
     with sources((text,), session) as (source,):
-        prepare_target(target, source.path, source.content, overwrite=overwrite, where=where)
+        prepare_target(target, source.path, source.content, session=session, overwrite=overwrite, where=where)
         yield source, target
 
 
-def prepare_target(target: Path, *sources: Path, overwrite: bool, where: str) -> None:
+def prepare_target(target: Path, *sources: Path, session: Session, overwrite: bool, where: str) -> None:
     """Refuses a destination before anything is read, as hours may lie between the two."""
     resolved = target.resolve()
     for source in (path.resolve() for path in sources):
@@ -47,8 +47,8 @@ def prepare_target(target: Path, *sources: Path, overwrite: bool, where: str) ->
             "the destination exists", where=f"{where}: {target}", fix="name another one, or add --overwrite"
         )
     if os.path.isdir(target) and not os.path.islink(target):
-        kind = kind_of_folder(target)
-        if os.listdir(target) and kind not in ("exported", "distributed", "deepspeed"):
+        kind = kind_of_folder(target, known_formats(session))
+        if os.listdir(target) and kind in ("own", None):
             raise ConfigError(
                 "a folder that is no converted checkpoint is never overwritten",
                 where=f"{where}: {target}",

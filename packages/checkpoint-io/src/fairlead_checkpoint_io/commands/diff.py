@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from fairlead.cli.session import Session
 from fairlead_checkpoint_io.commands.sources import Source, sources
-from fairlead_checkpoint_io.commands.states import read_any, read_file, read_safetensors
+from fairlead_checkpoint_io.commands.states import read_file
 from fairlead_checkpoint_io.files.formats import REST
 from fairlead_checkpoint_io.files.shards import Shards
 from fairlead_checkpoint_io.files.trust import allowed, refuse_unsafe, unsafe_globals
@@ -31,7 +31,7 @@ def run(arguments: argparse.Namespace, session: Session) -> int:
     """Compares two checkpoints; 1 when they differ."""
     with sources((arguments.a, arguments.b), session) as both:
         a, b = (_entries(source, arguments.trust) for source in both)
-        weights = arguments.weights or any(source.format == "safetensors" for source in both)
+        weights = arguments.weights or any(source.format.weights_only for source in both)
         if weights:
             a, b = ({name: value for name, value in side.items() if name.startswith("state_dict.")} for side in (a, b))
         with_ranks = [side for side in (a, b) if any(map(_of_rank, side))]
@@ -73,7 +73,7 @@ def _differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[dict[st
             yield {"name": name, "kind": f"only in {side}", side: _text(b[name] if name not in a else a[name])}
             continue
         x, y = a[name], b[name]
-        if isinstance(x, _Lazy) and isinstance(y, _Lazy):
+        if isinstance(x, LazyTensor) and isinstance(y, LazyTensor):
             if (x.shape, x.dtype) != (y.shape, y.dtype):
                 kind = "shape" if x.shape != y.shape else "dtype"
                 yield {"name": name, "kind": kind, "a": _text(x), "b": _text(y)}
@@ -98,7 +98,7 @@ def _same(x: Any, y: Any) -> bool:
 
 
 def _text(value: Any) -> str:
-    if isinstance(value, _Lazy):
+    if isinstance(value, LazyTensor):
         return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
     text = repr(value)
     return text if len(text) <= _LONG else f"{text[: _LONG - 3]}..."
@@ -122,7 +122,7 @@ def _number(value: float | str) -> str:
 
 
 @dataclass(frozen=True)
-class _Lazy:
+class LazyTensor:
     """A tensor that is read into host memory, or mapped there, when it is compared."""
 
     shape: tuple[int, ...]
@@ -130,29 +130,27 @@ class _Lazy:
     read: Callable[[], torch.Tensor]
 
 
-_HELD: Final = (Mapping, list, tuple, torch.Tensor, _Lazy)
+_HELD: Final = (Mapping, list, tuple, torch.Tensor, LazyTensor)
 
 
 def _entries(source: Source, trust: Sequence[str] = ()) -> dict[str, Any]:
-    """All of a checkpoint: tensors as `_Lazy`, other values as they are, each under its path (`state_dict.0.weight`).
+    """All of a checkpoint: tensors as `LazyTensor`, other values as they are, each by its path (`state_dict.0.weight`).
 
     Files are mapped, not read: comparing two of 10 GiB takes the memory of two tensors.
     """
-    if source.format == "torch":
-        state = _mapped(source.content, trust)
-        bare = isinstance(state, Mapping) and all(isinstance(value, torch.Tensor) for value in state.values())
-        state = {"state_dict": state} if bare else state  # weights alone have no names around them
-    elif source.format == "distributed":
-        state = _distributed(source.content, trust)
-    elif source.format == "safetensors":
-        state = {"state_dict": read_safetensors(source.content)}
-    else:
-        state = read_any(source, trust)
-    found = dict(_flat(state))
+    format_ = source.format
+    found = dict(_flat(format_.call(format_.entries or format_.read, source.content, trust)))
     if source.own is not None:
         for path in sorted(source.path.glob("rank-*.pt")):
             found.update((f"{path.stem}.{name}", value) for name, value in _flat(_mapped(path, trust)))
     return found
+
+
+def entries_of_file(path: Path, trust: Sequence[str]) -> Any:
+    """A file of torch.save, mapped; weights alone, which have no names around them, as a state."""
+    state = _mapped(path, trust)
+    bare = isinstance(state, Mapping) and all(isinstance(value, torch.Tensor) for value in state.values())
+    return {"state_dict": state} if bare else state
 
 
 def _mapped(path: Path, trust: Sequence[str]) -> Any:
@@ -167,7 +165,7 @@ def _mapped(path: Path, trust: Sequence[str]) -> Any:
 def _flat(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
     """Every single value by its path; an empty mapping or list is one too."""
     if isinstance(value, torch.Tensor):
-        yield path, _Lazy(tuple(value.shape), value.dtype, lambda: value.detach())
+        yield path, LazyTensor(tuple(value.shape), value.dtype, lambda: value.detach())
     elif isinstance(value, Mapping) and value:
         for key, item in value.items():
             yield from _flat(item, f"{path}.{key}" if path else str(key))
@@ -178,7 +176,8 @@ def _flat(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
         yield path, value
 
 
-def _distributed(folder: Path, trust: Sequence[str]) -> dict[str, Any]:
+def entries_of_shards(folder: Path, trust: Sequence[str]) -> dict[str, Any]:
+    """A distributed folder; a tensor is read when it is compared."""
     shards = Shards(folder)
     stored = shards.contents.state_dict_metadata
     tensors = {name: entry for name, entry in stored.items() if isinstance(entry, TensorStorageMetadata)}
@@ -189,8 +188,8 @@ def _distributed(folder: Path, trust: Sequence[str]) -> dict[str, Any]:
     return shards.checkpoint({**others, **lazy}, rest)
 
 
-def _lazy(shards: Shards, name: str, entry: TensorStorageMetadata) -> _Lazy:
-    return _Lazy(tuple(entry.size), entry.properties.dtype, lambda: shards.read_host([name])[name])
+def _lazy(shards: Shards, name: str, entry: TensorStorageMetadata) -> LazyTensor:
+    return LazyTensor(tuple(entry.size), entry.properties.dtype, lambda: shards.read_host([name])[name])
 
 
 # -- two tensors, bit by bit, a part at a time

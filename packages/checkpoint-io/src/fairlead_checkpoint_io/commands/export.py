@@ -28,7 +28,7 @@ def run(arguments: argparse.Namespace, session: Session) -> int:
     """Reads a checkpoint of a run, writes the folder."""
     path, output = arguments.path, arguments.output
     with source_and_target(path, output, session, overwrite=arguments.overwrite, where="--output") as (source, target):
-        if source.format == "safetensors":
+        if source.format.weights_only:
             where = str(source.content)
             raise ConfigError("this holds weights only", where=where, fix="export the checkpoint of the run")
         job = job_file(source.path)

@@ -6,9 +6,12 @@ import json
 import threading
 import time
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any, Final
 
+from fairlead.errors import CheckpointError, MissingDependencyError
+from fairlead_checkpoint_io.checkpoint_format import Verified
 from fairlead_checkpoint_io.commands.sources import size_text
 from fairlead_runs.commit import Syscalls
 
@@ -49,15 +52,26 @@ class ProgressReader(Syscalls):
             print(f"\r{'':<{_WIDTH + 40}}\r", end="", file=self._stream, flush=True)
 
 
-def archive_problem(path: Path, reader: ProgressReader) -> str | None:
-    """The first record of a file of torch.save whose checksum is wrong; None: there is none."""
+def verify_archive(path: Path, count: Callable[[int], None]) -> Verified:
+    """A file of torch.save: the checksum of each record."""
+    if zipfile.is_zipfile(path):
+        problem = _archive_problem(path, count)
+        return Verified("the checksums inside the file", {path.name: problem} if problem else {})
+    with path.open("rb") as file:
+        if file.read(2) == b"PK":
+            return Verified("", {path.name: "its end is missing: it was cut off"})
+    return Verified("nothing was compared: files of torch before 1.6 hold no checksums", {})
+
+
+def _archive_problem(path: Path, count: Callable[[int], None]) -> str | None:
+    """The first record whose checksum is wrong."""
     try:
         with zipfile.ZipFile(path) as archive:
             for info in archive.infolist():
                 try:
                     with archive.open(info) as record:
                         while chunk := record.read(_CHUNK):
-                            reader.add(len(chunk))
+                            count(len(chunk))
                 except (zipfile.BadZipFile, NotImplementedError, EOFError):
                     return f"its record {info.filename} does not match its checksum"
     except (zipfile.BadZipFile, NotImplementedError) as error:
@@ -67,15 +81,35 @@ def archive_problem(path: Path, reader: ProgressReader) -> str | None:
     return None
 
 
-def safetensors_problem(path: Path) -> str | None:
-    """How the size of a file of safetensors differs from what its header says; None: it does not."""
+def verify_safetensors(path: Path, count: Callable[[int], None]) -> Verified:
+    """A file of safetensors: its size, and what its header says of it."""
     size = path.stat().st_size
+    count(size)
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         try:
             header: dict[str, Any] = json.loads(file.read(length))
             ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
             wanted = 8 + length + max(ends, default=0)
+            problem = None if size == wanted else f"{size} bytes, should be {wanted}"
         except (ValueError, KeyError, TypeError, IndexError):
-            return "its header is damaged"
-    return None if size == wanted else f"{size} bytes, should be {wanted}"
+            problem = "its header is damaged"
+    return Verified("its size against its header; it holds no checksums", {path.name: problem} if problem else {})
+
+
+def verify_shards(path: Path, count: Callable[[int], None]) -> Verified:
+    """A distributed folder without a manifest: the sizes of its files, which torch's own `.metadata` knows."""
+    try:
+        from fairlead_checkpoint_io.files.shards import Shards
+    except ImportError as error:
+        raise MissingDependencyError(
+            "verifying a distributed checkpoint without a manifest needs torch",
+            where=str(path),
+            why="which files it has is in torch's own .metadata",
+            fix="pip install 'fairlead[lightning]'",
+        ) from error
+    try:
+        damage = Shards(path).wrong_files()
+    except CheckpointError as error:
+        damage = {".metadata": error.why or error.what}
+    return Verified("sizes only: without a manifest there are no checksums", damage)

@@ -14,6 +14,7 @@ from typing import Any, Final
 
 from fairlead.cli.session import Session
 from fairlead.errors import CheckpointError, ConfigError
+from fairlead_checkpoint_io.checkpoint_format import known_formats
 from fairlead_checkpoint_io.commands.sources import checkpoints_folder, existing, is_stored, size_text, stored_run
 from fairlead_checkpoint_io.files.formats import names_in
 from fairlead_runs.commands.texts import ago, metric, or_dash, table
@@ -99,7 +100,7 @@ class Listing:
 def run(arguments: argparse.Namespace, session: Session) -> int:
     """Lists the checkpoints of a run, a folder, or a single one."""
     stored = is_stored(arguments.path)
-    found = _on_store(arguments.path) if stored else _on_disk(existing(arguments.path, session))
+    found = _on_store(arguments.path) if stored else _on_disk(existing(arguments.path, session), session)
     if arguments.json:
         rows = [asdict(row) for row in found.rows]
         unfinished = [dict(zip(("name", "problem", "age_s"), item, strict=True)) for item in found.unfinished]
@@ -137,8 +138,8 @@ def _missing(latest: str | None) -> tuple[str, str, None]:
     return "latest", f"names {latest}, which is not there", None
 
 
-def _on_disk(path: Path) -> Listing:
-    folder = checkpoints_folder(path)
+def _on_disk(path: Path, session: Session) -> Listing:
+    folder = checkpoints_folder(path, known_formats(session))
     if folder is None and not NAME.fullmatch(path.name):
         raise ConfigError(
             "ls lists the checkpoints of a run",

@@ -12,16 +12,8 @@ from typing import Final
 
 from fairlead.cli.session import Session
 from fairlead.errors import CheckpointError, ConfigError, FairleadError
-from fairlead_checkpoint_io.files.formats import (
-    STATE,
-    WEIGHTS_FILE,
-    Format,
-    format_of,
-    kind_of_folder,
-    names_in,
-    names_text,
-    no_such,
-)
+from fairlead_checkpoint_io.checkpoint_format import CheckpointFormat, format_of, kind_of_folder, known_formats
+from fairlead_checkpoint_io.files.formats import STATE, WEIGHTS_FILE, names_in, names_text, no_such
 from fairlead_runs import is_run
 from fairlead_runs.commit import Checkpoint, best_or_last, newest_complete
 from fairlead_runs.commit.checkpoints import NAME
@@ -52,7 +44,7 @@ class Source:
 
     path: Path
     content: Path
-    format: Format
+    format: CheckpointFormat
     own: Checkpoint | None = None
     url: str | None = None
 
@@ -77,7 +69,7 @@ def sources(texts: Sequence[str], session: Session) -> Iterator[list[Source]]:
         yield [
             stack.enter_context(_downloaded(text, session))
             if is_stored(text)
-            else _one_checkpoint(existing(text, session))
+            else _one_checkpoint(existing(text, session), known_formats(session))
             for text in texts
         ]
 
@@ -95,9 +87,9 @@ def existing(text: str, session: Session) -> Path:
     raise no_such(asked)
 
 
-def checkpoints_folder(path: Path) -> Path | None:
+def checkpoints_folder(path: Path, formats: tuple[CheckpointFormat, ...]) -> Path | None:
     """The folder that holds several checkpoints: of a run directory its `checkpoints`; None: `path` is a single one."""
-    if not path.is_dir() or kind_of_folder(path) is not None:
+    if not path.is_dir() or kind_of_folder(path, formats) is not None:
         return None
     if any(NAME.fullmatch(name) or name.endswith(".ckpt") for name in names_in(path)):
         return path  # also a run as it is kept on a store
@@ -105,9 +97,9 @@ def checkpoints_folder(path: Path) -> Path | None:
     return inner if is_run(path) or inner.is_dir() else path
 
 
-def _one_checkpoint(path: Path) -> Source:
+def _one_checkpoint(path: Path, formats: tuple[CheckpointFormat, ...]) -> Source:
     """The checkpoint at `path`; of a run or a folder of checkpoints, the newest complete one."""
-    folder = checkpoints_folder(path)
+    folder = checkpoints_folder(path, formats)
     if folder is not None:
         newest = newest_complete(folder)
         if newest.checkpoint is None:
@@ -120,10 +112,10 @@ def _one_checkpoint(path: Path) -> Source:
             )
         path = newest.checkpoint.path
     if path.is_dir() and (path / MANIFEST).is_file() and NAME.fullmatch(path.name):
-        return Source(path, path / STATE, format_of(path / STATE), Checkpoint.at(path))
+        return Source(path, path / STATE, format_of(path / STATE, formats), Checkpoint.at(path))
     if (path / WEIGHTS_FILE).is_file():
-        return Source(path, path / WEIGHTS_FILE, "safetensors")
-    return Source(path, path, format_of(path))
+        return Source(path, path / WEIGHTS_FILE, format_of(path / WEIGHTS_FILE, formats))
+    return Source(path, path, format_of(path, formats))
 
 
 # -- on a store
@@ -187,7 +179,7 @@ def _downloaded(url: str, session: Session) -> Iterator[Source]:
             if content is not None:
                 (run / record).write_bytes(content)
         try:
-            yield replace(_one_checkpoint(local.path), url=wanted.url)
+            yield replace(_one_checkpoint(local.path, known_formats(session)), url=wanted.url)
         except FairleadError as error:
             if error.where is not None:
                 error.where = error.where.replace(str(local.path), wanted.url)

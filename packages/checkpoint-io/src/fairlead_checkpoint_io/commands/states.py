@@ -13,13 +13,14 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from fairlead.errors import CheckpointError
-from fairlead_checkpoint_io.commands.deepspeed_folder import read_deepspeed
 from fairlead_checkpoint_io.commands.sources import Source
 from fairlead_checkpoint_io.files.formats import REST
 from fairlead_checkpoint_io.files.layout import named
 from fairlead_checkpoint_io.files.reading import read_state
 from fairlead_checkpoint_io.files.shards import read_shards
+from fairlead_checkpoint_io.files.snapshot import on_host
 from fairlead_checkpoint_io.files.trust import allowed, refuse_unsafe, unsafe_globals
+from fairlead_checkpoint_io.files.writing import write_state
 from fairlead_runs.commit.files import disk_error
 
 _MODEL: Final = "state_dict"
@@ -29,13 +30,8 @@ _LIKE_PARAMETER: Final = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_b
 
 def read_any(source: Source, trust: Sequence[str] = ()) -> dict[str, Any]:
     """The state of a checkpoint as plain Lightning has it: `state_dict`, `optimizer_states`, loops, ..."""
-    if source.format == "torch":
-        return read_file(source.content, trust)
-    if source.format == "distributed":
-        return _read_distributed(source.content, trust)
-    if source.format == "deepspeed":
-        return read_deepspeed(source.content, trust)
-    return {_MODEL: read_safetensors(source.content), **_lightning_version()}
+    state: dict[str, Any] = source.format.call(source.format.read, source.content, trust)
+    return state
 
 
 def read_file(path: Path, trust: Sequence[str] = ()) -> dict[str, Any]:
@@ -65,19 +61,26 @@ def only_weights(state: Mapping[str, Any], where: Path) -> dict[str, Any]:
     return {**_lightning_version(), **described, **kept, _MODEL: weights_of(state, where)}
 
 
-def write_distributed(state: Mapping[str, Any], folder: Path, where: Path) -> None:
-    """Fills an empty folder with a plain Lightning state that is from `where`, as Lightning's sharded strategies do."""
-    weights = weights_of(state, where)
+def write_file(state: dict[str, Any], path: Path, origin: Path) -> list[str]:
+    """Writes one plain file; equal states give equal bytes."""
+    write_state(on_host(state).state, path)
+    return []
+
+
+def write_distributed(state: Mapping[str, Any], folder: Path, origin: Path) -> list[str]:
+    """Fills an empty folder with a plain Lightning state, as Lightning's sharded strategies do."""
+    weights = weights_of(state, origin)
     rest = {} if weights is state else {k: v for k, v in state.items() if k not in (_MODEL, "optimizer_states")}
     shards: dict[str, Any] = {_MODEL: dict(weights)}
     for number, optimizer in enumerate(() if weights is state else state.get("optimizer_states", ())):
         shards[f"optimizer_{number}"] = named(
-            optimizer, _parameter_names(optimizer, weights, where=f"{where}, optimizer {number}")
+            optimizer, _parameter_names(optimizer, weights, where=f"{origin}, optimizer {number}")
         )
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         dcp.save(shards, storage_writer=dcp.FileSystemWriter(folder), no_dist=True)
     torch.save(rest, folder / REST)
+    return []
 
 
 def _parameter_names(state: Mapping[str, Any], weights: Mapping[str, Any], *, where: str) -> list[str]:
@@ -137,7 +140,8 @@ def _doubt(where: str, why: str) -> CheckpointError:
     )
 
 
-def _read_distributed(folder: Path, trust: Sequence[str]) -> dict[str, Any]:
+def read_distributed(folder: Path, trust: Sequence[str]) -> dict[str, Any]:
+    """A folder of torch.distributed.checkpoint, as Lightning's sharded strategies write it."""
     rest: dict[str, Any] = read_file(folder / REST, trust) if (folder / REST).is_file() else {**_lightning_version()}
     with allowed(trust, where="--trust"):
         state = read_shards(folder, rest, verify=False)
@@ -158,8 +162,8 @@ def _read_distributed(folder: Path, trust: Sequence[str]) -> dict[str, Any]:
     return state
 
 
-def read_safetensors(path: Path) -> dict[str, torch.Tensor]:
-    """The weights in a file of safetensors, tied ones under all of their names."""
+def read_safetensors(path: Path, trust: Sequence[str] = ()) -> dict[str, Any]:
+    """The weights in a file of safetensors, which cannot hold anything else; tied ones under all of their names."""
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -174,7 +178,13 @@ def read_safetensors(path: Path) -> dict[str, torch.Tensor]:
     for name, kept in said.items():
         if name not in weights and kept in weights:
             weights[name] = weights[kept]
-    return weights
+    return {_MODEL: weights, **_lightning_version()}
+
+
+def write_safetensors(state: Mapping[str, Any], path: Path, origin: Path) -> list[str]:
+    """Writes the weights to a new file of safetensors; gives the entries that are no tensors."""
+    described = {"step": state.get("global_step"), "epoch": state.get("epoch")}
+    return write_weights(weights_of(state, origin), path, described)
 
 
 def write_weights(weights: Mapping[str, Any], path: Path, described: Mapping[str, Any]) -> list[str]:

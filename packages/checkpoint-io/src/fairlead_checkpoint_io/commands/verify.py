@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import zipfile
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -13,10 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from fairlead.cli.session import Session
-from fairlead.errors import CheckpointError, ConfigError, MissingDependencyError
-from fairlead_checkpoint_io.commands.file_checks import ProgressReader, archive_problem, safetensors_problem
+from fairlead.errors import CheckpointError, ConfigError
+from fairlead_checkpoint_io.checkpoint_format import CheckpointFormat, format_of, known_formats
+from fairlead_checkpoint_io.commands.file_checks import ProgressReader
 from fairlead_checkpoint_io.commands.sources import checkpoints_folder, existing, is_stored, size_text, stored_run
-from fairlead_checkpoint_io.files.formats import format_of, names_in
+from fairlead_checkpoint_io.files.formats import names_in
 from fairlead_runs.commit import list_checkpoints, read_latest, read_manifest
 from fairlead_runs.commit.checkpoints import NAME, readable_checkpoints
 from fairlead_runs.commit.hashing import FileHash, new_hasher
@@ -46,6 +46,10 @@ class Checked:
         self.files, self.size = len(files), sum(expected.size for expected in files.values())
         self.reads = {name: partial(read, name, files[name]) for name in files if name not in self.damage}
 
+    def ask(self, format_: CheckpointFormat, verify: str, reader: ProgressReader) -> None:
+        """Has the checkpoint's format read all of it."""
+        self.note, self.damage = format_.call(verify, self.path, reader.add)
+
     def __str__(self) -> str:
         files = f"{self.files} files" if self.files != 1 else "1 file"
         state, note = "DAMAGED" if self.damage else "ok", f"; {self.note}" if self.note else ""
@@ -70,7 +74,7 @@ def run(arguments: argparse.Namespace, session: Session) -> int:
     if is_stored(arguments.path):
         checked = _on_store(arguments.path, session, newest=arguments.newest)
     else:
-        checked = _on_disk(existing(arguments.path, session), newest=arguments.newest)
+        checked = _on_disk(existing(arguments.path, session), known_formats(session), newest=arguments.newest)
     tasks = [(one, name, read) for one in checked for name, read in one.reads.items()]
     bar = session.stderr if session.stderr.isatty() and not arguments.json else None
     reader = ProgressReader(sum(each.size for each in checked), bar)
@@ -128,13 +132,13 @@ def _copy(item: RemoteCheckpoint, store: Store) -> Checked:
     return one
 
 
-def _on_disk(path: Path, *, newest: bool) -> list[Checked]:
-    folder = checkpoints_folder(path)
+def _on_disk(path: Path, formats: tuple[CheckpointFormat, ...], *, newest: bool) -> list[Checked]:
+    folder = checkpoints_folder(path, formats)
     if folder is None:
         if newest:
             raise _one_only(str(path))
-        return [_checkpoint(path, single=True)]
-    checked = [_checkpoint(root, single=False) for root in _checkpoints_in(folder, newest=newest)]
+        return [_checkpoint(path, formats, single=True)]
+    checked = [_checkpoint(root, formats, single=False) for root in _checkpoints_in(folder, newest=newest)]
     latest = read_latest(folder)
     if latest is not None and not (folder / latest).is_dir():
         checked.append(_without_latest(folder, latest))
@@ -164,7 +168,7 @@ def _checkpoints_in(folder: Path, *, newest: bool) -> list[Path]:
     return roots
 
 
-def _checkpoint(path: Path, *, single: bool) -> Checked:
+def _checkpoint(path: Path, formats: tuple[CheckpointFormat, ...], *, single: bool) -> Checked:
     one = Checked(path)
     if path.is_dir() and ((path / MANIFEST).exists() or NAME.fullmatch(path.name)):
         try:
@@ -175,52 +179,19 @@ def _checkpoint(path: Path, *, single: bool) -> Checked:
         one.expect(files, lambda name, hash_, reader: file_problem(path / name, hash_, deep=True, syscalls=reader))
         return one
     try:
-        kind = format_of(path)
+        kind = format_of(path, formats)
     except CheckpointError as error:
         if single and not (path.is_file() and path.stat().st_size == 0):
             raise  # a wrong path is a wrong call; among checkpoints, or empty, it is damage
         one.damage[path.name] = error.why or error.what
         return one
-    if kind == "deepspeed":
+    if kind.verify is None:
         raise ConfigError(
-            "this DeepSpeed folder has nothing to compare with",
+            f"a checkpoint in the format {kind} has nothing to compare with",
             where=str(path),
-            why="DeepSpeed writes no checksums, and the folder is in no checkpoint of Fairlead's",
+            why="it holds no checksums that could be compared, and it is in no checkpoint of Fairlead's",
         )
-    if kind == "distributed":
-        one.note = "sizes only: without a manifest there are no checksums"
-        _compare_sizes(one)
-        return one
-    one.files, one.size = 1, path.stat().st_size
-    if kind == "safetensors":
-        one.note = "its size against its header; it holds no checksums"
-        one.reads[path.name] = lambda reader: safetensors_problem(path)
-    elif zipfile.is_zipfile(path):
-        one.note = "the checksums inside the file"
-        one.reads[path.name] = partial(archive_problem, path)
-    else:
-        with path.open("rb") as file:
-            is_archive = file.read(2) == b"PK"
-        if is_archive:
-            one.damage[path.name] = "its end is missing: it was cut off"
-        else:
-            one.note = "nothing was compared: files of torch before 1.6 hold no checksums"
+    inside = [path] if path.is_file() else [item for item in path.rglob("*") if item.is_file()]
+    one.files, one.size = len(inside), sum(item.stat().st_size for item in inside)
+    one.reads[path.name] = partial(one.ask, kind, kind.verify)
     return one
-
-
-def _compare_sizes(one: Checked) -> None:
-    try:
-        from fairlead_checkpoint_io.files.shards import Shards
-    except ImportError as error:
-        raise MissingDependencyError(
-            "verifying a distributed checkpoint without a manifest needs torch",
-            where=str(one.path),
-            why="which files it has is in torch's own .metadata",
-            fix="pip install 'fairlead[lightning]'",
-        ) from error
-    names = [name for name in names_in(one.path) if (one.path / name).is_file()]
-    one.files, one.size = len(names), sum((one.path / name).stat().st_size for name in names)
-    try:
-        one.damage |= Shards(one.path).wrong_files()
-    except CheckpointError as error:
-        one.damage[".metadata"] = error.why or error.what

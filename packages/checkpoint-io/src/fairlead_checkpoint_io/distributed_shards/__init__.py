@@ -40,6 +40,7 @@ class DistributedShards(FilePlugin):
     config = DistributedCheckpointIOConfig
     runtime = "fairlead_checkpoint_io.distributed_shards.runtime:build"
     aliases = ("DistributedCheckpointIOPlugin",)
+    formats = ("fairlead_checkpoint_io.own_formats:distributed",)
 
     @hookimpl
     def fairlead_capabilities(self) -> Iterable[Capability]:

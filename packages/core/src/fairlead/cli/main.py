@@ -40,8 +40,9 @@ def main(
 ) -> int:
     """Runs one command and returns its exit code; None stands for what this process has."""
     words = list(sys.argv[1:] if argv is None else argv)
-    debug = "--debug" in words
-    words = [word for word in words if word != "--debug"]
+    ours = words.index("--") if "--" in words else len(words)  # what follows it is a script's
+    debug = "--debug" in words[:ours]
+    words = [*(word for word in words[:ours] if word != "--debug"), *words[ours:]]
     try:
         session = Session(
             plugins=plugins if plugins is not None else PluginManager(),

@@ -168,15 +168,7 @@ class TrainerConfig(ConfigModel):
     """Validate every N epochs; None counts val_check_interval over all epochs."""
     log_every_n_steps: Annotated[NonNegativeInt | None, MayChange("as loggers"), LIGHTNING] = None
     """Log every N steps, 0: none of them; None: 50."""
-    reload_dataloaders_every_n_epochs: Annotated[
-        NonNegativeInt,
-        NotExact(
-            lambda epochs: epochs > 1,
-            why="each start builds new loaders, even in an epoch in which an undisturbed run keeps them",
-            fix="reload_dataloaders_every_n_epochs: 1, or 0",
-        ),
-        LIGHTNING,
-    ] = 0
+    reload_dataloaders_every_n_epochs: Annotated[NonNegativeInt, LIGHTNING] = 0
     """Build new loaders every N epochs."""
 
     # Optimisation.

@@ -161,7 +161,7 @@ class LoggerConformance(PluginConformance):
             positions.append(logger.position() if hasattr(logger, "position") else None)
         logger.finalize("success")
         for position in positions:
-            assert position is None or json.loads(json.dumps(position)) == position, self.broken(
+            assert position is None or json.loads(json.dumps(position, default=repr)) == position, self.broken(
                 f"its position is {position!r}",
                 "give numbers, texts, lists and dicts: it goes into a checkpoint",
             )

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ from fairlead.config import JobConfig, RunConfig
 from fairlead.errors import CheckpointError, FairleadError
 from fairlead.facts import Job
 from fairlead.findings import Finding
+from fairlead.hooks import answer
+from fairlead.plugins import default_plugins
 from fairlead.resolve import Resolution
 from fairlead_distributed.objects import broadcast_object
 from fairlead_distributed.run.checksums import check_for, help_to_compare
@@ -26,6 +29,7 @@ from fairlead_distributed.run.resume_source import (
     state_file,
 )
 from fairlead_distributed.run.session import STATE_FILE, RunSession
+from fairlead_launch.reports import leave_to_rank_0
 from fairlead_runs import RunDirectory, collect_provenance, fingerprint
 from fairlead_runs.batch_policy import batch_plan
 from fairlead_runs.checkpoint_io import CheckpointCopies
@@ -77,6 +81,7 @@ def _heard() -> Handoff:
         if isinstance(heard, Handoff):
             return heard
         if isinstance(heard, FairleadError):
+            leave_to_rank_0(heard, dist.get_rank())
             raise heard
         help_to_compare(heard)
 
@@ -135,6 +140,17 @@ def _asked(run: RunConfig, path: Path) -> str:
     return f"{run.resume} {path}"
 
 
+def _ended(environ: Mapping[str, str], owner: LockOwner) -> str | None:
+    """How the job of a lock's owner has ended, where its scheduler says so."""
+    plugins = default_plugins()
+    for plugin in plugins.distinct("environment").values() if owner.job is not None else ():
+        with suppress(FairleadError):  # of a plugin that nobody may use here
+            why = answer(plugins, plugin, "fairlead_over", str, environ=environ, job=owner.job, host=owner.host)
+            if why is not None:
+                return f"its job {owner.job} has ended: {why}"
+    return None
+
+
 def _open(
     job: Mapping[str, Any],
     resolution: Resolution,
@@ -169,6 +185,7 @@ def _open(
         resume=resume,
         owner=owner,
         wait=run.wait if run.wait is not None else in_job,
+        ended=partial(_ended, environ),
     )
     if directory.finished is not None:
         text = f"step {directory.finished.get('step')}, {directory.finished.get('time')}"

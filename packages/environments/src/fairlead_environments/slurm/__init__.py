@@ -9,7 +9,7 @@ from fairlead import Claim, EnvironmentConfigBase, Specificity, StopReason, Topo
 from fairlead.interfaces import Job
 from fairlead.variables import number, text
 from fairlead_environments.shared import LaunchedEnvironment, MainAddressConfig
-from fairlead_environments.slurm.reasons import ask_slurm
+from fairlead_environments.slurm.reasons import ask_slurm, ended
 from fairlead_environments.slurm.step import find_step, idle_allocation
 from fairlead_environments.slurm.topology import topology
 
@@ -97,6 +97,12 @@ class SLURM(LaunchedEnvironment):
         """As `scontrol show job` tells it."""
         job = text(environ, "SLURM_JOB_ID", "SLURM_JOBID")
         return None if job is None else ask_slurm(job_in_squeue(environ, job.value), environ, deadline)
+
+    @hookimpl
+    def fairlead_over(self, environ: Mapping[str, str], job: str, host: str) -> str | None:
+        """As `scontrol show job` tells it, for some minutes after the end."""
+        scheduler, _, number = job.partition(":")
+        return ended(number, host, environ) if scheduler == "slurm" else None
 
     @hookimpl
     def fairlead_unused(self, environ: Mapping[str, str]) -> Unused | None:

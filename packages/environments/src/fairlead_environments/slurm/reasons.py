@@ -11,6 +11,7 @@ from typing import Final
 from fairlead import StopReason
 from fairlead.facts import Why
 from fairlead.programs import ask
+from fairlead_environments.slurm.hostlist import expand
 
 # States that a job may be in while its processes still run. COMPLETING hides what it was ended for.
 _STATES: Final[Mapping[str, Why]] = {
@@ -25,9 +26,11 @@ _STATES: Final[Mapping[str, Why]] = {
     "FAILED": "cancelled",
     "OUT_OF_MEMORY": "cancelled",
 }
+_FINAL: Final = _STATES.keys() - {"COMPLETING"}
 _REASONS: Final[Mapping[str, Why]] = {"TimeLimit": "time_limit", "NodeDown": "node_failure", "Preempted": "preempted"}
 _AGAIN: Final = ("PENDING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT")
 _KILL_WAIT: Final = 30.0  # Slurm's own default
+_CONFIG_S: Final = 2.0  # seconds for the second question, to a controller that has answered the first
 
 
 def ask_slurm(job: str, environ: Mapping[str, str], deadline: float) -> StopReason:
@@ -41,17 +44,33 @@ def ask_slurm(job: str, environ: Mapping[str, str], deadline: float) -> StopReas
     environ = {**environ, "SLURM_TIME_FORMAT": "standard"}
     answer, problem = ask(["scontrol", "show", "job", "-o", job], deadline, environ)
     if problem:
-        return StopReason("unknown", problem)
+        end = environ.get("SLURM_JOB_END_TIME", "")  # of newer versions
+        return StopReason("unknown", problem, max(0.0, int(end) - time.time()) if end.isdecimal() else None)
     fields = fields_of(answer)
     if "JobState" not in fields:
         return StopReason("unknown", f"scontrol said nothing of job {job}")
+    config, _ = ask(["scontrol", "show", "config"], min(deadline, time.monotonic() + _CONFIG_S), environ)
+    kill_wait = re.search(r"^KillWait\s*=\s*(\d+)", config, re.MULTILINE)
     restarts = environ.get("SLURM_RESTART_COUNT", "")
     return read_job(
         fields,
         int(restarts) if restarts.isdigit() else 0,
         environ.get("SLURM_JOB_NODELIST", ""),
         time.time(),
+        float(kill_wait[1]) if kill_wait else None,
     )
+
+
+def ended(job: str, host: str, environ: Mapping[str, str]) -> str | None:
+    """The final state of a job that had this host; None: it has none yet, will start again, or is not known here."""
+    answer, _ = ask(["scontrol", "show", "job", "-o", job], time.monotonic() + _CONFIG_S, environ)
+    fields = fields_of(answer)
+    state = fields.get("JobState", "")
+    try:
+        hosts = {one.partition(".")[0] for one in expand(fields.get("NodeList", ""))}
+    except ValueError:
+        return None
+    return state if state in _FINAL and host.partition(".")[0] in hosts else None
 
 
 def fields_of(text: str) -> dict[str, str]:
@@ -65,11 +84,14 @@ def fields_of(text: str) -> dict[str, str]:
     return fields
 
 
-def read_job(fields: Mapping[str, str], restarts: int, nodes: str, now: float) -> StopReason:
-    """The reason in the fields of `scontrol show job -o`.
+def read_job(
+    fields: Mapping[str, str], restarts: int, nodes: str, now: float, kill_wait: float | None = None
+) -> StopReason:
+    """The reason in the fields of `scontrol show job -o`; `kill_wait` is the cluster's KillWait, where that is known.
 
     `restarts` and `nodes` are what this process was started with: SLURM_RESTART_COUNT (0 if unset), SLURM_JOB_NODELIST.
     """
+    grace = _KILL_WAIT if kill_wait is None else kill_wait
     state, reason, preempted = fields["JobState"], fields.get("Reason", "None"), _time(fields.get("PreemptTime"))
     # SLURM starts a batch script again; of what salloc or srun began, nothing is left that it could start.
     may = False if fields.get("BatchFlag") == "0" else {"0": False, "1": True}.get(fields.get("Requeue", ""))
@@ -78,18 +100,18 @@ def read_job(fields: Mapping[str, str], restarts: int, nodes: str, now: float) -
     evidence = ", ".join(f"{name}={fields[name]}" for name in shown if name in fields)
 
     def because(why: Why, remaining: float | None, again: bool = False) -> StopReason:
-        return StopReason(why, evidence, None if remaining is None else max(0.0, remaining), again, may)
+        return StopReason(why, evidence, None if remaining is None else max(0.0, remaining), again, may, kill_wait)
 
     count = fields.get("Restarts", "")
     if state in _AGAIN or (count.isdigit() and int(count) > restarts):
         # PreemptTime is gone by now. Of the nodes, those that failed are missing; the others still end our processes.
         lost = state == "COMPLETING" and fields.get("NodeList", nodes) != nodes != ""
-        return because("node_failure" if lost else "requeued", _KILL_WAIT, again=True)
+        return because("node_failure" if lost else "requeued", grace, again=True)
     if state in _STATES:
         # A job that is cancelled while a preemption grants it time has an earlier PreemptTime.
         at_once = preempted is not None and end is not None and end - preempted <= 1
         why: Why = _REASONS.get(reason) or ("preempted" if at_once else _STATES[state])
-        return because(why, _KILL_WAIT if end is None else end + _KILL_WAIT - now)
+        return because(why, grace if end is None else end + grace - now)
     left = None if end is None else end - now
     if preempted:
         return because("preempted", left)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Final
 
 import lightning.pytorch as L
 import torch
@@ -102,7 +102,7 @@ class Finite(L.Callback):
                 self._say(str(finding))
         if ends:
             what = f"the loss was not finite in {longest[0]} batches in a row, since step {longest[1]}"
-            raise self._failed(trainer, what, longest[2])
+            raise _failed(self._session, what, longest[2], _FIX)
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """A training whose weights are no numbers has not finished, however few its steps were."""
@@ -110,31 +110,43 @@ class Finite(L.Callback):
         for callback in trainer.early_stopping_callbacks:
             if callback.stopping_reason is EarlyStoppingReason.NON_FINITE_METRIC:
                 what = f"early stopping has ended the training at step {trainer.global_step}: {callback.monitor}"
-                raise self._failed(trainer, f"{what} is not finite", "the weights are finite")
+                raise _failed(self._session, f"{what} is not finite", "the weights are finite", _FIX)
 
     def check_weights(self, trainer: L.Trainer) -> bool:
         """Whether all weights are finite, the same on all ranks, which call it together; raises where that ends it."""
-        names = next(filter(None, gather_objects(non_finite_weights(trainer.lightning_module))), [])
-        if names and self.most is not None:
-            what = f"at step {trainer.global_step} the weights are not finite"
-            self._event(trainer.global_step, what, _named(names))
-            raise self._failed(trainer, what, _named(names))
-        return not names
+        names = non_finite_weights(trainer.lightning_module)
+        return finite_weights(names, self._session, trainer.global_step, _FIX, ends=self.most is not None)
 
     def _event(self, step: int, what: str, why: str | None) -> None:
         if self._session is not None:
             self._session.event("not-finite", step=step, what=what, why=why)
 
-    def _failed(self, trainer: L.Trainer, what: str, why: str) -> RunFailedError:
-        kept = list_checkpoints(self._session.path / "checkpoints") if self._session is not None else []
-        newest = f"; the newest checkpoint is of before, of step {kept[-1].step}" if kept else ""
-        return RunFailedError(
-            what,
-            where=str(self._session.path) if self._session is not None else None,
-            why=why + newest,
-            fix="a smaller learning rate, gradient_clip_val, or other data; `trainer.detect_anomaly: true` finds the "
-            "operation;\n`trainer.max_non_finite: null` (`Fairlead(max_non_finite=None)`) goes on whatever the loss is",
-        )
+
+_FIX: Final = (
+    "a smaller learning rate, gradient_clip_val, or other data; `trainer.detect_anomaly: true` finds the operation;\n"
+    "`trainer.max_non_finite: null` (`Fairlead(max_non_finite=None)`) goes on whatever the loss is"
+)
+
+
+def finite_weights(names: Sequence[str], session: RunSession | None, step: int, fix: str, *, ends: bool) -> bool:
+    """Whether all weights are finite, the same on all ranks, which give the `names` of theirs that are not.
+
+    Raises:
+        RunFailedError: Some are not, and that `ends` the run.
+    """
+    names = next(filter(None, gather_objects(names)), [])
+    if names and ends:
+        what = f"at step {step} the weights are not finite"
+        if session is not None:
+            session.event("not-finite", step=step, what=what, why=_named(names))
+        raise _failed(session, what, _named(names), fix)
+    return not names
+
+
+def _failed(session: RunSession | None, what: str, why: str, fix: str) -> RunFailedError:
+    kept = list_checkpoints(session.path / "checkpoints") if session is not None else []
+    newest = f"; the newest checkpoint is of before, of step {kept[-1].step}" if kept else ""
+    return RunFailedError(what, where=str(session.path) if session is not None else None, why=why + newest, fix=fix)
 
 
 def _finding(found: Sequence[Row], longest: Row) -> Finding:

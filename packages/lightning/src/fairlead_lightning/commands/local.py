@@ -12,14 +12,14 @@ from types import FrameType
 from typing import Any, Final, cast
 
 from fairlead.cli.session import Session
-from fairlead.detect import VARIABLE
+from fairlead.detect import VARIABLE, choose_environment
 from fairlead.errors import FairleadError
 from fairlead.interfaces import BuildContext
 from fairlead.plugin_classes import StrategyPlugin
 from fairlead_launch.environment import LAUNCHED, rank_environment
 from fairlead_launch.plans import PLAN, plan_to_inherit
 from fairlead_launch.ports import DEFAULT_PORT, STORE_FD, bind_listener
-from fairlead_launch.reports import send_report
+from fairlead_launch.reports import leave_to_rank_0, said_after_rank_0, send_report
 from fairlead_launch.supervise import supervise
 from fairlead_lightning.build import build_guard
 from fairlead_lightning.commands.prepare import prepare
@@ -76,6 +76,13 @@ def _run(arguments: argparse.Namespace, session: Session, release: Callable[[], 
     except FairleadError as error:
         # Ranks that a launcher started check for themselves; what they find wrong is the same for all, and shown once.
         if send_report(session.environ, f"error: {error.block()}", error.exit_code):
+            return error.exit_code
+        topology = choose_environment("auto", session.environ, session.plugins, starting=True).topology
+        if topology is not None and topology.launched and topology.global_rank is not None and not session.debug:
+            leave_to_rank_0(error, int(topology.global_rank.value))
+        for number in release():
+            signal.raise_signal(number)
+        if said_after_rank_0(error):
             return error.exit_code
         raise
     resolution = checked.resolution

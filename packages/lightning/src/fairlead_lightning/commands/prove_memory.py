@@ -104,7 +104,8 @@ class _Reader:
             return
         if depth == 0 or self._left <= 0 or id(value) in self._seen:
             return
-        self._seen[id(value)] = value
+        if not isinstance(value, tuple):  # whether two places hold one tuple or two equal ones is no difference
+            self._seen[id(value)] = value
         for end, item in self._parts(value):
             if end:
                 yield from self._read(item, path + end, depth - 1)

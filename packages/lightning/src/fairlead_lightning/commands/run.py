@@ -19,7 +19,7 @@ from fairlead.errors import ConfigError, FairleadError, RunFailedError
 from fairlead.user_code import CodeRoot, activate
 from fairlead_distributed.run.joining import join_process_group
 from fairlead_distributed.run.opening import checkpoint_to_evaluate
-from fairlead_launch.reports import lost_a_peer, send_report, watch_supervisor
+from fairlead_launch.reports import leave_to_rank_0, lost_a_peer, said_after_rank_0, send_report, watch_supervisor
 from fairlead_lightning.checkpoint.rebuilt import build_user_object
 from fairlead_lightning.commands.prove_plan import PLAN
 from fairlead_lightning.display.quiet import quiet
@@ -58,6 +58,8 @@ def run_rank(arguments: argparse.Namespace, session: Session, checked: CheckedJo
         if send_report(session.environ, text, code, lost_a_peer=lost_a_peer(error)):
             return code
         if isinstance(error, FairleadError):
+            if not session.debug and said_after_rank_0(error):
+                return code
             raise
         if code != 1:
             if text:
@@ -74,18 +76,24 @@ def _run(arguments: argparse.Namespace, session: Session, checked: CheckedJob, g
         L.seed_everything(job.run.seed, workers=True, verbose=False)
     evaluates = arguments.command != "fit"
     callbacks = [StopEvaluation(guard.flags)] if evaluates else _probes(session.environ, root)
-    trainer = Trainer(
-        job,
-        callbacks=callbacks,
-        environ=session.environ,
-        plugins=session.plugins,
-        root=root,
-        guard=guard,
-        resolution=checked.resolution,
-    )
-    model = build_user_object(job.model, root, "model", L.LightningModule)
-    data = build_user_object(job.data, root, "data", L.LightningDataModule) if job.data is not None else None
-    _require_loader(arguments.command, model, data)
+    try:
+        trainer = Trainer(
+            job,
+            callbacks=callbacks,
+            environ=session.environ,
+            plugins=session.plugins,
+            root=root,
+            guard=guard,
+            resolution=checked.resolution,
+        )
+        model = build_user_object(job.model, root, "model", L.LightningModule)
+        data = build_user_object(job.data, root, "data", L.LightningDataModule) if job.data is not None else None
+        _require_loader(arguments.command, model, data)
+    except FairleadError as error:
+        resolution = checked.resolution
+        if resolution is not None and resolution.topology.launched:
+            leave_to_rank_0(error, int(resolution.value("global_rank")))
+        raise
     if not evaluates:
         with trainer.parts.stuck.final():
             trainer.fit(model, datamodule=data)

@@ -43,10 +43,17 @@ def watch_boundaries(trainer: L.Trainer, watcher: Any) -> Callable[[], None]:
         nonlocal early
         if fit.restarting and early:
             fit._combined_loader, early = None, False
-        if fit._combined_loader is None:
-            watcher.loaders_again()
         known = fit._combined_loader
-        setup()
+        if known is None or fit._should_reload_train_dl:
+            last = watcher.before_loaders(trainer, again=known is not None)
+            # `trainer.training` does not tell: Lightning's batch-size finder asks for those of the validation in it.
+            watcher.for_training = True
+            try:
+                setup()
+            finally:
+                watcher.for_training = False
+            if last is not None:
+                fit._last_train_dl_reload_epoch = last
         early = early or (fit._combined_loader is not known and not fit.restarting)
 
     def is_trial() -> bool:

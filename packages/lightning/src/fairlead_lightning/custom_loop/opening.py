@@ -31,6 +31,7 @@ def open_loop(
     config: Mapping[str, Any],
     state: Mapping[str, Any],
     checkpoint: CheckpointConfig,
+    finite: bool,
     batch_policy: Literal["keep_global", "keep_per_device"] | None,
     environ: Mapping[str, str] | None,
     plugins: PluginManager | None,
@@ -42,12 +43,6 @@ def open_loop(
         raise ConfigError("the ranks are not connected", where="LoopRun", fix="call fabric.launch() before")
     if dist.is_initialized():
         leave_at_exit()
-    if run.weights is not None:
-        raise ConfigError(
-            f"a loop of your own loads weights itself: resume={run.resume!r}",
-            where="LoopRun",
-            fix='torch.load the weights into the model before, with resume="auto" or "never"',
-        )
     accumulate = config.get("accumulate_grad_batches", 1)
     if not isinstance(accumulate, int) or accumulate < 1:
         raise ConfigError(
@@ -68,7 +63,7 @@ def open_loop(
         session.join(fabric.global_rank, fabric.local_rank, fabric.node_rank)
         session.beat("setup", 0)
         accumulate = batch_plan(resolution, session.previous)
-        return session, LoopCheckpoints(fabric, session, checkpoint), accumulate
+        return session, LoopCheckpoints(fabric, session, checkpoint, finite=finite), accumulate
     except BaseException:
         session.close()
         raise

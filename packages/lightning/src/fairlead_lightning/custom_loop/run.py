@@ -22,8 +22,10 @@ from fairlead_lightning.custom_loop.saving import LoopCheckpoints
 from fairlead_lightning.custom_loop.state import LoopState
 from fairlead_lightning.display.output import give_output_back, keep_output
 from fairlead_lightning.fit import run_config
+from fairlead_lightning.lifecycle.stuck import StuckRanks
 from fairlead_lightning.loggers.positions import LOGGER_POSITIONS, logger_positions, resume_position
 from fairlead_lightning.metrics.metrics_file import MetricsFile
+from fairlead_lightning.resume.loading import load_weights
 
 T = TypeVar("T")
 
@@ -50,6 +52,7 @@ class LoopRun:
             on with.  `max_steps`, `max_epochs` and whatever else may change in a job file's `trainer` may change here.
         checkpoint: What to keep (`monitor`, `mode`, `keep_last`, `keep_best`, `keep_every_n_steps`); None: the two
             newest, and the best by `val/loss` or `val_loss`.
+        finite: Whether a weight that is no number ends the run, as failed, in place of being saved.
         per_rank: Objects and plain data that differ from rank to rank, such as a loader with a state of its own.
         batch_policy: What stays the same when the run goes on with another number of ranks; see `TrainerConfig`.
         environ: The environment variables; None: this process's.
@@ -90,6 +93,7 @@ class LoopRun:
         *,
         config: Mapping[str, Any] | None = None,
         checkpoint: CheckpointConfig | None = None,
+        finite: bool = True,
         per_rank: Mapping[str, Any] | None = None,
         batch_policy: Literal["keep_global", "keep_per_device"] | None = None,
         environ: Mapping[str, str] | None = None,
@@ -109,6 +113,7 @@ class LoopRun:
             dict(config or {}),
             self.state,
             checkpoint or CheckpointConfig(),
+            finite,
             batch_policy,
             environ,
             plugins,
@@ -120,6 +125,7 @@ class LoopRun:
                 fix="leave it out, and call run.save() where a checkpoint is due",
             )
         self._step = 0
+        self._stuck = StuckRanks(os.environ if environ is None else environ)
         self._session: RunSession | None = None
         self._checkpoints: LoopCheckpoints | None = None
         self._metrics: MetricsFile | None = None
@@ -132,6 +138,8 @@ class LoopRun:
         session, self._checkpoints, self.accumulate_grad_batches = self._open()
         keep_output()
         self._session, self.finished = session, session.finished
+        if self.finished is None:
+            self._stuck.watch(session, self.fabric.global_rank, self.fabric.local_rank)
         for message in session.messages:
             self.fabric.print(message)
         return self
@@ -154,6 +162,7 @@ class LoopRun:
                 if self._checkpoints is not None:
                     self._checkpoints.finish_writes(self.step)
         finally:
+            self._stuck.left_by(error)
             if self._metrics is not None:
                 self._metrics.finalize("success" if error is None else "failed")
             session.close()
@@ -195,6 +204,9 @@ class LoopRun:
             self.fabric.print(f"{session.path} is finished: {self.finished}")
         metadata: Mapping[str, Any] = {}
         entry: Mapping[str, Any] = {}
+        if session.weights is not None:
+            for name, module in self._objects.modules():
+                load_weights(module, session.weights, name)
         if file is not None:
             metadata, entry = load_checkpoint(file, self._objects, self.fabric)
             self.step, self.epoch = int(metadata["step"]), int(metadata["epoch"])

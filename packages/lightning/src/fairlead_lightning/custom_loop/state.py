@@ -65,7 +65,7 @@ class LoopState:
         """What this rank saves; `buffers`: those of its modules too, as not all are in the shared state."""
         return {
             "objects": {name: _state_of(value, name) for name, value in self.per_rank.items()},
-            "modules": {name: module_state(one, buffers=buffers) for name, one in self._modules()},
+            "modules": {name: module_state(one, buffers=buffers) for name, one in self.modules()},
             "rng": rng_state(),
         }
 
@@ -73,11 +73,12 @@ class LoopState:
         """Gives this rank's objects what `own` returned, or rank 0's part of it; not the generators."""
         for name in self.per_rank:
             _load(self.per_rank, name, state["objects"][name], file)
-        for name, module in self._modules():
+        for name, module in self.modules():
             with loading(f"what a rank has saved of {name}", file):
                 (restore_module if same_ranks else restore_flags)(module, state["modules"][name])
 
-    def _modules(self) -> Iterator[tuple[str, Module]]:
+    def modules(self) -> Iterator[tuple[str, Module]]:
+        """The user's own modules, by name."""
         for name, value in {**self.shared, **self.per_rank}.items():
             if isinstance(value, Module):
                 yield name, inner_module(value)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fairlead.errors import CheckpointError
+from fairlead_distributed.threads import counted
 from fairlead_lightning.display.throughput import Throughput, duration, number
 from fairlead_runs.commit import Checkpoint, best, list_checkpoints
 
@@ -13,7 +14,7 @@ from fairlead_runs.commit import Checkpoint, best, list_checkpoints
 def summary_lines(step: int, epoch: int, speed: Throughput, replicas: int, now: float, run_dir: Path) -> list[str]:
     """The closing lines of a fit on `replicas` ranks that each read a part of the data."""
     steps, trained = step - speed.first_step, speed.trained_s(now)
-    lines = [f"done        {_count(step, 'step')}, {_count(epoch, 'epoch')}"]
+    lines = [f"done        {counted(step, 'step')}, {counted(epoch, 'epoch')}"]
     if steps and steps != step:
         lines[0] += f" ({steps} of them in this start)"
     lines[0] += f" in {duration(now - speed.began)}"
@@ -39,7 +40,3 @@ def _best(checkpoints: Sequence[Checkpoint]) -> list[str]:
         return []
     metrics = ranked[0].metadata["metrics"]
     return [f"best        {monitor} {number(metrics[monitor])} at step {ranked[0].step}: {ranked[0].path}"]
-
-
-def _count(n: int, noun: str) -> str:
-    return f"{n} {noun}{'' if n == 1 else 's'}"

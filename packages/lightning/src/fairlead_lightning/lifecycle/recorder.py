@@ -79,7 +79,7 @@ class Recorder(L.Callback):
         if isinstance(exception, SIGTERMException) or self.session.children_stopped(exception) is not None:
             return
         if self._stops is not None:
-            self._stops.end_if_lost(exception)
+            self._stops.left_by(exception)
         self.session.raised(exception, trainer.global_step, stopped=isinstance(exception, KeyboardInterrupt))
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:

@@ -224,6 +224,12 @@ class Stops(L.Callback):
         if self._guard is not None and self._guard.lost(exception):
             self._guard.ended_by(exception)
 
+    def left_by(self, exception: BaseException) -> None:
+        """An exception has left the fit: what ends this rank from now on, as srun does, asks for no stop."""
+        self.end_if_lost(exception)
+        if self._guard is not None and isinstance(exception, Exception):
+            self._guard.close(failed=True)
+
     @property
     def _step_now(self) -> int:
         if self._step < 0 and self._session is not None:  # not restored yet

@@ -73,11 +73,22 @@ class StuckRanks(L.Callback):
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """The ranks are connected: from now on they hear of each other."""
-        session = self._session
-        if session is None:
+        if self._session is None:
             return
+
+        def progress() -> object:
+            loop = trainer.fit_loop.epoch_loop
+            validated = loop.val_loop.batch_progress.total.ready
+            return trainer.current_epoch, loop.batch_progress.total.ready, validated, trainer.state.stage
+
+        self.watch(self._session, trainer.global_rank, trainer.local_rank, progress)
+
+    def watch(
+        self, session: RunSession, rank: int, local_rank: int, progress: Callable[[], object] | None = None
+    ) -> None:
+        """From now on the ranks, which are connected, hear of each other; that nothing moves `progress` shows."""
         self._end()  # what a fit that raised, and whose error was caught, has left
-        rank, recorder = trainer.global_rank, dump_folder(session.path, "flight-recorder", session.start)
+        recorder = dump_folder(session.path, "flight-recorder", session.start)
         if not faulthandler.is_enabled():
             # NCCL's watchdog aborts the process: this shows where it stood. `sys.stderr` may be no file.
             faulthandler.enable(file=2)
@@ -87,11 +98,6 @@ class StuckRanks(L.Callback):
                 (recorder / "nccl").mkdir(parents=True, exist_ok=True)
             for name, value in flight_recorder_variables(recorder).items():
                 os.environ.setdefault(name, value)  # torch reads nothing else, and not before it dumps
-
-        def progress() -> object:
-            loop = trainer.fit_loop.epoch_loop
-            validated = loop.val_loop.batch_progress.total.ready
-            return trainer.current_epoch, loop.batch_progress.total.ready, validated, trainer.state.stage
 
         def heard(alarm: Alarm) -> None:
             if alarm.kind == "hang" and rank == 0:
@@ -108,16 +114,20 @@ class StuckRanks(L.Callback):
             progress=progress,
             hang_after=self._hang_after,
             say=(lambda text: None) if self._supervised else None,  # the supervisor says it
-            local_rank=trainer.local_rank,
+            local_rank=local_rank,
             heard=heard,
         )
         self._earlier, sys.excepthook = sys.excepthook, self._uncaught
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        """The fit is left; whether the exception will be caught, nobody knows yet."""
+        """The fit is left."""
+        self.left_by(exception)
+
+    def left_by(self, exception: BaseException | None) -> None:
+        """The fit or loop is left; whether an exception will be caught, nobody knows yet."""
         if self._watch is None:
             return
-        if isinstance(exception, SIGTERMException) or asked_to_stop(exception):
+        if exception is None or isinstance(exception, SIGTERMException) or asked_to_stop(exception):
             self._end()
         elif isinstance(exception, SystemExit):
             self.failed(exception)  # no hook of Python's will see it

@@ -54,7 +54,8 @@ class Configured:
 
     def changes(self, trainer: L.Trainer, session: RunSession) -> list[str]:
         """What is not as in the start that made the checkpoint, and whose value counts; everything is restored."""
-        now = {**self._now, "loaders": _loaders(trainer)}
+        varies = vars(trainer)["reload_dataloaders_every_n_epochs"]  # what a loader holds may be another each time
+        now = {**self._now, "loaders": [] if varies else _loaders(trainer)}
         self._now = now
         if session.checkpoint is None:
             return []

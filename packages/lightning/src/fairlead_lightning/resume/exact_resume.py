@@ -23,8 +23,9 @@ from fairlead_distributed.run.session import RunSession
 from fairlead_lightning import compat
 from fairlead_lightning.loggers.positions import LOGGER_POSITIONS, logger_positions
 from fairlead_lightning.resume import rank_state, seen
+from fairlead_lightning.resume.asked import AskedLoaders
 from fairlead_lightning.resume.configured import Configured, changed
-from fairlead_lightning.resume.kept import is_finder, keep_found, reasons, watch_users
+from fairlead_lightning.resume.kept import is_finder, only_once, reasons, watch_users
 from fairlead_lightning.resume.loaders import Loaders
 from fairlead_lightning.resume.loading import load_weights
 
@@ -62,9 +63,11 @@ class ExactResume(L.Callback):
         self._record: tuple[Path, str] | None = None
         self.loaders: Loaders | None = None
         self.where: Where | None = None
+        self.for_training = False  # the loaders asked for: a batch-size finder asks for a validation's in training
         self._trainer: L.Trainer | None = None
         self._state: dict[str, Any] | None = None
         self._validating: dict[str, Any] | None = None
+        self._asked = AskedLoaders()
         self._undo: list[Callable[[], None]] = []
         self._kept = Attributes()
         self._step = -1
@@ -74,15 +77,14 @@ class ExactResume(L.Callback):
 
     def __getstate__(self) -> dict[str, Any]:
         """Spawned ranks begin with `setup`."""
-        return {
-            **self.__dict__,
+        anew: dict[str, Any] = {
             "_trainer": None,
             "loaders": None,
             "_undo": [],
-            "_environ": dict(self._environ),
             "_kept": Attributes(),
             "_configured": None,
         }
+        return {**self.__dict__, **anew, "_environ": dict(self._environ)}
 
     def begin(self, session: RunSession, saves: Any, stops: Any) -> None:
         """A fit of this run begins; `saves` writes its checkpoints and `stops` may end it early, if given."""
@@ -102,6 +104,7 @@ class ExactResume(L.Callback):
         """Before Lightning asks for the loaders; the ranks are connected."""
         self._leave()
         self._trainer, self.where, self._state, self._validating = trainer, None, None, None
+        self._asked = AskedLoaders()
         session = self._session if stage == "fit" else None
         self._same_ranks = True
         self._configured, self._changed = Configured(trainer) if session is not None else None, []
@@ -132,7 +135,7 @@ class ExactResume(L.Callback):
         if self._goes_on and stage == "fit":
             steps, trainer.num_sanity_val_steps = trainer.num_sanity_val_steps, 0  # it was done when the run began
             self._undo.append(lambda: setattr(trainer, "num_sanity_val_steps", steps))
-            self._undo += [keep_found(trainer), compat.keep_rates(trainer)]
+            self._undo += [only_once(trainer), compat.keep_rates(trainer)]
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """The model is wrapped: a script's own DDP adds gradients in a fixed order where that costs little."""
@@ -169,22 +172,23 @@ class ExactResume(L.Callback):
         if settings is None:
             settings = list(seen.script_reasons(trainer, seeded=_SEED in self._environ, in_order=self._in_order))
         state = [*self.loaders.reasons, *seen.state_reasons(trainer), *reasons(self._kept)]
+        replayed = list(self.loaders.replayed.values())
         try:
             record = [*state, *self._changed]
-            seen.write_record(self._record[0], list(settings), record, trainer.world_size, self._record[1])
+            seen.write_record(self._record[0], list(settings), record, replayed, trainer.world_size, self._record[1])
             if self._configured is not None:
                 self._configured.write(self._record[0])
         except RunDirectoryError as error:
             warnings.warn(f"whether a resume is exact was not written down: {error.block()}", stacklevel=2)
             return
-        text = seen.said([*settings, *state] if self._session is not None else state)
+        text = seen.said([*settings, *state] if self._session is not None else state, replayed)
         if text is not None and not said >= self._said:
             (self._say or trainer.print)(text)
 
     def _seen(self) -> frozenset[Any]:
         """What may have changed of the reasons since they were said."""
         assert self.loaders is not None
-        return frozenset({*self._kept.left.items(), *self.loaders.reasons, None})
+        return frozenset({*self._kept.left.items(), *self.loaders.reasons, *self.loaders.replayed.values(), None})
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Nothing was left to train: what comes after the fit finds what it would have found."""
@@ -218,7 +222,7 @@ class ExactResume(L.Callback):
 
         def process_dataloader(loader: object) -> object:
             assert self.loaders is not None
-            ready = self.loaders.prepare(loader, training=trainer.training)
+            ready = self.loaders.prepare(loader, training=self.for_training)
             if self._stops is not None:
                 self._stops.keep_workers(ready)
             return process(ready)
@@ -267,10 +271,12 @@ class ExactResume(L.Callback):
         self._restore(trainer)
         return due
 
-    def loaders_again(self) -> None:
-        """The training's loaders are asked for once more; those of before are not used."""
-        if self.loaders is not None:
-            self.loaders.asked_again()
+    def before_loaders(self, trainer: L.Trainer, *, again: bool) -> float | None:
+        """The training's loaders are asked for; `again`: for a later epoch.  `AskedLoaders.ask` says the rest."""
+        assert self.loaders is not None
+        self.loaders.asked_again(anew=again)
+        saved = self._state.get("asked") if self._state is not None and self._same_ranks else None
+        return self._asked.ask(trainer, self._kept, saved)
 
     def after_batch(self, trainer: L.Trainer, validation_due: bool) -> None:
         """A batch is trained on and logged; the validation after it has not begun."""
@@ -307,6 +313,7 @@ class ExactResume(L.Callback):
             "attributes": attributes,
             "where": self.where,
             "loaders": loaders,
+            "asked": self._asked.state,
             LOGGER_POSITIONS: logger_positions(trainer.loggers) if trainer.is_global_zero else {},
         }
 
@@ -335,12 +342,3 @@ class ExactResume(L.Callback):
         for undo in self._undo:
             undo()
         self._undo = []
-
-
-def saved_positions(session: RunSession) -> Mapping[str, Any]:
-    """Where the loggers stood in the checkpoint that a start resumes from, if that is one of the same run."""
-    if session.checkpoint is None or not session.checkpoint.is_relative_to(session.path):
-        return {}
-    state = rank_state.read(session.checkpoint.parent, 0) or {}
-    positions: Mapping[str, Any] = state.get(LOGGER_POSITIONS, {})
-    return positions

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from typing import Final
 
 import lightning.pytorch as L
-from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder
+from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder, ModelSummary
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -37,6 +37,11 @@ def internal(holder: object) -> frozenset[str]:
     return frozenset({*vars(base()), *_OF_LIGHTNING, "_fabric"}) if isinstance(holder, nn.Module) else frozenset()
 
 
+def _not_kept(holder: object) -> frozenset[str]:
+    """As `internal`, less the hyperparameters, which a finder sets; Lightning makes empty ones where there are none."""
+    return internal(holder) - ({"_hparams"} if vars(holder).get("_hparams") else set())
+
+
 def _of_bases(kind: type) -> frozenset[str]:
     """The attributes that engines' classes among the bases set: what has to outlive a stop is in their own state."""
     engines = [base for base in kind.__mro__ if base is not object and is_engines(base)]
@@ -55,7 +60,7 @@ def watch_users(trainer: L.Trainer, kept: Attributes) -> None:
     kept.elsewhere(*trainer.optimizers, *configs, *(config.scheduler for config in configs))
     for path, module in model.named_modules():
         if not is_engines(type(module)):
-            kept.watch(f"model {path}".rstrip(), module, internal(module))
+            kept.watch(f"model {path}".rstrip(), module, _not_kept(module))
     count: Counter[str] = Counter()
     for callback in callbacks:
         name = type(callback).__name__
@@ -63,7 +68,7 @@ def watch_users(trainer: L.Trainer, kept: Attributes) -> None:
         if not is_engines(type(callback)):
             kept.watch(f"callback {name}" + f" {count[name]}" * (count[name] > 1), callback, _of_bases(type(callback)))
     if data is not None and not is_engines(type(data)):
-        kept.watch(f"data {type(data).__name__}", data, internal(data))
+        kept.watch(f"data {type(data).__name__}", data, _not_kept(data))
 
 
 def is_finder(callback: L.Callback) -> bool:
@@ -71,14 +76,15 @@ def is_finder(callback: L.Callback) -> bool:
     return isinstance(callback, (LearningRateFinder, BatchSizeFinder))
 
 
-def keep_found(trainer: L.Trainer) -> Callable[[], None]:
-    """A fit that resumes has found its learning rate and batch size: nothing is looked for again.  Returns the undo."""
-    finders = [vars(callback) for callback in vars(trainer)["callbacks"] if is_finder(callback)]
-    for attributes in finders:
+def only_once(trainer: L.Trainer) -> Callable[[], None]:
+    """A fit that resumes has found its learning rate and batch size and shown its model before.  Returns the undo."""
+    callbacks = vars(trainer)["callbacks"]
+    done = [vars(one) for one in callbacks if is_finder(one) or isinstance(one, ModelSummary)]
+    for attributes in done:
         attributes["on_fit_start"] = lambda *_: None
 
     def undo() -> None:
-        for attributes in finders:
+        for attributes in done:
             attributes.pop("on_fit_start", None)
 
     return undo

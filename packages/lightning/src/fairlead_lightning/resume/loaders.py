@@ -57,6 +57,7 @@ class Loaders:
         self.trainer = trainer
         self.seed = seed
         self.reasons: list[Inexact] = []
+        self.replayed: dict[int, str] = {}  # by the loader's number: why its epoch is begun again
         self._place = place
         self._kept = kept
         self._saved: list[Any] = from_plain(saved["loaders"]) if saved is not None else []
@@ -92,6 +93,10 @@ class Loaders:
             elif trial.open:
                 why = "whether it leads back is tried on a copy, in an epoch and behind it, and was not yet"
                 self._inexact(what, why, "train into the second epoch; fast_dev_run does not reach it", certain=False)
+            if trial.replays:
+                self.replayed[number] = f"{what}: {trial.not_by_state}; one that began the epoch again did not"
+            else:
+                self.replayed.pop(number, None)
 
     def begun(self) -> None:
         """The training has gone on from where it was; what comes now is as in a run that was never interrupted."""
@@ -101,9 +106,9 @@ class Loaders:
             if going_on is not None:
                 going_on.begun()
 
-    def asked_again(self) -> None:
-        """The training's loaders come once more, the first one first."""
-        self._training = []
+    def asked_again(self, *, anew: bool) -> None:
+        """The training's loaders come once more, the first one first; `anew`: for another epoch than those before."""
+        self._training, self._saved = [], [] if anew else self._saved
 
     def prepare(self, loader: object, *, training: bool) -> object:
         """One loader as the user made it, made ready for the training or for an evaluation."""

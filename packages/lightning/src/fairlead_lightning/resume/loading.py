@@ -11,6 +11,7 @@ from typing import Final
 import lightning.pytorch as L
 import torch
 from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import nn
 
 from fairlead.errors import CheckpointError, MissingDependencyError
 
@@ -40,8 +41,11 @@ def readable_load_errors(checkpoint: Path | None) -> Iterator[None]:
         ) from error
 
 
-def load_weights(model: L.LightningModule, weights: Path) -> None:
-    """Loads nothing but the weights of a checkpoint, of a file of torch's, or of an exported folder or file."""
+def load_weights(model: nn.Module, weights: Path, *names: str) -> None:
+    """Loads nothing but the weights of a checkpoint, of a file of torch's, or of an exported folder or file.
+
+    `names`: what they may be called in the file besides `state_dict`.
+    """
     if (weights / _EXPORTED).exists():
         weights = weights / _EXPORTED
     if weights.is_dir():
@@ -50,7 +54,7 @@ def load_weights(model: L.LightningModule, weights: Path) -> None:
             where=str(weights),
             fix="make one file of them: `fairlead checkpoint consolidate`, and name that file",
         )
-    if is_overridden("configure_model", model):
+    if isinstance(model, L.LightningModule) and is_overridden("configure_model", model):
         raise CheckpointError(
             f"{type(model).__name__} makes its layers in configure_model, after weights could be loaded",
             where=str(weights),
@@ -61,7 +65,7 @@ def load_weights(model: L.LightningModule, weights: Path) -> None:
         return
     try:
         found = torch.load(weights, map_location="cpu", weights_only=True)
-        state = found.get("state_dict", found)
+        state = next((found[name] for name in ("state_dict", *names) if name in found), found)
     except Exception as error:  # pickle, zip, OS: torch.load raises whatever it meets
         why = f"{type(error).__name__}: {str(error).splitlines()[0]}"
         raise CheckpointError("the weights cannot be read", where=str(weights), why=why) from error
@@ -69,7 +73,7 @@ def load_weights(model: L.LightningModule, weights: Path) -> None:
         model.load_state_dict(state)
 
 
-def _load_exported(model: L.LightningModule, weights: Path) -> None:
+def _load_exported(model: nn.Module, weights: Path) -> None:
     try:
         from safetensors.torch import load_model
     except ImportError as error:

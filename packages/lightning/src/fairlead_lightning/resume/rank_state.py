@@ -13,7 +13,9 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from fairlead.errors import CheckpointError
 from fairlead_distributed import derive_seed, rng_state, set_rng_state
 from fairlead_distributed.module_state import module_state, restore_module
+from fairlead_distributed.run.session import RunSession
 from fairlead_lightning import compat
+from fairlead_lightning.loggers.positions import LOGGER_POSITIONS
 
 FORMAT: Final = 1
 
@@ -99,3 +101,12 @@ def seed_anew(seed: int, step: int, rank: int) -> None:
     random.seed(number)
     np.random.seed(number % 2**32)
     torch.manual_seed(number)
+
+
+def saved_positions(session: RunSession) -> Mapping[str, Any]:
+    """Where the loggers stood in the checkpoint that a start resumes from, if that is one of the same run."""
+    if session.checkpoint is None or not session.checkpoint.is_relative_to(session.path):
+        return {}
+    state = read(session.checkpoint.parent, 0) or {}
+    positions: Mapping[str, Any] = state.get(LOGGER_POSITIONS, {})
+    return positions

@@ -89,7 +89,6 @@ def script_reasons(trainer: L.Trainer, *, seeded: bool, in_order: bool) -> Itera
     found = {
         "val_check_interval": by_the_clock,
         "max_time": any(isinstance(callback, Timer) for callback in settings.callbacks),
-        "reload_dataloaders_every_n_epochs": settings.reload_dataloaders_every_n_epochs > 1,
         "overfit_batches": settings.overfit_batches,
     }
     marks = marked(TrainerConfig, NotExact)
@@ -102,9 +101,11 @@ def uncut_loggers(loggers: Sequence[Logger]) -> list[str]:
     return sorted({type(logger).__name__ for logger in loggers if not isinstance(logger, Positioned)})
 
 
-def write_record(start: Path, settings: list[Inexact], state: list[Inexact], world_size: int, job: str) -> None:
+def write_record(
+    start: Path, settings: list[Inexact], state: list[Inexact], replayed: Sequence[str], world_size: int, job: str
+) -> None:
     """Writes down, in the folder of this start, what was seen of settings, loaders and state; on rank 0."""
-    content = record(settings=settings, seen=state, world_size=world_size, job=job)
+    content = {**record(settings=settings, seen=state, world_size=world_size, job=job), "replayed": list(replayed)}
     try:
         start.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -113,8 +114,9 @@ def write_record(start: Path, settings: list[Inexact], state: list[Inexact], wor
     atomic_write(start / EXACTNESS_FILE, text.encode(), error=RunDirectoryError)
 
 
-def said(reasons: list[Inexact]) -> str | None:
-    """What to tell the user at a start; None where nothing speaks against an exact resume."""
-    if not reasons:
-        return None
-    return "\n".join([f"resume is {verdict(reasons)}:", *(f"  {sentence(reason)}" for reason in reasons)])
+def said(reasons: list[Inexact], replayed: Sequence[str] = ()) -> str | None:
+    """What to tell the user at a start; None where a resume is exact and goes on at once."""
+    lines = [f"a resume reads the batches of its epoch again, for {one}" for one in replayed]
+    if reasons:
+        lines = [f"resume is {verdict(reasons)}:", *(f"  {sentence(reason)}" for reason in reasons), *lines]
+    return "\n".join(lines) or None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final
 
@@ -12,7 +13,7 @@ from torch.utils.data import IterableDataset
 from fairlead_distributed import derive_seed, rng_state, set_rng_state
 from fairlead_distributed.batch_order import EpochPosition
 from fairlead_distributed.rng import IsolatedGenerators, cpu_states
-from fairlead_lightning.resume.tried import Trial, go_on, needs_trial, take
+from fairlead_lightning.resume.tried import Trial, begin_as, beginning, go_on, leave_out, needs_trial, take
 
 _END: Final = object()
 
@@ -38,6 +39,8 @@ class StatefulLoader:
         self._fetched = 0
         self._before: dict[str, Any] | None = None
         self._behind: dict[str, Any] | None = None
+        self._begun: dict[str, Any] = {}
+        self._replayed = False
         self.trial = Trial(loader) if needs_trial(loader) else None
 
     def __getattr__(self, name: str) -> Any:
@@ -47,13 +50,22 @@ class StatefulLoader:
 
     def __iter__(self) -> Iterator[Any]:
         state = self._resume
-        if state is not None and state["state"] is not None and not self._begins_by_generator():
+        skip = state.get("skip") if state is not None else None
+        if state is not None and skip is not None:
+            begin_as(self.loader, state["begun"])
+        elif state is not None and state["state"] is not None and not self._begins_by_generator():
             go_on(self.loader, state, inside=self._place().batches > 0)
         self._from, self._fetched, self._before, self._finished = self._place(), 0, None, False
+        self._replayed = bool(skip)
+        if self.trial is not None:
+            self._begun = beginning(self.loader)
         if state is not None and state["rng"] is not None:
             set_rng_state(state["rng"])  # what the batch that was taken ahead was made with
         with IsolatedGenerators(self._seed_of_epoch()):  # a state may need more than one iterator
             iterator = iter(self.loader)
+            if state is not None and skip:
+                leave_out(iterator, skip, state["begun"])
+                self._begun["drawn"] = state["begun"]["drawn"]
         return self._batches(iterator)
 
     def _seed_of_epoch(self) -> int:
@@ -74,13 +86,15 @@ class StatefulLoader:
             if length is None and now is not None:
                 self._before = {**now, "rng": rng_state()}
             drawn = cpu_states()
+            if self.trial is not None and self._begun["drawn"] is None:
+                self._begun["drawn"] = drawn
             batch = next(iterator, _END)
             self._finished = batch is _END
             if self._finished:
                 break
             state = now if self._fetched else behind
             if tries and state is not None and self.trial is not None:
-                self.trial.follows(self._fetched, state, self._seed_of_epoch(), drawn, batch)
+                self.trial.follows(self._fetched, state, self._begun, self._seed_of_epoch(), drawn, batch)
             self._fetched += 1
             if length is not None and self._from.batches + self._fetched == length:
                 # Lightning asks for no more; the state would be one inside this epoch.
@@ -107,13 +121,29 @@ class StatefulLoader:
         inside = place.epoch == self._from.epoch
         if not inside and not self._finished:
             return {"state": None, "rng": None}  # a limit has cut the epoch: the next one does not go on in it
-        if inside and self._before is not None and self._fetched > place.batches - self._from.batches:
-            return self._before
-        return {**take(self.loader), "rng": None}
+        ahead = self._before if inside and self._fetched > place.batches - self._from.batches else None
+        if self._replays(inside) and self.trial is not None:
+            begun, skip = (self._begun, place.batches) if inside else (beginning(self.loader), 0)
+            why = self.trial.not_by_state
+            rng = ahead["rng"] if ahead is not None else None
+            return {"state": None, "rng": rng, "begun": copy.deepcopy(begun), "skip": skip, "why": why}
+        return ahead if ahead is not None else {**take(self.loader), "rng": None}
+
+    def _replays(self, inside: bool) -> bool:
+        """Whether a resume begins the epoch again: in the first one also before the trials, as that leads back there.
+
+        An epoch that was gone on with so has to be again.
+        """
+        if self.trial is None or self.trial.why is not None:
+            return False
+        untried = self.trial.open_inside and (self._replayed or self._from == (0, 0))
+        return self.trial.replays or (inside and untried)
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Has the iterators go on there, until `begun`."""
         self._resume = state
+        if self.trial is not None:
+            self.trial.not_by_state = state.get("why")
 
     def begun(self) -> None:
         """The training has gone on: the next iterator begins an epoch."""

@@ -99,14 +99,15 @@ class Lock:
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         self._pid: int | None = None
+        self._ended: dict[str, str | None] = {}
 
     @property
     def held(self) -> bool:
         """Whether this process holds it, as far as it knows; a forked child does not."""
         return self._pid == os.getpid() and self.fence.lost is None
 
-    def acquire(self, *, wait: bool = False) -> None:
-        """Takes the lock, at once also that of an owner that is known to be dead.
+    def acquire(self, *, wait: bool = False, ended: Callable[[LockOwner], str | None] | None = None) -> None:
+        """Takes the lock, at once also that of an owner that is known to be dead, or has `ended` as this says.
 
         With `wait`, an owner that says nothing is given `stale_after_s` for a sign of life: one that gives it is
         alive, and this start is refused; one that does not is taken over.
@@ -123,6 +124,9 @@ class Lock:
                 state = self._look(self.path)
                 if state is None or state.gone is not None:
                     time.sleep(_POLL_S)
+                    continue
+                if ended is not None and state.owner is not None and state.identity not in self._ended:
+                    self._ended[state.identity] = ended(state.owner)
                     continue
                 if first is None and wait:
                     first, deadline = state, time.monotonic() + self._stale_after_s + _LISTEN_S
@@ -241,7 +245,9 @@ class Lock:
         self._system.unlink(away)
 
     def _look(self, path: Path) -> LockState | None:
-        return _look(path, self.owner, self._stale_after_s, lambda: _clock(path.parent, self._system))
+        state = _look(path, self.owner, self._stale_after_s, lambda: _clock(path.parent, self._system))
+        ended = self._ended.get(state.identity) if state is not None and state.gone is None else None
+        return replace(state, gone=ended) if state is not None and ended is not None else state
 
     def _beat(self) -> None:
         while not self._stop.wait(self._interval_s):
