@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 
@@ -98,5 +99,6 @@ def test_a_rank_that_is_stopped(cluster: Cluster, tmp_path: Path) -> None:
     job.signal("TERM")
     wait_until("it was requeued", lambda: job.shown()["Restarts"] == "1", 15)
     assert job.wait() == "COMPLETED", job.text()
-    assert "did not answer within 5 s" in job.text()
+    # Half of the time; less where a moment has passed between the signal and the question.
+    assert re.search(r"did not answer within (5|4\.\d+) s", job.text()), job.text()
     assert "scontrol requeue" in job.text()
