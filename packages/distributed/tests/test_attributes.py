@@ -406,3 +406,37 @@ def test_what_is_not_there_yet_is_put_back_when_it_is() -> None:
     again.restore(kept.state())
     again.watch("loader 0 dataset", second)
     assert second.steps == 7
+
+
+def test_an_object_that_is_watched_again_stays_watched_from_its_beginning() -> None:
+    """A loader is made anew for each epoch, over one dataset or over another."""
+    dataset, kept = Keeper(), Attributes()
+    kept.watch("loader 0 dataset", dataset)
+    dataset.steps = 7
+    kept.watch("loader 0 dataset", dataset)
+    assert kept.state()["loader 0 dataset"] == [(("steps",), 7)]
+    assert kept.replaced == set()
+    kept.watch("loader 0 dataset", Keeper())
+    assert kept.state() == {}
+    assert kept.replaced == {"loader 0 dataset"}
+
+
+def test_what_has_changed_once_is_kept_also_as_it_was_first() -> None:
+    first, kept = Keeper(), Attributes()
+    kept.watch("callback", first)
+    before = first.steps
+    first.steps = 7
+    kept.state()
+    first.steps = before
+    assert kept.state()["callback"] == [(("steps",), before)]
+
+
+def test_what_was_there_comes_back_after_a_swap() -> None:
+    earlier, now = Attributes(), Keeper()
+    earlier.watch("dataset", now)
+    first = now.steps
+    now.steps = 7
+    there = earlier.swap({"dataset": [(("steps",), first)]})
+    assert now.steps == first
+    earlier.restore(there)
+    assert now.steps == 7

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import enum
 import inspect
 import io
@@ -48,12 +49,15 @@ class Attributes:
 
     Attributes:
         left: What has changed and cannot be kept, by its place, with the reason.
+        replaced: The names of which another object was watched before.
     """
 
     def __init__(self) -> None:
         self.left: dict[str, str] = {}
+        self.replaced: set[str] = set()
         self._holders: dict[str, tuple[object, frozenset[str]]] = {}
         self._marks: dict[str, dict[Path, Any]] = {}
+        self._moved: dict[str, set[Path]] = {}  # what was another value once: it may be the first one again
         self._elsewhere: dict[int, object] = {}  # the objects too: an id may be given again
         self._saved: dict[str, dict[Path, Any]] = {}
 
@@ -67,10 +71,16 @@ class Attributes:
         self._elsewhere.update((id(one), one) for one in objects)
 
     def watch(self, name: str, holder: object, without: frozenset[str] = frozenset()) -> None:
-        """Begins to watch an object, and puts back what `restore` has for it; `without` are names that are not kept."""
-        self._holders[name] = holder, without
+        """Begins to watch an object, and puts back what `restore` has for it; `without` are names that are not kept.
+
+        One that is watched under this name already stays so, from its beginning; another one takes its place.
+        """
+        watched = self._holders.get(name)
         self.elsewhere(holder)
-        self._marks[name] = {path: _mark(value, self._elsewhere) for path, value in self._leaves(name)}
+        if watched is None or watched[0] is not holder:
+            self.replaced |= {name} if watched is not None else set()
+            self._holders[name], self._moved[name] = (holder, without), set()
+            self._marks[name] = {path: _mark(value, self._elsewhere) for path, value in self._leaves(name)}
         if name in self._saved:
             self._put_back(name, self._saved.pop(name))
 
@@ -80,8 +90,10 @@ class Attributes:
         for name, marks in self._marks.items():
             changed = []
             for path, value in self._leaves(name):
-                if path in marks and _is_same(marks[path], value, self._elsewhere):
+                moved = self._moved[name]
+                if path in marks and path not in moved and _is_same(marks[path], value, self._elsewhere):
                     continue
+                moved.add(path)
                 try:
                     changed.append((path, _kept(value)))
                 except TypeError as error:
@@ -101,7 +113,16 @@ class Attributes:
             else:
                 self._saved[name] = values
 
+    def swap(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """As `restore`; returns a copy of what was there, with which `restore` puts that back."""
+        for name, changed in state.items():
+            self._moved.get(name, set()).update(tuple(path) for path, _ in changed)
+        before = copy.deepcopy(self.state())
+        self.restore(state)
+        return before
+
     def _put_back(self, name: str, values: Mapping[Path, Any]) -> None:
+        self._moved[name].update(values)
         for path, value in values.items():
             owner: Any = self._holders[name][0]
             for part in path[:-1]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import sys
 from abc import ABC, abstractmethod
@@ -13,6 +14,7 @@ import torch
 from torch.utils.data import BatchSampler
 
 from fairlead_distributed import ResumableDistributedSampler, derive_seed
+from fairlead_distributed.attributes import Attributes
 from fairlead_distributed.rng import IsolatedGenerators
 from fairlead_distributed.worker_seeds import EpochBatch
 
@@ -29,7 +31,8 @@ class Order(ABC):
 
     A loader that is shorter than its epoch (several loaders at once) is gone through again: each turn has an order of
     its own. `place` tells where the training is; `generator` is the loader's, which seeds its workers; `once` whether a
-    longer epoch goes on without this loader, and not with it again.
+    longer epoch goes on without this loader, and not with it again. `copied` is what workers have a copy of, as it was
+    when they began: the loader's dataset and `collate_fn`; `persistent` workers begin once.
     """
 
     def __init__(
@@ -40,10 +43,17 @@ class Order(ABC):
         place: Callable[[], EpochPosition],
         generator: torch.Generator,
         once: Callable[[], bool] = lambda: False,
+        copied: Attributes | None = None,
+        persistent: bool = False,
     ) -> None:
         self.inner = inner
         self.seed = seed
         self.generator = generator
+        self._copied = Attributes() if copied is None else copied
+        self._persistent = persistent
+        self._copies: tuple[int, dict[str, Any]] | None = None  # the epoch in which workers began, and what with
+        self._copies_before: dict[str, Any] | None = None  # of the run that is gone on with
+        self._meanwhile: dict[str, Any] | None = None  # what there is while workers begin with what there was
         self._place = place
         self._once = once
         self._resume: Mapping[str, Any] | None = None
@@ -71,12 +81,33 @@ class Order(ABC):
         return len(self.inner)
 
     def __iter__(self) -> Iterator[EpochBatch]:
+        place = self._place()
+        if self._meanwhile is None:
+            self._before_workers(place)
         # Seeded before the loader draws its workers' seed from it.
-        self.generator.manual_seed(derive_seed("workers", *self._numbers(self._place())))
+        self.generator.manual_seed(derive_seed("workers", *self._numbers(place)))
         return self._batches()  # begins with the first batch: a loader with workers asks twice for an iterator
+
+    def _before_workers(self, place: EpochPosition) -> None:
+        """They begin with what they had begun with, whatever the training has changed since."""
+        before = self._copies_before
+        if before is not None and (self._persistent or self._resume_state(place) is not None):
+            self._copies = place.epoch, before
+            self._meanwhile = self._copied.swap(before)
+        elif self._copies is None or not self._persistent:
+            self._copies = place.epoch, copy.deepcopy(self._copied.state())
+
+    def _state_of_copies(self, place: EpochPosition) -> dict[str, Any]:
+        if self._persistent and self._copies_before is not None:
+            return self._copies_before
+        epoch, copies = self._copies or (-1, {})
+        return copies if self._persistent or epoch == place.epoch else {}
 
     def _batches(self) -> Iterator[EpochBatch]:
         place = self._place()
+        if self._meanwhile is not None:  # the first batch is asked for when the workers are there
+            self._copied.restore(self._meanwhile)
+            self._meanwhile = None
         numbers = self._numbers(place)
         self._turn = numbers[-1]
         for wanted in (self.inner, self.sampler):
@@ -108,15 +139,21 @@ class Order(ABC):
         place = self._place()
         state = self._resume_state(place)
         # A validation that was due can be rerun, and saved behind, before the first batch is asked for.
-        return dict(state) if state is not None else self._taken(place)
+        return dict(state) if state is not None else {**self._taken(place), "copies": self._state_of_copies(place)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Has the iterators go on there, until `begun`."""
         self._resume, self._resumed_in = dict(state), self._place().epoch
+        self._copies_before = dict(state.get("copies", {}))
+
+    @property
+    def left(self) -> Mapping[str, str]:
+        """What samplers have changed in attributes and cannot be kept, with the reason."""
+        return {}
 
     def begun(self) -> None:
         """The training has gone on: the next iterator begins an epoch."""
-        self._resume, self._resumed_in = None, -1
+        self._resume, self._resumed_in, self._copies_before = None, -1, None
 
     @abstractmethod
     def _taken(self, place: EpochPosition) -> dict[str, Any]:
@@ -173,27 +210,6 @@ class ShardedOrder(Order):
         return iter(self.inner)
 
 
-class RedrawnOrder(Order):
-    """Batches that depend on the seed and the epoch alone: they are drawn again, and the first ones are skipped.
-
-    What samplers draw comes from generators of this order; a `torch.Generator` of theirs is seeded for each epoch.
-    """
-
-    def _taken(self, place: EpochPosition) -> dict[str, Any]:
-        turn, skip = self._turns(place.batches)
-        return {"turn": turn, "skip": skip}
-
-    def _begin(
-        self, numbers: tuple[int, int, int], place: EpochPosition, state: Mapping[str, Any] | None
-    ) -> Iterator[Any]:
-        for wanted in (self.inner, self.sampler):
-            generator = getattr(wanted, "generator", None)
-            if isinstance(generator, torch.Generator):
-                generator.manual_seed(derive_seed("sampler", *numbers))
-        batches = _drawn_apart(self.inner, derive_seed("order", *numbers))
-        return itertools.islice(batches, int(state["skip"]) if state is not None else 0, None)
-
-
 class StatefulOrder(Order):
     """Batches of a sampler or batch sampler (`stateful`) with `state_dict` and `load_state_dict`.
 
@@ -231,7 +247,7 @@ class StatefulOrder(Order):
 
     def _watched(self, seed: int, left: int) -> Iterator[Any]:
         """As many batches as are left of the epoch, although workers draw ahead."""
-        batches = _drawn_apart(self.inner, seed)
+        batches = drawn_apart(self.inner, seed)
         for batch in itertools.islice(batches, left):
             self._drawn += 1
             state = self._stateful.state_dict()
@@ -247,7 +263,7 @@ class StatefulOrder(Order):
             yield batch
 
 
-def _drawn_apart(batches: Any, seed: int) -> Iterator[Any]:
+def drawn_apart(batches: Any, seed: int) -> Iterator[Any]:
     """The batches, drawn with global generators of their own: what the model draws between two does not matter."""
     apart = IsolatedGenerators(seed)
     with apart:

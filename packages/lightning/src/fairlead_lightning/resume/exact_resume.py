@@ -54,7 +54,6 @@ class ExactResume(L.Callback):
         self._environ = environ
         self._settings = settings
         self._in_order = True
-        self._goes_on = False
         self._same_ranks = True
         self._say = say
         self._session: RunSession | None = None
@@ -63,6 +62,7 @@ class ExactResume(L.Callback):
         self._record: tuple[Path, str] | None = None
         self.loaders: Loaders | None = None
         self.where: Where | None = None
+        self.goes_on = False  # of a run that was stopped, and no batch was trained on yet
         self.for_training = False  # the loaders asked for: a batch-size finder asks for a validation's in training
         self._trainer: L.Trainer | None = None
         self._state: dict[str, Any] | None = None
@@ -115,7 +115,7 @@ class ExactResume(L.Callback):
             self._same_ranks = session.previous.get("world_size") == trainer.world_size
             self._state = rank_state.read(folder, trainer.global_rank if self._same_ranks else 0)
         saved = self._state["loaders"] if self._state is not None else None
-        self._goes_on = self._state is not None
+        self.goes_on = self._state is not None
         shards = False
         if stage != "predict":
             shards, undo = compat.take_sharding(trainer)
@@ -132,7 +132,7 @@ class ExactResume(L.Callback):
         )
         if stage == "fit":
             self._undo.append(compat.watch_boundaries(trainer, self))
-        if self._goes_on and stage == "fit":
+        if self.goes_on and stage == "fit":
             steps, trainer.num_sanity_val_steps = trainer.num_sanity_val_steps, 0  # it was done when the run began
             self._undo.append(lambda: setattr(trainer, "num_sanity_val_steps", steps))
             self._undo += [only_once(trainer), compat.keep_rates(trainer)]
@@ -211,8 +211,8 @@ class ExactResume(L.Callback):
     def on_train_batch_start(self, trainer: L.Trainer, *_: Any, **__: Any) -> None:
         """From here on the state is not whole."""
         self.where, self._step = None, trainer.global_step
-        if self._goes_on and self.loaders is not None:
-            self._goes_on = False
+        if self.goes_on and self.loaders is not None:
+            self.goes_on = False
             self.loaders.begun()
 
     def _prepare_loaders(self, trainer: L.Trainer) -> Callable[[], None]:
@@ -313,7 +313,7 @@ class ExactResume(L.Callback):
             "attributes": attributes,
             "where": self.where,
             "loaders": loaders,
-            "asked": self._asked.state,
+            "asked": self._asked.state(self._kept),
             LOGGER_POSITIONS: logger_positions(trainer.loggers) if trainer.is_global_zero else {},
         }
 

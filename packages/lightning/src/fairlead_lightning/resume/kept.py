@@ -12,7 +12,7 @@ from typing import Final
 import lightning.pytorch as L
 from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder, ModelSummary
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from fairlead.findings import Inexact
 from fairlead_distributed.attributes import Attributes
@@ -90,15 +90,30 @@ def only_once(trainer: L.Trainer) -> Callable[[], None]:
     return undo
 
 
-def watch_loader(kept: Attributes, name: str, loader: object) -> None:
-    """Watches what a loader's dataset and `collate_fn` keep in this process; of one with a state its generator."""
+def parts_of(loader: object) -> dict[str, object]:
+    """What of the user's a loader draws its samples from, by name: the dataset and `collate_fn`, where they are known.
+
+    Of one with a state: its generator, and a dataset that can be indexed.
+    """
+    if not isinstance(loader, DataLoader):
+        return {"": SimpleNamespace(generator=getattr(loader, "generator", None))} if is_stateful(loader) else {}
+    collate = getattr(loader.collate_fn, "__self__", loader.collate_fn)
+    parts = {"dataset": loader.dataset, "collate_fn": collate}
+    found = {
+        name: one
+        for name, one in parts.items()
+        if hasattr(one, "__dict__") and not is_stateful(one) and not is_engines(type(one))
+    }
     if is_stateful(loader):
-        kept.watch(name, SimpleNamespace(generator=getattr(loader, "generator", None)))
-    elif isinstance(loader, DataLoader):
-        collate = getattr(loader.collate_fn, "__self__", loader.collate_fn)
-        for part, one in (("dataset", loader.dataset), ("collate_fn", collate)):
-            if hasattr(one, "__dict__") and not is_stateful(one) and not is_engines(type(one)):
-                kept.watch(f"{name} {part}", one)
+        found = {name: one for name, one in found.items() if not isinstance(one, IterableDataset)}
+        found[""] = SimpleNamespace(generator=loader.generator)
+    return found
+
+
+def watch_loader(kept: Attributes, name: str, loader: object) -> None:
+    """Watches what a loader's dataset and `collate_fn` keep in this process."""
+    for part, one in parts_of(loader).items():
+        kept.watch(f"{name} {part}".rstrip(), one)
 
 
 def reasons(kept: Attributes) -> Iterator[Inexact]:

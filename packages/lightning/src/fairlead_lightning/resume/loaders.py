@@ -23,10 +23,11 @@ from torch.utils.data import (
 from fairlead.findings import Inexact
 from fairlead_distributed import ResumableDistributedSampler, SeededSamples, derive_seed
 from fairlead_distributed.attributes import Attributes
-from fairlead_distributed.batch_order import EpochPosition, RedrawnOrder, ShardedOrder, StatefulOrder
+from fairlead_distributed.batch_order import EpochPosition, ShardedOrder, StatefulOrder
 from fairlead_distributed.evaluation_loaders import evaluation_loader
 from fairlead_distributed.objects import broadcast_object
 from fairlead_distributed.plain_data import from_plain, to_plain
+from fairlead_distributed.redrawn_order import RedrawnOrder
 from fairlead_distributed.worker_seeds import SeededInWorkers, own_generators
 from fairlead_lightning import compat
 from fairlead_lightning.resume.kept import watch_loader
@@ -70,6 +71,9 @@ class Loaders:
         """Where each training loader is, for this rank; call it where a batch is done."""
         self._say_trials()
         for loader in self._training:
+            order = order_of(loader)
+            for place, why in order.left.items() if order is not None else ():
+                self._inexact(f"loader {place}", why, "give the sampler state_dict and load_state_dict", certain=False)
             dataset = getattr(loader, "dataset", None)
             if isinstance(dataset, SeededInWorkers) and dataset.fairlead_changed:
                 self._inexact(
@@ -195,6 +199,9 @@ class Loaders:
         sharding = self._to_be_sharded(loader)
         once = partial(compat.ends_with_longest, self.trainer)
         common: dict[str, Any] = {"seed": seed, "place": self._place, "generator": torch.Generator(), "once": once}
+        if is_ahead(loader):
+            common |= {"copied": Attributes(), "persistent": loader.persistent_workers}
+            watch_loader(common["copied"], "", loader)
         if plain and type(sampler) is ResumableDistributedSampler:
             common["seed"] = sampler.seed
             return over(loader, ShardedOrder(batches, **common), seed)
@@ -210,13 +217,13 @@ class Loaders:
             )
             order = ShardedOrder(BatchSampler(parts, batches.batch_size, batches.drop_last), **common)
             return over(loader, order, seed)
+        ahead = max(1, loader.num_workers * (loader.prefetch_factor or 2))
         stateful = next((one for one in (batches, sampler) if is_stateful(one)), None)
         known = plain and type(sampler) in _REDRAWN
         if sharding:
             loader = self._sharded(loader)
             batches = loader.batch_sampler
         if stateful is not None and not sharding:
-            ahead = max(1, loader.num_workers * (loader.prefetch_factor or 2))
             return over(loader, StatefulOrder(batches, stateful, ahead=ahead, **common), seed)
         if stateful is not None:
             self._inexact(
@@ -228,10 +235,13 @@ class Loaders:
             self._inexact(
                 f"the sampler {type(sampler).__name__}" if plain else f"the batch sampler {type(batches).__name__}",
                 "it has no state_dict; its batches are drawn again from a seed of the epoch, "
-                "which is exact only if they depend on nothing else",
+                "which is exact only if they depend on nothing but that and its attributes",
                 "give it state_dict and load_state_dict, or use ResumableDistributedSampler",
+                certain=False,
             )
-        return over(loader, RedrawnOrder(batches, **common), seed)
+        further = {"sharded": sampler} if sharding else {}
+        order = RedrawnOrder(batches, ahead=ahead, further=further, apart=(loader.dataset,), **common)
+        return over(loader, order, seed)
 
     def _check_carried(self, loader: Any) -> None:
         if getattr(loader, "num_workers", 0):
@@ -272,7 +282,7 @@ class Loaders:
             if self._same_ranks:
                 loader.load(state)
         elif isinstance(order, ShardedOrder):
-            order.load_state_dict(state)
+            order.load_state_dict(state if self._same_ranks else {**state, "copies": {}})
             if not self._same_ranks and number == 0:
                 compat.set_batches_done(self.trainer, len(order) - order.batches_left(int(state["consumed"])))
         elif order is not None and self._same_ranks:
@@ -294,6 +304,9 @@ class Loaders:
             seed=derive_seed("evaluation", self.seed),
             place=lambda: EpochPosition(self._place().epoch, 0),
             generator=torch.Generator(),
+            ahead=0,
+            further={},
+            apart=(made.dataset,),
         )
         return over(made, order, self.seed)
 

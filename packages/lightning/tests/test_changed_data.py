@@ -1,0 +1,150 @@
+"""What the training changes in its datasets and samplers is there again: of the epoch's beginning, and of the stop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as L
+import pytest
+from test_exact_resume import BATCH, SAMPLES, Net, Noisy, assert_equal, at, exactness
+from torch import Tensor
+from torch.utils.data import DataLoader, Sampler, WeightedRandomSampler
+
+
+class Curriculum(Noisy):
+    """Its samples become harder, as somebody says."""
+
+    level = 1.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.level = 1.0
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return self.x[index] * self.level, self.y[index]
+
+
+class Harder(L.Callback):
+    """Makes them harder, behind every other batch or each epoch."""
+
+    def __init__(self, epochs: bool, dataset: Callable[[L.Trainer], Curriculum]) -> None:
+        self.epochs, self.dataset = epochs, dataset
+
+    def change(self, trainer: L.Trainer) -> None:
+        self.dataset(trainer).level += 0.5
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if not self.epochs and batch_idx % 2:
+            self.change(trainer)
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        if self.epochs:
+            self.change(trainer)
+
+
+@pytest.mark.parametrize("epochs", [False, True])
+@pytest.mark.parametrize("settings", [{}, {"num_workers": 2}, {"num_workers": 2, "persistent_workers": True}])
+def test_a_dataset_that_a_callback_changes(tmp_path: Path, epochs: bool, settings: dict[str, Any]) -> None:
+    """Workers have a copy of it as it was when they began."""
+    datasets = []
+
+    def loaders() -> Any:
+        datasets.append(Curriculum())
+        return DataLoader(datasets[-1], BATCH, shuffle=True, **settings)
+
+    def callbacks() -> list[L.Callback]:
+        return [Harder(epochs, lambda _: datasets[-1])]
+
+    assert_equal(tmp_path, loaders, at("train", 5), at("train", 12), callbacks=callbacks)
+    assert exactness(tmp_path / "killed")["reasons"] == []
+
+
+class Reloading(Net):
+    """Gives a loader for each epoch, over a dataset that it keeps, or over a new one."""
+
+    anew = False
+
+    def setup(self, stage: str) -> None:
+        self.dataset = Curriculum()
+
+    def train_dataloader(self) -> Any:
+        if self.anew and self.current_epoch == 1:
+            self.dataset = Curriculum()
+        return DataLoader(self.dataset, BATCH, shuffle=True)
+
+
+class Renewing(Reloading):
+    anew = True
+
+
+@pytest.mark.parametrize("net", [Reloading, Renewing])
+@pytest.mark.parametrize("epochs", [False, True])
+def test_a_dataset_that_is_changed_while_loaders_are_made_anew(tmp_path: Path, net: type[Net], epochs: bool) -> None:
+    def callbacks() -> list[L.Callback]:
+        return [Harder(epochs, lambda trainer: trainer.lightning_module.dataset)]
+
+    settings: dict[str, Any] = {"net": net, "callbacks": callbacks, "reload_dataloaders_every_n_epochs": 1}
+    assert_equal(tmp_path, lambda: None, at("train", 5), at("train", 10), at("train", 17), **settings)
+    assert exactness(tmp_path / "killed")["reasons"] == []
+
+
+class Mining(Net):
+    """Gives the samples that it has just seen a lower weight, in the sampler of its loader."""
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        weights = self.trainer.train_dataloader.sampler.weights
+        if batch_idx % 3 == 1:
+            weights[batch_idx : batch_idx + 6] *= 0.1
+
+
+def weighted(workers: int) -> DataLoader[Any]:
+    sampler = WeightedRandomSampler([1.0] * SAMPLES, SAMPLES)
+    return DataLoader(Noisy(), BATCH, sampler=sampler, num_workers=workers)
+
+
+class Rotating(Sampler[int]):
+    """Begins where it ended, in an order from what it counts and from weights that others set."""
+
+    def __init__(self) -> None:
+        self.turns = 0
+        self.first = 0
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __iter__(self) -> Iterator[int]:
+        for _ in range(SAMPLES):
+            self.first = (self.first + 3 + self.turns) % SAMPLES
+            yield self.first
+        self.turns += 1
+
+
+class Turning(Net):
+    """Turns its sampler further in the middle of an epoch."""
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 1:
+            self.trainer.train_dataloader.sampler.turns += 2
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("net", [Net, Turning])
+@pytest.mark.parametrize("step", [5, 7, 12])
+def test_what_a_sampler_keeps(tmp_path: Path, workers: int, net: type[Net], step: int) -> None:
+    """It is drawn again from where the epoch began, to where its workers had drawn it, and is then as it was."""
+
+    def loaders() -> Any:
+        return DataLoader(Noisy(), BATCH, sampler=Rotating(), num_workers=workers)
+
+    assert_equal(tmp_path, loaders, at("train", step), net=net)
+    (reason,) = exactness(tmp_path / "killed")["reasons"]
+    assert reason["what"] == "the sampler Rotating"
+    assert not reason["certain"]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_weights_of_a_sampler_that_the_model_changes(tmp_path: Path, workers: int) -> None:
+    assert_equal(tmp_path, lambda: weighted(workers), at("train", 5), at("train", 12), net=Mining)
+    assert exactness(tmp_path / "killed")["reasons"] == []
