@@ -114,8 +114,19 @@ _ENDLESS = {"sizeless", "stream", "plain_stream", "stream_buffered", "nodes", *_
 _OF_A_LENGTH = {"validation": {"half"}, "schedule": {"one_cycle", "warmup"}, "callback": {"averaging"}}
 
 
+# Lightning refuses two ways to accumulate, and torch's schedules a group of parameters that finetuning adds.
+_REFUSED = [
+    {"callback": "accumulation schedule", "accumulation": "3"},
+    {"callback": "accumulation schedule", "accumulation": "manual"},
+    {"callback": "finetuning", "schedule": "one_cycle"},
+    {"callback": "finetuning", "schedule": "warmup"},
+]
+
+
 def possible(choice: Choice) -> bool:
     """Whether Lightning trains it."""
+    if any(refused.items() <= choice.items() for refused in _REFUSED):
+        return False
     return choice.get("loader") not in _ENDLESS or all(choice.get(k) not in v for k, v in _OF_A_LENGTH.items())
 
 

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 import torchmetrics
-from lightning.pytorch.callbacks import BatchSizeFinder, GradientAccumulationScheduler
+from lightning.pytorch.callbacks import BatchSizeFinder, GradientAccumulationScheduler, StochasticWeightAveraging
 from tiny_job import contents
 from torch import Tensor
 from torch.utils.data import (
@@ -578,3 +578,46 @@ def test_a_batch_size_that_was_found_is_not_looked_for_again(tmp_path: Path) -> 
 
     assert_equal(tmp_path, lambda: None, at("train", 2), at("train", 7), net=Sized, callbacks=finder, max_epochs=2)
     assert searches == [0, 0]  # of the undisturbed run, and of the first start of the other
+
+
+class Estimating(Sized):
+    """Asks for the number of steps before its batch size is found, or put back."""
+
+    def configure_optimizers(self) -> Any:
+        steps = self.trainer.estimated_stepping_batches
+        optimizer = torch.optim.AdamW(self.parameters(), lr=0.01)
+        schedule = torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=int(steps))
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+@pytest.mark.parametrize("step", [6, 7])
+def test_steps_that_are_estimated_before_a_batch_size_is_found(tmp_path: Path, step: int) -> None:
+    """Killed in the middle of an epoch, and behind the last batch of one."""
+
+    def finder() -> list[L.Callback]:
+        return [BatchSizeFinder(steps_per_trial=1, max_trials=2)]
+
+    best = {"every_n_steps": 1, "keep_last": 2, "monitor": "val/loss"}  # saved also when a validation is over
+    assert_equal(
+        tmp_path, lambda: None, at("train", step), net=Estimating, callbacks=finder, max_epochs=2, checkpoint=best
+    )
+
+
+@pytest.mark.parametrize("batch", [0, 4])
+def test_weights_are_averaged_also_behind_a_stop_in_the_epoch_for_batch_norm(tmp_path: Path, batch: int) -> None:
+    """The callback trains no weights there, and does not begin again by itself."""
+
+    def kill(model: Net, phase: str, batch_idx: int) -> bool:
+        return phase == "train" and model.current_epoch == 3 and batch_idx == batch
+
+    def averaging() -> list[L.Callback]:
+        return [StochasticWeightAveraging(swa_lrs=0.01, swa_epoch_start=1)]
+
+    assert_equal(tmp_path, shuffled, kill, net=Manual, callbacks=averaging)
+    kept = [
+        torch.load(next((tmp_path / run).rglob("last/state.ckpt")), weights_only=False)["callbacks"]
+        for run in ("undisturbed", "killed")
+    ]
+    first, again = (one["StochasticWeightAveraging"] for one in kept)
+    assert (again["n_averaged"], again["latest_update_epoch"]) == (first["n_averaged"], first["latest_update_epoch"])
+    assert again["scheduler_state"] == first["scheduler_state"]

@@ -46,9 +46,21 @@ def _keeping(averaging: Any, begin: Callable[..., None]) -> Callable[[L.Trainer,
         groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
         rates = [group["lr"] for group in groups]
         begins = not averaging._initialized
+        if begins and averaging._scheduler_state is not None and trainer.current_epoch == averaging.swa_end + 1:
+            _begin_in_last_epoch(averaging, lambda: begin(trainer, module), trainer.current_epoch)
         begin(trainer, module)
         if begins and averaging._initialized and averaging._scheduler_state is not None:
             for group, rate in zip(groups, rates, strict=True):
                 group["lr"] = rate
 
     return on_train_epoch_start
+
+
+def _begin_in_last_epoch(averaging: Any, begin: Callable[[], None], epoch: int) -> None:
+    """It does not begin again in the epoch for batch norm, and its next checkpoint would have nothing of its own."""
+    end, updated = averaging._max_epochs, averaging._latest_update_epoch
+    averaging._max_epochs, averaging._latest_update_epoch = end + 1, epoch  # no epoch of training, and averaged already
+    try:
+        begin()
+    finally:
+        averaging._max_epochs, averaging._latest_update_epoch = end, updated

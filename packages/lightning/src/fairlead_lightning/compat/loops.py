@@ -35,14 +35,15 @@ def watch_boundaries(trainer: L.Trainer, watcher: Any) -> Callable[[], None]:
     fit: Any = trainer.fit_loop
     epoch: Any = trainer.fit_loop.epoch_loop
     start, begin, end, setup = fit.on_advance_start, epoch.on_run_start, epoch.on_advance_end, fit.setup_data
+    run_whole = fit.run
 
-    early = False
+    def run() -> None:
+        """Loaders that `estimated_stepping_batches` made before anything was restored begin with a first batch."""
+        if watcher.goes_on or fit.restarting:
+            fit._combined_loader = None
+        run_whole()
 
     def setup_data() -> None:
-        """Loaders that `estimated_stepping_batches` made before the loops were restored begin with a first batch."""
-        nonlocal early
-        if fit.restarting and early:
-            fit._combined_loader, early = None, False
         known = fit._combined_loader
         if known is None or fit._should_reload_train_dl:
             last = watcher.before_loaders(trainer, again=known is not None)
@@ -54,7 +55,6 @@ def watch_boundaries(trainer: L.Trainer, watcher: Any) -> Callable[[], None]:
                 watcher.for_training = False
             if last is not None:
                 fit._last_train_dl_reload_epoch = last
-        early = early or (fit._combined_loader is not known and not fit.restarting)
 
     def is_trial() -> bool:
         """Lightning's finders (learning rate, batch size) train without callbacks, and take all of it back."""
@@ -84,13 +84,17 @@ def watch_boundaries(trainer: L.Trainer, watcher: Any) -> Callable[[], None]:
         end(data_fetcher)
         watcher.after_validation(trainer)
 
+    fit.run = run
     fit.on_advance_start = on_advance_start
     fit.setup_data = setup_data
     epoch.on_run_start = on_run_start
     epoch.on_advance_end = on_advance_end
 
     def undo() -> None:
-        for loop, names in ((fit, ("on_advance_start", "setup_data")), (epoch, ("on_run_start", "on_advance_end"))):
+        for loop, names in (
+            (fit, ("run", "on_advance_start", "setup_data")),
+            (epoch, ("on_run_start", "on_advance_end")),
+        ):
             for name in names:
                 vars(loop).pop(name, None)
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any, Final
+from weakref import ref
 
 import lightning.pytorch as L
 from lightning.fabric.utilities.rank_zero import rank_zero_only
@@ -250,11 +251,14 @@ def _protect_workers(loader: object, outlive: Any) -> None:
     init: Any = inner.worker_init_fn
     ours = isinstance(init, partial) and init.func is _in_worker  # of an earlier fit
     inner.worker_init_fn = partial(_in_worker, outlive, init.args[1] if ours else init)
-    vars(inner)["_get_iterator"] = partial(_start_workers, inner, outlive)
+    # Not by the loader itself: persistent workers in a cycle end only when garbage is collected, seconds later each.
+    vars(inner)["_get_iterator"] = partial(_start_workers, ref(inner), outlive)
 
 
-def _start_workers(loader: DataLoader[Any], outlive: Any) -> Any:
+def _start_workers(of: ref[DataLoader[Any]], outlive: Any) -> Any:
     """In place of a loader's `_get_iterator`: there is no public place around the start of its workers."""
+    loader = of()
+    assert loader is not None
     with outlive.held():
         return type(loader)._get_iterator(loader)
 
