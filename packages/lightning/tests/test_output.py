@@ -77,7 +77,7 @@ def train_without_files(where: str, model: type[Prints], folder: Path) -> None:
     """A fit in a process whose output is no file: a notebook's, `redirect_stderr`, or none at all as a daemon's."""
     if where == "closed":
         os.closerange(1, 3)
-    sys.stdout = sys.stderr = None if where == "closed" else io.StringIO()  # type: ignore[assignment]
+    sys.stdout = sys.stderr = None if where == "closed" else io.StringIO()
     faulthandler.disable()  # whoever started this process may have enabled it
     requeue = {"name": "none", "grace_s": 4.0}
     trainer = make_trainer(folder, max_steps=12, progress_interval=0.001, enable_progress_bar=True, requeue=requeue)
