@@ -172,7 +172,7 @@ class FitParts:
         self._loggers: list[Logger] = []
         self._hides = False
         self._logged = REPORT_FD in environ  # other ranks than the first write into a file of their own each
-        self._warns_again: Callable[[], None] = lambda: None
+        self._warns_again: Callable[[], None] | None = None
 
     def attach(
         self,
@@ -221,7 +221,9 @@ class FitParts:
         if self._hides:
             warnings.filters = [one for one in warnings.filters if one != _ADVICE]
             self._hides = False
-        self._warns_again()
+        if self._warns_again is not None:
+            self._warns_again()
+            self._warns_again = None
         give_output_back()
         gone = tuple(part for part in _PARTS if part not in keep)
         vars(trainer)["callbacks"] = [c for c in callbacks_of(trainer) if not isinstance(c, gone)]
