@@ -49,8 +49,13 @@ def read(path: Path = TABLE) -> list[Requirement]:
 def wrong_entries(requirements: Sequence[Requirement]) -> list[str]:
     """What is wrong with the table by itself."""
     found = []
-    if [one.name for one in requirements] != (expected := [f"R{number}" for number in NUMBERS]):
+    names = [one.name for one in requirements]
+    expected = [f"R{number}" for number in NUMBERS]
+    if (first := names[: len(expected)]) != expected:
         found.append(f"the table has not exactly {expected[0]} to {expected[-1]} in their order")
+    later = names[len(first) :]
+    if later != [f"T{number}" for number, _ in enumerate(later, start=1)]:
+        found.append(f"behind {expected[-1]} the table has not exactly T1, T2, ... in their order")
     for one in requirements:
         if one.state not in STATES:
             found.append(f"{one.name}: state {one.state!r} is none of {', '.join(STATES)}")

@@ -86,6 +86,14 @@ def test_wrong_entries_are_found(changes: dict[str, object], says: str | None) -
     assert says is None or says in found[0]
 
 
+@pytest.mark.parametrize(
+    ("names", "right"), [("", True), ("T1 T2", True), ("T2", False), ("T1 T1", False), ("R184", False)]
+)
+def test_what_was_asked_for_later_follows_in_its_order(names: str, right: bool) -> None:
+    later = [Requirement(name, "It works.", "shown", ("a.py::test_a",)) for name in names.split()]
+    assert (wrong_entries([*entries(), *later]) == []) is right
+
+
 def test_an_entry_with_another_key_is_refused(tmp_path: Path) -> None:
     table = tmp_path / "table.toml"
     table.write_text('[R1]\nsays = "It works."\nstate = "shown"\ntest = ["a.py::test_a"]\n')

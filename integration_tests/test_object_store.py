@@ -357,6 +357,26 @@ def test_a_job_goes_on_from_the_store_on_a_machine_that_has_nothing(s3: S3, tmp_
 
 
 @pytest.mark.slow
+def test_a_run_that_failed_before_its_first_step_keeps_its_name_from_nobody(s3: S3, tmp_path: Path) -> None:
+    """The mistake is corrected, and the next start is on another machine: the name at the URL is free."""
+    remote = {"name": "remote", "url": "s3://runs-bucket/early", "inner": "torch"}
+    trainer = {"devices": 1, "strategy": "auto", "checkpoint_io": remote}
+    job = repository(tmp_path / "user", job=changed(JOB, trainer=trainer))
+    for name in ("first", "second"):
+        (tmp_path / name).mkdir()
+    failing = {**s3.environ, "FAIL": "raise:0:0"}
+    failed = fairlead("fit", str(job), cwd=tmp_path / "first", environ=failing)
+    assert failed.code == 1, failed.text
+    words = ("--set", "model.args.width=5")
+    ended = fairlead("fit", str(job), *words, cwd=tmp_path / "second", environ=s3.environ)
+    assert ended.code == 0, ended.text
+    (tmp_path / "third").mkdir()
+    refused = fairlead("fit", str(job), cwd=tmp_path / "third", environ=s3.environ)
+    assert refused.code == 2, refused.text
+    assert "the URL belongs to a run with other settings" in refused.text
+
+
+@pytest.mark.slow
 def test_a_stop_ends_in_time_though_the_store_hangs_and_the_next_start_uploads(s3: S3, tmp_path: Path) -> None:
     """The notice is short. What is saved here is said not to be there yet, and is there after the next start."""
     remote = {"name": "remote", "url": "s3://runs-bucket/slow", "inner": "torch", "stop_wait_s": 2.0}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -145,3 +147,30 @@ def test_a_name_that_does_not_resolve(cluster: Cluster, tmp_path: Path, rank: st
     found = said(tmp_path, 0)
     assert "the name 'no-such-node.invalid' does not resolve" in found[1], job.text()
     assert "1 of 2 ranks came" in found[0]
+
+
+SCRIPT = """
+import lightning.pytorch as L
+from lightning.pytorch.demos.boring_classes import BoringModel
+from fairlead import Fairlead, RunConfig
+run = RunConfig(name="r", resume="no-such.ckpt")
+trainer = L.Trainer(accelerator="cpu", num_nodes=2, devices=1, callbacks=[Fairlead(run)])
+trainer.fit(BoringModel())
+"""
+
+
+def test_what_all_ranks_meet_is_said_once(cluster: Cluster, tmp_path: Path) -> None:
+    """A wrong setting, whatever tells it: the whole error once, by rank 0, and a line of another rank at most."""
+    (tmp_path / "job.yaml").write_text("model: {class: no_such_module:Model}\ntrainer: {accelerator: cpu}\n")
+    (tmp_path / "train.py").write_text(SCRIPT)
+    for tasks, words, what in (
+        ("--ntasks-per-node=2", ["-m", "fairlead", "fit", "job.yaml"], "no_such_module"),
+        ("--ntasks-per-node=1", ["train.py"], "no-such.ckpt"),
+    ):
+        command = ["srun", "-N2", tasks, sys.executable, *words]
+        done = subprocess.run(command, cwd=tmp_path, env=cluster.environ(), capture_output=True, text=True, timeout=120)
+        assert done.returncode != 0
+        assert what in done.stderr, done.stderr
+        assert len(re.findall(r"^(?:\[rank0\]:)? +do: ", done.stderr, re.MULTILINE)) == 1, done.stderr
+        assert len(re.findall(r"^rank \d on \S+: .*; rank 0 says more$", done.stderr, re.MULTILINE)) <= 3
+        assert done.stderr.count("Traceback") <= 1

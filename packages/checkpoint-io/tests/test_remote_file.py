@@ -300,6 +300,44 @@ def test_a_place_of_another_run_is_refused(url: str, tmp_path: Path) -> None:
     io.teardown()
 
 
+def test_a_run_that_ended_before_its_first_step_keeps_its_name_from_nobody(url: str, tmp_path: Path) -> None:
+    """As for directories: the next start may have other settings, on any machine."""
+    other = fingerprint({"trainer": {"precision": "16-mixed"}})
+    io = remote(url)
+    begun(io, tmp_path / "gpt")
+    with pytest.raises(FingerprintError):  # it may be training
+        remote(url).open("gpt", other)
+    io.teardown()
+    assert remote(url).open("gpt", other) == 1
+    with pytest.raises(FingerprintError, match="holds a run already"):
+        remote(url).open("gpt", other, new=True)
+    begun(later := remote(url), tmp_path / "elsewhere" / "gpt", start=2)
+    with pytest.raises(FingerprintError):  # what the first one said is not true of the second
+        remote(url).open("gpt", other)
+    io.teardown()
+    with pytest.raises(FingerprintError):
+        remote(url).open("gpt", other)
+    later.teardown()
+
+
+@pytest.mark.parametrize("what", ["a step", "a checkpoint here", "a checkpoint there", "a part of one there"])
+def test_a_run_that_has_something_keeps_its_name(url: str, tmp_path: Path, what: str) -> None:
+    io, run = remote(url), tmp_path / "gpt"
+    begun(io, run)
+    if what == "a step":
+        (run / "metrics.csv").write_text("step,loss\n1,0.5\n")
+    elif what == "a checkpoint here":
+        saved(run, 1)
+    else:
+        store = Store.open(f"{url}/gpt")
+        store.write("step-00000001/state.ckpt", b"x")
+        if what == "a checkpoint there":
+            store.write("step-00000001/manifest.json", b"{}")
+    io.teardown()
+    with pytest.raises(FingerprintError, match="belongs to a run with other settings"):
+        remote(url).open("gpt", fingerprint({"trainer": {"precision": "16-mixed"}}))
+
+
 def test_a_url_is_loaded_and_a_damaged_one_is_not(url: str, tmp_path: Path) -> None:
     io, run = remote(url), tmp_path / "gpt"
     begun(io, run)

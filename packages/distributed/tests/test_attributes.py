@@ -10,6 +10,7 @@ import fractions
 import io
 import random
 from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Iterator, MutableMapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -340,6 +341,57 @@ def test_what_cannot_be_put_back_is_named_and_the_rest_is() -> None:
     assert second.steps == 3
     assert list(again.left) == ["callback Noting.last"]
     assert "there is no class mine." in again.left["callback Noting.last"]
+
+
+class Config(MutableMapping[str, Any]):
+    """As OmegaConf's: its items are attributes too, it knows its keys, and holds references to other items."""
+
+    def __init__(self, **items: Any) -> None:
+        self._items = {name: Config(**value) if isinstance(value, dict) else value for name, value in items.items()}
+
+    def __getitem__(self, key: str) -> Any:
+        value = self._items[key]
+        return self[value[1:]] if isinstance(value, str) and value.startswith("$") else value
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        if key not in self._items:
+            raise KeyError(f"Key {key!r} is not in struct")
+        self._items[key] = value
+
+    def __delitem__(self, key: str) -> None:
+        raise TypeError("it has a fixed set of keys")
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._items)
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def __getattr__(self, name: str) -> Any:
+        return self[name]
+
+
+@pytest.mark.parametrize("inside", [False, True], ids=["itself", "in a dict"])
+def test_a_config_of_another_kind_than_dict_stays_one(inside: bool) -> None:
+    """A finder sets the batch size in it, and the user's code reads `hparams.net.width`."""
+
+    def make() -> tuple[Mean, Config]:
+        holder, config = Mean(), Config(batch_size=2, rate=0.1, net={"width": 3, "rate": "$width"})
+        vars(holder)["hparams"] = {"config": config} if inside else config
+        return holder, config
+
+    (holder, config), (later, other) = make(), make()
+    watched, again = Attributes(), Attributes()
+    watched.watch("model", holder)
+    assert watched.state() == {}
+    config["batch_size"] = 8
+    config.net["width"] = 4
+    again.watch("model", later)
+    again.restore(watched.state())
+    assert (other["batch_size"], other.rate, other.net.width, other.net.rate) == (8, 0.1, 4, 4)
+    assert other.net._items["rate"] == "$width"
+    assert again.left == {}
+    assert again.state() == watched.state()
 
 
 def test_a_class_names_what_is_kept() -> None:

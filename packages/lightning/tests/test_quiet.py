@@ -15,6 +15,7 @@ from tiny_job import Data, Line, make_trainer, plain
 from torch.utils.data import DataLoader, TensorDataset
 
 from fairlead import Fairlead
+from fairlead_distributed.testing import run_ranks
 from fairlead_lightning.display.quiet import quiet
 
 
@@ -72,6 +73,31 @@ def test_a_resumed_start_does_not_repeat_what_the_first_has_said(
     shown, advice = train(4)
     assert (shown, advice) == (True, 1)
     assert train(6) == (False, 0)
+
+
+class Warns(Line):
+    """Lets torch, Lightning and itself warn of something."""
+
+    def on_train_start(self) -> None:
+        for module in ("torch.optim.lr_scheduler", "lightning.pytorch.loops", "torchvision_of_mine", "mine"):
+            warnings.warn_explicit(f"of {module}", UserWarning, f"{module}.py", 1, module=module)
+        warnings.warn_explicit("a bug", RuntimeWarning, "torch.py", 1, module="torch")
+
+
+def what_a_rank_shows(rank: int, root: Path) -> list[str]:
+    with warnings.catch_warnings(record=True) as said:
+        warnings.resetwarnings()  # pytest has set some
+        trainer = make_trainer(root, devices=2, strategy="ddp", max_steps=1)
+        trainer.fit(Warns(), datamodule=Data())
+        assert [one for one in warnings.filters if "torchmetrics" in str(one)] == []
+    return [str(one.message) for one in said if str(one.message).startswith(("of ", "a bug"))]
+
+
+def test_other_ranks_leave_the_warnings_of_engines_to_the_first(tmp_path: Path) -> None:
+    """All have the same; what is the user's, or another kind of warning, shows on each."""
+    first, second = run_ranks(what_a_rank_shows, 2, tmp_path)
+    assert first == ["of torch.optim.lr_scheduler", "of lightning.pytorch.loops", *second]
+    assert second == ["of torchvision_of_mine", "of mine", "a bug"]
 
 
 def test_other_messages_come_through(caplog: pytest.LogCaptureFixture) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pkgutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -12,12 +12,14 @@ from fairlead.cli.session import Session
 from fairlead.errors import CheckpointError, FairleadError
 from fairlead.first_party import first_party
 from fairlead.plugin_classes import CheckpointIOPlugin
+from fairlead.plugins import PluginManager
 from fairlead_checkpoint_io.files.formats import WEIGHTS_FILE, first_line, names_in, names_text, unreadable
 from fairlead_runs.commit.checkpoints import NAME
 from fairlead_runs.commit.files import disk_error
 from fairlead_runs.commit.manifest import MANIFEST
 
 _AXIS: Final = CheckpointIOPlugin.axis
+_PROBLEMS: Final = "fairlead_checkpoint_io.format_conformance:problems"  # it runs the commands, which know formats
 
 
 class Verified(NamedTuple):
@@ -78,6 +80,11 @@ class CheckpointFormat:
             raise
         except Exception as error:  # a third party's reader, on a file that may hold anything
             raise unreadable(path, error) from error
+
+    def problems(self, state: Mapping[str, Any], plugins: PluginManager, folder: Path) -> Iterator[tuple[str, str]]:
+        """What a user cannot do with it, and what its author should do: `fairlead.testing` asks, in an empty folder."""
+        found: Iterator[tuple[str, str]] = pkgutil.resolve_name(_PROBLEMS)(self, state, plugins, folder)
+        return found
 
 
 def known_formats(session: Session) -> tuple[CheckpointFormat, ...]:

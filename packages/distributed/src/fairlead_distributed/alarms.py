@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
@@ -133,6 +134,7 @@ def to_stderr(text: str) -> None:
 
 def end_process() -> None:
     """Ends this process as failed, from any thread, whatever its main thread is in."""
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError, AttributeError):  # full, closed, or there is none
+            stream.flush()
     os._exit(1)

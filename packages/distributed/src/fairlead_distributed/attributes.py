@@ -21,6 +21,7 @@ from fairlead_distributed.plain_data import (
     GENERATORS,
     has_state,
     is_frozen,
+    is_list,
     is_users_class,
     put_back,
     record_of,
@@ -172,7 +173,13 @@ def _is_code(value: object) -> bool:
 
 def _is_users(value: object) -> bool:
     """Whether to go into it: an object of a class that is neither Python's own nor an engine's."""
-    if isinstance(value, _DATA) or has_state(value) or is_frozen(value) or not hasattr(value, "__dict__"):
+    if (
+        isinstance(value, _DATA)
+        or is_list(value)
+        or has_state(value)
+        or is_frozen(value)
+        or not hasattr(value, "__dict__")
+    ):
         return False
     return is_users_class(type(value))
 

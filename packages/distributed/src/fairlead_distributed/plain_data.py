@@ -11,7 +11,7 @@ import itertools
 import random
 import sys
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, MutableMapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -68,9 +68,21 @@ def record_of(value: object) -> dict[str, Any] | None:
         names = [field.name for field in dataclasses.fields(kind) if hasattr(value, field.name)]
         return {name: getattr(value, name) for name in names} | getattr(value, "__dict__", {})
     simple = is_users_class(kind) and kind.__new__ is object.__new__ and kind.__reduce__ is object.__reduce__
-    if not simple or not hasattr(value, "__dict__") or hasattr(kind, "__slots__") or hasattr(kind, "state_dict"):
+    if not simple or not hasattr(value, "__dict__") or _has_slots(value) or hasattr(kind, "state_dict"):
         return None
     return dict(vars(value))
+
+
+def _has_slots(value: object) -> bool:
+    """Whether it may hold more than its `__dict__`; those of the abstract containers, as OmegaConf's, are empty."""
+    if isinstance(value, Collection):
+        return any(vars(base).get("__slots__") for base in type(value).__mro__)
+    return hasattr(type(value), "__slots__")
+
+
+def is_list(value: object) -> bool:
+    """Whether it is a list, or as good as one: a user's own sequence may hold more than its items, OmegaConf's not."""
+    return isinstance(value, list) or type(value).__module__ == "omegaconf.listconfig"
 
 
 def to_plain(value: Any, where: str = "state") -> Any:
@@ -95,7 +107,7 @@ def to_plain(value: Any, where: str = "state") -> Any:
         makes = getattr(value, "default_factory", None)
         factory = [str(getattr(makes, part, None)) for part in ("__module__", "__qualname__")]
         return {_KIND: "mapping", "state": [name, factory, pairs]}
-    if type(value) is tuple or isinstance(value, list):
+    if type(value) is tuple or is_list(value):
         parts = [to_plain(item, f"{where}[{index}]") for index, item in enumerate(value)]
         return tuple(parts) if isinstance(value, tuple) else parts
     if type(value) in _VALUES.values():
@@ -141,7 +153,7 @@ def put_back(now: Any, value: Any) -> Any:
     if isinstance(value, dict) and value.get(_KIND) == "stateful" and has_state(now):
         now.load_state_dict(from_plain(value["state"]))
         return now
-    if isinstance(value, list) and isinstance(now, list):
+    if isinstance(value, list) and is_list(now):
         now[:] = [put_back(old, item) for old, item in itertools.zip_longest(now[: len(value)], value)]
         return now
     if type(value) is tuple and type(now) is tuple and len(now) == len(value):
@@ -151,6 +163,9 @@ def put_back(now: Any, value: Any) -> Any:
         kept = {key: put_back(_there(now, key, item), item) for key, item in items.items()}
         now.clear()
         now.update(kept)
+        return now
+    if items is not None and isinstance(now, MutableMapping):
+        _settle(now, items)
         return now
     made = from_plain(value)
     if isinstance(made, Tensor) and isinstance(now, Tensor) and (made.shape, made.dtype) == (now.shape, now.dtype):
@@ -172,6 +187,17 @@ def put_back(now: Any, value: Any) -> Any:
     else:
         return made
     return now
+
+
+def _settle(now: MutableMapping[Any, Any], items: Mapping[Any, Any]) -> None:
+    """Sets what has changed in a mapping of another kind than dict: it may know a fixed set of keys, or references."""
+    for key in [key for key in now if key not in items]:
+        del now[key]
+    for key, item in items.items():
+        old = now.get(key)
+        kept = put_back(old, item)
+        if key not in now or (kept is not old and not (type(kept) is type(old) and kept == old)):
+            now[key] = kept
 
 
 def _items(value: Any) -> dict[Any, Any] | None:

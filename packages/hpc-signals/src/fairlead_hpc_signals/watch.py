@@ -151,7 +151,7 @@ class StopWatch:
             to_stderr(traceback.format_exc())
         self._asking(partial(self._leave, len(without)), _LEAVE_S + _STORE_S)
         for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(OSError, ValueError):
+            with contextlib.suppress(OSError, ValueError, AttributeError):  # full, closed, or there is none
                 stream.flush()
         os._exit(code)
 

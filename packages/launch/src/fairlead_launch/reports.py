@@ -116,8 +116,8 @@ def keep_log(environ: Mapping[str, str], folder: Path, start: int) -> None:
     if path is not None:
         folder.mkdir(parents=True, exist_ok=True)
         log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-        sys.stdout.flush()
-        sys.stderr.flush()
+        for stream in filter(None, (sys.stdout, sys.stderr)):  # a daemon may have none
+            stream.flush()
         os.dup2(log, 1)
         os.dup2(log, 2)
         os.close(log)

@@ -29,10 +29,12 @@ from fairlead.resolve import Resolution
 from fairlead_distributed.run.joining import join_process_group
 from fairlead_distributed.run.opening import handed_over, waiting_handoff
 from fairlead_distributed.run.session import RunSession
+from fairlead_launch.reports import REPORT_FD
 from fairlead_lightning.build import build_backend
 from fairlead_lightning.checkpoint.checkpoints import Checkpoints
 from fairlead_lightning.checkpoint.finite import Finite
 from fairlead_lightning.display.output import give_output_back, keep_output
+from fairlead_lightning.display.quiet import only_rank_0_warns
 from fairlead_lightning.guard import StopGuard
 from fairlead_lightning.lifecycle.recorder import Recorder
 from fairlead_lightning.lifecycle.stopping import StopRequested
@@ -169,6 +171,8 @@ class FitParts:
         self.stops = Stops(context, say, guard)
         self._loggers: list[Logger] = []
         self._hides = False
+        self._logged = REPORT_FD in environ  # other ranks than the first write into a file of their own each
+        self._warns_again: Callable[[], None] | None = None
 
     def attach(
         self,
@@ -197,6 +201,8 @@ class FitParts:
         if session.resumed:  # its first start has given Lightning's advice
             self._hides = _ADVICE not in warnings.filters
             warnings.simplefilter("ignore", PossibleUserWarning)
+        if trainer.global_rank > 0 and not self._logged:
+            self._warns_again = only_rank_0_warns()
         others = [callback for callback in callbacks_of(trainer) if not isinstance(callback, _PARTS)]
         vars(trainer)["callbacks"] = [*first, *others, *last]
         self._loggers = list(loggers)
@@ -215,6 +221,9 @@ class FitParts:
         if self._hides:
             warnings.filters = [one for one in warnings.filters if one != _ADVICE]
             self._hides = False
+        if self._warns_again is not None:
+            self._warns_again()
+            self._warns_again = None
         give_output_back()
         gone = tuple(part for part in _PARTS if part not in keep)
         vars(trainer)["callbacks"] = [c for c in callbacks_of(trainer) if not isinstance(c, gone)]

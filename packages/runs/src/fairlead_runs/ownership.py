@@ -54,7 +54,7 @@ def require_same(path: Path, stored: Fingerprint, new: Fingerprint) -> None:
     """Raises `FingerprintError`, with each difference, where the run at `path` is another one, and owns something."""
     _require_known(path, stored, new)
     different = [str(difference) for difference in new.refused(stored)]
-    if not different or _owns_nothing(path):
+    if not different or owns_nothing(path):
         return
     more = [f"and {len(different) - 20} more"] if len(different) > 20 else []
     raise FingerprintError(
@@ -80,7 +80,7 @@ def _require_known(path: Path, stored: Fingerprint, new: Fingerprint) -> None:
             )
 
 
-def _owns_nothing(path: Path) -> bool:
+def owns_nothing(path: Path) -> bool:
     """Whether a run has no checkpoint and no step: nothing would be lost with it."""
     try:
         saved = any(NAME.fullmatch(name) for name in os.listdir(path / "checkpoints"))
@@ -106,7 +106,7 @@ def choose_directory(
     if str(resume) == "never":
         return _made(itertools.chain([path], _siblings(path)), system), resume
     stored = stored_fingerprint(path)
-    free = stored is None or same_run(stored, fingerprint) or _owns_nothing(path)
+    free = stored is None or same_run(stored, fingerprint) or owns_nothing(path)
     return (path if free else _made(_siblings(path), system)), resume
 
 

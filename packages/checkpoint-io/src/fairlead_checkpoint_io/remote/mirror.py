@@ -24,6 +24,7 @@ from fairlead_runs.commit import (
 )
 from fairlead_runs.commit.checkpoints import readable_checkpoints, to_trash
 from fairlead_runs.commit.files import disk_error, remove_tree
+from fairlead_runs.ownership import owns_nothing
 from fairlead_runs.remote import Retries, Store, discard_incomplete, upload
 from fairlead_runs.remote import retain as retain_remote
 
@@ -151,6 +152,8 @@ class Mirror:
 
     def close(self) -> None:
         """Waits for what is being uploaded, at most `stop_wait_s`, and ends the thread."""
+        if self._thread is None:
+            self._leave_no_trace()
         if self._thread is None or self._closing.is_set():
             return
         lacking = self.wait_uploaded(self._config.stop_wait_s)
@@ -162,6 +165,14 @@ class Mirror:
         if lacking is None:
             self._thread.join()
         self._thread = None
+
+    def _leave_no_trace(self) -> None:
+        """A run that has nothing, here or there, keeps its name from nobody."""
+        try:
+            if self._run is not None and owns_nothing(self._run):
+                self.remote.end()
+        except FairleadError as error:
+            log.warning("the name of this run on %s stays taken: %s", self._store.url, error.block())
 
     # -- in the thread
 

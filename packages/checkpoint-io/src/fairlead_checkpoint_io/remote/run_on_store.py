@@ -14,11 +14,12 @@ from typing import Any, Final
 from fairlead.errors import FingerprintError, RunDirectoryError, RunLockedError
 from fairlead_runs import Fingerprint
 from fairlead_runs.commit import newest_complete
-from fairlead_runs.remote import RemoteCheckpoint, Retries, Store, list_checkpoints
+from fairlead_runs.remote import RemoteCheckpoint, Retries, Store, list_checkpoints, list_run
 from fairlead_runs.remote.downloading import newest_sound
 
 _GIB: Final = 1 << 30
 _OWNER: Final = "owner.json"
+_ENDED: Final = "ended"  # the nonce of the owner, if its start has ended before its first step
 _FINGERPRINT: Final = "fingerprint.json"
 _RECORDS: Final = ("job.yaml", "metrics.csv", "history.jsonl")  # the fingerprint only at a start: a start reads it
 _AT_START: Final = 4  # tries while a person may be waiting
@@ -34,7 +35,7 @@ class RunOnStore:
         self._nonce = secrets.token_hex(8)
 
     def check(self, fingerprint: Fingerprint, *, new: bool) -> None:
-        """Refuses a run of another fingerprint; with `new`, any that is there already."""
+        """Refuses a run of another fingerprint, unless it owns nothing; with `new`, any that is there already."""
         content = self._patient.read(_FINGERPRINT)
         if content is None:
             return
@@ -47,13 +48,28 @@ class RunOnStore:
             ) from None
         if new:
             raise FingerprintError("the URL holds a run already", where=self._url, why="--resume never", fix=_ELSEWHERE)
-        if not fingerprint.continues(stored):
+        if not fingerprint.continues(stored) and not self._owns_nothing():
             raise FingerprintError(
                 "the URL belongs to a run with other settings",
                 where=self._url,
                 why="\n".join(str(difference) for difference in fingerprint.refused(stored)[:20]),
                 fix=f"undo the changes to continue it; {_ELSEWHERE}",
             )
+
+    def _owns_nothing(self) -> bool:
+        """Whether nothing would be lost with the run that is there: it ended before its first step.
+
+        That its start has ended is known where it says so: one without a checkpoint may be training elsewhere.
+        """
+        found = list_run(self._patient)
+        nonce = self._owner(self._patient).get("nonce")
+        ended = self._patient.read(_ENDED)
+        return not found.checkpoints and not found.unfinished and ended is not None and ended.decode() == nonce
+
+    def end(self) -> None:
+        """This start ends, and leaves nothing: the next one may have other settings."""
+        if self.lost(self._patient) is None:
+            self._patient.write(_ENDED, self._nonce.encode())  # not into the owner's, whom another may be by now
 
     def last_start(self) -> int:
         """The number of the start that claimed the run last, 0 if none: that of the next owner must be higher."""

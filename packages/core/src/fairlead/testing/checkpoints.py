@@ -96,6 +96,28 @@ class CheckpointIOConformance(PluginConformance):
         assert not ran.exists(), self.broken("loading a checkpoint ran code in it", "load with weights_only=True")
         assert loaded is None, self.broken("a checkpoint with code in it was loaded", "refuse it")
 
+    def test_the_commands_take_its_formats(self, tmp_path: Path) -> None:
+        """`fairlead checkpoint` recognises what it saves, and verifies, compares and converts each of its formats."""
+        plugins = self.plugins()
+        formats: list[Any] = []  # `fairlead_checkpoint_io.CheckpointFormat`s
+        for reference in getattr(self.plugin(plugins), "formats", ()):
+            module, _, name = reference.partition(":")
+            self.imports_no_engine(module, "name what reads and writes as `module:callable`")
+            self.require_engines()
+            formats.append(getattr(importlib.import_module(module), name, None))
+            assert hasattr(formats[-1], "problems"), self.broken(
+                f"`formats` names {reference!r}, a {type(formats[-1]).__name__}", "name a CheckpointFormat"
+            )
+            for what, do in formats[-1].problems(self.state(), plugins, tmp_path / name):
+                raise AssertionError(self.broken(f"the format {name}: {what}", do))
+        if formats:
+            io = self.build(tmp_path / "run")
+            io.save_checkpoint(self.state(), tmp_path / "state.ckpt")
+            io.teardown()
+            assert any(one.fits(tmp_path / "state.ckpt") for one in formats), self.broken(
+                "none of its formats fits what it saves", "name the one that does in `formats`"
+            )
+
     def _same(self, got: Any, wanted: Any, path: str = "checkpoint") -> None:
         do = "save and load each part as it is"
         assert type(got) is type(wanted), self.broken(f"{path} came back as a {type(got).__name__}", do)

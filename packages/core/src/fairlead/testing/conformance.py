@@ -26,6 +26,7 @@ from fairlead.open_union import parse_backend
 from fairlead.plugin_classes import Plugin
 from fairlead.plugins import PluginManager
 from fairlead.records import EntryPoint
+from fairlead.testing.fakes import FakeEnviron
 from fairlead.testing.resolutions import minimal_resolution
 
 HEAVY = ("torch", "lightning", "pytorch_lightning", "numpy")
@@ -77,15 +78,11 @@ class EntryPointConformance:
     def test_loading_imports_no_engine(self) -> None:
         """Loading it works without torch, Lightning and NumPy."""
         module = self.plugins().record(self.axis, self.plugin_name).value.partition(":")[0]
-        imported = self.imports(f"import {module}", module)
-        assert not imported, self.broken(
-            f"importing {module} imports {', '.join(imported)}",
-            "import them in the body of what builds, as `runtime` names it",
-        )
+        self.imports_no_engine(module, "import them in the body of what builds, as `runtime` names it")
 
-    def imports(self, code: str, module: str) -> list[str]:
-        """The heavy packages that a piece of code imports, in a process of its own."""
-        script = f"{code}\nimport sys, json\nprint(json.dumps([m for m in {HEAVY!r} if m in sys.modules]))"
+    def imports_no_engine(self, module: str, do: str) -> None:
+        """A new process that imports the module has none of the heavy packages."""
+        script = f"import {module}\nimport sys, json\nprint(json.dumps([m for m in {HEAVY!r} if m in sys.modules]))"
         done = subprocess.run(
             [sys.executable, "-c", script],
             env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
@@ -96,7 +93,8 @@ class EntryPointConformance:
         assert done.returncode == 0, self.broken(
             f"{module} cannot be imported alone:\n{done.stderr}", "make it importable in a new process"
         )
-        return list(json.loads(done.stdout.splitlines()[-1]))
+        imported = json.loads(done.stdout.splitlines()[-1])
+        assert not imported, self.broken(f"importing {module} imports {', '.join(imported)}", do)
 
     def require_engines(self) -> None:
         """Skips the test when what the runtime needs is not installed."""
@@ -150,6 +148,17 @@ class PluginConformance(EntryPointConformance):
     def implements(self, plugins: PluginManager, hook: str) -> bool:
         """Whether the plugin has this hook."""
         return getattr(self.plugin(plugins), hook, None) is not None
+
+    def answers(self, hook: str, kind: type, variables: Mapping[str, str] | None = None, **given: Any) -> list[Any]:
+        """What a hook of the plugin says of these variables, or those of its example: each of this kind."""
+        plugins = self.plugins()
+        environ = FakeEnviron(self.environ(plugins) if variables is None else variables)
+        answers = plugins.call(self.plugin(plugins), hook, environ=environ, **given)
+        for one in answers:
+            assert isinstance(one, kind), self.broken(
+                f"{hook} gave a {type(one).__name__}", f"return a fairlead.{kind.__name__}, or None"
+            )
+        return answers
 
     def resolution(self, plugins: PluginManager, config: BackendConfig) -> Any:
         """One rank on the CPU with this plugin selected."""

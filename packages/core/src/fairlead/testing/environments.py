@@ -12,7 +12,6 @@ from fairlead.config_bases import EnvironmentConfigBase
 from fairlead.interfaces import Claim, Job, Setting, Specificity, StopReason, Topology, Unused
 from fairlead.plugin_classes import EnvironmentPlugin
 from fairlead.testing.conformance import PluginConformance, skip
-from fairlead.testing.fakes import FakeEnviron
 
 
 class EnvironmentConformance(PluginConformance):
@@ -26,16 +25,12 @@ class EnvironmentConformance(PluginConformance):
 
     def detect(self, variables: Mapping[str, str]) -> Claim | None:
         """What the plugin claims of these variables."""
-        plugins = self.plugins()
-        environ, process = FakeEnviron(variables), dict(os.environ)
-        results = plugins.call(self.plugin(plugins), "fairlead_detect", environ=environ)
+        process = dict(os.environ)
+        results: list[Claim] = self.answers("fairlead_detect", Claim, variables)
         assert dict(os.environ) == process, self.broken(
             "fairlead_detect changed os.environ", "read `environ` only, and write nothing"
         )
         for claim in results:
-            assert isinstance(claim, Claim), self.broken(
-                f"fairlead_detect gave a {type(claim).__name__}", "return a fairlead.Claim, or None"
-            )
             assert claim.evidence.strip(), self.broken("a claim has no evidence", "name the variables that show it")
         return results[0] if results else None
 
@@ -59,8 +54,8 @@ class EnvironmentConformance(PluginConformance):
         """The variables of its example are claimed; one that starts no ranks knows the job in them."""
         plugins = self.plugins()
         if not self.implements(plugins, "fairlead_detect"):
-            assert plugins.call(self.plugin(plugins), "fairlead_job", environ=FakeEnviron(self.environ(plugins))), (
-                self.broken("it claims no rank and finds no job", "implement fairlead_detect or fairlead_job")
+            assert self.answers("fairlead_job", Job), self.broken(
+                "it claims no rank and finds no job", "implement fairlead_detect or fairlead_job"
             )
             return
         assert self.detect(self.environ(plugins)), self.broken(
@@ -69,27 +64,17 @@ class EnvironmentConformance(PluginConformance):
 
     def test_topology_is_consistent(self) -> None:
         """Every rank lies within its world, and every value has its reason."""
-        plugins = self.plugins()
-        config = self.config(plugins)
+        config = self.config()
         assert isinstance(config, EnvironmentConfigBase)
-        environ = FakeEnviron(self.environ(plugins))
-        for topology in plugins.call(self.plugin(plugins), "fairlead_topology", config=config, environ=environ):
-            assert isinstance(topology, Topology), self.broken(
-                f"fairlead_topology gave a {type(topology).__name__}", "return a fairlead.Topology"
-            )
+        for topology in self.answers("fairlead_topology", Topology, config=config):
             self._check(topology)
 
     def test_its_job_is_usable(self) -> None:
         """No variables, no job; the example's has an id with its scheduler, and numbers with their reasons."""
-        plugins = self.plugins()
-        plugin = self.plugin(plugins)
-        assert plugins.call(plugin, "fairlead_job", environ=FakeEnviron()) == [], self.broken(
+        assert self.answers("fairlead_job", Job, {}) == [], self.broken(
             "fairlead_job finds a job without variables", "return None there"
         )
-        for job in plugins.call(plugin, "fairlead_job", environ=FakeEnviron(self.environ(plugins))):
-            assert isinstance(job, Job), self.broken(
-                f"fairlead_job gave a {type(job).__name__}", "return a fairlead.Job, or None"
-            )
+        for job in self.answers("fairlead_job", Job):
             assert all(job.id.partition(":")), self.broken(
                 f"the job's id {job.id!r} is not `scheduler:id`", "write the scheduler before the id"
             )
@@ -103,15 +88,11 @@ class EnvironmentConformance(PluginConformance):
 
     def test_says_why_without_its_scheduler(self, tmp_path: Path) -> None:
         """The hook `fairlead_why` answers by its deadline where the scheduler's commands are not there, or hang."""
-        plugins = self.plugins()
-        if not self.implements(plugins, "fairlead_why"):
+        if not self.implements(self.plugins(), "fairlead_why"):
             skip(f"{self.key} does not say why a job is to stop")
-        environ = {**self.environ(plugins), "PATH": str(tmp_path)}
+        environ = {**self.environ(), "PATH": str(tmp_path)}
         began = time.monotonic()
-        for answer in plugins.call(self.plugin(plugins), "fairlead_why", environ=environ, deadline=began + 2.0):
-            assert isinstance(answer, StopReason), self.broken(
-                f"fairlead_why gave a {type(answer).__name__}", "return a fairlead.StopReason, or None"
-            )
+        for answer in self.answers("fairlead_why", StopReason, environ, deadline=began + 2.0):
             assert answer.why == "unknown", self.broken(
                 f"fairlead_why says {answer.why!r} without its scheduler's commands", "find them by environ['PATH']"
             )
@@ -121,15 +102,10 @@ class EnvironmentConformance(PluginConformance):
 
     def test_what_is_unused_is_told(self) -> None:
         """The hook `fairlead_unused` gives the parts of a message; nothing where there are no variables."""
-        plugins = self.plugins()
-        plugin = self.plugin(plugins)
-        assert plugins.call(plugin, "fairlead_unused", environ=FakeEnviron()) == [], self.broken(
+        assert self.answers("fairlead_unused", Unused, {}) == [], self.broken(
             "fairlead_unused finds something without variables", "return None there"
         )
-        for unused in plugins.call(plugin, "fairlead_unused", environ=FakeEnviron(self.environ(plugins))):
-            assert isinstance(unused, Unused), self.broken(
-                f"fairlead_unused gave a {type(unused).__name__}", "return a fairlead.Unused, or None"
-            )
+        for unused in self.answers("fairlead_unused", Unused):
             assert all((unused.what, unused.why, unused.launcher)), self.broken(
                 f"{unused!r} has an empty part", "fill all three: they are the message"
             )

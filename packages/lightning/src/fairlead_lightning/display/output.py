@@ -63,10 +63,24 @@ class _Lasting:
 
 def keep_output() -> None:
     """From now on nothing that prints to `sys.stdout` and `sys.stderr` fails of it; `give_output_back` ends that."""
-    for name in ("stdout", "stderr"):
+    for number, name in ((1, "stdout"), (2, "stderr")):
+        _occupy(number)
         stream = getattr(sys, name)
-        if stream is not None and not isinstance(stream, _Lasting):
+        if stream is None:  # a daemon's; who prints, asks whether it is a terminal, or flushes, need not know that
+            stream = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 - it stays
+        if not isinstance(stream, _Lasting):
             setattr(sys, name, cast("TextIO", _Lasting(stream)))
+
+
+def _occupy(number: int) -> None:
+    """Where stderr is closed, the next file that is opened gets its number, and with it what C code says there."""
+    with contextlib.suppress(OSError):
+        os.fstat(number)
+        return
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    if nowhere != number:
+        os.dup2(nowhere, number)
+        os.close(nowhere)
 
 
 def give_output_back() -> None:

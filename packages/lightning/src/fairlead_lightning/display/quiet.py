@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Final
 
@@ -36,6 +36,27 @@ _LOGGERS: Final = (
     "lightning.fabric.utilities.rank_zero",
     "lightning_utilities.core.rank_zero",
 )
+
+
+_ENGINES: Final = r"(torch|torchmetrics|lightning|pytorch_lightning|lightning_fabric|lightning_utilities)(\.|$)"
+_OF_THE_CODE: Final = (UserWarning, FutureWarning, DeprecationWarning)
+
+
+def only_rank_0_warns() -> Callable[[], None]:
+    """What torch and Lightning warn of in this rank, which is not the first, no longer shows. Returns the undo.
+
+    All ranks run the same code, and rank 0 shows the same. What the user's code warns of shows on every rank, and who
+    has set a filter for warnings of these kinds (`-W`, PYTHONWARNINGS) has the last word.
+    """
+    before = list(warnings.filters)
+    for category in _OF_THE_CODE:
+        warnings.filterwarnings("ignore", category=category, module=_ENGINES, append=True)
+    added = [one for one in warnings.filters if one not in before]
+
+    def undo() -> None:
+        warnings.filters = [one for one in warnings.filters if one not in added]
+
+    return undo
 
 
 def _unknown(record: logging.LogRecord) -> bool:
