@@ -36,7 +36,7 @@ class RedrawnOrder(Order):
         self._drawn = 0
         self._ended = False
         self._last: deque[Any] = deque(maxlen=ahead + 2)
-        self._kept_before: Mapping[str, Any] | None = None
+        self._kept_before: dict[str, Any] | None = None
         self._began_before: Mapping[str, Any] = {}
 
     @property
@@ -47,7 +47,7 @@ class RedrawnOrder(Order):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Has the iterators go on there, until `begun`."""
         super().load_state_dict(state)
-        self._kept_before = state["kept"]
+        self._kept_before = dict(state["kept"])
         self._kept.restore(self._kept.swap(state["kept"]))  # of all that is kept, what there is at first
         self._kept.restore(state["began"])
         self._began_before = copy.deepcopy(self._kept.state())

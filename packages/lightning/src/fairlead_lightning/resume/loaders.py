@@ -240,8 +240,9 @@ class Loaders:
                 certain=False,
             )
         further = {"sharded": sampler} if sharding else {}
-        order = RedrawnOrder(batches, ahead=ahead, further=further, apart=(loader.dataset,), **common)
-        return over(loader, order, seed)
+        return over(
+            loader, RedrawnOrder(batches, ahead=ahead, further=further, apart=(loader.dataset,), **common), seed
+        )
 
     def _check_carried(self, loader: Any) -> None:
         if getattr(loader, "num_workers", 0):
