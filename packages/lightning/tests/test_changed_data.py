@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import lightning.pytorch as L
 import pytest
@@ -83,7 +83,7 @@ class Renewing(Reloading):
 @pytest.mark.parametrize("epochs", [False, True])
 def test_a_dataset_that_is_changed_while_loaders_are_made_anew(tmp_path: Path, net: type[Net], epochs: bool) -> None:
     def callbacks() -> list[L.Callback]:
-        return [Harder(epochs, lambda trainer: trainer.lightning_module.dataset)]
+        return [Harder(epochs, lambda trainer: cast("Any", trainer.lightning_module).dataset)]
 
     settings: dict[str, Any] = {"net": net, "callbacks": callbacks, "reload_dataloaders_every_n_epochs": 1}
     assert_equal(tmp_path, lambda: None, at("train", 5), at("train", 10), at("train", 17), **settings)
@@ -94,7 +94,8 @@ class Mining(Net):
     """Gives the samples that it has just seen a lower weight, in the sampler of its loader."""
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        weights = self.trainer.train_dataloader.sampler.weights
+        loader: Any = self.trainer.train_dataloader
+        weights = loader.sampler.weights
         if batch_idx % 3 == 1:
             weights[batch_idx : batch_idx + 6] *= 0.1
 
@@ -126,7 +127,8 @@ class Turning(Net):
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         if batch_idx == 1:
-            self.trainer.train_dataloader.sampler.turns += 2
+            loader: Any = self.trainer.train_dataloader
+            loader.sampler.turns += 2
 
 
 @pytest.mark.parametrize("workers", [0, 2])

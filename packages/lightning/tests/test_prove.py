@@ -66,9 +66,13 @@ def test_each_change_shows() -> None:
     callback.names = {"a", "b"}
     assert memory(model, callback) == before
     betas = (0.9, 0.99)
-    callback.stats = {"first": betas, "second": betas}  # Lightning's finetuning keeps one tuple, and restores two
+    stats: dict[str, Any] = {
+        "first": betas,
+        "second": betas,
+    }  # Lightning's finetuning keeps one tuple, and restores two
+    callback.stats = stats
     shared = memory(model, callback)
-    callback.stats["second"] = (*list(betas),)
+    stats["second"] = (*list(betas),)
     assert memory(model, callback) == shared
     callback.stats = {}
     with torch.no_grad():
