@@ -11,6 +11,9 @@ import pytest
 from test_exact_resume import BATCH, SAMPLES, Net, Noisy, assert_equal, at, exactness
 from torch import Tensor
 from torch.utils.data import DataLoader, Sampler, WeightedRandomSampler
+from torchdata.stateful_dataloader import StatefulDataLoader  # type: ignore[import-untyped]
+
+pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata calls it
 
 
 class Curriculum(Noisy):
@@ -45,14 +48,22 @@ class Harder(L.Callback):
 
 
 @pytest.mark.parametrize("epochs", [False, True])
-@pytest.mark.parametrize("settings", [{}, {"num_workers": 2}, {"num_workers": 2, "persistent_workers": True}])
-def test_a_dataset_that_a_callback_changes(tmp_path: Path, epochs: bool, settings: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [
+        (DataLoader, {}),
+        (DataLoader, {"num_workers": 2}),
+        (DataLoader, {"num_workers": 2, "persistent_workers": True}),
+        (StatefulDataLoader, {}),
+    ],
+)
+def test_a_dataset_that_a_callback_changes(tmp_path: Path, epochs: bool, kind: Any, settings: dict[str, Any]) -> None:
     """Workers have a copy of it as it was when they began."""
     datasets = []
 
     def loaders() -> Any:
         datasets.append(Curriculum())
-        return DataLoader(datasets[-1], BATCH, shuffle=True, **settings)
+        return kind(datasets[-1], BATCH, shuffle=True, **settings)
 
     def callbacks() -> list[L.Callback]:
         return [Harder(epochs, lambda _: datasets[-1])]

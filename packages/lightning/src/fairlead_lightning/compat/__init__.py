@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from fairlead_lightning.compat.averaging import keep_rates as keep_rates
+from fairlead_lightning.compat.averaging import leaves_gradients as leaves_gradients
 from fairlead_lightning.compat.averaging import resets_weights as resets_weights
 from fairlead_lightning.compat.averaging import resume_averaging as resume_averaging
 from fairlead_lightning.compat.callbacks import only_its_own_batch_hooks as only_its_own_batch_hooks

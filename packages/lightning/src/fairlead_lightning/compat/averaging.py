@@ -32,6 +32,14 @@ def resume_averaging(trainer: L.Trainer) -> None:
             module.load_state_dict(before)
 
 
+def leaves_gradients(trainer: L.Trainer) -> bool:
+    """Whether the gradients of the last training step are used once more: the epoch for batch norm ends with a step."""
+    return any(
+        one._model_contains_batch_norm and one._max_epochs != -1 and trainer.current_epoch >= one.swa_end
+        for one in _averaging(trainer)
+    )
+
+
 def resets_weights(callback: L.Callback) -> bool:
     """Whether it puts the parameters that it leaves back to what they were when the run began."""
     return isinstance(callback, ModelPruning) and bool(vars(callback)["_use_lottery_ticket_hypothesis"])

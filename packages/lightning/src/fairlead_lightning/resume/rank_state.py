@@ -62,7 +62,7 @@ def capture(trainer: L.Trainer, *, in_window: bool = False) -> dict[str, Any]:
     A loop that steps its optimizers itself may leave gradients to the next epoch: those are a part of it, `in_window`.
     """
     model = trainer.lightning_module
-    waiting = in_window and not model.automatic_optimization
+    waiting = (in_window and not model.automatic_optimization) or compat.leaves_gradients(trainer)
     return {
         "format": FORMAT,
         "world_size": trainer.world_size,
