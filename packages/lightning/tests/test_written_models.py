@@ -287,6 +287,18 @@ def test_a_validation_is_on_the_same_samples(tmp_path: Path, epochs: int) -> Non
     assert exactness(tmp_path / "killed")["reasons"] == []
 
 
+class Skipping(Net):
+    """Leaves the rest of an epoch out, as Lightning lets it."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
+        return -1 if (self.current_epoch, batch_idx) == (1, 4) else None
+
+
+def test_the_rest_of_an_epoch_is_left_out(tmp_path: Path) -> None:
+    run(tmp_path, shuffled, net=Skipping)
+    assert (tmp_path / "run/metrics.csv").read_text().splitlines()[-1].startswith("17,2,")
+
+
 class AnotherLoss(Net):
     """Changes its loss for another module."""
 
