@@ -142,7 +142,11 @@ def run(root: Path, loaders: Callable[[], Any], kill: Callable[[Net, str, int], 
     callbacks = config.pop("callbacks", list)
     model, trainer = config.pop("net", Net)(kill), make_trainer(root, **config)
     vars(trainer)["callbacks"] += callbacks()
-    trainer.fit(model, loaders(), DataLoader(Noisy(10), batch_size=3))
+    data = loaders()
+    if isinstance(data, L.LightningDataModule):
+        trainer.fit(model, datamodule=data)
+    else:
+        trainer.fit(model, data, DataLoader(Noisy(10), batch_size=3))
     return {name: value.clone() for name, value in model.state_dict().items()}, (root / "run/metrics.csv").read_bytes()
 
 

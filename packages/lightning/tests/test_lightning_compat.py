@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -360,6 +361,9 @@ class Watcher(L.Callback):
     def before_loaders(self, trainer: L.Trainer, *, again: bool) -> float | None:
         return None
 
+    def asking_for_validation(self, trainer: L.Trainer) -> AbstractContextManager[None]:
+        return nullcontext()
+
     def _note(self, name: str) -> None:
         self.came.append((name, compat.training_place(self.trainer)))
 
@@ -499,6 +503,27 @@ def test_the_number_of_batches_that_are_done_can_be_set() -> None:
     model = Line()
     plain(max_epochs=1, callbacks=[Skips()]).fit(model, datamodule=Data())
     assert len(model.seen) == 3
+
+
+def test_the_loaders_of_a_validation_are_those_of_an_epoch() -> None:
+    """If it breaks: a resumed fit with `reload_dataloaders_every_n_epochs` validates on loaders of another epoch."""
+    asked = []
+
+    class Asked(Data):
+        def val_dataloader(self) -> Any:
+            asked.append(self.trainer.current_epoch)
+            return super().val_dataloader()
+
+    class Sets(L.Callback):
+        def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+            compat.set_validation_asked(trainer, trainer.current_epoch)
+
+    settings: dict[str, Any] = {"max_epochs": 3, "reload_dataloaders_every_n_epochs": 1, "num_sanity_val_steps": 0}
+    plain(**settings).fit(Line(), datamodule=Asked())
+    assert asked == [0, 1, 2]
+    asked.clear()
+    plain(**settings, callbacks=[Sets()]).fit(Line(), datamodule=Asked())
+    assert asked == [0], "as if they had been asked for in each epoch"
 
 
 @pytest.mark.parametrize("asked", [True, False])

@@ -4,39 +4,30 @@ from __future__ import annotations
 
 import copy
 import enum
+import functools
 import inspect
-import io
-import marshal
-import zlib
+import sys
 from collections import deque
 from collections.abc import Iterator, Mapping
-from types import ModuleType
+from types import FunctionType, MemberDescriptorType, ModuleType
 from typing import Any, Final
 
 import numpy as np
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import Dataset, Sampler
 
-from fairlead_distributed.plain_data import (
-    GENERATORS,
-    has_state,
-    is_frozen,
-    is_list,
-    is_users_class,
-    put_back,
-    record_of,
-    to_plain,
-)
+from fairlead_distributed.marks import is_same, mark_of
+from fairlead_distributed.plain_data import GENERATORS, put_back, to_plain
+from fairlead_distributed.user_objects import has_state, is_frozen, is_list, is_users_class, own_values
 
 MOST_BYTES: Final = 1 << 30
 """What is kept of one attribute; a larger one is named among `Attributes.left`."""
-_LOOKED_AT: Final = 1 << 26  # bytes of an array: of a larger one, only whether another has taken its place
-_ITEMS: Final = 1 << 20  # of a container, likewise
 _DEPTH: Final = 8  # objects in objects: an environment of Gymnasium lies in four wrappers
 _ATOMS: Final = (bool, int, float, complex, str, bytes, type(None))
-_DATA: Final = (
-    *(Tensor, np.ndarray, np.generic, Mapping, list, tuple, set, frozenset, deque, enum.Enum, *_ATOMS, *GENERATORS),
-)
+_CONTAINERS: Final = (dict, list, tuple, set, frozenset, deque)
+_DATA: Final = (Tensor, np.ndarray, np.generic, *_CONTAINERS, enum.Enum, *_ATOMS, *GENERATORS)
+_HOLDING: Final = (functools.partial, Dataset, Sampler)  # of Python and torch, and all that they do is to hold others
+_OF_TRANSFORMS: Final = ("torchvision", "torchaudio")
 _OF_A_MODULE: Final = frozenset(vars(nn.Module()))
 
 Path = tuple[str, ...]
@@ -45,8 +36,9 @@ Path = tuple[str, ...]
 class Attributes:
     """The attributes of objects, watched from a beginning: numbers, texts, containers, tensors, arrays, generators.
 
-    Objects of a user's classes that an attribute holds are gone into; one with a `state_dict` is kept by that. A class
-    says otherwise by naming what is to be kept: `resume_attributes = ("seen",)`, or `()` for nothing.
+    Objects of a user's classes that an attribute holds are gone into, as are what functions have enclosed and what
+    their classes hold; one with a `state_dict` is kept by that. A class says otherwise by naming what is to be kept:
+    `resume_attributes = ("seen",)`, or `()` for nothing.
 
     Attributes:
         left: What has changed and cannot be kept, by its place, with the reason.
@@ -56,9 +48,11 @@ class Attributes:
     def __init__(self) -> None:
         self.left: dict[str, str] = {}
         self.replaced: set[str] = set()
-        self._holders: dict[str, tuple[object, frozenset[str]]] = {}
+        self._holders: dict[str, tuple[object, frozenset[str], frozenset[str] | None]] = {}
         self._marks: dict[str, dict[Path, Any]] = {}
         self._moved: dict[str, set[Path]] = {}  # what was another value once: it may be the first one again
+        self._kinds: dict[tuple[str, Path], type] = {}  # of the objects that were gone into
+        self._stateful: dict[tuple[str, Path], int] | None = None
         self._elsewhere: dict[int, object] = {}  # the objects too: an id may be given again
         self._saved: dict[str, dict[Path, Any]] = {}
 
@@ -71,31 +65,61 @@ class Attributes:
         """Objects that are kept in another way, or not at all, wherever an attribute holds them."""
         self._elsewhere.update((id(one), one) for one in objects)
 
-    def watch(self, name: str, holder: object, without: frozenset[str] = frozenset()) -> None:
-        """Begins to watch an object, and puts back what `restore` has for it; `without` are names that are not kept.
+    def watch(
+        self, name: str, holder: object, without: frozenset[str] = frozenset(), only: frozenset[str] | None = None
+    ) -> None:
+        """Begins to watch an object, and puts back what `restore` has for it.
 
         One that is watched under this name already stays so, from its beginning; another one takes its place.
+        `without` are names that are not kept; `only` those that are.
         """
         watched = self._holders.get(name)
         self.elsewhere(holder)
         if watched is None or watched[0] is not holder:
             self.replaced |= {name} if watched is not None else set()
-            self._holders[name], self._moved[name] = (holder, without), set()
-            self._marks[name] = {path: _mark(value, self._elsewhere) for path, value in self._leaves(name)}
+            self._holders[name], self._moved[name] = (holder, without, only), set()
+            self._kinds = {place: kind for place, kind in self._kinds.items() if place[0] != name}
+            kinds: dict[Path, type] = {}
+            leaves = self._leaves(name, kinds, beginning=True)
+            self._marks[name] = {path: mark_of(value, self._elsewhere) for path, value in leaves}
+            self._kinds |= {(name, path): kind for path, kind in kinds.items()}
+            if not isinstance(holder, type):
+                self._watch_classes({type(holder), *kinds.values()})
         if name in self._saved:
             self._put_back(name, self._saved.pop(name))
+
+    def always(self, name: str) -> None:
+        """The data that a watched object holds are saved whether they change or not: a start may make others."""
+        self._moved[name].update(path for path, value in self._leaves(name, {}) if isinstance(value, _DATA))
+
+    def _watch_classes(self, kinds: set[type]) -> None:
+        """What classes of the user hold for all of their objects."""
+        for kind in sorted({base for one in kinds for base in one.__mro__}, key=lambda kind: kind.__qualname__):
+            if is_users_class(kind) and not _is_installed(kind) and id(kind) not in self._elsewhere:
+                self.watch(f"class {kind.__module__}.{kind.__qualname__}", kind)
+
+    def begun(self) -> None:
+        """The training begins: an object with a state that is made from now on finds none to take it in a resume."""
+        self._stateful = {}
+        for name in self._holders:
+            kinds: dict[Path, type] = {}
+            for path, value in self._leaves(name, kinds, beginning=True):
+                self._stateful[name, path] = _with_state(value)
+            self._kinds |= {(name, path): kind for path, kind in kinds.items()}
 
     def state(self) -> dict[str, Any]:
         """What has changed since it is watched, by holder and path: plain data and tensors, not copied."""
         found: dict[str, Any] = {}
-        for name, marks in self._marks.items():
-            changed = []
-            for path, value in self._leaves(name):
-                moved = self._moved[name]
-                if path in marks and path not in moved and _is_same(marks[path], value, self._elsewhere):
+        for name in list(self._holders):
+            changed, kinds = [], dict[Path, type]()
+            marks, moved = self._marks[name], self._moved[name]
+            for path, value in self._leaves(name, kinds):
+                if path in marks and path not in moved and is_same(marks[path], value, self._elsewhere):
                     continue
                 moved.add(path)
                 try:
+                    if self._stateful is not None and _with_state(value) > self._stateful.get((name, path), 0):
+                        raise TypeError(_MADE)
                     changed.append((path, _kept(value)))
                 except TypeError as error:
                     self.left[".".join((name, *path))] = str(error)
@@ -127,61 +151,117 @@ class Attributes:
         for path, value in values.items():
             owner: Any = self._holders[name][0]
             for part in path[:-1]:
-                owner = getattr(owner, part, None)
+                owner = _attributes(owner).get(part)
             if owner is None:
                 self.left[".".join((name, *path))] = "the object that held it before is not there now"
                 continue
             try:
-                now = getattr(owner, path[-1], None)
+                now = _attributes(owner).get(path[-1])
                 kept = put_back(now, value)
                 if kept is not now or now is None:
-                    setattr(owner, path[-1], kept)
+                    _set(owner, path[-1], kept)
             except Exception as error:  # the user's code: a run that cannot have it back resumes, and says so
                 self.left[".".join((name, *path))] = f"it could not be put back: {type(error).__name__}: {error}"
 
-    def _leaves(self, name: str) -> Iterator[tuple[Path, Any]]:
-        """Each attribute below a holder, the innermost that can be kept as a whole."""
-        holder, without = self._holders[name]
-        yield from self._below(holder, (), without, set())
+    def _leaves(self, name: str, kinds: dict[Path, type], *, beginning: bool = False) -> Iterator[tuple[Path, Any]]:
+        """Each attribute below a holder, the innermost that can be kept as a whole.
 
-    def _below(self, owner: object, path: Path, without: frozenset[str], seen: set[int]) -> Iterator[tuple[Path, Any]]:
-        wanted = getattr(type(owner), "resume_attributes", None)
-        for name, value in list(_attributes(owner).items()):
-            if name in without or (wanted is not None and name not in wanted):
-                continue
-            if not isinstance(value, _ATOMS):
-                if id(value) in self._elsewhere or id(value) in seen or _is_code(value):
+        `kinds` are given the classes of the objects that were gone into. Behind the `beginning`, an object that has
+        taken another's place is a whole: there is none of its class to put its parts into.
+        """
+        holder, without, only = self._holders[name]
+
+        def below(owner: object, path: Path, without: frozenset[str]) -> Iterator[tuple[Path, Any]]:
+            wanted = only if not path and only is not None else getattr(type(owner), "resume_attributes", None)
+            for key, value in list(_attributes(owner).items()):
+                if key in without or (wanted is not None and key not in wanted) or _is_of_class(owner, key, value):
                     continue
-                seen.add(id(value))
-            if len(path) < _DEPTH and _is_users(value):
-                yield from self._below(value, (*path, name), frozenset(), seen)
-            else:
-                yield (*path, name), value
+                place = (*path, key)
+                if not isinstance(value, _ATOMS):
+                    if id(value) in self._elsewhere or id(value) in seen or isinstance(value, (type, ModuleType)):
+                        continue
+                    seen.add(id(value))
+                if len(path) < _DEPTH and _is_gone_into(value):
+                    kinds[place] = type(value)
+                    if beginning or self._kinds.get((name, place)) is type(value):
+                        yield from below(value, place, frozenset())
+                        if not inspect.isroutine(value):
+                            continue  # of a function also which one it is
+                yield place, value
+                if isinstance(value, _CONTAINERS) and is_users_class(type(value)) and own_values(value):
+                    yield from below(value, place, frozenset())
+
+        seen: set[int] = set()
+        yield from below(holder, (), without)
 
 
-def _attributes(owner: object) -> Mapping[str, Any]:
-    if not isinstance(owner, nn.Module):
-        return vars(owner) if hasattr(owner, "__dict__") else {}
-    hidden: set[str] = owner._non_persistent_buffers_set
-    own = {name: value for name, value in vars(owner).items() if name not in _OF_A_MODULE}
-    return {**own, **{name: value for name, value in owner._buffers.items() if name in hidden}}
+_MADE: Final = "it has a state, and was made while training: make it in __init__, setup or on_fit_start"
 
 
-def _is_code(value: object) -> bool:
-    return isinstance(value, (type, ModuleType)) or inspect.isroutine(value)
+def _attributes(owner: Any) -> Mapping[str, Any]:
+    if isinstance(owner, nn.Module):
+        hidden: set[str] = owner._non_persistent_buffers_set
+        own = {name: value for name, value in vars(owner).items() if name not in _OF_A_MODULE}
+        return {**own, **{name: value for name, value in owner._buffers.items() if name in hidden}}
+    if isinstance(owner, type):
+        return {k: v for k, v in vars(owner).items() if not k.startswith(("__", "_abc_")) and _is_data_of_class(v)}
+    if isinstance(owner, functools.partial):
+        return {"func": owner.func, "args": owner.args, "keywords": owner.keywords, **vars(owner)}
+    if inspect.ismethod(owner):
+        return {"__self__": owner.__self__}
+    if isinstance(owner, FunctionType):
+        return {name: cell.cell_contents for name, cell in _cells(owner).items() if cell != _EMPTY}
+    return own_values(owner)
 
 
-def _is_users(value: object) -> bool:
-    """Whether to go into it: an object of a class that is neither Python's own nor an engine's."""
-    if (
-        isinstance(value, _DATA)
-        or is_list(value)
-        or has_state(value)
-        or is_frozen(value)
-        or not hasattr(value, "__dict__")
-    ):
+def _is_of_class(owner: object, name: str, value: object) -> bool:
+    """Whether it is a method as the class has it: Lightning takes `forward` away in a step, and puts it back so."""
+    return inspect.ismethod(value) and value.__self__ is owner and getattr(type(owner), name, None) is value.__func__
+
+
+def _set(owner: Any, name: str, value: Any) -> None:
+    if isinstance(owner, FunctionType):
+        _cells(owner)[name].cell_contents = value
+    else:
+        setattr(owner, name, value)
+
+
+def _cells(function: FunctionType) -> dict[str, Any]:
+    return dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
+
+
+_EMPTY: Final = type((lambda one: lambda: one)(0).__closure__[0])()  # type: ignore[index]
+
+
+def _is_installed(kind: type) -> bool:
+    file = str(getattr(sys.modules.get(kind.__module__), "__file__", ""))
+    return "site-packages" in file or "dist-packages" in file
+
+
+def _is_data_of_class(value: object) -> bool:
+    code = (type, ModuleType, property, functools.cached_property, staticmethod, classmethod, MemberDescriptorType)
+    return not isinstance(value, code) and not inspect.isroutine(value) and not hasattr(value, "__get__")
+
+
+def _is_gone_into(value: Any) -> bool:
+    """An object of a class that is neither Python's own nor an engine's, or one that only holds others."""
+    if inspect.ismethod(value):
+        return not isinstance(value.__self__, type) and _is_gone_into(value.__self__)
+    if isinstance(value, FunctionType):
+        return bool(value.__closure__) and is_users_class(value)
+    if isinstance(value, _DATA) or is_list(value) or isinstance(value, Mapping) or has_state(value) or is_frozen(value):
         return False
-    return is_users_class(type(value))
+    kind = type(value)
+    holds = isinstance(value, _HOLDING) or kind.__module__.partition(".")[0] in _OF_TRANSFORMS
+    return holds or (is_users_class(kind) and (hasattr(value, "__dict__") or bool(own_values(value))))
+
+
+def _with_state(value: object, depth: int = 3) -> int:
+    """How many objects with a state of their own it is, or holds."""
+    if isinstance(value, (list, tuple, dict, deque)) and depth and len(value) < 1 << 16:
+        items = value.values() if isinstance(value, dict) else value
+        return sum(_with_state(one, depth - 1) for one in items if not isinstance(one, (*_ATOMS, Tensor, np.ndarray)))
+    return int(isinstance(value, Mapping) or has_state(value))  # a mapping of another class takes what a dict holds
 
 
 def _kept(value: Any) -> Any:
@@ -203,78 +283,3 @@ def _size(value: Any) -> int:
     if isinstance(value, (dict, list, tuple)):
         return sum(map(_size, value.values() if isinstance(value, dict) else value))
     return len(value) if isinstance(value, (str, bytes)) else 8
-
-
-# -- what has changed
-
-
-def _mark(value: Any, elsewhere: Mapping[int, object], seen: frozenset[int] = frozenset()) -> Any:
-    """What tells whether it is another value later; it holds on to objects, so that none takes another's place.
-
-    `seen` are the objects that hold it: one may hold its holder.
-    """
-    if isinstance(value, _ATOMS):
-        return value
-    if id(value) in seen or id(value) in elsewhere:
-        return _Object(value, None)
-    if isinstance(value, Tensor):
-        return _Object(value, value._version)
-    if isinstance(value, nn.Module):
-        parts = [*value.parameters(), *value.buffers()]
-        own = [one for module in value.modules() for name, one in vars(module).items() if name not in _OF_A_MODULE]
-        return _Object(value, [_mark(one, elsewhere) for one in (*parts, *own) if isinstance(one, _DATA)])
-    if isinstance(value, bytearray):
-        return _Object(value, zlib.crc32(value))
-    content = _content(value, elsewhere, seen | {id(value)})
-    if content is not None:
-        return type(value), content
-    return _Object(value, object() if _moves(value) else None)  # one that nothing is equal to
-
-
-def _moves(value: object) -> bool:
-    """Whether it may have changed without a trace: an iterator that has gone on, an object with a state of its own."""
-    if has_state(value):  # but for the order of the data, which is kept in another way
-        ours = type(value).__module__.partition(".")[0] not in ("torchdata", "datasets")
-        return ours and not isinstance(value, (DataLoader, Dataset, Sampler))
-    return isinstance(value, Iterator) and not isinstance(value, io.IOBase)
-
-
-class _Object:
-    """The same object, in the same version."""
-
-    def __init__(self, value: object, version: Any) -> None:
-        self.value, self.version = value, version
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Object) and self.value is other.value and bool(self.version == other.version)
-
-    __hash__ = None  # type: ignore[assignment]
-
-
-def _is_same(mark: Any, value: Any, elsewhere: Mapping[int, object]) -> bool:
-    now = _mark(value, elsewhere)
-    return type(now) is type(mark) and bool(now == mark)
-
-
-def _content(value: Any, elsewhere: Mapping[int, object], seen: frozenset[int]) -> Any:
-    """A digest of what it holds; None: it cannot be looked into, or would take long."""
-    if isinstance(value, np.ndarray) and value.nbytes <= _LOOKED_AT and not value.dtype.hasobject:
-        return value.shape, str(value.dtype), zlib.crc32(value.tobytes())
-    if isinstance(value, GENERATORS):
-        return zlib.crc32(_bytes(to_plain(value)))
-    if isinstance(value, (list, tuple, set, frozenset, dict, deque)) and len(value) <= _ITEMS:
-        try:
-            return zlib.crc32(marshal.dumps(list(value) if isinstance(value, deque) else value, 2))
-        except ValueError:  # something in it is more than Python's own data
-            items = [one for item in value.items() for one in item] if isinstance(value, dict) else value
-            return [_mark(one, elsewhere, seen) for one in items]
-    record = record_of(value) if len(seen) <= _DEPTH else None
-    return None if record is None else [_mark(one, elsewhere, seen) for item in record.items() for one in item]
-
-
-def _bytes(plain: Any) -> bytes:
-    if isinstance(plain, Tensor):
-        return plain.numpy().tobytes()
-    if isinstance(plain, (dict, list, tuple)):
-        return b" ".join(map(_bytes, plain.values() if isinstance(plain, dict) else plain))
-    return repr(plain).encode()

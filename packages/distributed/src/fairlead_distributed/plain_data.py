@@ -8,16 +8,19 @@ import decimal
 import enum
 import fractions
 import itertools
+import operator
 import random
 import sys
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Collection, Mapping, MutableMapping
+from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+
+from fairlead_distributed.user_objects import has_state, is_frozen, is_list, is_users_class, record_of
 
 _KIND: Final = "fairlead:kind"
 _ARRAY: Final = "fairlead:array"
@@ -32,57 +35,40 @@ _VALUES: Final[Mapping[str, Any]] = {
     )
 }
 _MAPPINGS: Final[Mapping[str, Any]] = {kind.__name__: kind for kind in (Counter, OrderedDict, defaultdict)}
-_ENGINES: Final = frozenset({"torch", "lightning", "pytorch_lightning", "torchmetrics", "torchdata", "torchvision"})
+_OF_A_MODULE: Final = frozenset(vars(nn.Module()))
 
 
-def is_users_class(kind: type) -> bool:
-    """Whether a class is neither Python's own nor an engine's nor ours."""
-    if kind.__module__ in ("__main__", "types", "torch.utils.data.dataset"):
-        return True
-    top = kind.__module__.partition(".")[0]
-    return top not in sys.stdlib_module_names and top not in _ENGINES and not top.startswith("fairlead")
+def state_of(value: Any) -> Any:
+    """What `set_state` takes: its own state, and what parts of a module keep in attributes beside it."""
+    if not isinstance(value, nn.Module):
+        return value.state_dict()
+    return [value.state_dict(), {path: own for path, part in value.named_modules() if (own := beside_state(part))}]
 
 
-def has_state(value: object) -> bool:
-    """Whether an object gives and takes its state itself, all of it: a metric's `state_dict` is empty as a rule."""
-    if isinstance(value, type) or not callable(getattr(value, "state_dict", None)):
-        return False
-    parts = value.modules() if isinstance(value, nn.Module) else ()
-    return callable(getattr(value, "load_state_dict", None)) and not any(
-        base.__module__.startswith("torchmetrics.") for part in parts for base in type(part).__mro__
-    )
+def beside_state(module: nn.Module) -> dict[str, Any]:
+    """The data that a module keeps in attributes: of a layer of torch's the numbers, such as a rate of dropout."""
+    users, hidden = is_users_class(type(module)), module._non_persistent_buffers_set
+    # A base such as Lightning's module keeps things for itself there.
+    bases = any(not is_users_class(base) for base in type(module).__mro__ if base not in (nn.Module, object))
+    own = {k: v for k, v in vars(module).items() if k not in _OF_A_MODULE and not (bases and k.startswith("_"))}
+    own |= {name: value for name, value in module._buffers.items() if name in hidden}
+    kinds = (*_ATOMS, Tensor, np.ndarray, dict, list, tuple, set, deque, *GENERATORS) if users else _ATOMS
+    return {name: one for name, one in own.items() if isinstance(one, kinds) or (users and record_of(one) is not None)}
 
 
-def is_frozen(value: object) -> bool:
-    """Whether an object is one of a frozen dataclass: another takes its place, and it never changes."""
-    return bool(getattr(getattr(type(value), "__dataclass_params__", None), "frozen", False))
-
-
-def record_of(value: object) -> dict[str, Any] | None:
-    """What a named tuple, a dataclass or a simple object of a user's class holds, by name; None of anything else."""
-    kind = type(value)
-    if isinstance(value, tuple):
-        fields = getattr(kind, "_fields", None)
-        return None if fields is None else dict(zip(fields, value, strict=True))
-    if dataclasses.is_dataclass(kind):
-        names = [field.name for field in dataclasses.fields(kind) if hasattr(value, field.name)]
-        return {name: getattr(value, name) for name in names} | getattr(value, "__dict__", {})
-    simple = is_users_class(kind) and kind.__new__ is object.__new__ and kind.__reduce__ is object.__reduce__
-    if not simple or not hasattr(value, "__dict__") or _has_slots(value) or hasattr(kind, "state_dict"):
-        return None
-    return dict(vars(value))
-
-
-def _has_slots(value: object) -> bool:
-    """Whether it may hold more than its `__dict__`; those of the abstract containers, as OmegaConf's, are empty."""
-    if isinstance(value, Collection):
-        return any(vars(base).get("__slots__") for base in type(value).__mro__)
-    return hasattr(type(value), "__slots__")
-
-
-def is_list(value: object) -> bool:
-    """Whether it is a list, or as good as one: a user's own sequence may hold more than its items, OmegaConf's not."""
-    return isinstance(value, list) or type(value).__module__ == "omegaconf.listconfig"
+def set_state(value: Any, state: Any) -> None:
+    """Has an object take what `state_of` gave, in the form of `to_plain`."""
+    if not isinstance(value, nn.Module):
+        value.load_state_dict(from_plain(state))
+        return
+    weights, beside = state
+    value.load_state_dict(from_plain(weights))
+    parts = dict(value.named_modules())
+    for path, own in (_items(beside) or {}).items():
+        for name, one in (_items(own) or {}).items():
+            now = getattr(parts[path], name, None)
+            if (kept := put_back(now, one)) is not now:
+                setattr(parts[path], name, kept)
 
 
 def to_plain(value: Any, where: str = "state") -> Any:
@@ -115,7 +101,7 @@ def to_plain(value: Any, where: str = "state") -> Any:
         return {_KIND: "value", "state": [type(value).__name__, arguments]}
     try:
         if has_state(value):
-            return {_KIND: "stateful", "state": to_plain(value.state_dict(), f"the state of {where}")}
+            return {_KIND: "stateful", "state": to_plain(state_of(value), f"the state of {where}")}
         for kind, (base, take, _) in _KINDS.items():
             if isinstance(value, base):
                 return {_KIND: kind, "state": to_plain(take(value), where)}
@@ -151,13 +137,29 @@ def put_back(now: Any, value: Any) -> Any:
         TypeError: The class or the object that it belongs to is not there.
     """
     if isinstance(value, dict) and value.get(_KIND) == "stateful" and has_state(now):
-        now.load_state_dict(from_plain(value["state"]))
+        set_state(now, value["state"])
         return now
     if isinstance(value, list) and is_list(now):
         now[:] = [put_back(old, item) for old, item in itertools.zip_longest(now[: len(value)], value)]
         return now
     if type(value) is tuple and type(now) is tuple and len(now) == len(value):
-        return tuple(map(put_back, now, value))
+        found = tuple(map(put_back, now, value))
+        return now if all(map(operator.is_, found, now)) else found
+    kind = value.get(_KIND) if isinstance(value, dict) else None
+    if kind == "deque" and isinstance(now, deque) and value["state"][1] == now.maxlen:
+        parts = value["state"][0]
+        there = [put_back(old, item) for old, item in itertools.zip_longest(list(now)[: len(parts)], parts)]
+        now.clear()
+        now.extend(there)
+        return now
+    if (
+        kind == "record"
+        and value["state"][:2] == [type(now).__module__, type(now).__qualname__]
+        and not (is_frozen(now) or isinstance(now, tuple))
+    ):
+        for name, one in value["state"][2].items():
+            object.__setattr__(now, name, put_back(getattr(now, name, None), one))
+        return now
     items = _items(value)
     if items is not None and isinstance(now, dict):
         kept = {key: put_back(_there(now, key, item), item) for key, item in items.items()}
@@ -176,14 +178,9 @@ def put_back(now: Any, value: Any) -> Any:
         now[...] = made
     elif isinstance(now, GENERATORS) and type(now) is type(made):
         _set_generator(now, made)
-    elif isinstance(made, deque) and isinstance(now, deque) and made.maxlen == now.maxlen:
-        now.clear()
-        now.extend(made)
     elif isinstance(made, set) and isinstance(now, set):
         now.clear()
         now.update(made)
-    elif type(made) is type(now) and hasattr(now, "__dict__") and not is_frozen(now) and record_of(now) is not None:
-        now.__dict__.update({name: put_back(vars(now).get(name), one) for name, one in value["state"][2].items()})
     else:
         return made
     return now

@@ -27,6 +27,7 @@ from fairlead_lightning.compat.logged import set_logged as set_logged
 from fairlead_lightning.compat.loops import as_if_never_restored as as_if_never_restored
 from fairlead_lightning.compat.loops import begin_next_epoch as begin_next_epoch
 from fairlead_lightning.compat.loops import set_batches_done as set_batches_done
+from fairlead_lightning.compat.loops import set_validation_asked as set_validation_asked
 from fairlead_lightning.compat.loops import training_place as training_place
 from fairlead_lightning.compat.loops import watch_boundaries as watch_boundaries
 from fairlead_lightning.compat.loops import why_over as why_over

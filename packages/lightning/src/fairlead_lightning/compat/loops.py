@@ -37,11 +37,21 @@ def watch_boundaries(trainer: L.Trainer, watcher: Any) -> Callable[[], None]:
     start, begin, end, setup = fit.on_advance_start, epoch.on_run_start, epoch.on_advance_end, fit.setup_data
     run_whole = fit.run
 
+    validation: Any = epoch.val_loop
+    ask = validation.setup_data
+
     def run() -> None:
         """Loaders that `estimated_stepping_batches` made before anything was restored begin with a first batch."""
         if watcher.goes_on or fit.restarting:
             fit._combined_loader = None
         run_whole()
+
+    def setup_validation() -> None:
+        if is_trial() or (validation._combined_loader is not None and not validation._should_reload_val_dl):
+            ask()
+            return
+        with watcher.asking_for_validation(trainer):
+            ask()
 
     def setup_data() -> None:
         known = fit._combined_loader
@@ -87,6 +97,7 @@ def watch_boundaries(trainer: L.Trainer, watcher: Any) -> Callable[[], None]:
     fit.run = run
     fit.on_advance_start = on_advance_start
     fit.setup_data = setup_data
+    validation.setup_data = setup_validation
     epoch.on_run_start = on_run_start
     epoch.on_advance_end = on_advance_end
 
@@ -94,6 +105,7 @@ def watch_boundaries(trainer: L.Trainer, watcher: Any) -> Callable[[], None]:
         for loop, names in (
             (fit, ("run", "on_advance_start", "setup_data")),
             (epoch, ("on_run_start", "on_advance_end")),
+            (validation, ("setup_data",)),
         ):
             for name in names:
                 vars(loop).pop(name, None)
@@ -114,6 +126,12 @@ def set_batches_done(trainer: L.Trainer, batches: int) -> None:
     loop: Any = trainer.fit_loop.epoch_loop
     current = loop.batch_progress.current
     current.ready = current.started = current.processed = current.completed = batches
+
+
+def set_validation_asked(trainer: L.Trainer, epoch: int) -> None:
+    """Has the validation's loaders be those of an epoch: Lightning may ask for others some epochs later."""
+    loop: Any = trainer.fit_loop.epoch_loop.val_loop
+    loop._last_val_dl_reload_epoch = epoch
 
 
 def why_over(trainer: L.Trainer) -> str | None:

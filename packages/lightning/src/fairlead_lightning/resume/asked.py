@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import lightning.pytorch as L
 
 from fairlead_distributed.attributes import Attributes
 from fairlead_distributed.rng import rng_state, set_rng_state
+from fairlead_lightning import compat
 
 
 class AskedLoaders:
@@ -17,16 +19,36 @@ class AskedLoaders:
 
     def __init__(self) -> None:
         self._state: dict[str, Any] | None = None
+        self._validation: Mapping[str, Any] | None = None
+        self._validation_before: Mapping[str, Any] | None = None
 
-    def state(self, kept: Attributes) -> dict[str, Any] | None:
-        """For the checkpoint; None where loaders are made once, at the start, as each start does.
+    def go_on(self, rank: Mapping[str, Any] | None) -> None:
+        """Has the validation's loaders be asked for as in the fit that this one resumes, by the state of its rank."""
+        self._validation_before = (rank or {}).get("asked_validation")
+
+    @contextmanager
+    def validation(self, trainer: L.Trainer) -> Iterator[None]:
+        """The validation's loaders are asked for inside the block: before a training, and in a resumed one again."""
+        before, self._validation_before = self._validation_before, None
+        now = rng_state()
+        self._validation = before if before is not None else {"rng": now, "epoch": trainer.current_epoch}
+        if before is not None:
+            set_rng_state(before["rng"])
+        yield
+        if before is not None:
+            set_rng_state(now)
+            compat.set_validation_asked(trainer, before["epoch"])
+
+    def state(self, kept: Attributes) -> dict[str, Any]:
+        """For the checkpoint; of the training's None where they are made once, at the start, as each start does.
 
         A dataset that took another's place is as it was made: what the other kept is not its own.
         """
-        if self._state is None:
-            return None
-        attributes: dict[str, Any] = self._state["attributes"]
-        return {**self._state, "attributes": {k: v for k, v in attributes.items() if k not in kept.replaced}}
+        asked = self._state
+        if asked is not None:
+            own = {name: one for name, one in asked["attributes"].items() if name not in kept.replaced}
+            asked = {**asked, "attributes": own}
+        return {"asked": asked, "asked_validation": self._validation}
 
     def ask(self, trainer: L.Trainer, kept: Attributes, saved: Mapping[str, Any] | None) -> float | None:
         """The loaders are asked for now.

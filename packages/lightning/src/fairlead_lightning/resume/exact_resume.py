@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -16,7 +16,6 @@ from torch.nn.parallel import DistributedDataParallel
 from fairlead.errors import RunDirectoryError
 from fairlead.findings import Finding, Inexact
 from fairlead_distributed import register_exact_reduction
-from fairlead_distributed.attributes import Attributes
 from fairlead_distributed.batch_order import EpochPosition
 from fairlead_distributed.objects import broadcast_object
 from fairlead_distributed.run.session import RunSession
@@ -25,9 +24,11 @@ from fairlead_lightning.loggers.positions import LOGGER_POSITIONS, logger_positi
 from fairlead_lightning.resume import rank_state, seen
 from fairlead_lightning.resume.asked import AskedLoaders
 from fairlead_lightning.resume.configured import Configured, changed
-from fairlead_lightning.resume.kept import is_finder, only_once, reasons, watch_users
+from fairlead_lightning.resume.kept import is_finder, only_once
 from fairlead_lightning.resume.loaders import Loaders
-from fairlead_lightning.resume.loading import load_weights
+from fairlead_lightning.resume.loading import as_it_was_saved, load_weights
+from fairlead_lightning.resume.optimizers import with_plain_numbers
+from fairlead_lightning.resume.users import Users
 
 Where = Literal["between", "batch", "done", "cut"]
 """Between two epochs; a batch is done, but not the validation behind it; both are; a limit has cut the epoch."""
@@ -69,7 +70,7 @@ class ExactResume(L.Callback):
         self._validating: dict[str, Any] | None = None
         self._asked = AskedLoaders()
         self._undo: list[Callable[[], None]] = []
-        self._kept = Attributes()
+        self._users = Users()
         self._step = -1
         self._configured: Configured | None = None
         self._changed: list[Inexact] = []
@@ -77,13 +78,7 @@ class ExactResume(L.Callback):
 
     def __getstate__(self) -> dict[str, Any]:
         """Spawned ranks begin with `setup`."""
-        anew: dict[str, Any] = {
-            "_trainer": None,
-            "loaders": None,
-            "_undo": [],
-            "_kept": Attributes(),
-            "_configured": None,
-        }
+        anew: dict[str, Any] = {"_trainer": None, "loaders": None, "_undo": [], "_users": Users(), "_configured": None}
         return {**self.__dict__, **anew, "_environ": dict(self._environ)}
 
     def begin(self, session: RunSession, saves: Any, stops: Any) -> None:
@@ -114,16 +109,19 @@ class ExactResume(L.Callback):
             folder = session.checkpoint.parent
             self._same_ranks = session.previous.get("world_size") == trainer.world_size
             self._state = rank_state.read(folder, trainer.global_rank if self._same_ranks else 0)
+            self._asked.go_on(self._state if self._same_ranks else None)
         saved = self._state["loaders"] if self._state is not None else None
         self.goes_on = self._state is not None
+        if self.goes_on:
+            self._undo.append(as_it_was_saved(pl_module))
         shards = False
         if stage != "predict":
             shards, undo = compat.take_sharding(trainer)
             self._undo += [undo, self._prepare_loaders(trainer)]
-        self._kept, self._said = Attributes(), frozenset()
+        self._users, self._said = Users(), frozenset()
         self.loaders = Loaders(
             trainer,
-            kept=self._kept,
+            kept=self._users.kept,
             seed=self._common_seed(saved),
             place=self.place,
             shards=shards,
@@ -144,9 +142,9 @@ class ExactResume(L.Callback):
         if self._configured is not None:
             self._configured.optimizers_made(trainer)
         if self._record is not None:
-            watch_users(trainer, self._kept)
+            self._users.watch(trainer, self._state)
         if self._state is not None and any(map(is_finder, vars(trainer)["callbacks"])):
-            self._kept.restore(self._state.get("attributes", {}))  # the batch size, before loaders are made
+            self._users.kept.restore(self._state.get("attributes", {}))  # the batch size, before loaders are made
         model = trainer.strategy.model
         if self._settings is None and isinstance(model, DistributedDataParallel):
             kept = model.find_unused_parameters and not model.static_graph  # DDP keeps its first buckets then
@@ -171,7 +169,7 @@ class ExactResume(L.Callback):
         settings = self._settings
         if settings is None:
             settings = list(seen.script_reasons(trainer, seeded=_SEED in self._environ, in_order=self._in_order))
-        state = [*self.loaders.reasons, *seen.state_reasons(trainer), *reasons(self._kept)]
+        state = [*self.loaders.reasons, *seen.state_reasons(trainer), *self._users.reasons()]
         replayed = list(self.loaders.replayed.values())
         try:
             record = [*state, *self._changed]
@@ -188,7 +186,7 @@ class ExactResume(L.Callback):
     def _seen(self) -> frozenset[Any]:
         """What may have changed of the reasons since they were said."""
         assert self.loaders is not None
-        return frozenset({*self._kept.left.items(), *self.loaders.reasons, *self.loaders.replayed.values(), None})
+        return frozenset({*self._users.reasons(), *self.loaders.reasons, *self.loaders.replayed.values(), None})
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Nothing was left to train: what comes after the fit finds what it would have found."""
@@ -202,6 +200,7 @@ class ExactResume(L.Callback):
     def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
         """Lightning's own place for loaders has rank 0's for all, and plain Lightning could not read ours there."""
         checkpoint["loops"]["fit_loop"]["state_dict"].pop("combined_loader", None)
+        with_plain_numbers(checkpoint)
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         """A state that is not whole is not saved."""
@@ -251,6 +250,7 @@ class ExactResume(L.Callback):
 
     def before_epoch(self, trainer: L.Trainer) -> None:
         """Nothing of the next epoch has begun; its hooks come after this.  Also where a fit goes on inside one."""
+        self._users.begun()
         if self._state is not None and compat.training_place(trainer)[1] == 0:
             self._restore(trainer)
             compat.as_if_never_restored(trainer)
@@ -276,7 +276,13 @@ class ExactResume(L.Callback):
         assert self.loaders is not None
         self.loaders.asked_again(anew=again)
         saved = self._state.get("asked") if self._state is not None and self._same_ranks else None
-        return self._asked.ask(trainer, self._kept, saved)
+        return self._asked.ask(trainer, self._users.kept, saved)
+
+    def asking_for_validation(self, trainer: L.Trainer) -> AbstractContextManager[None]:
+        """The validation's loaders are asked for inside the block."""
+        assert self.loaders is not None
+        self.loaders.validation_asked()
+        return self._asked.validation(trainer)
 
     def after_batch(self, trainer: L.Trainer, validation_due: bool) -> None:
         """A batch is trained on and logged; the validation after it has not begun."""
@@ -305,23 +311,22 @@ class ExactResume(L.Callback):
         if self._validating is not None and self.where is None:
             return self._validating
         assert self.loaders is not None
-        attributes, loaders = self._kept.state(), self.loaders.state()
+        users, loaders = self._users.state(), self.loaders.state()
         if self._seen() != self._said:
             self._write_down(trainer)
         return {
-            **rank_state.capture(trainer, in_window=self.in_window(trainer)),
-            "attributes": attributes,
+            **rank_state.capture(trainer),
+            **users,
             "where": self.where,
             "loaders": loaders,
-            "asked": self._asked.state(self._kept),
+            **self._asked.state(self._users.kept),
             LOGGER_POSITIONS: logger_positions(trainer.loggers) if trainer.is_global_zero else {},
         }
 
     def _restore(self, trainer: L.Trainer) -> None:
         state, self._state = self._state, None
         assert state is not None
-        kept = state.get("attributes", {})
-        self._kept.restore(kept if self._same_ranks else {k: v for k, v in kept.items() if not k.startswith("loader")})
+        self._users.restore(state, same_ranks=self._same_ranks)
         if not self._same_ranks:
             assert self.loaders is not None
             rank_state.seed_anew(self.loaders.seed, trainer.global_step, trainer.global_rank)

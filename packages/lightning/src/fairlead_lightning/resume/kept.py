@@ -23,6 +23,11 @@ _ENGINES: Final = {"torch", "lightning", "pytorch_lightning", "lightning_fabric"
 _OF_LIGHTNING: Final = ("_hparams", "_hparams_initial", "_hparams_name", "_log_hyperparams", "_trainer", "trainer")
 
 
+_SET_IN_TRAINING: Final = frozenset(
+    {"accumulate_grad_batches", "gradient_clip_val", "gradient_clip_algorithm", "check_val_every_n_epoch"}
+)
+
+
 def is_engines(kind: type) -> bool:
     """Whether a class is torch's, Lightning's or ours, and no user's."""
     top = kind.__module__.partition(".")[0]
@@ -52,12 +57,13 @@ def _of_bases(kind: type) -> frozenset[str]:
 
 
 def watch_users(trainer: L.Trainer, kept: Attributes) -> None:
-    """Watches what the user's code of a fit keeps in its modules, callbacks and data module."""
+    """Watches what the user's code of a fit keeps in modules, callbacks and data module, and sets of the trainer."""
     model, data = trainer.lightning_module, getattr(trainer, "datamodule", None)
     callbacks: list[L.Callback] = vars(trainer)["callbacks"]
     configs = trainer.lr_scheduler_configs
     kept.elsewhere(trainer, trainer.strategy, *model.modules(), *callbacks, *trainer.loggers, data)
     kept.elsewhere(*trainer.optimizers, *configs, *(config.scheduler for config in configs))
+    kept.watch("trainer", trainer, only=_SET_IN_TRAINING)
     for path, module in model.named_modules():
         if not is_engines(type(module)):
             kept.watch(f"model {path}".rstrip(), module, _not_kept(module))
@@ -99,11 +105,7 @@ def parts_of(loader: object) -> dict[str, object]:
         return {"": SimpleNamespace(generator=getattr(loader, "generator", None))} if is_stateful(loader) else {}
     collate = getattr(loader.collate_fn, "__self__", loader.collate_fn)
     parts = {"dataset": loader.dataset, "collate_fn": collate}
-    found = {
-        name: one
-        for name, one in parts.items()
-        if hasattr(one, "__dict__") and not is_stateful(one) and not is_engines(type(one))
-    }
+    found = {name: one for name, one in parts.items() if hasattr(one, "__dict__") and not is_stateful(one)}
     if is_stateful(loader):
         found = {name: one for name, one in found.items() if not isinstance(one, IterableDataset)}
         found[""] = SimpleNamespace(generator=loader.generator)

@@ -66,6 +66,7 @@ class Loaders:
         self._shards = shards
         self._training: list[object] = []  # made ready for an epoch
         self._epoch = -1
+        self._validations = 0
 
     def state(self) -> dict[str, Any]:
         """Where each training loader is, for this rank; call it where a batch is done."""
@@ -114,9 +115,16 @@ class Loaders:
         """The training's loaders come once more, the first one first; `anew`: for another epoch than those before."""
         self._training, self._saved = [], [] if anew else self._saved
 
+    def validation_asked(self) -> None:
+        """The validation's loaders come, the first one first."""
+        self._validations = 0
+
     def prepare(self, loader: object, *, training: bool) -> object:
         """One loader as the user made it, made ready for the training or for an evaluation."""
         if not training:
+            if self.trainer.state.fn == "fit":
+                watch_loader(self._kept, f"validation loader {self._validations}", loader)
+                self._validations += 1
             return self._evaluated(loader)
         epoch = self._place().epoch
         if epoch != self._epoch:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import lightning.pytorch as L
 import torch
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from fairlead.errors import CheckpointError, MissingDependencyError
 
@@ -39,6 +40,33 @@ def readable_load_errors(checkpoint: Path | None) -> Iterator[None]:
             why="\n".join(shown),
             fix="use the model that it was written with, or start anew with --resume never",
         ) from error
+
+
+def as_it_was_saved(model: nn.Module) -> Callable[[], None]:
+    """Has a model as it was made take the weights of one that its training has changed; returns what ends it.
+
+    A buffer that has grown gets the shape that it had. What the training has pruned is loaded as it was trained: its
+    mask comes with the rest of the state (`restore_module`), when the optimizers know the parameter.
+    """
+
+    def before(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+        for path, one in module.named_modules(prefix=prefix.rstrip(".")):
+            for name, buffer in list(one._buffers.items()):
+                saved = state.get(f"{path}.{name}".lstrip("."))
+                if not isinstance(saved, torch.Tensor) or is_lazy(buffer):
+                    continue
+                if buffer is None or buffer.shape != saved.shape:
+                    device = saved.device if buffer is None else buffer.device
+                    one._buffers[name] = torch.empty_like(saved, device=device)
+        known = dict(module.named_parameters(prefix=prefix.rstrip(".")))
+        for mask in [key for key in state if key.endswith("_mask")]:
+            name = mask.removesuffix("_mask")
+            if name in known and f"{name}_orig" in state:
+                state[name] = state.pop(f"{name}_orig")
+                del state[mask]
+
+    handle: Any = model.register_load_state_dict_pre_hook(before)  # type: ignore[no-untyped-call]
+    return lambda: handle.remove()
 
 
 def load_weights(model: nn.Module, weights: Path, *names: str) -> None:

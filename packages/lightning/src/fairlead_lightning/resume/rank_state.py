@@ -9,6 +9,7 @@ from typing import Any, Final
 import lightning.pytorch as L
 import torch
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from fairlead.errors import CheckpointError
 from fairlead_distributed import derive_seed, rng_state, set_rng_state
@@ -56,13 +57,27 @@ def read(folder: Path, rank: int) -> dict[str, Any] | None:
     return state
 
 
-def capture(trainer: L.Trainer, *, in_window: bool = False) -> dict[str, Any]:
-    """This rank's state between two batches; in data parallel training it has buffers of its own (batch norm).
+def gradients_wait(trainer: L.Trainer) -> bool:
+    """Whether gradients of a step are there for the next one: Lightning's own loop begins each without any.
 
-    A loop that steps its optimizers itself may leave gradients to the next epoch: those are a part of it, `in_window`.
+    A loop that steps its optimizers itself may accumulate for one of them and step another; hooks that come before the
+    gradients are set to None see those of the step before, or decide themselves what becomes of them.
     """
     model = trainer.lightning_module
-    waiting = (in_window and not model.automatic_optimization) or compat.leaves_gradients(trainer)
+    hooks = ("on_before_zero_grad", "optimizer_zero_grad")
+    given = [one for one in vars(trainer)["callbacks"] if not type(one).__module__.startswith("fairlead")]
+    return (
+        not model.automatic_optimization
+        or compat.leaves_gradients(trainer)
+        or any(is_overridden(name, model) for name in hooks)
+        or any(is_overridden("on_before_zero_grad", one, L.Callback) for one in given)
+    )
+
+
+def capture(trainer: L.Trainer) -> dict[str, Any]:
+    """This rank's state between two batches; in data parallel training it has buffers of its own (batch norm)."""
+    model = trainer.lightning_module
+    waiting = gradients_wait(trainer)
     return {
         "format": FORMAT,
         "world_size": trainer.world_size,

@@ -1,0 +1,343 @@
+"""Models, callbacks and optimizers as people write them: what their training changes is there again, or is named."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as L
+import numpy as np
+import pytest
+import torch
+from test_exact_resume import BATCH, Net, Noisy, Quiet, assert_equal, at, exactness, run, shuffled
+from torch import Tensor, nn
+from torch.nn.utils import prune
+from torch.utils.data import ConcatDataset, DataLoader, default_collate
+
+
+class DropoutSchedule(Net):
+    """Drops more and more, and turns the momentum of its batch norm down."""
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.net[1].momentum *= 0.95
+        self.net[2].p = min(0.6, self.net[2].p + 0.03)
+
+
+class ThroughData(Net):
+    """Writes into tensors in ways that leave their version as it was."""
+
+    def __init__(self, kill: Any) -> None:
+        super().__init__(kill)
+        self.mean, self.view = torch.zeros(()), torch.zeros(1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.mean.data.mul_(0.9).add_(0.1 * loss.detach())
+        self.view.numpy()[:] += 0.01
+        return loss * (1 + self.mean + self.view.sum())
+
+
+class GradientNorms(Net):
+    """Clips by the norms of the gradients before, which it takes where Lightning says: before they are zeroed."""
+
+    def __init__(self, kill: Any) -> None:
+        super().__init__(kill)
+        self.norms: list[float] = []
+
+    def on_before_zero_grad(self, optimizer: Any) -> None:
+        self.norms.append(sum(float(one.grad.norm()) for one in self.parameters() if one.grad is not None))
+
+    def configure_gradient_clipping(self, optimizer: Any, *_: Any, **__: Any) -> None:
+        self.clip_gradients(optimizer, 0.1 + 0.5 * float(np.mean(self.norms[-3:])), "norm")
+
+
+class Zeroing(Net):
+    """Leaves gradients at zero, not at None: a layer that is left out in a step is moved by its momentum."""
+
+    def __init__(self, kill: Any) -> None:
+        super().__init__(kill)
+        self.sometimes = nn.Linear(6, 6)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        left_out = self.global_step % 3 != 0
+        return super().training_step((x if left_out else x + self.sometimes(x), y), batch_idx)
+
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
+        optimizer.zero_grad(set_to_none=False)
+
+
+class TwoOptimizers(Net):
+    """Steps one of its optimizers with each batch, and accumulates for the other."""
+
+    def __init__(self, kill: Any) -> None:
+        super().__init__(kill)
+        self.automatic_optimization = False
+        self.other = nn.Linear(6, 2)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        each, rarely = self.optimizers()
+        loss = super().training_step(batch, batch_idx) + self.other(batch[0]).square().mean()
+        each.zero_grad()
+        self.manual_backward(loss)
+        each.step()
+        if batch_idx % 3 == 2:
+            rarely.step()
+            rarely.zero_grad()
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.Adam(one.parameters(), 0.01) for one in (self.net, self.other)]
+
+
+class Lookahead(torch.optim.Optimizer):
+    """Around another optimizer, whose groups and state it shares; its slow weights are in no state_dict."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        super().__init__(inner.param_groups, inner.defaults)
+        self.inner, self.steps = inner, 0
+        self.param_groups, self.state = inner.param_groups, inner.state
+        self.slow = [[one.detach().clone() for one in group["params"]] for group in inner.param_groups]
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        loss = self.inner.step(closure)
+        self.steps += 1
+        for group, slow in zip(self.param_groups, self.slow, strict=True):
+            group["lr"] *= 0.97
+            for one, its in zip(group["params"], slow, strict=True):
+                if self.steps % 3 == 0:
+                    its.data.lerp_(one.data, 0.5)
+                    one.data.copy_(its)
+        return loss
+
+
+class LookingAhead(Net):
+    def configure_optimizers(self) -> Any:
+        return Lookahead(torch.optim.AdamW(self.parameters(), lr=0.02))
+
+
+class Meter:
+    """As small libraries have it: with slots."""
+
+    __slots__ = ("count", "total")
+
+    def __init__(self) -> None:
+        self.total, self.count = 0.0, 0
+
+
+class Made(Net):
+    """Makes an object in its first step."""
+
+    def __init__(self, kill: Any) -> None:
+        super().__init__(kill)
+        self.meter: Meter | None = None
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.meter = self.meter or Meter()
+        self.meter.total, self.meter.count = self.meter.total + loss.item(), self.meter.count + 1
+        return loss / (0.5 + self.meter.total / self.meter.count)
+
+
+class Growing(Net):
+    """Keeps what it has seen in a buffer, which grows."""
+
+    def __init__(self, kill: Any) -> None:
+        super().__init__(kill)
+        self.register_buffer("bank", torch.zeros(1, 6))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.bank = torch.cat([self.bank, batch[0][:1]])
+        return super().training_step(batch, batch_idx) * (1 + self.bank.mean())
+
+
+class Unfreezing(Net):
+    """Gives its optimizer another group in the second epoch."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.net[3].parameters(), lr=0.02)
+
+    def on_train_epoch_start(self) -> None:
+        if self.current_epoch == 1:
+            optimizer: Any = self.optimizers()
+            optimizer.add_param_group({"params": list(self.net[:2].parameters()), "lr": 0.005})
+
+
+class Pruned(Net):
+    """Prunes a layer in each epoch."""
+
+    def on_train_epoch_start(self) -> None:
+        prune.l1_unstructured(self.net[0], "weight", amount=0.2)
+
+
+class Clipping(L.Callback):
+    """Sets the trainer's own value lower and lower."""
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        trainer.gradient_clip_val *= 0.9
+
+
+MODELS = (
+    DropoutSchedule,
+    ThroughData,
+    GradientNorms,
+    Zeroing,
+    TwoOptimizers,
+    LookingAhead,
+    Made,
+    Growing,
+    Unfreezing,
+    Pruned,
+)
+
+
+@pytest.mark.parametrize("net", MODELS)
+def test_what_a_training_changes_is_there_again(tmp_path: Path, net: type[Net]) -> None:
+    assert_equal(tmp_path, shuffled, at("train", 4), at("train", 9), net=net)
+    assert exactness(tmp_path / "killed")["reasons"] == []
+
+
+def test_a_clip_value_that_a_callback_sets(tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"callbacks": lambda: [Clipping()], "gradient_clip_val": 1.0}
+    assert_equal(tmp_path, shuffled, at("train", 9), **settings)
+    assert exactness(tmp_path / "killed")["reasons"] == []
+
+
+class Jitter(nn.Module):
+    """A transform, written as a module: its state_dict is empty."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.random, self.calls = np.random.default_rng(3), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return x + float(self.random.normal()) + 0.01 * self.calls
+
+
+class Transformed(Quiet):
+    def __init__(self, transform: Callable[[Tensor], Tensor], count: int = 13) -> None:
+        super().__init__(count)
+        self.transform = transform
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return self.transform(self.x[index]), self.y[index]
+
+
+def jittered(x: Tensor, jitter: Jitter) -> Tensor:
+    return jitter(x)  # type: ignore[no-any-return]
+
+
+def mixed(samples: list[Any], mix: Jitter) -> Any:
+    x, y = default_collate(samples)
+    return mix(x), y
+
+
+def in_parts() -> Any:
+    return ConcatDataset([Transformed(Jitter()), Transformed(nn.Sequential(Jitter(), nn.Identity()))])
+
+
+def by_partial() -> Any:
+    return Transformed(partial(jittered, jitter=Jitter()), 26)
+
+
+def by_closure() -> Any:
+    jitter, count = Jitter(), 0
+
+    def transform(x: Tensor) -> Tensor:
+        nonlocal count
+        count += 1
+        return jitter(x) + 0.01 * count  # type: ignore[no-any-return]
+
+    return Transformed(transform, 26)
+
+
+@pytest.mark.parametrize("dataset", [in_parts, by_partial, by_closure])
+def test_what_transforms_keep_is_there_again(tmp_path: Path, dataset: Callable[[], Any]) -> None:
+    assert_equal(tmp_path, lambda: DataLoader(dataset(), BATCH, shuffle=True), at("train", 4), at("train", 9))
+    assert exactness(tmp_path / "killed")["reasons"] == []
+
+
+def test_what_a_collate_fn_is_bound_to_is_there_again(tmp_path: Path) -> None:
+    def loaders() -> Any:
+        return DataLoader(Noisy(), BATCH, shuffle=True, collate_fn=partial(mixed, mix=Jitter()))
+
+    assert_equal(tmp_path, loaders, at("train", 9))
+    assert exactness(tmp_path / "killed")["reasons"] == []
+
+
+class Validated(L.LightningDataModule):
+    """Draws what it validates on where the loader is made; the samples have noise of a generator of their own."""
+
+    def train_dataloader(self) -> Any:
+        return shuffled()
+
+    def val_dataloader(self) -> Any:
+        samples = torch.randperm(26)[:8].tolist()
+        return DataLoader(torch.utils.data.Subset(Transformed(Jitter(), 26), samples), BATCH)
+
+
+@pytest.mark.parametrize("epochs", [0, 1])
+def test_a_validation_is_on_the_same_samples(tmp_path: Path, epochs: int) -> None:
+    settings: dict[str, Any] = {"reload_dataloaders_every_n_epochs": epochs}
+    assert_equal(tmp_path, Validated, at("train", 4), at("train", 9), **settings)
+    assert exactness(tmp_path / "killed")["reasons"] == []
+
+
+class Skipping(Net):
+    """Leaves the rest of an epoch out, as Lightning lets it."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
+        return -1 if (self.current_epoch, batch_idx) == (1, 4) else None
+
+
+def test_the_rest_of_an_epoch_is_left_out(tmp_path: Path) -> None:
+    run(tmp_path, shuffled, net=Skipping)
+    assert (tmp_path / "run/metrics.csv").read_text().splitlines()[-1].startswith("17,2,")
+
+
+class AnotherLoss(Net):
+    """Changes its loss for another module."""
+
+    def __init__(self, kill: Any) -> None:
+        super().__init__(kill)
+        self.criterion: nn.Module = nn.CrossEntropyLoss()
+
+    def on_train_epoch_start(self) -> None:
+        if self.current_epoch == 1:
+            self.criterion = nn.MultiMarginLoss()
+
+
+class AnotherFunction(Net):
+    def __init__(self, kill: Any) -> None:
+        super().__init__(kill)
+        self.criterion = nn.functional.cross_entropy
+
+    def on_train_epoch_start(self) -> None:
+        if self.current_epoch == 1:
+            self.criterion = nn.functional.multi_margin_loss
+
+
+class LateAverage(L.Callback):
+    """Makes its average where it is used first: a resumed run has no module to put the weights into."""
+
+    def __init__(self) -> None:
+        self.average: Any = None
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        self.average = self.average or copy.deepcopy(pl_module.net)
+
+
+def test_what_cannot_be_there_again_is_named(tmp_path: Path) -> None:
+    def named(net: type[Net], *callbacks: L.Callback) -> str:
+        root = tmp_path / f"{net.__name__}{len(callbacks)}"
+        run(root, shuffled, net=net, callbacks=lambda: list(callbacks), max_epochs=2)
+        assert exactness(root)["exact"] is not True
+        return str(exactness(root)["reasons"][0])
+
+    assert "CrossEntropyLoss became MultiMarginLoss" in named(AnotherLoss)
+    assert "model.criterion" in named(AnotherFunction)
+    assert "make it in __init__" in named(Net, LateAverage())
