@@ -59,7 +59,7 @@ class Harder(L.Callback):
 )
 def test_a_dataset_that_a_callback_changes(tmp_path: Path, epochs: bool, kind: Any, settings: dict[str, Any]) -> None:
     """Workers have a copy of it as it was when they began."""
-    datasets = []
+    datasets: list[Curriculum] = []
 
     def loaders() -> Any:
         datasets[:] = [Curriculum()]  # as in a process of its own

@@ -511,6 +511,7 @@ def test_the_loaders_of_a_validation_are_those_of_an_epoch() -> None:
 
     class Asked(Data):
         def val_dataloader(self) -> Any:
+            assert self.trainer is not None
             asked.append(self.trainer.current_epoch)
             return super().val_dataloader()
 

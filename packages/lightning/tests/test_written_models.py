@@ -22,8 +22,9 @@ class DropoutSchedule(Net):
     """Drops more and more, and turns the momentum of its batch norm down."""
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.net[1].momentum *= 0.95
-        self.net[2].p = min(0.6, self.net[2].p + 0.03)
+        layers: Any = self.net
+        layers[1].momentum *= 0.95
+        layers[2].p = min(0.6, layers[2].p + 0.03)
 
 
 class ThroughData(Net):
@@ -79,8 +80,9 @@ class TwoOptimizers(Net):
         self.other = nn.Linear(6, 2)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        each, rarely = self.optimizers()
-        loss = super().training_step(batch, batch_idx) + self.other(batch[0]).square().mean()
+        optimizers: Any = self.optimizers()
+        each, rarely = optimizers
+        loss: Tensor = super().training_step(batch, batch_idx) + self.other(batch[0]).square().mean()
         each.zero_grad()
         self.manual_backward(loss)
         each.step()
@@ -102,7 +104,7 @@ class Lookahead(torch.optim.Optimizer):
         self.param_groups, self.state = inner.param_groups, inner.state
         self.slow = [[one.detach().clone() for one in group["params"]] for group in inner.param_groups]
 
-    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Any = None) -> Any:
         loss = self.inner.step(closure)
         self.steps += 1
         for group, slow in zip(self.param_groups, self.slow, strict=True):
@@ -147,6 +149,7 @@ class Growing(Net):
 
     def __init__(self, kill: Any) -> None:
         super().__init__(kill)
+        self.bank: Tensor
         self.register_buffer("bank", torch.zeros(1, 6))
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
@@ -170,7 +173,7 @@ class Pruned(Net):
     """Prunes a layer in each epoch."""
 
     def on_train_epoch_start(self) -> None:
-        prune.l1_unstructured(self.net[0], "weight", amount=0.2)
+        prune.l1_unstructured(self.net[0], "weight", amount=0.2)  # type: ignore[no-untyped-call]
 
 
 class Clipping(L.Callback):
@@ -314,7 +317,7 @@ class AnotherLoss(Net):
 class AnotherFunction(Net):
     def __init__(self, kill: Any) -> None:
         super().__init__(kill)
-        self.criterion = nn.functional.cross_entropy
+        self.criterion: Any = nn.functional.cross_entropy
 
     def on_train_epoch_start(self) -> None:
         if self.current_epoch == 1:

@@ -59,7 +59,7 @@ class Recorder(L.Callback):
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Lightning counts an epoch without a batch, and would call a run finished that has trained nothing more."""
-        batches = trainer.fit_loop.epoch_loop.batch_progress.current
+        batches: Any = trainer.fit_loop.epoch_loop.batch_progress.current
         skipped = batches.started < batches.ready == batches.processed  # `on_train_batch_start` has returned -1
         if batches.ready > batches.completed and not skipped:
             raise FairleadError(
