@@ -48,7 +48,8 @@ class AskedLoaders:
         if asked is not None:
             own = {name: one for name, one in asked["attributes"].items() if name not in kept.replaced}
             asked = {**asked, "attributes": own}
-        return {"asked": asked, "asked_validation": self._validation}
+        validation = self._validation if self._validation is not None else self._validation_before
+        return {"asked": asked, "asked_validation": validation}
 
     def ask(self, trainer: L.Trainer, kept: Attributes, saved: Mapping[str, Any] | None) -> float | None:
         """The loaders are asked for now.
