@@ -122,6 +122,45 @@ def test_averaging_is_resumed_inside_an_epoch() -> None:
     assert "on_train_epoch_start" not in vars(again)
 
 
+def test_averaging_begins_again_in_its_last_epoch_and_uses_gradients_there() -> None:
+    """In the epoch for batch norm it would have no scheduler, and the last gradients count once more.
+
+    If it breaks: name `StochasticWeightAveraging` in `seen.state_reasons`, and drop `leaves_gradients`.
+    """
+
+    class Normed(Line):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = torch.nn.BatchNorm1d(1)
+
+    seen: list[tuple[int, bool]] = []
+
+    class Looks(L.Callback):
+        def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+            seen.append((trainer.current_epoch, compat.leaves_gradients(trainer)))
+
+    first: Any = StochasticWeightAveraging(swa_lrs=0.5, swa_epoch_start=1)
+    trainer = plain(max_epochs=2, callbacks=[first, Looks()])
+    trainer.fit(Normed(), datamodule=Data())
+    assert seen == [(0, False), (1, True), (2, True)]
+
+    again: Any = StochasticWeightAveraging(swa_lrs=0.5, swa_epoch_start=1)
+    model, trainer = Normed(), plain(max_epochs=2, callbacks=[again])
+    trainer.strategy._lightning_module = model
+    trainer.strategy.optimizers = [torch.optim.SGD(model.parameters(), lr=0.1)]
+    again.setup(trainer, model, "fit")
+    again.load_state_dict(first.state_dict())
+    again.on_fit_start(trainer, model)
+    epochs: Any = trainer.fit_loop.epoch_progress.current
+    epochs.processed = 2
+    trainer.fit_loop.max_batches = 4
+    undo = compat.keep_rates(trainer)
+    again.on_train_epoch_start(trainer, model)
+    undo()
+    assert again.state_dict()["scheduler_state"] is not None
+    assert again.state_dict()["n_averaged"] == first.state_dict()["n_averaged"]
+
+
 def test_pruning_that_resets_weights_is_told_apart() -> None:
     """If it breaks: name every `ModelPruning` in `seen.state_reasons`."""
     assert compat.resets_weights(ModelPruning("l1_unstructured"))
@@ -352,6 +391,8 @@ def test_a_checkpoint_inside_an_epoch_resumes_in_that_epoch(tmp_path: Path) -> N
 class Watcher(L.Callback):
     """Writes down the boundaries that a fit comes to, each with its place."""
 
+    goes_on = False
+
     def __init__(self, trainer: L.Trainer, due: bool | None = None) -> None:
         self.trainer = trainer
         self.due = due
@@ -394,7 +435,7 @@ def test_the_boundaries_of_a_fit_are_watched() -> None:
     assert [name for name, _ in watcher.came] == epoch * 2
     assert [place for _, place in watcher.came[:6]] == [(0, 0), (0, 1), (0, 1), (0, 2), (0, 2), (1, 0)]
     undo()
-    assert not {"on_advance_start", "setup_data"} & vars(trainer.fit_loop).keys()
+    assert not {"run", "on_advance_start", "setup_data"} & vars(trainer.fit_loop).keys()
     assert not {"on_run_start", "on_advance_end"} & vars(trainer.fit_loop.epoch_loop).keys()
 
 
