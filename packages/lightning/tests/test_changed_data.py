@@ -161,3 +161,35 @@ def test_what_a_sampler_keeps(tmp_path: Path, workers: int, net: type[Net], step
 def test_weights_of_a_sampler_that_the_model_changes(tmp_path: Path, workers: int) -> None:
     assert_equal(tmp_path, lambda: weighted(workers), at("train", 5), at("train", 12), net=Mining)
     assert exactness(tmp_path / "killed")["reasons"] == []
+
+
+class Stages(Sampler[list[int]]):
+    """A batch sampler with a method and an attribute of its own."""
+
+    def __init__(self) -> None:
+        self.stage, self.step = 0, 3
+
+    def __len__(self) -> int:
+        return 7
+
+    def next_stage(self) -> None:
+        self.stage += 1
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for number in range(7):
+            yield [(number * self.step + offset + self.stage) % SAMPLES for offset in range(BATCH)]
+
+
+class Staging(Net):
+    """Finds its batch sampler where Lightning has it."""
+
+    def on_train_epoch_end(self) -> None:
+        loader: Any = self.trainer.train_dataloader
+        loader.batch_sampler.next_stage()
+        loader.batch_sampler.step += 2
+
+
+def test_a_batch_sampler_is_found_in_its_loader(tmp_path: Path) -> None:
+    assert_equal(tmp_path, lambda: DataLoader(Noisy(), batch_sampler=Stages()), at("train", 12), net=Staging)
+    (reason,) = exactness(tmp_path / "killed")["reasons"]
+    assert not reason["certain"]

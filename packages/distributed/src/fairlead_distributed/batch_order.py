@@ -18,6 +18,8 @@ from fairlead_distributed.attributes import Attributes
 from fairlead_distributed.rng import IsolatedGenerators
 from fairlead_distributed.worker_seeds import EpochBatch
 
+_OWN: Final = ("inner", "seed", "generator")
+
 
 class EpochPosition(NamedTuple):
     """Where the training is: batches of this rank that it took in an epoch."""
@@ -59,6 +61,16 @@ class Order(ABC):
         self._resume: Mapping[str, Any] | None = None
         self._resumed_in = -1
         self._turn = 0
+
+    def __getattr__(self, name: str) -> Any:
+        # A user's code finds its batch sampler here: `trainer.train_dataloader.batch_sampler.set_stage(2)`.
+        if name == "inner" or name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self.inner, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        own = name in _OWN or name.startswith("_") or hasattr(type(self), name)
+        object.__setattr__(self if own else self.inner, name, value)
 
     @property
     def batch_size(self) -> int | None:
