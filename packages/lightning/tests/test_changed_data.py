@@ -47,17 +47,22 @@ class Harder(L.Callback):
             self.change(trainer)
 
 
-@pytest.mark.parametrize("epochs", [False, True])
+WORKERS = {"num_workers": 2}
+PERSISTENT = {"num_workers": 2, "persistent_workers": True}
+
+
 @pytest.mark.parametrize(
-    ("kind", "settings"),
+    ("kind", "settings", "epochs"),
     [
-        (DataLoader, {}),
-        (DataLoader, {"num_workers": 2}),
-        (DataLoader, {"num_workers": 2, "persistent_workers": True}),
-        (StatefulDataLoader, {}),
+        (DataLoader, {}, False),
+        (DataLoader, WORKERS, False),
+        (DataLoader, WORKERS, True),
+        (DataLoader, PERSISTENT, False),
+        (DataLoader, PERSISTENT, True),
+        (StatefulDataLoader, {}, False),
     ],
 )
-def test_a_dataset_that_a_callback_changes(tmp_path: Path, epochs: bool, kind: Any, settings: dict[str, Any]) -> None:
+def test_a_dataset_that_a_callback_changes(tmp_path: Path, kind: Any, settings: dict[str, Any], epochs: bool) -> None:
     """Workers have a copy of it as it was when they began."""
     datasets: list[Curriculum] = []
 
@@ -142,10 +147,10 @@ class Turning(Net):
             loader.sampler.turns += 2
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("net", [Net, Turning])
-@pytest.mark.parametrize("step", [5, 7, 12])
-def test_what_a_sampler_keeps(tmp_path: Path, workers: int, net: type[Net], step: int) -> None:
+@pytest.mark.parametrize(
+    ("net", "workers", "step"), [(Net, 2, 5), (Net, 0, 12), (Turning, 0, 5), (Turning, 2, 7), (Turning, 2, 12)]
+)
+def test_what_a_sampler_keeps(tmp_path: Path, net: type[Net], workers: int, step: int) -> None:
     """It is drawn again from where the epoch began, to where its workers had drawn it, and is then as it was."""
 
     def loaders() -> Any:
