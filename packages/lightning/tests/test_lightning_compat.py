@@ -402,7 +402,7 @@ class Watcher(L.Callback):
     def before_loaders(self, trainer: L.Trainer, *, again: bool) -> float | None:
         return None
 
-    def asking_for_validation(self, trainer: L.Trainer) -> AbstractContextManager[None]:
+    def asking_for_validation(self, trainer: L.Trainer) -> AbstractContextManager[None] | None:
         return nullcontext()
 
     def _note(self, name: str) -> None:

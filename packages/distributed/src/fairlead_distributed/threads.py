@@ -10,6 +10,7 @@ from typing import TypeVar
 import torch
 
 from fairlead.resolution import Resolution
+from fairlead_runs.describe import counted
 
 T = TypeVar("T")
 
@@ -35,11 +36,6 @@ def start_line(resolution: Resolution) -> str:
         counted(torch.get_num_threads(), "thread") + (" each" if ranks > 1 else ""),
     ]
     return f"start       {', '.join(parts)}"
-
-
-def counted(n: int, noun: str) -> str:
-    """`1 step`, `2 steps`."""
-    return f"{n} {noun}{'' if n == 1 else 's'}"
 
 
 def within(seconds: float, call: Callable[[], T]) -> T:

@@ -1,4 +1,4 @@
-"""Things as plain data: for the record of a run that was started from Python, and for its history."""
+"""Things as plain data, for the record and history of a run, and as words."""
 
 from __future__ import annotations
 
@@ -31,3 +31,8 @@ def plain(value: object, other: Callable[[object, str], str], path: str = "") ->
 
 def _type(value: object, path: str) -> str:
     return f"<{type(value).__module__}.{type(value).__qualname__}>"
+
+
+def counted(n: int, noun: str) -> str:
+    """`1 step`, `2 steps`."""
+    return f"{n} {noun}{'' if n == 1 else 's'}"

@@ -50,10 +50,12 @@ def _count_validated_on(trainer: L.Trainer, counts: Mapping[int, int]) -> None:
     if trainer.val_dataloaders is not None:
         return
 
+    ask = loop.setup_data
+
     def setup_data() -> None:
-        del loop.setup_data
+        loop.setup_data = ask
         kept = dict(loop._seen_batches_per_dataloader)
-        loop.setup_data()
+        ask()
         # With loaders that are asked for again they would have begun anew without a restart, too.
         if not vars(trainer)["reload_dataloaders_every_n_epochs"]:
             loop._seen_batches_per_dataloader.update(kept)

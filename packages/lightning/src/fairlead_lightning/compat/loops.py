@@ -50,8 +50,10 @@ def watch_boundaries(trainer: L.Trainer, watcher: Any) -> Callable[[], None]:
         if is_trial() or (validation._combined_loader is not None and not validation._should_reload_val_dl):
             ask()
             return
-        with watcher.asking_for_validation(trainer):
-            ask()
+        asking = watcher.asking_for_validation(trainer)
+        if asking is not None:
+            with asking:
+                ask()
 
     def setup_data() -> None:
         known = fit._combined_loader

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fairlead.errors import CheckpointError
-from fairlead_distributed.threads import counted
 from fairlead_lightning.display.throughput import Throughput, duration, number
 from fairlead_runs.commit import Checkpoint, best, list_checkpoints
+from fairlead_runs.describe import counted
 
 
 def summary_lines(step: int, epoch: int, speed: Throughput, replicas: int, now: float, run_dir: Path) -> list[str]:

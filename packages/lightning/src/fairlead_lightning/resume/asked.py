@@ -21,14 +21,19 @@ class AskedLoaders:
         self._state: dict[str, Any] | None = None
         self._validation: Mapping[str, Any] | None = None
         self._validation_before: Mapping[str, Any] | None = None
+        self.later = False
+        """Whether the fit that this one resumes had not asked for the validation's loaders yet: its training goes on
+        before they are asked for."""
 
     def go_on(self, rank: Mapping[str, Any] | None) -> None:
         """Has the validation's loaders be asked for as in the fit that this one resumes, by the state of its rank."""
-        self._validation_before = (rank or {}).get("asked_validation")
+        if rank is not None and "asked_validation" in rank:
+            self._validation_before = rank["asked_validation"]
+            self.later = self._validation_before is None
 
     @contextmanager
     def validation(self, trainer: L.Trainer) -> Iterator[None]:
-        """The validation's loaders are asked for inside the block: before a training, and in a resumed one again."""
+        """The validation's loaders are asked for inside the block, and in a resumed fit again."""
         before, self._validation_before = self._validation_before, None
         now = rng_state()
         self._validation = before if before is not None else {"rng": now, "epoch": trainer.current_epoch}

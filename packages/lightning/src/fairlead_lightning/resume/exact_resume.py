@@ -278,9 +278,10 @@ class ExactResume(L.Callback):
         saved = self._state.get("asked") if self._state is not None and self._same_ranks else None
         return self._asked.ask(trainer, self._users.kept, saved)
 
-    def asking_for_validation(self, trainer: L.Trainer) -> AbstractContextManager[None]:
-        """The validation's loaders are asked for inside the block."""
-        assert self.loaders is not None
+    def asking_for_validation(self, trainer: L.Trainer) -> AbstractContextManager[None] | None:
+        """The validation's loaders are asked for inside the block; None: not yet, as in the fit that is resumed."""
+        if self.loaders is None or (self._asked.later and self._state is not None):
+            return None
         self.loaders.validation_asked()
         return self._asked.validation(trainer)
 

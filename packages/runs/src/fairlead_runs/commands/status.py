@@ -11,6 +11,7 @@ from typing import Any, Final
 from fairlead.cli.session import Session
 from fairlead_runs import Beat, RunState, state
 from fairlead_runs.commands.texts import ago, find_run, metric, or_dash, summary, table
+from fairlead_runs.describe import counted
 from fairlead_runs.states import find_dumps
 from fairlead_runs.waiting import Waiting, grouped, rank_ranges, waiting
 
@@ -63,7 +64,7 @@ def run_status(arguments: argparse.Namespace, session: Session) -> int:
     notes = list(_wrong_clocks(run.ranks, now))
     if stuck is not None:
         notes.append(_said(stuck, now, running=run.state == "running"))
-    notes += [f"{d.kind}: {_shown(d.path, session)} ({_count(d.files, 'file')})" for d in dumps]
+    notes += [f"{d.kind}: {_shown(d.path, session)} ({counted(d.files, 'file')})" for d in dumps]
     if notes:
         session.print()
         for note in notes:
@@ -95,8 +96,8 @@ def _groups(groups: Sequence[Sequence[Beat]], now: float) -> Iterator[str]:
     yield from table(rows)
     left = groups[_ROWS:]
     if left:
-        ranks = _count(sum(len(group) for group in left), "rank")
-        yield f"and {ranks} in {_count(len(left), 'more group')}; --json has each"
+        ranks = counted(sum(len(group) for group in left), "rank")
+        yield f"and {ranks} in {counted(len(left), 'more group')}; --json has each"
 
 
 def _said(stuck: Waiting, now: float, *, running: bool) -> str:
@@ -153,10 +154,6 @@ def _rank(beat: Beat, now: float) -> dict[str, Any]:
         "place": beat.place or None,
         "age_s": max(0.0, now - beat.time),
     }
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}{'s'[: number != 1]}"
 
 
 def _for(seconds: float) -> str:
