@@ -30,8 +30,8 @@ from fairlead_runs.waiting import ranks_text
 GRACE: Final = timedelta(seconds=10)
 """How long a rank may go on in the block after another has failed: it mostly fails by itself, of the absence."""
 _GRACES: Final = 6  # so many of them may pass after another rank has left by an exception: all may be about to
-_HEARD_S: Final = 4.0  # how long a rank that fails waits until the others have heard of it: it may host the store
-_SECOND_S: Final = 2.0  # how long a rank that only lost its peers lets the one that failed first speak first
+_HEARD_S: Final = 3.0  # how long a rank that fails waits until the others have heard of it: it may host the store
+_SECOND_S: Final = 1.0  # how long a rank that only lost its peers lets the one that failed first speak first
 _PATIENCE_S: Final = 8.0  # how long the store may take for all that: the node that hosts it may be gone
 _HANGS: Final = 5  # so often in one block are stacks dumped because nothing moves
 

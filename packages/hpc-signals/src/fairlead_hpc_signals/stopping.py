@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 SIGNAL_VARIABLES: Final = ("NSHRUNNER_SUBMIT_TIMEOUT_SIGNAL", "NSHRUNNER_SUBMIT_PREEMPT_SIGNAL")
 """Variables of the job runner nshrunner that name the signals it has the scheduler send."""
-_HEARD_S: Final = 3.0  # how long living ranks may take to hear of a stop, where another one is gone
+_HEARD_S: Final = 2.0  # how long living ranks may take to hear of a stop, where another one is gone
 _ALWAYS: Final = ("SIGTERM", "SIGINT")  # what schedulers send at the end, and Ctrl-C
 
 
