@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -28,7 +29,9 @@ class Ran:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Not in the processes of pytest-xdist, which report to this one, nor in a pytest that a test starts."""
+    """`FAIRLEAD_RAN` not in the processes of pytest-xdist, which report to this one, nor in a pytest of a test's."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a script's `nox &`: what a test starts would inherit it
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     folder = os.environ.pop("FAIRLEAD_RAN", "")
     if folder and not hasattr(config, "workerinput"):
         config.pluginmanager.register(Ran(Path(folder)))
