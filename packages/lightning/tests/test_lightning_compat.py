@@ -96,6 +96,18 @@ def test_the_root_directory_can_be_moved(tmp_path: Path) -> None:
     assert trainer.default_root_dir == str(tmp_path / "second")
 
 
+def _averaging_again(model: L.LightningModule, first: Any) -> tuple[Any, L.Trainer]:
+    """In a fit that begins with the state of an earlier one's callback."""
+    again: Any = StochasticWeightAveraging(swa_lrs=0.5, swa_epoch_start=1)
+    trainer = plain(max_epochs=2, callbacks=[again])
+    trainer.strategy._lightning_module = model
+    trainer.strategy.optimizers = [torch.optim.SGD(model.parameters(), lr=0.1)]
+    again.setup(trainer, model, "fit")
+    again.load_state_dict(first.state_dict())
+    again.on_fit_start(trainer, model)
+    return again, trainer
+
+
 def test_averaging_is_resumed_inside_an_epoch() -> None:
     """Its hook at an epoch's begin is not called there, and its new scheduler sets the rate.
 
@@ -106,13 +118,8 @@ def test_averaging_is_resumed_inside_an_epoch() -> None:
     trainer.fit(Line(), datamodule=Data())
     assert first.state_dict()["scheduler_state"] is not None
 
-    again: Any = StochasticWeightAveraging(swa_lrs=0.5, swa_epoch_start=1)
-    model, trainer = Line(), plain(max_epochs=2, callbacks=[again])
-    trainer.strategy._lightning_module = model
-    trainer.strategy.optimizers = [torch.optim.SGD(model.parameters(), lr=0.1)]
-    again.setup(trainer, model, "fit")
-    again.load_state_dict(first.state_dict())
-    again.on_fit_start(trainer, model)
+    model = Line()
+    again, trainer = _averaging_again(model, first)
     trainer.optimizers[0].param_groups[0]["lr"] = 0.123
     undo = compat.keep_rates(trainer)
     compat.resume_averaging(trainer)
@@ -144,13 +151,8 @@ def test_averaging_begins_again_in_its_last_epoch_and_uses_gradients_there() -> 
     trainer.fit(Normed(), datamodule=Data())
     assert seen == [(0, False), (1, True), (2, True)]
 
-    again: Any = StochasticWeightAveraging(swa_lrs=0.5, swa_epoch_start=1)
-    model, trainer = Normed(), plain(max_epochs=2, callbacks=[again])
-    trainer.strategy._lightning_module = model
-    trainer.strategy.optimizers = [torch.optim.SGD(model.parameters(), lr=0.1)]
-    again.setup(trainer, model, "fit")
-    again.load_state_dict(first.state_dict())
-    again.on_fit_start(trainer, model)
+    model = Normed()
+    again, trainer = _averaging_again(model, first)
     epochs: Any = trainer.fit_loop.epoch_progress.current
     epochs.processed = 2
     trainer.fit_loop.max_batches = 4

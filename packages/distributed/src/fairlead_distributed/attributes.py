@@ -18,17 +18,22 @@ from torch.utils.data import Dataset, Sampler
 
 from fairlead_distributed.marks import is_same, mark_of
 from fairlead_distributed.plain_data import GENERATORS, put_back, to_plain
-from fairlead_distributed.user_objects import has_state, is_frozen, is_list, is_users_class, own_values
+from fairlead_distributed.user_objects import (
+    ATOMS,
+    OF_A_MODULE,
+    has_state,
+    is_frozen,
+    is_list,
+    is_users_class,
+    own_values,
+)
 
 MOST_BYTES: Final = 1 << 30
 """What is kept of one attribute; a larger one is named among `Attributes.left`."""
 _DEPTH: Final = 8  # objects in objects: an environment of Gymnasium lies in four wrappers
-_ATOMS: Final = (bool, int, float, complex, str, bytes, type(None))
 _CONTAINERS: Final = (dict, list, tuple, set, frozenset, deque)
-_DATA: Final = (Tensor, np.ndarray, np.generic, *_CONTAINERS, enum.Enum, *_ATOMS, *GENERATORS)
+_DATA: Final = (Tensor, np.ndarray, np.generic, *_CONTAINERS, enum.Enum, *ATOMS, *GENERATORS)
 _HOLDING: Final = (functools.partial, Dataset, Sampler)  # of Python and torch, and all that they do is to hold others
-_OF_TRANSFORMS: Final = ("torchvision", "torchaudio")
-_OF_A_MODULE: Final = frozenset(vars(nn.Module()))
 
 Path = tuple[str, ...]
 
@@ -177,7 +182,7 @@ class Attributes:
                 if key in without or (wanted is not None and key not in wanted) or _is_of_class(owner, key, value):
                     continue
                 place = (*path, key)
-                if not isinstance(value, _ATOMS):
+                if not isinstance(value, ATOMS):
                     if id(value) in self._elsewhere or id(value) in seen or isinstance(value, (type, ModuleType)):
                         continue
                     seen.add(id(value))
@@ -201,7 +206,7 @@ _MADE: Final = "it has a state, and was made while training: make it in __init__
 def _attributes(owner: Any) -> Mapping[str, Any]:
     if isinstance(owner, nn.Module):
         hidden: set[str] = owner._non_persistent_buffers_set
-        own = {name: value for name, value in vars(owner).items() if name not in _OF_A_MODULE}
+        own = {name: value for name, value in vars(owner).items() if name not in OF_A_MODULE}
         return {**own, **{name: value for name, value in owner._buffers.items() if name in hidden}}
     if isinstance(owner, type):
         return {k: v for k, v in vars(owner).items() if not k.startswith(("__", "_abc_")) and _is_data_of_class(v)}
@@ -251,16 +256,16 @@ def _is_gone_into(value: Any) -> bool:
         return bool(value.__closure__) and is_users_class(value)
     if isinstance(value, _DATA) or is_list(value) or isinstance(value, Mapping) or has_state(value) or is_frozen(value):
         return False
-    kind = type(value)
-    holds = isinstance(value, _HOLDING) or kind.__module__.partition(".")[0] in _OF_TRANSFORMS
-    return holds or (is_users_class(kind) and (hasattr(value, "__dict__") or bool(own_values(value))))
+    if isinstance(value, _HOLDING):
+        return True
+    return is_users_class(type(value)) and (hasattr(value, "__dict__") or bool(own_values(value)))
 
 
 def _with_state(value: object, depth: int = 3) -> int:
     """How many objects with a state of their own it is, or holds."""
     if isinstance(value, (list, tuple, dict, deque)) and depth and len(value) < 1 << 16:
         items = value.values() if isinstance(value, dict) else value
-        return sum(_with_state(one, depth - 1) for one in items if not isinstance(one, (*_ATOMS, Tensor, np.ndarray)))
+        return sum(_with_state(one, depth - 1) for one in items if not isinstance(one, (*ATOMS, Tensor, np.ndarray)))
     return int(isinstance(value, Mapping) or has_state(value))  # a mapping of another class takes what a dict holds
 
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from fairlead_distributed.plain_data import GENERATORS, beside_state, to_plain
-from fairlead_distributed.user_objects import has_state, is_list, record_of
+from fairlead_distributed.user_objects import ATOMS, OF_A_MODULE, has_state, is_list, record_of
 
 _LOOKED_AT: Final = 1 << 30  # bytes of an array: of a larger one, which cannot be kept, only some of them
 _OF_A_TENSOR: Final = 1 << 26  # bytes of a tensor: a larger one has its version, and some of its bytes
@@ -24,8 +24,6 @@ _PIECES, _PIECE = 1 << 12, 1 << 12
 _ITEMS: Final = 1 << 20  # of a container of objects: of a longer one, only whether another has taken its place
 _NUMBERS: Final = 1 << 24  # of a container of Python's own data, likewise
 _DEPTH: Final = 8
-_OF_A_MODULE: Final = frozenset(vars(nn.Module()))
-_ATOMS: Final = (bool, int, float, complex, str, bytes, type(None))
 
 
 def mark_of(value: Any, elsewhere: Mapping[int, object], seen: frozenset[int] = frozenset()) -> Any:
@@ -33,7 +31,7 @@ def mark_of(value: Any, elsewhere: Mapping[int, object], seen: frozenset[int] = 
 
     `elsewhere` are objects that are not looked into; `seen` those that hold it: one may hold its holder.
     """
-    if isinstance(value, _ATOMS):
+    if isinstance(value, ATOMS):
         return value
     if id(value) in seen or id(value) in elsewhere:
         return _Object(value, None)
@@ -62,10 +60,8 @@ def is_same(mark: Any, value: Any, elsewhere: Mapping[int, object]) -> bool:
 
 
 def _data_of(module: nn.Module) -> dict[str, Any]:
-    kinds = (*_ATOMS, Tensor, np.ndarray, dict, list, tuple, set, deque)
-    return {
-        name: value for name, value in vars(module).items() if name not in _OF_A_MODULE and isinstance(value, kinds)
-    }
+    kinds = (*ATOMS, Tensor, np.ndarray, dict, list, tuple, set, deque)
+    return {name: value for name, value in vars(module).items() if name not in OF_A_MODULE and isinstance(value, kinds)}
 
 
 class _Object:

@@ -20,11 +20,18 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fairlead_distributed.user_objects import has_state, is_frozen, is_list, is_users_class, record_of
+from fairlead_distributed.user_objects import (
+    ATOMS,
+    OF_A_MODULE,
+    has_state,
+    is_frozen,
+    is_list,
+    is_users_class,
+    record_of,
+)
 
 _KIND: Final = "fairlead:kind"
 _ARRAY: Final = "fairlead:array"
-_ATOMS: Final = (bool, int, float, complex, str, bytes, type(None))
 GENERATORS: Final = (random.Random, np.random.Generator, np.random.RandomState, torch.Generator)
 # Python's own values, which come back as the class with the arguments that it names for a copy.
 _VALUES: Final[Mapping[str, Any]] = {
@@ -35,7 +42,6 @@ _VALUES: Final[Mapping[str, Any]] = {
     )
 }
 _MAPPINGS: Final[Mapping[str, Any]] = {kind.__name__: kind for kind in (Counter, OrderedDict, defaultdict)}
-_OF_A_MODULE: Final = frozenset(vars(nn.Module()))
 
 
 def state_of(value: Any) -> Any:
@@ -50,9 +56,9 @@ def beside_state(module: nn.Module) -> dict[str, Any]:
     users, hidden = is_users_class(type(module)), module._non_persistent_buffers_set
     # A base such as Lightning's module keeps things for itself there.
     bases = any(not is_users_class(base) for base in type(module).__mro__ if base not in (nn.Module, object))
-    own = {k: v for k, v in vars(module).items() if k not in _OF_A_MODULE and not (bases and k.startswith("_"))}
+    own = {k: v for k, v in vars(module).items() if k not in OF_A_MODULE and not (bases and k.startswith("_"))}
     own |= {name: value for name, value in module._buffers.items() if name in hidden}
-    kinds = (*_ATOMS, Tensor, np.ndarray, dict, list, tuple, set, deque, *GENERATORS) if users else _ATOMS
+    kinds = (*ATOMS, Tensor, np.ndarray, dict, list, tuple, set, deque, *GENERATORS) if users else ATOMS
     return {name: one for name, one in own.items() if isinstance(one, kinds) or (users and record_of(one) is not None)}
 
 
@@ -73,7 +79,7 @@ def set_state(value: Any, state: Any) -> None:
 
 def to_plain(value: Any, where: str = "state") -> Any:
     """The value as numbers, texts, tensors, lists, tuples and dicts; a TypeError names the place of anything else."""
-    if type(value) in _ATOMS:
+    if type(value) in ATOMS:
         return value
     if isinstance(value, Tensor):
         if value.grad_fn is not None:
@@ -87,7 +93,7 @@ def to_plain(value: Any, where: str = "state") -> Any:
     if isinstance(value, Mapping):
         name = type(value).__name__ if type(value) in _MAPPINGS.values() else "dict"
         items = {key: to_plain(item, f"{where}[{key!r}]") for key, item in value.items()}
-        if name == "dict" and all(type(key) in _ATOMS for key in items):
+        if name == "dict" and all(type(key) in ATOMS for key in items):
             return items
         pairs = [[to_plain(key, f"the key {key!r} of {where}"), item] for key, item in items.items()]
         makes = getattr(value, "default_factory", None)

@@ -10,15 +10,26 @@ from typing import Any, Final
 import numpy as np
 from torch import Tensor, nn
 
-_ENGINES: Final = frozenset({"torch", "lightning", "pytorch_lightning", "torchmetrics", "torchdata", "torchvision"})
+ATOMS: Final = (bool, int, float, complex, str, bytes, type(None))
+OF_A_MODULE: Final = frozenset(vars(nn.Module()))
+"""The attributes that torch keeps for itself in a module."""
+# What has to outlive a stop is in their own state.
+_ENGINES: Final = frozenset(
+    {"torch", "torchdata", "torchmetrics", "lightning", "pytorch_lightning", "lightning_fabric", "lightning_utilities"}
+)
+
+
+def is_engines(kind: type | FunctionType) -> bool:
+    """Whether a class or function is torch's, Lightning's or ours."""
+    top = kind.__module__.partition(".")[0]
+    return top in _ENGINES or top.startswith("fairlead")
 
 
 def is_users_class(kind: type | FunctionType) -> bool:
     """Whether a class or function is neither Python's own nor an engine's nor ours."""
     if kind.__module__ in ("__main__", "types", "torch.utils.data.dataset"):
         return True
-    top = kind.__module__.partition(".")[0]
-    return top not in sys.stdlib_module_names and top not in _ENGINES and not top.startswith("fairlead")
+    return kind.__module__.partition(".")[0] not in sys.stdlib_module_names and not is_engines(kind)
 
 
 def has_state(value: object) -> bool:

@@ -19,7 +19,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from fairlead_lightning.resume.kept import internal, is_engines
+from fairlead_distributed.user_objects import is_engines
+from fairlead_lightning.resume.kept import internal
 
 _DEPTH: Final = 6
 _ITEMS: Final = 256

@@ -16,22 +16,15 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from fairlead.findings import Inexact
 from fairlead_distributed.attributes import Attributes
+from fairlead_distributed.user_objects import is_engines
 from fairlead_lightning.resume.stateful_loader import is_stateful
 
-# Their own state is in the checkpoint.
-_ENGINES: Final = {"torch", "lightning", "pytorch_lightning", "lightning_fabric", "lightning_utilities", "torchmetrics"}
 _OF_LIGHTNING: Final = ("_hparams", "_hparams_initial", "_hparams_name", "_log_hyperparams", "_trainer", "trainer")
 
 
 _SET_IN_TRAINING: Final = frozenset(
     {"accumulate_grad_batches", "gradient_clip_val", "gradient_clip_algorithm", "check_val_every_n_epoch"}
 )
-
-
-def is_engines(kind: type) -> bool:
-    """Whether a class is torch's, Lightning's or ours, and no user's."""
-    top = kind.__module__.partition(".")[0]
-    return top in _ENGINES or top.startswith("fairlead")
 
 
 def internal(holder: object) -> frozenset[str]:
@@ -96,26 +89,21 @@ def only_once(trainer: L.Trainer) -> Callable[[], None]:
     return undo
 
 
-def parts_of(loader: object) -> dict[str, object]:
-    """What of the user's a loader draws its samples from, by name: the dataset and `collate_fn`, where they are known.
+def watch_loader(kept: Attributes, name: str, loader: object) -> None:
+    """Watches what a loader's dataset and `collate_fn` keep in this process.
 
     Of one with a state: its generator, and a dataset that can be indexed.
     """
+    stateful = is_stateful(loader)
+    if stateful:
+        kept.watch(name, SimpleNamespace(generator=getattr(loader, "generator", None)))
     if not isinstance(loader, DataLoader):
-        return {"": SimpleNamespace(generator=getattr(loader, "generator", None))} if is_stateful(loader) else {}
+        return
     collate = getattr(loader.collate_fn, "__self__", loader.collate_fn)
-    parts = {"dataset": loader.dataset, "collate_fn": collate}
-    found = {name: one for name, one in parts.items() if hasattr(one, "__dict__") and not is_stateful(one)}
-    if is_stateful(loader):
-        found = {name: one for name, one in found.items() if not isinstance(one, IterableDataset)}
-        found[""] = SimpleNamespace(generator=loader.generator)
-    return found
-
-
-def watch_loader(kept: Attributes, name: str, loader: object) -> None:
-    """Watches what a loader's dataset and `collate_fn` keep in this process."""
-    for part, one in parts_of(loader).items():
-        kept.watch(f"{name} {part}".rstrip(), one)
+    for part, one in (("dataset", loader.dataset), ("collate_fn", collate)):
+        known = hasattr(one, "__dict__") and not is_stateful(one)
+        if known and not (stateful and isinstance(one, IterableDataset)):
+            kept.watch(f"{name} {part}", one)
 
 
 def reasons(kept: Attributes) -> Iterator[Inexact]:

@@ -209,7 +209,7 @@ class Loaders:
         common: dict[str, Any] = {"seed": seed, "place": self._place, "generator": torch.Generator(), "once": once}
         if is_ahead(loader):
             common |= {"copied": Attributes(), "persistent": loader.persistent_workers}
-            watch_loader(common["copied"], "", loader)
+            watch_loader(common["copied"], "loader", loader)
         if plain and type(sampler) is ResumableDistributedSampler:
             common["seed"] = sampler.seed
             return over(loader, ShardedOrder(batches, **common), seed)
