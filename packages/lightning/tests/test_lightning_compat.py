@@ -318,7 +318,7 @@ class Raises(L.Callback):
 def test_a_spawned_rank_tells_no_callback_of_its_end(tmp_path: Path) -> None:
     """If it breaks: see whether `on_exception` is called in spawned ranks by now."""
     trainer = plain(max_steps=1, devices=1, strategy="ddp_spawn", callbacks=[Raises(tmp_path)])
-    with pytest.raises(ProcessExitedException):  # with which code is no part of it: torch's threads may abort at the end
+    with pytest.raises(ProcessExitedException):  # with any code: torch's threads may abort at the end
         trainer.fit(Line(), datamodule=Data())
     assert sorted(path.name for path in tmp_path.iterdir()) == ["heard-False", "spawned-True"]
 
