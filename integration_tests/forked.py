@@ -7,14 +7,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
-from fairlead_distributed.forked_child import run_python
-from fairlead_distributed.forkserver import ForkedProcess, shared
+from fairlead_launch.forked_child import run_python
+from fairlead_launch.forkserver import SERVER_FD, ForkedProcess, shared
 
 __all__ = ["fork"]
 
 
 def fork(command: Sequence[str], environ: Mapping[str, str], cwd: Path, out: IO[str], err: IO[str]) -> ForkedProcess:
-    """Forks a process that is `python COMMAND`; what it starts itself is started as always.
+    """Forks a process that is `python COMMAND`; its ranks are forked, too, from a server that it is lent.
 
     Args:
         command: The script and its words.
@@ -24,7 +24,15 @@ def fork(command: Sequence[str], environ: Mapping[str, str], cwd: Path, out: IO[
         err: Its standard error.
     """
     server = shared(environ, ("integration_tests.preloaded", "integration_tests.forked"))
-    return server.start(_run, *command, environ=environ, cwd=cwd, fds={1: out.fileno(), 2: err.fileno()})
+    with server.lend() as lent:  # for its ranks
+        number = 3
+        return server.start(
+            _run,
+            *command,
+            environ={**environ, SERVER_FD: str(number)},
+            cwd=cwd,
+            fds={1: out.fileno(), 2: err.fileno(), number: lent.fileno()},
+        )
 
 
 def _run(*command: str) -> None:

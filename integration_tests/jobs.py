@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fairlead_distributed.forkserver import ForkedProcess, start_variables
+from fairlead_launch.forkserver import ForkedProcess, start_variables
 from integration_tests.forked import fork
 
 FAIRLEAD = str(Path(sys.executable).parent / "fairlead")
@@ -34,10 +34,15 @@ import lightning.pytorch as L
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-me = os.environ.get("RANK", "0")
-asked = [word.split(":") for word in os.environ.get("FAIL", "").split()]
-how, step = next(((how, step) for how, rank, step in asked if rank == me), ("", "0"))
-if how == "import":
+
+
+def asked():
+    me = os.environ.get("RANK", "0")
+    words = [word.split(":") for word in os.environ.get("FAIL", "").split()]
+    return next(((how, int(step)) for how, rank, step in words if rank == me), ("", 0))
+
+
+if "import" in os.environ.get("FAIL", "") and asked()[0] == "import":
     raise RuntimeError("no luck at import")
 
 
@@ -76,7 +81,7 @@ class Samples(Dataset):
         return 64
 
     def __getitem__(self, index):
-        if how == "worker" and index > 8:
+        if asked()[0] == "worker" and index > 8:
             raise KeyError("no luck in the worker")
         return torch.full((4,), index / 64.0)
 
@@ -98,17 +103,18 @@ class Data(L.LightningDataModule):
 class Model(L.LightningModule):
     def __init__(self, width=4, lr=0.1, delay=0.0):
         super().__init__()
-        if how == "init":
+        if asked()[0] == "init":
             raise ValueError("no luck in __init__")
         self.layer = torch.nn.Linear(4, width)
         self.lr, self.delay = lr, delay
 
     def setup(self, stage):
-        if how == "setup":
+        if asked()[0] == "setup":
             raise ValueError("no luck in setup")
 
     def training_step(self, batch, index):
-        if self.trainer.global_step >= int(step):
+        how, step = asked()
+        if self.trainer.global_step >= step:
             trouble(how)
         time.sleep(self.delay)
         loss = self.layer(batch).square().mean()
@@ -120,7 +126,7 @@ class Model(L.LightningModule):
             torch.save(self.state_dict(), f"weights-{self.global_rank}.pt")
 
     def validation_step(self, batch, index):
-        if how == "validation":
+        if asked()[0] == "validation":
             raise ValueError("no luck in validation")
         self.log("val/loss", self.layer(batch).square().mean(), sync_dist=True)
 

@@ -41,9 +41,9 @@ TEST_TOOLS = {"pytest", "_pytest", "hypothesis"}
 ENVIRONMENT_PLACES = {
     ("fairlead_environments.runtime", "Assign"): "a rank of `ddp_spawn` has its own, which does not travel in a pickle",
     ("fairlead_distributed.testing", "Dict"): "the processes of a test have the variables of the test, and their own",
-    ("fairlead_distributed.forkserver", "items"): "a server has the variables of its process",
-    ("fairlead_distributed.forked_child", "clear"): "a forked process gets other variables than its server",
-    ("fairlead_distributed.forked_child", "update"): "which are all that it gets",
+    ("fairlead_launch.forkserver", "items"): "a server has the variables of its process",
+    ("fairlead_launch.forked_child", "clear"): "a forked process gets other variables than its server",
+    ("fairlead_launch.forked_child", "update"): "which are all that it gets",
     (
         "fairlead_lightning.lifecycle.stuck",
         "setdefault",
@@ -60,7 +60,7 @@ ENVIRONMENT_PLACES = {
 STATE_PLACES = {
     ("fairlead.plugins", "_default"): "the one default plugin manager, made when a public function first needs it",
     ("fairlead_distributed.control_plane", "_of_groups"): "that of the process group, as long as somebody uses it",
-    ("fairlead_distributed.forkserver", "_servers"): "the fork servers of this process, which end with it",
+    ("fairlead_launch.forkserver", "_servers"): "the fork servers of this process, which end with it",
     ("fairlead_hpc_signals.flags", "_wakeups"): "the files that Python's one `set_wakeup_fd` was told of here",
     ("fairlead_environments.scrubbing", "_open"): "which blocks hide what of os.environ, which all threads share",
 }

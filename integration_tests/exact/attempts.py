@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from fairlead_distributed.forkserver import ForkedProcess
+from fairlead_launch.forkserver import ForkedProcess
 from integration_tests.forked import fork
 from integration_tests.jobs import FAIRLEAD, MARKER, marked, start
 

@@ -16,7 +16,8 @@ from pathlib import Path
 import pytest
 
 from fairlead.errors import RunFailedError
-from fairlead_launch import rank_environment, supervise
+from fairlead_launch import rank_environment, spawn, supervise
+from fairlead_launch.processes import Starter
 
 RANK = """
 import os, signal, sys, time
@@ -44,8 +45,8 @@ def ranks(count: int) -> list[dict[str, str]]:
     ]
 
 
-def command(code: str, folder: Path) -> list[str]:
-    return [sys.executable, "-c", RANK + textwrap.dedent(code), str(folder)]
+def command(code: str, folder: Path) -> Starter:
+    return spawn([sys.executable, "-c", RANK + textwrap.dedent(code), str(folder)])
 
 
 def is_running(folder: Path, rank: int) -> bool:
@@ -72,8 +73,8 @@ def test_ranks_that_only_lost_one_of_another_node_are_not_blamed(tmp_path: Path,
     lines = [{"event": "start"}, *([{"event": "failed", "rank": 7, "host": "n2", "error": "no luck"}] * recorded)]
     history.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     code = """
-    from fairlead_launch import keep_log
-    keep_log(os.environ, folder / "logs", 1)
+    from fairlead_launch import announce_run
+    announce_run(os.environ, folder, 1)
     send_report(os.environ, "RuntimeError: Connection closed by peer", 1, lost_a_peer=True)
     sys.exit(1)
     """

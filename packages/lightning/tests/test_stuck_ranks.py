@@ -11,8 +11,8 @@ import pytest
 from tiny_job import events
 
 from fairlead_distributed import free_port
-from fairlead_distributed.forked_child import run_python
-from fairlead_distributed.forkserver import ForkedProcess, shared
+from fairlead_launch.forked_child import run_python
+from fairlead_launch.forkserver import ForkedProcess, shared
 from fairlead_runs import read_heartbeats, state
 
 LIMIT_S = 240.0  # only against a test that would hang for ever

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from fairlead_distributed.forked_child import run_python
-from fairlead_distributed.forkserver import shared
+from fairlead_launch.forked_child import run_python
+from fairlead_launch.forkserver import shared
 
 HERE = Path(__file__).parent
 

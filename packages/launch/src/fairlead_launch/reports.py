@@ -55,14 +55,17 @@ class Report:
 
 @dataclass(frozen=True)
 class Announcement:
-    """Where the run of a rank is, once it is known, and the number of this start of it.
-
-    `log` has its output from now on, None: the terminal.
-    """
+    """Where the run of a rank is, once it is known, and the number of this start of it."""
 
     run: str
-    log: str | None
     start: int
+
+
+@dataclass(frozen=True)
+class Joining:
+    """A rank has come to the process group, and waits for the others."""
+
+    rank: int
 
 
 def lost_a_peer(error: BaseException) -> bool:
@@ -107,21 +110,9 @@ def said_after_rank_0(error: FairleadError) -> bool:
     return True
 
 
-def keep_log(environ: Mapping[str, str], folder: Path, start: int) -> None:
-    """Lets the output of a rank other than the first go to `rank-00001.log` from now on; rank 0 keeps the terminal."""
-    if REPORT_FD not in environ:
-        return
-    rank = int(environ.get("RANK", "0"))
-    path = folder / f"rank-{rank:05d}.log" if rank > 0 else None
-    if path is not None:
-        folder.mkdir(parents=True, exist_ok=True)
-        log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-        for stream in filter(None, (sys.stdout, sys.stderr)):  # a daemon may have none
-            stream.flush()
-        os.dup2(log, 1)
-        os.dup2(log, 2)
-        os.close(log)
-    _send(environ, Announcement(str(folder.parent), str(path) if path is not None else None, start))
+def announce_run(environ: Mapping[str, str], run: Path, start: int) -> bool:
+    """Tells the supervisor where this rank's run is: it keeps what the ranks print there. False: there is none."""
+    return _send(environ, Announcement(str(run), start))
 
 
 def watch_supervisor(environ: Mapping[str, str]) -> None:
@@ -140,20 +131,26 @@ def watch_supervisor(environ: Mapping[str, str]) -> None:
     threading.Thread(target=wait, name="fairlead-supervisor-watch", daemon=True).start()
 
 
-def read_messages(fd: int) -> list[Report | Announcement]:
+def read_messages(fd: int) -> list[Report | Announcement | Joining]:
     """What a rank has sent so far, in order; never waits."""
     data = b""
     with contextlib.suppress(BlockingIOError):
         while chunk := os.read(fd, 65536):
             data += chunk
-    messages: list[Report | Announcement] = []
+    kinds = {kind.__name__: kind for kind in (Report, Announcement, Joining)}
+    messages: list[Report | Announcement | Joining] = []
     for line in data.split(b"\n")[:-1]:  # a rank may have been killed while it wrote the last one
         kind, fields = json.loads(line)
-        messages.append(Report(**fields) if kind == "Report" else Announcement(**fields))
+        messages.append(kinds[kind](**fields))
     return messages
 
 
-def _send(environ: Mapping[str, str], message: Report | Announcement) -> bool:
+def say_joining(environ: Mapping[str, str]) -> None:
+    """Tells the supervisor that this rank has come to the process group."""
+    _send(environ, Joining(int(environ.get("RANK", "0"))))
+
+
+def _send(environ: Mapping[str, str], message: Report | Announcement | Joining) -> bool:
     if REPORT_FD not in environ:
         return False
     data = json.dumps([type(message).__name__, asdict(message)]).encode() + b"\n"

@@ -12,20 +12,26 @@ import math
 import os
 import signal
 import subprocess
-import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from types import FrameType
 from typing import IO, Final
 
-from fairlead_launch.reports import ALIVE_FD, REPORT_FD, Announcement, read_messages
+from fairlead.errors import RunFailedError
+from fairlead_launch.output import Output
+from fairlead_launch.processes import Starter
+from fairlead_launch.reports import ALIVE_FD, REPORT_FD, Announcement, Joining, read_messages
 from fairlead_launch.verdict import Rank, stopped_as_asked, verdict
+from fairlead_runs.waiting import ranks_text
 
 _POLL_S: Final = 0.05
 _HEARD_S: Final = 1.0
 """How long the others may take to report, after the first rank failed: several may fail for a reason of their own."""
 _GRACE_S: Final = 5.0
 """How long ranks may take to end by themselves, after SIGTERM, before SIGKILL."""
+_GONE_S: Final = 10.0
+"""How long what a rank has started may take to be gone, after SIGKILL: until then it has memory of the GPU."""
 _STOP_GRACE_S: Final = 30.0
 """The same when the run was asked to stop and a rank died of it: another may be writing the checkpoint."""
 _MET_S: Final = 15.0
@@ -34,14 +40,215 @@ _STOPS: Final = (signal.SIGTERM, signal.SIGINT)
 _PASSED_ON: Final = (signal.SIGUSR1, signal.SIGUSR2)
 
 
+@contextlib.contextmanager
+def noted_signals(early: Sequence[int] = ()) -> Iterator[list[int]]:
+    """The signals that ask for a stop, in the order in which they come, `early` ones first; they end nothing."""
+    received = list(early)
+
+    def note(signum: int, _frame: FrameType | None) -> None:
+        received.append(signum)
+
+    previous = {s: signal.signal(s, note) for s in (*_STOPS, *_PASSED_ON)}
+    try:
+        yield received
+    finally:
+        for signum, handler in previous.items():
+            signal.signal(signum, handler)
+
+
+class Group:
+    """The ranks of one start on this machine.
+
+    Args:
+        start: Starts a rank.
+        environments: One environment a rank; `RANK` in it names the rank.
+        output: Takes what they print; it is closed at the end.
+        stderr: Where the supervisor speaks.
+        inherited: File descriptors that the first rank inherits; they are closed here.
+        shared: The same for all ranks; they stay open.
+        poll_s: Seconds between two looks at the ranks.
+        join_s: Seconds that ranks may take to come to the process group, once the first one waits there.
+    """
+
+    def __init__(
+        self,
+        start: Starter,
+        environments: Sequence[Mapping[str, str]],
+        output: Output,
+        *,
+        stderr: IO[str],
+        inherited: Sequence[int] = (),
+        shared: Sequence[int] = (),
+        poll_s: float = _POLL_S,
+        join_s: float = math.inf,
+    ) -> None:
+        self._start_rank = start
+        self._environments = environments
+        self._output = output
+        self._stderr = stderr
+        self._inherited = inherited
+        self._shared = shared
+        self._poll_s = poll_s
+        self._join_s = join_s
+        self._join_by = math.inf
+        self.ranks: list[Rank] = []
+        self.stop: int | None = None
+        """The signal that has asked this group to stop."""
+
+    @property
+    def run(self) -> Announcement | None:
+        """Where the run of these ranks is, once one of them has said it."""
+        return next((rank.announced for rank in self.ranks if rank.announced is not None), None)
+
+    def supervise(self, received: list[int]) -> int:
+        """Runs them until all have ended, and returns the exit code of the whole; takes signals from `received`.
+
+        SIGTERM or Ctrl-C asks the ranks to save and stop; a second Ctrl-C ends them at once. Where a rank died, the
+        `RunFailedError` names it, with its own traceback first.
+        """
+        alive_read, alive_write = os.pipe()
+        waited = False
+        try:
+            try:
+                for index, environ in enumerate(self._environments):
+                    extra = (*self._inherited, *self._shared) if index == 0 else self._shared
+                    self.ranks.append(self._start(environ, alive_read, extra))
+            finally:
+                for fd in self._inherited:
+                    os.close(fd)  # with the first rank its socket goes, and who waits for it is told
+            self._wait(received)
+            waited = True
+        finally:
+            self._end(failed=not received and (self.stop is None or not waited))
+            os.close(alive_read)
+            os.close(alive_write)
+            self._output.close()
+        return verdict(self.ranks, self.stop, self._stderr, self._output)
+
+    def _start(self, environ: Mapping[str, str], alive_fd: int, inherited: Sequence[int]) -> Rank:
+        read, write = os.pipe()
+        number = int(environ["RANK"])
+        output = self._output.streams(number)
+        variables = {**environ, REPORT_FD: str(write), ALIVE_FD: str(alive_fd)}
+        try:
+            process = self._start_rank(variables, output, (write, alive_fd, *inherited))
+        finally:
+            for fd in (write, *output):
+                os.close(fd)
+        os.set_blocking(read, False)
+        return Rank(number, process, read)
+
+    def _wait(self, received: list[int]) -> None:
+        """Returns when all have ended, or one failed and the others had their time."""
+        give_up_at = math.inf
+        while True:
+            while received:
+                signum = received.pop(0)
+                if signum == self.stop == signal.SIGINT:
+                    # A person asks twice: no more waiting. Schedulers send SIGTERM twice within milliseconds.
+                    give_up_at = min(give_up_at, time.monotonic() + _GRACE_S)
+                if self.stop is None:
+                    self._announce(signum)
+                if self.stop not in _STOPS:
+                    self.stop = signum
+                for rank in self.ranks:
+                    rank.process.send_signal(signum)  # nothing, where it has ended
+            for rank in self.ranks:
+                self._hear(rank)
+                if rank.ended is None and rank.process.poll() is not None:
+                    rank.ended = time.time()
+                    self._hear(rank)
+                    if self.stop is not None and stopped_as_asked(rank.code, rank.report):
+                        give_up_at = min(give_up_at, time.monotonic() + _MET_S)
+                    elif rank.code != 0:
+                        # What was killed did not fail of another rank.
+                        patience = _STOP_GRACE_S if self.stop is not None else _HEARD_S * (rank.code != -signal.SIGKILL)
+                        give_up_at = min(give_up_at, time.monotonic() + patience)
+            if all(rank.ended is not None for rank in self.ranks):
+                return
+            if self.stop is None and time.monotonic() > self._join_by:
+                self._raise_absent()
+            if time.monotonic() >= give_up_at:
+                return
+            time.sleep(self._poll_s)
+
+    def _raise_absent(self) -> None:
+        absent = [rank for rank in self.ranks if not rank.joining and rank.ended is None]
+        if not absent:
+            self._join_by = math.inf
+            return
+        raise RunFailedError(
+            f"{ranks_text(rank.rank for rank in absent)} of {len(self.ranks)} did not come to the process group within "
+            f"{self._join_s:g} s of the first one",
+            where=", ".join(f"process {rank.process.pid}" for rank in absent),
+            why="\n".join(self._output.last_lines(absent[0].rank)[-10:]) or "nothing was printed",
+            fix="look at what these ranks do before they join; a slow start needs a longer --start-timeout",
+        )
+
+    def _announce(self, signum: int) -> None:
+        """Answers at once, for all ranks: those that only we end, because one has failed, say nothing of a stop."""
+        for rank in self.ranks:
+            self._hear(rank)
+        if self.run is not None:
+            again = "; again to stop now" if signum == signal.SIGINT else ""
+            name = signal.Signals(signum).name
+            print(f"{name}: stopping after this step, then saving{again}", file=self._stderr, flush=True)
+
+    def _hear(self, rank: Rank) -> None:
+        """Takes in what a rank has said of itself."""
+        for message in read_messages(rank.reports):
+            if isinstance(message, Announcement):
+                rank.announced = message
+                self._output.keep_in(Path(message.run, "logs"))
+            elif isinstance(message, Joining):
+                rank.joining = True
+                self._join_by = min(self._join_by, time.monotonic() + self._join_s)
+            elif rank.report is None:
+                rank.report = message
+
+    def _end(self, *, failed: bool) -> None:
+        """Stops whatever still runs: SIGTERM, a grace, SIGKILL; nothing is left behind.
+
+        Where a rank has failed there is no SIGTERM: to the others it would be a stop, after which a job is started
+        again.
+        """
+        running = [rank for rank in self.ranks if rank.process.poll() is None]
+        for rank in running:
+            rank.stopped_by_us = True
+            rank.process.send_signal(signal.SIGKILL if failed else signal.SIGTERM)
+        deadline = time.monotonic() + _GRACE_S
+        for rank in running:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                rank.process.wait(max(0.0, deadline - time.monotonic()))
+        for rank in self.ranks:
+            # The whole group, also of a rank that has ended: its DataLoader workers may not have noticed yet.
+            with contextlib.suppress(ProcessLookupError, PermissionError):  # nobody is left in it
+                os.killpg(rank.process.pid, signal.SIGKILL)
+            rank.process.wait()
+            if rank.ended is None:
+                rank.ended = time.time()
+            self._hear(rank)
+            os.close(rank.reports)
+        gone_by = time.monotonic() + _GONE_S
+        while any(map(_is_left, self.ranks)) and time.monotonic() < gone_by:
+            time.sleep(0.01)
+
+
+def _is_left(rank: Rank) -> bool:
+    """Whether something that a rank has started is still there."""
+    try:
+        os.killpg(rank.process.pid, 0)
+    except (ProcessLookupError, PermissionError):
+        return False
+    return True
+
+
 def supervise(
-    command: Sequence[str],
+    start: Starter,
     environments: Sequence[Mapping[str, str]],
     *,
     stderr: IO[str],
-    inherited: Sequence[int] = (),
-    shared: Sequence[int] = (),
-    early: Sequence[int] = (),
+    output: Output | None = None,
 ) -> int:
     """Runs one process a rank until all have ended, and returns the exit code of the whole.
 
@@ -49,133 +256,12 @@ def supervise(
     `RunFailedError` names it, with its own traceback first.
 
     Args:
-        command: The command of every rank.
+        start: Starts a rank: `spawn(command)`, or `fork(server, function)`.
         environments: One environment a rank; `RANK` in it names the rank.
-        stderr: Where the ranks' failures are shown.
-        inherited: File descriptors that rank 0 inherits; they are closed here.
-        shared: The same for all ranks.
-        early: Signals that came before this.
+        stderr: Where the supervisor speaks.
+        output: Takes what they print; None: the first rank's streams go to ours.
     """
-    alive_read, alive_write = os.pipe()
-    ranks: list[Rank] = []
-    received = list(early)
-    stop: int | None = None
-
-    def note(signum: int, _frame: FrameType | None) -> None:
-        received.append(signum)
-
-    previous = {s: signal.signal(s, note) for s in (*_STOPS, *_PASSED_ON)}
-    try:
-        for index, environ in enumerate(environments):
-            fds = (*inherited, *shared) if index == 0 else shared
-            ranks.append(_start(command, environ, index, alive_read, fds))
-        for fd in (*inherited, *shared):
-            os.close(fd)  # with rank 0 its socket goes, and who waits for it is told
-        stop = _wait(ranks, received, stderr)
-    finally:
-        _end(ranks, failed=stop is None and not received)
-        for signum, handler in previous.items():
-            signal.signal(signum, handler)
-        os.close(alive_read)
-        os.close(alive_write)
-    try:
-        return verdict(ranks, stop, stderr)
-    finally:
-        for rank in ranks:
-            if rank.output is not None:
-                rank.output.close()
-
-
-def _start(
-    command: Sequence[str], environ: Mapping[str, str], index: int, alive_fd: int, inherited: Sequence[int]
-) -> Rank:
-    read, write = os.pipe()
-    # Two ranks on one terminal write over each other: the first one keeps it.
-    output: IO[bytes] | None = tempfile.TemporaryFile() if index > 0 else None  # noqa: SIM115 - read when the rank has ended
-    try:
-        process = subprocess.Popen(
-            command,
-            env={**environ, REPORT_FD: str(write), ALIVE_FD: str(alive_fd)},
-            stdin=subprocess.DEVNULL,  # reading from the terminal would stop a process that is not in its foreground
-            stdout=output,
-            stderr=subprocess.STDOUT if output is not None else None,
-            pass_fds=(write, alive_fd, *inherited),
-            process_group=0,
-        )
-    finally:
-        os.close(write)
-    os.set_blocking(read, False)
-    return Rank(int(environ["RANK"]), process, read, output)
-
-
-def _wait(ranks: list[Rank], received: list[int], stderr: IO[str]) -> int | None:
-    """Returns when all ranks have ended, or one failed and the others had their time; the signal that stopped it."""
-    stop: int | None = None
-    give_up_at = math.inf
-    while True:
-        while received:
-            signum = received.pop(0)
-            if signum == stop == signal.SIGINT:
-                # A person asks twice: no more waiting. Schedulers send SIGTERM twice within milliseconds.
-                give_up_at = min(give_up_at, time.monotonic() + _GRACE_S)
-            if stop is None:
-                _announce(ranks, signum, stderr)
-            if stop not in _STOPS:
-                stop = signum
-            for rank in ranks:
-                rank.process.send_signal(signum)  # nothing, where it has ended
-        for rank in ranks:
-            if rank.ended is None and rank.process.poll() is not None:
-                rank.ended = time.time()
-                _hear(rank)
-                if stop is not None and stopped_as_asked(rank.code, rank.report):
-                    give_up_at = min(give_up_at, time.monotonic() + _MET_S)
-                elif rank.code != 0:
-                    give_up_at = min(give_up_at, time.monotonic() + (_HEARD_S if stop is None else _STOP_GRACE_S))
-        if all(rank.ended is not None for rank in ranks):
-            return stop
-        if time.monotonic() > give_up_at:
-            return stop
-        time.sleep(_POLL_S)
-
-
-def _announce(ranks: list[Rank], signum: int, stderr: IO[str]) -> None:
-    """Answers at once, for all ranks: those that only we end, because one has failed, say nothing of a stop."""
-    for rank in ranks:
-        _hear(rank)
-    if any(rank.announced is not None for rank in ranks):  # there is a run
-        again = "; again to stop now" if signum == signal.SIGINT else ""
-        print(f"{signal.Signals(signum).name}: stopping after this step, then saving{again}", file=stderr, flush=True)
-
-
-def _hear(rank: Rank) -> None:
-    """Takes in what a rank has said of itself."""
-    for message in read_messages(rank.reports):
-        if isinstance(message, Announcement):
-            rank.announced = message
-        elif rank.report is None:
-            rank.report = message
-
-
-def _end(ranks: list[Rank], *, failed: bool) -> None:
-    """Stops whatever still runs: SIGTERM, a grace, SIGKILL; nothing is left behind.
-
-    Where a rank has failed there is no SIGTERM: to the others it would be a stop, after which a job is started again.
-    """
-    running = [rank for rank in ranks if rank.process.poll() is None]
-    for rank in running:
-        rank.stopped_by_us = True
-        rank.process.send_signal(signal.SIGKILL if failed else signal.SIGTERM)
-    deadline = time.monotonic() + _GRACE_S
-    for rank in running:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            rank.process.wait(max(0.0, deadline - time.monotonic()))
-    for rank in ranks:
-        # The whole group, also of a rank that has ended: its DataLoader workers may not have noticed yet.
-        with contextlib.suppress(ProcessLookupError, PermissionError):  # nobody is left in it
-            os.killpg(rank.process.pid, signal.SIGKILL)
-        rank.process.wait()
-        if rank.ended is None:
-            rank.ended = time.time()
-            _hear(rank)
-        os.close(rank.reports)
+    numbers = [int(environ["RANK"]) for environ in environments]
+    group = Group(start, environments, output or Output(numbers, raw=numbers[0]), stderr=stderr)
+    with noted_signals() as received:
+        return group.supervise(received)

@@ -5,42 +5,47 @@ from __future__ import annotations
 import itertools
 import signal
 import site
-import subprocess
 import sysconfig
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, Final
 
 from fairlead.errors import RunDirectoryError, RunFailedError
+from fairlead_launch.output import Output
+from fairlead_launch.processes import Process
 from fairlead_launch.reports import Announcement, Report
 from fairlead_runs import History, read_history
 
+SAVED: Final = 75
+"""The exit code of what was stopped with everything saved, and wants another start."""
 _STOPS = {signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2}
-_STOPPED_AS_ASKED = {0, 75, 128 + signal.SIGTERM, 128 + signal.SIGINT} | {-number for number in _STOPS}
+_STOPPED_AS_ASKED = {0, SAVED, 128 + signal.SIGTERM, 128 + signal.SIGINT} | {-number for number in _STOPS}
 
 
 @dataclass
 class Rank:
     """A process that the supervisor has started, and what is known of it.
 
-    It says how it fails on the pipe `reports`, and writes to `output` before it has a log (None: it has the terminal);
-    `ended` is in seconds since 1970; `stopped_by_us`: it still ran when the run was given up.
+    It says how it fails on the pipe `reports`; `ended` is in seconds since 1970; `joining`: it has come to the process
+    group; `stopped_by_us`: it still ran when the run was given up.
     """
 
     rank: int
-    process: subprocess.Popen[bytes]
+    process: Process
     reports: int
-    output: IO[bytes] | None
     ended: float | None = None
     report: Report | None = None
     announced: Announcement | None = None
+    joining: bool = False
     stopped_by_us: bool = False
 
     @property
     def code(self) -> int:
         """The exit code, once it has ended; negative: the signal that killed it."""
-        return int(self.process.returncode)
+        code = self.process.returncode
+        assert code is not None
+        return code
 
 
 def stopped_as_asked(code: int, report: Report | None) -> bool:
@@ -48,13 +53,15 @@ def stopped_as_asked(code: int, report: Report | None) -> bool:
     return code in _STOPPED_AS_ASKED or (report is not None and not report.text)
 
 
-def verdict(ranks: Sequence[Rank], stop: int | None, stderr: IO[str]) -> int:
+def verdict(ranks: Sequence[Rank], stop: int | None, stderr: IO[str], output: Output) -> int:
     """The exit code of the whole, given the signal that first asked the run to stop.
 
     Where a rank died, the `RunFailedError` names it, with its own traceback first.
     """
     if all(rank.code == 0 for rank in ranks):
         return 0
+    if all(rank.code in (0, SAVED) for rank in ranks):
+        return SAVED
     # One that hangs is killed by us: the others have stopped without it, or a person has asked twice.
     hung = [rank for rank in ranks if rank.stopped_by_us and rank.code == -signal.SIGKILL]
     asked = [rank for rank in ranks if rank not in hung]
@@ -73,13 +80,13 @@ def verdict(ranks: Sequence[Rank], stop: int | None, stderr: IO[str]) -> int:
         raise _of_another_node(first, ranks)
     _record(first, ranks)
     others = ", ".join(str(r.rank) for r in ranks if r is not first)
-    place = f"process {first.process.pid}"
-    if first.announced is not None and first.announced.log is not None:
-        place += f"; its output is in {_shown(first.announced.log)}"
+    place, log = f"process {first.process.pid}", output.path(first.rank)
+    if log is not None:
+        place += f"; its output is in {_shown(log)}"
     raise RunFailedError(
         f"rank {first.rank} of {len(ranks)} {_how(first)}",
         where=place,
-        why=first.report.text if first.report is not None else _last_words(first),
+        why=first.report.text if first.report is not None else _last_words(output.last_lines(first.rank)),
         fix=f"the other ranks ({others}) were stopped; nothing runs any more" if others else None,
     )
 
@@ -144,18 +151,8 @@ def _record(first: Rank, ranks: Sequence[Rank]) -> None:
         return  # a full disk may be what the run failed of; what is shown to the user says more
 
 
-def _last_words(rank: Rank) -> str | None:
-    """What a crash in native code leaves: the end of the rank's output, in its log once it has one."""
-    written = b""
-    try:
-        if rank.announced is not None and rank.announced.log is not None:
-            written = Path(rank.announced.log).read_bytes()
-        elif rank.output is not None:
-            rank.output.seek(0)
-            written = rank.output.read()
-    except OSError as error:
-        return f"its log cannot be read: {error}"
-    lines = written.decode(errors="replace").splitlines()
+def _last_words(lines: Sequence[str]) -> str | None:
+    """What a crash in native code leaves: the end of the rank's output."""
     return "\n".join(_crash(lines) or lines[-20:]) or None
 
 
@@ -197,5 +194,5 @@ def _how(rank: Rank) -> str:
     return "failed" if rank.report is not None else f"ended with exit code {rank.code} and no report"
 
 
-def _shown(path: str) -> str:
-    return str(Path(path).relative_to(Path.cwd())) if Path(path).is_relative_to(Path.cwd()) else path
+def _shown(path: Path) -> str:
+    return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)

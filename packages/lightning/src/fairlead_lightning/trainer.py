@@ -22,7 +22,8 @@ from fairlead.user_code import CodeRoot, code_root
 from fairlead_distributed.run.opening import open_session
 from fairlead_distributed.run.session import STATE_FILE, RunSession
 from fairlead_distributed.threads import start_line, use_threads
-from fairlead_launch.reports import keep_log
+from fairlead_launch.kept_output import copy_output
+from fairlead_launch.reports import announce_run
 from fairlead_lightning import compat
 from fairlead_lightning.build import trainer_arguments
 from fairlead_lightning.checkpoint.checkpoints import Checkpoints
@@ -281,7 +282,8 @@ class Trainer(L.Trainer):
                 ranks = (int(resolution.value(name)) for name in ("global_rank", "local_rank", "node_rank"))
                 session.join(*ranks)
                 session.beat("prepare", 0)
-            keep_log(environ, session.path / "logs", session.start)
+            if not announce_run(environ, session.path, session.start) and resolution.topology.launched:
+                copy_output(session.path / "logs", int(resolution.value("global_rank")))
             if self._shows:
                 self.progress.say(start_line(resolution))
         for message in session.messages:

@@ -8,9 +8,29 @@ from functools import partial
 from fairlead.cli.job import job_arguments
 
 
+def _job_and_ranks(parser: argparse.ArgumentParser) -> None:
+    """The job, and how its ranks on this machine are started."""
+    job_arguments(parser)
+    parser.add_argument(
+        "--start-method",
+        choices=("fork-server", "spawn"),
+        default="fork-server",
+        help="how the ranks of this machine are started: forked from a process that has imported torch, Lightning and "
+        "the job's modules once (default), or each with imports of its own",
+    )
+
+
 def fit_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of `fairlead fit`."""
-    job_arguments(parser)
+    _job_and_ranks(parser)
+    parser.add_argument(
+        "--max-restarts",
+        metavar="N",
+        type=int,
+        default=0,
+        help="how often the ranks of this machine are started again after a failure, from the newest checkpoint "
+        "(default: 0)",
+    )
     parser.add_argument(
         "--resume",
         metavar="auto|never|best|last|PATH|weights:PATH",
@@ -42,7 +62,7 @@ def fit_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _evaluation(parser: argparse.ArgumentParser, command: str) -> None:
-    job_arguments(parser)
+    _job_and_ranks(parser)
     parser.add_argument(
         "--resume",
         metavar="auto|never|best|last|PATH",

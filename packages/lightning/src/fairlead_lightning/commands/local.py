@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import signal
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,15 +11,12 @@ from types import FrameType
 from typing import Any, Final, cast
 
 from fairlead.cli.session import Session
-from fairlead.detect import VARIABLE, choose_environment
+from fairlead.detect import choose_environment
 from fairlead.errors import FairleadError
 from fairlead.interfaces import BuildContext
 from fairlead.plugin_classes import StrategyPlugin
-from fairlead_launch.environment import LAUNCHED, rank_environment
-from fairlead_launch.plans import PLAN, plan_to_inherit
-from fairlead_launch.ports import DEFAULT_PORT, STORE_FD, bind_listener
+from fairlead_launch.environment import LAUNCHED
 from fairlead_launch.reports import leave_to_rank_0, said_after_rank_0, send_report
-from fairlead_launch.supervise import supervise
 from fairlead_lightning.build import build_guard
 from fairlead_lightning.commands.prepare import prepare
 
@@ -109,29 +105,6 @@ def _run(arguments: argparse.Namespace, session: Session, release: Callable[[], 
         finally:
             if guard.outcome is None:
                 guard.flags.uninstall()
-    single = resolution.num_nodes == 1
-    address = str(resolution.value("main_address"))
-    listener = bind_listener(range(DEFAULT_PORT, DEFAULT_PORT + 200)) if single and topology.main_port is None else None
-    port = listener.getsockname()[1] if listener is not None else int(resolution.value("main_port"))
-    plan, variable = plan_to_inherit(checked)
-    environments = [
-        rank_environment(
-            # The ranks are in the same environment as this process, however they were started.
-            {**session.environ, VARIABLE: str(resolution.value("environment")), PLAN: variable},
-            local_rank=local_rank,
-            devices=resolution.devices,
-            num_nodes=resolution.num_nodes,
-            node_rank=int(resolution.value("node_rank")),
-            address=address,
-            port=port,
-            threads=int(resolution.value("threads")),
-        )
-        for local_rank in range(resolution.devices)
-    ]
-    inherited = []
-    if listener is not None:
-        inherited = [listener.detach()]
-        environments[0][STORE_FD] = str(inherited[0])
-    # -P: the working directory is no place for code unless the rules for user code say so.
-    command = [sys.executable, "-P", "-m", "fairlead", *session.argv, *(["--debug"] if session.debug else [])]
-    return supervise(command, environments, stderr=session.stderr, inherited=inherited, shared=[plan], early=release())
+    from fairlead_lightning.commands.ranks import run_ranks
+
+    return run_ranks(arguments, session, checked, release())

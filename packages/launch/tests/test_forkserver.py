@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from fairlead_distributed.forked_child import run_python
-from fairlead_distributed.forkserver import ForkServer, shared, start_variables
+from fairlead_launch.forked_child import run_python
+from fairlead_launch.forkserver import ForkServer, shared, start_variables
 
 SCRIPT = """
 import json, os, random, signal, sys, threading, numpy, torch

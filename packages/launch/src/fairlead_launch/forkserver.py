@@ -9,7 +9,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import gc
-import importlib
 import os
 import pickle
 import select
@@ -19,11 +18,12 @@ import struct
 import subprocess
 import sys
 import threading
-import warnings
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
-from fairlead_distributed.forked_child import Request, become
+from fairlead_launch.forked_child import Request, become
+from fairlead_launch.preloading import preload
 
 AT_START = (
     *("PYTHON", "LD_", "LANG", "LC_", "MKL_", "KMP_", "GOMP_", "MPL", "HF_"),
@@ -33,6 +33,8 @@ AT_START = (
 
 _PRELOADED = ("numpy", "torch", "torchmetrics", "lightning", "matplotlib", "tensorboard", "transformers", "yaml")
 """Libraries that the server imports if its caller has: each takes longer than a fork."""
+SERVER_FD = "FAIRLEAD_FORKSERVER_FD"
+"""In a process that was lent a server: its connection (`ForkServer.lend`)."""
 _HEADER = struct.Struct("!q")
 _PADDING = "FAIRLEAD_FORKSERVER_PADDING"
 _PADDING_BYTES = 100_000  # for the environments of forked processes; one variable may have 128 KiB
@@ -53,9 +55,12 @@ class ForkedProcess:
         return self._pidfd
 
     def poll(self) -> int | None:
-        """The exit code (negative: the signal), or None while it runs."""
+        """The exit code (negative: the signal; 1 where the server is gone, too), or None while it runs."""
         if self.returncode is None and select.select([self._pidfd], [], [], 0)[0]:
-            self.returncode = self._server.code(self.pid)
+            try:
+                self.returncode = self._server.code(self.pid)
+            except RuntimeError:  # only the server could have known
+                self.returncode = 1
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
@@ -91,29 +96,67 @@ class ForkServer:
     """A process that imports and forks; what cannot be imported is left to the forked processes.
 
     It ends with its caller; what it has forked does not, unless it notices by itself.
+
+    Args:
+        imports: Libraries, by the names of modules.
+        modules: Modules of the user's, which may do at import what no fork survives: see `obstacles`.
+        path: Where both are looked for; None: `sys.path`.
+        environ: All variables of the server; None: those of this process.
+        title: Words that `ps` shows for it and what it forks.
+        connection: A server that runs already, by what `lend` returned; the others are then not started again.
     """
 
-    def __init__(self, imports: Sequence[str] = (), environ: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        imports: Sequence[str] = (),
+        modules: Sequence[str] = (),
+        *,
+        path: Sequence[str] | None = None,
+        environ: Mapping[str, str] | None = None,
+        title: Sequence[str] = (),
+        connection: socket.socket | None = None,
+    ) -> None:
         self._lock = threading.Lock()
-        self._connection, server_end = socket.socketpair()
-        variables = {
-            **(os.environ if environ is None else environ),
-            "OPENBLAS_NUM_THREADS": "1",
-            _PADDING: " " * _PADDING_BYTES,
-        }
-        variables.pop("OMP_NUM_THREADS", None)  # a forked process sets its own number, or torch's default
-        code = f"from fairlead_distributed.forkserver import main; main({server_end.fileno()})"
+        self._obstacles: list[str] | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        if connection is None:
+            connection = self._start(os.environ if environ is None else environ, title)
+        self._connection = connection
+        self._connection.settimeout(_START_S)
+        _send(self._connection, _Preload(list(imports), list(modules), list(sys.path if path is None else path)))
+
+    def _start(self, environ: Mapping[str, str], title: Sequence[str]) -> socket.socket:
+        connection, server_end = socket.socketpair()
+        variables = {**environ, _PADDING: " " * _PADDING_BYTES}
+        code = f"from fairlead_launch.forkserver import main; main({server_end.fileno()})"
         with server_end:
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-c", code],
+                [sys.executable, "-P", "-c", code, *title],
                 env=variables,
                 stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
                 pass_fds=[server_end.fileno()],
                 process_group=0,  # Ctrl-C is for the caller
             )
-        self._connection.settimeout(_START_S)
-        _send(self._connection, (list(imports), sys.path))
+        return connection
+
+    def obstacles(self, timeout_s: float = _START_S) -> list[str] | None:
+        """Why what it has imported cannot be forked, a line each; None when it has not imported all in this time.
+
+        A RuntimeError says that the server has ended.
+        """
+        with self._lock:
+            if self._obstacles is None:
+                ended = self._connection.fileno() < 0  # by `close`
+                if ended or select.select([self._connection], [], [], timeout_s)[0]:
+                    self._obstacles = self._answer()
+            return self._obstacles
+
+    def lend(self) -> socket.socket:
+        """A connection to a server of its own, forked from this one, which ends when the connection is closed."""
+        ours, theirs = socket.socketpair()
+        with theirs:
+            self._ask(_Another(), [theirs.fileno()])
+        return ours
 
     def start(
         self,
@@ -137,31 +180,55 @@ class ForkServer:
             None if path is None else list(path),
             list(given),
         )
-        return ForkedProcess(self, self._ask(request, list(given.values())))
+        return ForkedProcess(self, int(self._ask(request, list(given.values()))))
 
     def code(self, pid: int) -> int:
         """The exit code of a forked process that has ended; asked once."""
-        return self._ask(pid)
+        return int(self._ask(pid))
 
     def alive(self) -> bool:
         """Whether it can still fork."""
-        return self._process.poll() is None
+        if self._process is not None:
+            return self._process.poll() is None
+        return self._connection.fileno() >= 0
 
     def close(self) -> None:
         """Ends the server."""
         self._connection.close()
-        self._process.wait()
+        if self._process is not None:
+            self._process.wait()
 
-    def _ask(self, what: object, fds: Sequence[int] = ()) -> int:
+    def _ask(self, what: object, fds: Sequence[int] = ()) -> Any:
+        self.obstacles()
         with self._lock:
-            try:
+            with contextlib.suppress(OSError):  # there is no answer then
                 _send(self._connection, what, fds)
-                answer, _ = _receive(self._connection)
-            except ConnectionError:
-                answer = None
+            return self._answer()
+
+    def _answer(self) -> Any:
+        try:
+            answer, _ = _receive(self._connection)
+        except OSError:
+            answer = None
         if answer is None:
             raise RuntimeError("the fork server has ended; its own error is above")
-        return int(answer)
+        return answer
+
+
+@dataclass
+class _Preload:
+    """What a server is to import first."""
+
+    imports: list[str]
+    modules: list[str]
+    path: list[str]
+
+
+@dataclass
+class _Another:
+    """Asks for a server on the connection that comes with it."""
+
+    received: list[int] = field(default_factory=list)
 
 
 _servers: dict[tuple[int, tuple[str, ...], frozenset[tuple[str, str]]], ForkServer] = {}
@@ -187,7 +254,9 @@ def shared(environ: Mapping[str, str] | None = None, imports: Sequence[str] = ()
         tops = {name: name.partition(".")[0] for name in list(sys.modules)}
         ours = [name for name, top in tops.items() if top in _PRELOADED or top.startswith("fairlead")]
         rest = {name: value for name, value in os.environ.items() if not name.startswith(AT_START)}
-        server = _servers[key] = ForkServer(imports or ours, {**rest, **dict(key[2])})
+        variables = {**rest, **dict(key[2]), "OPENBLAS_NUM_THREADS": "1"}
+        variables.pop("OMP_NUM_THREADS", None)  # a forked process sets its own number, or torch's default
+        server = _servers[key] = ForkServer(imports or ours, environ=variables)
         atexit.register(server.close)
     return server
 
@@ -196,25 +265,33 @@ def main(fd: int) -> None:
     """The life of a server, and of what it forks; that ends as an interpreter does, by leaving this."""
     connection, pristine = socket.socket(fileno=fd), sys.path[:]
     os.setpgid(0, 0)  # Ctrl-C is for the caller, with whom this ends
-    (imports, path), _ = _receive(connection)
-    sys.path[:] = path
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        for name in imports:
-            with contextlib.suppress(ImportError, OSError):  # whoever needs it will hear of it
-                importlib.import_module(name)
-    sys.path[:] = pristine
-    gc.collect()
-    gc.freeze()  # nothing of this is garbage, and looking at it would copy it
-    if (request := _serve(connection)) is not None:
+    while True:
+        what, _ = _receive(connection)
+        if what is None:
+            return
+        sys.path[:] = what.path
+        obstacles = preload(what.imports, what.modules)
+        sys.path[:] = pristine
+        gc.collect()
+        gc.freeze()  # nothing of this is garbage, and looking at it would copy it
+        try:
+            _send(connection, obstacles)
+        except BrokenPipeError:  # the caller has not waited for it
+            return
+        request = _serve(connection)
         connection.close()
-        become(request)
-        function, args = pickle.loads(request.call)
-        function(*args)
+        if isinstance(request, Request):
+            become(request)
+            function, args = pickle.loads(request.call)
+            function(*args)
+        if not isinstance(request, _Another):
+            return
+        connection = socket.socket(fileno=request.received[0])
 
 
-def _serve(connection: socket.socket) -> Request | None:
+def _serve(connection: socket.socket) -> Request | _Another | None:
     """Answers until the caller is gone (None), or until this is a child: then, what it is to be."""
+    servers: list[int] = []
     while True:
         what, fds = _receive(connection)
         if what is None:
@@ -222,14 +299,17 @@ def _serve(connection: socket.socket) -> Request | None:
         if isinstance(what, int):
             _send(connection, os.waitstatus_to_exitcode(os.waitpid(what, 0)[1]))
             continue
+        servers = [pid for pid in servers if os.waitpid(pid, os.WNOHANG)[0] == 0]
         pid = os.fork()
         if pid == 0:
             what.received = fds
-            return what if isinstance(what, Request) else None
+            return what if isinstance(what, (Request, _Another)) else None
         for fd in fds:
             os.close(fd)
         with contextlib.suppress(PermissionError, ProcessLookupError):
             os.setpgid(pid, pid)  # the child does it too: whoever is first
+        if isinstance(what, _Another):
+            servers.append(pid)
         _send(connection, pid)
 
 

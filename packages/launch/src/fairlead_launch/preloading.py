@@ -1,0 +1,101 @@
+"""What a fork server imports, and why a process that has imported it must not be forked.
+
+A thread is not in the copy, though the locks that it holds are; a driver's context does not work in it; and a module that
+asks for its rank when it is imported would be told the same in every rank.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Final
+
+RANK_VARIABLES: Final = frozenset(
+    "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE NODE_RANK GROUP_RANK NNODES MASTER_ADDR MASTER_PORT".split()
+)
+"""The variables that only a rank has."""
+_DRIVERS: Final = {"/dev/nvidia-uvm": "CUDA", "/dev/kfd": "ROCm"}
+"""The device files that a process opens when it makes a context on a GPU; asking how many there are opens others."""
+
+
+def preload(libraries: Sequence[str], modules: Sequence[str]) -> list[str]:
+    """Imports in this process, and says what forbids to fork it, a line each; none: it can be forked.
+
+    What cannot be imported is left to the ranks, which say why. The user's `modules` come behind the libraries; the
+    first one with an obstacle is the last that is imported.
+    """
+    # Lightning asks for GPUs when it is imported, and the driver would be started for the answer.
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for name in libraries:
+            with contextlib.suppress(ImportError, OSError):  # whoever needs it will hear of it
+                importlib.import_module(name)
+    found = _obstacles("the libraries")
+    for name in modules:
+        if found:
+            break
+        with _watched() as asked:
+            try:
+                importlib.import_module(name)
+            except BaseException:  # whatever it raises: a rank imports it again, and tells the user
+                pass
+        found = _obstacles(name)
+        if asked:
+            found.append(f"{name} reads {', '.join(sorted(asked))} when it is imported")
+    return found
+
+
+def _obstacles(what: str) -> list[str]:
+    """What forking this process would break."""
+    found = []
+    threads = len(os.listdir("/proc/self/task"))
+    if threads > 1:
+        found.append(f"importing {what} starts {threads - 1} thread{'s'[: threads != 2]}")
+    if _has_children():
+        found.append(f"importing {what} starts a process")
+    opened = {os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd") if _is_open(fd)}
+    found += [f"importing {what} starts {driver}" for device, driver in _DRIVERS.items() if device in opened]
+    return found
+
+
+def _has_children() -> bool:
+    try:
+        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return False
+    return True
+
+
+def _is_open(fd: str) -> bool:
+    return os.path.lexists(f"/proc/self/fd/{fd}")  # the listing's own is closed by now
+
+
+@contextlib.contextmanager
+def _watched() -> Iterator[set[str]]:
+    """Notes which of the rank's variables are asked for."""
+    asked: set[str] = set()
+
+    class Watched(type(os.environ)):  # type: ignore[misc]
+        """The environment, which notes what is looked for."""
+
+        def __getitem__(self, name: str) -> str:
+            if name in RANK_VARIABLES:
+                asked.add(name)
+            return super().__getitem__(name)  # type: ignore[no-any-return]
+
+    earlier: Any = os.environ
+    codec: tuple[Callable[[Any], Any], ...] = (
+        earlier.encodekey,
+        earlier.decodekey,
+        earlier.encodevalue,
+        earlier.decodevalue,
+    )
+    os.environ = Watched(earlier._data, *codec)
+    try:
+        yield asked
+    finally:
+        os.environ = earlier

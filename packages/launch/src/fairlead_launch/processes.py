@@ -1,0 +1,70 @@
+"""How a rank's process comes to be: a fresh interpreter, or a fork of one that has done its imports."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
+
+from fairlead_launch.forkserver import ForkServer
+
+
+class Process(Protocol):
+    """What `subprocess.Popen` and a forked process have; each leads a process group of its own."""
+
+    @property
+    def pid(self) -> int:
+        """Its number."""
+        ...
+
+    @property
+    def returncode(self) -> int | None:
+        """The exit code once it is known; negative: the signal."""
+        ...
+
+    def poll(self) -> int | None:
+        """The exit code, or None while it runs."""
+        ...
+
+    def wait(self, timeout: float | None = None) -> int:
+        """The exit code at its end; `subprocess.TimeoutExpired` after `timeout` seconds."""
+        ...
+
+    def send_signal(self, number: int, /) -> None:
+        """Sends a signal, unless it has ended."""
+        ...
+
+
+class Starter(Protocol):
+    """Starts one rank."""
+
+    def __call__(self, environ: Mapping[str, str], output: tuple[int, int], inherited: Sequence[int]) -> Process:
+        """Starts it with all its variables, its standard output and error, and these file descriptors by number."""
+        ...
+
+
+def spawn(command: Sequence[str]) -> Starter:
+    """Ranks that are fresh processes of a command."""
+
+    def start(environ: Mapping[str, str], output: tuple[int, int], inherited: Sequence[int]) -> Process:
+        return subprocess.Popen(
+            command,
+            env=environ,
+            stdin=subprocess.DEVNULL,  # reading from the terminal would stop a process that is not in its foreground
+            stdout=output[0],
+            stderr=output[1],
+            pass_fds=inherited,
+            process_group=0,
+        )
+
+    return start
+
+
+def fork(server: ForkServer, function: Callable[..., object], *args: object, cwd: str) -> Starter:
+    """Ranks that are forks of a server and call `function(*args)`."""
+
+    def start(environ: Mapping[str, str], output: tuple[int, int], inherited: Sequence[int]) -> Process:
+        fds = {1: output[0], 2: output[1], **{fd: fd for fd in inherited}}
+        return server.start(function, *args, environ=environ, cwd=cwd, fds=fds)
+
+    return start

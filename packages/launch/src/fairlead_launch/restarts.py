@@ -1,0 +1,92 @@
+"""Starts the ranks again after a failure, from the newest checkpoint of their run, as long as that helps."""
+
+from __future__ import annotations
+
+import re
+import signal
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import IO, Final
+
+from fairlead.errors import RunFailedError
+from fairlead_launch.supervise import Group
+from fairlead_launch.verdict import SAVED
+from fairlead_runs import read_heartbeats
+
+_SAME: Final = 3
+"""How often the same failure at the same step is met before it is believed."""
+
+
+def run_with_restarts(
+    make: Callable[[int, Group | None], Group], received: list[int], *, max_restarts: int, stderr: IO[str]
+) -> int:
+    """Runs group after group until one ends well, or another would not; returns the exit code of the last one.
+
+    A failure uses up one of `max_restarts`. Ranks that have saved and want another start use up none, if they have come
+    further than the ones before; where a signal has asked this process for the stop, the other start is for others.
+
+    Args:
+        make: Makes the group of a start, by how many there were before, and the one before.
+        received: The signals that have come, and will (`noted_signals`).
+        max_restarts: How many failures are followed by another start.
+        stderr: Where is said what happens.
+
+    Raises:
+        RunFailedError: The last failure, with how often it was tried.
+    """
+    failures, furthest, seen = 0, -1, Counter[tuple[object, ...]]()
+    group, starts = None, 0
+    while True:
+        group = make(starts, group)
+        starts += 1
+        error: RunFailedError | None = None
+        try:
+            code = group.supervise(received)
+            if code != SAVED or group.stop is not None:
+                return code
+        except RunFailedError as failure:
+            error = failure
+        if received or group.stop is not None:
+            if error is None:
+                return SAVED
+            raise error
+        step = last_step(group)
+        progressed = step is not None and step > furthest
+        furthest = max(furthest, step if step is not None else -1)
+        if error is not None:
+            failures += 1
+            same = (re.sub(r"\brank \d+", "a rank", error.what), (error.why or "").rpartition("\n")[2], step)
+            seen[same] += 1
+            if max_restarts and seen[same] >= _SAME:
+                at = f" at step {step}" if step is not None else ""
+                raise _told(error, f"the same failure {seen[same]} times{at}: another start would not help")
+        elif not progressed:
+            failures += 1
+        if failures > max_restarts:
+            if error is None:
+                return SAVED
+            raise _told(error, f"started again {max_restarts} times, as --max-restarts says") if max_restarts else error
+        told = f"failed: {error.block()}" if error is not None else "the ranks have saved and want another start"
+        count = f" ({failures} of {max_restarts})" if failures else ""
+        print(f"{told}\nstarting the ranks again{count}", file=stderr, flush=True)
+
+
+def last_step(group: Group) -> int | None:
+    """The last training step of a group, None where it had no run, or did not train."""
+    if group.run is None:
+        return None
+    beats = read_heartbeats(Path(group.run.run, "heartbeats"))
+    return max((beat.step for beat in beats if beat.start == group.run.start), default=None)
+
+
+def _told(error: RunFailedError, more: str) -> RunFailedError:
+    fix = more if error.fix is None else f"{more}\n{error.fix}"
+    return RunFailedError(error.what, where=error.where, why=error.why, fix=fix)
+
+
+def stopped_before(received: list[int], stderr: IO[str]) -> int:
+    """The exit code of what a signal has ended before its ranks were started."""
+    first = next((number for number in received if number in (signal.SIGTERM, signal.SIGINT)), received[0])
+    print(f"stopped by {signal.Signals(first).name} before it began; nothing was lost", file=stderr, flush=True)
+    return 128 + first
