@@ -19,10 +19,10 @@ import torch.distributed as dist
 
 from fairlead_distributed import free_port
 from fairlead_distributed.alarms import asked_to_stop
-from fairlead_launch.forked_child import run_python
-from fairlead_launch.forkserver import ForkedProcess, shared
 from fairlead_distributed.stacks import dump_stacks, flight_recorder_variables
 from fairlead_distributed.stuck import RankWatch
+from fairlead_launch.forked_child import run_python
+from fairlead_launch.forkserver import ForkedProcess, shared
 
 LIMIT_S = 180.0  # only against a test that would hang for ever; torch's own time-out is longer in most tests
 

@@ -28,9 +28,9 @@ import torch
 
 from fairlead_distributed.collectives import barrier
 from fairlead_distributed.errors import RankFailedError
-from fairlead_launch.forkserver import ForkedProcess, shared
 from fairlead_distributed.process_group import destroy_process_group, init_process_group
 from fairlead_distributed.store import tcp_store
+from fairlead_launch.forkserver import ForkedProcess, shared
 from fairlead_launch.ports import bind_listener
 from fairlead_runs.waiting import ranks_text
 

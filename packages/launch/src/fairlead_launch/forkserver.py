@@ -119,11 +119,11 @@ class ForkServer:
         self._lock = threading.Lock()
         self._obstacles: list[str] | None = None
         self._process: subprocess.Popen[bytes] | None = None
-        if connection is None:
-            connection = self._start(os.environ if environ is None else environ, title)
-        self._connection = connection
+        variables = dict(os.environ if environ is None else environ)
+        self._connection = self._start(variables, title) if connection is None else connection
         self._connection.settimeout(_START_S)
-        _send(self._connection, _Preload(list(imports), list(modules), list(sys.path if path is None else path)))
+        places = list(sys.path if path is None else path)
+        _send(self._connection, _Preload(list(imports), list(modules), places, variables))
 
     def _start(self, environ: Mapping[str, str], title: Sequence[str]) -> socket.socket:
         connection, server_end = socket.socketpair()
@@ -222,6 +222,7 @@ class _Preload:
     imports: list[str]
     modules: list[str]
     path: list[str]
+    environ: dict[str, str]
 
 
 @dataclass
@@ -270,6 +271,8 @@ def main(fd: int) -> None:
         if what is None:
             return
         sys.path[:] = what.path
+        os.environ.clear()
+        os.environ.update(what.environ)
         obstacles = preload(what.imports, what.modules)
         sys.path[:] = pristine
         gc.collect()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import math
 import os
 import pty
 import re
@@ -28,7 +29,9 @@ from fairlead_runs.waiting import ranks_text
 _EQUAL_S: Final = 0.3
 """How long a line waits for the same line of other ranks."""
 _HELD: Final = 1 << 16
-"""Bytes that a rank may print before it is known where its log is."""
+"""Characters of a rank that are held until it is known where its log is."""
+_SETTLE_S: Final = 20.0
+"""How long is waited to be told where the logs are: a script may open a run."""
 _LONGEST: Final = 1 << 16
 """Bytes of a line; a longer one is cut into several."""
 _LEVEL: Final = re.compile(r"(DEBUG|INFO|WARNING|ERROR|CRITICAL)[: ]")
@@ -72,16 +75,21 @@ class _Stream:
 
 @dataclass
 class _Log:
+    """The log of one rank; what this start has printed follows `begin`, in bytes."""
+
     rank: int
     held: list[str] = field(default_factory=list)
     size: int = 0
     fd: int | None = None
     path: Path | None = None
+    begin: int = 0
     lost: bool = False
 
 
 @dataclass
 class _Line:
+    """A line that waits until `until` for the same one of other ranks."""
+
     text: str
     until: float
     ranks: list[int]
@@ -95,15 +103,24 @@ class Output:
         raw: The rank whose streams go to ours as they are; None: all that are shown come line by line, with their rank.
         shown: The ranks whose lines are shown.
         folder: Where the logs are; None: not known yet (`keep_in`), and what comes is held.
+        fallback: Where they are when that is not said within some seconds; None: they are only held, and not whole.
     """
 
     def __init__(
-        self, ranks: Collection[int], *, raw: int | None, shown: Collection[int] = (), folder: Path | None = None
+        self,
+        ranks: Collection[int],
+        *,
+        raw: int | None,
+        shown: Collection[int] = (),
+        folder: Path | None = None,
+        fallback: Path | None = None,
     ) -> None:
         self._raw = raw
         self._shown = frozenset(shown) - {raw}
         self._logs = {rank: _Log(rank) for rank in ranks}
         self._folder = folder
+        self._fallback = fallback
+        self._settle_at = time.monotonic() + _SETTLE_S
         self._lines: deque[_Line] = deque()
         self._lock = threading.Lock()
         self._selector = selectors.DefaultSelector()
@@ -126,18 +143,23 @@ class Output:
                 for log in self._logs.values():
                     self._write(log, [])
 
+    def note(self, rank: int, text: str) -> None:
+        """Writes to a rank's log what it has reported, which it has not printed."""
+        with self._lock:
+            self._write(self._logs[rank], [log_line(f"ERROR: {line}", rank, 2) for line in text.splitlines()])
+
     def path(self, rank: int) -> Path | None:
         """The log of a rank, if it has one."""
         return self._logs[rank].path
 
     def last_lines(self, rank: int) -> list[str]:
-        """What a rank has printed last, without times."""
+        """What a rank of this start has printed last, without times."""
         log = self._logs[rank]
         if log.path is None:
             lines = "".join(log.held).splitlines()
         else:
             try:
-                lines = log.path.read_text(errors="replace").splitlines()[-400:]
+                lines = log.path.read_bytes()[log.begin :].decode(errors="replace").splitlines()[-400:]
             except OSError as error:
                 return [f"its log cannot be read: {error}"]
         head = re.compile(rf"[-\d]+ [:\d]+,\d+ \[Rank {rank}\] (?:(?:INFO|WARNING): )?")
@@ -176,7 +198,8 @@ class Output:
     def _copy(self) -> None:
         while True:
             with self._lock:
-                wait = min((line.until for line in self._lines), default=time.monotonic() + 60) - time.monotonic()
+                until = min((line.until for line in self._lines), default=self._settle_at)
+                wait = min(60.0, min(until, self._settle_at) - time.monotonic())
                 open_streams = len(self._selector.get_map()) - 1
             if self._closing is not None:
                 if not open_streams or time.monotonic() >= self._closing:
@@ -188,10 +211,19 @@ class Output:
                 else:
                     self._take(key.fd, key.data)
             self._flush()
+            if time.monotonic() >= self._settle_at:
+                self._settle()
         for key in list(self._selector.get_map().values()):
             if key.data is not None:
                 self._finish(key.fd, key.data)
         self._flush(everything=True)
+        self._settle()
+
+    def _settle(self) -> None:
+        """Nobody has said where the logs are."""
+        self._settle_at = math.inf
+        if self._fallback is not None:
+            self.keep_in(self._fallback)
 
     def _take(self, fd: int, stream: _Stream) -> None:
         try:
@@ -224,12 +256,15 @@ class Output:
                 self._collect(stream.rank, text)
 
     def _write(self, log: _Log, lines: list[str]) -> None:
-        """Writes to a rank's log, or holds it; a log that cannot be written is given up, with a word, never the rank."""
+        """Writes to a rank's log, or holds it; one that cannot be written is given up, with a word, never the rank."""
         log.held += lines
         if self._folder is None:
             log.size += sum(map(len, lines))
-            while log.size > _HELD:
+            if log.size > _HELD and self._fallback is not None:
+                self._folder = self._fallback
+            while log.size > _HELD and self._folder is None:
                 log.size -= len(log.held.pop(0))
+        if self._folder is None:
             return
         if log.lost:
             log.held.clear()
@@ -239,6 +274,7 @@ class Output:
                 self._folder.mkdir(parents=True, exist_ok=True)
                 log.path = self._folder / log_name(log.rank)
                 log.fd = os.open(log.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+                log.begin = os.lseek(log.fd, 0, os.SEEK_END)
             data = memoryview("".join(log.held).encode())
             while data:
                 data = data[os.write(log.fd, data) :]

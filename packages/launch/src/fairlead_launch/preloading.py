@@ -1,7 +1,7 @@
 """What a fork server imports, and why a process that has imported it must not be forked.
 
-A thread is not in the copy, though the locks that it holds are; a driver's context does not work in it; and a module that
-asks for its rank when it is imported would be told the same in every rank.
+A thread is not in the copy, though the locks that it holds are; a driver's context does not work in it; and a module
+that asks for its rank when it is imported would be told the same in every rank.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
 
 RANK_VARIABLES: Final = frozenset(
-    "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE NODE_RANK GROUP_RANK NNODES MASTER_ADDR MASTER_PORT".split()
+    {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "NODE_RANK", "GROUP_RANK", "NNODES"}
+    | {"MASTER_ADDR", "MASTER_PORT"}
 )
 """The variables that only a rank has."""
 _DRIVERS: Final = {"/dev/nvidia-uvm": "CUDA", "/dev/kfd": "ROCm"}
@@ -38,11 +39,9 @@ def preload(libraries: Sequence[str], modules: Sequence[str]) -> list[str]:
     for name in modules:
         if found:
             break
-        with _watched() as asked:
-            try:
-                importlib.import_module(name)
-            except BaseException:  # whatever it raises: a rank imports it again, and tells the user
-                pass
+        # Whatever a user's module raises: a rank imports it again, and tells the user.
+        with _watched() as asked, contextlib.suppress(BaseException):
+            importlib.import_module(name)
         found = _obstacles(name)
         if asked:
             found.append(f"{name} reads {', '.join(sorted(asked))} when it is imported")
@@ -94,8 +93,8 @@ def _watched() -> Iterator[set[str]]:
         earlier.encodevalue,
         earlier.decodevalue,
     )
-    os.environ = Watched(earlier._data, *codec)
+    os.environ = Watched(earlier._data, *codec)  # noqa: B003 - it has the same variables
     try:
         yield asked
     finally:
-        os.environ = earlier
+        os.environ = earlier  # noqa: B003

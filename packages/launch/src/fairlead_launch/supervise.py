@@ -12,8 +12,9 @@ import math
 import os
 import signal
 import subprocess
+import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import IO, Final
@@ -48,7 +49,8 @@ def noted_signals(early: Sequence[int] = ()) -> Iterator[list[int]]:
     def note(signum: int, _frame: FrameType | None) -> None:
         received.append(signum)
 
-    previous = {s: signal.signal(s, note) for s in (*_STOPS, *_PASSED_ON)}
+    main = threading.current_thread() is threading.main_thread()  # nobody else can note them
+    previous = {s: signal.signal(s, note) for s in (*_STOPS, *_PASSED_ON)} if main else {}
     try:
         yield received
     finally:
@@ -68,6 +70,7 @@ class Group:
         shared: The same for all ranks; they stay open.
         poll_s: Seconds between two looks at the ranks.
         join_s: Seconds that ranks may take to come to the process group, once the first one waits there.
+        trouble: Says why these ranks cannot go on, whatever they do; None: they can.
     """
 
     def __init__(
@@ -81,6 +84,7 @@ class Group:
         shared: Sequence[int] = (),
         poll_s: float = _POLL_S,
         join_s: float = math.inf,
+        trouble: Callable[[], str | None] = lambda: None,
     ) -> None:
         self._start_rank = start
         self._environments = environments
@@ -91,6 +95,7 @@ class Group:
         self._poll_s = poll_s
         self._join_s = join_s
         self._join_by = math.inf
+        self._trouble = trouble
         self.ranks: list[Rank] = []
         self.stop: int | None = None
         """The signal that has asked this group to stop."""
@@ -168,6 +173,8 @@ class Group:
                 return
             if self.stop is None and time.monotonic() > self._join_by:
                 self._raise_absent()
+            if self.stop is None and (why := self._trouble()) is not None:
+                raise RunFailedError("the ranks of another node have failed", why=why)
             if time.monotonic() >= give_up_at:
                 return
             time.sleep(self._poll_s)
@@ -205,6 +212,7 @@ class Group:
                 self._join_by = min(self._join_by, time.monotonic() + self._join_s)
             elif rank.report is None:
                 rank.report = message
+                self._output.note(rank.rank, message.text)
 
     def _end(self, *, failed: bool) -> None:
         """Stops whatever still runs: SIGTERM, a grace, SIGKILL; nothing is left behind.

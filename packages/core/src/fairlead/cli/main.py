@@ -40,7 +40,8 @@ def main(
 ) -> int:
     """Runs one command and returns its exit code; None stands for what this process has."""
     words = list(sys.argv[1:] if argv is None else argv)
-    ours = words.index("--") if "--" in words else len(words)  # what follows it is a script's
+    # What follows it, or the script of `launch`, is a script's; `launch` has its own --debug before that.
+    ours = 1 if words[:1] == ["launch"] else words.index("--") if "--" in words else len(words)
     debug = "--debug" in words[:ours]
     words = [*(word for word in words[:ours] if word != "--debug"), *words[ours:]]
     try:

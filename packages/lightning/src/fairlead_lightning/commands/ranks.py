@@ -165,6 +165,7 @@ def _user_modules(job: Any) -> list[str]:
 def _continued(checked: CheckedJob, before: Group | None) -> CheckedJob:
     """The job of another start: it goes on with the run of the last one, whatever that has begun with."""
     job = checked.loaded.job
+    assert job is not None
     if before is None or before.run is None or job.run.resume == "auto":
         return checked
     run = Path(before.run.run)

@@ -1,0 +1,96 @@
+"""`fairlead launch`."""
+
+from __future__ import annotations
+
+import argparse
+import traceback
+
+from pydantic import ValidationError
+
+from fairlead.cli.session import Session
+from fairlead.errors import ConfigError, FairleadError
+from fairlead_launch.launcher import DistributedLauncher, LaunchConfig
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of `fairlead launch`; before the script ours, behind it the script's."""
+    options(parser)
+    parser.add_argument("-m", "--module", action="store_true", help="SCRIPT is a module, as behind `python -m`")
+    parser.add_argument("--anywhere", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--debug", action="store_true", help="show the traceback of an error of the launcher")
+    parser.add_argument("script", metavar="SCRIPT", help="what each process runs")
+    parser.add_argument("words", metavar="ARGS", nargs=argparse.REMAINDER, help="its arguments")
+
+
+def options(parser: argparse.ArgumentParser) -> None:
+    """The launcher's own options, with the names that other launchers have for them."""
+    add = parser.add_argument
+    add("--nproc", "--nproc-per-node", "--nproc_per_node", dest="nproc_per_node", metavar="N|auto|gpu", default="auto",
+        help="processes on each node (default auto: one for each GPU, or one)")  # fmt: skip
+    add("--nnodes", metavar="N|MIN:MAX", default="1", help="nodes (default 1)")
+    add("--node-rank", "--node_rank", metavar="R", type=int, default=0, help="which node this is, from 0")
+    add("--main-address", "--master-addr", "--master_addr", dest="master_addr", metavar="HOST", default="127.0.0.1",
+        help="name or address of the first node")  # fmt: skip
+    add("--main-port", "--master-port", "--master_port", dest="master_port", metavar="PORT", type=int,
+        help="where the ranks meet (default: on one node the first free one from 29500 on)")  # fmt: skip
+    add("--backend", default="auto", help="what `init_process_group()` of fairlead_distributed takes (default auto)")
+    add("--max-restarts", "--max_restarts", metavar="N", type=int, default=3,
+        help="how often all are started again after a failure, from their newest checkpoint (default 3)")  # fmt: skip
+    add("--monitor-interval", "--monitor_interval", metavar="S", type=float, default=0.1,
+        help="seconds between two looks at the processes (default 0.1)")  # fmt: skip
+    add("--start-timeout", "--start_timeout", metavar="S", type=float, default=600.0,
+        help="seconds for all to come to the process group, once the first one waits there (default 600)")  # fmt: skip
+    add("--log-dir", "--log_dir", metavar="DIR",
+        help="where each process has its log (default: logs, in the run directory where there is one)")  # fmt: skip
+    add("--start-method", "--start_method", choices=("fork-server", "spawn"), default="fork-server",
+        help="fork processes from one that has done the script's first imports (default), or not")  # fmt: skip
+    add("--tail", metavar="RANKS", default="all", help="whose lines are shown: all (default), none, or as 0,4-7")
+
+
+def run(arguments: argparse.Namespace, session: Session) -> int:
+    """Runs the script; a failure is an error of the command."""
+    if arguments.anywhere:
+        _take_options_behind(arguments)
+    try:
+        launcher = DistributedLauncher(
+            config_of(arguments), environ=session.environ, plugins=session.plugins, stderr=session.stderr
+        )
+        return launcher.run(arguments.script, *arguments.words)
+    except FairleadError:
+        if arguments.debug:
+            traceback.print_exc()
+        raise
+
+
+def _take_options_behind(arguments: argparse.Namespace) -> None:
+    """Takes our options from behind the script, as some launchers do: all up to `--`, without it those known."""
+    parser = argparse.ArgumentParser(allow_abbrev=False, add_help=False, exit_on_error=False)
+    options(parser)
+    words = arguments.words
+    split = words.index("--") if "--" in words else None
+    try:
+        _, rest = parser.parse_known_args(words[:split], arguments)
+    except argparse.ArgumentError as error:
+        raise ConfigError(str(error), where="fairlead.launcher", fix="see fairlead launch --help") from error
+    if split is not None and rest:
+        raise ConfigError(
+            f"unknown option {rest[0]!r}", where="fairlead.launcher", fix="the script's own go behind `--`"
+        )
+    arguments.words = rest if split is None else words[split + 1 :]
+
+
+def config_of(arguments: argparse.Namespace) -> LaunchConfig:
+    """The config that these arguments ask for; a `ConfigError` names the wrong ones."""
+    given = {name: value for name, value in vars(arguments).items() if name in LaunchConfig.model_fields}
+    for name in ("nproc_per_node", "nnodes"):
+        if str(given[name]).isdecimal():
+            given[name] = int(given[name])
+    try:
+        return LaunchConfig(**given)
+    except ValidationError as error:
+        wrong = {str(one["loc"][0]): one["msg"].removeprefix("Value error, ") for one in error.errors()}
+        raise ConfigError(
+            "; ".join(f"--{name.replace('_', '-')} {given[name]}: {said}" for name, said in wrong.items()),
+            where="fairlead launch",
+            fix="see fairlead launch --help",
+        ) from error

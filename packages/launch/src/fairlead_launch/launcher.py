@@ -1,0 +1,286 @@
+"""Any script on N processes, started again after failures: `fairlead launch`, and the same from Python."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any, Final, Literal, cast
+
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, field_validator
+
+from fairlead.config_bases import ConfigModel
+from fairlead.detect import VARIABLE
+from fairlead.errors import ConfigError, FairleadError
+from fairlead.facts import Devices
+from fairlead.plugin_classes import AcceleratorPlugin
+from fairlead.plugins import PluginManager
+from fairlead.threads import choose_threads
+from fairlead_launch.environment import rank_environment
+from fairlead_launch.forkserver import ForkServer
+from fairlead_launch.nodes import Nodes, OneNode
+from fairlead_launch.output import Output
+from fairlead_launch.processes import Starter, fork, spawn
+from fairlead_launch.restarts import run_with_restarts, stopped_before
+from fairlead_launch.scripts import head_imports, module_file
+from fairlead_launch.supervise import Group, noted_signals
+from fairlead_launch.worker import run_worker
+
+BACKEND: Final = "FAIRLEAD_BACKEND"
+"""What `fairlead_distributed.init_process_group(backend="auto")` is in the ranks."""
+_NODES: Final = re.compile(r"([1-9][0-9]*)(?::([1-9][0-9]*))?")
+
+
+class LaunchConfig(ConfigModel):
+    """How a script is started on N processes.
+
+    Example:
+        >>> LaunchConfig(nproc_per_node=4, max_restarts=0).nodes
+        (1, 1)
+    """
+
+    nproc_per_node: PositiveInt | Literal["auto", "gpu"] = "auto"
+    """Processes on each node; `gpu`: one for each GPU, `auto`: the same, and one where there is none."""
+    nnodes: PositiveInt | str = 1
+    """Nodes; `"2:4"`: at least two, at most four."""
+    node_rank: NonNegativeInt = 0
+    """Which node this is, from 0; where `nnodes` is a range the nodes agree themselves."""
+    master_addr: str = "127.0.0.1"
+    """The name or address of the first node."""
+    master_port: int | None = Field(None, ge=1, le=65535)
+    """The port on which the ranks meet; None: on one node the first that is free from 29500 on, else 29500."""
+    backend: str = "auto"
+    """The backend of `fairlead_distributed.init_process_group()` in the script: `nccl`, `gloo`, `auto`."""
+    max_restarts: NonNegativeInt = 3
+    """How often all processes are started again after one has failed."""
+    monitor_interval: PositiveFloat = 1.0
+    """Seconds between two looks at the processes."""
+    start_timeout: NonNegativeFloat = 600.0
+    """Seconds that processes may take to come to the process group, once the first one waits there."""
+    log_dir: str | None = None
+    """The folder of the logs, a file for each rank; None: `logs` in the run directory where there is one, else here."""
+    start_method: Literal["fork-server", "spawn"] = "fork-server"
+    """Processes are forked from one that has done the imports at the head of the script, or do theirs each."""
+    tail: str = "all"
+    """The ranks whose lines are shown: `all`, `none`, or as `0,4-7`."""
+    module: bool = False
+    """The script is a module's name, as behind `python -m`."""
+
+    @field_validator("nnodes")
+    @classmethod
+    def _range(cls, value: int | str) -> int | str:
+        if isinstance(value, str):
+            match = _NODES.fullmatch(value)
+            if match is None or (match[2] is not None and int(match[1]) > int(match[2])):
+                raise ValueError(f"{value!r} is neither a number of nodes nor a range such as '2:4'")
+        return value
+
+    @field_validator("tail")
+    @classmethod
+    def _ranks(cls, value: str) -> str:
+        if value not in ("all", "none"):
+            parse_ranks(value)
+        return value
+
+    @property
+    def nodes(self) -> tuple[int, int]:
+        """The least and the largest number of nodes."""
+        least, _, most = str(self.nnodes).partition(":")
+        return int(least), int(most or least)
+
+
+def parse_ranks(text: str) -> frozenset[int]:
+    """The ranks of `0,4-7`; a ValueError where it is something else.
+
+    Example:
+        >>> sorted(parse_ranks("0,4-6"))
+        [0, 4, 5, 6]
+    """
+    ranks: set[int] = set()
+    for part in text.split(","):
+        match = re.fullmatch(r"\s*(\d+)(?:-(\d+))?\s*", part)
+        if match is None or (match[2] is not None and int(match[1]) > int(match[2])):
+            raise ValueError(f"{text!r} names no ranks: write them as 0,4-7")
+        ranks.update(range(int(match[1]), int(match[2] or match[1]) + 1))
+    return frozenset(ranks)
+
+
+def processes_per_node(asked: int | str, environ: Mapping[str, str], plugins: PluginManager) -> tuple[int, str]:
+    """How many processes a node has, and why; `ConfigError`: one for each GPU is asked for, and there is none."""
+    if isinstance(asked, int):
+        return asked, "--nproc"
+    kinds = [cast("AcceleratorPlugin", plugin) for plugin in plugins.distinct("accelerator").values()]
+    for kind in sorted(kinds, key=lambda kind: -kind.priority):
+        if kind.priority > 0:
+            for devices in plugins.call(kind, "fairlead_devices", environ=environ):
+                if isinstance(devices, Devices) and devices.count:
+                    return devices.count, f"{devices.count} found by {devices.evidence}"
+    if asked == "gpu":
+        raise ConfigError(
+            "there is no GPU on this machine",
+            where="--nproc gpu",
+            fix="say how many processes: --nproc 4; or --nproc auto, which takes one where there is no GPU",
+        )
+    return 1, "no GPU was found"
+
+
+class DistributedLauncher:
+    """Starts a script on the processes of this node, and watches them.
+
+    Example:
+        >>> launcher = DistributedLauncher(LaunchConfig(nproc_per_node=2))
+        >>> launcher.launch("train.py", "--epochs", "100")  # doctest: +SKIP
+        0
+    """
+
+    def __init__(
+        self,
+        config: LaunchConfig,
+        *,
+        environ: Mapping[str, str] | None = None,
+        plugins: PluginManager | None = None,
+        stderr: IO[str] | None = None,
+    ) -> None:
+        self.config = config
+        self._environ = dict(os.environ if environ is None else environ)
+        self._plugins = plugins or PluginManager()
+        self._stderr = stderr or sys.stderr
+        self._server: ForkServer | None = None
+
+    def launch(self, script: str | os.PathLike[str], *words: str) -> int:
+        """Runs the script with these words on all processes; returns the exit code: 0 when all went well.
+
+        How one has failed is written to stderr. 75: it was stopped with everything saved.
+        """
+        try:
+            return self.run(script, *words)
+        except FairleadError as error:
+            print(f"error: {error.block()}", file=self._stderr, flush=True)
+            return error.exit_code
+
+    def run(self, script: str | os.PathLike[str], *words: str) -> int:
+        """As `launch`, but a failure is raised: `RunFailedError`, `ConfigError`."""
+        name = os.fspath(script)
+        path = module_file(name, os.getcwd()) if self.config.module else Path(name)
+        if not self.config.module and not Path(name).is_file():
+            raise ConfigError(f"there is no script {name!r}", where=os.getcwd(), fix="for a module write: -m MODULE")
+        count, reason = processes_per_node(self.config.nproc_per_node, self._environ, self._plugins)
+        nodes = self._nodes()
+        with noted_signals() as received:
+            if not self._prepare(path, name, words, received):
+                return stopped_before(received, self._stderr)
+            code = 1
+            try:
+                code = run_with_restarts(
+                    lambda starts, before: self._group(nodes, count, reason, starts, (name, *words)),
+                    received,
+                    max_restarts=self.config.max_restarts,
+                    stderr=self._stderr,
+                )
+            finally:
+                nodes.close(code)
+                if self._server is not None:
+                    self._server.close()
+            return code
+
+    def _nodes(self) -> Nodes:
+        return OneNode(self.config.master_addr, self.config.master_port)
+
+    def _prepare(self, path: Path | None, name: str, words: Sequence[str], received: Sequence[int]) -> bool:
+        """Has the head of the script imported once for all; False: a signal came before that was done."""
+        if self.config.start_method == "spawn" or path is None:
+            return True
+        here = os.getcwd() if self.config.module else str(path.absolute().parent)
+        server = ForkServer(
+            (),
+            head_imports(path),
+            path=[here, *sys.path],
+            environ={**self._environ, "OPENBLAS_NUM_THREADS": "1"},
+            title=(name, *words),
+        )
+        obstacles = None
+        while obstacles is None:
+            if received:
+                server.close()
+                return False
+            obstacles = server.obstacles(0.1)
+        if obstacles:
+            server.close()
+            self._say(f"each process imports for itself, as a fork would not work: {'; '.join(obstacles)}")
+        else:
+            self._server = server
+        return True
+
+    def _group(self, nodes: Nodes, count: int, reason: str, starts: int, words: Sequence[str]) -> Group:
+        """The processes of one start on this node."""
+        config, members = self.config, nodes.next()
+        own = {
+            VARIABLE: self._environ.get(VARIABLE, "lightning"),
+            "TORCHELASTIC_RESTART_COUNT": str(starts),
+            **({BACKEND: config.backend} if config.backend != "auto" else {}),
+        }
+        threads = choose_threads("auto", self._environ, count)
+        environments = [
+            rank_environment(
+                {**self._environ, **own},
+                local_rank=local_rank,
+                devices=count,
+                num_nodes=members.num_nodes,
+                node_rank=members.node_rank,
+                address=members.address,
+                port=members.port,
+                threads=int(threads.value),
+            )
+            for local_rank in range(count)
+        ]
+        numbers = [int(environ["RANK"]) for environ in environments]
+        if starts == 0:
+            total = count * members.num_nodes
+            self._say(
+                f"{total} process{'es'[: 2 * (total > 1)]} on {members.num_nodes} node{'s'[: members.num_nodes > 1]} "
+                f"({count} each: {reason}), Master: {members.address}:{members.port}, {threads.value} "
+                f"thread{'s'[: threads.value != 1]} each"
+            )
+        shown = {"all": frozenset(numbers), "none": frozenset[int]()}.get(config.tail)
+        output = Output(
+            numbers,
+            raw=numbers[0] if count == members.num_nodes == 1 and config.tail == "all" else None,
+            shown=shown if shown is not None else parse_ranks(config.tail),
+            folder=Path(config.log_dir) if config.log_dir is not None else None,
+            fallback=Path("logs"),
+        )
+        return Group(
+            self._starter(words),
+            environments,
+            output,
+            stderr=self._stderr,
+            poll_s=config.monitor_interval,
+            join_s=config.start_timeout,
+            trouble=nodes.trouble,
+        )
+
+    def _starter(self, words: Sequence[str]) -> Starter:
+        if self._server is not None and self._server.alive():
+            return fork(self._server, run_worker, self.config.module, *words, cwd=os.getcwd())
+        kind = "module" if self.config.module else "script"
+        return spawn([sys.executable, "-P", "-m", "fairlead_launch.worker", kind, *words])
+
+    def _say(self, text: str) -> None:
+        print(f"launch      {text}", file=self._stderr, flush=True)
+
+
+def launch_distributed_training(script: str, *words: str, **settings: Any) -> int:
+    """Runs a script with these words on all processes of this node; returns the exit code.
+
+    Args:
+        script: The script.
+        words: Its arguments.
+        settings: The fields of `LaunchConfig`.
+
+    Example:
+        >>> launch_distributed_training("train.py", "--epochs", "1", nproc_per_node=2)  # doctest: +SKIP
+        0
+    """
+    return DistributedLauncher(LaunchConfig(**settings)).launch(script, *words)
