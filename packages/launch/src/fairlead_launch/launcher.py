@@ -18,7 +18,7 @@ from fairlead.facts import Devices
 from fairlead.plugin_classes import AcceleratorPlugin
 from fairlead.plugins import PluginManager
 from fairlead.threads import choose_threads
-from fairlead_launch.environment import rank_environment
+from fairlead_launch.environment import BACKEND, rank_environment
 from fairlead_launch.forkserver import ForkServer
 from fairlead_launch.nodes import Nodes, OneNode
 from fairlead_launch.output import Output
@@ -28,8 +28,6 @@ from fairlead_launch.scripts import head_imports, module_file
 from fairlead_launch.supervise import Group, noted_signals
 from fairlead_launch.worker import run_worker
 
-BACKEND: Final = "FAIRLEAD_BACKEND"
-"""What `fairlead_distributed.init_process_group(backend="auto")` is in the ranks."""
 _NODES: Final = re.compile(r"([1-9][0-9]*)(?::([1-9][0-9]*))?")
 
 
