@@ -35,6 +35,9 @@ def test_two_nodes_compute_what_one_machine_computes(cluster: Cluster, reference
     (start,) = history(tmp_path, "start")
     assert start["job"] == f"slurm:{job.id}"
     assert start["world_size"] == 4
+    logs = sorted((tmp_path / "runs").glob("*/logs/*"))  # of what Python prints, under `srun` too
+    assert [log.name for log in logs] == [f"rank-0000{rank}.log" for rank in range(4)]
+    assert "[Rank 0] INFO: start       4 ranks on 2 nodes" in logs[0].read_text()
 
 
 # -- ten stops in one run

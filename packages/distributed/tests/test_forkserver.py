@@ -60,7 +60,7 @@ def test_a_forked_process_is_as_a_fresh_one(server: ForkServer, tmp_path: Path) 
             "__main__",
         )
         assert one["group"] == one["pid"] == process.pid
-        assert one["threads"] in ([1, 1], [2, 2])
+        assert one["threads"] in ([1, 1], [3, 2])  # one of torch and one of numpy beside the main thread
         assert one["files"] == [0, 1, 2, 7]
         assert (one["stdin"], one["interrupt"], one["mine"]) == ("", True, False)
         seen.append(one)

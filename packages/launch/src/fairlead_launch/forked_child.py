@@ -75,7 +75,7 @@ def _repeat_at_import(environ: Mapping[str, str]) -> None:
         threads = int(environ["OMP_NUM_THREADS"])
         if "torch" in sys.modules:
             sys.modules["torch"].set_num_threads(threads)
-        if "numpy" in sys.modules:
+        if "numpy" in sys.modules and threads > 1:
             _set_blas_threads(int(environ.get("OPENBLAS_NUM_THREADS", threads)))
 
 

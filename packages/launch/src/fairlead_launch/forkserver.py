@@ -255,7 +255,7 @@ def shared(environ: Mapping[str, str] | None = None, imports: Sequence[str] = ()
         tops = {name: name.partition(".")[0] for name in list(sys.modules)}
         ours = [name for name, top in tops.items() if top in _PRELOADED or top.startswith("fairlead")]
         rest = {name: value for name, value in os.environ.items() if not name.startswith(AT_START)}
-        variables = {**rest, **dict(key[2]), "OPENBLAS_NUM_THREADS": "1"}
+        variables = {**rest, **dict(key[2])}
         variables.pop("OMP_NUM_THREADS", None)  # a forked process sets its own number, or torch's default
         server = _servers[key] = ForkServer(imports or ours, environ=variables)
         atexit.register(server.close)

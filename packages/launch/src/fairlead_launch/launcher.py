@@ -195,7 +195,7 @@ class DistributedLauncher:
             (),
             head_imports(path),
             path=[here, *sys.path],
-            environ={**self._environ, "OPENBLAS_NUM_THREADS": "1"},
+            environ=self._environ,
             title=(name, *words),
         )
         self._server = forkable(server, received, self._say)

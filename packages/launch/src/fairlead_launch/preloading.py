@@ -30,6 +30,7 @@ def preload(libraries: Sequence[str], modules: Sequence[str]) -> list[str]:
     """
     # Lightning asks for GPUs when it is imported, and the driver would be started for the answer.
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
+    os.environ["OPENBLAS_NUM_THREADS"] = "1"  # it would start its threads at once; a rank has its own number
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for name in libraries:

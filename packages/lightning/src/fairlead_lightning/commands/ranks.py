@@ -79,7 +79,7 @@ class _Ranks:
             [_PRELOAD, *_runtimes(self._resolution, self._session.plugins)],
             _user_modules(self._checked.loaded.job),
             path=[*folders, *rest],
-            environ={**self._environ, "OMP_NUM_THREADS": self._threads, "OPENBLAS_NUM_THREADS": "1"},
+            environ={**self._environ, "OMP_NUM_THREADS": self._threads},
             title=("fairlead", *self._words),
             connection=socket.socket(fileno=int(lent)) if lent is not None else None,
         )
