@@ -17,7 +17,6 @@ if TYPE_CHECKING:
         JobConfig,
         ResourcesConfig,
         RunConfig,
-        SubmitConfig,
         TrainerConfig,
     )
     from fairlead.config_bases import (
@@ -29,6 +28,7 @@ if TYPE_CHECKING:
         PrecisionConfigBase,
         RequeueConfigBase,
         StrategyConfigBase,
+        SubmitterConfigBase,
     )
     from fairlead.errors import FairleadError
     from fairlead.facts import Claim, Devices, Job, Setting, Specificity, StopReason, Unused
@@ -47,6 +47,7 @@ if TYPE_CHECKING:
         PrecisionPlugin,
         RequeuePlugin,
         StrategyPlugin,
+        SubmitterPlugin,
     )
     from fairlead.plugins import PluginManager
     from fairlead.resolution import Resolution
@@ -94,7 +95,8 @@ __all__ = [
     "StopReason",
     "StrategyConfigBase",
     "StrategyPlugin",
-    "SubmitConfig",
+    "SubmitterConfigBase",
+    "SubmitterPlugin",
     "Topology",
     "Trainer",
     "TrainerConfig",
