@@ -78,7 +78,7 @@ def test_other_pods_are_not_claimed(environ: dict[str, str], expected: str, choo
 @pytest.mark.parametrize(
     ("environ", "told"),
     [
-        ({key: value for key, value in fake_pod(0, NNODES="2").items() if key != "MASTER_ADDR"}, "MASTER_ADDR is not set"),
+        (fake_pod(0, NNODES="2", MASTER_ADDR=""), "MASTER_ADDR is not set"),
         (fake_pod(0), "WORLD_SIZE is not set"),
         (fake_pod(2, NNODES="2"), "does not go with 2"),
         (fake_pod(0, WORLD_SIZE="9", LOCAL_WORLD_SIZE="4"), "WORLD_SIZE is 9, which is not a multiple of"),

@@ -115,7 +115,7 @@ def find_pod(environ: Mapping[str, str]) -> str | None:
     pod = in_kubernetes(environ)
     if pod is None:
         return None
-    # A TrainJob's pods are those of an Indexed Job; a PyTorchJob's belong to no Job, and a Job may set the same variables.
+    # A TrainJob's pods are those of an Indexed Job. A PyTorchJob's belong to no Job, which may set the same variables.
     kinds = (_TRAINJOB,) if text(environ, COMPLETION_INDEX) is not None else (_TRAINJOB, _PYTORCHJOB)
     for names in kinds:
         if present(environ, names):

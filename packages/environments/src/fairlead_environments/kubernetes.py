@@ -2,8 +2,8 @@
 
 Kubernetes gives each pod of such a Job its JOB_COMPLETION_INDEX and the host name `<job>-<index>`
 (https://kubernetes.io/docs/concepts/workloads/controllers/job/#completion-mode, and `completionIndexEnvName` in
-`pkg/controller/job/indexed_job_utils.go` of kubernetes/kubernetes). How many pods there are, and by which name the first
-one is reached through a headless service, the manifest has to say: MASTER_ADDR, and NNODES or WORLD_SIZE.
+`pkg/controller/job/indexed_job_utils.go` of kubernetes/kubernetes). How many pods there are, and by which name the
+first one is reached through a headless service, the manifest has to say: MASTER_ADDR, and NNODES or WORLD_SIZE.
 `fairlead submit --to kubernetes` writes all of it.
 """
 
@@ -116,5 +116,5 @@ def _unsaid(name: str, what: str, value: str) -> ConfigError:
         f"{name} is not set",
         where=f"environment variable {name}",
         why=f"Kubernetes tells a pod its index, but not {what}",
-        fix=f"write `{name}: {value}` into the `env` of the container, as `fairlead submit --to kubernetes --dry-run` does",
+        fix=f"write `{name}: {value}` into the `env` of the container; `fairlead submit --to kubernetes` does it for you",
     )

@@ -41,6 +41,7 @@ class Request:
         folder: The folder of this submission, on a file system that the nodes see. What `render` gives is written
             there, beside the job files and the copy of the code (`code/`, where there is one).
         job_files: The job file of each member of a sweep; one of anything else.
+        job_texts: What is written into each job file, for nodes that do not see the folder.
         runs: The run directory of each member. A plain array's tasks add `-task-INDEX` to theirs.
         sweep: Whether the job files are members, of which task I of an array runs the one with index I.
         max_parallel: The most members that may run at once; None: as the scheduler likes.
@@ -68,6 +69,7 @@ class Request:
     folder: Path
     job_files: Sequence[Path]
     runs: Sequence[Path]
+    job_texts: Sequence[str] = ()
     sweep: bool = False
     max_parallel: int | None = None
     cwd: Path = field(default_factory=Path.cwd)
