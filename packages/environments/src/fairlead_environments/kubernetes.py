@@ -116,5 +116,5 @@ def _unsaid(name: str, what: str, value: str) -> ConfigError:
         f"{name} is not set",
         where=f"environment variable {name}",
         why=f"Kubernetes tells a pod its index, but not {what}",
-        fix=f"write `{name}: {value}` into the `env` of the container; `fairlead submit --to kubernetes` does it for you",
+        fix=f"write `{name}: {value}` into the `env` of the container; `fairlead submit` does it for you",
     )

@@ -75,7 +75,7 @@ class KubectlSubmitter(Submitter):
             done = self._run("delete", ",".join(self.kinds), "-l", f"{label}={job}", "--wait=false", "-o", "name")
             if done.code != 0:
                 raise self._refused(f"{job} was not ended", done)
-            if done.output:
+            if "/" in done.output:  # the names of what was deleted; without any, kubectl says so
                 return
         raise FairleadError(
             f"there is no job {job}", where=self._place(), fix="if it is in another cluster, see `submit.context`"
