@@ -32,10 +32,10 @@ Submit = Callable[..., KubectlSubmitter]
 
 
 def request(*texts: str, **changed: Any) -> Request:
-    texts = texts or (JOB,)
+    jobs = [yaml.safe_load(text) for text in texts or (JOB,)]
     folder = Path("/home/me/runs/sine/submissions/1")
-    runs = [Path(f"/home/me/runs/sine-{i}") for i in range(len(texts))]
-    given = Request("sine", folder, [folder / "job.yaml"], runs, job_texts=texts, cwd=Path("/home/me/sine"))
+    runs = [Path(f"/home/me/runs/sine-{i}") for i in range(len(jobs))]
+    given = Request("sine", folder, [folder / "job.yaml"], runs, jobs=jobs, cwd=Path("/home/me/sine"))
     return replace(given, **{"nodes": 2, "devices_per_node": 4, "gpus": True, **changed})
 
 
@@ -61,7 +61,7 @@ def cluster(tmp_path: Path) -> dict[str, str]:
     """The variables with which a stand-in for kubectl is found; its objects are files below `store`."""
     (tmp_path / "bin").mkdir()
     kubectl = tmp_path / "bin" / "kubectl"
-    kubectl.write_text(f"#!/bin/sh\nexec {sys.executable} {STAND_IN} \"$@\"\n")
+    kubectl.write_text(f'#!/bin/sh\nexec {sys.executable} {STAND_IN} "$@"\n')
     kubectl.chmod(0o755)
     (tmp_path / "store").mkdir()
     return {"PATH": f"{kubectl.parent}:{os.environ['PATH']}", "STAND_IN_STORE": str(tmp_path / "store")}
@@ -92,7 +92,6 @@ def test_a_job_from_its_submission_to_its_end(cluster: dict[str, str], tmp_path:
     set_status(cluster, "job.batch", job, active=2, ready=2)
     assert submitter.state(job).phase == "running"
     assert submitter.logs(job) == "[pod/sine-1-0-x7k2p/fairlead] step 10"
-    assert submitter.logs_command(job, follow=True)[:3] == ("kubectl", "--context=lab", "--namespace=research")
     failed = {"type": "Failed", "status": "True", "reason": "BackoffLimitExceeded", "message": "it failed 6 times"}
     set_status(cluster, "job.batch", job, failed=6, conditions=[failed])
     state = submitter.state(job)
@@ -119,9 +118,12 @@ def test_nothing_is_left_of_what_is_refused_in_part(cluster: dict[str, str], tmp
 
 def test_a_sweep_is_a_job_for_each_member(cluster: dict[str, str], tmp_path: Path) -> None:
     submitter = on_kubernetes(cluster, namespace="research")
-    sweep = request(JOB, JOB.replace("sine,", "cosine,"), sweep=True)
+    sweep = request(JOB, JOB, sweep=True, indices=(0, 1))
     job = submitter.submit(sweep, written(submitter, sweep, tmp_path))
     first, second = (submitter.member(job, index) for index in (0, 1))
+    maps = [one for one in yaml.safe_load_all(*submitter.render(sweep).values()) if one["kind"] == "ConfigMap"]
+    names = [yaml.safe_load(one["data"]["job.yaml"])["run"]["name"] for one in maps]
+    assert names == ["sine-0", "sine-1"]  # a run directory for each
     set_status(cluster, "job.batch", first, conditions=[{"type": "Complete", "status": "True"}])
     set_status(cluster, "job.batch", second, active=2, ready=2)
     assert [submitter.state(one).phase for one in (first, second, job)] == ["finished", "running", "running"]
@@ -207,7 +209,7 @@ def test_a_folder_that_all_machines_mount_is_used_as_it_is() -> None:
     settings = {"runs": None, "volumes": [{"path": "/home", "host_path": "/nfs/home"}], "snapshot": True}
     made = objects(on_kubernetes(**settings), request())
     job = yaml.safe_load(made["ConfigMap"]["data"]["job.yaml"])
-    assert job["run"] == {"name": "sine", "dir": "/home/me/runs", "code": "/home/me/sine"}
+    assert job["run"] == {"name": "sine-0", "dir": "/home/me/runs", "code": ["/home/me/sine"]}
     [container] = made["Job"]["spec"]["template"]["spec"]["containers"]
     assert container["workingDir"] == "/home/me/sine"
 

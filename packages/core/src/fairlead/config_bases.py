@@ -217,9 +217,8 @@ class SubmitterConfigBase(BackendConfig):
     """Shell lines before the ranks are started, on each start again: `["source env.sh"]`."""
     env: dict[str, str | int | float | bool] = Field(default_factory=dict)
     """Environment variables of the ranks: `{HF_HOME: /scratch/hf}`."""
-    network: str | None = None
-    """Variables that the ranks' libraries need on a kind of network: `efa`, `infiniband` or `ethernet`; see
-    `fairlead submit --dry-run` for what they are. `env` and the environment of the job win over them."""
+    network: Literal["efa", "infiniband", "ethernet"] | None = None
+    """Sets the variables that NCCL and libfabric need on this kind of network, as `--dry-run` shows them; `env` wins."""
     snapshot: bool | list[str] = True
     """Whether the code as it is now is copied, and the copy runs, also after each requeue. A list names, by patterns
     such as `configs/*.yaml`, the files that git does not track and that are taken along; true takes all that it does

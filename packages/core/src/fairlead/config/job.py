@@ -48,8 +48,9 @@ class RunConfig(ConfigModel):
     gives a sign of life. None: in a scheduler's job, where a job that was killed may be started again at once."""
     ckpt_path: str | None = None
     """A checkpoint to start from when this run has none of its own yet."""
-    code: str | None = None
-    """The folder of the user's code; None: found from the job file (nearest pyproject.toml or .git)."""
+    code: str | list[str] | None = None
+    """The folder of the user's code, or a list of all: then the working directory is not looked into. None: found from
+    the job file (nearest pyproject.toml or .git)."""
 
     @property
     def weights(self) -> str | None:

@@ -3,5 +3,7 @@
 from __future__ import annotations
 
 from fairlead_launch.submission.interface import JobState, Phase, Request, Submitter
+from fairlead_launch.submission.records import Record, read_submission
+from fairlead_launch.submission.submission import Submission, submit
 
-__all__ = ["JobState", "Phase", "Request", "Submitter"]
+__all__ = ["JobState", "Phase", "Record", "Request", "Submission", "Submitter", "read_submission", "submit"]

@@ -8,6 +8,7 @@ from typing import Annotated, Final, Literal
 from pydantic import AfterValidator, Field
 
 from fairlead.config_bases import ConfigModel, SubmitterConfigBase
+from fairlead_launch.submission.interface import Request
 
 _ARRAY: Final = re.compile(r"\d+(-\d+(:\d+)?)?(,\d+(-\d+(:\d+)?)?)*")
 
@@ -30,6 +31,19 @@ class ContainerConfig(ConfigModel):
     extra: list[str] = Field(default_factory=list)
     """Further words for `apptainer exec` or for `srun`: `["--writable-tmpfs"]`."""
 
+    def all_mounts(self, request: Request) -> list[str]:
+        """What the ranks need: the working directory, the run directories, the copy of the code, and `mounts`."""
+        folders = [str(request.cwd), *sorted({str(run.parent) for run in request.runs}), str(request.folder)]
+        return list(dict.fromkeys([*folders, *self.mounts]))
+
+    def words(self, request: Request) -> list[str]:
+        """What stands in front of the command of a rank; nothing where srun starts the container."""
+        if self.runtime == "pyxis":
+            return []
+        nvidia = ["--nv"] if request.gpus else []
+        mounts = [word for mount in self.all_mounts(request) for word in ("--bind", mount)]
+        return ["apptainer", "exec", *nvidia, *mounts, "--pwd", str(request.cwd), *self.extra, self.image]
+
 
 class BatchSubmitterConfig(SubmitterConfigBase):
     """A job of a batch scheduler."""
@@ -51,6 +65,10 @@ class BatchSubmitterConfig(SubmitterConfigBase):
     """How many tasks of an array, or members of a sweep, may run at once."""
     requeue: bool = True
     """Whether the scheduler may start the job again."""
+    python: str | None = Field(default=None, min_length=1)
+    """The Python of the environment in which the job runs, where it is another than the one that submits:
+    `/envs/train/bin/python`, or `python` where `setup` or `modules` put one on the PATH. Default null: the one that
+    submits; in a container its `python`."""
     tasks: Literal["rank", "node"] = "rank"
     """`rank`: the scheduler starts each rank as a task of its own; `node`: one task for each node, which starts the
     ranks of its node."""

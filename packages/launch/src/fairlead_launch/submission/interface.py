@@ -6,9 +6,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
 from fairlead.config_bases import SubmitterConfigBase
+from fairlead.errors import RunFailedError
 from fairlead.interfaces import BuildContext
 
 __all__ = ["JobState", "Phase", "Request", "Submitter"]
@@ -41,9 +42,10 @@ class Request:
         folder: The folder of this submission, on a file system that the nodes see. What `render` gives is written
             there, beside the job files and the copy of the code (`code/`, where there is one).
         job_files: The job file of each member of a sweep; one of anything else.
-        job_texts: What is written into each job file, for nodes that do not see the folder.
-        runs: The run directory of each member. A plain array's tasks add `-task-INDEX` to theirs.
-        sweep: Whether the job files are members, of which task I of an array runs the one with index I.
+        jobs: What is in each job file, for nodes that do not see the folder.
+        runs: The run directory of each task of an array; one of anything else.
+        indices: The indices of an array's tasks, one for each of `runs`; empty where there is no array.
+        sweep: Whether each task of the array has a job file of its own, `members/INDEX.yaml`.
         max_parallel: The most members that may run at once; None: as the scheduler likes.
         cwd: The working directory of the ranks: that in which the job was submitted.
         nodes: Nodes of each member.
@@ -61,15 +63,16 @@ class Request:
     Example:
         >>> request = Request("sine", Path("/r/sine/submissions/1"), (Path("/r/sine/submissions/1/job.yaml"),),
         ...                   (Path("/r/sine"),), cwd=Path("/home/me"))
-        >>> request.world_size, request.member_file("$SLURM_ARRAY_TASK_ID")
-        (1, '/r/sine/submissions/1/job.yaml')
+        >>> request.world_size
+        1
     """
 
     name: str
     folder: Path
     job_files: Sequence[Path]
     runs: Sequence[Path]
-    job_texts: Sequence[str] = ()
+    jobs: Sequence[Mapping[str, Any]] = ()
+    indices: Sequence[int] = ()
     sweep: bool = False
     max_parallel: int | None = None
     cwd: Path = field(default_factory=Path.cwd)
@@ -90,12 +93,6 @@ class Request:
         """Ranks in all."""
         return self.nodes * self.devices_per_node
 
-    def member_file(self, index: str) -> str:
-        """The job file, or with a sweep that of the member whose index a shell word such as `$INDEX` holds."""
-        if not self.sweep:
-            return str(self.job_files[0])
-        return f"{self.folder}/members/{index}.yaml"
-
 
 class Submitter(ABC):
     """Hands a job to a scheduler, asks for it, and ends it.
@@ -107,6 +104,8 @@ class Submitter(ABC):
 
     config: Any
     """The settings; a subclass says of which class."""
+    first_index: ClassVar[int] = 0
+    """The lowest index of an array."""
 
     def __init__(self, config: SubmitterConfigBase, environ: Mapping[str, str]) -> None:
         self.config = config
@@ -151,3 +150,11 @@ class Submitter(ABC):
     def output(self, request: Request, job: str) -> Path | None:
         """The file that the scheduler writes the job's output to, `*` for what differs between members; None: none."""
         return None
+
+    def logs(self, job: str) -> str:
+        """What a job has printed so far, asked of a scheduler that writes it to no file.
+
+        Raises:
+            FairleadError: It does not say.
+        """
+        raise RunFailedError(f"{self.config.name} writes no output to a file", fix="ask it for the job's log")

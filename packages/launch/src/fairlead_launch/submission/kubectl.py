@@ -85,25 +85,14 @@ class KubectlSubmitter(Submitter):
         """The name of one member's objects."""
         return f"{job}-{index}"
 
-    def logs_command(self, job: str, *, follow: bool = False) -> Sequence[str]:
-        """The command that prints what the pods of a run have written, each line with its pod."""
-        more = ("-f",) if follow else ()
-        return (
-            *self._words(),
-            "logs",
-            "-l",
-            f"{MEMBER}={job}",
-            "--prefix",
-            "--tail=-1",
-            "--max-log-requests=64",
-            *more,
-        )
-
     def logs(self, job: str) -> str:
-        """What the pods of a run have written so far."""
-        done = self._run(*self.logs_command(job)[len(self._words()) :])
-        if done.code != 0:
-            raise self._refused(f"there is no output of {job}", done)
+        """The last thousand lines that each pod of a job has written, each line with its pod."""
+        for label in (MEMBER, INSTANCE):
+            done = self._run("logs", "-l", f"{label}={job}", "--prefix", "--tail=1000", "--max-log-requests=64")
+            if done.code != 0:
+                raise self._refused(f"there is no output of {job}", done)
+            if done.output:
+                break
         return done.output
 
     def _words(self) -> list[str]:

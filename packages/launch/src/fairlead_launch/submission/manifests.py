@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, cast
+from typing import Any, Final
 
 from fairlead import yaml
 from fairlead.errors import ConfigError
@@ -80,10 +81,11 @@ def members(config: PodSubmitterConfig, request: Request, code: int) -> list[Mem
         )
     name = object_name(request)
     found = []
-    for index, (text, run) in enumerate(zip(request.job_texts, request.runs, strict=True)):
+    indices = request.indices or [0]
+    for index, job, run in zip(indices, request.jobs, request.runs, strict=True):
         own = f"{name}-{index}" if request.sweep else name
         labels = {**config.labels, "app.kubernetes.io/managed-by": "fairlead", INSTANCE: name, MEMBER: own}
-        found.append(Member(own, _job_in_pods(config, request, text, run, code), labels, config.queue))
+        found.append(Member(own, _job_in_pods(config, request, job, run, code), labels, config.queue))
     return found
 
 
@@ -173,17 +175,21 @@ def time_limit(config: PodSubmitterConfig) -> dict[str, int]:
     return {} if config.time is None else {"activeDeadlineSeconds": int(config.time.total_seconds())}
 
 
-def _job_in_pods(config: PodSubmitterConfig, request: Request, text: str, run: Path, code: int) -> dict[str, Any]:
+def _job_in_pods(
+    config: PodSubmitterConfig, request: Request, given: Mapping[str, Any], run: Path, code: int
+) -> dict[str, Any]:
     """The job with the places that the pods know, the pod's devices, and exit codes that the manifest reads alike."""
-    job = cast("dict[str, Any]", yaml.load(text, source=str(request.folder / "job.yaml")).data)
+    job: dict[str, Any] = copy.deepcopy(dict(given))
     job.pop("submit", None)  # the image need not know the submitter
     section = job.setdefault("run", {})
+    section["name"] = run.name  # a member's own: pods are no array, whose tasks find their names themselves
     section["dir"] = config.runs.path if config.runs is not None else _run_folder(config, run)
-    own = section.pop("code", None)
+    folders = section.pop("code", None) or []
+    folders = [folders] if isinstance(folders, str) else folders
     if config.code is not None:
         section["code"] = config.code
-    elif own is not None and _seen(config, Path(own)):
-        section["code"] = own
+    elif folders and all(_seen(config, Path(folder)) for folder in folders):
+        section["code"] = folders
     elif config.snapshot is not False:
         raise ConfigError(
             "the pods do not see the copy of the code",

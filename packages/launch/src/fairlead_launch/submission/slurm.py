@@ -17,6 +17,9 @@ class SLURMSubmitterConfig(BatchSubmitterConfig):
     """
 
     name: Literal["slurm"] = "slurm"
+    requeue: bool | Literal["expedite"] = True
+    """Whether SLURM may start the job again; `expedite` is that of 25.11, ahead of all others after a node's
+    failure."""
     exclusive: bool = False
     """Whether the nodes are for this job alone."""
     exclude: str | None = None
