@@ -96,11 +96,7 @@ class SLURMSubmitter(Submitter):
         done = attempt([program, "--parsable", str(files[0])], _TIMEOUT, self.environ)
         if done.code != 0:
             said = done.said if done.code is not None else f"sbatch did not answer within {_TIMEOUT:.0f} s"
-            fix = (
-                "ask with squeue --me whether the job is there before you submit it again"
-                if done.code is None
-                else None
-            )
+            fix = "ask with squeue --me whether the job is there before you submit it again" if done.code is None else None
             raise RunFailedError("the job is not submitted: sbatch refused it", where=str(files[0]), why=said, fix=fix)
         # With --parsable it prints `JOB`, or `JOB;CLUSTER`; a site's own plugin may print lines before it.
         return done.output.strip().splitlines()[-1].partition(";")[0]
@@ -184,10 +180,7 @@ class SLURMSubmitter(Submitter):
         python = request.command[0]
         agent = [python, "-m", "torch.distributed.run", f"--nnodes={request.nodes}"]
         agent += [f"--nproc-per-node={request.devices_per_node}", "--rdzv-backend=c10d", "--max-restarts=0"]
-        agent += [
-            "--signals-to-handle=SIGTERM,SIGINT,SIGUSR1,SIGUSR2",
-            f"--shutdown-timeout={max(30, request.warn_s - 20)}",
-        ]
+        agent += ["--signals-to-handle=SIGTERM,SIGINT,SIGUSR1,SIGUSR2", f"--shutdown-timeout={max(30, request.warn_s - 20)}"]
         meeting = '--rdzv-id="$SLURM_JOB_ID" --rdzv-endpoint="$MAIN_HOST:$MAIN_PORT"'
         return Raw(f"{words([*inside, *agent])} {meeting} -m fairlead fit {file}")
 
