@@ -218,7 +218,7 @@ class SubmitterConfigBase(BackendConfig):
     env: dict[str, str | int | float | bool] = Field(default_factory=dict)
     """Environment variables of the ranks: `{HF_HOME: /scratch/hf}`."""
     network: Literal["efa", "infiniband", "ethernet"] | None = None
-    """Sets the variables that NCCL and libfabric need on this kind of network, as `--dry-run` shows them; `env` wins."""
+    """Sets the variables that NCCL and libfabric need on this kind of network, see `--dry-run`; `env` wins."""
     snapshot: bool | list[str] = True
     """Whether the code as it is now is copied, and the copy runs, also after each requeue. A list names, by patterns
     such as `configs/*.yaml`, the files that git does not track and that are taken along; true takes all that it does

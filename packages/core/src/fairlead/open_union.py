@@ -37,9 +37,7 @@ class OpenUnion:
         tag: What the tag is called in a mapping.
     """
 
-    def __init__(
-        self, axis: str, *, literals: tuple[str, ...] = (), optional: bool = False, tag: str = "name"
-    ) -> None:
+    def __init__(self, axis: str, *, literals: tuple[str, ...] = (), optional: bool = False, tag: str = "name") -> None:
         self.axis = axis
         self.tag = tag
         self.literals = literals

@@ -184,7 +184,7 @@ class LoggerPlugin(Plugin):
 
 
 class SubmitterPlugin(Plugin):
-    """A scheduler that `fairlead submit` hands jobs to. Its runtime returns a `fairlead_launch.submission.Submitter`."""
+    """A scheduler that takes jobs. Its runtime returns a `fairlead_launch.submission.Submitter`."""
 
     axis = "submitter"
     base = SubmitterConfigBase

@@ -53,8 +53,8 @@ def collect_provenance(
 ) -> dict[str, Any]:
     """All that is known about where a start runs and what it runs, of JSON types.
 
-    An allow-list of `environ` is kept, and what `job` names; git is asked about `code`, else the working directory. Of a
-    submitted job `git` is what it said then, with `snapshot`: the copy that runs.
+    An allow-list of `environ` is kept, and what `job` names; git is asked about `code`, else the working directory.
+    Of a submitted job `git` is what it said then, with `snapshot`: the copy that runs.
     """
     named = job.variables if job is not None else ()
     return {

@@ -33,7 +33,7 @@ def members(folder: Path) -> list[Path]:
 
 
 def submitted_code(environ: Mapping[str, str]) -> dict[str, Any] | None:
-    """What git said of the code when the job was submitted, with `snapshot`: the copy that runs; None: there is none."""
+    """What git said of the code when the job was submitted, with `snapshot`, the copy that runs; None: none does."""
     file = environ.get(VARIABLE)
     if not file:
         return None

@@ -63,8 +63,6 @@ class BatchSubmitterConfig(SubmitterConfigBase):
     LSB_JOBINDEX. For a sweep over settings there is `fairlead submit --sweep`."""
     max_parallel: int | None = Field(default=None, ge=1)
     """How many tasks of an array, or members of a sweep, may run at once."""
-    requeue: bool = True
-    """Whether the scheduler may start the job again."""
     python: str | None = Field(default=None, min_length=1)
     """The Python of the environment in which the job runs, where it is another than the one that submits:
     `/envs/train/bin/python`, or `python` where `setup` or `modules` put one on the PATH. Default null: the one that

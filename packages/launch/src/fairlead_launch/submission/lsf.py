@@ -17,6 +17,8 @@ class LSFSubmitterConfig(BatchSubmitterConfig):
     """
 
     name: Literal["lsf"] = "lsf"
+    requeue: bool = True
+    """Whether LSF may start the job again."""
     launcher: Literal["blaunch", "jsrun"] = "blaunch"
     """What starts the ranks: `jsrun` on IBM's Power systems, `blaunch` elsewhere."""
 

@@ -13,7 +13,7 @@ from fairlead import yaml
 from fairlead.checks import CheckedJob, check_job
 from fairlead.config import JobConfig
 from fairlead.config_bases import SubmitterConfigBase
-from fairlead.errors import ConfigError, FairleadError, RunDirectoryError
+from fairlead.errors import ConfigError, RunDirectoryError
 from fairlead.findings import Finding, errors_in
 from fairlead.jobs import LoadedJob, load_job
 from fairlead.own_checks import check_user_code
@@ -177,10 +177,8 @@ def plan(
         raise ConfigError(
             "a sweep is an array already, and the job asks for another", where="submit.array", fix="leave one out"
         )
-    if array:
-        indices = array_indices(array)
-    else:
-        indices = [submitter.first_index + number for number, _ in enumerate(sweep)]
+    tasks = range(submitter.first_index, submitter.first_index + len(sweep))
+    indices = array_indices(array) if array else list(tasks)
     resources = hardware(first)
     runs, checked = [], []
     for place, index in enumerate(indices or [None]):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Final
@@ -145,11 +145,13 @@ def frozen(
         known: The tags of the requeuers that are installed.
     """
     assert loaded.job is not None
-    job, data = loaded.job, copy.deepcopy(loaded.data)
+    job: JobConfig = loaded.job
+    data: dict[str, Any] = copy.deepcopy(loaded.data)
     data["run"] = {**(data.get("run") or {}), "name": job.run.name, "dir": str(directory), "code": list(code)}
+    trainer = dict(data.get("trainer") or {})
     requeue = _requeue(job, warn_s, known)
-    if requeue is not None:
-        data["trainer"] = {**(data.get("trainer") or {}), "requeue": requeue}
+    if requeue is not None and ("requeue" in trainer or job.trainer.requeue == "auto"):
+        data["trainer"] = {**trainer, "requeue": requeue}
     return data
 
 
@@ -161,7 +163,7 @@ def _requeue(job: JobConfig, warn_s: int, known: Sequence[str]) -> dict[str, Any
     if isinstance(asked, RequeueConfigBase):
         late = "limit_window_s" not in asked.model_fields_set and window > asked.limit_window_s
         return {**asked.model_dump(mode="json", exclude_unset=True), "limit_window_s": window} if late else None
-    if environment is False or not isinstance(config, BatchSubmitterConfig) or not config.requeue:
+    if environment is False or not isinstance(config, BatchSubmitterConfig) or not getattr(config, "requeue", True):
         return None
     # The scheduler's commands are not in the container: the script outside of it reads the exit code.
     name = "exit_code" if config.container is not None else config.name

@@ -18,8 +18,8 @@ class SLURMSubmitterConfig(BatchSubmitterConfig):
 
     name: Literal["slurm"] = "slurm"
     requeue: bool | Literal["expedite"] = True
-    """Whether SLURM may start the job again; `expedite` is that of 25.11, ahead of all others after a node's
-    failure."""
+    """Whether SLURM may start the job again. `expedite` is that of Slurm 25.11: a job whose node failed is started
+    before all others."""
     exclusive: bool = False
     """Whether the nodes are for this job alone."""
     exclude: str | None = None

@@ -11,8 +11,8 @@ from typing import Final
 from fairlead.errors import RunFailedError
 from fairlead.programs import ask, attempt, find
 from fairlead_launch.submission.interface import JobState, Phase, Request, Submitter
-from fairlead_launch.submission.slurm import SLURMSubmitterConfig
 from fairlead_launch.submission.scripts import batch_values, job_file_word, own_options
+from fairlead_launch.submission.slurm import SLURMSubmitterConfig
 from fairlead_launch.submission.templates import Raw, option, render_template, words
 
 _TIMEOUT: Final = 60.0  # seconds that sbatch may take: a busy controller lets it wait
@@ -80,7 +80,6 @@ class SLURMSubmitter(Submitter):
         values = {
             **batch_values(config, request),
             "options": [option(name, value) for name, value in own_options(own, config).items()],
-            "srun": self._srun(request),
             "command": self._command(request),
             "rendezvous": self._by_torchrun(request),
             "cpus_per_task": cpus,
@@ -96,7 +95,11 @@ class SLURMSubmitter(Submitter):
         done = attempt([program, "--parsable", str(files[0])], _TIMEOUT, self.environ)
         if done.code != 0:
             said = done.said if done.code is not None else f"sbatch did not answer within {_TIMEOUT:.0f} s"
-            fix = "ask with squeue --me whether the job is there before you submit it again" if done.code is None else None
+            fix = (
+                "ask with squeue --me whether the job is there before you submit it again"
+                if done.code is None
+                else None
+            )
             raise RunFailedError("the job is not submitted: sbatch refused it", where=str(files[0]), why=said, fix=fix)
         # With --parsable it prints `JOB`, or `JOB;CLUSTER`; a site's own plugin may print lines before it.
         return done.output.strip().splitlines()[-1].partition(";")[0]
@@ -158,29 +161,26 @@ class SLURMSubmitter(Submitter):
             return {"gpus-per-task": request.devices_per_node // self._tasks_per_node(request)}
         return {"gpus-per-node": request.devices_per_node}
 
-    def _srun(self, request: Request) -> Raw:
+    def _pyxis(self, request: Request) -> list[str]:
         container = self.config.container
         if container is None or container.runtime != "pyxis":
-            return Raw("")
+            return []
         mounts = ",".join(m if ":" in m else f"{m}:{m}" for m in container.all_mounts(request))
-        return words(
-            [
-                f"--container-image={container.image}",
-                f"--container-mounts={mounts}",
-                f"--container-workdir={request.cwd}",
-                *container.extra,
-            ]
-        )
+        image = [f"--container-image={container.image}", f"--container-mounts={mounts}"]
+        return [*image, f"--container-workdir={request.cwd}", *container.extra]
 
     def _command(self, request: Request) -> Raw:
         file = job_file_word(request)
-        inside = self.config.container.words(request) if self.config.container is not None else ()
+        inside = [*self._pyxis(request), *(self.config.container.words(request) if self.config.container else ())]
         if not self._by_torchrun(request):
             return Raw(f"{words([*inside, *request.command, 'fit'])} {file}")
         python = request.command[0]
         agent = [python, "-m", "torch.distributed.run", f"--nnodes={request.nodes}"]
         agent += [f"--nproc-per-node={request.devices_per_node}", "--rdzv-backend=c10d", "--max-restarts=0"]
-        agent += ["--signals-to-handle=SIGTERM,SIGINT,SIGUSR1,SIGUSR2", f"--shutdown-timeout={max(30, request.warn_s - 20)}"]
+        agent += [
+            "--signals-to-handle=SIGTERM,SIGINT,SIGUSR1,SIGUSR2",
+            f"--shutdown-timeout={max(30, request.warn_s - 20)}",
+        ]
         meeting = '--rdzv-id="$SLURM_JOB_ID" --rdzv-endpoint="$MAIN_HOST:$MAIN_PORT"'
         return Raw(f"{words([*inside, *agent])} {meeting} -m fairlead fit {file}")
 
@@ -193,7 +193,7 @@ def _state(row: Mapping[str, str]) -> JobState:
     # `CANCELLED by 1000`; an array's reason is `(Resources)` in some versions.
     name = (row.get("State") or row.get("JobState") or "").strip().partition(" ")[0].rstrip("+")
     reason = row.get("Reason", "").strip().strip("()")
-    details = {key: value.strip() for key, value in row.items() if key not in ("Reason",)}
+    details = {key: value.strip() for key, value in row.items() if key != "Reason"}
     if name == "PENDING" and reason.startswith("JobHeld"):
         reason += ": `scontrol release` lets it start"
     return JobState(_PHASES.get(name, "unknown"), "" if reason == "None" else reason, details)

@@ -24,7 +24,9 @@ CODE: Final = "code"
 MOST_BYTES: Final = 256 << 20
 MOST_FILES: Final = 20_000
 _TIMEOUT: Final = 60.0
-_NEVER: Final = frozenset({"__pycache__", ".git", ".venv", "node_modules", ".mypy_cache", ".ruff_cache", ".pytest_cache"})
+_NEVER: Final = frozenset(
+    {"__pycache__", ".git", ".venv", "node_modules", ".mypy_cache", ".ruff_cache", ".pytest_cache"}
+)
 
 
 @dataclass(frozen=True)
@@ -191,7 +193,9 @@ def _too_much(top: Path, amount: str, largest: Sequence[str]) -> ConfigError:
     return ConfigError(
         f"the code is too large to be copied with each submission: {amount}",
         where=f"submit.snapshot: {top}",
-        why="\n".join(["the largest:", *largest]) if largest else f"at most {MOST_FILES} files and {MOST_BYTES >> 20} MiB",
+        why="\n".join(["the largest:", *largest])
+        if largest
+        else f"at most {MOST_FILES} files and {MOST_BYTES >> 20} MiB",
         fix="let git ignore what is no code; or name what is needed, `submit.snapshot: ['*.py', 'configs/*']`;\n"
         "or `submit.snapshot: false`: then the job runs what is in the folder when it starts",
     )

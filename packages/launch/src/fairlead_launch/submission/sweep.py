@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import json
+import math
 import re
 from collections.abc import Sequence
 from typing import Any, Final
@@ -57,14 +59,16 @@ def _parse(text: str) -> tuple[str, Sequence[Any]]:
             raise ConfigError(f"--sweep {path}: the step of a range cannot be 0", where="--sweep")
         found = range(*numbers)
     else:
-        found = yaml.parse_scalar_or_flow(f"[{values}]", source=f"--sweep {path}")
+        read = yaml.parse_scalar_or_flow(f"[{values}]", source=f"--sweep {path}")
+        assert isinstance(read, list)  # the brackets are ours
+        found = read
     if not found:
         raise ConfigError(f"--sweep {path} has no value: {values.strip()}", where="--sweep")
     return path, found
 
 
 def _flow(value: Any) -> str:
-    """A value as `--set` reads it back."""
-    import json
-
+    """A value as `--set` reads it back: JSON is YAML, but for what is no number."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return ".nan" if math.isnan(value) else f"{'-' if value < 0 else ''}.inf"
     return json.dumps(value, ensure_ascii=False)
