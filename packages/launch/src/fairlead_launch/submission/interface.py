@@ -41,6 +41,7 @@ class Request:
         folder: The folder of this submission, on a file system that the nodes see. What `render` gives is written
             there, beside the job files and the copy of the code (`code/`, where there is one).
         job_files: The job file of each member of a sweep; one of anything else.
+        job_texts: What is written into each of them, for schedulers whose nodes do not see the folder.
         runs: The run directory of each task of an array; one of anything else.
         indices: The indices of an array's tasks, one for each of `runs`; empty where there is no array.
         sweep: Whether each task of the array has a job file of its own, `members/INDEX.yaml`.
@@ -71,6 +72,7 @@ class Request:
     runs: Sequence[Path]
     indices: Sequence[int] = ()
     sweep: bool = False
+    job_texts: Sequence[str] = ()
     max_parallel: int | None = None
     cwd: Path = field(default_factory=Path.cwd)
     nodes: int = 1
@@ -147,3 +149,7 @@ class Submitter(ABC):
     def output(self, request: Request, job: str) -> Path | None:
         """The file that the scheduler writes the job's output to, `*` for what differs between members; None: none."""
         return None
+
+    def logs_command(self, job: str, *, follow: bool = False) -> Sequence[str]:
+        """The command that prints a job's output where there is no such file; empty: there is none."""
+        return ()
