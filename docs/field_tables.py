@@ -18,10 +18,9 @@ from fairlead.config import (
     JobConfig,
     ResourcesConfig,
     RunConfig,
-    SubmitConfig,
     TrainerConfig,
 )
-from fairlead.config_bases import BackendConfig
+from fairlead.config_bases import BackendConfig, SubmitterConfigBase
 from fairlead.open_union import OpenUnion
 
 __all__ = ["JOB_MODELS", "describe", "fields", "nested", "table", "yaml_word"]
@@ -33,7 +32,7 @@ JOB_MODELS: Final[Mapping[str, type[BaseModel]]] = {
     "trainer": TrainerConfig,
     "trainer.checkpoint": CheckpointConfig,
     "resources": ResourcesConfig,
-    "submit": SubmitConfig,
+    "submit": SubmitterConfigBase,
 }
 """The models of a job, by the section that each one is."""
 

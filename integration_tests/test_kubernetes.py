@@ -25,7 +25,7 @@ from fairlead.checks import check_trainer
 from fairlead.config import JobConfig
 from fairlead_launch.ports import free_port
 from fairlead_launch.submission.submission import make_plan
-from integration_tests.jobs import JOB, changed, fairlead, names, repository, start
+from integration_tests.jobs import JOB, changed, names, repository, start
 
 KINDS = {
     "Job": {"to": "kubernetes"},
@@ -112,10 +112,8 @@ def test_manifests_are_what_the_published_models_say(kind: str, settings: dict[s
     rules_of_kubernetes(made, pod)
     if settings is EVERYTHING:
         asked = pod["containers"][0]["resources"]["limits"]
-        assert asked == {
-            **{"amd.com/gpu": "4", "cpu": "32", "memory": "65536Mi"},
-            **{"rdma/ib": "1", "ephemeral-storage": "100Gi"},
-        }
+        own = {"rdma/ib": "1", "ephemeral-storage": "100Gi"}
+        assert asked == {"amd.com/gpu": "4", "cpu": "32", "memory": "65536Mi", **own}
         assert pod["terminationGracePeriodSeconds"] == 300
         assert pod["hostNetwork"] is True
         assert pod["containers"][0]["command"][:2] == ["bash", "-ec"]

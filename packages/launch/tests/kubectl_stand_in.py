@@ -84,10 +84,9 @@ def logs(asked: argparse.Namespace, folder: Path) -> int:
 
 
 def selected(folder: Path, kinds: list[str], label: str) -> list[Path]:
-    key, _, value = label.partition("=")
     singular = {kind.replace("s.", ".", 1) if "." in kind else kind.removesuffix("s") for kind in kinds[0].split(",")}
     files = (file for file in sorted(folder.glob("*.json")) if file.stem.partition("%")[0] in singular)
-    return [file for file in files if json.loads(file.read_text())["metadata"]["labels"].get(key) == value]
+    return [file for file in files if label in json.loads(file.read_text())["metadata"]["labels"]]
 
 
 def refuse(text: str) -> int:

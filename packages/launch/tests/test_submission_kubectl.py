@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -32,10 +33,10 @@ Submit = Callable[..., KubectlSubmitter]
 
 
 def request(*texts: str, **changed: Any) -> Request:
-    jobs = [yaml.safe_load(text) for text in texts or (JOB,)]
+    texts = texts or (JOB,)
     folder = Path("/home/me/runs/sine/submissions/1")
-    runs = [Path(f"/home/me/runs/sine-{i}") for i in range(len(jobs))]
-    given = Request("sine", folder, [folder / "job.yaml"], runs, jobs=jobs, cwd=Path("/home/me/sine"))
+    runs = [Path(f"/home/me/runs/sine-{i}") for i in range(len(texts))]
+    given = Request("sine", folder, [folder / "job.yaml"], runs, job_texts=texts, cwd=Path("/home/me/sine"))
     return replace(given, **{"nodes": 2, "devices_per_node": 4, "gpus": True, **changed})
 
 
@@ -91,7 +92,9 @@ def test_a_job_from_its_submission_to_its_end(cluster: dict[str, str], tmp_path:
     assert submitter.state(job).phase == "queued"
     set_status(cluster, "job.batch", job, active=2, ready=2)
     assert submitter.state(job).phase == "running"
-    assert submitter.logs(job) == "[pod/sine-1-0-x7k2p/fairlead] step 10"
+    said = subprocess.run(submitter.logs_command(job), env=cluster, capture_output=True, text=True, check=True)
+    assert said.stdout == "[pod/sine-1-0-x7k2p/fairlead] step 10\n"
+    assert "--follow" in submitter.logs_command(job, follow=True)
     failed = {"type": "Failed", "status": "True", "reason": "BackoffLimitExceeded", "message": "it failed 6 times"}
     set_status(cluster, "job.batch", job, failed=6, conditions=[failed])
     state = submitter.state(job)

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal, Self
 
 from fairlead.config_bases import SubmitterConfigBase
-from fairlead.errors import RunFailedError
 from fairlead.interfaces import BuildContext
 
 __all__ = ["JobState", "Phase", "Request", "Submitter"]
@@ -42,7 +41,7 @@ class Request:
         folder: The folder of this submission, on a file system that the nodes see. What `render` gives is written
             there, beside the job files and the copy of the code (`code/`, where there is one).
         job_files: The job file of each member of a sweep; one of anything else.
-        jobs: What is in each job file, for nodes that do not see the folder.
+        job_texts: What is written into each of them, for schedulers whose nodes do not see the folder.
         runs: The run directory of each task of an array; one of anything else.
         indices: The indices of an array's tasks, one for each of `runs`; empty where there is no array.
         sweep: Whether each task of the array has a job file of its own, `members/INDEX.yaml`.
@@ -71,9 +70,9 @@ class Request:
     folder: Path
     job_files: Sequence[Path]
     runs: Sequence[Path]
-    jobs: Sequence[Mapping[str, Any]] = ()
     indices: Sequence[int] = ()
     sweep: bool = False
+    job_texts: Sequence[str] = ()
     max_parallel: int | None = None
     cwd: Path = field(default_factory=Path.cwd)
     nodes: int = 1
@@ -151,10 +150,6 @@ class Submitter(ABC):
         """The file that the scheduler writes the job's output to, `*` for what differs between members; None: none."""
         return None
 
-    def logs(self, job: str) -> str:
-        """What a job has printed so far, asked of a scheduler that writes it to no file.
-
-        Raises:
-            FairleadError: It does not say.
-        """
-        raise RunFailedError(f"{self.config.name} writes no output to a file", fix="ask it for the job's log")
+    def logs_command(self, job: str, *, follow: bool = False) -> Sequence[str]:
+        """The command that prints a job's output where there is no such file; empty: there is none."""
+        return ()

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any, ClassVar, Final
 
 from fairlead.errors import FairleadError
-from fairlead.programs import Attempt, attempt, find
+from fairlead_runs.programs import Attempt, attempt, find
 from fairlead_launch.submission.interface import JobState, Phase, Request, Submitter
-from fairlead_launch.submission.manifests import INSTANCE, MEMBER, Member, members, object_name, text_of
+from fairlead_launch.submission.manifests import Member, members, object_name, selector, text_of
 from fairlead_launch.submission.pods import PodSubmitterConfig
 
 FILE: Final = "manifests.yaml"
@@ -58,42 +58,36 @@ class KubectlSubmitter(Submitter):
     def state(self, job: str) -> JobState:
         """From the object's status; of a sweep as a whole the phase of the members that are not over."""
         each = 'jsonpath={range .items[*]}{.metadata.name} {.status}{"\\n"}{end}'
-        for label in (MEMBER, INSTANCE):
-            found = self._ask("get", self.kinds[0], "-l", f"{label}={job}", "-o", each)
-            if isinstance(found, JobState):
-                return found
-            if found:
-                # A job that the controller has not looked at yet has no status.
-                statuses = (line.partition(" ")[2].strip() or "{}" for line in found.splitlines())
-                states = [self.read(json.loads(status)) for status in statuses]
-                return min(states, key=lambda state: _FIRST.index(state.phase))
-        return JobState("unknown", "there is no such job any more")
+        try:
+            done = self._run("get", self.kinds[0], "-l", selector(job), "-o", each)
+        except FairleadError as error:
+            return JobState("unknown", error.what)
+        if done.code != 0:
+            return JobState("unknown", _said(done))
+        # A job that the controller has not looked at yet has no status.
+        statuses = (line.partition(" ")[2].strip() or "{}" for line in done.output.splitlines())
+        states = [self.read(json.loads(status)) for status in statuses]
+        gone = JobState("unknown", "there is no such job any more")
+        return min(states, key=lambda state: _FIRST.index(state.phase), default=gone)
 
     def cancel(self, job: str) -> None:
         """`kubectl delete` of all that was made for the job; its pods get a signal and the grace to save."""
-        for label in (MEMBER, INSTANCE):
-            done = self._run("delete", ",".join(self.kinds), "-l", f"{label}={job}", "--wait=false", "-o", "name")
-            if done.code != 0:
-                raise self._refused(f"{job} was not ended", done)
-            if "/" in done.output:  # the names of what was deleted; without any, kubectl says so
-                return
-        raise FairleadError(
-            f"there is no job {job}", where=self._place(), fix="if it is in another cluster, see `submit.context`"
-        )
+        done = self._run("delete", ",".join(self.kinds), "-l", selector(job), "--wait=false", "-o", "name")
+        if done.code != 0:
+            raise self._refused(f"{job} was not ended", done)
+        if "/" not in done.output:  # the names of what was deleted; without any, kubectl says so
+            raise FairleadError(
+                f"there is no job {job}", where=self._place(), fix="if it is in another cluster, see `submit.context`"
+            )
 
     def member(self, job: str, index: int) -> str:
         """The name of one member's objects."""
         return f"{job}-{index}"
 
-    def logs(self, job: str) -> str:
-        """The last thousand lines that each pod of a job has written, each line with its pod."""
-        for label in (MEMBER, INSTANCE):
-            done = self._run("logs", "-l", f"{label}={job}", "--prefix", "--tail=1000", "--max-log-requests=64")
-            if done.code != 0:
-                raise self._refused(f"there is no output of {job}", done)
-            if done.output:
-                break
-        return done.output
+    def logs_command(self, job: str, *, follow: bool = False) -> Sequence[str]:
+        """`kubectl logs` of all pods of a job: the last thousand lines of each, each line with its pod."""
+        options = ("--prefix", "--tail=1000", "--max-log-requests=64", *(("--follow",) if follow else ()))
+        return (*self._words(), "logs", "-l", selector(job), *options)
 
     def _words(self) -> list[str]:
         chosen = {"--context": self.config.context, "--namespace": self.config.namespace}
@@ -111,13 +105,6 @@ class KubectlSubmitter(Submitter):
                 "or have what `fairlead submit --dry-run` prints applied where it is",
             )
         return attempt([found, *options, *arguments], _PATIENCE_S, self.environ)
-
-    def _ask(self, *arguments: str) -> str | JobState:
-        try:
-            done = self._run(*arguments)
-        except FairleadError as error:
-            return JobState("unknown", error.what)
-        return done.output if done.code == 0 else JobState("unknown", _said(done))
 
     def _place(self) -> str:
         return " ".join(self._words())

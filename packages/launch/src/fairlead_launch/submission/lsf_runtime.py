@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Final
 
 from fairlead.errors import ConfigError, RunFailedError
-from fairlead.programs import ask, find
 from fairlead_launch.submission.interface import JobState, Phase, Request, Submitter
 from fairlead_launch.submission.lsf import LSFSubmitterConfig
 from fairlead_launch.submission.scripts import batch_values, job_file_word, own_options
 from fairlead_launch.submission.templates import Raw, option, render_template, words
+from fairlead_runs.programs import ask, find
 
 _TIMEOUT: Final = 60.0
 _PHASES: Final[Mapping[str, Phase]] = {

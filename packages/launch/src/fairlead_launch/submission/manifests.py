@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, cast
 
 from fairlead import yaml
 from fairlead.errors import ConfigError
@@ -17,10 +16,6 @@ from fairlead_launch.submission.pods import PodSubmitterConfig, VolumeConfig, gr
 
 PORT: Final = 29500
 """Where the ranks meet, on the first pod."""
-INSTANCE: Final = "app.kubernetes.io/instance"
-"""The label that says to which submission an object belongs."""
-MEMBER: Final = "fairlead/member"
-"""The label that says to which member of a sweep; the same as the submission's where there is none."""
 _JOB: Final = "/etc/fairlead"
 """Where the job file is in the containers."""
 _WRONG_CODE: Final = 2
@@ -61,6 +56,11 @@ class Member:
         return (requeue["code"], requeue["final_code"]) if requeue["name"] == "exit_code" else (75, FINAL_CODE)
 
 
+def selector(job: str) -> str:
+    """The label of all that was made for a submission, or for one member of a sweep."""
+    return f"fairlead.job/{job}"
+
+
 def object_name(request: Request) -> str:
     """The name of a submission's objects: the run's, as Kubernetes takes it, and the submission's number."""
     number = re.sub(r"[^a-z0-9]", "", request.folder.name.lower()) or "1"
@@ -81,11 +81,12 @@ def members(config: PodSubmitterConfig, request: Request, code: int) -> list[Mem
         )
     name = object_name(request)
     found = []
-    indices = request.indices or [0]
-    for index, job, run in zip(indices, request.jobs, request.runs, strict=True):
+    common = {**config.labels, "app.kubernetes.io/managed-by": "fairlead", "app.kubernetes.io/instance": name}
+    common[selector(name)] = ""
+    for index, text, run in zip(request.indices or [0], request.job_texts, request.runs, strict=True):
         own = f"{name}-{index}" if request.sweep else name
-        labels = {**config.labels, "app.kubernetes.io/managed-by": "fairlead", INSTANCE: name, MEMBER: own}
-        found.append(Member(own, _job_in_pods(config, request, job, run, code), labels, config.queue))
+        job = _job_in_pods(config, request, text, run, code)
+        found.append(Member(own, job, {**common, selector(own): ""}, config.queue))
     return found
 
 
@@ -175,11 +176,9 @@ def time_limit(config: PodSubmitterConfig) -> dict[str, int]:
     return {} if config.time is None else {"activeDeadlineSeconds": int(config.time.total_seconds())}
 
 
-def _job_in_pods(
-    config: PodSubmitterConfig, request: Request, given: Mapping[str, Any], run: Path, code: int
-) -> dict[str, Any]:
+def _job_in_pods(config: PodSubmitterConfig, request: Request, text: str, run: Path, code: int) -> dict[str, Any]:
     """The job with the places that the pods know, the pod's devices, and exit codes that the manifest reads alike."""
-    job: dict[str, Any] = copy.deepcopy(dict(given))
+    job = cast("dict[str, Any]", yaml.load(text, source=str(request.folder / "job.yaml")).data)
     job.pop("submit", None)  # the image need not know the submitter
     section = job.setdefault("run", {})
     section["name"] = run.name  # a member's own: pods are no array, whose tasks find their names themselves

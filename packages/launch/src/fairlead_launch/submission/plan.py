@@ -40,7 +40,6 @@ class Plan:
         config: The job's `submit`.
         home: The directory whose `submissions/` gets the script: the run's, or one that a sweep's members share.
         request: What the templates see.
-        jobs: The content of each job file.
         sweep: The overrides of each member.
         sources: The files that are copied; None: none are.
         files: What the scheduler gets, by name.
@@ -53,7 +52,6 @@ class Plan:
     config: SubmitterConfigBase
     home: Path
     request: Request
-    jobs: Sequence[Mapping[str, object]]
     sweep: Sequence[tuple[str, ...]]
     sources: Sources | None
     files: Mapping[str, str]
@@ -87,9 +85,9 @@ class Plan:
         try:
             if self.sources is not None:
                 take_snapshot(self.sources, request.folder)
-            for file, data in zip(request.job_files, self.jobs, strict=True):
+            for file, text in zip(request.job_files, request.job_texts, strict=True):
                 file.parent.mkdir(exist_ok=True)
-                file.write_text(yaml.dump(data), encoding="utf-8")
+                file.write_text(text, encoding="utf-8")
             for name, text in self.files.items():
                 script = request.folder / name
                 script.write_text(text, encoding="utf-8")
@@ -215,9 +213,9 @@ def plan(
         folder=folder,
         job_files=names,
         runs=runs,
-        jobs=jobs,
         indices=indices,
         sweep=bool(sweep),
+        job_texts=[yaml.dump(data) for data in jobs],
         max_parallel=max_parallel or getattr(config, "max_parallel", None),
         cwd=cwd,
         nodes=resources.nodes,
@@ -234,7 +232,7 @@ def plan(
     )
     _has_torch(config, plugins)
     files = submitter.render(request)
-    return Plan(submitter, config, home, request, jobs, sweep, sources, files, findings, environ, plugins)
+    return Plan(submitter, config, home, request, sweep, sources, files, findings, environ, plugins)
 
 
 def _config(submit: SubmitterConfigBase | None, plugins: PluginManager) -> SubmitterConfigBase:
@@ -276,6 +274,8 @@ def _resolved(checked: CheckedJob) -> Resolution:
 
 
 def _no_secret(data: Mapping[str, object]) -> None:
+    # `submit` has the names of a cluster's secrets and keys; `variables` looks at what is said in its `env`.
+    data = {name: section for name, section in data.items() if name != "submit"}
     if redact(data) != data:
         raise ConfigError(
             "the job holds a secret, which would be written to a file for the job",

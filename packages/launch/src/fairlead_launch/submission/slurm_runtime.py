@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Final
 
 from fairlead.errors import RunFailedError
-from fairlead.programs import ask, attempt, find
 from fairlead_launch.submission.interface import JobState, Phase, Request, Submitter
 from fairlead_launch.submission.scripts import batch_values, job_file_word, own_options
 from fairlead_launch.submission.slurm import SLURMSubmitterConfig
 from fairlead_launch.submission.templates import Raw, option, render_template, words
+from fairlead_runs.programs import ask, attempt, find
 
 _TIMEOUT: Final = 60.0  # seconds that sbatch may take: a busy controller lets it wait
 _PHASES: Final[Mapping[str, Phase]] = {

@@ -19,10 +19,12 @@ from fairlead_launch.submission.plan import Plan, plan
 from fairlead_launch.submission.records import Record, build_submitter
 from fairlead_launch.submission.sweep import members
 from fairlead_runs import RunState, state
+from fairlead_runs.programs import ask
 
 __all__ = ["Submission", "make_plan", "submit"]
 
 _TAIL = 20  # lines of output in an error
+_ASK_S = 60.0  # seconds for a scheduler's answer
 
 
 @dataclass(frozen=True)
@@ -60,7 +62,11 @@ class Submission:
         """What the job has printed so far, of all members one after the other."""
         pattern = self.records[0].output
         if pattern is None:
-            return self.submitter.logs(self.id)
+            words = self.submitter.logs_command(self.id)
+            said, problem = ask(words, time.monotonic() + _ASK_S, self.submitter.environ) if words else ("", "")
+            if problem or not words:
+                raise RunFailedError(f"the output of job {self.id} is not to be had", why=problem or "it is in no file")
+            return said
         path = Path(pattern)
         files = sorted(path.parent.glob(path.name)) if path.parent.is_dir() else []
         return "".join(file.read_text(encoding="utf-8", errors="replace") for file in files)
