@@ -124,7 +124,8 @@ def test_manifests_are_what_the_published_models_say(kind: str, settings: dict[s
 def test_a_model_would_not_take_what_is_wrong(tmp_path: Path) -> None:
     """The check above can fail: a field's name, its type, one that is missing."""
     job = manifests("Job", PLAIN, tmp_path)["Job"]
-    for wrong in ({"completion": 2}, {"completions": "two"}, {"template": {"spec": {}}}):
+    wrongs: list[dict[str, Any]] = [{"completion": 2}, {"completions": "two"}, {"template": {"spec": {}}}]
+    for wrong in wrongs:
         broken = {**job, "spec": {**job["spec"], **wrong}}
         try:
             read = as_the_model_has_it(broken)

@@ -209,8 +209,8 @@ def test_settings_that_mean_nothing_are_refused(settings: dict[str, Any], told: 
 
 def test_a_folder_that_all_machines_mount_is_used_as_it_is() -> None:
     """Then the pods run the copy of the code, in the folder where the job was submitted."""
-    settings = {"runs": None, "volumes": [{"path": "/home", "host_path": "/nfs/home"}], "snapshot": True}
-    made = objects(on_kubernetes(**settings), request())
+    volumes = [{"path": "/home", "host_path": "/nfs/home"}]
+    made = objects(on_kubernetes(runs=None, volumes=volumes, snapshot=True), request())
     job = yaml.safe_load(made["ConfigMap"]["data"]["job.yaml"])
     assert job["run"] == {"name": "sine-0", "dir": "/home/me/runs", "code": ["/home/me/sine"]}
     [container] = made["Job"]["spec"]["template"]["spec"]["containers"]

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any, ClassVar, Final
 
 from fairlead.errors import FairleadError
-from fairlead_runs.programs import Attempt, attempt, find
 from fairlead_launch.submission.interface import JobState, Phase, Request, Submitter
 from fairlead_launch.submission.manifests import Member, members, object_name, selector, text_of
 from fairlead_launch.submission.pods import PodSubmitterConfig
+from fairlead_runs.programs import Attempt, attempt, find
 
 FILE: Final = "manifests.yaml"
 """What `kubectl create` gets."""
