@@ -244,8 +244,9 @@ def test_pods_are_evicted_and_made_anew(tmp_path: Path) -> None:
     assert (evicted["action"], again["action"]) == ("Ignore", "Ignore")
     job = yaml.safe_load(made["ConfigMap"]["data"]["job.yaml"])
     # The volume is a folder here, and the service's name this machine's.
-    job = changed(job, run={"dir": str(tmp_path / "volume")}, model={"args": {"width": 4, "delay": 0.02}})
-    (tmp_path / "job.yaml").write_text(json.dumps(changed(job, trainer={"max_steps": 200})))
+    job = changed(job, run={"dir": str(tmp_path / "volume")}, model={"args": {"width": 4, "delay": 0.05}})
+    job = changed(job, trainer={"max_steps": 60, "checkpoint": {"every_n_steps": 10}})
+    (tmp_path / "job.yaml").write_text(json.dumps(job))
     program, *words = pod["containers"][0]["command"]
     assert (program, words) == ("fairlead", ["fit", "/etc/fairlead/job.yaml"])
 
