@@ -20,7 +20,7 @@ from fairlead.config import (
     RunConfig,
     TrainerConfig,
 )
-from fairlead.config_bases import BackendConfig, SubmitterConfigBase
+from fairlead.config_bases import BackendConfig
 from fairlead.open_union import OpenUnion
 
 __all__ = ["JOB_MODELS", "describe", "fields", "nested", "table", "yaml_word"]
@@ -32,7 +32,6 @@ JOB_MODELS: Final[Mapping[str, type[BaseModel]]] = {
     "trainer": TrainerConfig,
     "trainer.checkpoint": CheckpointConfig,
     "resources": ResourcesConfig,
-    "submit": SubmitterConfigBase,
 }
 """The models of a job, by the section that each one is."""
 

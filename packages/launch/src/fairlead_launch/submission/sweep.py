@@ -51,7 +51,14 @@ def _parse(text: str) -> tuple[str, Sequence[Any]]:
             where="--sweep",
             fix="write for example --sweep trainer.max_steps=100,200 or --sweep 'run.seed=range(3)'",
         )
-    parse_override(f"{path}=0")  # says what is wrong with the path
+    first = parse_override(f"{path}=0")[0][0]  # says what is wrong with the path
+    if first in ("submit", "resources"):
+        raise ConfigError(
+            f"all members of a sweep share their `{first}`",
+            where=f"--sweep {path}",
+            why="they are tasks of one array",
+            fix="submit a job for each",
+        )
     found: Sequence[Any]
     if match := _RANGE.fullmatch(values):
         numbers = [int(one) for one in match.groups() if one is not None]
