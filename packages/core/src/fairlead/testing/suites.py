@@ -171,7 +171,8 @@ class SubmitterConformance(PluginConformance):
     def test_renders_and_asks_without_its_scheduler(self, tmp_path: Path) -> None:
         """A request becomes text, and nothing is written; without its commands a job is refused, and unknown."""
         request, file = pkgutil.resolve_name("fairlead_launch.submission:Request"), tmp_path / "job.yaml"
-        asked = request("a run's", tmp_path / "1", (file,), (tmp_path / "a",), cwd=tmp_path, nodes=2, gpus=True)
+        run = {"runs": (tmp_path / "a",), "job_texts": ("model: my.model:Net\n",)}
+        asked = request("a run's", tmp_path / "1", (file,), **run, cwd=tmp_path, nodes=2, gpus=True)
         with mock.patch.dict(os.environ, {"PATH": str(tmp_path)}):
             submitter = self.build(tmp_path / "run")
             files = submitter.render(asked)

@@ -101,7 +101,9 @@ def _told(made: Plan, records: Sequence[Record], cwd: Path) -> list[str]:
     runs = _short(request.runs[0], cwd)
     if len(records) > 1:
         runs = f"{len(records)} runs, {runs} to {_short(request.runs[-1], cwd)}"
-    code = made.sources.told() if made.sources is not None else "whatever is in the folder when it starts"
+    image = getattr(made.config, "image", None)
+    code = f"that of {image}" if image is not None else "whatever is in the folder when it starts"
+    code = made.sources.told() if made.sources is not None else code
     lines = [f"submitted to {first.to}: job {first.job}", f"  run:     {runs}", f"  code:    {code}"]
     if first.output is not None:
         lines.append(f"  output:  {_short(Path(first.output), cwd)}")

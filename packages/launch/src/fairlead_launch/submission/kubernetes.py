@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal
 
 from fairlead.plugin_classes import SubmitterPlugin
 from fairlead_launch.submission.pods import PodSubmitterConfig
@@ -26,6 +27,7 @@ class Kubernetes(SubmitterPlugin):
 
     config = KubernetesSubmitterConfig
     runtime = "fairlead_launch.submission.kubernetes_runtime:build"
+    example: ClassVar[Mapping[str, Any]] = {"image": "registry.example.com/sine:1", "runs": {"claim": "runs"}}
 
 
 kubernetes = Kubernetes()
