@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import ast
 import functools
-import re
 import os
+import re
 import sys
 import tomllib
 from collections import Counter

@@ -14,6 +14,7 @@ import pytest
 import fairlead
 from fairlead import yaml
 from fairlead.cli import main
+from fairlead_launch import submission as fairlead_submission
 from fairlead_launch.submission import read_submission
 from fairlead_runs import RunState
 from integration_tests.exact.compare import differences
@@ -121,6 +122,25 @@ def test_a_sweep_is_an_array_with_a_run_for_each_member(
     assert all(row.split()[1] == "finished" for row in rows), job.text()
     best = [float(row.split()[4].partition("=")[2]) for row in rows]
     assert best == sorted(best)
+
+
+def test_four_nodes_with_threads_and_two_whose_ranks_torchrun_starts(cluster: Cluster, tmp_path: Path) -> None:
+    """One task for each of four nodes, with its CPUs; and one for each of two, with an agent that starts two ranks."""
+    cwd = repository(tmp_path, trainer={"max_epochs": 1}, submit={"to": "slurm", "time": "00:30:00"})
+    given = {name: value for name, value in environ(cluster).items() if name != "OMP_NUM_THREADS"}
+
+    def submitted(name: str, *overrides: str) -> fairlead_submission.Submission:
+        return fairlead.submit("job.yaml", overrides=[f"run.name={name}", *overrides], environ=given, cwd=cwd)
+
+    resources = "resources={nodes: %d, devices_per_node: %d, device: cpu, cpus_per_device: %d}"
+    four = submitted("four", resources % (4, 1, 2), "trainer.devices=1")
+    torchrun = submitted("torchrun", resources % (2, 2, 1), "trainer.devices=2", "submit.tasks=node")
+    for submission, says in ((four, "4 ranks on 4 nodes"), (torchrun, "4 ranks on 2 nodes")):
+        ended = submission.result(timeout=200, poll_s=0.5)
+        assert isinstance(ended, RunState)
+        assert (ended.state, ended.step) == ("finished", 8), submission.logs()
+        assert says in submission.logs()
+    assert "2 threads each" in four.logs()
 
 
 @pytest.mark.parametrize("gpus", ["node", "task"])

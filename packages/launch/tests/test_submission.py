@@ -121,6 +121,9 @@ def site(tmp_path: Path) -> Site:
         ({}, ("--set", "submit=null"), "the job does not say where it is to be submitted to"),
         ({"submit": {"time": "00:02:30"}}, (), "too short to be warned 120 seconds before its end"),
         ({"submit": {"env": {"A B": 1}}}, (), "'A B' is not the name of a variable"),
+        ({"submit": {"env": {"API_KEY": "x"}}}, (), "the secret API_KEY would be written to a file"),
+        ({"model": {"class": "net:Net", "args": {"width": {"api_key": "x"}}}}, (), "where: model.args.width.api_key"),
+        ({}, ("--max-parallel", "2"), "--max-parallel is for the members of a sweep"),
         ({"resources": None}, (), "the job does not say on what it is to run"),
         ({}, ("--sweep", "run.seed"), "is not PATH=VALUES"),
         ({}, ("--sweep", "run.seed=range(0)"), "has no value"),
@@ -186,6 +189,10 @@ def test_the_job_is_frozen_and_found_again(site: Site, capsys: pytest.CaptureFix
     assert job["run"] == {"name": "sine", "dir": str(site.folder / "runs"), "code": [str(folder / "code")]}
     assert "#SBATCH --partition=gpu" in (site.bin / "sbatch.script").read_text()
     assert site.main("check", str(folder / "job.yaml"), "--for", "resources") == 0
+    site.program("squeue", "echo 'PENDING|Priority|N/A|9:00|0|'")
+    assert site.submit() == 2
+    assert "the run is submitted already: job 17 is queued" in capsys.readouterr().err
+    site.program("squeue", "")
     assert site.submit() == 0  # again: beside the first
     again = read_submission(site.folder / "runs/sine")
     assert again is not None

@@ -21,9 +21,10 @@ from fairlead.plugins import PluginManager
 from fairlead.resolution import Resolution
 from fairlead_launch.submission.batch import BatchSubmitterConfig
 from fairlead_launch.submission.interface import Request, Submitter
-from fairlead_launch.submission.records import Record, build_submitter, next_number
+from fairlead_launch.submission.records import Record, build_submitter, next_number, read_submission
 from fairlead_launch.submission.requests import array_indices, command, frozen, hardware, variables, warning_lead
 from fairlead_launch.submission.snapshot import Sources, find_sources, moved, take_snapshot
+from fairlead_runs.fingerprints import leaves
 from fairlead_runs.naming import render_name, safe_name
 from fairlead_runs.redaction import redact
 from fairlead_runs.submitted import SUBMISSIONS, VARIABLE
@@ -66,6 +67,7 @@ class Plan:
             FairleadError: It cannot be written, the copy of the code is not whole, or the scheduler refused.
         """
         request = self.request
+        self._not_twice()
         try:
             request.folder.mkdir(parents=True)
         except OSError as error:
@@ -79,6 +81,19 @@ class Plan:
             shutil.rmtree(request.folder, ignore_errors=True)
             raise
         return self._record(job)
+
+    def _not_twice(self) -> None:
+        """Two jobs of one run would stop each other; one that waits for the other is asked for by its dependency."""
+        before = read_submission(self.request.runs[0])
+        if before is None or getattr(self.config, "dependency", None):
+            return
+        phase = before.submitter(self.environ, self.plugins).state(before.id).phase
+        if phase in ("queued", "running"):
+            raise ConfigError(
+                f"the run is submitted already: job {before.id} is {phase}",
+                where=before.run,
+                fix="cancel that job, or set another run.name; or submit.dependency, for one that waits for it",
+            )
 
     def _write(self) -> list[Path]:
         request, scripts = self.request, []
@@ -171,6 +186,10 @@ def plan(
     config = _config(first.submit, plugins)
     submitter = build_submitter(_dumped(config), environ, plugins)
     array = getattr(config, "array", None)
+    if max_parallel is not None and not (array or sweep):
+        raise ConfigError(
+            "--max-parallel is for the members of a sweep", where="--max-parallel", fix="add --sweep PATH=VALUES"
+        )
     if array and sweep:
         raise ConfigError(
             "a sweep is an array already, and the job asks for another", where="submit.array", fix="leave one out"
@@ -204,6 +223,7 @@ def plan(
     known = plugins.names("requeue")
     code = moved(loads[0].root, sources, folder)
     names = [folder / "members" / f"{index}.yaml" for index in indices] if sweep else [folder / "job.yaml"]
+    given = variables(config)
     jobs = [frozen(loaded, code, base, warn_s, known) for loaded in loads]
     for data in jobs:
         _no_secret(data)
@@ -228,7 +248,7 @@ def plan(
         requeues=bool(getattr(config, "requeue", True)),
         command=command(config),
         logs=folder / "logs",
-        variables={**variables(config), **pointer},
+        variables={**given, **pointer},
     )
     _has_torch(config, plugins)
     files = submitter.render(request)
@@ -276,11 +296,13 @@ def _resolved(checked: CheckedJob) -> Resolution:
 def _no_secret(data: Mapping[str, object]) -> None:
     # `submit` has the names of a cluster's secrets and keys; `variables` looks at what is said in its `env`.
     data = {name: section for name, section in data.items() if name != "submit"}
-    if redact(data) != data:
+    shown = dict(leaves(redact(data)))
+    secret = next((path for path, value in leaves(data) if shown.get(path, value) != value), None)
+    if secret is not None:
         raise ConfigError(
             "the job holds a secret, which would be written to a file for the job",
-            where="the job",
-            fix="take it from an environment variable: what the shell exports when it submits is handed on",
+            where=secret,
+            fix="read it from an environment variable: what the shell exports when it submits is handed on",
         )
 
 
