@@ -144,6 +144,20 @@ def test_without_kubectl(tmp_path: Path) -> None:
     assert (state.phase, state.reason) == ("unknown", "kubectl is not on the PATH")
 
 
+def test_a_cluster_that_is_not_there_is_said_in_a_line(tmp_path: Path) -> None:
+    """As kubectl 1.32 does it, behind the log of its libraries, which is longer than what is shown."""
+    noise = 'E1123 23:00:22.729634   13544 memcache.go:265] "Unhandled Error" err="could not get the list: refused"\n'
+    kubectl = tmp_path / "kubectl"
+    said = "The connection to the server localhost:8080 was refused - did you specify the right host or port?"
+    kubectl.write_text(f"#!/bin/sh\ncat >&2 <<'END'\n{noise * 9}{said}\nEND\nexit 1\n")
+    kubectl.chmod(0o755)
+    submitter = on_kubernetes({"PATH": f"{tmp_path}:{os.environ['PATH']}"})
+    assert submitter.state("sine-1").reason == said
+    with pytest.raises(FairleadError) as raised:
+        submitter.cancel("sine-1")
+    assert raised.value.why == said
+
+
 HOLDS = {"status": "True"}
 
 

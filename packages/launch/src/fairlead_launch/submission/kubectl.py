@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -17,6 +18,7 @@ from fairlead_runs.programs import Attempt, attempt, find
 FILE: Final = "manifests.yaml"
 """What `kubectl create` gets."""
 _PATIENCE_S: Final = 60.0
+_LOG: Final = re.compile(r"[EFIW]\d{4} \d\d:\d\d")
 _FIRST: Final[tuple[Phase, ...]] = ("running", "queued", "failed", "unknown", "cancelled", "finished")
 """Of several members the phase that comes first here is that of all."""
 
@@ -104,7 +106,7 @@ class KubectlSubmitter(Submitter):
                 fix="install it (https://kubernetes.io/docs/tasks/tools); "
                 "or have what `fairlead submit --dry-run` prints applied where it is",
             )
-        return attempt([found, *options, *arguments], _PATIENCE_S, self.environ)
+        return attempt([found, *options, *arguments], _PATIENCE_S, self.environ, complaint_bytes=1 << 14)
 
     def _place(self) -> str:
         return " ".join(self._words())
@@ -119,7 +121,11 @@ class KubectlSubmitter(Submitter):
 
 
 def _said(done: Attempt) -> str:
-    return f"kubectl did not answer within {_PATIENCE_S:.0f} s" if done.code is None else done.complaint or done.said
+    """Why kubectl failed, without the log of its own libraries."""
+    if done.code is None:
+        return f"kubectl did not answer within {_PATIENCE_S:.0f} s"
+    lines = [line for line in done.complaint.splitlines() if not _LOG.match(line)]
+    return "\n".join(lines[-10:]) or done.said
 
 
 def conditions(status: Mapping[str, Any]) -> dict[str, str]:

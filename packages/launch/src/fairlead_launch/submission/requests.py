@@ -72,7 +72,8 @@ def warning_lead(config: SubmitterConfigBase, runs: Sequence[Path]) -> int:
         lead, why = min(measured, 65535), f"the longest save took {longest:.0f} s"
     if (asked := getattr(config, "warn", None)) is not None:
         lead, why = asked, "submit.warn"
-    if config.time is not None and config.time <= timedelta(seconds=lead + _ROUND_S):
+    warned = hasattr(config, "warn")  # Kubernetes ends a pod as for any other reason, with the grace to save
+    if warned and config.time is not None and config.time <= timedelta(seconds=lead + _ROUND_S):
         raise ConfigError(
             f"a time limit of {config.time} is too short to be warned {lead} seconds before its end",
             where="submit.time",
