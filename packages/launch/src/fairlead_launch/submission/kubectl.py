@@ -54,7 +54,7 @@ class KubectlSubmitter(Submitter):
         if done.code != 0:
             if made := done.output.split():
                 self._run("delete", "--wait=false", *made)
-            raise self._refused("the cluster did not take the job", done, str(files[0]))
+            raise self._refused("the cluster did not take the job", done)
         return object_name(request)
 
     def state(self, job: str) -> JobState:
@@ -111,10 +111,10 @@ class KubectlSubmitter(Submitter):
     def _place(self) -> str:
         return " ".join(self._words())
 
-    def _refused(self, what: str, done: Attempt, where: str | None = None) -> FairleadError:
+    def _refused(self, what: str, done: Attempt) -> FairleadError:
         return FairleadError(
             what,
-            where=where or self._place(),
+            where=self._place(),
             why=_said(done),
             fix="`submit.context` and `submit.namespace` say where; `kubectl auth can-i create jobs` whether you may",
         )
@@ -124,8 +124,8 @@ def _said(done: Attempt) -> str:
     """Why kubectl failed, without the log of its own libraries."""
     if done.code is None:
         return f"kubectl did not answer within {_PATIENCE_S:.0f} s"
-    lines = [line for line in done.complaint.splitlines() if not _LOG.match(line)]
-    return "\n".join(lines[-10:]) or done.said
+    lines = dict.fromkeys(line for line in done.complaint.splitlines() if not _LOG.match(line))
+    return "\n".join(list(lines)[-10:]) or done.said
 
 
 def conditions(status: Mapping[str, Any]) -> dict[str, str]:

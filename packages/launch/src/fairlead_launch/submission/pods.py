@@ -135,7 +135,7 @@ class PodSubmitterConfig(SubmitterConfigBase):
     do not count; `trainer.requeue.max_requeues` limits those."""
     grace: int | None = Field(default=None, ge=30)
     """Seconds from the signal that ends a pod to its kill: a step and a save have to fit into them. Default null:
-    measured at the run's last start, three times the longest save and step; 120 where nothing was measured."""
+    three times the longest save in the run's history and a minute, but not less than 120."""
 
     @field_validator("pod")
     @classmethod
