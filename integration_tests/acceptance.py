@@ -9,7 +9,6 @@ from __future__ import annotations
 import ast
 import functools
 import os
-import re
 import sys
 import tomllib
 from collections import Counter
@@ -55,10 +54,12 @@ def wrong_entries(requirements: Sequence[Requirement]) -> list[str]:
     if (first := names[: len(expected)]) != expected:
         found.append(f"the table has not exactly {expected[0]} to {expected[-1]} in their order")
     later = names[len(first) :]
-    numbered = [f"T{number}" for number in range(1, 1 + sum(name.startswith("T") for name in later))]
-    lines = sorted((name for name in later if re.fullmatch(r"L\d+", name)), key=lambda name: int(name[1:]))
-    if later != [*numbered, *lines]:
-        found.append(f"behind {expected[-1]} the table has not exactly T1, T2, ... and then L1, L2, ... in their order")
+    launched = [name for name in later if name.startswith("L")]
+    if launched and launched != sorted(later[-len(launched) :], key=lambda name: (len(name), name)):
+        found.append("the entries L1, L2, ... are not the last of the table, in their order")
+    later = later[: len(later) - len(launched)]
+    if later != [f"T{number}" for number, _ in enumerate(later, start=1)]:
+        found.append(f"behind {expected[-1]} the table has not exactly T1, T2, ... in their order")
     for one in requirements:
         if one.state not in STATES:
             found.append(f"{one.name}: state {one.state!r} is none of {', '.join(STATES)}")

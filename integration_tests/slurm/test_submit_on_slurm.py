@@ -34,7 +34,7 @@ def repository(folder: Path, **sections: Any) -> Path:
     """A user's repository: the code of a job of ours, committed, with a job file that says how to submit it."""
     code = folder / "integration_tests/exact/jobs"
     shutil.copytree(JOBS, code, ignore=shutil.ignore_patterns("__pycache__"))
-    data = yaml.load_file(JOBS / "mlp/job.yaml").data
+    data: Any = yaml.load_file(JOBS / "mlp/job.yaml").data
     for name, section in sections.items():
         data[name] = {**data.get(name, {}), **section}
     (folder / "job.yaml").write_text(yaml.dump(data))

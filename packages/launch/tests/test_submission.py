@@ -101,6 +101,13 @@ class Site:
         return {str(file.relative_to(code)) for file in code.rglob("*") if not file.is_dir()}
 
 
+def content(file: Path) -> dict[str, Any]:
+    """A job file's."""
+    data = yaml.load_file(file).data
+    assert isinstance(data, dict)
+    return data
+
+
 @pytest.fixture
 def site(tmp_path: Path) -> Site:
     return Site(tmp_path)
@@ -184,7 +191,7 @@ def test_the_job_is_frozen_and_found_again(site: Site, capsys: pytest.CaptureFix
     record = read_submission(site.folder / "runs/sine")
     assert record is not None
     assert (record.to, record.id, record.index, record.folder) == ("slurm", "17", None, str(folder))
-    job = yaml.load_file(folder / "job.yaml").data
+    job = content(folder / "job.yaml")
     assert job["trainer"]["max_steps"] == 20
     assert job["run"] == {"name": "sine", "dir": str(site.folder / "runs"), "code": [str(folder / "code")]}
     assert "#SBATCH --partition=gpu" in (site.bin / "sbatch.script").read_text()
@@ -201,7 +208,7 @@ def test_the_job_is_frozen_and_found_again(site: Site, capsys: pytest.CaptureFix
 
 def test_from_python_as_from_the_command_line(site: Site) -> None:
     job = fairlead.JobConfig.model_validate(
-        {**yaml.load_file(site.folder / "job.yaml").data, "run": {"name": "mine"}}, context={"plugins": site.plugins}
+        {**content(site.folder / "job.yaml"), "run": {"name": "mine"}}, context={"plugins": site.plugins}
     )
     given: dict[str, Any] = {"environ": site.environ, "plugins": site.plugins, "cwd": site.folder}
     submission = fairlead.submit(job, to="slurm", overrides=["trainer.max_steps=5"], **given)
@@ -260,7 +267,7 @@ def test_what_is_copied_is_the_working_tree(site: Site) -> None:
     site.job(submit={"snapshot": False})
     assert site.submit() == 0
     assert site.copied(3) == set()
-    job = yaml.load_file(site.folder / "runs/sine/submissions/3/job.yaml").data
+    job = content(site.folder / "runs/sine/submissions/3/job.yaml")
     assert job["run"]["code"] == [str(site.folder)]
 
 
@@ -300,7 +307,7 @@ def test_a_sweep_has_a_file_and_a_record_for_each_member(site: Site, capsys: pyt
     assert "4 runs, runs/sine-task-0 to runs/sine-task-3" in capsys.readouterr().out
     assert "#SBATCH --array=0-3%3" in (site.bin / "sbatch.script").read_text()
     folder = site.folder / "runs/sine/submissions/1"
-    jobs = [yaml.load_file(folder / f"members/{n}.yaml").data for n in range(4)]
+    jobs = [content(folder / f"members/{n}.yaml") for n in range(4)]
     assert [(job["model"]["args"]["width"], job["run"]["seed"]) for job in jobs] == [(2, 0), (2, 1), (4, 0), (4, 1)]
     record = read_submission(site.folder / "runs/sine-task-3")
     assert record is not None

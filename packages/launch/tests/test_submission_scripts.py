@@ -110,7 +110,7 @@ def test_a_value_is_a_value_whatever_it_holds(tmp_path: Path) -> None:
     """Nothing of it is run, and no option is added by it."""
     bin = tmp_path / "bin"
     environ = programs(bin, srun='printf "%s\\n" "$SAID" "${@: -1}"', scontrol="")
-    config = {"setup": ["true"], "env": {"SAID": f"{NASTY}\nline"}, "extra": {"comment": NASTY}}
+    config: dict[str, Any] = {"setup": ["true"], "env": {"SAID": f"{NASTY}\nline"}, "extra": {"comment": NASTY}}
     asked = request(tmp_path, variables=variables(SLURMSubmitterConfig(**config)))
     (text,) = slurm(**config).render(asked).values()
     done = subprocess.run(["bash", "-c", text], env=environ, cwd=tmp_path, capture_output=True, text=True, timeout=20)
@@ -149,7 +149,7 @@ def test_a_template_of_ones_own(tmp_path: Path) -> None:
 def test_a_network_is_its_variables_with_their_source() -> None:
     for name, network in NETWORKS.items():
         assert network.source.startswith("https://")
-        given = {"network": name, "env": {"NCCL_SOCKET_IFNAME": "ib0", "DEBUG": True}}
+        given: dict[str, Any] = {"network": name, "env": {"NCCL_SOCKET_IFNAME": "ib0", "DEBUG": True}}
         assert variables(SLURMSubmitterConfig(**given)) == {
             **network.variables,
             "NCCL_SOCKET_IFNAME": "ib0",

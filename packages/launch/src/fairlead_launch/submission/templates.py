@@ -33,7 +33,7 @@ def option(name: str, value: object = True, *, where: str = "submit") -> Raw:
         ConfigError: A line break, which would end the line and begin one of the value's own.
     """
     dashed = name if name.startswith("-") else f"--{name}"
-    if value is True:
+    if value is True and dashed.isprintable():
         return Raw(dashed)
     text = str(value)
     if any(ord(char) < 32 for char in f"{name}{text}") or not dashed.isprintable() or " " in dashed:
