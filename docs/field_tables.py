@@ -18,7 +18,6 @@ from fairlead.config import (
     JobConfig,
     ResourcesConfig,
     RunConfig,
-    SubmitConfig,
     TrainerConfig,
 )
 from fairlead.config_bases import BackendConfig
@@ -33,7 +32,6 @@ JOB_MODELS: Final[Mapping[str, type[BaseModel]]] = {
     "trainer": TrainerConfig,
     "trainer.checkpoint": CheckpointConfig,
     "resources": ResourcesConfig,
-    "submit": SubmitConfig,
 }
 """The models of a job, by the section that each one is."""
 

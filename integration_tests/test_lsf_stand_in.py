@@ -1,4 +1,5 @@
-"""A job of LSF's is stopped and started again; FAKE `bjobs`, `bhist` and `brequeue` do what IBM documents of them.
+"""A job of LSF's is submitted, stopped and started again; FAKE `bsub`, `blaunch`, `bjobs`, `bhist` and `brequeue` do
+what IBM documents of them.
 
 LSF cannot be had here. `brequeue JOB[INDEX]` ends the job's processes by SIGTERM, then SIGKILL, and queues the job
 again under its old number; near its run limit a job gets SIGUSR2. What they print follows IBM's documentation of 10.1.
@@ -8,16 +9,19 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 from pathlib import Path
 
 import pytest
 
+import fairlead
+import fairlead_runs
 from fairlead_runs import read_history
 from integration_tests.exact.cases import Case, warm
 from integration_tests.exact.compare import differences
 from integration_tests.exact.jobs.probe import PAUSE
 from integration_tests.exact.references import References
-from integration_tests.jobs import Running, start
+from integration_tests.jobs import JOB, Running, changed, repository, start
 
 pytestmark = pytest.mark.slow
 
@@ -111,3 +115,32 @@ def test_a_job_of_lsf(
     begun = [event["step"] for event in read_history(run / "history.jsonl") if event["event"] == "training"]
     assert begun == [0, stop["step"]]
     assert differences(references.of(CASE).run, run) == []
+
+
+def test_a_job_is_submitted_and_its_script_runs(tmp_path: Path) -> None:
+    """The script that `bsub` reads from its input is run by bash, as LSF runs it; `blaunch` starts the ranks."""
+    lsf = StandIn(tmp_path / "lsf")
+    lsf.program("bsub", 'cat > "$0.script"; echo "Job <4711> is submitted to default queue <normal>."')
+    lsf.program("blaunch", 'export LSF_PM_TASKID=1; exec "$@"')
+    small = {"max_steps": 2, "devices": 1, "strategy": "auto", "checkpoint": {"every_n_steps": 1}}
+    job = changed(
+        JOB,
+        trainer=small,
+        resources={"nodes": 1, "devices_per_node": 1, "device": "cpu"},
+        submit={"to": "lsf", "time": "01:00:00", "partition": "normal"},
+    )
+    file = repository(tmp_path / "user", job=job)
+    environ = {**os.environ, **lsf.environ(), "LSB_HOSTS": "hostA", "LSB_MCPU_HOSTS": "hostA 1", "OMP_NUM_THREADS": "1"}
+    submission = fairlead.submit(str(file), sweep=["run.seed=7,8"], environ=environ, cwd=tmp_path)
+    assert submission.id == "4711"
+    script = (lsf.folder / "bsub.script").read_text()
+    assert {"#BSUB -J 'small[1-2]'", "#BSUB -n 1", "#BSUB -q normal", "#BSUB -W 60"} <= set(script.splitlines())
+    (tmp_path / "user/mine/model.py").write_text("raise RuntimeError('not the code as submitted')")
+    done = subprocess.run(
+        ["bash"], input=script, env=environ, cwd=tmp_path, capture_output=True, text=True, timeout=200
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    (lsf.folder / "bjobs.says").write_text("DONE|-|-\n")
+    assert submission.state().phase == "finished"
+    assert fairlead_runs.state(tmp_path / "runs/small-task-2").state == "finished"
+    assert "seed: 8" in (tmp_path / "runs/small-task-2/job.yaml").read_text()

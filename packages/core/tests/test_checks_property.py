@@ -12,7 +12,16 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from fairlead import LoggerConfigBase, LoggerPlugin, PluginManager, StrategyConfigBase, StrategyPlugin, own_checks
+from fairlead import (
+    LoggerConfigBase,
+    LoggerPlugin,
+    PluginManager,
+    StrategyConfigBase,
+    StrategyPlugin,
+    SubmitterConfigBase,
+    SubmitterPlugin,
+    own_checks,
+)
 from fairlead.checks import check_job
 from fairlead.cli.job import run_check
 from fairlead.cli.session import Session
@@ -50,12 +59,25 @@ class FileLogger(LoggerPlugin):
     config = FileLoggerConfig
 
 
+class QueueSubmitterConfig(SubmitterConfigBase):
+    """A queue."""
+
+    name: Literal["queue"] = "queue"
+
+
+class Queue(SubmitterPlugin):
+    """A queue."""
+
+    config = QueueSubmitterConfig
+
+
 OWN = {"check.code": own_checks.user_code}
 TARGETS = {
     **stand_ins(),
     **OWN,
     "strategy.ring": Ring(),
     "logger.file": FileLogger(),
+    "submitter.queue": Queue(),
     "strategy.bad": ImportError("no"),
 }
 PLUGINS = PluginManager([FakeEntryPoint(name, target) for name, target in TARGETS.items()])
@@ -72,6 +94,8 @@ NAMES = sorted(
         "resources",
         "submit",
         "ring",
+        "queue",
+        "to",
         "file",
         "bad",
         "ddp",
@@ -107,7 +131,7 @@ VALID: dict[str, Any] = {
         "plugins": [{"name": "precision.32-true"}],
     },
     "resources": {"nodes": 2, "devices_per_node": 1, "device": "cpu"},
-    "submit": {"time": "1-00:00:00", "extra": {"qos": "high"}},
+    "submit": {"to": "queue", "time": "1-00:00:00", "extra": {"qos": "high"}},
 }
 
 

@@ -20,6 +20,8 @@ from fairlead import (
     LoggerConfigBase,
     LoggerPlugin,
     PluginManager,
+    SubmitterConfigBase,
+    SubmitterPlugin,
     TrainerConfig,
     yaml,
 )
@@ -67,10 +69,22 @@ class Sync(LayerSyncPlugin):
     config = SyncLayerSyncConfig
 
 
+class QueueSubmitterConfig(SubmitterConfigBase):
+    """A queue."""
+
+    name: Literal["queue"] = "queue"
+
+
+class Queue(SubmitterPlugin):
+    """A queue."""
+
+    config = QueueSubmitterConfig
+
+
 @pytest.fixture(autouse=True)
 def plugins(fairlead_plugins: Callable[..., PluginManager]) -> PluginManager:
-    """What a CPU job needs, a cluster, a logger and a layer sync."""
-    return fairlead_plugins(stand_ins(), Cluster(), FileLogger(), Sync())
+    """What a CPU job needs, a cluster, a logger, a layer sync and a queue."""
+    return fairlead_plugins(stand_ins(), Cluster(), FileLogger(), Sync(), Queue())
 
 
 def refused(**trainer: Any) -> str:
@@ -264,13 +278,35 @@ def test_a_job_survives_yaml() -> None:
             "data": {"class": "m:Data"},
             "trainer": {"strategy": "ddp", "loggers": ["file"], "max_time": "24:00:00", "devices": [0, 1]},
             "resources": {"nodes": 4, "device": "h100"},
-            "submit": {"to": "slurm", "time": "24:00:00", "extra": {"qos": "high", "exclusive": True}},
+            "submit": {"to": "queue", "time": "24:00:00", "extra": {"qos": "high", "exclusive": True}},
         }
     )
     text = yaml.dump(job.model_dump(mode="json"))
     assert "class: m:Net" in text
     assert "class_" not in text
+    assert "submit:\n  to: queue\n" in text
     assert JobConfig.model_validate(yaml.load(text, source="job.yaml").data) == job
+
+
+def test_where_a_job_is_submitted_to_is_called_so() -> None:
+    """`to` stands where other plugins have `name`; in Python it is the class."""
+    job = JobConfig.model_validate({**JOB, "submit": {"to": "queue", "time": "24:00:00"}})
+    assert job.submit == QueueSubmitterConfig(time=timedelta(days=1))
+    assert JobConfig.model_validate({**JOB, "submit": "queue"}).submit == QueueSubmitterConfig()
+    for wrong, said in (
+        ({"time": 60}, "a mapping without `to`"),
+        ({"name": "queue"}, "a mapping with `name`"),
+        ({"to": "queue", "name": "queue"}, "a mapping with `name`"),
+        ({"to": "queu"}, "unknown submitter 'queu'"),
+    ):
+        with pytest.raises(ValidationError, match=said):
+            JobConfig.model_validate({**JOB, "submit": wrong})
+    with pytest.raises(ValidationError, match=r"is .submitter\.queue."):
+        TrainerConfig.model_validate({"plugins": ["submitter.queue"]})
+    submit = JobConfig.model_json_schema()["properties"]["submit"]
+    (schema,) = (option for option in submit["anyOf"] if "properties" in option)
+    assert schema["properties"]["to"]["enum"] == ["queue"]
+    assert "name" not in schema["properties"]
 
 
 def test_every_field_is_documented() -> None:
@@ -282,7 +318,7 @@ def test_every_field_is_documented() -> None:
     from fairlead import config
 
     models = [getattr(config, name) for name in config.__all__ if name.endswith(("Config", "Spec"))]
-    assert len(models) == 7
+    assert len(models) == 6
     assert [name for model in models for name in bare(model)] == []
 
 

@@ -117,3 +117,8 @@ def test_integer_keys_are_set_as_such() -> None:
 
 def test_a_digit_that_is_no_number_is_a_name() -> None:
     assert parse_override("trainer.²=1") == (("trainer", "²"), 1)
+
+
+def test_a_scheduler_that_is_only_named_becomes_a_mapping() -> None:
+    assert put("submit.time=24:00:00", {"submit": "slurm"})["submit"] == {"to": "slurm", "time": "24:00:00"}
+    assert put("submit.to=lsf", {"submit": {"to": "slurm", "time": 60}})["submit"] == {"to": "lsf", "time": 60}

@@ -1,4 +1,4 @@
-"""What the tests of the environments share: recorded environments, and the choice between all eight."""
+"""What the tests of the environments share: recorded environments, and the choice between all of them."""
 
 from __future__ import annotations
 

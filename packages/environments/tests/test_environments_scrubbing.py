@@ -92,6 +92,7 @@ LAUNCHED: list[tuple[Launcher, str, str]] = [
         "PET_NNODES=3 PET_NPROC_PER_NODE=4 PET_NODE_RANK=2 PET_MASTER_ADDR=j-0 PET_MASTER_PORT=29500",
     ),
     ("kubeflow", "kubeflow", "MASTER_ADDR=j-0 MASTER_PORT=23456 RANK=1 WORLD_SIZE=4"),
+    ("kubernetes", "kubernetes", "JOB_COMPLETION_INDEX=1 MASTER_ADDR=j-0.j MASTER_PORT=29500 WORLD_SIZE=8 NNODES=2"),
     ("manual", "manual", "MASTER_ADDR=a NODE_RANK=1 NNODES=4"),
     ("lightning", "lightning", f"{RANKS.replace('=a', '=127.0.0.1').replace('RANK=3 ', '', 1)} NODE_RANK=0"),
     ("lightning", "lightning", "LOCAL_RANK=0 LT_CLI_USED=1 LT_DEVICES=2 LT_NUM_NODES=1 LT_STRATEGY=ddp"),
@@ -184,7 +185,7 @@ def test_nothing_of_another_launcher_is_left(
     launcher: Launcher, claimed: str, text: str, all_of_them: bool, choose: Choose
 ) -> None:
     """The launcher is seen before, and not a variable of it is left after."""
-    environ = {**variables(text.replace(",", "\0")), **(KUBERNETES if launcher == "kubeflow" else {})}
+    environ = {**variables(text.replace(",", "\0")), **(KUBERNETES if launcher.startswith("kube") else {})}
     environ = {name: value.replace("\0", " " if name.startswith("LSB_") else ",") for name, value in environ.items()}
     assert claimed in choose(environ).claims
     clean = clean_environment(environ, *(() if all_of_them else (launcher,)))

@@ -16,10 +16,13 @@ import pytest
 
 from fairlead import PluginManager, RunConfig, TrainerConfig
 from fairlead.detect import choose_environment
+from fairlead.errors import ConfigError
 from fairlead.resolve import resolve
-from fairlead.testing import EnvironmentConformance
+from fairlead.testing import EnvironmentConformance, SubmitterConformance
 from fairlead_hpc_signals import why_stopped
+from fairlead_launch.submission import Request
 from fairlead_runs.naming import run_directory
+from fairlead_sge.qsub import SGESubmitter, SGESubmitterConfig
 
 BATCH = {"JOB_ID": "4711", "SGE_TASK_ID": "undefined", "JOB_NAME": "train", "JOB_SCRIPT": "/spool/4711", "NHOSTS": "1"}
 ARRAY = {**BATCH, "SGE_TASK_ID": "3"}
@@ -40,6 +43,15 @@ with PreemptionGuard() as guard:
 
 class TestSGE(EnvironmentConformance):
     plugin_name = "sge"
+
+
+class TestQsub(SubmitterConformance):
+    plugin_name = "sge"
+
+    def test_renders_and_asks_without_its_scheduler(self, tmp_path: Path) -> None:
+        """It asks for one host; on two it says so."""
+        with pytest.raises(ConfigError, match="one host"):
+            super().test_renders_and_asks_without_its_scheduler(tmp_path)
 
 
 class Cluster:
@@ -151,3 +163,23 @@ def test_a_session_is_not_requeued() -> None:
         TrainerConfig(accelerator="cpu"), environ={**BATCH, "JOB_SCRIPT": "QLOGIN"}, plugins=PluginManager()
     )
     assert resolution.settings["requeue"].value == "none"
+
+
+def test_a_sweep_is_an_array(tmp_path: Path) -> None:
+    """Its script is run by bash as Grid Engine runs it: each task has its member's job file."""
+    bin = tmp_path / "bin"
+    bin.mkdir()
+    for name, body in (("qsub", 'cp "$2" "$0.script"; echo 4711.1-2:1'), ("qstat", "echo '4711 0.5 sine me qw 1'")):
+        (bin / name).write_text(f"#!/bin/sh\n{body}\n")
+        (bin / name).chmod(0o755)
+    environ = {"PATH": f"{bin}:{SYSTEM_PATH}"}
+    members = tuple(tmp_path / f"1/members/{n}.yaml" for n in (1, 2))
+    request = Request("a sweep", tmp_path / "1", members, members, (1, 2), True, cwd=tmp_path, command=["echo"])
+    submitter = SGESubmitter(SGESubmitterConfig(queue="all.q"), environ)
+    (text,) = submitter.render(request).values()
+    assert {"#$ -N 'a sweep'", "#$ -t 1-2", "#$ -q all.q", "#$ -pe smp 1", "#$ -notify"} <= set(text.splitlines())
+    done = subprocess.run(["bash"], input=text, env={**environ, "SGE_TASK_ID": "2"}, capture_output=True, text=True)
+    assert done.stdout == f"fit {tmp_path}/1/members/2.yaml\n"
+    (tmp_path / "job.sh").write_text(text)
+    assert submitter.submit(request, [tmp_path / "job.sh"]) == "4711"
+    assert submitter.state("4711.2").phase == "queued"

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
         JobConfig,
         ResourcesConfig,
         RunConfig,
-        SubmitConfig,
         TrainerConfig,
     )
     from fairlead.config_bases import (
@@ -29,6 +28,7 @@ if TYPE_CHECKING:
         PrecisionConfigBase,
         RequeueConfigBase,
         StrategyConfigBase,
+        SubmitterConfigBase,
     )
     from fairlead.errors import FairleadError
     from fairlead.facts import Claim, Devices, Job, Setting, Specificity, StopReason, Unused
@@ -47,10 +47,12 @@ if TYPE_CHECKING:
         PrecisionPlugin,
         RequeuePlugin,
         StrategyPlugin,
+        SubmitterPlugin,
     )
     from fairlead.plugins import PluginManager
     from fairlead.resolution import Resolution
     from fairlead.topology import Topology
+    from fairlead_launch.submission import submit
     from fairlead_lightning import Fairlead, LoopRun, Trainer, fabric
 
 __all__ = [
@@ -94,7 +96,8 @@ __all__ = [
     "StopReason",
     "StrategyConfigBase",
     "StrategyPlugin",
-    "SubmitConfig",
+    "SubmitterConfigBase",
+    "SubmitterPlugin",
     "Topology",
     "Trainer",
     "TrainerConfig",
@@ -102,6 +105,7 @@ __all__ = [
     "__version__",
     "fabric",
     "hookimpl",
+    "submit",
 ]
 
 __version__: Final = "0.1.0"
@@ -122,8 +126,14 @@ _HOMES: Final = (
     "interfaces",
 )
 """The modules of the core that have public names, each after those that it imports."""
-_LIGHTNING: Final = frozenset({"Fairlead", "LoopRun", "Trainer", "fabric"})
-_BROUGHT_BY_EXTRA: Final = frozenset({"fairlead_lightning", "fairlead_distributed", "lightning", "torch"})
+_ELSEWHERE: Final = {
+    **dict.fromkeys(("Fairlead", "LoopRun", "Trainer", "fabric"), ("fairlead_lightning", "lightning")),
+    "submit": ("fairlead_launch.submission", "check"),
+}
+"""Public names of other packages: the module, and the extra that brings it."""
+_BROUGHT_BY_EXTRA: Final = frozenset(
+    {"fairlead_lightning", "fairlead_distributed", "fairlead_launch", "lightning", "torch"}
+)
 
 
 def __getattr__(name: str) -> Any:
@@ -132,12 +142,13 @@ def __getattr__(name: str) -> Any:
 
     if name not in __all__:
         raise AttributeError(f"module 'fairlead' has no attribute {name!r}")
-    if name not in _LIGHTNING:
+    if name not in _ELSEWHERE:
         modules = (importlib.import_module(f"fairlead.{home}") for home in _HOMES)
         value = globals()[name] = next(getattr(module, name) for module in modules if name in module.__all__)
         return value
+    module, extra = _ELSEWHERE[name]
     try:
-        return getattr(importlib.import_module("fairlead_lightning"), name)
+        return getattr(importlib.import_module(module), name)
     except ModuleNotFoundError as error:
         missing = (error.name or "").partition(".")[0]
         if missing not in _BROUGHT_BY_EXTRA:
@@ -145,7 +156,7 @@ def __getattr__(name: str) -> Any:
         from fairlead.errors import MissingDependencyError
 
         raise MissingDependencyError(
-            f"fairlead.{name} needs {missing}", fix="pip install 'fairlead[lightning]'"
+            f"fairlead.{name} needs {missing}", fix=f"pip install 'fairlead[{extra}]'"
         ) from error
 
 

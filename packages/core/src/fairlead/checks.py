@@ -154,7 +154,7 @@ def _profile(job: JobConfig, name: str | None) -> tuple[ResourcesConfig | None, 
 
 
 def _selected(resolution: Resolution) -> Iterator[BackendConfig]:
-    configs = [*(getattr(resolution, axis) for axis in AXES if axis != "logger"), *resolution.loggers]
+    configs = [*(getattr(resolution, axis, None) for axis in AXES if axis != "logger"), *resolution.loggers]
     # An incomplete resolution has gaps where a plugin is not installed; each is a finding already.
     yield from (config for config in configs if config is not None)
 

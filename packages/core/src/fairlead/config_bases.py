@@ -22,6 +22,7 @@ __all__ = [
     "PrecisionConfigBase",
     "RequeueConfigBase",
     "StrategyConfigBase",
+    "SubmitterConfigBase",
 ]
 
 
@@ -204,6 +205,28 @@ class LoggerConfigBase(BackendConfig):
     """Where metrics go, besides `metrics.csv`, which is always written."""
 
     axis = "logger"
+
+
+class SubmitterConfigBase(BackendConfig):
+    """How a job is handed to a scheduler; in a job file its tag is called `to`: `submit: {to: slurm}`."""
+
+    axis = "submitter"
+    time: Duration | None = Field(default=None, gt=timedelta(0))
+    """The time limit: `"24:00:00"`. Default null: the scheduler's own."""
+    setup: list[str] = Field(default_factory=list)
+    """Shell lines before the ranks are started, on each start again: `["source env.sh"]`."""
+    env: dict[str, str | int | float | bool] = Field(default_factory=dict)
+    """Environment variables of the ranks: `{HF_HOME: /scratch/hf}`."""
+    network: Literal["efa", "infiniband", "ethernet"] | None = None
+    """Sets the variables that NCCL and libfabric need on this kind of network, see `--dry-run`; `env` wins."""
+    snapshot: bool | list[str] = True
+    """Whether the code as it is now is copied, and the copy runs, also after each requeue. A list names, by patterns
+    such as `configs/*.yaml`, the files that git does not track and that are taken along; true takes all that it does
+    not ignore. False: the job runs whatever is in the folder when it starts."""
+    template: str | None = None
+    """A Jinja2 template to use instead of Fairlead's own, relative to the working directory."""
+    extra: dict[str, str | int | float | bool | None] = Field(default_factory=dict)
+    """Further options of the scheduler, as they are called there: `{exclusive: true, comment: mine}`."""
 
 
 AXES: dict[str, type[BackendConfig]] = {base.axis: base for base in BackendConfig.__subclasses__()}

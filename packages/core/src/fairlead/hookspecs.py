@@ -64,8 +64,8 @@ class HookSpecs:
 
         The signal itself does not say: the same one comes at the time limit, before a preemption and when a person
         cancels the job. Asked on one rank only, in a thread, when the loop starts (how long may a stop take?) and while
-        the others save; `deadline` is on `time.monotonic()`. `fairlead.programs.ask` runs a scheduler's command until
-        then. Without this hook, or an answer, the reason is `unknown`; with little time left it counts as `time_limit`.
+        the others save; `deadline` is on `time.monotonic()`; `fairlead_runs.programs.ask` runs a command until then.
+        Without this hook, or an answer, the reason is `unknown`; with little time left it counts as `time_limit`.
         """
 
     @hookspec

@@ -88,9 +88,15 @@ def load_job(source: str, *, plugins: PluginManager, cwd: Path, overrides: Seque
         data = apply_override(data, place, value)
     run = data.get("run")
     code = run.get("code") if isinstance(run, dict) else None
-    root = code_root(path, code=code if isinstance(code, str) else None, cwd=cwd)
+    root = code_root(path, code=_folders(code), cwd=cwd)
     loaded = LoadedJob(None, data, source, path, root, document=document, overrides=tuple(place for place, _ in parsed))
     return _validated(loaded, plugins, default_name=path.stem)
+
+
+def _folders(code: Any) -> str | list[str] | None:
+    """`run.code` as far as it can be one; what is none is a finding."""
+    listed = isinstance(code, list) and bool(code) and all(isinstance(one, str) for one in code)
+    return code if isinstance(code, str) or listed else None
 
 
 def _validated(loaded: LoadedJob, plugins: PluginManager, *, default_name: str) -> LoadedJob:
@@ -136,8 +142,22 @@ def _load_object(
             where=source,
             fix="name a JobConfig, or a function without arguments that returns one",
         )
+    return load_config(made, source, plugins, cwd, parsed, default_name=source.partition(":")[2].replace(".", "-"))
+
+
+def load_config(
+    job: JobConfig,
+    source: str,
+    plugins: PluginManager,
+    cwd: Path,
+    parsed: Sequence[tuple[tuple[str | int, ...], Any]] = (),
+    *,
+    default_name: str,
+) -> LoadedJob:
+    """A job that is an object, as if it had been read from `source`; `parsed` are its overrides."""
+    root = code_root(None, code=job.run.code, cwd=cwd)
     try:
-        data = made.model_dump(mode="json")
+        data = job.model_dump(mode="json")
     except PydanticSerializationError as error:
         raise ConfigError(
             f"{source} holds something that no job file can hold",
@@ -148,4 +168,4 @@ def _load_object(
     for place, value in parsed:
         data = apply_override(data, place, value)
     loaded = LoadedJob(None, data, source, None, root, overrides=tuple(place for place, _ in parsed))
-    return _validated(loaded, plugins, default_name=source.partition(":")[2].replace(".", "-"))
+    return _validated(loaded, plugins, default_name=default_name)

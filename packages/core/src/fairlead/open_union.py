@@ -34,10 +34,12 @@ class OpenUnion:
         axis: The axis.
         literals: Words that are no plugin and stay as they are, such as `auto`.
         optional: Whether None is a value: no plugin at all.
+        tag: What the tag is called in a mapping.
     """
 
-    def __init__(self, axis: str, *, literals: tuple[str, ...] = (), optional: bool = False) -> None:
+    def __init__(self, axis: str, *, literals: tuple[str, ...] = (), optional: bool = False, tag: str = "name") -> None:
         self.axis = axis
+        self.tag = tag
         self.literals = literals
         self.optional = optional
 
@@ -47,10 +49,11 @@ class OpenUnion:
                 return value
             context = info.context if isinstance(info.context, Mapping) else {}
             plugins = context.get("plugins") or default_plugins()
-            return parse_backend(self.axis, value, plugins, context=info.context, literals=self.literals)
+            return parse_backend(self.axis, value, plugins, context=info.context, literals=self.literals, tag=self.tag)
 
         def serialize(value: Any, info: core_schema.SerializationInfo) -> Any:
-            return value.model_dump(mode=info.mode) if isinstance(value, BackendConfig) else value
+            dumped = value.model_dump(mode=info.mode) if isinstance(value, BackendConfig) else value
+            return {self.tag: dumped.pop("name"), **dumped} if isinstance(dumped, dict) else dumped
 
         return core_schema.with_info_plain_validator_function(
             validate,
@@ -65,25 +68,29 @@ class OpenUnion:
         if names:
             options.append({"type": "string", "enum": names})
         if self.axis in _expanding.get():  # a plugin that holds another of its axis, as `async` does
-            options.append({"type": "object", "properties": {"name": {"enum": names}}, "required": ["name"]})
+            options.append({"type": "object", "properties": {self.tag: {"enum": names}}, "required": [self.tag]})
             return {"anyOf": options, "title": f"{self.axis} (a plugin)"}
         by_class: dict[type[BackendConfig], list[str]] = {}
         for name, plugin in plugins.loaded(self.axis).items():
             by_class.setdefault(plugin.config, []).append(name)
         token = _expanding.set(_expanding.get() | {self.axis})
         try:
-            options.extend(_object_schema(config, tags, handler) for config, tags in by_class.items())
+            options.extend(_object_schema(config, tags, handler, self.tag) for config, tags in by_class.items())
         finally:
             _expanding.reset(token)
         return {"anyOf": options, "title": f"{self.axis} (a plugin)"}
 
 
-def _object_schema(config: type[BackendConfig], tags: list[str], handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+def _object_schema(
+    config: type[BackendConfig], tags: list[str], handler: GetJsonSchemaHandler, tag: str
+) -> JsonSchemaValue:
     # Through the handler, so that the definitions of nested models land beside those of the job.
     schema = handler(config.__pydantic_core_schema__)
     model = handler.resolve_ref_schema(schema)
-    model.setdefault("properties", {})["name"] = {"type": "string", "enum": sorted(tags)}
-    model["required"] = sorted({*model.get("required", []), "name"})
+    properties = model.setdefault("properties", {})
+    properties.pop("name", None)
+    properties[tag] = {"type": "string", "enum": sorted(tags)}
+    model["required"] = sorted({*model.get("required", []), tag})
     return schema
 
 
@@ -94,20 +101,22 @@ def parse_backend(
     *,
     context: Any = None,
     literals: tuple[str, ...] = (),
+    tag: str = "name",
 ) -> BackendConfig:
-    """The config that a tag, a mapping with `name`, or a config object stands for; a mistake is a `config_mistake`."""
+    """The config that a tag, a mapping with it, or a config object stands for; a mistake is a `config_mistake`."""
     if isinstance(value, BackendConfig):
         if not isinstance(value, AXES[axis]):
             raise _wrong(axis, f"a {type(value).__name__}, a config of the axis {value.axis!r}", literals, plugins)
         return value
     if isinstance(value, bool) or not isinstance(value, (str, int, Mapping)):
         raise _wrong(axis, f"{type(value).__name__} {value!r}", literals, plugins)
-    fields: dict[str, Any] = dict(value) if isinstance(value, Mapping) else {"name": str(value)}
-    name = fields.pop("name", None)
+    fields: dict[str, Any] = dict(value) if isinstance(value, Mapping) else {tag: str(value)}
+    name = fields.pop(tag, None)
     if isinstance(name, int) and not isinstance(name, bool):
         name = str(name)  # `precision: 32` is the tag "32"
-    if not isinstance(name, str):
-        raise _wrong(axis, "a mapping without `name`", literals, plugins)
+    if not isinstance(name, str) or "name" in fields:
+        got = "a mapping with `name`" if "name" in fields else f"a mapping without `{tag}`"
+        raise _wrong(axis, got, literals, plugins, tag)
     if name in literals:
         raise _wrong(axis, f"{name!r} with settings", literals, plugins)
     plugin = _lookup(axis, name, plugins, literals)
@@ -123,13 +132,16 @@ def _lookup(axis: str, name: str, plugins: PluginManager, literals: tuple[str, .
         raise config_mistake(error.code or "unknown-tag", error.what, why=why, fix=error.fix) from None
 
 
-def _wrong(axis: str, got: str, literals: tuple[str, ...], plugins: PluginManager) -> PydanticCustomError:
+def _wrong(
+    axis: str, got: str, literals: tuple[str, ...], plugins: PluginManager, tag: str = "name"
+) -> PydanticCustomError:
     names = ", ".join([*literals, *plugins.names(axis)]) or "none is installed"
+    field = "submit" if axis == "submitter" else axis
     return config_mistake(
         "wrong-type",
         f"{got} is not a {axis}",
-        why=f"a {axis} is a name or a mapping with `name`; names: {names}",
-        fix=f"write `{axis}: NAME` or `{axis}: {{name: NAME, ...}}`",
+        why=f"a {axis} is a name or a mapping with `{tag}`; names: {names}",
+        fix=f"write `{field}: NAME` or `{field}: {{{tag}: NAME, ...}}`",
     )
 
 

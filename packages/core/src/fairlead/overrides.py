@@ -75,6 +75,8 @@ def _promoted(parent: Any, path: Path, depth: int, node: Any) -> Any:
     here = path[:depth]
     if _is_plugin_node(here):
         promoted: dict[str, Any] = {"name": node}
+    elif here == ("submit",):
+        promoted = {"to": node}
     elif here[-1] in _CLASS_FIELDS or (len(here) == 3 and here[:2] == ("trainer", "callbacks")):
         promoted = {"class": node}
     else:

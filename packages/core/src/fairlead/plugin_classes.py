@@ -16,6 +16,7 @@ from fairlead.config_bases import (
     PrecisionConfigBase,
     RequeueConfigBase,
     StrategyConfigBase,
+    SubmitterConfigBase,
 )
 
 __all__ = [
@@ -33,6 +34,7 @@ __all__ = [
     "PrecisionPlugin",
     "RequeuePlugin",
     "StrategyPlugin",
+    "SubmitterPlugin",
 ]
 
 
@@ -179,6 +181,13 @@ class LoggerPlugin(Plugin):
 
     axis = "logger"
     base = LoggerConfigBase
+
+
+class SubmitterPlugin(Plugin):
+    """A scheduler that takes jobs. Its runtime returns a `fairlead_launch.submission.Submitter`."""
+
+    axis = "submitter"
+    base = SubmitterConfigBase
 
 
 @dataclass(eq=False)

@@ -136,7 +136,7 @@ def _model_of(annotations: tuple[Any, ...], value: Any, plugins: PluginManager) 
     """The model class somewhere in an annotation; for an open union, the config of the plugin that is named."""
     for annotation in annotations:
         if isinstance(annotation, OpenUnion):
-            name = value.get("name") if isinstance(value, Mapping) else value
+            name = value.get(annotation.tag) if isinstance(value, Mapping) else value
             try:
                 return plugins.get(annotation.axis, str(name)).config
             except FairleadError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from fairlead_environments.kubeflow import KubeflowEnvironmentConfig
+from fairlead_environments.kubernetes import KubernetesEnvironmentConfig
 from fairlead_environments.launchers import DEVICE_VARIABLES
 from fairlead_environments.lightning import LightningEnvironmentConfig
 from fairlead_environments.lsf import LSFEnvironmentConfig
@@ -21,6 +22,7 @@ from fairlead_environments.xla import XLAEnvironmentConfig
 __all__ = [
     "DEVICE_VARIABLES",
     "KubeflowEnvironmentConfig",
+    "KubernetesEnvironmentConfig",
     "LSFEnvironmentConfig",
     "LightningEnvironmentConfig",
     "MPIEnvironmentConfig",

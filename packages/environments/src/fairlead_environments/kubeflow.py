@@ -19,7 +19,7 @@ from fairlead.interfaces import Setting
 from fairlead.topology import check_ranks
 from fairlead.variables import integer, malformed, present, required, text
 from fairlead_environments.shared import ResolvedRanks
-from fairlead_environments.variables import supervised
+from fairlead_environments.variables import COMPLETION_INDEX, in_kubernetes, supervised
 
 
 class KubeflowEnvironmentConfig(EnvironmentConfigBase):
@@ -104,7 +104,6 @@ class Kubeflow(ResolvedRanks):
 kubeflow = Kubeflow()
 
 
-_KUBERNETES = ("KUBERNETES_SERVICE_HOST", "KUBERNETES_PORT")
 _PYTORCHJOB = ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK")
 _TRAINJOB = ("PET_NNODES", "PET_NODE_RANK", "PET_MASTER_ADDR")
 _BY = "Kubeflow's operator"
@@ -113,12 +112,14 @@ _COUNTED_BY_TORCHRUN = ("auto", "gpu", "cpu", "xpu")
 
 def find_pod(environ: Mapping[str, str]) -> str | None:
     """The evidence that this process is in a pod of a Kubeflow job; None when it is not."""
-    kubernetes = text(environ, *_KUBERNETES)
-    if kubernetes is None:
+    pod = in_kubernetes(environ)
+    if pod is None:
         return None
-    for names in (_TRAINJOB, _PYTORCHJOB):
+    # A TrainJob's pods are those of an Indexed Job. A PyTorchJob's belong to no Job, which may set the same variables.
+    kinds = (_TRAINJOB,) if text(environ, COMPLETION_INDEX) is not None else (_TRAINJOB, _PYTORCHJOB)
+    for names in kinds:
         if present(environ, names):
-            return f"{', '.join(names)} in a pod ({kubernetes.reason})"
+            return f"{', '.join(names)} in a pod ({pod.reason})"
     return None
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final, Literal, NamedTuple, get_args
 
-Launcher = Literal["fairlead", "kubeflow", "lightning", "lsf", "manual", "mpi", "slurm", "torchrun"]
+Launcher = Literal["fairlead", "kubeflow", "kubernetes", "lightning", "lsf", "manual", "mpi", "slurm", "torchrun"]
 
 LAUNCHERS: Final[tuple[Launcher, ...]] = get_args(Launcher)
 """All launchers whose variables are known."""
@@ -87,6 +87,7 @@ FAMILIES: Final[Mapping[Launcher, tuple[Family, ...]]] = {
     # NSHRUNNER_: where the outer job's own script looks for what to do next; see fairlead_hpc_signals.script.
     "fairlead": (Family(("FAIRLEAD_*", "NSHRUNNER_SUBMIT_*", "NSHRUNNER_LSF_*")), _RANKS),
     "kubeflow": (_PET, _RANKS),
+    "kubernetes": (Family(("JOB_COMPLETION_INDEX",)), _RANKS),
     "lightning": (Family(("LT_*",)), _RANKS),  # of `fabric run`
     # srun and jsrun connect their tasks to MPI as well; half of that would claim a rank without a launcher.
     "lsf": (_LSF, _MPI),

@@ -13,7 +13,7 @@ from fairlead.interfaces import Setting
 from fairlead.topology import check_ranks
 from fairlead.variables import integer, required, text
 from fairlead_environments.shared import LaunchedEnvironment, MainAddressConfig, is_loopback
-from fairlead_environments.variables import given_address, given_port, supervised
+from fairlead_environments.variables import DEFAULT_PORT, given_address, given_port, local_world_size, supervised
 
 
 class ManualEnvironmentConfig(MainAddressConfig):
@@ -73,7 +73,7 @@ class Manual(LaunchedEnvironment):
         port = given_port(config.main_port, environ) or Setting(DEFAULT_PORT, "the default of a manual start")
         world = integer(environ, "WORLD_SIZE", minimum=1)
         nodes = integer(environ, "NNODES", minimum=1)
-        local_world = _local_world_size(environ, world, nodes)
+        local_world = local_world_size(environ, world, nodes)
         if nodes is None and world is not None and local_world is not None and world.value % local_world.value == 0:
             nodes = Setting(world.value // local_world.value, "WORLD_SIZE / LOCAL_WORLD_SIZE")
         rank, local_rank = integer(environ, "RANK"), integer(environ, "LOCAL_RANK")
@@ -116,8 +116,6 @@ manual = Manual()
 
 NODE = ("NODE_RANK", "GROUP_RANK")
 """The variables that Lightning takes the index of a node from."""
-DEFAULT_PORT = 29500
-"""The port that torch's documentation uses."""
 
 
 def _main_address(config: ManualEnvironmentConfig, environ: Mapping[str, str]) -> Setting:
@@ -136,19 +134,6 @@ def _node_rank(config: ManualEnvironmentConfig, environ: Mapping[str, str]) -> S
     if config.node_rank is not None:
         return Setting(config.node_rank, "environment.node_rank")
     return integer(environ, *NODE)
-
-
-def _local_world_size(environ: Mapping[str, str], world: Setting | None, nodes: Setting | None) -> Setting | None:
-    known = integer(environ, "LOCAL_WORLD_SIZE", minimum=1)
-    if known is not None or world is None or nodes is None:
-        return known
-    if world.value % nodes.value:
-        raise ConfigError(
-            f"WORLD_SIZE is {world.value} and NNODES is {nodes.value}: the ranks per node differ",
-            where="environment variable LOCAL_WORLD_SIZE",
-            fix="export LOCAL_WORLD_SIZE on each node, the number of ranks on it",
-        )
-    return Setting(world.value // nodes.value, "WORLD_SIZE / NNODES")
 
 
 def _derived_local_rank(rank: Setting | None, world: Setting | None, local_world: Setting | None) -> Setting:

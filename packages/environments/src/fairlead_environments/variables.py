@@ -16,6 +16,10 @@ PORTS = range(20000, 30000)
 """Where derived ports lie: below Linux's ephemeral range (32768 on), above most services."""
 CANDIDATES = 16
 """How many ports the ranks of a start try."""
+DEFAULT_PORT = 29500
+"""The port that torch's documentation uses."""
+COMPLETION_INDEX = "JOB_COMPLETION_INDEX"
+"""What Kubernetes sets in every container of an Indexed Job: the index of its pod."""
 
 
 def candidate_ports(identity: str) -> tuple[int, ...]:
@@ -66,6 +70,25 @@ def meeting(
         ports[0], f"the first free one of {len(ports)} ports derived from {identity}; this is the first"
     )
     return first, Start(identity, ports, tuple(hosts), tuple(rank_hosts))
+
+
+def in_kubernetes(environ: Mapping[str, str]) -> Setting | None:
+    """The evidence that this process is in a pod; None when it is not."""
+    return text(environ, "KUBERNETES_SERVICE_HOST", "KUBERNETES_PORT")
+
+
+def local_world_size(environ: Mapping[str, str], world: Setting | None, nodes: Setting | None) -> Setting | None:
+    """LOCAL_WORLD_SIZE, else the ranks of a node where all ranks and nodes are known and go together."""
+    known = integer(environ, "LOCAL_WORLD_SIZE", minimum=1)
+    if known is not None or world is None or nodes is None:
+        return known
+    if world.value % nodes.value:
+        raise ConfigError(
+            f"WORLD_SIZE is {world.value} and NNODES is {nodes.value}: the ranks per node differ",
+            where="environment variable LOCAL_WORLD_SIZE",
+            fix="export LOCAL_WORLD_SIZE on each node, the number of ranks on it",
+        )
+    return Setting(world.value // nodes.value, "WORLD_SIZE / NNODES")
 
 
 def short_name(host: str) -> str:

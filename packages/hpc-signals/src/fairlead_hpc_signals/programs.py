@@ -13,7 +13,7 @@ from pydantic import Field
 from fairlead.config_bases import RequeueConfigBase
 from fairlead.errors import RunFailedError
 from fairlead.findings import Finding
-from fairlead.programs import Attempt, attempt, find
+from fairlead_runs.programs import Attempt, attempt, find
 
 if TYPE_CHECKING:
     from fairlead.resolve import Resolution

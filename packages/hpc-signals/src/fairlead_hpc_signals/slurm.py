@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import time
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal
 
@@ -18,10 +20,13 @@ from fairlead_hpc_signals.programs import (
     run_command,
 )
 from fairlead_hpc_signals.scheduler import why_stopped
+from fairlead_runs.programs import ask
 
 if TYPE_CHECKING:
     from fairlead.resolve import Resolution
 
+_EXPEDITED: Final = re.compile(r"^#SBATCH\b.*--requeue[= ]expedite", re.MULTILINE)
+_ENDS_WELL: Final = re.compile(r"\bexit 0\b")  # what a script that knows of this has somewhere
 _CHECK_TIMEOUT: Final = 5.0  # seconds that the start of a job may wait for an answer
 
 _SUBMIT: Final = "submit the job again; with `sbatch --requeue` SLURM lets it be requeued"
@@ -55,6 +60,7 @@ class SLURM(RequeuePlugin):
         **COMMAND_MISSING,
         **JOB_UNKNOWN,
         "requeue-refused": "SLURM does not let this job be requeued: it was submitted so, or is no batch job.",
+        "requeue-held": "The job script asks for `--requeue=expedite` and may end with 75: SLURM would hold the job.",
     }
 
     @hookimpl
@@ -74,6 +80,19 @@ class SLURM(RequeuePlugin):
                 where="trainer.requeue",
                 why="its Requeue is 0 (sbatch --no-requeue, or JobRequeue=0 in slurm.conf), or sbatch did not start it",
                 fix="submit it with `sbatch --requeue`; or `requeue: none`, if it is not to start again",
+            )
+        asked = ["scontrol", "write", "batch_script", job[-1], "-"]
+        script, _ = ask(asked, time.monotonic() + _CHECK_TIMEOUT, environ)
+        if _EXPEDITED.search(script) and not _ENDS_WELL.search(script):
+            yield Finding(
+                "warning",
+                "requeue-held",
+                f"job {job[-1]} asks for an expedited requeue, and its script may end with another code than 0",
+                where="trainer.requeue",
+                why="with `--requeue=expedite` (Slurm 25.11) SLURM holds a job whose script ends so, as after a stop, "
+                "when the ranks end with 75: it does not start again until `scontrol release`",
+                fix="end the script with 0 once the job is requeued, as that of `fairlead submit` does; or use "
+                "`#SBATCH --requeue`",
             )
 
 

@@ -35,6 +35,7 @@ from fairlead_lightning.checkpoint.checkpoints import Checkpoints
 from fairlead_lightning.checkpoint.finite import Finite
 from fairlead_lightning.display.output import give_output_back, keep_output
 from fairlead_lightning.display.quiet import only_rank_0_warns
+from fairlead_lightning.display.trainjob import TrainJobProgress
 from fairlead_lightning.guard import StopGuard
 from fairlead_lightning.lifecycle.recorder import Recorder
 from fairlead_lightning.lifecycle.stopping import StopRequested
@@ -45,6 +46,7 @@ from fairlead_lightning.resume.averages import AverageOverRanks
 from fairlead_lightning.resume.exact_resume import ExactResume
 from fairlead_lightning.resume.loading import readable_load_errors
 from fairlead_lightning.resume.rank_state import saved_positions
+from fairlead_runs.trainjob import StatusServer
 
 
 def run_config(run: str | os.PathLike[str] | RunConfig | None) -> RunConfig:
@@ -169,6 +171,8 @@ class FitParts:
         self.finite = Finite(resolution.trainer.max_non_finite, say)
         self.stuck = StuckRanks(environ, timeout=getattr(resolution.strategy, "timeout", None))
         self.stops = Stops(context, say, guard)
+        server = StatusServer.of(environ)
+        self._trainjob = TrainJobProgress(server, say) if server is not None else None
         self._loggers: list[Logger] = []
         self._hides = False
         self._logged = REPORT_FD in environ  # other ranks than the first write into a file of their own each
@@ -195,7 +199,8 @@ class FitParts:
             self.finite.begin(session)
             self.stuck.begin(session)
             self.stops.begin(session, writes)
-            records = [Recorder(session, self.stops), self.stuck, self.stops]
+            told = [self._trainjob] if self._trainjob is not None else []
+            records = [Recorder(session, self.stops), *told, self.stuck, self.stops]
         self.exact.begin(session, writes, self.stops if records else None)
         last = [*saves, *records]
         if session.resumed:  # its first start has given Lightning's advice
@@ -230,7 +235,7 @@ class FitParts:
         trainer.loggers = [logger for logger in trainer.loggers if logger not in self._loggers]
 
 
-_PARTS: Final = (AverageOverRanks, ExactResume, Finite, Checkpoints, Recorder, StuckRanks, Stops)
+_PARTS: Final = (AverageOverRanks, ExactResume, Finite, Checkpoints, Recorder, TrainJobProgress, StuckRanks, Stops)
 
 
 _ADVICE: Final = ("ignore", None, PossibleUserWarning, None, 0)

@@ -19,6 +19,7 @@ from typing import Any
 
 from fairlead.interfaces import Job
 from fairlead_runs.redaction import is_secret_name, redact_argv, redact_text
+from fairlead_runs.submitted import submitted_code
 
 MAX_DIFF_BYTES = 1 << 20
 MAX_UNTRACKED = 200
@@ -53,6 +54,7 @@ def collect_provenance(
     """All that is known about where a start runs and what it runs, of JSON types.
 
     An allow-list of `environ` is kept, and what `job` names; git is asked about `code`, else the working directory.
+    Of a submitted job `git` is what it said then, with `snapshot`: the copy that runs.
     """
     named = job.variables if job is not None else ()
     return {
@@ -62,7 +64,7 @@ def collect_provenance(
         "cwd": _cwd(),
         "argv": redact_argv(sys.argv if argv is None else argv),
         "packages": packages(importlib.metadata.distributions()),
-        "git": git_state(code or Path(), environ),
+        "git": submitted_code(environ) or git_state(code or Path(), environ),
         "environ": {
             name: redact_text(value)
             for name, value in sorted(environ.items())
@@ -134,6 +136,9 @@ def git_state(code: Path, environ: Mapping[str, str]) -> dict[str, Any] | None:
 
 def code_change(old: Mapping[str, Any] | None, new: Mapping[str, Any] | None) -> CodeChange:
     """Compares the `git` parts of two provenances."""
+    digests = [(state.get("snapshot") or {}).get("digest") for state in (old or {}, new or {})]
+    if digests[0] is not None and digests[0] == digests[1]:
+        return CodeChange(False, "the code is the same: the copy that was submitted")
     if not old or not new:
         return CodeChange(None, "unknown: the code is not in a git repository, or git is not installed")
     if old.get("commit") != new.get("commit"):

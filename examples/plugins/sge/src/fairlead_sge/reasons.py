@@ -8,7 +8,7 @@ from datetime import datetime
 from xml.etree import ElementTree
 
 from fairlead import StopReason
-from fairlead.programs import ask
+from fairlead_runs.programs import ask
 
 
 def ask_qstat(job: str, environ: Mapping[str, str], deadline: float) -> StopReason:

@@ -7,7 +7,7 @@ it? is it passed on to Lightning?) stands on the field itself: see `fairlead.con
 from __future__ import annotations
 
 from fairlead.config.checkpoint import CheckpointConfig
-from fairlead.config.job import JobConfig, ResourcesConfig, RunConfig, SubmitConfig
+from fairlead.config.job import JobConfig, ResourcesConfig, RunConfig
 from fairlead.config.spec import ClassSpec
 from fairlead.config.trainer import TrainerConfig
 
@@ -17,6 +17,5 @@ __all__ = [
     "JobConfig",
     "ResourcesConfig",
     "RunConfig",
-    "SubmitConfig",
     "TrainerConfig",
 ]

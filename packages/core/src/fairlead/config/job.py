@@ -10,8 +10,8 @@ from pydantic import Field, PositiveFloat, PositiveInt, field_validator
 from fairlead.config.marks import NotExact
 from fairlead.config.spec import ClassSpec
 from fairlead.config.trainer import TrainerConfig
-from fairlead.config_bases import ConfigModel
-from fairlead.durations import Duration
+from fairlead.config_bases import ConfigModel, SubmitterConfigBase
+from fairlead.open_union import OpenUnion
 
 
 class RunConfig(ConfigModel):
@@ -48,8 +48,9 @@ class RunConfig(ConfigModel):
     gives a sign of life. None: in a scheduler's job, where a job that was killed may be started again at once."""
     ckpt_path: str | None = None
     """A checkpoint to start from when this run has none of its own yet."""
-    code: str | None = None
-    """The folder of the user's code; None: found from the job file (nearest pyproject.toml or .git)."""
+    code: str | list[str] | None = None
+    """The folder of the user's code, or a list of all: then the working directory is not looked into. None: found from
+    the job file (nearest pyproject.toml or .git)."""
 
     @property
     def weights(self) -> str | None:
@@ -84,23 +85,6 @@ class ResourcesConfig(ConfigModel):
     """Main memory of a node, GiB."""
 
 
-class SubmitConfig(ConfigModel):
-    """How the job is handed to a scheduler."""
-
-    to: str | None = None
-    """The scheduler: `slurm`, `lsf` or `kubeflow`."""
-    time: Duration | None = None
-    """The time limit: `"24:00:00"`."""
-    account: str | None = None
-    """The account that is charged."""
-    partition: str | None = None
-    """The partition or queue."""
-    setup: list[str] = Field(default_factory=list)
-    """Shell lines before the job: `module load cuda`."""
-    extra: dict[str, str | int | float | bool | None] = Field(default_factory=dict)
-    """Further options of the scheduler: `{qos: high}`."""
-
-
 class JobConfig(ConfigModel):
     """A whole job: what to train, on which data, how, and where.
 
@@ -120,5 +104,5 @@ class JobConfig(ConfigModel):
     """How to train."""
     resources: ResourcesConfig | None = None
     """The hardware that the job is meant for."""
-    submit: SubmitConfig | None = None
-    """How the job is handed to a scheduler."""
+    submit: Annotated[SubmitterConfigBase | None, OpenUnion("submitter", tag="to", optional=True)] = None
+    """How the job is handed to a scheduler: `{to: slurm, time: "24:00:00"}`."""

@@ -294,7 +294,7 @@ def _axis_of(item: Any, index: int) -> tuple[str, Any]:
         return item.axis, item
     named = item.get("name") if isinstance(item, Mapping) else item
     axis, dot, name = named.partition(".") if isinstance(named, str) else ("", "", "")
-    if axis in AXES and dot:
+    if axis in AXES and axis != "submitter" and dot:
         return axis, {**item, "name": name} if isinstance(item, Mapping) else name
     near = did_you_mean(axis, AXES) if dot else None
     raise config_mistake(

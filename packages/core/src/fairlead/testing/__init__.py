@@ -34,6 +34,7 @@ if TYPE_CHECKING:
         PrecisionConformance,
         RequeueConformance,
         StrategyConformance,
+        SubmitterConformance,
     )
 
 __all__ = [
@@ -52,6 +53,7 @@ __all__ = [
     "PrecisionConformance",
     "RequeueConformance",
     "StrategyConformance",
+    "SubmitterConformance",
     "minimal_resolution",
     "stand_ins",
     "write_dist",

@@ -163,8 +163,9 @@ class PluginConformance(EntryPointConformance):
     def resolution(self, plugins: PluginManager, config: BackendConfig) -> Any:
         """One rank on the CPU with this plugin selected."""
         chosen: Any = (config,) if self.axis == "logger" else config
-        field = "loggers" if self.axis == "logger" else self.axis
-        return minimal_resolution(plugins, environ=self.environ(plugins), **{**self.trainer, field: chosen})
+        field = {"logger": "loggers"}.get(self.axis, self.axis)
+        own = {} if self.axis == "submitter" else {field: chosen}  # which is no setting of the trainer
+        return minimal_resolution(plugins, environ=self.environ(plugins), **{**self.trainer, **own})
 
     # -- the config
 

@@ -97,7 +97,7 @@ class EnvironmentConformance(PluginConformance):
                 f"fairlead_why says {answer.why!r} without its scheduler's commands", "find them by environ['PATH']"
             )
         assert time.monotonic() - began < 10.0, self.broken(
-            "fairlead_why took longer than its deadline", "ask with fairlead.programs.ask(argv, deadline, environ)"
+            "fairlead_why took longer than its deadline", "ask with fairlead_runs.programs.ask"
         )
 
     def test_what_is_unused_is_told(self) -> None:

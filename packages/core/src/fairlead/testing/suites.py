@@ -162,6 +162,32 @@ class LoggerConformance(PluginConformance):
         )
 
 
+class SubmitterConformance(PluginConformance):
+    """For plugins of the axis `submitter`."""
+
+    axis = "submitter"
+    builds: ClassVar[Mapping[str, str]] = {"trainer": "fairlead_launch.submission:Submitter"}
+
+    def test_renders_and_asks_without_its_scheduler(self, tmp_path: Path) -> None:
+        """A request becomes text, and nothing is written; without its commands a job is refused, and unknown."""
+        request, file = pkgutil.resolve_name("fairlead_launch.submission:Request"), tmp_path / "job.yaml"
+        run = {"runs": (tmp_path / "a",), "job_texts": ("model: my.model:Net\n",)}
+        asked = request("a run's", tmp_path / "1", (file,), **run, cwd=tmp_path, nodes=2, gpus=True)
+        with mock.patch.dict(os.environ, {"PATH": str(tmp_path)}):
+            submitter = self.build(tmp_path / "run")
+            files = submitter.render(asked)
+            texts = files and all(isinstance(text, str) and text.strip() for text in files.values())
+            assert texts, self.broken(f"render() gave {files!r}", "give the text of each file by its name")
+            assert submitter.render(asked) == files, self.broken("render() gave another text", "let it decide nothing")
+            assert not (tmp_path / "1").exists(), self.broken("render() wrote something", "leave that to submit()")
+            try:
+                said = submitter.submit(asked, [tmp_path / name for name in files])
+            except FairleadError as error:
+                said, phase = None, submitter.state("1").phase if str(error).strip() else "refused without a word"
+        assert said is None, self.broken(f"submit() gave {said!r} without its scheduler", "raise RunFailedError")
+        assert phase == "unknown", self.broken(f"state() says {phase!r} without its scheduler", "say unknown")
+
+
 class CommandConformance(EntryPointConformance):
     """For commands.
 
@@ -255,6 +281,7 @@ CONFORMANCE: dict[str, type[EntryPointConformance]] = {
         PrecisionConformance,
         RequeueConformance,
         StrategyConformance,
+        SubmitterConformance,
     )
 }
 """The suite of each axis, to run over all plugins that are installed."""

@@ -33,21 +33,23 @@ class CodeRoot:
         return "\n".join([*lines, f"installed packages ({sys.prefix})"])
 
 
-def code_root(job_file: Path | None, *, code: str | None, cwd: Path) -> CodeRoot:
+def code_root(job_file: Path | None, *, code: str | list[str] | None, cwd: Path) -> CodeRoot:
     """Decides where user code is found: `run.code` is relative to the job file's folder.
 
     In this order: `run.code` if it is given, else the nearest parent of the job file with a `pyproject.toml` or `.git`;
-    the working directory; each with its `src` folder if it has one; then installed packages. The folder of a console
+    the working directory, unless `run.code` is a list; each with its `src` folder if it has one; then installed
+    packages. The folder of a console
     script (`bin`) never counts, although Python puts it at the front of `sys.path`.
     """
     cwd = Path(os.path.abspath(cwd))
     base = cwd if job_file is None else Path(os.path.abspath(cwd / job_file)).parent
     found: list[tuple[Path, str]] = []
     if code is not None:
-        found.append((_given(code, base), "run.code"))
+        found += [(_given(one, base), "run.code") for one in ([code] if isinstance(code, str) else code)]
     elif job_file is not None and (project := _project(base)) is not None:
         found.append(project)
-    found.append((cwd, "the working directory"))
+    if not isinstance(code, list):
+        found.append((cwd, "the working directory"))
     searched: dict[Path, str] = {}
     for folder, reason in found:
         searched.setdefault(folder, reason)

@@ -8,7 +8,7 @@ from typing import Final
 
 from fairlead import StopReason
 from fairlead.facts import Why
-from fairlead.programs import ask
+from fairlead_runs.programs import ask
 
 _FIELDS: Final = ("stat", "exit_reason", "time_left", "pend_reason", "suspend_reason")
 # Keywords of LSF's termination reasons, in the order in which they count.

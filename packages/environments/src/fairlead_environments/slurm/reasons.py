@@ -10,8 +10,8 @@ from typing import Final
 
 from fairlead import StopReason
 from fairlead.facts import Why
-from fairlead.programs import ask
 from fairlead_environments.slurm.hostlist import expand
+from fairlead_runs.programs import ask
 
 # States that a job may be in while its processes still run. COMPLETING hides what it was ended for.
 _STATES: Final[Mapping[str, Why]] = {

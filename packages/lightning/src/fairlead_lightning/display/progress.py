@@ -112,7 +112,7 @@ class Progress(ProgressBar):
         now = time.monotonic()
         sampler = getattr(trainer.strategy, "distributed_sampler_kwargs", None) or {}
         self._replicas = int(sampler.get("num_replicas", 1))
-        done, self._total = self._position(trainer, pl_module)
+        done, self._total = position(trainer, pl_module)
         self._speed, self._ended = Throughput(done, now), None
         self._due = 0.0
         self._last_batch = -1
@@ -134,7 +134,7 @@ class Progress(ProgressBar):
         if now < self._due and speed.batches != self._last_batch:
             return
         self._due = now + self.display.interval
-        done, _ = self._position(trainer, pl_module)
+        done, _ = position(trainer, pl_module)
         rates = speed.mark(done, now)
         parts = [f"epoch {trainer.current_epoch}", *self._metrics(trainer, outputs)]
         if rates is not None:
@@ -186,17 +186,6 @@ class Progress(ProgressBar):
 
     teardown = on_test_end = on_predict_end = on_exception
 
-    def _position(self, trainer: L.Trainer, pl_module: L.LightningModule) -> tuple[int, int | None]:
-        """Steps done and in all; with several optimizers by hand, batches, since each counts steps of its own."""
-        if pl_module.automatic_optimization or trainer.max_steps != -1:
-            total = trainer.estimated_stepping_batches
-            done = trainer.global_step
-        else:
-            epochs = trainer.max_epochs if trainer.max_epochs is not None else -1
-            total = trainer.num_training_batches * epochs if epochs >= 0 else math.inf
-            done = trainer.fit_loop.total_batch_idx + 1
-        return done, int(total) if 0 <= total < math.inf else None
-
     def _left(self, trainer: L.Trainer, done: int, steps_per_s: float, now: float) -> float | None:
         left = math.inf
         if self._total is not None and steps_per_s > 0:
@@ -244,6 +233,18 @@ class Progress(ProgressBar):
         self.display.update(task, self._evaluated, int(total) if total < math.inf else None, "")
 
     on_test_batch_end = on_predict_batch_end = on_validation_batch_end
+
+
+def position(trainer: L.Trainer, pl_module: L.LightningModule) -> tuple[int, int | None]:
+    """Steps done and in all; with several optimizers by hand, batches, since each counts steps of its own."""
+    if pl_module.automatic_optimization or trainer.max_steps != -1:
+        total = trainer.estimated_stepping_batches
+        done = trainer.global_step
+    else:
+        epochs = trainer.max_epochs if trainer.max_epochs is not None else -1
+        total = trainer.num_training_batches * epochs if epochs >= 0 else math.inf
+        done = trainer.fit_loop.total_batch_idx + 1
+    return done, int(total) if 0 <= total < math.inf else None
 
 
 def _values(metrics: Mapping[str, Any]) -> str:

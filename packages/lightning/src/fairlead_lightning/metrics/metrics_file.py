@@ -48,6 +48,8 @@ class MetricsFile(Logger):
         self._waiting: list[tuple[int, dict[str, str]]] = []
         self._last = 0
         self._warned = False
+        self.newest: dict[str, str] = {}
+        """The last value of each metric that this start has logged, as in the file."""
 
     def __getstate__(self) -> dict[str, Any]:
         """Ranks that are spawned open the file themselves."""
@@ -77,6 +79,7 @@ class MetricsFile(Logger):
         """Takes the values of a step (None: that of the last call): numbers, or tensors with one element."""
         self._last = step if step is not None else self._last
         cells = {name: _cell(name, value) for name, value in metrics.items() if name != "step"}
+        self.newest.update(cells)
         with self._warning():
             self._waiting.append((self._last, cells))
             self._open()

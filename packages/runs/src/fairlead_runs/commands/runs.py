@@ -9,9 +9,10 @@ from typing import Any, Final
 from fairlead import yaml
 from fairlead.cli.session import Session
 from fairlead.errors import ConfigError, FairleadError
-from fairlead_runs import RunState, list_runs
+from fairlead_runs import RunState, list_runs, state
 from fairlead_runs.commands.texts import ago, find_run, metric, or_dash, summary, table
 from fairlead_runs.fingerprints import leaves
+from fairlead_runs.submitted import members
 
 _COLUMNS: Final = 6
 """Settings that are shown beside the runs: more do not fit on a screen."""
@@ -31,10 +32,13 @@ def runs_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         nargs="*",
         default=["runs"],
-        help="the folder with the run directories (default: runs); or `diff A B`: what two runs' settings differ in",
+        help="the folder with the run directories (default: runs), or that of a sweep: its members; "
+        "or `diff A B`: what two runs' settings differ in",
     )
     parser.add_argument(
-        "--sort", choices=list(_ORDERS), default="name", help="by name (default); or the best, furthest or newest first"
+        "--sort",
+        choices=list(_ORDERS),
+        help="by name, or the best, furthest or newest first (default: name; of a sweep: best)",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON document")
 
@@ -48,7 +52,10 @@ def run_runs(arguments: argparse.Namespace, session: Session) -> int:
         return _diff(words[1], words[2], session, as_json=arguments.json)
     if len(words) > 1:
         raise ConfigError(f"unexpected words: {' '.join(words[1:])}", where="fairlead runs", fix="name one folder")
-    found = sorted(list_runs(session.cwd / words[0]), key=_ORDERS[arguments.sort])
+    folder = session.cwd / words[0]
+    sweep = members(folder)
+    listed = [state(run) for run in sweep] or list_runs(folder)
+    found = sorted(listed, key=_ORDERS[arguments.sort or ("best" if sweep else "name")])
     differing = _differing(found)
     if arguments.json:
         session.print_json([{**summary(run), "settings": differing[run.name]} for run in found])

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from fairlead.programs import ask
+from fairlead_runs.programs import ask
 
 
 def program(folder: Path, text: str) -> dict[str, str]:

@@ -57,7 +57,9 @@ def find(name: str, environ: Mapping[str, str]) -> str | None:
     return shutil.which(name, path=environ.get("PATH", os.defpath))
 
 
-def attempt(argv: Sequence[str], timeout_s: float, environ: Mapping[str, str]) -> Attempt:
+def attempt(
+    argv: Sequence[str], timeout_s: float, environ: Mapping[str, str], *, complaint_bytes: int = _SHOWN
+) -> Attempt:
     """Runs a program once, without a shell, and kills it with all that it started when its time is over."""
     # Files, not pipes: a grandchild that survives the kill would keep a pipe open, and us waiting.
     with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as complaint:
@@ -83,6 +85,7 @@ def attempt(argv: Sequence[str], timeout_s: float, environ: Mapping[str, str]) -
         output.seek(0)
         complaint.seek(0)
         texts = (
-            file.read(size).decode(errors="replace").strip() for file, size in ((output, _MOST), (complaint, _SHOWN))
+            file.read(size).decode(errors="replace").strip()
+            for file, size in ((output, _MOST), (complaint, complaint_bytes))
         )
         return Attempt(code, *texts)

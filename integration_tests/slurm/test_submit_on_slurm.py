@@ -1,0 +1,165 @@
+"""`fairlead submit` on the real cluster: stopped, started again, and ended as if nothing had happened; a sweep."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import fairlead
+from fairlead import yaml
+from fairlead.cli import main
+from fairlead_launch import submission as fairlead_submission
+from fairlead_launch.submission import read_submission
+from fairlead_runs import RunState
+from integration_tests.exact.compare import differences
+from integration_tests.exact.jobs.probe import PAUSE
+from integration_tests.exact.references import References
+from integration_tests.slurm.cluster import Cluster
+from integration_tests.slurm.jobs import Job
+from integration_tests.slurm.system import wait_until
+from integration_tests.slurm.training import PAIR, QUICK_AGAIN, history, nothing_runs, until_saved
+
+pytestmark = pytest.mark.slow
+
+JOBS = Path(__file__).parents[1] / "exact/jobs"
+
+
+def repository(folder: Path, **sections: Any) -> Path:
+    """A user's repository: the code of a job of ours, committed, with a job file that says how to submit it."""
+    code = folder / "integration_tests/exact/jobs"
+    shutil.copytree(JOBS, code, ignore=shutil.ignore_patterns("__pycache__"))
+    data: Any = yaml.load_file(JOBS / "mlp/job.yaml").data
+    for name, section in sections.items():
+        data[name] = {**data.get(name, {}), **section}
+    (folder / "job.yaml").write_text(yaml.dump(data))
+    (folder / ".gitignore").write_text("runs/\nplace-*\nresult*\n__pycache__/\n")
+    git = ["git", "-C", str(folder), "-c", "user.name=a", "-c", "user.email=a@b"]
+    for words in (["init", "-q"], ["add", "-A"], ["commit", "-qm", "a job"]):
+        subprocess.run([*git, *words], check=True)
+    return folder
+
+
+def environ(cluster: Cluster, **more: str) -> dict[str, str]:
+    return {**cluster.environ(), "OMP_NUM_THREADS": "1", **more}
+
+
+def test_warned_in_its_script_it_ends_with_the_bits_of_an_undisturbed_run(
+    cluster: Cluster, references: References, tmp_path: Path
+) -> None:
+    """The copy of the code is what runs, also after the requeue; the script passes USR1 on, and ends with 0."""
+    cwd = repository(
+        tmp_path,
+        data={"args": {"batches": 8, "noise": 0.1, "workers": 0}},
+        resources={"nodes": 2, "devices_per_node": 1, "device": "cpu"},
+        submit={
+            "to": "slurm",
+            "time": "00:30:00",
+            "gpus": "none",
+            "exclusive": True,
+            "setup": [QUICK_AGAIN.strip()],
+            "extra": {"comment": "it's # one; $HOME"},
+        },
+    )
+    submission = fairlead.submit("job.yaml", environ=environ(cluster, **{PAUSE: "train_batch_start=0.3"}), cwd=cwd)
+    # What is changed from now on is not what was submitted.
+    (cwd / "integration_tests/exact/jobs/mlp/model.py").write_text("raise RuntimeError('not the code as submitted')\n")
+    output = cwd / f"runs/mlp/submissions/1/logs/slurm-{submission.id}.out"
+    job = Job(cluster, submission.id, output)
+    until_saved(job, cwd, 3)
+    assert submission.state().phase == "running"
+    assert job.shown()["Comment"].startswith("it's")
+    job.signal("USR1", "-b")
+    job.wait("PENDING", seconds=60)
+    assert submission.state().phase == "queued"
+    assert submission.state().reason == "BeginTime"
+    ended = submission.result(timeout=200, poll_s=0.5)
+    assert isinstance(ended, RunState)
+    assert (ended.state, ended.step, ended.starts) == ("finished", 24, 2)
+    # The reference has no git around it, so that its checkpoints name no commit.
+    found = differences(references.of(PAIR).run, cwd / "runs/mlp")
+    assert not [one for one in found if "manifest['code']" not in one], submission.logs()
+    assert [event["step"] for event in history(cwd, "training")] == [0, history(cwd, "stop")[0]["step"]]
+    assert job.shown()["ExitCode"] == "0:0"
+    starts = [json.loads((cwd / f"runs/mlp/starts/{n}/provenance.json").read_text())["git"] for n in (1, 2)]
+    commit = subprocess.run(["git", "-C", str(cwd), "rev-parse", "HEAD"], capture_output=True, text=True, check=True)
+    assert {start["commit"] for start in starts} == {commit.stdout.strip()}
+    assert {start["snapshot"]["path"] for start in starts} == {str(cwd / "runs/mlp/submissions/1/code")}
+    assert [event["code_changed"] for event in history(cwd, "start")] == [None, False]
+    nothing_runs(job)
+
+
+def test_a_sweep_is_an_array_with_a_run_for_each_member(
+    cluster: Cluster, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Four members, two at a time; `fairlead runs` shows them, the best first."""
+    cwd = repository(
+        tmp_path,
+        resources={"nodes": 1, "devices_per_node": 1, "device": "cpu"},
+        submit={"to": "slurm", "time": "00:30:00", "gpus": "none"},
+    )
+    words = ["submit", "job.yaml", "--sweep", "model.args.width=8,16", "--sweep", "trainer.max_epochs=1,2", "--json"]
+    code = main([*words, "--max-parallel", "2"], environ=environ(cluster), cwd=cwd)
+    made = json.loads(capsys.readouterr().out)
+    assert code == 0
+    job = Job(cluster, made["id"], cwd / f"runs/mlp/submissions/1/logs/slurm-{made['id']}_0.out")
+    assert "ArrayTaskThrottle=2" in cluster.run("scontrol", "show", "job", "-o", job.id)
+    record = read_submission(cwd / "runs/mlp-task-3")
+    assert record is not None
+    assert (record.id, record.sweep) == (f"{job.id}_3", ("model.args.width=16", "trainer.max_epochs=2"))
+    submitter = record.submitter(environ(cluster))
+    wait_until("the array is done", lambda: submitter.state(job.id).phase not in ("queued", "running"), 200)
+    assert (submitter.state(job.id).phase, submitter.state(record.id).phase) == ("finished", "finished"), job.text()
+    main(["runs", "runs/mlp"], environ=dict(os.environ), cwd=cwd)
+    header, *rows = capsys.readouterr().out.splitlines()
+    assert header.split()[-2:] == ["model.args.width", "trainer.max_epochs"]
+    assert sorted(row.split()[0] for row in rows) == [f"mlp-task-{n}" for n in range(4)]
+    assert all(row.split()[1] == "finished" for row in rows), job.text()
+    best = [float(row.split()[4].partition("=")[2]) for row in rows]
+    assert best == sorted(best)
+
+
+def test_four_nodes_with_threads_and_two_whose_ranks_torchrun_starts(cluster: Cluster, tmp_path: Path) -> None:
+    """One task for each of four nodes, with its CPUs; and one for each of two, with an agent that starts two ranks."""
+    cwd = repository(tmp_path, trainer={"max_epochs": 1}, submit={"to": "slurm", "time": "00:30:00"})
+    given = {name: value for name, value in environ(cluster).items() if name != "OMP_NUM_THREADS"}
+
+    def submitted(name: str, *overrides: str) -> fairlead_submission.Submission:
+        return fairlead.submit("job.yaml", overrides=[f"run.name={name}", *overrides], environ=given, cwd=cwd)
+
+    resources = "resources={nodes: %d, devices_per_node: %d, device: cpu, cpus_per_device: %d}"
+    four = submitted("four", resources % (4, 1, 2), "trainer.devices=1")
+    torchrun = submitted("torchrun", resources % (2, 2, 1), "trainer.devices=2", "submit.tasks=node")
+    for submission, says in ((four, "4 ranks on 4 nodes"), (torchrun, "4 ranks on 2 nodes")):
+        ended = submission.result(timeout=200, poll_s=0.5)
+        assert isinstance(ended, RunState)
+        assert (ended.state, ended.step) == ("finished", 8), submission.logs()
+        assert says in submission.logs()
+    assert "2 threads each" in four.logs()
+
+
+@pytest.mark.parametrize("gpus", ["node", "task"])
+def test_slurm_takes_the_script_for_gpus(
+    cluster: Cluster, tmp_path: Path, capsys: pytest.CaptureFixture[str], gpus: str
+) -> None:
+    """Four nodes with a task for each GPU, as R171 has it; `sbatch --test-only` says when it would run."""
+    cwd = repository(
+        tmp_path,
+        resources={"nodes": 4, "devices_per_node": 2, "device": "a100", "cpus_per_device": 2},
+        submit={"to": "slurm", "time": "24:00:00", "gpus": gpus},
+    )
+    sets = ["--set", "trainer.accelerator=cuda", "--set", "trainer.devices=2"]
+    assert main(["submit", "job.yaml", "--dry-run", *sets], environ=environ(cluster), cwd=cwd) == 0
+    script = capsys.readouterr().out
+    asked = "#SBATCH --gpus-per-node=2" if gpus == "node" else "#SBATCH --gpus-per-task=1"
+    assert {"#SBATCH --nodes=4", "#SBATCH --ntasks-per-node=2", asked} <= set(script.splitlines())
+    done = subprocess.run(
+        ["sbatch", "--test-only"], input=script, env=environ(cluster), capture_output=True, text=True, cwd=cwd
+    )
+    assert "to start at" in done.stderr, done.stderr
+    assert not (cwd / "runs").exists()

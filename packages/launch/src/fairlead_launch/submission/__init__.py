@@ -1,0 +1,23 @@
+"""Hands a job to a scheduler: the copy of its code, its job files and its script; never imports torch."""
+
+from __future__ import annotations
+
+from fairlead_launch.submission.interface import JobState, Phase, Request, Submitter
+from fairlead_launch.submission.records import Record, read_submission
+from fairlead_launch.submission.submission import Submission, submit
+from fairlead_launch.submission.templates import Raw, option, render_template, words
+
+__all__ = [
+    "JobState",
+    "Phase",
+    "Raw",
+    "Record",
+    "Request",
+    "Submission",
+    "Submitter",
+    "option",
+    "read_submission",
+    "render_template",
+    "submit",
+    "words",
+]

@@ -1,0 +1,82 @@
+"""What SLURM and LSF have in common: the settings of a batch job."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Final, Literal
+
+from pydantic import AfterValidator, Field
+
+from fairlead.config_bases import ConfigModel, SubmitterConfigBase
+from fairlead_launch.submission.interface import Request
+
+_ARRAY: Final = re.compile(r"\d+(-\d+(:\d+)?)?(,\d+(-\d+(:\d+)?)?)*")
+
+
+def _indices(text: str) -> str:
+    if not _ARRAY.fullmatch(text):
+        raise ValueError(f"{text!r} is no array; write its indices, as 0-15, 0-30:2 or 1,4,7; max_parallel is apart")
+    return text
+
+
+class ContainerConfig(ConfigModel):
+    """A container in which each rank runs; the batch script itself runs outside of it."""
+
+    image: str = Field(min_length=1)
+    """The image: a file such as `train.sif` or `train.sqsh`, or an address such as `docker://nvcr.io#nvidia/pytorch`."""
+    runtime: Literal["apptainer", "pyxis"] = "apptainer"
+    """`apptainer` runs `apptainer exec`; `pyxis` is the plugin of SLURM that adds `srun --container-image`."""
+    mounts: list[str] = Field(default_factory=list)
+    """Folders to mount besides the working directory, the run directory and the code: `/data` or `/data:/mnt`."""
+    extra: list[str] = Field(default_factory=list)
+    """Further words for `apptainer exec` or for `srun`: `["--writable-tmpfs"]`."""
+
+    def all_mounts(self, request: Request) -> list[str]:
+        """What the ranks need: the working directory, the run directories, the copy of the code, and `mounts`."""
+        folders = [str(request.cwd), *sorted({str(run.parent) for run in request.runs}), str(request.folder)]
+        return list(dict.fromkeys([*folders, *self.mounts]))
+
+    def words(self, request: Request) -> list[str]:
+        """What stands in front of the command of a rank; nothing where srun starts the container."""
+        if self.runtime == "pyxis":
+            return []
+        nvidia = ["--nv"] if request.gpus else []
+        mounts = [word for mount in self.all_mounts(request) for word in ("--bind", mount)]
+        return ["apptainer", "exec", *nvidia, *mounts, "--pwd", str(request.cwd), *self.extra, self.image]
+
+
+class BatchSubmitterConfig(SubmitterConfigBase):
+    """A job of a batch scheduler."""
+
+    account: str | None = None
+    """The account or project that is charged."""
+    partition: str | None = None
+    """The partition of SLURM, the queue of LSF."""
+    qos: str | None = None
+    """The quality of service of SLURM, the service class of LSF."""
+    constraint: str | None = None
+    """What nodes must have: `"a100&ib"`; LSF's resource requirement (`-R`)."""
+    dependency: str | None = None
+    """After which other jobs it starts: `afterok:4711` in SLURM, `done(4711)` in LSF."""
+    array: Annotated[str, AfterValidator(_indices)] | None = None
+    """Indices of an array, `0-15`: each task is a run of its own, and finds its index in SLURM_ARRAY_TASK_ID or
+    LSB_JOBINDEX. For a sweep over settings there is `fairlead submit --sweep`."""
+    max_parallel: int | None = Field(default=None, ge=1)
+    """How many tasks of an array, or members of a sweep, may run at once."""
+    python: str | None = Field(default=None, min_length=1)
+    """The Python of the environment in which the job runs, where it is another than the one that submits:
+    `/envs/train/bin/python`, or `python` where `setup` or `modules` put one on the PATH. Default null: the one that
+    submits; in a container its `python`."""
+    tasks: Literal["rank", "node"] = "rank"
+    """`rank`: the scheduler starts each rank as a task of its own; `node`: one task for each node, which starts the
+    ranks of its node."""
+    gpus: Literal["node", "task", "none"] = "node"
+    """How devices are asked for: all of a node for all of its tasks, one for each task, or not at all, where the
+    scheduler knows of none."""
+    modules: list[str] = Field(default_factory=list)
+    """Modules to load before the ranks: `[cuda/12.4, gcc]`; everything that was loaded before is unloaded."""
+    container: ContainerConfig | None = None
+    """A container for the ranks. Default null: none."""
+    warn: int | None = Field(default=None, ge=10, le=65535)
+    """Seconds before the time limit at which the ranks are warned: a step and a save have to fit into them. Default
+    null: measured at the run's last start, three times the longest save and step; 120 where nothing was measured."""

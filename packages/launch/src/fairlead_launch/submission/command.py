@@ -1,0 +1,117 @@
+"""What `fairlead submit` takes, does and says."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from fairlead.cli.job import job_arguments
+from fairlead.cli.session import Session
+from fairlead.errors import ConfigError
+from fairlead.findings import Finding, errors_in
+from fairlead_launch.submission.plan import Plan
+from fairlead_launch.submission.records import Record
+from fairlead_launch.submission.submission import make_plan
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of `fairlead submit`."""
+    job_arguments(parser)
+    parser.add_argument("--to", metavar="SCHEDULER", help="the scheduler, in place of the job's `submit.to`")
+    parser.add_argument("--dry-run", action="store_true", help="print what the scheduler would get; write nothing")
+    parser.add_argument(
+        "--sweep",
+        metavar="PATH=VALUES",
+        action="append",
+        default=[],
+        help="a run for each value, as --sweep trainer.max_steps=100,200 or --sweep 'run.seed=range(3)'; "
+        "repeatable: every combination",
+    )
+    parser.add_argument("--max-parallel", metavar="N", type=int, help="how many members of a sweep may run at once")
+    parser.add_argument("--json", action="store_true", help="print one JSON document")
+
+
+def run(arguments: argparse.Namespace, session: Session) -> int:
+    """Submits the job, or prints what it would submit; 2 when a finding of its check is an error."""
+    if arguments.max_parallel is not None and arguments.max_parallel < 1:
+        raise ConfigError("--max-parallel is at least 1", where="--max-parallel")
+    made = make_plan(
+        arguments.job,
+        to=arguments.to,
+        overrides=arguments.overrides,
+        sweep=arguments.sweep,
+        max_parallel=arguments.max_parallel,
+        environ=session.environ,
+        plugins=session.plugins,
+        cwd=session.cwd.absolute(),
+    )
+    findings = made if isinstance(made, list) else list(made.findings)
+    for finding in findings:
+        session.warn(str(finding))
+    if isinstance(made, list):
+        return _refused(arguments, findings, session)
+    if arguments.dry_run:
+        return _shown(made, arguments, session)
+    records = made.submit()
+    if arguments.json:
+        session.print_json(_document(made, records))
+        return 0
+    for line in _told(made, records, session.cwd):
+        session.print(line)
+    return 0
+
+
+def _refused(arguments: argparse.Namespace, findings: Sequence[Finding], session: Session) -> int:
+    if arguments.json:
+        session.print_json({"id": None, "findings": [finding.as_dict() for finding in findings]})
+    count = len(errors_in(findings))
+    session.warn(f"{arguments.job}: not submitted ({count} error{'s' if count > 1 else ''})")
+    return 2
+
+
+def _shown(made: Plan, arguments: argparse.Namespace, session: Session) -> int:
+    if arguments.json:
+        session.print_json(_document(made, ()))
+        return 0
+    for number, (name, text) in enumerate(made.files.items()):
+        if len(made.files) > 1:
+            session.print(f"{'' if number == 0 else chr(10)}# {name}")
+        session.print(text.removesuffix("\n"))
+    session.warn(f"nothing was written; the files would be in {_short(made.request.folder, session.cwd)}")
+    return 0
+
+
+def _document(made: Plan, records: Sequence[Record]) -> dict[str, object]:
+    return {
+        "id": records[0].job if records else None,
+        "to": made.config.name,
+        "folder": str(made.request.folder),
+        "files": dict(made.files),
+        "code": made.sources.told() if made.sources is not None else None,
+        "runs": [asdict(record) for record in records] or [{"run": str(run)} for run in made.request.runs],
+        "findings": [finding.as_dict() for finding in made.findings],
+    }
+
+
+def _told(made: Plan, records: Sequence[Record], cwd: Path) -> list[str]:
+    first, request = records[0], made.request
+    runs = _short(request.runs[0], cwd)
+    if len(records) > 1:
+        runs = f"{len(records)} runs, {runs} to {_short(request.runs[-1], cwd)}"
+    image = getattr(made.config, "image", None)
+    code = f"that of {image}" if image is not None else "whatever is in the folder when it starts"
+    code = made.sources.told() if made.sources is not None else code
+    lines = [f"submitted to {first.to}: job {first.job}", f"  run:     {runs}", f"  code:    {code}"]
+    if first.output is not None:
+        lines.append(f"  output:  {_short(Path(first.output), cwd)}")
+    lines.append(f"  files:   {_short(request.folder, cwd)}")
+    watch = f"fairlead runs {_short(made.home, cwd)}" if request.indices else f"fairlead status {runs}"
+    return [*lines, f"  watch:   {watch}"]
+
+
+def _short(path: Path, cwd: Path) -> str:
+    relative = os.path.relpath(path, cwd)
+    return str(path) if relative.startswith("..") else relative

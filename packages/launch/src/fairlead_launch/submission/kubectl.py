@@ -1,0 +1,134 @@
+"""Submitting by kubectl: what is alike for all kinds of jobs on Kubernetes."""
+
+from __future__ import annotations
+
+import json
+import re
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar, Final
+
+from fairlead.errors import FairleadError
+from fairlead_launch.submission.interface import JobState, Phase, Request, Submitter
+from fairlead_launch.submission.manifests import Member, members, object_name, selector, text_of
+from fairlead_launch.submission.pods import PodSubmitterConfig
+from fairlead_runs.programs import Attempt, attempt, find
+
+FILE: Final = "manifests.yaml"
+"""What `kubectl create` gets."""
+_PATIENCE_S: Final = 60.0
+_LOG: Final = re.compile(r"[EFIW]\d{4} \d\d:\d\d")
+_FIRST: Final[tuple[Phase, ...]] = ("running", "queued", "failed", "unknown", "cancelled", "finished")
+"""Of several members the phase that comes first here is that of all."""
+
+
+class KubectlSubmitter(Submitter):
+    """Makes objects in a cluster with kubectl, whose configuration says which cluster and who asks."""
+
+    config: PodSubmitterConfig
+    kinds: ClassVar[tuple[str, ...]]
+    """The kinds of objects that are made for a job, that of the job itself first."""
+
+    @property
+    def exit_code(self) -> int:
+        """What a job that does not say it otherwise ends with to be started again."""
+        return 75
+
+    @abstractmethod
+    def objects(self, request: Request, member: Member) -> list[dict[str, Any]]:
+        """What is made for one run, in this order."""
+
+    @abstractmethod
+    def read(self, status: Mapping[str, Any]) -> JobState:
+        """What the `status` of the job's object says."""
+
+    def render(self, request: Request) -> Mapping[str, str]:
+        """One file with all objects."""
+        runs = members(self.config, request, self.exit_code)
+        return {FILE: text_of(one for member in runs for one in self.objects(request, member))}
+
+    def submit(self, request: Request, files: Sequence[Path]) -> str:
+        """`kubectl create`; of what is refused in part nothing is left."""
+        done = self._run("create", "-f", str(files[0]), "-o", "name")
+        if done.code != 0:
+            if made := done.output.split():
+                self._run("delete", "--wait=false", *made)
+            raise self._refused("the cluster did not take the job", done)
+        return object_name(request)
+
+    def state(self, job: str) -> JobState:
+        """From the object's status; of a sweep as a whole the phase of the members that are not over."""
+        each = 'jsonpath={range .items[*]}{.metadata.name} {.status}{"\\n"}{end}'
+        try:
+            done = self._run("get", self.kinds[0], "-l", selector(job), "-o", each)
+        except FairleadError as error:
+            return JobState("unknown", error.what)
+        if done.code != 0:
+            return JobState("unknown", _said(done))
+        # A job that the controller has not looked at yet has no status.
+        statuses = (line.partition(" ")[2].strip() or "{}" for line in done.output.splitlines())
+        states = [self.read(json.loads(status)) for status in statuses]
+        gone = JobState("unknown", "there is no such job any more")
+        return min(states, key=lambda state: _FIRST.index(state.phase), default=gone)
+
+    def cancel(self, job: str) -> None:
+        """`kubectl delete` of all that was made for the job; its pods get a signal and the grace to save."""
+        done = self._run("delete", ",".join(self.kinds), "-l", selector(job), "--wait=false", "-o", "name")
+        if done.code != 0:
+            raise self._refused(f"{job} was not ended", done)
+        if "/" not in done.output:  # the names of what was deleted; without any, kubectl says so
+            raise FairleadError(
+                f"there is no job {job}", where=self._place(), fix="if it is in another cluster, see `submit.context`"
+            )
+
+    def member(self, job: str, index: int) -> str:
+        """The name of one member's objects."""
+        return f"{job}-{index}"
+
+    def logs_command(self, job: str, *, follow: bool = False) -> Sequence[str]:
+        """`kubectl logs` of all pods of a job: the last thousand lines of each, each line with its pod."""
+        options = ("--prefix", "--tail=1000", "--max-log-requests=64", *(("--follow",) if follow else ()))
+        return (*self._words(), "logs", "-l", selector(job), *options)
+
+    def _words(self) -> list[str]:
+        chosen = {"--context": self.config.context, "--namespace": self.config.namespace}
+        return ["kubectl", *(f"{option}={value}" for option, value in chosen.items() if value is not None)]
+
+    def _run(self, *arguments: str) -> Attempt:
+        program, *options = self._words()
+        found = find(program, self.environ)
+        if found is None:
+            raise FairleadError(
+                "kubectl is not on the PATH",
+                where="PATH",
+                why="it is what talks to the cluster",
+                fix="install it (https://kubernetes.io/docs/tasks/tools); "
+                "or have what `fairlead submit --dry-run` prints applied where it is",
+            )
+        return attempt([found, *options, *arguments], _PATIENCE_S, self.environ, complaint_bytes=1 << 14)
+
+    def _place(self) -> str:
+        return " ".join(self._words())
+
+    def _refused(self, what: str, done: Attempt) -> FairleadError:
+        return FairleadError(
+            what,
+            where=self._place(),
+            why=_said(done),
+            fix="`submit.context` and `submit.namespace` say where; `kubectl auth can-i create jobs` whether you may",
+        )
+
+
+def _said(done: Attempt) -> str:
+    """Why kubectl failed, without the log of its own libraries."""
+    if done.code is None:
+        return f"kubectl did not answer within {_PATIENCE_S:.0f} s"
+    lines = dict.fromkeys(line for line in done.complaint.splitlines() if not _LOG.match(line))
+    return "\n".join(list(lines)[-10:]) or done.said
+
+
+def conditions(status: Mapping[str, Any]) -> dict[str, str]:
+    """The conditions of an object that hold, with their reasons."""
+    holding = (one for one in status.get("conditions", []) if one.get("status") == "True")
+    return {one["type"]: ": ".join(filter(None, (one.get("reason"), one.get("message")))) for one in holding}

@@ -1,0 +1,318 @@
+"""A submission from the job to the scheduler: checked, decided, written, handed over, recorded."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from fairlead import yaml
+from fairlead.checks import CheckedJob, check_job
+from fairlead.config import JobConfig
+from fairlead.config_bases import SubmitterConfigBase
+from fairlead.errors import ConfigError, RunDirectoryError
+from fairlead.findings import Finding, errors_in
+from fairlead.jobs import LoadedJob, load_job
+from fairlead.own_checks import check_user_code
+from fairlead.plugins import PluginManager
+from fairlead.resolution import Resolution
+from fairlead_launch.submission.batch import BatchSubmitterConfig
+from fairlead_launch.submission.interface import Request, Submitter
+from fairlead_launch.submission.records import Record, build_submitter, next_number, read_submission
+from fairlead_launch.submission.requests import array_indices, command, frozen, hardware, variables, warning_lead
+from fairlead_launch.submission.snapshot import Sources, find_sources, moved, take_snapshot
+from fairlead_runs.fingerprints import leaves
+from fairlead_runs.naming import render_name, safe_name
+from fairlead_runs.redaction import redact
+from fairlead_runs.submitted import SUBMISSIONS, VARIABLE
+
+__all__ = ["Plan", "plan"]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is to be submitted; nothing is written yet. Without a `request` a finding is an error.
+
+    Args:
+        submitter: The scheduler.
+        config: The job's `submit`.
+        home: The directory whose `submissions/` gets the script: the run's, or one that a sweep's members share.
+        request: What the templates see.
+        sweep: The overrides of each member.
+        sources: The files that are copied; None: none are.
+        files: What the scheduler gets, by name.
+        findings: What the check says, errors first.
+        environ: The environment variables of this process.
+        plugins: Finds what the jobs name.
+    """
+
+    submitter: Submitter
+    config: SubmitterConfigBase
+    home: Path
+    request: Request
+    sweep: Sequence[tuple[str, ...]]
+    sources: Sources | None
+    files: Mapping[str, str]
+    findings: Sequence[Finding]
+    environ: Mapping[str, str]
+    plugins: PluginManager
+
+    def submit(self) -> list[Record]:
+        """Writes the submission, hands it over, and records it in each run; where that fails nothing is left.
+
+        Raises:
+            FairleadError: It cannot be written, the copy of the code is not whole, or the scheduler refused.
+        """
+        request = self.request
+        self._not_twice()
+        try:
+            request.folder.mkdir(parents=True)
+        except OSError as error:
+            raise RunDirectoryError(
+                "the submission cannot be written", where=str(request.folder), why=error.strerror
+            ) from error
+        try:
+            scripts = self._write()
+            job = self.submitter.submit(request, scripts)
+        except BaseException:
+            shutil.rmtree(request.folder, ignore_errors=True)
+            raise
+        return self._record(job)
+
+    def _not_twice(self) -> None:
+        """Two jobs of one run would stop each other; one that waits for the other is asked for by its dependency."""
+        before = read_submission(self.request.runs[0])
+        if before is None or getattr(self.config, "dependency", None):
+            return
+        phase = before.submitter(self.environ, self.plugins).state(before.id).phase
+        if phase in ("queued", "running"):
+            raise ConfigError(
+                f"the run is submitted already: job {before.id} is {phase}",
+                where=before.run,
+                fix="cancel that job, or set another run.name; or submit.dependency, for one that waits for it",
+            )
+
+    def _write(self) -> list[Path]:
+        request, scripts = self.request, []
+        try:
+            if self.sources is not None:
+                take_snapshot(self.sources, request.folder)
+            for file, text in zip(request.job_files, request.job_texts, strict=True):
+                file.parent.mkdir(exist_ok=True)
+                file.write_text(text, encoding="utf-8")
+            for name, text in self.files.items():
+                script = request.folder / name
+                script.write_text(text, encoding="utf-8")
+                script.chmod(0o755)
+                scripts.append(script)
+            request.logs.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise RunDirectoryError(
+                "the submission cannot be written", where=str(error.filename or request.folder), why=error.strerror
+            ) from error
+        for file in request.job_files:
+            self._look_again(file)
+        return scripts
+
+    def _look_again(self, file: Path) -> None:
+        """The job as it will run: read from its file, with the classes that are in the copy of the code."""
+        loaded = load_job(str(file), plugins=self.plugins, cwd=self.request.cwd)
+        found = list(loaded.findings)
+        if loaded.job is not None and self.sources is not None:
+            found += check_user_code(loaded, None, self.environ, self.request.cwd).findings  # type: ignore[arg-type]
+        wrong = errors_in(found)
+        if wrong:
+            raise ConfigError(
+                "the copy of the code is not enough to run the job",
+                where="submit.snapshot",
+                why="\n".join(str(finding) for finding in wrong),
+                fix="`git add` what is missing, name it in `submit.snapshot: ['mine/*.py']`, or set it to false",
+            )
+
+    def _record(self, job: str) -> list[Record]:
+        request, output = self.request, self.submitter.output(self.request, job)
+        runs = tuple(str(run) for run in request.runs)
+        records = []
+        for place, run in enumerate(request.runs):
+            index = request.indices[place] if request.indices else None
+            record = Record(
+                to=self.config.name,
+                id=job if index is None else self.submitter.member(job, index),
+                job=job,
+                index=index,
+                run=str(run),
+                runs=runs,
+                folder=str(request.folder),
+                output=str(output) if output is not None else None,
+                submitted=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+                submit=_dumped(self.config),
+                cwd=str(request.cwd),
+                sweep=self.sweep[place] if request.sweep else (),
+            )
+            record.write(run / SUBMISSIONS / request.folder.name)
+            records.append(record)
+        if request.indices:
+            dataclasses.replace(records[0], id=job, run=str(self.home), sweep=()).write(request.folder)
+        return records
+
+
+def plan(
+    loads: Sequence[LoadedJob],
+    sweep: Sequence[tuple[str, ...]],
+    *,
+    max_parallel: int | None,
+    environ: Mapping[str, str],
+    plugins: PluginManager,
+    cwd: Path,
+) -> Plan | list[Finding]:
+    """Decides all of a submission; the findings, where one of them is an error.
+
+    Args:
+        loads: The job of each member of a sweep; one of anything else.
+        sweep: The overrides of each member; empty: it is no sweep.
+        max_parallel: The most members that may run at once.
+        environ: The environment variables of this process.
+        plugins: Finds the scheduler's plugin.
+        cwd: Where the ranks will work.
+    """
+    invalid = [finding for loaded in loads for finding in loaded.findings if loaded.job is None]
+    if invalid:
+        return list(dict.fromkeys(invalid))
+    first = loads[0].job
+    assert first is not None
+    config = _config(first.submit, plugins)
+    submitter = build_submitter(_dumped(config), environ, plugins)
+    array = getattr(config, "array", None)
+    if max_parallel is not None and not (array or sweep):
+        raise ConfigError(
+            "--max-parallel is for the members of a sweep", where="--max-parallel", fix="add --sweep PATH=VALUES"
+        )
+    if array and sweep:
+        raise ConfigError(
+            "a sweep is an array already, and the job asks for another", where="submit.array", fix="leave one out"
+        )
+    tasks = range(submitter.first_index, submitter.first_index + len(sweep))
+    indices = array_indices(array) if array else list(tasks)
+    resources = hardware(first)
+    runs, checked = [], []
+    for place, index in enumerate(indices or [None]):
+        loaded = loads[place if sweep else 0]
+        run, job = _run(loaded, index, cwd)
+        runs.append(run)
+        if place == 0 or sweep:
+            job = job.model_copy(update={"resources": resources})
+            seen = dataclasses.replace(loaded, job=job)
+            checked.append(
+                check_job(seen, environ=environ, plugins=plugins, profile="resources", purpose="check", cwd=cwd)
+            )
+    findings = [finding for one in checked for finding in one.findings]
+    findings = list(dict.fromkeys([*errors_in(findings), *findings]))
+    if errors_in(findings):
+        return findings
+    resolution = _resolved(checked[0])
+    base = (cwd / first.run.dir).absolute()
+    home = base / safe_name(_template_free(first.run.name)) if indices else runs[0]
+    if len({str(run) for run in runs}) < len(runs):
+        raise ConfigError("two members of the sweep have the same run directory", where="run.name")
+    folder = home / SUBMISSIONS / str(next_number(home, *runs))
+    sources = find_sources(loads[0].root, config.snapshot, environ, without=base)
+    warn_s = warning_lead(config, runs)
+    known = plugins.names("requeue")
+    code = moved(loads[0].root, sources, folder)
+    names = [folder / "members" / f"{index}.yaml" for index in indices] if sweep else [folder / "job.yaml"]
+    given = variables(config)
+    jobs = [frozen(loaded, code, base, warn_s, known) for loaded in loads]
+    for data in jobs:
+        _no_secret(data)
+    pointer = {VARIABLE: str(folder / "code.json")} if sources is not None else {}
+    request = Request(
+        name=home.name,
+        folder=folder,
+        job_files=names,
+        runs=runs,
+        indices=indices,
+        sweep=bool(sweep),
+        job_texts=[yaml.dump(data) for data in jobs],
+        max_parallel=max_parallel or getattr(config, "max_parallel", None),
+        cwd=cwd,
+        nodes=resources.nodes,
+        devices_per_node=resources.devices_per_node,
+        device=resources.device,
+        gpus=resolution.device_type != "cpu",
+        cpus_per_device=resources.cpus_per_device,
+        host_memory_gib=resources.host_memory_gib,
+        warn_s=warn_s,
+        requeues=bool(getattr(config, "requeue", True)),
+        command=command(config),
+        logs=folder / "logs",
+        variables={**given, **pointer},
+    )
+    _has_torch(config, plugins)
+    files = submitter.render(request)
+    return Plan(submitter, config, home, request, sweep, sources, files, findings, environ, plugins)
+
+
+def _config(submit: SubmitterConfigBase | None, plugins: PluginManager) -> SubmitterConfigBase:
+    if submit is not None:
+        return submit
+    raise ConfigError(
+        "the job does not say where it is to be submitted to",
+        where="submit.to",
+        why=f"schedulers: {', '.join(plugins.names('submitter'))}",
+        fix="add submit: {to: slurm, time: '24:00:00'}, or write --to slurm",
+    )
+
+
+def _dumped(config: SubmitterConfigBase) -> dict[str, object]:
+    data = config.model_dump(mode="json", exclude_unset=True)
+    data.pop("name", None)
+    return {"to": config.name, **data}
+
+
+def _run(loaded: LoadedJob, index: int | None, cwd: Path) -> tuple[Path, JobConfig]:
+    """The run directory, and the job under that name: an array's task is a run of its own."""
+    job = loaded.job
+    assert job is not None
+    name = render_name(str(job.run.name), job.model_dump(mode="json"))
+    if index is not None:
+        name = f"{name}-task-{index}"
+    named = job.model_copy(update={"run": job.run.model_copy(update={"name": name.replace("{", "{{")})})
+    return (cwd / job.run.dir).absolute() / name, named
+
+
+def _template_free(name: str | None) -> str:
+    """The part of a run's name that no member changes."""
+    return str(name).partition("{")[0].rstrip("-_.") or "sweep"
+
+
+def _resolved(checked: CheckedJob) -> Resolution:
+    assert checked.resolution is not None  # without errors there is one
+    return checked.resolution
+
+
+def _no_secret(data: Mapping[str, object]) -> None:
+    # `submit` has the names of a cluster's secrets and keys; `variables` looks at what is said in its `env`.
+    data = {name: section for name, section in data.items() if name != "submit"}
+    shown = dict(leaves(redact(data)))
+    secret = next((path for path, value in leaves(data) if shown.get(path, value) != value), None)
+    if secret is not None:
+        raise ConfigError(
+            "the job holds a secret, which would be written to a file for the job",
+            where=secret,
+            fix="read it from an environment variable: what the shell exports when it submits is handed on",
+        )
+
+
+def _has_torch(config: SubmitterConfigBase, plugins: PluginManager) -> None:
+    if not isinstance(config, BatchSubmitterConfig) or plugins.is_installed("torch"):
+        return
+    if config.python is None and config.container is None:
+        raise ConfigError(
+            "the job would run in this environment, which has no torch",
+            where="submit.python",
+            why=f"fairlead[check] is enough to submit, not to train: {command(config)[0]}",
+            fix="set `submit.python` to that of the job's environment, or activate it before you submit",
+        )

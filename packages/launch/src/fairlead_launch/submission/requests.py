@@ -1,0 +1,173 @@
+"""From a job to what a scheduler is asked for: hardware, the lead of the warning, the command, the job files."""
+
+from __future__ import annotations
+
+import copy
+import math
+import sys
+from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Final
+
+from fairlead.config import JobConfig, ResourcesConfig
+from fairlead.config_bases import RequeueConfigBase, SubmitterConfigBase
+from fairlead.errors import ConfigError
+from fairlead.jobs import LoadedJob
+from fairlead_launch.submission.batch import BatchSubmitterConfig
+from fairlead_launch.submission.network import NETWORKS
+from fairlead_runs import read_history
+from fairlead_runs.redaction import is_secret_name
+from fairlead_runs.states import HISTORY_FILE
+
+__all__ = ["array_indices", "command", "frozen", "hardware", "variables", "warning_lead"]
+
+WARN_S: Final = 120
+"""Seconds that a step and a save are given where nothing was measured."""
+_ROUND_S: Final = 60  # SLURM looks at its clock every half minute; a signal may come that much later or earlier
+_WINDOW_S: Final = 600  # `limit_window_s` of a requeuer, as it is by itself
+_MOST_INDICES: Final = 100_000
+
+
+def hardware(job: JobConfig) -> ResourcesConfig:
+    """The job's `resources`; where it has none what its trainer asks for."""
+    if job.resources is not None:
+        return job.resources
+    trainer = job.trainer
+    named = getattr(trainer.accelerator, "name", None)
+    if named is None:
+        raise ConfigError(
+            "the job does not say on what it is to run",
+            where="resources",
+            why="trainer.accelerator is auto, and a login node is no evidence",
+            fix="add resources: {nodes: 1, devices_per_node: 4, device: h100}, or device: cpu",
+        )
+    devices = trainer.devices if isinstance(trainer.devices, int) else len(trainer.devices)
+    if trainer.devices == "auto" or devices < 1:
+        devices = 1 if named == "cpu" else 0
+    if not devices:
+        raise ConfigError(
+            "the job does not say how many devices it is to have",
+            where="resources",
+            why="trainer.devices is auto, and a login node is no evidence",
+            fix="add resources: {nodes: 1, devices_per_node: 4, device: h100}",
+        )
+    nodes = trainer.num_nodes if isinstance(trainer.num_nodes, int) else 1
+    return ResourcesConfig(nodes=nodes, devices_per_node=devices, device=named)
+
+
+def warning_lead(config: SubmitterConfigBase, runs: Sequence[Path]) -> int:
+    """Seconds before the time limit at which the ranks are warned.
+
+    What `submit.warn` says; else three times the longest save in the history of the runs and a minute, but not less
+    than two minutes, which are also for the step that has to end first.
+
+    Raises:
+        ConfigError: It is more than the time limit leaves.
+    """
+    lead, why = WARN_S, "the default"
+    longest = max((_longest_save(run) for run in runs), default=0.0)
+    measured = _ROUND_S + math.ceil(3 * longest / 10) * 10
+    if measured > lead:
+        lead, why = min(measured, 65535), f"the longest save took {longest:.0f} s"
+    if (asked := getattr(config, "warn", None)) is not None:
+        lead, why = asked, "submit.warn"
+    warned = hasattr(config, "warn")  # Kubernetes ends a pod as for any other reason, with the grace to save
+    if warned and config.time is not None and config.time <= timedelta(seconds=lead + _ROUND_S):
+        raise ConfigError(
+            f"a time limit of {config.time} is too short to be warned {lead} seconds before its end",
+            where="submit.time",
+            why=f"{why}; the scheduler may warn a minute early",
+            fix="ask for more time, or set `submit.warn` to what one step and one save take",
+        )
+    return lead
+
+
+def _longest_save(run: Path) -> float:
+    saves = [event for event in read_history(run / HISTORY_FILE) if event["event"] == "checkpoint"]
+    return max((float(one["seconds"]) for one in saves if isinstance(one.get("seconds"), int | float)), default=0.0)
+
+
+def command(config: SubmitterConfigBase) -> tuple[str, ...]:
+    """The words that run `fairlead` on a node."""
+    python = getattr(config, "python", None)
+    if python is None:
+        python = "python" if getattr(config, "container", None) is not None else sys.executable
+    return (python, "-m", "fairlead")
+
+
+def variables(config: SubmitterConfigBase) -> dict[str, str]:
+    """The environment variables of the ranks: those of the network, then the job's own.
+
+    Raises:
+        ConfigError: A name that is none, or that of a secret: scripts are readable to others.
+    """
+    for name in config.env:
+        where = f"submit.env.{name}"
+        if not name.isascii() or not name.isidentifier():
+            raise ConfigError(f"{name!r} is not the name of a variable", where=where)
+        if is_secret_name(name):
+            raise ConfigError(
+                f"the secret {name} would be written to a file",
+                where=where,
+                fix=f"export {name} in the shell that submits, or read it from a file in `submit.setup`; "
+                "on Kubernetes name a Secret that has it in `submit.secrets`",
+            )
+    network = NETWORKS[config.network].variables if config.network is not None else {}
+    own = {name: str(int(value)) if isinstance(value, bool) else str(value) for name, value in config.env.items()}
+    return {**network, **own}
+
+
+def array_indices(text: str) -> list[int]:
+    """The indices of an array, `0-30:2,40`, in order."""
+    found: list[int] = []
+    for part in text.split(","):
+        first, _, rest = part.partition("-")
+        last, _, step = rest.partition(":")
+        span = range(int(first), int(last or first) + 1, int(step or 1) or 1)
+        if len(found) + len(span) > _MOST_INDICES or not span:
+            raise ConfigError(
+                f"the array {text!r} is empty, or has more than {_MOST_INDICES} tasks", where="submit.array"
+            )
+        found += span
+    return sorted(set(found))
+
+
+def frozen(
+    loaded: LoadedJob, code: Sequence[str], directory: Path, warn_s: int, known: Sequence[str]
+) -> dict[str, Any]:
+    """The job with all that is decided now: it runs the same from wherever it is started.
+
+    Args:
+        loaded: The job, with its overrides.
+        code: The folders of user code.
+        directory: The folder of the run directories.
+        warn_s: The lead of the warning.
+        known: The tags of the requeuers that are installed.
+    """
+    assert loaded.job is not None
+    job: JobConfig = loaded.job
+    data: dict[str, Any] = copy.deepcopy(loaded.data)
+    data["run"] = {**(data.get("run") or {}), "name": job.run.name, "dir": str(directory), "code": list(code)}
+    trainer = dict(data.get("trainer") or {})
+    requeue = _requeue(job, warn_s, known)
+    if requeue is not None and ("requeue" in trainer or job.trainer.requeue == "auto"):
+        data["trainer"] = {**trainer, "requeue": requeue}
+    return data
+
+
+def _requeue(job: JobConfig, warn_s: int, known: Sequence[str]) -> dict[str, Any] | None:
+    """What of the requeuer follows from how the job is submitted; None: nothing."""
+    asked, config = job.trainer.requeue, job.submit
+    environment = getattr(job.trainer.environment, "auto_requeue", None)
+    window = float(warn_s + 2 * _ROUND_S)
+    if isinstance(asked, RequeueConfigBase):
+        late = "limit_window_s" not in asked.model_fields_set and window > asked.limit_window_s
+        return {**asked.model_dump(mode="json", exclude_unset=True), "limit_window_s": window} if late else None
+    if environment is False or not isinstance(config, BatchSubmitterConfig) or not getattr(config, "requeue", True):
+        return None
+    # The scheduler's commands are not in the container: the script outside of it reads the exit code.
+    name = "exit_code" if config.container is not None else config.name
+    if name not in known or (config.container is None and window <= _WINDOW_S):
+        return None
+    return {"name": name, **({"limit_window_s": window} if window > _WINDOW_S else {})}

@@ -1,0 +1,215 @@
+"""How jobs are handed to SLURM, asked for and ended; tried with 22.05."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Final
+
+from fairlead.errors import RunFailedError
+from fairlead_launch.submission.interface import JobState, Phase, Request, Submitter
+from fairlead_launch.submission.scripts import batch_values, job_file_word, own_options
+from fairlead_launch.submission.slurm import SLURMSubmitterConfig
+from fairlead_launch.submission.templates import Raw, option, render_template, words
+from fairlead_runs.programs import ask, attempt, find
+
+_TIMEOUT: Final = 60.0  # seconds that sbatch may take: a busy controller lets it wait
+_PHASES: Final[Mapping[str, Phase]] = {
+    "PENDING": "queued",
+    "CONFIGURING": "queued",
+    "REQUEUED": "queued",
+    "REQUEUE_HOLD": "queued",
+    "REQUEUE_FED": "queued",
+    "RESV_DEL_HOLD": "queued",
+    "SPECIAL_EXIT": "queued",
+    "RUNNING": "running",
+    "COMPLETING": "running",
+    "STAGE_OUT": "running",
+    "SUSPENDED": "running",
+    "STOPPED": "running",
+    "SIGNALING": "running",
+    "RESIZING": "running",
+    "COMPLETED": "finished",
+    "CANCELLED": "cancelled",
+    "REVOKED": "cancelled",
+    "BOOT_FAIL": "failed",
+    "DEADLINE": "failed",
+    "FAILED": "failed",
+    "NODE_FAIL": "failed",
+    "OUT_OF_MEMORY": "failed",
+    "PREEMPTED": "failed",
+    "TIMEOUT": "failed",
+}
+_SQUEUE: Final = ("State", "Reason", "StartTime", "TimeLeft", "RestartCnt", "NodeList")
+_SACCT: Final = ("State", "ExitCode", "Start", "End", "NodeList")
+
+
+class SLURMSubmitter(Submitter):
+    """`sbatch --parsable`; asked by `squeue`, then `sacct`, then `scontrol`; ended by `scancel`."""
+
+    config: SLURMSubmitterConfig
+
+    def render(self, request: Request) -> Mapping[str, str]:
+        """The batch script."""
+        config, cpus = self.config, self._cpus_per_task(request)
+        own: dict[str, object] = {
+            "job-name": request.name,
+            "nodes": request.nodes,
+            "ntasks-per-node": self._tasks_per_node(request),
+            "cpus-per-task": cpus,
+            **self._devices(request),
+            "mem": f"{math.ceil(request.host_memory_gib * 1024)}M" if request.host_memory_gib else None,
+            "time": _minutes(config.time.total_seconds()) if config.time else None,
+            "partition": config.partition,
+            "account": config.account,
+            "qos": config.qos,
+            "constraint": config.constraint,
+            "exclude": config.exclude,
+            "exclusive": config.exclusive or None,
+            "dependency": config.dependency,
+            "array": self._array(request),
+            "chdir": request.cwd,
+            "output": str(self._output(request)),
+            "open-mode": "append",
+            "signal": f"USR1@{request.warn_s}",
+            **({"requeue": config.requeue} if config.requeue else {"no-requeue": True}),
+            **({"mail-user": config.mail, "mail-type": "BEGIN,END,FAIL,REQUEUE"} if config.mail else {}),
+        }
+        values = {
+            **batch_values(config, request),
+            "options": [option(name, value) for name, value in own_options(own, config).items()],
+            "command": self._command(request),
+            "rendezvous": self._by_torchrun(request),
+            "cpus_per_task": cpus,
+            "requeue": config.requeue,
+        }
+        return {"job.sh": render_template("slurm.sh.j2", values, own=config.template, cwd=request.cwd)}
+
+    def submit(self, request: Request, files: Sequence[Path]) -> str:
+        """Runs sbatch; returns the number of the job."""
+        program = find("sbatch", self.environ)
+        if program is None:
+            raise RunFailedError("the job is not submitted: sbatch is not on the PATH", fix="submit from a login node")
+        done = attempt([program, "--parsable", str(files[0])], _TIMEOUT, self.environ)
+        if done.code != 0:
+            said = done.said if done.code is not None else f"sbatch did not answer within {_TIMEOUT:.0f} s"
+            fix = (
+                "ask with squeue --me whether the job is there before you submit it again"
+                if done.code is None
+                else None
+            )
+            raise RunFailedError("the job is not submitted: sbatch refused it", where=str(files[0]), why=said, fix=fix)
+        # With --parsable it prints `JOB`, or `JOB;CLUSTER`; a site's own plugin may print lines before it.
+        return done.output.strip().splitlines()[-1].partition(";")[0]
+
+    def state(self, job: str) -> JobState:
+        """As squeue says it; of a job that it has forgotten as sacct does, or scontrol where there is no sacct."""
+        environ = {**self.environ, "SLURM_TIME_FORMAT": "standard"}
+        asked = ["squeue", "--noheader", "--array", "--jobs", job, "--Format", ",".join(f"{n}:|" for n in _SQUEUE)]
+        said, _ = ask(asked, time.monotonic() + _TIMEOUT, environ)
+        found = [_state(dict(zip(_SQUEUE, line.split("|"), strict=False))) for line in said.splitlines() if line]
+        if found:
+            return min(found, key=lambda state: _OPEN.index(state.phase))
+        asked = ["sacct", "--parsable2", "--noheader", "--allocations", "--jobs", job, f"--format={','.join(_SACCT)}"]
+        said, problem = ask(asked, time.monotonic() + _TIMEOUT, environ)
+        rows = [dict(zip(_SACCT, line.split("|"), strict=False)) for line in said.splitlines() if line.count("|") >= 4]
+        if not rows:
+            said, problem = ask(["scontrol", "show", "job", "-o", job], time.monotonic() + _TIMEOUT, environ)
+            rows = [_shown(line) for line in said.splitlines() if "JobState=" in line]
+        if not rows:
+            return JobState("unknown", problem or "SLURM has forgotten the job")
+        return min((_state(row) for row in rows), key=lambda state: _OPEN.index(state.phase))
+
+    def cancel(self, job: str) -> None:
+        """Runs scancel: the ranks save, and nothing starts them again."""
+        _, problem = ask(["scancel", job], time.monotonic() + _TIMEOUT, self.environ)
+        if problem:
+            raise RunFailedError(f"job {job} is not cancelled", why=problem)
+
+    def output(self, request: Request, job: str) -> Path | None:
+        """Where `--output` puts it."""
+        path = str(self._output(request)).replace("%A", job).replace("%j", job).replace("%a", "*")
+        return Path(path.replace("%%", "%"))
+
+    def _output(self, request: Request) -> Path:
+        folder = str(request.logs).replace("%", "%%")
+        return Path(folder) / ("slurm-%A_%a.out" if request.indices else "slurm-%j.out")
+
+    def _array(self, request: Request) -> str | None:
+        if not request.indices:
+            return None
+        indices = self.config.array if not request.sweep else f"{request.indices[0]}-{request.indices[-1]}"
+        return f"{indices}%{request.max_parallel}" if request.max_parallel else indices
+
+    def _by_torchrun(self, request: Request) -> bool:
+        return self.config.tasks == "node" and request.devices_per_node > 1
+
+    def _tasks_per_node(self, request: Request) -> int:
+        return 1 if self.config.tasks == "node" else request.devices_per_node
+
+    def _cpus_per_task(self, request: Request) -> int | None:
+        if request.cpus_per_device is None:
+            return None
+        return request.cpus_per_device * request.devices_per_node // self._tasks_per_node(request)
+
+    def _devices(self, request: Request) -> dict[str, object]:
+        if not request.gpus or self.config.gpus == "none":
+            return {}
+        if self.config.gpus == "task":
+            return {"gpus-per-task": request.devices_per_node // self._tasks_per_node(request)}
+        return {"gpus-per-node": request.devices_per_node}
+
+    def _pyxis(self, request: Request) -> list[str]:
+        container = self.config.container
+        if container is None or container.runtime != "pyxis":
+            return []
+        mounts = ",".join(m if ":" in m else f"{m}:{m}" for m in container.all_mounts(request))
+        image = [f"--container-image={container.image}", f"--container-mounts={mounts}"]
+        return [*image, f"--container-workdir={request.cwd}", *container.extra]
+
+    def _command(self, request: Request) -> Raw:
+        file = job_file_word(request)
+        inside = [*self._pyxis(request), *(self.config.container.words(request) if self.config.container else ())]
+        if not self._by_torchrun(request):
+            return Raw(f"{words([*inside, *request.command, 'fit'])} {file}")
+        python = request.command[0]
+        agent = [python, "-m", "torch.distributed.run", f"--nnodes={request.nodes}"]
+        agent += [f"--nproc-per-node={request.devices_per_node}", "--rdzv-backend=c10d", "--max-restarts=0"]
+        agent += [
+            "--signals-to-handle=SIGTERM,SIGINT,SIGUSR1,SIGUSR2",
+            f"--shutdown-timeout={max(30, request.warn_s - 20)}",
+        ]
+        meeting = '--rdzv-id="$SLURM_JOB_ID" --rdzv-endpoint="$MAIN_HOST:$MAIN_PORT"'
+        return Raw(f"{words([*inside, *agent])} {meeting} -m fairlead fit {file}")
+
+
+_OPEN: Final[Sequence[Phase]] = ("running", "queued", "failed", "cancelled", "unknown", "finished")
+"""Of an array it is said what is left to do, then what went wrong."""
+
+
+def _state(row: Mapping[str, str]) -> JobState:
+    # `CANCELLED by 1000`; an array's reason is `(Resources)` in some versions.
+    name = (row.get("State") or row.get("JobState") or "").strip().partition(" ")[0].rstrip("+")
+    reason = row.get("Reason", "").strip().strip("()")
+    details = {key: value.strip() for key, value in row.items() if key != "Reason"}
+    if name == "PENDING" and reason.startswith("JobHeld"):
+        reason += ": `scontrol release` lets it start"
+    return JobState(_PHASES.get(name, "unknown"), "" if reason == "None" else reason, details)
+
+
+def _shown(line: str) -> dict[str, str]:
+    names = ("JobState", "Reason", "Restarts", "ExitCode", "StartTime", "EndTime", "NodeList")
+    # A job may be called anything: what stands behind its name counts.
+    found = [part.partition("=") for part in line.partition(" UserId=")[2].split()]
+    return {name: value for name, equals, value in found if equals and name in names}
+
+
+def _minutes(seconds: float) -> str:
+    total = math.ceil(seconds / 60)
+    days, rest = divmod(total, 24 * 60)
+    return f"{days}-{rest // 60:02d}:{rest % 60:02d}:00"
+
+
+build = SLURMSubmitter.build

@@ -1,0 +1,188 @@
+"""`fairlead.submit`: a job is handed over from Python, and what came of it asked for."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from fairlead.config import JobConfig
+from fairlead.errors import ConfigError, RunFailedError
+from fairlead.findings import Finding, errors_in
+from fairlead.jobs import LoadedJob, load_config, load_job
+from fairlead.overrides import parse_override
+from fairlead.plugins import PluginManager, default_plugins
+from fairlead_launch.submission.interface import JobState, Submitter
+from fairlead_launch.submission.plan import Plan, plan
+from fairlead_launch.submission.records import Record, build_submitter
+from fairlead_launch.submission.sweep import members
+from fairlead_runs import RunState, state
+from fairlead_runs.programs import ask
+
+__all__ = ["Submission", "make_plan", "submit"]
+
+_TAIL = 20  # lines of output in an error
+_ASK_S = 60.0  # seconds for a scheduler's answer
+
+
+@dataclass(frozen=True)
+class Submission:
+    """A job that was handed to a scheduler.
+
+    Args:
+        records: What is known of each of its runs.
+        submitter: The scheduler.
+
+    Example:
+        >>> submission = fairlead.submit("job.yaml", to="slurm")  # doctest: +SKIP
+        >>> submission.result(timeout=3600).metrics  # doctest: +SKIP
+        {'val/loss': 0.021}
+    """
+
+    records: Sequence[Record]
+    submitter: Submitter
+
+    @property
+    def id(self) -> str:
+        """The job's id at the scheduler; of a sweep that of the array."""
+        return self.records[0].job
+
+    @property
+    def runs(self) -> list[Path]:
+        """The run directories."""
+        return [Path(record.run) for record in self.records]
+
+    def state(self) -> JobState:
+        """What the scheduler says."""
+        return self.submitter.state(self.id)
+
+    def logs(self) -> str:
+        """What the job has printed so far, of all members one after the other."""
+        pattern = self.records[0].output
+        if pattern is None:
+            words = self.submitter.logs_command(self.id)
+            said, problem = ask(words, time.monotonic() + _ASK_S, self.submitter.environ) if words else ("", "")
+            if problem or not words:
+                raise RunFailedError(f"the output of job {self.id} is not to be had", why=problem or "it is in no file")
+            return said
+        path = Path(pattern)
+        files = sorted(path.parent.glob(path.name)) if path.parent.is_dir() else []
+        return "".join(file.read_text(encoding="utf-8", errors="replace") for file in files)
+
+    def cancel(self) -> None:
+        """Ends the job; what was saved stays, and nothing starts it again."""
+        self.submitter.cancel(self.id)
+
+    def result(self, timeout: float | None = None, *, poll_s: float = 10.0) -> RunState | list[RunState]:
+        """Waits until the run is finished, through any number of requeues; of a sweep until all of its members are.
+
+        Args:
+            timeout: Seconds to wait at most; None: for ever.
+            poll_s: Seconds between two questions to the scheduler.
+
+        Raises:
+            RunFailedError: The job ended, or was cancelled, and the run is not finished.
+            TimeoutError: It took longer.
+        """
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while True:
+            asked = self.state()  # before the runs are looked at: it may end in between
+            states = [state(run) for run in self.runs]
+            if all(one.state == "finished" for one in states):
+                return states if len(states) > 1 or self.records[0].index is not None else states[0]
+            if asked.phase in ("finished", "failed", "cancelled"):
+                raise self._failed(asked, states)
+            left = None if deadline is None else deadline - time.monotonic()
+            if left is not None and left <= 0:
+                raise TimeoutError(f"job {self.id} is {asked.phase} after {timeout:g} s")
+            time.sleep(poll_s if left is None else min(poll_s, left))
+
+    def _failed(self, asked: JobState, states: Sequence[RunState]) -> RunFailedError:
+        unfinished = [f"{one.name}: {one.state}" + (f" ({one.reason})" if one.reason else "") for one in states]
+        unfinished = [text for text, one in zip(unfinished, states, strict=True) if one.state != "finished"]
+        more = [f"and {len(unfinished) - 5} more"] if len(unfinished) > 5 else []
+        printed = self.logs().splitlines()[-_TAIL:] if self.records[0].output is not None else []
+        ended = f"{asked.phase}" + (f" ({asked.reason})" if asked.reason else "")
+        return RunFailedError(
+            f"job {self.id} is {ended}, and the run is not finished",
+            where=self.records[0].folder,
+            why="\n".join([*unfinished[:5], *more, *printed]),
+            fix="submit the job again: it goes on from its newest checkpoint",
+        )
+
+
+def submit(
+    job: str | os.PathLike[str] | JobConfig,
+    to: str | None = None,
+    *,
+    overrides: Sequence[str] = (),
+    sweep: Sequence[str] = (),
+    max_parallel: int | None = None,
+    environ: Mapping[str, str] | None = None,
+    plugins: PluginManager | None = None,
+    cwd: Path | None = None,
+) -> Submission:
+    """Hands a job to a scheduler, as `fairlead submit` does.
+
+    Args:
+        job: A job file, `module:object`, or a `JobConfig` with a `run.name`.
+        to: The scheduler; None: what the job's `submit.to` says.
+        overrides: As `--set`: `["trainer.max_steps=100"]`.
+        sweep: As `--sweep`: `["run.seed=range(3)"]`.
+        max_parallel: How many members of a sweep may run at once.
+        environ: The environment variables that the job gets; None: those of this process.
+        plugins: Where schedulers are found; None: those that are installed.
+        cwd: Where the job works; None: here.
+
+    Raises:
+        ConfigError: The job is wrong, as its check says; nothing is queued.
+        RunFailedError: The scheduler refused it.
+    """
+    environ, plugins = os.environ if environ is None else environ, plugins or default_plugins()
+    made = make_plan(
+        job if isinstance(job, JobConfig) else os.fspath(job),
+        to=to,
+        overrides=overrides,
+        sweep=sweep,
+        max_parallel=max_parallel,
+        environ=environ,
+        plugins=plugins,
+        cwd=(cwd or Path.cwd()).absolute(),
+    )
+    if isinstance(made, list):
+        wrong = errors_in(made)
+        raise ConfigError(
+            f"the job is not submitted: {len(wrong)} of its settings {'is' if len(wrong) == 1 else 'are'} wrong",
+            why="\n".join(str(finding) for finding in wrong),
+        )
+    records = made.submit()
+    return Submission(records, build_submitter(records[0].submit, environ, plugins))
+
+
+def make_plan(
+    job: str | JobConfig,
+    *,
+    to: str | None,
+    overrides: Sequence[str],
+    sweep: Sequence[str],
+    max_parallel: int | None,
+    environ: Mapping[str, str],
+    plugins: PluginManager,
+    cwd: Path,
+) -> Plan | list[Finding]:
+    """Loads the job, once for each member of a sweep, and plans its submission; else what is wrong with it."""
+    base = [*overrides, *([f"submit.to={to}"] if to is not None else [])]
+    grid = members(sweep) if sweep else []
+    loads = [_load(job, [*base, *one], plugins, cwd) for one in grid or [()]]
+    return plan(loads, grid, max_parallel=max_parallel, environ=environ, plugins=plugins, cwd=cwd)
+
+
+def _load(job: str | JobConfig, overrides: Sequence[str], plugins: PluginManager, cwd: Path) -> LoadedJob:
+    if isinstance(job, str):
+        return load_job(job, plugins=plugins, cwd=cwd, overrides=overrides)
+    if job.run.name is None:
+        raise ConfigError("a job that is no file needs a name", where="run.name", fix="RunConfig(name=...)")
+    parsed = [parse_override(text) for text in overrides]
+    return load_config(job, "the job", plugins, cwd, parsed, default_name=job.run.name)
