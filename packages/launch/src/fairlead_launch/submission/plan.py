@@ -218,7 +218,9 @@ def plan(
     if len({str(run) for run in runs}) < len(runs):
         raise ConfigError("two members of the sweep have the same run directory", where="run.name")
     folder = home / SUBMISSIONS / str(next_number(home, *runs))
-    sources = find_sources(loads[0].root, config.snapshot, environ, without=base)
+    # With `run.dir: .` the runs lie among the code.
+    apart = base if not loads[0].root.folders[0].is_relative_to(base) else home
+    sources = find_sources(loads[0].root, config.snapshot, environ, without=apart)
     warn_s = warning_lead(config, runs)
     known = plugins.names("requeue")
     code = moved(loads[0].root, sources, folder)

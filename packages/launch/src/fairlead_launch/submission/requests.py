@@ -160,7 +160,7 @@ def _requeue(job: JobConfig, warn_s: int, known: Sequence[str]) -> dict[str, Any
     environment = getattr(job.trainer.environment, "auto_requeue", None)
     window = float(warn_s + 2 * _ROUND_S)
     if isinstance(asked, RequeueConfigBase):
-        late = "limit_window_s" not in asked.model_fields_set and window > asked.limit_window_s
+        late = window > asked.limit_window_s and warn_s > WARN_S
         return {**asked.model_dump(mode="json", exclude_unset=True), "limit_window_s": window} if late else None
     if environment is False or not isinstance(config, BatchSubmitterConfig) or not getattr(config, "requeue", True):
         return None
