@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +47,7 @@ def test_how_a_submitted_job_is_started_again(
     tmp_path: Path, submit: dict[str, Any], trainer: dict[str, Any], warn_s: int, requeue: dict[str, Any] | None
 ) -> None:
     loaded = load_config(job(submit, **trainer), "the job", PLUGINS, tmp_path, default_name="a")
-    data = frozen(loaded, ["/code"], tmp_path / "runs", warn_s, ["slurm", "exit_code", "none"])
+    data = frozen(loaded, ["/code"], tmp_path, warn_s, ["slurm", "exit_code", "none"])
     given = data["trainer"]["requeue"]
     assert (given if requeue is None else {name: given[name] for name in requeue}) == (requeue or "auto")
     assert (data["run"]["code"], data["run"]["dir"]) == (["/code"], str(tmp_path / "runs"))
@@ -67,3 +70,15 @@ def test_copies_are_compared_by_what_is_in_them() -> None:
     assert code_change(copied("1"), copied("1")).changed is False
     assert code_change(copied("1"), copied("2")).changed is True
     assert code_change(copied("1"), copied("2", "diff --git a/x b/x")).summary == "uncommitted changes differ: x"
+
+
+def test_a_login_node_needs_no_torch() -> None:
+    """The command needs neither torch nor a scheduler to say what is wrong."""
+    script = textwrap.dedent(
+        """
+        import sys
+        import fairlead_launch.submission.command
+        assert not {"torch", "lightning", "numpy"} & sys.modules.keys()
+        """
+    )
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)

@@ -131,22 +131,21 @@ def array_indices(text: str) -> list[int]:
     return sorted(set(found))
 
 
-def frozen(
-    loaded: LoadedJob, code: Sequence[str], directory: Path, warn_s: int, known: Sequence[str]
-) -> dict[str, Any]:
+def frozen(loaded: LoadedJob, code: Sequence[str], cwd: Path, warn_s: int, known: Sequence[str]) -> dict[str, Any]:
     """The job with all that is decided now: it runs the same from wherever it is started.
 
     Args:
         loaded: The job, with its overrides.
         code: The folders of user code.
-        directory: The folder of the run directories.
+        cwd: What `run.dir` is relative to.
         warn_s: The lead of the warning.
         known: The tags of the requeuers that are installed.
     """
     assert loaded.job is not None
     job: JobConfig = loaded.job
     data: dict[str, Any] = copy.deepcopy(loaded.data)
-    data["run"] = {**(data.get("run") or {}), "name": job.run.name, "dir": str(directory), "code": list(code)}
+    folder = str((cwd / job.run.dir).absolute())
+    data["run"] = {**(data.get("run") or {}), "name": job.run.name, "dir": folder, "code": list(code)}
     trainer = dict(data.get("trainer") or {})
     requeue = _requeue(job, warn_s, known)
     if requeue is not None and ("requeue" in trainer or job.trainer.requeue == "auto"):
