@@ -147,7 +147,7 @@ def test_four_nodes_with_threads_and_two_whose_ranks_torchrun_starts(cluster: Cl
 def test_slurm_takes_the_script_for_gpus(
     cluster: Cluster, tmp_path: Path, capsys: pytest.CaptureFixture[str], gpus: str
 ) -> None:
-    """Four nodes with a task for each GPU, as R171 has it; `sbatch --test-only` says when it would run."""
+    """Four nodes with a task for each GPU; `sbatch --test-only` says when it would run."""
     cwd = repository(
         tmp_path,
         resources={"nodes": 4, "devices_per_node": 2, "device": "a100", "cpus_per_device": 2},

@@ -72,6 +72,8 @@ def test_run_code_is_relative_to_the_job_file_and_replaces_the_project(tmp_path:
     (tmp_path / "p" / "pyproject.toml").touch()
     job = tmp_path / "p" / "job.yaml"
     assert code_root(job, code="lib", cwd=tmp_path).folders == (tmp_path / "p" / "lib", tmp_path)
+    listed = code_root(job, code=["lib", str(tmp_path / "p")], cwd=tmp_path / "cwd")  # all of them, and nothing else
+    assert listed.folders == (tmp_path / "p" / "lib", tmp_path / "p")
     with pytest.raises(ConfigError, match="does not exist") as info:
         code_root(job, code="libb", cwd=tmp_path)
     assert (info.value.where, info.value.fix) == ("run.code", "did you mean lib?")

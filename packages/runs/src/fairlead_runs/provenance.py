@@ -150,6 +150,8 @@ def code_change(old: Mapping[str, Any] | None, new: Mapping[str, Any] | None) ->
     if old.get("untracked") != new.get("untracked"):
         files = sorted(set(old.get("untracked") or ()) ^ set(new.get("untracked") or ()))
         return CodeChange(True, f"untracked files differ: {', '.join(files[:5])}")
+    if None not in digests:  # what no list of names shows: the content of files that git does not track
+        return CodeChange(True, "files that git does not track have another content")
     if new.get("diff_cut"):
         return CodeChange(None, "unknown: the uncommitted changes are too large to be kept as a whole")
     return CodeChange(False, "the code is the same")

@@ -9,9 +9,15 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal, Self
 
 from fairlead.config_bases import SubmitterConfigBase
+from fairlead.errors import RunFailedError
 from fairlead.interfaces import BuildContext
 
-__all__ = ["JobState", "Phase", "Request", "Submitter"]
+__all__ = ["JobState", "NotAnsweredError", "Phase", "Request", "Submitter"]
+
+
+class NotAnsweredError(RunFailedError):
+    """The scheduler did not answer in time: nobody knows whether the job is queued, so its files stay."""
+
 
 Phase = Literal["queued", "running", "finished", "failed", "cancelled", "unknown"]
 
@@ -127,6 +133,7 @@ class Submitter(ABC):
         """Hands the rendered files, which are written by now, to the scheduler; returns the job's id there.
 
         Raises:
+            NotAnsweredError: It may be queued or not.
             FairleadError: The scheduler refused, with its own words.
         """
 

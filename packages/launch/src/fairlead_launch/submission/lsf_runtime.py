@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Final
 
 from fairlead.errors import ConfigError, RunFailedError
-from fairlead_launch.submission.interface import JobState, Phase, Request, Submitter
+from fairlead_launch.submission.interface import JobState, NotAnsweredError, Phase, Request, Submitter
 from fairlead_launch.submission.lsf import LSFSubmitterConfig
 from fairlead_launch.submission.scripts import batch_values, job_file_word, own_options
 from fairlead_launch.submission.templates import Raw, option, render_template, words
@@ -85,8 +85,8 @@ class LSFSubmitter(Submitter):
                     [program], stdin=script, capture_output=True, timeout=_TIMEOUT, env=dict(self.environ), check=False
                 )
             except subprocess.TimeoutExpired as error:
-                raise RunFailedError(
-                    f"bsub did not answer within {_TIMEOUT:.0f} s",
+                raise NotAnsweredError(
+                    f"bsub did not answer within {_TIMEOUT:.0f} s: the job may be queued or not",
                     fix="ask with bjobs whether the job is there before you submit it again",
                 ) from error
         said = f"{done.stdout.decode(errors='replace')}\n{done.stderr.decode(errors='replace')}".strip()

@@ -20,7 +20,7 @@ from fairlead.own_checks import check_user_code
 from fairlead.plugins import PluginManager
 from fairlead.resolution import Resolution
 from fairlead_launch.submission.batch import BatchSubmitterConfig
-from fairlead_launch.submission.interface import Request, Submitter
+from fairlead_launch.submission.interface import NotAnsweredError, Request, Submitter
 from fairlead_launch.submission.records import Record, build_submitter, next_number, read_submission
 from fairlead_launch.submission.requests import array_indices, command, frozen, hardware, variables, warning_lead
 from fairlead_launch.submission.snapshot import Sources, find_sources, moved, take_snapshot
@@ -61,7 +61,7 @@ class Plan:
     plugins: PluginManager
 
     def submit(self) -> list[Record]:
-        """Writes the submission, hands it over, and records it in each run; where that fails nothing is left.
+        """Writes the submission, hands it over, and records it in each run; where it is refused nothing is left.
 
         Raises:
             FairleadError: It cannot be written, the copy of the code is not whole, or the scheduler refused.
@@ -77,7 +77,9 @@ class Plan:
         try:
             scripts = self._write()
             job = self.submitter.submit(request, scripts)
-        except BaseException:
+        except NotAnsweredError:
+            raise  # it may be queued, and needs its files
+        except Exception:
             shutil.rmtree(request.folder, ignore_errors=True)
             raise
         return self._record(job)
@@ -218,13 +220,15 @@ def plan(
     if len({str(run) for run in runs}) < len(runs):
         raise ConfigError("two members of the sweep have the same run directory", where="run.name")
     folder = home / SUBMISSIONS / str(next_number(home, *runs))
-    sources = find_sources(loads[0].root, config.snapshot, environ, without=base)
+    # With `run.dir: .` the runs lie among the code.
+    apart = base if not loads[0].root.folders[0].is_relative_to(base) else home
+    sources = find_sources(loads[0].root, config.snapshot, environ, without=apart)
     warn_s = warning_lead(config, runs)
     known = plugins.names("requeue")
     code = moved(loads[0].root, sources, folder)
     names = [folder / "members" / f"{index}.yaml" for index in indices] if sweep else [folder / "job.yaml"]
     given = variables(config)
-    jobs = [frozen(loaded, code, base, warn_s, known) for loaded in loads]
+    jobs = [frozen(loaded, code, cwd, warn_s, known) for loaded in loads]
     for data in jobs:
         _no_secret(data)
     pointer = {VARIABLE: str(folder / "code.json")} if sources is not None else {}

@@ -133,22 +133,21 @@ def array_indices(text: str) -> list[int]:
     return sorted(set(found))
 
 
-def frozen(
-    loaded: LoadedJob, code: Sequence[str], directory: Path, warn_s: int, known: Sequence[str]
-) -> dict[str, Any]:
+def frozen(loaded: LoadedJob, code: Sequence[str], cwd: Path, warn_s: int, known: Sequence[str]) -> dict[str, Any]:
     """The job with all that is decided now: it runs the same from wherever it is started.
 
     Args:
         loaded: The job, with its overrides.
         code: The folders of user code.
-        directory: The folder of the run directories.
+        cwd: What `run.dir` is relative to.
         warn_s: The lead of the warning.
         known: The tags of the requeuers that are installed.
     """
     assert loaded.job is not None
     job: JobConfig = loaded.job
     data: dict[str, Any] = copy.deepcopy(loaded.data)
-    data["run"] = {**(data.get("run") or {}), "name": job.run.name, "dir": str(directory), "code": list(code)}
+    folder = str((cwd / job.run.dir).absolute())
+    data["run"] = {**(data.get("run") or {}), "name": job.run.name, "dir": folder, "code": list(code)}
     trainer = dict(data.get("trainer") or {})
     requeue = _requeue(job, warn_s, known)
     if requeue is not None and ("requeue" in trainer or job.trainer.requeue == "auto"):
@@ -162,7 +161,7 @@ def _requeue(job: JobConfig, warn_s: int, known: Sequence[str]) -> dict[str, Any
     environment = getattr(job.trainer.environment, "auto_requeue", None)
     window = float(warn_s + 2 * _ROUND_S)
     if isinstance(asked, RequeueConfigBase):
-        late = "limit_window_s" not in asked.model_fields_set and window > asked.limit_window_s
+        late = window > asked.limit_window_s and warn_s > WARN_S
         return {**asked.model_dump(mode="json", exclude_unset=True), "limit_window_s": window} if late else None
     if environment is False or not isinstance(config, BatchSubmitterConfig) or not getattr(config, "requeue", True):
         return None

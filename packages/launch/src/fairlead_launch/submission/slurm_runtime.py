@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Final
 
 from fairlead.errors import RunFailedError
-from fairlead_launch.submission.interface import JobState, Phase, Request, Submitter
+from fairlead_launch.submission.interface import JobState, NotAnsweredError, Phase, Request, Submitter
 from fairlead_launch.submission.scripts import batch_values, job_file_word, own_options
 from fairlead_launch.submission.slurm import SLURMSubmitterConfig
 from fairlead_launch.submission.templates import Raw, option, render_template, words
@@ -93,14 +93,14 @@ class SLURMSubmitter(Submitter):
         if program is None:
             raise RunFailedError("the job is not submitted: sbatch is not on the PATH", fix="submit from a login node")
         done = attempt([program, "--parsable", str(files[0])], _TIMEOUT, self.environ)
-        if done.code != 0:
-            said = done.said if done.code is not None else f"sbatch did not answer within {_TIMEOUT:.0f} s"
-            fix = (
-                "ask with squeue --me whether the job is there before you submit it again"
-                if done.code is None
-                else None
+        if done.code is None:
+            raise NotAnsweredError(
+                f"sbatch did not answer within {_TIMEOUT:.0f} s: the job may be queued or not",
+                where=str(files[0]),
+                fix="ask with squeue --me whether the job is there before you submit it again",
             )
-            raise RunFailedError("the job is not submitted: sbatch refused it", where=str(files[0]), why=said, fix=fix)
+        if done.code != 0:
+            raise RunFailedError("the job is not submitted: sbatch refused it", where=str(files[0]), why=done.said)
         # With --parsable it prints `JOB`, or `JOB;CLUSTER`; a site's own plugin may print lines before it.
         return done.output.strip().splitlines()[-1].partition(";")[0]
 
