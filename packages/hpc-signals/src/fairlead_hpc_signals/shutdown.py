@@ -29,8 +29,8 @@ _BUG: Final = "bug: "
 class Shutdown:
     """One rank's part in the shutdown after a stop; all ranks call `plan`, `finish` and `requeue`, in this order.
 
-    `signals` are the same on all ranks; `budget` (why no other start is wanted after a reason, or None) is called on
-    rank 0 only, which alone has a question that is asked.
+    `signals` and `final` (who asked for no other start) are the same on all ranks; `budget` (why no other start is
+    wanted after a reason, or None) is called on rank 0 only, which alone has a question that is asked.
     """
 
     def __init__(
@@ -41,6 +41,7 @@ class Shutdown:
         question: Question,
         deadline: Deadline,
         budget: Callable[[StopReason], str | None] | None = None,
+        final: str | None = None,
     ) -> None:
         self.leads = mailbox.rank == 0
         self._mailbox = mailbox
@@ -49,6 +50,7 @@ class Shutdown:
         self._question = question
         self._deadline = deadline
         self._budget = budget
+        self._final = final
         self._requeue_code: int | None = None
         if self.leads:
             question.start()  # while the checkpoint is written; a scheduler that hangs must not hold it up
@@ -136,7 +138,7 @@ class Shutdown:
         return self._mailbox.missing("shutdown/saved")
 
     def _planned(self, reason: StopReason) -> StopOutcome:
-        return planned(reason, self._signals, self._policy, self._budget, self._requeue_code)
+        return planned(reason, self._signals, self._policy, self._budget, self._requeue_code, self._final)
 
     def _requeue(self, plan: StopOutcome, requeuer: Requeuer | None) -> StopOutcome:
         if plan.start_wanted and not plan.cut and (now := self._question.answer_now()) is not None:
