@@ -53,7 +53,8 @@ def test_a_fit_saves_and_goes_on_and_stops_and_the_next_start_ends_with_the_same
 ) -> None:
     """In the middle of an epoch, behind its last batch, and in a validation: at the next step that can be saved."""
     monkeypatch.chdir(tmp_path)
-    run, settings = tmp_path / "run", {"max_epochs": 5, "requeue": AGAIN}
+    run = tmp_path / "run"
+    settings: dict[str, Any] = {"max_epochs": 5, "requeue": AGAIN}
     model = touched(run, step={2: "SAVE", 15: "SAVE", 25: "STOP"}, validation={8: "SAVE"})
     with pytest.raises(SystemExit) as ended:
         fit(tmp_path, model=model, **settings)

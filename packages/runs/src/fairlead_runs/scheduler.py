@@ -1,0 +1,74 @@
+"""What the scheduler of a run's job says of it, asked from anywhere: once, and not for long."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, Literal, Protocol, runtime_checkable
+
+from fairlead.plugins import PluginManager
+from fairlead_runs.history import read_history
+
+TIMEOUT_S: Final = 5.0
+"""Seconds that a scheduler may take to answer."""
+
+
+@dataclass(frozen=True)
+class JobStatus:
+    """What a scheduler says of one job; times are in seconds since the epoch, None where they are not known.
+
+    Attributes:
+        state: `queued`: waits, also to be started again; `running`; `ending`: its processes are being ended; `ended`;
+            `unknown`: the scheduler does not answer, or has forgotten the job.
+        said: In its own words: `PENDING, BeginTime`.
+        why: What that means, in a sentence's rest: `waits until nodes are free`; may be empty.
+        starts: When it starts at the earliest, of a job that is queued.
+        since: When it was started, of one that runs.
+        ends: When its time limit is over, of one that runs.
+        restarts: How often it was started again.
+    """
+
+    state: Literal["queued", "running", "ending", "ended", "unknown"]
+    said: str
+    why: str = ""
+    starts: float | None = None
+    since: float | None = None
+    ends: float | None = None
+    restarts: int | None = None
+
+
+@runtime_checkable
+class JobQueue(Protocol):
+    """An environment plugin whose scheduler can be asked for a job from outside of it, as from a login node."""
+
+    def job_status(self, job: str, environ: Mapping[str, str], deadline: float) -> JobStatus | None:
+        """What it says of the job with this `Job.id`; None: the job is not one of this scheduler.
+
+        One command, until `deadline` on `time.monotonic()`: `fairlead.programs.ask`.
+        """
+
+    def job_cancel(self, job: str, *, queued: bool) -> tuple[str, ...]:
+        """The command that ends a job, as words; with `queued` only where it has not begun, if the scheduler can."""
+
+
+def job_of_run(run: Path) -> str | None:
+    """The scheduler's job that last started this run, as `slurm:17`; None: it was started by hand, or never."""
+    starts = [event for event in read_history(run / "history.jsonl") if event["event"] == "start"]
+    job = starts[-1].get("job") if starts else None
+    return str(job) if job else None
+
+
+def queue_of(job: str, plugins: PluginManager) -> JobQueue | None:
+    """The plugin that asks for a job; None where none of those installed can."""
+    plugin = plugins.loaded_one("environment", job.partition(":")[0])
+    return plugin if isinstance(plugin, JobQueue) else None
+
+
+def ask_for_job(
+    job: str, plugins: PluginManager, environ: Mapping[str, str], timeout_s: float = TIMEOUT_S
+) -> JobStatus | None:
+    """What the scheduler says of a job; None where no plugin that is installed knows how to ask it."""
+    queue = queue_of(job, plugins)
+    return None if queue is None else queue.job_status(job, environ, time.monotonic() + timeout_s)
