@@ -199,7 +199,7 @@ class StopAgreement:
         os.write(self._stop_write, b"!")
         answers: list[Callable[[], None]] = [] if failed else [partial(self._answer, self.mailbox)]
         # Each, also where one before fails: the plane's thread has to end.
-        leaves = [*answers, self.saves.close, partial(self._plane.leave, self.mailbox)]
+        leaves: list[Callable[[], None]] = [*answers, self.saves.close, partial(self._plane.leave, self.mailbox)]
         for leave in leaves:
             try:
                 leave()

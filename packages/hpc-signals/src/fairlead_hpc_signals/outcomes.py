@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-import signal
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Final, NoReturn
 
 from fairlead.facts import StopReason
+from fairlead_runs.exit_codes import ExitCode
 
-REQUEUE_EXIT_CODE: Final = 75
+REQUEUE_EXIT_CODE: Final = int(ExitCode.AGAIN)
 """Stopped with everything saved, and another start is wanted (EX_TEMPFAIL)."""
 
 ASK_TIMEOUT: Final = 10.0
@@ -163,4 +163,4 @@ def start_wanted(reason: StopReason, signals: Sequence[str], policy: StopPolicy)
 
 def exit_code_without_requeue(signals: Sequence[str]) -> int:
     """130 after an interrupt from the keyboard alone, else 143, as a shell would say it."""
-    return 128 + (signal.SIGINT if set(signals) == {"SIGINT"} else signal.SIGTERM)
+    return int(ExitCode.INTERRUPTED if set(signals) == {"SIGINT"} else ExitCode.STOPPED)

@@ -10,6 +10,7 @@ from typing import Final, Literal, Protocol, runtime_checkable
 
 from fairlead.plugins import PluginManager
 from fairlead_runs.history import read_history
+from fairlead_runs.states import RunState
 
 TIMEOUT_S: Final = 5.0
 """Seconds that a scheduler may take to answer."""
@@ -60,9 +61,17 @@ def job_of_run(run: Path) -> str | None:
     return str(job) if job else None
 
 
+def lives(run: RunState, job: str | None, asked: JobStatus | None) -> bool:
+    """Whether a start of this run is there now: a job that waits, or has ended, has only left its lock behind."""
+    if asked is not None and asked.state in ("queued", "ended") and (run.owner is None or run.owner.job == job):
+        return False
+    return run.state == "running"
+
+
 def queue_of(job: str, plugins: PluginManager) -> JobQueue | None:
     """The plugin that asks for a job; None where none of those installed can."""
-    plugin = plugins.loaded_one("environment", job.partition(":")[0])
+    scheduler = job.partition(":")[0]
+    plugin = plugins.loaded_one("environment", scheduler) if scheduler in plugins.names("environment") else None
     return plugin if isinstance(plugin, JobQueue) else None
 
 

@@ -17,7 +17,7 @@ from fairlead_runs import RunState, read_history, state
 from fairlead_runs.commands.texts import find_run
 from fairlead_runs.commit import LockOwner
 from fairlead_runs.commit.files import disk_error
-from fairlead_runs.scheduler import JobStatus, ask_for_job, job_of_run, queue_of
+from fairlead_runs.scheduler import JobStatus, ask_for_job, job_of_run, lives, queue_of
 from fairlead_runs.switches import STOP, find_switch
 
 _TIMEOUT: Final = 30.0  # seconds that the scheduler may take to end a job
@@ -44,7 +44,8 @@ def run_cancel(arguments: argparse.Namespace, session: Session) -> int:
     run = state(find_run(arguments.run, session))
     job = job_of_run(run.path) if run.state != "finished" else None
     asked = ask_for_job(job, session.plugins, session.environ) if job is not None else None
-    here = run.state == "running" or (asked is not None and asked.state in ("running", "ending"))
+    starting = asked is not None and asked.state in ("running", "ending")
+    here = starting or lives(run, job, asked)
     if here and arguments.now:
         session.print(_now(run, job, session))
     elif here:
@@ -53,7 +54,8 @@ def run_cancel(arguments: argparse.Namespace, session: Session) -> int:
         session.print(_queued(run, job, asked, session))
     else:
         reason = f" ({run.reason})" if run.reason else ""
-        session.print(f"{run.name} is {run.state}{reason}: there is nothing to cancel")
+        ended = f"the job of {run.name} has ended" if run.state == "running" else f"{run.name} is {run.state}{reason}"
+        session.print(f"{ended}: there is nothing to cancel")
     return 0
 
 

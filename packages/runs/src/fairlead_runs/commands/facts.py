@@ -9,16 +9,18 @@ from datetime import datetime
 from fairlead_runs import RunState
 from fairlead_runs.commands.texts import ago, metric, or_dash
 from fairlead_runs.pace import Pace
-from fairlead_runs.scheduler import JobStatus
+from fairlead_runs.scheduler import JobStatus, lives
 from fairlead_runs.switches import SAVE, STOP, find_switch
 
 
-def headline(run: RunState, asked: JobStatus | None) -> str:
+def headline(run: RunState, job: str | None, asked: JobStatus | None) -> str:
     """The run's name and state; one whose job waits to start again is queued, whatever its last start was."""
     said = run.state + (f" ({run.reason})" if run.reason else "")
-    if asked is not None and asked.state == "queued" and run.state != "running":
-        return f"{run.name}: queued; its last start: {said}"
-    return f"{run.name}: {said}"
+    if asked is None or lives(run, job, asked):
+        return f"{run.name}: {said}"
+    ended = f"interrupted (its job has ended: {asked.said})" if asked.state == "ended" else "ended without a word"
+    last = said if run.state != "running" else ended
+    return f"{run.name}: queued; its last start: {last}" if asked.state == "queued" else f"{run.name}: {last}"
 
 
 def facts(run: RunState, how: Pace, job: str | None, asked: JobStatus | None, now: float) -> dict[str, str]:
@@ -30,24 +32,23 @@ def facts(run: RunState, how: Pace, job: str | None, asked: JobStatus | None, no
         "step": f"{or_dash(run.step)}{of}",
         "metrics": metric(run.metrics),
     }
-    if run.owner is not None:
+    here = lives(run, job, asked)
+    if run.owner is not None and here:
         lines["held by"] = f"{run.owner.host}, process {run.owner.pid}"
-    if run.state == "running" and run.started is not None:
+    if here and run.started is not None:
         started = run.started.timestamp()
         lines["running"] = f"since {_clock(started, now)}, for {in_words(now - started)}"
     if job is not None:
         lines["job"] = f"{job}: {'; '.join(_job(asked, now))}"
     if how.steps_per_s is not None:
         speed = f"{how.steps_per_s:.3g} steps/s" if how.steps_per_s >= 0.1 else f"{1 / how.steps_per_s:.3g} s/step"
-        left = f", {in_words(how.left_s)} to step {how.max_steps}" if how.left_s and run.state == "running" else ""
+        left = f", {in_words(how.left_s)} to step {how.max_steps}" if how.left_s and here else ""
         lines["speed"] = speed + left
     if how.saved_step is not None or how.next_save_s is not None:
-        lines["saved"] = "; ".join(_saves(run, how, now))
+        lines["saved"] = "; ".join(_saves(how, now, here=here))
     switches = [find_switch(run.path, name) for name in (STOP, SAVE)]
     if wanted := [str(switch) for switch in switches if switch is not None]:
-        lines["asked"] = ", ".join(wanted) + (
-            ": not seen yet" if run.state == "running" else ": the next start heeds it"
-        )
+        lines["asked"] = ", ".join(wanted) + (": not seen yet" if here else ": the next start heeds it")
     return lines
 
 
@@ -71,12 +72,12 @@ def _job(asked: JobStatus | None, now: float) -> Iterator[str]:
         yield f"started again {asked.restarts} time{'s' if asked.restarts > 1 else ''}"
 
 
-def _saves(run: RunState, how: Pace, now: float) -> Iterator[str]:
+def _saves(how: Pace, now: float, *, here: bool) -> Iterator[str]:
     if how.saved_step is not None:
         yield f"step {how.saved_step}, {ago(now - how.saved_at) if how.saved_at is not None else 'some time ago'}"
     else:
         yield "nothing yet"
-    if run.state == "running" and (how.next_save is not None or how.next_save_s is not None):
+    if here and (how.next_save is not None or how.next_save_s is not None):
         at = f" at step {how.next_save}" if how.next_save is not None else ""
         yield f"next{at}" + (f" in {in_words(how.next_save_s)}" if how.next_save_s is not None else "")
 

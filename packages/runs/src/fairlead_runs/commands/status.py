@@ -55,7 +55,7 @@ def run_status(arguments: argparse.Namespace, session: Session) -> int:
             }
         )
         return 0
-    session.print(headline(run, asked))
+    session.print(headline(run, job, asked))
     for name, value in facts(run, how, job, asked, now).items():
         session.print(f"  {name + ':':<11}{value}")
     if run.ranks:
