@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import getpass
 import time
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, ClassVar, Literal
@@ -58,7 +58,7 @@ class Chain(RequeuePlugin):
 
 
 class ChainRequeuer(Requeuer):
-    """Starts nothing; says which job is next, or that none is left."""
+    """Starts nothing; says which job is next, or that none is left; where none is wanted, cancels them."""
 
     config: ChainRequeueConfig
 
@@ -68,19 +68,10 @@ class ChainRequeuer(Requeuer):
         Raises:
             RunFailedError: None is left, or SLURM does not answer.
         """
-        name = self.config.job_name or self.environ.get(CHAIN) or self.environ.get("SLURM_JOB_NAME")
-        if not name:
-            raise RunFailedError(
-                "the job does not start again: it is not known which chain it belongs to",
-                where="trainer.requeue.job_name",
-                why=f"neither {CHAIN} nor SLURM_JOB_NAME is set",
-                fix="set `requeue: {name: chain, job_name: ...}`",
-            )
+        name = self._name()
         if find("squeue", self.environ) is None:  # in a container; it starts all the same
             return f"the next job of the chain {name}, if one is left: squeue is not on the PATH"
-        user = str(os.getuid())
-        words = ["squeue", "--noheader", f"--user={user}", f"--name={name}", "--states=PENDING", "--format=%i"]
-        said, problem = ask(words, time.monotonic() + self.config.timeout_s, self.environ)
+        said, problem = self._ask("squeue", "--noheader", *self._queued(name), "--format=%i")
         if problem:
             raise UnansweredError("SLURM does not say whether a job of the chain is left", where=name, why=problem)
         left = said.split()
@@ -91,6 +82,40 @@ class ChainRequeuer(Requeuer):
                 fix="submit more; the run resumes from here",
             )
         return f"job {left[0]} of the chain {name} is next, of {len(left)} left"
+
+    def not_again(self) -> None:
+        """Cancels what is left of the chain.
+
+        Raises:
+            RunFailedError: SLURM has not done it, or cannot be asked from here.
+        """
+        name = self._name()
+        _, problem = self._ask("scancel", *self._queued(name))
+        if problem:
+            raise RunFailedError(
+                "what is left of the chain is not cancelled",
+                where=name,
+                why=problem,
+                fix=f"scancel --name={name}, where SLURM's commands are",
+            )
+
+    def _name(self) -> str:
+        name = self.config.job_name or self.environ.get(CHAIN) or self.environ.get("SLURM_JOB_NAME")
+        if not name:
+            raise RunFailedError(
+                "it is not known which chain the job belongs to",
+                where="trainer.requeue.job_name",
+                why=f"neither {CHAIN} nor SLURM_JOB_NAME is set",
+                fix="set `requeue: {name: chain, job_name: ...}`",
+            )
+        return name
+
+    @staticmethod
+    def _queued(name: str) -> tuple[str, ...]:
+        return (f"--user={getpass.getuser()}", f"--name={name}", "-t", "PENDING")
+
+    def _ask(self, *words: str) -> tuple[str, str]:
+        return ask(words, time.monotonic() + self.config.timeout_s, self.environ)
 
 
 build = ChainRequeuer.build

@@ -69,7 +69,7 @@ class StopOutcome:
         start_wanted: Whether another start is wanted.
         requeued: What was done for it; None when nothing was, because none is wanted, it was done already, or it
             failed.
-        error: Why another start could not be arranged though it is wanted.
+        error: Why another start could not be arranged though it is wanted, or not prevented though it is not.
         cut: What was left out, as time was short.
         refused: Why no other start is wanted though the reason alone would want one: a budget is used up.
         unsaved: Why nothing was saved at this stop: the next start resumes from the checkpoint before.
@@ -111,7 +111,8 @@ class StopOutcome:
         because = f"as {self.asked}" if self.asked else _BECAUSE.get(self.reason.why, "asked to stop")
         stopped = f"stopped{where}, {because}; {kept}"
         if self.error:
-            return f"{stopped}. The job does not start again by itself:\n{self.error}"
+            again = "The job does not start again by itself" if self.start_wanted else "It starts again all the same"
+            return f"{stopped}. {again}:\n{self.error}"
         if self.refused:
             return f"{stopped}. The job is not started again: {self.refused}"
         if self.reason.scheduler_requeues:

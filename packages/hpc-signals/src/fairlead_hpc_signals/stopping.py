@@ -265,9 +265,9 @@ class PreemptionGuard:
                 watch.end("rank 0 did not say in time that all was saved", (0,))
             shutdown.finish(plan, finish)
             watch.phase = "requeue"
-            if self._switches is not None and shutdown.leads:
-                self._switches.carried_out(plan)
             self.outcome = shutdown.requeue(plan, requeuer)
+            if self._switches is not None and shutdown.leads:
+                self._switches.carried_out(self.outcome)
         finally:
             watch.close()
         if shutdown.leads:

@@ -73,9 +73,9 @@ class SwitchFiles:
     def carried_out(self, outcome: StopOutcome) -> None:
         """Takes away the `STOP` that has asked for this stop; one that came later stays.
 
-        It stays as well where the scheduler starts the job again by itself: then the job is to stop once more.
+        It stays as well where the job starts again all the same: then it is to stop once more.
         """
-        if outcome.asked is None or outcome.reason.scheduler_requeues:
+        if outcome.asked is None or outcome.reason.scheduler_requeues or outcome.error is not None:
             return
         with suppress(OSError):  # a disk that refused the checkpoint may refuse this
             switch = find_switch(self._run, STOP)

@@ -53,8 +53,9 @@ def chain_begin(name: str) -> str:
 def chain_end(code: str = "$?") -> str:
     """The lines of the batch script behind the ranks: what is left of the chain is cancelled where it is of no use.
 
-    That is after a run that is finished, and after one that is not to run again: see `fairlead_runs.exit_codes`. After
-    any other code, as 75 or of a crash, the next job goes on. They end with the code of the ranks.
+    That is after a run that is finished, and one whose code says that it is not to run again: see
+    `fairlead_runs.exit_codes`. A stop by a person cancels the rest itself. After any other code, as 75 or that of a
+    crash, the next job goes on. They end with the code of the ranks.
 
     Args:
         code: What the shell has the ranks' exit code in.
