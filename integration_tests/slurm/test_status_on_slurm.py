@@ -16,16 +16,21 @@ from integration_tests.slurm.system import wait_until
 
 pytestmark = pytest.mark.slow
 
-RUN = """
+OPENED = """
 import os, sys, time
 from pathlib import Path
 from fairlead.detect import find_jobs
 from fairlead.plugins import default_plugins
 from fairlead_runs import RunDirectory, fingerprint
 from fairlead_runs.commit import LockOwner
-job = {"run": {"seed": 0}, "trainer": {"max_steps": 1000}}
-(found,) = find_jobs(os.environ, default_plugins()).values()
-with RunDirectory.open(Path("runs/gpt"), job=job, fingerprint=fingerprint(job), owner=LockOwner.here(found)) as run:
+
+def opened():
+    job = {"run": {"seed": 0}, "trainer": {"max_steps": 1000}}
+    (found,) = find_jobs(os.environ, default_plugins()).values()
+    return RunDirectory.open(Path("runs/gpt"), job=job, fingerprint=fingerprint(job), owner=LockOwner.here(found))
+"""
+RUN = """
+with opened() as run:
     start = run.begin(resolution={}, provenance={})
     run.history.append("training", step=0)
     beats = run.heartbeat(node_rank=0, local_rank=0, rank=0, start=start)
@@ -34,14 +39,12 @@ with RunDirectory.open(Path("runs/gpt"), job=job, fingerprint=fingerprint(job), 
         time.sleep(0.1)
 """
 LINK = """
-import os, sys, time
-from pathlib import Path
 from fairlead_hpc_signals import PreemptionGuard, requeuer_here
-with PreemptionGuard(["USR1"]) as guard:
-    starts = len(list(Path().glob("start-*")))
+with PreemptionGuard(["USR1"]) as guard, opened() as run:
+    first = run.begin(resolution={}, provenance={}, chain=os.environ["FAIRLEAD_CHAIN"]) == 1
     Path(f"start-{os.environ['SLURM_JOB_ID']}").touch()
     until = time.monotonic() + 60
-    while starts == 0 and time.monotonic() < until:
+    while first and time.monotonic() < until:
         if guard.should_stop():
             guard.save_and_requeue(lambda: None, requeuer_here()).exit()
         time.sleep(0.05)
@@ -61,7 +64,7 @@ def fairlead(cluster: Cluster, cwd: Path, *words: str) -> str:
 
 def test_status_knows_what_the_job_waits_for_and_cancel_ends_it(cluster: Cluster, tmp_path: Path) -> None:
     """Running; requeued, where SLURM lets it wait; running again; and taken out of the queue."""
-    (tmp_path / "run.py").write_text(RUN)
+    (tmp_path / "run.py").write_text(OPENED + RUN)
     job = submit(cluster, f"exec srun {sys.executable} run.py\n", tmp_path, "--time=10", "--requeue")
 
     def until(*words: str) -> str:
@@ -85,16 +88,19 @@ def test_status_knows_what_the_job_waits_for_and_cancel_ends_it(cluster: Cluster
 
 def test_the_next_of_a_chain_goes_on_and_a_finished_run_cancels_the_rest(cluster: Cluster, tmp_path: Path) -> None:
     """No requeue: the first is stopped, the second finishes, and the third never starts."""
-    (tmp_path / "link.py").write_text(LINK)
+    (tmp_path / "link.py").write_text(OPENED + LINK)
     script = f"{chain_begin('gpt-1')}\nsrun {sys.executable} link.py\n{chain_end()}\n"
     options = [f"--{k}" if v is True else f"--{k}={v}" for k, v in chain_options("gpt-1").items()]
     jobs: list[Job] = [submit(cluster, script, tmp_path, *options) for _ in range(3)]
     first = tmp_path / f"start-{jobs[0].id}"
     wait_until("the first has begun", first.exists, 60)
     assert [job.state() for job in jobs] == ["RUNNING", "PENDING", "PENDING"]
+    said = fairlead(cluster, tmp_path, "status", "gpt")
+    assert f"slurm:{jobs[0].id} of the chain gpt-1: running (RUNNING, of 3 left)" in said
     jobs[0].signal("USR1")
     jobs[0].wait("FAILED")
     assert f"job {jobs[1].id} of the chain gpt-1 is next, of 2 left" in jobs[0].text()
     assert jobs[1].wait() == "COMPLETED"
     assert jobs[2].wait() == "CANCELLED"
+    assert "no job of the chain gpt-1 is left" in fairlead(cluster, tmp_path, "status", "gpt")
     assert sorted(path.name for path in tmp_path.glob("start-*")) == [f"start-{job.id}" for job in jobs[:2]]

@@ -25,7 +25,7 @@ from fairlead.testing import FakeEntryPoint
 from fairlead_runs import RunDirectory, fingerprint
 from fairlead_runs.commands import plugins as commands
 from fairlead_runs.commit import LockOwner
-from fairlead_runs.scheduler import JobStatus
+from fairlead_runs.scheduler import JobStatus, RunJob
 
 JOB = {"run": {"seed": 0}, "trainer": {"max_steps": 100, "checkpoint": {"every_n_steps": 20}}}
 PATIENCE = 30.0
@@ -44,16 +44,16 @@ class Fake(EnvironmentPlugin):
 
     def __init__(self) -> None:
         super().__init__()
-        self.says: JobStatus | None = None
+        self.says = JobStatus("ended", "COMPLETED")
         self.asked = 0
 
-    def job_status(self, job: str, environ: Mapping[str, str], deadline: float) -> JobStatus | None:
+    def job_status(self, job: RunJob, environ: Mapping[str, str], deadline: float) -> JobStatus:
         assert 0 < deadline - time.monotonic() <= 5.0
         self.asked += 1
         return self.says
 
-    def job_cancel(self, job: str, *, queued: bool) -> tuple[str, ...]:
-        return ("fakecancel", *(["--pending"] if queued else []), job)
+    def job_cancel(self, job: RunJob, *, queued: bool) -> tuple[str, ...]:
+        return ("fakecancel", *(["--pending"] if queued else []), job.id)
 
 
 class Place:

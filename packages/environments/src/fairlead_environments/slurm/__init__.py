@@ -13,7 +13,7 @@ from fairlead_environments.slurm.queue import ask_for, cancel_words
 from fairlead_environments.slurm.reasons import ask_slurm, ended
 from fairlead_environments.slurm.step import find_step, idle_allocation
 from fairlead_environments.slurm.topology import topology
-from fairlead_runs.scheduler import JobStatus
+from fairlead_runs.scheduler import JobStatus, RunJob
 
 RECORDED: Final = tuple(
     f"SLURM_{name}"
@@ -106,14 +106,13 @@ class SLURM(LaunchedEnvironment):
         scheduler, _, number = job.partition(":")
         return ended(number, host, environ) if scheduler == "slurm" else None
 
-    def job_status(self, job: str, environ: Mapping[str, str], deadline: float) -> JobStatus | None:
-        """As `scontrol show job` tells it."""
-        scheduler, _, number = job.partition(":")
-        return ask_for(number, environ, deadline) if scheduler == "slurm" else None
+    def job_status(self, job: RunJob, environ: Mapping[str, str], deadline: float) -> JobStatus:
+        """As `scontrol show job` tells it; of a chain as `squeue` does."""
+        return ask_for(job, environ, deadline)
 
-    def job_cancel(self, job: str, *, queued: bool) -> tuple[str, ...]:
+    def job_cancel(self, job: RunJob, *, queued: bool) -> tuple[str, ...]:
         """`scancel`."""
-        return cancel_words(job.partition(":")[2], queued=queued)
+        return cancel_words(job, queued=queued)
 
     @hookimpl
     def fairlead_unused(self, environ: Mapping[str, str]) -> Unused | None:

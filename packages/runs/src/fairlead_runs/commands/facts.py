@@ -9,11 +9,11 @@ from datetime import datetime
 from fairlead_runs import RunState
 from fairlead_runs.commands.texts import ago, metric, or_dash
 from fairlead_runs.pace import Pace
-from fairlead_runs.scheduler import JobStatus, lives
+from fairlead_runs.scheduler import JobStatus, RunJob, lives
 from fairlead_runs.switches import SAVE, STOP, find_switch
 
 
-def headline(run: RunState, job: str | None, asked: JobStatus | None) -> str:
+def headline(run: RunState, job: RunJob | None, asked: JobStatus | None) -> str:
     """The run's name and state; one whose job waits to start again is queued, whatever its last start was."""
     said = run.state + (f" ({run.reason})" if run.reason else "")
     if asked is None or lives(run, job, asked):
@@ -23,7 +23,7 @@ def headline(run: RunState, job: str | None, asked: JobStatus | None) -> str:
     return f"{run.name}: queued; its last start: {last}" if asked.state == "queued" else f"{run.name}: {last}"
 
 
-def facts(run: RunState, how: Pace, job: str | None, asked: JobStatus | None, now: float) -> dict[str, str]:
+def facts(run: RunState, how: Pace, job: RunJob | None, asked: JobStatus | None, now: float) -> dict[str, str]:
     """The lines, by their names."""
     of = f" of {how.max_steps}" if how.max_steps is not None else ""
     lines = {
@@ -39,7 +39,9 @@ def facts(run: RunState, how: Pace, job: str | None, asked: JobStatus | None, no
         started = run.started.timestamp()
         lines["running"] = f"since {_clock(started, now)}, for {in_words(now - started)}"
     if job is not None:
-        lines["job"] = f"{job}: {'; '.join(_job(asked, now))}"
+        name = asked.job if asked is not None and asked.job is not None else job.id
+        chain = f" of the chain {job.chain}" if job.chain is not None else ""
+        lines["job"] = f"{name}{chain}: {'; '.join(_job(asked, now))}"
     if how.steps_per_s is not None:
         speed = f"{how.steps_per_s:.3g} steps/s" if how.steps_per_s >= 0.1 else f"{1 / how.steps_per_s:.3g} s/step"
         left = f", {in_words(how.left_s)} to step {how.max_steps}" if how.left_s and here else ""

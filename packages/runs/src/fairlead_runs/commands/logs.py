@@ -155,11 +155,11 @@ class _Ending:
         job = job_of_run(self._path)
         if job is not None:
             if time.monotonic() - self._asked < _SCHEDULER_S:
-                return self._said or f"job {job} is asked for in a moment"
+                return self._said or f"job {job.id} is asked for in a moment"
             self._asked = time.monotonic()
             asked = ask_for_job(job, self._session.plugins, self._session.environ)
             if asked is not None and asked.state != "unknown":
-                return f"job {job} is {asked.state} ({asked.said})" if asked.state != "ended" else None
+                return f"job {asked.job or job.id} is {asked.state} ({asked.said})" if asked.state != "ended" else None
         last = read_history(self._path / "history.jsonl")[-1:]
         return "another start was asked for" if last and last[0]["event"] == "requeue" else None
 

@@ -47,7 +47,7 @@ def run_status(arguments: argparse.Namespace, session: Session) -> int:
             {
                 **summary(run),
                 **asdict(how),
-                "job": {"id": job, **(asdict(asked) if asked is not None else {})} if job is not None else None,
+                "job": {**asdict(job), **(asdict(asked) if asked is not None else {})} if job is not None else None,
                 "ranks": [{**_rank(beat, now), "behind": beat.rank in named} for beat in run.ranks],
                 "behind": behind,
                 "why_behind": stuck.why if stuck is not None else None,
