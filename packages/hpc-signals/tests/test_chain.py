@@ -16,7 +16,7 @@ import pytest
 from fairlead.detect import choose_requeuer, find_jobs
 from fairlead.errors import RunFailedError
 from fairlead.plugins import default_plugins
-from fairlead_hpc_signals import PreemptionGuard, StopOutcome
+from fairlead_hpc_signals import PreemptionGuard, SignalFlags, StopOutcome
 from fairlead_hpc_signals.chain import ChainRequeueConfig, ChainRequeuer, chain
 from fairlead_hpc_signals.programs import UnansweredError
 from fairlead_runs.chain import CHAIN, chain_begin, chain_end, chain_name, chain_options
@@ -59,7 +59,7 @@ def test_a_persons_stop_cancels_the_rest(tmp_path: Path) -> None:
 
     def stop(environ: dict[str, str]) -> StopOutcome:
         (tmp_path / STOP).touch()
-        with PreemptionGuard(["USR1"], environ={}) as guard:
+        with PreemptionGuard(environ={}, flags=SignalFlags()) as guard:
             guard.start()
             guard.watch_switches(tmp_path)
             assert guard.should_stop()

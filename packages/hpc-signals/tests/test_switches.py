@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import signal
 import time
@@ -14,8 +16,11 @@ import torch.distributed as dist
 
 from fairlead.facts import StopReason
 from fairlead.interfaces import Requeuer
+from fairlead_distributed import group_store
+from fairlead_distributed.control_plane import ControlPlane
 from fairlead_distributed.testing import run_ranks
-from fairlead_hpc_signals import NoneRequeueConfig, PreemptionGuard
+from fairlead_hpc_signals import NoneRequeueConfig, PreemptionGuard, SignalFlags
+from fairlead_hpc_signals.saves import SaveAgreement
 from fairlead_hpc_signals.switches import SwitchFiles
 from fairlead_runs.switches import SAVE, STOP, find_switch, take_switch
 
@@ -31,7 +36,7 @@ class Requeue(Requeuer):
 
 def switched_guard(run: Path, events: list[tuple[str, dict[str, Any]]] | None = None) -> PreemptionGuard:
     """A guard of a loop without Lightning."""
-    guard = PreemptionGuard(["USR1"], environ={}).start()
+    guard = PreemptionGuard(environ={}, flags=SignalFlags()).start()  # without handlers, which would stay
     guard.watch_switches(run, lambda name, **fields: events.append((name, fields)) if events is not None else None)
     return guard
 
@@ -73,6 +78,35 @@ def test_all_ranks_save_at_the_same_steps_and_go_on(tmp_path: Path, collective: 
     assert not list(tmp_path.iterdir())  # each file was taken away
 
 
+def with_one_that_is_silent(rank: int) -> tuple[int, bool, str]:
+    """Two ranks train; the third does not answer, as one whose C code holds the interpreter's lock."""
+    saved, said = False, io.StringIO()
+    if rank < 2:
+        store = group_store()
+        assert store is not None
+        plane = ControlPlane(dist.PrefixStore("test", store), rank, 3)
+        saves = SaveAgreement(plane, plane.open("saves"), answer_s=0.5)
+        with contextlib.redirect_stderr(said):
+            if rank == 0:
+                saves.ask()
+            number, until = 0, time.monotonic() + PATIENCE
+            while saves._round.number == 0 and time.monotonic() < until:
+                number += 1
+                saved |= saves.boundary(number)
+                time.sleep(0.01)
+        rounds = saves._round.number
+    dist.barrier()
+    return (rounds if rank < 2 else 1), saved, said.getvalue()
+
+
+def test_where_a_rank_does_not_answer_nothing_is_saved_and_the_training_goes_on() -> None:
+    """And it is said; a save is never half of the ranks'."""
+    results = run_ranks(with_one_that_is_silent, 3)
+    assert [(rounds, saved) for rounds, saved, _ in results] == [(1, False)] * 3
+    said = "".join(text for _, _, text in results)
+    assert said == "nothing is saved: rank 2 did not answer within 0.5 s; the training goes on\n"
+
+
 def test_a_stop_is_a_persons_and_no_other_start_is_wanted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Though the reason alone would want one; who asked is in the record and in what is said."""
     events: list[tuple[str, dict[str, Any]]] = []
@@ -103,7 +137,7 @@ def test_a_signal_and_the_file_together_want_no_other_start(tmp_path: Path) -> N
     """A person's word is the last, also where the time limit comes in the same step."""
     (tmp_path / STOP).touch()
     with switched_guard(tmp_path) as guard:
-        os.kill(os.getpid(), signal.SIGUSR1)
+        guard.flags.note(signal.SIGUSR1)
         assert guard.should_stop()
         assert guard.save_and_requeue(lambda: None, Requeue(NoneRequeueConfig(), {})).requeued is None
 

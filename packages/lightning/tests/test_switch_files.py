@@ -11,7 +11,7 @@ import torch
 from tiny_job import Data, Line, events, fit, latest, plain
 
 from fairlead import Fairlead, LoopRun, RunConfig, TrainerConfig, fabric
-from fairlead_hpc_signals import PreemptionGuard
+from fairlead_hpc_signals import PreemptionGuard, SignalFlags
 
 AGAIN = {"name": "command", "argv": ["sh", "-c", "echo again >> asked"]}
 
@@ -101,7 +101,7 @@ def test_the_callback_does_the_same_and_a_stop_from_before_the_start_trains_noth
 def own_loop(run_path: Path) -> None:
     fab, until = fabric(TrainerConfig(accelerator="cpu", devices=1)), time.monotonic() + 30
     fab.launch()
-    with PreemptionGuard(environ={}) as guard, LoopRun(fab, run_path, seen=0) as run:
+    with PreemptionGuard(environ={}, flags=SignalFlags()) as guard, LoopRun(fab, run_path, seen=0) as run:
         run.restore()
         run.heed(guard)
         while time.monotonic() < until:

@@ -10,7 +10,9 @@ import threading
 import time
 from typing import TYPE_CHECKING, Final
 
+from fairlead_hpc_signals.watch import to_stderr
 from fairlead_runs.mailbox import LONG, StoreMailbox
+from fairlead_runs.waiting import ranks_text
 
 if TYPE_CHECKING:
     from fairlead_distributed.control_plane import ControlPlane
@@ -109,7 +111,10 @@ class SaveAgreement:
         if not mailbox.has(verdict):
             if now < current.until:
                 return current.until - now
-            mailbox.put_first(verdict, _NO_SAVE)
+            missing = mailbox.missing(f"{current.number}/answer")
+            if mailbox.put_first(verdict, _NO_SAVE) == _NO_SAVE:
+                who = f"{ranks_text(missing)} did" if missing else "the ranks did"
+                to_stderr(f"nothing is saved: {who} not answer within {self._answer_s:.3g} s; the training goes on")
             mailbox.ring()
         (text,) = mailbox.read([verdict])
         current.boundary = None if text == _NO_SAVE else int(text)

@@ -200,9 +200,9 @@ class Stops(L.Callback):
         guard = self._guard
         if guard is None or self._session is None:
             return
-        stops = guard.should_stop()
-        self._save_due |= guard.should_save()  # at the next step, where it is saved in the middle of a validation
-        if not stops:
+        if not guard.should_stop():
+            # In the middle of a validation it is due, and is done at the next step.
+            self._save_due |= guard.should_save()
             return
         self._step = self._step_now
         decision = guard.decision

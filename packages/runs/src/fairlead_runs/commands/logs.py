@@ -7,7 +7,7 @@ import heapq
 import re
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -21,6 +21,8 @@ from fairlead_runs.scheduler import ask_for_job, job_of_run
 _NAME: Final = re.compile(r"rank-(\d+)\.log")
 _TIME: Final = re.compile(r"\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d[.,]\d+")
 _RANKS: Final = re.compile(r"(\d+)(?:-(\d+))?")
+_OPEN: Final = 256
+"""Files that are open at once; of more, each is read as a whole."""
 _POLL_S: Final = 0.5
 _STATE_S: Final = 2.0
 """How often the run directory is asked whether the run has ended."""
@@ -92,7 +94,10 @@ class _Logs:
     def so_far(self, tail: int | None) -> Iterator[str]:
         """All lines that are there, or the last ones, in the order of their times."""
         self._look()
-        merged = heapq.merge(*(file.more(tail) for file in self.files.values()), key=lambda line: line[0])
+        lines: list[Iterable[tuple[str, str]]] = [file.more(tail) for file in self.files.values()]
+        if tail is not None or len(lines) > _OPEN:
+            lines = [list(one) for one in lines]
+        merged = heapq.merge(*lines, key=lambda line: line[0])
         yield from (text for _, text in (merged if tail is None else deque(merged, tail)))
 
     def new(self) -> Iterator[str]:
