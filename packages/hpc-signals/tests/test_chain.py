@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-import getpass
+import os
 import stat
 import subprocess
 import warnings
@@ -41,7 +41,7 @@ def test_the_next_job_is_named(tmp_path: Path) -> None:
     environ = fake(tmp_path, "squeue", "echo 18; echo 19")
     assert requeuer(environ).requeue() == "job 18 of the chain gpt-1 is next, of 2 left"
     (call,) = (tmp_path / "calls").read_text().splitlines()
-    assert call == f"--noheader --user={getpass.getuser()} --name=gpt-1 -t PENDING --format=%i"
+    assert call == f"--noheader --user={os.getuid()} --name=gpt-1 -t PENDING --format=%i"
 
 
 def test_the_last_of_a_chain_says_so(tmp_path: Path) -> None:
@@ -69,7 +69,7 @@ def test_a_persons_stop_cancels_the_rest(tmp_path: Path) -> None:
 
     outcome = stop(fake(tmp_path, "scancel", ""))
     assert (outcome.exit_code, outcome.error) == (143, None)
-    assert (tmp_path / "calls").read_text() == f"--user={getpass.getuser()} --name=gpt-1 -t PENDING\n"
+    assert (tmp_path / "calls").read_text() == f"--user={os.getuid()} --name=gpt-1 -t PENDING\n"
     assert not (tmp_path / STOP).exists()
     (tmp_path / "scancel").unlink()
     outcome = stop({**IN_CHAIN, "PATH": str(tmp_path)})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import getpass
+import os
 import time
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, ClassVar, Literal
@@ -112,7 +112,7 @@ class ChainRequeuer(Requeuer):
 
     @staticmethod
     def _queued(name: str) -> tuple[str, ...]:
-        return (f"--user={getpass.getuser()}", f"--name={name}", "-t", "PENDING")
+        return (f"--user={os.getuid()}", f"--name={name}", "-t", "PENDING")
 
     def _ask(self, *words: str) -> tuple[str, str]:
         return ask(words, time.monotonic() + self.config.timeout_s, self.environ)

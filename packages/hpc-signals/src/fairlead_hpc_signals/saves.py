@@ -108,6 +108,8 @@ class SaveAgreement:
             current.until = now + self._answer_s
             self._answer(mailbox, current)
         verdict = f"{current.number}/verdict"
+        if not mailbox.has(verdict) and mailbox.has(f"{current.number}/answer/all"):
+            self._conclude(mailbox, current)
         if not mailbox.has(verdict):
             if now < current.until:
                 return current.until - now
@@ -126,10 +128,14 @@ class SaveAgreement:
             if current.answered:
                 return
             current.answered = True
-        name = f"{current.number}/answer"
-        if mailbox.arrive(name, str(self._entered + 1)):
-            mailbox.put_first(f"{current.number}/verdict", str(max(map(int, mailbox.arrived(name)))))
-            mailbox.ring()
+        arrived = mailbox.arrive(f"{current.number}/answer", str(self._entered + 1))
+        if arrived and mailbox.has(f"{current.number}/asked"):  # and is not the end of the training, for all ranks
+            self._conclude(mailbox, current)
+
+    def _conclude(self, mailbox: StoreMailbox, current: _Round) -> None:
+        boundary = max(map(int, mailbox.arrived(f"{current.number}/answer")))
+        mailbox.put_first(f"{current.number}/verdict", str(boundary))
+        mailbox.ring()
 
     def _lost(self, error: Exception) -> None:
         """The store is gone: nobody can ask any more, and nobody is to be waited for."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import getpass
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import replace
@@ -45,7 +45,7 @@ def ask_for(job: RunJob, environ: Mapping[str, str], deadline: float) -> JobStat
     """The status of a job, or of its chain; `deadline` is on the monotonic clock."""
     environ = {**environ, "SLURM_TIME_FORMAT": "standard"}
     if job.chain is not None:
-        words = ["squeue", "--noheader", f"--user={getpass.getuser()}", f"--name={job.chain}", f"--format={_FORMAT}"]
+        words = ["squeue", "--noheader", f"--user={os.getuid()}", f"--name={job.chain}", f"--format={_FORMAT}"]
         answer, problem = ask(words, deadline, environ)
         return JobStatus("unknown", problem) if problem else read_chain(answer, job.chain)
     number = job.id.partition(":")[2]
@@ -96,7 +96,7 @@ def read_status(fields: Mapping[str, str]) -> JobStatus:
 
 def cancel_words(job: RunJob, *, queued: bool) -> tuple[str, ...]:
     """`scancel`, where that is wanted of what has not begun only; of a chain all of it."""
-    which = (f"--user={getpass.getuser()}", f"--name={job.chain}") if job.chain else (job.id.partition(":")[2],)
+    which = (f"--user={os.getuid()}", f"--name={job.chain}") if job.chain else (job.id.partition(":")[2],)
     return ("scancel", *(["--state=PENDING"] if queued else []), *which)
 
 
