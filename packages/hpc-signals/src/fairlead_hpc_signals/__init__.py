@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from fairlead.facts import StopReason
 from fairlead_hpc_signals.agreement import StopAgreement
+from fairlead_hpc_signals.chain import ChainRequeueConfig
 from fairlead_hpc_signals.command import CommandRequeueConfig
 from fairlead_hpc_signals.decision import AgreementError, StopDecision, StopRequest
 from fairlead_hpc_signals.exit_code import ExitCodeRequeueConfig
@@ -23,6 +24,7 @@ from fairlead_hpc_signals.workers import OutliveStops
 
 __all__ = [
     "AgreementError",
+    "ChainRequeueConfig",
     "CommandRequeueConfig",
     "Conflict",
     "ExitCodeRequeueConfig",

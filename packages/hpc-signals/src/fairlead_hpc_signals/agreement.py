@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from fairlead_hpc_signals.deadline import Deadline
@@ -23,12 +24,14 @@ from fairlead_hpc_signals.decision import (
     DECISION,
     AgreementError,
     Answer,
+    Asked,
     StopDecision,
     decide,
     no_agreement,
     request_of,
 )
 from fairlead_hpc_signals.flags import SignalFlags
+from fairlead_hpc_signals.saves import LocalSaves, SaveAgreement
 from fairlead_runs.mailbox import LONG, Mailbox, StoreMailbox
 
 if TYPE_CHECKING:
@@ -55,25 +58,27 @@ class LocalAgreement:
         self.failure: AgreementError | None = None
         """A single process agrees with itself."""
         self._flags = flags
-        self._asked: tuple[str, float] | None = None
+        self.saves = LocalSaves()
+        """The checkpoints that are asked for meanwhile."""
+        self.asked_by: Asked | None = None
+        """The call of `ask`, if there was one."""
 
     @property
     def asked(self) -> bool:
         """Whether to stop at the next boundary."""
-        return self._flags.raised or self._asked is not None
+        return self._flags.raised or self.asked_by is not None
 
     def boundary(self, number: int) -> bool:
         """Whether a signal has come, or `ask` was called."""
         if not self.asked:
             return False
         if self.decision is None:
-            self.decision = decide([Answer(number, request_of(0, self._flags, self._asked))])
+            self.decision = decide([Answer(number, request_of(0, self._flags, self.asked_by))])
         return number >= self.decision.boundary
 
-    def ask(self, why: str) -> None:
-        """Asks for a stop without a signal."""
-        if self._asked is None:
-            self._asked = (why, time.time())
+    def ask(self, why: str, *, final: bool = False) -> None:
+        """Asks for a stop without a signal; `final`: no other start is wanted."""
+        self.asked_by = Asked.now(why, final=final, before=self.asked_by)
 
     def close(self, *, failed: bool = False) -> None:
         """Nothing runs in the background."""
@@ -119,7 +124,8 @@ class StopAgreement:
         self._woken = threading.Event()
         self._answering = threading.Lock()
         self._answered = False
-        self._asked: tuple[str, float] | None = None
+        self.asked_by: Asked | None = None
+        """The call of `ask` on this rank, if there was one."""
         self._awaited, self._deadline, self._patience_s = "started", float("inf"), 0.0
         self._plane = plane if plane is not None else ControlPlane(store, rank, world_size)
         self.mailbox = self._plane.open("stop")
@@ -127,6 +133,8 @@ class StopAgreement:
         if self.mailbox.arrive("started") and self.mailbox.count("askers", 0):
             self.mailbox.ring()
         self._plane.listen(self.mailbox, self._hear, self._store_lost)
+        self.saves = SaveAgreement(self._plane, self.mailbox.under("save"))
+        """The checkpoints that are asked for meanwhile."""
         self._stop_read, self._stop_write = os.pipe()
         self._watching = threading.Thread(target=self._watch, name="fairlead-stop-watch", daemon=True)
         self._watching.start()
@@ -148,7 +156,7 @@ class StopAgreement:
     @property
     def asked(self) -> bool:
         """Whether any rank was asked to stop, as far as this one knows."""
-        return self._frozen or self._flags.raised or self._asked is not None
+        return self._frozen or self._flags.raised or self.asked_by is not None
 
     # -- the main thread
 
@@ -164,10 +172,12 @@ class StopAgreement:
             return False
         return self._wait_for_decision(number)
 
-    def ask(self, why: str) -> None:
-        """Asks all ranks to stop without a signal, from any thread; `RuntimeError` where the store went away."""
-        if self._asked is None:
-            self._asked = (why, time.time())
+    def ask(self, why: str, *, final: bool = False) -> None:
+        """Asks all ranks to stop without a signal, from any thread; `RuntimeError` where the store went away.
+
+        `final`: no other start is wanted.
+        """
+        self.asked_by = Asked.now(why, final=final, before=self.asked_by)
         self._wake_all()
 
     def all_heard(self, seconds: float) -> bool:
@@ -187,10 +197,12 @@ class StopAgreement:
         atexit.unregister(self.close)
         self._closing = True
         os.write(self._stop_write, b"!")
-        for leave in (self._answer, self._plane.leave):  # also where the first fails: the plane's thread has to end
+        answers: list[Callable[[], None]] = [] if failed else [partial(self._answer, self.mailbox)]
+        # Each, also where one before fails: the plane's thread has to end.
+        leaves: list[Callable[[], None]] = [*answers, self.saves.close, partial(self._plane.leave, self.mailbox)]
+        for leave in leaves:
             try:
-                if leave != self._answer or not failed:
-                    leave(self.mailbox)
+                leave()
             except RuntimeError as error:
                 self._store_lost(error)  # whoever hosts the store has left before
         self._watching.join(2.0)
@@ -267,7 +279,7 @@ class StopAgreement:
             if self._answered:
                 return
             self._answered = True
-            answer = Answer(self._entered + 1, request_of(mailbox.rank, self._flags, self._asked))
+            answer = Answer(self._entered + 1, request_of(mailbox.rank, self._flags, self.asked_by))
             if mailbox.arrive("answer", ANSWER.dump_json(answer).decode()) and mailbox.count("askers", 0):
                 self._conclude(mailbox)
 
@@ -293,5 +305,5 @@ class StopAgreement:
         if self.decision is None and self.failure is None:
             self.failure = no_agreement((), f"lost the store: {str(error).splitlines()[0] if str(error) else error!r}")
         self._decided.set()
-        if self._flags.raised or self._asked is not None:
+        if self._flags.raised or self.asked_by is not None:
             self._frozen = True

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 from pydantic import TypeAdapter
 
@@ -28,12 +29,16 @@ class AgreementError(RunFailedError):
 
 @dataclass(frozen=True, slots=True)
 class StopRequest:
-    """What one rank was asked: by signals, each so often, or by `ask`, `why`; `time` in seconds since the epoch."""
+    """What one rank was asked: by signals, each so often, or by `ask`, `why`; `time` in seconds since the epoch.
+
+    `final`: whoever asked wants no other start.
+    """
 
     rank: int
     signals: dict[str, int]
     time: float
     why: str | None = None
+    final: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,13 +46,14 @@ class StopDecision:
     """The one decision of all ranks: they stop at the first boundary of at least this number.
 
     `requests` are of the ranks that had been asked by then, first come first, at most 64 of the `flagged`; `signals`
-    all that had come to any rank, in the order of their first.
+    all that had come to any rank, in the order of their first; `final` is who asked that the job not start again.
     """
 
     boundary: int
     requests: tuple[StopRequest, ...]
     signals: tuple[str, ...]
     flagged: int
+    final: str | None = None
 
     @property
     def time(self) -> float | None:
@@ -68,15 +74,28 @@ ANSWER: Final = TypeAdapter(Answer)
 DECISION: Final = TypeAdapter(StopDecision)
 
 
-def request_of(rank: int, flags: SignalFlags, asked: tuple[str, float] | None) -> StopRequest | None:
+class Asked(NamedTuple):
+    """A call of `ask`: why, when, and whether no other start is wanted."""
+
+    why: str
+    time: float
+    final: bool
+
+    @classmethod
+    def now(cls, why: str, *, final: bool, before: Asked | None) -> Asked:
+        """A call now: the first one counts, but for one that wants no other start."""
+        return before if before is not None and (before.final or not final) else cls(why, time.time(), final)
+
+
+def request_of(rank: int, flags: SignalFlags, asked: Asked | None) -> StopRequest | None:
     """What this rank has been asked so far, by signals or by a call of `ask`."""
     came, counts = flags.flags, flags.counts
     if not came and asked is None:
         return None
-    times = [flag.time for flag in came[:1]] + ([asked[1]] if asked else [])
+    times = [flag.time for flag in came[:1]] + ([asked.time] if asked else [])
     # A path in the reason may be no valid Unicode, which pydantic refuses: no stop must fail by that.
-    why = asked[0].encode(errors="replace").decode() if asked else None
-    return StopRequest(rank, counts, min(times), why)
+    why = asked.why.encode(errors="replace").decode() if asked else None
+    return StopRequest(rank, counts, min(times), why, asked is not None and asked.final)
 
 
 def decide(answers: Iterable[Answer]) -> StopDecision:
@@ -88,7 +107,8 @@ def decide(answers: Iterable[Answer]) -> StopDecision:
     requests = sorted((a.request for a in answers if a.request is not None), key=lambda request: request.time)
     signals = dict.fromkeys(name for request in requests for name in request.signals)
     boundary = max(answer.earliest for answer in answers)
-    return StopDecision(boundary, tuple(requests[:_NAMED]), tuple(signals), len(requests))
+    final = next((request.why for request in requests if request.final), None)
+    return StopDecision(boundary, tuple(requests[:_NAMED]), tuple(signals), len(requests), final)
 
 
 def no_agreement(missing: tuple[int, ...], why: str) -> AgreementError:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-import signal
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Final, NoReturn
 
 from fairlead.facts import StopReason
+from fairlead_runs.exit_codes import ExitCode
 
-REQUEUE_EXIT_CODE: Final = 75
+REQUEUE_EXIT_CODE: Final = int(ExitCode.AGAIN)
 """Stopped with everything saved, and another start is wanted (EX_TEMPFAIL)."""
 
 ASK_TIMEOUT: Final = 10.0
@@ -69,11 +69,12 @@ class StopOutcome:
         start_wanted: Whether another start is wanted.
         requeued: What was done for it; None when nothing was, because none is wanted, it was done already, or it
             failed.
-        error: Why another start could not be arranged though it is wanted.
+        error: Why another start could not be arranged though it is wanted, or not prevented though it is not.
         cut: What was left out, as time was short.
         refused: Why no other start is wanted though the reason alone would want one: a budget is used up.
         unsaved: Why nothing was saved at this stop: the next start resumes from the checkpoint before.
         without: Ranks that the others did not wait for.
+        asked: Who asked that the job stop and not start again.
     """
 
     exit_code: int
@@ -85,6 +86,7 @@ class StopOutcome:
     refused: str | None = None
     unsaved: str | None = None
     without: tuple[int, ...] = ()
+    asked: str | None = None
 
     def exit(self) -> NoReturn:
         """Ends the process with the exit code, by a `StopExit`."""
@@ -106,9 +108,11 @@ class StopOutcome:
         kept = saved
         if self.unsaved is not None:
             kept = f"not saved there: {self.unsaved}. The newest complete checkpoint counts"
-        stopped = f"stopped{where}, {_BECAUSE.get(self.reason.why, 'asked to stop')}; {kept}"
+        because = f"as {self.asked}" if self.asked else _BECAUSE.get(self.reason.why, "asked to stop")
+        stopped = f"stopped{where}, {because}; {kept}"
         if self.error:
-            return f"{stopped}. The job does not start again by itself:\n{self.error}"
+            again = "The job does not start again by itself" if self.start_wanted else "It starts again all the same"
+            return f"{stopped}. {again}:\n{self.error}"
         if self.refused:
             return f"{stopped}. The job is not started again: {self.refused}"
         if self.reason.scheduler_requeues:
@@ -135,13 +139,20 @@ def planned(
     policy: StopPolicy,
     budget: Callable[[StopReason], str | None] | None,
     requeue_code: int | None,
+    final: str | None = None,
 ) -> StopOutcome:
-    """What is to follow from a reason; `budget` says why no other start is wanted, `requeue_code` is that of 75."""
+    """What is to follow from a reason; `budget` says why no other start is wanted, `requeue_code` is that of 75.
+
+    `final` is who has asked that the job not start again, whatever the reason.
+    """
+    if final is not None:
+        reason = replace(reason, why="cancelled", evidence=f"{final}; {reason.evidence}")
     wanted = start_wanted(reason, signals, policy)
     refused = budget(reason) if wanted and budget is not None else None
     wanted = wanted and refused is None
-    final = policy.final_code or exit_code_without_requeue(signals)
-    return StopOutcome((requeue_code or REQUEUE_EXIT_CODE) if wanted else final, reason, wanted, refused=refused)
+    end = policy.final_code or exit_code_without_requeue(signals)
+    code = (requeue_code or REQUEUE_EXIT_CODE) if wanted else end
+    return StopOutcome(code, reason, wanted, refused=refused, asked=final)
 
 
 def start_wanted(reason: StopReason, signals: Sequence[str], policy: StopPolicy) -> bool:
@@ -153,4 +164,4 @@ def start_wanted(reason: StopReason, signals: Sequence[str], policy: StopPolicy)
 
 def exit_code_without_requeue(signals: Sequence[str]) -> int:
     """130 after an interrupt from the keyboard alone, else 143, as a shell would say it."""
-    return 128 + (signal.SIGINT if set(signals) == {"SIGINT"} else signal.SIGTERM)
+    return int(ExitCode.INTERRUPTED if set(signals) == {"SIGINT"} else ExitCode.STOPPED)

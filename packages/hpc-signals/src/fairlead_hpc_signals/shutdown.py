@@ -6,7 +6,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Final
+from typing import Final, Protocol, runtime_checkable
 
 from fairlead.errors import ConfigError, FairleadError, RunFailedError, RunLockedError
 from fairlead.facts import StopReason
@@ -29,8 +29,8 @@ _BUG: Final = "bug: "
 class Shutdown:
     """One rank's part in the shutdown after a stop; all ranks call `plan`, `finish` and `requeue`, in this order.
 
-    `signals` are the same on all ranks; `budget` (why no other start is wanted after a reason, or None) is called on
-    rank 0 only, which alone has a question that is asked.
+    `signals` and `final` (who asked for no other start) are the same on all ranks; `budget` (why no other start is
+    wanted after a reason, or None) is called on rank 0 only, which alone has a question that is asked.
     """
 
     def __init__(
@@ -41,6 +41,7 @@ class Shutdown:
         question: Question,
         deadline: Deadline,
         budget: Callable[[StopReason], str | None] | None = None,
+        final: str | None = None,
     ) -> None:
         self.leads = mailbox.rank == 0
         self._mailbox = mailbox
@@ -49,6 +50,7 @@ class Shutdown:
         self._question = question
         self._deadline = deadline
         self._budget = budget
+        self._final = final
         self._requeue_code: int | None = None
         if self.leads:
             question.start()  # while the checkpoint is written; a scheduler that hangs must not hold it up
@@ -136,12 +138,24 @@ class Shutdown:
         return self._mailbox.missing("shutdown/saved")
 
     def _planned(self, reason: StopReason) -> StopOutcome:
-        return planned(reason, self._signals, self._policy, self._budget, self._requeue_code)
+        return planned(reason, self._signals, self._policy, self._budget, self._requeue_code, self._final)
 
     def _requeue(self, plan: StopOutcome, requeuer: Requeuer | None) -> StopOutcome:
         if plan.start_wanted and not plan.cut and (now := self._question.answer_now()) is not None:
             plan = replace(self._planned(now), unsaved=plan.unsaved)
         return requeued(plan, requeuer, self._deadline)
+
+
+@runtime_checkable
+class QueuedAhead(Protocol):
+    """A requeuer whose next job is queued already, so that a stop that wants no other start has to say so."""
+
+    def not_again(self) -> None:
+        """Sees to it that the job does not start again.
+
+        Raises:
+            FairleadError: It could not.
+        """
 
 
 def claim_requeue(mailbox: Mailbox) -> bool:
@@ -154,8 +168,10 @@ def requeued(plan: StopOutcome, requeuer: Requeuer | None, deadline: Deadline) -
 
     A process that ends before would end a job that nothing starts again, while SLURM itself requeues a preempted one.
     """
-    if requeuer is None or not plan.start_wanted or plan.reason.scheduler_requeues:
+    if requeuer is None or plan.reason.scheduler_requeues:
         return plan
+    if not plan.start_wanted:
+        return _left_alone(plan, requeuer)
     while True:
         try:
             return replace(plan, requeued=requeuer.requeue())
@@ -164,3 +180,12 @@ def requeued(plan: StopOutcome, requeuer: Requeuer | None, deadline: Deadline) -
                 return replace(plan, error=error.block())
         except FairleadError as error:
             return replace(plan, error=error.block())
+
+
+def _left_alone(plan: StopOutcome, requeuer: Requeuer) -> StopOutcome:
+    if isinstance(requeuer, QueuedAhead):
+        try:
+            requeuer.not_again()
+        except FairleadError as error:
+            return replace(plan, error=error.block())
+    return plan

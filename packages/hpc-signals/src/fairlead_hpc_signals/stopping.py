@@ -6,6 +6,7 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 from fairlead.config_bases import RequeueConfigBase
@@ -20,6 +21,7 @@ from fairlead_hpc_signals.outcomes import StopOutcome, StopPolicy
 from fairlead_hpc_signals.question import Question
 from fairlead_hpc_signals.scheduler import requeuer_here, why_stopped
 from fairlead_hpc_signals.shutdown import Shutdown
+from fairlead_hpc_signals.switches import SwitchFiles
 from fairlead_hpc_signals.watch import Overdue, StopWatch, to_stderr
 from fairlead_hpc_signals.workers import OutliveStops
 
@@ -70,6 +72,7 @@ class PreemptionGuard:
         self._environ = os.environ if environ is None else environ
         self._agreement: LocalAgreement | StopAgreement | None = None
         self._boundary = 0
+        self._switches: SwitchFiles | None = None
         self._deadline = Deadline(self.flags, self._environ, self.policy)
         self._question = Question(self._why, self._deadline, self.policy)
         self._watch: StopWatch | None = None
@@ -97,7 +100,17 @@ class PreemptionGuard:
         else:
             self._agreement = LocalAgreement(self.flags)
         self._watch = StopWatch(self.flags, self._agreement, self._deadline, self._question, self.policy, self._overdue)
+        self._start_switches()
         return self
+
+    def watch_switches(self, run: Path, record: Callable[..., object] | None = None) -> None:
+        """Has rank 0 look for the switch files `SAVE` and `STOP` in a run directory; call it on all ranks.
+
+        `STOP` makes `should_stop` true, and no other start is wanted; `SAVE` makes `should_save` true once. `record`
+        writes an event into the run's history, called with a name, and what there is to say by keyword.
+        """
+        self._switches = SwitchFiles(run, record)
+        self._start_switches()
 
     def when_overdue(
         self,
@@ -168,9 +181,19 @@ class PreemptionGuard:
             self._watch.phase = "saving"
         return stops
 
-    def ask(self, why: str) -> None:
-        """Asks all ranks to stop without a signal, as before the end of a time budget; `why` is for the history."""
-        self._started().ask(why)
+    def should_save(self) -> bool:
+        """Whether a checkpoint was asked for by the file `SAVE` of a run; call it after each `should_stop`.
+
+        True once for each time that it is asked for, on all ranks at the same step.
+        """
+        return self._agreement is not None and self._agreement.saves.boundary(self._boundary)
+
+    def ask(self, why: str, *, final: bool = False) -> None:
+        """Asks all ranks to stop without a signal, as before the end of a time budget; `why` is for the history.
+
+        `final`: no other start is wanted.
+        """
+        self._started().ask(why, final=final)
         self._wake()
 
     @property
@@ -227,8 +250,8 @@ class PreemptionGuard:
             raise ConfigError("this stop was carried out already", fix="end the process with outcome.exit_code")
         watch = self._watch
         assert watch is not None  # there is an agreement
-        signals = agreement.decision.signals
-        shutdown = Shutdown(agreement.mailbox, self.policy, signals, self._question, self._deadline, budget)
+        signals, final = agreement.decision.signals, agreement.decision.final
+        shutdown = Shutdown(agreement.mailbox, self.policy, signals, self._question, self._deadline, budget, final)
         error: BaseException | None = None
         try:
             try:
@@ -243,6 +266,8 @@ class PreemptionGuard:
             shutdown.finish(plan, finish)
             watch.phase = "requeue"
             self.outcome = shutdown.requeue(plan, requeuer)
+            if self._switches is not None and shutdown.leads:
+                self._switches.carried_out(self.outcome)
         finally:
             watch.close()
         if shutdown.leads:
@@ -256,6 +281,8 @@ class PreemptionGuard:
 
         After a stop the handlers stay: a requeue ends the job with signals, and the exit code must be the agreed one.
         """
+        if self._switches is not None:
+            self._switches.close()
         if self._watch is not None:
             self._watch.close()
         if self._agreement is not None:
@@ -275,6 +302,11 @@ class PreemptionGuard:
         self.start()
         assert self._agreement is not None
         return self._agreement
+
+    def _start_switches(self) -> None:
+        if self._switches is not None and self._agreement is not None and self._watch is not None:
+            self._watch.carried_out = self._switches.carried_out
+            self._switches.start(self._agreement, self.ask)
 
     def _wake(self) -> None:
         if self._watch is not None:

@@ -23,7 +23,7 @@ from typing import Final, Literal, NoReturn, Protocol, TypeVar
 from fairlead.facts import StopReason
 from fairlead.interfaces import Requeuer
 from fairlead_hpc_signals.deadline import Deadline
-from fairlead_hpc_signals.decision import AgreementError
+from fairlead_hpc_signals.decision import AgreementError, Asked, StopDecision
 from fairlead_hpc_signals.flags import SignalFlags
 from fairlead_hpc_signals.outcomes import StopOutcome, StopPolicy, exit_code_without_requeue, planned
 from fairlead_hpc_signals.question import Question
@@ -54,6 +54,14 @@ class Agreement(Protocol):
     @property
     def asked(self) -> bool:
         """Whether any rank was asked to stop, as far as this one knows."""
+
+    @property
+    def asked_by(self) -> Asked | None:
+        """The call on this rank that asked for a stop without a signal."""
+
+    @property
+    def decision(self) -> StopDecision | None:
+        """Where all stop; None before that."""
 
     @property
     def failure(self) -> AgreementError | None:
@@ -103,6 +111,8 @@ class StopWatch:
         """What the main thread is at; from `requeue` on nothing is late any more."""
         self.overdue = overdue
         """What to do when it is late."""
+        self.carried_out: Callable[[StopOutcome], object] = lambda _: None
+        """What to do once that is done."""
         self._flags = flags
         self._agreement = agreement
         self._deadline = deadline
@@ -169,7 +179,7 @@ class StopWatch:
         self._deadline.begin()
         if self._leads:
             self._question.start()
-            if self.overdue.answers:
+            if self.overdue.answers and self._final is None:  # who asks for that has an answer already
                 self._announce()
         elif self._deadline.in_job:
             self._asking(self._hear_early)
@@ -246,14 +256,21 @@ class StopWatch:
             if text is not None:
                 return StopOutcome.from_json(text)
             return planned(StopReason("unknown", "no rank said"), signals, policy, None, code)
-        plan = planned(self._question.answer(), signals, policy, overdue.budget, code)
+        plan = planned(self._question.answer(), signals, policy, overdue.budget, code, self._final)
         plan = replace(plan, unsaved=why, without=without)
         if overdue.record is not None:
             overdue.record(plan)
         outcome = requeued(plan, requeuer, self._deadline)
         (overdue.tell or (lambda told: to_stderr(told.told())))(outcome)
         self._asking(lambda: self._mailbox.put(OUTCOME, outcome.to_json()))
+        self.carried_out(outcome)
         return outcome
+
+    @property
+    def _final(self) -> str | None:
+        """Who asked that the job not start again, as far as this rank knows."""
+        asked, decision = self._agreement.asked_by, self._agreement.decision
+        return decision.final if decision is not None else asked.why if asked is not None and asked.final else None
 
     def _leave(self, missing: int) -> None:
         """Rank 0 may host the store, without which the others would take this end for a failure: it goes last."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
 from fairlead.interfaces import Requeuer
@@ -71,6 +72,12 @@ class StopGuard(Protocol):
 
     def ended_by(self, error: BaseException) -> NoReturn:
         """Ends this process after such an error, with the exit code of a stop."""
+
+    def watch_switches(self, run: Path, record: Callable[..., object] | None = None) -> None:
+        """Has rank 0 look for the switch files of a run, of which `record` tells its history."""
+
+    def should_save(self) -> bool:
+        """Whether a checkpoint was asked for; after each `should_stop`, the same answer on all ranks."""
 
     def should_stop(self) -> bool:
         """Whether to stop here; the same answer on all ranks, which call it equally often."""

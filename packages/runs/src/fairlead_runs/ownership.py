@@ -17,11 +17,15 @@ from fairlead_runs.heartbeat import read_heartbeats
 from fairlead_runs.history import read_history
 from fairlead_runs.states import FINGERPRINT_FILE, HISTORY_FILE, LOCK_FILE
 from fairlead_runs.submitted import SUBMISSIONS
+from fairlead_runs.switches import SAVE, STOP
 
 JOB_FILE: Final = "job.yaml"
 FOLDERS: Final = ("starts", "checkpoints", "logs", "heartbeats")
 _METRICS: Final = "metrics.csv"
-_OURS: Final = {JOB_FILE, FINGERPRINT_FILE, HISTORY_FILE, _METRICS, *FOLDERS, "stacks", "flight-recorder", SUBMISSIONS}
+_OURS: Final = {
+    *(JOB_FILE, FINGERPRINT_FILE, HISTORY_FILE, _METRICS, *FOLDERS),
+    *("stacks", "flight-recorder", SUBMISSIONS, SAVE, STOP),
+}
 _OURS_TOO: Final = (LOCK_FILE, ".tmp-", "predictions-")
 
 

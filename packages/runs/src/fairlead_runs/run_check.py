@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from datetime import datetime
 from pathlib import Path
 
 from fairlead.config import JobConfig
@@ -17,6 +19,7 @@ from fairlead_runs.commit import named_checkpoint, newest_complete, read_lock
 from fairlead_runs.naming import run_directory
 from fairlead_runs.ownership import finished_event, require_same, same_run, stored_fingerprint
 from fairlead_runs.remote.urls import is_url, split_checkpoint_url
+from fairlead_runs.switches import STOP, find_switch
 
 
 def check_run_directory(
@@ -78,12 +81,25 @@ def _existing(
     newest = newest_complete(path / "checkpoints").checkpoint
     value = str(newest.path) if newest is not None else job.run.ckpt_path
     settings["resume"] = Setting(value or "auto", "the newest complete checkpoint" if newest else "no checkpoint yet")
-    found = _locked(path, resolution)
+    found = [*_locked(path, resolution), *_switched(path)]
     try:
         batch_plan(resolution, newest.metadata if newest is not None else None)
     except FairleadError as error:
         found.append(Finding.of(error, "error", "batch-policy"))
     return tuple(found)
+
+
+def _switched(path: Path) -> Iterator[Finding]:
+    with suppress(OSError):  # the start says what is wrong with the directory
+        if (switch := find_switch(path, STOP)) is not None:
+            yield Finding(
+                "warning",
+                "run-directory",
+                f"the start will stop before its first step: {switch}",
+                where=str(switch.path),
+                why=f"it is there since {datetime.fromtimestamp(switch.time):%Y-%m-%d %H:%M:%S}",
+                fix="remove it, if it is an old one",
+            )
 
 
 def _locked(path: Path, resolution: Resolution) -> list[Finding]:

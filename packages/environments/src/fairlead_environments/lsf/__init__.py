@@ -11,9 +11,11 @@ from fairlead import Claim, EnvironmentConfigBase, StopReason, Topology, Unused,
 from fairlead.interfaces import Job
 from fairlead.variables import number, text
 from fairlead_environments.lsf.hosts import idle_job
+from fairlead_environments.lsf.queue import ask_for
 from fairlead_environments.lsf.reasons import ask_lsf
 from fairlead_environments.lsf.topology import find_task, topology
 from fairlead_environments.shared import LaunchedEnvironment, MainAddressConfig
+from fairlead_runs.scheduler import JobStatus, RunJob
 
 RECORDED: Final = (
     *("LSB_JOBID", "LSB_JOBINDEX", "LSB_JOBNAME", "LSB_QUEUE", "LSB_HOSTS", "LSB_MCPU_HOSTS", "LSB_DJOB_NUMPROC"),
@@ -83,6 +85,14 @@ class LSF(LaunchedEnvironment):
         """As `bjobs` and `bhist` tell it."""
         job = self.fairlead_job(environ)
         return None if job is None else ask_lsf(job.requeue[-1], environ, deadline)
+
+    def job_status(self, job: RunJob, environ: Mapping[str, str], deadline: float) -> JobStatus:
+        """As `bjobs` tells it."""
+        return ask_for(job.id.partition(":")[2], environ, deadline)
+
+    def job_cancel(self, job: RunJob, *, queued: bool) -> tuple[str, ...]:
+        """`bkill`, which has no way to leave a job alone that has begun meanwhile."""
+        return ("bkill", job.id.partition(":")[2])
 
     @hookimpl
     def fairlead_unused(self, environ: Mapping[str, str]) -> Unused | None:

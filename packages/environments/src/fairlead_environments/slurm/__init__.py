@@ -9,9 +9,11 @@ from fairlead import Claim, EnvironmentConfigBase, Specificity, StopReason, Topo
 from fairlead.interfaces import Job
 from fairlead.variables import number, text
 from fairlead_environments.shared import LaunchedEnvironment, MainAddressConfig
+from fairlead_environments.slurm.queue import ask_for, cancel_words
 from fairlead_environments.slurm.reasons import ask_slurm, ended
 from fairlead_environments.slurm.step import find_step, idle_allocation
 from fairlead_environments.slurm.topology import topology
+from fairlead_runs.scheduler import JobStatus, RunJob
 
 RECORDED: Final = tuple(
     f"SLURM_{name}"
@@ -103,6 +105,14 @@ class SLURM(LaunchedEnvironment):
         """As `scontrol show job` tells it, for some minutes after the end."""
         scheduler, _, number = job.partition(":")
         return ended(number, host, environ) if scheduler == "slurm" else None
+
+    def job_status(self, job: RunJob, environ: Mapping[str, str], deadline: float) -> JobStatus:
+        """As `scontrol show job` tells it; of a chain as `squeue` does."""
+        return ask_for(job, environ, deadline)
+
+    def job_cancel(self, job: RunJob, *, queued: bool) -> tuple[str, ...]:
+        """`scancel`."""
+        return cancel_words(job, queued=queued)
 
     @hookimpl
     def fairlead_unused(self, environ: Mapping[str, str]) -> Unused | None:

@@ -92,10 +92,10 @@ def read_job(
     `restarts` and `nodes` are what this process was started with: SLURM_RESTART_COUNT (0 if unset), SLURM_JOB_NODELIST.
     """
     grace = _KILL_WAIT if kill_wait is None else kill_wait
-    state, reason, preempted = fields["JobState"], fields.get("Reason", "None"), _time(fields.get("PreemptTime"))
+    state, reason, preempted = fields["JobState"], fields.get("Reason", "None"), local_time(fields.get("PreemptTime"))
     # SLURM starts a batch script again; of what salloc or srun began, nothing is left that it could start.
     may = False if fields.get("BatchFlag") == "0" else {"0": False, "1": True}.get(fields.get("Requeue", ""))
-    end = _time(fields.get("EndTime"))
+    end = local_time(fields.get("EndTime"))
     shown = ("JobState", "Reason", "Restarts", "NodeList", "EndTime", "PreemptTime")
     evidence = ", ".join(f"{name}={fields[name]}" for name in shown if name in fields)
 
@@ -118,7 +118,7 @@ def read_job(
     return because("unknown", left)
 
 
-def _time(text: str | None) -> float | None:
+def local_time(text: str | None) -> float | None:
     """Seconds since the epoch of a local time; None of `Unknown`, `None`, `N/A`."""
     try:
         return datetime.strptime(text or "", "%Y-%m-%dT%H:%M:%S").timestamp()

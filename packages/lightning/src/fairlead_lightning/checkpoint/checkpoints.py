@@ -167,6 +167,13 @@ class Checkpoints(Checkpoint):
             self._of_run.copied()
             self._find_best()
 
+    def save_asked(self, trainer: L.Trainer) -> None:
+        """Saves behind a step, as somebody has asked; behind an epoch's last batch, at the epoch's end."""
+        if _last_batch(trainer):
+            self._at_epoch_end = self._at_epoch_end or "asked"
+        else:
+            self.save(trainer, "asked")
+
     def save_at_stop(self, trainer: L.Trainer, *, between_epochs: bool) -> None:
         """Saves where all ranks stop, unless nothing was trained since the fit began; raises where it cannot."""
         if self._trained:

@@ -22,6 +22,7 @@ from fairlead_lightning.custom_loop.saving import LoopCheckpoints
 from fairlead_lightning.custom_loop.state import LoopState
 from fairlead_lightning.display.output import give_output_back, keep_output
 from fairlead_lightning.fit import run_config
+from fairlead_lightning.guard import StopGuard
 from fairlead_lightning.lifecycle.stuck import StuckRanks
 from fairlead_lightning.loggers.positions import LOGGER_POSITIONS, logger_positions, resume_position
 from fairlead_lightning.metrics.metrics_file import MetricsFile
@@ -167,6 +168,13 @@ class LoopRun:
                 self._metrics.finalize("success" if error is None else "failed")
             session.close()
             give_output_back()
+
+    def heed(self, guard: StopGuard) -> None:
+        """Has a `PreemptionGuard` look for the switch files SAVE and STOP of this run, too; on all ranks.
+
+        Then `guard.should_save()`, behind `guard.should_stop()`, says where to call `save()`.
+        """
+        guard.watch_switches(self.path, self._opened().event)
 
     @property
     def path(self) -> Path:

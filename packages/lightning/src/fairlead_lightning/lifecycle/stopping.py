@@ -221,3 +221,9 @@ class _RecordingRequeuer(Requeuer):
     def requeue(self) -> str:
         self._record()
         return self._requeuer.requeue()
+
+    def not_again(self) -> None:
+        """For a requeuer whose next job is queued already."""
+        cancel = getattr(self._requeuer, "not_again", None)
+        if cancel is not None:
+            cancel()

@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader
 from fairlead.findings import Finding
 from fairlead.interfaces import BuildContext
 from fairlead.plugins import default_plugins
+from fairlead_distributed.info import get_world_size
 from fairlead_distributed.run.session import RunSession
 from fairlead_lightning import compat
 from fairlead_lightning.build import build_guard
@@ -48,6 +49,7 @@ class Stops(L.Callback):
         self._saves: Checkpoints | None = None
         self._step = -1
         self._equal_validation = True
+        self._save_due = False
         self._ending: Ending | None = None
         self._undo: list[Callable[[], None]] = []
 
@@ -71,7 +73,7 @@ class Stops(L.Callback):
     def begin(self, session: RunSession, saves: Checkpoints | None) -> None:
         """A fit begins, here or in ranks that it spawns; `saves` writes the checkpoint where the ranks stop, if any."""
         self._session, self._saves = session, saves
-        self._step, self._equal_validation = -1, True
+        self._step, self._equal_validation, self._save_due = -1, True, False
         guard = self._ensure_guard()
         if self._given:
             return
@@ -137,6 +139,8 @@ class Stops(L.Callback):
             )
             self._ending.prepare()
         guard.start()
+        if self._session is not None and trainer.world_size in (1, get_world_size()):
+            guard.watch_switches(self._session.path, self._session.event)
         self._boundary(trainer)
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -175,6 +179,9 @@ class Stops(L.Callback):
         if step != self._step:
             self._step = step
             self._boundary(trainer)
+            if self._save_due and self._saves is not None:
+                self._save_due = False
+                self._saves.save_asked(trainer)
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Whether the batches of this validation are places where all ranks come by equally often."""
@@ -191,7 +198,11 @@ class Stops(L.Callback):
 
     def _boundary(self, trainer: L.Trainer, *, between_epochs: bool = False) -> None:
         guard = self._guard
-        if guard is None or self._session is None or not guard.should_stop():
+        if guard is None or self._session is None:
+            return
+        if not guard.should_stop():
+            # In the middle of a validation it is due, and is done at the next step.
+            self._save_due |= guard.should_save()
             return
         self._step = self._step_now
         decision = guard.decision

@@ -1,10 +1,10 @@
-"""The commands `runs` and `status` as plugins; what each does is imported when it is called."""
+"""The commands `runs`, `status`, `logs` and `cancel` as plugins; what each does is imported when it is called."""
 
 from __future__ import annotations
 
 from fairlead import CommandPlugin
 
-__all__ = ["runs", "status"]
+__all__ = ["cancel", "logs", "runs", "status"]
 
 runs = CommandPlugin(
     "runs",
@@ -16,9 +16,25 @@ runs = CommandPlugin(
 )
 status = CommandPlugin(
     "status",
-    "one run: its state, and which rank is stuck where",
+    "one run: its state, its job, its pace, and which rank is stuck where",
     arguments="fairlead_runs.commands.status:status_arguments",
     runtime="fairlead_runs.commands.status:run_status",
+    group="runs",
+    example=("no-such-run",),
+)
+logs = CommandPlugin(
+    "logs",
+    "what the ranks of a run print, in the order of time; -f follows",
+    arguments="fairlead_runs.commands.logs:logs_arguments",
+    runtime="fairlead_runs.commands.logs:run_logs",
+    group="runs",
+    example=("no-such-run",),
+)
+cancel = CommandPlugin(
+    "cancel",
+    "end a run with a checkpoint, or at once",
+    arguments="fairlead_runs.commands.cancel:cancel_arguments",
+    runtime="fairlead_runs.commands.cancel:run_cancel",
     group="runs",
     example=("no-such-run",),
 )

@@ -5,13 +5,17 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final
 
 from fairlead.cli.session import Session
 from fairlead_runs import Beat, RunState, state
-from fairlead_runs.commands.texts import ago, find_run, metric, or_dash, summary, table
+from fairlead_runs.commands.facts import facts, headline, in_words
+from fairlead_runs.commands.texts import ago, find_run, summary, table
 from fairlead_runs.describe import counted
+from fairlead_runs.pace import pace
+from fairlead_runs.scheduler import ask_for_job, job_of_run
 from fairlead_runs.states import find_dumps
 from fairlead_runs.waiting import Waiting, grouped, rank_ranges, waiting
 
@@ -28,10 +32,13 @@ def status_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_status(arguments: argparse.Namespace, session: Session) -> int:
-    """Shows one run: its state, why, where the ranks are, and for which of them the others wait."""
+    """Shows one run: its state, why, its job, its pace, where the ranks are, and for which of them the others wait."""
     now = time.time()
     run = state(find_run(arguments.run, session), now=now)
     stuck = _stuck(run, now)
+    job = job_of_run(run.path) if run.state != "finished" else None
+    asked = ask_for_job(job, session.plugins, session.environ) if job is not None else None
+    how = pace(run, now)
     dumps = find_dumps(run.path)
     if arguments.json:
         behind = [beat.rank for beat in stuck.behind] if stuck is not None else []
@@ -39,6 +46,8 @@ def run_status(arguments: argparse.Namespace, session: Session) -> int:
         session.print_json(
             {
                 **summary(run),
+                **asdict(how),
+                "job": {**asdict(job), **(asdict(asked) if asked is not None else {})} if job is not None else None,
                 "ranks": [{**_rank(beat, now), "behind": beat.rank in named} for beat in run.ranks],
                 "behind": behind,
                 "why_behind": stuck.why if stuck is not None else None,
@@ -46,16 +55,8 @@ def run_status(arguments: argparse.Namespace, session: Session) -> int:
             }
         )
         return 0
-    session.print(f"{run.name}: {run.state}" + (f" ({run.reason})" if run.reason else ""))
-    facts = {
-        "directory": str(run.path),
-        "starts": str(run.starts),
-        "step": or_dash(run.step),
-        "metrics": metric(run.metrics),
-    }
-    if run.owner is not None:
-        facts["held by"] = f"{run.owner.host}, process {run.owner.pid}"
-    for name, value in facts.items():
+    session.print(headline(run, job, asked))
+    for name, value in facts(run, how, job, asked, now).items():
         session.print(f"  {name + ':':<11}{value}")
     if run.ranks:
         session.print()
@@ -106,7 +107,7 @@ def _said(stuck: Waiting, now: float, *, running: bool) -> str:
     who, is_, it = ("rank", "is", "it") if len(stuck.behind) == 1 else ("ranks", "are", "them")
     others = "the other rank is" if alone else f"the other {len(stuck.others)} ranks are"
     wait = f"{'it waits' if alone else 'they wait'} for {it}"
-    since = f" since {_for(now - max(beat.time for beat in stuck.behind))}" if running else ""
+    since = f" since {in_words(now - max(beat.time for beat in stuck.behind))}" if running else ""
     places = {beat.place for beat in stuck.behind}
     place = f", in {first.place}" if first.place and len(places) == 1 else ""
     text = "" if running else "when the run ended: "
@@ -132,7 +133,7 @@ def _wrong_clocks(beats: Sequence[Beat], now: float) -> Iterator[str]:
     if ahead:
         most = max(beat.time for beat in ahead) - now
         yield (
-            f"the clock of {_hosts(ahead)} is up to {_for(most)} ahead of this machine's: "
+            f"the clock of {_hosts(ahead)} is up to {in_words(most)} ahead of this machine's: "
             "when its ranks gave their last sign of life is not known"
         )
 
@@ -154,10 +155,6 @@ def _rank(beat: Beat, now: float) -> dict[str, Any]:
         "place": beat.place or None,
         "age_s": max(0.0, now - beat.time),
     }
-
-
-def _for(seconds: float) -> str:
-    return ago(seconds).removesuffix(" ago")
 
 
 def _shown(path: Path, session: Session) -> str:

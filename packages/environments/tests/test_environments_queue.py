@@ -1,0 +1,122 @@
+"""What SLURM and LSF say of a job from outside of it, for `fairlead status`.
+
+The lines of `scontrol` are real ones of Slurm 22.05, shortened; those of `bjobs` are as IBM documents them.
+"""
+
+from __future__ import annotations
+
+import stat
+import time
+from pathlib import Path
+
+import pytest
+
+from fairlead_environments.lsf import lsf
+from fairlead_environments.lsf.queue import read_status as read_bjobs
+from fairlead_environments.slurm import slurm
+from fairlead_environments.slurm.queue import read_chain, read_status
+from fairlead_environments.slurm.reasons import fields_of
+from fairlead_runs.scheduler import JobQueue, JobStatus, RunJob
+
+HEAD = "JobId=3 JobName=job.sh UserId=root(0) GroupId=root(0) MCS_label=N/A Priority=4294901757 "
+REQUEUED = (
+    f"{HEAD}JobState=PENDING Reason=BeginTime Dependency=(null) Requeue=1 Restarts=1 RunTime=00:00:00 "
+    "TimeLimit=UNLIMITED SubmitTime=2026-11-21T16:24:43 EligibleTime=2026-11-21T16:24:49 "
+    "StartTime=2026-11-21T16:24:49 EndTime=Unknown Deadline=N/A NodeList= NumNodes=1"
+)
+RUNNING = (
+    f"{HEAD}JobState=RUNNING Reason=None Dependency=(null) Requeue=1 Restarts=0 RunTime=00:00:01 TimeLimit=00:05:00 "
+    "SubmitTime=2026-11-21T16:24:16 StartTime=2026-11-21T16:24:16 EndTime=2026-11-21T16:29:16 NodeList=n1"
+)
+
+
+def local(text: str) -> float:
+    return time.mktime(time.strptime(text, "%Y-%m-%dT%H:%M:%S"))
+
+
+def test_a_requeued_job_waits_and_says_until_when() -> None:
+    status = read_status(fields_of(REQUEUED))
+    assert (status.state, status.said, status.restarts) == ("queued", "PENDING, BeginTime", 1)
+    assert "120 s by default" in status.why
+    assert status.starts == local("2026-11-21T16:24:49")
+    assert status.ends is None
+
+
+def test_a_running_job_has_a_time_limit() -> None:
+    status = read_status(fields_of(RUNNING))
+    assert (status.state, status.said, status.restarts) == ("running", "RUNNING", 0)
+    assert status.since == local("2026-11-21T16:24:16")
+    assert status.ends == local("2026-11-21T16:29:16")
+
+
+@pytest.mark.parametrize(
+    ("line", "state", "said", "why"),
+    [
+        ("JobState=PENDING Reason=QOSMaxGRESPerUser", "queued", "PENDING, QOSMaxGRESPerUser", "quality of service"),
+        ("JobState=PENDING Reason=NewInVersion99", "queued", "PENDING, NewInVersion99", ""),
+        ("JobState=PENDING Reason=DependencyNeverSatisfied", "queued", "PENDING, DependencyNeverSatisfied", "never"),
+        ("JobState=COMPLETING Reason=None", "ending", "COMPLETING", ""),
+        ("JobState=CANCELLED Reason=None", "ended", "CANCELLED", ""),
+        ("JobState=RUNNING", "running", "RUNNING", ""),  # a version that leaves fields out
+        ("", "unknown", "scontrol said nothing of the job", ""),
+    ],
+)
+def test_states_and_reasons(line: str, state: str, said: str, why: str) -> None:
+    status = read_status(fields_of(line))
+    assert (status.state, status.said) == (state, said)
+    assert why in status.why
+
+
+def fake(folder: Path, name: str, body: str) -> dict[str, str]:
+    """A FAKE command of the scheduler."""
+    path = folder / name
+    path.write_text(f"#!/bin/sh\n{body}\n")
+    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+    return {"PATH": f"{folder}:/usr/bin:/bin"}
+
+
+def test_one_question_with_a_deadline(tmp_path: Path) -> None:
+    """Of an array all tasks are shown under the number of the last; a scheduler that hangs is not waited for."""
+    deadline = time.monotonic() + 5
+    environ = fake(tmp_path, "scontrol", f'echo "$@" >> {tmp_path}/calls\necho "{RUNNING}"\necho "{REQUEUED}"')
+    assert isinstance(slurm, JobQueue)
+    found = slurm.job_status(RunJob("slurm:3"), environ, deadline)
+    assert found.state == "running"
+    assert (tmp_path / "calls").read_text() == "show job -o 3\n"
+    gone = fake(tmp_path, "scontrol", 'echo "slurm_load_jobs error: Invalid job id specified" >&2; exit 1')
+    assert slurm.job_status(RunJob("slurm:3"), gone, deadline) == JobStatus("unknown", "SLURM knows no job 3 any more")
+    hangs = fake(tmp_path, "scontrol", "sleep 60")
+    began = time.monotonic()
+    slow = slurm.job_status(RunJob("slurm:3"), hangs, began + 0.3)
+    assert "did not answer within" in slow.said
+    assert time.monotonic() - began < 5
+    assert slurm.job_cancel(RunJob("slurm:3"), queued=True) == ("scancel", "--state=PENDING", "3")
+    assert slurm.job_cancel(RunJob("slurm:3"), queued=False) == ("scancel", "3")
+
+
+def test_of_a_chain_the_job_that_runs_or_is_next() -> None:
+    """The one that started the run last has ended, and says nothing of the next."""
+    lines = "19|PENDING|Dependency|N/A|N/A\n18|PENDING|Resources|2026-11-21T16:24:49|2026-11-21T20:24:49\n"
+    status = read_chain(lines, "gpt-1")
+    assert (status.state, status.job, status.said) == ("queued", "slurm:18", "PENDING, Resources, of 2 left")
+    assert status.starts == local("2026-11-21T16:24:49")
+    status = read_chain(f"{lines}17|RUNNING|None|2026-11-21T16:24:16|2026-11-21T16:29:16\n", "gpt-1")
+    assert (status.state, status.job, status.ends) == ("running", "slurm:17", local("2026-11-21T16:29:16"))
+    assert read_chain("", "gpt-1").state == "ended"
+    one = RunJob("slurm:17", "gpt-1")
+    assert slurm.job_cancel(one, queued=True)[-1] == "--name=gpt-1"
+
+
+def test_lsf_as_documented(tmp_path: Path) -> None:
+    now = 1000.0
+    status = read_bjobs("RUN|90 second(s)|2:30 L|-", now)
+    assert (status.state, status.since, status.ends) == ("running", 910.0, 10_000.0)
+    status = read_bjobs("PEND|0 second(s)|-|Not enough job slot(s): 4 hosts;", now)
+    assert (status.state, status.why) == ("queued", "Not enough job slot(s): 4 hosts")
+    assert read_bjobs("", now).state == "unknown"
+    assert read_bjobs("RUN|5 second(s)|0:30 E|-", now).ends is None  # an estimate, by which nothing is ended
+    assert isinstance(lsf, JobQueue)
+    environ = fake(tmp_path, "bjobs", 'echo "EXIT|1 second(s)|-|-"')
+    found = lsf.job_status(RunJob("lsf:7[3]"), environ, time.monotonic() + 5)
+    assert found.state == "ended"
+    assert lsf.job_cancel(RunJob("lsf:7[3]"), queued=True) == ("bkill", "7[3]")

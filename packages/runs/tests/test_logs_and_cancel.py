@@ -1,0 +1,298 @@
+"""`fairlead logs`, `cancel`, and what `status` says of the job: with a FAKE scheduler, a plugin of this file."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import stat
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fairlead import PluginManager
+from fairlead.cli import main
+from fairlead.config_bases import EnvironmentConfigBase
+from fairlead.facts import Job
+from fairlead.plugin_classes import EnvironmentPlugin
+from fairlead.testing import FakeEntryPoint
+from fairlead_runs import RunDirectory, fingerprint
+from fairlead_runs.commands import plugins as commands
+from fairlead_runs.commit import LockOwner
+from fairlead_runs.scheduler import JobStatus, RunJob
+
+JOB = {"run": {"seed": 0}, "trainer": {"max_steps": 100, "checkpoint": {"every_n_steps": 20}}}
+PATIENCE = 30.0
+
+
+class FakeConfig(EnvironmentConfigBase):
+    """A scheduler of this file."""
+
+    name: str = "fake"
+
+
+class Fake(EnvironmentPlugin):
+    """Answers what the test says; its command writes down that it was called."""
+
+    config = FakeConfig
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.says = JobStatus("ended", "COMPLETED")
+        self.asked = 0
+
+    def job_status(self, job: RunJob, environ: Mapping[str, str], deadline: float) -> JobStatus:
+        assert 0 < deadline - time.monotonic() <= 5.0
+        self.asked += 1
+        return self.says
+
+    def job_cancel(self, job: RunJob, *, queued: bool) -> tuple[str, ...]:
+        return ("fakecancel", *(["--pending"] if queued else []), job.id)
+
+
+class Place:
+    """A folder with one run, in a job of the fake scheduler or of none."""
+
+    def __init__(self, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        self.folder, self.capsys, self.scheduler = folder, capsys, Fake()
+        (folder / "bin").mkdir()
+        program = folder / "bin/fakecancel"
+        program.write_text(f'#!/bin/sh\necho "$@" >> {folder}/cancelled\n[ ! -e {folder}/refuse ] || exit 1\n')
+        program.chmod(program.stat().st_mode | stat.S_IXUSR)
+        self.environ = {"PATH": f"{folder}/bin:/usr/bin:/bin"}
+
+    @property
+    def run(self) -> Path:
+        return self.folder / "runs/gpt"
+
+    def open(self, job: str | None = "fake:7") -> RunDirectory:
+        found = Job(job, cancel=f"fakecancel {job}") if job is not None else None
+        run = RunDirectory.open(self.run, job=JOB, fingerprint=fingerprint(JOB), owner=LockOwner.here(found))
+        run.begin(resolution={}, provenance={})
+        return run
+
+    def fairlead(self, *words: str, code: int = 0) -> str:
+        points = [FakeEntryPoint(f"command.{n}", getattr(commands, n)) for n in ("status", "logs", "cancel")]
+        plugins = PluginManager([*points, FakeEntryPoint("environment.fake", self.scheduler)])
+        assert main(list(words), plugins=plugins, environ=self.environ, cwd=self.folder) == code
+        printed = self.capsys.readouterr()
+        return printed.out + printed.err
+
+    @property
+    def cancelled(self) -> list[str]:
+        path = self.folder / "cancelled"
+        return path.read_text().splitlines() if path.exists() else []
+
+
+@pytest.fixture
+def place(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Place:
+    return Place(tmp_path, capsys)
+
+
+# -- status
+
+
+def test_a_running_job(place: Place) -> None:
+    """How fast, how long still, by the time limit and by the job's last step; when it saved and saves."""
+    now = time.time()
+    place.scheduler.says = JobStatus("running", "RUNNING", since=now - 60, ends=now + 3 * 3600 + 30, restarts=2)
+    with place.open() as run:
+        run.history.append("training", step=0)
+        history = run.path / "history.jsonl"
+        past = time.strftime("%Y-%m-%dT%H:%M:%S+00:00", time.gmtime(now - 20))
+        lines = [{**json.loads(line), "time": past} for line in history.read_text().splitlines()]
+        history.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        run.heartbeat(node_rank=0, local_rank=0, rank=0, start=run.start).beat("train", 50)
+        run.history.append("checkpoint", step=40)
+        text = place.fairlead("status", "gpt")
+        document = json.loads(place.fairlead("status", "gpt", "--json"))
+    assert "gpt: running" in text
+    assert "step:      50 of 100" in text
+    assert "fake:7: running (RUNNING); its time limit is at" in text
+    assert "in 3 h; started again 2 times" in text
+    assert "saved:     step 40, 0 s ago; next at step 60 in" in text
+    assert document["job"]["state"] == "running"
+    assert document["steps_per_s"] == pytest.approx(2.5, rel=0.1)
+    assert document["left_s"] == pytest.approx(20, rel=0.1)
+    assert place.scheduler.asked == 2  # once for each call
+
+
+def test_a_job_that_waits_to_start_again(place: Place) -> None:
+    """Its last start says nothing of that, also where it was killed and left its lock."""
+    place.scheduler.says = JobStatus("queued", "PENDING, BeginTime", "waits for its earliest start", time.time() + 90.5)
+    with place.open():
+        text = place.fairlead("status", "gpt")
+        assert "gpt: queued; its last start: ended without a word" in text
+        assert "queued (PENDING, BeginTime); waits for its earliest start; not before" in text
+        assert "in 90 s" in text
+        assert "held by" not in text
+        place.scheduler.says = JobStatus("ended", "NODE_FAIL")
+        assert "gpt: interrupted (its job has ended: NODE_FAIL)" in place.fairlead("status", "gpt")
+
+
+def test_without_a_scheduler_the_rest_is_shown(place: Place) -> None:
+    place.scheduler.says = JobStatus("unknown", "fakequeue is not on the PATH")
+    with place.open():
+        assert "fake:7: unknown (fakequeue is not on the PATH)" in place.fairlead("status", "gpt")
+    with place.open("other:7"):
+        assert "other:7: no plugin here knows how to ask for it" in place.fairlead("status", "gpt")
+    with place.open(None):
+        asked = place.scheduler.asked
+        assert "job:" not in place.fairlead("status", "gpt")
+        assert place.scheduler.asked == asked
+        (place.run / "STOP").touch()
+        assert "asked by the file STOP: not seen yet" in place.fairlead("status", "gpt")
+
+
+# -- cancel
+
+
+def test_a_running_run_is_asked_by_a_file(place: Place) -> None:
+    """Not by `scancel`, which would grant it 30 seconds; twice is once."""
+    place.scheduler.says = JobStatus("running", "RUNNING")
+    with place.open():
+        assert "stops after its next step, with a checkpoint" in place.fairlead("cancel", "gpt", "--save")
+        assert (place.run / "STOP").exists()
+        assert "asked by the file STOP already" in place.fairlead("cancel", "gpt")
+        assert place.cancelled == []
+        assert "ended by fakecancel fake:7" in place.fairlead("cancel", "gpt", "--now")
+        assert place.cancelled == ["fake:7"]
+        (place.folder / "refuse").touch()
+        assert "the job is not ended" in place.fairlead("cancel", "gpt", "--now", code=1)
+
+
+def test_a_queued_job_is_taken_out_of_the_queue(place: Place) -> None:
+    """There is nothing to save; where the scheduler refuses, a file has its next start stop at once."""
+    place.scheduler.says = JobStatus("queued", "PENDING")
+    place.open().close()
+    assert "was queued, and is not any more: fakecancel --pending fake:7" in place.fairlead("cancel", "gpt")
+    assert not (place.run / "STOP").exists()
+    (place.folder / "refuse").touch()
+    assert "asks its next start to stop before it trains" in place.fairlead("cancel", "gpt")
+    assert (place.run / "STOP").exists()
+
+
+def test_what_has_ended_is_left_alone(place: Place) -> None:
+    place.scheduler.says = JobStatus("ended", "COMPLETED")
+    place.open().close()
+    assert "nothing to cancel" in place.fairlead("cancel", "gpt")
+    assert not (place.run / "STOP").exists()
+
+
+def test_now_without_a_scheduler_is_a_signal_to_its_process(place: Place) -> None:
+    """A process of ours on this machine."""
+    got: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, _: got.append(number))
+    try:
+        with place.open(None):
+            assert f"SIGTERM to process {os.getpid()}" in place.fairlead("cancel", "gpt", "--now")
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert got == [signal.SIGTERM]
+
+
+def test_a_run_of_somebody_else(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Root may write everywhere, so that the refusal is made here."""
+
+    open_ = os.open
+
+    def refused(path: Any, *more: Any, **named: Any) -> int:
+        if Path(path).name == "STOP":
+            raise PermissionError(13, "Permission denied", str(path))
+        return open_(path, *more, **named)
+
+    with place.open(None):
+        monkeypatch.setattr("fairlead_runs.commands.cancel.os.open", refused)
+        text = place.fairlead("cancel", "gpt", code=2)
+        monkeypatch.undo()
+    assert "you may not write into its directory" in text
+    assert "chmod g+w" in text
+
+
+# -- logs
+
+
+def line(second: int, rank: int, text: str) -> str:
+    return f"2026-11-23 10:00:{second:02d},000 [Rank {rank}] INFO: {text}\n"
+
+
+def add(folder: Path, text: str) -> None:
+    with (folder / "rank-00000.log").open("a") as file:
+        file.write(text)
+
+
+@pytest.fixture
+def logs(place: Place) -> Iterator[tuple[Path, RunDirectory]]:
+    with place.open(None) as run:
+        folder = run.path / "logs"
+        folder.mkdir(exist_ok=True)
+        (folder / "rank-00000.log").write_text(line(1, 0, "one") + line(3, 0, "three"))
+        (folder / "rank-00001.log").write_text(line(2, 1, "two") + "  of two lines\n" + line(4, 1, "four"))
+        yield folder, run
+
+
+def test_logs_in_the_order_of_time(place: Place, logs: tuple[Path, RunDirectory]) -> None:
+    """A line without a time, as of a traceback, stays behind the one before it."""
+    text = place.fairlead("logs", "gpt").splitlines()
+    assert [one.rpartition(": ")[2] for one in text] == ["one", "two", "  of two lines", "three", "four"]
+    assert place.fairlead("logs", "gpt", "--tail", "2").splitlines() == text[-2:]
+    assert place.fairlead("logs", "gpt", "--rank", "1").splitlines() == [text[1], text[2], text[4]]
+    assert place.fairlead("logs", "gpt", "--rank", "0-1").splitlines() == text
+    assert "names no ranks" in place.fairlead("logs", "gpt", "--rank", "first", code=2)
+
+
+def test_no_logs(place: Place) -> None:
+    place.open(None).close()
+    assert "no logs in" in place.fairlead("logs", "gpt")
+
+
+def test_following_goes_on_over_a_restart_until_the_run_has_ended(
+    place: Place, logs: tuple[Path, RunDirectory]
+) -> None:
+    """A half line is not shown, nor one twice; a rank that only the next start has is followed, too."""
+    folder, run = logs
+    add(folder, "2026-11-23 10:00:05,000 [Rank 0] INFO: fi")
+
+    def later(*steps: Callable[[], Any]) -> None:
+        for step in steps:
+            time.sleep(0.5 if step is not start_again else 3.0)  # the state is looked at every 2 s
+            step()
+
+    def stop() -> None:
+        run.history.append("stop", reason="time_limit")
+        run.history.append("requeue", by="fake")
+        run.close()
+
+    def start_again() -> None:
+        again.append(place.open("fake:7"))
+        (folder / "rank-00002.log").write_text(line(6, 2, "six"))
+
+    again: list[RunDirectory] = []
+    steps = (
+        lambda: add(folder, "ve\n"),
+        stop,
+        start_again,
+        lambda: again[0].finish(step=100),
+        lambda: again[0].close(),
+    )
+    thread = threading.Thread(target=later, args=steps)
+    thread.start()
+    text = place.fairlead("logs", "gpt", "-f")
+    thread.join(PATIENCE)
+    shown = [one.rpartition(": ")[2] for one in text.splitlines() if "[Rank" in one]
+    assert shown == ["one", "two", "three", "four", "five", "six"]
+    assert "gpt is stopped (time_limit); another start was asked for: waiting for its next start" in text
+    assert "gpt is finished" in text
+
+
+def test_nothing_of_it_imports_torch() -> None:
+    code = "import sys, fairlead_runs.commands.logs, fairlead_runs.commands.cancel, fairlead_runs.commands.status\n"
+    code += "print([m for m in ('torch', 'lightning', 'numpy') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
