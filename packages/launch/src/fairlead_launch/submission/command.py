@@ -31,6 +31,9 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         "repeatable: every combination",
     )
     parser.add_argument("--max-parallel", metavar="N", type=int, help="how many members of a sweep may run at once")
+    parser.add_argument(
+        "--chain", metavar="K", type=int, help="queue K jobs of which one runs at a time (`submit.chain`)"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON document")
 
 
@@ -41,7 +44,7 @@ def run(arguments: argparse.Namespace, session: Session) -> int:
     made = make_plan(
         arguments.job,
         to=arguments.to,
-        overrides=arguments.overrides,
+        overrides=[*arguments.overrides, *([f"submit.chain={arguments.chain}"] if arguments.chain is not None else [])],
         sweep=arguments.sweep,
         max_parallel=arguments.max_parallel,
         environ=session.environ,

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Final
 
 from fairlead.errors import FairleadError
-from fairlead_launch.submission.interface import JobState, Phase, Request, Submitter
+from fairlead_launch.submission.interface import JobState, NotAnsweredError, Phase, Request, Submitter
 from fairlead_launch.submission.manifests import Member, members, object_name, selector, text_of
 from fairlead_launch.submission.pods import PodSubmitterConfig
 from fairlead_runs.programs import Attempt, attempt, find
@@ -51,6 +51,13 @@ class KubectlSubmitter(Submitter):
     def submit(self, request: Request, files: Sequence[Path]) -> str:
         """`kubectl create`; of what is refused in part nothing is left."""
         done = self._run("create", "-f", str(files[0]), "-o", "name")
+        if done.code is None:
+            raise NotAnsweredError(
+                f"kubectl create did not answer within {_PATIENCE_S:g} s: the job may be in the cluster, or not",
+                where=self._place(),
+                why=_said(done),
+                fix=f"see `kubectl get {self.kinds[0]} -l {selector(object_name(request))}` before you submit it again",
+            )
         if done.code != 0:
             if made := done.output.split():
                 self._run("delete", "--wait=false", *made)

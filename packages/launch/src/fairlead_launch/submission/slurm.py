@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
 
 from fairlead.plugin_classes import SubmitterPlugin
 from fairlead_launch.submission.batch import BatchSubmitterConfig
@@ -20,12 +22,21 @@ class SLURMSubmitterConfig(BatchSubmitterConfig):
     requeue: bool | Literal["expedite"] = True
     """Whether SLURM may start the job again. `expedite` is that of Slurm 25.11: a job whose node failed is started
     before all others."""
+    chain: int | None = Field(default=None, ge=2)
+    """Where no job may be requeued: this many jobs are queued, of which one runs at a time, and each goes on where the one
+    before has stopped; see [a chain of jobs](../how-to/preemption.md#a-chain-of-jobs)."""
     exclusive: bool = False
     """Whether the nodes are for this job alone."""
     exclude: str | None = None
     """Nodes to leave out: `n[3-5]`."""
     mail: str | None = None
     """An address that hears of the job's begin, end and failure."""
+
+    @model_validator(mode="after")
+    def _chain_alone(self) -> Self:
+        if self.chain is not None and (self.array or self.dependency):
+            raise ValueError("a chain waits for its own jobs: leave out array and dependency")
+        return self
 
 
 class SLURM(SubmitterPlugin):

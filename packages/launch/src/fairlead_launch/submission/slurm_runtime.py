@@ -8,11 +8,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
-from fairlead.errors import RunFailedError
+from fairlead.errors import ConfigError, RunFailedError
 from fairlead_launch.submission.interface import JobState, NotAnsweredError, Phase, Request, Submitter
 from fairlead_launch.submission.scripts import batch_values, job_file_word, own_options
 from fairlead_launch.submission.slurm import SLURMSubmitterConfig
 from fairlead_launch.submission.templates import Raw, option, render_template, words
+from fairlead_runs.chain import chain_begin, chain_end, chain_name, chain_options
 from fairlead_runs.programs import ask, attempt, find
 
 _TIMEOUT: Final = 60.0  # seconds that sbatch may take: a busy controller lets it wait
@@ -54,6 +55,9 @@ class SLURMSubmitter(Submitter):
     def render(self, request: Request) -> Mapping[str, str]:
         """The batch script."""
         config, cpus = self.config, self._cpus_per_task(request)
+        requeue = config.requeue if config.chain is None else False
+        if config.chain is not None and request.indices:
+            raise ConfigError("a chain has one run, and a sweep has several", where="submit.chain", fix="leave one out")
         own: dict[str, object] = {
             "job-name": request.name,
             "nodes": request.nodes,
@@ -74,7 +78,8 @@ class SLURMSubmitter(Submitter):
             "output": str(self._output(request)),
             "open-mode": "append",
             "signal": f"USR1@{request.warn_s}",
-            **({"requeue": config.requeue} if config.requeue else {"no-requeue": True}),
+            **({"requeue": config.requeue} if requeue else {"no-requeue": True}),
+            **(chain_options(chain_name(request.runs[0])) if config.chain else {}),
             **({"mail-user": config.mail, "mail-type": "BEGIN,END,FAIL,REQUEUE"} if config.mail else {}),
         }
         values = {
@@ -83,24 +88,37 @@ class SLURMSubmitter(Submitter):
             "command": self._command(request),
             "rendezvous": self._by_torchrun(request),
             "cpus_per_task": cpus,
-            "requeue": config.requeue,
+            "requeue": requeue,
+            "chain_begin": Raw(chain_begin(chain_name(request.runs[0]))) if config.chain else None,
+            "chain_end": Raw(chain_end("$CODE")),
         }
         return {"job.sh": render_template("slurm.sh.j2", values, own=config.template, cwd=request.cwd)}
 
     def submit(self, request: Request, files: Sequence[Path]) -> str:
-        """Runs sbatch; returns the number of the job."""
+        """Runs sbatch; returns the number of the job, of a chain those of all its jobs: `7,8,9`."""
         program = find("sbatch", self.environ)
         if program is None:
             raise RunFailedError("the job is not submitted: sbatch is not on the PATH", fix="submit from a login node")
-        done = attempt([program, "--parsable", str(files[0])], _TIMEOUT, self.environ)
+        numbers: list[str] = []
+        while len(numbers) < (self.config.chain or 1):
+            try:
+                numbers.append(self._sbatch(program, files[0]))
+            except RunFailedError:
+                if numbers:
+                    ask(["scancel", *numbers], time.monotonic() + _TIMEOUT, self.environ)  # a part of a chain is none
+                raise
+        return ",".join(numbers)
+
+    def _sbatch(self, program: str, script: Path) -> str:
+        done = attempt([program, "--parsable", str(script)], _TIMEOUT, self.environ)
         if done.code is None:
             raise NotAnsweredError(
                 f"sbatch did not answer within {_TIMEOUT:.0f} s: the job may be queued or not",
-                where=str(files[0]),
+                where=str(script),
                 fix="ask with squeue --me whether the job is there before you submit it again",
             )
         if done.code != 0:
-            raise RunFailedError("the job is not submitted: sbatch refused it", where=str(files[0]), why=done.said)
+            raise RunFailedError("the job is not submitted: sbatch refused it", where=str(script), why=done.said)
         # With --parsable it prints `JOB`, or `JOB;CLUSTER`; a site's own plugin may print lines before it.
         return done.output.strip().splitlines()[-1].partition(";")[0]
 
@@ -124,7 +142,7 @@ class SLURMSubmitter(Submitter):
 
     def cancel(self, job: str) -> None:
         """Runs scancel: the ranks save, and nothing starts them again."""
-        _, problem = ask(["scancel", job], time.monotonic() + _TIMEOUT, self.environ)
+        _, problem = ask(["scancel", *job.split(",")], time.monotonic() + _TIMEOUT, self.environ)
         if problem:
             raise RunFailedError(f"job {job} is not cancelled", why=problem)
 
