@@ -22,13 +22,14 @@ import torch.distributed as dist
 
 from fairlead.errors import ConfigError
 from fairlead_distributed import _environ
-from fairlead_distributed.alarms import to_stderr
+from fairlead_distributed.alarms import to_stderr, trouble_of
 from fairlead_distributed.errors import CollectiveError, CollectiveMismatchError, TensorMismatchError
 from fairlead_runs.mailbox import StoreMailbox
 from fairlead_runs.waiting import ranks_text
 
 _NOTE_S: Final = 10.0  # how long a rank waits for the others before it says for whom
 _REPORT_S: Final = 3.0  # how long the ranks of a mismatch wait for those that have not come to it yet
+_LEAVE_S: Final = 2.0  # how long a rank that leaves tries to say so
 _SHOWN: Final = 16  # kinds of calls in a report
 _SAME, _APART, _LATE = "same", "apart", "late"
 _LEFT: Final = "destroy_process_group"
@@ -93,8 +94,10 @@ def say_left() -> None:
     """This rank leaves the process group: those that wait for it are told."""
     connection = _Connection.of_process_group()
     for name, calls in connection.groups.items() if connection.is_open else ():
-        assert connection.mailbox is not None
-        calls.say(connection.mailbox.under(name), Call(calls.number + 1, _LEFT, "", _site()))
+        if connection.mailbox is not None:
+            call = Call(calls.number + 1, _LEFT, "", _site())
+            # The store may have gone with the rank that hosts it: then nobody is left to be told.
+            trouble_of(_LEAVE_S, calls.say, connection.mailbox.under(name), call)
 
 
 class _Connection:

@@ -52,6 +52,8 @@ class EvenEpochs(L.Callback):
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Leaves the trainer as it was."""
         self._undo()
+        if self._group is not None and dist.is_initialized():
+            dist.destroy_process_group(self._group)
         self._undo, self._group = _nothing, None
 
     def _compare(self, trainer: L.Trainer) -> None:
@@ -75,7 +77,7 @@ class EvenEpochs(L.Callback):
             self._tell(f"{ranks_text(few)} has {fewest} training batches, others up to {most}")
 
     def _begins(self, empty: bool) -> bool:
-        return self._asks and self._any(empty)
+        return self._asks and self._count(empty) > 0
 
     def on_train_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
         """Before the step, since accumulated gradients and schedules go by whether it is the epoch's last one."""
@@ -84,14 +86,16 @@ class EvenEpochs(L.Callback):
         own = compat.is_last_batch(trainer)
         if self._cut and own:
             compat.end_epoch_here(trainer)  # its loader would have more
-        elif self._asks and self._any(own) and not own:
+        if self._asks and (ended := self._count(own)):
             compat.end_epoch_here(trainer)
-            self._tell(f"the data of another rank has ended before that of rank {trainer.global_rank}")
+            if ended < trainer.world_size:
+                self._tell(f"the data of {ended} of {trainer.world_size} ranks has ended before that of the others")
 
-    def _any(self, own: bool) -> bool:
-        flag = torch.tensor([own], dtype=torch.uint8)
-        dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self._group)
-        return bool(flag)
+    def _count(self, own: bool) -> int:
+        """Of how many ranks it is true."""
+        number = torch.tensor(int(own))
+        dist.all_reduce(number, group=self._group)
+        return int(number)
 
     def _tell(self, what: str) -> None:
         if self._told:

@@ -48,8 +48,8 @@ class Replicas(L.Callback):
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
         """A RunFailedError, the same on all ranks, where their weights differ."""
         step = trainer.global_step
-        if self.steps is None or trainer.world_size == 1 or step == self._seen or step % self.steps:
-            return
+        if self.steps is None or trainer.world_size == 1 or step // self.steps == self._seen // self.steps:
+            return  # several optimizers make several steps in a batch
         self._seen = step
         found = first_divergence(pl_module)
         if found is None:
