@@ -63,6 +63,8 @@ def on_ranks(rank: int) -> dict[str, Any]:
     got["buckets"] = [buckets(DistributedDataParallel(model(), bucket_size_mb=size)) for size in (25, 1e-4)]
     got["torch's name"] = buckets(DistributedDataParallel(model(), bucket_cap_mb=1e-4))
 
+    got["order"] = events(DistributedDataParallel(model(), bucket_size_mb=1e-4))
+
     net.zero_grad()
     with no_sync():  # means the wrapped ones
         wrapped(batch(rank, 0)).square().mean().backward()
@@ -73,7 +75,7 @@ def on_ranks(rank: int) -> dict[str, Any]:
     uneven = model()
     joined = DistributedDataParallel(uneven)
     optimizer = torch.optim.SGD(joined.parameters(), lr=0.1)
-    with join(joined):
+    with join(nn.ModuleDict({"as Fabric": joined})):
         for step in range(STEPS[rank]):
             train(joined, optimizer, batch(rank, step))
     got["joined"] = [p.detach() for p in uneven.parameters()]
@@ -86,19 +88,25 @@ def on_ranks(rank: int) -> dict[str, Any]:
 
 
 def buckets(wrapped: nn.Module) -> int:
-    """How many all-reduces a backward pass makes, once DDP knows the order of the gradients."""
-    calls = []
+    """How many all-reduces a backward pass makes."""
+    return events(wrapped).count("sent")
+
+
+def events(wrapped: Any) -> list[str]:
+    """What happens in a backward pass, once DDP knows the order of the gradients."""
+    calls: list[str] = []
 
     def count(state: None, bucket: dist.GradBucket) -> Any:
-        calls.append(bucket.index())
+        calls.append("sent")
         return dist.all_reduce(bucket.buffer(), async_op=True).get_future().then(lambda done: done.value()[0])
 
     count.__annotations__ = {}  # torch takes no text for a class
-    wrapped.register_comm_hook(None, count)  # type: ignore[operator]
+    wrapped.register_comm_hook(None, count)
+    wrapped.module[1].register_full_backward_hook(lambda *_: calls.append("half way"))
     for _ in range(2):
         calls.clear()
         wrapped(batch(0, 0)).sum().backward()
-    return len(calls)
+    return calls
 
 
 def bare(*wrapped: nn.Module) -> None:
@@ -127,6 +135,11 @@ def test_the_bucket_size_changes_the_number_of_all_reduces(found: list[dict[str,
     for got in found:
         assert got["buckets"][0] == 1
         assert got["buckets"][1] == got["torch's name"] > 1
+
+
+def test_gradients_are_sent_while_the_backward_pass_goes_on(found: list[dict[str, Any]]) -> None:
+    for got in found:
+        assert got["order"].index("sent") < got["order"].index("half way")
 
 
 def test_bare_no_sync_means_the_wrapped_models(found: list[dict[str, Any]]) -> None:

@@ -6,10 +6,10 @@ In a run of one process without a group they return what a group of one would; i
 The ranks must call the same operations in the same order with tensors of one shape and dtype: gloo does not notice
 when they do not, and aborts the process, hangs or leaves garbage. So the first 20 calls of each group are **checked**:
 the ranks compare over the store what they are about to call, and where it differs all of them get one error with every
-rank's line of code. A rank that waits for 10 seconds says for whom, and where those were last. A checked call costs
-some tenths of a millisecond on a few ranks, and the store's time for five questions a rank on many. The environment
-variable `FAIRLEAD_CHECK_COLLECTIVES` is `all` to debug a hang, `off`, or a number; `check=` of a call goes before it.
-Both are to be the same on all ranks.
+rank's line of code. A rank that waits for 10 seconds says for whom, and where those were last. A checked call asks
+the store five short questions a rank: less than a millisecond where the machine is free. The environment variable
+`FAIRLEAD_CHECK_COLLECTIVES` is `all` to debug a hang, `off`, or a number; `check=` of a call goes before it. Both are to
+be the same on all ranks.
 """
 
 from __future__ import annotations

@@ -117,7 +117,7 @@ def wrapped_models() -> list[DistributedDataParallel]:
 
 
 @contextmanager
-def join(*models: Joinable, divide_by_initial_world_size: bool = False) -> Iterator[None]:
+def join(*models: Joinable | nn.Module, divide_by_initial_world_size: bool = False) -> Iterator[None]:
     """Ranks may run out of batches inside the block: until the last has none, they take part with zeros.
 
     So no rank waits for ever in a backward pass. All weights are equal at the end, to those of the rank that had the
@@ -125,7 +125,8 @@ def join(*models: Joinable, divide_by_initial_world_size: bool = False) -> Itera
     come to it), and the model is called once a step.
 
     Args:
-        models: What was wrapped in DistributedDataParallel, and other `Joinable`s (`ZeroRedundancyOptimizer`).
+        models: What was wrapped in DistributedDataParallel, or holds such a model, as what `fabric.setup` returns; and
+            other `Joinable`s (`ZeroRedundancyOptimizer`).
         divide_by_initial_world_size: False: a gradient is the mean over the ranks that had a batch, as in one process
             that had these batches. True, torch's default: over all ranks, so that a step of few of them is smaller.
             A communication hook, that of `register_exact_reduction` too, always divides by all.
@@ -142,7 +143,8 @@ def join(*models: Joinable, divide_by_initial_world_size: bool = False) -> Itera
     if not require_initialized("join"):
         yield
         return
-    wrong = next((one for one in models if not isinstance(one, Joinable)), None)
+    parts = [[one] if isinstance(one, Joinable) else list(_joinable(one)) for one in models]
+    wrong = next((one for one, found in zip(models, parts, strict=True) if not found), None)
     if wrong is not None or not models:
         raise ConfigError(
             f"join got {'no model' if wrong is None else f'a {type(wrong).__name__}'}, which cannot be joined",
@@ -150,8 +152,12 @@ def join(*models: Joinable, divide_by_initial_world_size: bool = False) -> Itera
             why="the ranks wait for each other in the backward pass of a wrapped model only",
             fix="model = DistributedDataParallel(model)",
         )
-    with Join(list(models), divide_by_initial_world_size=divide_by_initial_world_size):
+    with Join([part for found in parts for part in found], divide_by_initial_world_size=divide_by_initial_world_size):
         yield
+
+
+def _joinable(model: nn.Module) -> Iterator[Joinable]:
+    return (part for part in model.modules() if isinstance(part, Joinable))
 
 
 def _device(
