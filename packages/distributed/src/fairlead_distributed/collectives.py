@@ -8,8 +8,8 @@ when they do not, and aborts the process, hangs or leaves garbage. So the first 
 the ranks compare over the store what they are about to call, and where it differs all of them get one error with every
 rank's line of code. A rank that waits for 10 seconds says for whom, and where those were last. A checked call asks
 the store five short questions a rank: less than a millisecond where the machine is free. The environment variable
-`FAIRLEAD_CHECK_COLLECTIVES` is `all` to debug a hang, `off`, or a number; `check=` of a call goes before it. Both are to
-be the same on all ranks.
+`FAIRLEAD_CHECK_COLLECTIVES` is `all` to debug a hang, `off`, or a number; `check=` of a call goes before it. Both are
+to be the same on all ranks.
 """
 
 from __future__ import annotations
