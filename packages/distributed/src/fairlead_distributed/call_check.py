@@ -65,7 +65,7 @@ def check_call(
         kind: The function.
         what: What must be the same on all ranks, as text.
         group: The ranks; None: all.
-        check: Whether to; None: as FAIRLEAD_CHECK_COLLECTIVES says. The same on all ranks.
+        check: Whether to; None: with a timeout, and as FAIRLEAD_CHECK_COLLECTIVES says. The same on all ranks.
         timeout: How long to wait for the other ranks; None: as long as the process group waits in a collective.
 
     Raises:
@@ -79,7 +79,8 @@ def check_call(
     connection = _Connection.of_process_group()
     calls = connection.calls(group)
     calls.number += 1
-    if len(calls.ranks) == 1 or not (check if check is not None else calls.number <= calls.most):
+    due = check if check is not None else timeout is not None or calls.number <= calls.most
+    if len(calls.ranks) == 1 or not due:
         return False
     mailbox = connection.mailbox
     if mailbox is None:
@@ -120,7 +121,7 @@ class _Connection:
 
     @property
     def mailbox(self) -> StoreMailbox | None:
-        """The messages of all groups, over a connection of their own; None: the store has but one, as a file has."""
+        """The messages of all groups, over a connection of their own; None: the store has but one."""
         if not self.is_open:
             self.is_open = True
             with suppress(ConfigError):

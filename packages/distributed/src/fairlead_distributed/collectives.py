@@ -259,7 +259,6 @@ def barrier(
     """
     if not require_initialized("barrier"):
         return
-    check = True if check is None and timeout is not None and dist.get_world_size() > 1 else check
     check_call("barrier", "", group, check=check, timeout=timeout)
     try:
         if dist.get_backend(group) == "gloo":
