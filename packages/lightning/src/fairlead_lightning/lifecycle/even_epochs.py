@@ -8,7 +8,6 @@ from typing import Any
 import lightning.pytorch as L
 import torch
 import torch.distributed as dist
-from lightning.fabric.utilities.rank_zero import rank_zero_only
 
 from fairlead.errors import ConfigError
 from fairlead.findings import Finding
@@ -27,7 +26,7 @@ class EvenEpochs(L.Callback):
     """
 
     def __init__(self, say: Callable[[str], None] | None = None) -> None:
-        self._say = say or _say
+        self._say = say or print
         self._session: RunSession | None = None
         self._asks = self._cut = False
         self._group: dist.ProcessGroup | None = None
@@ -74,7 +73,7 @@ class EvenEpochs(L.Callback):
             fewest, most, self._cut = min(known), max(known), True
             compat.limit_epoch(trainer, fewest)
             few = [rank for rank, batches in enumerate(known) if batches == fewest]
-            self._tell(f"{ranks_text(few)} has {fewest} training batches, others up to {most}")
+            self._tell(trainer, f"{ranks_text(few)} has {fewest} training batches, others up to {most}")
 
     def _begins(self, empty: bool) -> bool:
         return self._asks and self._count(empty) > 0
@@ -89,7 +88,9 @@ class EvenEpochs(L.Callback):
         if self._asks and (ended := self._count(own)):
             compat.end_epoch_here(trainer)
             if ended < trainer.world_size:
-                self._tell(f"the data of {ended} of {trainer.world_size} ranks has ended before that of the others")
+                self._tell(
+                    trainer, f"the data of {ended} of {trainer.world_size} ranks has ended before that of the others"
+                )
 
     def _count(self, own: bool) -> int:
         """Of how many ranks it is true."""
@@ -97,7 +98,7 @@ class EvenEpochs(L.Callback):
         dist.all_reduce(number, group=self._group)
         return int(number)
 
-    def _tell(self, what: str) -> None:
+    def _tell(self, trainer: L.Trainer, what: str) -> None:
         if self._told:
             return
         self._told = True
@@ -110,13 +111,9 @@ class EvenEpochs(L.Callback):
         )
         if self._session is not None:
             self._session.event(finding.code, what=finding.what)
-        self._say(str(finding))
+        if trainer.is_global_zero:
+            self._say(str(finding))
 
 
 def _nothing() -> None:
     """There is nothing to undo."""
-
-
-@rank_zero_only
-def _say(text: str) -> None:
-    print(text, flush=True)
