@@ -15,9 +15,13 @@ from fairlead_distributed import (
     ReduceOp,
     TensorMismatchError,
     all_gather,
+    all_gather_object,
     all_reduce,
+    all_to_all,
     barrier,
     broadcast,
+    broadcast_object,
+    gather_object,
     reduce_scatter,
 )
 from fairlead_distributed.testing import run_ranks
@@ -42,6 +46,15 @@ def every_operation(rank: int) -> dict[str, Any]:
     got["chunks"] = {op.name: reduce_scatter(own, op) for op in ReduceOp}
     got["unchanged"] = torch.equal(own, before)
     got["grad"] = all_reduce(torch.ones(2, requires_grad=True)).requires_grad
+    got["by name"] = all_reduce(own, "mean")
+    got["uneven"] = all_gather(torch.full((rank * 2, 3), float(rank)))
+    got["same shape"] = all_gather(own, same_shape=True)
+    # Tensors of other shapes and dtypes for each pair of ranks, an empty one among them.
+    swapped = all_to_all([torch.full((rank, to + 1), 10 * rank + to, dtype=DTYPES[to]) for to in range(WORLD)])
+    expected = [torch.full((sender, rank + 1), 10 * sender + rank, dtype=DTYPES[rank]) for sender in range(WORLD)]
+    got["swapped"] = [(a.shape, a.dtype, bits(a).tolist()) == (b.shape, b.dtype, bits(b).tolist())
+                      for a, b in zip(swapped, expected, strict=True)]  # fmt: skip
+    got["objects"] = (all_gather_object({"rank": rank}), broadcast_object([rank], src=2), gather_object(rank, dst=1))
     got["empty"] = [tuple(t.shape) for t in all_gather(torch.empty(0, 3))]
     got["exact"] = [torch.equal(bits(one), bits(of_dtype(r, d))) for d in DTYPES for r, one in
                     enumerate(all_gather(of_dtype(rank, d)))]  # fmt: skip
@@ -79,6 +92,11 @@ def test_operations_equal_a_single_process_reference() -> None:
         assert len(got["gathered"]) == WORLD
         assert all(torch.equal(one, values(r)) for r, one in enumerate(got["gathered"]))
         assert torch.equal(got["broadcast"], values(2))
+        assert torch.equal(got["by name"], got["AVERAGE"])
+        assert [one.tolist() for one in got["uneven"]] == [[[r] * 3] * (2 * r) for r in range(WORLD)]
+        assert all(torch.equal(a, b) for a, b in zip(got["same shape"], got["gathered"], strict=True))
+        assert all(got["swapped"])
+        assert got["objects"] == ([{"rank": r} for r in range(WORLD)], [2], [[0, 1, 2], None][rank != 1])
         assert got["unchanged"] is True
         assert got["grad"] is False
         assert got["empty"] == [(0, 3)] * WORLD
@@ -90,8 +108,9 @@ def test_operations_equal_a_single_process_reference() -> None:
 def mistakes(rank: int) -> dict[str, str]:
     got = {}
     calls: dict[str, Callable[[], object]] = {
-        "shape": lambda: all_gather(torch.zeros(2 + (rank == 1))),
+        "shape": lambda: all_gather(torch.zeros(2 + (rank == 1)), same_shape=True, check=True),
         "dims": lambda: all_gather(torch.zeros((2,) * (1 + (rank == 2)))),
+        "dims unchecked": lambda: all_gather(torch.zeros((2,) * (1 + (rank == 2))), check=False),
         "dtype": lambda: all_reduce(torch.zeros(4, dtype=torch.float64 if rank == 2 else torch.float32), check=True),
         "broadcast": lambda: broadcast(torch.zeros(4 - rank), check=True),
         "scatter": lambda: reduce_scatter(torch.zeros(3 * (rank + 1)), check=True),
@@ -99,6 +118,10 @@ def mistakes(rank: int) -> dict[str, str]:
         "no dimension": lambda: reduce_scatter(torch.tensor(1.0)),
         "average": lambda: all_reduce(torch.tensor([1, 2]), ReduceOp.AVERAGE),
         "order": lambda: all_reduce(torch.zeros(2, dtype=torch.complex64), ReduceOp.MAX),
+        "op": lambda: all_reduce(torch.zeros(2), "min" if rank == 1 else "max"),
+        "number": lambda: all_reduce(3.0),  # type: ignore[arg-type]  # what a person may try
+        "device": lambda: broadcast(torch.zeros(2, device="meta")),
+        "too few": lambda: all_to_all([torch.zeros(2)]),
     }
     for name, call in calls.items():
         try:
@@ -117,11 +140,17 @@ def mistakes(rank: int) -> dict[str, str]:
 def test_mistakes_are_errors_on_all_ranks_and_not_hangs() -> None:
     """Indivisible sizes are rejected with the numbers. Mismatches name rank and shape."""
     for got in run_ranks(mistakes, WORLD):
-        assert "rank 1: torch.float32 (3,), but rank 0: torch.float32 (2,)" in got["shape"]
-        assert "rank 2: torch.float32 (2, 2), but rank 0: torch.float32 (2,)" in got["dims"]
-        assert "rank 2: torch.float64 (4,), but rank 0: torch.float32 (4,)" in got["dtype"]
-        assert "rank 1: torch.float32 (3,)" in got["broadcast"]
-        assert "rank 1: torch.float32 (6,)" in got["scatter"]
+        assert "ranks 0, 2: all_gather torch.float32 (2,) at " in got["shape"]
+        assert "rank 1: all_gather torch.float32 (3,) at " in got["shape"]
+        assert "rank 2: all_gather torch.float32 with 2 dimensions" in got["dims"]
+        assert "rank 2: torch.float32 (2, 2), but rank 0: torch.float32 (2,)" in got["dims unchecked"]
+        assert "rank 2: all_reduce SUM of torch.float64 (4,)" in got["dtype"]
+        assert "rank 1: broadcast torch.float32 (3,) from rank 0" in got["broadcast"]
+        assert "rank 1: reduce_scatter SUM of torch.float32 (6,)" in got["scatter"]
+        assert "rank 1: all_reduce MIN of" in got["op"]
+        assert "not a float" in got["number"]
+        assert "on meta, and the group sends from cpu" in got["device"]
+        assert "one tensor to each of 3 ranks" in got["too few"]
         assert "length 7 in dimension 0 into 3 equal parts" in got["indivisible"]
         assert "no dimension" in got["no dimension"]
         assert "average of torch.int64" in got["average"]
@@ -150,7 +179,7 @@ def test_no_rank_passes_the_barrier_before_the_last_arrives() -> None:
     """A rank that does not come is named, too."""
     got = run_ranks(barriers, 2)
     assert min(passed for _, passed, _ in got) >= max(arrived for arrived, _, _ in got)
-    assert "Ranks 1 failed" in got[0][2]
+    assert "rank 1 did not come to barrier in time" in got[0][2]
 
 
 def subgroup(rank: int) -> list[float]:
@@ -176,6 +205,10 @@ def test_one_process_without_a_group(monkeypatch: pytest.MonkeyPatch) -> None:
         assert torch.equal(reduce_scatter(own, op), own)
     assert torch.equal(all_gather(own)[0], own)
     assert torch.equal(broadcast(own), own)
+    assert torch.equal(all_to_all([own])[0], own)
+    assert (all_gather_object("a"), broadcast_object("a"), gather_object("a")) == (["a"], "a", ["a"])
+    with pytest.raises(CollectiveError, match="no rank 1"):
+        broadcast_object("a", src=1)
     assert all_reduce(own).data_ptr() != own.data_ptr()
     barrier()
 
@@ -184,7 +217,8 @@ def test_one_of_several_processes_without_a_group_is_an_error(monkeypatch: pytes
     """Use before init. A sum over all ranks must not silently be the sum over one."""
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    for call in (all_reduce, all_gather, broadcast, reduce_scatter):
+    calls: list[Callable[..., object]] = [all_reduce, all_gather, broadcast, reduce_scatter, all_gather_object]
+    for call in calls:
         with pytest.raises(NotInitializedError, match="before the process group exists") as caught:
             call(torch.ones(2))
         assert "rank 1 of 2" in str(caught.value)

@@ -50,7 +50,7 @@ def watch(**more):
 
 
 def meet():
-    return all_reduce(torch.ones(1))
+    return all_reduce(torch.ones(1), check=False)  # stands in the collective itself
 
 
 def never_comes():

@@ -29,7 +29,7 @@ from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from tiny_job import Data, Line, loader, plain
 from torch import Tensor
 from torch.multiprocessing import ProcessExitedException
-from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, SubsetRandomSampler
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, RandomSampler, SubsetRandomSampler
 from torchmetrics import CatMetric, MeanMetric
 
 from fairlead_lightning import compat
@@ -544,6 +544,56 @@ def test_the_number_of_batches_that_are_done_can_be_set() -> None:
     model = Line()
     plain(max_epochs=1, callbacks=[Skips()]).fit(model, datamodule=Data())
     assert len(model.seen) == 3
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_epoch_can_end_before_its_data(stream: bool) -> None:
+    """The last batch is known as such before its step: gradients that wait are used, and the validation comes.
+
+    If it breaks: ranks with different numbers of batches wait for each other until the time-out. Find what
+    `_num_ready_batches_reached` and `_should_check_val_fx` ask, and what `setup_data` and `on_run_start` do now.
+    """
+    seen: list[Any] = []
+
+    class Cuts(L.Callback):
+        def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+            self.undo = compat.watch_epochs(trainer, lambda: self.made(trainer), self.begins)
+
+        def made(self, trainer: L.Trainer) -> None:
+            seen.append(compat.batches_of_epoch(trainer))
+            if not stream:
+                compat.limit_epoch(trainer, 5)
+
+        def begins(self, empty: bool) -> bool:
+            seen.append(empty)
+            return False
+
+        def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
+            last = compat.is_last_batch(trainer)
+            if stream and trainer.fit_loop.epoch_loop.batch_idx == 4:
+                compat.end_epoch_here(trainer)
+            seen.append(last)
+
+        def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+            self.undo()
+
+    class Validates(Line):
+        def on_validation_start(self) -> None:
+            seen.append(f"validation at {self.global_step}")
+
+    class Stream(IterableDataset[Any]):
+        def __iter__(self) -> Any:
+            data = Data().train_dataloader().dataset
+            return (data[index] for index in range(32))
+
+    model = Validates()
+    trainer = plain(max_epochs=1, accumulate_grad_batches=2, callbacks=[Cuts()], val_check_interval=1.0)
+    batches: Any = DataLoader(Stream(), batch_size=4) if stream else loader()
+    trainer.fit(model, batches, loader())
+    assert seen == [None if stream else 8, False, False, False, False, False, not stream, "validation at 3"]
+    assert trainer.global_step == 3
+    assert "setup_data" not in vars(trainer.fit_loop)
+    assert "on_run_start" not in vars(trainer.fit_loop.epoch_loop)
 
 
 def test_the_loaders_of_a_validation_are_those_of_an_epoch() -> None:

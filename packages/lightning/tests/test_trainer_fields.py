@@ -196,6 +196,10 @@ EXPECTED: dict[str, list[tuple[dict[str, Any], Check]]] = {
         ({"max_non_finite": 3}, has("parts.finite.most", 3)),
         ({"max_non_finite": None}, has("parts.finite.most", None)),
     ],
+    "check_divergence_every_n_steps": [
+        ({"check_divergence_every_n_steps": 5}, has("parts.replicas.steps", 5)),
+        ({"check_divergence_every_n_steps": None}, has("parts.replicas.steps", None)),
+    ],
     "threads": [({"threads": 1}, computes_with(1)), ({"threads": 3}, computes_with(3))],
     "auto_determine_num_nodes": [({"auto_determine_num_nodes": False}, has("num_nodes", 1))],
     "max_epochs": [({"max_epochs": 7}, has("max_epochs", 7)), ({"max_epochs": -1}, has("max_epochs", -1))],

@@ -52,6 +52,7 @@ CODES: Final[dict[str, str]] = {
     "settings-changed": "A run goes on from a checkpoint that was made with other settings.",
     "signal-handler-replaced": "Something took over a signal after the handlers for stops were installed.",
     "signals-unheard": "The training is not in the main thread, and nobody has handed it installed handlers.",
+    "uneven-inputs": "Some ranks have more training batches than others; all end an epoch with the shortest.",
     "unknown-field": "A setting that does not exist.",
     "unknown-tag": "A plugin name that no installed or known plugin has.",
     "wrong-type": "A value of the wrong type.",

@@ -5,13 +5,23 @@
 
 from fairlead_distributed._sampling import derive_seed
 from fairlead_distributed.alarms import Alarm
-from fairlead_distributed.collectives import ReduceOp, all_gather, all_reduce, barrier, broadcast, reduce_scatter
+from fairlead_distributed.collectives import (
+    ReduceOp,
+    all_gather,
+    all_reduce,
+    all_to_all,
+    barrier,
+    broadcast,
+    reduce_scatter,
+)
+from fairlead_distributed.data_parallel import DistributedDataParallel, join
 from fairlead_distributed.divergence import Divergence, first_divergence
 from fairlead_distributed.errors import (
     AddressNotFoundError,
     AddressUnreachableError,
     AlreadyInitializedError,
     CollectiveError,
+    CollectiveMismatchError,
     NonFiniteGradientError,
     NotInitializedError,
     PreflightError,
@@ -31,6 +41,7 @@ from fairlead_distributed.info import (
     is_initialized,
     startup_lines,
 )
+from fairlead_distributed.object_collectives import all_gather_object, broadcast_object, gather_object
 from fairlead_distributed.process_group import (
     destroy_process_group,
     group_store,
@@ -41,6 +52,7 @@ from fairlead_distributed.process_group import (
 )
 from fairlead_distributed.rng import isolated_rng, rng_state, set_rng_state
 from fairlead_distributed.sampler import ResumableDistributedSampler
+from fairlead_distributed.sampler import ResumableDistributedSampler as DistributedSampler
 from fairlead_distributed.seeding import (
     SampleIndex,
     SampleRNG,
@@ -65,7 +77,10 @@ __all__ = [
     "Alarm",
     "AlreadyInitializedError",
     "CollectiveError",
+    "CollectiveMismatchError",
+    "DistributedDataParallel",
     "DistributedInfo",
+    "DistributedSampler",
     "Divergence",
     "EvaluationSampler",
     "NonFiniteGradientError",
@@ -83,10 +98,13 @@ __all__ = [
     "SeededSamples",
     "TensorMismatchError",
     "all_gather",
+    "all_gather_object",
     "all_reduce",
+    "all_to_all",
     "barrier",
     "bind_listener",
     "broadcast",
+    "broadcast_object",
     "choose_port",
     "clip_grad_norm",
     "derive_seed",
@@ -96,6 +114,7 @@ __all__ = [
     "first_divergence",
     "flight_recorder_variables",
     "free_port",
+    "gather_object",
     "get_distributed_info",
     "get_local_rank",
     "get_rank",
@@ -105,6 +124,7 @@ __all__ = [
     "init_process_group",
     "is_initialized",
     "isolated_rng",
+    "join",
     "no_sync",
     "process_group",
     "rank_device",

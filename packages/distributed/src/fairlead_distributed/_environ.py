@@ -5,9 +5,10 @@ SLURM's are read here too, so that a script with torch alone gets its rank under
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping
-from typing import Literal
+from typing import Final, Literal
 
 from fairlead.errors import ConfigError
 
@@ -97,3 +98,21 @@ def local_rank(environ: Mapping[str, str]) -> int | None:
 def restart_count(environ: Mapping[str, str]) -> int:
     """How often torchrun has restarted the workers; 0 without torchrun."""
     return integer(environ, "TORCHELASTIC_RESTART_COUNT") or 0
+
+
+CHECK_COLLECTIVES: Final = "FAIRLEAD_CHECK_COLLECTIVES"
+_CHECKED_CALLS: Final = 20
+
+
+def checked_calls(environ: Mapping[str, str]) -> float:
+    """How many calls of each group are checked: FAIRLEAD_CHECK_COLLECTIVES=all, off, or a number; 20 by default."""
+    text = environ.get(CHECK_COLLECTIVES, "").strip().lower()
+    if text in ("", "all", "off"):
+        return {"": _CHECKED_CALLS, "all": math.inf, "off": 0}[text]
+    if not (text.isascii() and text.isdigit()):
+        raise ConfigError(
+            f"{CHECK_COLLECTIVES} is {text!r}",
+            where=f"environment, {CHECK_COLLECTIVES}",
+            fix="set it to all, to off, or to the number of calls of each group that are to be checked",
+        )
+    return int(text)

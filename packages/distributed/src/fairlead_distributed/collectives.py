@@ -4,25 +4,35 @@ In a run of one process without a group they return what a group of one would; i
 `NotInitializedError` before `init_process_group`, since a sum over all ranks must never be silently the sum over one.
 
 The ranks must call the same operations in the same order with tensors of one shape and dtype: gloo does not notice
-when they do not, and aborts the process or leaves garbage. `check=True` compares first and names the rank. It doubles
-the time of a small all-reduce, and on a GPU waits for the device, so it is off for the operations of a training step.
+when they do not, and aborts the process, hangs or leaves garbage. So the first 20 calls of each group are **checked**:
+the ranks compare over the store what they are about to call, and where it differs all of them get one error with every
+rank's line of code. A rank that waits for 10 seconds says for whom, and where those were last. A checked call asks
+the store five short questions a rank: less than a millisecond where the machine is free. The environment variable
+`FAIRLEAD_CHECK_COLLECTIVES` is `all` to debug a hang, `off`, or a number; `check=` of a call goes before it. Both are
+to be the same on all ranks.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from datetime import timedelta
 from enum import Enum
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fairlead.errors import ConfigError, did_you_mean
+from fairlead_distributed.call_check import check_call
 from fairlead_distributed.errors import CollectiveError, TensorMismatchError
 from fairlead_distributed.info import require_initialized
+from fairlead_distributed.tensor_bytes import bytes_of, from_header, header_of, shapes_over_ranks, tensor_of, text_of
 
 
 class ReduceOp(Enum):
-    """How the ranks' values become one, element by element."""
+    """How the ranks' values become one, element by element. Where one is taken, its name will do: `"mean"`, `"sum"`."""
 
     SUM = "sum"
     PRODUCT = "product"
@@ -30,120 +40,148 @@ class ReduceOp(Enum):
     MAX = "max"
     AVERAGE = "average"
 
-
-# Every dtype of torch in an order that is the same on all ranks: the number of a dtype in a header.
-_DTYPES = sorted({str(value) for value in vars(torch).values() if isinstance(value, torch.dtype)})
-_HEADER_DIMS = 14
+    @classmethod
+    def _missing_(cls, value: object) -> Self:
+        name = str(value).rpartition(".")[2].lower()  # torch's own ones too
+        name = {"mean": "average", "avg": "average", "prod": "product"}.get(name, name)
+        for one in cls:
+            if one.value == name:
+                return one
+        near = did_you_mean(name, [*(one.value for one in cls), "mean"])
+        raise ConfigError(
+            f"there is no reduction {value!r}",
+            where="op",
+            fix=f"did you mean {near!r}?" if near else f"use one of {', '.join(one.value for one in cls)}",
+        )
 
 
 def all_reduce(
     tensor: Tensor,
-    op: ReduceOp = ReduceOp.SUM,
+    op: ReduceOp | str = ReduceOp.SUM,
     *,
     group: dist.ProcessGroup | None = None,
-    check: bool = False,
+    check: bool | None = None,
 ) -> Tensor:
     """The element-wise sum (product, ...) of all ranks' tensors, the same on every rank.
 
     Args:
         tensor: Of any shape, the same on all ranks.
         op: How to combine; AVERAGE needs a floating-point or complex dtype.
-        check: Compare shapes and dtypes first, at the cost of one more small collective.
+        group: The ranks; None: all.
+        check: Whether the ranks compare first what they are about to call; None: see above.
 
     Raises:
-        TensorMismatchError: `op` does not fit the dtype, or with `check` the ranks' tensors differ.
+        TensorMismatchError: `op` does not fit the dtype, the group cannot send from this device, or, where it is
+            checked, the ranks' tensors or ops differ.
+        CollectiveMismatchError: Where it is checked, the ranks call different collectives.
 
     Example:
-        >>> all_reduce(torch.tensor([1.0, 2.0]), ReduceOp.AVERAGE)
+        >>> all_reduce(torch.tensor([1.0, 2.0]), "mean")
         tensor([1., 2.])
     """
+    op = ReduceOp(op)
+    result = _own("all_reduce", tensor, group)
     _check_op(tensor, op)
-    result = _copy(tensor)
     if require_initialized("all_reduce"):
-        if check:
-            _check_same(tensor, "all_reduce", group)
+        check_call("all_reduce", f"{op.name} of {text_of(tensor)}", group, check=check)
         dist.all_reduce(result, op=_torch_op(op), group=group)
         if op is ReduceOp.AVERAGE:
             result /= dist.get_world_size(group)
     return result
 
 
-def all_gather(tensor: Tensor, *, group: dist.ProcessGroup | None = None, check: bool = True) -> list[Tensor]:
+def all_gather(
+    tensor: Tensor,
+    *,
+    group: dist.ProcessGroup | None = None,
+    check: bool | None = None,
+    same_shape: bool = False,
+) -> list[Tensor]:
     """Every rank's tensor, bit for bit, as a list in the order of the ranks.
 
     Args:
-        tensor: Of any dtype and shape, the same on all ranks.
-        check: Compare shapes and dtypes first, at the cost of one more small collective.
+        tensor: Of any dtype and any number of dimensions, both the same on all ranks; the lengths may differ.
+        group: The ranks; None: all.
+        check: Whether the ranks compare first what they are about to call; None: see above.
+        same_shape: A promise that the shapes are the same, which saves the small collective that asks for them.
 
     Raises:
-        TensorMismatchError: The ranks' tensors differ in shape or dtype; names each rank's.
+        TensorMismatchError: The ranks' tensors differ in dtype or in the number of dimensions; names each rank's.
+        CollectiveMismatchError: Where it is checked, the ranks call different collectives.
 
     Example:
         >>> all_gather(torch.tensor([1, 2]))
         [tensor([1, 2])]
     """
-    own = _copy(tensor)
+    own = _own("all_gather", tensor, group)
     if not require_initialized("all_gather"):
         return [own]
-    if check:
-        _check_same(tensor, "all_gather", group)
-    gathered = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
-    if own.numel():
-        dist.all_gather([_bytes(one) for one in gathered], _bytes(own), group=group)
-    return gathered
+    what = text_of(tensor) if same_shape else f"{tensor.dtype} with {tensor.dim()} dimensions"
+    check_call("all_gather", what, group, check=check)
+    shapes = [own.shape] * dist.get_world_size(group) if same_shape else shapes_over_ranks(own, "all_gather", group)
+    most = max(math.prod(shape) for shape in shapes) * own.element_size()
+    if not most:
+        return [own.new_empty(shape) for shape in shapes]
+    sent = own.new_zeros(most, dtype=torch.uint8)
+    sent[: own.numel() * own.element_size()] = bytes_of(own)
+    gathered = [torch.empty_like(sent) for _ in shapes]
+    dist.all_gather(gathered, sent, group=group)
+    return [tensor_of(one, own.dtype, shape) for one, shape in zip(gathered, shapes, strict=True)]
 
 
-def broadcast(tensor: Tensor, src: int = 0, *, group: dist.ProcessGroup | None = None, check: bool = False) -> Tensor:
+def broadcast(
+    tensor: Tensor, src: int = 0, *, group: dist.ProcessGroup | None = None, check: bool | None = None
+) -> Tensor:
     """The tensor of rank `src`, bit for bit, on every rank.
 
     Args:
         tensor: On `src` the values, on the others any tensor of that shape and dtype.
         src: The sender's rank among all ranks (also when `group` is a part of them).
-        check: Compare shapes and dtypes first, at the cost of one more small collective.
+        group: The ranks; None: all.
+        check: Whether the ranks compare first what they are about to call; None: see above.
 
     Raises:
         CollectiveError: There is no rank `src`.
-        TensorMismatchError: With `check`, the ranks' tensors differ in shape or dtype.
+        TensorMismatchError: Where it is checked, the ranks' tensors or their `src` differ.
+        CollectiveMismatchError: Where it is checked, the ranks call different collectives.
     """
-    result = _copy(tensor)
-    initialized = require_initialized("broadcast")
-    ranks = dist.get_process_group_ranks(group) if initialized else [0]
-    if src not in ranks:
-        raise CollectiveError(
-            f"there is no rank {src} to broadcast from", where="broadcast(src=)", why=f"the group's ranks are {ranks}"
-        )
-    if initialized:
-        if check:
-            _check_same(tensor, "broadcast", group)
+    result = _own("broadcast", tensor, group)
+    if check_rank("broadcast", src, group):
+        check_call("broadcast", f"{text_of(tensor)} from rank {src}", group, check=check)
         if result.numel():
-            dist.broadcast(_bytes(result), src=src, group=group)
+            dist.broadcast(bytes_of(result), src=src, group=group)
     return result
 
 
 def reduce_scatter(
     tensor: Tensor,
-    op: ReduceOp = ReduceOp.SUM,
+    op: ReduceOp | str = ReduceOp.SUM,
     *,
     group: dist.ProcessGroup | None = None,
-    check: bool = False,
+    check: bool | None = None,
 ) -> Tensor:
     """This rank's chunk of what `all_reduce` would give: chunk `rank` of `world_size` along dimension 0.
 
     Args:
         tensor: Shape `(n, ...)`, the same on all ranks; n must be divisible by the number of ranks.
         op: How to combine; AVERAGE needs a floating-point or complex dtype.
-        check: Compare shapes and dtypes first, at the cost of one more small collective.
+        group: The ranks; None: all.
+        check: Whether the ranks compare first what they are about to call; None: see above.
 
     Returns:
         A tensor of shape `(n / world_size, ...)`.
 
     Raises:
-        TensorMismatchError: n is not divisible, `op` does not fit the dtype, or with `check` the tensors differ.
+        TensorMismatchError: n is not divisible, `op` does not fit the dtype, or, where it is checked, the ranks'
+            tensors or ops differ.
+        CollectiveMismatchError: Where it is checked, the ranks call different collectives.
     """
+    op = ReduceOp(op)
+    own = _own("reduce_scatter", tensor, group)
     _check_op(tensor, op)
     initialized = require_initialized("reduce_scatter")
-    if initialized and check:  # first, so that all ranks get the same error
-        _check_same(tensor, "reduce_scatter", group)
+    if initialized:  # first, so that all ranks get the same error
+        check_call("reduce_scatter", f"{op.name} of {text_of(tensor)}", group, check=check)
     parts = dist.get_world_size(group) if initialized else 1
     if tensor.dim() == 0 or tensor.shape[0] % parts:
         length = "no dimension" if tensor.dim() == 0 else f"length {tensor.shape[0]} in dimension 0"
@@ -152,7 +190,6 @@ def reduce_scatter(
             where=f"shape {tuple(tensor.shape)}",
             fix=f"pad dimension 0 to a multiple of {parts}, or use all_reduce",
         )
-    own = _copy(tensor)
     if not initialized:
         return own
     result = own.new_empty((own.shape[0] // parts, *own.shape[1:]))
@@ -162,17 +199,67 @@ def reduce_scatter(
     return result
 
 
-def barrier(timeout: timedelta | None = None, *, group: dist.ProcessGroup | None = None) -> None:
+def all_to_all(
+    tensors: Sequence[Tensor], *, group: dist.ProcessGroup | None = None, check: bool | None = None
+) -> list[Tensor]:
+    """What each rank has for this one, bit for bit, in the order of the ranks: rank r gets `tensors[r]` of all.
+
+    Args:
+        tensors: One for each rank, on one device, of any shapes (of at most 14 dimensions) and dtypes.
+        group: The ranks; None: all.
+        check: Whether the ranks compare first what they are about to call; None: see above.
+
+    Raises:
+        TensorMismatchError: There is not one tensor for each rank, or they are on several devices.
+        CollectiveMismatchError: Where it is checked, the ranks call different collectives.
+
+    Example:
+        >>> all_to_all([torch.tensor([1, 2])])
+        [tensor([1, 2])]
+    """
+    own = [_own("all_to_all", one, group) for one in tensors]
+    initialized = require_initialized("all_to_all")
+    ranks = dist.get_world_size(group) if initialized else 1
+    if len(own) != ranks or len({one.device for one in own}) != 1:
+        raise TensorMismatchError(
+            f"all_to_all got {len(own)} tensors on {len({one.device for one in own})} devices",
+            where="all_to_all(tensors=)",
+            why=f"it sends one tensor to each of {ranks} ranks",
+            fix="give a list with one tensor for each rank, all on this rank's device",
+        )
+    if not initialized:
+        return own
+    check_call("all_to_all", "", group, check=check)
+    headers = torch.stack([header_of(one) for one in own])
+    received = torch.empty_like(headers)
+    dist.all_to_all_single(received, headers, group=group)
+    kinds = [from_header(row) for row in received.tolist()]
+    sizes = [math.prod(shape) * dtype.itemsize for dtype, shape in kinds]
+    sent = torch.cat([bytes_of(one) for one in own])
+    got = sent.new_empty(sum(sizes))
+    dist.all_to_all_single(got, sent, sizes, [one.numel() * one.element_size() for one in own], group=group)
+    parts = zip(torch.split(got, sizes), kinds, strict=True)
+    return [tensor_of(part.clone(), dtype, shape) for part, (dtype, shape) in parts]
+
+
+def barrier(
+    timeout: timedelta | None = None, *, group: dist.ProcessGroup | None = None, check: bool | None = None
+) -> None:
     """Waits until every rank has called it; on CUDA also until the work queued before it is done.
 
     Args:
-        timeout: How long to wait; None is the group's own timeout. After an expiry the group cannot be used further.
+        timeout: How long to wait; None is the group's own timeout. With one it is checked, unless `check` says no.
+        group: The ranks; None: all.
+        check: Whether the ranks compare first what they are about to call; None: see above.
 
     Raises:
-        CollectiveError: A rank did not come in time; on gloo, rank 0 of the group names it.
+        CollectiveError: A rank did not come in time. Where it is checked, `missing` names it on all ranks, with where
+            it was last, and the group can be used further; else on gloo, rank 0 of the group names it.
+        CollectiveMismatchError: Where it is checked, the ranks call different collectives.
     """
     if not require_initialized("barrier"):
         return
+    check_call("barrier", "", group, check=check, timeout=timeout)
     try:
         if dist.get_backend(group) == "gloo":
             dist.monitored_barrier(group, timeout=timeout, wait_all_ranks=True)
@@ -191,13 +278,35 @@ def barrier(timeout: timedelta | None = None, *, group: dist.ProcessGroup | None
         torch.cuda.synchronize()
 
 
-def _copy(tensor: Tensor) -> Tensor:
+def check_rank(operation: str, rank: int, group: dist.ProcessGroup | None) -> bool:
+    """Whether there is a process group; a CollectiveError where it has no such rank."""
+    initialized = require_initialized(operation)
+    ranks = dist.get_process_group_ranks(group) if initialized else [0]
+    if rank not in ranks:
+        raise CollectiveError(
+            f"there is no rank {rank} for {operation}", where=f"{operation}()", why=f"the group's ranks are {ranks}"
+        )
+    return initialized
+
+
+def _own(operation: str, tensor: Any, group: dist.ProcessGroup | None) -> Tensor:
+    """A contiguous copy, where it is a tensor that the group can send."""
+    if not isinstance(tensor, Tensor):
+        raise TensorMismatchError(
+            f"{operation} takes a tensor, not a {type(tensor).__name__}",
+            where=f"{operation}()",
+            fix="torch.tensor(value) makes one of a number; the functions for objects end in _object",
+        )
+    if dist.is_initialized():
+        pairs = dict(pair.split(":", 1) for pair in dist.get_backend_config(group).split(","))
+        if tensor.device.type not in pairs:
+            raise TensorMismatchError(
+                f"{operation} got a tensor on {tensor.device}, and the group sends from {', '.join(pairs)} only",
+                where=f"rank {dist.get_rank()}: {text_of(tensor)}",
+                why=f"its backend is {', '.join(sorted(set(pairs.values())))}",
+                fix="move it to this rank's device: tensor.to(rank_device())",
+            )
     return tensor.detach().clone(memory_format=torch.contiguous_format)
-
-
-def _bytes(tensor: Tensor) -> Tensor:
-    """The tensor's memory: no backend knows every dtype (float8, bool), each can move bytes."""
-    return tensor.view(-1).view(torch.uint8)
 
 
 def _torch_op(op: ReduceOp) -> dist.ReduceOp.RedOpType:
@@ -213,25 +322,3 @@ def _check_op(tensor: Tensor, op: ReduceOp) -> None:
         )
     if op in (ReduceOp.MIN, ReduceOp.MAX) and tensor.is_complex():
         raise TensorMismatchError("complex numbers have no order", where=str(op), fix="reduce tensor.abs()")
-
-
-def _check_same(tensor: Tensor, operation: str, group: dist.ProcessGroup | None) -> None:
-    dims = list(tensor.shape)[:_HEADER_DIMS]
-    numbers = [_DTYPES.index(str(tensor.dtype)), tensor.dim(), *dims, *[0] * (_HEADER_DIMS - len(dims))]
-    header = torch.tensor(numbers, dtype=torch.int64, device=tensor.device)
-    headers = header.new_empty(dist.get_world_size(group) * len(numbers))
-    dist.all_gather_single(headers, header, group=group)
-    rows = headers.view(-1, len(numbers)).tolist()
-    if all(row == rows[0] for row in rows):
-        return
-    seen = [
-        f"rank {r}: {_DTYPES[row[0]]} {tuple(row[2 : 2 + row[1]])}"
-        for r, row in zip(dist.get_process_group_ranks(group), rows, strict=True)
-    ]
-    odd = next(r for r, row in enumerate(rows) if row != rows[0])
-    raise TensorMismatchError(
-        f"{operation} got tensors that differ over the ranks: {seen[odd]}, but {seen[0]}",
-        where=f"rank {dist.get_rank()}: {tensor.dtype} {tuple(tensor.shape)}",
-        why="\n".join(seen[:16]),
-        fix="bring them to one shape and dtype first, for example by padding the last batch",
-    )

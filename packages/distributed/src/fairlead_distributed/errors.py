@@ -32,7 +32,13 @@ class PreflightError(RendezvousError):
 
 
 class CollectiveError(RunFailedError):
-    """A collective operation or a barrier failed or timed out."""
+    """A collective operation or a barrier failed or timed out. `missing`: the ranks that did not come, where known."""
+
+    missing: tuple[int, ...] = ()
+
+
+class CollectiveMismatchError(CollectiveError):
+    """The ranks called different collectives where they should have called the same one."""
 
 
 class TensorMismatchError(ConfigError):

@@ -46,6 +46,8 @@ def register_exact_reduction(ddp_model: DistributedDataParallel, *, auto: bool =
             why="only DDP has buckets and communication hooks",
             fix="wrap the model first: DistributedDataParallel(model)",
         )
+    if not dist.is_initialized():  # one process, as ours takes it
+        return False
     group = ddp_model.process_group
     # The list of hooks that the model keeps does not have those built into torch; its log has all.
     log = ddp_model._get_ddp_logging_data()  # type: ignore[no-untyped-call]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -15,7 +15,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fairlead.errors import ConfigError
 from fairlead_distributed._sharded import is_dtensor, is_fsdp1, is_fully_sharded
+from fairlead_distributed.data_parallel import wrapped_models
 from fairlead_distributed.errors import NonFiniteGradientError
+from fairlead_distributed.info import get_world_size
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -25,12 +27,16 @@ _DEPTH = "_fairlead_no_sync_depth"
 
 
 @contextmanager
-def no_sync(module: nn.Module) -> Iterator[None]:
+def no_sync(module: nn.Module | None = None) -> Iterator[None]:
     """Backward passes inside the block add up gradients on each rank and communicate nothing.
 
     For DistributedDataParallel, FSDP and `fully_shard` modules, also inside of a plain module; for anything else it
-    does nothing. The forward pass belongs inside the block too. The next backward pass after the block sends the sum
-    of all. FSDP keeps unsharded gradients meanwhile, which takes the memory of a full copy.
+    does nothing. Without a module it is for all that `fairlead_distributed.DistributedDataParallel` has wrapped. The
+    forward pass belongs inside the block too. The next backward pass after the block sends the sum of all. FSDP keeps
+    unsharded gradients meanwhile, which takes the memory of a full copy.
+
+    Raises:
+        ConfigError: No module is given, there are several ranks, and none was wrapped so.
 
     Example:
         >>> model, batches = nn.Linear(2, 1), torch.ones(4, 3, 2)
@@ -39,14 +45,22 @@ def no_sync(module: nn.Module) -> Iterator[None]:
         ...         model(batch).sum().backward()
         >>> model(batches[-1]).sum().backward()
     """
+    modules: Sequence[nn.Module] = [module] if module is not None else wrapped_models()
+    if not modules and get_world_size() > 1:
+        raise ConfigError(
+            "no_sync() knows no model whose gradients are sent",
+            where="no_sync()",
+            why="fairlead_distributed.DistributedDataParallel has wrapped none in this process",
+            fix="give it the model: no_sync(model)",
+        )
     with ExitStack() as stack:
-        for part in module.modules():
+        for part in (part for one in modules for part in one.modules()):
             if is_fully_sharded(part):
                 stack.enter_context(_fully_shard_no_sync(part))
             elif isinstance(part, DistributedDataParallel):
                 stack.enter_context(part.no_sync())
         # FSDP's own `no_sync` covers what is nested in it, and works on a root only.
-        for root in _outermost_fsdp(module):
+        for root in (root for one in modules for root in _outermost_fsdp(one)):
             stack.enter_context(root.no_sync())
         yield
 

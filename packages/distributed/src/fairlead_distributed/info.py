@@ -67,9 +67,9 @@ def require_initialized(operation: str, environ: Mapping[str, str] | None = None
     rank, world_size = _environ.rank_and_world_size(_environ.or_process(environ))
     if world_size > 1:
         raise NotInitializedError(
-            f"{operation} was called before the process group exists",
+            f"{operation} was called before the process group exists, or after it was destroyed",
             where=f"rank {rank} of {world_size}",
-            why="the launcher started several processes, but this one has not joined them",
+            why="the launcher started several processes, but this one has not joined them, or has left them",
             fix="call fairlead_distributed.init_process_group() first",
         )
     return False

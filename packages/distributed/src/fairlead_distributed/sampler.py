@@ -32,7 +32,8 @@ class ResumableDistributedSampler(DistributedSampler[int]):
 
     When the samples do not divide by the ranks, the ranks that have one less repeat samples from the start of the
     epoch's order, as torch's sampler does; with `drop_last` the ranks that have one more leave it out. It is torch's
-    `DistributedSampler`, which Lightning and Fabric leave in place.
+    `DistributedSampler`, which Lightning and Fabric leave in place, takes torch's arguments, and is there under torch's
+    name too. A loop that takes its batches from the loader itself calls `set_epoch(epoch)`, as with torch's.
 
     Args:
         dataset_or_length: What is sampled from, or its number of samples.
@@ -59,12 +60,12 @@ class ResumableDistributedSampler(DistributedSampler[int]):
     def __init__(
         self,
         dataset_or_length: Sized | Dataset[Any] | int,
-        *,
         num_replicas: int | None = None,
         rank: int | None = None,
         shuffle: bool = True,
         seed: int = 0,
         drop_last: bool = False,
+        *,
         tag_epoch: bool = False,
     ) -> None:
         num_replicas, rank = place(num_replicas, rank, _NAME)

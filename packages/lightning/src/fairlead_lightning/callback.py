@@ -41,6 +41,7 @@ class Fairlead(L.Callback):
         checkpoint: When to save and what to keep; None: the defaults of `CheckpointConfig`.
         requeue: Who starts the job again after a stop, as `trainer.requeue`; `auto`: the scheduler of this job.
         max_non_finite: When a loss that is no number ends the training, as failed; see `TrainerConfig`.
+        check_divergence_every_n_steps: How often the weights of all ranks are compared; see `TrainerConfig`.
         batch_policy: What stays the same when the run goes on with another number of ranks; see `TrainerConfig`.
         environ: The environment variables; None: this process's.
         plugins: The plugin manager; None: the plugins installed here.
@@ -61,6 +62,7 @@ class Fairlead(L.Callback):
         checkpoint: CheckpointConfig | None = None,
         requeue: RequeueConfigBase | Mapping[str, Any] | str = "auto",
         max_non_finite: int | None = 10,
+        check_divergence_every_n_steps: int | None = None,
         batch_policy: Literal["keep_global", "keep_per_device"] | None = None,
         environ: Mapping[str, str] | None = None,
         plugins: PluginManager | None = None,
@@ -74,7 +76,12 @@ class Fairlead(L.Callback):
         self._plugins = plugins
         plugins = plugins if plugins is not None else default_plugins()
         self._config = TrainerConfig.model_validate(
-            {"requeue": requeue, "max_non_finite": max_non_finite}, context={"plugins": plugins}
+            {
+                "requeue": requeue,
+                "max_non_finite": max_non_finite,
+                "check_divergence_every_n_steps": check_divergence_every_n_steps,
+            },
+            context={"plugins": plugins},
         )
         resolution = resolve(self._config, environ=self._environ, plugins=plugins)
         self.parts = FitParts(BuildContext(resolution, self._environ, plugins), guard=guard)

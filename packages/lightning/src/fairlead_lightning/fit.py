@@ -37,11 +37,14 @@ from fairlead_lightning.display.output import give_output_back, keep_output
 from fairlead_lightning.display.quiet import only_rank_0_warns
 from fairlead_lightning.display.trainjob import TrainJobProgress
 from fairlead_lightning.guard import StopGuard
+from fairlead_lightning.lifecycle.even_epochs import EvenEpochs
 from fairlead_lightning.lifecycle.recorder import Recorder
+from fairlead_lightning.lifecycle.replicas import Replicas
 from fairlead_lightning.lifecycle.stopping import StopRequested
 from fairlead_lightning.lifecycle.stops import Stops
 from fairlead_lightning.lifecycle.stuck import StuckRanks
 from fairlead_lightning.metrics.metrics_file import METRICS_FILE, MetricsFile
+from fairlead_lightning.module_reduce import ModuleReduce
 from fairlead_lightning.resume.averages import AverageOverRanks
 from fairlead_lightning.resume.exact_resume import ExactResume
 from fairlead_lightning.resume.loading import readable_load_errors
@@ -168,7 +171,10 @@ class FitParts:
         resolution, environ = context.resolution, context.environ
         self.averages = AverageOverRanks()
         self.exact = ExactResume(seed, environ=environ, settings=inexact, say=say)
+        self.reduce = ModuleReduce()
         self.finite = Finite(resolution.trainer.max_non_finite, say)
+        self.replicas = Replicas(resolution.trainer.check_divergence_every_n_steps)
+        self.even = EvenEpochs(say)
         self.stuck = StuckRanks(environ, timeout=getattr(resolution.strategy, "timeout", None))
         self.stops = Stops(context, say, guard)
         server = StatusServer.of(environ)
@@ -192,11 +198,12 @@ class FitParts:
         keep_output()
         saves = [Checkpoints(checkpoint, session, self.exact, self.finite)] if checkpoint is not None else []
         writes = saves[0] if saves else None
-        first: list[L.Callback] = [self.averages, self.exact]
+        first: list[L.Callback] = [self.averages, self.exact, self.reduce]
         records: list[L.Callback] = []
         if session.finished is None:
-            first.append(self.finite)
-            self.finite.begin(session)
+            first += [self.even, self.finite, self.replicas]
+            for part in (self.even, self.finite, self.replicas):
+                part.begin(session)
             self.stuck.begin(session)
             self.stops.begin(session, writes)
             told = [self._trainjob] if self._trainjob is not None else []
@@ -235,7 +242,8 @@ class FitParts:
         trainer.loggers = [logger for logger in trainer.loggers if logger not in self._loggers]
 
 
-_PARTS: Final = (AverageOverRanks, ExactResume, Finite, Checkpoints, Recorder, TrainJobProgress, StuckRanks, Stops)
+_WATCH: Final = (EvenEpochs, Finite, Replicas, StuckRanks)
+_PARTS: Final = (AverageOverRanks, ExactResume, ModuleReduce, *_WATCH, Checkpoints, Recorder, TrainJobProgress, Stops)
 
 
 _ADVICE: Final = ("ignore", None, PossibleUserWarning, None, 0)

@@ -43,6 +43,7 @@ from fairlead_lightning.fit import (
     trains_here,
 )
 from fairlead_lightning.guard import StopGuard
+from fairlead_lightning.module_reduce import ModuleReduce
 from fairlead_lightning.resume.averages import AverageOverRanks
 from fairlead_lightning.resume.exact_resume import ExactResume
 from fairlead_runs import fingerprint
@@ -122,7 +123,7 @@ class Trainer(L.Trainer):
         # A user's own bar takes the place of ours; Lightning refuses two.
         self._shows = arguments["enable_progress_bar"] and not any(isinstance(c, ProgressBar) for c in given)
         kept = [] if self.fairlead_config.barebones else [self.parts.averages, self.parts.exact]
-        arguments["callbacks"] = [*kept, *given, *([self.progress] if self._shows else [])]
+        arguments["callbacks"] = [*kept, self.parts.reduce, *given, *([self.progress] if self._shows else [])]
         arguments["default_root_dir"] = str(Path(self.run_config.dir).absolute())
         # Fit adds our own checkpoint callback, when it knows the run.
         user_saves = any(isinstance(c, Checkpoint) for c in given)
@@ -271,7 +272,7 @@ class Trainer(L.Trainer):
             yield
         finally:
             # Evaluations draw from the same loaders, and ask for `checkpoint_callback.best_model_path`.
-            self.parts.detach(self, keep=(AverageOverRanks, ExactResume, Checkpoints))
+            self.parts.detach(self, keep=(AverageOverRanks, ExactResume, ModuleReduce, Checkpoints))
             compat.set_root_dir(self, root_dir)
 
     def _begin(self, session: RunSession) -> None:

@@ -123,6 +123,11 @@ class StoreMailbox(Mailbox):
         """Puts a message unless another rank was quicker: then that one stays, and is returned."""
         return str(self._store.compare_set(self._prefix + key, "", text).decode())
 
+    def forget(self, *keys: str) -> None:
+        """Deletes keys that nobody asks for any more, so that the store does not grow."""
+        for key in self._full(keys):
+            self._store.delete_key(key)
+
     def has(self, *keys: str) -> bool:
         """Whether keys are set, in one question."""
         return bool(self._store.check(self._full(keys)))

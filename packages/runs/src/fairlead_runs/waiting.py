@@ -19,7 +19,7 @@ _BEHIND_S: Final = 10.0
 """A rank that is behind for so long is named; before that, a step or a slow file system explains it."""
 _SILENT_S: Final = 60.0
 """The same for a rank that is no step behind."""
-_WAITS = re.compile(r"(_engine_run_backward@|.*@(distributed_c10d|c10d_logger|collectives)\.py:)")
+_WAITS = re.compile(r"(_engine_run_backward@|.*@(distributed_c10d|c10d_logger|collectives|call_check)\.py:)")
 """Where a rank stands that waits for others: in the backward pass with its all-reduce, or in a collective."""
 
 

@@ -92,8 +92,7 @@ class TrainerConfig(ConfigModel):
         int | list[NonNegativeInt] | Auto,
         MayChange("a run may move to another number of devices; batch_policy says what becomes of the global batch"),
     ] = "auto"
-    """Ranks on each node: a number, a list of device indices, `auto` or -1 for all. Also text, as Lightning takes it:
-    `"2"` is a number, `"0,1"` a list."""
+    """Ranks on each node: a number, a list of device indices, `auto` or -1 for all; as text, too: `"2"`, `"0,1"`."""
     num_nodes: Annotated[PositiveInt | Auto, MayChange("as devices")] = "auto"
     """Nodes; `auto` takes the launcher's number."""
     threads: Annotated[PositiveInt | Auto, MayChange("as devices")] = "auto"
@@ -180,6 +179,8 @@ class TrainerConfig(ConfigModel):
     """How gradients are clipped; None: by norm."""
     max_non_finite: Annotated[PositiveInt | None, MayChange("when a training that has failed ends")] = 10
     """End, as failed, after so many batches in a row whose loss is no number, or with such weights; None: go on."""
+    check_divergence_every_n_steps: Annotated[PositiveInt | None, MayChange("it only watches")] = None
+    """Compare the weights of all ranks bit for bit every N steps; where they differ the run ends, as failed."""
     batch_policy: Annotated[
         Literal["keep_global", "keep_per_device"] | None, MayChange("it is set because the world size changed")
     ] = None
@@ -278,9 +279,8 @@ class TrainerConfig(ConfigModel):
     def _consistent(self) -> Self:
         if self.sync_batchnorm and self.layer_sync is not None:
             raise _set_twice("layer_sync", "`sync_batchnorm`", "`layer_sync`")
-        fields = type(self).model_fields
         for key in self.lightning_kwargs:
-            if key in fields or key in {"logger", "default_root_dir"}:
+            if key in type(self).model_fields or key in {"logger", "default_root_dir"}:
                 own = {"logger": "loggers", "default_root_dir": "run.dir"}.get(key, f"trainer.{key}")
                 raise ValueError(f"lightning_kwargs: {key!r} is set by `{own}`; set it there")
         if self.min_steps is not None and -1 < self.max_steps < self.min_steps:
@@ -306,5 +306,4 @@ def _axis_of(item: Any, index: int) -> tuple[str, Any]:
 
 
 def _set_twice(axis: str, first: str, second: str) -> PydanticCustomError:
-    what = f"the {axis} is set twice: in {first} and in {second}"
-    return config_mistake("axis-set-twice", what, fix="keep one of the two")
+    return config_mistake("axis-set-twice", f"the {axis} is set twice: in {first} and in {second}", fix="keep one")
