@@ -23,8 +23,8 @@ class SLURMSubmitterConfig(BatchSubmitterConfig):
     """Whether SLURM may start the job again. `expedite` is that of Slurm 25.11: a job whose node failed is started
     before all others."""
     chain: int | None = Field(default=None, ge=2)
-    """Where no job may be requeued: this many jobs are queued, of which one runs at a time, and each goes on where the one
-    before has stopped; see [a chain of jobs](../how-to/preemption.md#a-chain-of-jobs)."""
+    """Where no job may be requeued: this many jobs are queued, of which one runs at a time, and each goes on where the
+    one before has stopped; see [a chain of jobs](../how-to/preemption.md#a-chain-of-jobs)."""
     exclusive: bool = False
     """Whether the nodes are for this job alone."""
     exclude: str | None = None
