@@ -15,10 +15,10 @@ from fairlead.findings import Finding
 from fairlead.hookspecs import hookimpl
 from fairlead.interfaces import Requeuer
 from fairlead.plugin_classes import RequeuePlugin
-from fairlead.programs import ask, find
 from fairlead_hpc_signals.jobs import JOB_UNKNOWN, check_job
 from fairlead_hpc_signals.programs import UnansweredError
 from fairlead_runs.chain import CHAIN
+from fairlead_runs.programs import ask, find
 
 if TYPE_CHECKING:
     from fairlead.resolve import Resolution

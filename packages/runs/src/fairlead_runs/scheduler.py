@@ -57,7 +57,7 @@ class JobQueue(Protocol):
     def job_status(self, job: RunJob, environ: Mapping[str, str], deadline: float) -> JobStatus:
         """What it says of a job of this scheduler, or of the one of its chain that runs or is next.
 
-        One command, until `deadline` on `time.monotonic()`: `fairlead.programs.ask`.
+        One command, until `deadline` on `time.monotonic()`: `fairlead_runs.programs.ask`.
         """
 
     def job_cancel(self, job: RunJob, *, queued: bool) -> tuple[str, ...]:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping
 from typing import Final, Literal
 
-from fairlead.programs import ask
+from fairlead_runs.programs import ask
 from fairlead_runs.scheduler import JobStatus
 
 State = Literal["queued", "running", "ending", "ended", "unknown"]

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Final, Literal
 
-from fairlead.programs import ask
 from fairlead_environments.slurm.reasons import fields_of, local_time
+from fairlead_runs.programs import ask
 from fairlead_runs.scheduler import JobStatus, RunJob
 
 State = Literal["queued", "running", "ending", "ended", "unknown"]

@@ -12,11 +12,11 @@ from typing import Final
 
 from fairlead.cli.session import Session
 from fairlead.errors import RunDirectoryError, RunFailedError
-from fairlead.programs import attempt, find
 from fairlead_runs import RunState, read_history, state
 from fairlead_runs.commands.texts import find_run
 from fairlead_runs.commit import LockOwner
 from fairlead_runs.commit.files import disk_error
+from fairlead_runs.programs import attempt, find
 from fairlead_runs.scheduler import JobStatus, RunJob, ask_for_job, job_of_run, lives, queue_of
 from fairlead_runs.switches import STOP, find_switch
 
