@@ -24,7 +24,7 @@ def choose_threads(
     given = environ.get(_OMP, "").split(",")[0].strip()  # `8,2` is for nested regions
     if given.isdecimal() and int(given):
         return Setting(int(given), _OMP)
-    usable = cpus if cpus is not None else _usable()
+    usable = cpus or (len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()) or 1
     if job is not None and job.cpus_per_rank is not None:
         return Setting(min(job.cpus_per_rank.value, usable), job.cpus_per_rank.reason)
     on_node = job.cpus_on_node if job is not None else None
@@ -33,7 +33,3 @@ def choose_threads(
     if ranks == 1 or count == usable:
         return Setting(count, f"{usable} {'CPU' if usable == 1 else 'CPUs'} for this rank")
     return Setting(count, f"{allotted} CPUs for {ranks} ranks on this node")
-
-
-def _usable() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

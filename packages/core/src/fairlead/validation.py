@@ -87,7 +87,7 @@ def _finding(
     if isinstance(detail["input"], str) and code == "wrong-type" and _looks_numeric(detail["input"]):
         fix = "remove the quotes"
     elif kind == "literal_error" and isinstance(detail["input"], str):
-        near = did_you_mean(detail["input"], _quoted(str(context.get("expected", ""))))
+        near = did_you_mean(detail["input"], filter(None, str(context.get("expected", "")).split("'")[1::2]))
         fix = f"did you mean {near!r}?" if near else None
     return Finding("error", code, f"{dotted(path) or 'the job'} is {got}: {wanted}", where=where, fix=fix)
 
@@ -177,7 +177,3 @@ def _looks_numeric(text: str) -> bool:
     except ValueError:
         return text.lower() in {"true", "false"}
     return True
-
-
-def _quoted(expected: str) -> list[str]:
-    return [part for part in expected.split("'")[1::2] if part]
