@@ -211,6 +211,34 @@ def test_a_signal_to_the_script_reaches_the_ranks(tmp_path: Path, name: str) -> 
     assert "requeue 5_2" in calls(tmp_path / "bin", "scontrol")
 
 
+@pytest.mark.parametrize(("ranks", "rest"), [(0, False), (75, True), (137, True), (2, False)])
+def test_a_chain_goes_on_while_its_run_does(tmp_path: Path, ranks: int, rest: bool) -> None:
+    """Its jobs share a name and start one after the other; where none is needed any more, the rest is cancelled."""
+    asked = request(tmp_path)
+    script = options(slurm(chain=3), asked)
+    assert {"--dependency=singleton", "--no-requeue"} <= set(script)
+    (name,) = [one for one in script if one.startswith("--job-name=sine-")]
+    environ = programs(tmp_path / "bin", srun=f'echo "$FAIRLEAD_CHAIN"; exit {ranks}', scancel="", scontrol="")
+    (text,) = slurm(chain=3).render(asked).values()
+    done = subprocess.run(["bash", "-c", text], env=environ, capture_output=True, text=True, timeout=20, check=False)
+    assert done.returncode == ranks
+    assert f"--job-name={done.stdout.strip()}" == name
+    assert (calls(tmp_path / "bin", "scancel") == []) == rest
+
+
+def test_a_chain_is_queued_whole_or_not_at_all(tmp_path: Path) -> None:
+    bin, file = tmp_path / "bin", tmp_path / "job.sh"
+    counted = 'n=$(wc -l < "$0.calls"); [ "$n" -lt "${REFUSED:-9}" ] || exit 1; echo "$((16 + n))"'
+    environ = programs(bin, sbatch=counted, scancel="")
+    assert SLURMSubmitter(SLURMSubmitterConfig(chain=3), environ).submit(request(tmp_path), [file]) == "17,18,19"
+    refused = SLURMSubmitter(SLURMSubmitterConfig(chain=3), {**environ, "REFUSED": "6"})
+    with pytest.raises(RunFailedError, match="sbatch refused it"):
+        refused.submit(request(tmp_path), [file])
+    assert calls(bin, "scancel") == ["20 21"]
+    with pytest.raises(ConfigError, match="a chain has one run"):
+        slurm(chain=2).render(request(tmp_path, indices=(0, 1)))
+
+
 def test_lsf_hears_75_of_a_stop(tmp_path: Path) -> None:
     environ = programs(tmp_path / "bin", blaunch="trap 'exit 75' USR2; touch up; while :; do sleep 0.05; done")
     (text,) = lsf().render(request(tmp_path)).values()
