@@ -31,6 +31,7 @@ from fairlead_distributed.info import (
     is_initialized,
     startup_lines,
 )
+from fairlead_distributed.predictions.reading import Predictions
 from fairlead_distributed.process_group import (
     destroy_process_group,
     group_store,
@@ -71,6 +72,7 @@ __all__ = [
     "NonFiniteGradientError",
     "NotInitializedError",
     "PortError",
+    "Predictions",
     "PreflightError",
     "RankFailedError",
     "RankWatch",
