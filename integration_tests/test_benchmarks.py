@@ -18,6 +18,7 @@ RATIOS = {
     "step": {"trainer_vs_lightning", "trainer_vs_loop"},
     "ddp": {"trainer_vs_loop", "trainer_vs_lightning"},
     "hostlist": {"seconds_100k", "seconds_resolve_16k", "expand_vs_simple"},
+    "predict": {"speed_vs_bare", "bytes_vs_tensors", "memory_growth"},
     "preempt": {"steps_lost", "seconds_vs_step_plus_save", "seconds_vs_lightning"},
     "checkpoint": {
         *("block_vs_memcpy", "durable_vs_raw_write", "save_vs_raw_write", "load_vs_torch_load"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import pickle
 import random
 import signal
 import sys
@@ -108,6 +109,7 @@ def test_every_kind_of_output_comes_back_sample_by_sample(tmp_path: Path) -> Non
     assert (type(unknown), unknown.names) == (types.SimpleNamespace, "é5")
     with pytest.raises(CheckpointError, match="damaged"):
         predictions.verify()
+    assert pickle.loads(pickle.dumps(predictions))[1]["any"]["n"] == 1, "as for the workers of a loader"
     # The files are of safetensors.
     with safe_open(tmp_path / "out" / "loader-0-batch-000000002.safetensors", "pt") as opened:
         assert torch.equal(opened.get_tensor("data.logits"), logits[2:4])

@@ -15,7 +15,7 @@ from fairlead_distributed.predictions.records import Structure, build
 from fairlead_distributed.predictions.shard_file import ShardFile, record_at
 
 _OPEN: Final = 4
-"""Shards that are kept mapped at a time."""
+"""Files that are kept open at a time."""
 _ROWS: Final = 256
 """Samples that are read at a time where one follows another."""
 _Runs = np.ndarray[Any, Any]
@@ -26,7 +26,7 @@ class LoaderPredictions(Sequence[Any]):
 
     def __init__(self, shards: Sequence[ShardFile]) -> None:
         self._shards = shards
-        self._mapped: OrderedDict[int, ShardFile] = OrderedDict()
+        self._opened: OrderedDict[int, ShardFile] = OrderedDict()
         self._runs = _ordered([shard.index_runs() for shard in shards])
         self._ends: _Runs = np.cumsum(self._runs[:, 1])
 
@@ -104,10 +104,10 @@ class LoaderPredictions(Sequence[Any]):
         return [record_at(shard.about, columns, one) for one in range(count)]
 
     def _shard(self, number: int) -> ShardFile:
-        shard = self._mapped.pop(number, self._shards[number])
-        self._mapped[number] = shard
-        if len(self._mapped) > _OPEN:
-            self._mapped.popitem(last=False)[1].close()
+        shard = self._opened.pop(number, self._shards[number])
+        self._opened[number] = shard
+        if len(self._opened) > _OPEN:
+            self._opened.popitem(last=False)[1].close()
         return shard
 
 

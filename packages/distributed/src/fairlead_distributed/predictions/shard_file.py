@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import itertools
 import json
-import mmap
+import os
 import struct
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -193,7 +194,7 @@ def _write(file: FileWriter, tensors: dict[str, list[Tensor]], about: dict[str, 
 
 
 class ShardFile:
-    """One shard, mapped into memory when a row of it is asked for.
+    """One shard; rows are read when they are asked for.
 
     Raises:
         CheckpointError: It is no whole shard.
@@ -203,12 +204,13 @@ class ShardFile:
         self.path = path
         try:
             with path.open("rb") as file:
+                size = os.fstat(file.fileno()).st_size
                 (length,) = _LENGTH.unpack(file.read(_LENGTH.size))
-                self._header: dict[str, Any] = json.loads(file.read(length))
-                size = file.seek(0, 2)
+                self._header: dict[str, Any] = json.loads(file.read(min(length, size)))
             about = json.loads(self._header.pop("__metadata__")[_META])
             newer = about.pop("format") > FORMAT
-            self.about = About(**about)
+            if not newer:
+                self.about = About(**about)
         except (OSError, ValueError, KeyError, TypeError, struct.error) as error:
             raise CheckpointError("this is no shard of predictions", where=str(path), why=str(error)) from error
         self._begin = _LENGTH.size + length
@@ -220,13 +222,19 @@ class ShardFile:
             )
         if size != self._begin + max((entry["data_offsets"][1] for entry in self._header.values()), default=0):
             raise CheckpointError("a shard of predictions is damaged", where=str(path), why=f"it has {size} bytes")
-        self._map: mmap.mmap | None = None
+        self._fd: int | None = None
+        self._closed: Any = None
         self._ends: dict[str, Tensor] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Another process opens the file itself, as the workers of a loader do."""
+        return {**self.__dict__, "_fd": None, "_ends": {}, "_closed": None}
 
     def index_runs(self) -> np.ndarray[Any, Any]:
         """The samples in the order of the rows, as runs: shape `(runs, 2)`, first index and how many."""
         starts = self._tensor("index.start").to(torch.int64)
         lengths = self._tensor("index.length") if "index.length" in self._header else torch.ones_like(starts)
+        self.close()
         return torch.stack([starts, lengths.to(torch.int64)], dim=1).numpy()
 
     def dense(self, column: int) -> tuple[torch.dtype, tuple[int, ...]] | None:
@@ -235,7 +243,7 @@ class ShardFile:
         return None if entry is None else (_BY_NAME[entry["dtype"]], tuple(entry["shape"][1:]))
 
     def rows(self, column: int, begin: int, end: int) -> Column:
-        """Some rows of a column: a tensor in the memory of the file, `(end - begin, ...)`, or a list of items."""
+        """Some rows of a column: a tensor, shape `(end - begin, ...)`, or a list of items."""
         name = self.about.columns[column]
         if name in self._header:
             return self._tensor(name, begin, end)
@@ -247,11 +255,12 @@ class ShardFile:
         return [decoded(data[a - places[0] : b - places[0]]) for a, b in itertools.pairwise(places)]
 
     def close(self) -> None:
-        """Gives its memory back; it is mapped again when it is asked."""
-        self._map, self._ends = None, {}
+        """Closes the file; it is opened again when it is asked."""
+        if self._fd is not None:
+            self._closed()
+        self._fd, self._ends = None, {}
 
     def _tensor(self, name: str, begin: int = 0, end: int | None = None) -> Tensor:
-        """Rows of a tensor, in the memory of the file; writing there changes no file."""
         entry = self._header[name]
         dtype, shape = _BY_NAME[entry["dtype"]], entry["shape"]
         end = shape[0] if end is None else end
@@ -259,11 +268,17 @@ class ShardFile:
         count = (end - begin) * row
         if not count:
             return torch.empty((end - begin, *shape[1:]), dtype=dtype)
-        if self._map is None:
-            with self.path.open("rb") as file:
-                self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-        offset = self._begin + entry["data_offsets"][0] + begin * row * dtype.itemsize
-        return torch.frombuffer(self._map, dtype=dtype, count=count, offset=offset).view(end - begin, *shape[1:])
+        if self._fd is None:
+            self._fd = os.open(self.path, os.O_RDONLY)
+            self._closed = weakref.finalize(self, os.close, self._fd)
+        made = torch.empty((end - begin, *shape[1:]), dtype=dtype)
+        view = memoryview(made.view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
+        place = self._begin + entry["data_offsets"][0] + begin * row * dtype.itemsize
+        while view.nbytes and (read := os.preadv(self._fd, [view], place)):
+            view, place = view[read:], place + read
+        if view.nbytes:
+            raise CheckpointError("a shard of predictions was cut off", where=str(self.path))
+        return made
 
 
 def record_at(about: About, columns: Sequence[Column], row: int) -> Any:
@@ -274,6 +289,6 @@ def record_at(about: About, columns: Sequence[Column], row: int) -> Any:
 
     def value(number: int) -> Any:
         column = columns[number]
-        return column[row].clone() if isinstance(column, Tensor) else column[row]
+        return column[row].clone() if isinstance(column, Tensor) and len(column) > 1 else column[row]
 
     return build(about.structure, value)

@@ -39,7 +39,7 @@ class StopRequested(SIGTERMException):
 
 @compat.only_its_own_batch_hooks
 class StopEvaluation(L.Callback):
-    """Ends a validation, test or prediction after the batch in which a signal came; nothing of it is kept."""
+    """Ends a validation, test or prediction after the batch in which a signal came; predictions until then are kept."""
 
     def __init__(self, flags: StopSignals) -> None:
         self._flags = flags
