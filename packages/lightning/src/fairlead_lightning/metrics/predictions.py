@@ -19,7 +19,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
 from fairlead.errors import ConfigError, FairleadError
-from fairlead_distributed.objects import broadcast_object
+from fairlead_distributed.info import get_rank
+from fairlead_distributed.objects import broadcast_object, gather_objects
 from fairlead_distributed.predictions.batches import (
     Drawn,
     Share,
@@ -90,6 +91,7 @@ class DistributedPredictionWriter(L.Callback):
         self._flushed_at = time.monotonic()
         self._undo: list[Callable[[], Any]] = []
         self._limit: float | int | None = None
+        self._part, self._writes = (1, 0), True
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Takes the loaders of a prediction, which is about to begin."""
@@ -161,8 +163,9 @@ class DistributedPredictionWriter(L.Callback):
     def predictions(self) -> Predictions | None:
         """What was written; None on a rank that does not see rank 0's disk."""
         path = self.path
-        if not self._ran and self.run is not None:  # in ranks that were spawned from this process
-            path = self.output_dir or self.run / f"predictions-{last_number(self.run)}"
+        if not self._ran:  # in ranks that were spawned from this process
+            last = last_number(self.run) if self.run is not None else 0
+            path = self.output_dir or (self.run / f"predictions-{last}" if self.run is not None and last else None)
         return Predictions(path) if path is not None else None
 
     def _prepared(self, trainer: L.Trainer, loader: Any) -> Any:
@@ -170,6 +173,10 @@ class DistributedPredictionWriter(L.Callback):
         if self._folder is None:
             run = self.run or Path(trainer.default_root_dir)
             self._folder = PredictionFolder(self.output_dir, run, self._settings(trainer))
+            # Ranks that share a model's layers predict the same samples, and the first of them writes.
+            shards = trainer.distributed_sampler_kwargs or {"num_replicas": 1, "rank": 0}
+            self._part = int(shards["num_replicas"]), int(shards["rank"])
+            self._writes = gather_objects(self._part).index(self._part) == get_rank()
             self._say_what_is_there(self._folder)
         folder, number = self._folder, len(self._sources)
         if not is_indexed(loader):
@@ -177,13 +184,13 @@ class DistributedPredictionWriter(L.Callback):
         batches = batches_of(loader, number).first(self._limit)
         done = folder.add_loader(number, {**_data_of(loader), **batches.described()})
         folder.expect(number, len(batches))
-        drawn = Drawn(batches, Share(done.left(len(batches)), trainer.world_size, trainer.global_rank))
+        drawn = Drawn(batches, Share(done.left(len(batches)), *self._part))
         self._sources.append(drawn)
         # Without a length Lightning does not warn of a loader that is through.
         return drawing(loader, drawn) if len(drawn) else iter(())
 
     def _streamed(self, trainer: L.Trainer, loader: Any, folder: PredictionFolder, number: int) -> Any:
-        require_one_rank(loader, trainer.world_size)
+        require_one_rank(loader, self._part[0])
         limit = self._limit
         if isinstance(limit, float):
             limit = None if limit == 1.0 else int(len(loader) * limit)
@@ -211,7 +218,7 @@ class DistributedPredictionWriter(L.Callback):
     def _flush(self) -> None:
         batches, self._pending, self._size = self._pending, [], 0
         self._flushed_at = time.monotonic()
-        if batches and self._folder is not None:
+        if batches and self._folder is not None and self._writes:
             self._folder.write(self._loader, batches)
 
     def _close(self) -> None:
