@@ -341,6 +341,12 @@ def test_a_full_disk_leaves_what_was_written(tmp_path: Path, monkeypatch: pytest
     again = PredictionFolder(out, tmp_path, SETTINGS)
     assert (again.shards, again.add_loader(0, {}).left(2)) == (1, [(1, 1)])
     again.close()
+    with (out / "loader-0-batch-000000000.safetensors").open("ab") as file:
+        file.write(b"x")
+    with pytest.raises(CheckpointError, match="damaged") as damaged:
+        PredictionFolder(out, tmp_path, SETTINGS)
+    assert "delete this file" in str(damaged.value.fix)
+    assert not (out / ".lock").exists()
     assert json.loads((out / "prediction.json").read_text())["settings"]["weights"] == SETTINGS["weights"]
 
 

@@ -14,14 +14,14 @@ import itertools
 import os
 import secrets
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
-from fairlead.errors import FairleadError, FingerprintError, RunDirectoryError, RunLockedError
+from fairlead.errors import CheckpointError, FairleadError, FingerprintError, RunDirectoryError, RunLockedError
 from fairlead_distributed.info import get_rank
 from fairlead_distributed.objects import broadcast_object, gather_objects
+from fairlead_distributed.predictions.done import Done, done_of
 from fairlead_distributed.predictions.sending import send_missing
 from fairlead_distributed.predictions.shard_file import About, Batch, ShardFile, write_shard
 from fairlead_runs.commit import FileHash, Lock, Manifest, default_algorithm, hash_file
@@ -45,29 +45,12 @@ def on_rank_0(function: Callable[[], T]) -> T:
             result = function()
         except FairleadError as error:
             result = error
+        except OSError as error:
+            result = _full(error, Path(error.filename or "."))
     result = broadcast_object(result)
     if isinstance(result, FairleadError):
         raise result
     return result  # type: ignore[return-value]
-
-
-@dataclass
-class Done:
-    """What the shards of one loader hold: batches by number, as runs of first number and count, in order."""
-
-    runs: list[tuple[int, int]] = field(default_factory=list)
-    samples: int = 0
-
-    @property
-    def count(self) -> int:
-        """How many batches."""
-        return sum(count for _, count in self.runs)
-
-    def left(self, total: int) -> list[tuple[int, int]]:
-        """What is missing of so many batches."""
-        ends = [0, *(first + count for first, count in self.runs)]
-        begins = [*(first for first, _ in self.runs), total]
-        return [(end, begin - end) for end, begin in zip(ends, begins, strict=True) if begin > end]
 
 
 class PredictionFolder:
@@ -90,11 +73,15 @@ class PredictionFolder:
         self._here: list[str] = []  # the shards on this rank's disk, where that is another than rank 0's
         self.complete = False
         self.path: Path = on_rank_0(lambda: self._opened(asked, run))
-        self.sees = self._sees()
-        if not self.sees:  # a disk of this node's own: its shards are sent to rank 0 at the end
-            _made(self.path)
-        self.complete = broadcast_object(self.complete)
-        self._shards = self._scanned()
+        try:
+            self.sees = self._sees()
+            if not self.sees:  # a disk of this node's own: its shards are sent to rank 0 at the end
+                _made(self.path)
+            self.complete = broadcast_object(self.complete)
+            self._shards = self._scanned()
+        except BaseException:
+            self.close()
+            raise
 
     @property
     def shards(self) -> int:
@@ -104,7 +91,7 @@ class PredictionFolder:
     def add_loader(self, number: int, described: Mapping[str, Any]) -> Done:
         """What is done of a loader already; refuses one that is another than at the first start. A collective."""
         on_rank_0(lambda: self._identify(number, described))
-        return self._done.setdefault(number, _done_of(self._shards.values(), number))
+        return self._done.setdefault(number, done_of(self._shards.values(), number))
 
     def expect(self, number: int, batches: int | None) -> None:
         """How many batches a loader has in all; None: nobody knows before its end."""
@@ -218,7 +205,7 @@ class PredictionFolder:
         names = _shard_names(self.path)
         abouts = [ShardFile(self.path / name).about for name in names]
         for loader, batches in self._totals.items():
-            done = _done_of(abouts, loader)
+            done = done_of(abouts, loader)
             if batches is not None and done.count != batches:
                 raise RunDirectoryError(
                     f"the predictions are not complete: {batches - done.count} of {batches} batches of loader {loader} "
@@ -258,7 +245,11 @@ class PredictionFolder:
         own: dict[str, About] = {}
         if self._first or not self.sees:
             for name in _shard_names(self.path):
-                about = ShardFile(self.path / name).about
+                try:
+                    about = ShardFile(self.path / name).about
+                except CheckpointError as error:
+                    error.fix = error.fix or "delete this file and start again: its batches are predicted once more"
+                    raise
                 if about.fingerprint == self.fingerprint:
                     own[name] = about
         self._here = list(own)
@@ -272,19 +263,6 @@ def last_number(run: Path) -> int:
     """N of the last `predictions-N` in a run directory; 0 where there is none."""
     found = (path.name.removeprefix("predictions-") for path in run.glob("predictions-*"))
     return max((int(number) for number in found if number.isdecimal()), default=0)
-
-
-def _done_of(shards: Iterable[About], loader: int) -> Done:
-    mine = [about for about in shards if about.loader == loader]
-    runs: list[tuple[int, int]] = []
-    for first, count in sorted((first, count) for about in mine for first, count in about.batches):
-        end = runs[-1][0] + runs[-1][1] if runs else 0
-        begin, stop = max(first, end), first + count
-        if runs and begin == end:
-            runs[-1] = (runs[-1][0], max(stop, end) - runs[-1][0])
-        elif stop > begin:
-            runs.append((begin, stop - begin))
-    return Done(runs, sum(about.samples for about in mine))
 
 
 def _shard_names(path: Path) -> list[str]:
