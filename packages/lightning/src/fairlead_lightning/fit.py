@@ -16,7 +16,6 @@ from typing import Any, Final
 
 import lightning.fabric as lf
 import lightning.pytorch as L
-import torch.distributed as dist
 from lightning.fabric.utilities.warnings import PossibleUserWarning
 from lightning.pytorch.loggers import Logger
 from torch.multiprocessing import ProcessExitedException
@@ -28,7 +27,7 @@ from fairlead.interfaces import BuildContext, Extras, Setting
 from fairlead.plugins import PluginManager
 from fairlead.resolve import Resolution
 from fairlead_distributed.run.joining import join_process_group
-from fairlead_distributed.run.opening import handed_over, waiting_handoff
+from fairlead_distributed.run.opening import handed_over, no_run_handed_over, waiting_handoff
 from fairlead_distributed.run.session import RunSession
 from fairlead_launch.reports import REPORT_FD
 from fairlead_lightning.build import build_backend
@@ -46,7 +45,6 @@ from fairlead_lightning.resume.averages import AverageOverRanks
 from fairlead_lightning.resume.exact_resume import ExactResume
 from fairlead_lightning.resume.loading import readable_load_errors
 from fairlead_lightning.resume.rank_state import saved_positions
-from fairlead_runs.handoff import HANDOFF, Handoff
 
 
 def run_config(run: str | os.PathLike[str] | RunConfig | None) -> RunConfig:
@@ -131,9 +129,8 @@ def join_ranks(resolution: Resolution, environ: Mapping[str, str], config_hash: 
     """The ranks that a launcher started meet, unless Lightning starts them and they meet there."""
     if waiting_handoff(environ) is None:
         join_process_group(resolution, environ, config_hash=config_hash)
-    if starts_ranks(resolution) and not dist.is_initialized():
-        # For ranks that an evaluation starts: Lightning connects them, so they need not meet by themselves before.
-        os.environ.setdefault(HANDOFF, Handoff("", 0, None, finished="no run was begun").to_json())
+    if starts_ranks(resolution):
+        no_run_handed_over(environ)
 
 
 def metrics_file(session: RunSession) -> MetricsFile:
