@@ -19,6 +19,7 @@ RATIOS = {
     "ddp": {"trainer_vs_loop", "trainer_vs_lightning"},
     "hostlist": {"seconds_100k", "seconds_resolve_16k", "expand_vs_simple"},
     "recovery": {"first_restart_share", "seconds_beyond_load", "median_vs_torchrun"},
+    "predict": {"speed_vs_bare", "bytes_vs_tensors", "memory_growth"},
     "preempt": {"steps_lost", "seconds_vs_step_plus_save", "seconds_vs_lightning"},
     "checkpoint": {
         *("block_vs_memcpy", "durable_vs_raw_write", "save_vs_raw_write", "load_vs_torch_load"),

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from fairlead import yaml
+from fairlead_distributed import Predictions
 from fairlead_runs.checkpoint_job import job_from_checkpoint
 from fairlead_runs.commit import list_checkpoints
 from integration_tests.jobs import JOB, Call, changed, dedent, events, fairlead, names, repository, start, tree
@@ -164,20 +165,17 @@ def test_test_and_predict_in_a_repository_of_the_users(tmp_path: Path) -> None:
     predicted = fairlead("predict", job, cwd=tmp_path)
     assert predicted.code == 0, predicted.text
     folder = tmp_path / "runs" / "small" / "predictions-1"
-    assert str(folder) in predicted.out
-    seen = []
-    for rank in (0, 1):
-        part = torch.load(folder / f"rank-{rank:05d}.pt", weights_only=True)
-        assert sum(len(batch) for batch in part["predictions"]) == 32
-        seen += [index for loader in part["indices"] for batch in loader for index in batch]
-    assert sorted(seen) == list(range(64))
+    assert f"predictions  {folder} (64 samples)" in predicted.out
+    both = Predictions(folder)
+    assert both.loaders[0].indices.tolist() == list(range(64))
 
-    elsewhere = fairlead("predict", job, "--output", "there", "--set", "trainer.devices=1", cwd=tmp_path)
+    alone = ("--out", "there", "--set", "trainer.devices=1")
+    elsewhere = fairlead("predict", job, *alone, cwd=tmp_path)
     assert elsewhere.code == 0, elsewhere.text
-    assert [path.name for path in (tmp_path / "there").iterdir()] == ["rank-00000.pt"]
-    again = fairlead("predict", job, "--output", "there", "--set", "trainer.devices=1", cwd=tmp_path)
-    assert again.code == 2
-    assert "not empty" in again.err
+    assert torch.equal(Predictions(tmp_path / "there").to_torch(), both.to_torch())
+    other = fairlead("predict", job, *alone, "--set", "model.args.width=3", cwd=tmp_path)
+    assert other.code == 2
+    assert "job.model.args.width: 4 -> 3" in other.err
     # Predictions that came first are no obstacle to the run.
     assert fairlead("fit", job, "--set", "trainer.devices=1", cwd=tmp_path).code == 0
 

@@ -170,6 +170,18 @@ def test_python_train_py_starts_its_ranks_and_hands_the_run_over(tmp_path: Path)
     assert {p: p.read_bytes() for p in (tmp_path / "runs").rglob("*") if p.is_file()} == before
 
 
+def test_a_script_may_begin_with_a_prediction(tmp_path: Path) -> None:
+    """The documents' three lines: Lightning starts rank 1 for it, and both return what all have predicted."""
+    body = """
+    trainer = Trainer(config(), run=RunConfig(name="one", dir="runs"))
+    predictions = trainer.distributed_predict(Line(), dataloaders=loader())
+    say(f"rank {trainer.global_rank}: {len(predictions)}, {predictions.to_torch().shape}")
+    """
+    lines = python(tmp_path, body).stdout.splitlines()
+    assert {f"rank {rank}: 32, torch.Size([32, 1])" for rank in (0, 1)} <= set(lines)
+    assert (tmp_path / "runs" / "one" / "predictions-1" / "manifest.json").is_file()
+
+
 def test_accumulated_micro_batches_on_two_ranks_equal_one_process(tmp_path: Path) -> None:
     """Two ranks x two micro-batches of two samples are a global batch of eight; gradients are sent once for each."""
     body = """

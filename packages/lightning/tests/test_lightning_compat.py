@@ -647,6 +647,30 @@ def test_a_loader_is_sharded_as_lightning_does_it(sampler: Any) -> None:
     assert (ours.batch_size, len(ours.sampler), len(theirs.sampler)) == (2, 4, 8)  # type: ignore[arg-type]
 
 
+def test_a_prediction_draws_from_the_loaders_that_are_made_ready() -> None:
+    """Not from copies with a sampler of Lightning's own, whose arguments it guesses.
+
+    If it breaks: find where `_PredictionLoop.setup_data` makes a loader anew, and take its place.
+    """
+    mine, undo, seen = loader(), [], []
+
+    def prepare(one: Any) -> Any:
+        seen.append(one)
+        return mine
+
+    class Takes(L.Callback):
+        def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+            undo.append(compat.take_prediction_loaders(trainer, prepare))
+
+    trainer: Any = plain(callbacks=[Takes()])
+    given = loader()
+    trainer.predict(Line(), given)
+    assert seen == [given]
+    assert trainer.predict_dataloaders is mine
+    undo[0]()
+    assert "_prepare_dataloader" not in vars(trainer._data_connector)
+
+
 def test_what_was_logged_can_be_saved_and_put_back(tmp_path: Path) -> None:
     """Running means of each kind, a metric, the last values: bit for bit, in another process's objects.
 

@@ -42,6 +42,7 @@ from fairlead_distributed.info import (
     startup_lines,
 )
 from fairlead_distributed.object_collectives import all_gather_object, broadcast_object, gather_object
+from fairlead_distributed.predictions.reading import Predictions
 from fairlead_distributed.process_group import (
     destroy_process_group,
     group_store,
@@ -86,6 +87,7 @@ __all__ = [
     "NonFiniteGradientError",
     "NotInitializedError",
     "PortError",
+    "Predictions",
     "PreflightError",
     "RankFailedError",
     "RankWatch",

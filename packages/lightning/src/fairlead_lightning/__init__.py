@@ -9,12 +9,14 @@ if TYPE_CHECKING:
     from fairlead_lightning.callback import Fairlead as Fairlead
     from fairlead_lightning.custom_loop.fabric import fabric as fabric
     from fairlead_lightning.custom_loop.run import LoopRun as LoopRun
+    from fairlead_lightning.metrics.predictions import DistributedPredictionWriter as DistributedPredictionWriter
     from fairlead_lightning.trainer import Trainer as Trainer
 
-__all__ = ["Fairlead", "LoopRun", "Trainer", "fabric"]
+__all__ = ["DistributedPredictionWriter", "Fairlead", "LoopRun", "Trainer", "fabric"]
 
 # No module here is called `fabric`: importing it would put the module in the place of the function.
 _MODULES: Final = {
+    "DistributedPredictionWriter": "metrics.predictions",
     "Fairlead": "callback",
     "LoopRun": "custom_loop.run",
     "Trainer": "trainer",

@@ -27,7 +27,7 @@ from fairlead.interfaces import BuildContext, Extras, Setting
 from fairlead.plugins import PluginManager
 from fairlead.resolve import Resolution
 from fairlead_distributed.run.joining import join_process_group
-from fairlead_distributed.run.opening import handed_over, waiting_handoff
+from fairlead_distributed.run.opening import handed_over, no_run_handed_over, waiting_handoff
 from fairlead_distributed.run.session import RunSession
 from fairlead_launch.reports import REPORT_FD
 from fairlead_lightning.build import build_backend
@@ -134,6 +134,8 @@ def join_ranks(resolution: Resolution, environ: Mapping[str, str], config_hash: 
     """The ranks that a launcher started meet, unless Lightning starts them and they meet there."""
     if waiting_handoff(environ) is None:
         join_process_group(resolution, environ, config_hash=config_hash)
+    if starts_ranks(resolution):
+        no_run_handed_over(environ)
 
 
 def metrics_file(session: RunSession) -> MetricsFile:

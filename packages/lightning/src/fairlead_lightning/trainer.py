@@ -19,6 +19,7 @@ from fairlead.interfaces import BuildContext
 from fairlead.plugins import PluginManager, default_plugins
 from fairlead.resolve import Resolution
 from fairlead.user_code import CodeRoot, code_root
+from fairlead_distributed.predictions.reading import Predictions
 from fairlead_distributed.run.opening import open_session
 from fairlead_distributed.run.session import STATE_FILE, RunSession
 from fairlead_distributed.threads import start_line, use_threads
@@ -43,6 +44,7 @@ from fairlead_lightning.fit import (
     trains_here,
 )
 from fairlead_lightning.guard import StopGuard
+from fairlead_lightning.metrics.predictions import predict_distributed
 from fairlead_lightning.module_reduce import ModuleReduce
 from fairlead_lightning.resume.averages import AverageOverRanks
 from fairlead_lightning.resume.exact_resume import ExactResume
@@ -311,6 +313,22 @@ class Trainer(L.Trainer):
     def predict(self, *args: Any, **kwargs: Any) -> Any:
         """See `validate`."""
         return super().predict(*args, **self._evaluation(args, kwargs))
+
+    def distributed_predict(
+        self,
+        model: Any = None,
+        dataloaders: Any = None,
+        *,
+        output_dir: str | os.PathLike[str] | None = None,
+        **more: Any,
+    ) -> Predictions | None:
+        """`predict` on all ranks, into one folder: `output_dir`, or the next `predictions-N` in the run directory.
+
+        Started again after a kill, it goes on. See `Predictions`; None on a rank that does not see rank 0's disk.
+        """
+        job = self._described(model, more.get("datamodule"))
+        run = run_directory(job, self.run_config, self.resolution.job, Path.cwd())
+        return predict_distributed(self, output_dir, run, job, model=model, dataloaders=dataloaders, **more)
 
     def _evaluation(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """The ranks meet; the arguments, where what is not given is that of `from_checkpoint`."""

@@ -125,6 +125,12 @@ def handed_over(session: RunSession) -> Iterator[None]:
             os.environ.pop(HANDOFF, None)
 
 
+def no_run_handed_over(environ: Mapping[str, str]) -> None:
+    """Tells ranks that an evaluation is about to start: Lightning connects them, they need not meet by themselves."""
+    if not dist.is_initialized() and HANDOFF not in environ:
+        os.environ[HANDOFF] = Handoff("", 0, None, finished="no run was begun").to_json()
+
+
 def _taken_over(
     handoff: Handoff, job: Mapping[str, Any], resolution: Resolution, run: RunConfig, rank: int
 ) -> RunSession:

@@ -80,7 +80,8 @@ def predict_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of `fairlead predict`."""
     _evaluation(parser, "predict")
     parser.add_argument(
-        "--output",
+        "--out",
         metavar="DIR",
-        help="a new folder for the predictions (default: predictions-1, -2, ... in the run directory)",
+        help="a new folder for the predictions, or that of an interrupted one, which goes on (default: predictions-1, "
+        "-2, ... in the run directory)",
     )

@@ -24,4 +24,6 @@ def _command(name: str, text: str) -> CommandPlugin:
 fit = _command("fit", "train, or go on training, until a limit of the job is reached")
 validate = _command("validate", "one pass over the validation data")
 test = _command("test", "one pass over the test data")
-predict = _command("predict", "predict, and save what each rank predicted")
+predict = _command(
+    "predict", "predict on all ranks into one folder, in the order of the data; go on where that was interrupted"
+)

@@ -23,15 +23,13 @@ from fairlead_launch.reports import leave_to_rank_0, lost_a_peer, said_after_ran
 from fairlead_lightning.checkpoint.rebuilt import build_user_object
 from fairlead_lightning.commands.prove_plan import PLAN
 from fairlead_lightning.display.quiet import quiet
-from fairlead_lightning.fit import callbacks_of
 from fairlead_lightning.guard import StopGuard
 from fairlead_lightning.lifecycle.failures import described_failure
 from fairlead_lightning.lifecycle.stopping import StopEvaluation
 from fairlead_lightning.lifecycle.stuck import SpokenForError
-from fairlead_lightning.metrics.predictions import PredictionFiles
 from fairlead_lightning.resume.loading import readable_load_errors
 from fairlead_lightning.trainer import Trainer
-from fairlead_runs.naming import run_directory
+from fairlead_runs.describe import counted
 
 _LOADERS: Final = {
     "fit": "train_dataloader",
@@ -135,11 +133,11 @@ def _evaluate(
     join_process_group(trainer.resolution, session.environ)
     given: dict[str, Any] = {"datamodule": data, "ckpt_path": str(checkpoint) if checkpoint else None}
     if arguments.command == "predict":
-        place = Path(session.cwd, arguments.output) if arguments.output else None
-        run = run_directory(job.model_dump(mode="json"), job.run, scheduled, session.cwd)
-        callbacks_of(trainer).append(PredictionFiles(run, place))
+        place = Path(session.cwd, arguments.out) if arguments.out else None
         with readable_load_errors(checkpoint):
-            trainer.predict(model, return_predictions=False, **given)
+            predictions = trainer.distributed_predict(model, output_dir=place, **given)
+        if predictions is not None and trainer.is_global_zero:
+            session.print(f"predictions  {predictions.folder} ({counted(len(predictions), 'sample')})")
         return
     function = trainer.validate if arguments.command == "validate" else trainer.test
     with readable_load_errors(checkpoint):

@@ -20,6 +20,7 @@ from fairlead_lightning.compat.epochs import watch_epochs as watch_epochs
 from fairlead_lightning.compat.loaders import ends_with_longest as ends_with_longest
 from fairlead_lightning.compat.loaders import evaluation_loaders as evaluation_loaders
 from fairlead_lightning.compat.loaders import sharded as sharded
+from fairlead_lightning.compat.loaders import take_prediction_loaders as take_prediction_loaders
 from fairlead_lightning.compat.loaders import take_sharding as take_sharding
 from fairlead_lightning.compat.logged import Logged as Logged
 from fairlead_lightning.compat.logged import before_epoch_results as before_epoch_results

@@ -32,6 +32,16 @@ def sharded(loader: DataLoader[Any], shuffle: bool, seed: int, shards: Mapping[s
     return _update_dataloader(loader, part)
 
 
+def take_prediction_loaders(trainer: L.Trainer, prepare: Callable[[Any], Any]) -> Callable[[], None]:
+    """Has `prepare` make the loaders of a prediction ready, in place of Lightning; returns what ends it.
+
+    Lightning makes the user's sampler and loader anew, with arguments that it guesses.
+    """
+    connector: Any = trainer._data_connector
+    connector._prepare_dataloader = lambda dataloader, shuffle, mode: prepare(dataloader)
+    return lambda: vars(connector).pop("_prepare_dataloader", None)
+
+
 def evaluation_loaders(trainer: L.Trainer) -> list[Any]:
     """The loaders of an evaluation, one after the other; none where the number of a batch is not known before."""
     loops = {"fit": trainer.fit_loop.epoch_loop.val_loop, "validate": trainer.validate_loop, "test": trainer.test_loop}

@@ -25,7 +25,7 @@ def described_failure(error: BaseException, root: CodeRoot) -> tuple[str, int]:
     if isinstance(error, StopRequested):
         # How a fit was stopped, its first rank has said.
         by = "Ctrl-C" if error.exit_code == 128 + signal.SIGINT else "a signal"
-        return "" if error.outcome is not None else f"stopped by {by}; nothing was written", error.exit_code
+        return "" if error.outcome is not None else f"stopped by {by}; {error.kept}", error.exit_code
     if isinstance(error, KeyboardInterrupt) or isinstance(error.__context__, KeyboardInterrupt):
         return "stopped by the keyboard; the run resumes from its last checkpoint when it is started again", 130
     if isinstance(error, SystemExit):

@@ -27,19 +27,21 @@ _BATCHES: Final = ("train", "validate", "sanity")
 class StopRequested(SIGTERMException):
     """Leaves Lightning's loops at a step where all ranks agreed to stop; the process ends with its `code`.
 
-    `failure` is why this rank could not save there; `outcome` is the guard's, None of a stop that was not carried out.
+    `failure` is why this rank could not save there; `outcome` is the guard's, None of a stop that was not carried out,
+    of which `kept` says what is left.
     """
 
-    def __init__(self, code: int = 143) -> None:
+    def __init__(self, code: int = 143, kept: str = "nothing was written") -> None:
         super().__init__(code)
         self.exit_code = code
+        self.kept = kept
         self.failure: Exception | None = None
         self.outcome: Any = None
 
 
 @compat.only_its_own_batch_hooks
 class StopEvaluation(L.Callback):
-    """Ends a validation, test or prediction after the batch in which a signal came; nothing of it is kept."""
+    """Ends a validation, test or prediction after the batch in which a signal came; predictions until then are kept."""
 
     def __init__(self, flags: StopSignals) -> None:
         self._flags = flags
@@ -50,10 +52,18 @@ class StopEvaluation(L.Callback):
 
     def on_validation_batch_end(self, *_: Any, **__: Any) -> None:
         """Between two batches."""
-        if self._flags.raised:
-            raise StopRequested(128 + (signal.SIGINT if set(self._flags.counts) == {"SIGINT"} else signal.SIGTERM))
+        self._stop("nothing was written")
 
-    on_test_batch_end = on_predict_batch_end = on_validation_batch_end
+    on_test_batch_end = on_validation_batch_end
+
+    def on_predict_batch_end(self, *_: Any, **__: Any) -> None:
+        """Between two batches."""
+        self._stop("what was predicted before is kept: start it again with the same folder, and it goes on")
+
+    def _stop(self, kept: str) -> None:
+        if self._flags.raised:
+            code = 128 + (signal.SIGINT if set(self._flags.counts) == {"SIGINT"} else signal.SIGTERM)
+            raise StopRequested(code, kept)
 
 
 class Ending:

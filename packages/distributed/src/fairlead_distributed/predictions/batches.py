@@ -1,0 +1,286 @@
+"""Which batches a prediction consists of, and which of them a rank takes: the same batches on any number of ranks.
+
+What a model makes of a sample depends, in its last bits, on the batch in which it is. So batches are dealt out whole,
+as the loader would draw them in one process, and a prediction that goes on with other ranks has the same bits.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import itertools
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+)
+
+from fairlead.errors import ConfigError
+from fairlead_distributed._sampling import derive_seed
+from fairlead_distributed.evaluation import EvaluationSampler
+from fairlead_distributed.info import get_rank
+from fairlead_distributed.objects import broadcast_object, gather_objects
+from fairlead_distributed.rng import isolated_rng
+from fairlead_distributed.sampler import ResumableDistributedSampler
+
+_WHOLE: Final = (DistributedSampler, EvaluationSampler, ResumableDistributedSampler)
+_BLOCK: Final = 64  # batches that one rank takes in a row, at most: neighbours are one entry of an index
+_OWN_SIZES: Final = -1
+_ROUNDS: Final = 16  # blocks of each rank, at least: where data are sorted by length, the ranks have equal work
+
+
+@dataclass(frozen=True)
+class Batches:
+    """The batches of one loader, by number.
+
+    Attributes:
+        order: The indices of the samples in the order in which they are drawn; None: 0, 1, 2, ...
+        ends: Where each batch ends in this order; None: each has `size` samples.
+        samples: How many samples there are.
+        size: The samples of a batch; None: the loader makes no batches, and each sample is one.
+    """
+
+    samples: int
+    size: int | None
+    order: np.ndarray[Any, Any] | None = None
+    ends: np.ndarray[Any, Any] | None = None
+
+    def __len__(self) -> int:
+        return len(self.ends) if self.ends is not None else -(-self.samples // (self.size or 1))
+
+    def __getitem__(self, number: int) -> Sequence[int]:
+        """The indices of one batch."""
+        if self.ends is not None:
+            begin, end = (int(self.ends[number - 1]) if number else 0), int(self.ends[number])
+        else:
+            begin = number * (self.size or 1)
+            end = min(begin + (self.size or 1), self.samples)
+        return range(begin, end) if self.order is None else self.order[begin:end].tolist()
+
+    def first(self, limit: float | None) -> Batches:
+        """The first batches of them: a number, or as a float a share of all."""
+        if limit is None or (isinstance(limit, float) and limit == 1.0):
+            return self
+        count = min(len(self), int(len(self) * limit) if isinstance(limit, float) else int(limit))
+        ends = None if self.ends is None else self.ends[:count]
+        samples = (
+            (int(ends[-1]) if len(ends) else 0) if ends is not None else min(self.samples, count * (self.size or 1))
+        )
+        return Batches(samples, self.size, self.order, ends)
+
+    def described(self) -> dict[str, Any]:
+        """What tells them from those of another loader, as plain data."""
+        said: dict[str, Any] = {"samples": self.samples, "batches": len(self), "batch_size": self.size}
+        if self.order is not None:
+            content = self.order[: self.samples].tobytes() + (b"" if self.ends is None else self.ends.tobytes())
+            said["order"] = hashlib.sha256(content).hexdigest()[:16]
+        return said
+
+
+def batches_of(loader: DataLoader[Any], number: int) -> Batches:
+    """The batches of a loader, the same on every rank. A collective where the sampler is not one of torch's.
+
+    `drop_last` is left out. A loader that shuffles is read in the order of the dataset, which is that of predictions.
+    What another sampler draws is drawn once, by rank 0 from a fixed seed, and takes 8 bytes a sample.
+
+    Raises:
+        ConfigError: The sampler's indices are no whole numbers.
+    """
+    batches: Any = loader.batch_sampler
+    plain = type(batches) in (BatchSampler, type(None))
+    sampler: Any = batches.sampler if plain and batches is not None else loader.sampler
+    size = batches.batch_size if plain and batches is not None else None
+    if plain and (length := _whole(sampler)) is not None:
+        return Batches(length, size)
+    if plain and type(sampler) is SubsetRandomSampler:
+        return _drawn([[int(index)] for index in sampler.indices], size, type(sampler).__name__)
+    source = sampler if plain else batches
+    seed = derive_seed("prediction", number)
+    inner = getattr(source, "sampler", source)
+    if isinstance(inner, DistributedSampler) and inner.num_replicas > 1:  # a user's own: each rank draws its part
+        with isolated_rng(seed):
+            parts = gather_objects(_draw(source, plain))
+        drawn = [batch for group in itertools.zip_longest(*parts) for batch in group if batch is not None]
+    else:
+        with isolated_rng(seed):
+            drawn = broadcast_object(_draw(source, plain) if get_rank() == 0 else [])
+    return _drawn(drawn, size if plain else _OWN_SIZES, type(source).__name__)
+
+
+def _draw(source: Iterable[Any], plain: bool) -> list[list[Any]]:
+    return [[one] if plain else list(one) for one in source]
+
+
+def _drawn(drawn: list[list[Any]], size: int | None, name: str) -> Batches:
+    flat = [index for batch in drawn for index in batch]
+    odd = next((one for one in flat if isinstance(one, bool) or not hasattr(one, "__index__")), None)
+    if odd is not None or any(one < 0 for one in flat):
+        what = f"{odd!r}, a {type(odd).__name__}," if odd is not None else str(min(flat))
+        raise ConfigError(
+            f"{name} gives {what} as the index of a sample",
+            where="the loader of a prediction",
+            why="predictions are saved and found again by the index of the sample, a whole number from 0 on",
+            fix="a sampler that draws numbers from 0 to len(dataset) - 1",
+        )
+    order = np.fromiter((int(one) for one in flat), dtype=np.int64, count=len(flat))
+    if size != _OWN_SIZES:
+        return Batches(len(flat), size, order)
+    return Batches(
+        len(flat), max(map(len, drawn), default=1), order, np.cumsum([len(batch) for batch in drawn], dtype=np.int64)
+    )
+
+
+def _whole(sampler: Any) -> int | None:
+    """The number of samples, where a sampler draws each of a dataset once, on all ranks together."""
+    if type(sampler) is SequentialSampler:
+        return len(sampler)
+    if type(sampler) is RandomSampler and not sampler.replacement:
+        length = len(sampler.data_source)
+        return length if len(sampler) == length else None
+    return len(sampler.dataset) if type(sampler) in _WHOLE else None
+
+
+class Share:
+    """One rank's batches, in the order in which it draws them: their numbers, and None for one of padding.
+
+    All ranks have equally many: where a forward pass communicates, one that had a batch less would keep the others
+    waiting for ever. So it does another one once more, which does not count.
+
+    Args:
+        left: The numbers that are to be done, as runs of first number and count, in order.
+        ranks: How many ranks there are.
+        rank: Which of them this is.
+    """
+
+    def __init__(self, left: Sequence[tuple[int, int]], ranks: int, rank: int) -> None:
+        self._left = left
+        self._starts = list(itertools.accumulate((count for _, count in left), initial=0))
+        self._ranks, self._rank = ranks, rank
+        self.total = self._starts[-1]
+        self._block = max(1, min(_BLOCK, self.total // (ranks * _ROUNDS)))
+
+    def __len__(self) -> int:
+        return -(-self.total // self._ranks)
+
+    def __iter__(self) -> Iterator[tuple[int, bool]]:
+        """Numbers of batches, and whether they count."""
+        blocks = self.total // (self._ranks * self._block)
+        even = blocks * self._block * self._ranks
+        rounds = (
+            range((n * self._ranks + self._rank) * self._block, (n * self._ranks + self._rank + 1) * self._block)
+            for n in range(blocks)
+        )
+        places = itertools.chain(
+            itertools.chain.from_iterable(rounds), range(even + self._rank, self.total, self._ranks)
+        )
+        done, run = 0, 0
+        for place in places:
+            done += 1
+            while place >= self._starts[run + 1]:
+                run += 1
+            yield self._left[run][0] + place - self._starts[run], True
+        for _ in range(done, len(self)):
+            yield self._left[0][0], False
+
+
+class Drawn:
+    """The sampler of a rank's loader; it notes what it has given, for who writes what becomes of it."""
+
+    def __init__(self, batches: Batches, share: Share) -> None:
+        self.batches = batches
+        self._share = share
+        self._given: deque[tuple[int, Sequence[int]] | None] = deque()
+
+    def __len__(self) -> int:
+        return len(self._share)
+
+    def __iter__(self) -> Iterator[Any]:
+        self._given.clear()
+        for number, counts in self._share:
+            indices = self.batches[number]
+            self._given.append((number, indices) if counts else None)
+            yield list(indices) if self.batches.size is not None else indices[0]
+
+    def taken(self) -> tuple[int, Sequence[int]] | None:
+        """The number and the indices of the next batch that comes out of the loader; None: it is padding."""
+        return self._given.popleft()
+
+
+def is_indexed(loader: object) -> bool:
+    """Whether a loader draws samples by their index, as it says itself."""
+    return (
+        isinstance(loader, DataLoader)
+        and not isinstance(loader.dataset, IterableDataset)
+        and type(loader).__iter__ is DataLoader.__iter__
+    )
+
+
+def drawing(loader: DataLoader[Any], drawn: Drawn) -> DataLoader[Any]:
+    """A copy of a loader that draws these batches."""
+    made = _in_order(loader)
+    # DataLoader forbids to set these, for iterators that are under way; this one has none.
+    unbatched = drawn.batches.size is None
+    object.__setattr__(made, "sampler" if unbatched else "batch_sampler", drawn)
+    return made
+
+
+def _in_order(loader: DataLoader[Any]) -> DataLoader[Any]:
+    """A copy that gives the batches in the order in which they are drawn: they are told apart by it."""
+    made = copy.copy(loader)
+    made._iterator = None  # workers that persist draw by the old sampler
+    made.in_order = True
+    return made
+
+
+class Stream:
+    """A loader without indices on one rank: its samples are numbered as they come.
+
+    The first `done` batches, with `samples` samples, are drawn again and not given out; where `ended`, nothing is.
+    """
+
+    def __init__(self, loader: Iterable[Any], done: int, samples: int, *, limit: int | None, ended: bool) -> None:
+        self._loader = _in_order(loader) if isinstance(loader, DataLoader) else loader
+        self.batched = not isinstance(loader, DataLoader) or loader.batch_size is not None
+        self._limit = limit
+        self._ended = ended
+        self._done = done
+        self._next = (done, samples)
+
+    def __iter__(self) -> Iterator[Any]:
+        if not self._ended and (self._limit is None or self._limit > self._done):
+            yield from itertools.islice(self._loader, self._done, self._limit)
+
+    def taken(self, samples: int) -> tuple[int, Sequence[int]]:
+        """The number and the indices of the next batch, of so many samples."""
+        number, begin = self._next
+        self._next = (number + 1, begin + samples)
+        return number, range(begin, begin + samples)
+
+
+def require_one_rank(loader: object, ranks: int) -> None:
+    """Raises where several ranks draw from a loader of which nobody knows which sample is which."""
+    if ranks == 1:
+        return
+    stream = isinstance(loader, DataLoader) and isinstance(loader.dataset, IterableDataset)
+    what = (
+        f"a stream ({type(loader.dataset).__name__})"
+        if stream and isinstance(loader, DataLoader)
+        else f"a {type(loader).__name__}"
+    )
+    raise ConfigError(
+        f"the predictions of {what} cannot be told apart on {ranks} ranks",
+        where="the loader of a prediction",
+        why="its samples have no index, and nobody knows which of them each rank draws",
+        fix="predict on one rank (trainer.devices=1), where they are numbered as they come; or use a dataset with "
+        "__getitem__ and __len__ in a torch DataLoader",
+    )

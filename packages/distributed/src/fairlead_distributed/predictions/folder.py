@@ -1,0 +1,320 @@
+"""The folder of a prediction while it is being made: what is there already, the shards that are added, the end.
+
+1. `prediction.json` says of which weights and job it is; a start of another one is refused, with the difference.
+2. Each shard appears complete: written under a temporary name, fsynced, renamed. A killed start leaves its shards, and
+   the next one does the batches that are in none of them.
+3. When all batches are in shards, rank 0 writes `manifest.json`, with the size and checksum of each; before that, the
+   folder does not read as predictions.
+"""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import os
+import secrets
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final, TypeVar
+
+from fairlead.errors import CheckpointError, FairleadError, FingerprintError, RunDirectoryError, RunLockedError
+from fairlead_distributed.info import get_rank
+from fairlead_distributed.objects import broadcast_object, gather_objects
+from fairlead_distributed.predictions.done import Done, done_of
+from fairlead_distributed.predictions.sending import send_missing
+from fairlead_distributed.predictions.shard_file import About, Batch, ShardFile, write_shard
+from fairlead_runs.commit import FileHash, Lock, Manifest, default_algorithm, hash_file
+from fairlead_runs.commit.files import disk_error, replace_file
+from fairlead_runs.commit.manifest import MANIFEST, json_digest
+from fairlead_runs.fingerprints import Difference, Fingerprint
+
+T = TypeVar("T")
+IDENTITY: Final = "prediction.json"
+LOCK: Final = ".lock"
+_TEMPORARY: Final = (".tmp-", ".lock", ".probe-")
+_SEEN_AFTER_S: Final = 5.0  # a network file system shows a new file to the others by then
+_SHOWN: Final = 6
+
+
+def on_rank_0(function: Callable[[], T]) -> T:
+    """What a function gives on rank 0, on every rank; its error is raised on all. A collective."""
+    result: T | FairleadError | None = None
+    if get_rank() == 0:
+        try:
+            result = function()
+        except FairleadError as error:
+            result = error
+        except OSError as error:
+            result = _full(error, Path(error.filename or "."))
+    result = broadcast_object(result)
+    if isinstance(result, FairleadError):
+        raise result
+    return result  # type: ignore[return-value]
+
+
+class PredictionFolder:
+    """Where the ranks of one prediction write; its methods are collectives where they say so.
+
+    Args:
+        asked: The folder; None: the next `predictions-N` in `run`, or the last, where that was interrupted.
+        run: The run directory.
+        settings: What it is a prediction of, as plain data: weights and job.
+    """
+
+    def __init__(self, asked: Path | None, run: Path, settings: Mapping[str, Any]) -> None:
+        self._first = get_rank() == 0
+        self._settings: dict[str, Any] = {**settings, "loaders": {}}
+        self.fingerprint = json_digest(dict(settings))[:16]
+        self._lock: Lock | None = None
+        self._hashes: dict[str, FileHash] = {}
+        self._done: dict[int, Done] = {}
+        self._totals: dict[int, int | None] = {}
+        self._here: list[str] = []  # the shards on this rank's disk, where that is another than rank 0's
+        self.complete = False
+        self.path: Path = on_rank_0(lambda: self._opened(asked, run))
+        try:
+            self.sees = self._sees()
+            if not self.sees:  # a disk of this node's own: its shards are sent to rank 0 at the end
+                _made(self.path)
+            self.complete = broadcast_object(self.complete)
+            self._shards = self._scanned()
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def shards(self) -> int:
+        """How many shards a start before this one has left."""
+        return len(self._shards)
+
+    def add_loader(self, number: int, described: Mapping[str, Any]) -> Done:
+        """What is done of a loader already; refuses one that is another than at the first start. A collective."""
+        on_rank_0(lambda: self._identify(number, described))
+        return self._done.setdefault(number, done_of(self._shards.values(), number))
+
+    def expect(self, number: int, batches: int | None) -> None:
+        """How many batches a loader has in all; None: nobody knows before its end."""
+        self._totals[number] = batches
+
+    def write(self, loader: int, batches: Sequence[Batch]) -> None:
+        """Adds a shard, which is durable when this returns."""
+        name = f"loader-{loader}-batch-{batches[0].number:09d}.safetensors"
+        try:
+            digest = replace_file(
+                self.path / name,
+                lambda file: write_shard(file, loader, self.fingerprint, batches),
+                algorithm=default_algorithm(),
+            )
+        except OSError as error:
+            raise _full(error, self.path) from error
+        self._hashes[name] = digest
+        self._here.append(name)
+
+    def commit(self) -> None:
+        """Makes the folder readable, once all ranks have written; gathers what is elsewhere. A collective."""
+        if self.complete:
+            return
+        try:
+            sent = send_missing(self.path, self._here, self.sees)
+        except OSError as error:
+            raise _full(error, self.path) from error
+        hashes = {name: digest for own in gather_objects(self._hashes) for name, digest in own.items()}
+        on_rank_0(lambda: self._committed(hashes))
+        self.complete = True
+        if not self.sees and not (self.path / MANIFEST).exists():
+            for name in sent:
+                (self.path / name).unlink(missing_ok=True)
+
+    def close(self) -> None:
+        """Gives the folder back."""
+        if self._lock is not None:
+            self._lock.release()
+            self._lock = None
+
+    # -- on rank 0
+
+    def _opened(self, asked: Path | None, run: Path) -> Path:
+        path = asked if asked is not None else self._next(run)
+        _made(path)
+        self._lock = _locked(path)
+        try:
+            known = self._known(path)
+            if known is not None:
+                self._refuse(known, self._settings, path, ("weights", "job"))
+                self._settings = dict(known)
+                self.complete = (path / MANIFEST).exists()
+            for name in os.listdir(path):
+                if name.startswith(".tmp-"):
+                    (path / name).unlink(missing_ok=True)
+        except BaseException:
+            self.close()
+            raise
+        return path
+
+    def _next(self, run: Path) -> Path:
+        """The last one, where it was interrupted and is of the same; else a new one."""
+        last = last_number(run)
+        path = run / f"predictions-{last}"
+        if last and not (path / MANIFEST).exists() and (path / IDENTITY).exists():
+            known = Fingerprint.load(path / IDENTITY).settings
+            if all(known.get(part) == self._settings.get(part) for part in ("weights", "job")):
+                return path
+        return run / f"predictions-{last + 1}"
+
+    def _known(self, path: Path) -> Mapping[str, Any] | None:
+        """What the folder says that it is of; None of an empty one."""
+        if (path / IDENTITY).exists():
+            return Fingerprint.load(path / IDENTITY).settings
+        names = sorted(name for name in os.listdir(path) if not name.startswith(_TEMPORARY))
+        if names:
+            raise RunDirectoryError(
+                "the folder for the predictions is not empty",
+                where=str(path),
+                why=f"it holds {', '.join(names[:5])}{', ...' if len(names) > 5 else ''}",
+                fix="name a new folder",
+            )
+        return None
+
+    def _refuse(self, known: Mapping[str, Any], now: Mapping[str, Any], path: Path, parts: Sequence[str]) -> None:
+        old, new = (Fingerprint("", {part: one.get(part) for part in parts}) for one in (known, now))
+        different = old.differences(new)
+        if not different:
+            return
+        raise FingerprintError(
+            "the folder holds the predictions of another model, of other data or of another job",
+            where=str(path),
+            why=_told(different),
+            fix="name another folder, or delete this one",
+        )
+
+    def _identify(self, number: int, described: Mapping[str, Any]) -> None:
+        path, key = self.path, str(number)
+        known = self._settings["loaders"].get(key)
+        if known is not None or self.complete:
+            self._refuse({f"loader {key}": known}, {f"loader {key}": described}, path, (f"loader {key}",))
+            return
+        self._settings["loaders"] = {**self._settings["loaders"], key: dict(described)}
+        content = Fingerprint(json_digest(self._settings), self._settings).dump()
+        try:
+            replace_file(path / IDENTITY, content)
+        except OSError as error:
+            raise _full(error, path) from error
+
+    def _committed(self, hashes: Mapping[str, FileHash]) -> None:
+        names = _shard_names(self.path)
+        abouts = [ShardFile(self.path / name).about for name in names]
+        for loader, batches in self._totals.items():
+            done = done_of(abouts, loader)
+            if batches is not None and done.count != batches:
+                raise RunDirectoryError(
+                    f"the predictions are not complete: {batches - done.count} of {batches} batches of loader {loader} "
+                    "are missing",
+                    where=str(self.path),
+                    fix="start the prediction again: it does what is missing",
+                )
+        loaders = {str(number) for number in self._totals}
+        if loaders != self._settings["loaders"].keys():
+            now = {**self._settings, "loaders": {key: self._settings["loaders"][key] for key in loaders}}
+            self._refuse(self._settings, now, self.path, ("loaders",))
+        files = {
+            name: hashes[name] if name in hashes else hash_file(self.path / name, default_algorithm(), sync=True)
+            for name in (*names, IDENTITY)
+        }
+        about = {"predictions": 1, "fingerprint": self.fingerprint, "loaders": len(loaders)}
+        try:
+            replace_file(self.path / MANIFEST, Manifest.now(files, about).dump())
+        except OSError as error:
+            raise _full(error, self.path) from error
+
+    # -- on all ranks
+
+    def _sees(self) -> bool:
+        """Whether this rank sees what rank 0 writes there: the same file system."""
+        probe = on_rank_0(lambda: _probe(self.path))
+        deadline = time.monotonic() + _SEEN_AFTER_S
+        while not (seen := probe.exists()) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        gather_objects(seen)  # nobody looks any more
+        if self._first:
+            probe.unlink(missing_ok=True)
+        return seen
+
+    def _scanned(self) -> dict[str, About]:
+        """The shards that the ranks have on their disks, by name. A collective."""
+        own: dict[str, About] = {}
+        if self._first or not self.sees:
+            for name in _shard_names(self.path):
+                try:
+                    about = ShardFile(self.path / name).about
+                except CheckpointError as error:
+                    error.fix = error.fix or "delete this file and start again: its batches are predicted once more"
+                    raise
+                if about.fingerprint == self.fingerprint:
+                    own[name] = about
+        self._here = list(own)
+        found: dict[str, About] = {}
+        for one in gather_objects(own):
+            found |= one
+        return found
+
+
+def last_number(run: Path) -> int:
+    """N of the last `predictions-N` in a run directory; 0 where there is none."""
+    found = (path.name.removeprefix("predictions-") for path in run.glob("predictions-*"))
+    return max((int(number) for number in found if number.isdecimal()), default=0)
+
+
+def _shard_names(path: Path) -> list[str]:
+    return sorted(name for name in os.listdir(path) if name.startswith("loader-") and name.endswith(".safetensors"))
+
+
+def _probe(path: Path) -> Path:
+    probe = path / f".probe-{secrets.token_hex(8)}"
+    try:
+        probe.touch()
+    except OSError as error:
+        raise _full(error, path) from error
+    return probe
+
+
+def _locked(path: Path) -> Lock:
+    lock = Lock(path / LOCK)
+    try:
+        lock.acquire(wait=True)
+    except RunLockedError as error:
+        raise RunLockedError(
+            "another start is writing predictions into this folder",
+            where=str(path),
+            why=error.why,
+            fix="wait for its end, or name another folder",
+        ) from error
+    except RunDirectoryError as error:
+        if isinstance(error.__cause__, OSError):
+            raise _full(error.__cause__, path) from error
+        raise
+    return lock
+
+
+def _made(path: Path) -> None:
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise RunDirectoryError(
+            "cannot make the folder for the predictions",
+            where=str(path),
+            why=error.strerror,
+            fix="name another one with --out",
+        ) from error
+
+
+def _full(error: OSError, path: Path) -> FairleadError:
+    failure = disk_error(error, "cannot write predictions", path, RunDirectoryError)
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        failure.fix = "free some space and start again: the shards that are there are not done again"
+    return failure
+
+
+def _told(different: Sequence[Difference]) -> str:
+    more = f"\nand {len(different) - _SHOWN} more" if len(different) > _SHOWN else ""
+    return "\n".join(map(str, itertools.islice(different, _SHOWN))) + more

@@ -1,0 +1,94 @@
+"""Predictions as a Parquet file, for whoever reads them without torch."""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from fairlead.errors import ConfigError, MissingDependencyError
+from fairlead_distributed.predictions.loader_predictions import LoaderPredictions
+
+_GROUP: Final = 8192
+"""Samples in a row group, which is what is in memory at a time."""
+_SINGLE: Final = "prediction"
+
+
+def write_parquet(loaders: Sequence[LoaderPredictions], path: Path) -> None:
+    """See `Predictions.to_parquet`."""
+    try:
+        arrow: Any = importlib.import_module("pyarrow")
+        parquet: Any = importlib.import_module("pyarrow.parquet")
+    except ImportError as error:
+        raise MissingDependencyError(
+            "to_parquet needs the package pyarrow, which is not installed", why=str(error), fix="pip install pyarrow"
+        ) from error
+    writer: Any = None
+    part = path.with_name(f".{path.name}.part")
+    try:
+        for rows in _groups(loaders):
+            try:
+                table = arrow.Table.from_pylist(rows, schema=writer.schema if writer is not None else None)
+                if writer is None:
+                    writer = parquet.ParquetWriter(part, table.schema)
+                writer.write_table(table)
+            except (arrow.ArrowInvalid, arrow.ArrowTypeError, arrow.ArrowNotImplementedError) as error:
+                raise ConfigError(
+                    "these predictions do not fit into a Parquet file",
+                    where=str(path),
+                    why=str(error),
+                    fix="records of the same kind for all samples, or read them with Predictions",
+                ) from error
+        if writer is None:
+            parquet.write_table(arrow.table({"index": arrow.array([], arrow.int64())}), part)
+        else:
+            writer.close()
+        part.replace(path)
+    finally:
+        if writer is not None:
+            writer.close()
+        part.unlink(missing_ok=True)
+
+
+def _groups(loaders: Sequence[LoaderPredictions]) -> Iterator[list[dict[str, Any]]]:
+    rows = _rows(loaders)
+    while group := list(itertools.islice(rows, _GROUP)):
+        yield group
+
+
+def _rows(loaders: Sequence[LoaderPredictions]) -> Iterator[dict[str, Any]]:
+    for number, loader in enumerate(loaders):
+        for first, _, records in loader.pieces():
+            for offset, record in enumerate(records):
+                head = {"loader": number} if len(loaders) > 1 else {}
+                yield {**head, "index": first + offset, **dict(_cells(record, ""))}
+
+
+def _cells(value: Any, path: str) -> Iterator[tuple[str, Any]]:
+    named = getattr(value, "_asdict", None)
+    if callable(named):
+        value = named()
+    elif hasattr(value, "__dict__") and not isinstance(value, Tensor):
+        value = vars(value)
+    if isinstance(value, dict):
+        for key, item in value.items():
+            yield from _cells(item, f"{path}.{key}" if path else str(key))
+    elif isinstance(value, tuple):
+        for number, item in enumerate(value):
+            yield from _cells(item, f"{path}.{number}" if path else str(number))
+    else:
+        yield path or _SINGLE, _cell(value)
+
+
+def _cell(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        value = value.float() if value.dtype.is_floating_point and value.dtype.itemsize < 4 else value
+        return torch.view_as_real(value).tolist() if value.is_complex() else value.tolist()
+    if isinstance(value, list):
+        return [_cell(item) for item in value]
+    return value.tolist() if hasattr(value, "tolist") else value

@@ -1,0 +1,229 @@
+"""What `predict_step` returns for a batch, taken apart into columns with a row for each sample, and put together."""
+
+from __future__ import annotations
+
+import json
+import struct
+import sys
+import types
+from base64 import b64decode, b64encode
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fairlead.errors import UserCodeError
+from fairlead_distributed.plain_data import from_plain, to_plain
+from fairlead_distributed.user_objects import ATOMS, record_of
+
+Column = Tensor | list[Any]
+"""A tensor, shape `(samples, ...)`, or a list with one item for each sample, in the form of `to_plain`."""
+Structure = int | dict[str, Any]
+"""How the columns make a record, as JSON: the number of a column, or a dict, tuple, array or object of such."""
+
+_LENGTH: Final = struct.Struct("<I")
+_RETURNS: Final = (
+    "return tensors whose first dimension is the batch, lists with one item for each sample, or a dict, tuple or "
+    "dataclass of these"
+)
+
+
+def split(output: Any, samples: int | None) -> tuple[Structure, list[Column]]:
+    """The columns of what a batch of so many samples gave; of a sample that is no batch (None) it has one row.
+
+    A tensor has the batch as its first dimension, and a list has one item for each sample, which may be of any shape;
+    dicts, tuples, named tuples and dataclasses hold such columns. The columns are copies in the memory of the CPU.
+
+    Raises:
+        UserCodeError: It is None, or a part of it does not have one row for each sample.
+
+    Example:
+        >>> structure, columns = split({"logits": torch.zeros(2, 3), "texts": ["a", "b"]}, 2)
+        >>> build(structure, lambda column: columns[column][1])
+        {'logits': tensor([0., 0., 0.]), 'texts': 'b'}
+    """
+    if output is None:
+        raise UserCodeError("predict_step returned None: there is nothing to save", where="predict_step", fix=_RETURNS)
+    columns: list[Column] = []
+    return _split(output, samples, "what predict_step returned", columns), columns
+
+
+def _split(value: Any, samples: int | None, where: str, columns: list[Column]) -> Structure:
+    if isinstance(value, np.ndarray) and value.dtype.kind in "biufc":
+        return {"array": _split(torch.from_numpy(np.array(value)), samples, where, columns)}
+    if isinstance(value, Tensor):
+        columns.append(_rows(value, samples, where))
+    elif isinstance(value, list) and samples is not None:
+        if len(value) != samples:
+            raise _unfit(f"{where} is a list of {len(value)}", samples, "a tuple or a dict where it is no such list")
+        columns.append([_plain(item, f"{where}[{number}]") for number, item in enumerate(value)])
+    elif isinstance(value, Mapping):
+        return {
+            "dict": [[_key(key, where), _split(v, samples, f"{where}[{key!r}]", columns)] for key, v in value.items()]
+        }
+    elif type(value) is tuple:
+        return {"tuple": [_split(item, samples, f"{where}[{n}]", columns) for n, item in enumerate(value)]}
+    elif not isinstance(value, (*ATOMS, list)) and (record := record_of(value)) is not None:
+        parts = [[name, _split(part, samples, f"{where}.{name}", columns)] for name, part in record.items()]
+        return {"record": [type(value).__module__, type(value).__qualname__, parts]}
+    elif samples in (None, 1):
+        columns.append([_plain(value, where)])
+    else:
+        raise _unfit(f"{where} is a single {type(value).__name__}", samples, "a list, or leave it out")
+    return len(columns) - 1
+
+
+def _rows(value: Tensor, samples: int | None, where: str) -> Tensor | list[Any]:
+    if type(value) not in (Tensor, torch.nn.Parameter) or value.layout is not torch.strided or value.is_quantized:
+        kind = type(value).__name__ if type(value) is not Tensor else str(value.layout)
+        raise UserCodeError(f"{where} is a tensor of a special kind, {kind}", where="predict_step", fix="make it dense")
+    # A copy: a view would keep all of what it is a part of, and the model may write into its own buffer again.
+    own = value.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
+    if samples is None:
+        return own.unsqueeze(0)
+    if samples == 1 and own.ndim == 0:
+        return [own]
+    if own.ndim == 0 or own.shape[0] != samples:
+        raise _unfit(f"{where} is a tensor of shape {tuple(own.shape)}", samples, "a list of one tensor a sample")
+    return own
+
+
+def _unfit(what: str, samples: int | None, instead: str) -> UserCodeError:
+    return UserCodeError(
+        f"{what}, of a batch of {samples} samples",
+        where="predict_step",
+        why="each sample's prediction is saved and found again by the index of the sample",
+        fix=f"{_RETURNS}; here {instead}",
+    )
+
+
+def _key(key: Any, where: str) -> Any:
+    if type(key) in (str, int, float, bool, type(None)):
+        return key
+    raise UserCodeError(f"{where} has the key {key!r}", where="predict_step", fix="use text or numbers as keys")
+
+
+def _plain(value: Any, where: str) -> Any:
+    if type(value) is str:
+        return value
+    try:
+        return _to_cpu(to_plain(value, where))
+    except TypeError as error:
+        raise UserCodeError(
+            f"what predict_step returned cannot be saved: {error}", where="predict_step", fix=_RETURNS
+        ) from None
+
+
+def _to_cpu(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.clone(memory_format=torch.contiguous_format)
+    if isinstance(value, dict):
+        if value.get("fairlead:kind") == "on":
+            return value["state"][1].cpu().contiguous()
+        return {key: _to_cpu(item) for key, item in value.items()}
+    return type(value)(map(_to_cpu, value)) if isinstance(value, (list, tuple)) else value
+
+
+def build(structure: Structure, column: Callable[[int], Any]) -> Any:
+    """A record of a structure, of what `column` gives for the number of each column.
+
+    An object of a class that this process does not have is a `types.SimpleNamespace` with the same attributes.
+    """
+    if isinstance(structure, int):
+        return column(structure)
+    ((kind, parts),) = structure.items()
+    if kind == "dict":
+        return {key: build(part, column) for key, part in parts}
+    if kind == "tuple":
+        return tuple(build(part, column) for part in parts)
+    if kind == "array":
+        value = build(parts, column)
+        return value.numpy() if isinstance(value, Tensor) else value
+    module, name, fields = parts
+    return _object(module, name, {field: build(part, column) for field, part in fields})
+
+
+def _object(module: str, name: str, values: dict[str, Any]) -> Any:
+    kind: Any = sys.modules.get(module)
+    for part in name.split("."):
+        kind = getattr(kind, part, None)
+    if not isinstance(kind, type):
+        return types.SimpleNamespace(**values)
+    if issubclass(kind, tuple):
+        return tuple.__new__(kind, values.values())
+    made = object.__new__(kind)
+    for field, value in values.items():
+        object.__setattr__(made, field, value)
+    return made
+
+
+def encoded(value: Any) -> bytes:
+    """One item of a list as bytes: the length of a text, the text (JSON), and behind it the bytes of its tensors."""
+    tensors: list[bytes] = []
+    text = json.dumps(_to_json(value, tensors), ensure_ascii=False, separators=(",", ":"))
+    head = text.encode("utf-8", "surrogatepass")
+    return b"".join((_LENGTH.pack(len(head)), head, *tensors))
+
+
+def decoded(data: bytes) -> Any:
+    """What `encoded` was given, with the objects that it was made of."""
+    (length,) = _LENGTH.unpack_from(data)
+    position = _LENGTH.size + length
+
+    def tensor(dtype: str, shape: list[int]) -> Tensor:
+        nonlocal position
+        made = torch.empty(shape, dtype=getattr(torch, dtype))
+        size = made.nbytes
+        if size:
+            piece = bytearray(data[position : position + size])
+            made = torch.frombuffer(piece, dtype=torch.uint8).view(made.dtype).reshape(shape)
+        position += size
+        return made
+
+    return _restored(_from_json(json.loads(data[_LENGTH.size : _LENGTH.size + length]), tensor))
+
+
+def _to_json(value: Any, tensors: list[bytes]) -> Any:
+    if isinstance(value, Tensor):
+        tensors.append(value.reshape(-1).view(torch.uint8).numpy().tobytes())
+        return {"t": [str(value.dtype).removeprefix("torch."), list(value.shape)]}
+    if isinstance(value, list):
+        return [_to_json(item, tensors) for item in value]
+    if isinstance(value, tuple):
+        return {"(": [_to_json(item, tensors) for item in value]}
+    if isinstance(value, dict):
+        return {"{": [[_to_json(key, tensors), _to_json(item, tensors)] for key, item in value.items()]}
+    if isinstance(value, bytes):
+        return {"b": b64encode(value).decode()}
+    return {"c": [value.real, value.imag]} if isinstance(value, complex) else value
+
+
+def _from_json(value: Any, tensor: Callable[[str, list[int]], Tensor]) -> Any:
+    if isinstance(value, list):
+        return [_from_json(item, tensor) for item in value]
+    if not isinstance(value, dict):
+        return value
+    ((kind, parts),) = value.items()
+    if kind == "t":
+        return tensor(*parts)
+    if kind == "b":
+        return b64decode(parts)
+    if kind == "c":
+        return complex(*parts)
+    if kind == "(":
+        return tuple(_from_json(item, tensor) for item in parts)
+    return {_from_json(key, tensor): _from_json(item, tensor) for key, item in parts}
+
+
+def _restored(value: Any) -> Any:
+    """As `from_plain`, but for objects of classes that are not here."""
+    if isinstance(value, dict) and value.get("fairlead:kind") == "record":
+        module, name, values = value["state"]
+        return _object(module, name, {key: _restored(item) for key, item in values.items()})
+    if isinstance(value, dict) and "fairlead:kind" not in value and "fairlead:array" not in value:
+        return {key: _restored(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(map(_restored, value))
+    return from_plain(value)
