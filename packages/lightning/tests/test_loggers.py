@@ -148,7 +148,7 @@ def test_wandb_offline_records_and_says_how_to_upload(tmp_path: Path) -> None:
         assert len(folders) == start, "all starts have one id"
         command_line = " ".join(f"'{folder}'" for folder in folders)
         assert "recorded offline (WANDB_MODE=offline)" in done.stdout
-        assert f"  wandb sync {command_line}\n" in done.stdout
+        assert f"  WANDB_RESUME=allow wandb sync {command_line}\n" in done.stdout
 
 
 def test_one_tag_in_yaml_is_a_list() -> None:

@@ -9,28 +9,73 @@ import shlex
 import socket
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 from urllib.parse import urlsplit
 
 from lightning.pytorch.loggers import WandbLogger
+from lightning.pytorch.loggers.logger import rank_zero_experiment
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from fairlead.errors import RunDirectoryError
 from fairlead.interfaces import BuildContext
+from fairlead_lightning.loggers.again import PENDING, LoggedBefore, pending_rows, plain_rows
+from fairlead_lightning.loggers.positions import resume_position
 from fairlead_lightning.loggers.wandb import WandbLoggerConfig
+from fairlead_lightning.loggers.wandb_record import STEP, RecordFile, earlier_rows
 from fairlead_runs.commit import atomic_write
 
 RUN_FILE: Final = "wandb-run.json"
 SERVER: Final = "https://api.wandb.ai"
 TIMEOUT_S: Final = 3.0
+_MANY: Final = 1000  # rows, after which it is looked up which of them W&B has written
 
 
 class RunLogger(WandbLogger):
-    """Lightning's logger; with a `reason` it is offline, and says at the end how to upload the record."""
+    """Lightning's logger, with each step once however often the run was started; offline with a `reason`.
 
-    def __init__(self, reason: str | None, **arguments: Any) -> None:
+    What an earlier start has logged is not logged once more, and a checkpoint keeps the rows that W&B has not written
+    by then: it writes every 15 seconds.  Rows that your own code logs with `wandb.log` are not known here.
+    """
+
+    position_key: ClassVar[str] = "wandb"
+
+    def __init__(
+        self, reason: str | None, *, position: Mapping[str, Any] | None, resume_step: int | None, **arguments: Any
+    ) -> None:
         super().__init__(**arguments)
         self.reason = reason
+        self._mode: str = arguments["mode"]
+        self._pending = pending_rows(position)
+        self._resume_step = resume_step or 0
+        self._record: RecordFile | None = None
+        self._before = LoggedBefore()
+        self._logged = 0
+
+    @property
+    @rank_zero_experiment
+    def experiment(self) -> Any:
+        """The run at W&B; what this start must not log again is found out when it is first asked for."""
+        run = super().experiment
+        if self._record is None and self._mode != "disabled":
+            self._record = RecordFile(Path(run.dir).parent / f"run-{run.id}.wandb")
+            self._go_on(run)
+        return run
+
+    @rank_zero_only
+    def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
+        """As Lightning's, without what an earlier start has logged for this step."""
+        run = self.experiment
+        values = self._before.without(step, {self._named(name): value for name, value in metrics.items()})
+        if values or not metrics:
+            self._log(run, step, values)
+
+    @rank_zero_only
+    def position(self) -> dict[str, Any]:
+        """How much was logged, and the rows of it that W&B has not written yet; what it has written is on the disk."""
+        self._drop_written()
+        if self._record is not None:
+            self._record.make_durable()
+        return {"logged": self._logged, PENDING: plain_rows(self._pending)}
 
     @rank_zero_only
     def finalize(self, status: str) -> None:
@@ -39,10 +84,48 @@ class RunLogger(WandbLogger):
         run = self._experiment
         if self.reason is not None and run is not None and getattr(run, "dir", None):
             folder = Path(run.dir).parent  # `dir` is the `files` in it
-            # Each start has left a folder of its own; wandb uploads those of one id in order.
+            # One for each start. Without WANDB_RESUME the rows of the second would take the place of the first's.
             folders = sorted(folder.parent.glob(f"offline-run-*-{run.id}")) or [folder]
             command = shlex.join(["wandb", "sync", *map(str, folders)])
-            print(f"W&B: recorded offline ({self.reason}); to upload:\n  {command}")
+            print(f"W&B: recorded offline ({self.reason}); to upload:\n  WANDB_RESUME=allow {command}")
+
+    def _go_on(self, run: Any) -> None:
+        """Logs what is missing of earlier starts, and notes what is not to be logged again."""
+        assert self._record is not None
+        pending, self._pending = self._pending, []
+        rows = earlier_rows(Path(str(self.save_dir)), run.id, but=self._record.path)
+        written = LoggedBefore((row.step, row.values) for row in rows if row.step is not None)
+        lost: list[tuple[int | None, dict[str, Any]]] = [(step, written.without(step, row)) for step, row in pending]
+        if self._mode == "online":  # the server has so many; the rest was on its way when the earlier start ended
+            lost = [(row.step, row.values) for row in rows if row.number >= run.starting_step] + lost
+        elif rows:
+            run.log({}, step=max(row.number for row in rows) + 1)  # W&B's own count of rows goes on
+        for step, values in lost:
+            if values:
+                self._log(run, step, values)
+        known = [*((row.step, row.values) for row in rows), *pending]
+        # A validation that follows the save is logged for the step before.
+        self._before = LoggedBefore(
+            ((step, names) for step, names in known if step is not None), since=self._resume_step - 1
+        )
+
+    def _log(self, run: Any, step: int | None, values: dict[str, Any]) -> None:
+        run.log(values if step is None else {**values, STEP: step})
+        self._logged += 1
+        if step is not None:
+            self._pending.append((step, values))
+            if len(self._pending) % _MANY == 0:
+                self._drop_written()
+
+    def _drop_written(self) -> None:
+        """Forgets the rows that are in W&B's file by now; it has them in the order in which they were logged."""
+        if self._record is None or not self._pending:
+            return
+        written = LoggedBefore((row.step, row.values) for row in self._record.rows() if row.step is not None)
+        self._pending = [(step, values) for step, values in self._pending if written.without(step, values)]
+
+    def _named(self, name: str) -> str:
+        return f"{self._prefix}{self.LOGGER_JOIN_CHAR}{name}" if self._prefix else name
 
 
 def build(config: WandbLoggerConfig, context: BuildContext) -> RunLogger:
@@ -56,6 +139,8 @@ def build(config: WandbLoggerConfig, context: BuildContext) -> RunLogger:
         atomic_write(run_dir / RUN_FILE, content.encode(), error=RunDirectoryError)
     return RunLogger(
         reason if mode == "offline" else None,
+        position=resume_position(context.extras, RunLogger.position_key),
+        resume_step=context.extras.get("resume_step"),
         name=config.run_name or context.extras.get("run_name"),
         save_dir=run_dir,
         id=identity,
