@@ -169,6 +169,7 @@ class FitParts:
         self.finite = Finite(resolution.trainer.max_non_finite, say)
         self.stuck = StuckRanks(environ, timeout=getattr(resolution.strategy, "timeout", None))
         self.stops = Stops(context, say, guard)
+        self._resolution = resolution
         self._loggers: list[Logger] = []
         self._hides = False
         self._logged = REPORT_FD in environ  # other ranks than the first write into a file of their own each
@@ -194,7 +195,7 @@ class FitParts:
             first.append(self.finite)
             self.finite.begin(session)
             self.stuck.begin(session)
-            self.stops.begin(session, writes)
+            self.stops.begin(trainer, session, writes, here=trains_here(self._resolution))
             records = [Recorder(session, self.stops), self.stuck, self.stops]
         self.exact.begin(session, writes, self.stops if records else None)
         last = [*saves, *records]

@@ -13,6 +13,7 @@ from fairlead_runs import Beat, RunState, state
 from fairlead_runs.commands.texts import ago, find_run, metric, or_dash, summary, table
 from fairlead_runs.describe import counted
 from fairlead_runs.states import find_dumps
+from fairlead_runs.unserved import longest_wait, said_wait
 from fairlead_runs.waiting import Waiting, grouped, rank_ranges, waiting
 
 _ROWS: Final = 20
@@ -33,6 +34,7 @@ def run_status(arguments: argparse.Namespace, session: Session) -> int:
     run = state(find_run(arguments.run, session), now=now)
     stuck = _stuck(run, now)
     dumps = find_dumps(run.path)
+    wait = longest_wait(run.path)
     if arguments.json:
         behind = [beat.rank for beat in stuck.behind] if stuck is not None else []
         named = set(behind)
@@ -42,6 +44,7 @@ def run_status(arguments: argparse.Namespace, session: Session) -> int:
                 "ranks": [{**_rank(beat, now), "behind": beat.rank in named} for beat in run.ranks],
                 "behind": behind,
                 "why_behind": stuck.why if stuck is not None else None,
+                "longest_wait": wait,
                 "dumps": [{"kind": d.kind, "path": str(d.path), "files": d.files} for d in dumps],
             }
         )
@@ -61,7 +64,7 @@ def run_status(arguments: argparse.Namespace, session: Session) -> int:
         session.print()
         for line in _groups(grouped(run.ranks), now):
             session.print(line)
-    notes = list(_wrong_clocks(run.ranks, now))
+    notes = [*_wrong_clocks(run.ranks, now), *said_wait(wait)]
     if stuck is not None:
         notes.append(_said(stuck, now, running=run.state == "running"))
     notes += [f"{d.kind}: {_shown(d.path, session)} ({counted(d.files, 'file')})" for d in dumps]
