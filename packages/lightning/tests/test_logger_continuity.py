@@ -51,8 +51,7 @@ def start(run, at=-1, how=""):
     child = os.fork()
     if not child:
         try:
-            if how == "written":
-                os.environ["WANDB_X_TRANSACTION_LOG_FLUSH_INTERVAL"] = "0.1"
+            os.environ["WANDB_X_TRANSACTION_LOG_FLUSH_INTERVAL"] = "0.1" if how == "written" else "0"
             model = Killed()
             model.at, model.how = at, how
             fit(root, {"name": run}, model=model, max_epochs=3, loggers=LOGGERS, checkpoint={"every_n_steps": 4})
@@ -127,9 +126,8 @@ def test_a_killed_run_is_one_run_in_every_logger(tmp_path: Path) -> None:
     assert [step for _, step, values in rows if "train/loss" in values] == list(range(24))
     assert wandb_rows(killed) == rows
     written = [len(list(RecordFile(path).rows())) for path in sorted(killed.glob("wandb/offline-run-*/*.wandb"))]
-    assert len(written) == 4
-    assert written[0] == written[1] == 0, "W&B had written nothing when its process was killed: it is logged again"
-    assert written[2] > 8, "there are rows which the next start does not log again"
+    assert len(written) == 2, "of the first two W&B had written nothing: it is logged again, and their files set aside"
+    assert written[0] > 8, "there are rows which the last start does not log again"
 
     logged = mlflow_points(whole)
     assert [step for name, step, _ in logged if name == "train/loss"] == list(range(24))

@@ -39,9 +39,6 @@ class Slow(Line):
     def prepare_data(self):
         self.here("data")
 
-    def setup(self, stage):
-        self.here("setup")
-
     def on_load_checkpoint(self, checkpoint):
         self.here("load")
 
@@ -89,7 +86,7 @@ def code(child):
 
 
 first = start("load", "step", at=5, checkpoint={"every_n_steps": 4})
-slow = [start(place.replace(" ", "-"), place) for place in ("data", "setup", "step", "first batch")]
+slow = [start(place.replace(" ", "-"), place) for place in ("data", "step", "first batch")]
 slow.append(start("validation", "validation", at=8))
 measured = start("measured", "validation", 6.0, at=8)
 codes = [code(child) for child in [first, *slow]]
@@ -111,10 +108,9 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
 def test_a_phase_that_takes_too_long_is_ended_in_time_and_the_job_started_again(ended: tuple[Path, Any]) -> None:
     """Also before there is anything to save; what was saved before counts."""
     root, done = ended
-    assert done.stdout.splitlines()[-1] == f"{[75] * 7} 0", done.stdout + done.stderr[-3000:]
+    assert done.stdout.splitlines()[-1] == f"{[75] * 6} 0", done.stdout + done.stderr[-3000:]
     names = {
         "data": "preparing its data",
-        "setup": "setting up and loading its checkpoint",
         "step": "in its first batch and step",
         "first-batch": "in its first batch and step",
         "validation": "in its validation",

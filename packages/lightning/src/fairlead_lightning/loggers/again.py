@@ -18,24 +18,33 @@ class LoggedBefore:
 
     Args:
         rows: What is there: (step, the names of its values).
-        since: Steps before this one are not logged again, and need not be known.
 
     Example:
-        >>> before = LoggedBefore([(6, ["loss"]), (7, ["loss"])], since=6)
+        >>> before = LoggedBefore([(6, ["loss"]), (7, ["loss"])])
         >>> before.without(7, {"loss": 0.1, "val": 0.2}), before.without(8, {"loss": 0.1})
         ({'val': 0.2}, {'loss': 0.1})
     """
 
-    def __init__(self, rows: Iterable[tuple[int, Iterable[str]]] = (), since: int = 0) -> None:
+    def __init__(self, rows: Iterable[tuple[int, Iterable[str]]] = ()) -> None:
         self._names: dict[int, set[str]] = {}
         for step, names in rows:
-            if step >= since:
-                self._names.setdefault(step, set()).update(names)
+            self.add(step, names)
+
+    def add(self, step: int, names: Iterable[str]) -> None:
+        """These are there now."""
+        self._names.setdefault(step, set()).update(names)
+
+    def forget(self, before: int) -> None:
+        """Steps before this one are not logged again, and need not be known."""
+        self._names = {step: names for step, names in self._names.items() if step >= before}
 
     def without(self, step: int | None, values: Mapping[str, Any]) -> dict[str, Any]:
-        """The values that are not there yet."""
+        """The values that are not there yet, and the epoch, which Lightning adds to every row."""
         names = self._names.get(step) if step is not None else None
-        return dict(values) if not names else {name: value for name, value in values.items() if name not in names}
+        if not names:
+            return dict(values)
+        lacking = {name for name in values if name not in names and not _is_epoch(name)}
+        return {name: value for name, value in values.items() if name in lacking or (lacking and _is_epoch(name))}
 
 
 def plain_rows(rows: Iterable[tuple[int, Mapping[str, Any]]]) -> list[list[Any]]:
@@ -56,6 +65,10 @@ def pending_rows(position: Mapping[str, Any] | None) -> list[tuple[int, dict[str
         return [(int(step), dict(values)) for step, values in rows or ()]
     except (TypeError, ValueError):
         return []
+
+
+def _is_epoch(name: str) -> bool:
+    return name.rpartition("-")[2] == "epoch"  # a prefix may be before it
 
 
 def _scalar(value: Any) -> Any:

@@ -41,6 +41,8 @@ class RecordFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.begun = False
+        """Whether it says which run it is of: without that, `wandb sync` refuses it, and all others with it."""
         self._next = _HEAD
 
     def rows(self) -> Iterator[Row]:
@@ -55,8 +57,17 @@ class RecordFile:
         for record, end in _records(data, start):
             self._next = end
             parsed = _MESSAGE.FromString(record)
-            if parsed.WhichOneof("record_type") == "history":
+            kind = parsed.WhichOneof("record_type")
+            self.begun |= kind == "run"
+            if kind == "history":
                 yield _row(parsed.history)
+
+    def mend(self) -> None:
+        """Of a start that was killed, after its rows were read: takes away what would make `wandb sync` stop here."""
+        if not self.begun:
+            self.path.rename(self.path.with_suffix(".wandb.empty"))
+        elif self.path.stat().st_size > self._next:
+            os.truncate(self.path, self._next)  # half a record
 
     def make_durable(self) -> None:
         """Waits until what is in the file is on the disk."""
@@ -71,10 +82,15 @@ class RecordFile:
 
 
 def earlier_rows(run_dir: Path, identity: str, *, but: Path | None = None) -> list[Row]:
-    """The rows of all starts of a run, in their order; `but` is the file of this one."""
+    """The rows of all starts of a run, in their order; with `but`, the file of this one, those before are mended."""
     files = (path for path in (run_dir / "wandb").glob(f"*run-*-{identity}/run-{identity}.wandb") if path != but)
     ordered = sorted(files, key=lambda path: path.parent.name.partition("run-")[2])  # [offline-]run-DATE_TIME-ID
-    return [row for path in ordered for row in RecordFile(path).rows()]
+    rows = []
+    for file in map(RecordFile, ordered):
+        rows += file.rows()
+        if but is not None and file.path.parent.name.startswith("offline-"):
+            file.mend()
+    return rows
 
 
 def _records(data: bytes, start: int) -> Iterator[tuple[bytes, int]]:

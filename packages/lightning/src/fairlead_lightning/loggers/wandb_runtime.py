@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import netrc
 import shlex
 import socket
@@ -16,6 +17,7 @@ from lightning.pytorch.loggers import WandbLogger
 from lightning.pytorch.loggers.logger import rank_zero_experiment
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
+import wandb
 from fairlead.errors import RunDirectoryError
 from fairlead.interfaces import BuildContext
 from fairlead_lightning.loggers.again import PENDING, LoggedBefore, pending_rows, plain_rows
@@ -27,6 +29,8 @@ from fairlead_runs.commit import atomic_write
 RUN_FILE: Final = "wandb-run.json"
 SERVER: Final = "https://api.wandb.ai"
 TIMEOUT_S: Final = 3.0
+FLUSH: Final = "x_transaction_log_flush_interval"
+"""The setting of wandb 0.31 and later that says how often its record is written, in seconds."""
 _MANY: Final = 1000  # rows, after which it is looked up which of them W&B has written
 
 
@@ -34,7 +38,7 @@ class RunLogger(WandbLogger):
     """Lightning's logger, with each step once however often the run was started; offline with a `reason`.
 
     What an earlier start has logged is not logged once more, and a checkpoint keeps the rows that W&B has not written
-    by then: it writes every 15 seconds.  Rows that your own code logs with `wandb.log` are not known here.
+    by then.  Rows that your own code logs with `wandb.log` are not known here.
     """
 
     position_key: ClassVar[str] = "wandb"
@@ -50,6 +54,8 @@ class RunLogger(WandbLogger):
         self._record: RecordFile | None = None
         self._before = LoggedBefore()
         self._logged = 0
+        self._number = int(position.get("number", 0)) if position is not None else 0
+        self._unseen = 0
 
     @property
     @rank_zero_experiment
@@ -66,7 +72,9 @@ class RunLogger(WandbLogger):
         """As Lightning's, without what an earlier start has logged for this step."""
         run = self.experiment
         values = self._before.without(step, {self._named(name): value for name, value in metrics.items()})
-        if values or not metrics:
+        if values and self._unseen:
+            self._unseen -= 1
+        elif values:
             self._log(run, step, values)
 
     @rank_zero_only
@@ -75,7 +83,8 @@ class RunLogger(WandbLogger):
         self._drop_written()
         if self._record is not None:
             self._record.make_durable()
-        return {"logged": self._logged, PENDING: plain_rows(self._pending)}
+        number = self.experiment.step if self._mode == "online" else 0
+        return {"logged": self._logged, "number": number, PENDING: plain_rows(self._pending)}
 
     @rank_zero_only
     def finalize(self, status: str) -> None:
@@ -85,7 +94,8 @@ class RunLogger(WandbLogger):
         if self.reason is not None and run is not None and getattr(run, "dir", None):
             folder = Path(run.dir).parent  # `dir` is the `files` in it
             # One for each start. Without WANDB_RESUME the rows of the second would take the place of the first's.
-            folders = sorted(folder.parent.glob(f"offline-run-*-{run.id}")) or [folder]
+            files = folder.parent.glob(f"offline-run-*-{run.id}/run-{run.id}.wandb")
+            folders = sorted(file.parent for file in files) or [folder]
             command = shlex.join(["wandb", "sync", *map(str, folders)])
             print(f"W&B: recorded offline ({self.reason}); to upload:\n  WANDB_RESUME=allow {command}")
 
@@ -94,20 +104,21 @@ class RunLogger(WandbLogger):
         assert self._record is not None
         pending, self._pending = self._pending, []
         rows = earlier_rows(Path(str(self.save_dir)), run.id, but=self._record.path)
-        written = LoggedBefore((row.step, row.values) for row in rows if row.step is not None)
-        lost: list[tuple[int | None, dict[str, Any]]] = [(step, written.without(step, row)) for step, row in pending]
-        if self._mode == "online":  # the server has so many; the rest was on its way when the earlier start ended
-            lost = [(row.step, row.values) for row in rows if row.number >= run.starting_step] + lost
+        count = max((row.number + 1 for row in rows), default=0)
+        delivered: float = math.inf
+        if self._mode == "online":
+            delivered = run.starting_step  # the server has so many rows, some of them perhaps not in our files
+            self._unseen = max(0, run.starting_step - max(count, self._number))
         elif rows:
-            run.log({}, step=max(row.number for row in rows) + 1)  # W&B's own count of rows goes on
-        for step, values in lost:
-            if values:
-                self._log(run, step, values)
-        known = [*((row.step, row.values) for row in rows), *pending]
-        # A validation that follows the save is logged for the step before.
-        self._before = LoggedBefore(
-            ((step, names) for step, names in known if step is not None), since=self._resume_step - 1
-        )
+            run.log({}, step=count)  # W&B's own count of rows goes on
+        there = LoggedBefore((row.step, row.values) for row in rows if row.step is not None and row.number < delivered)
+        for step, values in [*((row.step, row.values) for row in rows if row.step is not None), *pending]:
+            lacking = there.without(step, values)
+            if lacking:
+                self._log(run, step, lacking)
+                there.add(step, lacking)
+        there.forget(before=self._resume_step - 1)  # a validation that follows the save is logged for the step before
+        self._before = there
 
     def _log(self, run: Any, step: int | None, values: dict[str, Any]) -> None:
         run.log(values if step is None else {**values, STEP: step})
@@ -137,6 +148,9 @@ def build(config: WandbLoggerConfig, context: BuildContext) -> RunLogger:
     if first and identity is not None and not (run_dir / RUN_FILE).exists():
         content = json.dumps({"id": identity}) + "\n"
         atomic_write(run_dir / RUN_FILE, content.encode(), error=RunDirectoryError)
+    settings: dict[str, Any] = {}
+    if FLUSH in wandb.Settings.model_fields and f"WANDB_{FLUSH.upper()}" not in context.environ:
+        settings["settings"] = wandb.Settings(**{FLUSH: 1.0})  # it takes 15 seconds by itself
     return RunLogger(
         reason if mode == "offline" else None,
         position=resume_position(context.extras, RunLogger.position_key),
@@ -153,6 +167,7 @@ def build(config: WandbLoggerConfig, context: BuildContext) -> RunLogger:
         tags=list(config.tags) or None,
         notes=config.notes,
         job_type=config.job_type,
+        **settings,
     )
 
 
