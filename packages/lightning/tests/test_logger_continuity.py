@@ -34,6 +34,9 @@ class Killed(Line):
 
     def on_train_batch_start(self, batch, batch_idx):
         if self.trainer.global_step == self.at:
+            if self.how == "stopped":
+                os.kill(os.getpid(), signal.SIGUSR1)
+                return
             if self.how == "written":
                 time.sleep(0.5)  # until W&B has written what was logged
             else:  # the whole job, as a scheduler kills it: what W&B has not written is gone
@@ -56,6 +59,9 @@ def start(run, at=-1, how=""):
             model.at, model.how = at, how
             fit(root, {"name": run}, model=model, max_epochs=3, loggers=LOGGERS, checkpoint={"every_n_steps": 4})
             wandb.finish()  # as at the end of a process
+        except SystemExit as ended:
+            wandb.finish(ended.code)
+            os._exit(ended.code)
         except BaseException:
             import traceback
 
@@ -69,6 +75,7 @@ assert start("whole") == 0
 assert start("killed", 2) == -signal.SIGKILL  # before its first checkpoint
 assert start("killed", 11) == -signal.SIGKILL
 assert start("killed", 15, "written") == -signal.SIGKILL
+assert start("killed", 18, "stopped") == 143
 assert start("killed") == 0
 """
 
@@ -101,7 +108,7 @@ def mlflow_points(run: Path) -> list[Any]:
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_a_killed_run_is_one_run_in_every_logger(tmp_path: Path) -> None:
-    """Before its first checkpoint, behind one with W&B's writer, and with what W&B has written."""
+    """Before its first checkpoint, behind one with W&B's writer, with what W&B has written; and stopped by a signal."""
     environ = {k: v for k, v in os.environ.items() if not k.startswith(("WANDB_", "MLFLOW_"))}
     environ |= {"PYTHONWARNINGS": "ignore", "WANDB_SILENT": "true", "OMP_NUM_THREADS": "1"}
     environ |= {
@@ -125,9 +132,11 @@ def test_a_killed_run_is_one_run_in_every_logger(tmp_path: Path) -> None:
     assert [number for number, _, _ in rows] == list(range(24 + 3))
     assert [step for _, step, values in rows if "train/loss" in values] == list(range(24))
     assert wandb_rows(killed) == rows
-    written = [len(list(RecordFile(path).rows())) for path in sorted(killed.glob("wandb/offline-run-*/*.wandb"))]
-    assert len(written) == 2, "of the first two W&B had written nothing: it is logged again, and their files set aside"
-    assert written[0] > 8, "there are rows which the last start does not log again"
+    records = [RecordFile(path) for path in sorted(killed.glob("wandb/offline-run-*/*.wandb"))]
+    written = [len(list(record.rows())) for record in records]
+    assert len(written) == 3, "of the first two W&B had written nothing: it is logged again, and their files set aside"
+    assert written[0] > 8, "there are rows which the next start does not log again"
+    assert ["preempting" in record.kinds for record in records] == [False, True, False], "only the stop says so"
 
     logged = mlflow_points(whole)
     assert [step for name, step, _ in logged if name == "train/loss"] == list(range(24))

@@ -41,8 +41,8 @@ class RecordFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.begun = False
-        """Whether it says which run it is of: without that, `wandb sync` refuses it, and all others with it."""
+        self.kinds: set[str] = set()
+        """The kinds of records that were read: `run`, `history`, `preempting`, ..."""
         self._next = _HEAD
 
     def rows(self) -> Iterator[Row]:
@@ -58,13 +58,13 @@ class RecordFile:
             self._next = end
             parsed = _MESSAGE.FromString(record)
             kind = parsed.WhichOneof("record_type")
-            self.begun |= kind == "run"
+            self.kinds.add(kind)
             if kind == "history":
                 yield _row(parsed.history)
 
     def mend(self) -> None:
         """Of a start that was killed, after its rows were read: takes away what would make `wandb sync` stop here."""
-        if not self.begun:
+        if "run" not in self.kinds:  # `wandb sync` refuses it, and all others with it
             self.path.rename(self.path.with_suffix(".wandb.empty"))
         elif self.path.stat().st_size > self._next:
             os.truncate(self.path, self._next)  # half a record
