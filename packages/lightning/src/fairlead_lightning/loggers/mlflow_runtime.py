@@ -16,7 +16,7 @@ from lightning.pytorch.loggers.logger import DummyLogger, rank_zero_experiment
 from lightning.pytorch.utilities.rank_zero import rank_zero_only, rank_zero_warn
 from mlflow.exceptions import MlflowException
 
-from fairlead.errors import RunDirectoryError
+from fairlead.errors import ConfigError, RunDirectoryError
 from fairlead.interfaces import BuildContext
 from fairlead_lightning.loggers.again import PENDING, pending_rows, plain_rows
 from fairlead_lightning.loggers.mlflow import MLflowLoggerConfig
@@ -53,24 +53,27 @@ class RunLogger(MLFlowLogger):
     @rank_zero_experiment
     def experiment(self) -> Any:
         """The `MlflowClient`; the run is made, or goes on, when it is first asked for."""
-        client = super().experiment
         if not self._opened:
-            self._opened = True
-            if self._resumes:
-                client.update_run(self._run_id, status="RUNNING")
-            elif self._run_file is not None:
-                content = json.dumps({"id": self._run_id}) + "\n"
-                atomic_write(self._run_file, content.encode(), error=RunDirectoryError)
-        return client
+            self._open()
+        return super().experiment
+
+    @property
+    def name(self) -> str:
+        """The name of the experiment; Lightning's asks the server for its id."""
+        return self._experiment_name
+
+    @property
+    def version(self) -> str:
+        """The id of the run, as far as it is known."""
+        return self._run_id or ""
 
     @rank_zero_only
     def log_hyperparams(self, params: dict[str, Any] | Namespace) -> None:
         """As Lightning's; MLflow keeps the first value of each, and one that has changed since is a warning."""
         try:
-            with self._warning():
-                super().log_hyperparams(params)
-        except MlflowException as error:
-            rank_zero_warn(f"MLflow keeps the hyperparameters of the first start: {error.message}")
+            super().log_hyperparams(params)
+        except (MlflowException, OSError) as error:
+            rank_zero_warn(f"MLflow does not take the hyperparameters, and keeps the first value of each: {error}")
 
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
@@ -95,13 +98,39 @@ class RunLogger(MLFlowLogger):
     @rank_zero_only
     def finalize(self, status: str = "success") -> None:
         """Sends what waits, and says how the run has ended: FINISHED, FAILED, or KILLED by a stop."""
-        if not self._initialized:
+        if not self._opened and not self._waiting:
             return
         with self._warning():
             self._send()
             self.experiment.set_terminated(self._run_id, _STATUS.get(status, "FINISHED"))
         if self._waiting:
             rank_zero_warn(f"MLflow lacks {len(self._waiting)} rows that it did not take; metrics.csv has them")
+
+    def _open(self) -> None:
+        try:
+            client = super().experiment
+            if self._resumes:
+                client.update_run(self._run_id, status="RUNNING")
+        except (MlflowException, OSError) as error:
+            if getattr(error, "error_code", None) == "RESOURCE_DOES_NOT_EXIST":
+                raise RunDirectoryError(
+                    f"MLflow does not know the run {self._run_id}",
+                    where=str(self._run_file or self._tracking_uri),
+                    why=str(error),
+                    fix=f"give the tracking_uri of its first start, or delete {RUN_FILE} for a new run there",
+                ) from error
+            if self._resumes:
+                raise  # a warning: what is logged waits
+            raise RunDirectoryError(
+                "MLflow cannot be reached, and the run has not begun there",
+                where=self._tracking_uri,
+                why=str(error),
+                fix="look at trainer.loggers' tracking_uri, or MLFLOW_TRACKING_URI; without both, files are written",
+            ) from error
+        self._opened = True
+        if not self._resumes and self._run_file is not None:
+            content = json.dumps({"id": self._run_id}) + "\n"
+            atomic_write(self._run_file, content.encode(), error=RunDirectoryError)
 
     def _send(self) -> None:
         while self._waiting:
@@ -131,16 +160,8 @@ class RunLogger(MLFlowLogger):
         try:
             yield
         except (MlflowException, OSError) as error:
-            code = getattr(error, "error_code", None)
-            if code == _REFUSED:
+            if getattr(error, "error_code", None) == _REFUSED:
                 raise
-            if code == "RESOURCE_DOES_NOT_EXIST":
-                raise RunDirectoryError(
-                    f"MLflow does not know the run {self._run_id}",
-                    where=str(self._run_file or self._tracking_uri),
-                    why=str(error),
-                    fix=f"give the tracking_uri of its first start, or delete {RUN_FILE} for a new run there",
-                ) from error
             if not self._warned:
                 self._warned = True
                 rank_zero_warn(f"MLflow does not take what is logged: {error}; the training goes on, it is tried again")
@@ -155,15 +176,24 @@ def build(config: MLflowLoggerConfig, context: BuildContext) -> RunLogger | Dumm
     if uri is None:
         uri = f"file:{run_dir.absolute()}/mlruns"
         os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # MLflow 3.7 asks for it, and reads nothing else
-    return RunLogger(
-        run_dir / RUN_FILE if context.run_dir is not None else None,
-        position=resume_position(context.extras, RunLogger.position_key),
-        experiment_name=config.experiment or context.environ.get("MLFLOW_EXPERIMENT_NAME") or "lightning_logs",
-        run_name=config.run_name or context.extras.get("run_name"),
-        tracking_uri=uri,
-        tags=dict(config.tags) or None,
-        prefix=config.prefix,
-    )
+    try:
+        return RunLogger(
+            run_dir / RUN_FILE if context.run_dir is not None else None,
+            position=resume_position(context.extras, RunLogger.position_key),
+            experiment_name=config.experiment or context.environ.get("MLFLOW_EXPERIMENT_NAME") or "lightning_logs",
+            run_name=config.run_name or context.extras.get("run_name"),
+            tracking_uri=uri,
+            tags=dict(config.tags) or None,
+            prefix=config.prefix,
+        )
+    except MlflowException as error:
+        raise ConfigError(
+            f"MLflow cannot log to {uri!r}",
+            where="trainer.loggers: tracking_uri, or MLFLOW_TRACKING_URI",
+            why=str(error).strip(),
+            fix="give the address of a server, or nothing for files in the run directory; a database needs "
+            "`pip install mlflow`, the whole of it",
+        ) from error
 
 
 def _stored_id(run_file: Path | None) -> str | None:

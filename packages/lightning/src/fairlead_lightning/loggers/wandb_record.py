@@ -85,7 +85,7 @@ def earlier_rows(run_dir: Path, identity: str, *, but: Path | None = None) -> li
     """The rows of all starts of a run, in their order; with `but`, the file of this one, those before are mended."""
     files = (path for path in (run_dir / "wandb").glob(f"*run-*-{identity}/run-{identity}.wandb") if path != but)
     ordered = sorted(files, key=lambda path: path.parent.name.partition("run-")[2])  # [offline-]run-DATE_TIME-ID
-    rows = []
+    rows: list[Row] = []
     for file in map(RecordFile, ordered):
         rows += file.rows()
         if but is not None and file.path.parent.name.startswith("offline-"):
