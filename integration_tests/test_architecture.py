@@ -51,7 +51,7 @@ ENVIRONMENT_PLACES = {
     (
         "fairlead_lightning.loggers.mlflow_runtime",
         "setdefault",
-    ): "MLflow asks nowhere else whether files may be written",
+    ): "MLflow asks only there whether files may be written",
     (
         "fairlead_distributed.run.opening",
         "Subscript",
