@@ -56,6 +56,10 @@ ENVIRONMENT_PLACES = {
         "setdefault",
     ): "torch reads its flight recorder's folder from nowhere else",
     (
+        "fairlead_lightning.loggers.mlflow_runtime",
+        "setdefault",
+    ): "MLflow asks only there whether files may be written",
+    (
         "fairlead_distributed.run.opening",
         "Subscript",
     ): "the ranks that Lightning starts from here inherit the run",

@@ -40,6 +40,7 @@ LIBRARIES = {"mpi4py": "mpi"}
 # What an extra adds is used in the run, not only imported.
 SETTINGS = {
     "tensorboard": ["trainer.loggers=[csv, tensorboard]"],
+    "mlflow": ["trainer.loggers=[csv, mlflow]"],
     "wandb": ["trainer.loggers=[csv, {name: wandb, project: isolated}]"],
 }
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 from collections.abc import Callable, Mapping
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 
 import pytest
 
@@ -25,7 +25,7 @@ def findings(environ: Mapping[str, str], plugins: PluginManager) -> list[Finding
     assert chosen.topology is not None
     plugin = plugins.get("environment", chosen.setting.value)
     assert isinstance(plugin, EnvironmentPlugin)
-    resolution = cast("Resolution", SimpleNamespace(topology=chosen.topology, environment=chosen.config))
+    resolution = cast("Resolution", SimpleNamespace(topology=chosen.topology, environment=chosen.config, job=None))
     (found,) = plugins.call(plugin, "fairlead_check", resolution=resolution, environ=environ)
     made = list(found)
     assert {finding.code for finding in made} <= set(plugin.codes)
@@ -148,3 +148,37 @@ def test_rank_0_away_from_mpirun_is_named(plugins: PluginManager) -> None:
     assert (made.severity, made.code) == ("error", "main-address-elsewhere")
     assert socket.gethostname() in made.what
     assert not findings({**environ, "OMPI_COMM_WORLD_RANK": "2"}, plugins)
+
+
+TORCHRUN = "TORCHELASTIC_RUN_ID=1 RANK=0 LOCAL_RANK=0 GROUP_RANK=0 WORLD_SIZE=2 LOCAL_WORLD_SIZE=2 GROUP_WORLD_SIZE=1"
+MPIRUN = "OMPI_COMM_WORLD_SIZE=2 OMPI_COMM_WORLD_RANK=0 OMPI_COMM_WORLD_LOCAL_RANK=0 OMPI_COMM_WORLD_LOCAL_SIZE=2"
+LOST = "nothing would be saved, and the job not started again"
+PASSING = "TORCHELASTIC_SIGNALS_TO_HANDLE=SIGTERM,SIGINT,SIGUSR1"
+
+
+@pytest.mark.parametrize(
+    ("variables", "settings", "said"),
+    [
+        (TORCHRUN, {}, "torchrun ends at SIGUSR1 and SIGUSR2: nothing would be saved, and the job not started again"),
+        (
+            f"{TORCHRUN} {PASSING}",
+            {},
+            "torchrun ends at SIGUSR2: nothing would be saved, and the job not started again",
+        ),
+        (f"{TORCHRUN} {PASSING}", {"requeue": {"name": "slurm", "signals": ["SIGUSR1"]}}, None),
+        (TORCHRUN, {"requeue": "none"}, None),
+        (MPIRUN, {}, "mpirun kills its ranks 1 s after a SIGTERM, as at a preemption: too soon to save"),
+        (f"{MPIRUN} OMPI_MCA_odls_base_sigkill_timeout=60", {}, None),
+    ],
+)
+def test_what_a_launcher_does_not_pass_on_is_said(
+    variables: str, settings: dict[str, Any], said: str | None, plugins: PluginManager
+) -> None:
+    """In a job of a scheduler; on a workstation nobody sends such signals."""
+    environ = dict(word.split("=", 1) for word in f"{variables} MASTER_ADDR=127.0.0.1 MASTER_PORT=29500".split())
+    config = TrainerConfig.model_validate({"accelerator": "cpu", **settings}, context={"plugins": plugins})
+    codes = {"signals-not-passed-on", "mpirun-kills-soon"}
+    for job in ({"SLURM_JOB_ID": "7"}, {}):
+        _, found = check_trainer(config, environ={**environ, **job}, plugins=plugins)
+        made = [one.what for one in found if one.code in codes]
+        assert made == ([said] if said is not None and job else [])

@@ -12,7 +12,7 @@ from typing import Any, cast
 
 import pytest
 
-from fairlead.errors import RunDirectoryError
+from fairlead.errors import ConfigError, RunDirectoryError
 from fairlead.interfaces import BuildContext
 from fairlead.open_union import parse_backend
 from fairlead.plugins import PluginManager
@@ -148,8 +148,53 @@ def test_wandb_offline_records_and_says_how_to_upload(tmp_path: Path) -> None:
         assert len(folders) == start, "all starts have one id"
         command_line = " ".join(f"'{folder}'" for folder in folders)
         assert "recorded offline (WANDB_MODE=offline)" in done.stdout
-        assert f"  wandb sync {command_line}\n" in done.stdout
+        assert f"  WANDB_RESUME=allow wandb sync {command_line}\n" in done.stdout
 
 
 def test_one_tag_in_yaml_is_a_list() -> None:
     assert config("wandb", tags=["a", "b"]).tags == ("a", "b")
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_mlflow_rows_wait_for_a_server_that_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At a checkpoint too: the start that resumes from it sends them, and each step is there once."""
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    from mlflow.exceptions import MlflowException
+    from mlflow.tracking import MlflowClient
+
+    from fairlead_lightning.loggers.mlflow_runtime import RunLogger, build
+    from fairlead_lightning.loggers.positions import logger_positions
+
+    send, fails = MlflowClient.log_batch, [2, 3, 4, 5]
+    calls = iter(range(100))
+
+    def log_batch(self: Any, *arguments: Any, **named: Any) -> Any:
+        if next(calls) in fails:
+            raise MlflowException("API request failed: connection refused")
+        return send(self, *arguments, **named)
+
+    monkeypatch.setattr(MlflowClient, "log_batch", log_batch)
+    first = build(config("mlflow"), context(tmp_path))
+    first.log_metrics({"loss": 0.0, "epoch": 0}, 0)
+    first.log_metrics({"loss": 1.0, "epoch": 0}, 1)
+    with pytest.warns(UserWarning, match="connection refused; the training goes on, it is tried again"):
+        first.log_metrics({"loss": 2.0, "epoch": 0}, 2)
+    first.log_metrics({"loss": 3.0, "epoch": 0}, 3)
+    positions = json.loads(json.dumps(logger_positions([first])))
+    assert positions["mlflow"]["pending"] == [[2, {"loss": 2.0, "epoch": 0}], [3, {"loss": 3.0, "epoch": 0}]]
+
+    second = build(config("mlflow"), context(tmp_path, resume_step=4, logger_positions=positions))
+    assert isinstance(second, RunLogger)
+    with pytest.warns(UserWarning, match="connection refused"):
+        second.log_metrics({"loss": 4.0, "epoch": 0}, 4)
+    second.log_metrics({"loss": 5.0, "epoch": 0}, 5)
+    second.finalize("success")
+    history = second.experiment.get_metric_history(second.run_id, "loss")
+    assert [(point.step, point.value) for point in history] == [(step, float(step)) for step in range(6)]
+    assert second.experiment.get_run(second.run_id).info.status == "FINISHED"
+
+    (tmp_path / "mlflow-run.json").write_text('{"id": "' + "0" * 32 + '"}')
+    with pytest.raises(RunDirectoryError, match="MLflow does not know the run"):
+        build(config("mlflow"), context(tmp_path)).log_metrics({"loss": 0.0}, 0)
+    with pytest.raises(ConfigError, match="MLflow cannot log to 'no-such-scheme://x'"):
+        build(config("mlflow", tracking_uri="no-such-scheme://x"), context(tmp_path / "new"))

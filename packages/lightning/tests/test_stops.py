@@ -45,8 +45,17 @@ class Asked(Line):
     def on_validation_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
         self._here("sanity" if self.trainer.sanity_checking else "validation")
 
+    def prepare_data(self) -> None:
+        self._here("data")
+
     def setup(self, stage: str) -> None:
         self._here("setup")
+
+    def on_fit_start(self) -> None:
+        self._here("restored")
+
+    def on_train_start(self) -> None:
+        self._here("begin")
 
     def on_train_epoch_end(self) -> None:
         self._here("epoch end")
@@ -70,8 +79,11 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Line, list[dict[str
 
 
 PLACES = {  # and the step at which it stops
+    "data": (0, 0),
     "setup": (0, 0),
+    "restored": (0, 0),
     "sanity": (0, 0),
+    "begin": (0, 0),
     "step": (5, 6),
     "epoch end": (8, 8),
     "validation": (8, 8),

@@ -22,6 +22,7 @@ from fairlead.errors import ConfigError
 from fairlead.interfaces import Setting
 from fairlead.topology import check_ranks
 from fairlead.variables import integer, present, text
+from fairlead_environments.passing_on import KILLED_SOON, check_mpirun
 from fairlead_environments.shared import LaunchedEnvironment, MainAddressConfig, is_loopback
 from fairlead_environments.slurm.topology import listed_nodes
 from fairlead_environments.variables import given_address, meeting
@@ -61,6 +62,7 @@ class MPI(LaunchedEnvironment):
     }
     codes: ClassVar[Mapping[str, str]] = {
         **LaunchedEnvironment.codes,
+        **KILLED_SOON,
         "main-address-elsewhere": "Rank 0 is to listen on an address that belongs to another machine.",
     }
 
@@ -112,8 +114,9 @@ class MPI(LaunchedEnvironment):
 
     @hookimpl
     def fairlead_check(self, resolution: Resolution, environ: Mapping[str, str]) -> Iterator[Finding]:
-        """A main address on which rank 0 cannot listen."""
+        """A main address on which rank 0 cannot listen, and what a stop would not survive."""
         yield from super().fairlead_check(resolution, environ)
+        yield from check_mpirun(resolution, environ)
         address, rank = resolution.topology.main_address, resolution.topology.global_rank
         guessed = address is not None and address.reason.startswith(CONTACT)
         if address is not None and guessed and rank is not None and rank.value == 0 and not _is_here(address.value):

@@ -5,11 +5,12 @@ The variables are set in `torch/distributed/elastic/agent/server/local_elastic_a
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import ClassVar, Literal
 
-from fairlead import Claim, EnvironmentConfigBase, Specificity, Topology, hookimpl
+from fairlead import Claim, EnvironmentConfigBase, Finding, Resolution, Specificity, Topology, hookimpl
 from fairlead.variables import present
+from fairlead_environments.passing_on import PASSED_ON, check_torchrun
 from fairlead_environments.shared import LaunchedEnvironment
 from fairlead_environments.variables import workers
 
@@ -35,6 +36,7 @@ class TorchElastic(LaunchedEnvironment):
     config = TorchElasticEnvironmentConfig
     aliases = ("TorchElasticEnvironmentPlugin",)
     extra = "lightning"
+    codes: ClassVar[Mapping[str, str]] = {**LaunchedEnvironment.codes, **PASSED_ON}
     loopback = "warning"  # tests start two 'nodes' on one machine
     example_environ: ClassVar[Mapping[str, str]] = {
         "TORCHELASTIC_RUN_ID": "none",
@@ -59,6 +61,12 @@ class TorchElastic(LaunchedEnvironment):
     def fairlead_topology(self, config: EnvironmentConfigBase, environ: Mapping[str, str]) -> Topology:
         """From the variables of the agent."""
         return workers(environ, by="torchrun", nodes="GROUP_WORLD_SIZE", node_rank="GROUP_RANK")
+
+    @hookimpl
+    def fairlead_check(self, resolution: Resolution, environ: Mapping[str, str]) -> Iterator[Finding]:
+        """What a stop would not survive."""
+        yield from super().fairlead_check(resolution, environ)
+        yield from check_torchrun(resolution, environ)
 
 
 torchelastic = TorchElastic()

@@ -22,6 +22,7 @@ from fairlead_hpc_signals.question import Question
 from fairlead_hpc_signals.scheduler import requeuer_here, why_stopped
 from fairlead_hpc_signals.shutdown import Shutdown
 from fairlead_hpc_signals.switches import SwitchFiles
+from fairlead_hpc_signals.waits import LongestWait
 from fairlead_hpc_signals.watch import Overdue, StopWatch, to_stderr
 from fairlead_hpc_signals.workers import OutliveStops
 
@@ -73,6 +74,8 @@ class PreemptionGuard:
         self._agreement: LocalAgreement | StopAgreement | None = None
         self._boundary = 0
         self._switches: SwitchFiles | None = None
+        self.waits = LongestWait()
+        """How long a signal would have waited at most so far."""
         self._deadline = Deadline(self.flags, self._environ, self.policy)
         self._question = Question(self._why, self._deadline, self.policy)
         self._watch: StopWatch | None = None
@@ -121,6 +124,7 @@ class PreemptionGuard:
         tell: Callable[[StopOutcome], object] | None = None,
         progress: Callable[[], object] | None = None,
         answers: bool = True,
+        at: Callable[[], str] | None = None,
     ) -> None:
         """What to do when a stop is not carried out in time; before this is called `requeuer_here()` requeues.
 
@@ -135,8 +139,9 @@ class PreemptionGuard:
             progress: Changes while the loop gets on, also between two calls of `should_stop`: a minute without a
                 change is then too late as well.
             answers: Whether rank 0 says at once that the signal has come; False where somebody else does.
+            at: What the loop is at, as part of a sentence (`preparing its data`); None: `in its step`.
         """
-        self._overdue = Overdue(lambda: requeuer, budget, record, tell, progress, answers)
+        self._overdue = Overdue(lambda: requeuer, budget, record, tell, progress, answers, at)
         if self._watch is not None:
             self._watch.overdue = self._overdue
 
@@ -171,6 +176,7 @@ class PreemptionGuard:
         Where a stop was asked for, and not all ranks answer in time, this process ends here: see `when_overdue`.
         """
         self._boundary += 1
+        self.waits.served()
         try:
             stops = self._started().boundary(self._boundary)
         except AgreementError as error:

@@ -85,6 +85,7 @@ class Overdue:
         tell: Tells the user, after it.
         progress: Changes while the loop gets on, between two calls of `should_stop` too; None: nothing does that.
         answers: Whether the user hears at once that the signal has come; else somebody else says it.
+        at: What the loop is at, as in `this rank is still preparing its data`; None: in its step.
     """
 
     requeuer: Callable[[], Requeuer | None]
@@ -93,6 +94,7 @@ class Overdue:
     tell: Callable[[StopOutcome], object] | None = None
     progress: Callable[[], object] | None = None
     answers: bool = True
+    at: Callable[[], str] | None = None
 
 
 class StopWatch:
@@ -196,7 +198,8 @@ class StopWatch:
             if failure is not None and failure.missing:  # without the store, the next collective fails
                 self.end(failure.short, failure.missing)
             if self._share_deadline().left_to_save() < 0:
-                self.end(f"no time is left, and this rank is still {_AT[self.phase]}")
+                at = self.overdue.at() if self.overdue.at is not None and self.phase == "training" else _AT[self.phase]
+                self.end(f"no time is left, and this rank is still {at}")
             if self.overdue.progress is not None and time.monotonic() - since > _STALL_S:
                 self.end(f"the step did not end within {_STALL_S:g} s")
 

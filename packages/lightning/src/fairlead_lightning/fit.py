@@ -181,6 +181,7 @@ class FitParts:
         self.stops = Stops(context, say, guard)
         server = StatusServer.of(environ)
         self._trainjob = TrainJobProgress(server, say) if server is not None else None
+        self._resolution = resolution
         self._loggers: list[Logger] = []
         self._hides = False
         self._logged = REPORT_FD in environ  # other ranks than the first write into a file of their own each
@@ -207,7 +208,7 @@ class FitParts:
             for part in (self.even, self.finite, self.replicas):
                 part.begin(session)
             self.stuck.begin(session)
-            self.stops.begin(session, writes)
+            self.stops.begin(trainer, session, writes, here=trains_here(self._resolution))
             told = [self._trainjob] if self._trainjob is not None else []
             records = [Recorder(session, self.stops), *told, self.stuck, self.stops]
         self.exact.begin(session, writes, self.stops if records else None)

@@ -49,6 +49,10 @@ class StopGuard(Protocol):
         """The `StopOutcome`, how the stop ended; None before that."""
 
     @property
+    def waits(self) -> Any:
+        """The `LongestWait` between two calls of `should_stop`."""
+
+    @property
     def in_worker(self) -> Any:
         """The `OutliveStops` for the workers of a loader."""
 
@@ -64,6 +68,7 @@ class StopGuard(Protocol):
         tell: Callable[[Any], object] | None = None,
         progress: Callable[[], object] | None = None,
         answers: bool = True,
+        at: Callable[[], str] | None = None,
     ) -> None:
         """What to do when a stop is not carried out in time."""
 

@@ -24,6 +24,8 @@ class Recorder(L.Callback):
 
     def _beat(self, trainer: L.Trainer, phase: str) -> None:
         self.session.beat(phase, trainer.global_step)
+        if self._stops is not None:
+            self._stops.at(phase)
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """The process group is there; the data are being prepared."""

@@ -18,10 +18,24 @@ from fairlead_lightning import compat
 from fairlead_lightning.build import build_backend
 from fairlead_lightning.checkpoint.commits import copies_of
 from fairlead_lightning.guard import StopGuard, StopSignals
+from fairlead_lightning.loggers.preempting import mark_preempting
 from fairlead_runs import count_starts, read_history, refusal
 
 _BATCHES: Final = ("train", "validate", "sanity")
 """The phases of a rank in which one batch follows another."""
+
+
+_AT: Final = {
+    "": "starting",
+    "prepare": "preparing its data",
+    "setup": "setting up and loading its checkpoint",
+    "restore": "restoring its state",
+    "first-batch": "in its first batch and step",
+    "validate": "in its validation",
+    "sanity": "in its sanity check",
+    "save": "saving",
+}
+"""What a rank is at in a phase, as part of a sentence; else it is in its step."""
 
 
 class StopRequested(SIGTERMException):
@@ -115,6 +129,7 @@ class Ending:
             tell=self._tell,
             progress=progress,
             answers=REPORT_FD not in self._environ,  # the supervisor does, for all ranks
+            at=lambda: _AT.get(self._session.phase, "in its step"),
         )
 
     def carry_out(self, requested: StopRequested) -> None:
@@ -165,6 +180,8 @@ class Ending:
         if self._recorded:
             return
         self._recorded = True
+        if reason.why != "cancelled" and set(self._guard.flags.counts) != {"SIGINT"}:
+            mark_preempting(self._trainer.loggers)
         counts = count_starts(read_history(self._session.path / "history.jsonl"))
         self._session.event(
             "stop",

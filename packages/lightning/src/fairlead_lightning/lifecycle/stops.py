@@ -25,7 +25,9 @@ from fairlead_lightning.checkpoint.checkpoints import Checkpoints
 from fairlead_lightning.guard import StopGuard
 from fairlead_lightning.lifecycle.stopping import Ending, StopRequested
 from fairlead_lightning.resume.stateful_loader import StatefulLoader
+from fairlead_runs.unserved import UNSERVED
 
+_SHORT_S: Final = 5.0  # seconds that a signal may wait without a word about it
 _WARNINGS: Final = ("SIGUSR1", "SIGUSR2")  # what a scheduler is asked to send ahead; by default it ends a process
 
 
@@ -48,6 +50,7 @@ class Stops(L.Callback):
         self._session: RunSession | None = None
         self._saves: Checkpoints | None = None
         self._step = -1
+        self._worth_saying = _SHORT_S
         self._equal_validation = True
         self._save_due = False
         self._ending: Ending | None = None
@@ -70,11 +73,19 @@ class Stops(L.Callback):
         if resolution.job is not None and resolution.requeue.name != "none" and in_main_thread:
             self._ensure_guard().flags.install(_WARNINGS)
 
-    def begin(self, session: RunSession, saves: Checkpoints | None) -> None:
-        """A fit begins, here or in ranks that it spawns; `saves` writes the checkpoint where the ranks stop, if any."""
+    def begin(self, trainer: L.Trainer, session: RunSession, saves: Checkpoints | None, *, here: bool = True) -> None:
+        """A fit begins, `here` or in ranks that it spawns; `saves` writes the checkpoint where the ranks stop, if any.
+
+        Where the ranks are connected by now, a stop has to be over in time from here on: data are prepared next.
+        """
         self._session, self._saves = session, saves
         self._step, self._equal_validation, self._save_due = -1, True, False
+        self._worth_saying = _SHORT_S
         guard = self._ensure_guard()
+        guard.waits.at("prepare")
+        if here and (trainer.world_size == 1 or get_world_size() == trainer.world_size):
+            self._prepare(trainer, session)
+            guard.start()
         if self._given:
             return
         if threading.current_thread() is threading.main_thread():
@@ -127,17 +138,8 @@ class Stops(L.Callback):
         if not self._given and threading.current_thread() is threading.main_thread():
             guard.flags.install()  # a spawned rank has none yet
         self._undo.append(compat.without_signal_handlers(trainer))
-        if self._session is not None:
-            self._ending = Ending(
-                trainer,
-                self._session,
-                guard,
-                self._context,
-                step=lambda: self._step_now,
-                saves=self._saves is not None,
-                say=self._say,
-            )
-            self._ending.prepare()
+        if self._session is not None and self._ending is None:
+            self._prepare(trainer, self._session)
         guard.start()
         if self._session is not None and trainer.world_size in (1, get_world_size()):
             guard.watch_switches(self._session.path, self._session.event)
@@ -163,6 +165,24 @@ class Stops(L.Callback):
             self._session.event(finding.code, signal=conflict.signal, handler=conflict.handler)
             if trainer.is_global_zero:
                 self._say(str(finding))
+
+    def _prepare(self, trainer: L.Trainer, session: RunSession) -> None:
+        guard = self._ensure_guard()
+        self._ending = Ending(
+            trainer,
+            session,
+            guard,
+            self._context,
+            step=lambda: self._step_now,
+            saves=self._saves is not None,
+            say=self._say,
+        )
+        self._ending.prepare()
+
+    def at(self, phase: str) -> None:
+        """What this rank is at from now on, as in its heartbeat; for how long a signal would have waited there."""
+        if self._guard is not None:
+            self._guard.waits.at(phase)
 
     def keep_workers(self, loader: object) -> None:
         """Has the workers of a loader outlive the signals."""
@@ -197,23 +217,27 @@ class Stops(L.Callback):
             self._boundary(trainer)
 
     def _boundary(self, trainer: L.Trainer, *, between_epochs: bool = False) -> None:
-        guard = self._guard
-        if guard is None or self._session is None:
+        guard, session = self._guard, self._session
+        if guard is None or session is None:
             return
-        if not guard.should_stop():
+        stops = guard.should_stop()
+        if guard.waits.seconds >= self._worth_saying:
+            self._worth_saying = 1.1 * guard.waits.seconds
+            session.event(UNSERVED, seconds=round(guard.waits.seconds, 1), phase=guard.waits.phase)
+        if not stops:
             # In the middle of a validation it is due, and is done at the next step.
             self._save_due |= guard.should_save()
             return
         self._step = self._step_now
         decision = guard.decision
-        self._session.event(
+        session.event(
             "signal",
             signals=list(decision.signals),
             ranks=[request.rank for request in decision.requests],
             asked=[request.why for request in decision.requests if request.why],
             step=self._step,
         )
-        self._session.beat("stopping", self._step)
+        session.beat("stopping", self._step)
         requested = StopRequested()
         try:
             if self._saves is not None:

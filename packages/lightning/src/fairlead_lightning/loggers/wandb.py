@@ -15,9 +15,8 @@ class WandbLoggerConfig(LoggerConfigBase):
 
     All starts of a run are one run there: its id is kept in `wandb-run.json` of the run directory.
 
-    A record there cannot be cut back: what was logged between the checkpoint and an interruption is in
-    it twice, once from each start, and what W&B had not yet written when the process was killed is
-    missing.  `metrics.csv` and TensorBoard have each step once.
+    W&B takes nothing back, so what it has of a step is not logged once more when the step is trained again;
+    what it had not yet written when the process was killed is logged by the next start.
 
     Example:
         >>> WandbLoggerConfig(project="gpt").project

@@ -17,6 +17,7 @@ from fairlead_runs.describe import counted
 from fairlead_runs.pace import pace
 from fairlead_runs.scheduler import ask_for_job, job_of_run
 from fairlead_runs.states import find_dumps
+from fairlead_runs.unserved import longest_wait, said_wait
 from fairlead_runs.waiting import Waiting, grouped, rank_ranges, waiting
 
 _ROWS: Final = 20
@@ -40,6 +41,7 @@ def run_status(arguments: argparse.Namespace, session: Session) -> int:
     asked = ask_for_job(job, session.plugins, session.environ) if job is not None else None
     how = pace(run, now)
     dumps = find_dumps(run.path)
+    wait = longest_wait(run.path)
     if arguments.json:
         behind = [beat.rank for beat in stuck.behind] if stuck is not None else []
         named = set(behind)
@@ -51,6 +53,7 @@ def run_status(arguments: argparse.Namespace, session: Session) -> int:
                 "ranks": [{**_rank(beat, now), "behind": beat.rank in named} for beat in run.ranks],
                 "behind": behind,
                 "why_behind": stuck.why if stuck is not None else None,
+                "longest_wait": wait,
                 "dumps": [{"kind": d.kind, "path": str(d.path), "files": d.files} for d in dumps],
             }
         )
@@ -62,7 +65,7 @@ def run_status(arguments: argparse.Namespace, session: Session) -> int:
         session.print()
         for line in _groups(grouped(run.ranks), now):
             session.print(line)
-    notes = list(_wrong_clocks(run.ranks, now))
+    notes = [*_wrong_clocks(run.ranks, now), *said_wait(wait)]
     if stuck is not None:
         notes.append(_said(stuck, now, running=run.state == "running"))
     notes += [f"{d.kind}: {_shown(d.path, session)} ({counted(d.files, 'file')})" for d in dumps]
