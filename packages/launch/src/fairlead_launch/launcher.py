@@ -5,11 +5,20 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import IO, Any, Final, Literal, cast
+from typing import IO, Any, Final, Literal, Self, cast
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, field_validator
+from pydantic import (
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    field_validator,
+    model_validator,
+)
 
 from fairlead.config_bases import ConfigModel
 from fairlead.detect import VARIABLE
@@ -20,11 +29,12 @@ from fairlead.plugins import PluginManager
 from fairlead.threads import choose_threads
 from fairlead_launch.environment import rank_environment
 from fairlead_launch.forkserver import ForkServer
-from fairlead_launch.nodes import Nodes, OneNode
+from fairlead_launch.nodes import Members, OneNode
 from fairlead_launch.output import Output
 from fairlead_launch.processes import Starter, fork, spawn
 from fairlead_launch.restarts import run_with_restarts, stopped_before
 from fairlead_launch.scripts import head_imports, module_file
+from fairlead_launch.several import SeveralNodes, run_on_nodes
 from fairlead_launch.supervise import Group, noted_signals
 from fairlead_launch.worker import run_worker
 
@@ -50,7 +60,10 @@ class LaunchConfig(ConfigModel):
     master_addr: str = "127.0.0.1"
     """The name or address of the first node."""
     master_port: int | None = Field(None, ge=1, le=65535)
-    """The port on which the ranks meet; None: on one node the first that is free from 29500 on, else 29500."""
+    """The port on which the ranks meet; None: on one node the first that is free from 29500 on, else 29500. Of several
+    nodes the launchers meet there, and the ranks on one behind it."""
+    spares: NonNegativeInt = 0
+    """Nodes beyond the largest number that wait, and take the place of one that is lost."""
     backend: str = "auto"
     """The backend of `fairlead_distributed.init_process_group()` in the script: `nccl`, `gloo`, `auto`."""
     max_restarts: NonNegativeInt = 3
@@ -83,6 +96,14 @@ class LaunchConfig(ConfigModel):
         if value not in ("all", "none"):
             parse_ranks(value)
         return value
+
+    @model_validator(mode="after")
+    def _rank_among_nodes(self) -> Self:
+        least, most = self.nodes
+        if least == most and self.node_rank >= most + self.spares:
+            spares = f" and {self.spares} spares" if self.spares else ""
+            raise ValueError(f"node_rank is {self.node_rank}, and there are {most} nodes{spares}, from 0")
+        return self
 
     @property
     def nodes(self) -> tuple[int, int]:
@@ -148,6 +169,7 @@ class DistributedLauncher:
         self._plugins = plugins or PluginManager()
         self._stderr = stderr or sys.stderr
         self._server: ForkServer | None = None
+        self._said = False
 
     def launch(self, script: str | os.PathLike[str], *words: str) -> int:
         """Runs the script with these words on all processes; returns the exit code: 0 when all went well.
@@ -167,26 +189,42 @@ class DistributedLauncher:
         if not self.config.module and not Path(name).is_file():
             raise ConfigError(f"there is no script {name!r}", where=os.getcwd(), fix="for a module write: -m MODULE")
         count, reason = processes_per_node(self.config.nproc_per_node, self._environ, self._plugins)
-        nodes = self._nodes()
         with noted_signals() as received:
             if not self._prepare(path, name, words, received):
                 return stopped_before(received, self._stderr)
-            code = 1
             try:
-                code = run_with_restarts(
-                    lambda starts, before: self._group(nodes, count, reason, starts, (name, *words)),
-                    received,
-                    max_restarts=self.config.max_restarts,
-                    stderr=self._stderr,
-                )
+                return self._run(count, reason, received, (name, *words))
             finally:
-                nodes.close(code)
                 if self._server is not None:
                     self._server.close()
-            return code
 
-    def _nodes(self) -> Nodes:
-        return OneNode(self.config.master_addr, self.config.master_port)
+    def _run(self, count: int, reason: str, received: list[int], words: Sequence[str]) -> int:
+        config = self.config
+        if config.nodes == (1, 1) and not config.spares:
+            one = OneNode(config.master_addr, config.master_port)
+            return run_with_restarts(
+                lambda starts, _: self._group(replace(one.next(), start=starts), count, reason, words),
+                received,
+                max_restarts=config.max_restarts,
+                stderr=self._stderr,
+            )
+        nodes = SeveralNodes(
+            config.master_addr,
+            config.master_port,
+            nodes=config.nodes,
+            rank=config.node_rank,
+            spares=config.spares,
+            count=count,
+            start_s=config.start_timeout,
+            max_restarts=config.max_restarts,
+            say=self._say,
+        )
+        try:
+            return run_on_nodes(
+                lambda members: self._group(members, count, reason, words, nodes.trouble), nodes, received
+            )
+        finally:
+            nodes.close()
 
     def _prepare(self, path: Path | None, name: str, words: Sequence[str], received: Sequence[int]) -> bool:
         """Has the head of the script imported once for all; False: a signal came before that was done."""
@@ -213,12 +251,19 @@ class DistributedLauncher:
             self._server = server
         return True
 
-    def _group(self, nodes: Nodes, count: int, reason: str, starts: int, words: Sequence[str]) -> Group:
+    def _group(
+        self,
+        members: Members,
+        count: int,
+        reason: str,
+        words: Sequence[str],
+        trouble: Callable[[int | None], str | None] = lambda _stop: None,
+    ) -> Group:
         """The processes of one start on this node."""
-        config, members = self.config, nodes.next()
+        config = self.config
         own = {
             VARIABLE: self._environ.get(VARIABLE, "lightning"),
-            "TORCHELASTIC_RESTART_COUNT": str(starts),
+            "TORCHELASTIC_RESTART_COUNT": str(members.start),
             **({BACKEND: config.backend} if config.backend != "auto" else {}),
         }
         threads = choose_threads("auto", self._environ, count)
@@ -236,7 +281,10 @@ class DistributedLauncher:
             for local_rank in range(count)
         ]
         numbers = [int(environ["RANK"]) for environ in environments]
-        if starts == 0:
+        if members.changed is not None:
+            self._say(members.changed)
+        if not self._said or members.changed is not None:
+            self._said = True
             total = count * members.num_nodes
             self._say(
                 f"{total} process{'es'[: 2 * (total > 1)]} on {members.num_nodes} node{'s'[: members.num_nodes > 1]} "
@@ -258,7 +306,7 @@ class DistributedLauncher:
             stderr=self._stderr,
             poll_s=config.monitor_interval,
             join_s=config.start_timeout,
-            trouble=nodes.trouble,
+            trouble=trouble,
         )
 
     def _starter(self, words: Sequence[str]) -> Starter:

@@ -33,6 +33,8 @@ def options(parser: argparse.ArgumentParser) -> None:
         help="name or address of the first node")  # fmt: skip
     add("--main-port", "--master-port", "--master_port", dest="master_port", metavar="PORT", type=int,
         help="where the ranks meet (default: on one node the first free one from 29500 on)")  # fmt: skip
+    add("--spares", metavar="K", type=int, default=0,
+        help="nodes beyond these that wait, and take the place of one that is lost (default 0)")  # fmt: skip
     add("--backend", default="auto", help="what `init_process_group()` of fairlead_distributed takes (default auto)")
     add("--max-restarts", "--max_restarts", metavar="N", type=int, default=3,
         help="how often all are started again after a failure, from their newest checkpoint (default 3)")  # fmt: skip
