@@ -3,24 +3,12 @@
 from __future__ import annotations
 
 import os
-import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import IO, Any, Final, Literal, Self, cast
+from typing import IO, Any, Final, cast
 
-from pydantic import (
-    Field,
-    NonNegativeFloat,
-    NonNegativeInt,
-    PositiveFloat,
-    PositiveInt,
-    field_validator,
-    model_validator,
-)
-
-from fairlead.config_bases import ConfigModel
 from fairlead.detect import VARIABLE
 from fairlead.errors import ConfigError, FairleadError
 from fairlead.facts import Devices
@@ -29,103 +17,20 @@ from fairlead.plugins import PluginManager
 from fairlead.threads import choose_threads
 from fairlead_launch.environment import rank_environment
 from fairlead_launch.forkserver import ForkServer
+from fairlead_launch.node_commands import launch_on_hosts
 from fairlead_launch.nodes import Members, OneNode
 from fairlead_launch.output import Output
+from fairlead_launch.place import Place, find_place
 from fairlead_launch.processes import Starter, fork, spawn
 from fairlead_launch.restarts import run_with_restarts, stopped_before
 from fairlead_launch.scripts import head_imports, module_file
+from fairlead_launch.settings import LaunchConfig, parse_ranks
 from fairlead_launch.several import SeveralNodes, run_on_nodes
 from fairlead_launch.supervise import Group, noted_signals
 from fairlead_launch.worker import run_worker
 
 BACKEND: Final = "FAIRLEAD_BACKEND"
 """What `fairlead_distributed.init_process_group(backend="auto")` is in the ranks."""
-_NODES: Final = re.compile(r"([1-9][0-9]*)(?::([1-9][0-9]*))?")
-
-
-class LaunchConfig(ConfigModel):
-    """How a script is started on N processes.
-
-    Example:
-        >>> LaunchConfig(nproc_per_node=4, max_restarts=0).nodes
-        (1, 1)
-    """
-
-    nproc_per_node: PositiveInt | Literal["auto", "gpu"] = "auto"
-    """Processes on each node; `gpu`: one for each GPU, `auto`: the same, and one where there is none."""
-    nnodes: PositiveInt | str = 1
-    """Nodes; `"2:4"`: at least two, at most four."""
-    node_rank: NonNegativeInt = 0
-    """Which node this is, from 0; where `nnodes` is a range the nodes agree themselves."""
-    master_addr: str = "127.0.0.1"
-    """The name or address of the first node."""
-    master_port: int | None = Field(None, ge=1, le=65535)
-    """The port on which the ranks meet; None: on one node the first that is free from 29500 on, else 29500. Of several
-    nodes the launchers meet there, and the ranks on one behind it."""
-    spares: NonNegativeInt = 0
-    """Nodes beyond the largest number that wait, and take the place of one that is lost."""
-    backend: str = "auto"
-    """The backend of `fairlead_distributed.init_process_group()` in the script: `nccl`, `gloo`, `auto`."""
-    max_restarts: NonNegativeInt = 3
-    """How often all processes are started again after one has failed."""
-    monitor_interval: PositiveFloat = 1.0
-    """Seconds between two looks at the processes."""
-    start_timeout: NonNegativeFloat = 600.0
-    """Seconds that processes may take to come to the process group, once the first one waits there."""
-    log_dir: str | None = None
-    """The folder of the logs, a file for each rank; None: `logs` in the run directory where there is one, else here."""
-    start_method: Literal["fork-server", "spawn"] = "fork-server"
-    """Processes are forked from one that has done the imports at the head of the script, or do theirs each."""
-    tail: str = "all"
-    """The ranks whose lines are shown: `all`, `none`, or as `0,4-7`."""
-    module: bool = False
-    """The script is a module's name, as behind `python -m`."""
-
-    @field_validator("nnodes")
-    @classmethod
-    def _range(cls, value: int | str) -> int | str:
-        if isinstance(value, str):
-            match = _NODES.fullmatch(value)
-            if match is None or (match[2] is not None and int(match[1]) > int(match[2])):
-                raise ValueError(f"{value!r} is neither a number of nodes nor a range such as '2:4'")
-        return value
-
-    @field_validator("tail")
-    @classmethod
-    def _ranks(cls, value: str) -> str:
-        if value not in ("all", "none"):
-            parse_ranks(value)
-        return value
-
-    @model_validator(mode="after")
-    def _rank_among_nodes(self) -> Self:
-        least, most = self.nodes
-        if least == most and self.node_rank >= most + self.spares:
-            spares = f" and {self.spares} spares" if self.spares else ""
-            raise ValueError(f"node_rank is {self.node_rank}, and there are {most} nodes{spares}, from 0")
-        return self
-
-    @property
-    def nodes(self) -> tuple[int, int]:
-        """The least and the largest number of nodes."""
-        least, _, most = str(self.nnodes).partition(":")
-        return int(least), int(most or least)
-
-
-def parse_ranks(text: str) -> frozenset[int]:
-    """The ranks of `0,4-7`; a ValueError where it is something else.
-
-    Example:
-        >>> sorted(parse_ranks("0,4-6"))
-        [0, 4, 5, 6]
-    """
-    ranks: set[int] = set()
-    for part in text.split(","):
-        match = re.fullmatch(r"\s*(\d+)(?:-(\d+))?\s*", part)
-        if match is None or (match[2] is not None and int(match[1]) > int(match[2])):
-            raise ValueError(f"{text!r} names no ranks: write them as 0,4-7")
-        ranks.update(range(int(match[1]), int(match[2] or match[1]) + 1))
-    return frozenset(ranks)
 
 
 def processes_per_node(asked: int | str, environ: Mapping[str, str], plugins: PluginManager) -> tuple[int, str]:
@@ -188,7 +93,16 @@ class DistributedLauncher:
         path = module_file(name, os.getcwd()) if self.config.module else Path(name)
         if not self.config.module and not Path(name).is_file():
             raise ConfigError(f"there is no script {name!r}", where=os.getcwd(), fix="for a module write: -m MODULE")
+        if self.config.hosts is not None or self.config.hostfile is not None:
+            with noted_signals() as received:
+                return launch_on_hosts(self.config, (name, *words), self._environ, received, self._stderr)
         count, reason = processes_per_node(self.config.nproc_per_node, self._environ, self._plugins)
+        if not self.config.placed:
+            place = find_place(self.config.nproc_per_node, count, self._environ, self._plugins)
+            if place is not None and place.rank is not None:
+                return self._be_rank(place, name, *words)
+            if place is not None:
+                self._take(place)
         with noted_signals() as received:
             if not self._prepare(path, name, words, received):
                 return stopped_before(received, self._stderr)
@@ -197,6 +111,28 @@ class DistributedLauncher:
             finally:
                 if self._server is not None:
                     self._server.close()
+
+    def _be_rank(self, place: Place, *words: str) -> int:
+        """Runs the script in this process, which is a rank already."""
+        if place.rank == 0:
+            self._say(f"already launched by {place.by}: {place.world_size} ranks, and this is one; it restarts them")
+        os.environ.update({name: value for name, value in place.variables().items() if name not in os.environ})
+        if self.config.backend != "auto":
+            os.environ[BACKEND] = self.config.backend
+        run_worker(self.config.module, *words)
+        return 0
+
+    def _take(self, place: Place) -> None:
+        """Takes the numbers of this node from what has started its launcher."""
+        self._say(f"started by {place.by}: this is node {place.node_rank} of {place.num_nodes}")
+        self.config = self.config.model_copy(
+            update={
+                "nnodes": place.num_nodes,
+                "node_rank": place.node_rank,
+                "master_addr": place.address,
+                "master_port": self.config.master_port or place.port,
+            }
+        )
 
     def _run(self, count: int, reason: str, received: list[int], words: Sequence[str]) -> int:
         config = self.config

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fairlead.detect import FALLBACK, choose_environment
 from fairlead.errors import ConfigError
@@ -74,19 +74,20 @@ def find_place(asked: int | str, count: int, environ: Mapping[str, str], plugins
             why="each of them would start that many",
             fix=f"start one on each node (srun --ntasks-per-node=1), or leave --nproc out: these are the {world} ranks",
         )
-    known = {
-        "by": by,
-        "num_nodes": nodes,
-        "node_rank": int(topology.node_rank.value) if topology.node_rank is not None else 0,
-        "address": _address(topology, nodes, by),
-        "port": _port(topology),
-        "tasks": tasks,
-    }
+    node = Place(
+        by,
+        num_nodes=nodes,
+        node_rank=int(topology.node_rank.value) if topology.node_rank is not None else 0,
+        address=_address(topology, nodes, by),
+        port=_port(topology),
+        tasks=tasks,
+    )
     if not topology.launched or (tasks == 1 and count > 1):
-        return Place(**known) if nodes > 1 else None
+        return node if nodes > 1 else None
     rank, local = topology.global_rank, topology.local_rank
-    assert rank is not None and local is not None, "a launched topology has both"
-    return Place(**known, rank=int(rank.value), local_rank=int(local.value), world_size=world)
+    assert rank is not None  # the topology of a launched rank has both
+    assert local is not None
+    return replace(node, rank=int(rank.value), local_rank=int(local.value), world_size=world)
 
 
 def _address(topology: Topology, nodes: int, by: str) -> str:
@@ -98,7 +99,7 @@ def _address(topology: Topology, nodes: int, by: str) -> str:
         "the first node is not known",
         where=by,
         why="it tells its processes their numbers, and not where the first one is",
-        fix="export MASTER_ADDR, a name of the first node that the others reach, and pass it on (mpirun -x MASTER_ADDR)",
+        fix="export MASTER_ADDR, a name of the first node that the others reach, and pass it on: mpirun -x MASTER_ADDR",
     )
 
 
