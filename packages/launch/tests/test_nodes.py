@@ -28,6 +28,13 @@ said.rename(folder / f"{start}-{rank}")
 while not (folder / "finish").exists():
     time.sleep(0.02)
 """
+ANNOUNCED = """
+import os, pathlib, signal, sys
+from fairlead_launch import announce_run
+signal.signal(signal.SIGUSR1, lambda *_: sys.exit(75))
+announce_run(os.environ, pathlib.Path(sys.argv[1]), 1)
+"""
+"""What a run of Fairlead's does, as far as the launcher sees it: it says where it is, and saves when it is asked to."""
 
 
 class Job:
@@ -133,6 +140,12 @@ def test_a_killed_rank_starts_all_nodes_again_and_a_killed_launcher_is_replaced_
     assert f"node 2 on {socket.gethostname()} came in" in spare
 
 
+def read_until(launcher: subprocess.Popen[str], words: str) -> str:
+    """The first line of a launcher with these words."""
+    assert launcher.stderr is not None
+    return next(line for line in launcher.stderr if words in line)
+
+
 def _connections(port: int) -> int:
     """How many launchers are connected to the port."""
     tables = [Path(f"/proc/net/tcp{version}").read_text() for version in ("", "6")]
@@ -150,10 +163,29 @@ def test_a_range_goes_on_with_fewer_nodes_and_ends_as_one_below_its_least(job: J
     lead, *others = sorted(job.launchers, key=lambda launcher: _parent(leader) != launcher.pid)
     others[0].kill()
     assert [rank[2] for rank in job.ranks(1, 2)] == ["2", "2"]
+    newcomer = job.node(0, *words)
+    line = read_until(newcomer, "2 nodes run the job")
+    assert "this one comes in when their ranks have saved, or at their next start" in line
+    newcomer.terminate()
+    assert newcomer.wait(30) == 143  # that is no stop for those who train
+    assert not any(launcher.poll() for launcher in (lead, others[1]))
     os.kill(others[1].pid, signal.SIGINT)
     codes = {launcher: (launcher.wait(30), launcher.stderr.read()) for launcher in (lead, others[1]) if launcher.stderr}
     assert [code for code, _ in codes.values()] == [130, 130]
-    assert "2 nodes, 3 before: batch_policy decides" in codes[lead][1]
+    assert "2 nodes, 3 before: trainer.batch_policy decides" in codes[lead][1]
+
+
+def test_a_run_saves_and_stops_for_a_node_that_comes(job: Job) -> None:
+    job.script.write_text(ANNOUNCED + SCRIPT)
+    words = ("--nnodes", "1:2", "--max-restarts", "0")
+    job.node(0, *words)
+    assert [rank[2] for rank in job.ranks(0, 1)] == ["1"]
+    job.node(0, *words)
+    assert [rank[2] for rank in job.ranks(1, 2)] == ["2", "2"]
+    (code, said), (other, _) = job.finish()
+    assert (code, other) == (0, 0)
+    assert "has come: the ranks save and stop, and start again with it" in said
+    assert "2 nodes, 1 before: trainer.batch_policy decides" in said
 
 
 def test_without_a_spare_the_job_ends_and_names_the_node(job: Job) -> None:

@@ -31,6 +31,7 @@ from fairlead_distributed.info import (
     is_initialized,
     startup_lines,
 )
+from fairlead_distributed.manager import MultiNodeTrainingManager
 from fairlead_distributed.process_group import (
     destroy_process_group,
     group_store,
@@ -68,6 +69,7 @@ __all__ = [
     "DistributedInfo",
     "Divergence",
     "EvaluationSampler",
+    "MultiNodeTrainingManager",
     "NonFiniteGradientError",
     "NotInitializedError",
     "PortError",

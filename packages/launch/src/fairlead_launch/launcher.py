@@ -29,6 +29,8 @@ from fairlead_launch.several import SeveralNodes, run_on_nodes
 from fairlead_launch.supervise import Group, noted_signals
 from fairlead_launch.worker import run_worker
 
+__all__ = ["BACKEND", "DistributedLauncher", "LaunchConfig", "launch_distributed_training", "processes_per_node"]
+
 BACKEND: Final = "FAIRLEAD_BACKEND"
 """What `fairlead_distributed.init_process_group(backend="auto")` is in the ranks."""
 

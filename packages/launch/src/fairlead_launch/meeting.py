@@ -152,6 +152,8 @@ class Meeting:
         elif kind == "ready" and node.known:
             node.port = message["port"]
             self._came = time.monotonic()
+        elif kind == "stop" and self._round is not None and node not in self._round.members:
+            self._tell([node], {"kind": "end", "code": 128 + message["signal"], "error": None})  # a spare goes
         elif kind == "stop" and self._stop is None:
             self._stop = message["signal"]
             self._tell([other for other in self._nodes if other is not node], message)
@@ -267,22 +269,16 @@ class Meeting:
     def _changed(self, before: Sequence[Node], members: Sequence[Node]) -> str | None:
         new = [node.name for node in members if node not in before]
         parts = [f"{', '.join(new)} came in"] if new else []
-        if len(members) != self._size:
-            parts.append(
-                f"{len(members)} nodes, {self._size} before: batch_policy decides what that means for the batch"
-            )
+        if len(members) != len(self._order):
+            numbers = f"{len(members)} nodes, {len(self._order)} before"
+            parts.append(f"{numbers}: trainer.batch_policy decides what becomes of the batch")
         return "; ".join(parts) or None
-
-    @property
-    def _size(self) -> int:
-        """The nodes of the last start, lost ones too."""
-        return len(self._order)
 
     def _wait(self, node: Node) -> None:
         """Says once to a node that it is not needed now."""
         if not node.spare:
             node.spare = True
-            self._tell([node], {"kind": "spare", "running": self._size, "full": self._size >= self._most})
+            self._tell([node], {"kind": "spare", "running": len(self._order), "full": len(self._order) >= self._most})
 
     def _watch(self, this: _Round) -> None:
         """Looks for what the ranks of a start need next."""

@@ -12,10 +12,10 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from fairlead.errors import ConfigError, FairleadError, RunFailedError
+from fairlead.errors import ConfigError, RunFailedError
 from fairlead_launch.meeting import Meeting
 from fairlead_launch.nodes import Ended, Members
-from fairlead_launch.ports import DEFAULT_PORT, bind_listener, free_port
+from fairlead_launch.ports import DEFAULT_PORT, PortError, bind_listener, free_port
 from fairlead_launch.restarts import Restarts, last_step
 from fairlead_launch.supervise import Group
 from fairlead_launch.verdict import OtherNodeError
@@ -170,10 +170,15 @@ class SeveralNodes:
             return None
         try:
             return bind_listener((self._port,))
-        except FairleadError:
-            if fixed:
-                raise
-            return None
+        except PortError as error:
+            if not fixed:
+                return None
+            raise PortError(
+                f"node 0 cannot have the others come to port {self._port}",
+                where=f"{self._address}:{self._port}",
+                why=error.why,
+                fix=f"end what holds it (`ss -ltnp 'sport = :{self._port}'`), or give all nodes another --main-port",
+            ) from error
 
     def _free_port(self) -> int:
         """Where rank 0 would listen: behind the launchers' own port, for a firewall that lets some through.
