@@ -1,11 +1,7 @@
 """What `fairlead` imports sooner or later, also when it trains: a fork server imports this module, once."""
 
-import lightning.pytorch  # noqa: F401 - with torch._dynamo and torchmetrics two thirds of what a start takes
 import matplotlib.figure  # noqa: F401 - examples/gpt
 import s3fs  # type: ignore[import-untyped]  # noqa: F401 - Lightning asks it whether a folder is in an object store
 import torch.utils.tensorboard  # noqa: F401
 
-import fairlead_lightning.commands.run  # noqa: F401
-from fairlead.plugins import PluginManager
-
-PluginManager().records(load=True)
+import fairlead_lightning.commands.preload  # noqa: F401

@@ -42,6 +42,12 @@ ENVIRONMENT_PLACES = {
     ("fairlead_environments.runtime", "Assign"): "a rank of `ddp_spawn` has its own, which does not travel in a pickle",
     ("fairlead_distributed.testing", "Dict"): "the processes of a test have the variables of the test, and their own",
     ("fairlead_launch.forkserver", "items"): "a server has the variables of its process",
+    ("fairlead_launch.forkserver", "clear"): "or those that it is given, when it imports for others",
+    ("fairlead_launch.forkserver", "update"): "which are then all",
+    ("fairlead_launch.preloading", "Subscript"): "torch is told not to start a driver when it is imported",
+    ("fairlead_launch.preloading", "AnnAssign"): "what a module asks for when it is imported is noted",
+    ("fairlead_launch.preloading", "Assign"): "and then no more",
+    ("fairlead_launch.preloading", "Call"): "in a mapping of the same class",
     ("fairlead_launch.forked_child", "clear"): "a forked process gets other variables than its server",
     ("fairlead_launch.forked_child", "update"): "which are all that it gets",
     (

@@ -27,7 +27,8 @@ def use_threads(resolution: Resolution, environ: Mapping[str, str]) -> None:
 
 
 def start_line(resolution: Resolution) -> str:
-    """What runs where: `start       2 ranks on 1 node, ddp on cpu, 32-true, 1 thread each`."""
+    """What runs where: `start       2 ranks on 1 node, ddp on cpu, 32-true, 1 thread each, gloo, Master: n1:29500`."""
+    topology = resolution.topology
     ranks, nodes = resolution.world_size, resolution.num_nodes
     parts = [
         f"{counted(ranks, 'rank')} on {counted(nodes, 'node')}",
@@ -35,6 +36,13 @@ def start_line(resolution: Resolution) -> str:
         resolution.precision.name,
         counted(torch.get_num_threads(), "thread") + (" each" if ranks > 1 else ""),
     ]
+    if ranks > 1:
+        parts.append(resolution.backend)
+        if topology.main_address is not None:
+            # Where the ranks agree on a port, only they know it.
+            agreed = topology.main_port is None or (topology.start is not None and topology.start.ports)
+            port = "" if agreed else f":{topology.main_port.value}"  # type: ignore[union-attr] - it is agreed on
+            parts.append(f"Master: {topology.main_address.value}{port}")
     return f"start       {', '.join(parts)}"
 
 

@@ -21,7 +21,7 @@ from fairlead_launch.node_commands import launch_on_hosts
 from fairlead_launch.nodes import Members, OneNode
 from fairlead_launch.output import Output
 from fairlead_launch.place import Place, find_place
-from fairlead_launch.processes import Starter, fork, spawn
+from fairlead_launch.processes import Starter, fork, forkable, spawn
 from fairlead_launch.restarts import run_with_restarts, stopped_before
 from fairlead_launch.scripts import head_imports, module_file
 from fairlead_launch.settings import LaunchConfig, parse_ranks
@@ -176,18 +176,8 @@ class DistributedLauncher:
             environ={**self._environ, "OPENBLAS_NUM_THREADS": "1"},
             title=(name, *words),
         )
-        obstacles = None
-        while obstacles is None:
-            if received:
-                server.close()
-                return False
-            obstacles = server.obstacles(0.1)
-        if obstacles:
-            server.close()
-            self._say(f"each process imports for itself, as a fork would not work: {'; '.join(obstacles)}")
-        else:
-            self._server = server
-        return True
+        self._server = forkable(server, received, self._say)
+        return not received
 
     def _group(
         self,

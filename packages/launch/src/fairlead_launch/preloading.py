@@ -39,13 +39,22 @@ def preload(libraries: Sequence[str], modules: Sequence[str]) -> list[str]:
     for name in modules:
         if found:
             break
-        # Whatever a user's module raises: a rank imports it again, and tells the user.
-        with _watched() as asked, contextlib.suppress(BaseException):
-            importlib.import_module(name)
+        with _watched() as asked:
+            imported = _import(name)
         found = _obstacles(name)
         if asked:
             found.append(f"{name} reads {', '.join(sorted(asked))} when it is imported")
+        if not imported:
+            break
     return found
+
+
+def _import(name: str) -> bool:
+    try:
+        importlib.import_module(name)
+    except BaseException:  # whatever it is, `SystemExit` too: a rank imports it again, and tells the user
+        return False
+    return True
 
 
 def _obstacles(what: str) -> list[str]:

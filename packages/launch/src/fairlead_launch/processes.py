@@ -60,6 +60,22 @@ def spawn(command: Sequence[str]) -> Starter:
     return start
 
 
+def forkable(server: ForkServer, received: Sequence[int], say: Callable[[str], None]) -> ForkServer | None:
+    """The server, once it has imported all; None where a fork would not work, which is said, or a signal has come."""
+    try:
+        obstacles = None
+        while obstacles is None and not received:
+            obstacles = server.obstacles(0.1)
+    except RuntimeError:
+        obstacles = ["importing ends the process"]
+    if obstacles == [] and not received:
+        return server
+    server.close()
+    if obstacles:
+        say(f"each process imports for itself, which takes longer, as a fork would not work: {'; '.join(obstacles)}")
+    return None
+
+
 def fork(server: ForkServer, function: Callable[..., object], *args: object, cwd: str) -> Starter:
     """Ranks that are forks of a server and call `function(*args)`."""
 

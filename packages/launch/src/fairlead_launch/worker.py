@@ -7,6 +7,7 @@ import os
 import runpy
 import sys
 import traceback
+from collections.abc import Mapping
 from types import TracebackType
 from typing import Any
 
@@ -17,8 +18,9 @@ from fairlead_launch.reports import lost_a_peer, say_joining, send_report, watch
 
 def run_worker(module: bool, *words: str) -> None:
     """Does what `python SCRIPT ARGUMENTS` does, or `python -m MODULE ARGUMENTS`."""
-    watch_supervisor(os.environ)
-    _tell_joining()
+    environ = dict(os.environ)  # the script may change its own
+    watch_supervisor(environ)
+    _tell_joining(environ)
     try:
         if module:
             _run_module(*words)
@@ -30,7 +32,7 @@ def run_worker(module: bool, *words: str) -> None:
         code = 1
         if isinstance(error, FairleadError):
             text, code = f"error: {error.block()}", error.exit_code
-        if not send_report(os.environ, text, code, lost_a_peer=lost_a_peer(error)):
+        if not send_report(environ, text, code, lost_a_peer=lost_a_peer(error)):
             sys.excepthook(type(error), error, error.__traceback__)
         sys.exit(code)
 
@@ -51,7 +53,7 @@ def _of_the_user(error: BaseException) -> TracebackType | None:
     return trace
 
 
-def _tell_joining() -> None:
+def _tell_joining(environ: Mapping[str, str]) -> None:
     """Has the supervisor told when this rank comes to the process group: it names those that never do."""
     if "torch" not in sys.modules:
         return  # not imported for it beforehand, and importing it here could be in vain
@@ -62,7 +64,7 @@ def _tell_joining() -> None:
 
     @functools.wraps(init)
     def told(*args: Any, **kwargs: Any) -> Any:
-        say_joining(os.environ)
+        say_joining(environ)
         return init(*args, **kwargs)
 
     distributed.init_process_group = told

@@ -1,15 +1,1 @@
 """The commands of this package."""
-
-from __future__ import annotations
-
-from typing import Final
-
-from fairlead.plugin_classes import CommandPlugin
-
-launch: Final = CommandPlugin(
-    "launch",
-    "run any script on N processes and nodes, and start it again after a failure",
-    arguments="fairlead_launch.commands.launch:arguments",
-    runtime="fairlead_launch.commands.launch:run",
-    example=("no-such.py",),
-)

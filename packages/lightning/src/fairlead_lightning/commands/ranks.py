@@ -17,6 +17,8 @@ from fairlead.cli.main import main
 from fairlead.cli.session import Session
 from fairlead.config import JobConfig
 from fairlead.detect import VARIABLE
+from fairlead.plugins import PluginManager
+from fairlead.resolution import Resolution
 from fairlead.user_code import CodeRoot
 from fairlead.user_code.roots import script_folders
 from fairlead_launch.environment import rank_environment
@@ -24,12 +26,12 @@ from fairlead_launch.forkserver import SERVER_FD, ForkServer
 from fairlead_launch.output import Output
 from fairlead_launch.plans import PLAN, plan_to_inherit
 from fairlead_launch.ports import DEFAULT_PORT, STORE_FD, bind_listener
-from fairlead_launch.processes import Starter, fork, spawn
+from fairlead_launch.processes import Starter, fork, forkable, spawn
 from fairlead_launch.restarts import run_with_restarts, stopped_before
 from fairlead_launch.supervise import Group, noted_signals
 from fairlead_runs.commit.checkpoints import readable_checkpoints
 
-_IMPORTS: Final = ("numpy", "torch", "lightning.pytorch", "fairlead_lightning.commands.run")
+_PRELOAD: Final = "fairlead_lightning.commands.preload"
 
 
 def run_ranks(arguments: argparse.Namespace, session: Session, checked: CheckedJob, early: Sequence[int]) -> int:
@@ -73,26 +75,16 @@ class _Ranks:
         scripts = script_folders()
         rest = [entry for entry in sys.path if entry not in folders and os.path.abspath(entry) not in scripts]
         lent = self._session.environ.get(SERVER_FD)
-        self._server = ForkServer(
-            _IMPORTS,
+        server = ForkServer(
+            [_PRELOAD, *_runtimes(self._resolution, self._session.plugins)],
             _user_modules(self._checked.loaded.job),
             path=[*folders, *rest],
-            environ={**self._environ, "OMP_NUM_THREADS": self._threads},
+            environ={**self._environ, "OMP_NUM_THREADS": self._threads, "OPENBLAS_NUM_THREADS": "1"},
             title=("fairlead", *self._words),
             connection=socket.socket(fileno=int(lent)) if lent is not None else None,
         )
-        obstacles = None
-        while obstacles is None:
-            if received:
-                self._server.close()
-                return False
-            obstacles = self._server.obstacles(0.1)
-        if obstacles:
-            self._server.close()
-            self._server = None
-            why = "; ".join(obstacles)
-            self._session.warn(f"each rank imports for itself, which takes longer, as a fork would not work: {why}")
-        return True
+        self._server = forkable(server, received, self._session.warn)
+        return not received
 
     def group(self, starts: int, before: Group | None) -> Group:
         """The ranks of one start."""
@@ -152,6 +144,13 @@ class _Ranks:
             return fork(self._server, run_forked, *self._words, cwd=str(self._session.cwd))
         # -P: the working directory is no place for code unless the rules for user code say so.
         return spawn([sys.executable, "-P", "-m", "fairlead", *self._words])
+
+
+def _runtimes(resolution: Resolution, plugins: PluginManager) -> list[str]:
+    """The modules of the engines that the job selects."""
+    configs = (resolution.strategy, resolution.precision, resolution.environment, resolution.checkpoint_io)
+    named = [plugins.of(config).runtime for config in (*configs, resolution.requeue, *resolution.loggers)]
+    return [runtime.partition(":")[0] for runtime in named if runtime is not None]
 
 
 def _user_modules(job: Any) -> list[str]:

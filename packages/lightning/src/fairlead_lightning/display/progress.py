@@ -18,7 +18,7 @@ from torch import Tensor
 from fairlead_lightning import compat
 from fairlead_lightning.display.displays import Lines, choose_display
 from fairlead_lightning.display.summary import summary_lines
-from fairlead_lightning.display.throughput import Throughput, batch_size, duration, number
+from fairlead_lightning.display.throughput import Throughput, batch_size, duration, number, short
 
 _LOSSES: Final = ("train/loss", "train_loss", "loss")
 _SHOWN: Final = 6
@@ -126,7 +126,10 @@ class Progress(ProgressBar):
         if not self._enabled or not trainer.is_global_zero:
             return
         speed = self._speed
-        speed.add(batch_size(batch))
+        samples = batch_size(batch)
+        speed.add(samples)
+        if speed.batches == 1:
+            self.say(self._sizes(trainer, pl_module, samples))
         now = time.monotonic()
         if now < self._due and speed.batches != self._last_batch:
             return
@@ -140,6 +143,14 @@ class Progress(ProgressBar):
             if left is not None:
                 parts.append(f"left {duration(left)}")
         self.display.update("train", done, self._total, "  ".join(parts))
+
+    def _sizes(self, trainer: L.Trainer, pl_module: L.LightningModule, samples: int) -> str:
+        """What is trained, with how much at a time: parameters, and the batch of a device and of a step."""
+        ranks, batches = self._replicas, trainer.accumulate_grad_batches
+        parameters = sum(parameter.numel() for parameter in pl_module.parameters())
+        text = f"model       {short(parameters)} parameters, batch {samples} per device"
+        factors = [f"{ranks} ranks"] * (ranks > 1) + [f"{batches} batches a step"] * (batches > 1)
+        return f"{text}, {samples * ranks * batches} in all ({', '.join(factors)})" if factors else text
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Stops the clock of training."""

@@ -91,6 +91,14 @@ def duration(seconds: float) -> str:
     return f"{whole // 86400}d{whole // 3600 % 24:02d}h"
 
 
+def short(count: int) -> str:
+    """A large count in three digits: `850`, `33.4k`, `1.24M`, `7B`."""
+    for unit, name in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if count >= unit:
+            return f"{count / unit:.3g}{name}"
+    return str(count)
+
+
 def number(value: float) -> str:
     """Four significant digits, or all digits before the point: `2.31`, `51234`, `1.234e-05`."""
     return f"{value:.0f}" if 1000 <= abs(value) < 1e9 else f"{value:.4g}"

@@ -1,0 +1,15 @@
+"""The commands that start processes; what they need is imported when one of them runs."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from fairlead.plugin_classes import CommandPlugin
+
+launch: Final = CommandPlugin(
+    "launch",
+    "run any script on N processes and nodes, and start it again after a failure",
+    arguments="fairlead_launch.commands.launch:arguments",
+    runtime="fairlead_launch.commands.launch:run",
+    example=("no-such.py",),
+)
