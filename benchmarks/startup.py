@@ -6,6 +6,9 @@ Each measurement is a fresh process.  Two clocks are read:
   towards 1.
 - A check is timed from outside, start of the interpreter to exit, on both sides: it is what a person waits for.
 
+Two more are whole fits, from the start of the process to the first step: of four ranks, forked from one process
+that has imported once, and of one rank.
+
 `import fairlead` imports little, since each name comes when it is first used; so that this hides nothing, the raw
 figures also tell what `from fairlead import JobConfig` takes, which needs all of the core's models.
 """
@@ -13,9 +16,11 @@ figures also tell what `from fairlead import JobConfig` takes, which needs all o
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import sysconfig
+import tempfile
 import time
 from collections.abc import Callable
 from functools import partial
@@ -32,6 +37,52 @@ FAIRLEAD = str(Path(sysconfig.get_path("scripts"), "fairlead"))
 TIMED = "import time; began = time.perf_counter(); {code}; print(time.perf_counter() - began)"
 CHECK_IN_PROCESS = f"from fairlead.cli import main; code = main(['check', {JOB!r}]); assert code == 0, code"
 HEAVY = ("torch", "lightning", "numpy")
+
+
+NET = """
+import time
+from pathlib import Path
+
+import lightning.pytorch as L
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+
+class Net(L.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(8, 8)
+
+    def training_step(self, batch, index):
+        return self.layer(batch[0]).square().mean()
+
+    def on_train_batch_end(self, *_):
+        if self.global_rank == 0 and self.trainer.global_step == 1:
+            Path("first").write_text(str(time.time()))
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Data(L.LightningDataModule):
+    def train_dataloader(self):
+        return DataLoader(TensorDataset(torch.zeros(64, 8)), batch_size=2)
+"""
+
+
+def first_step(ranks: int) -> float:
+    """Seconds from the start of `fairlead fit` to the end of its first step."""
+    with tempfile.TemporaryDirectory() as folder:
+        cwd = Path(folder)
+        trainer = {"accelerator": "cpu", "devices": ranks, "max_steps": 1, "enable_progress_bar": False}
+        job = {"model": {"class": "net:Net"}, "data": {"class": "net:Data"}, "trainer": trainer}
+        (cwd / "job.yaml").write_text(json.dumps(job))
+        (cwd / "net.py").write_text(NET)
+        (cwd / "pyproject.toml").touch()
+        environ = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+        began = time.time()
+        subprocess.run([FAIRLEAD, "fit", "job.yaml"], cwd=cwd, env=environ, capture_output=True, check=True)
+        return float((cwd / "first").read_text()) - began
 
 
 def run(*command: str) -> str:
@@ -72,6 +123,8 @@ def main() -> None:
         "python -c 'import lightning.pytorch'": partial(whole, sys.executable, "-c", "import lightning.pytorch"),
         "fairlead --help": partial(whole, FAIRLEAD, "--help"),
         "python -c ''": partial(whole, sys.executable, "-c", ""),
+        "fit with 4 ranks, to the first step": partial(first_step, 4),
+        "fit with 1 rank, to the first step": partial(first_step, 1),
     }
     seconds = take_turns(sides, given.rounds)
     deps = seconds["import pydantic, pluggy, yaml"]
@@ -79,6 +132,9 @@ def main() -> None:
     ratios = {
         "import_vs_deps": paired_ratio(seconds["import fairlead"], deps, bound=1.5),
         "check_vs_lightning_import": paired_ratio(seconds["fairlead check"], lightning, bound=0.25),
+        "ranks4_vs_rank1": paired_ratio(
+            seconds["fit with 4 ranks, to the first step"], seconds["fit with 1 rank, to the first step"], bound=1.3
+        ),
     }
     report(
         "startup",

@@ -14,10 +14,11 @@ from benchmarks._stats import Ratio, paired_ratio, take_turns
 
 ROOT = Path(__file__).parents[1]
 RATIOS = {
-    "startup": {"import_vs_deps", "check_vs_lightning_import"},
+    "startup": {"import_vs_deps", "check_vs_lightning_import", "ranks4_vs_rank1"},
     "step": {"trainer_vs_lightning", "trainer_vs_loop"},
     "ddp": {"trainer_vs_loop", "trainer_vs_lightning"},
     "hostlist": {"seconds_100k", "seconds_resolve_16k", "expand_vs_simple"},
+    "recovery": {"first_restart_share", "seconds_beyond_load", "median_vs_torchrun"},
     "preempt": {"steps_lost", "seconds_vs_step_plus_save", "seconds_vs_lightning"},
     "checkpoint": {
         *("block_vs_memcpy", "durable_vs_raw_write", "save_vs_raw_write", "load_vs_torch_load"),
@@ -33,7 +34,7 @@ RATIOS = {
 }
 
 
-BY_NAME = {"checkpoint", "ddp", "exact_reduction", "preempt"}  # a minute each; `nox -s soak`
+BY_NAME = {"checkpoint", "ddp", "exact_reduction", "preempt", "recovery"}  # a minute each; `nox -s soak`
 
 
 @pytest.mark.slow

@@ -117,3 +117,24 @@ def test_a_line_is_kept_without_what_moves_and_colours(line: str, kept: str) -> 
 def test_the_level_of_a_line() -> None:
     assert log_line("WARNING: hot", 0, 1).endswith("[Rank 0] WARNING: hot\n")
     assert log_line("hot", 12, 2).endswith("[Rank 12] WARNING: hot\n")
+
+
+def test_a_rank_of_another_launcher_keeps_a_copy(tmp_path: Path) -> None:
+    """Its own streams are as before; a full disk ends only the copy."""
+    code = """
+    from fairlead_launch.kept_output import copy_output
+    copy_output(Path("logs"), 7)
+    copy_output(Path("logs"), 7)
+    print("10 %\\r20 %")
+    print("WARNING: hot", file=sys.stderr)
+    print("half", end="")
+    """
+    shown = show(code, tmp_path)
+    assert (shown.stdout, shown.stderr) == (b"10 %\r20 %\nhalf", b"WARNING: hot\n")
+    text = (tmp_path / "logs" / "rank-00007.log").read_text()
+    assert [line.partition("[Rank 7] ")[2] for line in text.splitlines()] == ["INFO: 20 %", "WARNING: hot"]
+    full = show(
+        "from fairlead_launch.kept_output import copy_output\ncopy_output(Path('/proc/x'), 7)\nprint(1)", tmp_path
+    )
+    assert full.stdout == b"1\n"
+    assert b"the output of rank 7 is not kept" in full.stderr

@@ -40,8 +40,8 @@ def start_line(resolution: Resolution) -> str:
         parts.append(resolution.backend)
         if topology.main_address is not None:
             # Where the ranks agree on a port, only they know it.
-            agreed = topology.main_port is None or (topology.start is not None and topology.start.ports)
-            port = "" if agreed else f":{topology.main_port.value}"  # type: ignore[union-attr] - it is agreed on
+            given = topology.main_port if topology.start is None or not topology.start.ports else None
+            port = f":{given.value}" if given is not None else ""
             parts.append(f"Master: {topology.main_address.value}{port}")
     return f"start       {', '.join(parts)}"
 

@@ -71,8 +71,25 @@ def _repeat_at_import(environ: Mapping[str, str]) -> None:
             sys.modules[name].rank_zero_only.rank = int(rank)
     if "torch" in sys.modules:
         sys.modules["torch"].default_generator.seed()  # a fresh one has a seed of its own too
-    if "torch" in sys.modules and environ.get("OMP_NUM_THREADS", "").isdecimal():
-        sys.modules["torch"].set_num_threads(int(environ["OMP_NUM_THREADS"]))
+    if environ.get("OMP_NUM_THREADS", "").isdecimal():
+        threads = int(environ["OMP_NUM_THREADS"])
+        if "torch" in sys.modules:
+            sys.modules["torch"].set_num_threads(threads)
+        if "numpy" in sys.modules:
+            _set_blas_threads(int(environ.get("OPENBLAS_NUM_THREADS", threads)))
+
+
+def _set_blas_threads(threads: int) -> None:
+    """OpenBLAS, numpy's own, reads its number when it is loaded, and a server has it start no threads."""
+    with open("/proc/self/maps") as maps:
+        libraries = {line.split(maxsplit=5)[5].strip() for line in maps if "openblas" in line}
+    for path in libraries:
+        library = ctypes.CDLL(path)
+        for prefix in ("", "scipy_"):
+            for suffix in ("", "64_"):
+                function = getattr(library, f"{prefix}openblas_set_num_threads{suffix}", None)
+                if function is not None:
+                    function(ctypes.c_int(threads))
 
 
 def _show(environ: Mapping[str, str]) -> None:

@@ -1,0 +1,70 @@
+"""`fairlead fit --max-restarts`: the ranks of this machine are started again after a failure."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from integration_tests.jobs import events, fairlead, repository
+
+
+def weights(folder: Path) -> dict[str, Any]:
+    loaded: dict[str, Any] = torch.load(folder / "weights-0.pt")
+    return loaded
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder = tmp_path_factory.mktemp("undisturbed")
+    job = repository(folder / "repo")
+    assert fairlead("fit", str(job), cwd=folder, environ={"WEIGHTS": "1"}).code == 0
+    return weights(folder)
+
+
+@pytest.mark.parametrize("method", ["fork-server", "spawn"])
+def test_a_killed_rank_costs_no_more_than_a_restart(tmp_path: Path, undisturbed: dict[str, Any], method: str) -> None:
+    """The first restart is enough, it goes on from the newest checkpoint, and ends with the same bits."""
+    job = repository(tmp_path / "repo")
+    words = ("fit", str(job), "--max-restarts", "1", "--start-method", method)
+    fit = fairlead(*words, cwd=tmp_path, environ={"WEIGHTS": "1", "FAIL": "once:1:5"})
+    assert fit.code == 0, fit.text
+    assert "rank 1 of 2 was killed by SIGKILL" in fit.err
+    assert fit.err.count("starting the ranks again (1 of 1)") == 1
+    assert "2 ranks on 1 node, ddp on cpu, 32-true, 1 thread each, gloo, Master: 127.0.0.1:" in fit.out
+    assert "model       20 parameters, batch 4 per device, 8 in all (2 ranks)" in fit.out
+    ours = weights(tmp_path)
+    assert all(torch.equal(ours[name], undisturbed[name]) for name in undisturbed)
+    run = tmp_path / "runs" / "small"
+    told = events(run)
+    assert [event["event"] for event in told if event["event"] in ("start", "failed", "finished")] == [
+        *("start", "failed", "start", "finished")
+    ]
+    assert [event["step"] for event in told if event["event"] == "training"] == [0, 4]
+    for rank in range(2):  # of both starts
+        assert (run / "logs" / f"rank-0000{rank}.log").exists()
+    assert (run / "logs" / "rank-00000.log").read_text().count("INFO: start ") == 2
+
+
+def test_a_new_run_is_not_begun_again_by_a_restart(tmp_path: Path) -> None:
+    """`--resume never` makes a sibling once, also when the ranks fail in it."""
+    job = repository(tmp_path / "repo")
+    assert fairlead("fit", str(job), cwd=tmp_path).code == 0
+    words = ("fit", str(job), "--resume", "never", "--max-restarts", "2")
+    fit = fairlead(*words, cwd=tmp_path, environ={"FAIL": "once:1:5"})
+    assert fit.code == 0, fit.text
+    assert sorted(path.name for path in (tmp_path / "runs").iterdir()) == ["small", "small-2"]
+    assert [event["event"] for event in events(tmp_path / "runs" / "small-2")].count("start") == 2
+
+
+def test_the_same_failure_again_and_again_ends_it(tmp_path: Path) -> None:
+    job = repository(tmp_path / "repo")
+    fit = fairlead("fit", str(job), "--max-restarts", "9", cwd=tmp_path, environ={"FAIL": "raise:1:5"})
+    assert fit.code == 1
+    assert fit.err.count("starting the ranks again") == 2
+    assert "no luck in the step" in fit.err
+    assert "the same failure 3 times at step 5: another start would not help" in fit.err
+    assert "fairlead_launch" not in fit.err
+    assert "no luck in the step" in (tmp_path / "runs" / "small" / "logs" / "rank-00001.log").read_text()
