@@ -140,6 +140,30 @@ def test_a_killed_rank_starts_all_nodes_again_and_a_killed_launcher_is_replaced_
     assert f"node 2 on {socket.gethostname()} came in" in spare
 
 
+def test_the_printed_commands_are_those_that_start(job: Job) -> None:
+    place = [
+        "--nnodes",
+        "1",
+        "--spares",
+        "1",
+        "--nproc",
+        "1",
+        "--main-address",
+        "localhost",
+        "--main-port",
+        str(job.port),
+    ]
+    command = [sys.executable, "-m", "fairlead", "launch", *place, "--start-method", "spawn", "--print-commands"]
+    words = [str(job.script), str(job.folder / "a folder")]
+    (job.folder / "a folder").mkdir()
+    printed = subprocess.run([*command, *words], capture_output=True, text=True, check=True).stdout.splitlines()
+    assert len(printed) == 2
+    assert f"--node-rank 1 --main-address localhost --main-port {job.port}" in printed[1]
+    (job.folder / "a folder" / "finish").touch()
+    assert subprocess.run(f"{sys.executable} -m {printed[0]}", shell=True, cwd=job.folder).returncode == 0
+    assert (job.folder / "a folder" / "0-0").exists()
+
+
 def read_until(launcher: subprocess.Popen[str], words: str) -> str:
     """The first line of a launcher with these words."""
     assert launcher.stderr is not None

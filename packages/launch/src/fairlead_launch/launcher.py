@@ -126,10 +126,14 @@ class DistributedLauncher:
 
     def _take(self, place: Place) -> None:
         """Takes the numbers of this node from what has started its launcher."""
+        if place.num_nodes <= self.config.spares:
+            raise ConfigError(
+                f"{self.config.spares} spares of {place.num_nodes} nodes leave none that trains", where="--spares"
+            )
         self._say(f"started by {place.by}: this is node {place.node_rank} of {place.num_nodes}")
         self.config = self.config.model_copy(
             update={
-                "nnodes": place.num_nodes,
+                "nnodes": place.num_nodes - self.config.spares,
                 "node_rank": place.node_rank,
                 "master_addr": place.address,
                 "master_port": self.config.master_port or place.port,

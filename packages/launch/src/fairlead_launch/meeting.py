@@ -8,6 +8,7 @@ node when all others have failed of it, and leaves the count of restarts and the
 from __future__ import annotations
 
 import selectors
+import signal
 import socket
 import threading
 import time
@@ -29,6 +30,7 @@ _STOP_S: Final = 45.0
 """The same in a stop: the ranks of other nodes may be writing the checkpoint."""
 _LEAVE_S: Final = 5.0
 """How long the others may take to hear of the end."""
+_FINAL: Final = (signal.SIGTERM, signal.SIGINT)
 _SETTINGS: Final = ("least", "most", "spares", "count")
 
 
@@ -154,7 +156,7 @@ class Meeting:
             self._came = time.monotonic()
         elif kind == "stop" and self._round is not None and node not in self._round.members:
             self._tell([node], {"kind": "end", "code": 128 + message["signal"], "error": None})  # a spare goes
-        elif kind == "stop" and self._stop is None:
+        elif kind == "stop" and (self._stop is None or (self._stop not in _FINAL and message["signal"] in _FINAL)):
             self._stop = message["signal"]
             self._tell([other for other in self._nodes if other is not node], message)
         elif kind == "ended" and self._round is not None and node in self._round.members:
@@ -304,6 +306,9 @@ class Meeting:
             self._end(max([code for code in codes if code != SAVED] if set(codes) - {0, SAVED} else codes))
         elif error is not None and self._stop is not None:
             self._end(1, error)
+        elif self._impossible():
+            self._last_error = error
+            self._end(1, self._too_few(sorted((node for node in self._nodes if node.known), key=Node.place)))
         else:
             self._again(this, error, max(steps, default=None))
 

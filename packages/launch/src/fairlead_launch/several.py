@@ -165,7 +165,7 @@ class SeveralNodes:
 
     def _listener(self) -> socket.socket | None:
         """Where the nodes meet; None: that is another launcher's, here or on another machine."""
-        fixed = self._nodes[0] == self._nodes[1] and not self._spares
+        fixed = self._nodes[0] == self._nodes[1]
         if not fixed and not _is_here(self._address):
             return None
         try:
