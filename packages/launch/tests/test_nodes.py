@@ -141,19 +141,9 @@ def test_a_killed_rank_starts_all_nodes_again_and_a_killed_launcher_is_replaced_
 
 
 def test_the_printed_commands_are_those_that_start(job: Job) -> None:
-    place = [
-        "--nnodes",
-        "1",
-        "--spares",
-        "1",
-        "--nproc",
-        "1",
-        "--main-address",
-        "localhost",
-        "--main-port",
-        str(job.port),
-    ]
-    command = [sys.executable, "-m", "fairlead", "launch", *place, "--start-method", "spawn", "--print-commands"]
+    place = ["--nnodes", "1", "--spares", "1", "--main-address", "localhost", "--main-port", str(job.port)]
+    same = ["--nproc", "1", "--start-method", "spawn"]
+    command = [sys.executable, "-m", "fairlead", "launch", *place, *same, "--print-commands"]
     words = [str(job.script), str(job.folder / "a folder")]
     (job.folder / "a folder").mkdir()
     printed = subprocess.run([*command, *words], capture_output=True, text=True, check=True).stdout.splitlines()
@@ -220,6 +210,7 @@ def test_without_a_spare_the_job_ends_and_names_the_node(job: Job) -> None:
     (code, said), _ = job.ended()
     assert code == 1
     assert f"error: node 1 on {socket.gethostname()} was lost, and no other node is left" in said
+    assert "again" not in said.partition("error:")[0]
 
 
 def test_nodes_that_do_not_come_are_named_and_one_too_many_is_refused() -> None:

@@ -15,7 +15,7 @@ from fairlead_launch.output import Output, clean_line, log_line
 HEAD = "import os, sys, time\nfrom pathlib import Path\nfrom fairlead_launch.output import Output\n"
 
 
-def show(code: str, folder: Path, **options: object) -> subprocess.CompletedProcess[bytes]:
+def show(code: str, folder: Path) -> subprocess.CompletedProcess[bytes]:
     """Runs code in a process of its own, whose streams are the terminal."""
     return subprocess.run(
         [sys.executable, "-c", HEAD + textwrap.dedent(code)], cwd=folder, capture_output=True, check=True, timeout=60

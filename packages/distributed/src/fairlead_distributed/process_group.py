@@ -18,6 +18,8 @@ from fairlead_distributed.info import DistributedInfo, get_distributed_info, get
 from fairlead_distributed.opening import open_store
 from fairlead_distributed.preflight import own_facts
 from fairlead_distributed.rendezvous import meet
+from fairlead_launch.environment import BACKEND
+from fairlead_launch.reports import say_joining
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -99,8 +101,8 @@ def init_process_group(
     version of torch. Without a port from the launcher or the user, rank 0 takes a free one and the others find it.
 
     Args:
-        backend: `auto` is nccl (RCCL on AMD) for a CUDA device, xla for an XLA device, else gloo. Or any backend of
-            torch, by name.
+        backend: `auto` is that of `fairlead launch --backend`, or nccl (RCCL on AMD) for a CUDA device, xla for an XLA
+            device, else gloo. Or any backend of torch, by name.
         init_method: `env://` reads MASTER_ADDR and MASTER_PORT (29500 when unset), and where there is no MASTER_ADDR
             the variables of the scheduler, such as SLURM's list of nodes; `tcp://host:port`; or `file:///path` for a
             new file on a file system that all ranks see.
@@ -140,11 +142,13 @@ def init_process_group(
     preflight_timeout = preflight_timeout if preflight_timeout is not None else min(PREFLIGHT_TIMEOUT, timeout)
     if min(timeout, preflight_timeout) <= timedelta(0):
         raise ConfigError(f"the timeout must be positive, not {min(timeout, preflight_timeout)}", where="timeout")
+    backend = environ.get(BACKEND, backend) if backend == "auto" else backend
     own = _own_device(backend, device, environ)
     if own.type == "cuda":
         torch.cuda.set_device(own)
     backend = _backend(backend, own)
     nccl = "nccl" in backend
+    say_joining(environ)
     opened, start = open_store(
         init_method, store, rank, world_size, start=start, environ=environ, timeout=preflight_timeout
     )

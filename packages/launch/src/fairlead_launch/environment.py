@@ -7,6 +7,8 @@ from typing import Final
 
 LAUNCHED: Final = "FAIRLEAD_LAUNCHED"
 """Set in ranks that Fairlead started on this machine."""
+BACKEND: Final = "FAIRLEAD_BACKEND"
+"""In ranks of `fairlead launch --backend`: what `init_process_group(backend="auto")` takes."""
 
 
 def rank_environment(

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import IO, Any, Final, cast
+from typing import IO, Any, cast
 
 from fairlead.detect import VARIABLE
 from fairlead.errors import ConfigError, FairleadError
@@ -15,7 +15,7 @@ from fairlead.facts import Devices
 from fairlead.plugin_classes import AcceleratorPlugin
 from fairlead.plugins import PluginManager
 from fairlead.threads import choose_threads
-from fairlead_launch.environment import rank_environment
+from fairlead_launch.environment import BACKEND, rank_environment
 from fairlead_launch.forkserver import ForkServer
 from fairlead_launch.node_commands import launch_on_hosts
 from fairlead_launch.nodes import Members, OneNode
@@ -29,10 +29,7 @@ from fairlead_launch.several import SeveralNodes, run_on_nodes
 from fairlead_launch.supervise import Group, noted_signals
 from fairlead_launch.worker import run_worker
 
-__all__ = ["BACKEND", "DistributedLauncher", "LaunchConfig", "launch_distributed_training", "processes_per_node"]
-
-BACKEND: Final = "FAIRLEAD_BACKEND"
-"""What `fairlead_distributed.init_process_group(backend="auto")` is in the ranks."""
+__all__ = ["DistributedLauncher", "LaunchConfig", "launch_distributed_training", "processes_per_node"]
 
 
 def processes_per_node(asked: int | str, environ: Mapping[str, str], plugins: PluginManager) -> tuple[int, str]:
@@ -118,9 +115,8 @@ class DistributedLauncher:
         """Runs the script in this process, which is a rank already."""
         if place.rank == 0:
             self._say(f"already launched by {place.by}: {place.world_size} ranks, and this is one; it restarts them")
-        os.environ.update({name: value for name, value in place.variables().items() if name not in os.environ})
-        if self.config.backend != "auto":
-            os.environ[BACKEND] = self.config.backend
+        own = place.variables() | ({BACKEND: self.config.backend} if self.config.backend != "auto" else {})
+        os.environ.update({name: value for name, value in own.items() if name not in self._environ})
         run_worker(self.config.module, *words)
         return 0
 

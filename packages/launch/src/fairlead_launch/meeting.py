@@ -27,7 +27,7 @@ _LATE_S: Final = 5.0
 _OTHERS_S: Final = 2.0
 """How long the others may take to say what has failed, after one that only lost them."""
 _STOP_S: Final = 45.0
-"""The same in a stop: the ranks of other nodes may be writing the checkpoint."""
+"""The same in a stop: ranks may be writing the checkpoint."""
 _LEAVE_S: Final = 5.0
 """How long the others may take to hear of the end."""
 _FINAL: Final = (signal.SIGTERM, signal.SIGINT)
