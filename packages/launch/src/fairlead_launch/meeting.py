@@ -27,7 +27,7 @@ _LATE_S: Final = 5.0
 _OTHERS_S: Final = 2.0
 """How long the others may take to say what has failed, after one that only lost them."""
 _STOP_S: Final = 45.0
-"""The same in a stop: ranks may be writing the checkpoint."""
+"""The same in a stop."""
 _LEAVE_S: Final = 5.0
 """How long the others may take to hear of the end."""
 _FINAL: Final = (signal.SIGTERM, signal.SIGINT)
@@ -224,9 +224,8 @@ class Meeting:
         where = None
         if self._lost:
             were = "was" if len(self._lost) == 1 else "were"
-            what = f"{', '.join(self._lost)} {were} lost, and no other node is left"
-            if not self._impossible():
-                what += f" that came within {self._start_s:g} s"
+            rest = "no other node is left" if self._impossible() else f"no other came within {self._start_s:g} s"
+            what = f"{', '.join(self._lost)} {were} lost, and {rest}"
             fix = "start it again with a machine in its place; --spares 1 has one wait for that"
         else:
             what = f"{len(known)} of {self._least} nodes came within {self._start_s:g} s"
