@@ -31,7 +31,7 @@ while not (folder / "finish").exists():
 ANNOUNCED = """
 import os, pathlib, signal, sys
 from fairlead_launch import announce_run
-signal.signal(signal.SIGUSR1, lambda *_: sys.exit(75))
+signal.signal(signal.SIGUSR1, lambda *_: sys.exit(143))
 announce_run(os.environ, pathlib.Path(sys.argv[1]), 1)
 """
 """What a run of Fairlead's does, as far as the launcher sees it: it says where it is, and saves when it is asked to."""
@@ -209,7 +209,7 @@ def test_without_a_spare_the_job_ends_and_names_the_node(job: Job) -> None:
     job.launchers[1].kill()
     (code, said), _ = job.ended()
     assert code == 1
-    assert f"error: node 1 on {socket.gethostname()} was lost, and no other node is left" in said
+    assert f"error: node 1 on {socket.gethostname()} lost: no other node is left" in said
     assert "again" not in said.partition("error:")[0]
 
 

@@ -29,7 +29,7 @@ _OTHERS_S: Final = 2.0
 _STOP_S: Final = 45.0
 """The same in a stop."""
 _LEAVE_S: Final = 5.0
-"""How long the others may take to hear of the end."""
+"""The same to hear of the end."""
 _FINAL: Final = (signal.SIGTERM, signal.SIGINT)
 _SETTINGS: Final = ("least", "most", "spares", "count")
 
@@ -223,9 +223,8 @@ class Meeting:
         came = ", ".join(node.name for node in known)
         where = None
         if self._lost:
-            were = "was" if len(self._lost) == 1 else "were"
             rest = "no other node is left" if self._impossible() else f"no other came within {self._start_s:g} s"
-            what = f"{', '.join(self._lost)} {were} lost, and {rest}"
+            what = f"{', '.join(self._lost)} lost: {rest}"
             fix = "start it again with a machine in its place; --spares 1 has one wait for that"
         else:
             what = f"{len(known)} of {self._least} nodes came within {self._start_s:g} s"
@@ -271,8 +270,8 @@ class Meeting:
         new = [node.name for node in members if node not in before]
         parts = [f"{', '.join(new)} came in"] if new else []
         if len(members) != len(self._order):
-            numbers = f"{len(members)} nodes, {len(self._order)} before"
-            parts.append(f"{numbers}: trainer.batch_policy decides what becomes of the batch")
+            what = "trainer.batch_policy decides what becomes of the batch"
+            parts.append(f"{len(members)} node{'s'[: len(members) != 1]}, {len(self._order)} before: {what}")
         return "; ".join(parts) or None
 
     def _wait(self, node: Node) -> None:
@@ -301,7 +300,8 @@ class Meeting:
         steps = [one["step"] for one in results if one["step"] is not None]
         codes = [one["code"] for one in results if one["error"] is None]
         error = first["error"]
-        if error is None and (self._stop is not None or not set(codes) <= {0, SAVED} or not any(codes)):
+        saved = {SAVED, 128 + signal.SIGTERM} if this.grows else {SAVED}  # without a requeuer a stop wants no start
+        if error is None and (self._stop is not None or not set(codes) <= {0} | saved or not any(codes)):
             self._end(max([code for code in codes if code != SAVED] if set(codes) - {0, SAVED} else codes))
         elif error is not None and self._stop is not None:
             self._end(1, error)

@@ -275,10 +275,10 @@ def run_on_nodes(make: Callable[[Members], Group], nodes: SeveralNodes, received
 
 
 def _waits(message: Message) -> str:
-    nodes = f"{message['running']} node{'s'[: message['running'] != 1]}"
+    nodes = "1 node runs" if message["running"] == 1 else f"{message['running']} nodes run"
     if message["full"]:
-        return f"this node is a spare: {nodes} run the job, and it takes the place of one that is lost"
-    return f"{nodes} run the job: this one comes in when their ranks have saved, or at their next start"
+        return f"this node is a spare: {nodes} the job, and it takes the place of one that is lost"
+    return f"{nodes} the job: this one comes in when their ranks have saved, or at their next start"
 
 
 def _is_here(address: str) -> bool:
