@@ -77,5 +77,5 @@ class MultiNodeTrainingManager:
     @staticmethod
     def _commands(num_nodes: int, gpus_per_node: int) -> list[str]:
         script = sys.argv[0] if os.path.isfile(sys.argv[0]) else "train.py"
-        config = LaunchConfig(nnodes=num_nodes, nproc_per_node=gpus_per_node)
+        config = LaunchConfig(nnodes=num_nodes, nproc_per_node=gpus_per_node, monitor_interval=0.1)
         return node_commands(config, [script, *sys.argv[1:]])

@@ -29,7 +29,13 @@ from fairlead_launch.several import SeveralNodes, run_on_nodes
 from fairlead_launch.supervise import Group, noted_signals
 from fairlead_launch.worker import run_worker
 
-__all__ = ["DistributedLauncher", "LaunchConfig", "launch_distributed_training", "processes_per_node"]
+__all__ = [
+    "DistributedLauncher",
+    "LaunchConfig",
+    "launch_distributed_training",
+    "parse_ranks",
+    "processes_per_node",
+]
 
 
 def processes_per_node(asked: int | str, environ: Mapping[str, str], plugins: PluginManager) -> tuple[int, str]:

@@ -32,7 +32,7 @@ def node_words(config: LaunchConfig, script: Sequence[str], hosts: Sequence[str]
     """What is behind `fairlead` on each node: of hosts, or as many as there are in `nnodes` and `spares`.
 
     Example:
-        >>> config = LaunchConfig(nnodes=2, nproc_per_node=4, master_addr="n1")
+        >>> config = LaunchConfig(nnodes=2, nproc_per_node=4, master_addr="n1", monitor_interval=0.1)
         >>> [" ".join(words) for words in node_words(config, ["train.py"])]  # doctest: +NORMALIZE_WHITESPACE
         ['launch --nnodes 2 --node-rank 0 --main-address n1 --main-port 29500 --nproc 4 train.py',
          'launch --nnodes 2 --node-rank 1 --main-address n1 --main-port 29500 --nproc 4 train.py']

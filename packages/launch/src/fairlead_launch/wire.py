@@ -31,6 +31,7 @@ class Line:
         >>> a.close()
         >>> b.receive() is None
         True
+        >>> b.close()
     """
 
     def __init__(self, connection: socket.socket) -> None:
