@@ -202,3 +202,33 @@ def _hostlist(generator: random.Random) -> str:
         return word() + word().join(numbers() for _ in range(generator.randint(0, 3)))
 
     return ",".join(entry() for _ in range(generator.randint(1, 3)))
+
+
+RANKS_OF_A_LAUNCHER = """
+import json, os, pathlib, socket, sys, time
+names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT")
+found = {name: os.environ.get(name) for name in names} | {"host": socket.gethostname()}
+pathlib.Path(sys.argv[1], f"{found['RANK']}.json").write_text(json.dumps(found))
+if sys.argv[2:] == ["fail"] and found["TORCHELASTIC_RESTART_COUNT"] == "0":
+    time.sleep(0.5 if found["RANK"] == "3" else 60)
+    os.kill(os.getpid(), 9)
+"""
+
+
+@pytest.mark.parametrize(
+    ("tasks", "words"), [("2", ()), ("1", ("--nproc", "2", "--start-method", "spawn"))], ids=["ranks", "launchers"]
+)
+def test_fairlead_launch_in_a_step(cluster: Cluster, tmp_path: Path, tasks: str, words: tuple[str, ...]) -> None:
+    """Each task is a rank, or the launcher of its node: nothing to type. Launchers start all again when one fails."""
+    script = tmp_path / "train.py"
+    script.write_text(RANKS_OF_A_LAUNCHER)
+    launch = [sys.executable, "-m", "fairlead", "launch", *words, str(script), str(tmp_path)]
+    said = cluster.run("srun", "-N2", f"--ntasks-per-node={tasks}", *launch, *(["fail"] if words else []), cwd=tmp_path)
+    found = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(4)]
+    assert column(found, "RANK") == ["0", "1", "2", "3"]
+    assert column(found, "WORLD_SIZE") == ["4"] * 4
+    assert column(found, "LOCAL_RANK") == ["0", "1", "0", "1"]
+    assert column(found, "MASTER_ADDR") == [found[0]["host"]] * 4
+    assert len(set(column(found, "MASTER_PORT"))) == 1
+    assert len(set(column(found, "host"))) == 2
+    assert column(found, "TORCHELASTIC_RESTART_COUNT") == (["1"] * 4 if words else [None] * 4), said

@@ -9,15 +9,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-_MOST: Final = 8
 _TRAINS: Final = ("fit", "validate", "test", "predict")
 
 
 def commands_by_hand(nodes: int, *, argv: Sequence[str] | None = None, host: str | None = None) -> list[str]:
-    """One command for each node, this one being the first; of many nodes only some."""
+    """One command for each node, this one being the first, which has MASTER_PORT free."""
     address, command = host or socket.gethostname(), _command(sys.argv if argv is None else argv)
-    lines = [f"MASTER_ADDR={address} NNODES={nodes} NODE_RANK={rank} {command}" for rank in range(nodes)]
-    return lines if nodes <= _MOST else [*lines[: _MOST - 2], "...", lines[-1]]
+    meeting = f"MASTER_ADDR={address} MASTER_PORT=29500 NNODES={nodes}"
+    return [f"{meeting} NODE_RANK={rank} {command}" for rank in range(nodes)]
 
 
 def _command(argv: Sequence[str]) -> str:

@@ -41,6 +41,7 @@ from fairlead_distributed.info import (
     is_initialized,
     startup_lines,
 )
+from fairlead_distributed.manager import MultiNodeTrainingManager
 from fairlead_distributed.object_collectives import all_gather_object, broadcast_object, gather_object
 from fairlead_distributed.predictions.reading import Predictions
 from fairlead_distributed.process_group import (
@@ -84,6 +85,7 @@ __all__ = [
     "DistributedSampler",
     "Divergence",
     "EvaluationSampler",
+    "MultiNodeTrainingManager",
     "NonFiniteGradientError",
     "NotInitializedError",
     "PortError",

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import os
-import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import IO, Any, Final, Literal, cast
+from typing import IO, Any, cast
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, field_validator
-
-from fairlead.config_bases import ConfigModel
 from fairlead.detect import VARIABLE
 from fairlead.errors import ConfigError, FairleadError
 from fairlead.facts import Devices
@@ -20,89 +17,25 @@ from fairlead.plugins import PluginManager
 from fairlead.threads import choose_threads
 from fairlead_launch.environment import BACKEND, rank_environment
 from fairlead_launch.forkserver import ForkServer
-from fairlead_launch.nodes import Nodes, OneNode
+from fairlead_launch.node_commands import launch_on_hosts
+from fairlead_launch.nodes import Members, OneNode
 from fairlead_launch.output import Output
+from fairlead_launch.place import Place, find_place
 from fairlead_launch.processes import Starter, fork, forkable, spawn
 from fairlead_launch.restarts import run_with_restarts, stopped_before
 from fairlead_launch.scripts import head_imports, module_file
+from fairlead_launch.settings import LaunchConfig, parse_ranks
+from fairlead_launch.several import SeveralNodes, run_on_nodes
 from fairlead_launch.supervise import Group, noted_signals
 from fairlead_launch.worker import run_worker
 
-_NODES: Final = re.compile(r"([1-9][0-9]*)(?::([1-9][0-9]*))?")
-
-
-class LaunchConfig(ConfigModel):
-    """How a script is started on N processes.
-
-    Example:
-        >>> LaunchConfig(nproc_per_node=4, max_restarts=0).nodes
-        (1, 1)
-    """
-
-    nproc_per_node: PositiveInt | Literal["auto", "gpu"] = "auto"
-    """Processes on each node; `gpu`: one for each GPU, `auto`: the same, and one where there is none."""
-    nnodes: PositiveInt | str = 1
-    """Nodes; `"2:4"`: at least two, at most four."""
-    node_rank: NonNegativeInt = 0
-    """Which node this is, from 0; where `nnodes` is a range the nodes agree themselves."""
-    master_addr: str = "127.0.0.1"
-    """The name or address of the first node."""
-    master_port: int | None = Field(None, ge=1, le=65535)
-    """The port on which the ranks meet; None: on one node the first that is free from 29500 on, else 29500."""
-    backend: str = "auto"
-    """The backend of `fairlead_distributed.init_process_group()` in the script: `nccl`, `gloo`, `auto`."""
-    max_restarts: NonNegativeInt = 3
-    """How often all processes are started again after one has failed."""
-    monitor_interval: PositiveFloat = 1.0
-    """Seconds between two looks at the processes."""
-    start_timeout: NonNegativeFloat = 600.0
-    """Seconds that processes may take to come to the process group, once the first one waits there."""
-    log_dir: str | None = None
-    """The folder of the logs, a file for each rank; None: `logs` in the run directory where there is one, else here."""
-    start_method: Literal["fork-server", "spawn"] = "fork-server"
-    """Processes are forked from one that has done the imports at the head of the script, or do theirs each."""
-    tail: str = "all"
-    """The ranks whose lines are shown: `all`, `none`, or as `0,4-7`."""
-    module: bool = False
-    """The script is a module's name, as behind `python -m`."""
-
-    @field_validator("nnodes")
-    @classmethod
-    def _range(cls, value: int | str) -> int | str:
-        if isinstance(value, str):
-            match = _NODES.fullmatch(value)
-            if match is None or (match[2] is not None and int(match[1]) > int(match[2])):
-                raise ValueError(f"{value!r} is neither a number of nodes nor a range such as '2:4'")
-        return value
-
-    @field_validator("tail")
-    @classmethod
-    def _ranks(cls, value: str) -> str:
-        if value not in ("all", "none"):
-            parse_ranks(value)
-        return value
-
-    @property
-    def nodes(self) -> tuple[int, int]:
-        """The least and the largest number of nodes."""
-        least, _, most = str(self.nnodes).partition(":")
-        return int(least), int(most or least)
-
-
-def parse_ranks(text: str) -> frozenset[int]:
-    """The ranks of `0,4-7`; a ValueError where it is something else.
-
-    Example:
-        >>> sorted(parse_ranks("0,4-6"))
-        [0, 4, 5, 6]
-    """
-    ranks: set[int] = set()
-    for part in text.split(","):
-        match = re.fullmatch(r"\s*(\d+)(?:-(\d+))?\s*", part)
-        if match is None or (match[2] is not None and int(match[1]) > int(match[2])):
-            raise ValueError(f"{text!r} names no ranks: write them as 0,4-7")
-        ranks.update(range(int(match[1]), int(match[2] or match[1]) + 1))
-    return frozenset(ranks)
+__all__ = [
+    "DistributedLauncher",
+    "LaunchConfig",
+    "launch_distributed_training",
+    "parse_ranks",
+    "processes_per_node",
+]
 
 
 def processes_per_node(asked: int | str, environ: Mapping[str, str], plugins: PluginManager) -> tuple[int, str]:
@@ -146,6 +79,7 @@ class DistributedLauncher:
         self._plugins = plugins or PluginManager()
         self._stderr = stderr or sys.stderr
         self._server: ForkServer | None = None
+        self._said = False
 
     def launch(self, script: str | os.PathLike[str], *words: str) -> int:
         """Runs the script with these words on all processes; returns the exit code: 0 when all went well.
@@ -164,27 +98,77 @@ class DistributedLauncher:
         path = module_file(name, os.getcwd()) if self.config.module else Path(name)
         if not self.config.module and not Path(name).is_file():
             raise ConfigError(f"there is no script {name!r}", where=os.getcwd(), fix="for a module write: -m MODULE")
+        if self.config.hosts is not None or self.config.hostfile is not None:
+            with noted_signals() as received:
+                return launch_on_hosts(self.config, (name, *words), self._environ, received, self._stderr)
         count, reason = processes_per_node(self.config.nproc_per_node, self._environ, self._plugins)
-        nodes = self._nodes()
+        if not self.config.placed:
+            place = find_place(self.config.nproc_per_node, count, self._environ, self._plugins)
+            if place is not None and place.rank is not None:
+                return self._be_rank(place, name, *words)
+            if place is not None:
+                self._take(place)
         with noted_signals() as received:
             if not self._prepare(path, name, words, received):
                 return stopped_before(received, self._stderr)
-            code = 1
             try:
-                code = run_with_restarts(
-                    lambda starts, before: self._group(nodes, count, reason, starts, (name, *words)),
-                    received,
-                    max_restarts=self.config.max_restarts,
-                    stderr=self._stderr,
-                )
+                return self._run(count, reason, received, (name, *words))
             finally:
-                nodes.close(code)
                 if self._server is not None:
                     self._server.close()
-            return code
 
-    def _nodes(self) -> Nodes:
-        return OneNode(self.config.master_addr, self.config.master_port)
+    def _be_rank(self, place: Place, *words: str) -> int:
+        """Runs the script in this process, which is a rank already."""
+        if place.rank == 0:
+            self._say(f"already launched by {place.by}: {place.world_size} ranks, and this is one; it restarts them")
+        own = place.variables() | ({BACKEND: self.config.backend} if self.config.backend != "auto" else {})
+        os.environ.update({name: value for name, value in own.items() if name not in self._environ})
+        run_worker(self.config.module, *words)
+        return 0
+
+    def _take(self, place: Place) -> None:
+        """Takes the numbers of this node from what has started its launcher."""
+        if place.num_nodes <= self.config.spares:
+            raise ConfigError(
+                f"{self.config.spares} spares of {place.num_nodes} nodes leave none that trains", where="--spares"
+            )
+        self._say(f"started by {place.by}: this is node {place.node_rank} of {place.num_nodes}")
+        self.config = self.config.model_copy(
+            update={
+                "nnodes": place.num_nodes - self.config.spares,
+                "node_rank": place.node_rank,
+                "master_addr": place.address,
+                "master_port": self.config.master_port or place.port,
+            }
+        )
+
+    def _run(self, count: int, reason: str, received: list[int], words: Sequence[str]) -> int:
+        config = self.config
+        if config.nodes == (1, 1) and not config.spares:
+            one = OneNode(config.master_addr, config.master_port)
+            return run_with_restarts(
+                lambda starts, _: self._group(replace(one.next(), start=starts), count, reason, words),
+                received,
+                max_restarts=config.max_restarts,
+                stderr=self._stderr,
+            )
+        nodes = SeveralNodes(
+            config.master_addr,
+            config.master_port,
+            nodes=config.nodes,
+            rank=config.node_rank,
+            spares=config.spares,
+            count=count,
+            start_s=config.start_timeout,
+            max_restarts=config.max_restarts,
+            say=self._say,
+        )
+        try:
+            return run_on_nodes(
+                lambda members: self._group(members, count, reason, words, nodes.trouble), nodes, received
+            )
+        finally:
+            nodes.close()
 
     def _prepare(self, path: Path | None, name: str, words: Sequence[str], received: Sequence[int]) -> bool:
         """Has the head of the script imported once for all; False: a signal came before that was done."""
@@ -201,12 +185,19 @@ class DistributedLauncher:
         self._server = forkable(server, received, self._say)
         return not received
 
-    def _group(self, nodes: Nodes, count: int, reason: str, starts: int, words: Sequence[str]) -> Group:
+    def _group(
+        self,
+        members: Members,
+        count: int,
+        reason: str,
+        words: Sequence[str],
+        trouble: Callable[[int | None], str | None] = lambda _stop: None,
+    ) -> Group:
         """The processes of one start on this node."""
-        config, members = self.config, nodes.next()
+        config = self.config
         own = {
             VARIABLE: self._environ.get(VARIABLE, "lightning"),
-            "TORCHELASTIC_RESTART_COUNT": str(starts),
+            "TORCHELASTIC_RESTART_COUNT": str(members.start),
             **({BACKEND: config.backend} if config.backend != "auto" else {}),
         }
         threads = choose_threads("auto", self._environ, count)
@@ -224,7 +215,10 @@ class DistributedLauncher:
             for local_rank in range(count)
         ]
         numbers = [int(environ["RANK"]) for environ in environments]
-        if starts == 0:
+        if members.changed is not None:
+            self._say(members.changed)
+        if not self._said or members.changed is not None:
+            self._said = True
             total = count * members.num_nodes
             self._say(
                 f"{total} process{'es'[: 2 * (total > 1)]} on {members.num_nodes} node{'s'[: members.num_nodes > 1]} "
@@ -246,7 +240,7 @@ class DistributedLauncher:
             stderr=self._stderr,
             poll_s=config.monitor_interval,
             join_s=config.start_timeout,
-            trouble=nodes.trouble,
+            trouble=trouble,
         )
 
     def _starter(self, words: Sequence[str]) -> Starter:

@@ -3,43 +3,38 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
 
+from fairlead.errors import RunFailedError
 from fairlead_launch.ports import free_port
 
 
 @dataclass(frozen=True)
 class Members:
-    """The nodes of one start: how many, which one this is, and where rank 0 will listen."""
+    """The nodes of one start: how many, which one this is, and where rank 0 will listen.
+
+    `start` counts the starts of the job, from 0; `changed` says what is different from the one before.
+    """
 
     num_nodes: int
     node_rank: int
     address: str
     port: int
+    start: int = 0
+    changed: str | None = None
 
 
-class Nodes(Protocol):
-    """The nodes of a job, over all its starts."""
+@dataclass(frozen=True)
+class Ended:
+    """How the ranks of this node have ended in one start, and at which step; `stop`: the signal that asked for it."""
 
-    def next(self) -> Members:
-        """Waits until the nodes of the next start are there."""
-        ...
-
-    def trouble(self) -> str | None:
-        """Why the ranks of this node cannot go on, as another node has said; None: they can."""
-        ...
-
-    def give_up(self, why: str) -> None:
-        """Tells the other nodes that the ranks of this one have failed, and so theirs have to start again."""
-        ...
-
-    def close(self, code: int) -> None:
-        """This node is done, with this exit code."""
-        ...
+    code: int
+    error: RunFailedError | None = None
+    step: int | None = None
+    stop: int | None = None
 
 
 class OneNode:
-    """A job of this machine alone."""
+    """Where the ranks of a job on this machine alone meet."""
 
     def __init__(self, address: str, port: int | None) -> None:
         self._address = address
@@ -49,13 +44,3 @@ class OneNode:
         """This one; the port is the given one, or the first that is free from 29500 on, another for each start."""
         port = self._port if self._port is not None else free_port("", range(29500, 29700))
         return Members(1, 0, self._address, port)
-
-    def trouble(self) -> str | None:
-        """There is no other node."""
-        return None
-
-    def give_up(self, why: str) -> None:
-        """There is nobody to tell."""
-
-    def close(self, code: int) -> None:
-        """There is nobody to tell."""

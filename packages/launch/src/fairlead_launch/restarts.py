@@ -35,7 +35,7 @@ def run_with_restarts(
     Raises:
         RunFailedError: The last failure, with how often it was tried.
     """
-    failures, furthest, seen = 0, -1, Counter[tuple[object, ...]]()
+    restarts = Restarts(max_restarts)
     group, starts = None, 0
     while True:
         group = make(starts, group)
@@ -51,25 +51,43 @@ def run_with_restarts(
             if error is None:
                 return SAVED
             raise error
-        step = last_step(group)
-        progressed = step is not None and step > furthest
-        furthest = max(furthest, step if step is not None else -1)
+        told = restarts.after(error, last_step(group))
+        if told is None:
+            return SAVED
+        print(told, file=stderr, flush=True)
+
+
+class Restarts:
+    """How often a job is started again: a budget of failures, and what is believed after how many tries."""
+
+    def __init__(self, max_restarts: int) -> None:
+        self._max = max_restarts
+        self._failures, self._furthest = 0, -1
+        self._seen = Counter[tuple[object, ...]]()
+
+    def after(self, error: RunFailedError | None, step: int | None) -> str | None:
+        """What to say of another start, after a failure or (None) a stop for it, at a step; None: the budget is spent.
+
+        `RunFailedError`: after this failure there is no other start.
+        """
+        progressed = step is not None and step > self._furthest
+        self._furthest = max(self._furthest, step if step is not None else -1)
         if error is not None:
-            failures += 1
+            self._failures += 1
             same = (re.sub(r"\brank \d+", "a rank", error.what), (error.why or "").rpartition("\n")[2], step)
-            seen[same] += 1
-            if max_restarts and seen[same] >= _SAME:
+            self._seen[same] += 1
+            if self._max and self._seen[same] >= _SAME:
                 at = f" at step {step}" if step is not None else ""
-                raise _told(error, f"the same failure {seen[same]} times{at}: another start would not help")
+                raise _told(error, f"the same failure {self._seen[same]} times{at}: another start would not help")
         elif not progressed:
-            failures += 1
-        if failures > max_restarts:
+            self._failures += 1
+        if self._failures > self._max:
             if error is None:
-                return SAVED
-            raise _told(error, f"started again {max_restarts} times, as --max-restarts says") if max_restarts else error
+                return None
+            raise _told(error, f"started again {self._max} times, as --max-restarts says") if self._max else error
         told = f"failed: {error.block()}" if error is not None else "the ranks have saved and want another start"
-        count = f" ({failures} of {max_restarts})" if failures else ""
-        print(f"{told}\nstarting the ranks again{count}", file=stderr, flush=True)
+        count = f" ({self._failures} of {self._max})" if self._failures else ""
+        return f"{told}\nstarting the ranks again{count}"
 
 
 def last_step(group: Group) -> int | None:

@@ -23,7 +23,7 @@ from fairlead.errors import RunFailedError
 from fairlead_launch.output import Output
 from fairlead_launch.processes import Starter
 from fairlead_launch.reports import ALIVE_FD, REPORT_FD, Announcement, Joining, read_messages
-from fairlead_launch.verdict import Rank, stopped_as_asked, verdict
+from fairlead_launch.verdict import OtherNodeError, Rank, stopped_as_asked, verdict
 from fairlead_runs.waiting import ranks_text
 
 _POLL_S: Final = 0.05
@@ -70,7 +70,8 @@ class Group:
         shared: The same for all ranks; they stay open.
         poll_s: Seconds between two looks at the ranks.
         join_s: Seconds that ranks may take to come to the process group, once the first one waits there.
-        trouble: Says why these ranks cannot go on, whatever they do; None: they can.
+        trouble: Says why these ranks cannot go on, whatever they do; None: they can. Told each time which signal has
+            asked them to stop.
     """
 
     def __init__(
@@ -84,7 +85,7 @@ class Group:
         shared: Sequence[int] = (),
         poll_s: float = _POLL_S,
         join_s: float = math.inf,
-        trouble: Callable[[], str | None] = lambda: None,
+        trouble: Callable[[int | None], str | None] = lambda _stop: None,
     ) -> None:
         self._start_rank = start
         self._environments = environments
@@ -128,7 +129,8 @@ class Group:
             os.close(alive_read)
             os.close(alive_write)
             self._output.close()
-        return verdict(self.ranks, self.stop, self._stderr, self._output)
+        world = int(self._environments[0].get("WORLD_SIZE", len(self.ranks)))
+        return verdict(self.ranks, self.stop, self._stderr, self._output, world)
 
     def _start(self, environ: Mapping[str, str], alive_fd: int, inherited: Sequence[int]) -> Rank:
         read, write = os.pipe()
@@ -173,8 +175,8 @@ class Group:
                 return
             if self.stop is None and time.monotonic() > self._join_by:
                 self._raise_absent()
-            if self.stop is None and (why := self._trouble()) is not None:
-                raise RunFailedError("the ranks of another node have failed", why=why)
+            if (why := self._trouble(self.stop)) is not None:
+                raise OtherNodeError("the ranks of another node have failed", why=why)
             if time.monotonic() >= give_up_at:
                 return
             time.sleep(self._poll_s)

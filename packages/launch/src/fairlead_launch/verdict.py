@@ -23,6 +23,10 @@ _STOPS = {signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2}
 _STOPPED_AS_ASKED = {0, SAVED, 128 + signal.SIGTERM, 128 + signal.SIGINT} | {-number for number in _STOPS}
 
 
+class OtherNodeError(RunFailedError):
+    """The ranks of this node are down because those of another one have failed, which says why."""
+
+
 @dataclass
 class Rank:
     """A process that the supervisor has started, and what is known of it.
@@ -53,8 +57,8 @@ def stopped_as_asked(code: int, report: Report | None) -> bool:
     return code in _STOPPED_AS_ASKED or (report is not None and not report.text)
 
 
-def verdict(ranks: Sequence[Rank], stop: int | None, stderr: IO[str], output: Output) -> int:
-    """The exit code of the whole, given the signal that first asked the run to stop.
+def verdict(ranks: Sequence[Rank], stop: int | None, stderr: IO[str], output: Output, world: int) -> int:
+    """The exit code of the whole of `world` ranks, these being here, given the signal that first asked it to stop.
 
     Where a rank died, the `RunFailedError` names it, with its own traceback first.
     """
@@ -74,7 +78,7 @@ def verdict(ranks: Sequence[Rank], stop: int | None, stderr: IO[str], output: Ou
     first = min((rank for rank in ranks if rank.code != 0), key=_order)
     if first.report is not None and first.report.exit_code != 1:
         if first.report.text:
-            print(_of_all_or_one(first.report, ranks), file=stderr, flush=True)
+            print(_of_all_or_one(first.report, ranks, world), file=stderr, flush=True)
         return first.report.exit_code
     if first.report is not None and first.report.lost_a_peer:
         raise _of_another_node(first, ranks)
@@ -84,7 +88,7 @@ def verdict(ranks: Sequence[Rank], stop: int | None, stderr: IO[str], output: Ou
     if log is not None:
         place += f"; its output is in {_shown(log)}"
     raise RunFailedError(
-        f"rank {first.rank} of {len(ranks)} {_how(first)}",
+        f"rank {first.rank} of {world} {_how(first)}",
         where=place,
         why=first.report.text if first.report is not None else _last_words(output.last_lines(first.rank)),
         fix=f"the other ranks ({others}) were stopped; nothing runs any more" if others else None,
@@ -99,18 +103,18 @@ def _unsaid(ranks: Sequence[Rank], stop: int) -> str:
     return f"stopped by {name} before it began; nothing was lost"
 
 
-def _of_all_or_one(report: Report, ranks: Sequence[Rank]) -> str:
+def _of_all_or_one(report: Report, ranks: Sequence[Rank], world: int) -> str:
     """The job, not a rank, is wrong or stopped: every rank says the same, and once is enough."""
     if all(r.report is not None and r.report.text == report.text for r in ranks):
         return report.text
-    return f"{report.text}\n  rank:  {report.rank} of {len(ranks)}"
+    return f"{report.text}\n  rank:  {report.rank} of {world}"
 
 
-def _of_another_node(lost: Rank, ranks: Sequence[Rank]) -> RunFailedError:
+def _of_another_node(lost: Rank, ranks: Sequence[Rank]) -> OtherNodeError:
     """All ranks here only lost a peer: it failed on another node, which says why."""
     failed = _recorded(ranks)
     said = f"rank {failed.get('rank')} on {failed.get('host')}: {failed.get('error')}" if failed is not None else None
-    return RunFailedError(
+    return OtherNodeError(
         "a rank of another node failed first, and the ranks here lost it",
         where=f"rank {lost.rank}, process {lost.process.pid}",
         why=said or "it ended without a word: killed (out of memory?), or its node died",

@@ -9,7 +9,9 @@ from pydantic import ValidationError
 
 from fairlead.cli.session import Session
 from fairlead.errors import ConfigError, FairleadError
-from fairlead_launch.launcher import DistributedLauncher, LaunchConfig
+from fairlead_launch.launcher import DistributedLauncher
+from fairlead_launch.node_commands import node_commands
+from fairlead_launch.settings import LaunchConfig
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -33,6 +35,15 @@ def options(parser: argparse.ArgumentParser) -> None:
         help="name or address of the first node")  # fmt: skip
     add("--main-port", "--master-port", "--master_port", dest="master_port", metavar="PORT", type=int,
         help="where the ranks meet (default: on one node the first free one from 29500 on)")  # fmt: skip
+    add("--spares", metavar="K", type=int, default=0,
+        help="nodes beyond these that wait, and take the place of one that is lost (default 0)")  # fmt: skip
+    add("--hosts", metavar="HOSTS",
+        help="the nodes, as n1,n2 or n[1-4]: the launcher of each is started from here, over ssh")  # fmt: skip
+    add("--hostfile", metavar="FILE", help="the same from a file, a host a line")
+    add("--ssh", metavar="COMMAND", default="ssh", help="what reaches a host (default ssh)")
+    add("--export", metavar="NAMES", default="",
+        help="variables for the hosts, as NAME,NAME, beside those of libraries such as NCCL_DEBUG")  # fmt: skip
+    add("--print-commands", "--print_commands", action="store_true", help="print the command of each node, and exit")
     add("--backend", default="auto", help="what `init_process_group()` of fairlead_distributed takes (default auto)")
     add("--max-restarts", "--max_restarts", metavar="N", type=int, default=3,
         help="how often all are started again after a failure, from their newest checkpoint (default 3)")  # fmt: skip
@@ -52,9 +63,12 @@ def run(arguments: argparse.Namespace, session: Session) -> int:
     if arguments.anywhere:
         _take_options_behind(arguments)
     try:
-        launcher = DistributedLauncher(
-            config_of(arguments), environ=session.environ, plugins=session.plugins, stderr=session.stderr
-        )
+        config = config_of(arguments)
+        if arguments.print_commands:
+            for line in node_commands(config, [arguments.script, *arguments.words]):
+                session.print(line)
+            return 0
+        launcher = DistributedLauncher(config, environ=session.environ, plugins=session.plugins, stderr=session.stderr)
         return launcher.run(arguments.script, *arguments.words)
     except FairleadError:
         if arguments.debug:
@@ -88,9 +102,9 @@ def config_of(arguments: argparse.Namespace) -> LaunchConfig:
     try:
         return LaunchConfig(**given)
     except ValidationError as error:
-        wrong = {str(one["loc"][0]): one["msg"].removeprefix("Value error, ") for one in error.errors()}
+        wrong = {str((*one["loc"], "")[0]): one["msg"].removeprefix("Value error, ") for one in error.errors()}
         raise ConfigError(
-            "; ".join(f"--{name.replace('_', '-')} {given[name]}: {said}" for name, said in wrong.items()),
+            "; ".join(f"--{n.replace('_', '-')} {given[n]}: {said}" if n else said for n, said in wrong.items()),
             where="fairlead launch",
             fix="see fairlead launch --help",
         ) from error

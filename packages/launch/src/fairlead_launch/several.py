@@ -1,0 +1,294 @@
+"""A node among several: starts, failures and stops as the launcher of node 0 leads them (`meeting`)."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Final
+
+from fairlead.errors import ConfigError, RunFailedError
+from fairlead_launch.meeting import Meeting
+from fairlead_launch.nodes import Ended, Members
+from fairlead_launch.ports import DEFAULT_PORT, PortError, bind_listener, free_port
+from fairlead_launch.restarts import Restarts, last_step
+from fairlead_launch.supervise import Group
+from fairlead_launch.verdict import OtherNodeError
+from fairlead_launch.wire import ALIVE_S, SILENT_S, Line, Message, packed, unpacked
+
+_TRY_S: Final = 0.2
+_PATIENT_S: Final = 5.0
+"""After so long without node 0 the user hears of what is waited for."""
+
+
+class SeveralNodes:
+    """This node of a job of several; node 0 is where `address` is.
+
+    Args:
+        address: The name or address of node 0.
+        port: The port on which the launchers meet there; None: 29500.
+        nodes: The least and the largest number of nodes of a start.
+        rank: Which node this is; among equals the one that comes first is first.
+        spares: Nodes beyond the largest number that wait.
+        count: Processes of each node.
+        start_s: Seconds in which the nodes of a start must have come.
+        max_restarts: How many failures are followed by another start, of the whole job.
+        say: Tells the user.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        port: int | None,
+        *,
+        nodes: tuple[int, int],
+        rank: int,
+        spares: int,
+        count: int,
+        start_s: float,
+        max_restarts: int,
+        say: Callable[[str], None],
+    ) -> None:
+        self._address, self._port, self._rank = address, port or DEFAULT_PORT, rank
+        self._nodes, self._spares, self._start_s, self._say = nodes, spares, start_s, say
+        self._max_restarts = max_restarts
+        self._hello = {"kind": "hello", "host": socket.gethostname(), "pid": os.getpid(), "rank": rank, "count": count}
+        self._hello |= {"least": nodes[0], "most": nodes[1], "spares": spares}
+        self._meeting: Meeting | None = None
+        self._line: Line | None = None
+        self._inbox = collections.deque[Message]()
+        self._heard = time.monotonic()
+        self._gone = threading.Event()
+        self._received: list[int] = []
+        self._told: int | None = None
+        self._trouble: str | None = None
+        self._end: Message | None = None
+        self._starts = 0
+        self.grows: Callable[[], bool] = lambda: False
+        """Whether the ranks of now save and stop when they are asked to."""
+
+    @property
+    def leads(self) -> bool:
+        """Whether this is the launcher where the nodes meet."""
+        return self._meeting is not None
+
+    def next(self, received: list[int]) -> Members | int:
+        """Waits for the nodes of the next start; the exit code, where there is none, or the job's `FairleadError`."""
+        self._received, self._told, self._trouble = received, None, None
+        if self._line is None and not self._join(received):
+            return 128 + received[0]
+        self._send({"kind": "ready", "port": self._free_port()})
+        while True:
+            for message in self._messages():
+                if message["kind"] == "go":
+                    self._starts = message["start"] + 1
+                    return Members(**{name: value for name, value in message.items() if name != "kind"})
+                if message["kind"] == "spare":
+                    self._say(_waits(message))
+            if self._end is not None:
+                return self._ended(self._end)
+            self._pass_on(received[0] if received else None)
+            time.sleep(0.02)
+
+    def trouble(self, stop: int | None) -> str | None:
+        """Why the ranks of this node cannot go on; passes a stop on to the other nodes, and theirs to these ranks."""
+        self._pass_on(stop)
+        for message in self._messages():
+            if message["kind"] == "grow" and self.grows():
+                self._say(f"{message['who']} has come: the ranks save and stop, and start again with it")
+                self._told = signal.SIGUSR1
+                self._received.append(signal.SIGUSR1)
+        return self._trouble
+
+    def report(self, ended: Ended) -> None:
+        """Tells how the ranks of this node have ended."""
+        error, first = None, not isinstance(ended.error, OtherNodeError)
+        if ended.error is not None:
+            host = f"node {self._rank}, {self._hello['host']}" if self._nodes[0] == self._nodes[1] else None
+            error = packed(ended.error)
+            error["where"] = "; ".join(filter(None, (host or str(self._hello["host"]), error["where"])))
+        self._pass_on(ended.stop)
+        self._send({"kind": "ended", "code": ended.code, "step": ended.step, "error": error, "first": first})
+
+    def close(self) -> None:
+        """Leaves; node 0 waits until all have heard of the end."""
+        if self._line is not None:
+            self._line.close()
+        if self._meeting is not None:
+            self._meeting.close()
+
+    def _join(self, received: Sequence[int]) -> bool:
+        """Comes to where the nodes meet, or has them meet here; False: a signal came first."""
+        if self._rank == 0 and (listener := self._listener()) is not None:
+            self._meeting = Meeting(
+                listener,
+                self._address,
+                nodes=self._nodes,
+                spares=self._spares,
+                start_s=self._start_s,
+                restarts=Restarts(self._max_restarts),
+            )
+        began, patient = time.monotonic(), False
+        address = "localhost" if self.leads else self._address
+        while True:
+            try:
+                connection = socket.create_connection((address, self._port), timeout=_PATIENT_S)
+                break
+            except OSError as error:
+                failure = error
+            waited = time.monotonic() - began
+            if waited > self._start_s:
+                raise RunFailedError(
+                    f"node 0 did not answer within {self._start_s:g} s",
+                    where=f"{self._address}:{self._port}",
+                    why=str(failure),
+                    fix="start its launcher, with this --main-address and --main-port; a firewall may close the port",
+                )
+            if waited > _PATIENT_S and not patient:
+                patient = True
+                self._say(f"waiting for node 0 at {self._address}:{self._port}: {failure}")
+            if received:
+                return False
+            time.sleep(_TRY_S)
+        connection.settimeout(SILENT_S)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._line, self._heard = Line(connection), time.monotonic()
+        self._line.send({**self._hello, "lead": self.leads})
+        threading.Thread(target=self._read, args=(self._line,), name="fairlead-node", daemon=True).start()
+        threading.Thread(target=self._live, args=(self._line,), name="fairlead-alive", daemon=True).start()
+        return True
+
+    def _listener(self) -> socket.socket | None:
+        """Where the nodes meet; None: that is another launcher's, here or on another machine."""
+        fixed = self._nodes[0] == self._nodes[1]
+        if not fixed and not _is_here(self._address):
+            return None
+        try:
+            return bind_listener((self._port,))
+        except PortError as error:
+            if not fixed:
+                return None
+            raise PortError(
+                f"node 0 cannot have the others come to port {self._port}",
+                where=f"{self._address}:{self._port}",
+                why=error.why,
+                fix=f"end what holds it (`ss -ltnp 'sport = :{self._port}'`), or give all nodes another --main-port",
+            ) from error
+
+    def _free_port(self) -> int:
+        """Where rank 0 would listen: behind the launchers' own port, for a firewall that lets some through.
+
+        Another one in each start: what is left of the last one's ranks finds nobody.
+        """
+        first = self._port + 1 + self._starts % 100
+        return free_port("", [*range(first, min(first + 100, 65536)), 0])
+
+    def _read(self, line: Line) -> None:
+        while (messages := line.receive()) is not None:
+            self._heard = time.monotonic()
+            self._inbox.extend(messages)
+        self._gone.set()
+
+    def _live(self, line: Line) -> None:
+        while not self._gone.wait(ALIVE_S):
+            line.send({"kind": "alive"})
+
+    def _messages(self) -> list[Message]:
+        """What has come; what any time is the time for is dealt with here."""
+        rest = []
+        gone = self._gone.is_set()
+        while self._inbox:
+            message = self._inbox.popleft()
+            if message["kind"] == "stop":
+                if self._told in (None, signal.SIGUSR1):  # else this node has had it too
+                    self._told = message["signal"]
+                    self._received.append(message["signal"])
+            elif message["kind"] == "trouble":
+                self._trouble = message["why"]
+            elif message["kind"] == "again":
+                self._say(message["text"])
+            elif message["kind"] in ("end", "refused"):
+                self._end = message
+            else:
+                rest.append(message)
+        if self._end is None and gone:
+            error = RunFailedError(
+                f"node 0 was lost, which leads the others: {self._address}:{self._port}",
+                why="its launcher was killed, or its machine or the network went down",
+                fix="look at the output of node 0, and start all nodes again",
+            )
+            self._end, self._trouble = {"kind": "end", "code": 1, "error": packed(error), "here": True}, error.what
+        return rest
+
+    def _pass_on(self, stop: int | None) -> None:
+        if stop is not None and stop != self._told:
+            self._told = stop
+            self._send({"kind": "stop", "signal": int(stop)})
+
+    def _send(self, message: Message) -> None:
+        assert self._line is not None
+        self._line.send(message)
+
+    def _ended(self, end: Message) -> int:
+        """The exit code, which is the same on all nodes, as is the error."""
+        if end["kind"] == "refused":
+            raise ConfigError(
+                f"{end['who']} cannot take part: {end['why']}",
+                where=f"{self._address}:{self._port}",
+                fix="start all nodes with the same options, each with its own --node-rank",
+            )
+        if end["error"] is not None:
+            error = unpacked(end["error"])
+            if not self.leads and "here" not in end:
+                error.why, error.fix = None, "the output of node 0 has the whole of it"
+            raise error
+        code: int = end["code"]
+        if code > 128 and not self._starts:
+            self._say(f"stopped by {signal.Signals(code - 128).name} before it began; nothing was lost")
+        return code
+
+
+def run_on_nodes(make: Callable[[Members], Group], nodes: SeveralNodes, received: list[int]) -> int:
+    """Runs this node's ranks, start after start, until the job has ended; returns its exit code, or raises its error.
+
+    Args:
+        make: Makes the ranks of this node for a start.
+        nodes: The job's nodes.
+        received: The signals that have come, and will (`noted_signals`).
+    """
+    while True:
+        members = nodes.next(received)
+        if isinstance(members, int):
+            return members
+        group = make(members)
+        nodes.grows = lambda group=group: group.run is not None  # type: ignore[misc]
+        try:
+            ended = Ended(group.supervise(received))
+        except RunFailedError as error:
+            ended = Ended(1, error)
+        nodes.report(Ended(ended.code, ended.error, last_step(group), group.stop))
+
+
+def _waits(message: Message) -> str:
+    nodes = "1 node runs" if message["running"] == 1 else f"{message['running']} nodes run"
+    if message["full"]:
+        return f"this node is a spare: {nodes} the job, and it takes the place of one that is lost"
+    return f"{nodes} the job: this one comes in when their ranks have saved, or at their next start"
+
+
+def _is_here(address: str) -> bool:
+    """Whether an address is this machine's."""
+    try:
+        found = socket.getaddrinfo(address, 0, type=socket.SOCK_DGRAM)
+    except OSError:
+        return False
+    for family, kind, _, _, place in found:
+        with contextlib.suppress(OSError), socket.socket(family, kind) as probe:
+            probe.bind(place)
+            return True
+    return False

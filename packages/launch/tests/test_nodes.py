@@ -1,0 +1,250 @@
+"""Launchers of several nodes, all on this machine: what happens to the others when one fails, goes, comes or stops."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from fairlead.errors import FairleadError
+from fairlead_launch.ports import free_port
+from fairlead_launch.several import SeveralNodes
+
+SCRIPT = """
+import os, pathlib, sys, time
+folder, rank, start = pathlib.Path(sys.argv[1]), os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"]
+names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "NODE_RANK", "NNODES", "MASTER_ADDR", "MASTER_PORT")
+said = folder / f"{start}-{rank}.new"
+said.write_text(" ".join([str(os.getpid()), *(os.environ[name] for name in names)]))
+said.rename(folder / f"{start}-{rank}")
+while not (folder / "finish").exists():
+    time.sleep(0.02)
+"""
+ANNOUNCED = """
+import os, pathlib, signal, sys
+from fairlead_launch import announce_run
+signal.signal(signal.SIGUSR1, lambda *_: sys.exit(143))
+announce_run(os.environ, pathlib.Path(sys.argv[1]), 1)
+"""
+"""What a run of Fairlead's does, as far as the launcher sees it: it says where it is, and saves when it is asked to."""
+
+
+class Job:
+    """The launchers of a job, and what their ranks say."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.script = folder / "train.py"
+        self.script.write_text(SCRIPT)
+        self.port = free_port()
+        self.launchers: list[subprocess.Popen[str]] = []
+
+    def node(self, rank: int, *words: str, nproc: int = 1) -> subprocess.Popen[str]:
+        """Starts the launcher of a node."""
+        place = ["--nproc", str(nproc), "--node-rank", str(rank), "--main-port", str(self.port)]
+        command = [*("-m", "fairlead", "launch", "--start-method", "spawn"), *place, *words]
+        launcher = subprocess.Popen(
+            [sys.executable, *command, str(self.script), str(self.folder)],
+            cwd=self.folder,
+            text=True,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+        )
+        self.launchers.append(launcher)
+        return launcher
+
+    def ranks(self, start: int, count: int) -> list[list[str]]:
+        """What the ranks of a start say, once so many are there: PID, RANK, WORLD_SIZE and so on."""
+        paths = [self.folder / f"{start}-{rank}" for rank in range(count)]
+        until(lambda: all(path.exists() for path in paths))
+        return [path.read_text().split() for path in paths]
+
+    def finish(self) -> list[tuple[int, str]]:
+        """Lets the ranks end; the exit code of each launcher, and what it has written."""
+        (self.folder / "finish").touch()
+        return self.ended()
+
+    def ended(self) -> list[tuple[int, str]]:
+        """The exit code of each launcher, and what it has written."""
+        return [(launcher.wait(30), launcher.stderr.read()) for launcher in self.launchers if launcher.stderr]
+
+    def pids(self) -> list[int]:
+        """All ranks that there were."""
+        return [int(path.read_text().split()[0]) for path in self.folder.glob("[0-9]-[0-9]")]
+
+
+def until(true: Callable[[], bool]) -> None:
+    """Waits."""
+    deadline = time.monotonic() + 30
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def is_running(pid: int) -> bool:
+    """Whether there is such a process."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Iterator[Job]:
+    job = Job(tmp_path)
+    yield job
+    for launcher in job.launchers:
+        launcher.kill()
+        launcher.communicate()
+    until(lambda: not any(map(is_running, job.pids())))
+
+
+def test_a_killed_rank_starts_all_nodes_again_and_a_killed_launcher_is_replaced_by_a_spare(job: Job) -> None:
+    """Ranks keep their places, each start has its own port, and all launchers end with the same code."""
+    words = ("--nnodes", "2", "--spares", "1", "--main-address", "localhost")
+    job.node(1, *words, nproc=2)
+    job.node(0, *words, nproc=2)  # node 0 may come later
+    first = job.ranks(0, 4)
+    assert [rank[1:6] for rank in first] == [
+        ["0", "4", "0", "0", "2"],
+        ["1", "4", "1", "0", "2"],
+        ["2", "4", "0", "1", "2"],
+        ["3", "4", "1", "1", "2"],
+    ]
+    assert {rank[6] for rank in first} == {"localhost"}
+    os.kill(int(first[3][0]), signal.SIGKILL)
+    second = job.ranks(1, 4)
+    assert {rank[7] for rank in first}.isdisjoint(rank[7] for rank in second)
+    job.node(2, *words, nproc=2)
+    lost = job.launchers[0]
+    until(lambda: _connections(job.port) >= 3)
+    lost.kill()
+    third = job.ranks(2, 4)
+    assert [rank[1:6] for rank in third] == [rank[1:6] for rank in first]
+    results = job.finish()
+    assert [code for code, _ in results] == [-signal.SIGKILL, 0, 0]
+    _, lead, spare = (text for _, text in results)
+    assert "failed: rank 3 of 4 was killed by SIGKILL" in lead
+    assert "starting the ranks again (1 of 3)" in lead
+    assert f"node 1 on {socket.gethostname()} was lost" in lead
+    assert "starting the ranks again (2 of 3)" in lead
+    assert "this node is a spare: 2 nodes run the job" in spare
+    assert f"node 2 on {socket.gethostname()} came in" in spare
+
+
+def test_the_printed_commands_are_those_that_start(job: Job) -> None:
+    place = ["--nnodes", "1", "--spares", "1", "--main-address", "localhost", "--main-port", str(job.port)]
+    same = ["--nproc", "1", "--start-method", "spawn"]
+    command = [sys.executable, "-m", "fairlead", "launch", *place, *same, "--print-commands"]
+    words = [str(job.script), str(job.folder / "a folder")]
+    (job.folder / "a folder").mkdir()
+    printed = subprocess.run([*command, *words], capture_output=True, text=True, check=True).stdout.splitlines()
+    assert len(printed) == 2
+    assert f"--node-rank 1 --main-address localhost --main-port {job.port}" in printed[1]
+    (job.folder / "a folder" / "finish").touch()
+    assert subprocess.run(f"{sys.executable} -m {printed[0]}", shell=True, cwd=job.folder).returncode == 0
+    assert (job.folder / "a folder" / "0-0").exists()
+
+
+def read_until(launcher: subprocess.Popen[str], words: str) -> str:
+    """The first line of a launcher with these words."""
+    assert launcher.stderr is not None
+    return next(line for line in launcher.stderr if words in line)
+
+
+def _connections(port: int) -> int:
+    """How many launchers are connected to the port."""
+    tables = [Path(f"/proc/net/tcp{version}").read_text() for version in ("", "6")]
+    lines = [line.split() for table in tables for line in table.splitlines()[1:]]
+    return sum(line[1].endswith(f":{port:04X}") and line[3] == "01" for line in lines)
+
+
+def test_a_range_goes_on_with_fewer_nodes_and_ends_as_one_below_its_least(job: Job) -> None:
+    words = ("--nnodes", "2:3")
+    for _ in range(3):
+        job.node(0, *words)
+    first = job.ranks(0, 3)
+    assert sorted(int(rank[2]) for rank in first) == [3, 3, 3]
+    leader = int(first[0][0])
+    lead, *others = sorted(job.launchers, key=lambda launcher: _parent(leader) != launcher.pid)
+    others[0].kill()
+    assert [rank[2] for rank in job.ranks(1, 2)] == ["2", "2"]
+    newcomer = job.node(0, *words)
+    line = read_until(newcomer, "2 nodes run the job")
+    assert "this one comes in when their ranks have saved, or at their next start" in line
+    newcomer.terminate()
+    assert newcomer.wait(30) == 143  # that is no stop for those who train
+    assert not any(launcher.poll() for launcher in (lead, others[1]))
+    os.kill(others[1].pid, signal.SIGINT)
+    codes = {launcher: (launcher.wait(30), launcher.stderr.read()) for launcher in (lead, others[1]) if launcher.stderr}
+    assert [code for code, _ in codes.values()] == [130, 130]
+    assert "2 nodes, 3 before: trainer.batch_policy decides" in codes[lead][1]
+
+
+def test_a_run_saves_and_stops_for_a_node_that_comes(job: Job) -> None:
+    job.script.write_text(ANNOUNCED + SCRIPT)
+    words = ("--nnodes", "1:2", "--max-restarts", "0")
+    job.node(0, *words)
+    assert [rank[2] for rank in job.ranks(0, 1)] == ["1"]
+    job.node(0, *words)
+    assert [rank[2] for rank in job.ranks(1, 2)] == ["2", "2"]
+    (code, said), (other, _) = job.finish()
+    assert (code, other) == (0, 0)
+    assert "has come: the ranks save and stop, and start again with it" in said
+    assert "2 nodes, 1 before: trainer.batch_policy decides" in said
+
+
+def test_without_a_spare_the_job_ends_and_names_the_node(job: Job) -> None:
+    for node in (0, 1):
+        job.node(node, "--nnodes", "2")
+    job.ranks(0, 2)
+    job.launchers[1].kill()
+    (code, said), _ = job.ended()
+    assert code == 1
+    assert f"error: node 1 on {socket.gethostname()} lost: no other node is left" in said
+    assert "again" not in said.partition("error:")[0]
+
+
+def test_nodes_that_do_not_come_are_named_and_one_too_many_is_refused() -> None:
+    port = free_port()
+
+    def come(rank: int) -> str:
+        node = SeveralNodes(
+            "localhost",
+            port,
+            nodes=(3, 3),
+            rank=rank,
+            spares=0,
+            count=1,
+            start_s=1.5,
+            max_restarts=0,
+            say=lambda text: None,
+        )
+        try:
+            return str(node.next([]))
+        except FairleadError as error:
+            return error.block()
+        finally:
+            node.close()
+
+    with ThreadPoolExecutor() as pool:
+        first, second, twin = pool.map(come, (0, 1, 1))
+    host = socket.gethostname()
+    assert first.startswith("2 of 3 nodes came within 1.5 s\n  where: not heard of: node 2\n")
+    assert f"there are: node 0 on {host}, node 1 on {host}" in first
+    refused, told = sorted((second, twin), key=lambda text: "cannot take part" not in text)
+    assert refused.startswith(f"node 1 on {host} cannot take part: node 1 on {host} is there already")
+    assert told.splitlines()[:2] == first.splitlines()[:2]
+    assert "the output of node 0 has the whole of it" in told
+
+
+def _parent(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
