@@ -282,8 +282,7 @@ class Trainer(L.Trainer):
         resolution, environ = self.resolution, self._context.environ
         if session.finished is None:
             if trains_here(resolution) and not starts_ranks(resolution):
-                ranks = (int(resolution.value(name)) for name in ("global_rank", "local_rank", "node_rank"))
-                session.join(*ranks)
+                session.join(*(int(resolution.value(name)) for name in ("global_rank", "local_rank", "node_rank")))
                 session.beat("prepare", 0)
             if not announce_run(environ, session.path, session.start) and resolution.topology.launched:
                 copy_output(session.path / "logs", int(resolution.value("global_rank")))
@@ -293,10 +292,7 @@ class Trainer(L.Trainer):
             self.progress.say(message)
 
     def save_checkpoint(
-        self,
-        filepath: str | Path,
-        weights_only: bool | None = None,
-        storage_options: Any | None = None,
+        self, filepath: str | Path, weights_only: bool | None = None, storage_options: Any | None = None
     ) -> None:
         """As in Lightning; with `checkpoint_io: distributed` every rank writes its part."""
         if self.model is None or not save_on_all_ranks(self, filepath, weights_only, storage_options):
