@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Final
 
-from fairlead.errors import ConfigError, RunFailedError
+from fairlead.errors import ConfigError, MissingDependencyError, RunFailedError
 from fairlead_launch.remote import STARTED
 
 _SSH: Final = ("-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10", "-o", "ServerAliveInterval=5")
@@ -70,7 +70,15 @@ def hosts_of(text: str | None, file: str | None) -> list[str]:
 def _expand(text: str) -> list[str]:
     if "[" not in text:
         return [host for host in re.split(r"[\s,]+", text) if host]
-    hosts: list[str] = importlib.import_module("fairlead_environments.slurm.hostlist").expand(text)
+    try:
+        notation = importlib.import_module("fairlead_environments.slurm.hostlist")
+    except ImportError as error:
+        raise MissingDependencyError(
+            f"the brackets in {text} are read by fairlead-environments, which is not installed",
+            where="--hosts",
+            fix="pip install 'fairlead[check]', or name the hosts one by one: n1,n2",
+        ) from error
+    hosts: list[str] = notation.expand(text)
     return hosts
 
 
