@@ -11,5 +11,5 @@ launch: Final = CommandPlugin(
     "run any script on N processes and nodes, and start it again after a failure",
     arguments="fairlead_launch.commands.launch:arguments",
     runtime="fairlead_launch.commands.launch:run",
-    example=("no-such.py",),
+    example=("--print-commands", "no-such.py"),
 )

@@ -8,8 +8,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import jinja2
-
 from fairlead.errors import ConfigError, did_you_mean
 
 __all__ = ["Raw", "option", "render_template", "words"]
@@ -55,6 +53,8 @@ def render_template(name: str, values: Mapping[str, Any], *, own: str | None = N
     Raises:
         ConfigError: The user's template is not there, is no template, or asks for what there is not.
     """
+    import jinja2  # a plugin is loaded without it
+
     environment = jinja2.Environment(
         undefined=jinja2.StrictUndefined,
         finalize=_quoted,
@@ -84,7 +84,9 @@ def render_template(name: str, values: Mapping[str, Any], *, own: str | None = N
 
 
 def _quoted(value: object) -> object:
-    if isinstance(value, Raw | jinja2.Undefined):
+    from jinja2 import Undefined
+
+    if isinstance(value, Raw | Undefined):
         return value
     if isinstance(value, list | tuple):
         return words(value)
