@@ -81,6 +81,7 @@ def test_warned_in_its_script_it_ends_with_the_bits_of_an_undisturbed_run(
     ended = submission.result(timeout=200, poll_s=0.5)
     assert isinstance(ended, RunState)
     assert (ended.state, ended.step, ended.starts) == ("finished", 24, 2)
+    job.wait("COMPLETED", seconds=60)  # the run is finished, and its processes end
     # The reference has no git around it, so that its checkpoints name no commit.
     found = differences(references.of(PAIR).run, cwd / "runs/mlp")
     assert not [one for one in found if "manifest['code']" not in one], submission.logs()

@@ -44,7 +44,7 @@ PASSED_ON = """\
 srun {command} &
 step=$!
 trap 'kill -USR1 $step' USR1
-while kill -0 $step 2>/dev/null; do wait $step; done
+while kill -0 $step 2>/dev/null; do sleep 1; done
 wait $step
 """
 """One that passes a warning on to its step, as `--signal=B:USR1@...` needs it (docs/how-to/slurm.md)."""
