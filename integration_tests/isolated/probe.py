@@ -20,6 +20,8 @@ from pathlib import PurePosixPath
 TEST_TOOLS = {"pytest", "hypothesis", "_pytest"}
 
 
+MODULES = {"mlflow_skinny": "mlflow"}
+"""What a distribution of another name has."""
 TORCH_FREE = {"fairlead", "fairlead_runs", "fairlead_launch"}
 
 
@@ -44,7 +46,8 @@ def absent_engines() -> set[str]:
         if dist.name.lower().startswith("fairlead"):
             named |= {re.split(r"[^\w.-]", line)[0] for line in dist.requires or [] if "extra ==" in line}
     present = {re.sub(r"[-_.]+", "-", dist.name).lower() for dist in importlib.metadata.distributions()}
-    return {name.lower().replace("-", "_") for name in named if re.sub(r"[-_.]+", "-", name).lower() not in present}
+    absent = {name.lower().replace("-", "_") for name in named if re.sub(r"[-_.]+", "-", name).lower() not in present}
+    return {MODULES.get(name, name) for name in absent}
 
 
 def may_wait(module: str, missing: str, engines: set[str]) -> bool:
