@@ -152,7 +152,7 @@ def test_limits_empty_loaders_and_loaders_without_batches(tmp_path: Path) -> Non
     assert len(writer.predictions()) == 8
     empty: Any = DataLoader(TensorDataset(torch.zeros(0)))
     assert len(predict(tmp_path / "empty", Echo(), loaders=empty).predictions()) == 0
-    each: Any = DataLoader(torch.arange(6).view(3, 2), batch_size=None)
+    each: Any = DataLoader(torch.arange(6).view(3, 2), batch_size=None)  # type: ignore[arg-type]
     assert predict(tmp_path / "each", Echo(), loaders=each).predictions()[2].tolist() == [4, 5]
     workers: Any = DataLoader(data(), batch_size=4, num_workers=2, in_order=False)
     assert bits(predict(tmp_path / "workers", loaders=workers).path)[:8] == bits(tmp_path / "limit")
