@@ -35,7 +35,7 @@ RATIOS = {
 }
 
 
-BY_NAME = {"checkpoint", "ddp", "exact_reduction", "preempt", "recovery"}  # a minute each; `nox -s soak`
+BY_NAME = {"checkpoint", "ddp", "exact_reduction", "preempt", "recovery", "startup"}  # a minute each; `nox -s soak`
 
 
 @pytest.mark.slow
