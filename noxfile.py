@@ -23,7 +23,7 @@ WORKSPACE = nox.project.load_toml(ROOT / "pyproject.toml")
 # mpi4py, with which Lightning does not start where there is no MPI library.
 NOT_SHARED = {"mpi", "transformer-engine", "xla"}
 TORCH_FREE = ("core", "runs", "launch")
-WITHOUT_TORCH = (*TORCH_FREE, "environments")  # its tests need torch; hosts in brackets are read by it
+HOSTS = ("-e", "packages/environments")  # without its engines: it reads hosts in brackets
 BENCHMARKED = {"checkpoint": [["--gib", "0.1"], ["--gib", "1"], ["--gib", "4", "--rounds", "5"]]}
 """The options with which a benchmark is run, one result each, where that is more than once."""
 
@@ -119,7 +119,7 @@ def tests(session: nox.Session, package: str) -> None:
 @nox.session(python=["3.12", "3.13"])
 def torch_free(session: nox.Session) -> None:
     """The packages without torch on the other interpreters, in an environment where it is not installed."""
-    install(session, *group("test"), *(part for package in WITHOUT_TORCH for part in editable(package)))
+    install(session, *group("test"), *(part for package in TORCH_FREE for part in editable(package)), *HOSTS)
     tests = [f"packages/{package}/tests" for package in TORCH_FREE]
     session.run("pytest", *SLOWEST, *tests, "-n", "2", *session.posargs)
 
@@ -130,7 +130,7 @@ def minimums(session: nox.Session) -> None:
     project = nox.project.load_toml(ROOT / "packages" / "core" / "pyproject.toml")["project"]
     oldest = [re.sub(r">=([^,]+).*", r"==\1", requirement) for requirement in project["dependencies"]]
     # The pins name the newest versions, so they cannot hold here.
-    places = [part for package in WITHOUT_TORCH for part in editable(package)]
+    places = [*(part for package in TORCH_FREE for part in editable(package)), *HOSTS]
     install(session, *group("test"), *oldest, *places, env={"PIP_CONSTRAINT": ""})
     tests = [f"packages/{package}/tests" for package in TORCH_FREE]
     session.run("pytest", *SLOWEST, *tests, "-n", "2", *session.posargs)
