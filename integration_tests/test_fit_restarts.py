@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from integration_tests.jobs import events, fairlead, repository
+from integration_tests.jobs import events, fairlead, marked, names, repository, start
 
 
 def weights(folder: Path) -> dict[str, Any]:
@@ -57,6 +59,23 @@ def test_a_new_run_is_not_begun_again_by_a_restart(tmp_path: Path) -> None:
     assert fit.code == 0, fit.text
     assert sorted(path.name for path in (tmp_path / "runs").iterdir()) == ["small", "small-2"]
     assert [event["event"] for event in events(tmp_path / "runs" / "small-2")].count("start") == 2
+
+
+def test_who_wants_another_start_of_others_gets_none_here(tmp_path: Path) -> None:
+    """A rank alone hears a signal: all save and end with 75, which asks whoever is outside, once."""
+    job = repository(tmp_path / "repo")
+    slow = ("--set", "model.args.delay=0.2", "--set", "trainer.max_steps=200", "--set", "trainer.requeue=exit_code")
+    fit = start("fit", str(job), *slow, "--max-restarts", "3", cwd=tmp_path, environ={"OMP_NUM_THREADS": "2,1"})
+    run = tmp_path / "runs" / "small"
+    fit.until(lambda: "checkpoint" in names(run), "the first checkpoint")
+    variables = {pid: Path(f"/proc/{pid}/environ").read_bytes().split(b"\0") for pid in marked(fit.marker)}
+    (rank,) = (pid for pid, found in variables.items() if b"RANK=1" in found)
+    os.kill(rank, signal.SIGUSR1)
+    ended = fit.end()
+    assert ended.code == 75, ended.text
+    assert "starting the ranks again" not in ended.err
+    assert names(run).count("start") == 1
+    assert "2 threads each" in ended.out  # what is for nested regions is no number of ours
 
 
 def test_the_same_failure_again_and_again_ends_it(tmp_path: Path) -> None:

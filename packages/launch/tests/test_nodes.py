@@ -16,6 +16,7 @@ import pytest
 
 from fairlead.errors import FairleadError
 from fairlead_launch.ports import free_port
+from fairlead_launch.restarts import Restarts
 from fairlead_launch.several import SeveralNodes
 
 SCRIPT = """
@@ -225,7 +226,7 @@ def test_nodes_that_do_not_come_are_named_and_one_too_many_is_refused() -> None:
             spares=0,
             count=1,
             start_s=1.5,
-            max_restarts=0,
+            restarts=Restarts(0, when_saved=True),
             say=lambda text: None,
         )
         try:

@@ -18,6 +18,7 @@ import pytest
 from fairlead.errors import RunFailedError
 from fairlead_launch import rank_environment, spawn, supervise
 from fairlead_launch.processes import Starter
+from fairlead_launch.supervise import is_left
 
 RANK = """
 import os, signal, sys, time
@@ -108,6 +109,20 @@ def test_a_killed_rank_takes_the_others_down(tmp_path: Path) -> None:
     with pytest.raises(RunFailedError, match=r"rank 0 of 2 .*SIGKILL"):
         supervise(command(code, tmp_path), ranks(2), stderr=io.StringIO())
     assert not is_running(tmp_path, 1)
+
+
+def test_what_has_ended_is_not_left_though_nobody_reaps_it() -> None:
+    """As in a container, where the orphans' new parent is no `init`: no restart waits for them."""
+    ended = subprocess.Popen([sys.executable, "-c", "pass"], process_group=0)
+    os.waitid(os.P_PID, ended.pid, os.WEXITED | os.WNOWAIT)
+    lives = subprocess.Popen(["sleep", "60"], process_group=0)
+    try:
+        assert not is_left(ended.pid)
+        assert is_left(lives.pid)
+    finally:
+        lives.kill()
+        lives.wait()
+        ended.wait()
 
 
 def test_sigterm_reaches_every_rank(tmp_path: Path) -> None:

@@ -33,6 +33,8 @@ AT_START = (
 
 _PRELOADED = ("numpy", "torch", "torchmetrics", "lightning", "matplotlib", "tensorboard", "transformers", "yaml")
 """Libraries that the server imports if its caller has: each takes longer than a fork."""
+CAN_FORK = sys.platform == "linux"
+"""Elsewhere a fork of what has imported much does not work, and there is no /proc to look at."""
 SERVER_FD = "FAIRLEAD_FORKSERVER_FD"
 """In a process that was lent a server: its connection (`ForkServer.lend`)."""
 _HEADER = struct.Struct("!q")

@@ -9,20 +9,20 @@ from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any, cast
 
-from fairlead.detect import VARIABLE
+from fairlead.detect import VARIABLE, find_jobs
 from fairlead.errors import ConfigError, FairleadError
 from fairlead.facts import Devices
 from fairlead.plugin_classes import AcceleratorPlugin
 from fairlead.plugins import PluginManager
 from fairlead.threads import choose_threads
 from fairlead_launch.environment import BACKEND, rank_environment
-from fairlead_launch.forkserver import ForkServer
+from fairlead_launch.forkserver import CAN_FORK, ForkServer
 from fairlead_launch.node_commands import launch_on_hosts
 from fairlead_launch.nodes import Members, OneNode
 from fairlead_launch.output import Output
 from fairlead_launch.place import Place, find_place
 from fairlead_launch.processes import Starter, fork, forkable, spawn
-from fairlead_launch.restarts import run_with_restarts, stopped_before
+from fairlead_launch.restarts import Restarts, run_with_restarts, stopped_before
 from fairlead_launch.scripts import head_imports, module_file
 from fairlead_launch.settings import LaunchConfig, parse_ranks
 from fairlead_launch.several import SeveralNodes, run_on_nodes
@@ -144,12 +144,13 @@ class DistributedLauncher:
 
     def _run(self, count: int, reason: str, received: list[int], words: Sequence[str]) -> int:
         config = self.config
+        restarts = Restarts(config.max_restarts, when_saved=not find_jobs(self._environ, self._plugins))
         if config.nodes == (1, 1) and not config.spares:
             one = OneNode(config.master_addr, config.master_port)
             return run_with_restarts(
                 lambda starts, _: self._group(replace(one.next(), start=starts), count, reason, words),
                 received,
-                max_restarts=config.max_restarts,
+                restarts=restarts,
                 stderr=self._stderr,
             )
         nodes = SeveralNodes(
@@ -160,7 +161,7 @@ class DistributedLauncher:
             spares=config.spares,
             count=count,
             start_s=config.start_timeout,
-            max_restarts=config.max_restarts,
+            restarts=restarts,
             say=self._say,
         )
         try:
@@ -172,7 +173,7 @@ class DistributedLauncher:
 
     def _prepare(self, path: Path | None, name: str, words: Sequence[str], received: Sequence[int]) -> bool:
         """Has the head of the script imported once for all; False: a signal came before that was done."""
-        if self.config.start_method == "spawn" or path is None:
+        if self.config.start_method == "spawn" or path is None or not CAN_FORK:
             return True
         here = os.getcwd() if self.config.module else str(path.absolute().parent)
         server = ForkServer(

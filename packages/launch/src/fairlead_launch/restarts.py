@@ -19,23 +19,21 @@ _SAME: Final = 3
 
 
 def run_with_restarts(
-    make: Callable[[int, Group | None], Group], received: list[int], *, max_restarts: int, stderr: IO[str]
+    make: Callable[[int, Group | None], Group], received: list[int], *, restarts: Restarts, stderr: IO[str]
 ) -> int:
     """Runs group after group until one ends well, or another would not; returns the exit code of the last one.
 
-    A failure uses up one of `max_restarts`. Ranks that have saved and want another start use up none, if they have come
-    further than the ones before; where a signal has asked this process for the stop, the other start is for others.
+    Where a signal has asked this process for a stop, another start is for others.
 
     Args:
         make: Makes the group of a start, by how many there were before, and the one before.
         received: The signals that have come, and will (`noted_signals`).
-        max_restarts: How many failures are followed by another start.
+        restarts: How often there is another start.
         stderr: Where is said what happens.
 
     Raises:
         RunFailedError: The last failure, with how often it was tried.
     """
-    restarts = Restarts(max_restarts)
     group, starts = None, 0
     while True:
         group = make(starts, group)
@@ -58,18 +56,28 @@ def run_with_restarts(
 
 
 class Restarts:
-    """How often a job is started again: a budget of failures, and what is believed after how many tries."""
+    """How often a job is started again: a budget of failures, and what is believed after how many tries.
 
-    def __init__(self, max_restarts: int) -> None:
-        self._max = max_restarts
+    Ranks that have saved and want another start use up none of it, if they have come further than the ones before.
+
+    Args:
+        max_restarts: How many failures are followed by another start.
+        when_saved: Whether ranks that have saved and want another start get it here. In a scheduler's job they do not:
+            they have asked the scheduler for it, or their exit code does.
+    """
+
+    def __init__(self, max_restarts: int, *, when_saved: bool) -> None:
+        self._max, self._when_saved = max_restarts, when_saved
         self._failures, self._furthest = 0, -1
         self._seen = Counter[tuple[object, ...]]()
 
     def after(self, error: RunFailedError | None, step: int | None) -> str | None:
-        """What to say of another start, after a failure or (None) a stop for it, at a step; None: the budget is spent.
+        """What to say of another start, after a failure or (None) a stop for it, at a step; None: there is none.
 
         `RunFailedError`: after this failure there is no other start.
         """
+        if error is None and not self._when_saved:
+            return None
         progressed = step is not None and step > self._furthest
         self._furthest = max(self._furthest, step if step is not None else -1)
         if error is not None:

@@ -37,7 +37,7 @@ class SeveralNodes:
         spares: Nodes beyond the largest number that wait.
         count: Processes of each node.
         start_s: Seconds in which the nodes of a start must have come.
-        max_restarts: How many failures are followed by another start, of the whole job.
+        restarts: How often the whole job is started again; node 0 counts.
         say: Tells the user.
     """
 
@@ -51,12 +51,12 @@ class SeveralNodes:
         spares: int,
         count: int,
         start_s: float,
-        max_restarts: int,
+        restarts: Restarts,
         say: Callable[[str], None],
     ) -> None:
         self._address, self._port, self._rank = address, port or DEFAULT_PORT, rank
         self._nodes, self._spares, self._start_s, self._say = nodes, spares, start_s, say
-        self._max_restarts = max_restarts
+        self._restarts = restarts
         self._hello = {"kind": "hello", "host": socket.gethostname(), "pid": os.getpid(), "rank": rank, "count": count}
         self._hello |= {"least": nodes[0], "most": nodes[1], "spares": spares}
         self._meeting: Meeting | None = None
@@ -131,7 +131,7 @@ class SeveralNodes:
                 nodes=self._nodes,
                 spares=self._spares,
                 start_s=self._start_s,
-                restarts=Restarts(self._max_restarts),
+                restarts=self._restarts,
             )
         began, patient = time.monotonic(), False
         address = "localhost" if self.leads else self._address

@@ -240,17 +240,21 @@ class Group:
             self._hear(rank)
             os.close(rank.reports)
         gone_by = time.monotonic() + _GONE_S
-        while any(map(_is_left, self.ranks)) and time.monotonic() < gone_by:
+        while any(is_left(rank.process.pid) for rank in self.ranks) and time.monotonic() < gone_by:
             time.sleep(0.01)
 
 
-def _is_left(rank: Rank) -> bool:
-    """Whether something that a rank has started is still there."""
+def is_left(group: int) -> bool:
+    """Whether something of a process group still runs; in a container may be nobody to reap what has ended."""
     try:
-        os.killpg(rank.process.pid, 0)
+        os.killpg(group, 0)
     except (ProcessLookupError, PermissionError):
         return False
-    return True
+    stats = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            stats.append(path.read_text().rpartition(")")[2].split())
+    return any(own == str(group) and state != "Z" for state, _, own, *_ in stats)
 
 
 def supervise(

@@ -22,12 +22,12 @@ from fairlead.resolution import Resolution
 from fairlead.user_code import CodeRoot
 from fairlead.user_code.roots import script_folders
 from fairlead_launch.environment import rank_environment
-from fairlead_launch.forkserver import SERVER_FD, ForkServer
+from fairlead_launch.forkserver import CAN_FORK, SERVER_FD, ForkServer
 from fairlead_launch.output import Output
 from fairlead_launch.plans import PLAN, plan_to_inherit
 from fairlead_launch.ports import DEFAULT_PORT, STORE_FD, bind_listener
 from fairlead_launch.processes import Starter, fork, forkable, spawn
-from fairlead_launch.restarts import run_with_restarts, stopped_before
+from fairlead_launch.restarts import Restarts, run_with_restarts, stopped_before
 from fairlead_launch.supervise import Group, noted_signals
 from fairlead_runs.commit.checkpoints import readable_checkpoints
 
@@ -41,9 +41,9 @@ def run_ranks(arguments: argparse.Namespace, session: Session, checked: CheckedJ
         if not ranks.prepare(received):
             return stopped_before(received, session.stderr)
         try:
-            return run_with_restarts(
-                ranks.group, received, max_restarts=getattr(arguments, "max_restarts", 0), stderr=session.stderr
-            )
+            # Ranks that want another start have asked for it, or end with the code that does.
+            restarts = Restarts(getattr(arguments, "max_restarts", 0), when_saved=False)
+            return run_with_restarts(ranks.group, received, restarts=restarts, stderr=session.stderr)
         finally:
             ranks.close()
 
@@ -68,7 +68,7 @@ class _Ranks:
 
     def prepare(self, received: Sequence[int]) -> bool:
         """Has everything imported that is imported once for all ranks; False: a signal came before that was done."""
-        if self._start_method == "spawn":
+        if self._start_method == "spawn" or not CAN_FORK:
             return True
         root: CodeRoot = self._checked.loaded.root
         folders = [str(folder) for folder in root.folders]
@@ -79,7 +79,7 @@ class _Ranks:
             [_PRELOAD, *_runtimes(self._resolution, self._session.plugins)],
             _user_modules(self._checked.loaded.job),
             path=[*folders, *rest],
-            environ={**self._environ, "OMP_NUM_THREADS": self._threads},
+            environ={"OMP_NUM_THREADS": str(self._resolution.value("threads")), **self._environ},
             title=("fairlead", *self._words),
             connection=socket.socket(fileno=int(lent)) if lent is not None else None,
         )
@@ -105,7 +105,7 @@ class _Ranks:
                 node_rank=int(resolution.value("node_rank")),
                 address=str(resolution.value("main_address")),
                 port=port,
-                threads=int(self._threads),
+                threads=int(resolution.value("threads")),
             )
             for local_rank in range(resolution.devices)
         ]
@@ -134,10 +134,6 @@ class _Ranks:
         self.close_plan()
         if self._server is not None:
             self._server.close()
-
-    @property
-    def _threads(self) -> str:
-        return self._environ.get("OMP_NUM_THREADS") or str(self._resolution.value("threads"))
 
     def _starter(self) -> Starter:
         if self._server is not None and self._server.alive():
