@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from fairlead_launch.launcher import LaunchConfig, launch_distributed_training, parse_ranks
+from fairlead_launch.launcher import launch_distributed_training
+from fairlead_launch.settings import LaunchConfig, parse_ranks
 from fairlead_launch.supervise import is_left
 
 LIMIT_S = 120.0

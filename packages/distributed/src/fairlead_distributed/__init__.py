@@ -71,7 +71,9 @@ from fairlead_distributed.stacks import (
 )
 from fairlead_distributed.store import choose_port, tcp_store
 from fairlead_distributed.stuck import RankWatch
+from fairlead_launch.launcher import DistributedLauncher, launch_distributed_training
 from fairlead_launch.ports import PortError, bind_listener, free_port
+from fairlead_launch.settings import LaunchConfig
 
 __all__ = [
     "AddressNotFoundError",
@@ -82,9 +84,11 @@ __all__ = [
     "CollectiveMismatchError",
     "DistributedDataParallel",
     "DistributedInfo",
+    "DistributedLauncher",
     "DistributedSampler",
     "Divergence",
     "EvaluationSampler",
+    "LaunchConfig",
     "MultiNodeTrainingManager",
     "NonFiniteGradientError",
     "NotInitializedError",
@@ -129,6 +133,7 @@ __all__ = [
     "is_initialized",
     "isolated_rng",
     "join",
+    "launch_distributed_training",
     "no_sync",
     "process_group",
     "rank_device",

@@ -29,14 +29,6 @@ from fairlead_launch.several import SeveralNodes, run_on_nodes
 from fairlead_launch.supervise import Group, noted_signals
 from fairlead_launch.worker import run_worker
 
-__all__ = [
-    "DistributedLauncher",
-    "LaunchConfig",
-    "launch_distributed_training",
-    "parse_ranks",
-    "processes_per_node",
-]
-
 
 def processes_per_node(asked: int | str, environ: Mapping[str, str], plugins: PluginManager) -> tuple[int, str]:
     """How many processes a node has, and why; `ConfigError`: one for each GPU is asked for, and there is none."""

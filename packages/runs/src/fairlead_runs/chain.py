@@ -18,8 +18,6 @@ from typing import Final
 
 from fairlead_runs.exit_codes import NOT_AGAIN
 
-__all__ = ["CHAIN", "chain_begin", "chain_end", "chain_name", "chain_options"]
-
 CHAIN: Final = "FAIRLEAD_CHAIN"
 """The variable with the name of the chain that a job belongs to."""
 _NAME_LENGTH: Final = 60

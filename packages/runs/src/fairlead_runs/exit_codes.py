@@ -5,8 +5,6 @@ from __future__ import annotations
 from enum import IntEnum
 from typing import Final
 
-__all__ = ["NOT_AGAIN", "ExitCode"]
-
 
 class ExitCode(IntEnum):
     """The exit codes of `fairlead`, and one of NVIDIA's resiliency extension that job scripts meet as well."""

@@ -12,8 +12,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-__all__ = ["Attempt", "ask", "attempt", "find"]
-
 _SHOWN: Final = 500  # characters of a program's output that a message shows
 _MOST: Final = 1 << 20  # bytes of it that are read
 _PAUSE: Final = 0.1  # seconds before a program that a signal has ended is asked again

@@ -24,8 +24,6 @@ from typing import Any, Final, Self
 
 from fairlead_runs.redaction import redact_text
 
-__all__ = ["StatusServer", "TrainJobStatus"]
-
 URL: Final = "KUBEFLOW_TRAINER_SERVER_URL"
 CA_FILE: Final = "KUBEFLOW_TRAINER_SERVER_CA_CERT"
 TOKEN_FILE: Final = "KUBEFLOW_TRAINER_SERVER_TOKEN"  # the name of a variable that names a file

@@ -12,8 +12,6 @@ from fairlead.config_bases import SubmitterConfigBase
 from fairlead.errors import RunFailedError
 from fairlead.interfaces import BuildContext
 
-__all__ = ["JobState", "NotAnsweredError", "Phase", "Request", "Submitter"]
-
 
 class NotAnsweredError(RunFailedError):
     """The scheduler did not answer in time: nobody knows whether the job is queued, so its files stay."""

@@ -6,8 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
-__all__ = ["NETWORKS", "Network"]
-
 _NOT_THESE: Final = "^docker,lo,veth"
 """Interfaces by which no other node is reached; NCCL takes a list behind `^` as prefixes to leave out."""
 

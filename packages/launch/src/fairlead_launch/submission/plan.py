@@ -29,8 +29,6 @@ from fairlead_runs.naming import render_name, safe_name
 from fairlead_runs.redaction import redact
 from fairlead_runs.submitted import SUBMISSIONS, VARIABLE
 
-__all__ = ["Plan", "plan"]
-
 
 @dataclass(frozen=True)
 class Plan:

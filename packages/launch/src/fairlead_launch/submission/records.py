@@ -19,8 +19,6 @@ from fairlead.resolve import resolve
 from fairlead_launch.submission.interface import Submitter
 from fairlead_runs.submitted import SUBMISSIONS, numbers
 
-__all__ = ["FILE", "Record", "build_submitter", "next_number", "read_submission"]
-
 FILE: Final = "submission.json"
 
 

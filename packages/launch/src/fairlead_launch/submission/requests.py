@@ -20,8 +20,6 @@ from fairlead_runs import read_history
 from fairlead_runs.redaction import is_secret_name
 from fairlead_runs.states import HISTORY_FILE
 
-__all__ = ["array_indices", "command", "frozen", "hardware", "variables", "warning_lead"]
-
 WARN_S: Final = 120
 """Seconds that a step and a save are given where nothing was measured."""
 _ROUND_S: Final = 60  # SLURM looks at its clock every half minute; a signal may come that much later or earlier

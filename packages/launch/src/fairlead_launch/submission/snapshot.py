@@ -17,8 +17,6 @@ from fairlead.errors import ConfigError
 from fairlead.user_code import CodeRoot
 from fairlead_runs import git_state
 
-__all__ = ["CODE", "Sources", "find_sources", "take_snapshot"]
-
 CODE: Final = "code"
 """The folder of the copy in that of the submission; `code.json` beside it says where it is from."""
 MOST_BYTES: Final = 256 << 20

@@ -21,8 +21,6 @@ from fairlead_launch.submission.sweep import members
 from fairlead_runs import RunState, state
 from fairlead_runs.programs import ask
 
-__all__ = ["Submission", "make_plan", "submit"]
-
 _TAIL = 20  # lines of output in an error
 _ASK_S = 60.0  # seconds for a scheduler's answer
 

@@ -13,8 +13,6 @@ from fairlead import yaml
 from fairlead.errors import ConfigError
 from fairlead.overrides import parse_override
 
-__all__ = ["members"]
-
 MOST: Final = 10_000
 _RANGE: Final = re.compile(r"\s*range\(\s*(-?\d+)\s*(?:,\s*(-?\d+)\s*(?:,\s*(-?\d+)\s*)?)?\)\s*")
 

@@ -10,8 +10,6 @@ from typing import Any
 
 from fairlead.errors import ConfigError, did_you_mean
 
-__all__ = ["Raw", "option", "render_template", "words"]
-
 
 class Raw(str):
     """Text that goes into a script as it is: shell that is meant to be shell."""
