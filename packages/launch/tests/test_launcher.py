@@ -14,8 +14,9 @@ import pytest
 from pydantic import ValidationError
 
 from fairlead_launch.launcher import launch_distributed_training
-from fairlead_launch.settings import LaunchConfig, parse_ranks
+from fairlead_launch.settings import LaunchConfig
 from fairlead_launch.supervise import is_left
+from fairlead_runs.waiting import parse_ranks
 
 LIMIT_S = 120.0
 

@@ -111,3 +111,6 @@ class Requeuer(ABC):
         Raises:
             FairleadError: The scheduler refused or did not answer; the job will not start again.
         """
+
+    def not_again(self) -> None:  # noqa: B027 - most have nothing queued
+        """Takes back a start that is queued already, where none is wanted; FairleadError where it could not."""

@@ -6,7 +6,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Final, Protocol, runtime_checkable
+from typing import Final
 
 from fairlead.errors import ConfigError, FairleadError, RunFailedError, RunLockedError
 from fairlead.facts import StopReason
@@ -146,18 +146,6 @@ class Shutdown:
         return requeued(plan, requeuer, self._deadline)
 
 
-@runtime_checkable
-class QueuedAhead(Protocol):
-    """A requeuer whose next job is queued already, so that a stop that wants no other start has to say so."""
-
-    def not_again(self) -> None:
-        """Sees to it that the job does not start again.
-
-        Raises:
-            FairleadError: It could not.
-        """
-
-
 def claim_requeue(mailbox: Mailbox) -> bool:
     """Whether this rank is the one that has the job started again: the first of all ranks to ask."""
     return mailbox.count("shutdown/claimed") == 1
@@ -171,7 +159,11 @@ def requeued(plan: StopOutcome, requeuer: Requeuer | None, deadline: Deadline) -
     if requeuer is None or plan.reason.scheduler_requeues:
         return plan
     if not plan.start_wanted:
-        return _left_alone(plan, requeuer)
+        try:
+            requeuer.not_again()
+        except FairleadError as error:
+            return replace(plan, error=error.block())
+        return plan
     while True:
         try:
             return replace(plan, requeued=requeuer.requeue())
@@ -180,12 +172,3 @@ def requeued(plan: StopOutcome, requeuer: Requeuer | None, deadline: Deadline) -
                 return replace(plan, error=error.block())
         except FairleadError as error:
             return replace(plan, error=error.block())
-
-
-def _left_alone(plan: StopOutcome, requeuer: Requeuer) -> StopOutcome:
-    if isinstance(requeuer, QueuedAhead):
-        try:
-            requeuer.not_again()
-        except FairleadError as error:
-            return replace(plan, error=error.block())
-    return plan

@@ -24,10 +24,11 @@ from fairlead_launch.place import Place, find_place
 from fairlead_launch.processes import Starter, fork, forkable, spawn
 from fairlead_launch.restarts import Restarts, run_with_restarts, stopped_before
 from fairlead_launch.scripts import head_imports, module_file
-from fairlead_launch.settings import LaunchConfig, parse_ranks
+from fairlead_launch.settings import LaunchConfig
 from fairlead_launch.several import SeveralNodes, run_on_nodes
 from fairlead_launch.supervise import Group, noted_signals
 from fairlead_launch.worker import run_worker
+from fairlead_runs.waiting import parse_ranks
 
 
 def processes_per_node(asked: int | str, environ: Mapping[str, str], plugins: PluginManager) -> tuple[int, str]:

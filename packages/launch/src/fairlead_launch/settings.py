@@ -16,6 +16,7 @@ from pydantic import (
 )
 
 from fairlead.config_bases import ConfigModel
+from fairlead_runs.waiting import parse_ranks
 
 _NODES: Final = re.compile(r"([1-9][0-9]*)(?::([1-9][0-9]*))?")
 
@@ -104,19 +105,3 @@ class LaunchConfig(ConfigModel):
 
 def _differs(config: LaunchConfig, name: str) -> bool:
     return bool(getattr(config, name) != LaunchConfig.model_fields[name].default)
-
-
-def parse_ranks(text: str) -> frozenset[int]:
-    """The ranks of `0,4-7`; a ValueError where it is something else.
-
-    Example:
-        >>> sorted(parse_ranks("0,4-6"))
-        [0, 4, 5, 6]
-    """
-    ranks: set[int] = set()
-    for part in text.split(","):
-        match = re.fullmatch(r"\s*(\d+)(?:-(\d+))?\s*", part)
-        if match is None or (match[2] is not None and int(match[1]) > int(match[2])):
-            raise ValueError(f"{text!r} names no ranks: write them as 0,4-7")
-        ranks.update(range(int(match[1]), int(match[2] or match[1]) + 1))
-    return frozenset(ranks)

@@ -16,11 +16,12 @@ from fairlead_launch.output import Output
 from fairlead_launch.processes import Process
 from fairlead_launch.reports import Announcement, Report
 from fairlead_runs import History, read_history
+from fairlead_runs.exit_codes import ExitCode
 
-SAVED: Final = 75
+SAVED: Final = int(ExitCode.AGAIN)
 """The exit code of what was stopped with everything saved, and wants another start."""
 _STOPS = {signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2}
-_STOPPED_AS_ASKED = {0, SAVED, 128 + signal.SIGTERM, 128 + signal.SIGINT} | {-number for number in _STOPS}
+_STOPPED_AS_ASKED = {ExitCode.DONE, SAVED, ExitCode.STOPPED, ExitCode.INTERRUPTED} | {-number for number in _STOPS}
 
 
 class OtherNodeError(RunFailedError):

@@ -82,6 +82,22 @@ def ranks_text(ranks: Iterable[int]) -> str:
     return f"rank{'s'[: len(ordered) > 1]} {listed(word for words in runs for word in words)}"
 
 
+def parse_ranks(text: str) -> frozenset[int]:
+    """The ranks of `0,4-7`; a ValueError where it is something else.
+
+    Example:
+        >>> sorted(parse_ranks("0,4-6"))
+        [0, 4, 5, 6]
+    """
+    ranks: set[int] = set()
+    for part in text.split(","):
+        match = re.fullmatch(r"\s*(\d+)(?:-(\d+))?\s*", part)
+        if match is None or (match[2] is not None and int(match[1]) > int(match[2])):
+            raise ValueError(f"{text!r} names no ranks: write them as 0,4-7")
+        ranks.update(range(int(match[1]), int(match[2] or match[1]) + 1))
+    return frozenset(ranks)
+
+
 def listed(words: Iterable[str], most: int = 16) -> str:
     """Words in one line; what is more than so many is counted: `n1, n2 and 1 more`."""
     words = list(words)

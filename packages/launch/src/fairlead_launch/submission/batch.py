@@ -79,4 +79,4 @@ class BatchSubmitterConfig(SubmitterConfigBase):
     """A container for the ranks. Default null: none."""
     warn: int | None = Field(default=None, ge=10, le=65535)
     """Seconds before the time limit at which the ranks are warned: a step and a save have to fit into them. Default
-    null: measured at the run's last start, three times the longest save and step; 120 where nothing was measured."""
+    null: three times the longest save in the run's history and a minute, but not less than 120."""

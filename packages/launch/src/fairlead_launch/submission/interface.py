@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Final, Literal, Self
 
 from fairlead.config_bases import SubmitterConfigBase
 from fairlead.errors import RunFailedError
@@ -34,6 +34,19 @@ class JobState:
     phase: Phase
     reason: str = ""
     details: Mapping[str, str] = field(default_factory=dict)
+
+
+_ORDER: Final[Sequence[Phase]] = ("running", "queued", "failed", "cancelled", "unknown", "finished")
+
+
+def of_all(states: Iterable[JobState], nothing: str) -> JobState:
+    """Of several jobs what is left to do, then what went wrong; `nothing` is the reason where there is none.
+
+    Example:
+        >>> of_all([JobState("finished"), JobState("queued", "Resources")], "forgotten")
+        JobState(phase='queued', reason='Resources', details={})
+    """
+    return min(states, key=lambda state: _ORDER.index(state.phase), default=JobState("unknown", nothing))
 
 
 @dataclass(frozen=True)

@@ -10,17 +10,16 @@ from pathlib import Path
 from typing import Any, ClassVar, Final
 
 from fairlead.errors import FairleadError
-from fairlead_launch.submission.interface import JobState, NotAnsweredError, Phase, Request, Submitter
+from fairlead_launch.submission.interface import JobState, NotAnsweredError, Request, Submitter, of_all
 from fairlead_launch.submission.manifests import Member, members, object_name, selector, text_of
 from fairlead_launch.submission.pods import PodSubmitterConfig
+from fairlead_runs.exit_codes import ExitCode
 from fairlead_runs.programs import Attempt, attempt, find
 
 FILE: Final = "manifests.yaml"
 """What `kubectl create` gets."""
 _PATIENCE_S: Final = 60.0
 _LOG: Final = re.compile(r"[EFIW]\d{4} \d\d:\d\d")
-_FIRST: Final[tuple[Phase, ...]] = ("running", "queued", "failed", "unknown", "cancelled", "finished")
-"""Of several members the phase that comes first here is that of all."""
 
 
 class KubectlSubmitter(Submitter):
@@ -33,7 +32,7 @@ class KubectlSubmitter(Submitter):
     @property
     def exit_code(self) -> int:
         """What a job that does not say it otherwise ends with to be started again."""
-        return 75
+        return ExitCode.AGAIN
 
     @abstractmethod
     def objects(self, request: Request, member: Member) -> list[dict[str, Any]]:
@@ -75,9 +74,7 @@ class KubectlSubmitter(Submitter):
             return JobState("unknown", _said(done))
         # A job that the controller has not looked at yet has no status.
         statuses = (line.partition(" ")[2].strip() or "{}" for line in done.output.splitlines())
-        states = [self.read(json.loads(status)) for status in statuses]
-        gone = JobState("unknown", "there is no such job any more")
-        return min(states, key=lambda state: _FIRST.index(state.phase), default=gone)
+        return of_all((self.read(json.loads(status)) for status in statuses), "there is no such job any more")
 
     def cancel(self, job: str) -> None:
         """`kubectl delete` of all that was made for the job; its pods get a signal and the grace to save."""
@@ -133,6 +130,17 @@ def _said(done: Attempt) -> str:
         return f"kubectl did not answer within {_PATIENCE_S:.0f} s"
     lines = dict.fromkeys(line for line in done.complaint.splitlines() if not _LOG.match(line))
     return "\n".join(list(lines)[-10:]) or done.said
+
+
+def said_by(status: Mapping[str, Any], details: Mapping[str, str], done: str = "Complete") -> JobState | None:
+    """What an object's conditions say: it is `done`, has failed, or waits; None: it is under way."""
+    said = conditions(status)
+    if done in said:
+        return JobState("finished", details=details)
+    if "Failed" in said:
+        return JobState("failed", said["Failed"], details)
+    waits = next((one for one in ("Suspended", "Restarting") if one in said), None)
+    return None if waits is None else JobState("queued", said[waits], details)
 
 
 def conditions(status: Mapping[str, Any]) -> dict[str, str]:

@@ -7,7 +7,7 @@ from typing import Any
 
 from fairlead.interfaces import BuildContext
 from fairlead_launch.submission.interface import JobState, Request
-from fairlead_launch.submission.kubectl import KubectlSubmitter, conditions
+from fairlead_launch.submission.kubectl import KubectlSubmitter, conditions, said_by
 from fairlead_launch.submission.kubeflow import KubeflowSubmitterConfig
 from fairlead_launch.submission.manifests import Member, config_map, indexed_job, pod_template, time_limit
 
@@ -59,13 +59,8 @@ class TrainJobSubmitter(KubectlSubmitter):
         told = status.get("trainerStatus") or {}
         details = {name: str(value) for name, value in told.items() if name != "metrics"}
         details |= {f"metrics.{one['name']}": str(one["value"]) for one in told.get("metrics") or []}
-        said = conditions(status)
-        if "Complete" in said:
-            return JobState("finished", details=details)
-        if "Failed" in said:
-            return JobState("failed", said["Failed"], details)
-        if "Suspended" in said:
-            return JobState("queued", said["Suspended"], details)
+        if (over := said_by(status, details)) is not None:
+            return over
         if any(job.get("ready") for job in status.get("jobsStatus") or []):
             return JobState("running", details=details)
         return JobState("queued", "not all pods are ready", details)
@@ -107,17 +102,11 @@ class PyTorchJobSubmitter(KubectlSubmitter):
 
     def read(self, status: Mapping[str, Any]) -> JobState:
         """The last of the operator's conditions that holds."""
-        said = conditions(status)
         replicas = status.get("replicaStatuses") or {}
         details = {f"{name}.{what}": str(n) for name, counts in replicas.items() for what, n in counts.items()}
-        if "Succeeded" in said:
-            return JobState("finished", details=details)
-        if "Failed" in said:
-            return JobState("failed", said["Failed"], details)
-        for condition in ("Suspended", "Restarting"):
-            if condition in said:
-                return JobState("queued", said[condition], details)
-        return JobState("running" if "Running" in said else "queued", "", details)
+        if (over := said_by(status, details, "Succeeded")) is not None:
+            return over
+        return JobState("running" if "Running" in conditions(status) else "queued", "", details)
 
 
 _TRAINER = "trainer.kubeflow.org/v1alpha1"

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from fairlead_launch.submission.interface import JobState, Request
-from fairlead_launch.submission.kubectl import KubectlSubmitter, conditions
+from fairlead_launch.submission.kubectl import KubectlSubmitter, said_by
 from fairlead_launch.submission.kubernetes import KubernetesSubmitterConfig
 from fairlead_launch.submission.manifests import (
     PORT,
@@ -62,13 +62,8 @@ class KubernetesSubmitter(KubectlSubmitter):
     def read(self, status: Mapping[str, Any]) -> JobState:
         """https://kubernetes.io/docs/reference/kubernetes-api/workload-resources/job-v1/#JobStatus."""
         counts = {name: str(status[name]) for name in ("active", "ready", "succeeded", "failed") if status.get(name)}
-        said = conditions(status)
-        if "Complete" in said:
-            return JobState("finished", details=counts)
-        if "Failed" in said:
-            return JobState("failed", said["Failed"], counts)
-        if "Suspended" in said:
-            return JobState("queued", said["Suspended"], counts)
+        if (over := said_by(status, counts)) is not None:
+            return over
         if status.get("ready"):
             return JobState("running", details=counts)
         return JobState("queued", "no pod is ready", counts)

@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Final
 
 from fairlead.errors import ConfigError, RunFailedError
-from fairlead_launch.submission.interface import JobState, NotAnsweredError, Phase, Request, Submitter
+from fairlead_launch.submission.interface import JobState, NotAnsweredError, Phase, Request, Submitter, of_all
 from fairlead_launch.submission.lsf import LSFSubmitterConfig
 from fairlead_launch.submission.scripts import batch_values, job_file_word, own_options
 from fairlead_launch.submission.templates import Raw, option, render_template, words
+from fairlead_runs.exit_codes import ExitCode
 from fairlead_runs.programs import ask, find
 
 _TIMEOUT: Final = 60.0
@@ -31,7 +32,6 @@ _PHASES: Final[Mapping[str, Phase]] = {
     "EXIT": "failed",
     "ZOMBI": "failed",
 }
-_OPEN: Final[Sequence[Phase]] = ("running", "queued", "failed", "cancelled", "unknown", "finished")
 
 
 class LSFSubmitter(Submitter):
@@ -58,7 +58,7 @@ class LSFSubmitter(Submitter):
             # Without a limit of the job's own it has the queue's.
             "-wa": "USR2",
             "-wt": math.ceil(request.warn_s / 60),
-            **({"-r": True, "-Q": "75"} if config.requeue else {"-rn": True}),
+            **({"-r": True, "-Q": int(ExitCode.AGAIN)} if config.requeue else {"-rn": True}),
         }
         if own["-W"] is not None and int(str(own["-wt"])) >= int(str(own["-W"])):
             own["-wa"] = own["-wt"] = None  # bsub refuses a warning that would come before the start
@@ -106,9 +106,7 @@ class LSFSubmitter(Submitter):
             phase: Phase = "cancelled" if stat == "EXIT" and killed else _PHASES.get(stat, "unknown")
             reason = next((text for text in (ended, pending) if text.strip() not in ("", "-")), "")
             found.append(JobState(phase, reason.strip(), {"STAT": stat}))
-        if not found:
-            return JobState("unknown", problem or "LSF has forgotten the job")
-        return min(found, key=lambda state: _OPEN.index(state.phase))
+        return of_all(found, problem or "LSF has forgotten the job")
 
     def cancel(self, job: str) -> None:
         """Runs bkill: the ranks save, and nothing starts them again."""

@@ -13,13 +13,12 @@ from fairlead import yaml
 from fairlead.errors import ConfigError
 from fairlead_launch.submission.interface import Request
 from fairlead_launch.submission.pods import PodSubmitterConfig, VolumeConfig, grace_seconds
+from fairlead_runs.exit_codes import ExitCode
 
 PORT: Final = 29500
 """Where the ranks meet, on the first pod."""
 _JOB: Final = "/etc/fairlead"
 """Where the job file is in the containers."""
-_WRONG_CODE: Final = 2
-"""The exit code of a job that cannot run: as often as it is started."""
 FINAL_CODE: Final = 3
 """The exit code of a stop after which no other start is wanted. Not 143: a pod that is ended before it hears signals
 ends with that, too."""
@@ -53,7 +52,11 @@ class Member:
     def exit_codes(self) -> tuple[int, int]:
         """The codes that ask for another start, and that want none."""
         requeue = self.job["trainer"]["requeue"]
-        return (requeue["code"], requeue["final_code"]) if requeue["name"] == "exit_code" else (75, FINAL_CODE)
+        return (
+            (requeue["code"], requeue["final_code"])
+            if requeue["name"] == "exit_code"
+            else (int(ExitCode.AGAIN), FINAL_CODE)
+        )
 
 
 def selector(job: str) -> str:
@@ -108,7 +111,7 @@ def indexed_job(config: PodSubmitterConfig, request: Request, member: Member, po
     """
     again, final = member.exit_codes
     rules: list[dict[str, Any]] = [
-        {"action": "FailJob", "onExitCodes": {"operator": "In", "values": sorted({_WRONG_CODE, final})}},
+        {"action": "FailJob", "onExitCodes": {"operator": "In", "values": sorted({int(ExitCode.WRONG), final})}},
         {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
         {"action": "Ignore", "onExitCodes": {"operator": "In", "values": [again]}},
     ]

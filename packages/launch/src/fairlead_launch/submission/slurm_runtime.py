@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Final
 
 from fairlead.errors import ConfigError, RunFailedError
-from fairlead_launch.submission.interface import JobState, NotAnsweredError, Phase, Request, Submitter
+from fairlead_launch.submission.interface import JobState, NotAnsweredError, Phase, Request, Submitter, of_all
 from fairlead_launch.submission.scripts import batch_values, job_file_word, own_options
 from fairlead_launch.submission.slurm import SLURMSubmitterConfig
 from fairlead_launch.submission.templates import Raw, option, render_template, words
@@ -129,16 +129,14 @@ class SLURMSubmitter(Submitter):
         said, _ = ask(asked, time.monotonic() + _TIMEOUT, environ)
         found = [_state(dict(zip(_SQUEUE, line.split("|"), strict=False))) for line in said.splitlines() if line]
         if found:
-            return min(found, key=lambda state: _OPEN.index(state.phase))
+            return of_all(found, "")
         asked = ["sacct", "--parsable2", "--noheader", "--allocations", "--jobs", job, f"--format={','.join(_SACCT)}"]
         said, problem = ask(asked, time.monotonic() + _TIMEOUT, environ)
         rows = [dict(zip(_SACCT, line.split("|"), strict=False)) for line in said.splitlines() if line.count("|") >= 4]
         if not rows:
             said, problem = ask(["scontrol", "show", "job", "-o", job], time.monotonic() + _TIMEOUT, environ)
             rows = [_shown(line) for line in said.splitlines() if "JobState=" in line]
-        if not rows:
-            return JobState("unknown", problem or "SLURM has forgotten the job")
-        return min((_state(row) for row in rows), key=lambda state: _OPEN.index(state.phase))
+        return of_all(map(_state, rows), problem or "SLURM has forgotten the job")
 
     def cancel(self, job: str) -> None:
         """Runs scancel: the ranks save, and nothing starts them again."""
@@ -201,10 +199,6 @@ class SLURMSubmitter(Submitter):
         ]
         meeting = '--rdzv-id="$SLURM_JOB_ID" --rdzv-endpoint="$MAIN_HOST:$MAIN_PORT"'
         return Raw(f"{words([*inside, *agent])} {meeting} -m fairlead fit {file}")
-
-
-_OPEN: Final[Sequence[Phase]] = ("running", "queued", "failed", "cancelled", "unknown", "finished")
-"""Of an array it is said what is left to do, then what went wrong."""
 
 
 def _state(row: Mapping[str, str]) -> JobState:

@@ -250,7 +250,4 @@ class _RecordingRequeuer(Requeuer):
         return self._requeuer.requeue()
 
     def not_again(self) -> None:
-        """For a requeuer whose next job is queued already."""
-        cancel = getattr(self._requeuer, "not_again", None)
-        if cancel is not None:
-            cancel()
+        self._requeuer.not_again()

@@ -17,10 +17,10 @@ from fairlead.errors import ConfigError
 from fairlead_runs import read_history, state
 from fairlead_runs.commands.texts import find_run
 from fairlead_runs.scheduler import ask_for_job, job_of_run
+from fairlead_runs.waiting import parse_ranks
 
 _NAME: Final = re.compile(r"rank-(\d+)\.log")
 _TIME: Final = re.compile(r"\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d[.,]\d+")
-_RANKS: Final = re.compile(r"(\d+)(?:-(\d+))?")
 _OPEN: Final = 256
 """Files that are open at once; of more, each is read as a whole."""
 _POLL_S: Final = 0.5
@@ -43,7 +43,10 @@ def logs_arguments(parser: argparse.ArgumentParser) -> None:
 def run_logs(arguments: argparse.Namespace, session: Session) -> int:
     """Prints the logs of a run."""
     path = find_run(arguments.run, session)
-    wanted = _ranks(arguments.rank) if arguments.rank is not None else None
+    try:
+        wanted = parse_ranks(arguments.rank) if arguments.rank is not None else None
+    except ValueError as error:
+        raise ConfigError(f"--rank {error}", where="fairlead logs") from error
     logs = _Logs(path / "logs", wanted)
     for line in logs.so_far(arguments.tail):
         session.print(line)
@@ -167,16 +170,6 @@ class _Ending:
                 return f"job {asked.job or job.id} is {asked.state} ({asked.said})" if asked.state != "ended" else None
         last = read_history(self._path / "history.jsonl")[-1:]
         return "another start was asked for" if last and last[0]["event"] == "requeue" else None
-
-
-def _ranks(text: str) -> frozenset[int]:
-    ranks: set[int] = set()
-    for part in text.split(","):
-        match = _RANKS.fullmatch(part.strip())
-        if match is None:
-            raise ConfigError(f"--rank {text!r} names no ranks", where="fairlead logs", fix="write --rank 0, or 0,8-15")
-        ranks.update(range(int(match[1]), int(match[2] or match[1]) + 1))
-    return frozenset(ranks)
 
 
 def _count(text: str) -> int:
