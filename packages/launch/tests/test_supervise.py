@@ -100,6 +100,16 @@ def test_the_rank_that_failed_first_is_named_and_none_is_left(tmp_path: Path) ->
     assert not any(is_running(tmp_path, rank) for rank in range(3))
 
 
+def test_an_error_that_does_not_fit_into_the_pipe_arrives_whole(tmp_path: Path) -> None:
+    code = """
+    send_report(os.environ, "\N{FOUR LEAF CLOVER}" * 7_900 + " luck", 1)  # 12 bytes each as a message, of 64 KiB
+    sys.exit(1)
+    """
+    with pytest.raises(RunFailedError, match="rank 0 of 1 failed") as caught:
+        supervise(command(code, tmp_path), ranks(1), stderr=io.StringIO())
+    assert caught.value.why == "\N{FOUR LEAF CLOVER}" * 7_900 + " luck"
+
+
 def test_a_killed_rank_takes_the_others_down(tmp_path: Path) -> None:
     code = """
     if rank == 0:

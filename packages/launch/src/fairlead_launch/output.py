@@ -92,7 +92,16 @@ class _Line:
 
     text: str
     until: float
-    ranks: list[int]
+    ranks: list[int] = field(default_factory=list)
+
+
+@dataclass
+class _Equal:
+    """The lines of one text that wait, by their numbers from `first` on, and which one each rank prints next."""
+
+    first: int = 0
+    lines: dict[int, _Line] = field(default_factory=dict)
+    next: dict[int, int] = field(default_factory=dict)
 
 
 class Output:
@@ -122,6 +131,7 @@ class Output:
         self._fallback = fallback
         self._settle_at = time.monotonic() + _SETTLE_S
         self._lines: deque[_Line] = deque()
+        self._equal: dict[str, _Equal] = {}
         self._lock = threading.Lock()
         self._selector = selectors.DefaultSelector()
         self._wake_read, self._wake_write = os.pipe()
@@ -284,11 +294,13 @@ class Output:
             self._show(2, f"the log of rank {log.rank} cannot be written any more: {error}\n".encode())
 
     def _collect(self, rank: int, text: str) -> None:
-        for line in self._lines:
-            if line.text == text and rank not in line.ranks:
-                line.ranks.append(rank)
-                return
-        self._lines.append(_Line(text, time.monotonic() + _EQUAL_S, [rank]))
+        equal = self._equal.setdefault(text, _Equal())
+        number = max(equal.next.get(rank, 0), equal.first)
+        equal.next[rank] = number + 1
+        if number not in equal.lines:
+            equal.lines[number] = _Line(text, time.monotonic() + _EQUAL_S)
+            self._lines.append(equal.lines[number])
+        equal.lines[number].ranks.append(rank)
 
     def _flush(self, *, everything: bool = False) -> None:
         """Shows the lines that wait for no rank any more, in the order in which they came."""
@@ -299,6 +311,11 @@ class Output:
             if not everything and len(first.ranks) < len(self._shown) and now < first.until:
                 break
             self._lines.popleft()
+            equal = self._equal[first.text]
+            del equal.lines[equal.first]
+            equal.first += 1
+            if not equal.lines:
+                del self._equal[first.text]
             shown.append(f"[{ranks_text(sorted(first.ranks))}] {first.text}\n")
         if shown:
             self._show(1, "".join(shown).encode())

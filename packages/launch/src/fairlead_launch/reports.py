@@ -21,7 +21,7 @@ REPORT_FD: Final = "FAIRLEAD_REPORT_FD"
 ALIVE_FD: Final = "FAIRLEAD_ALIVE_FD"
 
 _LONGEST: Final = 8_000
-"""Characters of an error: a message has to fit into the pipe, which nobody empties before the rank has ended."""
+"""Characters of an error that are sent."""
 _SECOND_S: Final = 2.0
 """How long another rank lets rank 0 speak first."""
 _SECONDARY: Final = (
@@ -131,15 +131,16 @@ def watch_supervisor(environ: Mapping[str, str]) -> None:
     threading.Thread(target=wait, name="fairlead-supervisor-watch", daemon=True).start()
 
 
-def read_messages(fd: int) -> list[Report | Announcement | Joining]:
-    """What a rank has sent so far, in order; never waits."""
-    data = b""
+def read_messages(fd: int, rest: bytearray) -> list[Report | Announcement | Joining]:
+    """What a rank has sent since the last time, in order; never waits. Half a message stays in `rest`."""
     with contextlib.suppress(BlockingIOError):
         while chunk := os.read(fd, 65536):
-            data += chunk
+            rest += chunk
     kinds = {kind.__name__: kind for kind in (Report, Announcement, Joining)}
     messages: list[Report | Announcement | Joining] = []
-    for line in data.split(b"\n")[:-1]:  # a rank may have been killed while it wrote the last one
+    *lines, half = rest.split(b"\n")
+    rest[:] = half
+    for line in lines:
         kind, fields = json.loads(line)
         messages.append(kinds[kind](**fields))
     return messages

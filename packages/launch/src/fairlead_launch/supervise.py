@@ -205,7 +205,7 @@ class Group:
 
     def _hear(self, rank: Rank) -> None:
         """Takes in what a rank has said of itself."""
-        for message in read_messages(rank.reports):
+        for message in read_messages(rank.reports, rank.unread):
             if isinstance(message, Announcement):
                 rank.announced = message
                 self._output.keep_in(Path(message.run, "logs"))

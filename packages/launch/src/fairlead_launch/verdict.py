@@ -7,7 +7,7 @@ import signal
 import site
 import sysconfig
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Final
 
@@ -32,13 +32,14 @@ class OtherNodeError(RunFailedError):
 class Rank:
     """A process that the supervisor has started, and what is known of it.
 
-    It says how it fails on the pipe `reports`; `ended` is in seconds since 1970; `joining`: it has come to the process
-    group; `stopped_by_us`: it still ran when the run was given up.
+    It says how it fails on the pipe `reports`, of which `unread` is half a message; `ended` is in seconds since 1970;
+    `joining`: it has come to the process group; `stopped_by_us`: it still ran when the run was given up.
     """
 
     rank: int
     process: Process
     reports: int
+    unread: bytearray = field(default_factory=bytearray)
     ended: float | None = None
     report: Report | None = None
     announced: Announcement | None = None

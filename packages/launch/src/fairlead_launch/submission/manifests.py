@@ -52,11 +52,9 @@ class Member:
     def exit_codes(self) -> tuple[int, int]:
         """The codes that ask for another start, and that want none."""
         requeue = self.job["trainer"]["requeue"]
-        return (
-            (requeue["code"], requeue["final_code"])
-            if requeue["name"] == "exit_code"
-            else (int(ExitCode.AGAIN), FINAL_CODE)
-        )
+        if requeue["name"] == "exit_code":
+            return requeue["code"], requeue["final_code"]
+        return int(ExitCode.AGAIN), FINAL_CODE
 
 
 def selector(job: str) -> str:
