@@ -98,15 +98,15 @@ class SwitchFiles:
         with suppress(OSError):  # a file system that does not answer now is asked again
             found = find_switch(self._run, STOP)
             if found is not None:
-                self._note(found, self._stopping(found))
                 stop(str(found), final=True)
+                self._note(found, self._stopping(found))
                 return True
             found = find_switch(self._run, SAVE)
             if found is not None and found.identity != self._left:
                 refused = take_switch(found)
                 self._left = found.identity if refused is not None else None
+                save()  # before it is written down: who reads that may rely on it
                 self._note(found, "saving after this step", refused)
-                save()
         return False
 
     def _stopping(self, switch: Switch) -> str:
