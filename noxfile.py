@@ -116,17 +116,17 @@ def tests(session: nox.Session, package: str) -> None:
     pytest(session, f"packages/{package}/tests", "-n", "2")
 
 
-@nox.session(python=["3.12", "3.13"])
+@nox.session(python="3.13")
 def torch_free(session: nox.Session) -> None:
-    """The packages without torch on the other interpreters, in an environment where it is not installed."""
+    """The packages without torch on the newest interpreter, in an environment where it is not installed."""
     install(session, *group("test"), *(part for package in TORCH_FREE for part in editable(package)), *HOSTS)
     tests = [f"packages/{package}/tests" for package in TORCH_FREE]
     session.run("pytest", *SLOWEST, *tests, "-n", "2", *session.posargs)
 
 
-@nox.session
+@nox.session(python="3.12")
 def minimums(session: nox.Session) -> None:
-    """The same packages with the oldest versions that the core declares."""
+    """The same packages with the oldest versions that the core declares, on the interpreter between the others."""
     project = nox.project.load_toml(ROOT / "packages" / "core" / "pyproject.toml")["project"]
     oldest = [re.sub(r">=([^,]+).*", r"==\1", requirement) for requirement in project["dependencies"]]
     # The pins name the newest versions, so they cannot hold here.

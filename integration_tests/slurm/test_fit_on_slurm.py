@@ -95,6 +95,7 @@ STOPS = (
 )
 
 
+@pytest.mark.soak
 def test_ten_stops_in_one_run(cluster: Cluster, references: References, tmp_path: Path) -> None:
     """Whoever is asked, wherever the run is: all ranks stop at one step, and no step is lost."""
     pause = {"setup": 2.0, "train_batch_start": 0.3, "validation_batch_start": 0.5, "save": 0.5}
@@ -170,6 +171,7 @@ def test_an_array_has_a_run_for_each_task(cluster: Cluster, references: Referenc
         assert not found, "\n".join([*found, job.text()])
 
 
+@pytest.mark.soak
 def test_a_node_that_fails_costs_the_steps_behind_the_last_checkpoint(
     cluster: Cluster, references: References, tmp_path: Path
 ) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import os
 import shutil
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,17 +18,20 @@ from fairlead import yaml
 from fairlead.cli import main
 from fairlead_launch import submission as fairlead_submission
 from fairlead_launch.submission import read_submission
+from fairlead_lightning.loggers.wandb_record import earlier_rows
 from fairlead_runs import RunState
 from integration_tests.exact.compare import differences
 from integration_tests.exact.jobs.probe import PAUSE
 from integration_tests.exact.references import References
 from integration_tests.slurm.cluster import Cluster
-from integration_tests.slurm.jobs import Job
+from integration_tests.slurm.jobs import Job, submit
 from integration_tests.slurm.system import wait_until
-from integration_tests.slurm.training import PAIR, QUICK_AGAIN, history, nothing_runs, until_saved
+from integration_tests.slurm.training import PAIR, history, nothing_runs, until_at
 
 pytestmark = pytest.mark.slow
 
+QUIET_WANDB = {"WANDB_X_DISABLE_STATS": "true", "WANDB_X_DISABLE_META": "true", "WANDB_CONSOLE": "off"}
+"""What W&B records of the machine is nothing to us."""
 JOBS = Path(__file__).parents[1] / "exact/jobs"
 
 
@@ -49,50 +54,131 @@ def environ(cluster: Cluster, **more: str) -> dict[str, str]:
     return {**cluster.environ(), "OMP_NUM_THREADS": "1", **more}
 
 
-def test_warned_in_its_script_it_ends_with_the_bits_of_an_undisturbed_run(
+def one_rank(job: Job) -> None:
+    """That of the second node; `pkill -n` takes the newest."""
+    job.cluster.run(*job.cluster.on(job.nodes()[1], "pkill", "-USR1", "-n", "-f", "fairlead fit"))
+
+
+def an_urgent_job(job: Job) -> None:
+    nodes = ",".join(job.nodes())
+    submit(job.cluster, "sleep 2\n", job.output.parent, "-p", "urgent", "-N2", "--exclusive", "-w", nodes)
+
+
+def somebody_requeues(job: Job) -> None:
+    job.cluster.run("scontrol", "requeue", job.id)
+
+
+def a_rank_hangs(job: Job) -> None:
+    """It answers nobody, and its job is warned then."""
+    job.cluster.run(*job.cluster.on(job.nodes()[1], "pkill", "-STOP", "-n", "-f", "fairlead fit"))
+    job.signal("TERM")
+
+
+def a_node_fails(job: Job) -> None:
+    """Not that of the batch script, with which the output would go."""
+    victim = job.nodes()[1]
+    job.cluster.fail(victim)
+    job.wait("PENDING", "COMPLETING", seconds=60)
+    job.cluster.boot(victim)
+
+
+DISTURBANCES: tuple[tuple[str, int, Callable[[Job], None]], ...] = (
+    ("train_batch_start", 2, lambda job: job.signal("USR1", "-b")),
+    ("train_batch_start", 5, one_rank),
+    ("validation_batch_start", 8, an_urgent_job),  # SIGTERM
+    ("train_batch_start", 11, somebody_requeues),
+    ("train_batch_start", 14, a_rank_hangs),
+    ("train_batch_start", 17, a_node_fails),
+)
+"""Where the first rank is, at which step, and what happens to the job then."""
+
+
+def test_disturbed_in_every_way_it_ends_with_the_bits_of_an_undisturbed_run(
     cluster: Cluster, references: References, tmp_path: Path
 ) -> None:
-    """The copy of the code is what runs, also after the requeue; the script passes USR1 on, and ends with 0."""
+    """One run at W&B, one output without a word too many; what runs is the copy of the code, to the end."""
     cwd = repository(
         tmp_path,
         data={"args": {"batches": 8, "noise": 0.1, "workers": 0}},
+        trainer={"loggers": ["tensorboard", {"name": "wandb", "project": "tests", "offline": True}]},
         resources={"nodes": 2, "devices_per_node": 1, "device": "cpu"},
         submit={
             "to": "slurm",
             "time": "00:30:00",
             "gpus": "none",
             "exclusive": True,
-            "setup": [QUICK_AGAIN.strip()],
             "extra": {"comment": "it's # one; $HOME"},
         },
     )
-    submission = fairlead.submit("job.yaml", environ=environ(cluster, **{PAUSE: "train_batch_start=0.3"}), cwd=cwd)
+    slow = {PAUSE: "train_batch_start=0.3 validation_batch_start=0.5"}
+    submission = fairlead.submit("job.yaml", environ=environ(cluster, **slow, **QUIET_WANDB), cwd=cwd)
     # What is changed from now on is not what was submitted.
     (cwd / "integration_tests/exact/jobs/mlp/model.py").write_text("raise RuntimeError('not the code as submitted')\n")
     output = cwd / f"runs/mlp/submissions/1/logs/slurm-{submission.id}.out"
     job = Job(cluster, submission.id, output)
-    until_saved(job, cwd, 3)
-    assert submission.state().phase == "running"
-    assert job.shown()["Comment"].startswith("it's")
-    job.signal("USR1", "-b")
-    job.wait("PENDING", seconds=60)
-    assert submission.state().phase == "queued"
-    assert submission.state().reason == "BeginTime"
+    for number, (place, step, disturb) in enumerate(DISTURBANCES, start=1):
+        wait_until(f"start {number}", lambda n=number: len(history(cwd, "training")) == n, 300)  # type: ignore[misc]
+        until_at(job, cwd, place, step)
+        assert submission.state().phase == "running"
+        disturb(job)
+        wait_until(f"it was started {number} times again", lambda n=number: job.shown()["Restarts"] == str(n), 150)  # type: ignore[misc]
+        for file in cwd.glob("place-*"):
+            file.unlink()
     ended = submission.result(timeout=200, poll_s=0.5)
     assert isinstance(ended, RunState)
-    assert (ended.state, ended.step, ended.starts) == ("finished", 24, 2)
+    assert (ended.state, ended.step, ended.starts) == ("finished", 24, 7)
     job.wait("COMPLETED", seconds=60)  # the run is finished, and its processes end
+    assert job.shown()["Comment"].startswith("it's")
+    assert job.shown()["ExitCode"] == "0:0"
     # The reference has no git around it, so that its checkpoints name no commit.
     found = differences(references.of(PAIR).run, cwd / "runs/mlp")
     assert not [one for one in found if "manifest['code']" not in one], submission.logs()
-    assert [event["step"] for event in history(cwd, "training")] == [0, history(cwd, "stop")[0]["step"]]
-    assert job.shown()["ExitCode"] == "0:0"
-    starts = [json.loads((cwd / f"runs/mlp/starts/{n}/provenance.json").read_text())["git"] for n in (1, 2)]
+    # The first four stops lose no step; behind the others the newest checkpoint counts.
+    at = [event["step"] for event in history(cwd, "training")]
+    assert at[1:5] == [event["step"] for event in history(cwd, "stop")][:4]
+    the_copy_has_run(cwd)
+    one_run_at_wandb(cwd / "runs/mlp")
+    a_clean_log(job.text())
+    nothing_runs(job)
+
+
+def the_copy_has_run(cwd: Path) -> None:
+    """In every start, with the commit that was submitted."""
+    starts = [json.loads((cwd / f"runs/mlp/starts/{n}/provenance.json").read_text())["git"] for n in range(1, 8)]
     commit = subprocess.run(["git", "-C", str(cwd), "rev-parse", "HEAD"], capture_output=True, text=True, check=True)
     assert {start["commit"] for start in starts} == {commit.stdout.strip()}
     assert {start["snapshot"]["path"] for start in starts} == {str(cwd / "runs/mlp/submissions/1/code")}
-    assert [event["code_changed"] for event in history(cwd, "start")] == [None, False]
-    nothing_runs(job)
+    assert [event["code_changed"] for event in history(cwd, "start")] == [None, *[False] * 6]
+
+
+def one_run_at_wandb(run: Path) -> None:
+    """Every value of metrics.csv, once, whatever the starts had written when they ended."""
+    identity = json.loads((run / "wandb-run.json").read_text())["id"]
+    logged = [
+        (name, row.step, value)
+        for row in earlier_rows(run, identity)
+        for name, value in row.values.items()
+        if name.startswith(("train/", "val/"))
+    ]
+    with (run / "metrics.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    wanted = [
+        (name, int(row["step"]), float(value))
+        for row in rows
+        for name, value in row.items()
+        if name.startswith(("train/", "val/")) and value
+    ]
+    assert sorted(logged) == sorted(wanted)
+    assert len(wanted) == 12 + 3
+
+
+def a_clean_log(text: str) -> None:
+    """Of seven starts each says its beginning once, and only rank 1's death in a failed node is told as a failure."""
+    assert text.count("start       2 ranks on 2 nodes") == 7
+    assert text.count("resumes from") == 6
+    assert text.count("; the job starts again (scontrol requeue") == 4, text
+    for noise in ("Traceback", "c10d", "frame #", "Exception ignored", "Error:"):
+        assert noise not in text, text
 
 
 def test_a_sweep_is_an_array_with_a_run_for_each_member(

@@ -28,6 +28,16 @@ root = Path(sys.argv[1])
 LOGGERS = ["csv", "tensorboard", {"name": "wandb", "project": "p", "offline": True}, {"name": "mlflow"}]
 
 
+def end_wandb(number):
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            words = (folder / "cmdline").read_bytes().split(b"\\0")
+        except OSError:
+            continue
+        if words[0].endswith(b"wandb-core") and str(os.getpid()).encode() in words:
+            os.kill(int(folder.name), number)
+
+
 class Killed(Line):
     resume_attributes = ()
     at, how = -1, ""
@@ -37,16 +47,15 @@ class Killed(Line):
             if self.how == "stopped":
                 os.kill(os.getpid(), signal.SIGUSR1)
                 return
+            if self.how == "terminated":  # as a scheduler does it: all of the job, W&B's process as well
+                end_wandb(signal.SIGTERM)
+                os.kill(os.getpid(), signal.SIGTERM)
+                time.sleep(0.5)
+                return
             if self.how == "written":
                 time.sleep(0.5)  # until W&B has written what was logged
             else:  # the whole job, as a scheduler kills it: what W&B has not written is gone
-                for folder in Path("/proc").glob("[0-9]*"):
-                    try:
-                        words = (folder / "cmdline").read_bytes().split(b"\\0")
-                    except OSError:
-                        continue
-                    if words[0].endswith(b"wandb-core") and str(os.getpid()).encode() in words:
-                        os.kill(int(folder.name), signal.SIGKILL)
+                end_wandb(signal.SIGKILL)
             os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -60,7 +69,8 @@ def start(run, at=-1, how=""):
             fit(root, {"name": run}, model=model, max_epochs=3, loggers=LOGGERS, checkpoint={"every_n_steps": 4})
             wandb.finish()  # as at the end of a process
         except SystemExit as ended:
-            wandb.finish(ended.code)
+            if how != "terminated":  # there is nobody to finish it
+                wandb.finish(ended.code)
             os._exit(ended.code)
         except BaseException:
             import traceback
@@ -76,6 +86,7 @@ assert start("killed", 2) == -signal.SIGKILL  # before its first checkpoint
 assert start("killed", 11) == -signal.SIGKILL
 assert start("killed", 15, "written") == -signal.SIGKILL
 assert start("killed", 18, "stopped") == 143
+assert start("killed", 20, "terminated") == 143
 assert start("killed") == 0
 """
 
@@ -134,9 +145,11 @@ def test_a_killed_run_is_one_run_in_every_logger(tmp_path: Path) -> None:
     assert wandb_rows(killed) == rows
     records = [RecordFile(path) for path in sorted(killed.glob("wandb/offline-run-*/*.wandb"))]
     written = [len(list(record.rows())) for record in records]
-    assert len(written) == 3, "of the first two W&B had written nothing: it is logged again, and their files set aside"
+    assert len(written) == 3, "of the others W&B had written nothing: it is logged again, and their files set aside"
     assert written[0] > 8, "there are rows which the next start does not log again"
-    assert ["preempting" in record.kinds for record in records] == [False, True, False], "only the stop says so"
+    assert ["preempting" in record.kinds for record in records] == [False, True, False], "the stop says so"
+    assert done.stderr.count("W&B's process has ended before this one") == 1
+    assert "Traceback" not in done.stderr
 
     logged = mlflow_points(whole)
     assert [step for name, step, _ in logged if name == "train/loss"] == list(range(24))

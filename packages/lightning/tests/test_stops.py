@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.loggers import Logger
 from tiny_job import Data, Line, checkpoints, events, fit, latest, loader, make_trainer, metric_rows, plain
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
@@ -89,6 +90,33 @@ PLACES = {  # and the step at which it stops
     "validation": (8, 8),
     "save": (8, 8),
 }
+
+
+class Unclosable(Logger):
+    """As one whose server has gone."""
+
+    name, version = "unclosable", 0
+
+    def log_metrics(self, metrics: Any, step: int | None = None) -> None: ...
+
+    def log_hyperparams(self, params: Any, *_: Any, **__: Any) -> None: ...
+
+    def finalize(self, status: str) -> None:
+        raise ConnectionResetError("the server has gone")
+
+
+def test_a_logger_that_cannot_be_closed_does_not_end_the_stop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any
+) -> None:
+    """It is said, and the job is started again."""
+    monkeypatch.chdir(tmp_path)
+    callback = Fairlead(RunConfig(name="run", dir=str(tmp_path)), requeue=AGAIN)
+    trainer = plain(max_epochs=1, callbacks=[callback], logger=Unclosable())
+    with pytest.raises(SystemExit) as ended:
+        trainer.fit(asked("step"), datamodule=Data())
+    assert ended.value.code == 75
+    assert [event["by"] for event in events(tmp_path / "run", "requeue")] == ["command"]
+    assert "Unclosable could not be closed: ConnectionResetError: the server has gone" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("place", PLACES)

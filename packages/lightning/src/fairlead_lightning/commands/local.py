@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -19,6 +20,7 @@ from fairlead_launch.environment import LAUNCHED
 from fairlead_launch.reports import leave_to_rank_0, said_after_rank_0, send_report
 from fairlead_lightning.build import build_guard
 from fairlead_lightning.commands.prepare import prepare
+from fairlead_lightning.display.quiet import TORCH_LOG
 
 _STOPS: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 
@@ -98,6 +100,7 @@ def _run(arguments: argparse.Namespace, session: Session, release: Callable[[], 
         guard.flags.install()  # before torch is imported, which takes seconds
         for number in came:
             signal.raise_signal(number)
+        os.environ.setdefault(TORCH_LOG, "ERROR")
         try:
             from fairlead_lightning.commands.run import run_rank
 

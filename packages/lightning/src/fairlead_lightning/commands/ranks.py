@@ -29,6 +29,7 @@ from fairlead_launch.ports import DEFAULT_PORT, STORE_FD, bind_listener
 from fairlead_launch.processes import Starter, fork, forkable, spawn
 from fairlead_launch.restarts import Restarts, run_with_restarts, stopped_before
 from fairlead_launch.supervise import Group, noted_signals
+from fairlead_lightning.display.quiet import TORCH_LOG
 from fairlead_runs.commit.checkpoints import readable_checkpoints
 
 _PRELOAD: Final = "fairlead_lightning.commands.preload"
@@ -64,7 +65,8 @@ class _Ranks:
         self._start_method = arguments.start_method
         self._server: ForkServer | None = None
         self._plan: int | None = None
-        self._environ = {name: value for name, value in session.environ.items() if name != SERVER_FD}
+        given = {name: value for name, value in session.environ.items() if name != SERVER_FD}
+        self._environ = {TORCH_LOG: "ERROR", **given}
 
     def prepare(self, received: Sequence[int]) -> bool:
         """Has everything imported that is imported once for all ranks; False: a signal came before that was done."""

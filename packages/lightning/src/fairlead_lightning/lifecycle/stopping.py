@@ -227,10 +227,13 @@ class Ending:
 
 
 def _close_loggers(trainer: L.Trainer, status: str) -> None:
-    """Finalizes the loggers, which Lightning would otherwise do once more, as failed."""
+    """Finalizes the loggers, which Lightning would otherwise do once more, as failed; one that cannot fails no stop."""
     loggers, trainer.loggers = trainer.loggers, []
     for logger in loggers:
-        logger.finalize(status)
+        try:
+            logger.finalize(status)
+        except Exception as error:
+            to_stderr(f"{type(logger).__name__} could not be closed: {type(error).__name__}: {error}")
 
 
 class _RecordingRequeuer(Requeuer):

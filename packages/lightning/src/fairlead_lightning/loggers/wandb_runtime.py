@@ -22,6 +22,7 @@ from fairlead.errors import RunDirectoryError
 from fairlead.interfaces import BuildContext
 from fairlead_lightning.loggers.again import PENDING, LoggedBefore, pending_rows, plain_rows
 from fairlead_lightning.loggers.positions import resume_position
+from fairlead_lightning.loggers.preempting import answers, forget_service
 from fairlead_lightning.loggers.wandb import WandbLoggerConfig
 from fairlead_lightning.loggers.wandb_record import STEP, RecordFile, earlier_rows
 from fairlead_runs.commit import atomic_write
@@ -38,7 +39,8 @@ class RunLogger(WandbLogger):
     """Lightning's logger, with each step once however often the run was started; offline with a `reason`.
 
     What an earlier start has logged is not logged once more, and a checkpoint keeps the rows that W&B has not written
-    by then.  Rows that your own code logs with `wandb.log` are not known here.
+    by then.  Rows that your own code logs with `wandb.log` are not known here.  A scheduler's SIGTERM ends W&B's own
+    process at once (`gone`): what is logged from then on is in the checkpoint of the stop.
     """
 
     position_key: ClassVar[str] = "wandb"
@@ -56,6 +58,7 @@ class RunLogger(WandbLogger):
         self._logged = 0
         self._number = int(position.get("number", 0)) if position is not None else 0
         self._unseen = 0
+        self.gone = False
 
     @property
     @rank_zero_experiment
@@ -83,21 +86,32 @@ class RunLogger(WandbLogger):
         self._drop_written()
         if self._record is not None:
             self._record.make_durable()
-        number = self.experiment.step if self._mode == "online" else 0
-        return {"logged": self._logged, "number": number, PENDING: plain_rows(self._pending)}
+        if self._mode == "online" and not self.gone:
+            try:
+                self._number = self.experiment.step
+            except Exception:
+                if not self._has_gone(self.experiment):
+                    raise
+        return {"logged": self._logged, "number": self._number, PENDING: plain_rows(self._pending)}
 
     @rank_zero_only
     def finalize(self, status: str) -> None:
-        """Ends as Lightning's logger does; offline, prints the command that uploads the run."""
-        super().finalize(status)
+        """Ends as Lightning's logger does; offline, says where the record is, and at the end how to upload it."""
         run = self._experiment
+        if run is not None and self._mode != "disabled" and self._has_gone(run) and status == "success":
+            # It was not the end of the job, and no other start will log what is left.
+            self.gone, self._record, self._experiment, wandb.run = False, None, None, None
+            run = self.experiment
+        if not self.gone:
+            super().finalize(status)
         if self.reason is not None and run is not None and getattr(run, "dir", None):
             folder = Path(run.dir).parent  # `dir` is the `files` in it
             # One for each start. Without WANDB_RESUME the rows of the second would take the place of the first's.
             files = folder.parent.glob(f"offline-run-*-{run.id}/run-{run.id}.wandb")
             folders = sorted(file.parent for file in files) or [folder]
             command = shlex.join(["wandb", "sync", *map(str, folders)])
-            print(f"W&B: recorded offline ({self.reason}); to upload:\n  WANDB_RESUME=allow {command}")
+            upload = f"; to upload:\n  WANDB_RESUME=allow {command}" if status == "success" else f" in {folder.parent}"
+            print(f"W&B: recorded offline ({self.reason}){upload}")
 
     def _go_on(self, run: Any) -> None:
         """Logs what is missing of earlier starts, and notes what is not to be logged again."""
@@ -121,12 +135,24 @@ class RunLogger(WandbLogger):
         self._before = there
 
     def _log(self, run: Any, step: int | None, values: dict[str, Any]) -> None:
-        run.log(values if step is None else {**values, STEP: step})
+        try:
+            if not self.gone:
+                run.log(values if step is None else {**values, STEP: step})
+        except Exception:
+            if not self._has_gone(run):
+                raise
         self._logged += 1
         if step is not None:
             self._pending.append((step, values))
             if len(self._pending) % _MANY == 0:
                 self._drop_written()
+
+    def _has_gone(self, run: Any) -> bool:
+        """Whether W&B's process has ended before ours."""
+        if not self.gone and not answers(run):
+            self.gone = True
+            forget_service()
+        return self.gone
 
     def _drop_written(self) -> None:
         """Forgets the rows that are in W&B's file by now; it has them in the order in which they were logged."""
