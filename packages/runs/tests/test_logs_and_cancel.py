@@ -22,7 +22,7 @@ from fairlead.config_bases import EnvironmentConfigBase
 from fairlead.facts import Job
 from fairlead.plugin_classes import EnvironmentPlugin
 from fairlead.testing import FakeEntryPoint
-from fairlead_runs import RunDirectory, fingerprint
+from fairlead_runs import RunDirectory, fingerprint, list_runs
 from fairlead_runs.commands import plugins as commands
 from fairlead_runs.commit import LockOwner
 from fairlead_runs.scheduler import JobStatus, RunJob
@@ -134,6 +134,30 @@ def test_a_job_that_waits_to_start_again(place: Place) -> None:
         assert "held by" not in text
         place.scheduler.says = JobStatus("ended", "NODE_FAIL")
         assert "gpt: interrupted (its job has ended: NODE_FAIL)" in place.fairlead("status", "gpt")
+
+
+def test_a_job_that_was_only_submitted(place: Place) -> None:
+    """Known by its name from then on: shown, listed, taken out of the queue; so is one for a run that has started."""
+    place.scheduler.says = JobStatus("queued", "PENDING, Priority", "waits until nodes are free")
+
+    def submit(job: str, when: str) -> None:
+        record = {"to": "fake", "id": job, "index": None, "run": str(place.run), "runs": [str(place.run)]}
+        folder = place.run / "submissions" / job
+        folder.mkdir(parents=True)
+        (folder / "submission.json").write_text(json.dumps({**record, "submitted": when}))
+
+    submit("7", "2026-01-01T10:00:00+00:00")
+    said = place.fairlead("status", "gpt")
+    assert "gpt: queued; it has not started yet" in said
+    assert "fake:7: queued (PENDING, Priority); waits until nodes are free" in said
+    assert [run.name for run in list_runs(place.folder / "runs")] == ["gpt"]
+    assert "gpt was queued, and is not any more: fakecancel --pending fake:7" in place.fairlead("cancel", "gpt")
+    with place.open("fake:8"):  # the job of a start is the newer one
+        assert "fake:8: queued" in place.fairlead("status", "gpt")
+    submit("9", "2126-01-01T10:00:00+00:00")
+    assert "fake:9: queued" in place.fairlead("status", "gpt")
+    (place.run / "submissions/9/submission.json").write_text("{")  # half a record is none
+    assert "fake:8: queued" in place.fairlead("status", "gpt")
 
 
 def test_without_a_scheduler_the_rest_is_shown(place: Place) -> None:

@@ -15,6 +15,7 @@ from fairlead.errors import FairleadError, RunDirectoryError
 from fairlead_runs.commit import LockOwner, list_checkpoints, read_lock
 from fairlead_runs.heartbeat import Beat, read_heartbeats
 from fairlead_runs.history import read_history
+from fairlead_runs.submitted import was_submitted
 
 FINGERPRINT_FILE = "fingerprint.json"
 HISTORY_FILE = "history.jsonl"
@@ -88,8 +89,8 @@ class Dumps:
 
 
 def is_run(path: Path) -> bool:
-    """Whether this folder is a run directory."""
-    return (path / FINGERPRINT_FILE).is_file()
+    """Whether this folder is a run directory, also of a run that was only submitted so far."""
+    return (path / FINGERPRINT_FILE).is_file() or was_submitted(path)
 
 
 def list_runs(directory: Path, *, now: float | None = None) -> list[RunState]:

@@ -21,15 +21,28 @@ def numbers(run: Path) -> list[int]:
         return []
 
 
-def members(folder: Path) -> list[Path]:
-    """The run directories of the newest sweep or array that was submitted here; none where there is none."""
+def newest(folder: Path) -> Mapping[str, Any] | None:
+    """The record of the newest submission here, as `submission.json` has it; None: there is none that can be read."""
     for number in reversed(numbers(folder)):
         try:
             data = json.loads((folder / SUBMISSIONS / str(number) / "submission.json").read_text(encoding="utf-8"))
-            return [Path(run) for run in data["runs"]] if data["index"] is not None else []
-        except (OSError, ValueError, KeyError, TypeError):
-            continue
-    return []
+        except (OSError, ValueError):
+            continue  # it was refused, or is only being made
+        if isinstance(data, dict) and {"to", "id", "index", "run", "runs", "submitted"} <= data.keys():
+            return data
+    return None
+
+
+def members(folder: Path) -> list[Path]:
+    """The run directories of the newest sweep or array that was submitted here; none where there is none."""
+    data = newest(folder)
+    return [Path(run) for run in data["runs"]] if data is not None and data["index"] is not None else []
+
+
+def was_submitted(run: Path) -> bool:
+    """Whether this is the directory of a run that was submitted, also where it has not started yet."""
+    data = newest(run)
+    return data is not None and Path(data["run"]).name == run.absolute().name  # not what the members of a sweep share
 
 
 def submitted_code(environ: Mapping[str, str]) -> dict[str, Any] | None:

@@ -20,7 +20,9 @@ def headline(run: RunState, job: RunJob | None, asked: JobStatus | None) -> str:
         return f"{run.name}: {said}"
     ended = f"interrupted (its job has ended: {asked.said})" if asked.state == "ended" else "ended without a word"
     last = said if run.state != "running" else ended
-    return f"{run.name}: queued; its last start: {last}" if asked.state == "queued" else f"{run.name}: {last}"
+    if asked.state != "queued":
+        return f"{run.name}: {last}"
+    return f"{run.name}: queued; " + (f"its last start: {last}" if run.starts else "it has not started yet")
 
 
 def facts(run: RunState, how: Pace, job: RunJob | None, asked: JobStatus | None, now: float) -> dict[str, str]:
