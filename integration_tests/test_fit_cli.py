@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import json
+import os
 import shutil
 import signal
 import sys
@@ -17,7 +19,7 @@ from fairlead import yaml
 from fairlead_distributed import Predictions
 from fairlead_runs.checkpoint_job import job_from_checkpoint
 from fairlead_runs.commit import list_checkpoints
-from integration_tests.jobs import JOB, Call, changed, dedent, events, fairlead, names, repository, start, tree
+from integration_tests.jobs import JOB, Call, changed, dedent, events, fairlead, marked, names, repository, start, tree
 
 pytestmark = pytest.mark.slow
 
@@ -218,6 +220,19 @@ def test_torchrun_starts_the_ranks_as_well(tmp_path: Path) -> None:
     start = events(tmp_path / "runs" / "small")[0]
     assert start["world_size"] == 2
     assert not [name for name in names(tmp_path / "runs" / "small") if name == "failed"]
+
+
+def test_a_signal_to_all_of_a_job_that_has_just_finished_is_no_failure(tmp_path: Path) -> None:
+    """As a scheduler sends it: to the ranks that are ending, to who watches them, and to what they were forked from."""
+    job = repository(tmp_path)
+    running = start("fit", str(job), cwd=tmp_path)
+    running.until(lambda: "finished" in names(tmp_path / "runs" / "small"), "its end")
+    for pid in marked(running.marker):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGTERM)
+    ended = running.end()
+    assert ended.code == 0, ended.text
+    assert names(tmp_path / "runs" / "small")[-1] == "finished"
 
 
 def test_two_jobs_at_once_on_one_machine_do_not_take_each_others_port(tmp_path: Path) -> None:

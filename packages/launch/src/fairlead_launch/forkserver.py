@@ -37,6 +37,7 @@ CAN_FORK = sys.platform == "linux"
 """Elsewhere a fork of what has imported much does not work, and there is no /proc to look at."""
 SERVER_FD = "FAIRLEAD_FORKSERVER_FD"
 """In a process that was lent a server: its connection (`ForkServer.lend`)."""
+_STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 _HEADER = struct.Struct("!q")
 _PADDING = "FAIRLEAD_FORKSERVER_PADDING"
 _PADDING_BYTES = 100_000  # for the environments of forked processes; one variable may have 128 KiB
@@ -283,6 +284,9 @@ def main(fd: int) -> None:
             _send(connection, obstacles)
         except BrokenPipeError:  # the caller has not waited for it
             return
+        # A scheduler signals all processes of a job: without this one nobody would know how those forked have ended.
+        # It ends with its caller; what is forked takes the signals again.
+        signal.pthread_sigmask(signal.SIG_BLOCK, _STOPS)
         request = _serve(connection)
         connection.close()
         if isinstance(request, Request):

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import atexit
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any, Final, cast
@@ -68,6 +69,11 @@ def run_here_or_on_ranks(arguments: argparse.Namespace, session: Session) -> int
         return _run(arguments, session, release)
 
 
+def _ignore(signals: Iterable[int]) -> None:
+    for number in signals:
+        signal.signal(number, signal.SIG_IGN)
+
+
 def _run(arguments: argparse.Namespace, session: Session, release: Callable[[], list[int]]) -> int:
     try:
         checked = prepare(arguments, session, uses_run=arguments.command == "fit")
@@ -104,7 +110,11 @@ def _run(arguments: argparse.Namespace, session: Session, release: Callable[[], 
         try:
             from fairlead_lightning.commands.run import run_rank
 
-            return run_rank(arguments, session, checked, guard)
+            code = run_rank(arguments, session, checked, guard)
+            if code == 0:
+                # What comes while the process ends has nothing to stop, and is not to make a failure of a finished run.
+                atexit.register(_ignore, guard.flags.signals)
+            return code
         finally:
             if guard.outcome is None:
                 guard.flags.uninstall()
