@@ -140,6 +140,9 @@ def _loader_calls(node: ast.AST) -> list[ast.Call]:
 
 
 def _name(node: ast.expr) -> str:
+    """`workers` of `workers`, `self.workers`, `self.hparams.workers` and `self.hparams["workers"]`."""
+    if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant):
+        return str(node.slice.value)
     return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
 
 
