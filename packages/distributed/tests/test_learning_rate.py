@@ -43,10 +43,8 @@ SCHEDULES: dict[str, Make] = {
 
 def made(make: Make | None = None) -> tuple[SGD, Any]:
     """Two groups, one with a learning rate of its own."""
-    groups = [
-        {"params": [torch.zeros(1, requires_grad=True)]},
-        {"params": [torch.zeros(1, requires_grad=True)], "lr": 0.4},
-    ]
+    one, other = (torch.zeros(1, requires_grad=True) for _ in range(2))
+    groups: list[dict[str, Any]] = [{"params": [one]}, {"params": [other], "lr": 0.4}]
     optimizer = SGD(groups, lr=0.2, momentum=0.9)
     return optimizer, make(optimizer) if make is not None else None
 

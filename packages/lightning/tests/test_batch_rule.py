@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 from fairlead import ClassSpec, Fairlead, JobConfig, RunConfig, Trainer
 from fairlead.errors import ConfigError
 
-TWO = {"accumulate_grad_batches": 2, "base_batch_size": 2}
+TWO: dict[str, Any] = {"accumulate_grad_batches": 2, "base_batch_size": 2}
 
 
 def test_a_run_has_the_scaled_learning_rate_from_its_first_step_on(
