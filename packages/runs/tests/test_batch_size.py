@@ -16,6 +16,7 @@ from fairlead.errors import ConfigError
 from fairlead.testing import FakeEntryPoint, minimal_resolution, stand_ins
 from fairlead_runs.batch_size import (
     GlobalBatch,
+    batch_of_job,
     effective_batch,
     for_each_rank,
     global_batch,
@@ -113,6 +114,9 @@ def test_what_cannot_be_shared_is_refused_before_anything_is_built() -> None:
     ):
         with pytest.raises(ConfigError, match=said):
             for_each_rank(job({"batch_size": "global", "batch_size_from": place}), three)
+    assert (
+        batch_of_job(job({}, data={"class": "m:Data", "args": {"batch_size": "auto"}})) is None
+    )  # no fault of the job
     with pytest.raises(ConfigError, match="no job says a batch size"):
         global_batch(None, TrainerConfig(batch_size="global"))
 

@@ -137,23 +137,23 @@ def lr_setting(trainer: TrainerConfig, batch: GlobalBatch) -> Setting | None:
 
 
 def batch_of_job(job: JobConfig) -> int | None:
-    """The batch size that a job says where `trainer.batch_size_from` points; None: it says none there.
+    """The batch size that a job says where `trainer.batch_size_from` points; None: it says no number there.
 
     Raises:
-        ConfigError: That is no place of an argument, or what is there is no number of samples.
+        ConfigError: That is no place of an argument; or what is there is to be divided, and is no number of samples.
     """
     value: Any = _arguments(job)
     for name in _place(job)[2:]:
         value = value.get(name) if isinstance(value, Mapping) else None
-    if value is None:
-        return None
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+    if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+        return value
+    if value is not None and job.trainer.batch_size == "global":
         raise ConfigError(
-            f"the batch size is {value!r:.60}",
+            f"trainer.batch_size is global, but the batch size is {value!r:.60}",
             where=job.trainer.batch_size_from,
             fix="give the number of samples, or name the argument that has it in trainer.batch_size_from",
         )
-    return value
+    return None  # such as "auto": what the user's class makes of it is its own matter
 
 
 def global_batch(job: JobConfig | None, trainer: TrainerConfig) -> int | None:

@@ -53,7 +53,7 @@ class BatchRule(L.Callback):
                         raise ConfigError(what, where="trainer.base_batch_size", why=why, fix=_BY_HAND)
         batch = None
         if config.base_batch_size is not None or self.total is not None:
-            batch = _batch(trainer)
+            batch = _batch(trainer, needed=config.base_batch_size is not None)
             self._as_asked(batch)
         change = lr_setting(config, batch) if batch is not None else None
         factor = change.value if change is not None else 1.0
@@ -71,8 +71,8 @@ class BatchRule(L.Callback):
             if self._session is None or not self._session.resumed:
                 self._look_at_the_loaders(trainer, say)
 
-    def _as_asked(self, batch: GlobalBatch) -> None:
-        if self.total is not None and batch.samples != self.total:
+    def _as_asked(self, batch: GlobalBatch | None) -> None:
+        if self.total is not None and batch is not None and batch.samples != self.total:
             trainer = self._resolution.trainer
             raise ConfigError(
                 f"the job asks for {self.total} samples to an optimizer step, and the loaders give {batch.samples}",
@@ -127,9 +127,11 @@ def _global(trainer: L.Trainer, size: int) -> GlobalBatch:
     return GlobalBatch(size, replicas, trainer.num_nodes, trainer.accumulate_grad_batches)
 
 
-def _batch(trainer: L.Trainer) -> GlobalBatch:
-    """What all ranks see; a ConfigError where that is no one number."""
+def _batch(trainer: L.Trainer, *, needed: bool) -> GlobalBatch | None:
+    """What all ranks see; where that is no one number a ConfigError if it is `needed`, else None."""
     sizes: list[Any] = all_gather_object(_size(trainer))
+    if not needed and (None in sizes or len(set(sizes)) > 1):
+        return None
     if None in sizes:
         count = len(_loaders(trainer))
         raise ConfigError(
