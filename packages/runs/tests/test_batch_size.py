@@ -147,6 +147,7 @@ def test_without_a_base_no_learning_rate_is_touched() -> None:
             {"batch_per_device": 32, "global_batch": 64, "lr_factor": 2.0},
         ),
         ({"base_batch_size": 16, "batch_size_from": "data.args.n"}, {}, {"lr_factor": None}),  # the loaders will say it
+        ({}, {"batch_size": "auto"}, {}),
     ],
 )
 def test_explain_shows_the_numbers(
@@ -154,7 +155,7 @@ def test_explain_shows_the_numbers(
     fairlead_plugins: Callable[..., PluginManager],
     capsys: pytest.CaptureFixture[str],
     trainer: dict[str, Any],
-    args: dict[str, int],
+    args: dict[str, Any],
     expected: dict[str, Any],
 ) -> None:
     said = explained(tmp_path, fairlead_plugins, capsys, trainer, args)
@@ -177,7 +178,7 @@ def explained(
     plugins: Callable[..., PluginManager],
     capsys: pytest.CaptureFixture[str],
     trainer: dict[str, Any],
-    args: dict[str, int],
+    args: dict[str, Any],
 ) -> Any:
     (folder / "net.py").write_text("class Net: pass\nclass Data:\n    def __init__(self, batch_size=8, n=None): ...\n")
     asked = {"model": "net:Net", "data": {"class": "net:Data", "args": args}, "trainer": {"devices": 2, **trainer}}

@@ -20,8 +20,6 @@ from fairlead_runs.commit import newest_complete
 from fairlead_runs.naming import run_directory
 from fairlead_runs.ownership import same_run, stored_fingerprint
 
-AT_THE_START = "the batch size is seen at the start"
-
 
 def check_batch(loaded: LoadedJob, resolution: Resolution, environ: Mapping[str, str], cwd: Path) -> CheckResult:
     """The check `check.batch`: the settings `batch_per_device`, `global_batch` and `lr_factor`, with their numbers."""
@@ -48,7 +46,7 @@ def check_batch(loaded: LoadedJob, resolution: Resolution, environ: Mapping[str,
         if (change := lr_setting(trainer, batch)) is not None:
             settings["lr_factor"] = change
     elif trainer.base_batch_size is not None:
-        settings["lr_factor"] = Setting(None, AT_THE_START)
+        settings["lr_factor"] = Setting(None, "the batch size is seen at the start")
     return CheckResult((), settings)
 
 
@@ -60,7 +58,9 @@ def _spec(job: JobConfig) -> ClassSpec | None:
 def _default(loaded: LoadedJob, job: JobConfig) -> int | None:
     """The default of the argument in the user's class, as its source says."""
     spec, name = _spec(job), job.trainer.batch_size_from.split(".")[2:]
-    found = find_callable(spec.class_, loaded.root) if spec is not None and len(name) == 1 else None
+    if spec is None or len(name) != 1 or name[0] in spec.args:
+        return None
+    found = find_callable(spec.class_, loaded.root)
     if not isinstance(found, CallableInfo) or found.signature is None or name[0] not in found.signature.parameters:
         return None
     text = found.signature.parameters[name[0]].default
