@@ -147,6 +147,9 @@ def _codes() -> str:
         for name, plugin in manager.distinct(axis).items() if axis != "command" else ():
             for code, text in plugin.codes.items():
                 makers.setdefault((code, text), []).append(f"[{axis}.{name}](plugins.md#{axis}-{name})")
+    for name in manager.names("check"):
+        for code, text in manager.check(name).codes.items():
+            makers.setdefault((code, text), []).append(f"the check `{name}` of every job")
     rows += [(f"`{code}`", text, ", ".join(names)) for (code, text), names in makers.items()]
     return table(("code", "meaning", "made by"), sorted(rows))
 

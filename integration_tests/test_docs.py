@@ -125,6 +125,8 @@ def test_every_finding_code_is_documented() -> None:
     for axis in AXIS_PLUGINS:
         for plugin in manager.distinct(axis).values() if axis != "command" else ():
             listed |= set(plugin.codes)
+    for name in manager.names("check"):
+        listed |= set(manager.check(name).codes)
     made = {code for source in ROOT.glob("packages/*/src/**/*.py") for code in codes_made_in(source)}
     assert len(made) > 20
     assert made - listed == set()

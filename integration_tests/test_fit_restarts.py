@@ -36,7 +36,7 @@ def test_a_killed_rank_costs_no_more_than_a_restart(tmp_path: Path, undisturbed:
     assert "rank 1 of 2 was killed by SIGKILL" in fit.err
     assert fit.err.count("starting the ranks again (1 of 1)") == 1
     assert "2 ranks on 1 node, ddp on cpu, 32-true, 1 thread each, gloo, Master: 127.0.0.1:" in fit.out
-    assert "model       20 parameters, batch 4 per device, 8 in all (2 ranks)" in fit.out
+    assert "model       20 parameters, batch 4 per device x 2 devices = 8 in all" in fit.out
     ours = weights(tmp_path)
     assert all(torch.equal(ours[name], undisturbed[name]) for name in undisturbed)
     run = tmp_path / "runs" / "small"

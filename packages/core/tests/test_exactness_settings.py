@@ -162,6 +162,7 @@ def test_every_field_of_the_trainer_was_thought_of() -> None:
         "num_nodes",
         "threads",
         "batch_policy",
+        "batch_size",
     }  # `explain` says where a run goes on with other ranks
     limits = {"max_epochs", "min_epochs", "max_steps", "min_steps"}
     the_same_each_time = {
@@ -173,6 +174,7 @@ def test_every_field_of_the_trainer_was_thought_of() -> None:
         "model_registry",
         "max_non_finite",
         "check_divergence_every_n_steps",
+        *("batch_size_from", "base_batch_size", "lr_rule"),
     }
     known = by_plugin | inexact | by_sight | by_ranks | limits | the_same_each_time
     assert set(TrainerConfig.model_fields) == known

@@ -106,6 +106,16 @@ def saved(trainer: Trainer, root: Path) -> None:
     assert [e["step"] for e in events(root / "run", "checkpoint")] == [2, 3]
 
 
+def began_with(rate: float) -> Check:
+    """The learning rate before any schedule moves it; the model says 0.05, the batch is 4."""
+
+    def check(trainer: Trainer, root: Path) -> None:
+        trainer.fit(Line(), datamodule=Data())
+        assert trainer.optimizers[0].param_groups[0]["initial_lr"] == rate
+
+    return check
+
+
 def not_saved(trainer: Trainer, root: Path) -> None:
     trainer.fit(Line(), datamodule=Data())
     assert events(root / "run", "checkpoint") == []
@@ -245,6 +255,11 @@ EXPECTED: dict[str, list[tuple[dict[str, Any], Check]]] = {
         ({"gradient_clip_val": 1.0, "gradient_clip_algorithm": "value"}, has("gradient_clip_algorithm.value", "value"))
     ],
     "batch_policy": [({"batch_policy": "keep_global"}, kept_global)],
+    # A job's alone; `test_batch_rule` and `integration_tests/test_batch_and_rate.py` have one.
+    "batch_size": [({"batch_size": "per_device"}, has("parts.batch.total", None))],
+    "batch_size_from": [({"batch_size_from": "model.args.batch"}, has("parts.batch.total", None))],
+    "base_batch_size": [({**QUICK, "base_batch_size": 2}, began_with(0.05 * 4 / 2))],
+    "lr_rule": [({**QUICK, "base_batch_size": 1, "lr_rule": "sqrt"}, began_with(0.05 * 4**0.5))],
     "sync_batchnorm": [({"sync_batchnorm": True, "devices": 2}, isa("strategy._layer_sync", TorchSyncBatchNorm))],
     "use_distributed_sampler": [
         ({"use_distributed_sampler": False}, has("_accelerator_connector.use_distributed_sampler", False))

@@ -242,6 +242,5 @@ def _by_claims(claims: Mapping[str, Claim], findings: list[Finding]) -> tuple[st
             )
         )
     passed = [f"{tag} ({other.evidence})" for tag, other in claims.items() if other.specificity < claim.specificity]
-    reason = claim.evidence
     passed = [text for text in passed if not text.startswith(FALLBACK)]
-    return name, f"{reason}; it is inside {', '.join(passed)}" if passed else reason
+    return name, f"{claim.evidence}; it is inside {', '.join(passed)}" if passed else claim.evidence

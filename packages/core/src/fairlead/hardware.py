@@ -60,15 +60,11 @@ def _profiled_accelerator(
     found = Devices(profile.devices_per_node, "resources.devices_per_node", (kind,) * profile.devices_per_node)
     asked = partial.trainer.accelerator
     config = partial.default("accelerator", AcceleratorConfigBase, asked, tag, f"resources.device={kind}")
-    if (
-        config is not None
-        and isinstance(asked, AcceleratorConfigBase)
-        and config.name != partial.plugins.get("accelerator", tag).tag
-    ):
+    if isinstance(asked, AcceleratorConfigBase) and asked.name != partial.plugins.get("accelerator", tag).tag:
         partial.report(
             "error",
             "profile-mismatch",
-            f"the job asks for the accelerator {config.name!r}, its resources are {kind!r}",
+            f"the job asks for the accelerator {asked.name!r}, its resources are {kind!r}",
             where="trainer.accelerator",
             fix=f"write `accelerator: {tag}` or `accelerator: auto`",
         )

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from typing import Final
 
 from fairlead.facts import Job, Setting
-
-_OMP: Final = "OMP_NUM_THREADS"
 
 
 def choose_threads(
@@ -21,9 +18,9 @@ def choose_threads(
     """
     if asked != "auto":
         return Setting(int(asked), "trainer.threads")
-    given = environ.get(_OMP, "").split(",")[0].strip()  # `8,2` is for nested regions
+    given = environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()  # `8,2` is for nested regions
     if given.isdecimal() and int(given):
-        return Setting(int(given), _OMP)
+        return Setting(int(given), "OMP_NUM_THREADS")
     usable = cpus or (len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()) or 1
     if job is not None and job.cpus_per_rank is not None:
         return Setting(min(job.cpus_per_rank.value, usable), job.cpus_per_rank.reason)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Annotated, Any, Final, get_args, get_origin
+from typing import Any, Final, get_args
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
@@ -144,11 +144,7 @@ def _model_of(annotations: tuple[Any, ...], value: Any, plugins: PluginManager) 
     for annotation in annotations:
         if isinstance(annotation, type) and issubclass(annotation, BaseModel):
             return annotation
-        arguments = get_args(annotation) if get_origin(annotation) is not None else ()
-        if get_origin(annotation) is Annotated:
-            arguments = (annotation.__origin__, *annotation.__metadata__)
-        found = _model_of(arguments, value, plugins) if arguments else None
-        if found is not None:
+        if (found := _model_of(get_args(annotation), value, plugins)) is not None:
             return found
     return None
 

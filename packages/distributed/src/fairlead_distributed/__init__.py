@@ -41,6 +41,7 @@ from fairlead_distributed.info import (
     is_initialized,
     startup_lines,
 )
+from fairlead_distributed.learning_rate import apply_lr_factor
 from fairlead_distributed.manager import MultiNodeTrainingManager
 from fairlead_distributed.object_collectives import all_gather_object, broadcast_object, gather_object
 from fairlead_distributed.predictions.reading import Predictions
@@ -74,6 +75,7 @@ from fairlead_distributed.stuck import RankWatch
 from fairlead_launch.launcher import DistributedLauncher, launch_distributed_training
 from fairlead_launch.ports import PortError, bind_listener, free_port
 from fairlead_launch.settings import LaunchConfig
+from fairlead_runs.batch_size import effective_batch, lr_factor, scale_lr, split_batch
 
 __all__ = [
     "AddressNotFoundError",
@@ -109,6 +111,7 @@ __all__ = [
     "all_gather_object",
     "all_reduce",
     "all_to_all",
+    "apply_lr_factor",
     "barrier",
     "bind_listener",
     "broadcast",
@@ -119,6 +122,7 @@ __all__ = [
     "destroy_process_group",
     "dump_flight_recorder",
     "dump_stacks",
+    "effective_batch",
     "first_divergence",
     "flight_recorder_variables",
     "free_port",
@@ -134,6 +138,7 @@ __all__ = [
     "isolated_rng",
     "join",
     "launch_distributed_training",
+    "lr_factor",
     "no_sync",
     "process_group",
     "rank_device",
@@ -141,10 +146,12 @@ __all__ = [
     "register_exact_reduction",
     "rng_state",
     "sample_rng",
+    "scale_lr",
     "seeded_split",
     "set_rng_state",
     "setup_distributed",
     "show_stacks_on_signal",
+    "split_batch",
     "startup_lines",
     "tcp_store",
     "weighted_mean",

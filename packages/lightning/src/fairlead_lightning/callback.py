@@ -43,6 +43,9 @@ class Fairlead(L.Callback):
         max_non_finite: When a loss that is no number ends the training, as failed; see `TrainerConfig`.
         check_divergence_every_n_steps: How often the weights of all ranks are compared; see `TrainerConfig`.
         batch_policy: What stays the same when the run goes on with another number of ranks; see `TrainerConfig`.
+        base_batch_size: The global batch for which the learning rates of `configure_optimizers` were chosen: they
+            follow that of this start; see `TrainerConfig`.
+        lr_rule: How they follow it; None: `linear`.
         environ: The environment variables; None: this process's.
         plugins: The plugin manager; None: the plugins installed here.
         guard: What stops the fit on a signal, with handlers that are installed already, as where the fit is not in
@@ -64,6 +67,8 @@ class Fairlead(L.Callback):
         max_non_finite: int | None = 10,
         check_divergence_every_n_steps: int | None = None,
         batch_policy: Literal["keep_global", "keep_per_device"] | None = None,
+        base_batch_size: int | None = None,
+        lr_rule: Literal["linear", "sqrt", "none"] | None = None,
         environ: Mapping[str, str] | None = None,
         plugins: PluginManager | None = None,
         guard: StopGuard | None = None,
@@ -80,6 +85,8 @@ class Fairlead(L.Callback):
                 "requeue": requeue,
                 "max_non_finite": max_non_finite,
                 "check_divergence_every_n_steps": check_divergence_every_n_steps,
+                "base_batch_size": base_batch_size,
+                "lr_rule": lr_rule,
             },
             context={"plugins": plugins},
         )
@@ -103,7 +110,7 @@ class Fairlead(L.Callback):
         resolution = as_seen(trainer, resolution, batch, str(trainer.precision))
         data = getattr(trainer, "datamodule", None)  # set by Lightning when the fit begins
         data = described(data) if data is not None else None
-        job = described_job(self.run, described(pl_module), data, _trainer_settings(trainer))
+        job = described_job(self.run, described(pl_module), data, _trainer_settings(trainer, self._config))
         copies = copies_of(getattr(trainer.strategy, "checkpoint_io", None))
         session = open_session(job, resolution, self.run, environ=self._environ, copies=copies)
         self.session = session
@@ -159,7 +166,8 @@ def _commit_checkpoints(trainer: L.Trainer, context: BuildContext) -> None:
         trainer.strategy.checkpoint_io = build_backend(backend, context)
 
 
-def _trainer_settings(trainer: L.Trainer) -> dict[str, Any]:
-    """What identifies the run among the Trainer's own settings; the rest may change on a resume."""
+def _trainer_settings(trainer: L.Trainer, config: TrainerConfig) -> dict[str, Any]:
+    """What identifies the run among the Trainer's own settings and ours; the rest may change on a resume."""
     names = ("max_steps", "max_epochs", "accumulate_grad_batches", "gradient_clip_val")
-    return {"precision": str(trainer.precision), **{name: getattr(trainer, name) for name in names}}
+    own = {"base_batch_size": config.base_batch_size, "lr_rule": config.lr_rule} if config.base_batch_size else {}
+    return {"precision": str(trainer.precision), **{name: getattr(trainer, name) for name in names}, **own}

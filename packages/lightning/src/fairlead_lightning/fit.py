@@ -21,7 +21,7 @@ from lightning.pytorch.loggers import Logger
 from torch.multiprocessing import ProcessExitedException
 
 from fairlead.checks import check_trainer
-from fairlead.config import CheckpointConfig, RunConfig, TrainerConfig
+from fairlead.config import CheckpointConfig, JobConfig, RunConfig, TrainerConfig
 from fairlead.findings import Finding, Inexact, raise_errors
 from fairlead.interfaces import BuildContext, Extras, Setting
 from fairlead.plugins import PluginManager
@@ -37,6 +37,7 @@ from fairlead_lightning.display.output import give_output_back, keep_output
 from fairlead_lightning.display.quiet import only_rank_0_warns
 from fairlead_lightning.display.trainjob import TrainJobProgress
 from fairlead_lightning.guard import StopGuard
+from fairlead_lightning.lifecycle.batch_rule import BatchRule
 from fairlead_lightning.lifecycle.even_epochs import EvenEpochs
 from fairlead_lightning.lifecycle.recorder import Recorder
 from fairlead_lightning.lifecycle.replicas import Replicas
@@ -49,6 +50,7 @@ from fairlead_lightning.resume.averages import AverageOverRanks
 from fairlead_lightning.resume.exact_resume import ExactResume
 from fairlead_lightning.resume.loading import readable_load_errors
 from fairlead_lightning.resume.rank_state import saved_positions
+from fairlead_runs.batch_size import global_batch
 from fairlead_runs.trainjob import StatusServer
 
 
@@ -169,11 +171,13 @@ class FitParts:
         seed: int | None = None,
         inexact: Sequence[Inexact] | None = None,
         guard: StopGuard | None = None,
+        job: JobConfig | None = None,
     ) -> None:
         resolution, environ = context.resolution, context.environ
         self.averages = AverageOverRanks()
         self.exact = ExactResume(seed, environ=environ, settings=inexact, say=say)
-        self.reduce = ModuleReduce()
+        self.batch = BatchRule(resolution, say, global_batch(job, resolution.trainer))
+        self.always: list[L.Callback] = [ModuleReduce(), self.batch]
         self.finite = Finite(resolution.trainer.max_non_finite, say)
         self.replicas = Replicas(resolution.trainer.check_divergence_every_n_steps)
         self.even = EvenEpochs(say)
@@ -201,7 +205,7 @@ class FitParts:
         keep_output()
         saves = [Checkpoints(checkpoint, session, self.exact, self.finite)] if checkpoint is not None else []
         writes = saves[0] if saves else None
-        first: list[L.Callback] = [self.averages, self.exact, self.reduce]
+        first: list[L.Callback] = [self.averages, self.exact, *self.always]
         records: list[L.Callback] = []
         if session.finished is None:
             first += [self.even, self.finite, self.replicas]
@@ -211,6 +215,7 @@ class FitParts:
             self.stops.begin(trainer, session, writes, here=trains_here(self._resolution))
             told = [self._trainjob] if self._trainjob is not None else []
             records = [Recorder(session, self.stops), *told, self.stuck, self.stops]
+        self.batch.begin(session)
         self.exact.begin(session, writes, self.stops if records else None)
         last = [*saves, *records]
         if session.resumed:  # its first start has given Lightning's advice
@@ -246,7 +251,17 @@ class FitParts:
 
 
 _WATCH: Final = (EvenEpochs, Finite, Replicas, StuckRanks)
-_PARTS: Final = (AverageOverRanks, ExactResume, ModuleReduce, *_WATCH, Checkpoints, Recorder, TrainJobProgress, Stops)
+_PARTS: Final = (
+    AverageOverRanks,
+    ExactResume,
+    ModuleReduce,
+    BatchRule,
+    *_WATCH,
+    Checkpoints,
+    Recorder,
+    TrainJobProgress,
+    Stops,
+)
 
 
 _ADVICE: Final = ("ignore", None, PossibleUserWarning, None, 0)

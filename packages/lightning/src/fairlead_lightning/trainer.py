@@ -119,13 +119,14 @@ class Trainer(L.Trainer):
             seed=self.run_config.seed,
             inexact=device_reasons(self.resolution, plugins, self.run_config),
             guard=guard,
+            job=job,
         )
         arguments = trainer_arguments(self._context, root or code_root(None, code=self.run_config.code, cwd=Path.cwd()))
         given = [*arguments["callbacks"], *callbacks]
         # A user's own bar takes the place of ours; Lightning refuses two.
         self._shows = arguments["enable_progress_bar"] and not any(isinstance(c, ProgressBar) for c in given)
         kept = [] if self.fairlead_config.barebones else [self.parts.averages, self.parts.exact]
-        arguments["callbacks"] = [*kept, self.parts.reduce, *given, *([self.progress] if self._shows else [])]
+        arguments["callbacks"] = [*kept, *self.parts.always, *given, *([self.progress] if self._shows else [])]
         arguments["default_root_dir"] = str(Path(self.run_config.dir).absolute())
         # Fit adds our own checkpoint callback, when it knows the run.
         user_saves = any(isinstance(c, Checkpoint) for c in given)
@@ -184,7 +185,7 @@ class Trainer(L.Trainer):
         if job.run.seed is not None:
             L.seed_everything(job.run.seed, workers=True, verbose=False)
         trainer = cls(job, callbacks=callbacks, environ=environ, plugins=plugins, root=root)
-        trainer.rebuilt = rebuild(job, root, checkpoint=found.checkpoint, weights=found.weights)
+        trainer.rebuilt = rebuild(job, trainer.resolution, root, checkpoint=found.checkpoint, weights=found.weights)
         return trainer
 
     def __getstate__(self) -> dict[str, Any]:

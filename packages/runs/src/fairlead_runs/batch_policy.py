@@ -14,7 +14,8 @@ def batch_plan(resolution: Resolution, previous: Mapping[str, Any] | None) -> in
 
     `previous` is the metadata of the checkpoint that the run resumes from. Global batch = batch of a rank x world size
     x accumulate_grad_batches. `ConfigError`: the world size changed and nothing says what to keep, or the old global
-    batch cannot be made of whole batches of the new ranks.
+    batch cannot be made of whole batches of the new ranks. With `batch_size: global` nothing needs to be kept: each
+    start divides the same global batch.
     """
     asked = resolution.trainer.accumulate_grad_batches
     if previous is None or previous.get("world_size") is None:
@@ -23,7 +24,7 @@ def batch_plan(resolution: Resolution, previous: Mapping[str, Any] | None) -> in
     # Not what the config asks for: the start before may have kept the global batch of one before it.
     old = old_world * int(previous.get("accumulate_grad_batches", asked))
     policy = resolution.trainer.batch_policy
-    if old == new_world * asked or policy == "keep_per_device":
+    if old == new_world * asked or policy == "keep_per_device" or resolution.trainer.batch_size == "global":
         return asked
     if policy is None:
         raise ConfigError(

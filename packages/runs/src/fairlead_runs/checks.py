@@ -1,7 +1,20 @@
-"""The check of every job that looks at its run directory."""
+"""The checks of every job: its run directory, its batch, and how its data are loaded."""
 
 from __future__ import annotations
 
 from fairlead.plugin_classes import CheckPlugin
 
 run_directory = CheckPlugin("fairlead_runs.run_check:check_run_directory", reads_run=True)
+batch = CheckPlugin(
+    "fairlead_runs.batch_check:check_batch",
+    reads_run=True,
+    codes={"batch-size": "The batch size of the job cannot be read, or not be shared by its ranks."},
+)
+loaders = CheckPlugin(
+    "fairlead_runs.loader_check:check_loaders",
+    codes={
+        "workers-too-many": "The loaders of a node's ranks have more workers than the node has CPUs for them.",
+        "workers-none": "A GPU trains, and its batches are loaded by the process that drives it.",
+        "memory-not-pinned": "A GPU trains, and its batches come from memory that is not pinned.",
+    },
+)

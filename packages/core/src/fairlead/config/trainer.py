@@ -185,6 +185,14 @@ class TrainerConfig(ConfigModel):
         Literal["keep_global", "keep_per_device"] | None, MayChange("it is set because the world size changed")
     ] = None
     """What stays the same when a run resumes with another number of ranks."""
+    batch_size: Literal["per_device", "global"] = "per_device"
+    """What the job's batch size counts: the samples of one rank's batch, or of all ranks in one optimizer step."""
+    batch_size_from: str = "data.args.batch_size"
+    """Where the job says its batch size."""
+    base_batch_size: PositiveInt | None = None
+    """The global batch for which the job's learning rates were chosen; None: they are taken as they are."""
+    lr_rule: Literal["linear", "sqrt", "none"] | None = None
+    """How learning rates follow the global batch from `base_batch_size` on; None: linear, where that is given."""
     sync_batchnorm: Annotated[bool, LIGHTNING] = False
     """Lightning's shorthand for `layer_sync: torch_sync_batchnorm`."""
     use_distributed_sampler: Annotated[bool, LIGHTNING] = True
@@ -283,6 +291,10 @@ class TrainerConfig(ConfigModel):
             if key in type(self).model_fields or key in {"logger", "default_root_dir"}:
                 own = {"logger": "loggers", "default_root_dir": "run.dir"}.get(key, f"trainer.{key}")
                 raise ValueError(f"lightning_kwargs: {key!r} is set by `{own}`; set it there")
+        if self.lr_rule in ("linear", "sqrt") and self.base_batch_size is None:
+            raise ValueError(f"lr_rule: {self.lr_rule} needs base_batch_size: the global batch of the learning rates")
+        if self.batch_size == "global" and self.batch_policy == "keep_per_device":
+            raise ValueError("batch_size: global keeps the global batch, and batch_policy: keep_per_device another")
         if self.min_steps is not None and -1 < self.max_steps < self.min_steps:
             raise ValueError(f"min_steps ({self.min_steps}) is above max_steps ({self.max_steps})")
         return self

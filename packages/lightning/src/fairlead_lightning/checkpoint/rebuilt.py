@@ -11,8 +11,10 @@ import lightning.pytorch as L
 
 from fairlead.config import ClassSpec, JobConfig
 from fairlead.errors import CheckpointError, UserCodeError
+from fairlead.resolution import Resolution
 from fairlead.user_code import CodeRoot, activate, instantiate
 from fairlead_lightning.resume.loading import load_weights
+from fairlead_runs.batch_size import for_each_rank
 from fairlead_runs.fingerprints import leaves
 
 _STAND_IN: Final = re.compile(r"<[A-Za-z_][\w.]*>")
@@ -28,7 +30,9 @@ class Rebuilt:
     checkpoint: Path | None
 
 
-def rebuild(job: JobConfig, root: CodeRoot, *, checkpoint: Path | None, weights: Path | None) -> Rebuilt:
+def rebuild(
+    job: JobConfig, resolution: Resolution, root: CodeRoot, *, checkpoint: Path | None, weights: Path | None
+) -> Rebuilt:
     """Builds a job's model and data, and loads a file of safetensors into the model where `weights` names one."""
     activate(root)
     for where, spec in (("model", job.model), ("data", job.data)):
@@ -41,6 +45,7 @@ def rebuild(job: JobConfig, root: CodeRoot, *, checkpoint: Path | None, weights:
                     fix="build the objects as your script does, and name the checkpoint: "
                     "trainer.fit(model, ckpt_path=...)",
                 )
+    job = for_each_rank(job, resolution)
     model = cast("L.LightningModule", build_user_object(job.model, root, "model", L.LightningModule))
     data = build_user_object(job.data, root, "data", L.LightningDataModule) if job.data is not None else None
     if weights is not None:

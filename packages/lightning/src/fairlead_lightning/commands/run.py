@@ -29,6 +29,7 @@ from fairlead_lightning.lifecycle.stopping import StopEvaluation
 from fairlead_lightning.lifecycle.stuck import SpokenForError
 from fairlead_lightning.resume.loading import readable_load_errors
 from fairlead_lightning.trainer import Trainer
+from fairlead_runs.batch_size import for_each_rank
 from fairlead_runs.describe import counted
 
 _LOADERS: Final = {
@@ -84,8 +85,9 @@ def _run(arguments: argparse.Namespace, session: Session, checked: CheckedJob, g
             guard=guard,
             resolution=checked.resolution,
         )
-        model = build_user_object(job.model, root, "model", L.LightningModule)
-        data = build_user_object(job.data, root, "data", L.LightningDataModule) if job.data is not None else None
+        shared = for_each_rank(job, trainer.resolution, evaluates=evaluates)
+        model = build_user_object(shared.model, root, "model", L.LightningModule)
+        data = build_user_object(shared.data, root, "data", L.LightningDataModule) if shared.data is not None else None
         _require_loader(arguments.command, model, data)
     except FairleadError as error:
         resolution = checked.resolution

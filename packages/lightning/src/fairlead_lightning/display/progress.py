@@ -19,6 +19,7 @@ from fairlead_lightning import compat
 from fairlead_lightning.display.displays import Lines, choose_display
 from fairlead_lightning.display.summary import summary_lines
 from fairlead_lightning.display.throughput import Throughput, batch_size, duration, number, short
+from fairlead_runs.batch_size import GlobalBatch
 
 _LOSSES: Final = ("train/loss", "train_loss", "loss")
 _SHOWN: Final = 6
@@ -146,11 +147,10 @@ class Progress(ProgressBar):
 
     def _sizes(self, trainer: L.Trainer, pl_module: L.LightningModule, samples: int) -> str:
         """What is trained, with how much at a time: parameters, and the batch of a device and of a step."""
-        ranks, batches = self._replicas, trainer.accumulate_grad_batches
+        batch = GlobalBatch(samples, self._replicas, trainer.num_nodes, trainer.accumulate_grad_batches)
         parameters = sum(parameter.numel() for parameter in pl_module.parameters())
-        text = f"model       {short(parameters)} parameters, batch {samples} per device"
-        factors = [f"{ranks} ranks"] * (ranks > 1) + [f"{batches} batches a step"] * (batches > 1)
-        return f"{text}, {samples * ranks * batches} in all ({', '.join(factors)})" if factors else text
+        in_all = f" = {batch.samples} in all" if batch.samples > samples else ""
+        return f"model       {short(parameters)} parameters, batch {batch}{in_all}"
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Stops the clock of training."""

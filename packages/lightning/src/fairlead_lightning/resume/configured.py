@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
@@ -12,6 +13,7 @@ import lightning.pytorch as L
 from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch.utilities import CombinedLoader
 
+from fairlead.config import TrainerConfig
 from fairlead.errors import RunDirectoryError
 from fairlead.findings import Inexact
 from fairlead_distributed.run.session import RunSession
@@ -41,6 +43,7 @@ class Configured:
     def __init__(self, trainer: L.Trainer) -> None:
         """Before anything is restored."""
         data = getattr(trainer, "datamodule", None)
+        self._shared = _shared(getattr(trainer, "fairlead_config", None))
         self._now: dict[str, Any] = {
             "trainer": {name: _plain(vars(trainer).get(name)) for name in _TRAINER},
             "model": _arguments(trainer.lightning_module),
@@ -67,13 +70,20 @@ class Configured:
         return [
             f"{path}: {_text(old, path)} -> {_text(new, path)} ({_whose(new, counts, path)})"
             for path in sorted(old.keys() | new.keys())
-            if old.get(path) != new.get(path)
+            if old.get(path) != new.get(path) and not (self._shared and self._shared.fullmatch(path))
         ]
 
     def write(self, start: Path) -> None:
         """Writes it down in the folder of a start."""
         text = json.dumps(redact(self._now), indent=1) + "\n"
         atomic_write(start / CONFIGURED_FILE, text.encode(), error=RunDirectoryError)
+
+
+def _shared(config: object) -> re.Pattern[str] | None:
+    """The values that are each rank's share of a global batch, and so others with other ranks."""
+    if not isinstance(config, TrainerConfig) or config.batch_size != "global":
+        return None
+    return re.compile(rf"loaders\[\d+\]\.batch_size|{re.escape(config.batch_size_from.replace('.args.', '.', 1))}")
 
 
 def changed(changes: list[str], session: RunSession) -> Iterator[Inexact]:

@@ -1,0 +1,227 @@
+"""The samples of one optimizer step over all ranks, how ranks share them, and what learning rate goes with them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from fairlead.config import ClassSpec, JobConfig, TrainerConfig
+from fairlead.errors import ConfigError
+from fairlead.facts import Setting
+from fairlead.resolution import Resolution
+
+LrRule = Literal["linear", "sqrt", "none"]
+"""How a learning rate follows the global batch: in proportion, with its square root, or not at all."""
+
+
+@dataclass(frozen=True)
+class GlobalBatch:
+    """What makes one optimizer step: the batch of a rank, the ranks, and the batches that each adds up for a step.
+
+    Example:
+        >>> batch = GlobalBatch(32, ranks=16, nodes=2, accumulate=4)
+        >>> batch.samples, str(batch)
+        (2048, '32 per device x 8 devices x 2 nodes x 4 batches')
+    """
+
+    per_device: int
+    ranks: int = 1
+    nodes: int = 1
+    accumulate: int = 1
+
+    @property
+    def samples(self) -> int:
+        """Samples in one optimizer step, over all ranks."""
+        return effective_batch(self.per_device, self.ranks, accumulate_grad_batches=self.accumulate)
+
+    def __str__(self) -> str:
+        ranks = [(self.ranks, "rank")]  # nodes may have unequal numbers of them
+        if self.ranks % self.nodes == 0:
+            ranks = [(self.ranks // self.nodes, "device"), (self.nodes, "node")]
+        counts = [*ranks, (self.accumulate, "batch")]
+        named = [f"{count} {name}{'es' if name == 'batch' else 's'}" for count, name in counts if count > 1]
+        return " x ".join([f"{self.per_device} per device", *named])
+
+
+def effective_batch(batch_size: int, devices: int = 1, num_nodes: int = 1, accumulate_grad_batches: int = 1) -> int:
+    """The global (or effective) batch: the samples of one optimizer step, over all ranks.
+
+    Args:
+        batch_size: Samples in the batch of one rank.
+        devices: Ranks on each node.
+        num_nodes: Nodes.
+        accumulate_grad_batches: Batches of each rank whose gradients are added up for one optimizer step.
+
+    Example:
+        >>> effective_batch(32, devices=8, num_nodes=2, accumulate_grad_batches=4)
+        2048
+    """
+    return batch_size * devices * num_nodes * accumulate_grad_batches
+
+
+def split_batch(total: int, world_size: int, accumulate_grad_batches: int = 1) -> int:
+    """The batch of one rank, where all ranks together are to take `total` samples for an optimizer step.
+
+    Args:
+        total: Samples in one optimizer step, over all ranks.
+        world_size: Ranks in all.
+        accumulate_grad_batches: Batches of each rank to one optimizer step.
+
+    Raises:
+        ConfigError: They cannot be shared evenly; the message names the nearest totals that can.
+
+    Example:
+        >>> split_batch(256, world_size=8)
+        32
+    """
+    parts = world_size * accumulate_grad_batches
+    if total > 0 and total % parts == 0:
+        return total // parts
+    ranks = f"{world_size} rank{'s' if world_size > 1 else ''}"
+    batches = f" x {accumulate_grad_batches} batches" if accumulate_grad_batches > 1 else ""
+    below = total // parts * parts
+    nearest = f"{below} or {below + parts}" if below > 0 else str(parts)
+    raise ConfigError(
+        f"a global batch of {total} samples cannot be shared by {ranks}{batches}",
+        why=f"{total} / {parts} is not a whole number" if total > 0 else "it has no samples",
+        fix=f"the nearest sizes that can: {nearest}",
+    )
+
+
+def lr_factor(effective: float, base: float, rule: LrRule = "linear") -> float:
+    """What a learning rate that was chosen for the global batch `base` is multiplied by for the one of `effective`.
+
+    `linear` is the rule of Goyal et al. 2017 (arXiv:1706.02677), `sqrt` that of Krizhevsky 2014 (arXiv:1404.5997).
+
+    Args:
+        effective: Samples in one optimizer step, over all ranks.
+        base: The same where the learning rate was chosen.
+        rule: `linear`: in proportion; `sqrt`: with the square root; `none`: 1.
+
+    Raises:
+        ConfigError: A batch is not positive, or there is no such rule.
+
+    Example:
+        >>> lr_factor(2048, base=512), lr_factor(2048, base=512, rule="sqrt"), lr_factor(2048, base=512, rule="none")
+        (4.0, 2.0, 1.0)
+    """
+    if effective <= 0 or base <= 0:
+        raise ConfigError(f"no learning rate follows from a batch of {effective} and a base of {base}")
+    if rule not in ("linear", "sqrt", "none"):
+        raise ConfigError(f"there is no learning-rate rule {rule!r}", fix="name linear, sqrt or none")
+    ratio = effective / base
+    return {"linear": ratio, "sqrt": math.sqrt(ratio), "none": 1.0}[rule]
+
+
+def scale_lr(base_lr: float, effective: float, base: float, rule: LrRule = "linear") -> float:
+    """The learning rate for a global batch of `effective`, where `base_lr` was chosen for one of `base`.
+
+    The arguments and errors are those of `lr_factor`.
+
+    Example:
+        >>> scale_lr(0.1, effective=2048, base=256)
+        0.8
+    """
+    return base_lr * lr_factor(effective, base, rule)
+
+
+def lr_setting(trainer: TrainerConfig, batch: GlobalBatch) -> Setting | None:
+    """What a job's learning rates are multiplied by, with the reason; None without `trainer.base_batch_size`."""
+    base, rule = trainer.base_batch_size, trainer.lr_rule or "linear"
+    if base is None:
+        return None
+    factor = lr_factor(batch.samples, base, rule)
+    return Setting(factor, f"lr_rule {rule}: global batch {batch.samples} / base_batch_size {base}")
+
+
+def batch_of_job(job: JobConfig) -> int | None:
+    """The batch size that a job says where `trainer.batch_size_from` points; None: it says no number there.
+
+    Raises:
+        ConfigError: That is no place of an argument; or what is there is to be divided, and is no number of samples.
+    """
+    value: Any = _arguments(job)
+    for name in _place(job)[2:]:
+        value = value.get(name) if isinstance(value, Mapping) else None
+    if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+        return value
+    if value is not None and job.trainer.batch_size == "global":
+        raise ConfigError(
+            f"trainer.batch_size is global, but the batch size is {value!r:.60}",
+            where=job.trainer.batch_size_from,
+            fix="give the number of samples, or name the argument that has it in trainer.batch_size_from",
+        )
+    return None  # such as "auto": what the user's class makes of it is its own matter
+
+
+def global_batch(job: JobConfig | None, trainer: TrainerConfig) -> int | None:
+    """The samples of a step that `batch_size: global` asks for; None without it.
+
+    Raises:
+        ConfigError: There is no job that says them.
+    """
+    if trainer.batch_size != "global":
+        return None
+    total = batch_of_job(job) if job is not None else None
+    if total is None:
+        raise ConfigError(
+            "trainer.batch_size is global, but no job says a batch size",
+            where=trainer.batch_size_from,
+            why="what all ranks take together for a step is divided in the job, before the data are built",
+            fix=f"give {trainer.batch_size_from}, or name the argument that has it in trainer.batch_size_from; where "
+            "the loaders are made by a script: leave batch_size out, and give them split_batch(total, world_size)",
+        )
+    return total
+
+
+def for_each_rank(job: JobConfig, resolution: Resolution, *, evaluates: bool = False) -> JobConfig:
+    """The job with the batch size that each rank's objects are built with: with `batch_size: global`, its share.
+
+    An evaluation takes as many samples at a time as would be trained on, also where they cannot be shared evenly.
+
+    Raises:
+        ConfigError: The job says no batch size, or one that cannot be shared evenly.
+    """
+    trainer = job.trainer
+    total = global_batch(job, trainer)
+    if total is None:
+        return job
+    ranks, accumulate = resolution.world_size, trainer.accumulate_grad_batches
+    if evaluates:
+        share = max(1, total // (ranks * accumulate))
+    else:
+        try:
+            share = split_batch(total, ranks, accumulate)
+        except ConfigError as error:
+            error.where = trainer.batch_size_from
+            raise
+    section, _, *names = _place(job)
+    spec: ClassSpec = getattr(job, section)
+    changed = spec.model_copy(update={"args": _with(_arguments(job), names, share)})
+    return job.model_copy(update={section: changed})
+
+
+def _place(job: JobConfig) -> list[str]:
+    """`data.args.batch_size`, in its parts."""
+    path = job.trainer.batch_size_from
+    parts = path.split(".")
+    if len(parts) < 3 or parts[0] not in ("data", "model") or parts[1] != "args" or not all(parts):
+        raise ConfigError(
+            f"{path!r} is no argument of the job's data or model",
+            where="trainer.batch_size_from",
+            fix="name one, as data.args.batch_size or model.args.batch_size",
+        )
+    return parts
+
+
+def _arguments(job: JobConfig) -> Mapping[str, Any]:
+    spec: ClassSpec | None = getattr(job, _place(job)[0])
+    return spec.args if spec is not None else {}
+
+
+def _with(arguments: Mapping[str, Any], names: list[str], value: int) -> dict[str, Any]:
+    """A copy with another value at a place that is there."""
+    first, *rest = names
+    return {**arguments, first: _with(arguments[first], rest, value) if rest else value}
