@@ -13,6 +13,10 @@ class StopSignals(Protocol):
     """The signals that ask a run to stop, noted by handlers; `fairlead_hpc_signals.SignalFlags` describes each part."""
 
     @property
+    def signals(self) -> Sequence[int]:
+        """The numbers of those that are noted."""
+
+    @property
     def raised(self) -> bool:
         """Whether one has come."""
 
