@@ -26,7 +26,7 @@ from integration_tests.exact.references import References
 from integration_tests.slurm.cluster import Cluster
 from integration_tests.slurm.jobs import Job, submit
 from integration_tests.slurm.system import wait_until
-from integration_tests.slurm.training import PAIR, history, nothing_runs, until_at
+from integration_tests.slurm.training import PAIR, history, nothing_runs, until_at, until_saved
 
 pytestmark = pytest.mark.slow
 
@@ -211,23 +211,31 @@ def test_a_sweep_is_an_array_with_a_run_for_each_member(
     assert best == sorted(best)
 
 
-def test_four_nodes_with_threads_and_two_whose_ranks_torchrun_starts(cluster: Cluster, tmp_path: Path) -> None:
-    """One task for each of four nodes, with its CPUs; and one for each of two, with an agent that starts two ranks."""
+def test_four_nodes_with_threads_and_two_whose_ranks_are_started_again(cluster: Cluster, tmp_path: Path) -> None:
+    """One task for each of four nodes, with its CPUs; one for each of two, whose launcher starts two ranks, and again."""
     cwd = repository(tmp_path, trainer={"max_epochs": 1}, submit={"to": "slurm", "time": "00:30:00"})
     given = {name: value for name, value in environ(cluster).items() if name != "OMP_NUM_THREADS"}
 
-    def submitted(name: str, *overrides: str) -> fairlead_submission.Submission:
-        return fairlead.submit("job.yaml", overrides=[f"run.name={name}", *overrides], environ=given, cwd=cwd)
+    def submitted(name: str, *overrides: str, **more: str) -> fairlead_submission.Submission:
+        words = [f"run.name={name}", *overrides]
+        return fairlead.submit("job.yaml", overrides=words, environ={**given, **more}, cwd=cwd)
 
     resources = "resources={nodes: %d, devices_per_node: %d, device: cpu, cpus_per_device: %d}"
     four = submitted("four", resources % (4, 1, 2), "trainer.devices=1")
-    torchrun = submitted("torchrun", resources % (2, 2, 1), "trainer.devices=2", "submit.tasks=node")
-    for submission, says in ((four, "4 ranks on 4 nodes"), (torchrun, "4 ranks on 2 nodes")):
-        ended = submission.result(timeout=200, poll_s=0.5)
-        assert isinstance(ended, RunState)
-        assert (ended.state, ended.step) == ("finished", 8), submission.logs()
+    slow = {PAUSE: "train_batch_start=0.4"}
+    launched = submitted("launched", resources % (2, 2, 1), "trainer.devices=2", "submit.tasks=node", **slow)
+    ended = four.result(timeout=200, poll_s=0.5)
+    job = Job(cluster, launched.id, Path(str(launched.records[0].output)))
+    until_saved(job, cwd, 3, run=launched.runs[0])
+    cluster.run(*cluster.on(job.nodes()[1], "pkill", "-KILL", "-n", "-f", "fairlead fit"))
+    again = launched.result(timeout=200, poll_s=0.5)
+    for submission, end, says in ((four, ended, "4 ranks on 4 nodes"), (launched, again, "4 ranks on 2 nodes")):
+        assert isinstance(end, RunState)
+        assert (end.state, end.step) == ("finished", 8), submission.logs()
         assert says in submission.logs()
     assert "2 threads each" in four.logs()
+    assert isinstance(again, RunState)
+    assert (again.starts, job.shown()["Restarts"]) == (2, "0"), launched.logs()
 
 
 @pytest.mark.parametrize("gpus", ["node", "task"])

@@ -130,7 +130,7 @@ def test_containers_modules_and_one_task_a_node(tmp_path: Path) -> None:
     assert "srun '--container-image=a b.sif' --container-mounts=" in text
     node = slurm(tasks="node").render(request(tmp_path, gpus=True, cpus_per_device=4, command=["python", "-m", "x"]))
     assert "#SBATCH --ntasks-per-node=1\n#SBATCH --cpus-per-task=8\n#SBATCH --gpus-per-node=2" in node["job.sh"]
-    assert "srun python -m torch.distributed.run --nnodes=2 --nproc-per-node=2" in node["job.sh"]
+    assert "srun python -m x launch --nproc=2 -m fairlead fit " in node["job.sh"]
 
 
 def test_a_template_of_ones_own(tmp_path: Path) -> None:

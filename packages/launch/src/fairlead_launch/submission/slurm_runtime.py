@@ -86,7 +86,6 @@ class SLURMSubmitter(Submitter):
             **batch_values(config, request),
             "options": [option(name, value) for name, value in own_options(own, config).items()],
             "command": self._command(request),
-            "rendezvous": self._by_torchrun(request),
             "cpus_per_task": cpus,
             "requeue": requeue,
             "chain_begin": Raw(chain_begin(chain_name(request.runs[0]))) if config.chain else None,
@@ -159,9 +158,6 @@ class SLURMSubmitter(Submitter):
         indices = self.config.array if not request.sweep else f"{request.indices[0]}-{request.indices[-1]}"
         return f"{indices}%{request.max_parallel}" if request.max_parallel else indices
 
-    def _by_torchrun(self, request: Request) -> bool:
-        return self.config.tasks == "node" and request.devices_per_node > 1
-
     def _tasks_per_node(self, request: Request) -> int:
         return 1 if self.config.tasks == "node" else request.devices_per_node
 
@@ -188,17 +184,10 @@ class SLURMSubmitter(Submitter):
     def _command(self, request: Request) -> Raw:
         file = job_file_word(request)
         inside = [*self._pyxis(request), *(self.config.container.words(request) if self.config.container else ())]
-        if not self._by_torchrun(request):
-            return Raw(f"{words([*inside, *request.command, 'fit'])} {file}")
-        python = request.command[0]
-        agent = [python, "-m", "torch.distributed.run", f"--nnodes={request.nodes}"]
-        agent += [f"--nproc-per-node={request.devices_per_node}", "--rdzv-backend=c10d", "--max-restarts=0"]
-        agent += [
-            "--signals-to-handle=SIGTERM,SIGINT,SIGUSR1,SIGUSR2",
-            f"--shutdown-timeout={max(30, request.warn_s - 20)}",
-        ]
-        meeting = '--rdzv-id="$SLURM_JOB_ID" --rdzv-endpoint="$MAIN_HOST:$MAIN_PORT"'
-        return Raw(f"{words([*inside, *agent])} {meeting} -m fairlead fit {file}")
+        # The launcher takes the nodes from SLURM, and starts the ranks again where one has failed.
+        several = self.config.tasks == "node" and request.devices_per_node > 1
+        launch = ["launch", f"--nproc={request.devices_per_node}", "-m", "fairlead"] if several else []
+        return Raw(f"{words([*inside, *request.command, *launch, 'fit'])} {file}")
 
 
 def _state(row: Mapping[str, str]) -> JobState:
