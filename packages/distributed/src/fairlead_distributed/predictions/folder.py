@@ -15,6 +15,7 @@ import os
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
@@ -70,6 +71,9 @@ class PredictionFolder:
         self._hashes: dict[str, FileHash] = {}
         self._done: dict[int, Done] = {}
         self._totals: dict[int, int | None] = {}
+        # Hashing and writing a shard leave the interpreter to the batches that are predicted meanwhile.
+        self._writer = ThreadPoolExecutor(1, "fairlead-predictions")
+        self._under_way: Future[None] | None = None
         self._here: list[str] = []  # the shards on this rank's disk, where that is another than rank 0's
         self.complete = False
         self.path: Path = on_rank_0(lambda: self._opened(asked, run))
@@ -98,7 +102,17 @@ class PredictionFolder:
         self._totals[number] = batches
 
     def write(self, loader: int, batches: Sequence[Batch]) -> None:
-        """Adds a shard, which is durable when this returns."""
+        """Adds a shard, behind the caller's back; waits for the one before, and raises what became of it."""
+        self.settle()
+        self._under_way = self._writer.submit(self._write, loader, batches)
+
+    def settle(self) -> None:
+        """Waits until the last shard is durable; raises where it could not be written."""
+        under_way, self._under_way = self._under_way, None
+        if under_way is not None:
+            under_way.result()
+
+    def _write(self, loader: int, batches: Sequence[Batch]) -> None:
         name = f"loader-{loader}-batch-{batches[0].number:09d}.safetensors"
         try:
             digest = replace_file(
@@ -113,6 +127,7 @@ class PredictionFolder:
 
     def commit(self) -> None:
         """Makes the folder readable, once all ranks have written; gathers what is elsewhere. A collective."""
+        self.settle()
         if self.complete:
             return
         try:
@@ -127,7 +142,8 @@ class PredictionFolder:
                 (self.path / name).unlink(missing_ok=True)
 
     def close(self) -> None:
-        """Gives the folder back."""
+        """Gives the folder back, once nothing is written any more."""
+        self._writer.shutdown()
         if self._lock is not None:
             self._lock.release()
             self._lock = None
