@@ -8,9 +8,11 @@ from pathlib import Path
 import pytest
 
 from fairlead import JobConfig
+from fairlead.jobs import load_job
+from fairlead.plugins import PluginManager
 from fairlead_diagnostics.bench.cpus import CPUs, cgroup_quota, usable_cpus
 from fairlead_diagnostics.bench.layouts import Layout, Row, advise, layouts, table
-from fairlead_diagnostics.bench.trials import Steps, TrialFailedError, trial_settings
+from fairlead_diagnostics.bench.trials import Steps, TrialFailedError, as_words, plugins_as_fields, trial_settings
 
 
 def rows(one: list[float], single: list[float], two: list[float], *, share: float | None = None) -> list[Row]:
@@ -155,3 +157,20 @@ def test_why_a_trial_failed(text: str, code: int, short: str, whole: str) -> Non
     error = TrialFailedError(text, code)
     assert error.short == short
     assert str(error).startswith(whole)
+
+
+def test_plugins_of_a_job_file_become_fields(tmp_path: Path) -> None:
+    """A trial sets the environment, which must not be there twice then."""
+    file = tmp_path / "job.yaml"
+    plugins = "[{name: environment.slurm, auto_requeue: false}, {name: strategy.ddp, bucket_cap_mb: 5}]"
+    file.write_text(f"model: {{class: m:M}}\ntrainer: {{plugins: {plugins}}}\n")
+    given = PluginManager()
+    settings = plugins_as_fields(load_job(str(file), plugins=given, cwd=tmp_path))
+    assert settings["trainer.plugins"] == []
+    assert settings["trainer.strategy"]["bucket_cap_mb"] == 5
+    words = as_words(settings | {"trainer.environment": "lightning"})[1::2]
+    loaded = load_job(str(file), plugins=given, cwd=tmp_path, overrides=words)
+    assert loaded.job is not None, loaded.findings
+    assert loaded.job.trainer.environment.name == "lightning"  # type: ignore[union-attr]
+    file.write_text("model: {class: m:M}\n")
+    assert plugins_as_fields(load_job(str(file), plugins=given, cwd=tmp_path)) == {}

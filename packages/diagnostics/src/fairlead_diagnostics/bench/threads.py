@@ -18,7 +18,14 @@ from fairlead.findings import raise_errors
 from fairlead.jobs import LoadedJob, load_job
 from fairlead_diagnostics.bench.cpus import CPUs, usable_cpus
 from fairlead_diagnostics.bench.layouts import Layout, Row, advise, layouts, number, table
-from fairlead_diagnostics.bench.trials import Steps, TrialFailedError, Trials, as_words, trial_settings
+from fairlead_diagnostics.bench.trials import (
+    Steps,
+    TrialFailedError,
+    Trials,
+    as_words,
+    plugins_as_fields,
+    trial_settings,
+)
 from fairlead_runs.describe import counted
 
 _BATCH_SIZES: Final = ("data", "model")
@@ -123,6 +130,7 @@ def _load(arguments: argparse.Namespace, session: Session, layout: Layout) -> Lo
         raise_errors(loaded.findings)
     job = loaded.job
     assert job is not None
+    arguments.overrides = [*arguments.overrides, *as_words(plugins_as_fields(loaded))[1::2]]
     settings = trial_settings(job, layout, _PILOT, Path("bench"))
     words = [*arguments.overrides, *as_words(settings)[1::2]]
     changed = load_job(arguments.job, plugins=session.plugins, cwd=session.cwd, overrides=words)
@@ -180,12 +188,7 @@ def _measure(rows: list[Row], trials: Trials, batch: _Batch, arguments: argparse
     try:
         pilot = trials.run(base.layout, _PILOT, _settings(base, batch))
     except TrialFailedError as error:
-        raise RunFailedError(
-            "nothing can be measured: the first trial, with one process, did not come to its end",
-            where=arguments.job,
-            why=str(error),
-            fix=f"fairlead fit {arguments.job} --set trainer.devices=1 --set trainer.max_steps=2 shows it alone",
-        ) from None
+        raise _nothing_to_compare(arguments.job, str(error)) from None
     wanted: int = arguments.steps or min(_MOST_STEPS, round(arguments.seconds / pilot.step_s))
     steps = max(_LEAST_STEPS, wanted)
     session.warn(f"a step takes {pilot.step_s * 1e3:.3g} ms with {base.layout}: {counted(steps, 'step')} are timed")
@@ -194,7 +197,18 @@ def _measure(rows: list[Row], trials: Trials, batch: _Batch, arguments: argparse
             if row.failed is None:
                 said = _time(row, trials, _length(row.layout, base.layout, steps), _settings(row, batch))
                 session.warn(f"round {turn + 1} of {arguments.rounds}: {row.layout}: {said}")
+                if base.failed is not None:
+                    raise _nothing_to_compare(arguments.job, said)
     return steps
+
+
+def _nothing_to_compare(job: str, why: str) -> RunFailedError:
+    return RunFailedError(
+        "nothing can be compared: a trial with one process, the measure of the others, did not come to its end",
+        where=job,
+        why=why,
+        fix=f"fairlead fit {job} --set trainer.devices=1 --set trainer.max_steps=2 shows it alone",
+    )
 
 
 def _length(layout: Layout, base: Layout, steps: int) -> Steps:

@@ -21,6 +21,8 @@ import fairlead
 from fairlead.cli.main import main
 from fairlead.cli.session import Session
 from fairlead.config import JobConfig
+from fairlead.config_bases import AXES, BackendConfig
+from fairlead.jobs import LoadedJob
 from fairlead.user_code import CodeRoot
 from fairlead.user_code.roots import script_folders
 from fairlead_diagnostics.bench.layouts import Layout
@@ -115,6 +117,16 @@ def trial_settings(job: JobConfig, layout: Layout, steps: Steps, folder: Path) -
         changed["strategy"] = "auto"
     run = {"dir": str(folder), "name": "run", "resume": "never", "ckpt_path": None}
     return {f"run.{name}": value for name, value in run.items()} | {f"trainer.{n}": v for n, v in changed.items()}
+
+
+def plugins_as_fields(loaded: LoadedJob) -> dict[str, Any]:
+    """The settings that take the place of a job file's `trainer.plugins`, which are on the same axes as a trial's."""
+    trainer = loaded.data.get("trainer") if isinstance(loaded.data, Mapping) else None
+    if loaded.job is None or not isinstance(trainer, Mapping) or not trainer.get("plugins"):
+        return {}
+    fields = {axis: getattr(loaded.job.trainer, axis, None) for axis in AXES}
+    dumped = {axis: one.model_dump(mode="json") for axis, one in fields.items() if isinstance(one, BackendConfig)}
+    return {"trainer.plugins": []} | {f"trainer.{axis}": value for axis, value in dumped.items()}
 
 
 def as_words(settings: Mapping[str, Any]) -> list[str]:
