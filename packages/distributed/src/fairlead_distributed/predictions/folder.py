@@ -71,8 +71,6 @@ class PredictionFolder:
         self._hashes: dict[str, FileHash] = {}
         self._done: dict[int, Done] = {}
         self._totals: dict[int, int | None] = {}
-        # Hashing and writing a shard leave the interpreter to the batches that are predicted meanwhile.
-        self._writer = ThreadPoolExecutor(1, "fairlead-predictions")
         self._under_way: Future[None] | None = None
         self._here: list[str] = []  # the shards on this rank's disk, where that is another than rank 0's
         self.complete = False
@@ -104,7 +102,11 @@ class PredictionFolder:
     def write(self, loader: int, batches: Sequence[Batch]) -> None:
         """Adds a shard, behind the caller's back; waits for the one before, and raises what became of it."""
         self.settle()
-        self._under_way = self._writer.submit(self._write, loader, batches)
+        # Hashing and writing leave the interpreter to the batches that are predicted meanwhile. The thread ends with
+        # the shard: a loader may fork its workers later on.
+        thread = ThreadPoolExecutor(1, "fairlead-predictions")
+        self._under_way = thread.submit(self._write, loader, batches)
+        thread.shutdown(wait=False)
 
     def settle(self) -> None:
         """Waits until the last shard is durable; raises where it could not be written."""
@@ -143,7 +145,8 @@ class PredictionFolder:
 
     def close(self) -> None:
         """Gives the folder back, once nothing is written any more."""
-        self._writer.shutdown()
+        if self._under_way is not None:
+            self._under_way.exception()  # who wanted to know has asked
         if self._lock is not None:
             self._lock.release()
             self._lock = None
