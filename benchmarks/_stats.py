@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import platform
 import random
@@ -24,7 +25,7 @@ __all__ = ["Options", "Ratio", "machine", "options", "paired_ratio", "report", "
 
 RESAMPLES: Final = 4000
 PEERS_SPREAD: Final = 0.03
-"""A bound of 1.00 asks for "no slower"; the upper end of the interval may lie this far above it, not more."""
+"""A bound of 1.00 asks for "no slower"; the far end of the interval may lie this far beyond it, not more."""
 
 
 @dataclass(frozen=True)
@@ -46,18 +47,25 @@ class Options:
 
 @dataclass(frozen=True)
 class Ratio:
-    """A ratio with the 95 % interval of its median, and the bound that it must keep, if there is one."""
+    """A ratio with the 95 % interval of its median, and the bound that it must keep, if there is one.
+
+    Smaller is better, or larger, where the bound is what it must be `at_least`.
+    """
 
     median: float
     low: float
     high: float
     bound: float | None = None
+    at_least: bool = False
 
     @property
     def holds(self) -> bool | None:
         """Whether the whole interval keeps the bound; a bound of 1.00 is "no slower". None: there is no bound."""
         if self.bound is None:
             return None
+        if self.at_least:
+            near, far = 1 / self.high, 1 / self.low if self.low > 0 else math.inf
+            return Ratio(1 / self.median, near, far, 1 / self.bound).holds
         if self.bound == 1.0:
             return self.low <= 1.0 and self.high < 1.0 + PEERS_SPREAD
         return self.high < self.bound
@@ -100,13 +108,16 @@ def take_turns(sides: Mapping[str, Callable[[], float]], rounds: int, *, warm_up
     return taken
 
 
-def paired_ratio(ours: Sequence[float], theirs: Sequence[float], *, bound: float | None = None) -> Ratio:
+def paired_ratio(
+    ours: Sequence[float], theirs: Sequence[float], *, bound: float | None = None, at_least: bool = False
+) -> Ratio:
     """The median of the ratios of each turn.
 
     Args:
         ours: Seconds of each turn.
         theirs: Seconds of the same turns.
         bound: What the ratio must keep.
+        at_least: The bound is a lower one: of a speed, whose larger values are better.
 
     Example:
         >>> paired_ratio([2.0, 2.0], [1.0, 1.0]).median
@@ -116,7 +127,7 @@ def paired_ratio(ours: Sequence[float], theirs: Sequence[float], *, bound: float
     chance = random.Random(0)  # the same interval for the same measurements
     medians = sorted(statistics.median(chance.choices(ratios, k=len(ratios))) for _ in range(RESAMPLES))
     low, high = medians[round(0.025 * (RESAMPLES - 1))], medians[round(0.975 * (RESAMPLES - 1))]
-    return Ratio(statistics.median(ratios), low, high, bound)
+    return Ratio(statistics.median(ratios), low, high, bound, at_least)
 
 
 def machine() -> dict[str, Any]:
@@ -162,7 +173,8 @@ def report(
         print(json.dumps(document))
         return
     for key, ratio in ratios.items():
-        verdict = {None: "", True: f"  keeps {ratio.bound}", False: f"  does not keep {ratio.bound}"}[ratio.holds]
+        bound = f"at least {ratio.bound}" if ratio.at_least else str(ratio.bound)
+        verdict = {None: "", True: f"  keeps {bound}", False: f"  does not keep {bound}"}[ratio.holds]
         print(f"{key:28} {ratio.median:.3f}  [{ratio.low:.3f}, {ratio.high:.3f}]{verdict}")
     for side, values in seconds.items():
         spread = _spread(values)

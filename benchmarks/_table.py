@@ -27,7 +27,8 @@ def row(name: str, ratio: str, value: Any) -> str:
         value = {"median": value}
     low, high, bound = (value.get(key) for key in ("low", "high", "bound"))
     interval = f"{low:.3g} to {high:.3g}" if low is not None and high is not None else ""
-    return f"| `{name}` | {ratio} | {value['median']:.3g} | {interval} | {'' if bound is None else bound} |\n"
+    kept = "" if bound is None else f"at least {bound}" if value.get("at_least") else str(bound)
+    return f"| `{name}` | {ratio} | {value['median']:.3g} | {interval} | {kept} |\n"
 
 
 def title(document: dict[str, Any]) -> str:

@@ -12,7 +12,7 @@ import contextlib
 import gc
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -107,18 +107,28 @@ class Workload:
     settings: Mapping[str, Any] = field(default_factory=dict)
     _fits: int = 0
 
-    def by_hand(self, *, distributed: bool = False) -> float:
-        """A loop that does nothing else but look at the loss from time to time."""
+    def by_hand(self, *, distributed: bool = False, communicates: bool = True) -> float:
+        """A loop that does nothing else but look at the loss from time to time.
+
+        Args:
+            distributed: Whether the gradients of all ranks are averaged.
+            communicates: False: they would be, and nothing is sent.
+        """
         net, loader = self._net(), self._loader()
-        model: nn.Module = nn.parallel.DistributedDataParallel(net) if distributed else net
-        optimizer = net.configure_optimizers()
+        model: nn.Module = net
+        quiet: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
+        if distributed:
+            model = nn.parallel.DistributedDataParallel(net)
+            quiet = quiet if communicates else model.no_sync
+        optimizer: Any = net.configure_optimizers()
         model.train()
         began = ended = 0.0
         losses = []
-        for done, (x, y) in enumerate(loader, start=1):
+        for done, batch in enumerate(loader, start=1):
             optimizer.zero_grad()
-            loss = F.cross_entropy(model(x), y)
-            loss.backward()  # type: ignore[no-untyped-call]
+            with quiet():
+                loss = self._loss(model, batch)
+                loss.backward()  # type: ignore[no-untyped-call]
             optimizer.step()
             if done % LOG_EVERY == 0:
                 losses.append(loss.item())
@@ -177,12 +187,16 @@ class Workload:
     def _total(self) -> int:
         return self.warm_up + self.steps + 1  # the last timed step must not be the one that ends the epoch
 
-    def _net(self) -> Net:
+    def _loss(self, model: nn.Module, batch: Any) -> Tensor:
+        x, y = batch
+        return F.cross_entropy(model(x), y)
+
+    def _net(self) -> L.LightningModule:
         gc.collect()  # what the last turn has left is no part of this one
         torch.manual_seed(0)
         return Net(self.widths)
 
-    def _loader(self) -> DataLoader[tuple[Tensor, ...]]:
+    def _loader(self) -> DataLoader[Any]:
         """Each rank has enough of its own for one epoch, however the samples are divided."""
         ranks = int(os.environ.get("WORLD_SIZE", "1"))
         generator = torch.Generator().manual_seed(0)

@@ -19,6 +19,7 @@ RATIOS = {
     "ddp": {"trainer_vs_loop", "trainer_vs_lightning"},
     "hostlist": {"seconds_100k", "seconds_resolve_16k", "expand_vs_simple"},
     "recovery": {"first_restart_share", "seconds_beyond_load", "median_vs_torchrun"},
+    "scaling": {"speedup_vs_raw_ddp", "speedup", "communication_share"},
     "predict": {"speed_vs_bare", "bytes_vs_tensors", "memory_growth"},
     "preempt": {"steps_lost", "seconds_vs_step_plus_save", "seconds_vs_lightning"},
     "checkpoint": {
@@ -35,7 +36,15 @@ RATIOS = {
 }
 
 
-BY_NAME = {"checkpoint", "ddp", "exact_reduction", "preempt", "recovery", "startup"}  # a minute each; `nox -s soak`
+BY_NAME = {
+    "checkpoint",
+    "ddp",
+    "exact_reduction",
+    "preempt",
+    "recovery",
+    "scaling",
+    "startup",
+}  # a minute each; `nox -s soak`
 
 
 @pytest.mark.slow
@@ -78,6 +87,10 @@ def test_a_ratio_is_formed_turn_by_turn() -> None:
     assert Ratio(1.015, 1.01, 1.02, 1.0).holds is False, "slower for sure"
     assert Ratio(1.0, 0.9, 1.1, 1.0).holds is False, "too uncertain to say"
     assert Ratio(3.0, 2.0, 4.0).holds is None
+    assert Ratio(0.97, 0.96, 0.99, 0.95, at_least=True).holds is True, "a speed"
+    assert Ratio(0.97, 0.94, 0.99, 0.95, at_least=True).holds is False, "the interval reaches below"
+    assert Ratio(1.01, 0.98, 1.02, 1.0, at_least=True).holds is True
+    assert Ratio(1.01, 0.9, 1.02, 1.0, at_least=True).holds is False, "too uncertain to say"
 
 
 def test_sides_take_turns_in_changing_order() -> None:

@@ -15,6 +15,7 @@ import os
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
@@ -70,6 +71,7 @@ class PredictionFolder:
         self._hashes: dict[str, FileHash] = {}
         self._done: dict[int, Done] = {}
         self._totals: dict[int, int | None] = {}
+        self._under_way: Future[None] | None = None
         self._here: list[str] = []  # the shards on this rank's disk, where that is another than rank 0's
         self.complete = False
         self.path: Path = on_rank_0(lambda: self._opened(asked, run))
@@ -98,7 +100,21 @@ class PredictionFolder:
         self._totals[number] = batches
 
     def write(self, loader: int, batches: Sequence[Batch]) -> None:
-        """Adds a shard, which is durable when this returns."""
+        """Adds a shard, behind the caller's back; waits for the one before, and raises what became of it."""
+        self.settle()
+        # Hashing and writing leave the interpreter to the batches that are predicted meanwhile. The thread ends with
+        # the shard: a loader may fork its workers later on.
+        thread = ThreadPoolExecutor(1, "fairlead-predictions")
+        self._under_way = thread.submit(self._write, loader, batches)
+        thread.shutdown(wait=False)
+
+    def settle(self) -> None:
+        """Waits until the last shard is durable; raises where it could not be written."""
+        under_way, self._under_way = self._under_way, None
+        if under_way is not None:
+            under_way.result()
+
+    def _write(self, loader: int, batches: Sequence[Batch]) -> None:
         name = f"loader-{loader}-batch-{batches[0].number:09d}.safetensors"
         try:
             digest = replace_file(
@@ -113,6 +129,7 @@ class PredictionFolder:
 
     def commit(self) -> None:
         """Makes the folder readable, once all ranks have written; gathers what is elsewhere. A collective."""
+        self.settle()
         if self.complete:
             return
         try:
@@ -127,7 +144,9 @@ class PredictionFolder:
                 (self.path / name).unlink(missing_ok=True)
 
     def close(self) -> None:
-        """Gives the folder back."""
+        """Gives the folder back, once nothing is written any more."""
+        if self._under_way is not None:
+            self._under_way.exception()  # who wanted to know has asked
         if self._lock is not None:
             self._lock.release()
             self._lock = None

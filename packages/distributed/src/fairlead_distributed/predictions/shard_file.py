@@ -90,7 +90,13 @@ def _size(value: Any) -> int:
     return 16 + sum(map(_size, inner))
 
 
-def runs_of(numbers: Sequence[int]) -> np.ndarray[Any, Any]:
+def _array(numbers: Sequence[int]) -> np.ndarray[Any, Any]:
+    if isinstance(numbers, range):
+        return np.arange(numbers.start, numbers.stop, numbers.step, dtype=np.int64)
+    return np.asarray(numbers, dtype=np.int64)
+
+
+def runs_of(numbers: Sequence[int] | np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     """Numbers as runs of neighbours, in their order: shape `(runs, 2)`, the first number and how many."""
     array = np.asarray(numbers, dtype=np.int64)
     if not len(array):
@@ -109,7 +115,7 @@ def write_shard(file: FileWriter, loader: int, fingerprint: str, batches: Sequen
     else:
         pieces = [[batch.columns[number] for batch in batches] for number in range(columns)]
     names = _names(structure, columns)
-    indices = runs_of([index for batch in batches for index in batch.indices])
+    indices = runs_of(np.concatenate([_array(batch.indices) for batch in batches]))
     tensors = {"index.start": [_narrow(indices[:, 0])]}
     if len(indices) and indices[:, 1].max() > 1:
         tensors["index.length"] = [_narrow(indices[:, 1])]

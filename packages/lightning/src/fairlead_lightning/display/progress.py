@@ -15,10 +15,11 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from rich.console import Console
 from torch import Tensor
 
+from fairlead_distributed.batch_sizes import batch_size
 from fairlead_lightning import compat
 from fairlead_lightning.display.displays import Lines, choose_display
 from fairlead_lightning.display.summary import summary_lines
-from fairlead_lightning.display.throughput import Throughput, batch_size, duration, number, short
+from fairlead_lightning.display.throughput import Throughput, duration, number, short
 from fairlead_runs.batch_size import GlobalBatch
 
 _LOSSES: Final = ("train/loss", "train_loss", "loss")

@@ -54,7 +54,7 @@ class DistributedPredictionWriter(L.Callback):
     Args:
         output_dir: Where they are written, new or empty, or the folder of an interrupted prediction; None: the next
             `predictions-N` in the trainer's `default_root_dir`.
-        shard_mib: How much of a rank's predictions are in memory before they are written.
+        shard_mib: How much of a rank's predictions are gathered before they are written, while the next are gathered.
         flush_s: After so many seconds they are written even so: what a kill may cost.
 
     Example:
@@ -152,6 +152,8 @@ class DistributedPredictionWriter(L.Callback):
         """Keeps what is predicted already, for a start that goes on; Lightning calls no `teardown` then."""
         try:
             self._flush()
+            if self._folder is not None:
+                self._folder.settle()
         except FairleadError as second:  # the first error is the one that is told
             exception.add_note(f"what was predicted last could not be written either: {second.what}: {second.why}")
         self._close()

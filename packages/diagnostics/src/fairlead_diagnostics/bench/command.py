@@ -1,0 +1,72 @@
+"""The command `bench`: its arguments, and which module runs each subcommand."""
+
+from __future__ import annotations
+
+import argparse
+import pkgutil
+from typing import TYPE_CHECKING, Final
+
+from fairlead.cli.job import job_arguments
+from fairlead.errors import ConfigError
+from fairlead.plugin_classes import CommandPlugin
+
+if TYPE_CHECKING:
+    from fairlead.cli.session import Session
+
+bench = CommandPlugin(
+    "bench",
+    "measure on this machine, with a job of your own, what is fast",
+    arguments="fairlead_diagnostics.bench.command:bench_arguments",
+    runtime="fairlead_diagnostics.bench.command:run_bench",
+    engines=("torch>=2.13,<3", "lightning>=2.6.6,<2.7", "fairlead-lightning"),
+    extra="lightning",
+    example=("threads", "no-such.yaml"),
+)
+
+_RUNTIMES: Final = {"threads": "threads:run"}
+"""The module and function of each subcommand."""
+
+
+def bench_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of `fairlead bench`."""
+    actions = parser.add_subparsers(dest="action", metavar="threads", required=True, help="what to measure")
+    text = "one process with all CPUs against several with a share of them each, and which to take"
+    threads = actions.add_parser("threads", help=text, description=text, allow_abbrev=False)
+    job_arguments(threads)
+    threads.add_argument(
+        "--processes",
+        metavar="N,N",
+        type=_counts,
+        help="numbers of processes to try (default: powers of two and the number of NUMA nodes and sockets, up to the "
+        "CPUs)",
+    )
+    threads.add_argument(
+        "--batch",
+        choices=("global", "per_device"),
+        help="what all have alike: the batch of all processes together (default, where data.args.batch_size or "
+        "model.args.batch_size is a number), or the batch of each",
+    )
+    threads.add_argument("--rounds", metavar="N", type=_count, default=5, help="how often each is timed (default: 5)")
+    threads.add_argument(
+        "--seconds", metavar="S", type=float, default=5.0, help="about how long one timing takes (default: 5)"
+    )
+    threads.add_argument("--steps", metavar="N", type=_count, help="time so many steps instead")
+    threads.add_argument("--json", action="store_true", help="print one JSON document")
+
+
+def _count(text: str) -> int:
+    if not text.strip().isdecimal() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number from 1 on")
+    return int(text)
+
+
+def _counts(text: str) -> tuple[int, ...]:
+    return tuple(sorted({_count(word) for word in text.split(",")}))
+
+
+def run_bench(arguments: argparse.Namespace, session: Session) -> int:
+    """Runs one subcommand and returns its exit code."""
+    if arguments.seconds <= 0:
+        raise ConfigError(f"--seconds {arguments.seconds:g} is no time", where="--seconds", fix="--seconds 5")
+    code: int = pkgutil.resolve_name(f"fairlead_diagnostics.bench.{_RUNTIMES[arguments.action]}")(arguments, session)
+    return code

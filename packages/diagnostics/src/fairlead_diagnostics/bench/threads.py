@@ -1,0 +1,262 @@
+"""`fairlead bench threads JOB`: one process with all CPUs against several with a share of them each."""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from fairlead.checks import check_job
+from fairlead.cli.session import Session
+from fairlead.config import JobConfig
+from fairlead.detect import choose_environment
+from fairlead.errors import ConfigError, RunFailedError
+from fairlead.findings import raise_errors
+from fairlead.jobs import LoadedJob, load_job
+from fairlead_diagnostics.bench.cpus import CPUs, usable_cpus
+from fairlead_diagnostics.bench.layouts import Layout, Row, advise, layouts, number, table
+from fairlead_diagnostics.bench.trials import (
+    Steps,
+    TrialFailedError,
+    Trials,
+    as_words,
+    plugins_as_fields,
+    trial_settings,
+)
+from fairlead_runs.describe import counted
+
+_BATCH_SIZES: Final = ("data", "model")
+_PILOT: Final = Steps(warm_up=3, timed=5)
+_MOST_STEPS: Final = 5000
+_LEAST_STEPS: Final = 4
+
+
+@dataclass(frozen=True)
+class _Batch:
+    """What the layouts have alike: the samples of all their processes in a step (`together`), or those of each."""
+
+    setting: str | None
+    size: int | None
+    together: int | None
+
+    def of(self, layout: Layout) -> int | None:
+        """The batch size of each process; None: as the job has it."""
+        return self.together // layout.processes if self.together is not None else None
+
+    def describe(self) -> str:
+        """What is compared."""
+        if self.together is not None:
+            return f"the same batch of {self.together} in all, divided among the processes ({self.setting})"
+        size = f"batch of {self.size}" if self.size is not None else "batch"
+        return f"the same {size} for each process: N of them train on N times as many samples in a step"
+
+
+def run(arguments: argparse.Namespace, session: Session) -> int:
+    """Measures, prints a table and one line of advice."""
+    cpus = usable_cpus()
+    if cpus.count < 2:
+        raise ConfigError(
+            "there is one CPU here, and nothing to divide",
+            where="fairlead bench threads",
+            why=f"the number is {cpus.reason}",
+            fix="ask for more, as srun --cpus-per-task=8 fairlead bench threads JOB",
+        )
+    _refuse_ranks(session)
+    loaded = _load(arguments, session, Layout(1, cpus.count))
+    job = loaded.job
+    assert job is not None
+    batch = _batch(job, arguments.batch)
+    tried = layouts(cpus, arguments.processes)
+    rows = [_row(layout, batch) for layout in tried]
+    if all(row.failed is not None for row in rows[2:]):
+        raise ConfigError(
+            "no number of processes can be tried",
+            where="--processes" if arguments.processes else str(batch.setting),
+            why="; ".join(f"{row.layout}: {row.failed}" for row in rows[2:]) or f"there are {cpus.count} CPUs",
+            fix="--batch per_device, or other numbers for --processes",
+        )
+    trials = Trials(session, arguments.job, arguments.overrides, job, loaded.root)
+    try:
+        steps = _measure(rows, trials, batch, arguments, session)
+    finally:
+        trials.close()
+    strategy = "ddp" if getattr(job.trainer.strategy, "name", None) == "single_device" else None
+    advice = advise(rows, batch_setting=batch.setting if batch.together else None, strategy=strategy)
+    if arguments.json:
+        session.print_json(
+            {
+                "job": arguments.job,
+                "cpus": {**vars(cpus)},
+                "compared": batch.describe(),
+                "rounds": arguments.rounds,
+                "steps": steps,
+                "layouts": [_document(row, rows) for row in rows],
+                "advice": {
+                    "devices": advice.layout.processes,
+                    "threads": advice.layout.threads,
+                    "settings": dict(advice.settings),
+                    "certain": advice.certain,
+                    "text": advice.text,
+                },
+            }
+        )
+        return 0
+    for line in (_head(arguments, cpus, steps), f"compared: {batch.describe()}", "", *table(rows), ""):
+        session.print(line)
+    session.print(f"advice: {advice.text}")
+    return 0
+
+
+def _refuse_ranks(session: Session) -> None:
+    """Raises in one of several tasks of a launcher: each would measure while the others do."""
+    chosen = choose_environment("auto", session.environ, session.plugins, starting=True)
+    size = chosen.topology.world_size if chosen.topology is not None and chosen.topology.launched else None
+    if size is not None and size.value > 1:
+        raise ConfigError(
+            "fairlead bench threads starts its processes itself, on one machine",
+            where="fairlead bench threads",
+            why=f"it was started {size.value} times ({size.reason}), and each would disturb the others",
+            fix="start it as one task with all CPUs of a node: srun --ntasks=1 --cpus-per-task=8 ...",
+        )
+
+
+def _load(arguments: argparse.Namespace, session: Session, layout: Layout) -> LoadedJob:
+    """The job as it is written, once what a trial makes of it was checked."""
+    loaded = load_job(arguments.job, plugins=session.plugins, cwd=session.cwd, overrides=arguments.overrides)
+    if loaded.job is None:
+        raise_errors(loaded.findings)
+    job = loaded.job
+    assert job is not None
+    arguments.overrides = [*arguments.overrides, *as_words(plugins_as_fields(loaded))[1::2]]
+    settings = trial_settings(job, layout, _PILOT, Path("bench"))
+    words = [*arguments.overrides, *as_words(settings)[1::2]]
+    changed = load_job(arguments.job, plugins=session.plugins, cwd=session.cwd, overrides=words)
+    checked = check_job(
+        changed, environ=session.environ, plugins=session.plugins, purpose="check", cwd=session.cwd, uses_run=False
+    )
+    raise_errors(checked.findings)
+    resolution = checked.resolution
+    assert resolution is not None
+    if resolution.accelerator.name != "cpu":
+        raise ConfigError(
+            f"the job computes on {resolution.accelerator.name}, not on CPUs",
+            where=loaded.locate(("trainer", "accelerator")),
+            why=f"{resolution.accelerator.name} comes from {resolution.settings['accelerator'].reason}",
+            fix="to measure it on the CPUs: --set trainer.accelerator=cpu",
+        )
+    return loaded
+
+
+def _batch(job: JobConfig, asked: str | None) -> _Batch:
+    """What is kept: the batch of all, if it is known where it is set and nobody asks for the other."""
+    found: dict[str, int] = {}
+    for name in _BATCH_SIZES:
+        spec = getattr(job, name)
+        size = spec.args.get("batch_size") if spec is not None else None
+        if isinstance(size, int) and size > 0:
+            found[f"{name}.args.batch_size"] = size
+    if not found:
+        if asked == "global":
+            raise ConfigError(
+                "the job does not say its batch size, so that it cannot be divided among processes",
+                where="--batch global",
+                why="neither data.args.batch_size nor model.args.batch_size is a number",
+                fix="--batch per_device, or write `batch_size` into the `args` of the data",
+            )
+        return _Batch(None, None, None)
+    setting, size = next(iter(found.items()))
+    if asked == "per_device":
+        return _Batch(setting, size, None)
+    devices = job.trainer.devices
+    ranks = len(devices) if isinstance(devices, list) else devices if isinstance(devices, int) and devices > 0 else 1
+    return _Batch(setting, size, size * ranks)
+
+
+def _row(layout: Layout, batch: _Batch) -> Row:
+    row = Row(layout, batch.of(layout))
+    if batch.together is not None and batch.together % layout.processes:
+        row.failed = f"a batch of {batch.together} cannot be divided by {layout.processes}"
+    return row
+
+
+def _measure(rows: list[Row], trials: Trials, batch: _Batch, arguments: argparse.Namespace, session: Session) -> int:
+    """Fills in the rows, in turns and each second time in the opposite order; returns the steps of a timing."""
+    base = rows[0]
+    try:
+        pilot = trials.run(base.layout, _PILOT, _settings(base, batch))
+    except TrialFailedError as error:
+        raise _nothing_to_compare(arguments.job, str(error)) from None
+    wanted: int = arguments.steps or min(_MOST_STEPS, round(arguments.seconds / pilot.step_s))
+    steps = max(_LEAST_STEPS, wanted)
+    session.warn(f"a step takes {pilot.step_s * 1e3:.3g} ms with {base.layout}: {counted(steps, 'step')} are timed")
+    for turn in range(arguments.rounds):
+        for row in rows if turn % 2 == 0 else reversed(rows):
+            if row.failed is None:
+                said = _time(row, trials, _length(row.layout, base.layout, steps), _settings(row, batch))
+                session.warn(f"round {turn + 1} of {arguments.rounds}: {row.layout}: {said}")
+                if base.failed is not None:
+                    raise _nothing_to_compare(arguments.job, said)
+    return steps
+
+
+def _nothing_to_compare(job: str, why: str) -> RunFailedError:
+    return RunFailedError(
+        "nothing can be compared: a trial with one process, the measure of the others, did not come to its end",
+        where=job,
+        why=why,
+        fix=f"fairlead fit {job} --set trainer.devices=1 --set trainer.max_steps=2 shows it alone",
+    )
+
+
+def _length(layout: Layout, base: Layout, steps: int) -> Steps:
+    """As many steps for all, but for a single thread, which takes longer for each."""
+    if layout.processes * layout.threads == 1:
+        steps = max(_LEAST_STEPS, steps // base.threads)
+    return Steps(max(3, steps // 10), steps)
+
+
+def _time(row: Row, trials: Trials, steps: Steps, settings: Mapping[str, Any]) -> str:
+    """Adds one timing to a row, and says what came of it; what fails once is left out from then on."""
+    try:
+        found = trials.run(row.layout, steps, settings)
+    except TrialFailedError as error:
+        row.failed = error.short
+        return f"failed: {error}"
+    row.rates.append(found.rate)
+    row.memory = found.memory
+    if found.communication is not None:
+        row.communication.append(found.communication)
+    return f"{number(found.rate)} samples/s"
+
+
+def _settings(row: Row, batch: _Batch) -> dict[str, Any]:
+    return {batch.setting: row.batch_size} if batch.setting is not None and row.batch_size is not None else {}
+
+
+def _head(arguments: argparse.Namespace, cpus: CPUs, steps: int) -> str:
+    where = f", {counted(cpus.numa_nodes, 'NUMA node')}" if cpus.numa_nodes > 1 else ""
+    turns = f"{counted(arguments.rounds, 'round')} of {counted(steps, 'step')}"
+    return f"{arguments.job} on {cpus.count} CPUs{where}: {turns}, median of the rounds"
+
+
+def _document(row: Row, rows: list[Row]) -> dict[str, Any]:
+    base, single = rows[:2]
+    known: dict[str, Any] = {
+        "processes": row.layout.processes,
+        "threads": row.layout.threads,
+        "batch_size": row.batch_size,
+        "failed": row.failed,
+    }
+    if row.failed is not None:
+        return known
+    speed, low, high = row.against(base)
+    return known | {
+        "samples_per_s": {"median": statistics.median(row.rates), "rounds": row.rates},
+        "vs_one_process": {"median": speed, "low": low, "high": high},
+        "efficiency": row.efficiency(single) if single.failed is None else None,
+        "communication": row.share,
+        "memory_bytes": row.memory,
+    }
