@@ -70,7 +70,7 @@ class SLURMSubmitter(Submitter):
             "account": config.account,
             "qos": config.qos,
             "constraint": config.constraint,
-            "exclude": config.exclude,
+            "exclude": ",".join([*([config.exclude] if config.exclude else []), *request.excluded]) or None,
             "exclusive": config.exclusive or None,
             "dependency": config.dependency,
             "array": self._array(request),
@@ -86,6 +86,7 @@ class SLURMSubmitter(Submitter):
             **batch_values(config, request),
             "options": [option(name, value) for name, value in own_options(own, config).items()],
             "command": self._command(request),
+            "screen": self._screen(request) if config.screen else None,
             "rendezvous": self._by_torchrun(request),
             "cpus_per_task": cpus,
             "requeue": requeue,
@@ -185,9 +186,19 @@ class SLURMSubmitter(Submitter):
         image = [f"--container-image={container.image}", f"--container-mounts={mounts}"]
         return [*image, f"--container-workdir={request.cwd}", *container.extra]
 
+    def _inside(self, request: Request) -> list[str]:
+        return [*self._pyxis(request), *(self.config.container.words(request) if self.config.container else ())]
+
+    def _screen(self, request: Request) -> Raw:
+        """One doctor for each node, with all of its devices; one that ends early must not end the others."""
+        own = ["--ntasks-per-node=1", "--kill-on-bad-exit=0"]
+        if "gpus-per-task" in self._devices(request):
+            own.append(f"--gpus-per-task={request.devices_per_node}")
+        inside = words([*own, *self._inside(request), *request.command, "doctor", "--nodes"])
+        return Raw(f'--ntasks="$SLURM_JOB_NUM_NODES" {inside} {job_file_word(request)}')
+
     def _command(self, request: Request) -> Raw:
-        file = job_file_word(request)
-        inside = [*self._pyxis(request), *(self.config.container.words(request) if self.config.container else ())]
+        file, inside = job_file_word(request), self._inside(request)
         if not self._by_torchrun(request):
             return Raw(f"{words([*inside, *request.command, 'fit'])} {file}")
         python = request.command[0]

@@ -1,0 +1,240 @@
+"""One node's part in the screen of an allocation, from its first word to the exit code that all nodes share."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Final
+
+from fairlead_diagnostics.board import Board, Seat, UnreachableError
+from fairlead_diagnostics.checking import Asked, Check, Result
+from fairlead_diagnostics.checks import LOCAL, NAMES, OPEN, PAIR
+from fairlead_diagnostics.outcome import Outcome
+from fairlead_diagnostics.pairs import schedule
+from fairlead_diagnostics.verdict import NodeReport, Verdict, judge
+from fairlead_diagnostics.worker import Worker
+
+ARRIVE_S: Final = 120.0
+"""Seconds in which the doctors of all nodes must have started."""
+_DECIDES_S: Final = 600.0
+"""Seconds beyond that in which a node that is cut off waits for what the others decide."""
+_REPORT: Final = "report.json"
+
+Decide = Callable[[Verdict, Mapping[int, str]], Outcome]
+
+
+@dataclass(frozen=True)
+class Place:
+    """Which node this is, and where the nodes meet.
+
+    Args:
+        node: Its number, from 0.
+        nodes: How many there are.
+        host: Its name, as the others and the scheduler have it.
+        main: The name or address of node 0.
+        ports: Node 0 takes the first that is free.
+        identity: What no other start has.
+        hosts: The names of all, by node, where they are known before.
+    """
+
+    node: int
+    nodes: int
+    host: str
+    main: str = "127.0.0.1"
+    ports: Sequence[int] = ()
+    identity: str = ""
+    hosts: Sequence[str] = ()
+
+
+@dataclass(frozen=True)
+class Screened:
+    """What node 0 knows at the end; the outcome is None until it is decided."""
+
+    verdict: Verdict
+    outcome: Outcome | None
+    hosts: Mapping[int, str]
+    reports: Mapping[int, NodeReport]
+    gone: Mapping[int, str]
+    seconds: float
+
+
+@dataclass
+class Screen:
+    """The screen, as one node goes through it.
+
+    Args:
+        place: Which node this is.
+        asked: What the job asks of it.
+        decide: On node 0: what becomes of the verdict.
+        show: On node 0: prints it, called before anything is decided, which may end the job, and after that.
+        folder: Where all nodes can write, for what cannot be said over the network; None: there is none.
+        environ: The variables of this process.
+        local: The checks that each node makes for itself.
+        pair: The one that two nodes make together.
+        arrive_s: See `ARRIVE_S`.
+    """
+
+    place: Place
+    asked: Asked
+    decide: Decide
+    show: Callable[[Screened], None]
+    folder: Path | None = None
+    environ: Mapping[str, str] = field(default_factory=lambda: os.environ)
+    local: Sequence[Check] = LOCAL
+    pair: Check = PAIR
+    arrive_s: float = ARRIVE_S
+
+    def run(self) -> int:
+        """Goes through it; the exit code, the same on all nodes.
+
+        Raises:
+            UnreachableError: Node 0 is not to be found, or has gone, and no file says what it decided.
+        """
+        place, began = self.place, time.monotonic()
+        if place.nodes == 1:
+            with Worker(self.asked, self.environ) as worker:
+                report = NodeReport(place.host, self._local(worker))
+            return self._end({0: report}, {}, {0: place.host}, began).code
+        board = None
+        if place.node == 0:
+            self._forget()
+            board = Board(
+                place.ports, place.identity, place.nodes, arrive_s=self.arrive_s + 5.0, given_up=self._given_up
+            )
+        try:
+            ports = [board.port] if board is not None else place.ports
+            main = "127.0.0.1" if board is not None else place.main
+            seat = Seat(main, ports, place.identity, place.node, patience_s=self.arrive_s)
+            try:
+                return self._among_others(seat, began)
+            finally:
+                seat.close()
+        except UnreachableError as error:
+            if board is not None:
+                raise
+            return self._cut_off(error)
+        finally:
+            if board is not None:
+                board.close()
+
+    def _among_others(self, seat: Seat, began: float) -> int:
+        place = self.place
+        with Worker(self.asked, self.environ) as worker:
+            values, _ = seat.gather("hello", place.host)
+            names = dict(enumerate(place.hosts)) if len(place.hosts) == place.nodes else {}
+            hosts = {node: str(values.get(node, names.get(node, f"node {node}"))) for node in range(place.nodes)}
+            offset = seat.offset_s()
+            results = self._local(worker)
+            here, gone = seat.gather("local", None)
+            there = {node: hosts[node] for node in sorted(here) if node not in gone}
+            results[NAMES.name] = worker.run(NAMES, {node: host for node, host in there.items() if node != place.node})
+            pairs = self._pairs(seat, worker, there)
+            if pairs and all(result.ok is None for result in pairs.values()):
+                results[OPEN.name] = next(iter(pairs.values()))
+        report = NodeReport(place.host, results, pairs, offset)
+        said, gone = seat.gather("report", report.plain(), share=place.node == 0)
+        code = None
+        if place.node == 0:
+            code = self._end({node: NodeReport.of(one) for node, one in said.items()}, gone, hosts, began).code
+        ends, _ = seat.gather("end", code)
+        return int(ends[0])
+
+    def _local(self, worker: Worker) -> dict[str, Result]:
+        return {check.name: worker.run(check) for check in self.local}
+
+    def _pairs(self, seat: Seat, worker: Worker, there: Mapping[int, str]) -> dict[int, Result]:
+        """All-reduce with one partner after the other, all nodes at a time."""
+        me, results = self.place.node, {}
+        fails, succeeded = Counter[int](), set[int]()
+        last: bool | None = None
+        for turn, pairs in enumerate(schedule(list(there))):
+            store = worker.run(OPEN)
+            own = {"port": store.data, "ok": store.ok, "said": store.said, "last": last}
+            values, gone = seat.gather(f"round {turn}", own)
+            fails.update(node for node, one in values.items() if one["last"] is False)
+            succeeded |= {node for node, one in values.items() if one["last"]}
+            hopeless = {node for node in fails if fails[node] > 1} - succeeded  # it would only cost time
+            pair = next((pair for pair in pairs if me in pair), None)
+            last = None
+            if pair is None or set(pair) & (gone.keys() | hopeless) or not set(pair) <= values.keys():
+                continue
+            partner = pair[0] if pair[1] == me else pair[1]
+            results[partner] = result = self._with(worker, pair, values, there, turn)
+            last = result.ok
+            if last is False:
+                worker.close()  # torch counts the groups that it has tried to make: the next one begins anew
+        return results
+
+    def _with(
+        self, worker: Worker, pair: tuple[int, int], values: Mapping[int, Any], hosts: Mapping[int, str], turn: int
+    ) -> Result:
+        for node in pair:
+            if not values[node]["ok"]:
+                return Result(values[node]["ok"], values[node]["said"])
+        first = pair[0]
+        host = None if first == self.place.node else hosts[first]
+        # Torch's own words come out before the check's limit.
+        return worker.run(self.pair, host, values[first]["port"], turn, 0.7 * self.pair.limit_s)
+
+    def _end(
+        self, reports: Mapping[int, NodeReport], gone: Mapping[int, str], hosts: Mapping[int, str], began: float
+    ) -> Outcome:
+        gone = {node: why for node, why in gone.items() if node not in reports}
+        verdict = judge(reports, gone, hosts, self.local)
+        screened = Screened(verdict, None, hosts, reports, gone, time.monotonic() - began)
+        self.show(screened)
+        outcome = self.decide(verdict, hosts)
+        self.show(replace(screened, outcome=outcome))
+        self._write(_REPORT, {"code": int(outcome.code), "told": outcome.told})
+        return outcome
+
+    # -- without the network
+
+    def _forget(self) -> None:
+        """Removes what an earlier screen of the same identity has left, as of nodes that are given by hand."""
+        for file in self.folder.glob("*.json") if self.folder is not None else ():
+            with contextlib.suppress(OSError):  # as in `_write`
+                file.unlink()
+
+    def _given_up(self, node: int) -> str | None:
+        """On node 0: what a node that cannot come has left in the folder."""
+        said = self._read(f"node-{node}.json")
+        return str(said["why"]) if said is not None else None
+
+    def _cut_off(self, error: UnreachableError) -> int:
+        """What a node does that is cut off: says so in a file, and ends as the others do.
+
+        Not before: srun may end all tasks as soon as one has failed.
+        """
+        self._write(f"node-{self.place.node}.json", {"why": f"{error.what}: {error.why}" if error.why else error.what})
+        end = time.monotonic() + self.arrive_s + _DECIDES_S
+        while self.folder is not None and self.folder.is_dir() and time.monotonic() < end:
+            if (said := self._read(_REPORT)) is not None:
+                return int(said["code"])
+            time.sleep(1.0)
+        raise error
+
+    def _write(self, name: str, document: Mapping[str, Any]) -> None:
+        if self.folder is None:
+            return
+        # The folder is what a check looks at; this is only a second way, which may be as broken as the first.
+        with contextlib.suppress(OSError):
+            self.folder.mkdir(parents=True, exist_ok=True)
+            part = self.folder / f".{name}.part"
+            part.write_text(json.dumps(document))
+            os.replace(part, self.folder / name)
+
+    def _read(self, name: str) -> dict[str, Any] | None:
+        try:
+            found: dict[str, Any] | None = None
+            if self.folder is not None:
+                found = json.loads((self.folder / name).read_text())
+            return found
+        except (OSError, ValueError):
+            return None
