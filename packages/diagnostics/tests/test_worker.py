@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import time
 
+import pytest
+
 from fairlead_diagnostics.checking import Asked, Bench, Check, Result
+from fairlead_diagnostics.checks import HERE
 from fairlead_diagnostics.worker import Worker
 
 
@@ -54,7 +58,10 @@ def test_checks_that_hang_crash_or_raise_and_those_behind_them() -> None:
         assert time.monotonic() - began < 60
 
 
-def test_a_check_that_needs_a_folder_is_not_made_without_one() -> None:
+def test_a_check_that_lacks_a_folder_or_torch_is_not_made_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)
     with Worker(Asked(), os.environ) as worker:
-        result = worker.run(Check("write", "fairlead_diagnostics.checks.disk:write", no_folder=False))
-    assert result.ok is None
+        said = {check.name: worker.run(check) for check in HERE if check.torch or not check.no_folder}
+    assert {result.ok for result in said.values()} == {None}
+    assert said["matmul"].said == "torch is not installed"
+    assert said["write"].said == "no run was named, so that there is no folder to look at"

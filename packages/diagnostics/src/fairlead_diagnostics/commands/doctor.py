@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import hashlib
 import pkgutil
 import signal
 import socket
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -75,10 +76,6 @@ def run(arguments: argparse.Namespace, session: Session) -> int:
     directory = _run(arguments, job, resolution, session)
     asked = _asked(job, resolution, str(directory) if directory is not None else None)
     start = hashlib.sha256(place.identity.encode()).hexdigest()[:12]
-    for number in _STOPS:
-        # Nothing is to be saved here. A job that is to stop is told again, or killed; and the requeue, which signals
-        # all of the job, has to be followed by the exclusion.
-        signal.signal(number, signal.SIG_IGN)
 
     def show(screened: Screened) -> None:
         if not arguments.json:
@@ -87,7 +84,7 @@ def run(arguments: argparse.Namespace, session: Session) -> int:
         elif screened.outcome is not None:
             session.print_json(screen_document(screened, screened.outcome))
 
-    return Screen(
+    screen = Screen(
         place,
         asked,
         partial(_decided, directory, resolution, arguments.max_excluded, session),
@@ -95,7 +92,23 @@ def run(arguments: argparse.Namespace, session: Session) -> int:
         folder=directory / SCREENS / start if directory is not None else None,
         environ=session.environ,
         arrive_s=arguments.start_timeout,
-    ).run()
+    )
+    with _not_stopped():
+        return screen.run()
+
+
+@contextlib.contextmanager
+def _not_stopped() -> Iterator[None]:
+    """Lets the signals pass that ask for a stop: there is nothing to save, and the ranks are told, or the job killed.
+
+    The requeue signals all of the job, too, and has to be followed by the exclusion.
+    """
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in _STOPS}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _job(arguments: argparse.Namespace, session: Session) -> JobConfig | None:

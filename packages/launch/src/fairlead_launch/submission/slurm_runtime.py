@@ -93,7 +93,15 @@ class SLURMSubmitter(Submitter):
             "chain_begin": Raw(chain_begin(chain_name(request.runs[0]))) if config.chain else None,
             "chain_end": Raw(chain_end("$CODE")),
         }
-        return {"job.sh": render_template("slurm.sh.j2", values, own=config.template, cwd=request.cwd)}
+        script = render_template("slurm.sh.j2", values, own=config.template, cwd=request.cwd)
+        if values["screen"] is not None and str(values["screen"]) not in script:
+            raise ConfigError(
+                "the template does not have the nodes looked at",
+                where=f"submit.template: {config.template}",
+                why="submit.screen is true, and the template has no {{ screen }}",
+                fix="run it before the ranks: `srun {{ screen }} || exit`; or set submit.screen to false",
+            )
+        return {"job.sh": script}
 
     def submit(self, request: Request, files: Sequence[Path]) -> str:
         """Runs sbatch; returns the number of the job, of a chain those of all its jobs: `7,8,9`."""
