@@ -50,7 +50,7 @@ class Nodes:
         main = more.pop("main", hosts[0])
         place = Place(node, self.count, hosts[node], main, [self.port], "test", hosts)
         given = {"asked": Asked(folder=str(self.folder / "run")), "folder": self.folder / "run/screens/1", **more}
-        return Screen(place, decide=self.decide, show=self.seen.append, **given)
+        return Screen(place, decide=self.decide, show=self.seen.append, **{"environ": os.environ, **given})
 
     def decide(self, verdict: Verdict, hosts: Mapping[int, str]) -> Outcome:
         return decide(verdict, hosts, self.folder / "run", lambda: None)

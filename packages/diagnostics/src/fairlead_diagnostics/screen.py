@@ -8,7 +8,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -73,8 +73,8 @@ class Screen:
         asked: What the job asks of it.
         decide: On node 0: what becomes of the verdict.
         show: On node 0: prints it, called before anything is decided, which may end the job, and after that.
-        folder: Where all nodes can write, for what cannot be said over the network; None: there is none.
         environ: The variables of this process.
+        folder: Where all nodes can write, for what cannot be said over the network; None: there is none.
         local: The checks that each node makes for itself.
         pair: The one that two nodes make together.
         arrive_s: See `ARRIVE_S`.
@@ -84,8 +84,8 @@ class Screen:
     asked: Asked
     decide: Decide
     show: Callable[[Screened], None]
+    environ: Mapping[str, str]
     folder: Path | None = None
-    environ: Mapping[str, str] = field(default_factory=lambda: os.environ)
     local: Sequence[Check] = LOCAL
     pair: Check = PAIR
     arrive_s: float = ARRIVE_S
