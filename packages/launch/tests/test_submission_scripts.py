@@ -170,6 +170,18 @@ def test_nodes_are_looked_at_before_a_rank_starts(
     assert done.returncode == code, done.stderr
 
 
+@pytest.mark.parametrize(("doctor", "rest"), [(75, True), (1, True), (2, False)])
+def test_a_chain_goes_on_behind_a_bad_node(tmp_path: Path, doctor: int, rest: bool) -> None:
+    """The next job has other nodes; where the job is wrong it would end alike."""
+    bin = tmp_path / "bin"
+    environ = programs(bin, srun=f"exit {doctor}", scancel="")
+    (text,) = slurm(screen=True, chain=3).render(request(tmp_path)).values()
+    environ |= {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "2"}
+    done = subprocess.run(["bash", "-c", text], env=environ, cwd=tmp_path, capture_output=True, text=True, timeout=20)
+    assert (done.returncode, len(calls(bin, "srun"))) == (doctor, 1), done.stderr
+    assert bool(calls(bin, "scancel")) is not rest
+
+
 def test_a_template_that_leaves_the_screen_out_is_refused(tmp_path: Path) -> None:
     own = tmp_path / "own.j2"
     own.write_text("#!/bin/bash\nsrun {{ command }}\n")

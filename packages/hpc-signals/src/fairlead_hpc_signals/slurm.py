@@ -12,6 +12,7 @@ from fairlead.findings import Finding
 from fairlead.hookspecs import hookimpl
 from fairlead.interfaces import Requeuer
 from fairlead.plugin_classes import RequeuePlugin
+from fairlead_hpc_signals.excluding import exclusion
 from fairlead_hpc_signals.jobs import JOB_UNKNOWN, check_job, no_job, requeue_command
 from fairlead_hpc_signals.programs import (
     COMMAND_MISSING,
@@ -115,55 +116,19 @@ class SLURMRequeuer(Requeuer):
         )
 
     def requeue_without(self, nodes: Sequence[str]) -> str:
-        """Requeues this job, and excludes nodes from it besides those that its user has excluded.
+        """Requeues this job, and excludes nodes from it while its processes are still being ended.
 
-        SLURM takes `ExcNodeList` of a job that is pending only, which this one is as soon as it is requeued, while
-        its processes are still being ended. A job that is held first could stay so, were we killed before its release.
+        A job that were held first, to be changed at leisure, could stay so: we may be killed before its release.
         """
         argv = requeue_command(self.job, "slurm")
         if not argv:
             raise no_job("slurm", "sbatch or srun")
-        job = argv[-1]
-        shown = self._ask("scontrol", "show", "job", "-o", job).partition(" UserId=")[2]
-        found = re.findall(r"\s(NumNodes|Partition|ExcNodeList|ReqNodeList)=(\S*)", shown)
-        fields = dict(reversed(found))  # the first of each: a comment, which may say anything, comes last
-        before = fields.get("ExcNodeList", "").replace("(null)", "")
-        self._enough_left(job, nodes, before, fields)
+        words = exclusion(argv[-1], nodes, self._ask)
         done = self.requeue()
-        names = ",".join([*([before] if before else []), *nodes])
         try:
-            excluded = run_command(
-                ["scontrol", "update", f"JobId={job}", f"ExcNodeList={names}"],
-                self.config,
-                self.environ,
-                missing=NOT_IN_CONTAINER,
-            )
+            return f"{done}; {run_command(words, self.config, self.environ, missing=NOT_IN_CONTAINER)}"
         except RunFailedError as error:
             return f"{done}; the nodes could not be excluded: {error.why}"
-        return f"{done}; {excluded}"
-
-    def _enough_left(self, job: str, nodes: Sequence[str], before: str, fields: Mapping[str, str]) -> None:
-        """Whether the job could start without these nodes: else it would be pending for ever."""
-        partition, needed = fields.get("Partition", ""), re.match(r"\d+", fields.get("NumNodes", ""))
-        named = set(self._expanded(fields.get("ReqNodeList", ""))) & set(nodes)
-        there = set(self._ask("sinfo", "--noheader", f"--partition={partition}", "--Node", "--format=%N").split())
-        left = there - set(nodes) - set(self._expanded(before))
-        if needed is not None and len(left) >= int(needed[0]) and not named:
-            return
-        why = f"the job asks for {', '.join(sorted(named))} by name" if named else None
-        raise RunFailedError(
-            f"the job is not requeued without {', '.join(nodes)}: it could not start",
-            where=f"job {job}",
-            why=why
-            or f"it needs {needed[0] if needed else '?'} nodes, and the partition {partition} has {len(there)}, "
-            f"of which {len(left)} would be left",
-            fix="have the nodes repaired, ask for fewer, or submit to another partition",
-        )
-
-    def _expanded(self, names: str) -> list[str]:
-        if names in ("", "(null)"):
-            return []
-        return self._ask("scontrol", "show", "hostnames", names).split()
 
     def _ask(self, *words: str) -> str:
         said, problem = ask(words, time.monotonic() + self.config.timeout_s, self.environ)
