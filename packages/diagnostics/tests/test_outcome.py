@@ -101,3 +101,9 @@ def test_after_a_week_a_node_is_taken_again(tmp_path: Path) -> None:
     (event,) = read_history(tmp_path / "history.jsonl")
     assert excluded(tmp_path) == ["n2"]
     assert excluded_nodes([{**event, "time": "2020-01-01T00:00:00+00:00"}]) == {}
+
+
+def test_a_node_whose_name_is_not_known_is_not_excluded(tmp_path: Path) -> None:
+    """Some launchers give numbers only, and it never came."""
+    outcome = decide(verdict(2), {2: "node 2"}, tmp_path, lambda: None)
+    assert outcome.told[0] == "nothing is excluded: the scheduler's name of node 2 is not known"

@@ -62,6 +62,9 @@ def decide(
         return _unfit("it was asked not to", bad)
     if run is None:
         return _unfit("no run was named whose history could keep it", bad)
+    unnamed = [host for host in bad if " " in host]
+    if unnamed:
+        return _unfit(f"the scheduler's name of {', '.join(unnamed)} is not known", bad)
     known = excluded_nodes(read_history(run / HISTORY_FILE))
     total = len({*known, *bad})
     if total > most:

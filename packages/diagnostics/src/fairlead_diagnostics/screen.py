@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
-import os
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -15,6 +12,7 @@ from typing import Any, Final
 from fairlead_diagnostics.board import Board, Seat, UnreachableError
 from fairlead_diagnostics.checking import Asked, Check, Result
 from fairlead_diagnostics.checks import LOCAL, NAMES, OPEN, PAIR
+from fairlead_diagnostics.folder import Folder, within
 from fairlead_diagnostics.outcome import Outcome
 from fairlead_diagnostics.pairs import schedule
 from fairlead_diagnostics.verdict import NodeReport, Verdict, judge
@@ -23,8 +21,7 @@ from fairlead_diagnostics.worker import Worker
 ARRIVE_S: Final = 120.0
 """Seconds in which the doctors of all nodes must have started."""
 _DECIDES_S: Final = 600.0
-"""Seconds beyond that in which a node that is cut off waits for what the others decide."""
-_REPORT: Final = "report.json"
+"""Seconds in which it has to be decided what becomes of the job; a scheduler or a disk may hang."""
 
 Decide = Callable[[Verdict, Mapping[int, str]], Outcome]
 
@@ -90,6 +87,9 @@ class Screen:
     pair: Check = PAIR
     arrive_s: float = ARRIVE_S
 
+    def __post_init__(self) -> None:
+        self._files = Folder(self.folder, self.place.nodes)
+
     def run(self) -> int:
         """Goes through it; the exit code, the same on all nodes.
 
@@ -103,9 +103,9 @@ class Screen:
             return self._end({0: report}, {}, {0: place.host}, began).code
         board = None
         if place.node == 0:
-            self._forget()
+            self._files.watch()
             board = Board(
-                place.ports, place.identity, place.nodes, arrive_s=self.arrive_s + 5.0, given_up=self._given_up
+                place.ports, place.identity, place.nodes, arrive_s=self.arrive_s + 5.0, given_up=self._files.why
             )
         try:
             ports = [board.port] if board is not None else place.ports
@@ -116,9 +116,13 @@ class Screen:
             finally:
                 seat.close()
         except UnreachableError as error:
-            if board is not None:
+            # Not ended at once: srun may end all tasks as soon as one has failed.
+            code = None
+            if board is None:
+                code = self._files.cut_off(place.node, f"{error.what}: {error.why}" if error.why else error.what)
+            if code is None:
                 raise
-            return self._cut_off(error)
+            return code
         finally:
             if board is not None:
                 board.close()
@@ -189,52 +193,8 @@ class Screen:
         verdict = judge(reports, gone, hosts, self.local)
         screened = Screened(verdict, None, hosts, reports, gone, time.monotonic() - began)
         self.show(screened)
-        outcome = self.decide(verdict, hosts)
+        late = Outcome(1, (f"nothing is excluded: that was not decided within {_DECIDES_S:g} s",))
+        outcome = within(_DECIDES_S, lambda: self.decide(verdict, hosts), late)
         self.show(replace(screened, outcome=outcome))
-        self._write(_REPORT, {"code": int(outcome.code), "told": outcome.told})
+        self._files.report(int(outcome.code), outcome.told)
         return outcome
-
-    # -- without the network
-
-    def _forget(self) -> None:
-        """Removes what an earlier screen of the same identity has left, as of nodes that are given by hand."""
-        for file in self.folder.glob("*.json") if self.folder is not None else ():
-            with contextlib.suppress(OSError):  # as in `_write`
-                file.unlink()
-
-    def _given_up(self, node: int) -> str | None:
-        """On node 0: what a node that cannot come has left in the folder."""
-        said = self._read(f"node-{node}.json")
-        return str(said["why"]) if said is not None else None
-
-    def _cut_off(self, error: UnreachableError) -> int:
-        """What a node does that is cut off: says so in a file, and ends as the others do.
-
-        Not before: srun may end all tasks as soon as one has failed.
-        """
-        self._write(f"node-{self.place.node}.json", {"why": f"{error.what}: {error.why}" if error.why else error.what})
-        end = time.monotonic() + self.arrive_s + _DECIDES_S
-        while self.folder is not None and self.folder.is_dir() and time.monotonic() < end:
-            if (said := self._read(_REPORT)) is not None:
-                return int(said["code"])
-            time.sleep(1.0)
-        raise error
-
-    def _write(self, name: str, document: Mapping[str, Any]) -> None:
-        if self.folder is None:
-            return
-        # The folder is what a check looks at; this is only a second way, which may be as broken as the first.
-        with contextlib.suppress(OSError):
-            self.folder.mkdir(parents=True, exist_ok=True)
-            part = self.folder / f".{name}.part"
-            part.write_text(json.dumps(document))
-            os.replace(part, self.folder / name)
-
-    def _read(self, name: str) -> dict[str, Any] | None:
-        try:
-            found: dict[str, Any] | None = None
-            if self.folder is not None:
-                found = json.loads((self.folder / name).read_text())
-            return found
-        except (OSError, ValueError):
-            return None
