@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import resource
 import selectors
 import socket
 import threading
@@ -75,6 +76,7 @@ class Board:
         given_up: Callable[[int], str | None] = lambda node: None,
         silent_s: float = SILENT_S,
     ) -> None:
+        _raise_file_limit(nodes)
         self._listener = bind_listener(ports)
         self._greeting = _greeting(identity)
         self.port: int = self._listener.getsockname()[1]
@@ -176,8 +178,11 @@ class Board:
                 self._send(peer, full if node in phase.shared else short)
 
     def _send(self, peer: _Peer, message: Mapping[str, Any]) -> None:
-        with contextlib.suppress(OSError):  # `_read` tells that it is gone
+        try:
             peer.socket.sendall(json.dumps(message).encode() + b"\n")
+        except OSError:  # perhaps in the middle of a message: `_read` tells that it is gone, here and there
+            with contextlib.suppress(OSError):
+                peer.socket.shutdown(socket.SHUT_RDWR)
 
 
 class Seat:
@@ -266,6 +271,14 @@ class Seat:
     def _beat(self) -> None:
         while not self._closed.wait(ALIVE_S):
             self._send({"alive": True})
+
+
+def _raise_file_limit(nodes: int) -> None:
+    """Each node has a connection; 1024 files are usual."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = nodes + 256 if hard == resource.RLIM_INFINITY else min(nodes + 256, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def _find(host: str, ports: tuple[int, ...], greeting: bytes, patience_s: float, unresolved_s: float) -> socket.socket:

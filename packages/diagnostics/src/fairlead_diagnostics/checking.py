@@ -89,7 +89,7 @@ class Check:
         limit_s: Seconds without progress after which it hangs.
         torch: Whether it needs torch.
         sure: Whether a failure is the node's own fault also where no other node is there to compare with.
-        no_folder: Whether it is made without a folder.
+        folder: Whether it needs a folder.
 
     Example:
         >>> Check("fans", "my_site.checks:fans", limit_s=5.0).name
@@ -101,4 +101,4 @@ class Check:
     limit_s: float = 60.0
     torch: bool = False
     sure: bool = False
-    no_folder: bool = True
+    folder: bool = False

@@ -61,7 +61,7 @@ class Folder:
         self._over = threading.Event()
 
     def watch(self) -> None:
-        """On node 0: shows that it lives and looks for what others say, in a thread, until `report`."""
+        """On node 0: shows that it lives and looks for what others say, in a thread, until `close`."""
 
         def work() -> None:
             self._forget()
@@ -80,8 +80,12 @@ class Folder:
 
     def report(self, code: int, told: tuple[str, ...]) -> None:
         """On node 0: how it ends."""
-        self._over.set()
+        self.close()
         within(_WRITE_S, lambda: self._put(_REPORT, {"code": code, "told": told}), None)
+
+    def close(self) -> None:
+        """On node 0: shows no more that it lives."""
+        self._over.set()
 
     def cut_off(self, node: int, why: str, *, gone_s: float = GONE_S) -> int | None:
         """Says why a node cannot reach node 0, and waits for how the others end; None: node 0 lives no more."""

@@ -102,12 +102,12 @@ class Screen:
                 report = NodeReport(place.host, self._local(worker))
             return self._end({0: report}, {}, {0: place.host}, began).code
         board = None
-        if place.node == 0:
-            self._files.watch()
-            board = Board(
-                place.ports, place.identity, place.nodes, arrive_s=self.arrive_s + 5.0, given_up=self._files.why
-            )
         try:
+            if place.node == 0:
+                self._files.watch()
+                board = Board(
+                    place.ports, place.identity, place.nodes, arrive_s=self.arrive_s + 5.0, given_up=self._files.why
+                )
             ports = [board.port] if board is not None else place.ports
             main = "127.0.0.1" if board is not None else place.main
             seat = Seat(main, ports, place.identity, place.node, patience_s=self.arrive_s)
@@ -124,6 +124,7 @@ class Screen:
                 raise
             return code
         finally:
+            self._files.close()
             if board is not None:
                 board.close()
 

@@ -47,7 +47,7 @@ class Worker:
         """Makes one check; where it hangs or crashes, that is its result, and the next one gets a new process."""
         if check.torch and importlib.util.find_spec("torch") is None:
             return Result(None, "torch is not installed")
-        if not check.no_folder and self._asked.folder is None:
+        if check.folder and self._asked.folder is None:
             return Result(None, "no run was named, so that there is no folder to look at")
         pipe = self._start()
         parts = 0

@@ -118,7 +118,7 @@ class SLURMRequeuer(Requeuer):
     def requeue_without(self, nodes: Sequence[str]) -> str:
         """Requeues this job, and excludes nodes from it while its processes are still being ended.
 
-        A job that were held first, to be changed at leisure, could stay so: we may be killed before its release.
+        It is not held for that: if we were killed before its release, it would stay held.
         """
         argv = requeue_command(self.job, "slurm")
         if not argv:

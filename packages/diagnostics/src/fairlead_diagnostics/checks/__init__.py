@@ -9,7 +9,7 @@ from fairlead_diagnostics.checking import Check
 _DEVICES: Final = Check("devices", "fairlead_diagnostics.checks.devices:count", limit_s=120.0)
 _MEMORY: Final = Check("memory", "fairlead_diagnostics.checks.memory:free", limit_s=120.0)
 _MATMUL: Final = Check("matmul", "fairlead_diagnostics.checks.devices:matmul", limit_s=120.0, torch=True, sure=True)
-_WRITE: Final = Check("write", "fairlead_diagnostics.checks.disk:write", limit_s=120.0, no_folder=False)
+_WRITE: Final = Check("write", "fairlead_diagnostics.checks.disk:write", limit_s=300.0, folder=True)
 
 LOCAL: Final[tuple[Check, ...]] = (_DEVICES, _MEMORY, _MATMUL, _WRITE)
 """What each node of an allocation does for itself."""
@@ -20,14 +20,14 @@ HERE: Final[tuple[Check, ...]] = (
     _DEVICES,
     Check("cpus", "fairlead_diagnostics.checks.memory:cpus"),
     _MEMORY,
-    Check("disk", "fairlead_diagnostics.checks.disk:space", no_folder=False),
+    Check("disk", "fairlead_diagnostics.checks.disk:space", folder=True),
     _WRITE,
     Check("name", "fairlead_diagnostics.checks.names:own"),
-    Check("clock", "fairlead_diagnostics.checks.clock:with_files", no_folder=False),
+    Check("clock", "fairlead_diagnostics.checks.clock:with_files", folder=True),
     _MATMUL,
 )
 """What `fairlead doctor` looks at on one machine."""
 
 NAMES: Final = Check("names", "fairlead_diagnostics.checks.names:others", limit_s=60.0)
 OPEN: Final = Check("all-reduce", "fairlead_diagnostics.checks.pair:listen", limit_s=120.0, torch=True)
-PAIR: Final = Check("all-reduce", "fairlead_diagnostics.checks.pair:all_reduce", limit_s=60.0, torch=True)
+PAIR: Final = Check("all-reduce", "fairlead_diagnostics.checks.pair:all_reduce", limit_s=120.0, torch=True)

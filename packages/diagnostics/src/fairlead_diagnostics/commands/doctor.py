@@ -93,6 +93,8 @@ def run(arguments: argparse.Namespace, session: Session) -> int:
         environ=session.environ,
         arrive_s=arguments.start_timeout,
     )
+    if place.node == 0:
+        session.warn(f"doctor: looking at {place.nodes} node{'s' if place.nodes > 1 else ''}")
     with _not_stopped():
         return screen.run()
 
