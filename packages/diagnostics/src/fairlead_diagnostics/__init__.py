@@ -1,4 +1,4 @@
-"""Is this machine, this allocation fit to train, and what is fast on it: `fairlead doctor`."""
+"""Is this machine, this allocation fit to train, and what is fast on it: `fairlead doctor` and `fairlead bench`."""
 
 from fairlead_diagnostics.checking import Asked, Bench, Check, Result
 
