@@ -146,6 +146,51 @@ def test_a_template_of_ones_own(tmp_path: Path) -> None:
         slurm(template="no.j2").render(request(tmp_path))
 
 
+@pytest.mark.parametrize(
+    ("doctor", "restarts", "started", "code"),
+    [(0, 0, True, 0), (75, 1, False, 0), (143, 1, False, 0), (1, 0, False, 1), (2, 0, False, 2)],
+)
+def test_nodes_are_looked_at_before_a_rank_starts(
+    tmp_path: Path, doctor: int, restarts: int, started: bool, code: int
+) -> None:
+    """Requeued without a bad node the script ends with 0, also where the requeue has killed the doctor."""
+    bin = tmp_path / "bin"
+    shown = f'echo "JobId=7 UserId=me Restarts={restarts} JobState=RUNNING X=1"'
+    environ = programs(bin, srun=f'case "$*" in *doctor*) exit {doctor};; esac', scontrol=shown)
+    asked = request(tmp_path, nodes=3, gpus=True, excluded=("n4",))
+    submitter = slurm(screen=True, gpus="task", exclude="n[7-8]", requeue="expedite")
+    assert "--exclude='n[7-8],n4'" in options(submitter, asked)
+    (text,) = submitter.render(asked).values()
+    environ |= {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "3"}
+    done = subprocess.run(["bash", "-c", text], env=environ, cwd=tmp_path, capture_output=True, text=True, timeout=20)
+    first, *rest = calls(bin, "srun")
+    own = "--ntasks=3 --ntasks-per-node=1 --kill-on-bad-exit=0 --gpus-per-task=2"
+    assert first == f"{own} fairlead doctor --nodes {tmp_path}/1/job.yaml"
+    assert rest == ([f"fairlead fit {tmp_path}/1/job.yaml"] if started else [])
+    assert done.returncode == code, done.stderr
+
+
+@pytest.mark.parametrize(("doctor", "rest"), [(75, True), (1, True), (2, False)])
+def test_a_chain_goes_on_behind_a_bad_node(tmp_path: Path, doctor: int, rest: bool) -> None:
+    """The next job has other nodes; where the job is wrong it would end alike."""
+    bin = tmp_path / "bin"
+    environ = programs(bin, srun=f"exit {doctor}", scancel="")
+    (text,) = slurm(screen=True, chain=3).render(request(tmp_path)).values()
+    environ |= {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "2"}
+    done = subprocess.run(["bash", "-c", text], env=environ, cwd=tmp_path, capture_output=True, text=True, timeout=20)
+    assert (done.returncode, len(calls(bin, "srun"))) == (doctor, 1), done.stderr
+    assert bool(calls(bin, "scancel")) is not rest
+
+
+def test_a_template_that_leaves_the_screen_out_is_refused(tmp_path: Path) -> None:
+    own = tmp_path / "own.j2"
+    own.write_text("#!/bin/bash\nsrun {{ command }}\n")
+    with pytest.raises(ConfigError, match="does not have the nodes looked at"):
+        slurm(template="own.j2", screen=True).render(request(tmp_path))
+    own.write_text("#!/bin/bash\nsrun {{ screen }} || exit\nsrun {{ command }}\n")
+    assert "doctor --nodes" in slurm(template="own.j2", screen=True).render(request(tmp_path))["job.sh"]
+
+
 def test_a_network_is_its_variables_with_their_source() -> None:
     for name, network in NETWORKS.items():
         assert network.source.startswith("https://")

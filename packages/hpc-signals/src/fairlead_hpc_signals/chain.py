@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import Field
@@ -15,6 +15,7 @@ from fairlead.findings import Finding
 from fairlead.hookspecs import hookimpl
 from fairlead.interfaces import Requeuer
 from fairlead.plugin_classes import RequeuePlugin
+from fairlead_hpc_signals.excluding import exclusion
 from fairlead_hpc_signals.jobs import JOB_UNKNOWN, check_job
 from fairlead_hpc_signals.programs import UnansweredError
 from fairlead_runs.chain import CHAIN
@@ -83,6 +84,16 @@ class ChainRequeuer(Requeuer):
             )
         return f"job {left[0]} of the chain {name} is next, of {len(left)} left"
 
+    def requeue_without(self, nodes: Sequence[str]) -> str:
+        """The next job, once what is left of the chain is not to get these nodes."""
+        done = self.requeue()
+        left, problem = self._ask("squeue", "--noheader", *self._queued(self._name()), "--format=%i")
+        if problem:
+            raise UnansweredError("SLURM does not say which jobs of the chain are left", why=problem)
+        for job in left.split():
+            self._told(*exclusion(job, nodes, self._told))
+        return f"{done}; none of them gets {', '.join(nodes)}"
+
     def not_again(self) -> None:
         """Cancels what is left of the chain.
 
@@ -113,6 +124,12 @@ class ChainRequeuer(Requeuer):
     @staticmethod
     def _queued(name: str) -> tuple[str, ...]:
         return (f"--user={os.getuid()}", f"--name={name}", "-t", "PENDING")
+
+    def _told(self, *words: str) -> str:
+        said, problem = self._ask(*words)
+        if problem:
+            raise RunFailedError("the nodes are not excluded from the chain", where=" ".join(words), why=problem)
+        return said
 
     def _ask(self, *words: str) -> tuple[str, str]:
         return ask(words, time.monotonic() + self.config.timeout_s, self.environ)

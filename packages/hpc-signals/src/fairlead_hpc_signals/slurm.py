@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal
 
+from fairlead.errors import RunFailedError
 from fairlead.findings import Finding
 from fairlead.hookspecs import hookimpl
 from fairlead.interfaces import Requeuer
 from fairlead.plugin_classes import RequeuePlugin
+from fairlead_hpc_signals.excluding import exclusion
 from fairlead_hpc_signals.jobs import JOB_UNKNOWN, check_job, no_job, requeue_command
 from fairlead_hpc_signals.programs import (
     COMMAND_MISSING,
@@ -112,6 +114,27 @@ class SLURMRequeuer(Requeuer):
         return run_command(
             argv, self.config, self.environ, missing=NOT_IN_CONTAINER, refusals=_REFUSALS, done_before=_DONE
         )
+
+    def requeue_without(self, nodes: Sequence[str]) -> str:
+        """Requeues this job, and excludes nodes from it while its processes are still being ended.
+
+        It is not held for that: if we were killed before its release, it would stay held.
+        """
+        argv = requeue_command(self.job, "slurm")
+        if not argv:
+            raise no_job("slurm", "sbatch or srun")
+        words = exclusion(argv[-1], nodes, self._ask)
+        done = self.requeue()
+        try:
+            return f"{done}; {run_command(words, self.config, self.environ, missing=NOT_IN_CONTAINER)}"
+        except RunFailedError as error:
+            return f"{done}; the nodes could not be excluded: {error.why}"
+
+    def _ask(self, *words: str) -> str:
+        said, problem = ask(words, time.monotonic() + self.config.timeout_s, self.environ)
+        if problem:
+            raise RunFailedError("the job is not requeued: SLURM does not answer", where=" ".join(words), why=problem)
+        return said
 
 
 build = SLURMRequeuer.build

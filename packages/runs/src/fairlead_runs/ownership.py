@@ -12,6 +12,7 @@ from fairlead.errors import FingerprintError, RunDirectoryError, did_you_mean
 from fairlead_runs.commit import LockOwner, Syscalls
 from fairlead_runs.commit.checkpoints import NAME
 from fairlead_runs.commit.files import disk_error, ensure_dir
+from fairlead_runs.exclusion import SCREENS
 from fairlead_runs.fingerprints import Fingerprint, leaves, limits
 from fairlead_runs.heartbeat import read_heartbeats
 from fairlead_runs.history import read_history
@@ -24,7 +25,7 @@ FOLDERS: Final = ("starts", "checkpoints", "logs", "heartbeats")
 _METRICS: Final = "metrics.csv"
 _OURS: Final = {
     *(JOB_FILE, FINGERPRINT_FILE, HISTORY_FILE, _METRICS, *FOLDERS),
-    *("stacks", "flight-recorder", SUBMISSIONS, SAVE, STOP),
+    *("stacks", "flight-recorder", SUBMISSIONS, SCREENS, SAVE, STOP),
 }
 _OURS_TOO: Final = (LOCK_FILE, ".tmp-", "predictions-")
 

@@ -34,6 +34,9 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--chain", metavar="K", type=int, help="queue K jobs of which one runs at a time (`submit.chain`)"
     )
+    parser.add_argument(
+        "--screen", action="store_true", help="look at each node before the ranks start (`submit.screen`)"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON document")
 
 
@@ -44,7 +47,7 @@ def run(arguments: argparse.Namespace, session: Session) -> int:
     made = make_plan(
         arguments.job,
         to=arguments.to,
-        overrides=[*arguments.overrides, *([f"submit.chain={arguments.chain}"] if arguments.chain is not None else [])],
+        overrides=[*arguments.overrides, *_shorthands(arguments)],
         sweep=arguments.sweep,
         max_parallel=arguments.max_parallel,
         environ=session.environ,
@@ -65,6 +68,11 @@ def run(arguments: argparse.Namespace, session: Session) -> int:
     for line in _told(made, records, session.cwd):
         session.print(line)
     return 0
+
+
+def _shorthands(arguments: argparse.Namespace) -> list[str]:
+    chain = [f"submit.chain={arguments.chain}"] if arguments.chain is not None else []
+    return [*chain, *(["submit.screen=true"] if arguments.screen else [])]
 
 
 def _refused(arguments: argparse.Namespace, findings: Sequence[Finding], session: Session) -> int:
@@ -111,6 +119,8 @@ def _told(made: Plan, records: Sequence[Record], cwd: Path) -> list[str]:
     if first.output is not None:
         lines.append(f"  output:  {_short(Path(first.output), cwd)}")
     lines.append(f"  files:   {_short(request.folder, cwd)}")
+    if request.excluded:
+        lines.append(f"  without: {', '.join(request.excluded)}, found to be bad by fairlead doctor within a week")
     watch = f"fairlead runs {_short(made.home, cwd)}" if request.indices else f"fairlead status {runs}"
     return [*lines, f"  watch:   {watch}"]
 

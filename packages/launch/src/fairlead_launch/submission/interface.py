@@ -75,6 +75,7 @@ class Request:
         command: The words that run `fairlead` on a node, as `("/env/bin/python", "-m", "fairlead")`.
         logs: The folder for the scheduler's output files.
         variables: Environment variables of the ranks: those of `submit.network`, then `submit.env`.
+        excluded: Nodes that `fairlead doctor --nodes` has found to be bad for these runs, within a week.
 
     Example:
         >>> request = Request("sine", Path("/r/sine/submissions/1"), (Path("/r/sine/submissions/1/job.yaml"),),
@@ -103,6 +104,7 @@ class Request:
     command: Sequence[str] = ("fairlead",)
     logs: Path = Path()
     variables: Mapping[str, str] = field(default_factory=dict)
+    excluded: Sequence[str] = ()
 
     @property
     def world_size(self) -> int:

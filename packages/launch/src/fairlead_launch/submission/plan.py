@@ -24,9 +24,12 @@ from fairlead_launch.submission.interface import NotAnsweredError, Request, Subm
 from fairlead_launch.submission.records import Record, build_submitter, next_number, read_submission
 from fairlead_launch.submission.requests import array_indices, command, frozen, hardware, variables, warning_lead
 from fairlead_launch.submission.snapshot import Sources, find_sources, moved, take_snapshot
+from fairlead_runs.exclusion import excluded_nodes
 from fairlead_runs.fingerprints import leaves
+from fairlead_runs.history import read_history
 from fairlead_runs.naming import render_name, safe_name
 from fairlead_runs.redaction import redact
+from fairlead_runs.states import HISTORY_FILE
 from fairlead_runs.submitted import SUBMISSIONS, VARIABLE
 
 
@@ -251,6 +254,7 @@ def plan(
         command=command(config),
         logs=folder / "logs",
         variables={**given, **pointer},
+        excluded=sorted({node for run in runs for node in excluded_nodes(read_history(run / HISTORY_FILE))}),
     )
     _has_torch(config, plugins)
     files = submitter.render(request)

@@ -29,6 +29,9 @@ class SLURMSubmitterConfig(BatchSubmitterConfig):
     """Whether the nodes are for this job alone."""
     exclude: str | None = None
     """Nodes to leave out: `n[3-5]`."""
+    screen: bool = False
+    """Whether each node is looked at before the ranks start, and a bad one is left out; see
+    [bad nodes](../how-to/bad-nodes.md)."""
     mail: str | None = None
     """An address that hears of the job's begin, end and failure."""
 

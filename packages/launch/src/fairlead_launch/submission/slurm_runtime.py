@@ -70,7 +70,7 @@ class SLURMSubmitter(Submitter):
             "account": config.account,
             "qos": config.qos,
             "constraint": config.constraint,
-            "exclude": config.exclude,
+            "exclude": ",".join([*([config.exclude] if config.exclude else []), *request.excluded]) or None,
             "exclusive": config.exclusive or None,
             "dependency": config.dependency,
             "array": self._array(request),
@@ -86,12 +86,21 @@ class SLURMSubmitter(Submitter):
             **batch_values(config, request),
             "options": [option(name, value) for name, value in own_options(own, config).items()],
             "command": self._command(request),
+            "screen": self._screen(request) if config.screen else None,
             "cpus_per_task": cpus,
             "requeue": requeue,
             "chain_begin": Raw(chain_begin(chain_name(request.runs[0]))) if config.chain else None,
             "chain_end": Raw(chain_end("$CODE")),
         }
-        return {"job.sh": render_template("slurm.sh.j2", values, own=config.template, cwd=request.cwd)}
+        script = render_template("slurm.sh.j2", values, own=config.template, cwd=request.cwd)
+        if values["screen"] is not None and str(values["screen"]) not in script:
+            raise ConfigError(
+                "the template does not have the nodes looked at",
+                where=f"submit.template: {config.template}",
+                why="submit.screen is true, and the template has no {{ screen }}",
+                fix="run it before the ranks: `srun {{ screen }} || exit`; or set submit.screen to false",
+            )
+        return {"job.sh": script}
 
     def submit(self, request: Request, files: Sequence[Path]) -> str:
         """Runs sbatch; returns the number of the job, of a chain those of all its jobs: `7,8,9`."""
@@ -181,13 +190,22 @@ class SLURMSubmitter(Submitter):
         image = [f"--container-image={container.image}", f"--container-mounts={mounts}"]
         return [*image, f"--container-workdir={request.cwd}", *container.extra]
 
+    def _inside(self, request: Request) -> list[str]:
+        return [*self._pyxis(request), *(self.config.container.words(request) if self.config.container else ())]
+
+    def _screen(self, request: Request) -> Raw:
+        """One doctor for each node, with all of its devices; one that ends early must not end the others."""
+        own = ["--ntasks-per-node=1", "--kill-on-bad-exit=0"]
+        if "gpus-per-task" in self._devices(request):
+            own.append(f"--gpus-per-task={request.devices_per_node}")
+        inside = words([*own, *self._inside(request), *request.command, "doctor", "--nodes"])
+        return Raw(f'--ntasks="$SLURM_JOB_NUM_NODES" {inside} {job_file_word(request)}')
+
     def _command(self, request: Request) -> Raw:
-        file = job_file_word(request)
-        inside = [*self._pyxis(request), *(self.config.container.words(request) if self.config.container else ())]
         # The launcher takes the nodes from SLURM, and starts the ranks again where one has failed.
         several = self.config.tasks == "node" and request.devices_per_node > 1
         launch = ["launch", f"--nproc={request.devices_per_node}", "-m", "fairlead"] if several else []
-        return Raw(f"{words([*inside, *request.command, *launch, 'fit'])} {file}")
+        return Raw(f"{words([*self._inside(request), *request.command, *launch, 'fit'])} {job_file_word(request)}")
 
 
 def _state(row: Mapping[str, str]) -> JobState:

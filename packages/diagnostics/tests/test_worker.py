@@ -1,0 +1,67 @@
+"""A check that hangs, crashes or raises is a failure of its own; one that is slow is not."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+
+import pytest
+
+from fairlead_diagnostics.checking import Asked, Bench, Check, Result
+from fairlead_diagnostics.checks import HERE
+from fairlead_diagnostics.worker import Worker
+
+
+def stuck(bench: Bench) -> Result:
+    bench.progress()
+    signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+    time.sleep(3600)
+    return Result(True, "never")
+
+
+def slow(bench: Bench) -> Result:
+    for _ in range(6):
+        time.sleep(0.25)
+        bench.progress()
+    return Result(True, "slow but advancing")
+
+
+def killed(bench: Bench) -> Result:
+    os.kill(os.getpid(), signal.SIGKILL)
+    return Result(True, "never")
+
+
+def wrong(bench: Bench) -> Result:
+    bench.kept["was"] = "here"
+    raise OSError(5, "Input/output error")
+
+
+def keeps(bench: Bench) -> Result:
+    return Result(True, f"was {bench.kept.get('was')}, asked for {bench.asked.count}")
+
+
+def test_checks_that_hang_crash_or_raise_and_those_behind_them() -> None:
+    def check(name: str) -> Check:
+        return Check(name, f"{__name__}:{name}", limit_s=1.0)
+
+    with Worker(Asked(count=3), os.environ) as worker:
+        began = time.monotonic()
+        assert worker.run(check("wrong")) == Result(False, "OSError: [Errno 5] Input/output error")
+        assert worker.run(check("keeps")).said == "was here, asked for 3"
+        assert worker.run(check("slow")) == Result(True, "slow but advancing")  # longer than its limit in all
+        hung = worker.run(check("stuck"))
+        assert (hung.ok, hung.said) == (False, "nothing happened for 1 s, after 1 parts of it: it hangs")
+        assert worker.run(check("killed")) == Result(False, "its process was killed by SIGKILL")
+        assert worker.run(check("keeps")).said == "was None, asked for 3"  # a new process
+        assert time.monotonic() - began < 60
+
+
+def test_a_check_that_lacks_a_folder_or_torch_is_not_made_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)
+    with Worker(Asked(), os.environ) as worker:
+        said = {check.name: worker.run(check) for check in HERE if check.torch or check.folder}
+    assert {result.ok for result in said.values()} == {None}
+    assert said["matmul"].said == "torch is not installed"
+    assert said["write"].said == "no run was named, so that there is no folder to look at"
