@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable
-from contextlib import suppress
 from typing import Any
 
 from lightning.pytorch.loggers import WandbLogger
@@ -38,6 +37,9 @@ def forget_service() -> None:
     """Says that W&B's process has ended, which W&B would otherwise find out at the exit, with a traceback."""
     import wandb
 
-    with suppress(Exception):
+    why = ""
+    try:
         wandb.teardown()
-    print("W&B's process has ended before this one, as of a signal to the whole job", file=sys.stderr, flush=True)
+    except Exception as error:
+        why = f" ({type(error).__name__}: {error})"
+    print(f"W&B's process has ended before this one, as of a signal to the whole job{why}", file=sys.stderr, flush=True)
