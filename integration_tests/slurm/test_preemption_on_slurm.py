@@ -99,6 +99,8 @@ def test_a_rank_that_is_stopped(cluster: Cluster, tmp_path: Path) -> None:
     job.signal("TERM")
     wait_until("it was requeued", lambda: job.shown()["Restarts"] == "1", 15)
     assert job.wait() == "COMPLETED", job.text()
-    # Half of the time; less where a moment has passed between the signal and the question.
-    assert re.search(r"did not answer within (5|4\.\d+) s", job.text()), job.text()
+    # Half of the time; less where a moment has passed between the signal and the question. Where the others wait for it
+    # in their step's all-reduce they leave when no time is left.
+    said = r"did not answer within (5|4\.\d+) s|no time is left, and this rank is still in its step"
+    assert re.search(said, job.text()), job.text()
     assert "scontrol requeue" in job.text()

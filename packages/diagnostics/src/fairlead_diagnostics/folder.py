@@ -89,9 +89,10 @@ class Folder:
 
     def cut_off(self, node: int, why: str, *, gone_s: float = GONE_S) -> int | None:
         """Says why a node cannot reach node 0, and waits for how the others end; None: node 0 lives no more."""
-        within(_WRITE_S, lambda: self._put(f"node-{node}.json", {"why": why}), None)
         last, since = None, time.monotonic()
         while time.monotonic() - since < gone_s and self._path is not None:
+            # Again and again: node 0 may come later, and removes what it takes for an earlier screen's.
+            within(_WRITE_S, lambda: self._put(f"node-{node}.json", {"why": why}), None)
             if (report := within(_WRITE_S, lambda: self._get(_REPORT), None)) is not None:
                 return int(report["code"])
             alive = within(_WRITE_S, lambda: self._get(_ALIVE), None)

@@ -41,5 +41,5 @@ def forget_service() -> None:
     try:
         wandb.teardown()
     except Exception as error:
-        why = f" ({type(error).__name__}: {error})"
+        why = f" ({error})"
     print(f"W&B's process has ended before this one, as of a signal to the whole job{why}", file=sys.stderr, flush=True)
