@@ -12,6 +12,7 @@ from fairlead.jobs import load_job
 from fairlead.plugins import PluginManager
 from fairlead_diagnostics.bench.cpus import CPUs, cgroup_quota, usable_cpus
 from fairlead_diagnostics.bench.layouts import Layout, Row, advise, layouts, table
+from fairlead_diagnostics.bench.threads import batch_of_processes
 from fairlead_diagnostics.bench.trials import Steps, TrialFailedError, as_words, plugins_as_fields, trial_settings
 
 
@@ -120,6 +121,29 @@ def test_a_single_thread_may_win_and_what_failed_cannot() -> None:
     assert "nothing else could be measured" in advise(found).text
 
 
+@pytest.mark.parametrize(
+    ("trainer", "asked", "each"),
+    [
+        ({}, None, (16, 8)),
+        ({"devices": 2}, None, (32, 16)),
+        ({"devices": 2}, "per_device", (16, 16)),
+        ({"devices": 2, "batch_size": "global", "accumulate_grad_batches": 2}, None, (8, 4)),  # 16 are 2 x 2 x 4
+        ({"batch_size_from": "model.args.bs"}, None, (6, 3)),
+        ({"batch_size_from": "model.args.none"}, None, (None, None)),
+    ],
+)
+def test_the_batch_is_what_the_job_means_by_its_number(
+    trainer: dict[str, object], asked: str | None, each: tuple[int | None, int | None]
+) -> None:
+    """Of each of 1 and of 2 processes; a trial divides nothing once more, and scales no learning rate."""
+    spec = {"model": {"class": "m:M", "args": {"bs": 6}}, "data": {"class": "m:D", "args": {"batch_size": 16}}}
+    job = JobConfig.model_validate({**spec, "trainer": {**trainer, "base_batch_size": 4}})
+    batch = batch_of_processes(job, asked)
+    assert (batch.of(Layout(1, 4)), batch.of(Layout(2, 2))) == each
+    settings = trial_settings(job, Layout(2, 2), Steps(3, 9), Path("runs"))
+    assert (settings["trainer.batch_size"], settings["trainer.base_batch_size"]) == ("per_device", None)
+
+
 def test_a_trial_changes_how_long_is_trained_and_saves_nothing() -> None:
     """A limit of the job that is longer stays, as schedules are made from it; a shorter one does not end the trial."""
     model = {"class": "m:M"}
@@ -134,10 +158,10 @@ def test_a_trial_changes_how_long_is_trained_and_saves_nothing() -> None:
         ({"max_epochs": -1}, (-1, -1)),
     ):
         job = JobConfig.model_validate({"model": model, "trainer": trainer})
-        settings = trial_settings(job, Layout(2, 2), steps, Path("/tmp/x"))
+        settings = trial_settings(job, Layout(2, 2), steps, Path("somewhere"))
         assert (settings["trainer.max_steps"], settings["trainer.max_epochs"]) == expected
         assert settings["trainer.enable_checkpointing"] is False
-        assert settings["run.dir"] == "/tmp/x"
+        assert settings["run.dir"] == "somewhere"
         assert [one["class"] for one in settings["trainer.callbacks"]] == [
             "fairlead_diagnostics.bench.step_times:StepTimes"
         ]

@@ -43,8 +43,8 @@ def bench_arguments(parser: argparse.ArgumentParser) -> None:
     threads.add_argument(
         "--batch",
         choices=("global", "per_device"),
-        help="what all have alike: the batch of all processes together (default, where data.args.batch_size or "
-        "model.args.batch_size is a number), or the batch of each",
+        help="what all have alike: the batch of all processes together (default, where the job has a number at "
+        "trainer.batch_size_from), or the batch of each",
     )
     threads.add_argument("--rounds", metavar="N", type=_count, default=5, help="how often each is timed (default: 5)")
     threads.add_argument(

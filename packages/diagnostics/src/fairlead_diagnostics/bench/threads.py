@@ -26,9 +26,9 @@ from fairlead_diagnostics.bench.trials import (
     plugins_as_fields,
     trial_settings,
 )
+from fairlead_runs.batch_size import batch_of_job
 from fairlead_runs.describe import counted
 
-_BATCH_SIZES: Final = ("data", "model")
 _PILOT: Final = Steps(warm_up=3, timed=5)
 _MOST_STEPS: Final = 5000
 _LEAST_STEPS: Final = 4
@@ -43,8 +43,8 @@ class _Batch:
     together: int | None
 
     def of(self, layout: Layout) -> int | None:
-        """The batch size of each process; None: as the job has it."""
-        return self.together // layout.processes if self.together is not None else None
+        """The batch size of each process; None: the job says none."""
+        return self.together // layout.processes if self.together is not None else self.size
 
     def describe(self) -> str:
         """What is compared."""
@@ -68,7 +68,7 @@ def run(arguments: argparse.Namespace, session: Session) -> int:
     loaded = _load(arguments, session, Layout(1, cpus.count))
     job = loaded.job
     assert job is not None
-    batch = _batch(job, arguments.batch)
+    batch = batch_of_processes(job, arguments.batch)
     tried = layouts(cpus, arguments.processes)
     rows = [_row(layout, batch) for layout in tried]
     if all(row.failed is not None for row in rows[2:]):
@@ -84,7 +84,8 @@ def run(arguments: argparse.Namespace, session: Session) -> int:
     finally:
         trials.close()
     strategy = "ddp" if getattr(job.trainer.strategy, "name", None) == "single_device" else None
-    advice = advise(rows, batch_setting=batch.setting if batch.together else None, strategy=strategy)
+    divided = batch.together is not None and job.trainer.batch_size == "per_device"  # a global one is divided anyway
+    advice = advise(rows, batch_setting=batch.setting if divided else None, strategy=strategy)
     if arguments.json:
         session.print_json(
             {
@@ -150,28 +151,24 @@ def _load(arguments: argparse.Namespace, session: Session, layout: Layout) -> Lo
     return loaded
 
 
-def _batch(job: JobConfig, asked: str | None) -> _Batch:
+def batch_of_processes(job: JobConfig, asked: str | None) -> _Batch:
     """What is kept: the batch of all, if it is known where it is set and nobody asks for the other."""
-    found: dict[str, int] = {}
-    for name in _BATCH_SIZES:
-        spec = getattr(job, name)
-        size = spec.args.get("batch_size") if spec is not None else None
-        if isinstance(size, int) and size > 0:
-            found[f"{name}.args.batch_size"] = size
-    if not found:
+    setting, size = job.trainer.batch_size_from, batch_of_job(job)
+    if size is None:
         if asked == "global":
             raise ConfigError(
                 "the job does not say its batch size, so that it cannot be divided among processes",
                 where="--batch global",
-                why="neither data.args.batch_size nor model.args.batch_size is a number",
-                fix="--batch per_device, or write `batch_size` into the `args` of the data",
+                why=f"{setting} is no number (trainer.batch_size_from)",
+                fix="--batch per_device, or write the number there, or where it is into trainer.batch_size_from",
             )
         return _Batch(None, None, None)
-    setting, size = next(iter(found.items()))
-    if asked == "per_device":
-        return _Batch(setting, size, None)
     devices = job.trainer.devices
     ranks = len(devices) if isinstance(devices, list) else devices if isinstance(devices, int) and devices > 0 else 1
+    if job.trainer.batch_size == "global":  # of all ranks, and of all batches of a step
+        size = max(1, size // (ranks * job.trainer.accumulate_grad_batches))
+    if asked == "per_device":
+        return _Batch(setting, size, None)
     return _Batch(setting, size, size * ranks)
 
 

@@ -97,6 +97,9 @@ def trial_settings(job: JobConfig, layout: Layout, steps: Steps, folder: Path) -
         "devices": layout.processes,
         "threads": layout.threads,
         "num_nodes": 1,
+        "batch_size": "per_device",  # the trial's own is that of a process, and no learning rate follows it
+        "base_batch_size": None,
+        "lr_rule": None,
         "environment": "lightning",
         "requeue": "none",
         "checkpoint_io": "auto",
