@@ -21,21 +21,11 @@ from pathlib import Path
 
 sys.path.insert(0, sys.argv[2])
 import wandb
-from tiny_job import Line, fit
+from tiny_job import Line, end_wandb, fit
 
 warnings.simplefilter("ignore", DeprecationWarning)
 root = Path(sys.argv[1])
 LOGGERS = ["csv", "tensorboard", {"name": "wandb", "project": "p", "offline": True}, {"name": "mlflow"}]
-
-
-def end_wandb(number):
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            words = (folder / "cmdline").read_bytes().split(b"\\0")
-        except OSError:
-            continue
-        if words[0].endswith(b"wandb-core") and str(os.getpid()).encode() in words:
-            os.kill(int(folder.name), number)
 
 
 class Killed(Line):
@@ -46,6 +36,10 @@ class Killed(Line):
         if self.trainer.global_step == self.at:
             if self.how == "stopped":
                 os.kill(os.getpid(), signal.SIGUSR1)
+                return
+            if self.how == "alone":  # W&B's process, and nothing else of the job
+                end_wandb(signal.SIGTERM)
+                time.sleep(0.5)
                 return
             if self.how == "terminated":  # as a scheduler does it: all of the job, W&B's process as well
                 end_wandb(signal.SIGTERM)
@@ -82,6 +76,7 @@ def start(run, at=-1, how=""):
 
 
 assert start("whole") == 0
+assert start("alone", 10, "alone") == 0
 assert start("killed", 2) == -signal.SIGKILL  # before its first checkpoint
 assert start("killed", 11) == -signal.SIGKILL
 assert start("killed", 15, "written") == -signal.SIGKILL
@@ -143,12 +138,13 @@ def test_a_killed_run_is_one_run_in_every_logger(tmp_path: Path) -> None:
     assert [number for number, _, _ in rows] == list(range(24 + 3))
     assert [step for _, step, values in rows if "train/loss" in values] == list(range(24))
     assert wandb_rows(killed) == rows
+    assert wandb_rows(tmp_path / "alone") == rows, "what its process had not recorded is logged at the run's end"
     records = [RecordFile(path) for path in sorted(killed.glob("wandb/offline-run-*/*.wandb"))]
     written = [len(list(record.rows())) for record in records]
     assert len(written) == 3, "of the others W&B had written nothing: it is logged again, and their files set aside"
     assert written[0] > 8, "there are rows which the next start does not log again"
     assert ["preempting" in record.kinds for record in records] == [False, True, False], "the stop says so"
-    assert done.stderr.count("W&B's process has ended before this one") == 1
+    assert done.stderr.count("W&B's process has ended before this one") == 2
     assert "Traceback" not in done.stderr
 
     logged = mlflow_points(whole)

@@ -24,6 +24,9 @@ from fairlead_lightning.loggers.positions import logger_positions
 from fairlead_lightning.loggers.preempting import mark_preempting
 from fairlead_lightning.loggers.wandb_runtime import build
 
+sys.path.insert(0, sys.argv[-1])
+from tiny_job import end_wandb
+
 plugins = PluginManager()
 root = Path(sys.argv[1])
 
@@ -56,13 +59,7 @@ def start(name, begin, end, *, save=None, kill=None, offline=False, stop=False):
     if kill == "written":
         time.sleep(1.5)
     if kill:
-        for folder in Path("/proc").glob("[0-9]*"):
-            try:
-                words = (folder / "cmdline").read_bytes().split(b"\\0")
-            except OSError:
-                continue
-            if words[0].endswith(b"wandb-core") and str(os.getpid()).encode() in words:
-                os.kill(int(folder.name), signal.SIGKILL)
+        end_wandb(signal.SIGKILL)
         os.kill(os.getpid(), signal.SIGKILL)
     if stop:
         mark_preempting([logger])
@@ -100,7 +97,7 @@ def test_a_killed_run_is_one_run_at_the_server(tmp_path: Path) -> None:
         environ |= {"WANDB_X_DISABLE_STATS": "true", "WANDB_X_DISABLE_META": "true", "WANDB_CONSOLE": "off"}
         environ |= {"WANDB_X_SAVE_REQUIREMENTS": "false", "HOME": str(tmp_path)}
         environ |= {"PYTHONWARNINGS": "ignore"}
-        command = [sys.executable, "-c", JOB, str(tmp_path)]
+        command = [sys.executable, "-c", JOB, str(tmp_path), str(Path(__file__).parent)]
         with subprocess.Popen(command, env=environ, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as job:
             there = tmp_path / "arrived"
             while job.poll() is None:

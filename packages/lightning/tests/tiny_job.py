@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -119,6 +120,17 @@ def plain(**settings: Any) -> L.Trainer:
         "num_sanity_val_steps": 0,
     }
     return L.Trainer(**{**defaults, **settings})
+
+
+def end_wandb(number: int) -> None:
+    """Sends a signal to W&B's own process of this one."""
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            words = (folder / "cmdline").read_bytes().split(b"\0")
+        except OSError:
+            continue
+        if words[0].endswith(b"wandb-core") and str(os.getpid()).encode() in words:
+            os.kill(int(folder.name), number)
 
 
 def weights(model: torch.nn.Module) -> Tensor:
