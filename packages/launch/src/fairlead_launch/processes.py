@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
+from fairlead.user_code import CodeRoot
+from fairlead.user_code.roots import script_folders
 from fairlead_launch.forkserver import ForkServer
 
 
@@ -58,6 +62,13 @@ def spawn(command: Sequence[str]) -> Starter:
         )
 
     return start
+
+
+def search_path(root: CodeRoot) -> list[str]:
+    """`sys.path` for what is forked: the user's code comes first, and the folder of a script of ours is not there."""
+    folders = [str(folder) for folder in root.folders]
+    scripts = script_folders()
+    return [*folders, *(one for one in sys.path if one not in folders and os.path.abspath(one) not in scripts)]
 
 
 def forkable(server: ForkServer, received: Sequence[int], say: Callable[[str], None]) -> ForkServer | None:

@@ -24,11 +24,10 @@ from fairlead.config import JobConfig
 from fairlead.config_bases import AXES, BackendConfig
 from fairlead.jobs import LoadedJob
 from fairlead.user_code import CodeRoot
-from fairlead.user_code.roots import script_folders
 from fairlead_diagnostics.bench.layouts import Layout
 from fairlead_launch.forkserver import CAN_FORK, SERVER_FD, ForkServer
 from fairlead_launch.preloading import RANK_VARIABLES
-from fairlead_launch.processes import Process, fork, forkable, spawn
+from fairlead_launch.processes import Process, fork, forkable, search_path, spawn
 
 _PRELOAD: Final = "fairlead_lightning.commands.preload"
 _TAIL: Final = 2000
@@ -155,15 +154,12 @@ class Trials:
     def _serve(self, root: CodeRoot, lent: str | None) -> ForkServer | None:
         if not CAN_FORK:
             return None
-        folders = [str(folder) for folder in root.folders]
-        scripts = script_folders()
-        rest = [entry for entry in sys.path if entry not in folders and os.path.abspath(entry) not in scripts]
         job = self._job
         names = [str(spec.class_).partition(":")[0] for spec in (job.model, job.data) if spec is not None]
         server = ForkServer(
             [_PRELOAD, "fairlead_diagnostics.bench.step_times"],
             list(dict.fromkeys(names)),
-            path=[*folders, *rest],
+            path=search_path(root),
             environ={"OMP_NUM_THREADS": "1", **self._environ},
             title=("fairlead", *self._session.argv),
             connection=socket.socket(fileno=int(lent)) if lent is not None else None,

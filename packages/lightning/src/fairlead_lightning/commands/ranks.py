@@ -20,13 +20,12 @@ from fairlead.detect import VARIABLE
 from fairlead.plugins import PluginManager
 from fairlead.resolution import Resolution
 from fairlead.user_code import CodeRoot
-from fairlead.user_code.roots import script_folders
 from fairlead_launch.environment import rank_environment
 from fairlead_launch.forkserver import CAN_FORK, SERVER_FD, ForkServer
 from fairlead_launch.output import Output
 from fairlead_launch.plans import PLAN, plan_to_inherit
 from fairlead_launch.ports import DEFAULT_PORT, STORE_FD, bind_listener
-from fairlead_launch.processes import Starter, fork, forkable, spawn
+from fairlead_launch.processes import Starter, fork, forkable, search_path, spawn
 from fairlead_launch.restarts import Restarts, run_with_restarts, stopped_before
 from fairlead_launch.supervise import Group, noted_signals
 from fairlead_lightning.display.quiet import TORCH_LOG
@@ -73,14 +72,11 @@ class _Ranks:
         if self._start_method == "spawn" or not CAN_FORK:
             return True
         root: CodeRoot = self._checked.loaded.root
-        folders = [str(folder) for folder in root.folders]
-        scripts = script_folders()
-        rest = [entry for entry in sys.path if entry not in folders and os.path.abspath(entry) not in scripts]
         lent = self._session.environ.get(SERVER_FD)
         server = ForkServer(
             [_PRELOAD, *_runtimes(self._resolution, self._session.plugins)],
             _user_modules(self._checked.loaded.job),
-            path=[*folders, *rest],
+            path=search_path(root),
             environ={"OMP_NUM_THREADS": str(self._resolution.value("threads")), **self._environ},
             title=("fairlead", *self._words),
             connection=socket.socket(fileno=int(lent)) if lent is not None else None,
