@@ -5,3 +5,6 @@ import s3fs  # type: ignore[import-untyped]  # noqa: F401 - Lightning asks it wh
 import torch.utils.tensorboard  # noqa: F401
 
 import fairlead_lightning.commands.preload  # noqa: F401
+from fairlead.plugins import PluginManager
+
+PluginManager().records(load=True)  # whatever a test's job selects

@@ -7,6 +7,7 @@ Only what a config selects is loaded; a broken plugin that nobody selects is a r
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib
 import importlib.metadata
 from collections.abc import Callable, Iterable, Iterator
@@ -51,6 +52,7 @@ class PluginManager:
         self._loaded: dict[str, AnyPlugin] = {}
         self._looked: set[str] = set()
         self._installed = Installed()
+        self._ours = functools.cache(first_party)  # a checkout reads the source of all packages for it
         self._discover(entry_points)
 
     # -- discovery
@@ -135,7 +137,7 @@ class PluginManager:
 
     def tags(self, axis: str) -> list[str]:
         """Those of an axis that are installed or our own."""
-        return [*self.names(axis), *(key.partition(".")[2] for key in first_party() if key.startswith(f"{axis}."))]
+        return [*self.names(axis), *(key.partition(".")[2] for key in self._ours() if key.startswith(f"{axis}."))]
 
     def _load(self, point: EntryPoint, record: PluginRecord) -> AnyPlugin:
         self._installed.check_dist(point)
@@ -216,15 +218,13 @@ class PluginManager:
         return plugin
 
     def _unknown(self, axis: str, name: str, where: str | None) -> FairleadError:
-        ours = first_party()
-        extra = ours.get(f"{axis}.{name}")
+        extra = self._ours().get(f"{axis}.{name}")
         if extra is not None:
             return MissingDependencyError(
                 f"the {axis} {name!r} is not installed", where=where, fix=f"pip install 'fairlead[{extra}]'"
             )
         names = self.names(axis)
-        own = [key.partition(".")[2] for key in ours if key.startswith(f"{axis}.")]
-        near = did_you_mean(name, [*names, *own])
+        near = did_you_mean(name, self.tags(axis))
         installed = f"installed: {', '.join(names)}" if names else f"no plugin of the axis {axis!r} is installed"
         return ConfigError(
             f"unknown {axis} {name!r}",

@@ -6,6 +6,3 @@ import torch.distributed.algorithms.ddp_comm_hooks  # noqa: F401
 import fairlead_lightning.commands.arguments
 import fairlead_lightning.commands.ranks
 import fairlead_lightning.commands.run  # noqa: F401
-from fairlead.plugins import PluginManager
-
-PluginManager().records(load=True)

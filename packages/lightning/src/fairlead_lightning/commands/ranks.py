@@ -74,7 +74,7 @@ class _Ranks:
         root: CodeRoot = self._checked.loaded.root
         lent = self._session.environ.get(SERVER_FD)
         server = ForkServer(
-            [_PRELOAD, *_runtimes(self._resolution, self._session.plugins)],
+            [_PRELOAD, *_loaded_here(self._session.plugins), *_runtimes(self._resolution, self._session.plugins)],
             _user_modules(self._checked.loaded.job),
             path=search_path(root),
             environ={"OMP_NUM_THREADS": str(self._resolution.value("threads")), **self._environ},
@@ -138,6 +138,12 @@ class _Ranks:
             return fork(self._server, run_forked, *self._words, cwd=str(self._session.cwd))
         # -P: the working directory is no place for code unless the rules for user code say so.
         return spawn([sys.executable, "-P", "-m", "fairlead", *self._words])
+
+
+def _loaded_here(plugins: PluginManager) -> list[str]:
+    """The modules of the plugins that reading and checking the job has imported: a rank needs the same ones again."""
+    modules = (record.value.partition(":")[0] for record in plugins.records())
+    return [module for module in dict.fromkeys(modules) if module in sys.modules]
 
 
 def _runtimes(resolution: Resolution, plugins: PluginManager) -> list[str]:
