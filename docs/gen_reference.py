@@ -29,6 +29,7 @@ from fairlead.plugins import PluginManager
 from fairlead_runs.fingerprints import MAY_CHANGE
 
 sys.path.insert(0, str(Path(__file__).parent.parent))  # MkDocs runs a hook as a file, outside of any package
+from docs import compatibility
 from docs.field_tables import JOB_MODELS, describe, fields, nested, table, yaml_word
 
 __all__ = ["PARTS", "expand", "first_party_plugins", "models", "on_files", "on_page_markdown", "written"]
@@ -210,6 +211,7 @@ PARTS: Final[Mapping[str, Callable[[], str]]] = {
     "commands": _commands,
     "codes": _codes,
     "capabilities": _capabilities,
+    "compatibility": lambda: compatibility.markdown(first_party_plugins()),
     "aliases": _aliases,
     "may-change": _may_change,
     "hooks": _hooks,

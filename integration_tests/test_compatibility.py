@@ -1,0 +1,115 @@
+"""Every cell of the compatibility table: those that run here are trained, the others say what they need, or why not."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as L
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from docs.compatibility import AXES, Cell, cell, cells, choices, settings
+from docs.gen_reference import first_party_plugins
+from fairlead import RunConfig, Trainer, TrainerConfig
+from fairlead.plugins import PluginManager
+from fairlead_distributed.testing import run_ranks
+
+STEPS = 2
+# Lightning recognises ranks that an elastic agent has started.
+LAUNCHER = {"TORCHELASTIC_RUN_ID": "test", "GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1"}
+
+
+@cache
+def plugins() -> PluginManager:
+    return first_party_plugins()
+
+
+class Net(L.LightningModule):
+    """A few layers in a ModuleList, with batch normalisation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16), nn.ReLU()) for _ in range(2))
+        self.head = nn.Linear(16, 2)
+        self.losses: list[float] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        out: Tensor = self.head(x)
+        return out
+
+    def training_step(self, batch: list[Tensor]) -> Tensor:
+        x, y = (part.to(self.head.weight.dtype) for part in batch)
+        loss = nn.functional.mse_loss(self(x), y)
+        self.losses.append(float(loss.detach()))
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.05)
+
+
+def trained(pair: Cell, folder: str) -> dict[str, Any]:
+    """What became of a short training with the two choices of a cell."""
+    fields: dict[str, Any] = {"max_epochs": 10, "enable_progress_bar": False, "enable_model_summary": False}
+    fields |= {**settings(pair.strategy, pair.axis, pair.choice, plugins()), "accelerator": "cpu", "max_steps": STEPS}
+    fields["log_every_n_steps"] = 1  # Lightning warns of more than there are batches
+    if pair.choice == "remote":
+        fields["checkpoint_io"] = {"name": "remote", "url": f"file://{folder}/store"}
+    generator = torch.Generator().manual_seed(1)
+    data = TensorDataset(torch.randn(32, 16, generator=generator), torch.randn(32, 2, generator=generator))
+    net = Net()
+    name = f"{pair.strategy}-{pair.axis}-{pair.choice}"
+    trainer = Trainer(TrainerConfig.model_validate(fields), run=RunConfig(name=name, dir=folder))
+    trainer.fit(net, DataLoader(data, batch_size=4))
+    return {"losses": net.losses, "steps": trainer.global_step, "strategy": type(trainer.strategy).__name__}
+
+
+def rank_main(rank: int, mine: list[Cell], folder: str) -> list[dict[str, Any] | str]:
+    """Trains one cell after the other; what one of them raises is told, and the others go on."""
+    found: list[dict[str, Any] | str] = []
+    for pair in mine:
+        try:
+            found.append(trained(pair, folder))
+        except Exception as error:
+            found.append(f"{type(error).__name__}: {error}")
+    return found
+
+
+def on_cpus() -> list[str]:
+    return [one for one in choices("strategy", plugins()) if cell(one, "accelerator", "cpu", plugins()).state == "runs"]
+
+
+@pytest.mark.parametrize("strategy", on_cpus())
+def test_every_cell_that_is_said_to_run_trains_here(strategy: str, tmp_path: Path) -> None:
+    """All cells of a strategy in one start of its ranks: the loss is a number, and it moves."""
+    pairs = [(axis, choice) for axis in AXES for choice in choices(axis, plugins())]
+    mine = [one for one in (cell(strategy, *pair, plugins()) for pair in pairs) if one.state == "runs"]
+    ranks = settings(strategy, AXES[0], "cpu", plugins())["devices"]
+    results = run_ranks(rank_main, ranks, mine, str(tmp_path), timeout=300, env=LAUNCHER, init=ranks > 1)
+    wrong = []
+    for one, *by_rank in zip(mine, *results, strict=True):
+        for rank, found in enumerate(by_rank):
+            told = found if isinstance(found, str) else str(found["losses"])
+            if isinstance(found, str) or found["steps"] != STEPS or not _moves(found["losses"]):
+                wrong.append(f"{one.axis} {one.choice}, rank {rank}: {told}")
+    assert not wrong, "\n".join(wrong)
+
+
+def _moves(losses: list[float]) -> bool:
+    return len(set(losses)) > 1 and all(abs(loss) < 1e6 for loss in losses)
+
+
+def test_no_cell_is_left_out_and_each_refusal_has_a_reason_and_an_alternative() -> None:
+    """A new strategy, or a new choice of another axis, has its cells by itself; what is refused says what works."""
+    found = {(one.strategy, one.axis, one.choice): one for one in cells(plugins())}
+    wanted = {(s, axis, c) for s in choices("strategy", plugins()) for axis in AXES for c in choices(axis, plugins())}
+    assert found.keys() == wanted
+    unexplained = [key for key, one in found.items() if one.state == "refused" and not (one.reason and one.instead)]
+    assert not unexplained
+    assert {one.strategy for one in found.values() if one.state != "refused"} == set(choices("strategy", plugins()))
