@@ -54,10 +54,14 @@ class Net(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.05)
 
 
-def trained(pair: Cell, folder: str) -> dict[str, Any]:
+def trained(pair: Cell, folder: str, accelerator: str) -> dict[str, Any]:
     """What became of a short training with the two choices of a cell."""
     fields: dict[str, Any] = {"max_epochs": 10, "enable_progress_bar": False, "enable_model_summary": False}
-    fields |= {**settings(pair.strategy, pair.axis, pair.choice, plugins()), "accelerator": "cpu", "max_steps": STEPS}
+    fields |= {
+        **settings(pair.strategy, pair.axis, pair.choice, plugins()),
+        "accelerator": accelerator,
+        "max_steps": STEPS,
+    }
     fields["log_every_n_steps"] = 1  # Lightning warns of more than there are batches
     if pair.choice == "remote":
         fields["checkpoint_io"] = {"name": "remote", "url": f"file://{folder}/store"}
@@ -70,28 +74,28 @@ def trained(pair: Cell, folder: str) -> dict[str, Any]:
     return {"losses": net.losses, "steps": trainer.global_step, "strategy": type(trainer.strategy).__name__}
 
 
-def rank_main(rank: int, mine: list[Cell], folder: str) -> list[dict[str, Any] | str]:
+def rank_main(rank: int, mine: list[Cell], folder: str, accelerator: str) -> list[dict[str, Any] | str]:
     """Trains one cell after the other; what one of them raises is told, and the others go on."""
     found: list[dict[str, Any] | str] = []
     for pair in mine:
         try:
-            found.append(trained(pair, folder))
+            found.append(trained(pair, folder, accelerator))
         except Exception as error:
             found.append(f"{type(error).__name__}: {error}")
     return found
 
 
-def on_cpus() -> list[str]:
-    return [one for one in choices("strategy", plugins()) if cell(one, "accelerator", "cpu", plugins()).state == "runs"]
+def takers(accelerator: str) -> list[str]:
+    """The strategies that go together with an accelerator."""
+    found = [(one, cell(one, "accelerator", accelerator, plugins())) for one in choices("strategy", plugins())]
+    return [strategy for strategy, one in found if one.state != "refused"]
 
 
-@pytest.mark.parametrize("strategy", on_cpus())
-def test_every_cell_that_is_said_to_run_trains_here(strategy: str, tmp_path: Path) -> None:
-    """All cells of a strategy in one start of its ranks: the loss is a number, and it moves."""
-    pairs = [(axis, choice) for axis in AXES for choice in choices(axis, plugins())]
-    mine = [one for one in (cell(strategy, *pair, plugins()) for pair in pairs) if one.state == "runs"]
-    ranks = settings(strategy, AXES[0], "cpu", plugins())["devices"]
-    results = run_ranks(rank_main, ranks, mine, str(tmp_path), timeout=300, env=LAUNCHER, init=ranks > 1)
+def train_all(mine: list[Cell], folder: Path, accelerator: str, *, init: bool) -> None:
+    """Trains the cells of one strategy in one start of its ranks: the loss is a number, and it moves."""
+    ranks = settings(mine[0].strategy, AXES[0], accelerator, plugins())["devices"]
+    several = ranks > 1 and init
+    results = run_ranks(rank_main, ranks, mine, str(folder), accelerator, timeout=300, env=LAUNCHER, init=several)
     wrong = []
     for one, *by_rank in zip(mine, *results, strict=True):
         for rank, found in enumerate(by_rank):
@@ -99,6 +103,29 @@ def test_every_cell_that_is_said_to_run_trains_here(strategy: str, tmp_path: Pat
             if isinstance(found, str) or found["steps"] != STEPS or not _moves(found["losses"]):
                 wrong.append(f"{one.axis} {one.choice}, rank {rank}: {told}")
     assert not wrong, "\n".join(wrong)
+
+
+def mine(strategy: str) -> list[Cell]:
+    """The cells of one strategy."""
+    pairs = [(axis, choice) for axis in AXES for choice in choices(axis, plugins())]
+    return [cell(strategy, *pair, plugins()) for pair in pairs]
+
+
+@pytest.mark.parametrize("strategy", takers("cpu"))
+def test_every_cell_that_is_said_to_run_trains_here(strategy: str, tmp_path: Path) -> None:
+    train_all([one for one in mine(strategy) if one.state == "runs"], tmp_path, "cpu", init=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("strategy", takers("cuda"))
+def test_every_cell_trains_on_cuda(strategy: str, tmp_path: Path) -> None:
+    """Those that need CUDA, and those that a CPU runs as well; over nccl where there are several ranks."""
+    ranks = settings(strategy, AXES[0], "cuda", plugins())["devices"]
+    if ranks > torch.cuda.device_count():
+        pytest.skip(f"{strategy} takes {ranks} devices")
+    fit = [one for one in mine(strategy) if one.accelerator in ("cpu", "cuda") and one.choice != "cpu"]
+    train_all(fit, tmp_path, "cuda", init=False)
 
 
 def _moves(losses: list[float]) -> bool:
