@@ -118,8 +118,10 @@ class Workload:
         model: nn.Module = net
         quiet: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
         if distributed:
-            model = nn.parallel.DistributedDataParallel(net)
-            quiet = quiet if communicates else model.no_sync
+            model = self._wrap(net)
+            if not communicates:
+                assert isinstance(model, nn.parallel.DistributedDataParallel)
+                quiet = model.no_sync
         optimizer: Any = net.configure_optimizers()
         model.train()
         began = ended = 0.0
@@ -186,6 +188,9 @@ class Workload:
     @property
     def _total(self) -> int:
         return self.warm_up + self.steps + 1  # the last timed step must not be the one that ends the epoch
+
+    def _wrap(self, net: L.LightningModule) -> nn.Module:
+        return nn.parallel.DistributedDataParallel(net)
 
     def _loss(self, model: nn.Module, batch: Any) -> Tensor:
         x, y = batch
