@@ -97,7 +97,7 @@ class Text(Net):
 
     def __init__(self) -> None:
         super().__init__()
-        self.inlet = nn.Identity()
+        del self.inlet
         self.embedding = nn.Embedding(16, 12)
         self.norm = nn.LayerNorm(12)
         self.head = nn.Linear(12, 16, bias=False)
