@@ -92,11 +92,31 @@ class Net(pl.LightningModule):
         return DataLoader(DATA, batch_size=BATCH // replicas["num_replicas"], sampler=sampler)
 
 
-class Text(Net):
-    """Predicts the next of sixteen tokens."""
+class Attention(nn.Module):
+    """Causal attention of two heads, added to the stream."""
 
     def __init__(self) -> None:
         super().__init__()
+        self.heads = 2
+        self.norm = nn.LayerNorm(12)
+        self.qkv = nn.Linear(12, 36)
+        self.out = nn.Linear(12, 12)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, time, _ = x.shape
+        q, k, v = self.qkv(self.norm(x)).view(batch, time, 3, self.heads, 6).permute(2, 0, 3, 1, 4)
+        y = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        out: Tensor = x + self.out(y.transpose(1, 2).reshape(batch, time, -1))
+        return out
+
+
+class Text(Net):
+    """Predicts the next of sixteen tokens."""
+
+    def __init__(self, attention: bool = False) -> None:
+        super().__init__()
+        if attention:
+            self.blocks = nn.ModuleList([Attention(), Block(0.0), Attention()])
         del self.inlet
         self.embedding = nn.Embedding(16, 12)
         self.norm = nn.LayerNorm(12)
@@ -110,7 +130,7 @@ class Text(Net):
         return out
 
     def training_step(self, batch: list[Tensor]) -> Tensor:
-        tokens = (batch[0] * 10).long() % 16
+        tokens = (torch.cat([batch[0], batch[1]], 1) * 10).long() % 16
         logits = self(tokens)
         loss = nn.functional.cross_entropy(logits.flatten(0, 1), tokens.roll(1, 1).flatten())
         self.log("loss", loss, prog_bar=True)

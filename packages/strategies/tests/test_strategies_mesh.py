@@ -18,6 +18,7 @@ LAUNCHER = {"TORCHELASTIC_RUN_ID": "test", "GROUP_RANK": "0", "GROUP_WORLD_SIZE"
 PLAN: Any = {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}
 TEXT: Any = {**PLAN, "embedding": "vocab", "head": "vocab"}
 SEQUENCE: Any = {**TEXT, "blocks.0": "sequence_begin", "blocks.*.norm": "sequence", "norm": "sequence_end"}
+ATTENTION: Any = {**PLAN, "blocks.*.qkv": "packed:1,1,1", "blocks.*.out": "rowwise"}
 CLOSE = 2e-6
 """Largest difference of anything after a dozen steps: the order of float32 additions differs."""
 CLIP = 0.05
@@ -52,6 +53,17 @@ EQUAL: dict[int, dict[str, tuple[MeshStrategyConfig, dict[str, Any]]]] = {
         "shard 2 x tensor 2, sequence and loss parallel": (
             HybridStrategyConfig(plan=SEQUENCE, tensor=2, sequence_parallel=True, loss_parallel=True),
             {"net": {"kind": "Text"}},
+        ),
+        "shard 2 x context 2": (HybridStrategyConfig(context=2), {"net": {"kind": "Text", "attention": True}}),
+        "replicate 2 x context 2, accumulated": (
+            HybridStrategyConfig(
+                replicate=2, context=2, context_method="ulysses", activation_checkpointing=("mesh_runs:Attention",)
+            ),
+            {"net": {"kind": "Text", "attention": True}, "accumulate_grad_batches": 2},
+        ),
+        "context 2 x tensor 2": (
+            HybridStrategyConfig(plan=ATTENTION, context=2, tensor=2),
+            {"net": {"kind": "Text", "attention": True}},
         ),
         "shard 2 x tensor 2, accumulated": (
             HybridStrategyConfig(plan=PLAN, tensor=2, activation_checkpointing=("mesh_runs:Block",)),

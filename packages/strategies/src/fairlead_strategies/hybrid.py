@@ -30,7 +30,8 @@ class HybridStrategyConfig(TensorPlanConfig):
     shard: SizeOrAuto = "auto"
     """Ranks that share the shards of parameters, gradients and optimizer state."""
     context: SizeOrAuto = 1
-    """Ranks that share each sequence."""
+    """Ranks that share each sequence: the module is called with whole ones, of which each rank computes its tokens. The
+    loss is to be a mean over all tokens."""
     tensor: SizeOrAuto = 1
     """Ranks that split each layer; innermost, for it sends most."""
     expert: int = Field(1, gt=0)
@@ -40,9 +41,7 @@ class HybridStrategyConfig(TensorPlanConfig):
     positions (Ulysses, arXiv:2309.14509)."""
     context_balance: bool = True
     """Give each rank a piece of the beginning and one of the end of the sequence, so that causal attention costs all
-    the same."""
-    sequence_dim: int = Field(1, ge=0)
-    """Which dimension of the batch's tensors is the sequence, where `context` splits it."""
+    the same. The length must be a multiple of twice `context` then."""
 
 
 class Hybrid(MeshStrategy):

@@ -89,9 +89,8 @@ class MeshStrategyConfig(ProcessGroupConfig):
 
     def layout(self, world_size: int) -> Layout:
         """The mesh of so many ranks; a ConfigError where the sizes do not fit."""
-        own: dict[str, Any] = {
-            name: getattr(self, name) for name in (*DIMENSIONS, "expert") if name in type(self).model_fields
-        }
+        fields = [name for name in (*DIMENSIONS, "expert") if name in type(self).model_fields]
+        own: dict[str, Any] = {name: getattr(self, name) for name in fields}
         return Layout.of(world_size, {**self.sizes, **own})
 
     def data_parallel_ranks(self, world_size: int) -> int:

@@ -24,6 +24,7 @@ from torch.nn import Module
 
 from fairlead.errors import ConfigError
 from fairlead_distributed.activation_checkpointing import checkpoint_layers
+from fairlead_strategies.hybrid import HybridStrategyConfig
 from fairlead_strategies.mesh.config import FSDP2MixedPrecision, MeshStrategyConfig
 from fairlead_strategies.mesh.device_mesh import from_first_rank, shard_mesh
 from fairlead_strategies.mesh.units import Policy, blocks
@@ -53,6 +54,8 @@ def parallelize(module: Module, mesh: DeviceMesh, config: MeshStrategyConfig, de
     units = blocks(module, wrap_policy(config))
     if "tensor" in names:
         _split_layers(module, mesh["tensor"], config)
+    if "context" in names:
+        _share_sequences(module, mesh["context"], config)
     if config.activation_checkpointing:
         checkpoint_layers(module, checkpointed_classes(config))
     _shard(module, units, shard_mesh(mesh), config, device)
@@ -77,6 +80,13 @@ def _split_layers(module: Module, mesh: DeviceMesh, config: MeshStrategyConfig) 
         sequence_parallel=config.sequence_parallel,
         loss_parallel=config.loss_parallel,
     )
+
+
+def _share_sequences(module: Module, mesh: DeviceMesh, config: MeshStrategyConfig) -> None:
+    from fairlead_distributed.parallel.context import parallelize_context
+
+    assert isinstance(config, HybridStrategyConfig)  # no other has the dimension
+    parallelize_context(module, mesh, method=config.context_method, balance=config.context_balance)
 
 
 def _shard(
