@@ -1,0 +1,201 @@
+"""The Trainer's strategy on a device mesh: Lightning's ModelParallelStrategy, which also splits a module itself."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.strategies import ModelParallelStrategy
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
+from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
+from torch.distributed.tensor.parallel import loss_parallel
+from torch.optim import Optimizer
+
+from fairlead.errors import ConfigError
+from fairlead_distributed import clip_grad_norm, no_sync
+from fairlead_runs.checkpoint_io import ShardedLoads
+from fairlead_strategies.layout import Layout
+from fairlead_strategies.mesh.checkpoint import destinations
+from fairlead_strategies.mesh.config import MeshStrategyConfig
+from fairlead_strategies.mesh.device_mesh import agree_on_random_numbers, lightnings_mesh, make_mesh
+from fairlead_strategies.mesh.parallelize import parallelize
+from fairlead_strategies.mesh.ranks import RanksOnMesh
+from fairlead_strategies.mesh.units import is_parallelised
+from fairlead_strategies.tensor_parallel import TensorPlanConfig
+
+STEPS = ("training_step", "validation_step", "test_step", "predict_step")
+
+
+class MeshStrategy(RanksOnMesh, ModelParallelStrategy):
+    """The Trainer's strategy for `fsdp2`, `tensor_parallel` and `hybrid`.
+
+    Its shards go through a CheckpointIO that `saves_shards`: the state is given as it is, on the device.
+    """
+
+    def __init__(
+        self, config: MeshStrategyConfig, layout: Layout, *, saves_shards: bool = False, **kwargs: Any
+    ) -> None:
+        super().__init__(data_parallel_size=layout.data_parallel, tensor_parallel_size=layout.tensor, **kwargs)
+        self.name = config.name
+        self.layout = layout
+        self._config = config
+        self._saves_shards = saves_shards
+
+    def setup_environment(self) -> None:
+        """Connects the ranks and makes the mesh; Lightning would make one of two dimensions."""
+        self._setup_distributed()
+        module = self.lightning_module
+        assert module is not None
+        self._device_mesh = make_mesh(self.layout, self.root_device)
+        # Users can access the mesh in `configure_model`, with Lightning's names for its dimensions.
+        own = is_overridden("configure_model", module)
+        module._device_mesh = lightnings_mesh(self.layout, self.root_device) if own else self._device_mesh
+        agree_on_random_numbers(self._device_mesh, self.root_device)  # before the user's code draws a split of the data
+
+    def setup(self, trainer: pl.Trainer) -> None:
+        """Splits the module unless it did so itself, then lets Lightning continue."""
+        module = self.lightning_module
+        assert module is not None
+        assert self.model is not None
+        if is_parallelised(self.model):
+            if self._layer_sync is not None and trainer.training:
+                raise ConfigError(
+                    "layer_sync cannot be applied to a module that has sharded itself",
+                    where="trainer.layer_sync",
+                    why="layers must be converted before they are sharded",
+                    fix=f"convert them in `configure_model`, or leave the sharding to `strategy: {self.name}`",
+                )
+        else:
+            if self._layer_sync is not None and trainer.training:
+                self.model = self._layer_sync.apply(self.model)
+            self.split(trainer)
+            for step in STEPS:
+                # Lightning calls the steps, not `forward`; they must gather the root's parameters as well.
+                register_fsdp_forward_method(module, step)
+        # Torch's own cannot add up the norms of parameters on different dimensions of a mesh.
+        self.precision_plugin.clip_grad_by_norm = partial(_clip_by_norm, self.precision_plugin)  # type: ignore[method-assign]
+        with _configured(module):
+            super().setup(trainer)
+        agree_on_random_numbers(self.device_mesh, self.root_device)
+
+    def split(self, trainer: pl.Trainer) -> None:
+        """Splits `self.model` over the mesh, in place."""
+        assert self.model is not None
+        parallelize(self.model, self.device_mesh, self._config, self.root_device)
+
+    def model_to_device(self) -> None:
+        """Moves what is not sharded: shards that are offloaded stay in CPU memory."""
+        assert self.model is not None
+        if not self._config.cpu_offload:
+            super().model_to_device()
+            return
+        for module in self.model.modules():
+            for name, buffer in module._buffers.items():
+                if buffer is not None:
+                    module._buffers[name] = buffer.to(self.root_device)
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Lightning's, in which a loss may be computed of logits that are split."""
+        with self._loss():
+            return super().training_step(*args, **kwargs)
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        """As `training_step`."""
+        with self._loss():
+            return super().validation_step(*args, **kwargs)
+
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        """As `training_step`."""
+        with self._loss():
+            return super().test_step(*args, **kwargs)
+
+    def backward(self, *args: Any, **kwargs: Any) -> Any:
+        """Lightning's, of such a loss."""
+        with self._loss():
+            return super().backward(*args, **kwargs)
+
+    def _loss(self) -> contextlib.AbstractContextManager[None]:
+        config = self._config
+        parallel = isinstance(config, TensorPlanConfig) and config.loss_parallel and self.layout.tensor > 1
+        return loss_parallel() if parallel else contextlib.nullcontext()
+
+    @contextlib.contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """For all batches of an optimizer step but the last: copies are reduced with that one only."""
+        assert self.model is not None
+        if self._config.accumulate_unsharded:
+            with no_sync(self.model):
+                yield
+            return
+        roots = [part for part in self.model.modules() if isinstance(part, FSDPModule)]
+        for root in roots:
+            root.set_requires_all_reduce(False, recurse=False)
+        try:
+            yield
+        finally:
+            for root in roots:
+                root.set_requires_all_reduce(True, recurse=False)
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """The weights: shards where they are, or as Lightning gathers them."""
+        assert self.model is not None
+        return get_model_state_dict(self.model) if self._saves_shards else super().lightning_module_state_dict()
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """The optimizer's own state with shards in it, or as Lightning gathers it."""
+        if not self._saves_shards:
+            return super().optimizer_state(optimizer)
+        return (optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer).state_dict()
+
+    def load_checkpoint(
+        self, checkpoint_path: str | os.PathLike[str], weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """Loads a whole checkpoint as Lightning does, and shards through the CheckpointIO, each rank its part.
+
+        Lightning would read shards with plain `pickle`, which runs whatever they say.
+        """
+        path = Path(self.broadcast(os.fspath(checkpoint_path)))
+        io: Any = self.checkpoint_io
+        assert self.model is not None
+        assert self.lightning_module is not None
+        found = None
+        if path.is_dir() and isinstance(io, ShardedLoads):
+            found = io.load_shards(path, destinations(self.model, self.optimizers), weights_only)
+        if found is None:
+            return super().load_checkpoint(path, weights_only)
+        self.model.load_state_dict(found.pop("state_dict"), strict=self.lightning_module.strict_loading)
+        states = found.pop("optimizer_states", [])
+        for optimizer, state in zip(self.optimizers, states, strict=False):
+            optimizer.load_state_dict(state)
+        return found
+
+    def teardown(self) -> None:
+        """Also ends the CheckpointIO, which Lightning leaves out here: what it could not write would be lost."""
+        try:
+            self.checkpoint_io.teardown()
+        finally:
+            super().teardown()
+
+
+def _clip_by_norm(precision: Any, optimizer: Optimizer, clip_val: float) -> None:
+    clip_grad_norm(list(precision.main_params(optimizer)), clip_val)
+
+
+@contextlib.contextmanager
+def _configured(module: pl.LightningModule) -> Iterator[None]:
+    """Satisfies Lightning's demand for an overridden `configure_model`, which is over once the model is sharded."""
+    if type(module).configure_model is not pl.LightningModule.configure_model:
+        yield
+        return
+    module.configure_model = lambda: None  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        del module.configure_model
