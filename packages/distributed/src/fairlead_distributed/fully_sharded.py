@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fairlead.errors import ConfigError
+from fairlead_distributed._sharded import is_fsdp1
 from fairlead_distributed.activation_checkpointing import checkpoint_layer, checkpoint_layers, find_layers
 from fairlead_distributed.info import get_local_rank, get_world_size, require_initialized
 from fairlead_distributed.object_collectives import all_gather_object
@@ -138,7 +139,8 @@ def wrap_fsdp(
 ) -> FullyShardedDataParallel:
     """`FullyShardedDataParallel(module, **options)` on this rank's device, which may be a CPU.
 
-    `sync_module_states` copies the values of rank 0 to all ranks, before they are taken apart.
+    `sync_module_states` copies the values of rank 0 to all ranks, before they are taken apart. On a CPU `cpu_offload`
+    has nothing to do: the shards are in its memory.
     """
     from torch.distributed.fsdp import FullyShardedDataParallel
 
@@ -146,6 +148,7 @@ def wrap_fsdp(
         return FullyShardedDataParallel(
             module, device_id=device.index, sync_module_states=sync_module_states, **options
         )
+    options.pop("cpu_offload", None)  # torch would pin their memory, for which it needs an accelerator
     # Torch itself copies between GPUs only.
     if sync_module_states:
         broadcast_module(module)
@@ -163,10 +166,12 @@ def wrap_fsdp(
 
 @torch.no_grad()
 def broadcast_module(module: nn.Module, *, recurse: bool = True) -> None:
-    """Copies rank 0's parameters and buffers to all ranks; what is on the meta device has no values yet."""
+    """Copies rank 0's parameters and buffers to all ranks, but for those that are sharded or have no values yet."""
+    units = (part for part in module.modules() if is_fsdp1(part))
+    sharded = {id(one) for unit in units for one in (*unit.parameters(), *unit.buffers())}
     tensors: Iterable[Tensor] = (*module.parameters(recurse), *module.buffers(recurse))
     for tensor in tensors:
-        if not tensor.is_meta:
+        if not tensor.is_meta and id(tensor) not in sharded:
             dist.broadcast(tensor, src=0)
 
 

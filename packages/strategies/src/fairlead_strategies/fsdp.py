@@ -105,6 +105,7 @@ class FSDP(LightningStrategy):
     precision = "fsdp"
     codes: ClassVar[Mapping[str, str]] = {
         "fsdp-checkpoint-io": "`state_dict_type` of FSDP does not fit `checkpoint_io`.",
+        "fsdp-cpu-offload": "FSDP is to move its shards to the memory of the CPU on which it computes.",
         "fsdp-mesh": "The device mesh of FSDP does not have as many places as there are ranks.",
     }
 
@@ -152,6 +153,15 @@ class FSDP(LightningStrategy):
                 where="trainer.strategy.use_orig_params",
                 why="without use_orig_params an optimizer has one flat parameter for each unit",
                 fix="leave use_orig_params out, or use checkpoint_io: torch",
+            )
+        if config.cpu_offload and resolution.device_type == "cpu":
+            yield Finding(
+                "info",
+                "fsdp-cpu-offload",
+                "cpu_offload has nothing to do on a CPU",
+                where="trainer.strategy.cpu_offload",
+                why="the shards are in its memory already",
+                fix="leave it in for GPUs, or out",
             )
         if config.device_mesh is not None and prod(config.device_mesh) != resolution.world_size:
             copies, shards = config.device_mesh

@@ -64,20 +64,10 @@ class FSDPStrategy(LightningFSDP):
         """Also lets the precision clip by the norm of the whole model, for which Lightning's has no root module."""
         super().setup(trainer)
         self.precision_plugin.clip_grad_by_norm = self._clip_grad_by_norm  # type: ignore[method-assign]
+        _autocast_on(self.root_device, self.precision_plugin)
 
     def _clip_grad_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
-        root = self.model
-        assert isinstance(root, FullyShardedDataParallel)
-        own = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        # FSDP takes all of a model's gradients, and the others belong to another optimizer.
-        others = [(p, p.grad) for p in root.parameters() if id(p) not in own and p.grad is not None]
-        for parameter, _ in others:
-            parameter.grad = None
-        try:
-            root.clip_grad_norm_(clip_val)
-        finally:
-            for parameter, gradient in others:
-                parameter.grad = gradient
+        fsdp_state.clip_grad_norm(self._root, optimizer, clip_val, self.kwargs["device_mesh"])
 
     def whole_parameters(self) -> dict[str, Tensor]:
         """All parameters by the names of the unsplit module, whole and on the CPU; on all ranks together."""
@@ -118,16 +108,18 @@ class FSDPStrategy(LightningFSDP):
         """Reads a file through the CheckpointIO, and a directory of shards so that each rank reads its part."""
         path = Path(self.broadcast(os.fspath(checkpoint_path)))
         io: Any = self.checkpoint_io
-        if not (path.is_dir() and isinstance(io, ShardedLoads)):
+        if not path.is_dir():
             return Strategy.load_checkpoint(self, path, weights_only)
+        if not isinstance(io, ShardedLoads):
+            return {**super().load_checkpoint(path, weights_only), "optimizer_states": []}
         with fsdp_state.sharded_state(self._root):
             own = self._root.state_dict()
             found = io.load_shards(path, fsdp_state.destinations(own, self.optimizers), weights_only)
             if found is None:
                 return Strategy.load_checkpoint(self, path, weights_only)
             self._root.load_state_dict(found.pop("state_dict"), strict=self._strict)
-            if self._fits:
-                self._load_optimizers(found.get("optimizer_states", []))
+            if self._fits and "optimizer_states" in found:
+                self._load_optimizers(found["optimizer_states"])
         if "optimizer_states" in found:
             found["optimizer_states"] = []  # they are where they belong
         return found
@@ -185,6 +177,7 @@ class FabricFSDP(LightningFabricFSDP):
 
     def setup_module(self, module: Module) -> Module:
         """Wraps what the user has not: at least the rest of the module, as its root."""
+        _autocast_on(self.root_device, self.precision)
         return _wrap_rest(module, self.root_device, self._checkpointed, _options(self, self._fsdp_kwargs))
 
     def module_sharded_context(self) -> AbstractContextManager[None]:
@@ -202,6 +195,13 @@ def _options(strategy: FSDPStrategy | FabricFSDP, kwargs: dict[str, Any]) -> dic
         "mixed_precision": strategy.mixed_precision_config,
         "sharding_strategy": strategy.sharding_strategy,
     }
+
+
+def _autocast_on(device: torch.device, precision: Any) -> None:
+    """Lightning's precision computes under CUDA's autocast, whatever the device is."""
+    if device.type != "cuda" and "mixed" in precision.precision:
+        dtype = torch.bfloat16 if precision.precision == "bf16-mixed" else torch.float16
+        precision.forward_context = functools.partial(torch.autocast, device.type, dtype=dtype)
 
 
 def _wrapper(device: torch.device) -> Callable[..., FullyShardedDataParallel]:

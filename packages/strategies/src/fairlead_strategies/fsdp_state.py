@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     FullOptimStateDictConfig,
     FullStateDictConfig,
@@ -17,9 +19,12 @@ from torch.distributed.fsdp import (
     ShardedStateDictConfig,
     StateDictType,
 )
-from torch.distributed.tensor import DTensor, Replicate, zeros
+from torch.distributed.tensor import DTensor, Replicate, Shard, zeros
 from torch.nn import Module
 from torch.optim import Optimizer
+
+import fairlead_distributed
+from fairlead.errors import ConfigError
 
 Key = tuple[str | int, ...]
 """Where a tensor is in a checkpoint: the keys that lead to it."""
@@ -46,10 +51,38 @@ def sharded_state(model: Module) -> Iterator[None]:
         yield
 
 
+def clip_grad_norm(model: Module, optimizer: Optimizer, max_norm: float, mesh: DeviceMesh) -> Tensor:
+    """Clips the gradients of an optimizer's parameters by their norm over all ranks, and returns it.
+
+    FSDP's own `clip_grad_norm_` takes those of the whole model, and not inside of a step, where manual optimization is.
+    """
+    shards = [Replicate()] * (mesh.ndim - 1) + [Shard(0)]
+    sharded = {
+        id(parameter)
+        for unit in _units(model)
+        if unit._handle is not None and unit._handle.uses_sharded_strategy
+        for parameter in (unit._handle.flat_param, *(unit._handle.flat_param._params or ()))
+    }
+    gradients: list[Any] = []
+    for parameter in (p for group in optimizer.param_groups for p in group["params"] if p.grad is not None):
+        gradient = parameter.grad
+        if id(parameter) in sharded:
+            gradient = DTensor.from_local(gradient, mesh, shards, run_check=False)
+        gradients.append(SimpleNamespace(grad=gradient))
+    return fairlead_distributed.clip_grad_norm(gradients, max_norm)
+
+
+def _units(model: Module) -> list[FullyShardedDataParallel]:
+    return [part for part in model.modules() if isinstance(part, FullyShardedDataParallel)]
+
+
 def _computes_on_gpu(model: Module) -> bool:
-    return any(
-        isinstance(part, FullyShardedDataParallel) and str(part.compute_device) != "cpu" for part in model.modules()
-    )
+    return any(str(unit.compute_device) != "cpu" for unit in _units(model))
+
+
+def _named(model: Module) -> bool:
+    """Whether the parameters are the model's own."""
+    return all(unit._use_orig_params for unit in _units(model))
 
 
 def numbered_optimizer_state(model: Module, optimizer: Optimizer) -> dict[str, Any]:
@@ -79,11 +112,23 @@ def whole_parameters(model: Module) -> dict[str, Tensor]:
     names = [name.replace(_PREFIX, "") for name, _ in model.named_parameters()]
     with whole_state(model, rank0_only=False):
         state = model.state_dict()
+    if not _named(model):
+        buffers = {name.replace(_PREFIX, "") for name, _ in model.named_buffers()}
+        names = [name for name in state if name not in buffers]
     return {name: state[name].detach().cpu() for name in names}
 
 
 def whole_gradients(model: Module) -> dict[str, Tensor]:
-    """The gradients after a backward pass in the same way; without those of parameters that have none."""
+    """The gradients after a backward pass in the same way; without those of parameters that have none.
+
+    A ConfigError with `use_orig_params: false`, where torch does not gather gradients.
+    """
+    if not _named(model):
+        raise ConfigError(
+            "the gradients of flat parameters cannot be gathered",
+            where="trainer.strategy.use_orig_params",
+            fix="use_orig_params: true",
+        )
     with FullyShardedDataParallel.summon_full_params(model, writeback=False, with_grads=True):
         return {
             name.replace(_PREFIX, ""): parameter.grad.detach().clone().cpu()
