@@ -64,18 +64,22 @@ def weights(loop: pl.Trainer) -> dict[str, Tensor]:
     return {name: value.double() for name, value in found.items()}
 
 
+_alone: dict[str, tuple[dict[str, Tensor], Watch]] = {}
+
+
 def single(make: Callable[[], Any], **kwargs: Any) -> tuple[dict[str, Tensor], Watch]:
-    """The reference: one process, the whole batch, rank 0's initial weights."""
-    watch = Watch()
-    kwargs.setdefault("callbacks", []).append(watch)
-    module = scenarios.seeded(make, 100)
-    scenarios.trainer(None, **kwargs).fit(module, DataLoader(scenarios.data, batch_size=8))
-    return {name: p.detach().double() for name, p in module.named_parameters()}, watch
+    """The reference: one process, the whole batch, rank 0's initial weights; once for equal settings."""
+    key = f"{make.__qualname__} {kwargs}"
+    if key not in _alone:
+        watch, module = Watch(), scenarios.seeded(make, 100)
+        scenarios.trainer(None, callbacks=[watch], **kwargs).fit(module, DataLoader(scenarios.data, batch_size=8))
+        _alone[key] = {name: p.detach().double() for name, p in module.named_parameters()}, watch
+    return _alone[key]
 
 
 def compare(strategy: Any, make: Callable[[], Any] = scenarios.Net, **kwargs: Any) -> dict[str, Any]:
     """Loss, gradients and weights of a training against one process; on all ranks, since each computes both."""
-    expected, alone = single(make, **dict(kwargs))
+    expected, alone = single(scenarios.Net if make in (FlatNet, Wrapping) else make, **kwargs)
     watch = Watch()
     _, loop = scenarios.pair(strategy, make, callbacks=[watch], **kwargs)
     found = weights(loop)
@@ -104,39 +108,17 @@ class Wrapping(scenarios.Net):  # type: ignore[misc]
 
     def configure_model(self) -> None:
         if not any(isinstance(part, FullyShardedDataParallel) for part in self.modules()):
-            self.inlet = wrap(self.inlet)
-            self.blocks[1] = wrap(self.blocks[1])
+            for owner, name in ((self, "inlet"), (self.blocks, "1")):
+                setattr(owner, name, wrap(getattr(owner, name)))
 
 
 class Groups(scenarios.Net):  # type: ignore[misc]
     """Two groups that are not in the order of the parameters."""
 
     def configure_optimizers(self) -> Any:
-        biases = [p for name, p in self.named_parameters() if name.endswith("bias")]
-        others = [p for name, p in self.named_parameters() if name.endswith("weight")]
+        biases: Any = [p for name, p in self.named_parameters() if name.endswith("bias")]
+        others: Any = [p for name, p in self.named_parameters() if name.endswith("weight")]
         return torch.optim.Adam([{"params": biases, "lr": 0.01}, {"params": others}], lr=0.02)
-
-
-class Rivals(scenarios.Net):  # type: ignore[misc]
-    """Two optimizers, whose gradients are clipped one after the other."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-
-    def training_step(self, batch: Any) -> None:
-        one, other = self.optimizers()
-        self.manual_backward(self.loss(batch))
-        for optimizer in (one, other):
-            self.clip_gradients(optimizer, gradient_clip_val=0.05, gradient_clip_algorithm="norm")
-            optimizer.step()
-        one.zero_grad()
-        other.zero_grad()
-
-    def configure_optimizers(self) -> Any:
-        head = list(self.head.parameters())
-        rest = [p for name, p in self.named_parameters() if "head" not in name]
-        return torch.optim.Adam(rest, lr=0.02), torch.optim.Adam(head, lr=0.02)
 
 
 class Counts(Watch):
@@ -161,8 +143,7 @@ class Counts(Watch):
     def on_train_batch_end(self, loop: pl.Trainer, *_: Any) -> None:
         self.profile.stop()
         names = [event.name for event in self.profile.events()]
-        if scenarios.rank==0: print({n for n in names if "c10d" in n or "gloo" in n})
-        self.found["all_gathers"] = names.count("c10d::_allgather_base_")
+        self.found["all_gathers"] = names.count("c10d::allgather_") + names.count("c10d::_allgather_base_")
         self.found["reduce_scatters"] = names.count("c10d::_reduce_scatter_base_")
         self.found["all_reduces"] = names.count("c10d::allreduce_")
         states = [t for state in loop.optimizers[0].state.values() for t in state.values()]
@@ -181,9 +162,11 @@ def held(model: Any) -> int:
     return distinct(part for part in parts if part is not None)
 
 
-def counted(**fields: Any) -> dict[str, int]:
+def counted(accumulate: int = 1, **fields: Any) -> dict[str, int]:
+    """Of the third batch; with `accumulate` it is the first of its step."""
+    few: dict[str, Any] = {"max_epochs": 1, "limit_train_batches": 4 if accumulate > 1 else 3}
     counts = Counts()
-    scenarios.pair(fsdp(**fields), scenarios.Net, max_epochs=1, limit_train_batches=3, callbacks=[counts])
+    scenarios.pair(fsdp(**fields), scenarios.Net, accumulate_grad_batches=accumulate, callbacks=[counts], **few)
     return counts.found
 
 
@@ -215,13 +198,13 @@ def low_precision(mode: str, **fields: Any) -> dict[str, Any]:
     }
 
 
-def resume(folder: str, make: Callable[[], Any] = Groups, **fields: Any) -> dict[str, Any]:
+def resume(folder: str, make: Callable[[], Any] = Groups, clip: float | None = None, **fields: Any) -> dict[str, Any]:
     """Three epochs at once, and as one that is saved and two that go on."""
-    straight = weights(scenarios.pair(fsdp(**fields), make, max_epochs=3)[1])
-    _, loop = scenarios.pair(fsdp(**fields), make, max_epochs=1)
-    path = Path(folder, "-".join(["one", *map(str, fields.values())]) + ".ckpt")
+    straight = weights(scenarios.pair(fsdp(**fields), make, max_epochs=3, gradient_clip_val=clip)[1])
+    _, loop = scenarios.pair(fsdp(**fields), make, max_epochs=1, gradient_clip_val=clip)
+    path = Path(folder, "-".join(["one", str(clip), *map(str, fields.values())]) + ".ckpt")
     loop.save_checkpoint(path)
-    resumed = scenarios.trainer(fsdp(**fields), max_epochs=3)
+    resumed = scenarios.trainer(fsdp(**fields), max_epochs=3, gradient_clip_val=clip)
     resumed.fit(scenarios.seeded(make, 500 + scenarios.rank), scenarios.share(), ckpt_path=path)
     found = weights(resumed)
     return {"equal": all(torch.equal(found[n], straight[n]) for n in straight), "file": path.is_file()}
@@ -243,7 +226,50 @@ def into_another(folder: str) -> dict[str, Any]:
     return found
 
 
+def fabric(folder: str) -> dict[str, Any]:
+    """A loop of one's own: four steps, clipped, against plain torch; then saved after two and resumed."""
+
+    def step(module: Any, optimizer: Any, rows: slice, start: int, clip: Callable[[], Any], backward: Any) -> None:
+        x, y = (t[start : start + 8][rows] for t in scenarios.data.tensors)
+        backward(nn.functional.mse_loss(module(x), y))
+        clip()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    plain = scenarios.seeded(scenarios.Net, 100)
+    optimizer = torch.optim.Adam(plain.parameters(), lr=0.02)
+    for start in range(0, 32, 8):
+        clip = functools.partial(nn.utils.clip_grad_norm_, plain.parameters(), 0.05)
+        step(plain, optimizer, slice(None), start, clip, torch.Tensor.backward)
+
+    def sharded(seed: int, starts: range, load: Path | None = None, save: Path | None = None) -> dict[str, Tensor]:
+        config = FSDPStrategyConfig.model_validate({"auto_wrap_policy": BLOCKS})
+        strategy: Any = build(config, context(config, "fabric"))
+        engine = Fabric(accelerator="cpu", strategy=strategy, devices=2, plugins=[TorchElasticEnvironment()])
+        engine.launch()
+        module = engine.setup_module(scenarios.seeded(scenarios.Net, seed + scenarios.rank))
+        inner = engine.setup_optimizers(torch.optim.Adam(module.parameters(), lr=0.02))
+        state = {"model": module, "optimizer": inner}
+        if load is not None:
+            engine.load(load, state)
+        for start in starts:
+            clip = functools.partial(engine.clip_gradients, module, inner, max_norm=0.05)
+            step(module, inner, slice(scenarios.rank, None, 2), start, clip, engine.backward)
+        if save is not None:
+            engine.save(save, state)
+        found: dict[str, Tensor] = strategy.whole_parameters(module)
+        return {name: value.double() for name, value in found.items()}
+
+    path = Path(folder, "fabric.ckpt")
+    straight = sharded(100, range(0, 32, 8))
+    sharded(100, range(0, 16, 8), save=path)
+    resumed = sharded(500, range(16, 32, 8), load=path)
+    expected = {name: p.detach().double() for name, p in plain.named_parameters()}
+    return {"apart": scenarios.apart(expected, straight), "resumed": scenarios.apart(straight, resumed)}
+
+
 def two_ranks(folder: str) -> dict[str, Callable[[], Any]]:
+    policy = {"param_dtype": "bfloat16", "cast_forward_inputs": True}
     strategies = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD")
     return {
         **{name: functools.partial(compare, fsdp(sharding_strategy=name)) for name in strategies},
@@ -252,20 +278,30 @@ def two_ranks(folder: str) -> dict[str, Callable[[], Any]]:
         "checkpointed": lambda: compare(fsdp(activation_checkpointing=["torch.nn:Sequential"])),
         "clip_norm": lambda: compare(fsdp(), gradient_clip_val=0.05),
         "clip_value": lambda: compare(fsdp(), gradient_clip_val=0.001, gradient_clip_algorithm="value"),
-        "clip_two_optimizers": lambda: compare(fsdp(), Rivals),
+        "manual": lambda: scenarios.refused(lambda: scenarios.pair(fsdp(), lambda: scenarios.Net(manual=True)))(),
         "accumulate": lambda: compare(fsdp(), accumulate_grad_batches=2),
+        "flat": lambda: compare(fsdp(use_orig_params=False), FlatNet),
         "cpu_offload": lambda: compare(fsdp(cpu_offload=True)),
         "own_units": lambda: compare(fsdp(), Wrapping),
         "layers": checkpointed_layers,
+        "counted accumulate": lambda: counted(accumulate=2),
         **{f"counted {name}": functools.partial(counted, sharding_strategy=name) for name in strategies},
         "no_shard_is_ddp": no_shard_is_ddp,
         "bf16-mixed": lambda: low_precision("bf16-mixed"),
         "bf16-true": lambda: low_precision("bf16-true"),
-        "policy": lambda: low_precision("32-true", mixed_precision={"param_dtype": "bfloat16", "cast_forward_inputs": True}),
+        "policy": lambda: low_precision("32-true", mixed_precision=policy),
         "resume": lambda: resume(folder),
         "resume_sharded": lambda: resume(folder, state_dict_type="sharded"),
         "resume_flat": lambda: resume(folder, FlatNet, use_orig_params=False),
         "into_another": lambda: into_another(folder),
+        "fabric": lambda: fabric(folder),
+    }
+
+
+def three_ranks(folder: str) -> dict[str, Callable[[], Any]]:
+    return {
+        "resume": lambda: resume(folder),
+        "resume_clipped": lambda: resume(folder, clip=0.05),
     }
 
 
@@ -275,7 +311,7 @@ def four_ranks(folder: str) -> dict[str, Callable[[], Any]]:
         "HYBRID_SHARD": lambda: compare(fsdp(**mesh)),
         "clip_norm": lambda: compare(fsdp(**mesh), gradient_clip_val=0.05),
         "counted": lambda: counted(**mesh),
-        "zero2": lambda: compare(fsdp(**{**mesh, "sharding_strategy": "_HYBRID_SHARD_ZERO2"})),
+        "_HYBRID_SHARD_ZERO2": lambda: compare(fsdp(**{**mesh, "sharding_strategy": "_HYBRID_SHARD_ZERO2"})),
         "resume": lambda: resume(folder, **mesh),
     }
 

@@ -14,7 +14,10 @@ from typing import Any
 
 import torch
 from lightning.fabric.strategies import FSDPStrategy as LightningFabricFSDP
-from lightning.fabric.strategies.fsdp import _move_torchmetrics_to_device
+from lightning.fabric.strategies.fsdp import _has_fsdp_modules, _move_torchmetrics_to_device
+from lightning.fabric.strategies.strategy import _apply_filter
+from lightning.fabric.utilities.types import _Stateful
+from lightning.fabric.wrappers import _FabricModule
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies import FSDPStrategy as LightningFSDP
 from lightning.pytorch.strategies import Strategy
@@ -26,7 +29,7 @@ from torch.distributed.fsdp.wrap import enable_wrap, size_based_auto_wrap_policy
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from fairlead.errors import CheckpointError
+from fairlead.errors import CheckpointError, ConfigError
 from fairlead.interfaces import BuildContext
 from fairlead_distributed import checkpoint_layers
 from fairlead_distributed.fully_sharded import mixed_precision_of, wrap_fsdp
@@ -62,12 +65,21 @@ class FSDPStrategy(LightningFSDP):
 
     def setup(self, trainer: Any) -> None:
         """Also lets the precision clip by the norm of the whole model, for which Lightning's has no root module."""
+        if trainer.state.fn == TrainerFn.FITTING and not trainer.lightning_module.automatic_optimization:
+            raise ConfigError(
+                "strategy: fsdp does not go together with manual optimization",
+                where="trainer.strategy",
+                why="FSDP1 has finished a backward pass when the step is over, in which manual optimization uses it",
+                fix="strategy: fsdp2, or ddp",
+            )
         super().setup(trainer)
         self.precision_plugin.clip_grad_by_norm = self._clip_grad_by_norm  # type: ignore[method-assign]
         _autocast_on(self.root_device, self.precision_plugin)
 
     def _clip_grad_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
-        fsdp_state.clip_grad_norm(self._root, optimizer, clip_val, self.kwargs["device_mesh"])
+        root = self._root
+        assert isinstance(root, FullyShardedDataParallel)
+        root.clip_grad_norm_(clip_val)  # of all its parameters: automatic optimization has one optimizer
 
     def whole_parameters(self) -> dict[str, Tensor]:
         """All parameters by the names of the unsplit module, whole and on the CPU; on all ranks together."""
@@ -186,6 +198,43 @@ class FabricFSDP(LightningFabricFSDP):
             wrapper_cls=_wrapper(self.root_device), **_options(self, self._fsdp_kwargs)
         )
         return context
+
+    def whole_parameters(self, module: Module) -> dict[str, Tensor]:
+        """All parameters of a module that was set up, by their names, whole and on the CPU; on all ranks together."""
+        return fsdp_state.whole_parameters(_wrapped(module))
+
+    def whole_gradients(self, module: Module) -> dict[str, Tensor]:
+        """Its gradients after a backward pass in the same way; without those of parameters that have none."""
+        return fsdp_state.whole_gradients(_wrapped(module))
+
+    def save_checkpoint(
+        self,
+        path: str | Path,
+        state: dict[str, Any],
+        storage_options: Any | None = None,
+        filter: dict[str, Callable[[str, Any], bool]] | None = None,
+    ) -> None:
+        """As Lightning does; whole states on a CPU are gathered here, where its way ends in a segmentation fault."""
+        modules = [part for part in state.values() if isinstance(part, Module) and _has_fsdp_modules(part)]
+        if self._state_dict_type == "full" and self.root_device.type == "cpu" and len(modules) == 1:
+            whole: dict[str, Any] = {}
+            with fsdp_state.whole_state(modules[0], rank0_only=True):
+                for key, part in state.items():
+                    _apply_filter(key, filter or {}, _gathered(modules[0], part), whole)
+            if self.is_global_zero:
+                torch.save(whole, path)
+            return
+        super().save_checkpoint(path, state, storage_options, filter)
+
+
+def _gathered(module: Module, part: Any) -> Any:
+    if isinstance(part, Optimizer):
+        return FullyShardedDataParallel.optim_state_dict(module, part)
+    return part.state_dict() if isinstance(part, _Stateful) else part
+
+
+def _wrapped(module: Module) -> Module:
+    return module._forward_module if isinstance(module, _FabricModule) else module
 
 
 def _options(strategy: FSDPStrategy | FabricFSDP, kwargs: dict[str, Any]) -> dict[str, Any]:

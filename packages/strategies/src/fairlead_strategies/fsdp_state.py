@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     FullOptimStateDictConfig,
     FullStateDictConfig,
@@ -19,12 +18,9 @@ from torch.distributed.fsdp import (
     ShardedStateDictConfig,
     StateDictType,
 )
-from torch.distributed.tensor import DTensor, Replicate, Shard, zeros
+from torch.distributed.tensor import DTensor, Replicate, zeros
 from torch.nn import Module
 from torch.optim import Optimizer
-
-import fairlead_distributed
-from fairlead.errors import ConfigError
 
 Key = tuple[str | int, ...]
 """Where a tensor is in a checkpoint: the keys that lead to it."""
@@ -51,27 +47,6 @@ def sharded_state(model: Module) -> Iterator[None]:
         yield
 
 
-def clip_grad_norm(model: Module, optimizer: Optimizer, max_norm: float, mesh: DeviceMesh) -> Tensor:
-    """Clips the gradients of an optimizer's parameters by their norm over all ranks, and returns it.
-
-    FSDP's own `clip_grad_norm_` takes those of the whole model, and not inside of a step, where manual optimization is.
-    """
-    shards = [Replicate()] * (mesh.ndim - 1) + [Shard(0)]
-    sharded = {
-        id(parameter)
-        for unit in _units(model)
-        if unit._handle is not None and unit._handle.uses_sharded_strategy
-        for parameter in (unit._handle.flat_param, *(unit._handle.flat_param._params or ()))
-    }
-    gradients: list[Any] = []
-    for parameter in (p for group in optimizer.param_groups for p in group["params"] if p.grad is not None):
-        gradient = parameter.grad
-        if id(parameter) in sharded:
-            gradient = DTensor.from_local(gradient, mesh, shards, run_check=False)
-        gradients.append(SimpleNamespace(grad=gradient))
-    return fairlead_distributed.clip_grad_norm(gradients, max_norm)
-
-
 def _units(model: Module) -> list[FullyShardedDataParallel]:
     return [part for part in model.modules() if isinstance(part, FullyShardedDataParallel)]
 
@@ -90,6 +65,8 @@ def numbered_optimizer_state(model: Module, optimizer: Optimizer) -> dict[str, A
     state: dict[str, Any] = FullyShardedDataParallel.optim_state_dict(model, optimizer)
     if not state:
         return state
+    if not _named(model):
+        return state  # one flat parameter has the names of many
     numbered: dict[str, Any] = FullyShardedDataParallel.rekey_optim_state_dict(
         state, OptimStateKeyType.PARAM_ID, model, optim=optimizer
     )
@@ -118,23 +95,36 @@ def whole_parameters(model: Module) -> dict[str, Tensor]:
     return {name: state[name].detach().cpu() for name in names}
 
 
+@torch.no_grad()
 def whole_gradients(model: Module) -> dict[str, Tensor]:
     """The gradients after a backward pass in the same way; without those of parameters that have none.
 
-    A ConfigError with `use_orig_params: false`, where torch does not gather gradients.
+    Also those of flat parameters, which torch's `summon_full_params` does not gather.
     """
-    if not _named(model):
-        raise ConfigError(
-            "the gradients of flat parameters cannot be gathered",
-            where="trainer.strategy.use_orig_params",
-            fix="use_orig_params: true",
-        )
-    with FullyShardedDataParallel.summon_full_params(model, writeback=False, with_grads=True):
-        return {
-            name.replace(_PREFIX, ""): parameter.grad.detach().clone().cpu()
-            for name, parameter in model.named_parameters()
-            if parameter.grad is not None
-        }
+    found: dict[str, Tensor] = {}
+    for name, unit in model.named_modules():
+        handle = unit._handle if isinstance(unit, FullyShardedDataParallel) else None
+        if handle is None:
+            continue
+        flat = handle.flat_param
+        for index, own in enumerate(flat._fqns):
+            shard, numel = flat._shard_param_infos[index], flat._numels[index]
+            gradient = flat._params[index].grad if flat._params is not None else flat.grad
+            # The last place says whether any rank has a gradient.
+            whole = torch.zeros(numel + 1, dtype=flat.dtype, device=handle.device)
+            first, last = shard.intra_param_start_idx, shard.intra_param_end_idx
+            start = 0 if flat._params is not None else shard.offset_in_shard or 0
+            if not handle.uses_sharded_strategy:
+                first, last = 0, numel - 1
+                start = 0 if flat._params is not None else sum(flat._numels[:index])
+            if gradient is not None and first is not None and last is not None:
+                length = last + 1 - first
+                whole[first : last + 1], whole[-1] = gradient.flatten()[start : start + length], 1
+            if handle.uses_sharded_strategy:
+                dist.all_reduce(whole, group=handle.process_group)
+            if whole[-1]:
+                found[f"{name}.{own}".lstrip(".").replace(_PREFIX, "")] = whole[:-1].view(flat._shapes[index]).cpu()
+    return found
 
 
 def destinations(
