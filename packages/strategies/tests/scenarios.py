@@ -38,7 +38,7 @@ ranks: Any = importlib.import_module("ranks")  # beside this file
 context = ranks.context
 
 torch.set_num_threads(1)
-rank = int(os.environ["RANK"])
+rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 
 
 class Net(pl.LightningModule):
@@ -141,7 +141,7 @@ def trainer(strategy: Any, **kwargs: Any) -> pl.Trainer:
     if strategy is None:
         return pl.Trainer(accelerator="cpu", devices=1, **options)
     plugins = [TorchElasticEnvironment(), *options.pop("plugins", [])]
-    return pl.Trainer(accelerator="cpu", devices=2, strategy=strategy, plugins=plugins, **options)
+    return pl.Trainer(accelerator="cpu", devices=world, strategy=strategy, plugins=plugins, **options)
 
 
 def weights(module: nn.Module) -> dict[str, Tensor]:
@@ -163,8 +163,8 @@ def single(make: Callable[[], Net], **kwargs: Any) -> dict[str, Tensor]:
 
 
 def share() -> DataLoader[Any]:
-    """Half of every global batch: rank 0 takes samples 0, 2, 4, 6 of the first eight, rank 1 the others."""
-    return DataLoader(data, batch_size=4, sampler=DistributedSampler(data, 2, rank, shuffle=False))
+    """This rank's part of every global batch: of two, rank 0 takes samples 0, 2, 4, 6 of the first eight."""
+    return DataLoader(data, batch_size=8 // world, sampler=DistributedSampler(data, world, rank, shuffle=False))
 
 
 def pair(strategy: Any, make: Callable[[], Net], **kwargs: Any) -> tuple[Net, pl.Trainer]:

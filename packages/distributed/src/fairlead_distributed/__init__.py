@@ -32,6 +32,7 @@ from fairlead_distributed.errors import (
 )
 from fairlead_distributed.evaluation import EvaluationSampler, SampleWeightedMean, weighted_mean
 from fairlead_distributed.exact_reduction import register_exact_reduction
+from fairlead_distributed.fully_sharded import AdvancedFSDPManager
 from fairlead_distributed.gradients import clip_grad_norm, no_sync
 from fairlead_distributed.info import (
     DistributedInfo,
@@ -81,6 +82,7 @@ from fairlead_runs.batch_size import effective_batch, lr_factor, scale_lr, split
 __all__ = [
     "AddressNotFoundError",
     "AddressUnreachableError",
+    "AdvancedFSDPManager",
     "Alarm",
     "AlreadyInitializedError",
     "CollectiveError",

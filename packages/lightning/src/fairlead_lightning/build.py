@@ -54,6 +54,7 @@ def build_plugins(context: BuildContext) -> dict[str, Any]:
     """The arguments `accelerator`, `devices`, `num_nodes`, `strategy` and `plugins` of Trainer or Fabric."""
     resolution = context.resolution
     strategy = build_backend(resolution.strategy, context)
+    strategy.name = resolution.strategy.name  # what a `configure_model` asks for
     checkpoint_io = build_backend(resolution.checkpoint_io, context)
     plugins = []
     if context.engine == "trainer":

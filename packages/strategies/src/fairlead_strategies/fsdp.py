@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterable, Iterator, Mapping
 from math import prod
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from fairlead import BuildContext, Capability, Finding, Resolution, hookimpl
+from fairlead import Capability, Finding, Resolution, hookimpl
 from fairlead.config_bases import ConfigModel
 from fairlead.findings import Inexact
-from fairlead_strategies.shared import ClassPaths, ProcessGroupConfig, UnprovenStrategy, load_classes
+from fairlead_strategies.shared import ClassPaths, LightningStrategy, ProcessGroupConfig
 
 FloatType = Literal["float32", "float16", "bfloat16"]
 Devices = Annotated[int, Field(gt=0)]
@@ -38,7 +37,7 @@ class FSDPMixedPrecision(ConfigModel):
 class FSDPStrategyConfig(ProcessGroupConfig):
     """FSDP1: parameters, gradients and optimizer state are split over the ranks.
 
-    It needs GPUs; `fsdp2` is its successor, works on CPUs too, and clips gradients by norm.
+    `fsdp2` is its successor. On a CPU it is for tests and trials: the same code runs there, over gloo.
 
     Example:
         >>> FSDPStrategyConfig(activation_checkpointing_policy=("torch.nn:TransformerEncoderLayer",)).sharding_strategy
@@ -60,10 +59,12 @@ class FSDPStrategyConfig(ProcessGroupConfig):
     """Which submodules become units of their own: a list of classes (`module:Class`), or a number, for every
     submodule with at least that many parameters. None: the whole model is one unit, which saves the least memory."""
     activation_checkpointing_policy: ClassPaths | None = None
-    """Classes whose activations are computed again during backward instead of being kept."""
-    state_dict_type: Literal["full", "sharded"] = "full"
-    """`full` gathers a checkpoint on rank 0 into one file, through `checkpoint_io`; `sharded` has every rank write
-    its own part into a folder, past `checkpoint_io`."""
+    """Classes whose activations are computed again during backward instead of being kept.
+    `activation_checkpointing` is accepted too."""
+    state_dict_type: Literal["full", "sharded"] | None = None
+    """Default null: what `checkpoint_io` takes. With `distributed` every rank hands it its own part; any other gets a
+    whole checkpoint, gathered on rank 0. `sharded` has Lightning write the parts itself where `checkpoint_io` does not
+    take them, which holds up training until they are on disk; `full` always gathers (Lightning's default)."""
     device_mesh: tuple[Devices, Devices] | None = Field(None, strict=False)
     """For the hybrids: (number of copies, ranks that share one copy). None: one copy per node."""
     sync_module_states: bool = True
@@ -78,6 +79,16 @@ class FSDPStrategyConfig(ProcessGroupConfig):
     use_orig_params: bool = True
     """Keep the model's own parameters visible, so that optimizers can group them."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _short_name(cls, data: Any) -> Any:
+        short, long = "activation_checkpointing", "activation_checkpointing_policy"
+        if not isinstance(data, dict) or short not in data:
+            return data
+        if long in data:
+            raise ValueError(f"`{short}` is another name of `{long}`; give one of them")
+        return {long if key == short else key: value for key, value in data.items()}
+
     @model_validator(mode="after")
     def _mesh_needs_hybrid(self) -> FSDPStrategyConfig:
         if self.device_mesh is not None and "HYBRID" not in self.sharding_strategy:
@@ -85,25 +96,22 @@ class FSDPStrategyConfig(ProcessGroupConfig):
         return self
 
 
-class FSDP(UnprovenStrategy):
+class FSDP(LightningStrategy):
     """Fully sharded data parallel, torch's first generation. `fsdp_native` is the same under its old name."""
 
     config = FSDPStrategyConfig
-    runtime = "fairlead_strategies.fsdp:build"
+    runtime = "fairlead_strategies.fsdp_runtime:build"
     sharded_state = True
     precision = "fsdp"
-    unproven = Inexact(
-        "strategy: fsdp", why="no test has resumed it: it needs GPUs", fix="strategy: fsdp2, or ddp", certain=False
-    )
     codes: ClassVar[Mapping[str, str]] = {
-        "fsdp-checkpoint-io": "Sharded checkpoints of FSDP do not go through `checkpoint_io`.",
+        "fsdp-checkpoint-io": "`state_dict_type` of FSDP does not fit `checkpoint_io`.",
+        "fsdp-cpu-offload": "FSDP is to move its shards to the memory of the CPU on which it computes.",
         "fsdp-mesh": "The device mesh of FSDP does not have as many places as there are ranks.",
     }
 
     @hookimpl
     def fairlead_capabilities(self) -> Iterable[Capability]:
         """What Lightning or torch refuse together with FSDP1."""
-        yield self.no(("accelerator.cpu",), "Lightning refuses FSDP without a GPU", "strategy: fsdp2")
         yield from self.no_mps_and_xla()
         reason = "Lightning's FSDP precision has no 64-bit mode"
         yield self.no(("precision.64-true",), reason, "precision: 32-true, or strategy: ddp")
@@ -112,25 +120,48 @@ class FSDP(UnprovenStrategy):
             "Lightning's FSDP strategy accepts its own precision plugin only",
             "precision: 32-true, bf16-mixed, 16-mixed, bf16-true or 16-true",
         )
-        yield self.no(
-            ("clipping.norm",),
-            "each rank sees only its part of the gradients, and Lightning refuses to compute their norm with FSDP",
-            "strategy: fsdp2, or gradient_clip_algorithm: value",
-        )
 
     @hookimpl
     def fairlead_check(self, resolution: Resolution, environ: Mapping[str, str]) -> Iterator[Finding]:
         """Fields that do not fit the rest of the run."""
         config = resolution.strategy
         assert isinstance(config, FSDPStrategyConfig)
-        if config.state_dict_type == "sharded":
+        takes_shards, name = resolution.checkpoint_io.saves_shards, resolution.checkpoint_io.name
+        where = "trainer.strategy.state_dict_type"
+        if config.state_dict_type == "sharded" and not takes_shards:
             yield Finding(
                 "warning",
                 "fsdp-checkpoint-io",
-                f"checkpoint_io {resolution.checkpoint_io.name!r} is not used",
-                where="trainer.strategy.state_dict_type",
-                why="Lightning has every rank write its own part of a sharded checkpoint directly",
-                fix="state_dict_type: full",
+                f"checkpoint_io {name!r} does not write the checkpoints, it only commits them",
+                where=where,
+                why="Lightning has every rank write its own part of a sharded checkpoint, and the training waits",
+                fix="checkpoint_io: distributed",
+            )
+        if takes_shards and config.state_dict_type == "full":
+            yield Finding(
+                "error",
+                "fsdp-checkpoint-io",
+                f"checkpoint_io {name!r} writes the part of each rank, but rank 0 would gather all of it",
+                where=where,
+                fix="leave state_dict_type out, or use checkpoint_io: torch",
+            )
+        if takes_shards and not config.use_orig_params:
+            yield Finding(
+                "error",
+                "fsdp-checkpoint-io",
+                f"checkpoint_io {name!r} knows the optimizer's parameters by their names, and here they have none",
+                where="trainer.strategy.use_orig_params",
+                why="without use_orig_params an optimizer has one flat parameter for each unit",
+                fix="leave use_orig_params out, or use checkpoint_io: torch",
+            )
+        if config.cpu_offload and resolution.device_type == "cpu":
+            yield Finding(
+                "info",
+                "fsdp-cpu-offload",
+                "cpu_offload has nothing to do on a CPU",
+                where="trainer.strategy.cpu_offload",
+                why="the shards are in its memory already",
+                fix="leave it in for GPUs, or out",
             )
         if config.device_mesh is not None and prod(config.device_mesh) != resolution.world_size:
             copies, shards = config.device_mesh
@@ -143,53 +174,26 @@ class FSDP(UnprovenStrategy):
                 fix="choose sizes whose product is the number of ranks, or leave `device_mesh` out",
             )
 
-
-def build(config: FSDPStrategyConfig, context: BuildContext) -> Any:
-    """Lightning's strategy, with the classes of the policies imported.
-
-    It is not subclassed: Lightning recognises exactly its own class when it refuses FSDP on a CPU.
-    """
-    from lightning.fabric.strategies import FSDPStrategy as FabricFSDPStrategy
-    from lightning.pytorch.strategies import FSDPStrategy
-    from torch.distributed.fsdp import BackwardPrefetch
-
-    again = config.activation_checkpointing_policy
-    kwargs: dict[str, Any] = {name: getattr(config, name) for name in type(config).model_fields if name != "name"} | {
-        "process_group_backend": context.resolution.backend,
-        "mixed_precision": _mixed_precision(config.mixed_precision),
-        "auto_wrap_policy": _auto_wrap_policy(config),
-        "activation_checkpointing_policy": load_classes(again, "trainer.strategy.activation_checkpointing_policy")
-        if again is not None
-        else None,
-        "backward_prefetch": BackwardPrefetch[config.backward_prefetch] if config.backward_prefetch else None,
-    }
-    return FSDPStrategy(**kwargs) if context.engine == "trainer" else FabricFSDPStrategy(**kwargs)
-
-
-def _auto_wrap_policy(config: FSDPStrategyConfig) -> Any:
-    from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy
-
-    policy = config.auto_wrap_policy
-    if policy is None:
-        return None
-    if isinstance(policy, int):
-        return functools.partial(size_based_auto_wrap_policy, min_num_params=policy)
-    return load_classes(policy, "trainer.strategy.auto_wrap_policy")
-
-
-def _mixed_precision(asked: bool | FSDPMixedPrecision | None) -> Any:
-    import torch
-    from torch.distributed.fsdp import MixedPrecision
-
-    if asked is None or asked is False:
-        return None
-    if isinstance(asked, FSDPMixedPrecision):
-        fields = asked.model_dump()
-        for name in ("param_dtype", "reduce_dtype", "buffer_dtype"):
-            fields[name] = getattr(torch, fields[name]) if fields[name] else None
-        return MixedPrecision(**fields)
-    half = torch.bfloat16
-    return MixedPrecision(param_dtype=half, reduce_dtype=half, buffer_dtype=half)
+    @hookimpl
+    def fairlead_exactness(self, resolution: Resolution) -> Iterator[Inexact]:
+        """Shown on CPUs: a unit always reduces the same gradients together."""
+        config = resolution.strategy
+        assert isinstance(config, FSDPStrategyConfig)
+        past = config.state_dict_type == "sharded" and not resolution.checkpoint_io.saves_shards
+        doubts = {
+            "state_dict_type: sharded": past,
+            "use_orig_params: false": not config.use_orig_params,
+            f"{resolution.world_size} ranks over {resolution.backend}": resolution.backend != "gloo"
+            and resolution.world_size > 2,
+        }
+        for what, doubtful in doubts.items():
+            if doubtful:
+                yield Inexact(
+                    f"strategy: fsdp with {what}",
+                    why="no test has resumed that",
+                    fix="accelerator: cpu, and the defaults of these fields, where it matters",
+                    certain=False,
+                )
 
 
 fsdp = FSDP()

@@ -1,0 +1,313 @@
+"""Builds Lightning's FSDP strategies, which then also train on CPUs, clip by norm and save through a CheckpointIO.
+
+Lightning refuses exactly its own class on a CPU, though torch's FSDP runs there.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.fabric.strategies import FSDPStrategy as LightningFabricFSDP
+from lightning.fabric.strategies.fsdp import _has_fsdp_modules, _move_torchmetrics_to_device
+from lightning.fabric.strategies.strategy import _apply_filter
+from lightning.fabric.utilities.types import _Stateful
+from lightning.fabric.wrappers import _FabricModule
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.strategies import FSDPStrategy as LightningFSDP
+from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import BackwardPrefetch, FullyShardedDataParallel, MixedPrecision
+from torch.distributed.fsdp.wrap import enable_wrap, size_based_auto_wrap_policy
+from torch.nn import Module
+from torch.optim import Optimizer
+
+from fairlead.errors import CheckpointError, ConfigError
+from fairlead.interfaces import BuildContext
+from fairlead_distributed import checkpoint_layers
+from fairlead_distributed.fully_sharded import mixed_precision_of, wrap_fsdp
+from fairlead_runs.checkpoint_io import ShardedLoads
+from fairlead_strategies import fsdp_state
+from fairlead_strategies.fsdp import FSDPMixedPrecision, FSDPStrategyConfig
+from fairlead_strategies.shared import load_classes
+
+Classes = set[type[Module]]
+
+
+class FSDPStrategy(LightningFSDP):
+    """The Trainer's FSDP on any device; its checkpoints go through the CheckpointIO, whole or each rank its part."""
+
+    def __init__(self, mesh: tuple[int, ...], checkpointed: Classes, **kwargs: Any) -> None:
+        super().__init__(device_mesh=mesh, **kwargs)  # type: ignore[arg-type]  # one dimension will do, too
+        self._mesh = self.kwargs.pop("device_mesh")  # Lightning would make one of CUDA devices
+        self._checkpointed = checkpointed
+
+    def setup_environment(self) -> None:
+        """Connects the ranks, then makes the mesh of their devices."""
+        super().setup_environment()
+        self.kwargs["device_mesh"] = init_device_mesh(self.root_device.type, self._mesh)
+
+    def _setup_model(self, model: Module) -> Module:
+        return _wrap_rest(model, self.root_device, self._checkpointed, _options(self, self.kwargs))
+
+    @contextmanager
+    def model_sharded_context(self) -> Iterator[None]:
+        """Inside, torch's `wrap(layer)` makes a unit of a layer: in the user's `configure_model`."""
+        with enable_wrap(wrapper_cls=_wrapper(self.root_device), **_options(self, self.kwargs)):
+            yield
+
+    def setup(self, trainer: Any) -> None:
+        """Also lets the precision clip by the norm of the whole model, for which Lightning's has no root module."""
+        if trainer.state.fn == TrainerFn.FITTING and not trainer.lightning_module.automatic_optimization:
+            raise ConfigError(
+                "strategy: fsdp does not go together with manual optimization",
+                where="trainer.strategy",
+                why="FSDP1 has finished a backward pass when the step is over, in which manual optimization uses it",
+                fix="strategy: fsdp2, or ddp",
+            )
+        super().setup(trainer)
+        self.precision_plugin.clip_grad_by_norm = self._clip_grad_by_norm  # type: ignore[method-assign]
+        _autocast_on(self.root_device, self.precision_plugin)
+
+    def _clip_grad_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
+        root = self._root
+        assert isinstance(root, FullyShardedDataParallel)
+        root.clip_grad_norm_(clip_val)  # of all its parameters: automatic optimization has one optimizer
+
+    def whole_parameters(self) -> dict[str, Tensor]:
+        """All parameters by the names of the unsplit module, whole and on the CPU; on all ranks together."""
+        return fsdp_state.whole_parameters(self._root)
+
+    def whole_gradients(self) -> dict[str, Tensor]:
+        """The gradients after a backward pass in the same way; without those of parameters that have none."""
+        return fsdp_state.whole_gradients(self._root)
+
+    @property
+    def _root(self) -> Module:
+        assert self.model is not None
+        return self.model
+
+    def _state(self) -> AbstractContextManager[None]:
+        if self._state_dict_type == "sharded":
+            return fsdp_state.sharded_state(self._root)
+        return fsdp_state.whole_state(self._root, rank0_only=True)
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """The weights: this rank's part, or gathered on rank 0."""
+        with self._state():
+            state: dict[str, Any] = self._root.state_dict()
+        return state
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """An optimizer's state in the same way."""
+        inner = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+        with self._state():
+            if self._state_dict_type == "sharded":
+                state: dict[str, Any] = FullyShardedDataParallel.optim_state_dict(self._root, inner)
+                return state
+            return fsdp_state.numbered_optimizer_state(self._root, inner)
+
+    def load_checkpoint(
+        self, checkpoint_path: str | os.PathLike[str], weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """Reads a file through the CheckpointIO, and a directory of shards so that each rank reads its part."""
+        path = Path(self.broadcast(os.fspath(checkpoint_path)))
+        io: Any = self.checkpoint_io
+        if not path.is_dir():
+            return Strategy.load_checkpoint(self, path, weights_only)
+        if not isinstance(io, ShardedLoads):
+            return {**super().load_checkpoint(path, weights_only), "optimizer_states": []}
+        with fsdp_state.sharded_state(self._root):
+            own = self._root.state_dict()
+            found = io.load_shards(path, fsdp_state.destinations(own, self.optimizers), weights_only)
+            if found is None:
+                return Strategy.load_checkpoint(self, path, weights_only)
+            self._root.load_state_dict(found.pop("state_dict"), strict=self._strict)
+            if self._fits and "optimizer_states" in found:
+                self._load_optimizers(found["optimizer_states"])
+        if "optimizer_states" in found:
+            found["optimizer_states"] = []  # they are where they belong
+        return found
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Whole weights, and whole states of the optimizers; shards are loaded where they are read."""
+        if "state_dict" not in checkpoint:
+            return
+        with fsdp_state.whole_state(self._root, rank0_only=False):
+            self._root.load_state_dict(checkpoint["state_dict"], strict=strict)
+
+    @property
+    def lightning_restore_optimizer(self) -> bool:
+        """Whether Lightning hands over what it finds in a whole checkpoint."""
+        return True
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Whole states of the optimizers, each rank takes its part."""
+        if checkpoint["optimizer_states"]:
+            with fsdp_state.whole_state(self._root, rank0_only=False):
+                self._load_optimizers(checkpoint["optimizer_states"])
+
+    def _load_optimizers(self, states: Sequence[Mapping[str, Any]]) -> None:
+        if len(states) != len(self.optimizers):
+            raise CheckpointError(
+                f"the checkpoint has the state of {len(states)} optimizers, and the module has {len(self.optimizers)}",
+                fix="use the module that it was written with, or start anew from its weights: --resume weights:PATH",
+            )
+        for optimizer, state in zip(self.optimizers, states, strict=True):
+            fsdp_state.load_optimizer_state(self._root, optimizer, state)
+
+    @property
+    def _strict(self) -> bool:
+        assert self.lightning_module is not None
+        return self.lightning_module.strict_loading
+
+    @property
+    def _fits(self) -> bool:
+        assert self.lightning_module is not None
+        return self.lightning_module.trainer.state.fn == TrainerFn.FITTING
+
+
+class FabricFSDP(LightningFabricFSDP):
+    """Fabric's FSDP on any device."""
+
+    def __init__(self, mesh: tuple[int, ...], checkpointed: Classes, **kwargs: Any) -> None:
+        super().__init__(device_mesh=mesh, **kwargs)  # type: ignore[arg-type]  # one dimension will do, too
+        self._mesh = self._fsdp_kwargs.pop("device_mesh")
+        self._checkpointed = checkpointed
+
+    def setup_environment(self) -> None:
+        """Connects the ranks, then makes the mesh of their devices."""
+        super().setup_environment()
+        self._fsdp_kwargs["device_mesh"] = init_device_mesh(self.root_device.type, self._mesh)
+
+    def setup_module(self, module: Module) -> Module:
+        """Wraps what the user has not: at least the rest of the module, as its root."""
+        _autocast_on(self.root_device, self.precision)
+        return _wrap_rest(module, self.root_device, self._checkpointed, _options(self, self._fsdp_kwargs))
+
+    def module_sharded_context(self) -> AbstractContextManager[None]:
+        """Inside, torch's `wrap(layer)` makes a unit of a layer."""
+        context: AbstractContextManager[None] = enable_wrap(
+            wrapper_cls=_wrapper(self.root_device), **_options(self, self._fsdp_kwargs)
+        )
+        return context
+
+    def whole_parameters(self, module: Module) -> dict[str, Tensor]:
+        """All parameters of a module that was set up, by their names, whole and on the CPU; on all ranks together."""
+        return fsdp_state.whole_parameters(_wrapped(module))
+
+    def whole_gradients(self, module: Module) -> dict[str, Tensor]:
+        """Its gradients after a backward pass in the same way; without those of parameters that have none."""
+        return fsdp_state.whole_gradients(_wrapped(module))
+
+    def save_checkpoint(
+        self,
+        path: str | Path,
+        state: dict[str, Any],
+        storage_options: Any | None = None,
+        filter: dict[str, Callable[[str, Any], bool]] | None = None,
+    ) -> None:
+        """As Lightning does; whole states on a CPU are gathered here, where its way ends in a segmentation fault."""
+        modules = [part for part in state.values() if isinstance(part, Module) and _has_fsdp_modules(part)]
+        if self._state_dict_type == "full" and self.root_device.type == "cpu" and len(modules) == 1:
+            whole: dict[str, Any] = {}
+            with fsdp_state.whole_state(modules[0], rank0_only=True):
+                for key, part in state.items():
+                    _apply_filter(key, filter or {}, _gathered(modules[0], part), whole)
+            if self.is_global_zero:
+                torch.save(whole, path)
+            return
+        super().save_checkpoint(path, state, storage_options, filter)
+
+
+def _gathered(module: Module, part: Any) -> Any:
+    if isinstance(part, Optimizer):
+        return FullyShardedDataParallel.optim_state_dict(module, part)
+    return part.state_dict() if isinstance(part, _Stateful) else part
+
+
+def _wrapped(module: Module) -> Module:
+    return module._forward_module if isinstance(module, _FabricModule) else module
+
+
+def _options(strategy: FSDPStrategy | FabricFSDP, kwargs: dict[str, Any]) -> dict[str, Any]:
+    return {
+        **kwargs,
+        "cpu_offload": strategy.cpu_offload,
+        "mixed_precision": strategy.mixed_precision_config,
+        "sharding_strategy": strategy.sharding_strategy,
+    }
+
+
+def _autocast_on(device: torch.device, precision: Any) -> None:
+    """Lightning's precision computes under CUDA's autocast, whatever the device is."""
+    if device.type != "cuda" and "mixed" in precision.precision:
+        dtype = torch.bfloat16 if precision.precision == "bf16-mixed" else torch.float16
+        precision.forward_context = functools.partial(torch.autocast, device.type, dtype=dtype)
+
+
+def _wrapper(device: torch.device) -> Callable[..., FullyShardedDataParallel]:
+    def make(layer: Module, **options: Any) -> FullyShardedDataParallel:
+        return wrap_fsdp(layer, device, **options)
+
+    return make
+
+
+def _wrap_rest(model: Module, device: torch.device, checkpointed: Classes, options: dict[str, Any]) -> Module:
+    """Wraps what the user's `configure_model` has not: at least the rest of the module, as its root.
+
+    Lightning leaves that out, and then nobody averages the gradients of the rest.
+    """
+    checkpoint_layers(model, checkpointed)
+    if any(isinstance(part, FullyShardedDataParallel) for part in model.modules()):
+        options.pop("auto_wrap_policy", None)  # the user has chosen the units
+    if not isinstance(model, FullyShardedDataParallel):
+        model = wrap_fsdp(model, device, **options)
+    _move_torchmetrics_to_device(model, device)
+    return model
+
+
+def build(config: FSDPStrategyConfig, context: BuildContext) -> FSDPStrategy | FabricFSDP:
+    """The strategy, with the classes of the policies imported."""
+    resolution = context.resolution
+    own = ("name", "activation_checkpointing_policy", "state_dict_type", "device_mesh")
+    world, nodes = resolution.world_size, resolution.num_nodes
+    hybrid = config.device_mesh or (nodes, world // nodes)
+    sharded = resolution.checkpoint_io.saves_shards and context.engine == "trainer"
+    kwargs: dict[str, Any] = {field: getattr(config, field) for field in type(config).model_fields if field not in own}
+    kwargs |= {
+        "process_group_backend": resolution.backend,
+        "mixed_precision": _mixed_precision(config.mixed_precision),
+        "auto_wrap_policy": _auto_wrap_policy(config),
+        "backward_prefetch": BackwardPrefetch[config.backward_prefetch] if config.backward_prefetch else None,
+        "state_dict_type": config.state_dict_type or ("sharded" if sharded else "full"),
+    }
+    mesh = hybrid if "HYBRID" in config.sharding_strategy else (world,)
+    again = load_classes(
+        config.activation_checkpointing_policy or (), "trainer.strategy.activation_checkpointing_policy"
+    )
+    make = FSDPStrategy if context.engine == "trainer" else FabricFSDP
+    return make(mesh, again, **kwargs)
+
+
+def _auto_wrap_policy(config: FSDPStrategyConfig) -> Any:
+    policy = config.auto_wrap_policy
+    if isinstance(policy, int):
+        return functools.partial(size_based_auto_wrap_policy, min_num_params=policy)
+    return None if policy is None else load_classes(policy, "trainer.strategy.auto_wrap_policy")
+
+
+def _mixed_precision(asked: bool | FSDPMixedPrecision | None) -> MixedPrecision | None:
+    if not isinstance(asked, FSDPMixedPrecision):
+        return mixed_precision_of(asked)
+    fields = asked.model_dump()
+    for name in ("param_dtype", "reduce_dtype", "buffer_dtype"):
+        fields[name] = getattr(torch, fields[name]) if fields[name] else None
+    return MixedPrecision(**fields)

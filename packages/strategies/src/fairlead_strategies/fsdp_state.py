@@ -1,0 +1,153 @@
+"""The state of a model in torch's first FSDP: whole on the ranks that ask, or each rank's part as DTensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.fsdp import (
+    FullOptimStateDictConfig,
+    FullStateDictConfig,
+    FullyShardedDataParallel,
+    OptimStateKeyType,
+    ShardedOptimStateDictConfig,
+    ShardedStateDictConfig,
+    StateDictType,
+)
+from torch.distributed.tensor import DTensor, Replicate, zeros
+from torch.nn import Module
+from torch.optim import Optimizer
+
+Key = tuple[str | int, ...]
+"""Where a tensor is in a checkpoint: the keys that lead to it."""
+
+_PREFIX = "_fsdp_wrapped_module."
+
+
+@contextmanager
+def whole_state(model: Module, *, rank0_only: bool) -> Iterator[None]:
+    """Inside, states of the model and its optimizers are whole and in host memory; on all ranks together."""
+    # Moving to the CPU what is there already keeps a view of memory that FSDP frees: a segmentation fault (torch 2.13).
+    offload = _computes_on_gpu(model)
+    weights = FullStateDictConfig(offload_to_cpu=offload, rank0_only=rank0_only)
+    optimizers = FullOptimStateDictConfig(offload_to_cpu=offload, rank0_only=rank0_only)
+    with FullyShardedDataParallel.state_dict_type(model, StateDictType.FULL_STATE_DICT, weights, optimizers):
+        yield
+
+
+@contextmanager
+def sharded_state(model: Module) -> Iterator[None]:
+    """Inside, they are this rank's part, as DTensors on the mesh of the model, on its device."""
+    weights, optimizers = ShardedStateDictConfig(), ShardedOptimStateDictConfig()
+    with FullyShardedDataParallel.state_dict_type(model, StateDictType.SHARDED_STATE_DICT, weights, optimizers):
+        yield
+
+
+def _units(model: Module) -> list[FullyShardedDataParallel]:
+    return [part for part in model.modules() if isinstance(part, FullyShardedDataParallel)]
+
+
+def _computes_on_gpu(model: Module) -> bool:
+    return any(str(unit.compute_device) != "cpu" for unit in _units(model))
+
+
+def _named(model: Module) -> bool:
+    """Whether the parameters are the model's own."""
+    return all(unit._use_orig_params for unit in _units(model))
+
+
+def numbered_optimizer_state(model: Module, optimizer: Optimizer) -> dict[str, Any]:
+    """A whole optimizer state as any optimizer has it, with numbers for its parameters; empty on ranks without it."""
+    state: dict[str, Any] = FullyShardedDataParallel.optim_state_dict(model, optimizer)
+    if not state:
+        return state
+    if not _named(model):
+        return state  # one flat parameter has the names of many
+    numbered: dict[str, Any] = FullyShardedDataParallel.rekey_optim_state_dict(
+        state, OptimStateKeyType.PARAM_ID, model, optim=optimizer
+    )
+    return numbered
+
+
+def load_optimizer_state(model: Module, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+    """Loads an optimizer's state, whole or in parts, as the surrounding block says; on all ranks together."""
+    named = state
+    if any(isinstance(name, int) for group in state["param_groups"] for name in group["params"]):
+        named = FullyShardedDataParallel.rekey_optim_state_dict(
+            dict(state), OptimStateKeyType.PARAM_NAME, model, optim=optimizer
+        )
+    own = FullyShardedDataParallel.optim_state_dict_to_load(model, optimizer, dict(named))
+    optimizer.load_state_dict(own)
+
+
+def whole_parameters(model: Module) -> dict[str, Tensor]:
+    """All parameters by the names of the unsplit model, whole and in host memory, on every rank."""
+    names = [name.replace(_PREFIX, "") for name, _ in model.named_parameters()]
+    with whole_state(model, rank0_only=False):
+        state = model.state_dict()
+    if not _named(model):
+        buffers = {name.replace(_PREFIX, "") for name, _ in model.named_buffers()}
+        names = [name for name in state if name not in buffers]
+    return {name: state[name].detach().cpu() for name in names}
+
+
+@torch.no_grad()
+def whole_gradients(model: Module) -> dict[str, Tensor]:
+    """The gradients after a backward pass in the same way; without those of parameters that have none.
+
+    Also those of flat parameters, which torch's `summon_full_params` does not gather.
+    """
+    found: dict[str, Tensor] = {}
+    for name, unit in model.named_modules():
+        handle = unit._handle if isinstance(unit, FullyShardedDataParallel) else None
+        if handle is None:
+            continue
+        flat = handle.flat_param
+        for index, own in enumerate(flat._fqns):
+            shard, numel = flat._shard_param_infos[index], flat._numels[index]
+            gradient = flat._params[index].grad if flat._params is not None else flat.grad
+            # The last place says whether any rank has a gradient.
+            whole = torch.zeros(numel + 1, dtype=flat.dtype, device=handle.device)
+            first, last = shard.intra_param_start_idx, shard.intra_param_end_idx
+            start = 0 if flat._params is not None else shard.offset_in_shard or 0
+            if not handle.uses_sharded_strategy:
+                first, last = 0, numel - 1
+                start = 0 if flat._params is not None else sum(flat._numels[:index])
+            if gradient is not None and first is not None and last is not None:
+                length = last + 1 - first
+                whole[first : last + 1], whole[-1] = gradient.flatten()[start : start + length], 1
+            if handle.uses_sharded_strategy:
+                dist.all_reduce(whole, group=handle.process_group)
+            if whole[-1]:
+                found[f"{name}.{own}".lstrip(".").replace(_PREFIX, "")] = whole[:-1].view(flat._shapes[index]).cpu()
+    return found
+
+
+def destinations(
+    weights: Mapping[str, Any], optimizers: Sequence[Optimizer]
+) -> Callable[[Key, torch.Size, torch.dtype], Tensor | None]:
+    """Which tensor to read into, for a key in Lightning's checkpoint; see `ShardedLoads`.
+
+    `weights` are this rank's parts. The state of a parameter is laid out as the parameter is; what has another shape
+    is held whole by each rank.
+    """
+    names = {f"optimizer_{index}" for index in range(len(optimizers))}
+
+    def destination(key: Key, size: torch.Size, dtype: torch.dtype) -> Tensor | None:
+        if key[0] in ("state_dict", "model"):
+            own = weights.get(str(key[1]))
+            return own if isinstance(own, Tensor) and own.shape == size and own.dtype == dtype else None
+        known = len(key) == 4 and key[1] == "state" and key[0] in names
+        parameter = weights.get(str(key[2])) if known else None
+        if not isinstance(parameter, DTensor) or (not size and parameter.ndim):
+            return None
+        if parameter.shape == size:
+            return torch.empty_like(parameter, dtype=dtype)
+        mesh = parameter.device_mesh
+        return zeros(*size, dtype=dtype, device_mesh=mesh, placements=[Replicate()] * mesh.ndim)
+
+    return destination
