@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Iterator, Mapping
+from typing import ClassVar, Literal
 
 from pydantic import Field
 
+from fairlead import Finding, Resolution, hookimpl
 from fairlead_strategies.layout import SizeOrAuto
 from fairlead_strategies.mesh.plugin import MeshStrategy
 from fairlead_strategies.tensor_parallel import TensorPlanConfig
@@ -35,7 +37,8 @@ class HybridStrategyConfig(TensorPlanConfig):
     tensor: SizeOrAuto = 1
     """Ranks that split each layer; innermost, for it sends most."""
     expert: int = Field(1, gt=0)
-    """Ranks of `shard` that share the experts of each mixture-of-experts layer."""
+    """Ranks of `shard` that share the experts of each mixture-of-experts layer. More than 1 is refused so far: a loop
+    of your own may divide them (`fairlead_distributed.parallel.expert`), but this strategy could not save them."""
     context_method: Literal["allgather", "ulysses"] = "allgather"
     """How attention sees the whole sequence: keys and values of all ranks are gathered, or heads are exchanged for
     positions (Ulysses, arXiv:2309.14509)."""
@@ -48,6 +51,26 @@ class Hybrid(MeshStrategy):
     """Several ways to split a model at once."""
 
     config = HybridStrategyConfig
+    codes: ClassVar[Mapping[str, str]] = {
+        **MeshStrategy.codes,
+        "hybrid-expert": "Experts are to be divided over ranks, which this strategy does not do.",
+    }
+
+    @hookimpl
+    def fairlead_check(self, resolution: Resolution, environ: Mapping[str, str]) -> Iterator[Finding]:
+        """What every mesh checks, and what is not built."""
+        config = resolution.strategy
+        assert isinstance(config, HybridStrategyConfig)
+        yield from super().fairlead_check(resolution, environ)
+        if config.expert > 1:
+            yield Finding(
+                "error",
+                "hybrid-expert",
+                f"expert {config.expert}: this strategy does not divide experts",
+                where="trainer.strategy.expert",
+                why="each rank would hold other parameters, which its checkpoints have no place for",
+                fix="leave expert out: `shard` shards the experts as it does all layers",
+            )
 
 
 hybrid = Hybrid()

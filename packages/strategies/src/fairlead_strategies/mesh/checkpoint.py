@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -13,6 +14,17 @@ from torch.optim import Optimizer
 
 Key = tuple[str | int, ...]
 """Where a tensor is in a checkpoint: the keys that lead to it."""
+
+
+@contextmanager
+def tuples_kept(optimizers: Iterable[Optimizer]) -> Iterator[None]:
+    """What was a tuple in a group before a load in the block is one after it: torch makes lists of them on the way."""
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    names = [[name for name, value in group.items() if isinstance(value, tuple)] for group in groups]
+    yield
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    for group, tuples in zip(groups, names, strict=True):
+        group.update({name: tuple(group[name]) for name in tuples})
 
 
 def destinations(

@@ -1,20 +1,22 @@
 """The one place where a module is split, and the order in which that is done.
 
 1. **tensor**: layers are cut first, for whatever comes later must see the parameters that a rank really has;
-2. **expert**: the experts of each mixture-of-experts layer go to their ranks;
+2. **expert**: would come here, before anything is sharded; `hybrid` refuses it so far;
 3. **context**: attention learns that each rank has a part of the sequence (no parameter changes);
-4. **activation checkpointing**: around blocks that compute as they will, so that what is computed again communicates
+4. **precision**: `trainer.precision` converts layers (FP8) or formats (bf16-true) of what a rank has;
+5. **activation checkpointing**: around blocks that compute as they will, so that what is computed again communicates
    alike; inside of the units, so that a unit is gathered once for its second forward and its backward;
-5. **fully_shard** over copies x shards (HSDP): last and outermost, around what every rank has left of each block. It
+6. **fully_shard** over copies x shards (HSDP): last and outermost, around what every rank has left of each block. It
    casts to the number formats of `mixed_precision` and offloads.
 
 In another order the program runs and is wrong, or slow: checkpoints outside of the units gather each unit once more,
-and layers that are cut after they were sharded are cut across the shards.
+layers that are cut after they were sharded are cut across the shards, and layers that replace others after that are
+sharded by nobody.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -32,7 +34,13 @@ from fairlead_strategies.shared import load_classes
 from fairlead_strategies.tensor_parallel import TensorPlanConfig
 
 
-def parallelize(module: Module, mesh: DeviceMesh, config: MeshStrategyConfig, device: torch.device) -> Module:
+def parallelize(
+    module: Module,
+    mesh: DeviceMesh,
+    config: MeshStrategyConfig,
+    device: torch.device,
+    convert: Callable[[Module], Module] | None = None,
+) -> Module:
     """Splits a module in place over a mesh, in the order above; every rank starts from the first rank's values.
 
     Args:
@@ -42,6 +50,7 @@ def parallelize(module: Module, mesh: DeviceMesh, config: MeshStrategyConfig, de
             which ranks have another stage.
         config: What is done to it.
         device: Where it will be computed.
+        convert: What the precision does to a module, in place.
 
     Raises:
         ConfigError: The module has no layers of the classes, or none that can be split as asked.
@@ -56,6 +65,8 @@ def parallelize(module: Module, mesh: DeviceMesh, config: MeshStrategyConfig, de
         _split_layers(module, mesh["tensor"], config)
     if "context" in names:
         _share_sequences(module, mesh["context"], config)
+    if convert is not None:
+        module = convert(module)
     if config.activation_checkpointing:
         checkpoint_layers(module, checkpointed_classes(config))
     _shard(module, units, shard_mesh(mesh), config, device)

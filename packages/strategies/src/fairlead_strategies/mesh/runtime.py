@@ -22,7 +22,7 @@ from fairlead.errors import ConfigError
 from fairlead_distributed import clip_grad_norm, no_sync
 from fairlead_runs.checkpoint_io import ShardedLoads
 from fairlead_strategies.layout import Layout
-from fairlead_strategies.mesh.checkpoint import destinations
+from fairlead_strategies.mesh.checkpoint import destinations, tuples_kept
 from fairlead_strategies.mesh.config import MeshStrategyConfig
 from fairlead_strategies.mesh.device_mesh import agree_on_random_numbers, lightnings_mesh, make_mesh
 from fairlead_strategies.mesh.parallelize import parallelize
@@ -47,6 +47,7 @@ class MeshStrategy(RanksOnMesh, ModelParallelStrategy):
         self.layout = layout
         self._config = config
         self._saves_shards = saves_shards
+        self._split = False
 
     def setup_environment(self) -> None:
         """Connects the ranks and makes the mesh; Lightning would make one of two dimensions."""
@@ -75,20 +76,34 @@ class MeshStrategy(RanksOnMesh, ModelParallelStrategy):
         else:
             if self._layer_sync is not None and trainer.training:
                 self.model = self._layer_sync.apply(self.model)
-            self.split(trainer)
+            self.split()
+            self._split = True
             for step in STEPS:
                 # Lightning calls the steps, not `forward`; they must gather the root's parameters as well.
                 register_fsdp_forward_method(module, step)
         # Torch's own cannot add up the norms of parameters on different dimensions of a mesh.
         self.precision_plugin.clip_grad_by_norm = partial(_clip_by_norm, self.precision_plugin)  # type: ignore[method-assign]
-        with _configured(module):
+        with _configured(module), self._converted():
             super().setup(trainer)
         agree_on_random_numbers(self.device_mesh, self.root_device)
 
-    def split(self, trainer: pl.Trainer) -> None:
-        """Splits `self.model` over the mesh, in place."""
+    def split(self) -> None:
+        """Splits `self.model` over the mesh, in place, and converts it to the precision at the right moment."""
         assert self.model is not None
-        parallelize(self.model, self.device_mesh, self._config, self.root_device)
+        convert = self.precision_plugin.convert_module
+        parallelize(self.model, self.device_mesh, self._config, self.root_device, convert)
+
+    @contextlib.contextmanager
+    def _converted(self) -> Iterator[None]:
+        """Keeps Lightning from converting once more what is sharded by now."""
+        if not self._split:
+            yield
+            return
+        self.precision_plugin.convert_module = lambda module: module  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            del self.precision_plugin.convert_module
 
     def model_to_device(self) -> None:
         """Moves what is not sharded: shards that are offloaded stay in CPU memory."""
@@ -169,7 +184,8 @@ class MeshStrategy(RanksOnMesh, ModelParallelStrategy):
         if path.is_dir() and isinstance(io, ShardedLoads):
             found = io.load_shards(path, destinations(self.model, self.optimizers), weights_only)
         if found is None:
-            return super().load_checkpoint(path, weights_only)
+            with tuples_kept(self.optimizers):
+                return super().load_checkpoint(path, weights_only)
         self.model.load_state_dict(found.pop("state_dict"), strict=self.lightning_module.strict_loading)
         states = found.pop("optimizer_states", [])
         for optimizer, state in zip(self.optimizers, states, strict=False):
