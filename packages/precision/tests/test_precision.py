@@ -235,7 +235,8 @@ def test_configs_and_plugins_import_no_torch() -> None:
     code = (
         "import sys; from fairlead import PluginManager; p = PluginManager(); "
         "r = [r for r in p.records('precision', load=True) if r.error]; "
-        "print(r, [m for m in ('torch', 'lightning', 'numpy', 'deepspeed', 'bitsandbytes', 'torchao') if m in sys.modules])"
+        "engines = ('torch', 'lightning', 'numpy', 'deepspeed', 'bitsandbytes', 'torchao'); "
+        "print(r, [m for m in engines if m in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[] []"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import pickle
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -42,7 +43,7 @@ class Net(pl.LightningModule):
         torch.manual_seed(0)
         sizes = (12, 64, 64, 32)
         layers: list[nn.Module] = []
-        for a, b in zip(sizes[:-1], sizes[1:], strict=True):
+        for a, b in itertools.pairwise(sizes):
             layers += [nn.Linear(a, b), nn.GELU()]
         self.body = nn.Sequential(*layers)
         self.odd = nn.Linear(32, 20)

@@ -98,7 +98,7 @@ class AcceleratorPlugin(Plugin):
     device_type: ClassVar[str | None] = None
     """The device type of torch, as in `torch.device("cuda")`; None: the tag is one."""
     devices: ClassVar[str] = ""
-    """A regular expression of the names that its devices have in `resources.device`, as a whole and in small letters."""
+    """A regular expression of the names of its devices in `resources.device`, whole and in small letters."""
     backend: ClassVar[str] = "gloo"
     """The backend of torch.distributed that fits the device."""
     strategies: ClassVar[tuple[str, str]] = ("single_device", "ddp")

@@ -12,6 +12,7 @@ from fairlead.config_bases import ConfigModel
 from fairlead.findings import Inexact
 from fairlead_precision.hardware import refuse_without_fp8, without_fp8
 from fairlead_precision.modes import LIGHTNING, Half, UnprovenPrecision, lightning_precisions
+from fairlead_runs.device_models import AMD, find_device
 
 
 class FP8Recipe(ConfigModel):
@@ -72,8 +73,17 @@ class TransformerEngine(UnprovenPrecision):
     @hookimpl
     def fairlead_check(self, resolution: Resolution, environ: Mapping[str, str]) -> Iterator[Finding]:
         """Refuses GPUs that are known to have no 8-bit units, and says what to take."""
-        old = without_fp8(resolution.devices_found.names)
-        if old:
+        names = resolution.devices_found.names
+        if amd := sorted({name for name in names if (model := find_device(name)) and model.vendor is AMD}):
+            yield Finding(
+                "error",
+                "precision-fp8",
+                f"Transformer Engine does not run on {', '.join(amd)}",
+                where="trainer.precision",
+                why="it is NVIDIA's library, and drives its GPUs only",
+                fix="precision: fp8-torchao",
+            )
+        elif old := without_fp8(names):
             yield Finding(
                 "error",
                 "precision-fp8",
