@@ -546,14 +546,3 @@ class Knows(Agent):
     def fairlead_job(self, environ: Mapping[str, str]) -> Job | None:
         """The job."""
         return Job("agent:7")
-
-
-@pytest.mark.parametrize(
-    ("device", "accelerator"),
-    [("v4-8", "xla"), ("v5litepod-16", "xla"), ("v6e", "xla"), ("v100", "cuda"), ("h100", "cuda")],
-)
-def test_the_kind_of_device_is_known_by_its_name(device: str, accelerator: str) -> None:
-    found = check_trainer(TrainerConfig(), environ={}, plugins=PluginManager(), profile=ResourcesConfig(device=device))[
-        0
-    ]
-    assert found.value("accelerator") == accelerator

@@ -10,6 +10,9 @@ from typing import Any, cast
 
 import pytest
 
+from fairlead.checks import capability_table, check_trainer
+from fairlead.config import ResourcesConfig, TrainerConfig
+from fairlead.errors import ConfigError
 from fairlead.exactness import Verdict, device_reasons, verdict
 from fairlead.interfaces import BuildContext
 from fairlead.open_union import parse_backend
@@ -20,6 +23,7 @@ from fairlead_lightning.accelerators.cuda.nvidia import ask_nvidia_smi, nvidia_d
 from fairlead_lightning.accelerators.cuda.visible import GPU
 from fairlead_lightning.accelerators.mps import find_devices as find_mps
 from fairlead_lightning.accelerators.xla import find_devices as find_xla
+from fairlead_lightning.accelerators.xpu import find_devices as find_xpu
 
 INFORMATION = """Model: \t\t NVIDIA {model}
 IRQ:   \t\t 11
@@ -275,3 +279,116 @@ def test_what_accelerators_say_of_an_exact_resume(
     reasons = device_reasons(resolution, plugins)
     assert verdict(reasons) == expected, reasons
     assert all(names in reason.what and reason.why and reason.fix for reason in reasons)
+
+
+@pytest.mark.parametrize(
+    ("device", "accelerator"),
+    [
+        ("v4-8", "xla"),
+        ("v5litepod-16", "xla"),
+        ("v6e", "xla"),
+        ("v5p-128", "xla"),
+        ("tpu", "tpu"),
+        ("v100", "cuda"),
+        ("h100", "cuda"),
+        ("mi300x", "cuda"),
+        ("max 1550", "xpu"),
+        ("pvc", "xpu"),
+    ],
+)
+def test_the_kind_of_device_is_known_by_its_name(device: str, accelerator: str) -> None:
+    profile = ResourcesConfig(device=device)
+    found, _ = check_trainer(TrainerConfig(), environ={}, plugins=PluginManager(), profile=profile)
+    assert found.value("accelerator") == accelerator
+
+
+def intel(root: Path, addresses: dict[str, tuple[str, str]]) -> Path:
+    """A machine with graphics devices: vendor and driver by PCI address."""
+    for number, (address, (vendor, driver)) in enumerate(addresses.items()):
+        device = root / f"sys/devices/pci0000:00/{address}"
+        device.mkdir(parents=True)
+        (device / "vendor").write_text(f"{vendor}\n")
+        folder = root / f"sys/bus/pci/drivers/{driver}"
+        folder.mkdir(parents=True, exist_ok=True)
+        (device / "driver").symlink_to(folder)
+        card = root / f"sys/class/drm/renderD{128 + number}"
+        card.mkdir(parents=True)
+        (card / "device").symlink_to(device)
+    return root
+
+
+@pytest.mark.parametrize(
+    ("environ", "torch", "count"),
+    [
+        ({}, "2.13.0+xpu", 2),
+        ({}, None, 2),
+        ({"ZE_AFFINITY_MASK": "1"}, "2.13.0+xpu", 1),
+        ({"ZE_AFFINITY_MASK": "0.0,0.1"}, "2.13.0+xpu", 1),
+        ({"ZE_AFFINITY_MASK": "7"}, "2.13.0+xpu", 0),
+        ({}, "2.13.0+cpu", 0),
+    ],
+)
+def test_intels_gpus_are_found_without_torch(
+    environ: dict[str, str], torch: str | None, count: int, tmp_path: Path
+) -> None:
+    """A processor's own graphics, and another vendor's, are none."""
+    root = intel(
+        tmp_path,
+        {
+            "0000:00:02.0": ("0x8086", "i915"),
+            "0000:29:00.0": ("0x8086", "xe"),
+            "0000:3a:00.0": ("0x8086", "i915"),
+            "0000:4b:00.0": ("0x10de", "nvidia"),
+        },
+    )
+    found = find_xpu(environ, root, torch=torch)
+    assert found.count == count
+    assert "/sys/class/drm" in found.evidence
+    assert find_xpu({}, tmp_path / "none", torch=None).count == 0
+
+
+@pytest.mark.parametrize("engine", ["trainer", "fabric"])
+def test_intels_accelerator_with_a_stand_in_for_the_device(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lightning takes it, and asks it which devices there are. No GPU of Intel was ever here."""
+    import lightning.pytorch as pl
+    import torch
+    from lightning.fabric import Fabric
+    from lightning.fabric.strategies import SingleDeviceStrategy as FabricSingle
+    from lightning.pytorch.strategies import SingleDeviceStrategy
+
+    plugins = PluginManager()
+    config: Any = parse_backend("accelerator", "xpu", plugins)
+    context = BuildContext(minimal_resolution(plugins, accelerator="xpu"), {}, plugins, engine)
+    from fairlead_lightning.accelerators.xpu_runtime import build
+
+    with pytest.raises(ConfigError, match="finds no GPU of Intel"):
+        build(config, context)
+    chosen: list[Any] = []
+    monkeypatch.setattr(torch.xpu, "is_available", lambda: True)
+    monkeypatch.setattr(torch.xpu, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.xpu, "set_device", chosen.append)
+    made = build(config, context)
+    assert made.parse_devices(2) == [0, 1] == made.parse_devices(-1)
+    assert made.get_parallel_devices([1]) == [torch.device("xpu", 1)]
+    assert made.auto_device_count() == 2
+    with pytest.raises(ConfigError, match=r"\[5\] were asked for, but torch finds 2"):
+        made.parse_devices([0, 5])
+    made.setup_device(torch.device("xpu", 1))
+    assert chosen == [torch.device("xpu", 1)]
+    with pytest.raises(ConfigError, match="was given the device cpu"):
+        made.setup_device(torch.device("cpu"))
+    if engine == "trainer":
+        strategy = SingleDeviceStrategy(torch.device("xpu", 1))
+        trainer = pl.Trainer(accelerator=made, devices=[1], strategy=strategy, logger=False)
+        assert trainer.accelerator is made
+        assert trainer.strategy.root_device == torch.device("xpu", 1)
+    else:
+        assert Fabric(accelerator=made, devices=[1], strategy=FabricSingle("xpu:1")).device == torch.device("xpu", 1)
+
+
+def test_what_nobody_ran_on_intels_gpus_is_said() -> None:
+    rows = [row for row in capability_table(PluginManager())[0] if row.subject == "accelerator.xpu"]
+    said = {other: row.support for row in rows for other in row.others}
+    assert said["strategy.ddp"] == "no"
+    assert said["strategy.fsdp2"] == "partial"
+    assert "strategy.single_device" not in said

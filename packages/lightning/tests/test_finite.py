@@ -130,3 +130,90 @@ def test_all_ranks_end_together_and_say_the_same(tmp_path: Path) -> None:
     assert said[0] == said[1]
     assert "the loss was not finite in 2 batches in a row, since step 4" in said[0]
     assert [step for step, _ in found(tmp_path / "run")] == [4]
+
+
+class Bends(Line):
+    """Its gradient is no number where its loss is: sqrt of 0, in some batches, on one rank."""
+
+    def __init__(self, *at: int, rank: int = 0) -> None:
+        super().__init__()
+        self.at, self.rank = set(at), rank
+        self.free = torch.nn.Parameter(torch.ones(1))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx) + 0 * self.free.sum()
+        if self.trainer.global_step in self.at and self.trainer.global_rank == self.rank:
+            loss = loss + (self.net(batch[0]) * 0).sum().sqrt()
+        return loss
+
+
+def test_a_gradient_that_is_no_number_is_said_with_its_weight_step_and_advice(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(RunFailedError) as failed:
+        fit(tmp_path, model=Bends(6), max_steps=24)
+    assert [event["step"] for event in events(tmp_path / "run", "not-finite")] == [6, 7, 8]
+    said = capsys.readouterr().out
+    assert "warning[gradient-not-finite]: the gradient of net.weight is not finite at step 6\n" in said
+    assert "the loss of this step was finite" in said
+    assert "a smaller learning rate (it is 0.05: try 0.005), trainer.gradient_clip_val: 1.0, or other data" in said
+    assert "the gradient of net.weight was not finite at step 6" in str(failed.value.why)
+    assert "try 0.0" in str(failed.value.fix)
+
+
+def test_a_gradient_that_is_skipped_is_said_and_the_training_goes_on(tmp_path: Path) -> None:
+    class Careful(Bends):
+        def on_before_optimizer_step(self, optimizer: Any) -> None:
+            if any(not p.grad.isfinite().all() for p in self.parameters() if p.grad is not None):
+                optimizer.zero_grad()
+
+    fit(tmp_path, model=Careful(6, 12), max_steps=24, gradient_clip_val=0.5)
+    assert [event["step"] for event in events(tmp_path / "run", "not-finite")] == [6, 12]
+    assert events(tmp_path / "run")[-1]["event"] == "finished"
+
+
+def one_rank_bends(rank: int, root: Path) -> str:
+    trainer = make_trainer(root, devices=2, strategy="ddp", max_steps=16, log_every_n_steps=2)
+    try:
+        trainer.fit(Bends(4, rank=1), datamodule=Data())
+    except RunFailedError as error:
+        return str(error)
+    return "trained on"
+
+
+def test_the_rank_whose_batch_it_was_is_named(tmp_path: Path) -> None:
+    """After the average all ranks have it."""
+    said = run_ranks(one_rank_bends, 2, tmp_path)
+    assert said[0] == said[1]
+    assert "the gradient of net.weight was not finite at step 4 on rank 1" in said[0]
+    first = events(tmp_path / "run", "not-finite")[0]
+    assert first["what"] == "the gradient of net.weight is not finite at step 4 on rank 1"
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_what_the_watch_sees(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also the way of an accelerator, which counts where the gradients are; here it is made to."""
+    from fairlead_lightning.checkpoint import gradients
+
+    if device == "meta":
+        monkeypatch.setattr(gradients, "_on_host", lambda grad: False)
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 1), torch.nn.Linear(1, 1))
+    model[2].requires_grad_(False)
+    watch = gradients.GradientWatch()
+    watch.begin(model)
+    bad = torch.tensor([0.0, math.inf])
+    for step, value in enumerate([None, bad, bad, None, torch.tensor([math.nan, 0.0])]):
+        model(torch.ones(1, 2)).sum().backward()
+        if value is not None:
+            model[0].bias.grad = value
+        if step == 2:
+            model[0].weight.grad = None  # the first of a row is what counts
+        watch.look(step)
+        model.zero_grad()
+        expected = {1: 1, 2: 1, 4: 4}.get(step)
+        assert watch.found(scaled=False) == (None if expected is None else ("0.bias", expected, False))
+        assert watch.found(scaled=True) is None
+    for step in range(5, 30):
+        model[1].weight.grad = torch.full((1, 2), math.nan)
+        watch.look(step)
+    assert watch.found(scaled=True) == ("0.bias", 4, False)

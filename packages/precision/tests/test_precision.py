@@ -22,6 +22,7 @@ from fairlead_precision import (
     FSDPPrecisionConfig,
     HalfPrecisionConfig,
     MixedPrecisionConfig,
+    TorchAOFloat8PrecisionConfig,
     TransformerEnginePrecisionConfig,
     XLAPrecisionConfig,
 )
@@ -44,7 +45,14 @@ LABELS = {
     "bf16": "bf16-mixed",
     "fsdp": "fsdp",
     "deepspeed": "deepspeed",
-    "bitsandbytes": "bitsandbytes",
+    "bitsandbytes": "nf4",
+    "nf4": "nf4",
+    "nf4-dq": "nf4-dq",
+    "fp4": "fp4",
+    "fp4-dq": "fp4-dq",
+    "int8": "int8",
+    "int8-training": "int8-training",
+    "fp8-torchao": "fp8-torchao",
     "transformer-engine": "transformer-engine",
     "transformer-engine-float16": "transformer-engine-float16",
     "xla": "xla",
@@ -85,6 +93,8 @@ def test_document_names(plugins: PluginManager, name: str, alias: str) -> None:
     ("name", "extra", "engine"),
     [
         ("bitsandbytes", "bitsandbytes", "bitsandbytes"),
+        ("nf4-dq", "bitsandbytes", "bitsandbytes"),
+        ("fp8-torchao", "torchao", "torchao"),
         ("transformer-engine", "transformer-engine", "transformer-engine"),
         ("deepspeed", "deepspeed", "deepspeed"),
         ("xla", "xla", "torch-xla"),
@@ -108,6 +118,11 @@ def test_optional_engines_are_declared(plugins: PluginManager, name: str, extra:
         (XLAPrecisionConfig, {"precision": "16-mixed"}, "bf16-true"),
         (BitsandbytesPrecisionConfig, {"mode": "int4"}, "nf4"),
         (BitsandbytesPrecisionConfig, {"mode": "int8", "dtype": "bfloat16"}, "float16 only"),
+        (BitsandbytesPrecisionConfig, {"mode": "nf4", "threshold": 3.0}, "int8 modes"),
+        (BitsandbytesPrecisionConfig, {"mode": "int8", "threshold": -1.0}, "greater than or equal"),
+        (BitsandbytesPrecisionConfig, {"ignore_modules": "lm_head"}, "valid tuple"),
+        (TorchAOFloat8PrecisionConfig, {"recipe": "delayed"}, "tensorwise"),
+        (TorchAOFloat8PrecisionConfig, {"compute": "16-mixed"}, "bf16-mixed"),
         (TransformerEnginePrecisionConfig, {"recipe": {"margn": 1}}, "Extra inputs"),
     ],
 )
@@ -220,7 +235,8 @@ def test_configs_and_plugins_import_no_torch() -> None:
     code = (
         "import sys; from fairlead import PluginManager; p = PluginManager(); "
         "r = [r for r in p.records('precision', load=True) if r.error]; "
-        "print(r, [m for m in ('torch', 'lightning', 'numpy', 'deepspeed') if m in sys.modules])"
+        "engines = ('torch', 'lightning', 'numpy', 'deepspeed', 'bitsandbytes', 'torchao'); "
+        "print(r, [m for m in engines if m in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[] []"

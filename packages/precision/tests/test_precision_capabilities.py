@@ -23,6 +23,7 @@ from fairlead.checks import capability_table
 from fairlead.errors import ConfigError
 from fairlead.testing import FakeEntryPoint
 from fairlead_precision import (
+    BitsandbytesPrecisionConfig,
     DeepSpeedPrecisionConfig,
     FSDPPrecisionConfig,
     MixedPrecisionConfig,
@@ -63,18 +64,32 @@ def test_float16_parameters_become_nan_with_adam(plugins: PluginManager) -> None
         assert bool(parameter.isfinite().all()) is finite
 
 
-def test_bitsandbytes_on_a_cpu(plugins: PluginManager) -> None:
+def test_bitsandbytes_on_a_cpu(plugins: PluginManager, build: Build) -> None:
+    """Lightning refuses its own plugin there, and takes ours, which trains: `test_bitsandbytes.py`."""
     import lightning.pytorch as pl
     from lightning.fabric import Fabric
     from lightning.fabric.plugins.precision import BitsandbytesPrecision as FabricBitsandbytesPrecision
     from lightning.pytorch.plugins.precision import BitsandbytesPrecision
 
-    assert row(plugins, "bitsandbytes", "accelerator.cpu") == "no"
+    rows = [row for row in capability_table(plugins)[0] if row.subject == "precision.bitsandbytes"]
+    assert {other: row.support for row in rows for other in row.others} == {
+        "accelerator.cpu": "yes",
+        "accelerator.mps": "no",
+        "accelerator.xla": "no",
+    }
+    assert all(row.reason for row in rows)
     with pytest.raises(RuntimeError, match="only supported on CUDA GPUs"):
         # Its constructor needs bitsandbytes; the refusal looks at the class alone.
         pl.Trainer(accelerator="cpu", plugins=[object.__new__(BitsandbytesPrecision)])
     with pytest.raises(RuntimeError, match="only supported on CUDA GPUs"):
         Fabric(accelerator="cpu", plugins=[object.__new__(FabricBitsandbytesPrecision)])
+    ours = build(BitsandbytesPrecisionConfig())
+    assert pl.Trainer(accelerator="cpu", plugins=[ours], logger=False).precision_plugin is ours
+
+
+def test_torchaos_8_bits_on_a_cpu_are_said_to_be_emulated(plugins: PluginManager) -> None:
+    assert row(plugins, "fp8-torchao", "accelerator.cpu") == "partial"
+    assert row(plugins, "fp8-torchao", "accelerator.xla") == "no"
 
 
 def test_deepspeeds_precision_elsewhere(plugins: PluginManager, build: Build) -> None:

@@ -13,7 +13,10 @@ from fairlead.testing import minimal_resolution
     ("name", "expected"),
     [
         *((name, "exact") for name in ("32-true", "64-true", "bf16-true", "16-true", "bf16-mixed", "16-mixed")),
-        *((name, "not known") for name in ("transformer-engine", "bitsandbytes", "deepspeed", "fsdp", "xla")),
+        *(
+            (name, "not known")
+            for name in ("transformer-engine", "bitsandbytes", "fp8-torchao", "deepspeed", "fsdp", "xla")
+        ),
     ],
 )
 def test_what_precisions_say(name: str, expected: Verdict) -> None:

@@ -30,6 +30,7 @@ CODES: Final[dict[str, str]] = {
     "environment-malformed": "A variable that the launcher promises is absent or malformed.",
     "environment-tie": "Two environments claim this process with equal right.",
     "environment-unclaimed": "The environment was named in the config, but nothing on this machine shows it.",
+    "gradient-not-finite": "A gradient of a training step is infinite or no number, and the loss is finite.",
     "launch-mismatch": "The launcher started another number of processes or nodes than the config asks for.",
     "loss-not-finite": "The loss of a training step is infinite or no number.",
     "world-size-contradicted": "WORLD_SIZE is exported, and the run has another number of ranks.",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-from typing import Final
 
 from fairlead.config import ResourcesConfig
 from fairlead.config_bases import AcceleratorConfigBase
@@ -12,9 +11,6 @@ from fairlead.facts import Devices, Setting
 from fairlead.partial_resolution import PartialResolution
 from fairlead.plugin_classes import AcceleratorPlugin
 from fairlead.topology import Topology
-
-_TPU: Final = re.compile(r"tpu|v[2-9]([-ep]|lite|$)")
-"""Google's names, `v4-8`, `v5e`, `v5litepod-16`; a `v100` is a GPU."""
 
 
 def choose_accelerator(partial: PartialResolution) -> tuple[AcceleratorConfigBase | None, Devices]:
@@ -54,7 +50,8 @@ def _profiled_accelerator(
 ) -> tuple[AcceleratorConfigBase | None, Devices]:
     """The accelerator of `resources` rather than this machine's."""
     kind = (profile.device or "cpu").lower()
-    tag = "xla" if _TPU.match(kind) else "cuda"
+    drivers = (one.tag for one in partial.accelerators().values() if re.fullmatch(one.devices, kind))
+    tag = next(drivers, "cuda")
     if kind in partial.plugins.names("accelerator"):
         tag = kind
     found = Devices(profile.devices_per_node, "resources.devices_per_node", (kind,) * profile.devices_per_node)

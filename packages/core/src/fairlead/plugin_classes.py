@@ -97,6 +97,8 @@ class AcceleratorPlugin(Plugin):
     """`accelerator: auto` takes the available plugin with the highest priority; the CPU has 0."""
     device_type: ClassVar[str | None] = None
     """The device type of torch, as in `torch.device("cuda")`; None: the tag is one."""
+    devices: ClassVar[str] = ""
+    """A regular expression of the names of its devices in `resources.device`, whole and in small letters."""
     backend: ClassVar[str] = "gloo"
     """The backend of torch.distributed that fits the device."""
     strategies: ClassVar[tuple[str, str]] = ("single_device", "ddp")

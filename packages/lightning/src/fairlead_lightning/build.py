@@ -94,7 +94,10 @@ def trainer_arguments(context: BuildContext, root: CodeRoot) -> dict[str, Any]:
     config = context.resolution.trainer
     arguments = {name: getattr(config, name) for name in PASSED_ON}
     arguments |= build_plugins(replace(context, engine="trainer"))
-    arguments["callbacks"] = [_instance(spec, root, "callbacks", index) for index, spec in enumerate(config.callbacks)]
+    # A backend may have to be called as well: a precision that converts layers, before a checkpoint is read into them.
+    brought = [callback for plugin in arguments["plugins"] for callback in getattr(plugin, "callbacks", ())]
+    asked = [_instance(spec, root, "callbacks", index) for index, spec in enumerate(config.callbacks)]
+    arguments["callbacks"] = [*brought, *asked]
     profiler = config.profiler
     arguments["profiler"] = _instance(profiler, root, "profiler") if isinstance(profiler, ClassSpec) else profiler
     # Our own records take the place of both; `enable_checkpointing` still allows a user's ModelCheckpoint.

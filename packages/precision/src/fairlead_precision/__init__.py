@@ -10,6 +10,7 @@ from fairlead_precision.full import FullPrecisionConfig
 from fairlead_precision.half import HalfPrecisionConfig
 from fairlead_precision.hardware import is_bf16_supported_no_emulation
 from fairlead_precision.mixed import MixedPrecisionConfig
+from fairlead_precision.torchao import TorchAOFloat8PrecisionConfig
 from fairlead_precision.transformer_engine import FP8Recipe, TransformerEnginePrecisionConfig
 from fairlead_precision.xla import XLAPrecisionConfig
 
@@ -22,6 +23,7 @@ __all__ = [
     "FullPrecisionConfig",
     "HalfPrecisionConfig",
     "MixedPrecisionConfig",
+    "TorchAOFloat8PrecisionConfig",
     "TransformerEnginePrecisionConfig",
     "XLAPrecisionConfig",
     "is_bf16_supported_no_emulation",

@@ -9,10 +9,10 @@ from pydantic import Field
 
 from fairlead import BuildContext, Capability, Finding, PrecisionConfigBase, Resolution, hookimpl
 from fairlead.config_bases import ConfigModel
-from fairlead.errors import ConfigError
 from fairlead.findings import Inexact
-from fairlead_precision.hardware import has_bf16, has_fp8
+from fairlead_precision.hardware import refuse_without_fp8, without_fp8
 from fairlead_precision.modes import LIGHTNING, Half, UnprovenPrecision, lightning_precisions
+from fairlead_runs.device_models import AMD, find_device
 
 
 class FP8Recipe(ConfigModel):
@@ -74,16 +74,23 @@ class TransformerEngine(UnprovenPrecision):
     def fairlead_check(self, resolution: Resolution, environ: Mapping[str, str]) -> Iterator[Finding]:
         """Refuses GPUs that are known to have no 8-bit units, and says what to take."""
         names = resolution.devices_found.names
-        old = sorted({name for name in names if has_fp8(name) is False})
-        if old:
-            instead = "16-mixed" if any(has_bf16(name) is False for name in old) else "bf16-mixed"
+        if amd := sorted({name for name in names if (model := find_device(name)) and model.vendor is AMD}):
             yield Finding(
                 "error",
                 "precision-fp8",
-                f"{', '.join(old)} cannot compute in 8-bit floating point",
+                f"Transformer Engine does not run on {', '.join(amd)}",
                 where="trainer.precision",
-                why="8-bit units came with compute capability 8.9: H100, L40, RTX 40 and later",
-                fix=f"precision: {instead}",
+                why="it is NVIDIA's library, and drives its GPUs only",
+                fix="precision: fp8-torchao",
+            )
+        elif old := without_fp8(names):
+            yield Finding(
+                "error",
+                "precision-fp8",
+                f"{old.names} cannot compute in 8-bit floating point",
+                where="trainer.precision",
+                why=old.why,
+                fix=f"precision: {old.instead}",
             )
 
 
@@ -91,15 +98,7 @@ def build(config: TransformerEnginePrecisionConfig, context: BuildContext) -> An
     """Lightning's plugin, whose constructor imports Transformer Engine; raises where a GPU has no 8-bit units."""
     import torch
 
-    if torch.cuda.is_available():
-        capability = torch.cuda.get_device_capability()
-        if capability < (8, 9):  # the first with FP8 units, Ada; Hopper is 9.0
-            raise ConfigError(
-                f"{torch.cuda.get_device_name()} cannot compute in 8-bit floating point",
-                where="trainer.precision",
-                why=f"its compute capability is {capability[0]}.{capability[1]}; 8.9 is needed (H100-class)",
-                fix=f"precision: {'bf16-mixed' if capability >= (8, 0) else '16-mixed'}",
-            )
+    refuse_without_fp8()
     fallback = config.fallback_compute_dtype
     return lightning_precisions(context).TransformerEnginePrecision(
         weights_dtype=getattr(torch, config.weights_dtype),

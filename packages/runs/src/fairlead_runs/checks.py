@@ -1,4 +1,4 @@
-"""The checks of every job: its run directory, its batch, and how its data are loaded."""
+"""The checks of every job: its run directory, its batch, how its data are loaded, and the device it is for."""
 
 from __future__ import annotations
 
@@ -16,5 +16,12 @@ loaders = CheckPlugin(
         "workers-too-many": "The loaders of a node's ranks have more workers than the node has CPUs for them.",
         "workers-none": "A GPU trains, and its batches are loaded by the process that drives it.",
         "memory-not-pinned": "A GPU trains, and its batches come from memory that is not pinned.",
+    },
+)
+device = CheckPlugin(
+    "fairlead_runs.device_check:check_device",
+    codes={
+        "device-unknown": "`resources.device` is no device that is known.",
+        "device-not-driven": "`resources.device` is known, and Fairlead has no accelerator for it.",
     },
 )

@@ -1,4 +1,4 @@
-"""`fairlead doctor` as a plugin; what it does is imported when it is called."""
+"""`fairlead doctor` and `fairlead capabilities` as plugins; what they do is imported when they are called."""
 
 from __future__ import annotations
 
@@ -13,4 +13,13 @@ doctor: Final = CommandPlugin(
     runtime="fairlead_diagnostics.commands.doctor:run",
     group="installation",
     example=("--nodes", "no-such.yaml"),
+)
+
+capabilities: Final = CommandPlugin(
+    "capabilities",
+    "what works with what: strategies on the devices of each vendor, or all there is to say of one device or strategy",
+    arguments="fairlead_diagnostics.commands.capabilities:arguments",
+    runtime="fairlead_diagnostics.commands.capabilities:run",
+    group="installation",
+    example=("--for", "no-such-device"),
 )

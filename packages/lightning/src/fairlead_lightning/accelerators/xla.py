@@ -32,6 +32,7 @@ class XLA(LightningAccelerator):
     engines = (*LIGHTNING, "torch-xla>=2.9")
     extra = "xla"
     priority = 90
+    devices = r"tpu.*|v([2-6][ep]?|7x|5lite(pod)?)(-\d+)?"  # Google's names, also of a slice; a `v100` is a GPU
     backend = "xla"
     strategies = ("xla", "xla")
 

@@ -1,4 +1,4 @@
-"""A loss that is no number is noticed, and a training that does not recover from it ends, as failed."""
+"""A loss or a gradient that is no number is noticed, and a training that does not recover from it ends, as failed."""
 
 from __future__ import annotations
 
@@ -18,16 +18,21 @@ from fairlead_distributed.finite import non_finite_weights
 from fairlead_distributed.objects import gather_objects
 from fairlead_distributed.run.session import RunSession
 from fairlead_lightning import compat
+from fairlead_lightning.checkpoint.gradients import SCALED, GradientWatch
 from fairlead_runs.commit import list_checkpoints
 from fairlead_runs.waiting import ranks_text
 
 Row = tuple[int, int, str]
 """How many batches in a row, since which step, and what of the weights is no number."""
+Gradient = tuple[str, int, bool]
+"""The first weight whose gradient is no number, since which step, and whether this rank's own batch has made it so."""
 
 
 @compat.only_its_own_batch_hooks
 class Finite(L.Callback):
     """Counts the batches in a row whose loss is not finite, `most` of which end the run; None: it goes on.
+
+    A gradient that is not finite is said with its weight, its step and the ranks whose batch it comes from.
 
     One process on a CPU looks at once. Others look every `log_every_n_steps` batches, where the ranks come by together
     and a log waits for the device anyway; until then an accelerator counts for itself.
@@ -37,6 +42,7 @@ class Finite(L.Callback):
         self.most = most
         self._say = say or _say
         self._session: RunSession | None = None
+        self._gradients = GradientWatch()
         self._begin_row()
 
     def begin(self, session: RunSession) -> None:
@@ -50,7 +56,18 @@ class Finite(L.Callback):
         self._now: bool | Tensor = False
         self._step = self._batches = 0
         self._weights: str | None = None
-        self._said_in = -1
+        self._said_in = self._gradient_said_in = -1
+        self._gradient = ""
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """The weights are where they stay."""
+        self._gradients.begin(pl_module, several_ranks=trainer.world_size > 1)
+
+    def on_before_optimizer_step(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: torch.optim.Optimizer
+    ) -> None:
+        """The gradients are unscaled, and not clipped yet."""
+        self._gradients.look(trainer.global_step)
 
     def on_before_backward(self, trainer: L.Trainer, pl_module: L.LightningModule, loss: Tensor) -> None:
         """The weights are those that the loss was computed with."""
@@ -75,7 +92,7 @@ class Finite(L.Callback):
             self._row = (self._row + 1) * now
         elif not now:
             self._row, self._weights = 0, None
-            if trainer.world_size == 1:
+            if trainer.world_size == 1 and not self._bad_gradient(trainer):
                 return
         else:
             self._since = self._since if self._row else self._step
@@ -86,8 +103,14 @@ class Finite(L.Callback):
         if alone or self._batches % max(1, vars(trainer)["log_every_n_steps"]) == 0:
             self._look(trainer)
 
+    def _bad_gradient(self, trainer: L.Trainer) -> Gradient | None:
+        return self._gradients.found(scaled=getattr(trainer.precision_plugin, "scaler", None) is not None)
+
     def _look(self, trainer: L.Trainer) -> None:
-        row = int(self._row)
+        row, gradient = int(self._row), self._bad_gradient(trainer)
+        if not trainer.strategy.reduce_boolean_decision(row > 0 or gradient is not None, all=False):
+            return
+        self._say_gradient(trainer, gather_objects((gradient, int(self._since) if row else None)))
         if not trainer.strategy.reduce_boolean_decision(row > 0, all=False):
             return
         own = (row, int(self._since), self._weights or _named(non_finite_weights(trainer.lightning_module)))
@@ -96,40 +119,86 @@ class Finite(L.Callback):
         ends = self.most is not None and longest[0] >= self.most
         if self._said_in != trainer.current_epoch or ends:
             self._said_in = trainer.current_epoch
-            finding = _finding(found, longest)
+            finding = _finding(found, longest, advice(trainer))
             self._event(longest[1], finding.what, finding.why)
             if not ends and trainer.is_global_zero:
                 self._say(str(finding))
         if ends:
             what = f"the loss was not finite in {longest[0]} batches in a row, since step {longest[1]}"
-            raise _failed(self._session, what, longest[2], _FIX)
+            raise _failed(self._session, what, self._with_gradient(longest[2]), f"{advice(trainer)}\n{_FIX}")
+
+    def _say_gradient(self, trainer: L.Trainer, found: Sequence[tuple[Gradient | None, int | None]]) -> None:
+        """Where the loss was not finite before, that is the cause, and is said."""
+        bad = {rank: one for rank, (one, _) in enumerate(found) if one is not None}
+        if not bad:
+            return
+        step = min(since for _, since, _ in bad.values())
+        first = {rank: one for rank, one in bad.items() if one[1] == step}
+        # Without an owner: gradients are sharded, or that of the first matrix does not depend on the bad one.
+        ranks = tuple(rank for rank, (_, _, own) in first.items() if own) or tuple(first)
+        name = next(iter(first.values()))[0]
+        where = f" on {ranks_text(ranks)}" if len(found) > 1 else ""
+        self._gradient = f"the gradient of {name} was not finite at step {step}{where}"
+        by_loss = any(since is not None and since <= step for _, since in found)
+        if by_loss or self._gradient_said_in == trainer.current_epoch:
+            return
+        self._gradient_said_in = trainer.current_epoch
+        why = "the loss of this step was finite"
+        if getattr(trainer.precision_plugin, "scaler", None) is not None:
+            why = f"the gradient scaler has skipped {SCALED} steps in a row or more: nothing is trained"
+        what = self._gradient.replace(" was ", " is ")
+        finding = Finding("warning", "gradient-not-finite", what, why=why, fix=advice(trainer))
+        self._event(step, what, why)
+        if trainer.is_global_zero:
+            self._say(str(finding))
+
+    def _with_gradient(self, why: str) -> str:
+        return f"{why}; {self._gradient}" if self._gradient else why
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """A training whose weights are no numbers has not finished, however few its steps were."""
+        self._gradients.begin(None)
         self.check_weights(trainer)
         for callback in trainer.early_stopping_callbacks:
             if callback.stopping_reason is EarlyStoppingReason.NON_FINITE_METRIC:
                 what = f"early stopping has ended the training at step {trainer.global_step}: {callback.monitor}"
-                raise _failed(self._session, f"{what} is not finite", "the weights are finite", _FIX)
+                raise _failed(
+                    self._session, f"{what} is not finite", "the weights are finite", f"{advice(trainer)}\n{_FIX}"
+                )
 
     def check_weights(self, trainer: L.Trainer) -> bool:
         """Whether all weights are finite, the same on all ranks, which call it together; raises where that ends it."""
         names = non_finite_weights(trainer.lightning_module)
-        return finite_weights(names, self._session, trainer.global_step, _FIX, ends=self.most is not None)
+        fix = f"{advice(trainer)}\n{_FIX}"
+        step, ends = trainer.global_step, self.most is not None
+        return finite_weights(names, self._session, step, fix, ends=ends, more=self._gradient)
 
     def _event(self, step: int, what: str, why: str | None) -> None:
         if self._session is not None:
             self._session.event("not-finite", step=step, what=what, why=why)
 
 
+def advice(trainer: L.Trainer) -> str:
+    """What to try, with the figures of this training."""
+    rates = [group["lr"] for optimizer in trainer.optimizers for group in optimizer.param_groups if "lr" in group]
+    less = f" (it is {float(max(rates)):g}: try {float(max(rates)) / 10:g})" if rates else ""
+    tried = vars(trainer).get("gradient_clip_val")
+    clip = f"a smaller trainer.gradient_clip_val than {tried}" if tried else "trainer.gradient_clip_val: 1.0"
+    return f"a smaller learning rate{less}, {clip}, or other data"
+
+
 _FIX: Final = (
-    "a smaller learning rate, gradient_clip_val, or other data; `trainer.detect_anomaly: true` finds the operation;\n"
+    "`trainer.detect_anomaly: true` finds the operation;\n"
     "`trainer.max_non_finite: null` (`Fairlead(max_non_finite=None)`) goes on whatever the loss is"
 )
 
 
-def finite_weights(names: Sequence[str], session: RunSession | None, step: int, fix: str, *, ends: bool) -> bool:
+def finite_weights(
+    names: Sequence[str], session: RunSession | None, step: int, fix: str, *, ends: bool, more: str = ""
+) -> bool:
     """Whether all weights are finite, the same on all ranks, which give the `names` of theirs that are not.
+
+    `more` is what is known of the cause.
 
     Raises:
         RunFailedError: Some are not, and that `ends` the run.
@@ -139,7 +208,7 @@ def finite_weights(names: Sequence[str], session: RunSession | None, step: int, 
         what = f"at step {step} the weights are not finite"
         if session is not None:
             session.event("not-finite", step=step, what=what, why=_named(names))
-        raise _failed(session, what, _named(names), fix)
+        raise _failed(session, what, _named(names) + (f"; {more}" if more else ""), fix)
     return not names
 
 
@@ -149,7 +218,7 @@ def _failed(session: RunSession | None, what: str, why: str, fix: str) -> RunFai
     return RunFailedError(what, where=str(session.path) if session is not None else None, why=why + newest, fix=fix)
 
 
-def _finding(found: Sequence[Row], longest: Row) -> Finding:
+def _finding(found: Sequence[Row], longest: Row, fix: str) -> Finding:
     ranks = tuple(rank for rank, one in enumerate(found) if one[0])
     where = f" on {ranks_text(ranks)}" if len(found) > 1 else ""
     return Finding(
@@ -157,7 +226,7 @@ def _finding(found: Sequence[Row], longest: Row) -> Finding:
         "loss-not-finite",
         f"the loss is not finite at step {longest[1]}{where}",
         why=longest[2],
-        fix="a smaller learning rate, gradient_clip_val, or other data",
+        fix=fix,
     )
 
 

@@ -1,0 +1,103 @@
+"""Gradients that are no numbers: which, since which step, and which rank's batch they come from."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+
+SCALED: Final = 20
+"""Steps in a row that a gradient scaler may skip: its usual first scale of 65536 is below 1 after 17."""
+
+
+class GradientWatch:
+    """Looks at all gradients before each step of an optimizer, and remembers the first that is not finite.
+
+    On an accelerator nothing waits for the device: it counts there until `found` is asked. One pass over the gradients,
+    as clipping by their norm is.
+    """
+
+    def __init__(self) -> None:
+        self._weights: list[tuple[str, nn.Parameter]] = []
+        self._own_hook: Any = None
+        self.begin(None)
+
+    def begin(self, module: nn.Module | None, *, several_ranks: bool = False) -> None:
+        """A training of this module begins."""
+        if self._own_hook is not None:
+            self._own_hook.remove()
+            self._own_hook = None
+        self._row: int | Tensor = 0
+        self._since: int | Tensor = 0
+        self._first: Tensor | None = None
+        self._own: bool | Tensor = False
+        self._own_first: bool | Tensor = False
+        self._weights = [] if module is None else [(n, p) for n, p in module.named_parameters() if p.requires_grad]
+        if several_ranks and self._weights:
+            # The ranks' mean says no more whose it was. This rank's own part passes here before: the gradient of the
+            # first matrix, mostly the last that is computed, is not finite where any that it is made of is not.
+            matrices = [parameter for _, parameter in self._weights if parameter.ndim > 1]
+            self._own_hook = (matrices or [self._weights[0][1]])[0].register_hook(self._see_own)
+
+    def _see_own(self, grad: Tensor) -> None:
+        self._own = self._own | ~_largest([grad])[0].isfinite()
+
+    @torch.no_grad()
+    def look(self, step: int) -> None:
+        """The gradients are those of the step: unscaled, and the mean over the ranks."""
+        grads = [_local(parameter.grad) for _, parameter in self._weights]
+        there = [grad for grad in grads if grad is not None and grad.numel()]
+        own, self._own = self._own, False
+        if not there:
+            return
+        norms = iter(_largest(there))
+        zero = torch.zeros((), device=there[0].device)
+        full = [next(norms) if grad is not None and grad.numel() else zero for grad in grads]
+        bad = ~torch.stack([norm.to(zero) for norm in full]).isfinite()
+        if _on_host(zero) and not bad.any():
+            self._row = 0
+        elif _on_host(zero):
+            if not self._row:
+                self._since, self._first, self._own_first = step, bad, own
+            self._row += 1
+        else:
+            fresh = torch.as_tensor(self._row, device=zero.device) == 0
+            known = bad if self._first is None else self._first
+            self._first = torch.where(fresh, bad, known)
+            self._since = torch.where(fresh, step, torch.as_tensor(self._since, device=zero.device))
+            before = torch.as_tensor(self._own_first, device=zero.device)
+            self._own_first = torch.where(fresh, torch.as_tensor(own, device=zero.device), before)
+            self._row = (torch.as_tensor(self._row, device=zero.device) + 1) * bad.any()
+
+    def found(self, *, scaled: bool) -> tuple[str, int, bool] | None:
+        """The first weight whose gradient is not finite, since which step, and whether by this rank's own batch.
+
+        None where the last gradients were finite, or where a gradient scaler (`scaled`) skips such steps and has not
+        skipped too many in a row.
+        """
+        if int(self._row) < (SCALED if scaled else 1) or self._first is None:
+            return None
+        index = int(self._first.nonzero()[0])
+        return self._weights[index][0], int(self._since), bool(self._own_first)
+
+
+def _on_host(grad: Tensor) -> bool:
+    return grad.device.type == "cpu"
+
+
+def _local(grad: Tensor | None) -> Tensor | None:
+    to_local: Callable[[], Tensor] | None = getattr(grad, "to_local", None)
+    return to_local() if to_local is not None else grad
+
+
+def _largest(grads: list[Tensor]) -> list[Tensor]:
+    """The largest absolute value of each, shape (); infinite or NaN where one of its values is. Copies nothing."""
+    dense = [grad.coalesce().values() if grad.is_sparse else grad for grad in grads]
+    found: dict[int, Tensor] = {}
+    for device in dict.fromkeys(grad.device for grad in dense):
+        at = [i for i, grad in enumerate(dense) if grad.device == device and grad.numel()]
+        found |= dict(zip(at, torch._foreach_norm([dense[i] for i in at], math.inf), strict=True))
+    return [found.get(i, grad.new_zeros(())) for i, grad in enumerate(dense)]
