@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from fairlead_strategies.ddp import DDPStrategyConfig
-from fairlead_strategies.deepspeed import DeepSpeedStrategyConfig
+from fairlead_strategies.deepspeed.config import DeepSpeedStrategyConfig
+from fairlead_strategies.deepspeed.fields import DeepSpeedOptimizer, DeepSpeedScheduler
 from fairlead_strategies.fsdp import FSDPMixedPrecision, FSDPStrategyConfig
 from fairlead_strategies.fsdp2 import FSDP2StrategyConfig
 from fairlead_strategies.hybrid import HybridStrategyConfig
@@ -15,6 +16,8 @@ from fairlead_strategies.xla import XLAStrategyConfig
 
 __all__ = [
     "DDPStrategyConfig",
+    "DeepSpeedOptimizer",
+    "DeepSpeedScheduler",
     "DeepSpeedStrategyConfig",
     "FSDP2MixedPrecision",
     "FSDP2StrategyConfig",

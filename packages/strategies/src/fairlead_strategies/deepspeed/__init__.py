@@ -1,0 +1,1 @@
+"""DeepSpeed's ZeRO: optimizer state, gradients and parameters split over the ranks."""

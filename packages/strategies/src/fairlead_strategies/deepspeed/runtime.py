@@ -1,0 +1,229 @@
+"""Builds Lightning's DeepSpeed strategies, which also train on a CPU and accumulate as the trainer says.
+
+Three things of Lightning 2.6 with DeepSpeed 0.19 are silently wrong on every device, and right here: under
+`accumulate_grad_batches` the loss is divided twice, by Lightning and by DeepSpeed; the batches left over at the end of
+an epoch are not stepped with, and shift every later step; and where a module steps itself less often than it calls
+backward, stages 1 and 2 keep the gradients of the last batch only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import deepspeed
+import torch
+from deepspeed.accelerator import get_accelerator, set_accelerator
+from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
+from lightning.fabric.accelerators import CPUAccelerator as FabricCPUAccelerator
+from lightning.fabric.strategies import DeepSpeedStrategy as FabricDeepSpeedStrategy
+from lightning.fabric.utilities.seed import reset_seed
+from lightning.pytorch.accelerators import CPUAccelerator
+from lightning.pytorch.strategies import DeepSpeedStrategy as LightningDeepSpeedStrategy
+from torch import Tensor
+from torch.nn import Module
+from torch.optim import Optimizer
+
+from fairlead.errors import ConfigError
+from fairlead.findings import raise_errors
+from fairlead.interfaces import BuildContext
+from fairlead_strategies.deepspeed.config import DeepSpeedStrategyConfig
+from fairlead_strategies.deepspeed.nvme import APT, uses_nvme
+from fairlead_strategies.deepspeed.settings import conflicts, settings_of
+from fairlead_strategies.deepspeed.whole import gradients, parameters
+
+
+class DeepSpeedStrategy(LightningDeepSpeedStrategy):
+    """The Trainer's DeepSpeed strategy: on GPUs Lightning's, and the same on a CPU over gloo."""
+
+    @property
+    def handles_gradient_accumulation(self) -> bool:
+        """No: Lightning counts the batches, and is told below when DeepSpeed may step.
+
+        DeepSpeed's own count does not know where an epoch ends.
+        """
+        return False
+
+    @property
+    def root_device(self) -> torch.device:
+        """The device of this rank; DeepSpeed wants an index, also of a CPU."""
+        return torch.device("cpu", self.local_rank) if self._on_cpu else super().root_device
+
+    @property
+    def _on_cpu(self) -> bool:
+        return isinstance(self.accelerator, CPUAccelerator)
+
+    def setup_environment(self) -> None:
+        """Joins the process group; on a CPU past Lightning's refusal."""
+        if self._on_cpu:
+            super(LightningDeepSpeedStrategy, self).setup_environment()
+        else:
+            super().setup_environment()
+
+    def setup_distributed(self) -> None:
+        """Joins the process group through DeepSpeed; a CPU has no device indices that could be wrong."""
+        if not self._on_cpu:
+            super().setup_distributed()
+            return
+        reset_seed()
+        self.set_world_ranks()
+        with without_inference_kernels():
+            self._init_deepspeed_distributed()
+
+    def whole_parameters(self) -> dict[str, Tensor]:
+        """The weights under the names of the unsplit model, in float32 on the CPU; all ranks must call it."""
+        return parameters(self.deepspeed_engine)
+
+    def whole_gradients(self) -> dict[str, Tensor]:
+        """The gradients, averaged over all ranks and not clipped, in float32 on the CPU; all ranks must call it.
+
+        DeepSpeed has them from the backward of the last batch of a step on, until the step: in the hook
+        `on_before_optimizer_step`. Parameters without a gradient are left out.
+
+        Raises:
+            RunFailedError: At any other time; and where the module steps itself, in stages 1 and 2, which then
+                reduce gradients within the step.
+        """
+        return gradients(self.deepspeed_engine)
+
+    def _setup_model(self, model: Module) -> Module:  # type: ignore[override]
+        """Converts batch normalisation, which Lightning's strategy leaves out."""
+        module = self.lightning_module
+        if self._layer_sync is not None and module is not None and module.trainer.training:
+            model = self._layer_sync.apply(model)
+        return super()._setup_model(model)
+
+    def _setup_model_and_optimizer(self, *args: Any, **kwargs: Any) -> tuple[Any, Optimizer]:
+        engine, optimizer = super()._setup_model_and_optimizer(*args, **kwargs)
+        if engine.managed_gradient_accumulation():
+            engine.set_gradient_accumulation_boundary(True)
+        return engine, optimizer
+
+    @contextlib.contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """Around a batch whose gradients are only added up: no step follows it."""
+        engine = self.deepspeed_engine
+        engine.set_gradient_accumulation_boundary(False)
+        try:
+            yield
+        finally:
+            engine.set_gradient_accumulation_boundary(True)
+
+    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        """Backward with the loss as Lightning gives it, which has divided it by the number of batches already."""
+        return super().backward(closure_loss, optimizer, *args, scale_wrt_gas=False, **kwargs)
+
+    def _format_config(self) -> None:
+        super()._format_config()
+        assert isinstance(self.config, dict)
+        module, zero = self.lightning_module, self.config.get("zero_optimization", {})
+        if module is not None and not module.automatic_optimization and zero.get("stage") in (1, 2):
+            # The module decides when to step: then a step, and not a count of batches, ends the adding up.
+            self.config.setdefault("managed_gradient_accumulation", False)
+            if zero["stage"] == 1:
+                zero["overlap_comm"] = False  # DeepSpeed refuses both together; gradients are reduced in the step
+
+    def _auto_select_batch_size(self) -> int:
+        """For DeepSpeed's log only; Lightning's own fails on a loader without a batch sampler that says it."""
+        assert self.lightning_module is not None
+        source = self.lightning_module.trainer.fit_loop._data_source
+        sampler = getattr(source.dataloader(), "batch_sampler", None) if source.is_defined() else None
+        size = getattr(sampler, "batch_size", None)
+        return size if isinstance(size, int) else 1
+
+
+class FabricDeepSpeed(FabricDeepSpeedStrategy):
+    """Fabric's DeepSpeed strategy: on GPUs Lightning's, and the same on a CPU over gloo."""
+
+    @property
+    def root_device(self) -> torch.device:
+        """The device of this rank; DeepSpeed wants an index, also of a CPU."""
+        return torch.device("cpu", self.local_rank) if self._on_cpu else super().root_device
+
+    @property
+    def _on_cpu(self) -> bool:
+        return isinstance(self.accelerator, FabricCPUAccelerator)
+
+    def setup_environment(self) -> None:
+        """Joins the process group; on a CPU past Lightning's refusal."""
+        if self._on_cpu:
+            super(FabricDeepSpeedStrategy, self).setup_environment()
+        else:
+            super().setup_environment()
+
+    def _setup_distributed(self) -> None:
+        if not self._on_cpu:
+            super()._setup_distributed()
+            return
+        reset_seed()
+        self._set_world_ranks()
+        with without_inference_kernels():
+            self._init_deepspeed_distributed()
+        if not self._config_initialized:
+            self._format_config()
+            self._config_initialized = True
+
+    def whole_parameters(self) -> dict[str, Tensor]:
+        """The weights under the names of the unsplit model, in float32 on the CPU; all ranks must call it."""
+        return parameters(self.model)
+
+    def whole_gradients(self) -> dict[str, Tensor]:
+        """The gradients between `fabric.backward` and the optimizer's step; see the Trainer's strategy."""
+        return gradients(self.model)
+
+
+@contextlib.contextmanager
+def without_inference_kernels() -> Iterator[None]:
+    """Opens DeepSpeed's process group without its all-reduce through shared memory.
+
+    Only inference calls it, and it would be compiled first: 45 seconds, and a compiler on every machine.
+    """
+    known = deepspeed.ops.__compatible_ops__
+    before = known.get("deepspeed_shm_comm", False)
+    known["deepspeed_shm_comm"] = False
+    try:
+        yield
+    finally:
+        known["deepspeed_shm_comm"] = before
+
+
+def build(config: DeepSpeedStrategyConfig, context: BuildContext) -> DeepSpeedStrategy | FabricDeepSpeed:
+    """The strategy, which hands DeepSpeed its whole configuration.
+
+    Raises:
+        ConfigError: `config` names no JSON file, it contradicts the trainer, or this machine lacks what it needs.
+    """
+    resolution = context.resolution
+    settings = settings_of(config, resolution.device_type)
+    raise_errors(conflicts(settings, resolution))
+    settings.pop("gradient_accumulation_steps", None)  # it is what the trainer says, and Lightning sets it
+    if resolution.device_type == "cpu" and not isinstance(get_accelerator(), CPU_Accelerator):
+        set_accelerator(CPU_Accelerator())  # else DeepSpeed takes the GPUs that it sees
+    _require_async_io(settings)
+    kwargs: dict[str, Any] = {
+        "config": settings,
+        "process_group_backend": resolution.backend,
+        "timeout": config.timeout,
+        "load_full_weights": config.load_full_weights,
+        "exclude_frozen_parameters": config.exclude_frozen_parameters,
+        "loss_scale": config.loss_scale,
+        "initial_scale_power": config.initial_scale_power,
+        "loss_scale_window": config.loss_scale_window,
+        "hysteresis": config.hysteresis,
+        "min_loss_scale": config.min_loss_scale,
+    }
+    return DeepSpeedStrategy(**kwargs) if context.engine == "trainer" else FabricDeepSpeed(**kwargs)
+
+
+def _require_async_io(settings: dict[str, Any]) -> None:
+    if not uses_nvme(settings):
+        return
+    builder = get_accelerator().create_op_builder("AsyncIOBuilder")
+    if builder is None or not builder.is_compatible(verbose=False):
+        raise ConfigError(
+            "DeepSpeed's reading and writing of NVMe (async_io) cannot be compiled on this machine",
+            where="trainer.strategy",
+            why="a test program that uses libaio does not compile",
+            fix=f"{APT} (yum install libaio-devel), or offload to the device cpu",
+        )

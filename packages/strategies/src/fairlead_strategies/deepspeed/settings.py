@@ -1,0 +1,179 @@
+"""What DeepSpeed is configured with: from our fields, or a JSON file; and where that contradicts the trainer."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from fairlead import Finding, Resolution
+from fairlead.errors import ConfigError
+from fairlead_strategies.deepspeed.config import DeepSpeedStrategyConfig
+from fairlead_strategies.deepspeed.fields import ZeroConfig
+from fairlead_strategies.shared import ProcessGroupConfig
+
+WHERE: Final = "trainer.strategy.config"
+AUTO: Final = "auto"
+FROM_THE_TRAINER: Final = (
+    "gradient_accumulation_steps",
+    "train_micro_batch_size_per_gpu",
+    "train_batch_size",
+    "gradient_clipping",
+)
+"""Where a file says `auto`, the trainer says it; files for Transformers' Trainer do so."""
+
+
+def settings_of(config: DeepSpeedStrategyConfig, device_type: str) -> dict[str, Any]:
+    """DeepSpeed's configuration, without what only the trainer says: a new dictionary, to be changed freely.
+
+    Args:
+        config: The fields, or `config`.
+        device_type: `cpu`, `cuda`, ...: what `zero_force_ds_cpu_optimizer: auto` means.
+
+    Raises:
+        ConfigError: The file cannot be read or holds something else.
+
+    Example:
+        >>> settings_of(DeepSpeedStrategyConfig(stage=2, offload_optimizer=True), "cpu")["zero_force_ds_cpu_optimizer"]
+        False
+    """
+    if config.config is not None:
+        return _given(config.config)
+    names = ZeroConfig.model_fields.keys() - ProcessGroupConfig.model_fields - {"config"}
+    zero = {name: getattr(config, name) for name in names}
+    if config.offload_optimizer:
+        zero["offload_optimizer"] = {
+            "device": config.offload_optimizer_device,
+            "nvme_path": config.nvme_path,
+            "pin_memory": config.pin_memory,
+            "buffer_count": config.optimizer_buffer_count,
+            "pipeline_read": config.optimizer_pipeline_read,
+            "pipeline_write": config.optimizer_pipeline_write,
+            "fast_init": config.optimizer_fast_init,
+            "ratio": config.offload_optimizer_ratio,
+            "super_offload": config.super_offload,
+            "cpuadam_cores_perc": config.cpuadam_cores_perc,
+        }
+    if config.offload_parameters:
+        zero["offload_param"] = {
+            "device": config.offload_params_device,
+            "nvme_path": config.nvme_path,
+            "pin_memory": config.pin_memory,
+            "buffer_count": config.params_buffer_count,
+            "buffer_size": config.params_buffer_size,
+            "max_in_cpu": config.max_in_cpu,
+        }
+    force = config.zero_force_ds_cpu_optimizer
+    found: dict[str, Any] = {
+        "zero_optimization": zero,
+        "zero_allow_untested_optimizer": config.zero_allow_untested_optimizer,
+        "zero_force_ds_cpu_optimizer": device_type != "cpu" if force == AUTO else force,
+        "activation_checkpointing": {
+            "partition_activations": config.partition_activations,
+            "cpu_checkpointing": config.cpu_checkpointing,
+            "contiguous_memory_optimization": config.contiguous_memory_optimization,
+            "synchronize_checkpoint_boundary": config.synchronize_checkpoint_boundary,
+        },
+        "aio": {
+            name: getattr(config, f"aio_{name}")
+            for name in ("block_size", "queue_depth", "intra_op_parallelism", "single_submit", "overlap_events")
+        },
+        "prescale_gradients": config.prescale_gradients,
+        "gradient_predivide_factor": config.gradient_predivide_factor,
+        "wall_clock_breakdown": config.wall_clock_breakdown,
+    }
+    if config.communication_data_type is not None:
+        found["communication_data_type"] = config.communication_data_type
+    if config.grad_accum_dtype is not None:
+        found["data_types"] = {"grad_accum_dtype": config.grad_accum_dtype}
+    for name in ("optimizer", "scheduler"):
+        if (part := getattr(config, name)) is not None:
+            found[name] = part.model_dump()
+    if config.logging_batch_size_per_gpu != AUTO:
+        found["train_micro_batch_size_per_gpu"] = config.logging_batch_size_per_gpu
+    return found
+
+
+def conflicts(settings: Mapping[str, Any], resolution: Resolution) -> Iterator[Finding]:
+    """What a configuration of DeepSpeed's own says otherwise than the trainer; each finding names both.
+
+    Only what both say: where one of them is silent, the other counts.
+    """
+    trainer = resolution.trainer
+    steps = settings.get("gradient_accumulation_steps")
+    if steps is not None and steps != trainer.accumulate_grad_batches:
+        yield _conflict(
+            "gradient_accumulation_steps", steps, "accumulate_grad_batches", trainer.accumulate_grad_batches
+        )
+    clip = settings.get("gradient_clipping")
+    if clip is not None and trainer.gradient_clip_val is not None and clip != trainer.gradient_clip_val:
+        yield _conflict("gradient_clipping", clip, "gradient_clip_val", trainer.gradient_clip_val)
+    zero = settings.get("zero_optimization")
+    if isinstance(zero, Mapping) and zero.get("compute_grad_norm") is False and (clip or trainer.gradient_clip_val):
+        yield _conflict("zero_optimization.compute_grad_norm", False, "gradient_clip_val", trainer.gradient_clip_val)
+    computes, name = _sixteen_bits(resolution.precision), resolution.precision.name
+    for kind in ("fp16", "bf16"):
+        part = settings.get(kind, settings.get("bfloat16") if kind == "bf16" else None)
+        if not isinstance(part, Mapping):
+            continue
+        enabled = bool(part.get("enabled", False))
+        if enabled != (computes == kind):
+            yield _conflict(f"{kind}.enabled", enabled, "precision", computes or name)
+    batch, micro = settings.get("train_batch_size"), settings.get("train_micro_batch_size_per_gpu")
+    steps = trainer.accumulate_grad_batches
+    if isinstance(batch, int) and isinstance(micro, int) and batch != micro * steps * resolution.world_size:
+        yield Finding(
+            "error",
+            "deepspeed-conflict",
+            f"train_batch_size is {batch}, which is not {micro} samples x {steps} batches x "
+            f"{resolution.world_size} ranks = {micro * steps * resolution.world_size}",
+            where=f"{WHERE}.train_batch_size",
+            fix="leave train_batch_size out: DeepSpeed computes it",
+        )
+
+
+def words_of_others(settings: Any, path: str = "") -> Iterator[str]:
+    """The places of `auto`, which only Transformers' Trainer replaces."""
+    if settings == AUTO:
+        yield path
+    elif isinstance(settings, Mapping):
+        for name, value in settings.items():
+            yield from words_of_others(value, f"{path}.{name}" if path else str(name))
+
+
+def _given(config: dict[str, Any] | str) -> dict[str, Any]:
+    found = _read(config) if isinstance(config, str) else config
+    copied: dict[str, Any] = json.loads(json.dumps(found))
+    return {name: value for name, value in copied.items() if not (name in FROM_THE_TRAINER and value == AUTO)}
+
+
+def _read(path: str) -> dict[str, Any]:
+    try:
+        found = json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(
+            f"cannot read {path}", where=WHERE, why=error.strerror, fix="give the path of a JSON file"
+        ) from error
+    except ValueError as error:
+        raise ConfigError(f"{path} is not JSON", where=WHERE, why=str(error)) from error
+    if not isinstance(found, dict):
+        raise ConfigError(f"{path} holds a {type(found).__name__}, not an object", where=WHERE)
+    return found
+
+
+def _sixteen_bits(precision: Any) -> str | None:
+    """`fp16` or `bf16`, where a precision computes in it; None: neither."""
+    text = str(getattr(precision, "dtype", None) or getattr(precision, "precision", ""))
+    return "bf16" if text.startswith(("bf16", "bfloat16")) else "fp16" if text.startswith(("16", "float16")) else None
+
+
+def _conflict(name: str, value: object, field: str, asked: object) -> Finding:
+    return Finding(
+        "error",
+        "deepspeed-conflict",
+        f"DeepSpeed's configuration says {name}: {json.dumps(value)}, and the trainer says {field}: {asked}",
+        where=f"{WHERE}.{name}",
+        why="both are meant for the same, and only one of them can count",
+        fix=f"leave {name} out of DeepSpeed's configuration: the trainer's setting is passed on to it",
+    )
