@@ -23,11 +23,11 @@ from fairlead import RunConfig, Trainer, TrainerConfig
 from fairlead.config import CheckpointConfig
 from fairlead_checkpoint_io import TorchCheckpointIOConfig
 from fairlead_checkpoint_io.torch_file_runtime import TorchFileCheckpointIO
+from fairlead_distributed import fsdp_state
 from fairlead_distributed.testing import run_ranks
 from fairlead_runs.commit import read_manifest, verify
 from fairlead_runs.remote import Store, list_checkpoints
 from fairlead_runs.remote import verify as verify_copy
-from fairlead_strategies import fsdp_state
 from integration_tests.jobs import Call, changed, events, fairlead
 
 # Lightning's advice: about workers, loggers, and what it would log.

@@ -31,10 +31,9 @@ from torch.optim import Optimizer
 
 from fairlead.errors import CheckpointError, ConfigError
 from fairlead.interfaces import BuildContext
-from fairlead_distributed import checkpoint_layers
+from fairlead_distributed import checkpoint_layers, fsdp_state
 from fairlead_distributed.fully_sharded import mixed_precision_of, wrap_fsdp
 from fairlead_runs.checkpoint_io import ShardedLoads
-from fairlead_strategies import fsdp_state
 from fairlead_strategies.fsdp import FSDPMixedPrecision, FSDPStrategyConfig
 from fairlead_strategies.shared import load_classes
 
