@@ -15,7 +15,7 @@ import pytest
 import torch
 from lightning.pytorch.strategies import ModelParallelStrategy, model_parallel
 from torch.distributed.checkpoint import FileSystemWriter
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -23,6 +23,7 @@ from fairlead import RunConfig, Trainer, TrainerConfig
 from fairlead.config import CheckpointConfig
 from fairlead_checkpoint_io import TorchCheckpointIOConfig
 from fairlead_checkpoint_io.torch_file_runtime import TorchFileCheckpointIO
+from fairlead_distributed import fsdp_state
 from fairlead_distributed.testing import run_ranks
 from fairlead_runs.commit import read_manifest, verify
 from fairlead_runs.remote import Store, list_checkpoints
@@ -97,11 +98,20 @@ def whole(value: Any) -> Any:
 
 def whole_state(module: L.LightningModule) -> dict[str, Any]:
     """Weights and optimizer state by the names of the parameters, gathered."""
+    model: Any = module.trainer.model
+    if isinstance(model, FullyShardedDataParallel):
+        return whole_state_of_fsdp(model, module.trainer.optimizers[0])
     optimizer: Any = module.trainer.optimizers[0]
     names = {id(p): name for name, p in module.named_parameters()}
     states = {names[id(p)]: {k: whole(v) for k, v in s.items()} for p, s in optimizer.state.items()}
     groups = [{**g, "params": [names[id(p)] for p in g["params"]]} for g in optimizer.param_groups]
     return {"weights": {k: whole(v) for k, v in module.state_dict().items()}, "state": states, "groups": groups}
+
+
+def whole_state_of_fsdp(model: FullyShardedDataParallel, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    with fsdp_state.whole_state(model, rank0_only=False):
+        weights, found = model.state_dict(), FullyShardedDataParallel.optim_state_dict(model, optimizer)
+    return {"weights": dict(weights), "state": found["state"], "groups": found["param_groups"]}
 
 
 def same(one: Any, other: Any) -> bool:
@@ -173,9 +183,10 @@ def lightnings_own(rank: int, root: str, ours: str) -> tuple[dict[str, Any], dic
 
 def two_ranks(rank: int, root: str) -> dict[str, Any]:
     first = [("ddp", "ddp", SYNC, "auto"), ("fsdp2", "fsdp2", BACKGROUND, "auto"), ("later", "ddp", BACKGROUND, "auto")]
-    made = dict(zip(("ddp", "fsdp2", "later"), fits(rank, root, 2, 4, first), strict=True))
+    first.append(("fsdp", "fsdp", BACKGROUND, "auto"))
+    made = dict(zip(("ddp", "fsdp2", "later", "fsdp"), fits(rank, root, 2, 4, first), strict=True))
     theirs = lightnings_own(rank, root, f"{step(root, 'ddp', 4)}/state.ckpt")
-    back: list[Fit] = [(f"back-{s}", s, "torch", f"{root}/lightnings") for s in ("ddp", "fsdp2")]
+    back: list[Fit] = [(f"back-{s}", s, "torch", f"{root}/lightnings") for s in ("ddp", "fsdp", "fsdp2")]
     own = strategys_own(rank, root)[0]
     again = fits(rank, root, 2, 4, [("again", "fsdp2", BACKGROUND, step(root, "fsdp2", 2))])[0]
     return {**made, "again": again, "own": own, "lightnings": theirs, "back": fits(rank, root, 2, 6, back)}
@@ -239,7 +250,7 @@ def test_lightning_reads_ours_and_ours_reads_lightnings(written: tuple[str, dict
     _, made = written
     began, ended = made["lightnings"]
     assert same(began, made["ddp"]["end"])
-    assert [same(one["start"], ended) for one in made["back"]] == [True, True]
+    assert [same(one["start"], ended) for one in made["back"]] == [True, True, True]
 
 
 def test_each_tensor_is_written_once_and_every_file_is_in_the_manifest(written: tuple[str, dict[str, Any]]) -> None:
@@ -277,7 +288,7 @@ def test_what_a_strategy_writes_itself_is_committed_too(written: tuple[str, dict
 
 def test_a_checkpoint_by_hand_is_written_by_all_ranks(written: tuple[str, dict[str, Any]]) -> None:
     root, made = written
-    for name in ("ddp", "fsdp2", "later"):
+    for name in ("ddp", "fsdp", "fsdp2", "later"):
         folder = Path(root, f"{name}.by-hand")
         assert {"__0_0.distcp", "__1_0.distcp"} <= {path.name for path in folder.iterdir()}
         found = TorchFileCheckpointIO(TorchCheckpointIOConfig()).load_checkpoint(folder)
@@ -290,17 +301,17 @@ def test_any_number_of_ranks_and_any_layout_goes_on(written: tuple[str, dict[str
     root, made = written
     asked: list[Fit] = [
         (f"{source}-{strategy}-{io if io == 'torch' else 'shards'}", strategy, io, step(root, source, 4))
-        for source in ("ddp", "fsdp2")
-        for strategy, io in (("ddp", SYNC), ("fsdp2", BACKGROUND), ("fsdp2", "torch"), ("ddp", "torch"))
+        for source in ("ddp", "fsdp", "fsdp2")
+        for strategy, io in (("ddp", SYNC), ("fsdp2", BACKGROUND), ("fsdp", SYNC), ("fsdp", "torch"), ("ddp", "torch"))
     ]
     four = run_ranks(fits, 4, str(tmp_path), 4, 5, asked, timeout=300)
     for rank in four:
         for (name, *_), one in zip(asked, rank, strict=True):
             assert same(one["start"], made[name.partition("-")[0]]["end"]), name
-    again = [(name, "single_device", "torch", step(str(tmp_path), name, 5)) for name, *_ in asked[:4]]
+    again = [(name, "single_device", "torch", step(str(tmp_path), name, 5)) for name, *_ in asked[:5]]
     again += [("one", "single_device", SYNC, again[0][-1])]
     ones = run_ranks(fits, 1, str(tmp_path / "one"), 1, 6, again, timeout=300)[0]
-    for one, before in zip(ones, [*four[0][:4], four[0][0]], strict=True):
+    for one, before in zip(ones, [*four[0][:5], four[0][0]], strict=True):
         assert same(one["start"], before["end"])
     last: list[Fit] = [("two", "ddp", SYNC, step(str(tmp_path / "one"), "one", 6))]
     for rank in run_ranks(fits, 2, str(tmp_path / "two"), 2, 7, last, timeout=300):

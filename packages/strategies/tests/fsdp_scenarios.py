@@ -248,8 +248,8 @@ def fabric(folder: str) -> dict[str, Any]:
         engine = Fabric(accelerator="cpu", strategy=strategy, devices=2, plugins=[TorchElasticEnvironment()])
         engine.launch()
         module = engine.setup_module(scenarios.seeded(scenarios.Net, seed + scenarios.rank))
-        inner = engine.setup_optimizers(torch.optim.Adam(module.parameters(), lr=0.02))
-        state = {"model": module, "optimizer": inner}
+        inner: Any = engine.setup_optimizers(torch.optim.Adam(module.parameters(), lr=0.02))
+        state: dict[str, Any] = {"model": module, "optimizer": inner}
         if load is not None:
             engine.load(load, state)
         for start in starts:

@@ -154,8 +154,9 @@ def test_fsdp_fields_reach_torch(ranks: ModuleType, engine: str) -> None:
     assert kwargs["auto_wrap_policy"]._module_classes == {TransformerEncoderLayer}
     assert kwargs["backward_prefetch"] is BackwardPrefetch.BACKWARD_POST
     assert kwargs["sync_module_states"] is True
-    policy = strategy._activation_checkpointing_kwargs["auto_wrap_policy"]
-    assert policy._module_classes == {TransformerEncoderLayer}
+    assert strategy._checkpointed == {TransformerEncoderLayer}
+    short = FSDPStrategyConfig.model_validate({"activation_checkpointing": {TransformerEncoderLayer}})
+    assert short.activation_checkpointing_policy == config.activation_checkpointing_policy
 
 
 @pytest.mark.parametrize("asked", [None, True])
@@ -262,6 +263,7 @@ def findings(plugins: PluginManager, resolution: Any, environ: dict[str, str] | 
         (DDPStrategyConfig(exact_reduction="on", ddp_comm_hook="fp16"), ["ddp-exact-reduction"]),
         (FSDPStrategyConfig(), []),
         (FSDPStrategyConfig(state_dict_type="sharded"), ["fsdp-checkpoint-io"]),
+        (FSDPStrategyConfig(cpu_offload=True), ["fsdp-cpu-offload"]),
         (FSDPStrategyConfig(sharding_strategy="HYBRID_SHARD", device_mesh=(2, 2)), ["fsdp-mesh"]),
         (FSDP2StrategyConfig(), []),
         (FSDP2StrategyConfig(tensor=2), ["mesh-layout"]),
@@ -291,6 +293,27 @@ def test_fsdp2_gives_its_shards_to_a_backend_that_takes_them(plugins: PluginMana
         strategy = build(config, ranks.context(config, **takes))
         assert strategy._save_distributed_checkpoint is True
     assert build(FSDP2StrategyConfig(), ranks.context(FSDP2StrategyConfig()))._save_distributed_checkpoint is False
+
+
+def test_fsdp_gives_its_shards_to_a_backend_that_takes_them(plugins: PluginManager, ranks: ModuleType) -> None:
+    """By itself; flat parameters have no names by which another layout would find them."""
+
+    class Shards(CheckpointIOConfigBase):
+        saves_shards: ClassVar[bool] = True
+
+    takes = {"checkpoint_io": Shards(name="shards")}
+    for fields, codes, kind in (
+        ({}, [], "sharded"),
+        ({"state_dict_type": "sharded"}, [], "sharded"),
+        ({"state_dict_type": "full"}, ["fsdp-checkpoint-io"], "full"),
+        ({"use_orig_params": False}, ["fsdp-checkpoint-io"], "sharded"),
+    ):
+        config = FSDPStrategyConfig.model_validate(fields)
+        assert findings(plugins, ranks.resolution(config, **takes)) == codes
+        assert build(config, ranks.context(config, **takes))._state_dict_type == kind
+    config = FSDPStrategyConfig()
+    assert build(config, ranks.context(config))._state_dict_type == "full"
+    assert build(config, ranks.context(config, "fabric", **takes))._state_dict_type == "full"
 
 
 @pytest.mark.parametrize(("init_scale", "codes"), [(8.0, ["precision-scaler"]), (65536.0, [])])

@@ -39,7 +39,7 @@ def refuses(*pairs: tuple[str, str], support: str = "no") -> None:
 
 def test_the_table_does_not_refuse_what_the_training_tests_show_to_work() -> None:
     rows = table()
-    for strategy in ("ddp", "fsdp2"):
+    for strategy in ("ddp", "fsdp", "fsdp2"):
         for other in (
             "accelerator.cpu",
             "precision.32-true",
@@ -50,16 +50,17 @@ def test_the_table_does_not_refuse_what_the_training_tests_show_to_work() -> Non
             assert (strategy, other) not in rows
 
 
-def test_fsdp_on_a_cpu(ranks: ModuleType) -> None:
+def test_lightning_lets_our_fsdp_onto_a_cpu(ranks: ModuleType) -> None:
+    """It refuses exactly its own class there; what ours trains to is in `test_strategies_fsdp.py`."""
     import lightning.pytorch as pl
-    from lightning.fabric import Fabric
+    from lightning.pytorch.strategies import FSDPStrategy
 
-    refuses(("fsdp", "accelerator.cpu"))
-    config = FSDPStrategyConfig()
     with pytest.raises(ValueError, match="requires a GPU accelerator"):
-        pl.Trainer(accelerator="cpu", devices=2, strategy=build(config, ranks.context(config)))
-    with pytest.raises(ValueError, match="only available on GPU"):
-        Fabric(accelerator="cpu", devices=2, strategy=build(config, ranks.context(config, "fabric")))
+        pl.Trainer(accelerator="cpu", devices=2, strategy=FSDPStrategy())
+    config = FSDPStrategyConfig()
+    strategy = build(config, ranks.context(config))
+    assert pl.Trainer(accelerator="cpu", devices=2, strategy=strategy, logger=False).strategy is strategy
+    assert ("fsdp", "accelerator.cpu") not in table()
 
 
 @pytest.mark.parametrize("config", PARALLEL, ids=lambda config: config.name)
@@ -119,17 +120,6 @@ def test_fsdp_accepts_its_own_precision_only(ranks: ModuleType, engine: str) -> 
     wrong: Any = "64-true"
     with pytest.raises(ValueError, match="not supported in FSDP"):
         family.FSDPPrecision(wrong)
-
-
-def test_fsdp_does_not_clip_by_norm() -> None:
-    import torch
-    from lightning.pytorch.plugins.precision import FSDPPrecision
-    from lightning.pytorch.utilities.exceptions import MisconfigurationException
-
-    refuses(("fsdp", "clipping.norm"))
-    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)])
-    with pytest.raises(MisconfigurationException, match="currently not supported"):
-        FSDPPrecision("32-true").clip_gradients(optimizer, 1.0)
 
 
 def test_lightnings_own_deepspeed_on_a_cpu() -> None:

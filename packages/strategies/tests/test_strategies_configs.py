@@ -101,6 +101,11 @@ def test_timeouts_are_text_or_seconds(written: Any, seconds: float) -> None:
         (FSDPStrategyConfig, {"sharding_strategy": "FULL"}, "FULL_SHARD"),
         (FSDPStrategyConfig, {"device_mesh": [2, 2]}, "hybrid"),
         (FSDPStrategyConfig, {"auto_wrap_policy": ["Block"]}, "match"),
+        (
+            FSDPStrategyConfig,
+            {"activation_checkpointing": ["a:B"], "activation_checkpointing_policy": ["a:B"]},
+            "give one of them",
+        ),
         (FSDP2StrategyConfig, {"auto_wrap_policy": "all"}, "auto"),
         (DeepSpeedStrategyConfig, {"stage": 4}, "0, 1, 2 or 3"),
         (DeepSpeedStrategyConfig, {"offload_parameters": True}, "needs `stage: 3`"),

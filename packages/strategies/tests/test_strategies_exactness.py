@@ -39,7 +39,6 @@ LAUNCHER = {"TORCHELASTIC_RUN_ID": "test", "GROUP_RANK": "0", "GROUP_WORLD_SIZE"
         (4, {"name": "fsdp2", "tensor_parallel_size": 2}, "exact"),
         (4, {"name": "fsdp2", "process_group_backend": "nccl"}, "not known"),
         (2, {"name": "fsdp2", "process_group_backend": "nccl"}, "exact"),
-        (4, "fsdp", "not known"),
         (4, "deepspeed_stage_2", "exact"),
         (4, "deepspeed_stage_3_offload", "exact"),
         (4, "deepspeed_stage_3_offload_nvme", "not known"),

@@ -33,6 +33,7 @@ from fairlead_distributed.errors import (
 from fairlead_distributed.evaluation import EvaluationSampler, SampleWeightedMean, weighted_mean
 from fairlead_distributed.exact_reduction import register_exact_reduction
 from fairlead_distributed.fully_sharded import AdvancedFSDPManager
+from fairlead_distributed.gradient_checkpointing import SelectiveGradientCheckpointing, checkpoint_scope
 from fairlead_distributed.gradients import clip_grad_norm, no_sync
 from fairlead_distributed.info import (
     DistributedInfo,
@@ -45,6 +46,7 @@ from fairlead_distributed.info import (
 )
 from fairlead_distributed.learning_rate import apply_lr_factor
 from fairlead_distributed.manager import MultiNodeTrainingManager
+from fairlead_distributed.memory_pool import MemoryPool, memory_pool_scope
 from fairlead_distributed.object_collectives import all_gather_object, broadcast_object, gather_object
 from fairlead_distributed.predictions.reading import Predictions
 from fairlead_distributed.process_group import (
@@ -94,6 +96,7 @@ __all__ = [
     "Divergence",
     "EvaluationSampler",
     "LaunchConfig",
+    "MemoryPool",
     "MultiNodeTrainingManager",
     "NonFiniteGradientError",
     "NotInitializedError",
@@ -109,6 +112,7 @@ __all__ = [
     "SampleRNG",
     "SampleWeightedMean",
     "SeededSamples",
+    "SelectiveGradientCheckpointing",
     "TensorMismatchError",
     "all_gather",
     "all_gather_object",
@@ -120,6 +124,7 @@ __all__ = [
     "broadcast",
     "broadcast_object",
     "checkpoint_layers",
+    "checkpoint_scope",
     "choose_port",
     "clip_grad_norm",
     "derive_seed",
@@ -143,6 +148,7 @@ __all__ = [
     "join",
     "launch_distributed_training",
     "lr_factor",
+    "memory_pool_scope",
     "no_sync",
     "process_group",
     "rank_device",

@@ -31,14 +31,14 @@ from torch.optim import Optimizer
 
 from fairlead.errors import CheckpointError, ConfigError
 from fairlead.interfaces import BuildContext
-from fairlead_distributed import checkpoint_layers
+from fairlead_distributed import checkpoint_layers, fsdp_state
 from fairlead_distributed.fully_sharded import mixed_precision_of, wrap_fsdp
 from fairlead_runs.checkpoint_io import ShardedLoads
-from fairlead_strategies import fsdp_state
 from fairlead_strategies.fsdp import FSDPMixedPrecision, FSDPStrategyConfig
 from fairlead_strategies.shared import load_classes
 
 Classes = set[type[Module]]
+_ROOT = "_fairlead_fsdp_root"
 
 
 class FSDPStrategy(LightningFSDP):
@@ -265,13 +265,18 @@ def _wrap_rest(model: Module, device: torch.device, checkpointed: Classes, optio
 
     Lightning leaves that out, and then nobody averages the gradients of the rest.
     """
+    if _ROOT in vars(model):  # it has been trained before, and its parameters are shards: a test after a fit
+        root: Module = vars(model)[_ROOT][0]
+        return root
     checkpoint_layers(model, checkpointed)
     if any(isinstance(part, FullyShardedDataParallel) for part in model.modules()):
         options.pop("auto_wrap_policy", None)  # the user has chosen the units
-    if not isinstance(model, FullyShardedDataParallel):
-        model = wrap_fsdp(model, device, **options)
     _move_torchmetrics_to_device(model, device)
-    return model
+    if isinstance(model, FullyShardedDataParallel):
+        return model
+    root = wrap_fsdp(model, device, **options)
+    vars(model)[_ROOT] = [root]  # in a list: as an attribute it would be a module inside of itself
+    return root
 
 
 def build(config: FSDPStrategyConfig, context: BuildContext) -> FSDPStrategy | FabricFSDP:

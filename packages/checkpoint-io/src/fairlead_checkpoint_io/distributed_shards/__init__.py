@@ -19,7 +19,7 @@ __all__ = ["DistributedCheckpointIOConfig", "DistributedShards", "distributed_sh
 class DistributedCheckpointIOConfig(FileCheckpointIOConfig):
     """A directory into which every rank writes its part; any number of ranks, and any strategy, reads it.
 
-    Shards (FSDP2, tensor parallelism) are written where they are; what all ranks hold alike (DDP) is written once,
+    Shards (FSDP, tensor parallelism) are written where they are; what all ranks hold alike (DDP) is written once,
     spread over them. The layout is that of torch's distributed checkpoints and Lightning's `ModelParallelStrategy`.
     """
 
@@ -56,14 +56,7 @@ class DistributedShards(FilePlugin):
         )
         yield Capability(
             name,
-            ("strategy.fsdp",),
-            "no",
-            "the first FSDP gives its shards to its own writer only",
-            "strategy: fsdp2, or checkpoint_io: torch",
-        )
-        yield Capability(
-            name,
-            ("strategy.ddp", "strategy.fsdp2", "strategy.single_device"),
+            ("strategy.ddp", "strategy.fsdp", "strategy.fsdp2", "strategy.single_device"),
             "yes",
             "each of them reads what the others have written",
         )

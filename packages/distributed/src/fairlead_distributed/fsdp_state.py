@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -35,7 +36,7 @@ def whole_state(model: Module, *, rank0_only: bool) -> Iterator[None]:
     offload = _computes_on_gpu(model)
     weights = FullStateDictConfig(offload_to_cpu=offload, rank0_only=rank0_only)
     optimizers = FullOptimStateDictConfig(offload_to_cpu=offload, rank0_only=rank0_only)
-    with FullyShardedDataParallel.state_dict_type(model, StateDictType.FULL_STATE_DICT, weights, optimizers):
+    with _state_type(model, StateDictType.FULL_STATE_DICT, weights, optimizers):
         yield
 
 
@@ -43,7 +44,27 @@ def whole_state(model: Module, *, rank0_only: bool) -> Iterator[None]:
 def sharded_state(model: Module) -> Iterator[None]:
     """Inside, they are this rank's part, as DTensors on the mesh of the model, on its device."""
     weights, optimizers = ShardedStateDictConfig(), ShardedOptimStateDictConfig()
-    with FullyShardedDataParallel.state_dict_type(model, StateDictType.SHARDED_STATE_DICT, weights, optimizers):
+    with _state_type(model, StateDictType.SHARDED_STATE_DICT, weights, optimizers):
+        yield
+
+
+@contextmanager
+def _state_type(model: Module, kind: StateDictType, weights: Any, optimizers: Any) -> Iterator[None]:
+    with ExitStack() as stack:
+        with _without_advice():
+            stack.enter_context(FullyShardedDataParallel.state_dict_type(model, kind, weights, optimizers))
+        try:
+            yield
+        finally:
+            with _without_advice():
+                stack.close()
+
+
+@contextmanager
+def _without_advice() -> Iterator[None]:
+    """Torch recommends newer functions, which set the same underneath, and crash on a CPU as well."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "FSDP.state_dict_type", FutureWarning)
         yield
 
 
