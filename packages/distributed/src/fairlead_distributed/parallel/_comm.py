@@ -170,3 +170,20 @@ def exchanged(x: Tensor, sent: list[int], received: list[int], group: dist.Proce
     out = x.new_empty((sum(received), *x.shape[1:]))
     dist.all_to_all_single(out, x.contiguous(), received, sent, group=group)
     return out
+
+
+def scale_gradient(x: Tensor, factor: float) -> Tensor:
+    """The same values; the gradient is multiplied by `factor`."""
+    return _call(_ScaleGradient, x, factor)
+
+
+class _ScaleGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
+        ctx.factor = factor
+        return x.view_as(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad * ctx.factor, None

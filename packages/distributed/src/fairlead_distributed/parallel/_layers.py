@@ -6,7 +6,6 @@ the ranks make of them. So a pair of them needs one all-reduce in the forward pa
 
 from __future__ import annotations
 
-import weakref
 from functools import lru_cache
 from typing import Any
 
@@ -47,21 +46,22 @@ def check_divisible(size: int, ranks: int, what: str, where: str | None = None) 
 class _Entered:
     """The last tensor that entered column-parallel layers, so that layers with the same input share one all-reduce.
 
-    Held weakly: it is found as long as a layer's graph needs it, and keeps nothing alive.
+    It is held until the row-parallel layer after them.
     """
 
     def __init__(self) -> None:
-        self.last: tuple[Any, ...] | None = None
+        self.last: tuple[Tensor, tuple[object, ...], Tensor] | None = None
 
     def enter(self, x: Tensor, group: dist.ProcessGroup, sequence: bool) -> Tensor:
         key = (x._version, torch.is_grad_enabled(), group, sequence)
-        if self.last is not None and self.last[0]() is x and self.last[1] == key:
-            found: Tensor | None = self.last[2]()
-            if found is not None:
-                return found
+        if self.last is not None and self.last[0] is x and self.last[1] == key:
+            return self.last[2]
         entered = gather_for_parts(x, SEQUENCE, group) if sequence else copy_to_ranks(x, group)
-        self.last = (weakref.ref(x), key, weakref.ref(entered))
+        self.last = (x, key, entered)
         return entered
+
+    def leave(self) -> None:
+        self.last = None
 
 
 _entered = _Entered()
@@ -117,6 +117,8 @@ class Column(WholeState):
             weight = repack(weight, self.packed, group)
             bias = None if bias is None else repack(bias, self.packed, group)
         x = _entered.enter(input, group, self.sequence) if self.entering else input
+        if self.gather_output or self.loss_parallel:
+            _entered.leave()  # no row-parallel layer comes after it
         out = F.linear(x, weight, bias)
         if self.loss_parallel:
             mesh = tensor_mesh(self.weight) if isinstance(self.weight, DTensor) else None
@@ -139,6 +141,7 @@ class Row(WholeState):
 
     def forward(self, input: Tensor) -> Tensor:
         """(..., in / ranks) -> (..., out)."""
+        _entered.leave()
         group = group_of(self.weight)
         weight = local(self.weight).t() if self.transposed else local(self.weight)
         bias = None if self.bias is None else local(self.bias, summed=self.sequence)
@@ -173,9 +176,12 @@ class VocabularyRows(WholeState):
         group, weight = group_of(self.weight), local(self.weight)
         if group is None:
             return F.embedding(input, weight, self.padding_idx)
+        known = (input >= 0) & (input < self.num_embeddings) if input.device.type == "cpu" else None
+        if known is not None and not known.all():
+            raise IndexError(f"a token is not in the vocabulary of {self.num_embeddings}")
         rank, rows = dist.get_rank(group), weight.shape[0]
         first, padding = rank * rows, self.padding_idx
-        # An index outside the vocabulary is left to the first or the last rank, where the look-up refuses it.
+        # On a GPU, asking would wait for it: there, the first and the last rank's look-up refuses other tokens.
         absent = (input < first) if rank else torch.zeros_like(input, dtype=torch.bool)
         if rank < dist.get_world_size(group) - 1:
             absent = absent | (input >= first + rows)

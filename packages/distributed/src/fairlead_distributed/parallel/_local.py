@@ -93,9 +93,9 @@ class _LocalParameter:
         if self.name not in where:
             raise AttributeError(f"{type(module).__name__!r} object has no attribute {self.name!r}")
         value = where[self.name]
-        if isinstance(value, DTensor) and value.device_mesh.ndim > 1:
-            return value  # sharded by `fully_shard`, which reads its own parameters so; code of the module cannot run
-        return local(value, module.__dict__["_summed_gradients"]) if isinstance(value, Tensor) else value
+        if not isinstance(value, DTensor) or value.device_mesh.ndim > 1:
+            return value  # sharded by `fully_shard`, which looks for it here
+        return local(value, module.__dict__["_summed_gradients"])
 
     def __set__(self, module: nn.Module, value: Any) -> None:
         module.__dict__[self.name] = value
@@ -124,7 +124,8 @@ _derived: dict[tuple[type, type, frozenset[str]], type[nn.Module]] = {}
 def _derive(cls: type[nn.Module], base: type[nn.Module], names: frozenset[str]) -> type[nn.Module]:
     members: dict[str, Any] = {name: _LocalParameter(name) for name in names}
     about = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
-    return type(cls.__name__, (base, cls), {**about, **members})
+    bases = (cls,) if issubclass(cls, base) else (base, cls)
+    return type(cls.__name__, bases, {**about, **members})
 
 
 def read_locally(module: nn.Module, summed: bool = False) -> None:
