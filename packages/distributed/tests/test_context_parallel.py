@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from examples.gpt.model import GPT
 from fairlead.errors import ConfigError
 from fairlead_distributed.parallel.context import (
+    ContextParallel,
     average_gradients,
     mean_over_tokens,
     parallelize_context,
@@ -138,14 +139,19 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], str]] = {
 }
 
 
+def begin(method: Any, contexts: list[ContextParallel], model: nn.Module) -> None:
+    contexts.append(parallelize_context(model, mesh(), method=method))
+
+
 def models(rank: int, titles: list[str]) -> dict[str, tuple[Compared, set[str], int]]:
     found = {}
     for title, method in itertools.product(titles, ("allgather", "ulysses")):
         torch.manual_seed(0)
-        contexts = []
+        model = MODELS[title][0]().double()
+        contexts: list[ContextParallel] = []
         result = compare(
-            MODELS[title][0]().double(),
-            lambda model, method=method: contexts.append(parallelize_context(model, mesh(), method=method)),  # type: ignore[misc, arg-type]
+            model,
+            partial(begin, method, contexts),
             lambda model: token_loss(model, sample_tokens(length=TOKENS + 1)),
             after_backward=lambda model: average_gradients(model, mesh()),
         )
@@ -263,9 +269,12 @@ def refusals(rank: int) -> dict[str, str]:
     table = nn.Parameter(torch.zeros(6, 12))
 
     def refused(module: nn.Module, *args: Any, method: Any = "allgather", **kwargs: Any) -> str:
-        with pytest.raises(ConfigError) as caught:
+        def use() -> None:
             parallelize_context(module, mesh(), method=method)
             module(*args, **kwargs)
+
+        with pytest.raises(ConfigError) as caught:
+            use()
         return str(caught.value)
 
     short = Using(lambda x: attend(x + short.table[: x.shape[1]]))

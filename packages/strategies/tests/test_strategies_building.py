@@ -212,6 +212,39 @@ def test_the_units_of_fsdp2() -> None:
         blocks(model, {nn.Conv2d})
 
 
+def test_units_by_size() -> None:
+    """From the inside out; a part of a unit that has enough does not count for what it is in, nor a list of layers."""
+    from torch import nn
+
+    from fairlead_strategies.mesh.units import blocks
+
+    small, large = nn.Linear(2, 2), nn.Linear(20, 20)
+    model = nn.Sequential(nn.ModuleList([nn.Sequential(small, nn.Linear(2, 2)), large]), nn.Linear(2, 2))
+    assert blocks(model, 12) == [model[0][0], large]
+    assert blocks(model, 13) == [large]
+    assert blocks(model, 10_000) == []
+
+
+def test_workers_of_a_replica_draw_alike(ranks: ModuleType) -> None:
+    """Lightning seeds a worker by the rank: the ranks of a tensor group would augment a sample in other ways."""
+    from torch.utils.data import DataLoader
+
+    from fairlead_strategies import HybridStrategyConfig
+
+    config = HybridStrategyConfig(tensor=2, shard=2)
+    for engine in ("trainer", "fabric"):
+        strategy = build(config, ranks.context(config, engine, devices=4, world_size=4))
+        places = []
+        for rank in range(4):
+            type(strategy).global_rank = property(lambda _, rank=rank: rank)
+            loader: Any = strategy.process_dataloader(DataLoader([1, 2]))
+            places.append((loader.worker_init_fn.keywords["rank"], strategy.distributed_sampler_kwargs["rank"]))
+        del type(strategy).global_rank
+        assert places == [(0, 0), (0, 0), (1, 1), (1, 1)]
+        own: Any = DataLoader([1, 2], worker_init_fn=print)
+        assert strategy.process_dataloader(own).worker_init_fn is print
+
+
 def test_xla_needs_torch_xla(plugins: PluginManager, ranks: ModuleType) -> None:
     """The core names the extra; Lightning's own refusal is the last line."""
     with pytest.raises(MissingDependencyError) as caught:

@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from fairlead import PluginManager
+from fairlead import JobConfig, PluginManager, TrainerConfig
 from fairlead.errors import ConfigError
+from fairlead_runs.batch_policy import batch_plan
+from fairlead_runs.batch_size import GlobalBatch, for_each_rank
 from fairlead_runs.data_ranks import data_ranks, replicas_of
 from fairlead_strategies import FSDP2StrategyConfig, HybridStrategyConfig, TensorParallelStrategyConfig
 from fairlead_strategies.layout import Layout
@@ -145,3 +147,29 @@ def test_ranks_that_share_a_batch_count_once(ranks: ModuleType) -> None:
 
     assert replicas_of(Runs(), 4) == (2, 2)
     assert replicas_of(object(), 4) == (4, 1)
+
+
+def test_another_layout_on_as_many_ranks_asks_what_to_keep(ranks: ModuleType) -> None:
+    """Four shards took four batches to a step, two tensor groups take two."""
+    before = {"world_size": 4, "accumulate_grad_batches": 1, "replicas": [4, 1]}
+    config = HybridStrategyConfig(tensor=2)
+    with pytest.raises(ConfigError, match="4 replicas of the model and would resume with 2"):
+        batch_plan(ranks.resolution(config, world_size=4), before)
+    keep = TrainerConfig(batch_policy="keep_global")
+    assert batch_plan(ranks.resolution(config, world_size=4, trainer=keep), before) == 2
+    assert batch_plan(ranks.resolution(FSDP2StrategyConfig(), world_size=4), before) == 1
+
+
+def test_a_global_batch_is_divided_by_the_replicas(ranks: ModuleType) -> None:
+    job = JobConfig.model_validate(
+        {
+            "run": {"name": "x"},
+            "model": {"class": "m:M"},
+            "data": {"class": "d:D", "args": {"batch_size": 8}},
+            "trainer": {"batch_size": "global"},
+        }
+    )
+    shared = for_each_rank(job, ranks.resolution(HybridStrategyConfig(tensor=2), world_size=4))
+    assert shared.data is not None
+    assert shared.data.args["batch_size"] == 4
+    assert str(GlobalBatch(4, ranks=2, shared_by=2)) == "4 per replica x 2 replicas of 2 devices"

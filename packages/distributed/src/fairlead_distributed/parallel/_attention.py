@@ -6,9 +6,8 @@ from typing import Protocol
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention.bias import causal_lower_right
+from torch.nn.functional import scaled_dot_product_attention  # as it is: its place in torch is taken over
 
 from fairlead.errors import ConfigError
 from fairlead_distributed.parallel._comm import all_to_all, gather_for_parts
@@ -62,7 +61,7 @@ def attention(
     group, layout = context.group, context.layout
     keys, values = _gathered(key, value, layout, group)
     if not is_causal:
-        return F.scaled_dot_product_attention(
+        return scaled_dot_product_attention(
             query, keys, values, None, dropout_p, False, scale=scale, enable_gqa=enable_gqa
         )
     chunks = layout.chunks(layout.rank)
@@ -70,17 +69,16 @@ def attention(
     outs = []
     for part, number in zip(query.chunk(len(chunks), -2), chunks, strict=True):
         seen = (number + 1) * size
-        mask = causal_lower_right(size, seen)  # the last query sees all of these keys, each one before it one less
         seen_keys, seen_values = keys[..., :seen, :], values[..., :seen, :]
-        if enable_gqa:
-            seen_keys, seen_values = (_repeated(x, query) for x in (seen_keys, seen_values))
-        outs.append(F.scaled_dot_product_attention(part, seen_keys, seen_values, mask, dropout_p, False, scale=scale))
+        # The last query sees all of these keys, each one before it one less. torch's flag is for as many as queries.
+        first = number == 0
+        mask = None if first else torch.ones(size, seen, dtype=torch.bool, device=query.device).tril(seen - size)
+        outs.append(
+            scaled_dot_product_attention(
+                part, seen_keys, seen_values, mask, dropout_p, first, scale=scale, enable_gqa=enable_gqa
+            )
+        )
     return torch.cat(outs, -2)
-
-
-def _repeated(x: Tensor, query: Tensor) -> Tensor:
-    """Keys or values for each head of the queries: what torch takes with this mask."""
-    return x.repeat_interleave(query.shape[-3] // x.shape[-3], -3)
 
 
 def _gathered(key: Tensor, value: Tensor, layout: Layout, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
@@ -110,7 +108,7 @@ def _ulysses(
             )
     # A query's heads and the keys that they share go to the same rank, since all are divided in their order.
     query, key, value = (_to_heads(x, layout, group) for x in (query, key, value))
-    out = F.scaled_dot_product_attention(
+    out = scaled_dot_product_attention(
         query, key, value, None, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
     )
     return _to_tokens(out, layout, group)

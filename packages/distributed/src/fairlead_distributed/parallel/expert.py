@@ -163,7 +163,7 @@ def _check_parts(mixture: nn.Module, where: str) -> None:
             why=f"it has experts: {type(experts).__name__}, {router or 'router'}: {layer}, {chosen or 'top_k'}: {top}",
             fix="give it `experts` (a ModuleList), `router` (a Linear with one output for each) and `top_k`",
         )
-    others = [n for n, child in mixture.named_children() if n not in ("experts", router) and any(child.parameters())]
+    others = [n for n, child in mixture.named_children() if n not in ("experts", router) and len([*child.parameters()])]
     others += [n for n, p in mixture._parameters.items() if p is not None]
     if others:
         raise ConfigError(
