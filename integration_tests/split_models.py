@@ -16,11 +16,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 Loss = Callable[[nn.Module], Tensor]
 
 
-class Collectives(TorchDispatchMode):
+class Collectives(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts the collectives that are called inside."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.counts: Counter[str] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -64,15 +64,15 @@ def attended(kv_heads: int, is_causal: bool, method: Any, balance: bool) -> floa
     ours = copy.deepcopy(reference)
     context = parallelize_context(ours, mesh(), method=method, balance=balance)
     weight = torch.randn(2, TOKENS, 4, 5, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    found = []
+    found: list[list[Any]] = []
     for module in (reference, ours):
         qkv = [x.clone().requires_grad_() for x in (module.q, module.k, module.v)]
         out = module(*qkv)
         (out * weight).sum().backward()
         found.append([out.detach(), *(x.grad for x in qkv)])
     assert context.calls == 1
-    assert all(float(x.abs().max()) > 0.1 for x in found[0] if x is not None)
-    return max(float((a - b).abs().max()) for a, b in zip(*found, strict=True))  # type: ignore[operator]
+    assert all(float(x.abs().max()) > 0.1 for x in found[0])
+    return max(float((a - b).abs().max()) for a, b in zip(*found, strict=True))
 
 
 def attentions(rank: int) -> dict[str, float]:
@@ -240,7 +240,7 @@ class ByHand(nn.Module):
 
 class Pooled(Attention):
     def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
-        y = x.unflatten(-1, (4, -1)).transpose(1, 2)
+        y = x.view(*x.shape[:-1], 4, -1).transpose(1, 2)
         return F.scaled_dot_product_attention(y, y, y).mean((1, 2, 3))
 
 
@@ -260,13 +260,18 @@ class Using(nn.Module):
 
 
 def attend(x: Tensor, **kwargs: Any) -> Tensor:
-    y = x.unflatten(-1, (4, -1)).transpose(1, 2)
+    y = x.view(*x.shape[:-1], 4, -1).transpose(1, 2)
     return F.scaled_dot_product_attention(y, y, y, **kwargs).transpose(1, 2).flatten(2)
+
+
+def three_heads(x: Tensor) -> Tensor:
+    y = x.view(*x.shape[:-1], 3, 4).transpose(1, 2)
+    return F.scaled_dot_product_attention(y, y, y)
 
 
 def refusals(rank: int) -> dict[str, str]:
     x = torch.randn(2, 8, 12)
-    table = nn.Parameter(torch.zeros(6, 12))
+    table, other = nn.Parameter(torch.zeros(6, 12)), torch.zeros(2, 1, 9, 12)
 
     def refused(module: nn.Module, *args: Any, method: Any = "allgather", **kwargs: Any) -> str:
         def use() -> None:
@@ -277,8 +282,8 @@ def refusals(rank: int) -> dict[str, str]:
             use()
         return str(caught.value)
 
-    short = Using(lambda x: attend(x + short.table[: x.shape[1]]))
-    short.table = table
+    short = Using(lambda x: attend(x + table[: x.shape[1]]))
+    short.register_parameter("table", table)
     weights = Using(lambda x: nn.MultiheadAttention(12, 2, batch_first=True)(x, x, x)[0])
     convolved = Using(lambda x: attend(F.conv1d(x.mT, torch.zeros(12, 12, 3), padding=1).mT))
     return {
@@ -289,13 +294,11 @@ def refusals(rank: int) -> dict[str, str]:
         "length": refused(Using(attend), x[:, :6]),
         "method": refused(Using(attend), x, method="nothing"),
         "ulysses": refused(
-            Using(lambda x: F.scaled_dot_product_attention(*[x.unflatten(-1, (3, 4)).transpose(1, 2)] * 3)),
+            Using(three_heads),
             x,
             method="ulysses",
         ),
-        "cross": refused(
-            Using(lambda x: F.scaled_dot_product_attention(x[:, None], *[torch.zeros(2, 1, 9, 12)] * 2)), x
-        ),
+        "cross": refused(Using(lambda x: F.scaled_dot_product_attention(x[:, None], other, other)), x),
         "labels": refused(Using(lambda x, labels: attend(x)), x, labels=x),
         "table": refused(short, x),
         "weights": refused(weights, x),
@@ -334,7 +337,8 @@ def test_what_would_be_wrong_is_refused(refused: dict[str, str], what: str, said
 
 def divided(rank: int) -> tuple[list[int], list[int]]:
     batch = torch.arange(8).repeat(1, 1)
-    whole = shard_sequence({"ids": batch, "name": "x"}, mesh())
+    given: dict[str, Any] = {"ids": batch, "name": "x"}
+    whole = shard_sequence(given, mesh())
     return whole["ids"][0].tolist(), shard_sequence(batch, mesh(), balance=False)[0].tolist()
 
 

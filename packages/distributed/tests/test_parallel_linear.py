@@ -117,7 +117,8 @@ def test_one_process_has_torchs_own_layers() -> None:
     ours = ColumnParallelLinear(WIDTH, HIDDEN), RowParallelLinear(HIDDEN, WIDTH), VocabParallelEmbedding(TOKENS, WIDTH)
     torch.manual_seed(0)
     theirs = nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH), nn.Embedding(TOKENS, WIDTH)
-    for one, other in zip(ours, theirs, strict=True):
+    pairs: list[tuple[Any, Any]] = [*zip(ours, theirs, strict=True)]
+    for one, other in pairs:
         assert isinstance(one, type(other))
         assert torch.equal(one.weight, other.weight)
         assert type(one.weight) is nn.Parameter

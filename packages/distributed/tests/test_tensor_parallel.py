@@ -207,9 +207,9 @@ def refusals(rank: int) -> dict[str, str]:
 
     odd = nn.Sequential(nn.Linear(6, 7), nn.ReLU(), nn.Linear(7, 6))
     own = Llama()
-    own.layers[0].mlp.up_proj.__class__ = type("Adapted", (nn.Linear,), {"forward": lambda self, x: x})
+    own.get_submodule("layers.0.mlp.up_proj").__class__ = type("Adapted", (nn.Linear,), {"forward": lambda self, x: x})
     strange = Llama()
-    strange.layers[0].self_attn.inner_norm = nn.LayerNorm(8)  # type: ignore[assignment]
+    strange.get_submodule("layers.0.self_attn").inner_norm = nn.LayerNorm(8)
     return {
         "no match": refused({"layers.*.mlp.upp": "colwise"}),
         "no word": refused({"lm_head": "columnwise"}),
@@ -296,7 +296,7 @@ def misused(rank: int) -> dict[str, Any]:
         parallelize_tensor(model, mesh(), {"3": "colwise"})
     # A weight that is split is not taken for a whole one.
     with pytest.raises(RuntimeError, match="mixed"):
-        F.linear(torch.ones(2, 4), model[2].weight)
+        F.linear(torch.ones(2, 4), model.get_parameter("2.weight"))
     return {**said, "note": caught.value.__notes__[0], "twice": str(again.value)}
 
 
