@@ -89,25 +89,32 @@ def data() -> DataLoader[tuple[Tensor, ...]]:
 
 
 def trainer(precision: Any, **settings: Any) -> pl.Trainer:
-    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "max_epochs": 10}
+    quiet: dict[str, Any] = {
+        "logger": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "max_epochs": 10,
+    }
     quiet |= {"enable_checkpointing": False, "accelerator": "cpu", "devices": 1}
     return pl.Trainer(plugins=[precision], callbacks=list(precision.callbacks), **{**quiet, **settings})
 
 
-def float_weight(layer: nn.Module) -> Tensor:
+def float_weight(layer: Any) -> Tensor:
     """What a quantised layer computes with."""
+    found: Tensor
     if isinstance(layer, FourBitLinear):
-        return dequantize_4bit(layer.weight.data, layer.weight.quant_state)
-    assert isinstance(layer, EightBitLinear)
-    assert layer.state.SCB is not None
-    return layer.weight.float() * layer.state.SCB[:, None] / 127
+        found = dequantize_4bit(layer.weight.data, layer.weight.quant_state)
+    else:
+        assert isinstance(layer, EightBitLinear)
+        found = layer.weight.float() * layer.state.SCB[:, None] / 127
+    return found
 
 
 @pytest.mark.parametrize("mode", FROZEN)
 @pytest.mark.parametrize("sizes", [(64, 48), (33, 17)])
 def test_weights_are_stored_in_few_bits_and_stand_for_the_float_ones(mode: str, sizes: tuple[int, int]) -> None:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(*sizes))
+    model: Any = nn.Sequential(nn.Linear(*sizes))
     before = model[0].weight.detach().clone()
     convert(model, config(mode))
     stored = model[0].weight
@@ -133,7 +140,7 @@ def test_weights_are_stored_in_few_bits_and_stand_for_the_float_ones(mode: str, 
 def test_it_computes_what_the_quantised_weights_say(mode: str) -> None:
     """Three dimensions and an odd size, forward and backward, against a plain Linear with those weights."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(33, 17))
+    model: Any = nn.Sequential(nn.Linear(33, 17))
     plain = copy.deepcopy(model)
     convert(model, config(mode))
     if mode != "int8-training":
@@ -142,7 +149,7 @@ def test_it_computes_what_the_quantised_weights_say(mode: str) -> None:
     ins = [x.clone().requires_grad_() for _ in range(2)]
     for net, inputs in zip((model, plain), ins, strict=True):
         net(inputs).square().mean().backward()
-    near = {"rtol": 0.02, "atol": 2e-4} if mode == "int8-training" else {"rtol": 1e-4, "atol": 1e-6}
+    near: Any = {"rtol": 0.02, "atol": 2e-4} if mode == "int8-training" else {"rtol": 1e-4, "atol": 1e-6}
     got, want = model(x), plain(x)
     assert (got - want).norm() <= (0.02 if mode == "int8-training" else 1e-5) * want.norm()
     torch.testing.assert_close(ins[0].grad, ins[1].grad, **near)
@@ -179,7 +186,8 @@ def test_int8_training_computes_with_the_weights_of_now() -> None:
     """bitsandbytes' own layer stays with the first ones in evaluation, and while a gradient of zeros is there."""
     torch.manual_seed(0)
     x = torch.randn(8, 16)
-    model, theirs = nn.Sequential(nn.Linear(16, 8)), nn.Sequential(bnb.nn.Linear8bitLt(16, 8))
+    model: Any = nn.Sequential(nn.Linear(16, 8))
+    theirs: Any = nn.Sequential(bnb.nn.Linear8bitLt(16, 8))
     convert(model, config("int8-training"))
     for net, right in ((model, True), (theirs, False)):
         optimizer = torch.optim.SGD(net.parameters(), lr=30.0)
@@ -221,7 +229,8 @@ def test_a_resumed_training_ends_with_the_same_bits(mode: str, kind: Any, tmp_pa
 
 @pytest.mark.parametrize("mode", FROZEN)
 def test_a_float_checkpoint_is_quantised_when_it_is_read(mode: str) -> None:
-    model, source = Net(), Net()
+    model: Any = Net()
+    source: Any = Net()
     with torch.no_grad():
         source.body[0].weight.normal_()
     convert(model, config(mode, "head"))
@@ -315,7 +324,8 @@ def test_a_loop_of_ones_own_trains_with_an_optimizer_made_before(mode: str, buil
         losses.append(loss.item())
     assert losses[-1] < losses[0] / 2
     if mode == "int8-training":
-        assert not torch.equal(model.body[0].weight, Net().body[0].weight)
+        start: Any = Net()
+        assert not torch.equal(model.body[0].weight, start.body[0].weight)
 
 
 def ddp_rank(rank: int, mode: str) -> dict[str, Any]:

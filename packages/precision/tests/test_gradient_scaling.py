@@ -92,7 +92,7 @@ def test_gradients_are_unscaled_before_they_are_clipped(build: Build) -> None:
             with torch.autocast("cpu", torch.float16, cache_enabled=False):
                 loss = nn.functional.mse_loss(net(x).float(), y)
             optimizer.zero_grad()
-            scaler.scale(loss).backward()
+            scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
             if unscales:
                 scaler.unscale_(optimizer)
                 norms.append(norm(net))
@@ -117,7 +117,7 @@ def test_a_step_that_overflows_is_left_out_and_the_scale_falls(build: Build) -> 
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.05)
     for i, (x, y) in enumerate(batches()):
         optimizer.zero_grad()
-        nn.functional.mse_loss(plain(x), y).backward()
+        nn.functional.mse_loss(plain(x), y).backward()  # type: ignore[no-untyped-call]
         if i != 2:
             optimizer.step()
     for ours, theirs in zip(model.net.parameters(), plain.parameters(), strict=True):

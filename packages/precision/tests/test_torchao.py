@@ -114,7 +114,7 @@ def test_the_first_and_last_layer(skips: bool, converted: tuple[str, ...]) -> No
 def test_values_are_rounded_to_8_bits_and_no_more(recipe: Any) -> None:
     """A layer with one input and one weight per output: nothing adds up, so each value has its rounding errors only."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(16, 16, bias=False))
+    model: Any = nn.Sequential(nn.Linear(16, 16, bias=False))
     with torch.no_grad():
         model[0].weight.copy_(torch.diag(torch.rand(16) + 0.5))
     plain = copy.deepcopy(model)

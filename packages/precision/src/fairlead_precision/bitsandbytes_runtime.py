@@ -30,6 +30,8 @@ class FourBitLinear(bnb.nn.Linear4bit):  # type: ignore[misc]
     float weight of a plain Linear, which it quantises.
     """
 
+    weight: Any  # a bnb.nn.Params4bit
+
     def __init__(self, linear: nn.Linear, quant_type: str, dtype: torch.dtype | None, *, double: bool) -> None:
         super().__init__(linear.in_features, linear.out_features, bias=False, quant_type=quant_type, device="meta")
         self.bias = linear.bias

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import importlib
 from typing import Any
 
@@ -75,7 +74,6 @@ def _autocast_on_cpu(layer: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ..
     return None
 
 
-@functools.cache
 def _class(family: str, base: str) -> type[_Float8]:
     precisions = importlib.import_module(f"lightning.{family}.plugins.precision")
     return type("TorchAOFloat8Precision", (_Float8, getattr(precisions, base)), {})

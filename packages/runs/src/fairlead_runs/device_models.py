@@ -7,7 +7,6 @@ figure is that of a larger variant. AMD's GPUs also stand under their architectu
 from __future__ import annotations
 
 import csv
-import functools
 import re
 from dataclasses import dataclass
 from importlib.resources import files
@@ -96,8 +95,7 @@ class DeviceModel:
         return min(self.memory_gb, default=None)
 
 
-@functools.cache
-def _models() -> tuple[DeviceModel, ...]:
+def _read() -> tuple[DeviceModel, ...]:
     text = files("fairlead_runs").joinpath("device_models.csv").read_text(encoding="utf-8")
     by_name = {vendor.name: vendor for vendor in (*vendors(), NOT_DRIVEN)}
     return tuple(
@@ -113,9 +111,12 @@ def _models() -> tuple[DeviceModel, ...]:
     )
 
 
+_MODELS: Final = _read()
+
+
 def device_names() -> tuple[str, ...]:
     """The names of all models, those of a vendor together, the newest first."""
-    return tuple(model.name for model in _models())
+    return tuple(model.name for model in _MODELS)
 
 
 # What a name looks like where it is not simply one of the table with a space, a dash or an underscore in it.
@@ -137,7 +138,7 @@ def find_device(name: str) -> DeviceModel | None:
         True
     """
     words = " ".join(re.split(r"[\s_-]+", name.strip().lower()))
-    for model in _models():
+    for model in _MODELS:
         wanted = model.name.replace(" ", " ?")  # as whole words, or written together: `rtx4090`
         if model.vendor not in (GOOGLE, APPLE) and re.search(rf"(?<![a-z0-9]){wanted}(?![a-z0-9])", words):
             return model
@@ -149,7 +150,7 @@ def find_device(name: str) -> DeviceModel | None:
 
 
 def _by_name(name: str) -> DeviceModel | None:
-    return next((model for model in _models() if model.name == name), None)
+    return next((model for model in _MODELS if model.name == name), None)
 
 
 def nearest_devices(name: str) -> list[str]:

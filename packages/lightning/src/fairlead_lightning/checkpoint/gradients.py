@@ -40,7 +40,8 @@ class GradientWatch:
             # The ranks' mean says no more whose it was. This rank's own part passes here before: the gradient of the
             # first matrix, mostly the last that is computed, is not finite where any that it is made of is not.
             matrices = [parameter for _, parameter in self._weights if parameter.ndim > 1]
-            self._own_hook = (matrices or [self._weights[0][1]])[0].register_hook(self._see_own)
+            last: Any = (matrices or [self._weights[0][1]])[0]
+            self._own_hook = last.register_hook(self._see_own)
 
     def _see_own(self, grad: Tensor) -> None:
         self._own = self._own | ~_largest([grad])[0].isfinite()
