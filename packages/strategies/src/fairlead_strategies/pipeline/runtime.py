@@ -44,8 +44,8 @@ from fairlead_strategies.pipeline.stages import Split, split_module
 class PipelineStrategy(RanksOnMesh, ModelParallelStrategy):
     """Splits the module into stages, and each stage as the rest of the mesh says; runs its steps as a pipeline.
 
-    Optimizers, schedulers and hooks see this rank's parameters, under the names of the whole model. The optimizers are
-    made while the module is whole, so that `configure_optimizers` finds every layer.
+    Optimizers, schedulers and hooks see this rank's parameters, under the names of the whole model. But
+    `configure_optimizers` finds every layer: those of other ranks are there meanwhile, without their values.
     """
 
     def __init__(self, config: PipelineFields, layout: Layout, **kwargs: Any) -> None:
@@ -85,26 +85,21 @@ class PipelineStrategy(RanksOnMesh, ModelParallelStrategy):
         split = former.split if former is not None else None
         if former is not None:
             former.detach()
-        whole = split is None
-        if whole:
-            _from_rank_0(module, self.root_device)
-            self.model = self.precision_plugin.convert_module(module)
-        self._reset_optimizers_and_schedulers()
-        if fitting and whole:
-            self.setup_optimizers(trainer)
-            named = {id(one): name for name, one in module.named_parameters()}
-            self._groups = [_named_groups(one, named) for one in self.optimizers]
         if split is None:
+            _from_rank_0(module, self.root_device)
+            self.precision_plugin.convert_module(module)
             split = self._split_module(module)
         self._split = split
         self.model = module
         self.model_to_device()
-        mine = split.parameters(module)
-        if fitting and not whole:
-            self.setup_optimizers(trainer)
-            self._groups = self._everyones_groups(module)
-        for optimizer, groups in zip(self.optimizers, self._groups, strict=True):
-            _keep_own(optimizer, groups, mine)
+        self._reset_optimizers_and_schedulers()
+        if fitting:
+            with split.as_whole(module) as names:
+                self.setup_optimizers(trainer)
+                self._groups = [_named_groups(one, names) for one in self.optimizers]
+            own = {id(one) for one in module.parameters()}
+            for optimizer in self.optimizers:
+                _keep_own(optimizer, own)
         self._tied = split.tied_here(module, self.group.rank(), self.group)
         self.pipelined = PipelinedModule(module, split, self._pipeline)
         self.precision_plugin.clip_grad_by_norm = self._clip_by_norm  # type: ignore[method-assign]
@@ -176,19 +171,6 @@ class PipelineStrategy(RanksOnMesh, ModelParallelStrategy):
         if ranks * config.local_stages <= 4 and shown <= 8:
             lines += [f"{shown} micro-batches:", picture(config.schedule, ranks, shown, config.local_stages)]
         rank_zero_info("\n".join(lines))
-
-    def _everyones_groups(self, module: pl.LightningModule) -> list[list[list[str]]]:
-        """The optimizers' groups over all ranks, where a module was split before they were made."""
-        assert self._split is not None
-        named = {id(one): name for name, one in self._split.parameters(module).items()}
-        own = [_named_groups(one, named) for one in self.optimizers]
-        everyone: list[Any] = [None] * self.layout.pipeline
-        dist.all_gather_object(everyone, own, group=self.group)
-        order = {name: number for number, name in enumerate(self._split.names.parameters)}
-        return [
-            [sorted({name for one in everyone for name in one[o][g]}, key=order.__getitem__) for g in range(len(groups))]
-            for o, groups in enumerate(own)
-        ]
 
     # -- steps
 
@@ -309,19 +291,16 @@ def _named_groups(optimizer: Optimizer, names: Mapping[int, str]) -> list[list[s
             why="each of its steps depends on all parameters together, and evaluates the loss several times",
             fix="use an optimizer that updates each parameter by itself, such as AdamW",
         )
-    return [[names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
+    named = [[names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
+    return [list(dict.fromkeys(group)) for group in named]
 
 
-def _keep_own(optimizer: Optimizer, groups: list[list[str]], mine: Mapping[str, nn.Parameter]) -> None:
-    """Leaves this rank's parameters in an optimizer, which may be other objects by now (DTensors)."""
-    states = dict(optimizer.state)
-    before = {name: one for group, names in zip(optimizer.param_groups, groups, strict=True)
-              for name, one in zip(names, group["params"], strict=False)}  # fmt: skip
-    optimizer.state.clear()
-    for group, names in zip(optimizer.param_groups, groups, strict=True):
-        group["params"] = [mine[name] for name in names if name in mine]
-        if "param_names" in group:
-            group["param_names"] = [name for name in names if name in mine]
-        for name in names:
-            if name in mine and before.get(name) in states:
-                optimizer.state[mine[name]] = states[before[name]]
+def _keep_own(optimizer: Optimizer, own: set[int]) -> None:
+    """Leaves this rank's parameters in an optimizer."""
+    for group in optimizer.param_groups:
+        kept = [number for number, parameter in enumerate(group["params"]) if id(parameter) in own]
+        for key in ("params", "param_names"):
+            if key in group:
+                group[key] = [group[key][number] for number in kept]
+    for parameter in [one for one in optimizer.state if id(one) not in own]:
+        del optimizer.state[parameter]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -101,6 +103,8 @@ class Split:
     """The first name of each weight that other ranks hold too, and the pipeline ranks that do."""
     described: list[str] = field(default_factory=list)
     """One line for each stage of the whole pipeline."""
+    elsewhere: list[tuple[nn.Module, str, nn.Module, nn.Module]] = field(default_factory=list)
+    """What is on other ranks: where it was (a module and a name in it), the layer without its values, the stand-in."""
 
     def parameters(self, module: nn.Module) -> dict[str, nn.Parameter]:
         """This rank's parameters by the first name that they have in the whole model."""
@@ -108,6 +112,20 @@ class Split:
         for name, one in module.named_parameters():
             found.setdefault(self.names.canonical[name], one)
         return found
+
+    @contextmanager
+    def as_whole(self, module: nn.Module) -> Iterator[dict[int, str]]:
+        """Inside the block the module has all layers again, those of other ranks without memory for their values.
+
+        Gives the first name of each parameter by its `id`: for `configure_optimizers`, which may want any of them.
+        """
+        for parent, name, layer, _ in self.elsewhere:
+            setattr(parent, name, layer)
+        try:
+            yield {id(one): self.names.canonical[name] for name, one in module.named_parameters()}
+        finally:
+            for parent, name, _, stand_in in self.elsewhere:
+                setattr(parent, name, stand_in)
 
     def tied_here(self, module: nn.Module, rank: int, group: dist.ProcessGroup | None) -> list[Tied]:
         """The weights that other ranks hold too, with a group for each; all ranks of the pipeline call it."""
@@ -156,19 +174,39 @@ def split_module(
     others = {
         id(part): owner for chain, owner in zip(chains, owners, strict=True) if owner != rank for part in _within(chain)
     }
-    _drop(module, mine, others, "")
-    return Split(known, list(stages), sorted(tied, key=lambda one: known.parameters.index(one[0])), described)
+    tied.sort(key=lambda one: known.parameters.index(one[0]))
+    split = Split(known, list(stages), tied, described, list(_elsewhere(module, mine, others, "")))
+    for parent, name, layer, stand_in in split.elsewhere:
+        _empty(layer, mine)
+        setattr(parent, name, stand_in)
+    return split
 
 
 def _within(chain: Iterable[nn.Module]) -> Iterable[nn.Module]:
     return (part for layer in chain for part in layer.modules())
 
 
-def _drop(module: nn.Module, mine: set[int], others: dict[int, int], path: str) -> None:
+def _elsewhere(
+    module: nn.Module, mine: set[int], others: dict[int, int], path: str
+) -> Iterator[tuple[nn.Module, str, nn.Module, nn.Module]]:
     for name, child in list(module.named_children()):
         if id(child) in mine:
             continue
         if id(child) in others:
-            setattr(module, name, Elsewhere(f"{path}{name}", others[id(child)]))
+            yield module, name, child, Elsewhere(f"{path}{name}", others[id(child)])
         else:
-            _drop(child, mine, others, f"{path}{name}.")
+            yield from _elsewhere(child, mine, others, f"{path}{name}.")
+
+
+def _empty(layer: nn.Module, mine: set[int]) -> None:
+    """Gives the memory of a layer's values back; shapes and number formats stay."""
+    for part in layer.modules():
+        if id(part) in mine:
+            continue
+        for name, one in part._parameters.items():
+            if one is not None:
+                hollow = torch.zeros((), dtype=one.dtype, device=one.device).expand(one.shape)
+                part._parameters[name] = nn.Parameter(hollow, one.requires_grad)
+        for name, buffer in part._buffers.items():
+            if buffer is not None:
+                part._buffers[name] = torch.zeros((), dtype=buffer.dtype, device=buffer.device).expand(buffer.shape)

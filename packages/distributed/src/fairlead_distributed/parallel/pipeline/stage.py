@@ -85,8 +85,9 @@ class RunningStage(TorchStage):
         self._buffers: dict[str, Tensor] = {}
 
     def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
-        """What is sent has to lie in memory without gaps."""
-        return tree_map(_without_gaps, super().forward_maybe_with_nosync(*args, **kwargs))
+        """What is sent has to lie in memory without gaps, and torch takes it from the graph in place: no view."""
+        out = super().forward_maybe_with_nosync(*args, **kwargs)
+        return out if self.is_last else tree_map(_own, out)
 
     def forward_one_chunk(self, fwd_chunk_id: int, args: Any, kwargs: Any = None, save_forward_output: bool = True) -> Any:
         """One micro-batch forward."""
@@ -136,3 +137,8 @@ class RunningStage(TorchStage):
 
 def _without_gaps(value: Any) -> Any:
     return value.contiguous() if isinstance(value, Tensor) else value
+
+
+def _own(value: Any) -> Any:
+    value = _without_gaps(value)
+    return value.clone() if isinstance(value, Tensor) and value._is_view() else value
