@@ -34,19 +34,19 @@ class Attention(nn.Module):
     def __init__(self, width: int, heads: int, context: int, dropout: float) -> None:
         super().__init__()
         self.heads = heads
+        self.head_width = width // heads
         self.dropout = dropout
         self.qkv = nn.Linear(width, 3 * width, bias=False)
         self.out = nn.Linear(width, width, bias=False)
-        head_width = width // heads
-        frequency = 10_000.0 ** (-torch.arange(0, head_width, 2) / head_width)
+        frequency = 10_000.0 ** (-torch.arange(0, self.head_width, 2) / self.head_width)
         angle = torch.outer(torch.arange(context), frequency)
         self.register_buffer("cos", angle.cos(), persistent=False)
         self.register_buffer("sin", angle.sin(), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        batch, time, width = x.shape
+        batch, time, _ = x.shape
         cos, sin = self.cos[:time], self.sin[:time]
-        q, k, v = self.qkv(x).view(batch, time, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)
+        q, k, v = self.qkv(x).view(batch, time, 3, self.heads, self.head_width).permute(2, 0, 3, 1, 4)
         y = F.scaled_dot_product_attention(
             rotate(q, cos, sin),
             rotate(k, cos, sin),
@@ -54,7 +54,7 @@ class Attention(nn.Module):
             dropout_p=self.dropout if self.training else 0.0,
             is_causal=True,
         )
-        out: Tensor = self.out(y.transpose(1, 2).reshape(batch, time, width))
+        out: Tensor = self.out(y.transpose(1, 2).flatten(2))
         return out
 
 

@@ -17,6 +17,7 @@ from fairlead_runs import fingerprint
 from fairlead_runs.batch_policy import batch_plan
 from fairlead_runs.batch_size import GlobalBatch, batch_of_job, for_each_rank, lr_setting
 from fairlead_runs.commit import newest_complete
+from fairlead_runs.data_ranks import data_ranks
 from fairlead_runs.naming import run_directory
 from fairlead_runs.ownership import same_run, stored_fingerprint
 
@@ -26,6 +27,10 @@ def check_batch(loaded: LoadedJob, resolution: Resolution, environ: Mapping[str,
     job = loaded.job
     assert job is not None
     place, trainer = job.trainer.batch_size_from, job.trainer
+    try:
+        ranks = data_ranks(resolution)
+    except ConfigError:
+        return CheckResult(())  # the strategy's own check says it
     try:
         size = batch_of_job(for_each_rank(job, resolution))
         total = batch_of_job(job)
@@ -37,7 +42,7 @@ def check_batch(loaded: LoadedJob, resolution: Resolution, environ: Mapping[str,
     settings = {}
     if size is not None:
         accumulate = _accumulate(job, resolution, cwd)
-        batch = GlobalBatch(size, resolution.world_size, resolution.num_nodes, accumulate)
+        batch = GlobalBatch(size, ranks, resolution.num_nodes, accumulate, resolution.world_size // ranks)
         if trainer.batch_size == "global":
             parts = str(batch).partition(" x ")[2] or "1 rank"
             reason = f"{reason}: {total} / {f'({parts})' if ' x ' in parts else parts}"

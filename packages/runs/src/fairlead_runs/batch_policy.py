@@ -7,20 +7,23 @@ from typing import Any
 
 from fairlead.errors import ConfigError
 from fairlead.resolve import Resolution
+from fairlead_runs.data_ranks import data_ranks, replicas_in
 
 
 def batch_plan(resolution: Resolution, previous: Mapping[str, Any] | None) -> int:
     """How many batches of each rank make one optimizer step, by `trainer.batch_policy`.
 
-    `previous` is the metadata of the checkpoint that the run resumes from. Global batch = batch of a rank x world size
-    x accumulate_grad_batches. `ConfigError`: the world size changed and nothing says what to keep, or the old global
-    batch cannot be made of whole batches of the new ranks. With `batch_size: global` nothing needs to be kept: each
-    start divides the same global batch.
+    `previous` is the metadata of the checkpoint that the run resumes from. Global batch = batch of a rank x ranks
+    x accumulate_grad_batches, where ranks that share a batch count once. `ConfigError`: the number of ranks changed and
+    nothing says what to keep, or the old global batch cannot be made of whole batches of the new ranks. With
+    `batch_size: global` nothing needs to be kept: each start divides the same global batch.
     """
     asked = resolution.trainer.accumulate_grad_batches
     if previous is None or previous.get("world_size") is None:
         return asked
-    old_world, new_world = int(previous["world_size"]), resolution.world_size
+    old_world, new_world = replicas_in(previous)[0], data_ranks(resolution)
+    split = (old_world, new_world) != (int(previous["world_size"]), resolution.world_size)
+    ranks = "replicas of the model" if split else "ranks"
     # Not what the config asks for: the start before may have kept the global batch of one before it.
     old = old_world * int(previous.get("accumulate_grad_batches", asked))
     policy = resolution.trainer.batch_policy
@@ -28,7 +31,7 @@ def batch_plan(resolution: Resolution, previous: Mapping[str, Any] | None) -> in
         return asked
     if policy is None:
         raise ConfigError(
-            f"the run was trained with {old_world} ranks and would resume with {new_world}",
+            f"the run was trained with {old_world} {ranks} and would resume with {new_world}",
             where="trainer.batch_policy",
             why=f"the global batch would change from {old} to {new_world * asked} batches of one rank",
             fix="set batch_policy: keep_global (same global batch) or keep_per_device (same batch for each rank)",

@@ -11,6 +11,7 @@ from fairlead.config import ClassSpec, JobConfig, TrainerConfig
 from fairlead.errors import ConfigError
 from fairlead.facts import Setting
 from fairlead.resolution import Resolution
+from fairlead_runs.data_ranks import data_ranks
 
 LrRule = Literal["linear", "sqrt", "none"]
 """How a learning rate follows the global batch: in proportion, with its square root, or not at all."""
@@ -24,12 +25,17 @@ class GlobalBatch:
         >>> batch = GlobalBatch(32, ranks=16, nodes=2, accumulate=4)
         >>> batch.samples, str(batch)
         (2048, '32 per device x 8 devices x 2 nodes x 4 batches')
+        >>> str(GlobalBatch(32, ranks=4, shared_by=8))  # tensor parallelism: eight ranks work on a batch
+        '32 per replica x 4 replicas of 8 devices'
     """
 
     per_device: int
     ranks: int = 1
+    """Those that have a batch of their own."""
     nodes: int = 1
     accumulate: int = 1
+    shared_by: int = 1
+    """Ranks that work on one batch together."""
 
     @property
     def samples(self) -> int:
@@ -40,9 +46,12 @@ class GlobalBatch:
         ranks = [(self.ranks, "rank")]  # nodes may have unequal numbers of them
         if self.ranks % self.nodes == 0:
             ranks = [(self.ranks // self.nodes, "device"), (self.nodes, "node")]
-        counts = [*ranks, (self.accumulate, "batch")]
-        named = [f"{count} {name}{'es' if name == 'batch' else 's'}" for count, name in counts if count > 1]
-        return " x ".join([f"{self.per_device} per device", *named])
+        batches = [f"{self.accumulate} batches"] if self.accumulate > 1 else []
+        if self.shared_by > 1:
+            replicas = f"{self.ranks} replica{'s' if self.ranks > 1 else ''} of {self.shared_by} devices"
+            return " x ".join([f"{self.per_device} per replica", replicas, *batches])
+        named = [f"{count} {name}s" for count, name in ranks if count > 1]
+        return " x ".join([f"{self.per_device} per device", *named, *batches])
 
 
 def effective_batch(batch_size: int, devices: int = 1, num_nodes: int = 1, accumulate_grad_batches: int = 1) -> int:
@@ -66,7 +75,7 @@ def split_batch(total: int, world_size: int, accumulate_grad_batches: int = 1) -
 
     Args:
         total: Samples in one optimizer step, over all ranks.
-        world_size: Ranks in all.
+        world_size: Ranks in all; where several share a batch, as in tensor parallelism, how many batches there are.
         accumulate_grad_batches: Batches of each rank to one optimizer step.
 
     Raises:
@@ -188,7 +197,7 @@ def for_each_rank(job: JobConfig, resolution: Resolution, *, evaluates: bool = F
     total = global_batch(job, trainer)
     if total is None:
         return job
-    ranks, accumulate = resolution.world_size, trainer.accumulate_grad_batches
+    ranks, accumulate = data_ranks(resolution), trainer.accumulate_grad_batches
     if evaluates:
         share = max(1, total // (ranks * accumulate))
     else:

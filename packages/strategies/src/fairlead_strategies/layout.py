@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
-from typing import Annotated, Final, Literal
+from typing import Annotated, Any, Final, Literal
 
 from pydantic import Field
 
@@ -65,7 +65,7 @@ class Layout:
             ConfigError: The product is not the world size, or several sizes are `auto`; nothing is adjusted.
         """
         autos = [name for name, size in sizes.items() if size == "auto"]
-        given = {name: size for name, size in sizes.items() if size != "auto"}
+        given: dict[str, Any] = {name: size for name, size in sizes.items() if size != "auto"}
         if len(autos) > 1:
             raise ConfigError(
                 f"{' and '.join(autos)} cannot both be auto",
@@ -109,9 +109,14 @@ class Layout:
         """How many ranks have batches of their own; the ranks of a tensor, context or pipeline group share one."""
         return self.replicate * self.shard
 
+    @property
+    def neighbours(self) -> int:
+        """How many consecutive ranks share a batch."""
+        return self.context * self.tensor
+
     def data_rank(self, rank: int) -> int:
         """Which of these batches a rank has."""
-        return rank // (self.context * self.tensor) % self.data_parallel
+        return rank // self.neighbours % self.data_parallel
 
     def dimensions(self) -> dict[str, int]:
         """The dimensions of the mesh with their sizes: those above 1, and `shard`.

@@ -23,6 +23,7 @@ from fairlead_lightning.checkpoint.finite import Finite
 from fairlead_lightning.checkpoint.saving import Correction, meet, write_state
 from fairlead_lightning.resume.exact_resume import ExactResume
 from fairlead_runs.commit import best, list_checkpoints, newest_complete, retain
+from fairlead_runs.data_ranks import replicas_of
 from fairlead_runs.describe import described
 
 
@@ -206,6 +207,7 @@ class Checkpoints(Checkpoint):
             "epoch": trainer.current_epoch - (correct is compat.inside_epoch),
             "hyperparameters": described(trainer.lightning_module)["args"],
             "world_size": trainer.world_size,
+            "replicas": replicas_of(trainer.strategy, trainer.world_size),
             "accumulate_grad_batches": self._accumulate,
             "finite": self.finite.check_weights(trainer),
         }

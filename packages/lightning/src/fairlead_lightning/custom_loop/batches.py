@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 from fairlead.errors import ConfigError
 from fairlead_distributed import ResumableDistributedSampler, derive_seed, isolated_rng
 from fairlead_lightning.custom_loop.state import LoopState
+from fairlead_lightning.resume.rank_state import data_rank
 
 T = TypeVar("T")
 
@@ -41,7 +42,7 @@ class LoopBatches:
                 fix="give the DataLoader itself; its batches are moved to the device here",
             )
         sampler: Any = getattr(loader, "sampler", None)
-        rank = self._fabric.global_rank
+        rank = data_rank(self._fabric)
         if any(sampler is one for one in self._samplers()):
             seed = derive_seed("loader", sampler.seed, sampler.epoch, sampler.consumed, step, rank)
             batches = sampler.batches(cast("DataLoader[T]", _Apart(loader, seed)))

@@ -14,9 +14,10 @@ from fairlead_distributed import set_rng_state
 from fairlead_distributed.objects import gather_objects
 from fairlead_distributed.run.session import STATE_FILE
 from fairlead_lightning.custom_loop.state import OWN, LoopState, loading
-from fairlead_lightning.resume.rank_state import load_part, rank_file, seed_anew
+from fairlead_lightning.resume.rank_state import data_rank, load_part, rank_file, seed_anew
 from fairlead_runs.commit import Checkpoint
 from fairlead_runs.commit.manifest import file_problem
+from fairlead_runs.data_ranks import replicas_in, replicas_of
 
 
 def load_checkpoint(file: Path, objects: LoopState, fabric: lf.Fabric) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
@@ -36,7 +37,7 @@ def load_checkpoint(file: Path, objects: LoopState, fabric: lf.Fabric) -> tuple[
     if same_ranks:
         set_rng_state(mine["rng"])
     else:
-        seed_anew(torch.initial_seed(), int(metadata["step"]), fabric.global_rank)
+        seed_anew(torch.initial_seed(), int(metadata["step"]), data_rank(fabric))
     return metadata, own
 
 
@@ -58,16 +59,18 @@ def _of_a_loop(file: Path) -> Checkpoint:
 def _same_ranks(metadata: Mapping[str, Any], objects: LoopState, fabric: lf.Fabric, checkpoint: Checkpoint) -> bool:
     """Whether as many ranks go on; what is of each rank cannot be dealt out to another number of them."""
     before, now = int(metadata["world_size"]), fabric.world_size
-    if before == now:
+    same_replicas = replicas_in(metadata) == replicas_of(fabric.strategy, now)
+    if before == now and same_replicas:
         return True
+    other = "" if before != now else ", and other ranks share each batch"
     if objects.per_rank:
         raise CheckpointError(
-            f"{before} ranks have saved states of their own, {now} would go on",
+            f"{before} ranks have saved states of their own, {now} would go on" + other,
             where=str(checkpoint.path),
             why=f"per_rank: {', '.join(sorted(objects.per_rank))}",
             fix=f"start {before} ranks",
         )
-    fabric.print(f"warning: {before} ranks have saved, {now} go on: the random generators begin anew")
+    fabric.print(f"warning: {before} ranks have saved, {now} go on{other}: the random generators begin anew")
     return False
 
 

@@ -27,6 +27,7 @@ from fairlead_lightning.lifecycle.stuck import StuckRanks
 from fairlead_lightning.loggers.positions import LOGGER_POSITIONS, logger_positions, resume_position
 from fairlead_lightning.metrics.metrics_file import MetricsFile
 from fairlead_lightning.resume.loading import load_weights
+from fairlead_runs.data_ranks import replicas_of
 
 T = TypeVar("T")
 
@@ -284,6 +285,7 @@ class LoopRun:
             "epoch": self.epoch,
             "state": self._objects.names(),
             "world_size": self.fabric.world_size,
+            "replicas": replicas_of(self.fabric.strategy, self.fabric.world_size),
             "accumulate_grad_batches": self.accumulate_grad_batches,
         }
         saved = checkpoints.save(self.step, self._objects, entry, metrics or {}, metadata)

@@ -16,6 +16,7 @@ from fairlead_distributed import all_gather_object
 from fairlead_distributed.learning_rate import apply_lr_factor
 from fairlead_distributed.run.session import RunSession
 from fairlead_runs.batch_size import GlobalBatch, lr_setting
+from fairlead_runs.data_ranks import replicas_in
 from fairlead_runs.loader_check import Loading, loader_findings
 
 _BY_HAND: Final = "scale the learning rate yourself (fairlead_distributed.scale_lr), and leave base_batch_size out"
@@ -85,7 +86,8 @@ class BatchRule(L.Callback):
     def _say_that_it_stays(self, trainer: L.Trainer, say: Callable[[str], None], rates: str) -> None:
         """A run goes on with another global batch, and nothing says that the learning rate is to follow."""
         previous = (self._session.previous if self._session is not None else None) or {}
-        ranks, accumulate = previous.get("world_size"), previous.get("accumulate_grad_batches", 1)
+        ranks = replicas_in(previous)[0] if previous.get("world_size") is not None else None
+        accumulate = previous.get("accumulate_grad_batches", 1)
         size = _size(trainer)
         if ranks is None or size is None or self.total is not None:
             return
@@ -124,7 +126,8 @@ def _size(trainer: L.Trainer) -> int | None:
 
 def _global(trainer: L.Trainer, size: int) -> GlobalBatch:
     replicas = int((trainer.distributed_sampler_kwargs or {}).get("num_replicas", 1))
-    return GlobalBatch(size, replicas, trainer.num_nodes, trainer.accumulate_grad_batches)
+    shared_by = trainer.world_size // replicas
+    return GlobalBatch(size, replicas, trainer.num_nodes, trainer.accumulate_grad_batches, shared_by)
 
 
 def _batch(trainer: L.Trainer, *, needed: bool) -> GlobalBatch | None:

@@ -15,6 +15,7 @@ from torch import Tensor
 from fairlead_distributed.evaluation_loaders import shard_of
 from fairlead_lightning import compat
 from fairlead_lightning.compat import Logged
+from fairlead_lightning.resume.rank_state import data_rank
 
 _END: Final = math.inf  # comes after the loaders of an evaluation
 _OUTSIDE_BATCHES: Final = {
@@ -146,7 +147,7 @@ class AverageOverRanks(L.Callback):
         while self._held:
             self._held.pop()()
         mine = {key: self._weighed(one) for key, one in compat.logged_for_epoch(trainer, self._done).items()}
-        parts = _together(_Part(point, _shard(trainer), mine))
+        parts = _together(_Part(point, data_rank(trainer), mine))
         for key in dict.fromkeys(key for part in parts.values() for key in part.logged):
             logged = {rank: part.logged[key] for rank, part in parts.items() if key in part.logged}
             ours = mine.get(key) or next((one for one in logged.values() if one.ranks is None), None)
@@ -198,8 +199,3 @@ def _together(part: _Part) -> dict[int, _Part]:
         point = min(other.point for other in everyone)
         if point == part.point:
             return {rank: other for rank, other in enumerate(everyone) if other.point == point}
-
-
-def _shard(trainer: L.Trainer) -> int:
-    shards = trainer.distributed_sampler_kwargs
-    return int(shards["rank"]) if shards else trainer.global_rank

@@ -107,7 +107,7 @@ class ExactResume(L.Callback):
             load_weights(pl_module, session.weights)
         if session is not None and session.checkpoint is not None and session.previous is not None:
             folder = session.checkpoint.parent
-            self._same_ranks = session.previous.get("world_size") == trainer.world_size
+            self._same_ranks = rank_state.same_ranks(session.previous, trainer)
             self._state = rank_state.read(folder, trainer.global_rank if self._same_ranks else 0)
             self._asked.go_on(self._state if self._same_ranks else None)
         saved = self._state["loaders"] if self._state is not None else None
@@ -330,7 +330,7 @@ class ExactResume(L.Callback):
         self._users.restore(state, same_ranks=self._same_ranks)
         if not self._same_ranks:
             assert self.loaders is not None
-            rank_state.seed_anew(self.loaders.seed, trainer.global_step, trainer.global_rank)
+            rank_state.seed_anew(self.loaders.seed, trainer.global_step, rank_state.data_rank(trainer))
         elif state["where"] is not None:
             if state["where"] in ("batch", "done"):
                 compat.resume_averaging(trainer)

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
+import lightning.fabric as lf
 import lightning.pytorch as L
 import torch
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
@@ -17,6 +18,7 @@ from fairlead_distributed.module_state import module_state, restore_module
 from fairlead_distributed.run.session import RunSession
 from fairlead_lightning import compat
 from fairlead_lightning.loggers.positions import LOGGER_POSITIONS
+from fairlead_runs.data_ranks import replicas_in, replicas_of
 
 FORMAT: Final = 1
 
@@ -106,8 +108,20 @@ def restore(trainer: L.Trainer, state: Mapping[str, Any]) -> None:
     set_rng_state(state["rng"])
 
 
+def same_ranks(metadata: Mapping[str, Any], trainer: L.Trainer) -> bool:
+    """Whether as many ranks go on as have saved, and the same of them share batches."""
+    world = trainer.world_size
+    return metadata.get("world_size") == world and replicas_in(metadata) == replicas_of(trainer.strategy, world)
+
+
+def data_rank(engine: L.Trainer | lf.Fabric) -> int:
+    """Which of the batches this rank takes; ranks that share one have the same number, and draw alike."""
+    shards = getattr(engine.strategy, "distributed_sampler_kwargs", None)
+    return int(shards["rank"]) if shards else engine.global_rank
+
+
 def seed_anew(seed: int, step: int, rank: int) -> None:
-    """Seeds this rank's generators where there is no state of them: another number of ranks goes on."""
+    """Seeds the generators of a `data_rank` where there is no state of them: another number of ranks goes on."""
     import random
 
     import numpy as np

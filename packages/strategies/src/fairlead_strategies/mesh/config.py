@@ -76,7 +76,8 @@ class MeshStrategyConfig(ProcessGroupConfig):
             if own in data or own in spelled.values():
                 raise ValueError(f"`{key}` is another name of `{own}`; give one of them")
             spelled[key] = own
-            renamed[own] = "auto" if value == -1 and key.endswith("_degree") else value  # torchtitan's word for the rest
+            rest = value == -1 and key.endswith("_degree")  # torchtitan's word for what is left
+            renamed[own] = "auto" if rest else value
         config = handler(renamed)
         config._spelled = spelled
         return config
@@ -88,7 +89,9 @@ class MeshStrategyConfig(ProcessGroupConfig):
 
     def layout(self, world_size: int) -> Layout:
         """The mesh of so many ranks; a ConfigError where the sizes do not fit."""
-        own = {name: getattr(self, name) for name in (*DIMENSIONS, "expert") if name in type(self).model_fields}
+        own: dict[str, Any] = {
+            name: getattr(self, name) for name in (*DIMENSIONS, "expert") if name in type(self).model_fields
+        }
         return Layout.of(world_size, {**self.sizes, **own})
 
     def data_parallel_ranks(self, world_size: int) -> int:

@@ -26,8 +26,7 @@ class FabricMesh(RanksOnMesh, ModelParallelStrategy):
         def split(module: Module, mesh: DeviceMesh) -> Module:
             return module if is_parallelised(module) else parallelize(module, mesh, config, self.root_device)
 
-        sizes = {"data_parallel_size": layout.data_parallel, "tensor_parallel_size": layout.tensor}
-        super().__init__(split, **sizes, **kwargs)
+        super().__init__(split, layout.data_parallel, layout.tensor, **kwargs)
         self.name = config.name
         self.layout = layout
 

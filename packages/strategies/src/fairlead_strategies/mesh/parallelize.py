@@ -85,9 +85,7 @@ def _shard(
     options: dict[str, Any] = {
         "mesh": mesh,
         "mp_policy": _mixed_precision(config.mixed_precision),
-        "offload_policy": CPUOffloadPolicy(pin_memory=device.type == "cuda")
-        if config.cpu_offload
-        else OffloadPolicy(),
+        "offload_policy": CPUOffloadPolicy(pin_memory=device.type == "cuda") if config.cpu_offload else OffloadPolicy(),
     }
     for unit in units:
         fully_shard(unit, reshard_after_forward=config.reshard_after_forward, **options)

@@ -28,7 +28,7 @@ class RanksOnMesh:
         """Which of the batches this rank takes: those of its replica, as the other ranks of it do."""
         return {"num_replicas": self.layout.data_parallel, "rank": self.layout.data_rank(self.global_rank)}
 
-    def process_dataloader(self, dataloader: object) -> object:
+    def process_dataloader(self, dataloader: Any) -> Any:
         """Seeds the workers of a loader by the replica.
 
         Lightning would seed them by the rank, and each rank of a replica would augment a sample in another way.

@@ -71,11 +71,11 @@ def _large(module: Module, least: int) -> list[Module]:
         for child in part.children():
             free |= visit(child)
         # A container has no forward of its own, before which it could be gathered.
-        if part is not module and not isinstance(part, (ModuleList, ModuleDict)):
-            if sum(sizes[p] for p in free) >= least:
-                found.append(part)
-                return set()
-        return free
+        container = part is module or isinstance(part, (ModuleList, ModuleDict))
+        if container or sum(sizes[p] for p in free) < least:
+            return free
+        found.append(part)
+        return set()
 
     sizes = {id(p): p.numel() for p in module.parameters()}
     visit(module)
