@@ -357,3 +357,20 @@ def _error(run: Callable[[], None]) -> str:
         block = getattr(error, "block", None)
         return block() if block is not None else f"{type(error).__name__}: {error}"
     return ""
+
+
+def dropout(chosen: Any) -> dict[str, Any]:
+    """Whether two stages draw the same masks, and whether loaders would draw the same afterwards."""
+    masks: list[Tensor] = []
+    module = seeded(lambda: Tokens(dropout=0.5, widths=(8, 8, 8, 8, 8)))
+    made = trainer(chosen, max_steps=3)
+    for block in module.blocks:
+        block.dropout.register_forward_hook(lambda *x: masks.append(x[2] == 0))
+    made.fit(module, loader(made))
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, (masks[0], torch.get_rng_state()))
+    return {
+        "same_masks": bool((everyone[0][0] == everyone[1][0]).all()),
+        "same_generator": bool((everyone[0][1] == everyone[1][1]).all()),
+        "finite": all(loss == loss for loss in module.losses),
+    }

@@ -131,6 +131,8 @@ class PipelineStrategy(RanksOnMesh, ModelParallelStrategy):
         names, stages = layer_names(module, layers), pipeline * config.local_stages
         parts = parts_of(module, layers, names, stages, config)
         owners = [stage_rank(stage, stages, pipeline, config.schedule) for stage in range(stages)]
+        if _more_than_stages(self.layout, config):
+            _refuse_tied_on_one_rank(module, layers, parts, owners)
         split = split_module(module, layers, names, parts, owners, rank)
         if _more_than_stages(self.layout, config):
             for stage in split.stages:
@@ -267,6 +269,24 @@ class PipelineStrategy(RanksOnMesh, ModelParallelStrategy):
 
 def _more_than_stages(layout: Layout, config: PipelineFields) -> bool:
     return layout.data_parallel * layout.tensor > 1 or config.cpu_offload or config.mixed_precision is not None
+
+
+def _refuse_tied_on_one_rank(
+    module: nn.Module, layers: list[nn.Module], parts: list[range], owners: list[int]
+) -> None:
+    """Two stages of one rank are sharded each by itself, and a parameter can be sharded once."""
+    names = {id(one): name for name, one in module.named_parameters()}
+    holders: dict[tuple[int, int], int] = {}
+    for stage, part in enumerate(parts):
+        for parameter in (id(one) for number in part for one in layers[number].parameters()):
+            other = holders.setdefault((owners[stage], parameter), stage)
+            if other != stage:
+                raise ConfigError(
+                    f"{names[parameter]} is shared by the stages {other} and {stage}, which lie on the same rank",
+                    where="trainer.strategy.schedule",
+                    why="each stage is sharded by itself, and a parameter can be sharded only once",
+                    fix="schedule: 1f1b, or another split, so that these layers are on different ranks",
+                )
 
 
 def _from_rank_0(module: nn.Module, device: torch.device) -> None:
