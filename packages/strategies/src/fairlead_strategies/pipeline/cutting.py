@@ -18,6 +18,7 @@ from fairlead_distributed.parallel.pipeline.splitting import (
     split_by_counts,
 )
 from fairlead_strategies.pipeline.config import PipelineFields
+from fairlead_strategies.shared import load_classes
 
 
 def parts_of(
@@ -55,6 +56,39 @@ def _parts(
         first_stage_less_layers=config.first_stage_less_layers,
         last_stage_less_layers=config.last_stage_less_layers,
     )
+
+
+_CLASSES = ("activation_checkpointing", "auto_wrap_policy")  # fields that name classes of layers
+
+
+def check_classes(config: PipelineFields, module: nn.Module) -> None:
+    """Whether the whole module has layers of the classes that the config names.
+
+    Raises:
+        ConfigError: It has none of them.
+    """
+    for name in _CLASSES:
+        paths = getattr(config, name)
+        if isinstance(paths, tuple) and paths and not _present(paths, module, name):
+            raise ConfigError(
+                f"the model has no layer of {' or '.join(paths)}",
+                where=f"trainer.strategy.{name}",
+                why=f"it consists of: {', '.join(sorted({type(one).__qualname__ for one in module.modules()}))}",
+                fix="name the class of its layers",
+            )
+
+
+def for_stage(config: PipelineFields, stage: nn.Module) -> PipelineFields:
+    """The config with the classes alone that this stage has layers of: another stage may have the others."""
+    changes = {
+        name: _present(paths, stage, name) for name in _CLASSES if isinstance(paths := getattr(config, name), tuple)
+    }
+    return config.model_copy(update=changes)
+
+
+def _present(paths: tuple[str, ...], module: nn.Module, name: str) -> tuple[str, ...]:
+    found = {path: load_classes((path,), f"trainer.strategy.{name}") for path in paths}
+    return tuple(path for path, kinds in found.items() if any(isinstance(m, tuple(kinds)) for m in module.modules()))
 
 
 def _measured(module: pl.LightningModule, layers: list[nn.Module]) -> list[float]:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
 from fairlead.errors import ConfigError
+from fairlead_distributed.activation_checkpointing import checkpoint_layers
 from fairlead_distributed.parallel.pipeline import Pipeline, clip_grad_norm_over_stages, picture
 from fairlead_distributed.parallel.pipeline.tied import Tied
 from fairlead_runs.pipeline_schedule import stage_rank
@@ -29,7 +30,7 @@ from fairlead_strategies.mesh.parallelize import checkpointed_classes, paralleli
 from fairlead_strategies.mesh.ranks import RanksOnMesh
 from fairlead_strategies.pipeline.config import PipelineFields
 from fairlead_strategies.pipeline.contract import layer_names, layers_of
-from fairlead_strategies.pipeline.cutting import parts_of
+from fairlead_strategies.pipeline.cutting import check_classes, for_stage, parts_of
 from fairlead_strategies.pipeline.gathering import (
     gather,
     local_optimizer_state,
@@ -131,17 +132,16 @@ class PipelineStrategy(RanksOnMesh, ModelParallelStrategy):
         names, stages = layer_names(module, layers), pipeline * config.local_stages
         parts = parts_of(module, layers, names, stages, config)
         owners = [stage_rank(stage, stages, pipeline, config.schedule) for stage in range(stages)]
+        check_classes(config, module)
         if _more_than_stages(self.layout, config):
             _refuse_tied_on_one_rank(module, layers, parts, owners)
         split = split_module(module, layers, names, parts, owners, rank)
-        if _more_than_stages(self.layout, config):
-            for stage in split.stages:
-                parallelize(stage, self.device_mesh, config, self.root_device)
-        elif config.activation_checkpointing:
-            from fairlead_distributed.activation_checkpointing import checkpoint_layers
-
-            for stage in split.stages:
-                checkpoint_layers(stage, checkpointed_classes(config))
+        for stage in split.stages:
+            own = for_stage(config, stage)
+            if _more_than_stages(self.layout, config):
+                parallelize(stage, self.device_mesh, own, self.root_device)
+            elif own.activation_checkpointing:
+                checkpoint_layers(stage, checkpointed_classes(own))
         return split
 
     def _pipeline(self, loss: Any, weight: Any) -> Pipeline:

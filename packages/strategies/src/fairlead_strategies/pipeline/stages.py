@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fairlead.errors import ConfigError
-from fairlead_distributed.parallel.pipeline.tied import Tied, group_of, shared_by_stages
+from fairlead_distributed.parallel.pipeline.tied import Tied, groups_of, shared_by_stages
 
 
 class Elsewhere(nn.Module):
@@ -128,15 +128,14 @@ class Split:
                 setattr(parent, name, stand_in)
 
     def tied_here(self, module: nn.Module, rank: int, group: dist.ProcessGroup | None) -> list[Tied]:
-        """The weights that other ranks hold too, with a group for each; all ranks of the pipeline call it."""
+        """The weights that other ranks hold too, with a group for each; a collective of all ranks of the run."""
         mine = self.parameters(module)
-        groups: dict[tuple[int, ...], Any] = {}
-        tied = []
-        for name, ranks in self.tied:
-            if rank in ranks:
-                if ranks not in groups:
-                    groups[ranks] = group_of(ranks, group)
-                tied.append(Tied(mine[name], ranks, groups[ranks], counted=ranks[0] == rank))
+        groups = groups_of({ranks for _, ranks in self.tied}, group)
+        tied = [
+            Tied(mine[name], ranks, groups[ranks], counted=ranks[0] == rank)
+            for name, ranks in self.tied
+            if rank in ranks
+        ]
         return tied
 
 

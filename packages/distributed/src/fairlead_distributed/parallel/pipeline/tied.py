@@ -6,8 +6,9 @@ optimizers of all take the same step.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -38,11 +39,21 @@ def shared_by_stages(stages: Sequence[Sequence[nn.Module]], rank_of: Sequence[in
     return {key: tuple(ranks) for key, ranks in seen.items() if len(ranks) > 1}
 
 
-def group_of(ranks: tuple[int, ...], group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
-    """A group of some ranks of a pipeline; only these make it."""
+def groups_of(
+    held: Iterable[tuple[int, ...]], group: dist.ProcessGroup | None
+) -> dict[tuple[int, ...], dist.ProcessGroup | None]:
+    """A process group for each of these sets of pipeline ranks that this rank is in; a collective of *all* ranks.
+
+    Other pipelines of the run may need groups of their own, and torch makes groups safely only with all ranks at it.
+    """
     everyone = dist.get_process_group_ranks(group)
-    members = sorted(everyone[rank] for rank in ranks)
-    return dist.new_group(members, use_local_synchronization=True)  # type: ignore[no-any-return]
+    own = {tuple(ranks): tuple(sorted(everyone[rank] for rank in ranks)) for ranks in held}
+    wanted: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(wanted, sorted(own.values()))
+    made: dict[tuple[int, ...], Any] = {}
+    for members in sorted({one for theirs in wanted for one in theirs}):
+        made[members] = dist.new_group(list(members))
+    return {ranks: made[members] for ranks, members in own.items() if dist.get_rank() in members}
 
 
 def add_up(tied: Sequence[Tied]) -> None:
