@@ -10,10 +10,12 @@ from pydantic import Field
 from fairlead import Finding, Resolution, hookimpl
 from fairlead_strategies.layout import SizeOrAuto
 from fairlead_strategies.mesh.plugin import MeshStrategy
+from fairlead_strategies.pipeline.config import PipelineFields
+from fairlead_strategies.pipeline.findings import CODES, pipeline_findings
 from fairlead_strategies.tensor_parallel import TensorPlanConfig
 
 
-class HybridStrategyConfig(TensorPlanConfig):
+class HybridStrategyConfig(PipelineFields, TensorPlanConfig):
     """Copies, shards, split sequences, split layers and stages of a model, in any combination.
 
     The sizes multiply to the number of ranks; one may be `auto`. torchtitan's and Accelerate's names of them are
@@ -53,15 +55,19 @@ class Hybrid(MeshStrategy):
     config = HybridStrategyConfig
     codes: ClassVar[Mapping[str, str]] = {
         **MeshStrategy.codes,
+        **CODES,
         "hybrid-expert": "Experts are to be divided over ranks, which this strategy does not do.",
     }
 
     @hookimpl
     def fairlead_check(self, resolution: Resolution, environ: Mapping[str, str]) -> Iterator[Finding]:
-        """What every mesh checks, and what is not built."""
+        """What every mesh checks, the schedule of a pipeline, where there is one, and what is not built."""
+        findings = list(super().fairlead_check(resolution, environ))
+        yield from findings
         config = resolution.strategy
         assert isinstance(config, HybridStrategyConfig)
-        yield from super().fairlead_check(resolution, environ)
+        if not any(finding.code == "mesh-sizes" for finding in findings):
+            yield from pipeline_findings(config, config.layout(resolution.world_size), resolution)
         if config.expert > 1:
             yield Finding(
                 "error",
