@@ -46,7 +46,8 @@ def verify(arguments: argparse.Namespace, session: Session) -> int:
         if code:
             return code
         found: dict[str, Any] = json.loads((folder / "notes" / REPORT).read_text())
-    found = {"ok": found.pop("ok"), "job": arguments.job, "scaled": list(layout.said), **found}
+    said = {"job": arguments.job, "strategy": resolution.strategy.name, "scaled": list(layout.said)}
+    found = {"ok": found.pop("ok"), **said, **found}
     if arguments.json:
         session.print_json(found)
     else:

@@ -98,6 +98,9 @@ def compare(notes: Notes, references: References) -> Compared:
     _liveness(found, notes, exact)
     for rank in notes.other_batches:
         found.wrong.append(f"rank {rank} is of one replica with another rank, and got other batches")
+    if notes.said("unlike"):
+        text = f"the layout does not begin with the weights that rank 0 has built: {flat(notes.said('unlike'))}"
+        found.wrong.append(text)
     for rank, said in enumerate(notes.ranks):
         others = [name for name in said["others"]["start"] if name in exact.weights]
         if others:

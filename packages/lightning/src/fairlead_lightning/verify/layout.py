@@ -76,7 +76,7 @@ def layout_of(resolution: Resolution, *, full: bool) -> Layout:
         asked = strategy.model_dump(mode="json", exclude_defaults=True)
         settings["trainer.strategy"] = {**asked, "name": strategy.name, **changes}
     if resolution.precision.name != "32-true":
-        said.append(f"verified in 32-true, not in {resolution.precision.name}: rounding would hide what is wrong")
+        said.append(f"verified in 32-true, not in {resolution.value('precision')}: rounding would hide what is wrong")
         settings["trainer.precision"] = "32-true"
     return Layout(settings, ranks, tuple(said))
 

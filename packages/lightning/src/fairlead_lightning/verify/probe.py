@@ -114,6 +114,7 @@ class LayoutProbe(Probe):
         self._digests: list[str] = []
         self._others: dict[str, Tensors] = {}
         self._said: dict[str, Any] = {}
+        self._unlike: list[str] = []
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """From here on each batch is seen as it comes from the loader, before a strategy splits it."""
@@ -122,7 +123,7 @@ class LayoutProbe(Probe):
         self._replica = (int(of_sampler.get("rank", 0)), int(of_sampler.get("num_replicas", 1)))
         first = gather_objects(self._replica[0]).index(self._replica[0]) if trainer.world_size > 1 else 0
         keeps = first == trainer.global_rank
-        move = strategy.batch_to_device
+        move, build = strategy.batch_to_device, strategy.setup
 
         def noted(batch: Any, *args: Any, **kwargs: Any) -> Any:
             if trainer.training:
@@ -131,7 +132,16 @@ class LayoutProbe(Probe):
                     self._batches.append(detached(batch))
             return move(batch, *args, **kwargs)
 
-        strategy.batch_to_device = noted
+        def built(*args: Any, **kwargs: Any) -> Any:
+            """Parts of models that the ranks began each for itself would make one that nobody has."""
+            before = {name: _start(p) for name, p in pl_module.named_parameters()}
+            done = build(*args, **kwargs)
+            after = _asked(trainer, "whole_parameters")
+            known = [name for name, p in before.items() if p is not None and name in after]
+            self._unlike = [name for name in known if not torch.equal(before[name], after[name])]  # type: ignore[arg-type]
+            return done
+
+        strategy.batch_to_device, strategy.setup = noted, built
 
     def begin(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Rank 0's weights are those that the reference begins with."""
@@ -141,7 +151,6 @@ class LayoutProbe(Probe):
             torch.save(start, self._plan.folder / START)
         mesh = getattr(pl_module, "device_mesh", None)
         self._said = {
-            "strategy": str(getattr(trainer.strategy, "name", type(trainer.strategy).__name__)),
             "placements": placements(pl_module) if not hasattr(trainer.strategy, "whole_parameters") else {},
             "mesh": dict(zip(mesh.mesh_dim_names, mesh.shape, strict=True)) if mesh is not None else {},
             "trainable": [name for name, p in pl_module.named_parameters() if p.requires_grad],
@@ -175,7 +184,8 @@ class LayoutProbe(Probe):
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """All notes are left in the folder."""
         super().on_train_end(trainer, pl_module)
-        del trainer.strategy.batch_to_device  # the wrapper, which is this object's alone
+        for name in ("batch_to_device", "setup"):  # the wrappers, which are this object's alone
+            delattr(trainer.strategy, name)
         for name, found in (("gradients", self.gradients), ("weights", self.weights)):
             self._others[name] = _unlike_rank_0(found)
         index, count = self._replica
@@ -187,6 +197,7 @@ class LayoutProbe(Probe):
             "digests": self._digests[: len(self.losses)],
             "dropouts": self.dropouts,
             "others": self._others,
+            "unlike": self._unlike,
         }
         if trainer.global_rank == 0:
             notes |= {"gradients": self.gradients, "weights": self.weights}
@@ -209,6 +220,13 @@ def _asked(trainer: L.Trainer, what: str) -> Tensors:
 
 def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if is_dtensor(tensor) else tensor
+
+
+def _start(parameter: Tensor) -> Tensor | None:
+    """A copy of a parameter that is whole and has values."""
+    if parameter.is_meta or is_dtensor(parameter):
+        return None
+    return parameter.detach().to("cpu", copy=True)
 
 
 def _unlike_rank_0(tensors: Tensors) -> Tensors:

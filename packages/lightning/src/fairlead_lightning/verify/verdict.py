@@ -11,7 +11,7 @@ from fairlead_lightning.verify.compare import MULTIPLE, Compared, Difference, co
 from fairlead_lightning.verify.neutral import flat
 from fairlead_lightning.verify.notes import Notes
 from fairlead_lightning.verify.plan import REPORT, Plan
-from fairlead_lightning.verify.reference import Build, Reference
+from fairlead_lightning.verify.reference import Build, Reference, References
 
 
 def verdict(build: Build, plan: Plan) -> dict[str, Any]:
@@ -22,19 +22,19 @@ def verdict(build: Build, plan: Plan) -> dict[str, Any]:
     """
     notes = Notes.read(plan.folder)
     reference = Reference(build, notes)
-    references = reference.measure(plan.repeats)
+    return judged(notes, reference, reference.measure(plan.repeats))
+
+
+def judged(notes: Notes, reference: Reference, references: References) -> dict[str, Any]:
+    """The layout against references that are trained already."""
     compared = compare(notes, references)
     red = compared.red
-    found = {
+    sizes = {name: size for name, size in notes.said("mesh").items() if size > 1}
+    return {
         "ok": not red and not compared.wrong,
-        "layout": {
-            "strategy": notes.said("strategy"),
-            "ranks": notes.said("world_size"),
-            "replicas": notes.replicas,
-            "mesh": notes.said("mesh"),
-        },
+        "layout": {"ranks": notes.said("world_size"), "replicas": notes.replicas, "mesh": sizes},
         "steps": len(references.exact.losses),
-        "noise": {"repeats": plan.repeats, "multiple": MULTIPLE},
+        "noise": {"repeats": len(references.repeats) - 1, "multiple": MULTIPLE},
         "first": _described(red[0], notes) if red else None,
         "red": [one.name for one in red],
         "causes": causes(compared, notes, references, reference),
@@ -48,7 +48,6 @@ def verdict(build: Build, plan: Plan) -> dict[str, Any]:
         },
         "said": [*_said(notes, compared), *references.said],
     }
-    return found
 
 
 def write_verdict(build: Build, plan: Plan) -> None:
