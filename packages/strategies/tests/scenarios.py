@@ -30,8 +30,8 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from fairlead.errors import ConfigError
 from fairlead_strategies import DDPStrategyConfig, FSDP2StrategyConfig, TorchSyncBatchNormLayerSyncConfig
 from fairlead_strategies.ddp_runtime import build as build_ddp
-from fairlead_strategies.fsdp2.runtime import build as build_fsdp2
-from fairlead_strategies.fsdp2.sharding import is_parallelised
+from fairlead_strategies.mesh.build import build as build_fsdp2
+from fairlead_strategies.mesh.units import is_parallelised
 from fairlead_strategies.sync_batchnorm_runtime import build as build_sync_batchnorm
 
 ranks: Any = importlib.import_module("ranks")  # beside this file
@@ -360,7 +360,7 @@ SCENARIOS: dict[str, Callable[[], Any]] = {
     "fsdp2_resume": fsdp2_resume,
     "fsdp2_validate": fsdp2_test_then_fit,
     "fsdp2_fabric": fsdp2_fabric,
-    "fsdp2_tensor": refused(lambda: pair(fsdp2(tensor_parallel_size=2), Net)),
+    "fsdp2_tensor": refused(lambda: pair(fsdp2(tensor=2), Net)),
     **{f"fsdp2_{mode}": low_precision(mode) for mode in ("bf16-mixed", "bf16-true", "16-true")},
     **{
         f"fsdp2_{mode}": refused(functools.partial(trainer, fsdp2(), precision=mode))

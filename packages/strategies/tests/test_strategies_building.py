@@ -196,17 +196,17 @@ def test_the_units_of_fsdp2() -> None:
     """What `auto` finds: lists of layers, outermost first, without those that share parameters with the rest."""
     from torch import nn
 
-    from fairlead_strategies.fsdp2.sharding import blocks
+    from fairlead_strategies.mesh.units import blocks
 
     inner = nn.ModuleList([nn.ModuleList([nn.Linear(2, 2)]), nn.Linear(2, 2), nn.Identity()])
     model = nn.Sequential(nn.Embedding(5, 2), nn.Sequential(inner), nn.Linear(2, 5))
-    assert blocks(model, None) == [inner[0], inner[1]]
+    assert blocks(model, "auto") == [inner[0], inner[1]]
     assert blocks(model, {nn.Embedding}) == [model[0]]
     assert blocks(model, set()) == []
     tied = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
     model = nn.Sequential(tied, nn.Linear(2, 2))
     model[1].weight = tied[0].weight
-    assert blocks(model, None) == [tied[1]]
+    assert blocks(model, "auto") == [tied[1]]
     with pytest.raises(ConfigError, match="the model has no Conv2d"):
         blocks(model, {nn.Conv2d})
 
@@ -264,10 +264,10 @@ def findings(plugins: PluginManager, resolution: Any, environ: dict[str, str] | 
         (FSDPStrategyConfig(state_dict_type="sharded"), ["fsdp-checkpoint-io"]),
         (FSDPStrategyConfig(sharding_strategy="HYBRID_SHARD", device_mesh=(2, 2)), ["fsdp-mesh"]),
         (FSDP2StrategyConfig(), []),
-        (FSDP2StrategyConfig(tensor_parallel_size=2), []),
-        (FSDP2StrategyConfig(tensor_parallel_size=3), ["fsdp2-sizes"]),
-        (FSDP2StrategyConfig(data_parallel_size=4), ["fsdp2-sizes"]),
-        (FSDP2StrategyConfig(save_distributed_checkpoint=True), ["fsdp2-checkpoint-io"]),
+        (FSDP2StrategyConfig(tensor=2), ["mesh-layout"]),
+        (FSDP2StrategyConfig(tensor=3), ["mesh-sizes"]),
+        (FSDP2StrategyConfig(shard=4), ["mesh-sizes"]),
+        (FSDP2StrategyConfig(save_distributed_checkpoint=True), ["mesh-checkpoint-io"]),
         (DeepSpeedStrategyConfig(), []),
     ],
 )
@@ -285,7 +285,7 @@ def test_fsdp2_gives_its_shards_to_a_backend_that_takes_them(plugins: PluginMana
         saves_shards: ClassVar[bool] = True
 
     takes = {"checkpoint_io": Shards(name="shards")}
-    for asked, codes in ((None, []), (True, []), (False, ["fsdp2-checkpoint-io"])):
+    for asked, codes in ((None, []), (True, []), (False, ["mesh-checkpoint-io"])):
         config = FSDP2StrategyConfig(save_distributed_checkpoint=asked)
         assert findings(plugins, ranks.resolution(config, **takes)) == codes
         strategy = build(config, ranks.context(config, **takes))

@@ -4,6 +4,7 @@
 """
 
 from fairlead_distributed._sampling import derive_seed
+from fairlead_distributed.activation_checkpointing import checkpoint_layers
 from fairlead_distributed.alarms import Alarm
 from fairlead_distributed.collectives import (
     ReduceOp,
@@ -116,6 +117,7 @@ __all__ = [
     "bind_listener",
     "broadcast",
     "broadcast_object",
+    "checkpoint_layers",
     "choose_port",
     "clip_grad_norm",
     "derive_seed",

@@ -5,18 +5,24 @@ from __future__ import annotations
 from fairlead_strategies.ddp import DDPStrategyConfig
 from fairlead_strategies.deepspeed import DeepSpeedStrategyConfig
 from fairlead_strategies.fsdp import FSDPMixedPrecision, FSDPStrategyConfig
-from fairlead_strategies.fsdp2.plugin import FSDP2StrategyConfig
+from fairlead_strategies.fsdp2 import FSDP2StrategyConfig
+from fairlead_strategies.hybrid import HybridStrategyConfig
+from fairlead_strategies.mesh.config import FSDP2MixedPrecision
 from fairlead_strategies.single_device import SingleDeviceStrategyConfig
 from fairlead_strategies.sync_batchnorm import TorchSyncBatchNormLayerSyncConfig
+from fairlead_strategies.tensor_parallel import TensorParallelStrategyConfig
 from fairlead_strategies.xla import XLAStrategyConfig
 
 __all__ = [
     "DDPStrategyConfig",
     "DeepSpeedStrategyConfig",
+    "FSDP2MixedPrecision",
     "FSDP2StrategyConfig",
     "FSDPMixedPrecision",
     "FSDPStrategyConfig",
+    "HybridStrategyConfig",
     "SingleDeviceStrategyConfig",
+    "TensorParallelStrategyConfig",
     "TorchSyncBatchNormLayerSyncConfig",
     "XLAStrategyConfig",
 ]

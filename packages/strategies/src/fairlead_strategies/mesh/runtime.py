@@ -1,55 +1,64 @@
-"""Builds Lightning's ModelParallelStrategy, which also shards a module that does not shard itself."""
+"""The Trainer's strategy on a device mesh: Lightning's ModelParallelStrategy, which also splits a module itself."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
-import torch
-from lightning.fabric.strategies import ModelParallelStrategy as FabricModelParallelStrategy
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies import ModelParallelStrategy
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import register_fsdp_forward_method
-from torch.nn import Module
+from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from torch.optim import Optimizer
 
 from fairlead.errors import ConfigError
-from fairlead.interfaces import BuildContext
+from fairlead_distributed import clip_grad_norm, no_sync
 from fairlead_runs.checkpoint_io import ShardedLoads
-from fairlead_strategies.fsdp2.plugin import FSDP2StrategyConfig
-from fairlead_strategies.fsdp2.sharding import destinations, is_parallelised, shard
-from fairlead_strategies.shared import load_classes
+from fairlead_strategies.layout import Layout
+from fairlead_strategies.mesh.checkpoint import destinations
+from fairlead_strategies.mesh.config import MeshStrategyConfig
+from fairlead_strategies.mesh.device_mesh import agree_on_random_numbers, lightnings_mesh, make_mesh
+from fairlead_strategies.mesh.parallelize import parallelize
+from fairlead_strategies.mesh.ranks import RanksOnMesh
+from fairlead_strategies.mesh.units import is_parallelised
 
 STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
 
-class FSDP2Strategy(ModelParallelStrategy):
-    """The Trainer's ModelParallelStrategy with default sharding.
+class MeshStrategy(RanksOnMesh, ModelParallelStrategy):
+    """The Trainer's strategy for `fsdp2`, `tensor_parallel` and `hybrid`.
 
     Its shards go through a CheckpointIO that `saves_shards`: the state is given as it is, on the device.
     """
 
     def __init__(
-        self,
-        config: FSDP2StrategyConfig,
-        classes: set[type[Module]] | None,
-        *,
-        saves_shards: bool = False,
-        **kwargs: Any,
+        self, config: MeshStrategyConfig, layout: Layout, *, saves_shards: bool = False, **kwargs: Any
     ) -> None:
-        super().__init__(**kwargs)
+        super().__init__(data_parallel_size=layout.data_parallel, tensor_parallel_size=layout.tensor, **kwargs)
+        self.name = config.name
+        self.layout = layout
         self._config = config
-        self._classes = classes
         self._saves_shards = saves_shards
 
+    def setup_environment(self) -> None:
+        """Connects the ranks and makes the mesh; Lightning would make one of two dimensions."""
+        self._setup_distributed()
+        module = self.lightning_module
+        assert module is not None
+        self._device_mesh = make_mesh(self.layout, self.root_device)
+        # Users can access the mesh in `configure_model`, with Lightning's names for its dimensions.
+        own = is_overridden("configure_model", module)
+        module._device_mesh = lightnings_mesh(self.layout, self.root_device) if own else self._device_mesh
+        agree_on_random_numbers(self._device_mesh, self.root_device)  # before the user's code draws a split of the data
+
     def setup(self, trainer: pl.Trainer) -> None:
-        """Shards the module unless it did so itself, then lets Lightning continue."""
+        """Splits the module unless it did so itself, then lets Lightning continue."""
         module = self.lightning_module
         assert module is not None
         assert self.model is not None
@@ -59,17 +68,53 @@ class FSDP2Strategy(ModelParallelStrategy):
                     "layer_sync cannot be applied to a module that has sharded itself",
                     where="trainer.layer_sync",
                     why="layers must be converted before they are sharded",
-                    fix="convert them in `configure_model`, or leave the sharding to `strategy: fsdp2`",
+                    fix=f"convert them in `configure_model`, or leave the sharding to `strategy: {self.name}`",
                 )
         else:
             if self._layer_sync is not None and trainer.training:
                 self.model = self._layer_sync.apply(self.model)
-            _shard(self.model, self.device_mesh, self.root_device, self._config, self._classes)
+            self.split(trainer)
             for step in STEPS:
                 # Lightning calls the steps, not `forward`; they must gather the root's parameters as well.
                 register_fsdp_forward_method(module, step)
+        # Torch's own cannot add up the norms of parameters on different dimensions of a mesh.
+        self.precision_plugin.clip_grad_by_norm = partial(_clip_by_norm, self.precision_plugin)  # type: ignore[method-assign]
         with _configured(module):
             super().setup(trainer)
+        agree_on_random_numbers(self.device_mesh, self.root_device)
+
+    def split(self, trainer: pl.Trainer) -> None:
+        """Splits `self.model` over the mesh, in place."""
+        assert self.model is not None
+        parallelize(self.model, self.device_mesh, self._config, self.root_device)
+
+    def model_to_device(self) -> None:
+        """Moves what is not sharded: shards that are offloaded stay in CPU memory."""
+        assert self.model is not None
+        if not self._config.cpu_offload:
+            super().model_to_device()
+            return
+        for module in self.model.modules():
+            for name, buffer in module._buffers.items():
+                if buffer is not None:
+                    module._buffers[name] = buffer.to(self.root_device)
+
+    @contextlib.contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """For all batches of an optimizer step but the last: copies are reduced with that one only."""
+        assert self.model is not None
+        if self._config.accumulate_unsharded:
+            with no_sync(self.model):
+                yield
+            return
+        roots = [part for part in self.model.modules() if isinstance(part, FSDPModule)]
+        for root in roots:
+            root.set_requires_all_reduce(False, recurse=False)
+        try:
+            yield
+        finally:
+            for root in roots:
+                root.set_requires_all_reduce(True, recurse=False)
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The weights: shards where they are, or as Lightning gathers them."""
@@ -112,16 +157,8 @@ class FSDP2Strategy(ModelParallelStrategy):
             super().teardown()
 
 
-class FabricFSDP2(FabricModelParallelStrategy):
-    """Fabric's ModelParallelStrategy with default sharding."""
-
-    def __init__(self, config: FSDP2StrategyConfig, classes: set[type[Module]] | None, **kwargs: Any) -> None:
-        def parallelize(module: Module, mesh: DeviceMesh) -> Module:
-            if not is_parallelised(module):
-                _shard(module, mesh, self.root_device, config, classes)
-            return module
-
-        super().__init__(parallelize, **kwargs)
+def _clip_by_norm(precision: Any, optimizer: Optimizer, clip_val: float) -> None:
+    clip_grad_norm(list(precision.main_params(optimizer)), clip_val)
 
 
 @contextlib.contextmanager
@@ -135,39 +172,3 @@ def _configured(module: pl.LightningModule) -> Iterator[None]:
         yield
     finally:
         del module.configure_model
-
-
-def _shard(
-    module: Module,
-    mesh: DeviceMesh,
-    device: torch.device,
-    config: FSDP2StrategyConfig,
-    classes: set[type[Module]] | None,
-) -> None:
-    if config.tensor_parallel_size > 1:  # which layer to split how, only the model's author knows
-        raise ConfigError(
-            "the module does not say how to split its layers",
-            where="trainer.strategy.tensor_parallel_size",
-            why=f"tensor_parallel_size={config.tensor_parallel_size}, but no parameter is parallelised",
-            fix="apply `parallelize_module(self, self.device_mesh['tensor_parallel'], plan)` in its `configure_model`",
-        )
-    shard(module, mesh["data_parallel"], device, classes, reshard_after_forward=config.reshard_after_forward)
-
-
-def build(config: FSDP2StrategyConfig, context: BuildContext) -> FSDP2Strategy | FabricFSDP2:
-    """The strategy, with the classes of the policy imported."""
-    policy = config.auto_wrap_policy
-    classes = None if policy == "auto" else load_classes(policy, "trainer.strategy.auto_wrap_policy")
-    saves_shards = context.resolution.checkpoint_io.saves_shards
-    tensor, data = config.tensor_parallel_size, config.data_parallel_size
-    kwargs: dict[str, Any] = {
-        # Lightning's own `auto` is the number of nodes.
-        "data_parallel_size": context.resolution.world_size // tensor if data == "auto" else data,
-        "tensor_parallel_size": tensor,
-        "save_distributed_checkpoint": bool(config.save_distributed_checkpoint) or saves_shards,
-        "process_group_backend": context.resolution.backend,
-        "timeout": config.timeout,
-    }
-    if context.engine == "trainer":
-        return FSDP2Strategy(config, classes, saves_shards=saves_shards, **kwargs)
-    return FabricFSDP2(config, classes, **kwargs)

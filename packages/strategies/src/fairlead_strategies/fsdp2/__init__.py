@@ -1,1 +1,0 @@
-"""Fully sharded data parallel, torch's second generation (`fully_shard`)."""

@@ -1,0 +1,54 @@
+"""Several ways to split a model at once, on one mesh."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from fairlead_strategies.layout import SizeOrAuto
+from fairlead_strategies.mesh.plugin import MeshStrategy
+from fairlead_strategies.tensor_parallel import TensorPlanConfig
+
+
+class HybridStrategyConfig(TensorPlanConfig):
+    """Copies, shards, split sequences, split layers and stages of a model, in any combination.
+
+    The sizes multiply to the number of ranks; one may be `auto`. torchtitan's and Accelerate's names of them are
+    accepted too.
+
+    Example:
+        >>> HybridStrategyConfig(tensor=2).layout(8).explained()
+        'shard 4 x tensor 2, with shard: auto = 8 ranks / (tensor 2) = 4'
+    """
+
+    name: Literal["hybrid"] = "hybrid"
+    pipeline: SizeOrAuto = 1
+    """Stages of layers, each on ranks of its own; outermost, for it sends least."""
+    replicate: SizeOrAuto = 1
+    """Copies of the sharded and split model; gradients are averaged over them."""
+    shard: SizeOrAuto = "auto"
+    """Ranks that share the shards of parameters, gradients and optimizer state."""
+    context: SizeOrAuto = 1
+    """Ranks that share each sequence."""
+    tensor: SizeOrAuto = 1
+    """Ranks that split each layer; innermost, for it sends most."""
+    expert: int = Field(1, gt=0)
+    """Ranks of `shard` that share the experts of each mixture-of-experts layer."""
+    context_method: Literal["allgather", "ulysses"] = "allgather"
+    """How attention sees the whole sequence: keys and values of all ranks are gathered, or heads are exchanged for
+    positions (Ulysses, arXiv:2309.14509)."""
+    context_balance: bool = True
+    """Give each rank a piece of the beginning and one of the end of the sequence, so that causal attention costs all
+    the same."""
+    sequence_dim: int = Field(1, ge=0)
+    """Which dimension of the batch's tensors is the sequence, where `context` splits it."""
+
+
+class Hybrid(MeshStrategy):
+    """Several ways to split a model at once."""
+
+    config = HybridStrategyConfig
+
+
+hybrid = Hybrid()

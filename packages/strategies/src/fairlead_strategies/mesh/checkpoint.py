@@ -1,0 +1,44 @@
+"""Where the parts of a checkpoint are read into."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
+from torch.distributed.tensor import DTensor, Replicate, zeros
+from torch.nn import Module
+from torch.optim import Optimizer
+
+Key = tuple[str | int, ...]
+"""Where a tensor is in a checkpoint: the keys that lead to it."""
+
+
+def destinations(
+    model: Module, optimizers: Iterable[Optimizer]
+) -> Callable[[Key, torch.Size, torch.dtype], torch.Tensor | None]:
+    """Which tensor to read into, for a key in Lightning's checkpoint; see `ShardedLoads`.
+
+    Weights are read where they are. The state of a parameter is laid out as the parameter is; what has another shape
+    is held whole by each rank.
+    """
+    weights: dict[str, Any] = get_model_state_dict(model)
+    parameters = {name: value for name, value in weights.items() if isinstance(value, DTensor)}
+    count = sum(1 for _ in optimizers)
+
+    def destination(key: Key, size: torch.Size, dtype: torch.dtype) -> torch.Tensor | None:
+        if key[0] in ("state_dict", "model"):
+            own = weights.get(str(key[1]))
+            fits = isinstance(own, torch.Tensor) and own.shape == size and own.dtype == dtype
+            return own if fits else None
+        known = len(key) == 4 and key[1] == "state" and key[0] in {f"optimizer_{i}" for i in range(count)}
+        parameter = parameters.get(str(key[2])) if known else None
+        if parameter is None or (not size and parameter.ndim):
+            return None
+        if parameter.shape == size:
+            return torch.empty_like(parameter, dtype=dtype)
+        mesh = parameter.device_mesh
+        return zeros(*size, dtype=dtype, device_mesh=mesh, placements=[Replicate()] * mesh.ndim)
+
+    return destination

@@ -1,0 +1,116 @@
+"""The one place where a module is split, and the order in which that is done.
+
+1. **tensor**: layers are cut first, for whatever comes later must see the parameters that a rank really has;
+2. **expert**: the experts of each mixture-of-experts layer go to their ranks;
+3. **context**: attention learns that each rank has a part of the sequence (no parameter changes);
+4. **activation checkpointing**: around blocks that compute as they will, so that what is computed again communicates
+   alike; inside of the units, so that a unit is gathered once for its second forward and its backward;
+5. **fully_shard** over copies x shards (HSDP): last and outermost, around what every rank has left of each block. It
+   casts to the number formats of `mixed_precision` and offloads.
+
+In another order the program runs and is wrong, or slow: checkpoints outside of the units gather each unit once more,
+and layers that are cut after they were sharded are cut across the shards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.nn import Module
+
+from fairlead.errors import ConfigError
+from fairlead_distributed.activation_checkpointing import checkpoint_layers
+from fairlead_strategies.mesh.config import FSDP2MixedPrecision, MeshStrategyConfig
+from fairlead_strategies.mesh.device_mesh import from_first_rank, shard_mesh
+from fairlead_strategies.mesh.units import Policy, blocks
+from fairlead_strategies.shared import load_classes
+from fairlead_strategies.tensor_parallel import TensorPlanConfig
+
+
+def parallelize(module: Module, mesh: DeviceMesh, config: MeshStrategyConfig, device: torch.device) -> Module:
+    """Splits a module in place over a mesh, in the order above; every rank starts from the first rank's values.
+
+    Args:
+        module: A whole model, or one stage of a pipeline; on any device. Parameters on the meta device are left to be
+            initialised later.
+        mesh: With a dimension `shard`, and any of `replicate`, `context` and `tensor`; a dimension `pipeline` says only
+            which ranks have another stage.
+        config: What is done to it.
+        device: Where it will be computed.
+
+    Raises:
+        ConfigError: The module has no layers of the classes, or none that can be split as asked.
+    """
+    names = mesh.mesh_dim_names or ()
+    for tensor in (*module.parameters(), *module.buffers()):
+        # One at a time, so that no device must hold the whole model. Ranks that were seeded differently would otherwise
+        # each contribute their part of a different model.
+        from_first_rank(tensor, mesh, device)
+    units = blocks(module, wrap_policy(config))
+    if "tensor" in names:
+        _split_layers(module, mesh["tensor"], config)
+    if config.activation_checkpointing:
+        checkpoint_layers(module, checkpointed_classes(config))
+    _shard(module, units, shard_mesh(mesh), config, device)
+    return module
+
+
+def _split_layers(module: Module, mesh: DeviceMesh, config: MeshStrategyConfig) -> None:
+    if not isinstance(config, TensorPlanConfig):
+        raise ConfigError(
+            "the module does not say how to split its layers",
+            where="trainer.strategy.tensor",
+            why=f"tensor: {mesh.size()}, but no parameter is parallelised, and `{config.name}` has no plan",
+            fix=f"strategy: {{name: hybrid, tensor: {mesh.size()}}}, or apply `parallelize_module(self, "
+            "self.device_mesh['tensor_parallel'], plan)` in its `configure_model`",
+        )
+    from fairlead_distributed.parallel.tensor import parallelize_tensor
+
+    parallelize_tensor(
+        module,
+        mesh,
+        config.plan,
+        sequence_parallel=config.sequence_parallel,
+        loss_parallel=config.loss_parallel,
+    )
+
+
+def _shard(
+    module: Module, units: Iterable[Module], mesh: DeviceMesh, config: MeshStrategyConfig, device: torch.device
+) -> None:
+    options: dict[str, Any] = {
+        "mesh": mesh,
+        "mp_policy": _mixed_precision(config.mixed_precision),
+        "offload_policy": CPUOffloadPolicy(pin_memory=device.type == "cuda")
+        if config.cpu_offload
+        else OffloadPolicy(),
+    }
+    for unit in units:
+        fully_shard(unit, reshard_after_forward=config.reshard_after_forward, **options)
+    # The root is needed again at once for backward, so freeing it would only cost a second gather.
+    fully_shard(module, reshard_after_forward=False, **options)
+
+
+def _mixed_precision(asked: FSDP2MixedPrecision | None) -> MixedPrecisionPolicy:
+    if asked is None:
+        return MixedPrecisionPolicy()
+    formats = {
+        name: getattr(torch, value) if (value := getattr(asked, name)) is not None else None
+        for name in ("param_dtype", "reduce_dtype", "output_dtype")
+    }
+    return MixedPrecisionPolicy(**formats, cast_forward_inputs=asked.cast_forward_inputs)
+
+
+def wrap_policy(config: MeshStrategyConfig) -> Policy:
+    """The policy of the config, with its classes imported."""
+    policy = config.auto_wrap_policy
+    return load_classes(policy, "trainer.strategy.auto_wrap_policy") if isinstance(policy, tuple) else policy
+
+
+def checkpointed_classes(config: MeshStrategyConfig) -> set[type[Module]]:
+    """The classes of `activation_checkpointing`, imported."""
+    return load_classes(config.activation_checkpointing or (), "trainer.strategy.activation_checkpointing")
