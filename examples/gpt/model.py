@@ -31,13 +31,14 @@ class Attention(nn.Module):
     def __init__(self, width: int, heads: int, dropout: float) -> None:
         super().__init__()
         self.heads = heads
+        self.head_width = width // heads
         self.dropout = dropout
         self.qkv = nn.Linear(width, 3 * width, bias=False)
         self.out = nn.Linear(width, width, bias=False)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        batch, time, width = x.shape
-        q, k, v = self.qkv(x).view(batch, time, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)
+        batch, time, _ = x.shape
+        q, k, v = self.qkv(x).view(batch, time, 3, self.heads, self.head_width).permute(2, 0, 3, 1, 4)
         y = F.scaled_dot_product_attention(
             rotate(q, cos, sin),
             rotate(k, cos, sin),
@@ -45,7 +46,7 @@ class Attention(nn.Module):
             dropout_p=self.dropout if self.training else 0.0,
             is_causal=True,
         )
-        out: Tensor = self.out(y.transpose(1, 2).reshape(batch, time, width))
+        out: Tensor = self.out(y.transpose(1, 2).flatten(2))
         return out
 
 

@@ -1,1 +1,1 @@
-"""Ways to split a model over ranks, for any PyTorch loop."""
+"""Ways to split a model over ranks, as torch modules for any loop. No Lightning."""

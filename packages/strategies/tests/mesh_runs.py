@@ -1,0 +1,267 @@
+"""A small model, how it is trained on a mesh and in one process, and how the two are compared; runs in the ranks."""
+
+from __future__ import annotations
+
+import importlib
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.fabric.plugins.environments import TorchElasticEnvironment
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+from fairlead_strategies.mesh.build import build
+from fairlead_strategies.mesh.config import MeshStrategyConfig
+
+ranks: Any = importlib.import_module("ranks")  # beside this file
+PLAN = {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}
+BATCH = 8
+"""Samples in a batch of all replicas together."""
+COUNTED = ("c10d::_allgather_base_", "c10d::_reduce_scatter_base_", "c10d::allreduce_", "_c10d_functional::all_reduce")
+
+
+class Block(nn.Module):
+    """A norm and a pair of layers, added to the stream."""
+
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(12)
+        self.up = nn.Linear(12, 24)
+        self.down = nn.Linear(24, 12)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = x + self.dropout(self.down(self.up(self.norm(x)).tanh()))
+        return out
+
+
+class Net(pl.LightningModule):
+    """A small residual network that notes what it computes.
+
+    `dtypes` are the formats of the activations between its blocks, `batches` what its steps were given.
+    """
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.inlet = nn.Linear(6, 12)
+        self.blocks = nn.ModuleList(Block(dropout) for _ in range(3))
+        self.head = nn.Linear(12, 2)
+        self.losses: list[Tensor] = []
+        self.batches: list[Tensor] = []
+        self.dtypes: set[torch.dtype] = set()
+        self.gradients: dict[str, Tensor] = {}
+        self.clipped: dict[str, Tensor] = {}
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inlet(x)
+        for block in self.blocks:
+            x = block(x)
+            self.dtypes.add(x.dtype)
+        out: Tensor = self.head(x)
+        return out
+
+    def training_step(self, batch: list[Tensor]) -> Tensor:
+        x, y = batch
+        loss = nn.functional.mse_loss(self(x).to(y.dtype), y)
+        self.batches.append(x)
+        self.losses.append(loss.detach())
+        return loss
+
+    def configure_gradient_clipping(self, optimizer: Any, *clipping: Any, **named: Any) -> None:
+        first = not self.gradients
+        if first:
+            self.gradients = gradients(self)
+        super().configure_gradient_clipping(optimizer, *clipping, **named)
+        if first:
+            self.clipped = gradients(self)
+
+    def configure_optimizers(self) -> Any:
+        # Fused: all parameters of a group are in one list, however each is split.
+        groups = [{"params": [p for p in self.parameters() if (p.ndim > 1) is matrix]} for matrix in (True, False)]
+        # Gradients far below eps would turn differences of rounding into steps.
+        return torch.optim.AdamW(groups, lr=0.02, eps=1e-5, fused=True)
+
+    def train_dataloader(self) -> Any:
+        replicas = self.trainer.distributed_sampler_kwargs or {"num_replicas": 1, "rank": 0}
+        sampler: Any = DistributedSampler(DATA, **replicas, shuffle=False)
+        return DataLoader(DATA, batch_size=BATCH // replicas["num_replicas"], sampler=sampler)
+
+
+def _data() -> TensorDataset:
+    generator = torch.Generator().manual_seed(7)
+    return TensorDataset(torch.randn(48, 6, generator=generator), torch.randn(48, 2, generator=generator))
+
+
+DATA = _data()
+
+
+class Count(pl.Callback):
+    """Counts the collectives of the last optimizer step, in torch's own profile of it."""
+
+    def __init__(self) -> None:
+        self.collectives: Counter[str] = Counter()
+        self._profile: Any = None
+
+    def on_train_batch_start(self, trainer: pl.Trainer, net: pl.LightningModule, batch: Any, batch_idx: int) -> None:
+        if batch_idx == trainer.num_training_batches - trainer.accumulate_grad_batches:
+            self._profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
+            self._profile.start()
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, net: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if batch_idx == trainer.num_training_batches - 1:
+            self._profile.stop()
+            self.collectives = Counter(event.name for event in self._profile.events() if event.name in COUNTED)
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """A copy of all of it, in float64."""
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().to(torch.float64).clone()
+
+
+def gradients(net: nn.Module) -> dict[str, Tensor]:
+    return {name: whole(p.grad) for name, p in net.named_parameters() if p.grad is not None}
+
+
+def weights(net: nn.Module) -> dict[str, Tensor]:
+    return {name: whole(p) for name, p in net.named_parameters()}
+
+
+def trainer(strategy: Any, **options: Any) -> pl.Trainer:
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    options = {"max_epochs": 1, "enable_checkpointing": False, "use_distributed_sampler": False, **quiet, **options}
+    if strategy is None:
+        return pl.Trainer(accelerator="cpu", devices=1, **options)
+    plugins, devices = [TorchElasticEnvironment(), *options.pop("plugins", [])], dist_size()
+    return pl.Trainer(accelerator="cpu", devices=devices, strategy=strategy, plugins=plugins, **options)
+
+
+def dist_size() -> int:
+    return dist.get_world_size()
+
+
+def strategy(config: MeshStrategyConfig, **changes: Any) -> Any:
+    size = dist_size()
+    return build(config, ranks.context(config, "trainer", devices=size, world_size=size, **changes))
+
+
+def seeded(seed: int, **options: Any) -> Net:
+    torch.manual_seed(seed)
+    return Net(**options)
+
+
+def fit(config: MeshStrategyConfig, *, resumed: Path | None = None, **options: Any) -> tuple[pl.Trainer, Net]:
+    """A fit on a mesh, in which every rank begins with other weights: those of rank 0 count."""
+    net = seeded(100 + dist.get_rank(), **options.pop("net", {}))
+    loop = trainer(strategy(config), **options)
+    loop.fit(net, ckpt_path=resumed)
+    return loop, net
+
+
+def alone(*, resumed: Path | None = None, **options: Any) -> Net:
+    """The same in this process alone, on the batches of all replicas together."""
+    net = seeded(100)
+    trainer(None, **options).fit(net, ckpt_path=resumed)
+    return net
+
+
+def apart(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
+    """The largest difference of any element."""
+    assert one.keys() == other.keys(), (one.keys(), other.keys())
+    return max(float((one[name] - other[name]).abs().max()) for name in one)
+
+
+def norm(tensors: dict[str, Tensor]) -> float:
+    return float(torch.stack([tensor.norm() for tensor in tensors.values()]).norm())
+
+
+def mean_losses(net: Net) -> Tensor:
+    """Of each batch over all ranks: replicas count alike, for each has as many ranks as another."""
+    losses = torch.stack(net.losses).to(torch.float64)
+    dist.all_reduce(losses)
+    return losses / dist_size()
+
+
+def compare(config: MeshStrategyConfig, reference: Net, **options: Any) -> dict[str, float]:
+    """How far a mesh is from one process, and signs that both are alive."""
+    _, net = fit(config, **options)
+    start = weights(seeded(100))
+    return {
+        "loss": float((mean_losses(net) - torch.stack(reference.losses).to(torch.float64)).abs().max()),
+        "gradients": apart(net.gradients, reference.gradients),
+        "clipped": apart(net.clipped, reference.clipped),
+        "weights": apart(weights(net), weights(reference)),
+        "norm": norm(net.gradients),
+        "clipped_norm": norm(net.clipped),
+        "moved": min(float((start[name] - value).abs().max()) for name, value in weights(net).items()),
+    }
+
+
+def survives(config: MeshStrategyConfig, path: Path, **options: Any) -> bool:
+    """Whether two epochs end with the same bits on this rank when the second is a resumed run."""
+    straight = local(fit(config, max_epochs=2, **options)[1])
+    first, early = fit(config, max_epochs=1, **options)
+    first.save_checkpoint(path)
+    resumed = local(fit(config, max_epochs=2, resumed=path, **options)[1])
+    assert not all(map(torch.equal, local(early), straight)), "the second epoch changed nothing"
+    return all(map(torch.equal, resumed, straight))
+
+
+def local(net: nn.Module) -> list[Tensor]:
+    """This rank's parts of the weights."""
+    parameters: list[Any] = list(net.parameters())
+    return [parameter.to_local().detach().clone() for parameter in parameters]
+
+
+def through_layouts(configs: list[MeshStrategyConfig], folder: Path, **options: Any) -> float:
+    """An epoch in each layout, each from the checkpoint of the one before, then one in a process alone."""
+    path: Path | None = None
+    for number, config in enumerate(configs, start=1):
+        loop, _ = fit(config, max_epochs=number, resumed=path, **options)
+        path = folder / f"{number}.ckpt"
+        loop.save_checkpoint(path)
+    epochs = len(configs) + 1
+    end = alone(max_epochs=epochs, resumed=path, **options)
+    return apart(weights(end), weights(alone(max_epochs=epochs, **options)))
+
+
+def held(config: MeshStrategyConfig) -> dict[str, Any]:
+    """Elements that this rank holds of each weight and of Adam's first moment, and how large each weight is."""
+    loop, net = fit(config)
+    moments = {id(p): state["exp_avg"] for p, state in loop.optimizers[0].state.items()}
+    return {
+        name: (parameter.to_local().numel(), moments[id(parameter)].to_local().numel(), parameter.numel())
+        for name, parameter in net.named_parameters()
+        if isinstance(parameter, DTensor)
+    }
+
+
+def counted(config: MeshStrategyConfig, **options: Any) -> dict[str, int]:
+    """The collectives of one optimizer step without clipping."""
+    count = Count()
+    fit(config, callbacks=[count], **options)
+    return {name: count.collectives[name] for name in COUNTED}
+
+
+def shared_randomness(config: MeshStrategyConfig) -> list[tuple[list[Tensor], list[float]]]:
+    """What each rank was given and what it lost, with dropout and generators that were seeded by the rank."""
+    _, net = fit(config, net={"dropout": 0.5})
+    found: list[Any] = [None] * dist_size()
+    dist.all_gather_object(found, (net.batches, [float(loss) for loss in net.losses]))
+    return found
+
+
+def low_precision(config: MeshStrategyConfig) -> dict[str, Any]:
+    """The formats of activations, weights and gradients, and whether it learned."""
+    _, net = fit(config)
+    return {
+        "activations": net.dtypes,
+        "weights": {parameter.dtype for parameter in net.parameters()},
+        "moved": apart(weights(net), weights(seeded(100))),
+    }
