@@ -18,9 +18,12 @@ import torch.distributed as dist
 from lightning.pytorch.loops.optimization.automatic import ClosureResult
 from lightning.pytorch.plugins import Precision
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 import fairlead_strategies.ddp_runtime as ddp_runtime
+import fairlead_strategies.mesh.parallelize as mesh_parallelize
+import fairlead_strategies.mesh.runtime as mesh_runtime
 
 Mutation = Callable[[], AbstractContextManager[None]]
 
@@ -128,44 +131,37 @@ def accumulation_summed() -> Iterator[None]:
 @contextmanager
 def clipped_by_own_shard() -> Iterator[None]:
     """Each rank clips by the norm of what it holds (torchtune #2420)."""
-    real = torch.nn.utils.clip_grad_norm_
 
-    def clip(parameters: Any, max_norm: float, *args: Any, **kwargs: Any) -> Tensor:
+    def clip(parameters: Any, max_norm: float) -> None:
         held = [p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad for p in parameters if p.grad is not None]
         norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(one) for one in held]))
         for one in held:
             one.mul_(min(1.0, float(max_norm / (norm + 1e-6))))
-        return norm
 
-    assert real is not clip
-    with patch.object(torch.nn.utils, "clip_grad_norm_", clip):
+    with patch.object(mesh_runtime, "clip_grad_norm", clip):
         yield
 
 
 @contextmanager
 def not_divided() -> Iterator[None]:
     """`fully_shard` adds the gradients of all ranks, and does not divide them."""
-    import fairlead_strategies.fsdp2.runtime as fsdp2
+    real = mesh_runtime.parallelize
 
-    real = fsdp2.shard
-
-    def shard(module: Any, *args: Any, **kwargs: Any) -> None:
-        real(module, *args, **kwargs)
+    def parallelize(module: Any, *args: Any) -> None:
+        real(module, *args)
         for part in module.modules():
-            if hasattr(part, "set_gradient_divide_factor"):
+            if isinstance(part, FSDPModule):
                 part.set_force_sum_reduction_for_comms(True)  # gloo has no other way to this
                 part.set_gradient_divide_factor(1.0)
 
-    with patch.object(fsdp2, "shard", shard):
+    with patch.object(mesh_runtime, "parallelize", parallelize):
         yield
 
 
 @contextmanager
 def other_weights() -> Iterator[None]:
     """The ranks begin with weights of their own."""
-    import fairlead_strategies.fsdp2.sharding as sharding
-
-    with patch.object(sharding, "_from_rank_zero", lambda tensors, device: None):
+    with patch.object(mesh_parallelize, "from_first_rank", lambda tensor, mesh, device: None):
         yield
 
 

@@ -22,8 +22,8 @@ from fairlead_lightning.verify.plan import Plan
 from fairlead_lightning.verify.probe import LayoutProbe
 from fairlead_strategies.ddp import DDPStrategyConfig
 from fairlead_strategies.ddp_runtime import build as build_ddp
-from fairlead_strategies.fsdp2.plugin import FSDP2StrategyConfig
-from fairlead_strategies.fsdp2.runtime import build as build_fsdp2
+from fairlead_strategies.fsdp2 import FSDP2StrategyConfig
+from fairlead_strategies.mesh.build import build as build_mesh
 from integration_tests.verify import mutations
 
 STEPS = 3
@@ -157,7 +157,7 @@ def _strategy(case: Case, world_size: int) -> Any:
         config = DDPStrategyConfig(**case.fields)
         return build_ddp(config, context(config, devices=world_size, world_size=world_size))
     sharded = FSDP2StrategyConfig(**case.fields)
-    return build_fsdp2(sharded, context(sharded, devices=world_size, world_size=world_size))
+    return build_mesh(sharded, context(sharded, devices=world_size, world_size=world_size))
 
 
 @functools.cache
