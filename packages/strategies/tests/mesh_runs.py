@@ -22,7 +22,7 @@ ranks: Any = importlib.import_module("ranks")  # beside this file
 PLAN = {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}
 BATCH = 8
 """Samples in a batch of all replicas together."""
-COUNTED = ("c10d::_allgather_base_", "c10d::_reduce_scatter_base_", "c10d::allreduce_", "_c10d_functional::all_reduce")
+COUNTED = ("c10d::_allgather_base_", "c10d::_reduce_scatter_base_", "c10d::allreduce_")
 
 
 class Block(nn.Module):
@@ -92,6 +92,32 @@ class Net(pl.LightningModule):
         return DataLoader(DATA, batch_size=BATCH // replicas["num_replicas"], sampler=sampler)
 
 
+class Text(Net):
+    """Predicts the next of sixteen tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inlet = nn.Identity()
+        self.embedding = nn.Embedding(16, 12)
+        self.norm = nn.LayerNorm(12)
+        self.head = nn.Linear(12, 16, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embedding(x)
+        for block in self.blocks:
+            x = block(x)
+        out: Tensor = self.head(self.norm(x))
+        return out
+
+    def training_step(self, batch: list[Tensor]) -> Tensor:
+        tokens = (batch[0] * 10).long() % 16
+        logits = self(tokens)
+        loss = nn.functional.cross_entropy(logits.flatten(0, 1), tokens.roll(1, 1).flatten())
+        self.log("loss", loss, prog_bar=True)
+        self.losses.append(whole(loss))
+        return loss
+
+
 def _data() -> TensorDataset:
     generator = torch.Generator().manual_seed(7)
     return TensorDataset(torch.randn(48, 6, generator=generator), torch.randn(48, 2, generator=generator))
@@ -151,9 +177,10 @@ def strategy(config: MeshStrategyConfig, **changes: Any) -> Any:
     return build(config, ranks.context(config, "trainer", devices=size, world_size=size, **changes))
 
 
-def seeded(seed: int, **options: Any) -> Net:
+def seeded(seed: int, kind: str = "Net", **options: Any) -> Net:
     torch.manual_seed(seed)
-    return Net(**options)
+    net: Net = {"Net": Net, "Text": Text}[kind](**options)
+    return net
 
 
 def fit(config: MeshStrategyConfig, *, resumed: Path | None = None, **options: Any) -> tuple[pl.Trainer, Net]:
@@ -166,7 +193,7 @@ def fit(config: MeshStrategyConfig, *, resumed: Path | None = None, **options: A
 
 def alone(*, resumed: Path | None = None, **options: Any) -> Net:
     """The same in this process alone, on the batches of all replicas together."""
-    net = seeded(100)
+    net = seeded(100, **options.pop("net", {}))
     trainer(None, **options).fit(net, ckpt_path=resumed)
     return net
 
@@ -183,7 +210,7 @@ def norm(tensors: dict[str, Tensor]) -> float:
 
 def mean_losses(net: Net) -> Tensor:
     """Of each batch over all ranks: replicas count alike, for each has as many ranks as another."""
-    losses = torch.stack(net.losses).to(torch.float64)
+    losses = torch.stack([whole(loss) for loss in net.losses])
     dist.all_reduce(losses)
     return losses / dist_size()
 
@@ -191,9 +218,9 @@ def mean_losses(net: Net) -> Tensor:
 def compare(config: MeshStrategyConfig, reference: Net, **options: Any) -> dict[str, float]:
     """How far a mesh is from one process, and signs that both are alive."""
     _, net = fit(config, **options)
-    start = weights(seeded(100))
+    start = weights(seeded(100, **options.get("net", {})))
     return {
-        "loss": float((mean_losses(net) - torch.stack(reference.losses).to(torch.float64)).abs().max()),
+        "loss": float((mean_losses(net) - torch.stack([whole(loss) for loss in reference.losses])).abs().max()),
         "gradients": apart(net.gradients, reference.gradients),
         "clipped": apart(net.clipped, reference.clipped),
         "weights": apart(weights(net), weights(reference)),

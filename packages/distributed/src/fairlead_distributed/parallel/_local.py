@@ -94,6 +94,8 @@ class _LocalParameter:
         if self.name not in where:
             raise AttributeError(f"{type(module).__name__!r} object has no attribute {self.name!r}")
         value = where[self.name]
+        if isinstance(value, DTensor) and value.device_mesh.ndim > 1:
+            return value  # sharded by `fully_shard`, which reads its own parameters so; code of the module cannot run
         return local(value, module.__dict__["_summed_gradients"]) if isinstance(value, Tensor) else value
 
     def __set__(self, module: nn.Module, value: Any) -> None:

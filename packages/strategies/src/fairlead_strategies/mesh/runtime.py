@@ -15,6 +15,7 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
+from torch.distributed.tensor.parallel import loss_parallel
 from torch.optim import Optimizer
 
 from fairlead.errors import ConfigError
@@ -27,6 +28,7 @@ from fairlead_strategies.mesh.device_mesh import agree_on_random_numbers, lightn
 from fairlead_strategies.mesh.parallelize import parallelize
 from fairlead_strategies.mesh.ranks import RanksOnMesh
 from fairlead_strategies.mesh.units import is_parallelised
+from fairlead_strategies.tensor_parallel import TensorPlanConfig
 
 STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
@@ -98,6 +100,31 @@ class MeshStrategy(RanksOnMesh, ModelParallelStrategy):
             for name, buffer in module._buffers.items():
                 if buffer is not None:
                     module._buffers[name] = buffer.to(self.root_device)
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Lightning's, in which a loss may be computed of logits that are split."""
+        with self._loss():
+            return super().training_step(*args, **kwargs)
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        """As `training_step`."""
+        with self._loss():
+            return super().validation_step(*args, **kwargs)
+
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        """As `training_step`."""
+        with self._loss():
+            return super().test_step(*args, **kwargs)
+
+    def backward(self, *args: Any, **kwargs: Any) -> Any:
+        """Lightning's, of such a loss."""
+        with self._loss():
+            return super().backward(*args, **kwargs)
+
+    def _loss(self) -> contextlib.AbstractContextManager[None]:
+        config = self._config
+        parallel = isinstance(config, TensorPlanConfig) and config.loss_parallel and self.layout.tensor > 1
+        return loss_parallel() if parallel else contextlib.nullcontext()
 
     @contextlib.contextmanager
     def block_backward_sync(self) -> Iterator[None]:
