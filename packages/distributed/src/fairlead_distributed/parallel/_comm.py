@@ -100,7 +100,7 @@ class _Copy(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return added(grad, ctx.group), None
 
@@ -111,7 +111,7 @@ class _Sum(torch.autograd.Function):
         return added(x, group)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return grad, None
 
@@ -123,7 +123,7 @@ class _Gather(torch.autograd.Function):
         return gathered(x, ctx.dim, group)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         back = _summed_part if ctx.partial else part
         return back(grad, ctx.dim, ctx.group), None, None, None
@@ -136,7 +136,7 @@ class _SumAndSplit(torch.autograd.Function):
         return _summed_part(x, ctx.dim, group)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         return gathered(grad, ctx.dim, ctx.group), None, None
 
@@ -148,7 +148,7 @@ class _Split(torch.autograd.Function):
         return part(x, ctx.dim, group)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         return gathered(grad, ctx.dim, ctx.group), None, None
 
@@ -160,7 +160,7 @@ class _AllToAll(torch.autograd.Function):
         return exchanged(x, sent, received, group)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         return exchanged(grad, ctx.received, ctx.sent, ctx.group), None, None, None
 

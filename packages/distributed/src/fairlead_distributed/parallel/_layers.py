@@ -87,7 +87,7 @@ class Column(WholeState):
     """
 
     weight: Tensor
-    bias: Tensor | None
+    bias: Any  # a tensor or None; torch declares a tensor
     transposed = False
     entering = True
     gather_output = False
@@ -128,7 +128,7 @@ class Row(WholeState):
     """What a layer becomes whose input features are split. Its input is split, its output replicated."""
 
     weight: Tensor
-    bias: Tensor | None
+    bias: Any  # a tensor or None; torch declares a tensor
     transposed = False
     sequence = False  # the output is split along the sequence
 

@@ -7,7 +7,6 @@ tensors). The computation is on plain tensors: the module's code stays as it is,
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 import torch
@@ -105,9 +104,24 @@ class _LocalParameter:
         del module.__dict__[self.name]
 
 
-@cache
 def derived(cls: type[nn.Module], base: type[nn.Module], names: frozenset[str] = frozenset()) -> type[nn.Module]:
-    """A class of the same name, so that what looks for classes by name finds it, with `base` before `cls`."""
+    """A class of the same name, so that what looks for classes by name finds it, with `base` before `cls`.
+
+    Args:
+        cls: The class of a module.
+        base: What is put before it.
+        names: Parameters to be read as this rank's plain tensors.
+    """
+    key = (cls, base, names)
+    if key not in _derived:
+        _derived[key] = _derive(cls, base, names)
+    return _derived[key]
+
+
+_derived: dict[tuple[type, type, frozenset[str]], type[nn.Module]] = {}
+
+
+def _derive(cls: type[nn.Module], base: type[nn.Module], names: frozenset[str]) -> type[nn.Module]:
     members: dict[str, Any] = {name: _LocalParameter(name) for name in names}
     about = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
     return type(cls.__name__, (base, cls), {**about, **members})
