@@ -28,16 +28,24 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 class Attention(nn.Module):
     """Causal multi-head self-attention."""
 
-    def __init__(self, width: int, heads: int, dropout: float) -> None:
+    cos: Tensor
+    sin: Tensor
+
+    def __init__(self, width: int, heads: int, context: int, dropout: float) -> None:
         super().__init__()
         self.heads = heads
         self.head_width = width // heads
         self.dropout = dropout
         self.qkv = nn.Linear(width, 3 * width, bias=False)
         self.out = nn.Linear(width, width, bias=False)
+        frequency = 10_000.0 ** (-torch.arange(0, self.head_width, 2) / self.head_width)
+        angle = torch.outer(torch.arange(context), frequency)
+        self.register_buffer("cos", angle.cos(), persistent=False)
+        self.register_buffer("sin", angle.sin(), persistent=False)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         batch, time, _ = x.shape
+        cos, sin = self.cos[:time], self.sin[:time]
         q, k, v = self.qkv(x).view(batch, time, 3, self.heads, self.head_width).permute(2, 0, 3, 1, 4)
         y = F.scaled_dot_product_attention(
             rotate(q, cos, sin),
@@ -53,20 +61,32 @@ class Attention(nn.Module):
 class Block(nn.Module):
     """Attention, then a two-layer perceptron, each added to the stream that it reads normalised (pre-norm)."""
 
-    def __init__(self, width: int, heads: int, dropout: float) -> None:
+    def __init__(self, width: int, heads: int, context: int, dropout: float) -> None:
         super().__init__()
         self.attention_norm = nn.LayerNorm(width, bias=False)
-        self.attention = Attention(width, heads, dropout)
+        self.attention = Attention(width, heads, context, dropout)
         self.mlp_norm = nn.LayerNorm(width, bias=False)
         self.up = nn.Linear(width, 4 * width, bias=False)
         self.down = nn.Linear(4 * width, width, bias=False)
         self.dropout = nn.Dropout(dropout)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        x = x + self.dropout(self.attention(self.attention_norm(x), cos, sin))
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.dropout(self.attention(self.attention_norm(x)))
         # Squared ReLU (arXiv:2109.08668) is cheaper than GELU on a CPU and learns a little faster.
         y: Tensor = self.dropout(self.down(F.relu(self.up(self.mlp_norm(x))).square()))
         return x + y
+
+
+class Head(nn.Module):
+    """Logits: the embedding is the output matrix as well (weight tying, arXiv:1608.05859)."""
+
+    def __init__(self, norm: nn.LayerNorm, embedding: nn.Embedding) -> None:
+        super().__init__()
+        self.norm = norm
+        self.embedding = embedding
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(self.norm(x), self.embedding.weight)
 
 
 class GPT(L.LightningModule):
@@ -90,9 +110,6 @@ class GPT(L.LightningModule):
         torch.Size([1, 8, 256])
     """
 
-    cos: Tensor
-    sin: Tensor
-
     def __init__(
         self,
         layers: int = 4,
@@ -114,13 +131,8 @@ class GPT(L.LightningModule):
         self.warmup_steps = warmup_steps
         self.weight_decay = weight_decay
         self.embedding = nn.Embedding(VOCABULARY, width)
-        self.blocks = nn.ModuleList(Block(width, heads, dropout) for _ in range(layers))
+        self.blocks = nn.ModuleList(Block(width, heads, context, dropout) for _ in range(layers))
         self.norm = nn.LayerNorm(width, bias=False)
-        head_width = width // heads
-        frequency = 10_000.0 ** (-torch.arange(0, head_width, 2) / head_width)
-        angle = torch.outer(torch.arange(context), frequency)
-        self.register_buffer("cos", angle.cos(), persistent=False)
-        self.register_buffer("sin", angle.sin(), persistent=False)
         self.apply(self._initialise)
 
     def _initialise(self, module: nn.Module) -> None:
@@ -134,20 +146,24 @@ class GPT(L.LightningModule):
                 with torch.no_grad():
                     branch.weight /= math.sqrt(2 * self.layers)
 
+    def pipeline_layers(self) -> list[nn.Module]:
+        """The model as a chain, which is how it is cut into stages for `strategy: pipeline_parallel`."""
+        return [self.embedding, *self.blocks, Head(self.norm, self.embedding)]
+
     def forward(self, tokens: Tensor) -> Tensor:
         """Logits of the next byte: (batch, time) of int64 -> (batch, time, 256), with time <= context."""
-        time = tokens.shape[1]
-        cos, sin = self.cos[:time], self.sin[:time]
-        x = self.embedding(tokens)
-        for block in self.blocks:
-            x = block(x, cos, sin)
-        # The embedding is the output matrix as well (weight tying, arXiv:1608.05859).
-        return F.linear(self.norm(x), self.embedding.weight)
+        x = tokens
+        for layer in self.pipeline_layers():
+            x = layer(x)
+        return x
+
+    def pipeline_loss(self, logits: Tensor, window: Tensor) -> Tensor:
+        """Mean cross-entropy in nats per byte of predicting `window[:, 1:]`, of a batch or a part of it."""
+        return F.cross_entropy(logits.flatten(0, 1), window[:, 1:].flatten())
 
     def loss(self, window: Tensor) -> Tensor:
-        """Mean cross-entropy in nats per byte of predicting `window[:, 1:]` from `window[:, :-1]`."""
-        logits = self(window[:, :-1])
-        return F.cross_entropy(logits.flatten(0, 1), window[:, 1:].flatten())
+        """The same, predicted from `window[:, :-1]`."""
+        return self.pipeline_loss(self(window[:, :-1]), window)
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         """The loss of a batch of windows, (batch, context + 1) of int64."""

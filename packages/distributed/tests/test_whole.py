@@ -21,11 +21,11 @@ from fairlead_distributed.whole import placements, whole_buffers, whole_gradient
 def net() -> nn.Module:
     torch.manual_seed(0)
     # 5 outputs: the last rank's shard is smaller.
-    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 5), nn.BatchNorm1d(5))
+    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 5), nn.BatchNorm1d(5)).double()
 
 
 def trained(module: nn.Module) -> nn.Module:
-    module(torch.arange(12.0).view(3, 4)).square().sum().backward()
+    module(torch.arange(12.0, dtype=torch.float64).view(3, 4)).square().sum().backward()
     return module
 
 
@@ -53,7 +53,7 @@ def test_a_split_module_is_put_together(how: str) -> None:
             assert list(found[what]) == list(wanted)
             assert sum(float(one.abs().sum()) for one in wanted.values()) > 1
             for name, tensor in wanted.items():
-                torch.testing.assert_close(found[what][name], tensor, rtol=1e-5, atol=1e-6)
+                torch.testing.assert_close(found[what][name], tensor, rtol=1e-8, atol=1e-10)
         assert set(found["buffers"]) == set(whole_buffers(plain))
         shards = {"ddp": {}, "fully_shard": 6, "tensor": 3}[how]
         assert found["placements"] == {} if how == "ddp" else len(found["placements"]) == shards

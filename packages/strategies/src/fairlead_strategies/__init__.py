@@ -8,6 +8,7 @@ from fairlead_strategies.fsdp import FSDPMixedPrecision, FSDPStrategyConfig
 from fairlead_strategies.fsdp2 import FSDP2StrategyConfig
 from fairlead_strategies.hybrid import HybridStrategyConfig
 from fairlead_strategies.mesh.config import FSDP2MixedPrecision
+from fairlead_strategies.pipeline_parallel import PipelineParallelStrategyConfig
 from fairlead_strategies.single_device import SingleDeviceStrategyConfig
 from fairlead_strategies.sync_batchnorm import TorchSyncBatchNormLayerSyncConfig
 from fairlead_strategies.tensor_parallel import TensorParallelStrategyConfig
@@ -21,6 +22,7 @@ __all__ = [
     "FSDPMixedPrecision",
     "FSDPStrategyConfig",
     "HybridStrategyConfig",
+    "PipelineParallelStrategyConfig",
     "SingleDeviceStrategyConfig",
     "TensorParallelStrategyConfig",
     "TorchSyncBatchNormLayerSyncConfig",

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Iterator, Mapping
+from typing import ClassVar, Literal
 
 from pydantic import Field
 
+from fairlead import Finding, Resolution, hookimpl
 from fairlead_strategies.layout import SizeOrAuto
 from fairlead_strategies.mesh.plugin import MeshStrategy
+from fairlead_strategies.pipeline.config import PipelineFields
+from fairlead_strategies.pipeline.findings import CODES, pipeline_findings
 from fairlead_strategies.tensor_parallel import TensorPlanConfig
 
 
-class HybridStrategyConfig(TensorPlanConfig):
+class HybridStrategyConfig(PipelineFields, TensorPlanConfig):
     """Copies, shards, split sequences, split layers and stages of a model, in any combination.
 
     The sizes multiply to the number of ranks; one may be `auto`. torchtitan's and Accelerate's names of them are
@@ -49,6 +53,17 @@ class Hybrid(MeshStrategy):
     """Several ways to split a model at once."""
 
     config = HybridStrategyConfig
+    codes: ClassVar[Mapping[str, str]] = {**MeshStrategy.codes, **CODES}
+
+    @hookimpl
+    def fairlead_check(self, resolution: Resolution, environ: Mapping[str, str]) -> Iterator[Finding]:
+        """Sizes, then the schedule of a pipeline, where there is one."""
+        findings = list(super().fairlead_check(resolution, environ))
+        yield from findings
+        config = resolution.strategy
+        assert isinstance(config, HybridStrategyConfig)
+        if not any(finding.code == "mesh-sizes" for finding in findings):
+            yield from pipeline_findings(config, config.layout(resolution.world_size), resolution)
 
 
 hybrid = Hybrid()

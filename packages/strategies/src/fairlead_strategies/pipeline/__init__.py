@@ -1,0 +1,1 @@
+"""Pipeline parallelism: each rank holds some of the layers."""

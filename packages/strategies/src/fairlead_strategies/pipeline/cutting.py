@@ -1,0 +1,74 @@
+"""Where a module is cut, as the config says."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning.pytorch as pl
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from fairlead.errors import ConfigError
+from fairlead_distributed.parallel.pipeline.splitting import (
+    layer_costs,
+    measured_costs,
+    split_at,
+    split_by_cost,
+    split_by_counts,
+)
+from fairlead_strategies.pipeline.config import PipelineFields
+
+
+def parts_of(
+    module: pl.LightningModule, layers: list[nn.Module], names: list[str], stages: int, config: PipelineFields
+) -> list[range]:
+    """For each stage its layers, the same on all ranks: where times are measured, they are rank 0's.
+
+    Raises:
+        ConfigError: The config does not fit the layers; the message has `trainer.strategy.split` as its place.
+    """
+    try:
+        return _parts(module, layers, names, stages, config)
+    except ConfigError as error:
+        error.where = "trainer.strategy.split"
+        raise
+
+
+def _parts(
+    module: pl.LightningModule, layers: list[nn.Module], names: list[str], stages: int, config: PipelineFields
+) -> list[range]:
+    split = config.split
+    if isinstance(split, tuple):
+        numbers = [one for one in split if isinstance(one, int)]
+        if numbers:
+            return split_by_counts(len(layers), numbers, stages)
+        return split_at(names, [str(one) for one in split], stages)
+    costs = [1.0] * len(layers)
+    if split == "parameters":
+        costs = layer_costs(layers)
+    elif split == "cost":
+        costs = _measured(module, layers)
+    return split_by_cost(
+        costs,
+        stages,
+        first_stage_less_layers=config.first_stage_less_layers,
+        last_stage_less_layers=config.last_stage_less_layers,
+    )
+
+
+def _measured(module: pl.LightningModule, layers: list[nn.Module]) -> list[float]:
+    example: Any = module.example_input_array
+    if example is None:
+        raise ConfigError(
+            f"{type(module).__name__} has no example_input_array to measure its layers with",
+            fix="set self.example_input_array to what its forward takes, or split: parameters",
+        )
+    box: list[Any] = [None]
+    if dist.get_rank() == 0:
+        device = next((p.device for layer in layers for p in layer.parameters()), None)
+        inputs = example if isinstance(example, tuple) else (example,)
+        box = [measured_costs(layers, *tree_map(lambda x: x.to(device) if isinstance(x, Tensor) else x, inputs))]
+    dist.broadcast_object_list(box, src=0)
+    costs: list[float] = box[0]
+    return costs

@@ -1,0 +1,143 @@
+"""What the stages hold, put together under the names of the whole model; and back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.optim import Optimizer
+
+from fairlead_strategies.pipeline.stages import Names
+
+
+def gather(own: Mapping[str, Any], group: dist.ProcessGroup, device: torch.device, *, everyone: bool) -> dict[str, Any]:
+    """The entries of all stages, tensors in CPU memory; of an entry that several have, that of the first.
+
+    A collective of all ranks. With `everyone` each rank has the whole in the end, else the first rank of a pipeline
+    has it, and the others nothing. One tensor travels at a time.
+    """
+    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+    whole = {name: _whole(value) for name, value in own.items()}  # shards are gathered on all ranks of a stage
+    kinds = {n: _kind(v) for n, v in whole.items()}
+    announced: list[Any] = [None] * ranks
+    dist.all_gather_object(announced, kinds, group=group)
+    found: dict[str, Any] = {}
+    for owner, theirs in enumerate(announced):
+        for name, kind in theirs.items():
+            if name in found:
+                continue
+            if not isinstance(kind, tuple):
+                found[name] = kind.value
+                continue
+            shape, dtype = kind
+            if everyone:
+                there = whole[name].to(device).contiguous() if rank == owner else _empty(shape, dtype, device)
+                dist.broadcast(there, group_src=owner, group=group)
+                found[name] = there.cpu()
+            elif rank == owner == 0:
+                found[name] = whole[name].detach().cpu()
+            elif rank == owner:
+                found[name] = None
+                dist.send(whole[name].to(device).contiguous(), group_dst=0, group=group)
+            else:
+                found[name] = None
+                if rank == 0:
+                    there = _empty(shape, dtype, device)
+                    dist.recv(there, group_src=owner, group=group)
+                    found[name] = there.cpu()
+    return found if everyone or rank == 0 else {}
+
+
+class _Value:
+    """Something that is no tensor and travels with the announcement."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+def _kind(value: Any) -> Any:
+    return (tuple(value.shape), value.dtype) if isinstance(value, Tensor) else _Value(value)
+
+
+def _empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device=device)
+
+
+def _whole(value: Any) -> Any:
+    if isinstance(value, DTensor):
+        value = value.full_tensor()
+    return value.detach() if isinstance(value, Tensor) else value
+
+
+def like(value: Any, own: Any) -> Any:
+    """A whole tensor cut as `own` is, without communication; anything else stays as it is."""
+    if not isinstance(own, DTensor) or not isinstance(value, Tensor) or isinstance(value, DTensor):
+        return value
+    device = own.to_local().device
+    return distribute_tensor(value.to(device), own.device_mesh, own.placements, src_data_rank=None)
+
+
+def local_state(whole: Mapping[str, Any], own: Mapping[str, Any], names: Names) -> dict[str, Any]:
+    """What this rank loads of a whole `state_dict`: entries of other stages are left out, unknown ones are kept."""
+    known = set(names.state)
+    return {name: like(value, own.get(name)) for name, value in whole.items() if name in own or name not in known}
+
+
+def optimizer_entries(optimizer: Optimizer, names: Mapping[int, str]) -> dict[str, Any]:
+    """The optimizer's state of each parameter as `name/key`."""
+    return {
+        f"{names[id(parameter)]}/{key}": value
+        for parameter, state in optimizer.state.items()
+        if id(parameter) in names
+        for key, value in state.items()
+    }
+
+
+def whole_optimizer_state(optimizer: Optimizer, found: Mapping[str, Any], groups: Sequence[Sequence[str]]) -> dict[str, Any]:
+    """The `state_dict` that the optimizer of a single process has, from the entries of all stages."""
+    numbers = {name: number for number, name in enumerate(n for group in groups for n in group)}
+    state: dict[int, dict[str, Any]] = {}
+    for entry, value in found.items():
+        name, _, key = entry.rpartition("/")
+        state.setdefault(numbers[name], {})[key] = value
+    packed = []
+    for own, group in zip(optimizer.param_groups, groups, strict=True):
+        packed.append({k: v for k, v in own.items() if k not in ("params", "param_names")})
+        packed[-1]["params"] = [numbers[name] for name in group]
+        if "param_names" in own:
+            packed[-1]["param_names"] = list(group)
+    return {"state": dict(sorted(state.items())), "param_groups": packed}
+
+
+def local_optimizer_state(
+    whole: Mapping[str, Any], groups: Sequence[Sequence[str]], own: Mapping[str, Tensor]
+) -> dict[str, Any]:
+    """The part of a single process's `state_dict` that belongs to this rank's parameters, renumbered."""
+    state: dict[int, Any] = {}
+    packed = []
+    number = 0
+    for saved, group in zip(whole["param_groups"], groups, strict=True):
+        mine = []
+        for index, name in zip(saved["params"], group, strict=True):
+            if name not in own:
+                continue
+            if index in whole["state"]:
+                entries = whole["state"][index]
+                state[number] = {
+                    key: like(value, own[name]) if _as_large(value, own[name]) else value
+                    for key, value in entries.items()
+                }
+            mine.append(number)
+            number += 1
+        packed.append({**saved, "params": mine})
+        if "param_names" in saved:
+            packed[-1]["param_names"] = [name for name in group if name in own]
+    return {"state": state, "param_groups": packed}
+
+
+def _as_large(value: Any, parameter: Tensor) -> bool:
+    return isinstance(value, Tensor) and value.shape == parameter.shape

@@ -1,0 +1,327 @@
+"""The Trainer's strategy for a pipeline, alone or with whatever else a mesh does to each stage."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.fabric.utilities.optimizer import _optimizers_to_device
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.strategies import ModelParallelStrategy
+from lightning.pytorch.strategies.strategy import Strategy
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from torch import Tensor, nn
+from torch.optim import LBFGS, Optimizer
+
+from fairlead.errors import ConfigError
+from fairlead_distributed.parallel.pipeline import Pipeline, clip_grad_norm_over_stages, picture
+from fairlead_distributed.parallel.pipeline.tied import Tied
+from fairlead_runs.pipeline_schedule import stage_rank
+from fairlead_strategies.layout import Layout
+from fairlead_strategies.mesh.device_mesh import agree_on_random_numbers, make_mesh
+from fairlead_strategies.mesh.parallelize import checkpointed_classes, parallelize
+from fairlead_strategies.mesh.ranks import RanksOnMesh
+from fairlead_strategies.pipeline.config import PipelineFields
+from fairlead_strategies.pipeline.contract import layer_names, layers_of
+from fairlead_strategies.pipeline.cutting import parts_of
+from fairlead_strategies.pipeline.gathering import (
+    gather,
+    local_optimizer_state,
+    local_state,
+    optimizer_entries,
+    whole_optimizer_state,
+)
+from fairlead_strategies.pipeline.model import PipelinedModule
+from fairlead_strategies.pipeline.stages import Split, split_module
+
+
+class PipelineStrategy(RanksOnMesh, ModelParallelStrategy):
+    """Splits the module into stages, and each stage as the rest of the mesh says; runs its steps as a pipeline.
+
+    Optimizers, schedulers and hooks see this rank's parameters, under the names of the whole model. The optimizers are
+    made while the module is whole, so that `configure_optimizers` finds every layer.
+    """
+
+    def __init__(self, config: PipelineFields, layout: Layout, **kwargs: Any) -> None:
+        super().__init__(data_parallel_size=layout.data_parallel, tensor_parallel_size=layout.tensor, **kwargs)
+        self.name = config.name
+        self.layout = layout
+        self._config = config
+        self.pipelined: PipelinedModule | None = None
+        self._split: Split | None = None
+        self._tied: list[Tied] = []
+        self._groups: list[list[list[str]]] = []
+
+    # -- start
+
+    def setup_environment(self) -> None:
+        """Connects the ranks and makes the mesh."""
+        self._setup_distributed()
+        assert self.lightning_module is not None
+        self._device_mesh = make_mesh(self.layout, self.root_device)
+        self.lightning_module._device_mesh = self._device_mesh
+        agree_on_random_numbers(self._device_mesh, self.root_device)  # before the user's code draws a split of the data
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The ranks of this pipeline."""
+        return self.device_mesh.get_group("pipeline")
+
+    def setup(self, trainer: pl.Trainer) -> None:
+        """Makes the optimizers, splits the module, and prepares what runs it."""
+        module = self.lightning_module
+        assert module is not None
+        assert self.accelerator is not None
+        self.accelerator.setup(trainer)
+        fitting = trainer.state.fn == TrainerFn.FITTING
+        self._refuse(module, fitting)
+        former = PipelinedModule.of(module)  # of an earlier fit or evaluation
+        split = former.split if former is not None else None
+        if former is not None:
+            former.detach()
+        whole = split is None
+        if whole:
+            _from_rank_0(module, self.root_device)
+            self.model = self.precision_plugin.convert_module(module)
+        self._reset_optimizers_and_schedulers()
+        if fitting and whole:
+            self.setup_optimizers(trainer)
+            named = {id(one): name for name, one in module.named_parameters()}
+            self._groups = [_named_groups(one, named) for one in self.optimizers]
+        if split is None:
+            split = self._split_module(module)
+        self._split = split
+        self.model = module
+        self.model_to_device()
+        mine = split.parameters(module)
+        if fitting and not whole:
+            self.setup_optimizers(trainer)
+            self._groups = self._everyones_groups(module)
+        for optimizer, groups in zip(self.optimizers, self._groups, strict=True):
+            _keep_own(optimizer, groups, mine)
+        self._tied = split.tied_here(module, self.group.rank(), self.group)
+        self.pipelined = PipelinedModule(module, split, self._pipeline)
+        self.precision_plugin.clip_grad_by_norm = self._clip_by_norm  # type: ignore[method-assign]
+        self.barrier()
+        self.setup_precision_plugin()
+        if fitting:
+            _optimizers_to_device(self.optimizers, self.root_device)
+            self._say(split)
+        agree_on_random_numbers(self.device_mesh, self.root_device)
+
+    def _refuse(self, module: pl.LightningModule, fitting: bool) -> None:
+        if fitting and not module.automatic_optimization:
+            raise ConfigError(
+                "manual optimization does not work in a pipeline",
+                where=f"{type(module).__name__}.automatic_optimization",
+                why="forward and backward passes of the micro-batches follow each other in the schedule's order",
+                fix="leave the optimization to the Trainer, or use fairlead_distributed.parallel.pipeline in a loop of "
+                "your own",
+            )
+        if any(isinstance(part, nn.modules.batchnorm._BatchNorm) for part in module.modules()):
+            rank_zero_warn(
+                "a batch norm in a pipeline normalises each micro-batch by itself: not what one process does with the "
+                "whole batch. Layer, group and RMS norms do not depend on other samples."
+            )
+
+    def _split_module(self, module: pl.LightningModule) -> Split:
+        config, pipeline, rank = self._config, self.layout.pipeline, self.group.rank()
+        layers = layers_of(module)
+        names, stages = layer_names(module, layers), pipeline * config.local_stages
+        parts = parts_of(module, layers, names, stages, config)
+        owners = [stage_rank(stage, stages, pipeline, config.schedule) for stage in range(stages)]
+        split = split_module(module, layers, names, parts, owners, rank)
+        if _more_than_stages(self.layout, config):
+            for stage in split.stages:
+                parallelize(stage, self.device_mesh, config, self.root_device)
+        elif config.activation_checkpointing:
+            from fairlead_distributed.activation_checkpointing import checkpoint_layers
+
+            for stage in split.stages:
+                checkpoint_layers(stage, checkpointed_classes(config))
+        return split
+
+    def _pipeline(self, loss: Any, weight: Any) -> Pipeline:
+        config = self._config
+        replicas = None
+        if self.layout.data_parallel > 1:
+            names = [name for name in ("replicate", "shard") if name in (self.device_mesh.mesh_dim_names or ())]
+            mesh = self.device_mesh[tuple(names)]
+            replicas = (mesh._flatten("data") if len(names) > 1 else mesh).get_group()
+        assert self._split is not None
+        return Pipeline(
+            self._split.stages,
+            loss=loss,
+            schedule=config.schedule,
+            micro_batches=None if config.micro_batches == "auto" else config.micro_batches,
+            weight=weight,
+            group=self.group,
+            device=self.root_device,
+            replicas=replicas,
+            tied=self._tied,
+            check_loss=config.check_loss,
+        )
+
+    def _say(self, split: Split) -> None:
+        config, ranks = self._config, self.layout.pipeline
+        lines = [f"pipeline of {ranks} ranks, schedule {config.schedule}", *split.described]
+        lines += [f"{name} is held by pipeline ranks {', '.join(map(str, held))}" for name, held in split.tied]
+        shown = ranks * config.local_stages + 2 if config.micro_batches == "auto" else config.micro_batches
+        if ranks * config.local_stages <= 4 and shown <= 8:
+            lines += [f"{shown} micro-batches:", picture(config.schedule, ranks, shown, config.local_stages)]
+        rank_zero_info("\n".join(lines))
+
+    def _everyones_groups(self, module: pl.LightningModule) -> list[list[list[str]]]:
+        """The optimizers' groups over all ranks, where a module was split before they were made."""
+        assert self._split is not None
+        named = {id(one): name for name, one in self._split.parameters(module).items()}
+        own = [_named_groups(one, named) for one in self.optimizers]
+        everyone: list[Any] = [None] * self.layout.pipeline
+        dist.all_gather_object(everyone, own, group=self.group)
+        order = {name: number for number, name in enumerate(self._split.names.parameters)}
+        return [
+            [sorted({name for one in everyone for name in one[o][g]}, key=order.__getitem__) for g in range(len(groups))]
+            for o, groups in enumerate(own)
+        ]
+
+    # -- steps
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's own step, whose loss runs the pipeline."""
+        assert self.pipelined is not None
+        assert self.lightning_module is not None
+        loop = self.lightning_module.trainer.fit_loop
+        if loop.batch_idx == 0:
+            self.pipelined.pipeline.check_next_batch = True
+        if loop.batch_idx % self.lightning_module.trainer.accumulate_grad_batches == 0:
+            for parameter in self.pipelined.pipeline.parameters:
+                parameter.grad = None  # Lightning forgets them after this step's forward, which here has the backward
+        with self.precision_plugin.train_step_context(), self.pipelined.training():
+            return self.lightning_module.training_step(*args, **kwargs)
+
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """Each batch is reduced by its own schedule."""
+        yield
+
+    def _clip_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
+        copies = {id(one.parameter): one.parameter for one in self._tied if not one.counted}
+        own = [p for p in self.precision_plugin.main_params(optimizer) if id(p) not in copies]
+        clip_grad_norm_over_stages(own, clip_val, group=self.group, copies=copies.values())
+
+    # -- state
+
+    def whole_parameters(self) -> dict[str, Tensor]:
+        """The parameters of all stages under the names of the whole model, in CPU memory; a collective of all ranks."""
+        return gather(self._own(), self.group, self.root_device, everyone=True)
+
+    def whole_gradients(self) -> dict[str, Tensor]:
+        """Their gradients, of those that have one; a collective of all ranks."""
+        own = {name: one.grad for name, one in self._own().items() if one.grad is not None}
+        return gather(own, self.group, self.root_device, everyone=True)
+
+    def _own(self) -> dict[str, nn.Parameter]:
+        assert self._split is not None
+        assert self.lightning_module is not None
+        return self._split.parameters(self.lightning_module)
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """The weights of all stages on rank 0, under the names of the whole model; a collective of all ranks."""
+        assert self._split is not None
+        assert self.lightning_module is not None
+        found = gather(self.lightning_module.state_dict(), self.group, self.root_device, everyone=False)
+        return {name: found[name] for name in self._split.names.state if name in found}
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """The optimizer's state of all stages on rank 0, as one process has it; a collective of all ranks."""
+        plain: Any = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+        names = {id(one): name for name, one in self._own().items()}
+        found = gather(optimizer_entries(plain, names), self.group, self.root_device, everyone=False)
+        if self.group.rank() != 0:
+            return {}
+        return whole_optimizer_state(plain, found, self._groups[self.optimizers.index(plain)])
+
+    @property
+    def lightning_restore_optimizer(self) -> bool:
+        """Lightning hands the optimizers' states over."""
+        return True
+
+    def load_checkpoint(self, checkpoint_path: str | os.PathLike[str], weights_only: bool | None = None) -> dict[str, Any]:
+        """The whole checkpoint, on every rank."""
+        return Strategy.load_checkpoint(self, checkpoint_path, weights_only)
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """Rank 0 has the whole, and writes it."""
+        Strategy.save_checkpoint(self, checkpoint, filepath, storage_options)
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """This rank's layers from a whole state, of any strategy."""
+        assert self._split is not None
+        assert self.lightning_module is not None
+        own = self.lightning_module.state_dict()
+        state = local_state(checkpoint["state_dict"], own, self._split.names)
+        self.lightning_module.load_state_dict(state, strict=strict)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """This rank's part of whole optimizer states, of any strategy."""
+        for optimizer, groups, state in zip(self.optimizers, self._groups, checkpoint["optimizer_states"], strict=True):
+            optimizer.load_state_dict(local_optimizer_state(state, groups, self._own()))
+        _optimizers_to_device(self.optimizers, self.root_device)
+
+    def teardown(self) -> None:
+        """Ends the CheckpointIO, which Lightning leaves out here; `self(...)` goes through all stages from now on."""
+        vars(self.precision_plugin).pop("clip_grad_by_norm", None)
+        try:
+            self.checkpoint_io.teardown()
+        finally:
+            super().teardown()
+
+
+def _more_than_stages(layout: Layout, config: PipelineFields) -> bool:
+    return layout.data_parallel * layout.tensor > 1 or config.cpu_offload or config.mixed_precision is not None
+
+
+def _from_rank_0(module: nn.Module, device: torch.device) -> None:
+    """All ranks begin with the weights of rank 0, as with DDP, one at a time."""
+    with torch.no_grad():
+        for tensor in (*module.parameters(), *module.buffers()):
+            there = tensor.detach().to(device)
+            dist.broadcast(there, src=0)
+            tensor.copy_(there)
+
+
+def _named_groups(optimizer: Optimizer, names: Mapping[int, str]) -> list[list[str]]:
+    """For each group of an optimizer the names of its parameters.
+
+    Raises:
+        ConfigError: It cannot be used where each rank has some of the parameters.
+    """
+    if isinstance(optimizer, LBFGS):
+        raise ConfigError(
+            "LBFGS does not work in a pipeline",
+            where="configure_optimizers",
+            why="each of its steps depends on all parameters together, and evaluates the loss several times",
+            fix="use an optimizer that updates each parameter by itself, such as AdamW",
+        )
+    return [[names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
+
+
+def _keep_own(optimizer: Optimizer, groups: list[list[str]], mine: Mapping[str, nn.Parameter]) -> None:
+    """Leaves this rank's parameters in an optimizer, which may be other objects by now (DTensors)."""
+    states = dict(optimizer.state)
+    before = {name: one for group, names in zip(optimizer.param_groups, groups, strict=True)
+              for name, one in zip(names, group["params"], strict=False)}  # fmt: skip
+    optimizer.state.clear()
+    for group, names in zip(optimizer.param_groups, groups, strict=True):
+        group["params"] = [mine[name] for name in names if name in mine]
+        if "param_names" in group:
+            group["param_names"] = [name for name in names if name in mine]
+        for name in names:
+            if name in mine and before.get(name) in states:
+                optimizer.state[mine[name]] = states[before[name]]

@@ -1,0 +1,174 @@
+"""A LightningModule cut into stages: each rank keeps the layers of its own, under the names of the whole model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+
+from fairlead.errors import ConfigError
+from fairlead_distributed.parallel.pipeline.tied import Tied, group_of, shared_by_stages
+
+
+class Elsewhere(nn.Module):
+    """Stands where a layer of another stage was: it has no parameters, and cannot be called."""
+
+    def __init__(self, name: str, rank: int) -> None:
+        super().__init__()
+        self.place = f"{name} is on pipeline rank {rank}"
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Raises."""
+        raise ConfigError(
+            f"{self.place}, and was called here",
+            where="trainer.strategy",
+            fix="call the module itself, on all ranks together: self(...) goes through all stages",
+        )
+
+    def extra_repr(self) -> str:
+        """Where it is."""
+        return self.place
+
+
+class StageOfModule(nn.Module):
+    """The layers of one stage, in a tree of the same names as in the whole model.
+
+    Plans that name layers (`blocks.*.up`) fit it as they fit the whole, and units to shard are found in it.
+    """
+
+    def __init__(self, whole: nn.Module, layers: Sequence[nn.Module]) -> None:
+        super().__init__()
+        keep = {id(part) for layer in layers for part in layer.modules()}
+        for name, child in whole.named_children():
+            kept = _pruned(child, keep)
+            if kept is not None:
+                self.add_module(name, kept)
+        object.__setattr__(self, "chain", list(layers))  # not modules of it once more
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """What the last layer returns; a tuple gives its parts to the next layer."""
+        out: Any = inputs
+        for layer in vars(self)["chain"]:
+            out = layer(*out, **kwargs) if isinstance(out, tuple) else layer(out, **kwargs)
+            kwargs = {}
+        return out
+
+
+def _pruned(module: nn.Module, keep: set[int]) -> nn.Module | None:
+    if id(module) in keep:
+        return module
+    children = {name: _pruned(child, keep) for name, child in module.named_children()}
+    found = {name: child for name, child in children.items() if child is not None}
+    if not found:
+        return None
+    container = nn.ModuleList() if isinstance(module, nn.ModuleList) else nn.Module()
+    for name, child in found.items():
+        container.add_module(name, child)
+    return container
+
+
+@dataclass
+class Names:
+    """The names of the whole model, which a rank still knows when it has only some of the layers."""
+
+    state: list[str]
+    """Keys of the `state_dict` of the whole model, in its order."""
+    canonical: dict[str, str]
+    """The first name of each parameter, by each of its names: tied weights have several."""
+    parameters: list[str]
+    """First names of all parameters, in their order."""
+
+    @classmethod
+    def of(cls, module: nn.Module) -> Names:
+        """Those of a module that is whole."""
+        first: dict[int, str] = {}
+        canonical = {
+            name: first.setdefault(id(one), name) for name, one in module.named_parameters(remove_duplicate=False)
+        }
+        return cls(list(module.state_dict()), canonical, list(dict.fromkeys(canonical.values())))
+
+
+@dataclass
+class Split:
+    """What became of a module on this rank."""
+
+    names: Names
+    stages: list[nn.Module]
+    tied: list[tuple[str, tuple[int, ...]]] = field(default_factory=list)
+    """The first name of each weight that other ranks hold too, and the pipeline ranks that do."""
+    described: list[str] = field(default_factory=list)
+    """One line for each stage of the whole pipeline."""
+
+    def parameters(self, module: nn.Module) -> dict[str, nn.Parameter]:
+        """This rank's parameters by the first name that they have in the whole model."""
+        found: dict[str, nn.Parameter] = {}
+        for name, one in module.named_parameters():
+            found.setdefault(self.names.canonical[name], one)
+        return found
+
+    def tied_here(self, module: nn.Module, rank: int, group: dist.ProcessGroup | None) -> list[Tied]:
+        """The weights that other ranks hold too, with a group for each; all ranks of the pipeline call it."""
+        mine = self.parameters(module)
+        groups: dict[tuple[int, ...], Any] = {}
+        tied = []
+        for name, ranks in self.tied:
+            if rank in ranks:
+                if ranks not in groups:
+                    groups[ranks] = group_of(ranks, group)
+                tied.append(Tied(mine[name], ranks, groups[ranks], counted=ranks[0] == rank))
+        return tied
+
+
+def split_module(
+    module: nn.Module,
+    layers: Sequence[nn.Module],
+    names: Sequence[str],
+    parts: Sequence[range],
+    owners: Sequence[int],
+    rank: int,
+) -> Split:
+    """Leaves the layers of this rank's stages in the module; those of others become `Elsewhere`.
+
+    Args:
+        module: The whole model; changed in place.
+        layers: Its layers in their order.
+        names: What they are called.
+        parts: For each stage of the pipeline, its layers.
+        owners: For each stage, its rank of the pipeline.
+        rank: This rank of the pipeline.
+    """
+    chains = [[layers[number] for number in part] for part in parts]
+    known = Names.of(module)
+    first = {id(one): known.canonical[name] for name, one in module.named_parameters()}
+    tied = [(first[key], ranks) for key, ranks in shared_by_stages(chains, owners).items()]
+    stages = [StageOfModule(module, chain) for chain, owner in zip(chains, owners, strict=True) if owner == rank]
+    sizes = [sum(p.numel() for p in {id(p): p for one in chain for p in one.parameters()}.values()) for chain in chains]
+    described = [
+        f"stage {stage} (rank {owners[stage]}): {names[part[0]]}"
+        + (f" to {names[part[-1]]}" if len(part) > 1 else "")
+        + f", {len(part)} {'layer' if len(part) == 1 else 'layers'}, {sizes[stage]:,} parameters"
+        for stage, part in enumerate(parts)
+    ]
+    mine = {id(part) for chain, owner in zip(chains, owners, strict=True) if owner == rank for part in _within(chain)}
+    others = {
+        id(part): owner for chain, owner in zip(chains, owners, strict=True) if owner != rank for part in _within(chain)
+    }
+    _drop(module, mine, others, "")
+    return Split(known, list(stages), sorted(tied, key=lambda one: known.parameters.index(one[0])), described)
+
+
+def _within(chain: Iterable[nn.Module]) -> Iterable[nn.Module]:
+    return (part for layer in chain for part in layer.modules())
+
+
+def _drop(module: nn.Module, mine: set[int], others: dict[int, int], path: str) -> None:
+    for name, child in list(module.named_children()):
+        if id(child) in mine:
+            continue
+        if id(child) in others:
+            setattr(module, name, Elsewhere(f"{path}{name}", others[id(child)]))
+        else:
+            _drop(child, mine, others, f"{path}{name}.")
