@@ -21,6 +21,7 @@ from typing import Any
 from fairlead.cli.session import Session
 from fairlead.errors import ConfigError
 from fairlead.resolution import Resolution
+from fairlead_launch.forkserver import SERVER_FD
 
 
 def require_own_start(resolution: Resolution, command: str, *, nodes: int) -> None:
@@ -71,9 +72,10 @@ def run_fairlead(words: Sequence[str], session: Session, environ: Mapping[str, s
     """Runs `fairlead WORDS` to its end, with all that it says in a file; its exit code. It ends when this call does."""
     # -P: the working directory is no place for code unless the rules for user code say so.
     command = [sys.executable, "-P", "-m", "fairlead", *words]
+    kept = {name: value for name, value in environ.items() if name != SERVER_FD}  # no open file is inherited
     with log.open("ab") as out:
         process = subprocess.Popen(
-            command, cwd=session.cwd, env=dict(environ), stdin=subprocess.DEVNULL, stdout=out, stderr=out
+            command, cwd=session.cwd, env=kept, stdin=subprocess.DEVNULL, stdout=out, stderr=out
         )
         try:
             return process.wait()

@@ -106,8 +106,10 @@ def _scaled(factor: float, names: list[str], notes: Notes, exact: Tensors) -> st
     which = "all gradients are" if len(names) == len(exact) else f"{_count(names, exact)} are"
     text = f"{which} {factor:.4g} x those of one process"
     reasons = []
-    counts = {"replicas": notes.replicas, **{f"ranks of `{name}`": size for name, size in notes.said("mesh").items()}}
-    counts |= {"ranks": notes.said("world_size")} if not notes.said("mesh") else {}
+    mesh = {f"ranks of `{name}`": size for name, size in notes.said("mesh").items()}
+    counts = {"replicas": notes.replicas, **{name: size for name, size in mesh.items() if size != notes.replicas}}
+    if notes.said("world_size") not in counts.values():
+        counts["ranks"] = notes.said("world_size")
     for what, count in counts.items():
         biases = len(names) < len(exact) and all(n.endswith("bias") for n in names)
         if count > 1 and math.isclose(factor, count, rel_tol=_CLOSE):
