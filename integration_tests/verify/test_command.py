@@ -14,7 +14,7 @@ from integration_tests.jobs import Call, fairlead
 pytestmark = pytest.mark.slow  # each call starts the ranks, and one process after them
 
 ROOT = Path(__file__).parents[2]
-MODEL = '''
+MODEL = """
 import os
 
 import lightning.pytorch as L
@@ -67,10 +67,12 @@ class Model(L.LightningModule):
 class Broken(Model):
     def training_step(self, batch, index):
         raise ValueError("no luck in the step")
-'''
+"""
 
 
-def verified(folder: Path, *words: str, fault: str = "", model: str = "Model", args: Any = None, **trainer: Any) -> Call:
+def verified(
+    folder: Path, *words: str, fault: str = "", model: str = "Model", args: Any = None, **trainer: Any
+) -> Call:
     """Verifies a job; whatever comes out, nothing is left of it."""
     (folder / "mine.py").write_text(MODEL)
     job = {

@@ -91,9 +91,7 @@ class Random(Net):
         return super().forward(x + 0.1 * torch.randn_like(x))
 
 
-MODELS: dict[str, Callable[[], L.LightningModule]] = {
-    one.__name__: one for one in (Net, Dead, Masked, Norm, Random)
-}
+MODELS: dict[str, Callable[[], L.LightningModule]] = {one.__name__: one for one in (Net, Dead, Masked, Norm, Random)}
 
 
 @dataclass(frozen=True)

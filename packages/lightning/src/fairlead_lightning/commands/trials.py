@@ -74,9 +74,7 @@ def run_fairlead(words: Sequence[str], session: Session, environ: Mapping[str, s
     command = [sys.executable, "-P", "-m", "fairlead", *words]
     kept = {name: value for name, value in environ.items() if name != SERVER_FD}  # no open file is inherited
     with log.open("ab") as out:
-        process = subprocess.Popen(
-            command, cwd=session.cwd, env=kept, stdin=subprocess.DEVNULL, stdout=out, stderr=out
-        )
+        process = subprocess.Popen(command, cwd=session.cwd, env=kept, stdin=subprocess.DEVNULL, stdout=out, stderr=out)
         try:
             return process.wait()
         finally:

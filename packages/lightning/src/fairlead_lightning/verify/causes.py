@@ -83,7 +83,11 @@ def _shares(names: list[str], notes: Notes, references: References, reference: R
 
 
 def _missing(
-    used: dict[tuple[int, int], float], due: dict[tuple[int, int], float], names: list[str], notes: Notes, exact: Tensors
+    used: dict[tuple[int, int], float],
+    due: dict[tuple[int, int], float],
+    names: list[str],
+    notes: Notes,
+    exact: Tensors,
 ) -> Iterator[str]:
     """Which parts are not in the gradient, or with another weight."""
     gone = {part for part, share in used.items() if abs(share) < 10 * _CLOSE < abs(due[part])}
@@ -145,7 +149,9 @@ def _of_norms(compared: Compared, notes: Notes) -> Iterator[str]:
         if not one.red:
             continue
         said = notes.ranks[one.rank]
-        text = f"rank {one.rank} clips by a norm of {said['clipped_by']:.6g}, and that of all gradients is {one.size:.6g}"
+        text = (
+            f"rank {one.rank} clips by a norm of {said['clipped_by']:.6g}, and that of all gradients is {one.size:.6g}"
+        )
         if math.isclose(said["clipped_by"], said["own_norm"], rel_tol=_CLOSE):
             text += ": it counts what this rank holds, not what the others do"
         elif said["clipped_by"] > one.size:

@@ -6,7 +6,6 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
-import lightning.pytorch as L
 from lightning.pytorch.callbacks import Checkpoint, EarlyStopping, LearningRateFinder, Timer
 from torch import nn
 
