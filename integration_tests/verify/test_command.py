@@ -77,7 +77,7 @@ def verified(
     (folder / "mine.py").write_text(MODEL)
     job = {
         "run": {"name": "job", "seed": 1},
-        "model": {"class": f"mine:{model}", "args": args or {"dropout": 0.0}},
+        "model": {"class": f"mine:{model}", "args": {"dropout": dropout}},
         "data": "mine:Data",
         "trainer": {"accelerator": "cpu", "devices": 2, "gradient_clip_val": 0.5, "max_steps": 1000, **trainer},
     }
@@ -90,12 +90,13 @@ def verified(
 
 
 def test_a_right_layout(tmp_path: Path) -> None:
-    """Sixteen ranks become two, bf16 becomes 32-true; a ModelCheckpoint is left out; all of it is said."""
+    """Eight ranks on two nodes become two, bf16 becomes 32-true; a ModelCheckpoint is left out; all of it is said."""
     checkpoint = {"class": "lightning.pytorch.callbacks:ModelCheckpoint", "args": {"monitor": "val"}}
     call = verified(
         tmp_path,
         strategy={"name": "fsdp2", "shard": 8},
-        devices=8,
+        devices=4,
+        num_nodes=2,
         precision="bf16-mixed",
         accumulate_grad_batches=2,
         callbacks=[checkpoint],
@@ -120,7 +121,7 @@ def test_a_fault_in_the_ranks_is_red(tmp_path: Path) -> None:
 
 def test_random_numbers_are_refused(tmp_path: Path) -> None:
     """A rate that no name tells of."""
-    call = verified(tmp_path, strategy="ddp", args={"dropout": 0.3})
+    call = verified(tmp_path, strategy="ddp", dropout=0.3)
     assert call.code == 2, call.text
     assert "it draws random numbers in its training step" in call.err
 
@@ -138,7 +139,6 @@ def test_an_error_of_the_job_is_shown_as_fit_shows_it(tmp_path: Path) -> None:
         (("--set", "trainer.devices=1"), "nothing is split"),
         (("--steps", "0"), "--steps needs at least 1"),
         (("--set", "model.class=mine:Modle"), "mine has no 'Modle'"),
-        (("--full", "--set", "trainer.num_nodes=2"), "starts its ranks itself, on one machine"),
     ],
 )
 def test_a_wrong_call_is_said_at_once(tmp_path: Path, words: tuple[str, ...], what: str) -> None:

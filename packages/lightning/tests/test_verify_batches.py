@@ -83,9 +83,9 @@ def test_a_digest_sees_each_value() -> None:
 
 
 def test_a_copy_is_not_changed_by_the_training() -> None:
-    batch = {"x": torch.zeros(2), "names": ["a"]}
-    copied = detached(batch)
-    batch["x"].add_(1)
-    batch["names"].append("b")
+    x, names = torch.zeros(2), ["a"]
+    copied = detached({"x": x, "names": names})
+    x.add_(1)
+    names.append("b")
     assert copied["x"].tolist() == [0, 0]
     assert copied["names"] == ["a"]

@@ -18,6 +18,9 @@ from fairlead_lightning.verify.neutral import flat
 from fairlead_lightning.verify.notes import Notes, Tensors
 from fairlead_lightning.verify.reference import Reference, References, apart
 
+Shares = dict[tuple[int, int], float]
+"""The weight of each (batch of a step, replica) in a gradient."""
+
 _CLOSE: Final = 1e-3
 """A relative distance below which an explanation holds; the faults themselves are of the size of the gradient."""
 
@@ -79,16 +82,10 @@ def _shares(names: list[str], notes: Notes, references: References, reference: R
             "tokens: a mean over unequal counts, averaged again"
         )
     else:
-        yield from _missing(used, due, names, notes, exact)
+        yield from _missing(used, due, names, exact)
 
 
-def _missing(
-    used: dict[tuple[int, int], float],
-    due: dict[tuple[int, int], float],
-    names: list[str],
-    notes: Notes,
-    exact: Tensors,
-) -> Iterator[str]:
+def _missing(used: Shares, due: Shares, names: list[str], exact: Tensors) -> Iterator[str]:
     """Which parts are not in the gradient, or with another weight."""
     gone = {part for part, share in used.items() if abs(share) < 10 * _CLOSE < abs(due[part])}
     replicas, numbers = ({part[at] for part in used} for at in (1, 0))
@@ -96,7 +93,8 @@ def _missing(
     early = [i for i in numbers if all((i, r) in gone for r in replicas)]
     where = "" if len(names) == len(exact) else f" in {_count(names, exact)}"
     if lost and len(lost) < len(replicas):
-        yield f"only the batch of replica {_listed(replicas - set(lost))} is in it{where}: not reduced over the replicas"
+        kept = _listed(replicas - set(lost))
+        yield f"only the batch of replica {kept} is in it{where}: not reduced over the replicas"
     elif early and len(early) < len(numbers):
         kept = "the last" if numbers - set(early) == {max(numbers)} else f"batch {_listed(numbers - set(early))}"
         yield f"only {kept} of the {len(numbers)} batches of a step is in it{where}: the others' gradients are lost"
@@ -149,9 +147,7 @@ def _of_norms(compared: Compared, notes: Notes) -> Iterator[str]:
         if not one.red:
             continue
         said = notes.ranks[one.rank]
-        text = (
-            f"rank {one.rank} clips by a norm of {said['clipped_by']:.6g}, and that of all gradients is {one.size:.6g}"
-        )
+        text = f"rank {one.rank} clips by a norm of {said['clipped_by']:.6g}; that of all gradients is {one.size:.6g}"
         if math.isclose(said["clipped_by"], said["own_norm"], rel_tol=_CLOSE):
             text += ": it counts what this rank holds, not what the others do"
         elif said["clipped_by"] > one.size:
@@ -165,7 +161,8 @@ def _of_weights(compared: Compared, notes: Notes, references: References) -> Ite
     still = [one.name for one in red if one.rank == 0 and one.name in compared.still]
     exact = references.exact.weights
     if still:
-        yield f"{_count(still, exact)} do not move: the optimizer does not have them, or their step is lost: {flat(still)}"
+        text = f"{_count(still, exact)} do not move: {flat(still)}"
+        yield f"{text}; the optimizer does not have them, or their step is lost"
         return
     ranks = sorted({one.rank for one in red if one.rank})
     if ranks:
@@ -180,7 +177,7 @@ def _of_weights(compared: Compared, notes: Notes, references: References) -> Ite
         yield "the gradients of the first step are the same: the optimizer's step, clipping, or a later batch differs"
 
 
-def _fitted(gradients: Tensors, parts: dict[tuple[int, int], Tensors]) -> tuple[dict[tuple[int, int], float], float]:
+def _fitted(gradients: Tensors, parts: dict[tuple[int, int], Tensors]) -> tuple[Shares, float]:
     """The share of each part in the gradients, and what is left of them, relative to them."""
     names = [n for n in gradients if any(n in one for one in parts.values())]
     if not names or not parts:

@@ -1,4 +1,4 @@
-"""`fairlead verify JOB`: trains the job's layout, and the same in one process, and shows how they compare; torch-free."""
+"""`fairlead verify JOB`: trains the job's layout and the same in one process, and shows how they compare. Torch-free."""
 
 from __future__ import annotations
 
@@ -37,8 +37,7 @@ def verify(arguments: argparse.Namespace, session: Session) -> int:
     assert resolution is not None
     assert job is not None
     layout = layout_of(resolution, full=arguments.full)
-    nodes = resolution.num_nodes if arguments.full else 1
-    require_own_start(resolution, "fairlead verify", nodes=nodes)
+    require_own_start(resolution, "fairlead verify", nodes=1)
     place = run_directory(job.model_dump(mode="json"), job.run, resolution.job, session.cwd).parent
     with trial_folder(place, ".verify-") as (folder, _):
         trial = _Trial(arguments, session, checked, layout, folder)
@@ -57,8 +56,15 @@ def verify(arguments: argparse.Namespace, session: Session) -> int:
 
 
 def _checked(arguments: argparse.Namespace, session: Session) -> CheckedJob:
-    """The job as it is asked for, which need not fit this machine."""
-    loaded = load_job(arguments.job, plugins=session.plugins, cwd=session.cwd, overrides=arguments.overrides)
+    """The job as it is asked for, which need not fit this machine; ranks of several nodes are counted as of one."""
+    given = list(arguments.overrides)
+    loaded = load_job(arguments.job, plugins=session.plugins, cwd=session.cwd, overrides=given)
+    trainer = loaded.job.trainer if loaded.job is not None else None
+    if trainer is not None and isinstance(trainer.num_nodes, int) and isinstance(trainer.devices, int):
+        ranks = trainer.num_nodes * trainer.devices
+        if trainer.num_nodes > 1:
+            given += ["trainer.num_nodes=1", f"trainer.devices={ranks}"]
+            loaded = load_job(arguments.job, plugins=session.plugins, cwd=session.cwd, overrides=given)
     checked = check_job(loaded, environ=session.environ, plugins=session.plugins, cwd=session.cwd, uses_run=False)
     raise_errors(checked.findings)
     return checked

@@ -148,8 +148,10 @@ def _norms(notes: Notes, references: References) -> Iterator[Difference]:
 def _liveness(found: Compared, notes: Notes, exact: Trained) -> None:
     """Two dead models would agree."""
     trainable = [name for name in notes.said("trainable") if name in exact.weights]
-    sides = (("the layout", notes.said("gradients"), notes.said("weights"), notes.losses),)
-    sides += (("one process", exact.gradients, exact.weights, exact.losses),)
+    sides = [
+        ("the layout", notes.said("gradients"), notes.said("weights"), notes.losses),
+        ("one process", exact.gradients, exact.weights, exact.losses),
+    ]
     still: dict[str, list[str]] = {}
     for side, gradients, weights, losses in sides:
         if not any(_norm(one) for one in gradients.values()):

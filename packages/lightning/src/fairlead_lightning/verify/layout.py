@@ -69,7 +69,9 @@ def layout_of(resolution: Resolution, *, full: bool) -> Layout:
         "trainer.num_nodes": 1,
         "trainer.environment": "auto",
     }
-    changes = {name: small[name] for name, size in sizes.items() if size != small[name] and _set(strategy, name)}
+    changes: dict[str, Any] = {
+        name: small[name] for name, size in sizes.items() if size != small[name] and _set(strategy, name)
+    }
     if moved and getattr(strategy, "process_group_backend", "auto") != "auto":
         changes["process_group_backend"] = "auto"
     if changes:
