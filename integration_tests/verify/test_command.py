@@ -71,7 +71,7 @@ class Broken(Model):
 
 
 def verified(
-    folder: Path, *words: str, fault: str = "", model: str = "Model", args: Any = None, **trainer: Any
+    folder: Path, *words: str, fault: str = "", model: str = "Model", dropout: float = 0.0, **trainer: Any
 ) -> Call:
     """Verifies a job; whatever comes out, nothing is left of it."""
     (folder / "mine.py").write_text(MODEL)

@@ -1,4 +1,4 @@
-"""`fairlead verify JOB`: trains the job's layout and the same in one process, and shows how they compare. Torch-free."""
+"""`fairlead verify JOB`: trains a job's layout and the same in one process, and shows how they compare."""
 
 from __future__ import annotations
 
