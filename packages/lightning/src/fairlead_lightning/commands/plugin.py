@@ -27,3 +27,12 @@ test = _command("test", "one pass over the test data")
 predict = _command(
     "predict", "predict on all ranks into one folder, in the order of the data; go on where that was interrupted"
 )
+verify = CommandPlugin(
+    "verify",
+    "is the model, split like this, still the model? this layout against one process, in numbers",
+    arguments="fairlead_lightning.verify.arguments:verify_arguments",
+    runtime="fairlead_lightning.verify.command:verify",
+    engines=_ENGINES,
+    extra="lightning",
+    example=("no-such.yaml",),
+)

@@ -3,17 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import json
 import shutil
-import signal
-import subprocess
-import sys
-import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
 from typing import Final
 
 from fairlead.checks import CheckedJob
@@ -24,6 +16,7 @@ from fairlead.resolution import Resolution
 from fairlead_lightning.commands.prepare import prepare
 from fairlead_lightning.commands.prove_compare import Run, Unequal, differences, trained_otherwise
 from fairlead_lightning.commands.prove_plan import PLAN, Plan
+from fairlead_lightning.commands.trials import fit_words, require_own_start, run_fairlead, trial_folder
 from fairlead_runs.naming import run_directory
 
 _SHOWN: Final = 5
@@ -44,7 +37,7 @@ def prove_resume(arguments: argparse.Namespace, session: Session) -> int:
     assert job is not None
     assert checked.resolution is not None
     folder_of_runs = run_directory(job.model_dump(mode="json"), job.run, checked.resolution.job, session.cwd).parent
-    with _folder(folder_of_runs) as (folder, kept):
+    with trial_folder(folder_of_runs, ".prove-") as (folder, kept):
         equal, lines = _Proof(arguments, session, checked.resolution, folder, Plan.of(steps)).report()
         if not equal:
             kept.append(folder)
@@ -63,44 +56,13 @@ def _checked(arguments: argparse.Namespace, session: Session) -> CheckedJob:
     checked = prepare(arguments, session, uses_run=False)
     resolution = checked.resolution
     assert resolution is not None
-    if resolution.topology.launched or resolution.num_nodes > 1:
-        raise ConfigError(
-            "--prove-resume starts its ranks itself, on one machine",
-            where=where,
-            why=f"the ranks were started by the environment {resolution.environment.name!r}"
-            if resolution.topology.launched
-            else f"the job has {resolution.num_nodes} nodes",
-            fix="run it without a launcher; with --set trainer.num_nodes=1 where the job has more nodes",
-        )
+    require_own_start(resolution, where, nodes=resolution.num_nodes)
     for name, wrong in (("fast_dev_run", True), ("barebones", True), ("enable_checkpointing", False)):
         if bool(getattr(resolution.trainer, name)) is wrong:
             raise ConfigError(
                 "the job writes no checkpoint to resume from", where=f"trainer.{name}", fix=f"leave {name} out"
             )
     return checked
-
-
-@contextmanager
-def _folder(place: Path) -> Iterator[tuple[Path, list[Path]]]:
-    """A new folder beside the run directory, and the list of what is kept of it: else it goes, also on SIGTERM."""
-    made = [parent for parent in (place, *place.parents) if not parent.exists()]
-    place.mkdir(parents=True, exist_ok=True)
-    folder = Path(tempfile.mkdtemp(prefix=".prove-", dir=place))
-    kept: list[Path] = []
-
-    def end(signum: int, _frame: FrameType | None) -> None:
-        raise SystemExit(128 + signum)
-
-    before = signal.signal(signal.SIGTERM, end)
-    try:
-        yield folder, kept
-    finally:
-        signal.signal(signal.SIGTERM, before)
-        if not kept:
-            shutil.rmtree(folder, ignore_errors=True)
-            for parent in made:
-                if not any(parent.iterdir()):
-                    parent.rmdir()
 
 
 class _Proof:
@@ -174,18 +136,7 @@ class _Proof:
             environ["PYTHONHASHSEED"] = str(hash_seed or self._seeds)
         began = time.monotonic()
         log = place / f"{what}.log"
-        # -P: the working directory is no place for code unless the rules for user code say so.
-        command = [sys.executable, "-P", "-m", "fairlead", *self._words()]
-        with log.open("ab") as out:
-            process = subprocess.Popen(
-                command, cwd=self._session.cwd, env=environ, stdin=subprocess.DEVNULL, stdout=out, stderr=out
-            )
-            try:
-                code = process.wait()
-            finally:
-                if process.poll() is None:
-                    process.terminate()
-                    process.wait()
+        code = run_fairlead(self._words(), self._session, environ, log)
         self._session.warn(f"{what}: {'killed' if kill else 'trained'} in {time.monotonic() - began:.0f} s")
         if code and not kill:
             text = log.read_text(errors="replace").strip()[-_TAIL:]
@@ -212,8 +163,7 @@ class _Proof:
         io = self._io
         if hasattr(io, "url") and hasattr(io, "inner"):  # nothing of a trial goes to the store
             sets["trainer.checkpoint_io"] = io.inner.model_dump(mode="json")
-        asked = [*self._arguments.overrides, *(f"{path}={json.dumps(value)}" for path, value in sets.items())]
-        return ["fit", self._arguments.job, *(word for one in asked for word in ("--set", one))]
+        return fit_words(self._arguments.job, self._arguments.overrides, sets)
 
     def _killed(self) -> int:
         marks = sorted((self._folder / "interrupted" / "notes").glob("killed-*"))

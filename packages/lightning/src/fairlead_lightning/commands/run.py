@@ -16,6 +16,7 @@ from fairlead.checks import CheckedJob
 from fairlead.cli.session import Session
 from fairlead.config import JobConfig
 from fairlead.errors import ConfigError, FairleadError, RunFailedError
+from fairlead.interfaces import BuildContext
 from fairlead.user_code import CodeRoot, activate
 from fairlead_distributed.run.joining import join_process_group
 from fairlead_distributed.run.opening import checkpoint_to_evaluate
@@ -29,6 +30,7 @@ from fairlead_lightning.lifecycle.stopping import StopEvaluation
 from fairlead_lightning.lifecycle.stuck import SpokenForError
 from fairlead_lightning.resume.loading import readable_load_errors
 from fairlead_lightning.trainer import Trainer
+from fairlead_lightning.verify.plan import Plan
 from fairlead_runs.batch_size import for_each_rank
 from fairlead_runs.describe import counted
 
@@ -69,10 +71,16 @@ def run_rank(arguments: argparse.Namespace, session: Session, checked: CheckedJo
 
 
 def _run(arguments: argparse.Namespace, session: Session, checked: CheckedJob, guard: StopGuard) -> None:
-    job = cast("JobConfig", checked.loaded.job)
     root = checked.loaded.root
+    verifying = Plan.of(session.environ)
+    if verifying is not None:
+        checked = _without_stops(checked)
+    job = cast("JobConfig", checked.loaded.job)
     if job.run.seed is not None:
         L.seed_everything(job.run.seed, workers=True, verbose=False)
+    if verifying is not None and verifying.role == "reference":
+        _train_reference(verifying, checked, session)
+        return
     evaluates = arguments.command != "fit"
     callbacks = [StopEvaluation(guard.flags)] if evaluates else _probes(session.environ, root)
     try:
@@ -102,13 +110,35 @@ def _run(arguments: argparse.Namespace, session: Session, checked: CheckedJob, g
 
 
 def _probes(environ: Mapping[str, str], root: CodeRoot) -> list[L.Callback]:
-    """What a start of `fairlead fit --prove-resume` kills itself with, and takes notes."""
-    plan = environ.get(PLAN)
-    if plan is None:
-        return []
-    from fairlead_lightning.commands.prove_probe import Probe  # of no use to any other start
+    """What a start of `fairlead fit --prove-resume` or `fairlead verify` takes notes with; of no use to any other."""
+    plan, verifying = environ.get(PLAN), Plan.of(environ)
+    if plan is not None:
+        from fairlead_lightning.commands.prove_probe import Probe
 
-    return [Probe(plan, root.folders)]
+        return [Probe(plan, root.folders)]
+    if verifying is not None:
+        from fairlead_lightning.verify.probe import LayoutProbe
+
+        return [LayoutProbe(verifying)]
+    return []
+
+
+def _without_stops(checked: CheckedJob) -> CheckedJob:
+    """What ends a training early or saves is left out of a verification before it is made."""
+    from fairlead_lightning.verify.neutral import without_stops
+
+    return without_stops(checked)
+
+
+def _train_reference(verifying: Plan, checked: CheckedJob, session: Session) -> None:
+    """This start is the one process that a layout is compared with."""
+    from fairlead_lightning.verify.build import JobBuild
+    from fairlead_lightning.verify.verdict import write_verdict
+
+    assert checked.resolution is not None
+    assert checked.loaded.job is not None
+    context = BuildContext(checked.resolution, session.environ, session.plugins)
+    write_verdict(JobBuild(checked.loaded.job, checked.loaded.root, context), verifying)
 
 
 def _require_loader(command: str, model: L.LightningModule, data: L.LightningDataModule | None) -> None:

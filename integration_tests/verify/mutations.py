@@ -1,0 +1,186 @@
+"""Silent faults of distributed training, one function each: put into the process of a rank, for one training.
+
+Each is a fault that was published of another code base (design: FIELD.md 2.1), injected where ours would have it: in
+the communication hook of DDP, in what `fully_shard` does to gradients, in clipping, in accumulation. A mutation is a
+context manager; what it changes is undone behind it, so that many can be tried in one start of the ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+from unittest.mock import patch
+
+import lightning.pytorch as L
+import torch
+import torch.distributed as dist
+from lightning.pytorch.loops.optimization.automatic import ClosureResult
+from lightning.pytorch.plugins import Precision
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+import fairlead_strategies.ddp_runtime as ddp_runtime
+import fairlead_strategies.mesh.parallelize as mesh_parallelize
+import fairlead_strategies.mesh.runtime as mesh_runtime
+
+Mutation = Callable[[], AbstractContextManager[None]]
+
+
+@contextmanager
+def _ddp_hook(reduced: Callable[[Any], Tensor]) -> Iterator[None]:
+    """DDP with another communication hook, which gives a bucket's gradients at once."""
+
+    def hook(state: None, bucket: Any) -> torch.futures.Future[Tensor]:
+        future: torch.futures.Future[Tensor] = torch.futures.Future()
+        future.set_result(reduced(bucket))
+        return future
+
+    # DDP reads the annotations, and takes none that are texts.
+    hook.__annotations__ = {"bucket": dist.GradBucket, "return": torch.futures.Future[Tensor]}
+    with patch.object(ddp_runtime, "register_hook", lambda config, model: model.register_comm_hook(None, hook)):
+        yield
+
+
+def _summed(bucket: Any) -> Tensor:
+    buffer: Tensor = bucket.buffer()
+    dist.all_reduce(buffer)
+    return buffer
+
+
+def _mean_but_one(bucket: Any) -> Tensor:
+    buffer: Tensor = bucket.buffer()
+    if bucket.index() != 0:
+        dist.all_reduce(buffer)
+        buffer /= dist.get_world_size()
+    return buffer
+
+
+def summed_over_replicas() -> AbstractContextManager[None]:
+    """Gradients world-size times too large (torchtitan #2972)."""
+    return _ddp_hook(_summed)
+
+
+def bucket_not_reduced() -> AbstractContextManager[None]:
+    """The gradients of one bucket stay those of each rank."""
+    return _ddp_hook(_mean_but_one)
+
+
+def nothing_reduced() -> AbstractContextManager[None]:
+    """No gradient is reduced: each rank trains alone."""
+    return _ddp_hook(lambda bucket: bucket.buffer())
+
+
+@contextmanager
+def _before_the_step(change: Callable[[L.LightningModule], None]) -> Iterator[None]:
+    """Changes gradients when they are complete, as a fault of a reduction would."""
+    real = Precision.post_backward
+
+    def post_backward(self: Any, tensor: Tensor, module: L.LightningModule) -> Tensor:
+        change(module)
+        return real(self, tensor, module)
+
+    with patch.object(Precision, "post_backward", post_backward):
+        yield
+
+
+@torch.no_grad()
+def _scale(module: L.LightningModule, word: str, factor: float) -> None:
+    for name, parameter in module.named_parameters():
+        if word in name and parameter.grad is not None:
+            parameter.grad.mul_(factor)
+
+
+def doubled_bias() -> AbstractContextManager[None]:
+    """A bias that each of two ranks adds (torchtitan #4245): its gradient is two times what it should be."""
+    return _before_the_step(lambda module: _scale(module, "bias", 2.0))
+
+
+def frozen_stage() -> AbstractContextManager[None]:
+    """A stage that no gradient reaches."""
+    return _before_the_step(lambda module: _scale(module, "blocks.0.", 0.0))
+
+
+@contextmanager
+def overwritten() -> Iterator[None]:
+    """Each micro-batch begins with `grad = None`, so that only the last one trains (Automodel #3530)."""
+    real = Precision.pre_backward
+
+    def pre_backward(self: Any, tensor: Tensor, module: L.LightningModule) -> Any:
+        for parameter in module.parameters():
+            parameter.grad = None
+        return real(self, tensor, module)
+
+    with patch.object(Precision, "pre_backward", pre_backward):
+        yield
+
+
+@contextmanager
+def accumulation_summed() -> Iterator[None]:
+    """The micro-batches are added up, not averaged (DeepSpeed #7773)."""
+    real = ClosureResult.from_training_step_output
+
+    def made(cls: Any, output: Any, normalize: int = 1) -> Any:
+        return real(output)
+
+    with patch.object(ClosureResult, "from_training_step_output", classmethod(made)):
+        yield
+
+
+@contextmanager
+def clipped_by_own_shard() -> Iterator[None]:
+    """Each rank clips by the norm of what it holds (torchtune #2420)."""
+
+    def clip(parameters: Any, max_norm: float) -> None:
+        held = [p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad for p in parameters if p.grad is not None]
+        norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(one) for one in held]))
+        for one in held:
+            one.mul_(min(1.0, float(max_norm / (norm + 1e-6))))
+
+    with patch.object(mesh_runtime, "clip_grad_norm", clip):
+        yield
+
+
+@contextmanager
+def not_divided() -> Iterator[None]:
+    """`fully_shard` adds the gradients of all ranks, and does not divide them."""
+    real = mesh_runtime.parallelize
+
+    def parallelize(module: Any, *args: Any) -> None:
+        real(module, *args)
+        for part in module.modules():
+            if isinstance(part, FSDPModule):
+                part.set_force_sum_reduction_for_comms(True)  # gloo has no other way to this
+                part.set_gradient_divide_factor(1.0)
+
+    with patch.object(mesh_runtime, "parallelize", parallelize):
+        yield
+
+
+@contextmanager
+def other_weights() -> Iterator[None]:
+    """The ranks begin with weights of their own."""
+    with patch.object(mesh_parallelize, "from_first_rank", lambda tensor, mesh, device: None):
+        yield
+
+
+@contextmanager
+def step_lost() -> Iterator[None]:
+    """One rank leaves the optimizer's second step out."""
+    real = torch.optim.Adam.step
+    made: list[int] = []
+
+    def step(self: Any, closure: Any = None) -> Any:
+        made.append(1)
+        if len(made) == 2 and dist.is_initialized() and dist.get_rank() == 1:
+            return closure()
+        return real(self, closure)
+
+    with patch.object(torch.optim.Adam, "step", step):
+        yield
+
+
+def none() -> AbstractContextManager[None]:
+    """The control."""
+    return nullcontext()

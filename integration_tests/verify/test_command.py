@@ -1,0 +1,147 @@
+"""`fairlead verify JOB` as a user calls it: right, with a fault in the ranks, and where nothing can be said."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from integration_tests.jobs import Call, fairlead
+
+pytestmark = pytest.mark.slow  # each call starts the ranks, and one process after them
+
+ROOT = Path(__file__).parents[2]
+MODEL = """
+import os
+
+import lightning.pytorch as L
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch.utils.data import DataLoader, Dataset
+
+
+class Samples(Dataset):
+    def __len__(self):
+        return 64
+
+    def __getitem__(self, index):
+        generator = torch.Generator().manual_seed(index)
+        return {"x": torch.randn(6, generator=generator), "y": torch.randn(2, generator=generator), "name": str(index)}
+
+
+class Data(L.LightningDataModule):
+    def __init__(self, batch_size=4):
+        super().__init__()
+        self.batch_size = batch_size
+
+    def train_dataloader(self):
+        return DataLoader(Samples(), batch_size=self.batch_size, shuffle=True)
+
+
+class Model(L.LightningModule):
+    def __init__(self, dropout=0.1):
+        super().__init__()
+        self.blocks = torch.nn.ModuleList(torch.nn.Linear(6, 6) for _ in range(2))
+        self.rate = dropout
+        self.head = torch.nn.Linear(6, 2)
+        fault = os.environ.get("FAULT")
+        if fault and os.environ.get("WORLD_SIZE", "1") != "1":  # in the ranks, not in the one process
+            from integration_tests.verify import mutations
+
+            self.fault = getattr(mutations, fault)()
+            self.fault.__enter__()
+
+    def training_step(self, batch, index):
+        x = batch["x"]
+        for block in self.blocks:
+            x = x + torch.nn.functional.dropout(block(x).tanh(), self.rate, self.training)
+        return torch.nn.functional.mse_loss(self.head(x), batch["y"])
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=0.01)
+
+
+class Broken(Model):
+    def training_step(self, batch, index):
+        raise ValueError("no luck in the step")
+"""
+
+
+def verified(
+    folder: Path, *words: str, fault: str = "", model: str = "Model", dropout: float = 0.0, **trainer: Any
+) -> Call:
+    """Verifies a job; whatever comes out, nothing is left of it."""
+    (folder / "mine.py").write_text(MODEL)
+    job = {
+        "run": {"name": "job", "seed": 1},
+        "model": {"class": f"mine:{model}", "args": {"dropout": dropout}},
+        "data": "mine:Data",
+        "trainer": {"accelerator": "cpu", "devices": 2, "gradient_clip_val": 0.5, "max_steps": 1000, **trainer},
+    }
+    (folder / "job.yaml").write_text(json.dumps(job))  # JSON is YAML
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environ = {"OMP_NUM_THREADS": "1", **({"FAULT": fault, "PYTHONPATH": path} if fault else {})}
+    call = fairlead("verify", "job.yaml", *words, cwd=folder, environ=environ)
+    assert not (folder / "runs").exists()
+    return call
+
+
+def test_a_right_layout(tmp_path: Path) -> None:
+    """Eight ranks on two nodes become two, bf16 becomes 32-true; a ModelCheckpoint is left out; all of it is said."""
+    checkpoint = {"class": "lightning.pytorch.callbacks:ModelCheckpoint", "args": {"monitor": "val"}}
+    call = verified(
+        tmp_path,
+        strategy={"name": "fsdp2", "shard": 8},
+        devices=4,
+        num_nodes=2,
+        precision="bf16-mixed",
+        accumulate_grad_batches=2,
+        callbacks=[checkpoint],
+    )
+    assert call.code == 0, call.text
+    lines = call.out.splitlines()
+    assert lines[0] == "layout   fsdp2 on 2 ranks: shard 2"
+    assert lines[1].strip() == "scaled down from 8 ranks (shard 8 -> 2); --full verifies all of them"
+    assert lines[2].strip() == "verified in 32-true, not in bf16-mixed: rounding would hide what is wrong"
+    assert lines[-1] == "equal: the model, split like this, is still the model"
+    assert len(lines) < 24
+
+
+def test_a_fault_in_the_ranks_is_red(tmp_path: Path) -> None:
+    call = verified(tmp_path, "--json", fault="summed_over_replicas", strategy="ddp")
+    assert call.code == 1, call.text
+    found = json.loads(call.out)
+    assert found["ok"] is False
+    assert found["first"]["name"] == "blocks.0.weight"
+    assert found["causes"] == ["all gradients are 2 x those of one process: summed over the 2 replicas"]
+
+
+def test_random_numbers_are_refused(tmp_path: Path) -> None:
+    """A rate that no name tells of."""
+    call = verified(tmp_path, strategy="ddp", dropout=0.3)
+    assert call.code == 2, call.text
+    assert "it draws random numbers in its training step" in call.err
+
+
+def test_an_error_of_the_job_is_shown_as_fit_shows_it(tmp_path: Path) -> None:
+    call = verified(tmp_path, model="Broken", strategy="ddp")
+    assert call.code == 1, call.text
+    assert "ValueError: no luck in the step" in call.err
+    assert 'mine.py", line' in call.err
+
+
+@pytest.mark.parametrize(
+    ("words", "what"),
+    [
+        (("--set", "trainer.devices=1"), "nothing is split"),
+        (("--steps", "0"), "--steps needs at least 1"),
+        (("--set", "model.class=mine:Modle"), "mine has no 'Modle'"),
+    ],
+)
+def test_a_wrong_call_is_said_at_once(tmp_path: Path, words: tuple[str, ...], what: str) -> None:
+    call = verified(tmp_path, *words)
+    assert call.code == 2, call.text
+    assert what in call.err

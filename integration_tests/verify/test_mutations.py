@@ -1,0 +1,140 @@
+"""`fairlead verify` finds each silent fault of FIELD.md's table, and finds nothing where there is none."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fairlead.errors import ConfigError
+from fairlead_distributed.testing import run_ranks
+from fairlead_lightning.verify.notes import Notes
+from fairlead_lightning.verify.reference import Reference, References
+from fairlead_lightning.verify.verdict import judged
+from integration_tests.verify.training import Case, CaseBuild, train_cases
+
+CASES = {
+    "ddp": Case("none", clip=0.05),
+    "ddp, accumulating": Case("none", accumulate=2, clip=0.05),
+    "fsdp2": Case("none", strategy="fsdp2", clip=0.05),
+    "fsdp2, accumulating": Case("none", strategy="fsdp2", accumulate=2, clip=0.05),
+    "summed over replicas": Case("summed_over_replicas", clip=0.05),
+    "summed over shards": Case("not_divided", strategy="fsdp2", clip=0.05),
+    "nothing reduced": Case("nothing_reduced", clip=0.05),
+    "a bucket not reduced": Case("bucket_not_reduced", fields={"bucket_cap_mb": 1}, clip=0.05),
+    "doubled bias": Case("doubled_bias", clip=0.05),
+    "frozen stage": Case("frozen_stage", clip=0.05),
+    "frozen stage, sharded": Case("frozen_stage", strategy="fsdp2", clip=0.05),
+    "micro-batches overwritten": Case("overwritten", accumulate=2, clip=0.05),
+    "accumulation summed": Case("accumulation_summed", accumulate=2, clip=0.05),
+    "clipping by the own shard": Case("clipped_by_own_shard", strategy="fsdp2", clip=0.05),
+    "clipping that is not active": Case("clipped_by_own_shard", strategy="fsdp2", clip=1e6),
+    "own weights": Case("other_weights", strategy="fsdp2", clip=0.05),
+    "a step left out": Case("step_lost", clip=0.05),
+    "dead": Case("none", model="Dead", clip=0.05),
+    "token mean": Case("none", model="Masked"),
+    "batch norm": Case("none", model="Norm"),
+    "random": Case("none", model="Random"),
+}
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """All cases on two ranks, in one start of them."""
+    folder = tmp_path_factory.mktemp("cases")
+    run_ranks(train_cases, 2, 2, list(CASES.values()), str(folder), timeout=240)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def found(trained: Path) -> Any:
+    """What `verify` says of a case; those with the same reference share it."""
+    measured: dict[str, References] = {}
+
+    def judge(name: str) -> dict[str, Any]:
+        case = CASES[name]
+        notes = Notes.read(trained / str(list(CASES).index(name)))
+        reference = Reference(CaseBuild(case), notes)
+        if case.mutation == "other_weights":
+            return judged(notes, reference, reference.measure(2))
+        if case.reference not in measured:
+            measured[case.reference] = reference.measure(3)
+        return judged(notes, reference, measured[case.reference])
+
+    return judge
+
+
+@pytest.mark.parametrize("name", ["ddp", "ddp, accumulating", "fsdp2", "fsdp2, accumulating"])
+def test_a_right_layout_is_equal(found: Any, name: str) -> None:
+    """All of it alive: 10 parameters, moved, and compared on both ranks."""
+    said = found(name)
+    assert said["ok"], said
+    assert said["alive"]["moved"] == 10
+    assert said["alive"]["gradient_norm"] > 0
+    counts = {kind: one["count"] for kind, one in said["compared"].items()}
+    assert counts == {"gradients": 10, "clipping norm": 2, "weights": 10, "losses": 3}
+    assert "dropout set to 0 (1 rates)" in said["said"][0]
+
+
+@pytest.mark.parametrize(
+    ("name", "first", "cause"),
+    [
+        ("summed over replicas", "inlet.weight", "all gradients are 2 x those of one process: summed over the 2"),
+        ("summed over shards", "inlet.weight", "all gradients are 2 x those of one process: summed over the 2"),
+        ("nothing reduced", "inlet.weight", "only the batch of replica 0 is in it: not reduced over the replicas"),
+        ("doubled bias", "inlet.bias", "5 of 10 parameters, all of them biases are 2 x"),
+        ("frozen stage", "blocks.0.0.weight", "no gradient reaches 2 of 10 parameters: blocks.0.0.weight"),
+        ("frozen stage, sharded", "blocks.0.0.weight", "no gradient reaches 2 of 10 parameters: blocks.0.0.weight"),
+        ("micro-batches overwritten", "inlet.weight", "only the last of the 2 batches of a step is in it"),
+        ("accumulation summed", "inlet.weight", "summed over the 2 batches of a step, not averaged"),
+        ("clipping by the own shard", "rank 0", "it counts what this rank holds, not what the others do"),
+        ("clipping that is not active", "rank 0", "it counts what this rank holds, not what the others do"),
+        ("a step left out", "inlet.weight", "rank 1 and rank 0 do not hold the same weights any more"),
+        ("token mean", "inlet.weight", "a mean over unequal counts, averaged again"),
+    ],
+)
+def test_a_fault_is_found_and_named(found: Any, name: str, first: str, cause: str) -> None:
+    said = found(name)
+    assert not said["ok"]
+    assert said["first"]["name"] == first
+    assert any(cause in one for one in said["causes"]), said["causes"]
+
+
+def test_a_bucket_that_is_not_reduced_is_named(found: Any) -> None:
+    """The first bucket holds the last layers: the others are right."""
+    said = found("a bucket not reduced")
+    assert not said["ok"]
+    assert said["first"]["name"] in said["red"]
+
+
+def test_ranks_that_begin_alone_are_found(found: Any) -> None:
+    """Parts of two models are one that trains well: no number differs."""
+    said = found("own weights")
+    assert not said["ok"]
+    assert said["first"] is None
+    assert said["wrong"][0].startswith("the layout does not begin with the weights that rank 0 has built: inlet.weight")
+
+
+def test_two_dead_models_do_not_agree(found: Any) -> None:
+    """No number differs, and it is red."""
+    said = found("dead")
+    assert not said["ok"]
+    assert said["first"] is None
+    assert said["wrong"] == [
+        "no gradient at all in the layout",
+        "no weight moves in the layout",
+        "no gradient at all in one process",
+        "no weight moves in one process",
+    ]
+
+
+def test_a_batch_norm_is_compared_replica_by_replica_and_said(found: Any) -> None:
+    said = found("batch norm")
+    assert said["ok"], said
+    assert any("batch norm computes over the batch of each replica (norm)" in one for one in said["said"])
+
+
+def test_a_model_that_draws_random_numbers_cannot_be_verified(found: Any) -> None:
+    with pytest.raises(ConfigError, match="draws random numbers in its training step"):
+        found("random")

@@ -1,0 +1,97 @@
+"""Whole parameters and gradients of a module, however it is split: to compare a layout with one process.
+
+For plain modules, DistributedDataParallel, and DTensors (`fully_shard`, tensor parallelism). What keeps them otherwise
+(FSDP1's flat parameters, DeepSpeed's partitions, a pipeline's stages) has methods of these names on its strategy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from fairlead.errors import ConfigError
+from fairlead_distributed._sharded import is_dtensor, is_fsdp1
+from fairlead_distributed.info import is_initialized
+from fairlead_distributed.objects import gather_objects
+
+_WRAPPERS = frozenset({"_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod"})
+
+
+def whole_parameters(module: nn.Module) -> dict[str, Tensor]:
+    """Each parameter by its name in the unsplit model, whole, as a copy on the CPU. A collective where any is sharded.
+
+    Raises:
+        ConfigError: The module is of FSDP1, whose flat parameters only its strategy can take apart.
+
+    Example:
+        >>> sorted(whole_parameters(nn.Linear(2, 1)))
+        ['bias', 'weight']
+    """
+    return {name: _whole(parameter) for name, parameter in _named(module)}
+
+
+def whole_buffers(module: nn.Module) -> dict[str, Tensor]:
+    """Each buffer, the ones that are not saved too, as `whole_parameters` has it."""
+    base = module.module if isinstance(module, DistributedDataParallel) else module
+    return {_plain_name(name): _whole(buffer) for name, buffer in base.named_buffers()}
+
+
+def whole_gradients(module: nn.Module) -> dict[str, Tensor]:
+    """The gradients that are there on any rank, as `whole_parameters` has them; zeros where a rank has none.
+
+    Between the backward pass and the optimizer's step, on all ranks. Sharded ones are put together, and partial sums
+    added up; a plain gradient is this rank's own, which after a right reduction is the same on all ranks.
+
+    Raises:
+        ConfigError: As `whole_parameters`.
+
+    Example:
+        >>> model = nn.Linear(2, 1, bias=False)
+        >>> model(torch.tensor([[3.0, 4.0]])).sum().backward()
+        >>> whole_gradients(model)
+        {'weight': tensor([[3., 4.]])}
+    """
+    named = [(name, one) for name, one in _named(module) if one.requires_grad]
+    here = [one.grad is not None for _, one in named]
+    # A rank without a gradient takes part all the same: the others would wait for its shard.
+    held = [any(ranks) for ranks in zip(*gather_objects(here), strict=True)] if is_initialized() else here
+    grads = ((name, one.grad if one.grad is not None else torch.zeros_like(one)) for name, one in named)
+    return {name: _whole(grad) for (name, grad), there in zip(grads, held, strict=True) if there}
+
+
+def placements(module: nn.Module) -> dict[str, str]:
+    """How each parameter is split: `Shard(0) over shard`; a parameter that every rank holds whole is left out."""
+    found = {}
+    for name, parameter in _named(module):
+        if is_dtensor(parameter):
+            dims = parameter.device_mesh.mesh_dim_names or tuple(map(str, range(parameter.device_mesh.ndim)))
+            cuts = [f"{p} over {dim}" for p, dim in zip(parameter.placements, dims, strict=True)]
+            found[name] = ", ".join(cuts)
+    return found
+
+
+def _named(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    if any(is_fsdp1(part) for part in module.modules()):
+        raise ConfigError(
+            "the parameters of a module of FSDP1 cannot be put together from outside",
+            where=type(module).__name__,
+            fix="ask the strategy: strategy.whole_parameters(), strategy.whole_gradients()",
+        )
+    base = module.module if isinstance(module, DistributedDataParallel) else module
+    for name, parameter in base.named_parameters():
+        yield _plain_name(name), parameter
+
+
+def _plain_name(name: str) -> str:
+    """`blocks.0._checkpoint_wrapped_module.up.weight` as `blocks.0.up.weight`."""
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+
+
+@torch.no_grad()
+def _whole(tensor: Tensor) -> Tensor:
+    detached = tensor.detach()
+    whole = detached.full_tensor() if is_dtensor(detached) else detached
+    return whole.to("cpu", copy=True)

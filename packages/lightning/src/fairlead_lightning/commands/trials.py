@@ -1,0 +1,83 @@
+"""What the commands share that try a job out: a folder of their own, and `fairlead fit` with a plan in its environment.
+
+`fit --prove-resume` and `verify` start the user's job as it would be started, change some settings, and compare what
+the ranks have left.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from fairlead.cli.session import Session
+from fairlead.errors import ConfigError
+from fairlead.resolution import Resolution
+from fairlead_launch.forkserver import SERVER_FD
+
+
+def require_own_start(resolution: Resolution, command: str, *, nodes: int) -> None:
+    """Raises where the ranks are there already, or would be on several nodes."""
+    if not resolution.topology.launched and nodes == 1:
+        return
+    launched = resolution.topology.launched
+    raise ConfigError(
+        f"{command} starts its ranks itself, on one machine",
+        where=command,
+        why=f"the ranks were started by the environment {resolution.environment.name!r}"
+        if launched
+        else f"the job has {nodes} nodes",
+        fix="run it without a launcher; with --set trainer.num_nodes=1 where the job has more nodes",
+    )
+
+
+@contextmanager
+def trial_folder(place: Path, prefix: str) -> Iterator[tuple[Path, list[Path]]]:
+    """A new folder in `place`, and the list of what is kept of it: else it goes, also on SIGTERM."""
+    made = [parent for parent in (place, *place.parents) if not parent.exists()]
+    place.mkdir(parents=True, exist_ok=True)
+    folder = Path(tempfile.mkdtemp(prefix=prefix, dir=place))
+    kept: list[Path] = []
+
+    def end(signum: int, _frame: FrameType | None) -> None:
+        raise SystemExit(128 + signum)
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield folder, kept
+    finally:
+        signal.signal(signal.SIGTERM, before)
+        if not kept:
+            shutil.rmtree(folder, ignore_errors=True)
+            for parent in made:
+                if not any(parent.iterdir()):
+                    parent.rmdir()
+
+
+def fit_words(job: str, overrides: Sequence[str], sets: Mapping[str, Any]) -> list[str]:
+    """`fit JOB` with the user's settings, and then those of the trial."""
+    asked = [*overrides, *(f"{path}={json.dumps(value)}" for path, value in sets.items())]
+    return ["fit", job, *(word for one in asked for word in ("--set", one))]
+
+
+def run_fairlead(words: Sequence[str], session: Session, environ: Mapping[str, str], log: Path) -> int:
+    """Runs `fairlead WORDS` to its end, with all that it says in a file; its exit code. It ends when this call does."""
+    # -P: the working directory is no place for code unless the rules for user code say so.
+    command = [sys.executable, "-P", "-m", "fairlead", *words]
+    kept = {name: value for name, value in environ.items() if name != SERVER_FD}  # no open file is inherited
+    with log.open("ab") as out:
+        process = subprocess.Popen(command, cwd=session.cwd, env=kept, stdin=subprocess.DEVNULL, stdout=out, stderr=out)
+        try:
+            return process.wait()
+        finally:
+            if process.poll() is None:
+                process.terminate()
+                process.wait()

@@ -1,0 +1,1 @@
+"""`fairlead verify JOB`: the layout of a job against one process, in numbers."""

@@ -1,0 +1,28 @@
+"""The arguments of `fairlead verify`."""
+
+from __future__ import annotations
+
+import argparse
+
+from fairlead.cli.job import job_arguments
+
+
+def verify_arguments(parser: argparse.ArgumentParser) -> None:
+    """A job, how much of it is trained, and how it is shown."""
+    job_arguments(parser)
+    parser.add_argument("--steps", metavar="N", type=int, default=3, help="optimizer steps on each side (default: 3)")
+    parser.add_argument(
+        "--repeats",
+        metavar="N",
+        type=int,
+        default=4,
+        help="trainings of one process that measure the noise of float32 (default: 4)",
+    )
+    parser.add_argument(
+        "--full",
+        action="store_true",
+        help="the layout in its own sizes; without it each of its dimensions above 1 is 2, which keeps its kinds",
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON document")
+    # As `fit`, whose ranks these are.
+    parser.set_defaults(command="verify", resume=None)

@@ -1,0 +1,162 @@
+"""The batches of the replicas as one: put together along their first dimension, in another order, and their digest."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import hashlib
+import pickle
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class NotOneBatchError(ValueError):
+    """Batches that cannot be put together; the text says what and why."""
+
+
+def detached(batch: Any) -> Any:
+    """A copy on the CPU, which what the training does to its batch does not change."""
+    return _mapped(batch, lambda tensor: tensor.detach().to("cpu", copy=True), copy.deepcopy)
+
+
+def joined(batches: Sequence[Any], where: str = "batch") -> Any:
+    """One batch of the samples of all, in their order; nested structures keep their type.
+
+    Tensors are put together along dimension 0, and lists of texts or numbers behind each other; what all have alike
+    stays as it is.
+
+    Raises:
+        NotOneBatchError: Structures, or shapes behind the first dimension, differ, or a value belongs to no sample.
+
+    Example:
+        >>> joined([{"x": torch.zeros(2, 3)}, {"x": torch.ones(1, 3)}])["x"].shape
+        torch.Size([3, 3])
+    """
+    first = batches[0]
+    if any(type(one) is not type(first) for one in batches):
+        raise NotOneBatchError(f"{where} is of another type on each replica")
+    if isinstance(first, Tensor):
+        if first.ndim == 0:
+            return _same(batches, where)
+        if any(one.shape[1:] != first.shape[1:] or one.dtype != first.dtype for one in batches):
+            shapes = ", ".join(str(tuple(one.shape)) for one in batches)
+            raise NotOneBatchError(f"{where} has shapes that do not go together: {shapes}")
+        return torch.cat(list(batches))
+    if dataclasses.is_dataclass(first) and not isinstance(first, type):
+        names = [field.name for field in dataclasses.fields(first)]
+        values = {n: joined([getattr(one, n) for one in batches], f"{where}.{n}") for n in names}
+        return _replaced(first, values)
+    if isinstance(first, Mapping):
+        if any(one.keys() != first.keys() for one in batches):
+            raise NotOneBatchError(f"{where} has other keys on each replica")
+        return _like(first, {k: joined([one[k] for one in batches], f"{where}[{k!r}]") for k in first})
+    if isinstance(first, list) and all(not _holds_tensors(item) for one in batches for item in one):
+        return [item for one in batches for item in one]
+    if isinstance(first, list | tuple):
+        if any(len(one) != len(first) for one in batches):
+            raise NotOneBatchError(f"{where} is of another length on each replica")
+        return _like(first, [joined(parts, f"{where}[{i}]") for i, parts in enumerate(zip(*batches, strict=True))])
+    return _same(batches, where)
+
+
+def shuffled(batch: Any, generator: torch.Generator) -> Any:
+    """The same samples in another order; None where the tensors have no first dimension in common.
+
+    Example:
+        >>> sorted(shuffled(torch.arange(4), torch.Generator().manual_seed(0)).tolist())
+        [0, 1, 2, 3]
+    """
+    sizes = {tensor.shape[0] if tensor.ndim else 0 for tensor in tensors(batch) if tensor.ndim}
+    if len(sizes) != 1:
+        return None
+    size = sizes.pop()
+    order = torch.randperm(size, generator=generator)
+
+    def reordered(value: Any) -> Any:
+        fits = isinstance(value, list) and len(value) == size and not any(map(_holds_tensors, value))
+        return [value[i] for i in order.tolist()] if fits else value
+
+    return _mapped(batch, lambda tensor: tensor[order] if tensor.ndim else tensor, reordered)
+
+
+def digest(batch: Any) -> str:
+    """The same for batches of the same values; what is no tensor counts by its pickle."""
+    found = hashlib.sha256()
+
+    def add(tensor: Tensor) -> Tensor:
+        found.update(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
+        found.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
+        return tensor
+
+    def add_other(value: Any) -> Any:
+        found.update(pickle.dumps(value))
+        return value
+
+    _mapped(batch, add, add_other)
+    return found.hexdigest()
+
+
+def tensors(batch: Any) -> Iterator[Tensor]:
+    """Each tensor of a nested batch."""
+    found: list[Tensor] = []
+
+    def add(tensor: Tensor) -> Tensor:
+        found.append(tensor)
+        return tensor
+
+    _mapped(batch, add, lambda value: value)
+    yield from found
+
+
+def _mapped(value: Any, of_tensor: Callable[[Tensor], Tensor], of_other: Callable[[Any], Any]) -> Any:
+    if isinstance(value, Tensor):
+        return of_tensor(value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        names = [field.name for field in dataclasses.fields(value)]
+        return _replaced(value, {n: _mapped(getattr(value, n), of_tensor, of_other) for n in names})
+    if isinstance(value, Mapping):
+        return _like(value, {k: _mapped(one, of_tensor, of_other) for k, one in value.items()})
+    if isinstance(value, list | tuple) and any(map(_holds_tensors, value)):
+        return _like(value, [_mapped(one, of_tensor, of_other) for one in value])
+    return of_other(value)
+
+
+def _holds_tensors(value: Any) -> bool:
+    if isinstance(value, Tensor):
+        return True
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return any(_holds_tensors(getattr(value, field.name)) for field in dataclasses.fields(value))
+    items = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
+    return any(map(_holds_tensors, items))
+
+
+def _like(container: Any, items: Any) -> Any:
+    """The items in a container of the same type: a namedtuple, a subclass of dict."""
+    if isinstance(container, Mapping):
+        if type(container) is dict:
+            return items
+        made = copy.copy(container)  # a BatchEncoding keeps more than its items
+        for key, value in items.items():
+            made[key] = value  # type: ignore[index]
+        return made
+    if hasattr(container, "_fields"):
+        return type(container)(*items)
+    return type(container)(items)
+
+
+def _replaced(instance: Any, values: Mapping[str, Any]) -> Any:
+    """A copy of a dataclass with other values, also where it is frozen or takes other arguments."""
+    made = copy.copy(instance)
+    for name, value in values.items():
+        object.__setattr__(made, name, value)
+    return made
+
+
+def _same(values: Sequence[Any], where: str) -> Any:
+    first = values[0]
+    if any(digest(one) != digest(first) for one in values):
+        raise NotOneBatchError(f"{where} is one value for a whole batch, and not the same on all replicas")
+    return first

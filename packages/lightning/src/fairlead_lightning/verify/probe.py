@@ -1,0 +1,240 @@
+"""Callbacks that take notes of a training: gradients of the first step, the clipping norm, losses, weights at the end.
+
+Both sides of a verification are watched by the same code; what only the ranks of the layout tell is in `LayoutProbe`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import lightning.pytorch as L
+import torch
+from lightning.fabric.utilities.types import Steppable
+from torch import Tensor
+from torch.optim import Optimizer
+
+from fairlead.errors import ConfigError
+from fairlead_distributed._sharded import is_dtensor
+from fairlead_distributed.objects import gather_objects
+from fairlead_distributed.whole import placements, whole_buffers, whole_gradients, whole_parameters
+from fairlead_lightning import compat
+from fairlead_lightning.verify.batches import detached, digest
+from fairlead_lightning.verify.neutral import local_batch_norms, without_dropout
+from fairlead_lightning.verify.plan import START, Plan, batches_file, rank_file
+
+Tensors = dict[str, Tensor]
+
+
+class Probe(L.Callback):
+    """Notes what a training does to the model, whole and by the names of the unsplit model."""
+
+    def __init__(self) -> None:
+        self.gradients: Tensors = {}
+        self.losses: list[float] = []
+        self.weights: Tensors = {}
+        self.dropouts = 0
+        self._optimizers: list[Any] = []
+        self._began = False
+
+    def on_train_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
+        """The first batch: everything is built, wrapped and where it is to be."""
+        if not self._began:
+            self._began = True
+            self.dropouts = without_dropout(pl_module)
+            self.begin(trainer, pl_module)
+
+    def begin(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """The training begins with this batch."""
+
+    def on_before_optimizer_step(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Steppable, *_: Any
+    ) -> None:
+        """The first step of each optimizer: its gradients are complete, and not clipped yet."""
+        if any(optimizer is one for one in self._optimizers):
+            return
+        self._optimizers.append(optimizer)
+        found = _asked(trainer, "whole_gradients")
+        if len(trainer.optimizers) > 1:  # another optimizer's may be there as well, of a loss that is not its own
+            own = {id(p) for group in optimizer.param_groups for p in group["params"]}  # type: ignore[attr-defined]
+            mine = {name for name, p in pl_module.named_parameters() if id(p) in own}
+            found = {name: grad for name, grad in found.items() if name in mine}
+        self.gradients.update(found)
+        self.first_step(trainer, optimizer)
+
+    def first_step(self, trainer: L.Trainer, optimizer: Any) -> None:
+        """The first step of an optimizer is about to be made."""
+
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, *_: Any) -> None:
+        """What `training_step` has returned, divided by the batches of a step where gradients are accumulated."""
+        loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
+        self.losses.append(float(loss.detach()) if isinstance(loss, Tensor) and loss.numel() == 1 else math.nan)
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """All steps are made."""
+        self.weights = _asked(trainer, "whole_parameters")
+
+
+@compat.only_its_own_batch_hooks
+class ReferenceProbe(Probe):
+    """Also begins with the weights that the layout began with."""
+
+    def __init__(self, start: Mapping[str, Tensor]) -> None:
+        super().__init__()
+        self._start = start
+        self.unused: list[str] = []
+
+    @torch.no_grad()
+    def begin(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """The same weights and buffers."""
+        here = {**dict(pl_module.named_parameters()), **dict(pl_module.named_buffers())}
+        missing = [name for name in here if name not in self._start]
+        more = [name for name in self._start if name not in here]
+        if missing or more:
+            raise ConfigError(
+                "the model under the layout has not the parameters that it has in one process",
+                where=f"parameter {(more or missing)[0]}",
+                why=f"only {'under the layout' if more else 'in one process'}: {', '.join((more or missing)[:5])}",
+                fix="build the same layers in both; what depends on the number of ranks cannot be compared",
+            )
+        for name, tensor in here.items():
+            tensor.copy_(self._start[name])
+
+
+@compat.only_its_own_batch_hooks
+class LayoutProbe(Probe):
+    """Also leaves what the reference needs: the weights at the start, the batches, and how the model is split."""
+
+    def __init__(self, plan: Plan) -> None:
+        super().__init__()
+        self._plan = plan
+        self._batches: list[Any] = []
+        self._digests: list[str] = []
+        self._others: dict[str, Tensors] = {}
+        self._said: dict[str, Any] = {}
+        self._unlike: list[str] = []
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """From here on each batch is seen as it comes from the loader, before a strategy splits it."""
+        strategy: Any = trainer.strategy
+        of_sampler = trainer.distributed_sampler_kwargs or {}
+        self._replica = (int(of_sampler.get("rank", 0)), int(of_sampler.get("num_replicas", 1)))
+        first = gather_objects(self._replica[0]).index(self._replica[0]) if trainer.world_size > 1 else 0
+        keeps = first == trainer.global_rank
+        move, build = strategy.batch_to_device, strategy.setup
+
+        def noted(batch: Any, *args: Any, **kwargs: Any) -> Any:
+            if trainer.training:
+                self._digests.append(digest(batch))
+                if keeps:
+                    self._batches.append(detached(batch))
+            return move(batch, *args, **kwargs)
+
+        def built(*args: Any, **kwargs: Any) -> Any:
+            """Parts of models that the ranks began each for itself would make one that nobody has."""
+            before = {name: _start(p) for name, p in pl_module.named_parameters()}
+            done = build(*args, **kwargs)
+            after = _asked(trainer, "whole_parameters")
+            known = [name for name, p in before.items() if p is not None and name in after]
+            self._unlike = [name for name in known if not torch.equal(before[name], after[name])]  # type: ignore[arg-type]
+            return done
+
+        strategy.batch_to_device, strategy.setup = noted, built
+
+    def begin(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Rank 0's weights are those that the reference begins with."""
+        start = {**_asked(trainer, "whole_parameters"), **whole_buffers(pl_module)}
+        self._others["start"] = _unlike_rank_0(start)
+        if trainer.global_rank == 0:
+            torch.save(start, self._plan.folder / START)
+        mesh = getattr(pl_module, "device_mesh", None)
+        self._said = {
+            "placements": placements(pl_module) if not hasattr(trainer.strategy, "whole_parameters") else {},
+            "mesh": dict(zip(mesh.mesh_dim_names, mesh.shape, strict=True)) if mesh is not None else {},
+            "trainable": [name for name, p in pl_module.named_parameters() if p.requires_grad],
+            "batch_norms": local_batch_norms(pl_module),
+            "automatic": pl_module.automatic_optimization,
+            "accumulate": int(trainer.accumulate_grad_batches),
+            "world_size": trainer.world_size,
+            "max_steps": trainer.max_steps,
+            "clips": trainer.gradient_clip_val,
+        }
+
+    def first_step(self, trainer: L.Trainer, optimizer: Any) -> None:
+        """The norm by which gradients are clipped, found by clipping to half of what it should be, and undone."""
+        if not isinstance(optimizer, Optimizer) or not trainer.gradient_clip_val or len(trainer.optimizers) > 1:
+            return
+        if str(trainer.gradient_clip_algorithm or "norm").rpartition(".")[2].lower() != "norm":
+            return
+        whole = math.sqrt(sum(float(grad.double().square().sum()) for grad in self.gradients.values()))
+        local = [_local(p.grad) for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        before = [one.clone() for one in local]
+        own = sum(float(one.double().square().sum()) for one in before)
+        if whole == 0 or own == 0:
+            return
+        trainer.precision_plugin.clip_gradients(optimizer, whole / 2)
+        kept = sum(float((one.double() * was.double()).sum()) for one, was in zip(local, before, strict=True)) / own
+        for one, was in zip(local, before, strict=True):
+            one.copy_(was)
+        self._said["clipped_by"] = whole / 2 / kept if kept else math.inf
+        self._said["own_norm"] = math.sqrt(own)
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """All notes are left in the folder."""
+        super().on_train_end(trainer, pl_module)
+        for name in ("batch_to_device", "setup"):  # the wrappers, which are this object's alone
+            delattr(trainer.strategy, name)
+        for name, found in (("gradients", self.gradients), ("weights", self.weights)):
+            self._others[name] = _unlike_rank_0(found)
+        index, count = self._replica
+        notes = {
+            **self._said,
+            "replica": index,
+            "replicas": count,
+            "losses": self.losses,
+            "digests": self._digests[: len(self.losses)],
+            "dropouts": self.dropouts,
+            "others": self._others,
+            "unlike": self._unlike,
+        }
+        if trainer.global_rank == 0:
+            notes |= {"gradients": self.gradients, "weights": self.weights}
+        folder = self._plan.folder
+        torch.save(notes, folder / rank_file(trainer.global_rank))
+        if self._batches:
+            # A loader may be asked for a batch that is not trained on any more.
+            torch.save(self._batches[: len(self.losses)], folder / batches_file(index))
+
+
+def _asked(trainer: L.Trainer, what: str) -> Tensors:
+    """`whole_parameters` or `whole_gradients`: the strategy's own, or those of the module."""
+    own = getattr(trainer.strategy, what, None)
+    if own is not None:
+        found: Tensors = own()
+        return found
+    read = whole_gradients if what == "whole_gradients" else whole_parameters
+    return read(trainer.lightning_module)
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if is_dtensor(tensor) else tensor
+
+
+def _start(parameter: Tensor) -> Tensor | None:
+    """A copy of a parameter that is whole and has values."""
+    if parameter.is_meta or is_dtensor(parameter):
+        return None
+    return parameter.detach().to("cpu", copy=True)
+
+
+def _unlike_rank_0(tensors: Tensors) -> Tensors:
+    """What this rank has otherwise than rank 0, bit for bit."""
+    own = {name: hashlib.sha256(_bytes(tensor)).digest() for name, tensor in tensors.items()}
+    first = gather_objects(own)[0]
+    return {name: tensor for name, tensor in tensors.items() if first.get(name) != own[name]}
+
+
+def _bytes(tensor: Tensor) -> memoryview:
+    return tensor.contiguous().view(-1).view(torch.uint8).numpy().data

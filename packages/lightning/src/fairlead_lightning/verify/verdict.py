@@ -1,0 +1,104 @@
+"""What a verification found, as plain data: the reference is trained, compared, and what differs explained."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+from fairlead_lightning.verify.causes import causes
+from fairlead_lightning.verify.compare import MULTIPLE, Compared, Difference, compare
+from fairlead_lightning.verify.neutral import flat
+from fairlead_lightning.verify.notes import Notes
+from fairlead_lightning.verify.plan import REPORT, Plan
+from fairlead_lightning.verify.reference import Build, Reference, References
+
+
+def verdict(build: Build, plan: Plan) -> dict[str, Any]:
+    """Trains the references of a layout that has left its notes; what `fairlead verify --json` prints.
+
+    Raises:
+        ConfigError: The job cannot be verified.
+    """
+    notes = Notes.read(plan.folder)
+    reference = Reference(build, notes)
+    return judged(notes, reference, reference.measure(plan.repeats))
+
+
+def judged(notes: Notes, reference: Reference, references: References) -> dict[str, Any]:
+    """The layout against references that are trained already."""
+    compared = compare(notes, references)
+    red = compared.red
+    sizes = {name: size for name, size in notes.said("mesh").items() if size > 1}
+    return {
+        "ok": not red and not compared.wrong,
+        "layout": {"ranks": notes.said("world_size"), "replicas": notes.replicas, "mesh": sizes},
+        "steps": len(references.exact.losses),
+        "noise": {"repeats": len(references.repeats) - 1, "multiple": MULTIPLE},
+        "first": _described(red[0], notes) if red else None,
+        "red": [one.name for one in red],
+        "causes": causes(compared, notes, references, reference),
+        "wrong": compared.wrong,
+        "compared": _worst(compared),
+        "alive": {
+            "gradient_norm": references.exact.norm,
+            "losses": [loss if math.isfinite(loss) else None for loss in notes.losses],
+            "moved": compared.moved,
+            "still": compared.still,
+        },
+        "said": [*_said(notes, compared), *references.said],
+    }
+
+
+def write_verdict(build: Build, plan: Plan) -> None:
+    """Leaves it for the process that the user started."""
+    (plan.folder / REPORT).write_text(json.dumps(verdict(build, plan), indent=1))
+
+
+def _described(one: Difference, notes: Notes) -> dict[str, Any]:
+    held = "whole on each rank" if one.kind in ("gradient", "weight") else None
+    return {
+        "what": one.kind,
+        "name": one.name,
+        "rank": one.rank,
+        "relative": _number(one.relative),
+        "noise": _number(one.noise / one.size if one.size else one.noise),
+        "ratio": _number(one.ratio),
+        "held": notes.said("placements").get(one.name, held),
+    }
+
+
+def _worst(compared: Compared) -> dict[str, Any]:
+    """Of each kind the one that is furthest off, in multiples of its noise."""
+    kinds = {
+        "gradients": compared.gradients,
+        "clipping norm": compared.norms,
+        "weights": compared.weights,
+        "losses": compared.losses,
+    }
+    found: dict[str, Any] = {}
+    for kind, every in kinds.items():
+        if every:
+            one = max(every, key=lambda one: one.ratio if not math.isnan(one.ratio) else math.inf)
+            numbers = {"name": one.name, "relative": _number(one.relative), "ratio": _number(one.ratio)}
+            found[kind] = {"count": len(every), "red": sum(other.red for other in every), **numbers}
+    return found
+
+
+def _said(notes: Notes, compared: Compared) -> list[str]:
+    """What was done so that the two can be compared, and what could not be."""
+    said = []
+    if notes.said("dropouts"):
+        said.append(f"dropout set to 0 ({notes.said('dropouts')} rates): it draws other numbers on each rank")
+    if compared.still and compared.moved:
+        said.append(f"to be trained, and not moved in either: {flat(compared.still)}")
+    if notes.said("clips") and not compared.norms:
+        said.append("the clipping norm was not seen by itself: the weights after the last step show it")
+    if all(loss != loss for loss in notes.losses):
+        said.append("training_step returns no loss: none was compared")
+    return said
+
+
+def _number(value: float) -> float | None:
+    """JSON has no infinity."""
+    return value if math.isfinite(value) else None
