@@ -14,8 +14,8 @@ from packaging.utils import canonicalize_name
 ROOT = Path(__file__).parent.parent
 PACKAGES = sorted(path.parent for path in ROOT.glob("packages/*/pyproject.toml"))
 EXTRAS = (
-    "check lightning slurm lsf kubeflow mpi xla deepspeed bitsandbytes torchao transformer-engine remote wandb tensorboard "
-    "mlflow all"
+    "check lightning slurm lsf kubeflow mpi xla deepspeed bitsandbytes torchao transformer-engine remote wandb "
+    "tensorboard mlflow all"
 )
 
 
