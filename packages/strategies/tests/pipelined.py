@@ -354,7 +354,8 @@ def refusals() -> dict[str, str]:
 
 def _fit(chosen: Any, make: Callable[[], Any], shift: int = 0) -> None:
     made = trainer(chosen, max_steps=1)
-    made.fit(seeded(make), DataLoader([dataset()[i] for i in range(shift, 44)], batch_size=8))
+    samples: Any = [dataset()[i] for i in range(shift, 44)]
+    made.fit(seeded(make), DataLoader(samples, batch_size=8))
 
 
 def _error(run: Callable[[], None]) -> str:

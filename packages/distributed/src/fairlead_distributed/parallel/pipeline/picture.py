@@ -72,7 +72,7 @@ def measured_bubble(schedule: Schedule, ranks: int, micro_batches: int, stages_p
     rows = _timed(schedule, ranks, micro_batches, stages_per_rank)
     length = max(one.end for row in rows for one in row)
     busy = sum(one.end - one.begin for row in rows for one in row)
-    return 1 - busy / (length * ranks)
+    return (length * ranks - busy) / (length * ranks)
 
 
 class _Action(NamedTuple):
