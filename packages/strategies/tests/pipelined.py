@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +55,7 @@ class Tokens(pl.LightningModule):
     def __init__(self, weigh: bool = True, dropout: float = 0.0, widths: tuple[int, ...] = (8, 12, 6, 8, 8)) -> None:
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, widths[0])
-        self.blocks = nn.ModuleList(Block(a, b, dropout) for a, b in zip(widths, widths[1:], strict=False))
+        self.blocks = nn.ModuleList(Block(a, b, dropout) for a, b in itertools.pairwise(widths))
         self.norm = nn.LayerNorm(widths[-1])
         self.losses: list[float] = []
         self.logged: list[float] = []
@@ -87,7 +89,8 @@ class Tokens(pl.LightningModule):
     def configure_optimizers(self) -> Any:
         matrices = [p for p in self.parameters() if p.ndim > 1]
         others = [p for p in self.parameters() if p.ndim < 2]
-        assert self.blocks[0].up.weight.ndim == 2  # names of any layer are there, on every rank
+        first: Any = self.blocks[0]
+        assert first.up.weight.ndim == 2  # names of any layer are there, on every rank
         groups = [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
         optimizer = torch.optim.AdamW(groups, lr=0.02)
         return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.7)]
@@ -145,7 +148,11 @@ def trainer(chosen: Any = None, **kwargs: Any) -> pl.Trainer:
         return pl.Trainer(accelerator="cpu", devices=1, **options)
     world = dist.get_world_size()
     return pl.Trainer(
-        accelerator="cpu", devices=world, strategy=strategy(chosen, world), plugins=[TorchElasticEnvironment()], **options
+        accelerator="cpu",
+        devices=world,
+        strategy=strategy(chosen, world),
+        plugins=[TorchElasticEnvironment()],
+        **options,
     )
 
 
@@ -155,7 +162,7 @@ def loader(made: pl.Trainer | None = None, batch_size: int = 16) -> DataLoader[A
     if made is None or made.distributed_sampler_kwargs is None:
         return DataLoader(data, batch_size=batch_size)
     parts = made.distributed_sampler_kwargs
-    sampler = DistributedSampler(data, **parts, shuffle=False)
+    sampler: DistributedSampler[Any] = DistributedSampler(data, **parts, shuffle=False)
     return DataLoader(data, batch_size=batch_size // int(parts["num_replicas"]), sampler=sampler)
 
 
@@ -208,7 +215,7 @@ def gradients(chosen: Any) -> dict[str, Any]:
     class Look(pl.Callback):
         def on_before_optimizer_step(self, made: pl.Trainer, *_: Any) -> None:
             whole = getattr(made.strategy, "whole_gradients", None)
-            own = {n: p.grad for n, p in made.lightning_module.named_parameters()}
+            own: Any = {n: p.grad for n, p in made.lightning_module.named_parameters()}
             found.update(whole() if whole is not None else own)
 
     reference = seeded(Tokens)
@@ -309,8 +316,8 @@ class Loose(Plain):
 
 class Uses(Plain):
     def training_step(self, batch: list[Tensor]) -> Tensor:
-        out = self(batch[0] / VOCABULARY)
-        return out.mean()
+        out: Tensor = self(batch[0] / VOCABULARY).mean()
+        return out
 
 
 class Forgets(Plain):
@@ -340,14 +347,15 @@ def refusals() -> dict[str, str]:
     }
     said = {}
     for name, (chosen, make) in cases.items():
-        said[name] = _error(lambda c=chosen, m=make: _fit(c, m))
+        said[name] = _error(partial(_fit, chosen, make))
     said["batches"] = _error(lambda: _fit(config(), Plain, shift=dist.get_rank()))
     return said
 
 
 def _fit(chosen: Any, make: Callable[[], Any], shift: int = 0) -> None:
     made = trainer(chosen, max_steps=1)
-    made.fit(seeded(make), DataLoader(list(dataset())[shift:], batch_size=8))
+    samples: Any = [dataset()[i] for i in range(shift, 44)]
+    made.fit(seeded(make), DataLoader(samples, batch_size=8))
 
 
 def _error(run: Callable[[], None]) -> str:

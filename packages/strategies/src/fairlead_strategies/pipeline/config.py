@@ -9,7 +9,9 @@ from pydantic import BeforeValidator, Field
 from fairlead_runs.pipeline_schedule import SCHEDULES, Schedule
 from fairlead_strategies.mesh.config import MeshStrategyConfig
 
-Numbers = Annotated[tuple[Annotated[int, Field(gt=0)], ...], BeforeValidator(lambda v: tuple(v) if isinstance(v, list) else v)]
+Numbers = Annotated[
+    tuple[Annotated[int, Field(gt=0)], ...], BeforeValidator(lambda v: tuple(v) if isinstance(v, list) else v)
+]
 Names = Annotated[tuple[str, ...], BeforeValidator(lambda v: tuple(v) if isinstance(v, list) else v)]
 
 

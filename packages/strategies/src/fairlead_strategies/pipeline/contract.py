@@ -16,7 +16,7 @@ from torch import nn
 
 from fairlead.errors import ConfigError
 
-EXAMPLE: Final = '''\
+EXAMPLE: Final = """\
 def pipeline_layers(self):          # in their order; each takes what the one before returns
     return [self.embedding, *self.blocks, self.head]
 
@@ -26,7 +26,7 @@ def pipeline_loss(self, output, target):     # of a part of the batch: a mean ov
 def training_step(self, batch, batch_idx):
     loss = self.pipeline_loss(self(batch[0]), batch[1])
     self.log("train/loss", loss)
-    return loss'''
+    return loss"""
 
 
 def layers_of(module: pl.LightningModule) -> list[nn.Module]:
@@ -35,9 +35,8 @@ def layers_of(module: pl.LightningModule) -> list[nn.Module]:
     Raises:
         ConfigError: It does not say which they are, or leaves out some of its parameters.
     """
-    for name in ("pipeline_loss",):
-        if not callable(getattr(module, name, None)):
-            raise _unsaid(module, f"it has no {name}")
+    if not callable(getattr(module, "pipeline_loss", None)):
+        raise _unsaid(module, "it has no pipeline_loss")
     own = getattr(module, "pipeline_layers", None)
     if callable(own):
         layers = list(own())
@@ -66,7 +65,8 @@ def _all_there(module: pl.LightningModule, layers: list[nn.Module]) -> None:
     idle = [name for name, one in module.named_parameters() if id(one) not in used and one.requires_grad]
     if idle:
         raise ConfigError(
-            f"the parameter {idle[0]} is in no layer of the pipeline" + (f", nor {len(idle) - 1} others" if idle[1:] else ""),
+            f"the parameter {idle[0]} is in no layer of the pipeline"
+            + (f", nor {len(idle) - 1} others" if idle[1:] else ""),
             where=f"{type(module).__name__}.pipeline_layers",
             why="it would get no gradient",
             fix="make it part of the layer that uses it, or freeze it (requires_grad_(False))",

@@ -44,7 +44,9 @@ def pipeline_findings(config: PipelineFields, layout: Layout, resolution: Resolu
             "error",
             "pipeline-checkpoint-io",
             "a pipeline gathers its checkpoint on rank 0, and does not write it in parts",
-            where="trainer.checkpoint_io" if resolution.checkpoint_io.saves_shards else f"{where}.save_distributed_checkpoint",
+            where="trainer.checkpoint_io"
+            if resolution.checkpoint_io.saves_shards
+            else f"{where}.save_distributed_checkpoint",
             fix="checkpoint_io: torch, and leave save_distributed_checkpoint out",
         )
     if resolution.trainer.check_divergence_every_n_steps is not None:

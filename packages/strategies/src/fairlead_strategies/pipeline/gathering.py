@@ -97,7 +97,9 @@ def optimizer_entries(optimizer: Optimizer, names: Mapping[int, str]) -> dict[st
     }
 
 
-def whole_optimizer_state(optimizer: Optimizer, found: Mapping[str, Any], groups: Sequence[Sequence[str]]) -> dict[str, Any]:
+def whole_optimizer_state(
+    optimizer: Optimizer, found: Mapping[str, Any], groups: Sequence[Sequence[str]]
+) -> dict[str, Any]:
     """The `state_dict` that the optimizer of a single process has, from the entries of all stages."""
     numbers = {name: number for number, name in enumerate(n for group in groups for n in group)}
     state: dict[int, dict[str, Any]] = {}

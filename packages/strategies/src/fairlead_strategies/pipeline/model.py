@@ -36,7 +36,8 @@ class PipelinedModule:
 
     def __init__(self, module: pl.LightningModule, split: Split, make: Callable[[Any, Any], Pipeline]) -> None:
         self.module, self.split = module, split
-        self._loss: Callable[..., Tensor] = module.pipeline_loss
+        own: Any = module
+        self._loss: Callable[..., Tensor] = own.pipeline_loss
         self._weight: Callable[..., Any] | None = getattr(module, "pipeline_weight", None)
         self.pipeline = make(self._loss_of, self._weight_of if self._weight is not None else None)
         self._training = self._ran = False

@@ -236,9 +236,11 @@ class PipelineStrategy(RanksOnMesh, ModelParallelStrategy):
         """Lightning hands the optimizers' states over."""
         return True
 
-    def load_checkpoint(self, checkpoint_path: str | os.PathLike[str], weights_only: bool | None = None) -> dict[str, Any]:
+    def load_checkpoint(
+        self, checkpoint_path: str | os.PathLike[str], weights_only: bool | None = None
+    ) -> dict[str, Any]:
         """The whole checkpoint, on every rank."""
-        return Strategy.load_checkpoint(self, checkpoint_path, weights_only)
+        return Strategy.load_checkpoint(self, os.fspath(checkpoint_path), weights_only)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Rank 0 has the whole, and writes it."""
@@ -271,9 +273,7 @@ def _more_than_stages(layout: Layout, config: PipelineFields) -> bool:
     return layout.data_parallel * layout.tensor > 1 or config.cpu_offload or config.mixed_precision is not None
 
 
-def _refuse_tied_on_one_rank(
-    module: nn.Module, layers: list[nn.Module], parts: list[range], owners: list[int]
-) -> None:
+def _refuse_tied_on_one_rank(module: nn.Module, layers: list[nn.Module], parts: list[range], owners: list[int]) -> None:
     """Two stages of one rank are sharded each by itself, and a parameter can be sharded once."""
     names = {id(one): name for name, one in module.named_parameters()}
     holders: dict[tuple[int, int], int] = {}

@@ -131,12 +131,11 @@ class Split:
         """The weights that other ranks hold too, with a group for each; a collective of all ranks of the run."""
         mine = self.parameters(module)
         groups = groups_of({ranks for _, ranks in self.tied}, group)
-        tied = [
+        return [
             Tied(mine[name], ranks, groups[ranks], counted=ranks[0] == rank)
             for name, ranks in self.tied
             if rank in ranks
         ]
-        return tied
 
 
 def split_module(

@@ -57,7 +57,7 @@ def cut(batch: Any, parts: int) -> list[Any]:
                 why="all tensors of a batch are cut alike, along their first dimension",
                 fix="keep what belongs to all samples in the model, or repeat it for each sample",
             )
-        pieces.append(leaf.split(rows // parts))
+        pieces.append(leaf.split(rows // parts))  # type: ignore[no-untyped-call]
     return [tree_unflatten(list(piece), spec) for piece in zip(*pieces, strict=True)]
 
 
@@ -66,7 +66,9 @@ def joined(parts: Sequence[Any]) -> Any:
     if len(parts) == 1:
         return parts[0]
     flat = [tree_flatten(part) for part in parts]
-    leaves = [torch.cat(same) if isinstance(same[0], Tensor) else same[0] for same in zip(*(f[0] for f in flat), strict=True)]
+    leaves = [
+        torch.cat(same) if isinstance(same[0], Tensor) else same[0] for same in zip(*(f[0] for f in flat), strict=True)
+    ]
     return tree_unflatten(leaves, flat[0][1])
 
 

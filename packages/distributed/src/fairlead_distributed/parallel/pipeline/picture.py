@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch.distributed.pipelining import (
     Schedule1F1B,
@@ -42,21 +42,21 @@ def picture(schedule: Schedule, ranks: int, micro_batches: int, stages_per_rank:
 
     Example:
         >>> print(picture("1f1b", ranks=2, micro_batches=3))
-        rank 0 | F0 F1 .  B0==== F2 B1==== .  B2====
-        rank 1 | .  F0 B0==== F1 B1==== F2 B2==== . 
+        rank 0 | F0 F1 .  .  B0=== F2 B1=== .  B2===
+        rank 1 | .  F0 B0=== F1 B1=== F2 B2=== .  .
     """
     rows = _timed(schedule, ranks, micro_batches, stages_per_rank)
     several = (stages_per_rank or SCHEDULES[schedule].stages_per_rank[0]) > 1
-    length = max(end for row in rows for _, end, *_ in row)
-    width = max(len(_name(op, several)) for row in rows for _, _, *op in row) + 1
+    length = max(one.end for row in rows for one in row)
+    width = max(len(one.text(several)) for row in rows for one in row) + 1
     lines = []
     for rank, row in enumerate(rows):
         cells, now = "", 0
-        for begin, end, *op in row:
-            cells += ".".ljust(width) * (begin - now)
-            name = _name(op, several)
-            cells += name.ljust(width * (end - begin) - 1, "=" if end - begin > 1 else " ") + " "
-            now = end
+        for one in row:
+            cells += ".".ljust(width) * (one.begin - now)
+            took = one.end - one.begin
+            cells += one.text(several).ljust(width * took - 1, "=" if took > 1 else " ") + " "
+            now = one.end
         cells += ".".ljust(width) * (length - now)
         lines.append(f"rank {rank} | {cells}".rstrip(" "))
     return "\n".join(lines)
@@ -70,18 +70,24 @@ def measured_bubble(schedule: Schedule, ranks: int, micro_batches: int, stages_p
         0.2
     """
     rows = _timed(schedule, ranks, micro_batches, stages_per_rank)
-    length = max(end for row in rows for _, end, *_ in row)
-    busy = sum(end - begin for row in rows for begin, end, *_ in row)
-    return 1 - busy / (length * ranks)
+    length = max(one.end for row in rows for one in row)
+    busy = sum(one.end - one.begin for row in rows for one in row)
+    return (length * ranks - busy) / (length * ranks)
 
 
-def _name(op: list[object], several: bool) -> str:
-    kind, stage, micro_batch = op
-    return f"{kind}{stage}.{micro_batch}" if several else f"{kind}{micro_batch}"
+class _Action(NamedTuple):
+    begin: int
+    end: int
+    kind: str
+    stage: int
+    micro_batch: int
+
+    def text(self, several: bool) -> str:
+        return f"{self.kind}{self.stage}.{self.micro_batch}" if several else f"{self.kind}{self.micro_batch}"
 
 
-def _timed(schedule: Schedule, ranks: int, micro_batches: int, per_rank: int | None) -> list[list[tuple[object, ...]]]:
-    """For each rank (begin, end, kind, stage, micro-batch): each action as soon as what it needs is there."""
+def _timed(schedule: Schedule, ranks: int, micro_batches: int, per_rank: int | None) -> list[list[_Action]]:
+    """What each rank does, each action as soon as what it needs is there."""
     per_rank = per_rank or SCHEDULES[schedule].stages_per_rank[0]
     if not usable(schedule, micro_batches, ranks):
         raise ValueError(f"{schedule} cannot be laid out for {micro_batches} micro-batches on {ranks} ranks")
@@ -92,7 +98,7 @@ def _timed(schedule: Schedule, ranks: int, micro_batches: int, per_rank: int | N
         made = get_schedule_ops(schedule_class(schedule, micro_batches, stages), ranks, micro_batches, per_rank)
         waiting = [[_plain(action) for action in row if _computes(action)] for row in made]
     done: dict[tuple[str, int, int], int] = {}
-    rows: list[list[tuple[object, ...]]] = [[] for _ in range(ranks)]
+    rows: list[list[_Action]] = [[] for _ in range(ranks)]
     free = [0] * ranks
     while any(waiting):
         before = len(done)
@@ -104,7 +110,7 @@ def _timed(schedule: Schedule, ranks: int, micro_batches: int, per_rank: int | N
                     break
                 begin = max([free[rank], *(done[need] for need in needs)])
                 end = begin + _TIMES[kind]
-                rows[rank].append((begin, end, *actions.pop(0)))
+                rows[rank].append(_Action(begin, end, *actions.pop(0)))
                 free[rank] = end
                 # Others wait for gradients of inputs, which a whole backward pass has at its end as well.
                 done["I" if kind == "B" else kind, stage, micro_batch] = end

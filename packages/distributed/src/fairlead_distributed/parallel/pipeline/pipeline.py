@@ -170,14 +170,18 @@ class Pipeline:
             return float(rows_of(call))
         weight = float(self._weight(target))
         if not weight >= 0 or math.isinf(weight):
-            raise ConfigError(f"a micro-batch weighs {weight}", where="pipeline_weight", fix="return how many tokens count")
+            raise ConfigError(
+                f"a micro-batch weighs {weight}", where="pipeline_weight", fix="return how many tokens count"
+            )
         return weight
 
     def _share(self, total: float) -> float:
         """What the loss of a micro-batch is multiplied with for each thing that it is a mean over."""
         if self.replicas is None:
             return 1.0 / total if total else 0.0
-        everyone = torch.tensor(total, dtype=torch.float64 if self.device.type != "mps" else torch.float32, device=self.device)
+        everyone = torch.tensor(
+            total, dtype=torch.float64 if self.device.type != "mps" else torch.float32, device=self.device
+        )
         dist.all_reduce(everyone, group=self.replicas)
         # Gradients are averaged over the replicas afterwards; what belongs here is their sum.
         return dist.get_world_size(self.replicas) / float(everyone) if float(everyone) else 0.0
@@ -191,6 +195,8 @@ class Pipeline:
         self._losses[at] = loss.detach()
         if self._outputs is not None:
             self._outputs[at] = _detached(output)
+        if self._scales[at] == 0:  # a mean over nothing is NaN, also times 0; what it hands back is nothing
+            return torch.stack([one.sum() * 0.0 for one in _tensors(output) if one.requires_grad]).sum()
         return loss * self._scales[at]
 
     def _run(self, calls: list[Call]) -> None:
@@ -259,12 +265,12 @@ def add_gradients(parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor
 
 
 def _compare(mine: float, whole: float) -> None:
-    if not math.isfinite(mine) or not math.isfinite(whole) or abs(mine - whole) <= 1e-3 * max(abs(mine), abs(whole)):
-        return
+    if not math.isfinite(whole) or abs(mine - whole) <= 1e-3 * max(abs(mine), abs(whole)):
+        return  # a loss that is NaN in one process, too, is noticed elsewhere
     raise ConfigError(
         "the losses of the micro-batches do not make the loss of the whole batch",
         where="pipeline_loss",
-        why=f"their weighed mean is {mine:.6g}, that of the whole batch {whole:.6g}: the gradients would be others, too",
+        why=f"their weighed mean is {mine:.6g}, that of the whole batch {whole:.6g}, and so with the gradients",
         fix="for a mean over tokens that are not all counted, say how many are: "
         "`def pipeline_weight(self, *targets): return (targets[0] != PADDING).sum()`; for a loss that is no mean "
         "over its batch (of pairs, or of random parts) set check_loss: false",

@@ -96,9 +96,10 @@ def split_by_cost(
     for cost in costs:
         sums.append(sums[-1] + cost)
     # best[i]: the cheapest way to put the first i layers into the stages so far, and where the last of them begins.
-    best: list[tuple[float, float, tuple[int, ...]]] = [(0.0, 0.0, ())] + [(float("inf"), 0.0, ())] * layers
+    never: tuple[float, float, tuple[int, ...]] = (float("inf"), 0.0, ())
+    best = [(0.0, 0.0, never[2]), *[never] * layers]
     for stage in range(stages):
-        after = [(float("inf"), 0.0, ())] * (layers + 1)
+        after = [never] * (layers + 1)
         for end in range(stage + 1, layers - (stages - stage - 1) + 1):
             found = []
             for begin in range(stage, end):
@@ -106,7 +107,7 @@ def split_by_cost(
                 worst, squares, cuts = best[begin]
                 found.append((max(worst, load), squares + load * load, (*cuts, begin)))  # squares: even where it can be
             after[end] = min(found)
-        best = after  # type: ignore[assignment]
+        best = after
     return _ranges(list(best[layers][2]), layers)
 
 
@@ -139,7 +140,7 @@ def measured_costs(layers: Sequence[nn.Module], *inputs: Any, repeats: int = 3) 
                 for _ in range(repeats):
                     begin = time.perf_counter()
                     out = layer(*value) if isinstance(value, tuple) else layer(value)
-                    if torch.cuda.is_available() and torch.cuda.is_initialized():
+                    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
                         torch.cuda.synchronize()
                     least = min(least, time.perf_counter() - begin)
                 value = out

@@ -86,10 +86,12 @@ class RunningStage(TorchStage):
 
     def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
         """What is sent has to lie in memory without gaps, and torch takes it from the graph in place: no view."""
-        out = super().forward_maybe_with_nosync(*args, **kwargs)
+        out = super().forward_maybe_with_nosync(*args, **kwargs)  # type: ignore[no-untyped-call]
         return out if self.is_last else tree_map(_own, out)
 
-    def forward_one_chunk(self, fwd_chunk_id: int, args: Any, kwargs: Any = None, save_forward_output: bool = True) -> Any:
+    def forward_one_chunk(
+        self, fwd_chunk_id: int, args: Any, kwargs: Any = None, save_forward_output: bool = True
+    ) -> Any:
         """One micro-batch forward."""
         if self.is_first:
             args, kwargs = self.inputs[fwd_chunk_id]
