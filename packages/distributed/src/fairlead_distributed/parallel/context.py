@@ -116,8 +116,18 @@ class _Outermost(nn.Module):
             args, kwargs = tree_map(split, (args, kwargs))
             length //= layout.ranks
         context.begin(self, length)
-        with context.active():
-            out = super().forward(*args, **kwargs)
+        try:
+            with context.active():
+                out = super().forward(*args, **kwargs)
+        except IndexError as error:
+            if "torch.arange" in context.positions:
+                error.add_note(
+                    f"Context parallelism answers torch.arange({length}) with these tokens' positions in the whole "
+                    "sequence, and an index like that may be meant otherwise. With Hugging Face, pass an "
+                    "attention_mask of ones (without it, positions that do not rise by one are taken for packed "
+                    "sequences), or use balance=False."
+                )
+            raise
         if context.calls == before:
             raise ConfigError(
                 f"context parallelism did nothing in {type(self).__name__}: no attention came by",
