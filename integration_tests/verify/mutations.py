@@ -21,11 +21,13 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+import fairlead_distributed.parallel._layers as layers
+import fairlead_distributed.parallel.tensor as tensor
 import fairlead_strategies.ddp_runtime as ddp_runtime
 import fairlead_strategies.mesh.parallelize as mesh_parallelize
 import fairlead_strategies.mesh.runtime as mesh_runtime
-
-Mutation = Callable[[], AbstractContextManager[None]]
+from fairlead_distributed.parallel._comm import sum_over_ranks
+from fairlead_distributed.parallel._local import group_of, local
 
 
 @contextmanager
@@ -162,6 +164,36 @@ def not_divided() -> Iterator[None]:
 def other_weights() -> Iterator[None]:
     """The ranks begin with weights of their own."""
     with patch.object(mesh_parallelize, "from_first_rank", lambda tensor, mesh, device: None):
+        yield
+
+
+@contextmanager
+def row_bias_on_each_rank() -> Iterator[None]:
+    """The bias of a row-parallel layer is added before the sum over the ranks (torchtitan #4245)."""
+    real = layers.Row.forward
+
+    def forward(self: Any, input: Tensor) -> Tensor:
+        out = real(self, input)
+        bias = local(self.bias)
+        return out - bias + sum_over_ranks(bias, group_of(self.weight))
+
+    with patch.object(layers.Row, "forward", forward):
+        yield
+
+
+@contextmanager
+def input_gradient_partial() -> Iterator[None]:
+    """A column-parallel layer does not add up its input's gradient: what is before it gets a part on each rank."""
+    with patch.object(layers._Entered, "enter", lambda self, x, group, sequence: x):
+        yield
+
+
+@contextmanager
+def sequence_gradients_partial() -> Iterator[None]:
+    """With split sequences, a norm's weights get the gradient of a rank's tokens alone (Megatron-LM #7452)."""
+    real = tensor.read_locally
+
+    with patch.object(tensor, "read_locally", lambda module, summed=False: real(module)):
         yield
 
 

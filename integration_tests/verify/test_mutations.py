@@ -12,7 +12,7 @@ from fairlead_distributed.testing import run_ranks
 from fairlead_lightning.verify.notes import Notes
 from fairlead_lightning.verify.reference import Reference, References
 from fairlead_lightning.verify.verdict import judged
-from integration_tests.verify.training import Case, CaseBuild, train_cases
+from integration_tests.verify.training import SEQUENCE, SPLIT, Case, CaseBuild, train_cases
 
 CASES = {
     "ddp": Case("none", clip=0.05),
@@ -30,6 +30,18 @@ CASES = {
     "accumulation summed": Case("accumulation_summed", accumulate=2, clip=0.05),
     "clipping by the own shard": Case("clipped_by_own_shard", strategy="fsdp2", clip=0.05),
     "clipping that is not active": Case("clipped_by_own_shard", strategy="fsdp2", clip=1e6),
+    "tensor": Case("none", "Stack", "tensor_parallel", {"plan": SPLIT}, clip=0.05),
+    "sequence": Case("none", "Stack", "tensor_parallel", {"plan": SEQUENCE, "sequence_parallel": True}, clip=0.05),
+    "row bias": Case("row_bias_on_each_rank", "Stack", "tensor_parallel", {"plan": SPLIT}, clip=0.05),
+    "input gradient": Case("input_gradient_partial", "Stack", "tensor_parallel", {"plan": SPLIT}, clip=0.05),
+    "norms under split sequences": Case(
+        "sequence_gradients_partial",
+        "Stack",
+        "tensor_parallel",
+        {"plan": SEQUENCE, "sequence_parallel": True},
+        clip=0.05,
+    ),
+    "clipping by a part": Case("clipped_by_own_shard", "Stack", "tensor_parallel", {"plan": SPLIT}, clip=0.05),
     "own weights": Case("other_weights", strategy="fsdp2", clip=0.05),
     "a step left out": Case("step_lost", clip=0.05),
     "dead": Case("none", model="Dead", clip=0.05),
@@ -90,6 +102,14 @@ def test_a_right_layout_is_equal(found: Any, name: str) -> None:
         ("accumulation summed", "inlet.weight", "summed over the 2 batches of a step, not averaged"),
         ("clipping by the own shard", "rank 0", "it counts what this rank holds, not what the others do"),
         ("clipping that is not active", "rank 0", "it counts what this rank holds, not what the others do"),
+        (
+            "row bias",
+            "inlet.weight",
+            "the bias of row-parallel layers is added once by each of the 2 ranks of `tensor`",
+        ),
+        ("input gradient", "inlet.weight", "a sum over the ranks of `tensor` is missing in the backward pass"),
+        ("norms under split sequences", "blocks.0.norm.weight", "each holds a partial sum, not added up"),
+        ("clipping by a part", "rank 0", "it counts what this rank holds, not what the others do"),
         ("a step left out", "inlet.weight", "rank 1 and rank 0 do not hold the same weights any more"),
         ("token mean", "inlet.weight", "a mean over unequal counts, averaged again"),
     ],
@@ -99,6 +119,14 @@ def test_a_fault_is_found_and_named(found: Any, name: str, first: str, cause: st
     assert not said["ok"]
     assert said["first"]["name"] == first
     assert any(cause in one for one in said["causes"]), said["causes"]
+
+
+@pytest.mark.parametrize("name", ["tensor", "sequence"])
+def test_split_layers_are_equal(found: Any, name: str) -> None:
+    said = found(name)
+    assert said["ok"], said
+    assert said["alive"]["moved"] == 18
+    assert said["layout"]["replicas"] == 1
 
 
 def test_a_bucket_that_is_not_reduced_is_named(found: Any) -> None:

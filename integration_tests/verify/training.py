@@ -24,10 +24,10 @@ from fairlead_strategies.ddp import DDPStrategyConfig
 from fairlead_strategies.ddp_runtime import build as build_ddp
 from fairlead_strategies.fsdp2 import FSDP2StrategyConfig
 from fairlead_strategies.mesh.build import build as build_mesh
+from fairlead_strategies.tensor_parallel import TensorParallelStrategyConfig
 from integration_tests.verify import mutations
 
 STEPS = 3
-_TOKENS = 12
 
 
 class Net(L.LightningModule):
@@ -49,7 +49,7 @@ class Net(L.LightningModule):
 
     def training_step(self, batch: list[Tensor], index: int) -> Tensor:
         x, y = batch
-        return nn.functional.mse_loss(self(x), y)
+        return nn.functional.mse_loss(self.forward(x), y)
 
     def configure_optimizers(self) -> Any:
         return torch.optim.Adam(self.parameters(), lr=0.02)
@@ -84,6 +84,40 @@ class Norm(Net):
         return out + 0.0 * sum(block(self.inlet(x)).sum() for block in self.blocks)
 
 
+class Block(nn.Module):
+    """Two layers that are split as one, on each token alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(12)
+        self.up = nn.Linear(12, 24)
+        self.down = nn.Linear(24, 12)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = x + self.down(self.up(self.norm(x)).tanh())
+        return out
+
+
+class Stack(Net):
+    """Sequences of four tokens, through blocks whose layers can be split."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.norm = nn.LayerNorm(12)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inlet(x)
+        for block in self.blocks:
+            x = block(x)
+        out: Tensor = self.head(self.norm(x))
+        return out
+
+
+SPLIT = {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}
+SEQUENCE = {**SPLIT, "blocks.*.norm": "sequence", "blocks.0": "sequence_begin", "norm": "sequence_end"}
+
+
 class Random(Net):
     """Noise that is no layer's."""
 
@@ -91,7 +125,9 @@ class Random(Net):
         return super().forward(x + 0.1 * torch.randn_like(x))
 
 
-MODELS: dict[str, Callable[[], L.LightningModule]] = {one.__name__: one for one in (Net, Dead, Masked, Norm, Random)}
+MODELS: dict[str, Callable[[], L.LightningModule]] = {
+    one.__name__: one for one in (Net, Dead, Masked, Norm, Stack, Random)
+}
 
 
 @dataclass(frozen=True)
@@ -111,11 +147,11 @@ class Case:
         return f"{self.model} {self.accumulate} {self.clip}"
 
 
-def data(rank: int, world_size: int, batch: int = 6) -> DataLoader[Any]:
-    """This rank's share of each global batch; the same samples at every call."""
+def data(replica: int, replicas: int, tokens: tuple[int, ...], batch: int = 6) -> DataLoader[Any]:
+    """A replica's share of each global batch; the same samples at every call."""
     generator = torch.Generator().manual_seed(7)
-    x, y = torch.randn(96, 6, generator=generator), torch.randn(96, 2, generator=generator)
-    mine = torch.arange(96).view(-1, world_size, batch)[:, rank].flatten()
+    x, y = (torch.randn(96, *tokens, size, generator=generator) for size in (6, 2))
+    mine = torch.arange(96).view(-1, replicas, batch)[:, replica].flatten()
     return DataLoader(TensorDataset(x[mine], y[mine]), batch_size=batch)
 
 
@@ -145,7 +181,9 @@ def _train(rank: int, world_size: int, case: Case, folder: Path) -> str:
             callbacks=[LayoutProbe(Plan("layout", str(folder)))],
             **quiet,
         )
-        trainer.fit(MODELS[case.model](), data(rank, world_size))
+        split = case.strategy == "tensor_parallel"  # both ranks have every sample
+        share = (0, 1) if split else (rank, world_size)
+        trainer.fit(MODELS[case.model](), data(*share, (4,) if case.model == "Stack" else ()))
     return ""
 
 
@@ -154,7 +192,8 @@ def _strategy(case: Case, world_size: int) -> Any:
     if case.strategy == "ddp":
         config = DDPStrategyConfig(**case.fields)
         return build_ddp(config, context(config, devices=world_size, world_size=world_size))
-    sharded = FSDP2StrategyConfig(**case.fields)
+    config_class = TensorParallelStrategyConfig if case.strategy == "tensor_parallel" else FSDP2StrategyConfig
+    sharded = config_class(**case.fields)
     return build_mesh(sharded, context(sharded, devices=world_size, world_size=world_size))
 
 

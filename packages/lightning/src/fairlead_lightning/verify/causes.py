@@ -66,6 +66,12 @@ def _shares(names: list[str], notes: Notes, references: References, reference: R
         factor, off = _factor({n: layout[n] for n in names}, exact)
         if off < _CLOSE:
             yield _scaled(factor, names, notes, exact)
+            return
+        row = _row_biases(notes)
+        if row and apart(layout, reference.with_start(dict.fromkeys(row, notes.said("mesh")["tensor"]))) < _CLOSE:
+            ranks = notes.said("mesh")["tensor"]
+            text = f"the bias of row-parallel layers is added once by each of the {ranks} ranks of `tensor`"
+            yield f"{text}: {flat(row)}"
         elif not references.by_replica and notes.replicas > 1 and notes.said("automatic"):
             single = reference.one_by_one()
             if apart(layout, single.gradients) < _CLOSE:
@@ -83,6 +89,19 @@ def _shares(names: list[str], notes: Notes, references: References, reference: R
         )
     else:
         yield from _missing(used, due, names, exact)
+
+
+def _row_biases(notes: Notes) -> list[str]:
+    """Biases that every rank of a tensor group holds, of weights that are split."""
+    held = notes.said("placements")
+    whole = [name for name in held if name.endswith("bias") and "Replicate" in _over_tensor(held[name])]
+    return [name for name in whole if "Shard" in _over_tensor(held.get(f"{name.removesuffix('bias')}weight", ""))]
+
+
+def _over_tensor(placements: str) -> str:
+    """`Replicate()` of `Shard(dim=0) over shard, Replicate() over tensor`, with what little stands before it."""
+    before, found, _ = placements.partition(" over tensor")
+    return before.rpartition(" over ")[2] if found else ""
 
 
 def _missing(used: Shares, due: Shares, names: list[str], exact: Tensors) -> Iterator[str]:
@@ -139,7 +158,10 @@ def _between_ranks(others: list[int], names: list[str], notes: Notes, exact: Ten
     elif off < _CLOSE:
         yield f"{text}; added up they are {factor:.4g} x the right one: each holds a partial sum, not added up"
     else:
-        yield text
+        share = [rank for rank in others if notes.ranks[rank]["replica"] == notes.ranks[0]["replica"]]
+        dims = [f"`{name}`" for name in notes.said("mesh") if name not in ("replicate", "shard")]
+        over = f"the ranks of {' or '.join(dims)}" if share and dims else "the replicas"
+        yield f"{text}; each has a part of it: a sum over {over} is missing in the backward pass"
 
 
 def _of_norms(compared: Compared, notes: Notes) -> Iterator[str]:

@@ -89,8 +89,9 @@ class ReferenceProbe(Probe):
     @torch.no_grad()
     def begin(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """The same weights and buffers."""
-        here = {**dict(pl_module.named_parameters()), **dict(pl_module.named_buffers())}
-        missing = [name for name in here if name not in self._start]
+        parameters = dict(pl_module.named_parameters())
+        here = {**parameters, **dict(pl_module.named_buffers())}
+        missing = [name for name in parameters if name not in self._start]
         more = [name for name in self._start if name not in here]
         if missing or more:
             raise ConfigError(
@@ -99,8 +100,8 @@ class ReferenceProbe(Probe):
                 why=f"only {'under the layout' if more else 'in one process'}: {', '.join((more or missing)[:5])}",
                 fix="build the same layers in both; what depends on the number of ranks cannot be compared",
             )
-        for name, tensor in here.items():
-            tensor.copy_(self._start[name])
+        for name, tensor in self._start.items():  # without the buffers of stages that rank 0 does not have
+            here[name].copy_(tensor)
 
 
 @compat.only_its_own_batch_hooks

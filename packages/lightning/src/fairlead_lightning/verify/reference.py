@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import lightning.pytorch as L
 import torch
+from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from fairlead.errors import ConfigError
 from fairlead_lightning.verify.batches import NotOneBatchError, detached, joined, shuffled
@@ -121,6 +122,17 @@ class Reference:
             for number in range(min(self._notes.accumulate, len(batches)))
         }
 
+    def with_start(self, factors: Mapping[str, float]) -> Tensors:
+        """The first step's gradients, had some of the weights been a multiple of what they are."""
+        plain = self._notes.start
+        batches, by_replica = self._batches([])
+        scaled = {name: one * factors.get(name, 1.0) for name, one in plain.items()}
+        self._notes.start = scaled
+        try:
+            return self._train(batches, "64-true", by_replica, steps=1).gradients
+        finally:
+            self._notes.start = plain
+
     def _batches(self, said: list[str]) -> tuple[list[Any], bool]:
         notes = self._notes
         every = [list(step) for step in zip(*notes.batches, strict=True)]
@@ -161,8 +173,8 @@ class Reference:
             batches = batches[: steps * count]
         trainer = self._build.trainer(precision, count, steps or notes.said("max_steps"), probe)
         for owner in (model, data):
-            if owner is not None:  # the batches are noted behind this hook
-                vars(owner)["on_before_batch_transfer"] = _unchanged
+            if owner is not None and is_overridden("on_before_batch_transfer", owner):
+                vars(owner)["on_before_batch_transfer"] = _unchanged  # the batches are noted behind it
         L.seed_everything(seed, workers=True, verbose=False)
         loader = Batches(batches)
         if data is None:
