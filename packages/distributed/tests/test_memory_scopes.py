@@ -57,7 +57,7 @@ def calls(model: nn.Module) -> list[int]:
 
 
 def test_a_share_of_the_layers_is_checkpointed_evenly_and_saves_memory() -> None:
-    """The same bits, and a peak that falls with the share; `benchmarks/activation_memory.py` measures it at full size."""
+    """The same bits, and a peak that falls with the share; `benchmarks/activation_memory.py` has it at full size."""
     most, expected = step(network())
     assert all(bool(gradient.any()) for gradient in expected)
     peaks = []
@@ -183,7 +183,7 @@ def managed(rank: int, settings: dict[str, Any]) -> dict[str, Any]:
 
     found = whole_parameters(wrapped)
     return {
-        "apart": max(float((found[name] - p).abs().max()) for name, p in plain.named_parameters()),
+        "apart": max(float((found[name] - p.detach()).abs().max()) for name, p in plain.named_parameters()),
         "names": list(found) == [name for name, _ in plain.named_parameters()],
         "local": local,
         "whole": sum(p.numel() for p in plain.parameters()),

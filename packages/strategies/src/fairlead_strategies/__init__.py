@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fairlead_strategies.ddp import DDPStrategyConfig
+from fairlead_strategies.ddp import DDPMixedPrecision, DDPStrategyConfig
 from fairlead_strategies.deepspeed import DeepSpeedStrategyConfig
 from fairlead_strategies.fsdp import FSDPMixedPrecision, FSDPStrategyConfig
 from fairlead_strategies.fsdp2.plugin import FSDP2StrategyConfig
@@ -11,6 +11,7 @@ from fairlead_strategies.sync_batchnorm import TorchSyncBatchNormLayerSyncConfig
 from fairlead_strategies.xla import XLAStrategyConfig
 
 __all__ = [
+    "DDPMixedPrecision",
     "DDPStrategyConfig",
     "DeepSpeedStrategyConfig",
     "FSDP2StrategyConfig",
