@@ -1,6 +1,6 @@
 """How much memory activation checkpointing saves: the peak of one training step of a transformer, and its seconds.
 
-A decoder of 12 layers takes one step (forward and backward) plainly, with half and with all of its layers checkpointed,
+An encoder of 8 layers takes one step (forward and backward) plainly, with half and with all of its layers checkpointed,
 with all of them but for their matrix products, and inside of `checkpoint_scope()`. The peak is what torch's operators
 hold at once beyond weights and input, counted by `memory_pool_scope()`; on a GPU it is the peak of its pool. The steps
 are timed without counting; the sides take turns.
@@ -30,7 +30,7 @@ PRODUCTS = ("aten.mm", "aten.addmm", "aten.bmm")
 
 
 def network(width: int, layers: int) -> nn.Module:
-    """Layers as in a GPT; the same weights each time."""
+    """The same weights each time."""
     torch.manual_seed(0)
     block = partial(nn.TransformerEncoderLayer, width, 4, 4 * width, dropout=0.0, batch_first=True, norm_first=True)
     return nn.Sequential(*[block() for _ in range(layers)])
@@ -50,7 +50,7 @@ def side(kind: str, width: int, layers: int) -> tuple[nn.Module, Callable[[], Ab
 
 def main() -> None:
     given = options(__doc__, rounds=10)
-    width, layers, batch, tokens = (32, 4, 2, 16) if given.quick else (256, 12, 8, 256)
+    width, layers, batch, tokens = (32, 4, 2, 16) if given.quick else (192, 8, 4, 128)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     x = torch.randn(batch, tokens, width, device=device)
     models = {kind: side(kind, width, layers) for kind in (PLAIN, HALF, ALL, KEPT, SCOPE)}
