@@ -405,3 +405,13 @@ def test_clipping_changes_the_training(tmp_path: Path) -> None:
 
 def test_checkpoint_defaults_are_those_of_the_config() -> None:
     assert TrainerConfig().checkpoint == CheckpointConfig()
+
+
+@pytest.mark.parametrize(
+    ("literal", "devices", "name"),
+    [("auto", 1, "single_device"), ("ddp_find_unused_parameters_true", 2, "ddp"), ("fsdp_native", 2, "fsdp")],
+)
+def test_a_strategy_says_its_name(tmp_path: Path, literal: Any, devices: int, name: str) -> None:
+    """`trainer.strategy.name`, by which a `configure_model` knows whether it is to shard: the one in a job file."""
+    strategy: Any = build(settings(strategy=literal, devices=devices), tmp_path).strategy
+    assert strategy.name == name

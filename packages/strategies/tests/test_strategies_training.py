@@ -22,6 +22,8 @@ def outcome(trained: dict[str, Any], name: str) -> dict[str, Any]:
         "ddp",
         "ddp_view_static",
         "ddp_unused",
+        "ddp_options",
+        "ddp_accumulate",
         "fsdp2",
         "fsdp2_direct",
         "fsdp2_manual",
@@ -51,6 +53,22 @@ def test_bucket_size_changes_the_number_of_all_reduces(trained: dict[str, Any]) 
     """Counted in torch's profile of one step."""
     found = outcome(trained, "ddp_buckets")
     assert found["1"] > found["25"] >= 1
+
+
+def test_accumulation_sends_gradients_once_a_step(trained: dict[str, Any]) -> None:
+    """Two batches a step: none for the first, all buckets with the second."""
+    counts = outcome(trained, "ddp_accumulate")["counts"]
+    assert counts[0] == counts[2] == 0
+    assert counts[1] >= 1
+    assert counts[3] >= 1
+
+
+def test_post_local_sgd_is_that_of_the_paper(trained: dict[str, Any]) -> None:
+    """Two steps with averaged gradients, then steps of one's own whose weights are averaged every second time."""
+    found = outcome(trained, "ddp_local_sgd")
+    assert found["apart"] < CLOSE
+    assert found["moved"] > 0.01
+    assert found["between"] > 1e-3  # the last step was one's own: the ranks hold different weights
 
 
 def test_communication_hooks_run_on_a_cpu_too(trained: dict[str, Any]) -> None:
