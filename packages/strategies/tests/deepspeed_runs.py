@@ -189,12 +189,13 @@ def resume(rank: int, name: str, folder: Path, **kwargs: Any) -> Outcome:
     loop = trainer(first, max_epochs=1, **kwargs)
     loop.fit(module, loader(rank))
     early = first.whole_parameters()
-    loop.save_checkpoint(folder / name)
+    loop.save_checkpoint(folder / name)  # of all ranks together
     again = fit(rank, strategy(name), net(500 + rank), resumed=folder / name, **kwargs)
     return {
         "equal": all(map(torch.equal, straight.values(), again.values())),
         "apart": apart(straight, again),
         "moved": apart(early, again),
+        "saved": early,
         "files": sorted(path.name for path in (folder / name / "checkpoint").iterdir()),
     }
 

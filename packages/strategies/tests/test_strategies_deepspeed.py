@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from fairlead_distributed.testing import run_ranks
 
@@ -21,6 +23,12 @@ LITERALS = (
     "deepspeed_stage_3",
     "deepspeed_stage_3_offload",
 )
+TRUST = (
+    "deepspeed.runtime.fp16.loss_scaler.LossScaler",
+    "deepspeed.runtime.zero.config.ZeroStageEnum",
+    "deepspeed.utils.tensor_fragment.fragment_address",
+)
+"""What DeepSpeed puts into its files beside tensors and plain data."""
 LAUNCHER = {"TORCHELASTIC_RUN_ID": "test", "GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1"}
 """What torchrun sets besides."""
 
@@ -110,6 +118,18 @@ def test_a_resumed_run_ends_with_the_same_bits(ranks_did: list[dict[str, Any]], 
     assert found["moved"] > 0.01
     assert found["equal"], found["apart"]
     assert sum(file.endswith("_optim_states.pt") for file in found["files"]) == 2
+
+
+@pytest.mark.parametrize("name", LITERALS)
+def test_what_it_has_written_becomes_one_state(ranks_did: list[dict[str, Any]], folder: Path, name: str) -> None:
+    """As `fairlead checkpoint consolidate` and `convert` read it: weights whole, also frozen ones, and the rest."""
+    expected = outcome(ranks_did, f"resume_{name}")["saved"]
+    read = importlib.import_module("fairlead_checkpoint_io.commands.deepspeed_folder").read_deepspeed
+    state = read(folder / name, TRUST)
+    assert state["state_dict"].keys() == expected.keys()
+    assert all(torch.equal(state["state_dict"][one], expected[one]) for one in expected)
+    assert sum(one.startswith("frozen") for one in expected) == 2
+    assert (state["epoch"], state["global_step"]) == (1, 5)
 
 
 def test_three_ranks_resume_with_the_same_bits_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

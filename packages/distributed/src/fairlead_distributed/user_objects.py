@@ -15,7 +15,10 @@ OF_A_MODULE: Final = frozenset(vars(nn.Module()))
 """The attributes that torch keeps for itself in a module."""
 # What has to outlive a stop is in their own state.
 _ENGINES: Final = frozenset(
-    {"torch", "torchdata", "torchmetrics", "lightning", "pytorch_lightning", "lightning_fabric", "lightning_utilities"}
+    (
+        *("torch", "torchdata", "torchmetrics", "lightning", "pytorch_lightning", "lightning_fabric"),
+        *("lightning_utilities", "deepspeed"),
+    )
 )
 
 

@@ -58,6 +58,10 @@ def read_deepspeed(folder: Path, trust: Sequence[str]) -> dict[str, Any]:
             fix="is the file of every rank there? Use another checkpoint",
         ) from error
     state = {key: value for key, value in saved.items() if key not in _OF_THE_ENGINE}
+    # DeepSpeed forgets frozen weights of stage 1, though they are there, whole; stage 3 has empty ones in their place.
+    for name, tensor in saved.get("module", {}).items():
+        if name not in weights and isinstance(tensor, torch.Tensor) and tensor.numel() > 0:
+            weights[name] = tensor.float() if tensor.is_floating_point() else tensor
     # Lightning before 2.1 wrapped the module.
     state["state_dict"] = {name.removeprefix("_forward_module."): value for name, value in weights.items()}
     return state

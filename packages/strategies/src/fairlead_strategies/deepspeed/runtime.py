@@ -9,8 +9,9 @@ backward, stages 1 and 2 keep the gradients of the last batch only.
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Final
 
 import deepspeed
 import torch
@@ -32,6 +33,9 @@ from fairlead_strategies.deepspeed.config import DeepSpeedStrategyConfig
 from fairlead_strategies.deepspeed.nvme import APT, uses_nvme
 from fairlead_strategies.deepspeed.settings import conflicts, settings_of
 from fairlead_strategies.deepspeed.whole import gradients, parameters
+
+RENAMED: Final = r"`torch\.distributed\.\w+` is deprecated"
+"""How torch 2.13 warns of the collectives that DeepSpeed calls, in every process and again and again."""
 
 
 class DeepSpeedStrategy(LightningDeepSpeedStrategy):
@@ -56,6 +60,7 @@ class DeepSpeedStrategy(LightningDeepSpeedStrategy):
 
     def setup_environment(self) -> None:
         """Joins the process group; on a CPU past Lightning's refusal."""
+        warnings.filterwarnings("ignore", message=RENAMED, category=FutureWarning)
         if self._on_cpu:
             super(LightningDeepSpeedStrategy, self).setup_environment()
         else:
