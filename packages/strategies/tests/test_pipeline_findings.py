@@ -60,9 +60,14 @@ def test_a_hybrid_says_the_same_and_does_not_split_sequences_over_stages(ranks: 
 
 
 def test_the_split_is_given_in_any_of_its_forms() -> None:
-    assert PipelineParallelStrategyConfig(split=[8, 8, 8]).split == (8, 8, 8)
-    assert PipelineParallelStrategyConfig(split=["blocks.8", "blocks.16"]).split == ("blocks.8", "blocks.16")
-    assert PipelineParallelStrategyConfig(split="cost").split == "cost"
-    for wrong in ("half", [0, 4], [1.5]):
+    forms: list[tuple[Any, Any]] = [
+        ([8, 8, 8], (8, 8, 8)),
+        (["blocks.8", "blocks.16"], ("blocks.8", "blocks.16")),
+        ("cost", "cost"),
+    ]
+    for given, kept in forms:
+        assert PipelineParallelStrategyConfig(split=given).split == kept
+    wrongs: list[Any] = ["half", [0, 4], [1.5]]
+    for wrong in wrongs:
         with pytest.raises(ValueError, match="split"):
             PipelineParallelStrategyConfig(split=wrong)
