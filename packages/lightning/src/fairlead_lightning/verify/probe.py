@@ -146,7 +146,10 @@ class LayoutProbe(Probe):
 
     def begin(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Rank 0's weights are those that the reference begins with."""
-        start = {**_asked(trainer, "whole_parameters"), **whole_buffers(pl_module)}
+        parameters = _asked(trainer, "whole_parameters")
+        start = {**parameters, **whole_buffers(pl_module)}
+        own = {name for name, p in pl_module.named_parameters() if p.requires_grad}
+        trainable = set().union(*gather_objects(own))  # a stage of a pipeline is one rank's
         self._others["start"] = _unlike_rank_0(start)
         if trainer.global_rank == 0:
             torch.save(start, self._plan.folder / START)
@@ -154,7 +157,7 @@ class LayoutProbe(Probe):
         self._said = {
             "placements": placements(pl_module) if not hasattr(trainer.strategy, "whole_parameters") else {},
             "mesh": dict(zip(mesh.mesh_dim_names, mesh.shape, strict=True)) if mesh is not None else {},
-            "trainable": [name for name, p in pl_module.named_parameters() if p.requires_grad],
+            "trainable": [name for name in parameters if name in trainable],
             "batch_norms": local_batch_norms(pl_module),
             "automatic": pl_module.automatic_optimization,
             "accumulate": int(trainer.accumulate_grad_batches),
@@ -214,7 +217,8 @@ def _asked(trainer: L.Trainer, what: str) -> Tensors:
     own = getattr(trainer.strategy, what, None)
     if own is not None:
         found: Tensors = own()
-        return found
+        # A copy: what is on the CPU may be the very tensor that is clipped or trained next.
+        return {name: tensor.detach().to("cpu", copy=True) for name, tensor in found.items()}
     read = whole_gradients if what == "whole_gradients" else whole_parameters
     return read(trainer.lightning_module)
 
