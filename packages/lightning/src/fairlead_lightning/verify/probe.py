@@ -22,7 +22,7 @@ from fairlead_distributed.objects import gather_objects
 from fairlead_distributed.whole import placements, whole_buffers, whole_gradients, whole_parameters
 from fairlead_lightning import compat
 from fairlead_lightning.verify.batches import detached, digest
-from fairlead_lightning.verify.neutral import local_batch_norms, without_dropout
+from fairlead_lightning.verify.neutral import local_batch_norms, without_dropout, without_ends
 from fairlead_lightning.verify.plan import START, Plan, batches_file, rank_file
 
 Tensors = dict[str, Tensor]
@@ -38,6 +38,10 @@ class Probe(L.Callback):
         self.dropouts = 0
         self._optimizers: list[Any] = []
         self._began = False
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """What comes behind the last step would only take time."""
+        without_ends(vars(trainer)["callbacks"])
 
     def on_train_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
         """The first batch: everything is built, wrapped and where it is to be."""
@@ -119,6 +123,7 @@ class LayoutProbe(Probe):
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """From here on each batch is seen as it comes from the loader, before a strategy splits it."""
+        super().setup(trainer, pl_module, stage)
         strategy: Any = trainer.strategy
         of_sampler = trainer.distributed_sampler_kwargs or {}
         self._replica = (int(of_sampler.get("rank", 0)), int(of_sampler.get("num_replicas", 1)))
