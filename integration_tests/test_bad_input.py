@@ -69,7 +69,10 @@ LINE = "repo/jobs/wrong.yaml:5, trainer."
         ("max_steps: 1.5", [LINE + "max_steps", "integer"]),
         ("max_stepz: 3", [LINE + "max_stepz", "unknown field", "did you mean 'max_steps'?"]),
         ("precision: 16-mixed", [LINE + "precision", "float16", "bf16-mixed"]),
-        ("strategy: deepspeed", [LINE + "strategy", "DeepSpeed", "strategy: ddp"]),
+        (
+            "strategy: {name: deepspeed, config: {gradient_accumulation_steps: 4}}",
+            ["trainer.strategy.config.gradient_accumulation_steps", ": 4", "accumulate_grad_batches: 1"],
+        ),
         ("{precision: 32-true, plugins: [{name: precision.half}]}", ["precision", "set twice", "keep one"]),
         ("callbacks: [{class: 'mine.model:Nothing'}]", ["trainer.callbacks[0]", "Nothing"]),
     ],

@@ -36,6 +36,7 @@ RATIOS = {
         "exact_vs_ddp_4_ranks",
         "ddp_vs_nothing_sent_4_ranks",
     },
+    "zero_stages": {"stage_1_vs_ddp", "stage_2_vs_stage_1", "stage_3_vs_stage_2"},
 }
 
 
@@ -47,6 +48,7 @@ BY_NAME = {
     "recovery",
     "scaling",
     "startup",
+    "zero_stages",
 }  # a minute each; `nox -s soak`
 
 

@@ -183,6 +183,18 @@ def checkpointed_layers() -> list[str]:
     return [name for name, part in module.named_modules() if is_checkpointed(part)]
 
 
+def called_outside() -> dict[str, float]:
+    """The module itself after a fit, in a test and after it, on all ranks together: whole weights, whatever calls it."""
+    module, loop = scenarios.pair(fsdp(auto_wrap_policy=["torch.nn:Sequential"]), scenarios.Net, max_epochs=1)
+    plain = scenarios.Net()
+    plain.load_state_dict(loop.strategy.whole_parameters())
+    x = scenarios.data.tensors[0]
+    with torch.no_grad():
+        first = float((module(x) - plain(x)).abs().max())
+        loop.validate(module, scenarios.share(), verbose=False)
+        return {"after_fit": first, "after_validation": float((module(x) - plain(x)).abs().max())}
+
+
 def low_precision(mode: str, **fields: Any) -> dict[str, Any]:
     module, loop = scenarios.pair(fsdp(**fields), scenarios.Net, precision=mode)
     with FullyShardedDataParallel.summon_full_params(loop.model):
@@ -284,6 +296,7 @@ def two_ranks(folder: str) -> dict[str, Callable[[], Any]]:
         "cpu_offload": lambda: compare(fsdp(cpu_offload=True)),
         "own_units": lambda: compare(fsdp(), Wrapping),
         "layers": checkpointed_layers,
+        "called_outside": called_outside,
         "counted accumulate": lambda: counted(accumulate=2),
         **{f"counted {name}": functools.partial(counted, sharding_strategy=name) for name in strategies},
         "no_shard_is_ddp": no_shard_is_ddp,

@@ -114,6 +114,12 @@ def test_accumulation_reduces_every_batch(two: dict[str, Any]) -> None:
     assert outcome(two, "counted accumulate")["reduce_scatters"] == 5
 
 
+def test_a_module_can_be_called_outside_of_its_steps(two: dict[str, Any]) -> None:
+    """A callback that generates text at the end of a fit; Lightning's would find the shards."""
+    found = outcome(two, "called_outside")
+    assert max(found.values()) < CLOSE
+
+
 def test_exactly_the_named_layers_are_checkpointed(two: dict[str, Any]) -> None:
     assert outcome(two, "layers") == ["blocks.0", "blocks.1", "blocks.2"]
 

@@ -63,12 +63,12 @@ def whole_gradients(module: nn.Module) -> dict[str, Tensor]:
 
 
 def placements(module: nn.Module) -> dict[str, str]:
-    """How each parameter is split: `Shard(0) over shard`; a parameter that every rank holds whole is left out."""
+    """How each parameter is split: `Shard(dim=0) over shard`; a parameter that every rank holds whole is left out."""
     found = {}
     for name, parameter in _named(module):
         if is_dtensor(parameter):
             dims = parameter.device_mesh.mesh_dim_names or tuple(map(str, range(parameter.device_mesh.ndim)))
-            cuts = [f"{p} over {dim}" for p, dim in zip(parameter.placements, dims, strict=True)]
+            cuts = [f"{p!r} over {dim}" for p, dim in zip(parameter.placements, dims, strict=True)]
             found[name] = ", ".join(cuts)
     return found
 

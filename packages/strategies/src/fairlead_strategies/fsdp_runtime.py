@@ -55,7 +55,10 @@ class FSDPStrategy(LightningFSDP):
         self.kwargs["device_mesh"] = init_device_mesh(self.root_device.type, self._mesh)
 
     def _setup_model(self, model: Module) -> Module:
-        return _wrap_rest(model, self.root_device, self._checkpointed, _options(self, self.kwargs))
+        root = _wrap_rest(model, self.root_device, self._checkpointed, _options(self, self.kwargs))
+        if root is not model:
+            _call_through(root, model)
+        return root
 
     @contextmanager
     def model_sharded_context(self) -> Iterator[None]:
@@ -277,6 +280,32 @@ def _wrap_rest(model: Module, device: torch.device, checkpointed: Classes, optio
     root = wrap_fsdp(model, device, **options)
     vars(model)[_ROOT] = [root]  # in a list: as an attribute it would be a module inside of itself
     return root
+
+
+def _call_through(root: Module, module: Module) -> None:
+    """Has `module(x)` in a callback or at the end of a fit gather the parameters that only the root knows.
+
+    Lightning goes through the root for the steps alone; elsewhere the module would find its own shards.
+    """
+    if vars(module).get("forward") is not None and getattr(module.forward, "_through", None) is root:
+        return
+    own, inside = module.forward, [False]
+
+    def enter(*_: Any) -> None:
+        inside[0] = True
+
+    def leave(*_: Any) -> None:
+        inside[0] = False
+
+    root.register_forward_pre_hook(enter)
+    root.register_forward_hook(leave, always_call=True)
+
+    @functools.wraps(own)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return own(*args, **kwargs) if inside[0] else root(*args, **kwargs)
+
+    forward._through = root  # type: ignore[attr-defined]
+    module.forward = forward
 
 
 def build(config: FSDPStrategyConfig, context: BuildContext) -> FSDPStrategy | FabricFSDP:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Final
 
+import lightning.pytorch as L
 from lightning.pytorch.callbacks import Checkpoint, EarlyStopping, LearningRateFinder, Timer
 from torch import nn
 
@@ -43,6 +44,17 @@ def without_stops(checked: CheckedJob) -> CheckedJob:
     trainer = job.trainer.model_copy(update={"callbacks": kept})
     loaded = dataclasses.replace(checked.loaded, job=job.model_copy(update={"trainer": trainer}))
     return dataclasses.replace(checked, loaded=loaded, resolution=dataclasses.replace(resolution, trainer=trainer))
+
+
+def without_ends(callbacks: Iterable[L.Callback]) -> None:
+    """Has the user's callbacks do nothing when a fit has ended: draw samples, plot, upload."""
+    for callback in callbacks:
+        if not type(callback).__module__.startswith("fairlead"):
+            vars(callback)["on_fit_end"] = _nothing
+
+
+def _nothing(*_: Any) -> None:
+    return None
 
 
 def stops(path: str, root: CodeRoot) -> bool:

@@ -22,7 +22,7 @@ from fairlead_distributed.objects import gather_objects
 from fairlead_distributed.whole import placements, whole_buffers, whole_gradients, whole_parameters
 from fairlead_lightning import compat
 from fairlead_lightning.verify.batches import detached, digest
-from fairlead_lightning.verify.neutral import local_batch_norms, without_dropout
+from fairlead_lightning.verify.neutral import local_batch_norms, without_dropout, without_ends
 from fairlead_lightning.verify.plan import START, Plan, batches_file, rank_file
 
 Tensors = dict[str, Tensor]
@@ -38,6 +38,10 @@ class Probe(L.Callback):
         self.dropouts = 0
         self._optimizers: list[Any] = []
         self._began = False
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """What comes behind the last step would only take time."""
+        without_ends(vars(trainer)["callbacks"])
 
     def on_train_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
         """The first batch: everything is built, wrapped and where it is to be."""
@@ -119,6 +123,7 @@ class LayoutProbe(Probe):
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """From here on each batch is seen as it comes from the loader, before a strategy splits it."""
+        super().setup(trainer, pl_module, stage)
         strategy: Any = trainer.strategy
         of_sampler = trainer.distributed_sampler_kwargs or {}
         self._replica = (int(of_sampler.get("rank", 0)), int(of_sampler.get("num_replicas", 1)))
@@ -146,7 +151,10 @@ class LayoutProbe(Probe):
 
     def begin(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Rank 0's weights are those that the reference begins with."""
-        start = {**_asked(trainer, "whole_parameters"), **whole_buffers(pl_module)}
+        parameters = _asked(trainer, "whole_parameters")
+        start = {**parameters, **whole_buffers(pl_module)}
+        own = {name for name, p in pl_module.named_parameters() if p.requires_grad}
+        trainable = set().union(*gather_objects(own))  # a stage of a pipeline is one rank's
         self._others["start"] = _unlike_rank_0(start)
         if trainer.global_rank == 0:
             torch.save(start, self._plan.folder / START)
@@ -154,7 +162,7 @@ class LayoutProbe(Probe):
         self._said = {
             "placements": placements(pl_module) if not hasattr(trainer.strategy, "whole_parameters") else {},
             "mesh": dict(zip(mesh.mesh_dim_names, mesh.shape, strict=True)) if mesh is not None else {},
-            "trainable": [name for name, p in pl_module.named_parameters() if p.requires_grad],
+            "trainable": [name for name in parameters if name in trainable],
             "batch_norms": local_batch_norms(pl_module),
             "automatic": pl_module.automatic_optimization,
             "accumulate": int(trainer.accumulate_grad_batches),
@@ -214,7 +222,8 @@ def _asked(trainer: L.Trainer, what: str) -> Tensors:
     own = getattr(trainer.strategy, what, None)
     if own is not None:
         found: Tensors = own()
-        return found
+        # A copy: what is on the CPU may be the very tensor that is clipped or trained next.
+        return {name: tensor.detach().to("cpu", copy=True) for name, tensor in found.items()}
     read = whole_gradients if what == "whole_gradients" else whole_parameters
     return read(trainer.lightning_module)
 

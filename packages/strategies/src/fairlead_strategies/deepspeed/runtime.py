@@ -9,8 +9,10 @@ backward, stages 1 and 2 keep the gradients of the last batch only.
 from __future__ import annotations
 
 import contextlib
+import os
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, Final
 
 import deepspeed
@@ -26,7 +28,7 @@ from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from fairlead.errors import ConfigError
+from fairlead.errors import CheckpointError, ConfigError
 from fairlead.findings import raise_errors
 from fairlead.interfaces import BuildContext
 from fairlead_strategies.deepspeed.config import DeepSpeedStrategyConfig
@@ -91,6 +93,24 @@ class DeepSpeedStrategy(LightningDeepSpeedStrategy):
                 reduce gradients within the step.
         """
         return gradients(self.deepspeed_engine)
+
+    def load_checkpoint(
+        self, checkpoint_path: str | os.PathLike[str], weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """Loads the folder that DeepSpeed wrote, each rank its part.
+
+        Raises:
+            CheckpointError: Another number of ranks wrote it.
+        """
+        written = len(list(Path(checkpoint_path, "checkpoint").glob("*_optim_states.pt")))
+        if written not in (0, self.world_size):
+            raise CheckpointError(
+                f"DeepSpeed's checkpoint is of {written} ranks, and this run has {self.world_size}",
+                where=os.fspath(checkpoint_path),
+                why="each rank reads the part that it wrote; DeepSpeed does not split them anew",
+                fix=f"resume on {written} ranks, or begin with its weights: fairlead checkpoint consolidate",
+            )
+        return super().load_checkpoint(Path(checkpoint_path), weights_only)
 
     def _setup_model(self, model: Module) -> Module:  # type: ignore[override]
         """Converts batch normalisation, which Lightning's strategy leaves out."""

@@ -1,0 +1,228 @@
+"""What DeepSpeed is configured with, and what is said before a run; nothing is trained."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from pydantic import ValidationError, create_model
+
+from fairlead import Finding, PluginManager, PrecisionConfigBase, TrainerConfig
+from fairlead.errors import ConfigError
+from fairlead.open_union import parse_backend
+from fairlead_strategies import DeepSpeedStrategyConfig
+from fairlead_strategies.deepspeed.fields import ZeroConfig
+from fairlead_strategies.deepspeed.settings import settings_of
+from fairlead_strategies.shared import ProcessGroupConfig
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of DeepSpeed's own imports
+
+
+@pytest.fixture(scope="module")
+def plugins() -> PluginManager:
+    return PluginManager()
+
+
+def found(plugins: PluginManager, resolution: Any, environ: dict[str, str] | None = None) -> list[Finding]:
+    plugin = plugins.of(resolution.strategy)
+    calls = plugins.call(plugin, "fairlead_check", resolution=resolution, environ=environ or {})
+    return [one for result in calls for one in result]
+
+
+def sixteen(dtype: str) -> PrecisionConfigBase:
+    kind = create_model("Half", __base__=PrecisionConfigBase, dtype=(str, "float32"))
+    return kind.model_validate({"name": "half", "dtype": dtype})
+
+
+LIGHTNINGS = {
+    "overlap_comm": (True, None), "allgather_bucket_size": (200_000_000, 500_000_000),
+    "reduce_bucket_size": (200_000_000, 500_000_000), "sub_group_size": (1_000_000_000_000, 1_000_000_000),
+    "stage": (1, 0),
+}  # fmt: skip
+"""Ours and DeepSpeed's defaults, where Lightning has others; the stage is document A's."""
+LEFT_OUT = {
+    "elastic_checkpoint", "cpu_offload", "cpu_offload_param", "cpu_offload_use_pin_memory", "legacy_stage1",
+    "stage3_gather_fp16_weights_on_model_save", "offload_param", "offload_optimizer", "zenflow", "leaf_module",
+}  # fmt: skip
+"""What DeepSpeed calls deprecated, what has fields of its own, and what is for `config` only."""
+
+
+def test_every_setting_of_zero_is_a_field_with_the_same_default() -> None:
+    """DeepSpeed's own model is asked: a new setting, or another default, fails here."""
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+
+    theirs = {(f.alias or n): (f.default, f.is_required()) for n, f in DeepSpeedZeroConfig.model_fields.items()}
+    ours = settings_of(DeepSpeedStrategyConfig(), "cpu")["zero_optimization"]
+    assert ours.keys() == theirs.keys() - LEFT_OUT
+    assert set(ours) == ZeroConfig.model_fields.keys() - ProcessGroupConfig.model_fields - {"config"}
+    different = {name: (ours[name], theirs[name][0]) for name in ours if ours[name] != theirs[name][0]}
+    assert different == LIGHTNINGS
+
+
+def test_every_field_of_offloading_reaches_deepspeed(plugins: PluginManager) -> None:
+    """Each under DeepSpeed's name, and DeepSpeed accepts them all."""
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+
+    config: Any = parse_backend("strategy", "deepspeed_stage_3_offload_nvme", plugins)
+    zero = settings_of(config, "cuda")["zero_optimization"]
+    taken = DeepSpeedZeroConfig(**zero)
+    assert set(zero["offload_optimizer"]) == set(type(taken.offload_optimizer).model_fields)
+    assert set(zero["offload_param"]) == set(type(taken.offload_param).model_fields)
+
+
+@pytest.mark.parametrize(("device", "forced"), [("cpu", False), ("cuda", True)])
+def test_deepspeeds_own_optimizer_is_insisted_on_where_it_is_faster(device: str, forced: bool) -> None:
+    config = DeepSpeedStrategyConfig(stage=2, offload_optimizer=True)
+    assert settings_of(config, device)["zero_force_ds_cpu_optimizer"] is forced
+    config = DeepSpeedStrategyConfig(stage=2, offload_optimizer=True, zero_force_ds_cpu_optimizer=not forced)
+    assert settings_of(config, device)["zero_force_ds_cpu_optimizer"] is not forced
+
+
+@pytest.mark.parametrize(
+    ("own", "trainer", "precision", "says"),
+    [
+        ({"gradient_accumulation_steps": 4}, {"accumulate_grad_batches": 2}, None,
+         ["gradient_accumulation_steps: 4", "accumulate_grad_batches: 2"]),
+        ({"gradient_accumulation_steps": 4}, {}, None, ["gradient_accumulation_steps: 4", "batches: 1"]),
+        ({"gradient_clipping": 1.0}, {"gradient_clip_val": 0.5}, None, ["gradient_clipping: 1.0", "clip_val: 0.5"]),
+        ({"bf16": {"enabled": True}}, {}, None, ["bf16.enabled: true", "precision"]),
+        ({"bf16": {"enabled": False}}, {}, "bfloat16", ["bf16.enabled: false", "bf16"]),
+        ({"fp16": {"enabled": True}}, {}, "bfloat16", ["fp16.enabled: true", "bf16"]),
+        ({"train_batch_size": 10, "train_micro_batch_size_per_gpu": 4}, {}, None,
+         ["train_batch_size is 10", "2 ranks = 8"]),
+        ({"zero_optimization": {"stage": 2, "compute_grad_norm": False}}, {"gradient_clip_val": 0.5}, None,
+         ["compute_grad_norm: false", "gradient_clip_val: 0.5"]),
+    ],
+)  # fmt: skip
+def test_what_a_file_says_otherwise_is_an_error_that_names_both(
+    plugins: PluginManager, ranks: ModuleType, tmp_path: Path, own: Any, trainer: Any, precision: Any, says: list[str]
+) -> None:
+    """At check, and again where the strategy is built."""
+    from fairlead_strategies.deepspeed.runtime import build
+
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps(own))
+    config = DeepSpeedStrategyConfig(config=str(path))
+    changes: dict[str, Any] = {"trainer": TrainerConfig(**trainer)}
+    changes |= {"precision": sixteen(precision)} if precision else {}
+    (one,) = found(plugins, ranks.resolution(config, **changes))
+    assert (one.severity, one.code) == ("error", "deepspeed-conflict")
+    assert all(text in one.what for text in says), one.what
+    with pytest.raises(ConfigError, match=r"says|train_batch_size"):
+        build(config, ranks.context(config, **changes))
+
+
+@pytest.mark.parametrize(
+    ("own", "trainer", "precision"),
+    [
+        ({"gradient_accumulation_steps": 2}, {"accumulate_grad_batches": 2}, None),
+        ({"gradient_accumulation_steps": "auto", "train_batch_size": "auto", "gradient_clipping": "auto"}, {}, None),
+        ({"gradient_clipping": 1.0}, {}, None),
+        ({"bf16": {"enabled": True}}, {}, "bfloat16"),
+        ({"train_batch_size": 16, "train_micro_batch_size_per_gpu": 4}, {"accumulate_grad_batches": 2}, None),
+    ],
+)
+def test_what_agrees_is_no_finding(
+    plugins: PluginManager, ranks: ModuleType, own: Any, trainer: Any, precision: Any
+) -> None:
+    changes: dict[str, Any] = {"trainer": TrainerConfig(**trainer)}
+    changes |= {"precision": sixteen(precision)} if precision else {}
+    before = json.dumps(own)
+    config = DeepSpeedStrategyConfig(config=own)
+    assert found(plugins, ranks.resolution(config, **changes)) == []
+    settings = settings_of(config, "cpu")
+    settings["zero_optimization"] = {}
+    assert json.dumps(config.config) == before  # a copy: the user's own is never changed
+
+
+def test_what_cannot_be_used_is_said_before_the_run(plugins: PluginManager, ranks: ModuleType, tmp_path: Path) -> None:
+    """A file that is not there, `auto` where nobody replaces it, and whose optimizer counts."""
+    (one,) = found(plugins, ranks.resolution(DeepSpeedStrategyConfig(config=str(tmp_path / "no.json"))))
+    assert (one.code, "cannot read" in one.what) == ("deepspeed-config", True)
+    own = {"optimizer": {"type": "AdamW", "params": {"lr": "auto"}}}
+    auto, optimizer = found(plugins, ranks.resolution(DeepSpeedStrategyConfig(config=own)))
+    assert (auto.severity, auto.code) == ("error", "deepspeed-config")
+    assert "optimizer.params.lr is `auto`" in auto.what
+    assert (optimizer.severity, optimizer.code) == ("info", "deepspeed-optimizer")
+    typed = DeepSpeedStrategyConfig.model_validate({"optimizer": {"type": "AdamW", "params": {"lr": 0.1}}})
+    assert [one.code for one in found(plugins, ranks.resolution(typed))] == ["deepspeed-optimizer"]
+    assert settings_of(typed, "cpu")["optimizer"] == {"type": "AdamW", "params": {"lr": 0.1}}
+
+
+@pytest.mark.parametrize(("inside", "severity"), [(True, "error"), (False, "warning")])
+def test_nvme_needs_a_library_and_a_folder(
+    plugins: PluginManager, ranks: ModuleType, tmp_path: Path, inside: bool, severity: str
+) -> None:
+    """On the machine that runs the job it is an error; a login node may be another."""
+    config = parse_backend("strategy", "deepspeed_stage_3_offload_nvme", plugins)
+    there = tmp_path / "include"
+    there.mkdir()
+    (there / "libaio.h").touch()
+    environ = {"CPATH": str(there)}
+    (one,) = found(plugins, ranks.resolution(config, inside_job=inside), environ)
+    assert (one.severity, one.code) == (severity, "deepspeed-nvme")
+    assert "/local_nvme" in one.what
+    given = parse_backend("strategy", {"name": "deepspeed_stage_3_offload_nvme", "nvme_path": str(tmp_path)}, plugins)
+    assert found(plugins, ranks.resolution(given, inside_job=inside), environ) == []
+
+
+def test_nvme_without_its_library_is_refused_with_the_apt_line(
+    ranks: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At check by the header, at the start by DeepSpeed's own test program."""
+    from deepspeed.ops.op_builder.cpu import AsyncIOBuilder
+
+    from fairlead_strategies.deepspeed import nvme
+    from fairlead_strategies.deepspeed.runtime import build
+
+    monkeypatch.setattr(nvme, "_FOLDERS", ())
+    monkeypatch.setattr(AsyncIOBuilder, "is_compatible", lambda *_, **__: False)
+    fields = {"offload_optimizer": True, "offload_optimizer_device": "nvme", "nvme_path": str(tmp_path)}
+    config = DeepSpeedStrategyConfig.model_validate({"stage": 3, **fields})
+    (one,) = nvme.nvme_findings(settings_of(config, "cpu"), {}, here=True)
+    assert "apt install libaio-dev" in str(one.fix)
+    with pytest.raises(ConfigError, match="cannot be compiled") as caught:
+        build(config, ranks.context(config))
+    assert "apt install libaio-dev" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"stage": 2, "offload_optimizer": True, "offload_optimizer_device": "nvme"}, "needs `stage: 3`"),
+        ({"stage": 3, "compute_grad_norm": False}, "works with `stage` 1 and 2"),
+        ({"scheduler": {"type": "WarmupLR"}}, "which is not given"),
+        ({"optimizer": {"type": ""}}, "at least 1 character"),
+        ({"optimizer": {"type": "AdamW"}, "scheduler": {"type": "Cosine"}}, "WarmupLR"),
+        ({"offload_optimizer_ratio": 1.5}, "less than or equal to 1"),
+        ({"config": {}, "stage3_param_persistence_threshold": 0}, "no effect beside `config`"),
+        ({"communication_data_type": "fp8"}, "'fp16', 'bf16' or 'fp32'"),
+    ],
+)
+def test_wrong_fields_are_refused_with_the_reason(fields: dict[str, Any], says: str) -> None:
+    with pytest.raises(ValidationError, match=says):
+        DeepSpeedStrategyConfig.model_validate(fields)
+
+
+def test_prepare_says_how_long_and_where(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of two ops, one that is not for this machine; the compiler itself is not run here, it takes minutes."""
+    from deepspeed.ops.op_builder.cpu import AsyncIOBuilder, CPUAdamBuilder
+
+    from fairlead.cli.main import main
+
+    built = ModuleType("cpu_adam")
+    built.__file__ = str(tmp_path / "cpu_adam" / "cpu_adam.so")
+    monkeypatch.setattr(CPUAdamBuilder, "load", lambda *_, **__: built)
+    monkeypatch.setattr(AsyncIOBuilder, "is_compatible", lambda *_, **__: False)
+    assert main(["prepare", "deepspeed"]) == 0
+    said = capsys.readouterr()
+    assert f" s  {tmp_path / 'cpu_adam'}" in said.out
+    assert "async_io     not for this machine: libaio is missing (apt install libaio-dev)" in said.out
+    assert "TORCH_EXTENSIONS_DIR" in said.out
+    assert main(["prepare", "deepspeed", "--ops", "cpu_adm"]) == 2
+    assert "has no op cpu_adm" in capsys.readouterr().err
