@@ -53,6 +53,7 @@ class Hybrid(MeshStrategy):
     """Several ways to split a model at once."""
 
     config = HybridStrategyConfig
+    runtime = "fairlead_strategies.pipeline.build:build"
     codes: ClassVar[Mapping[str, str]] = {
         **MeshStrategy.codes,
         **CODES,
