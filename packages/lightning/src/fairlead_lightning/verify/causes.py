@@ -23,7 +23,7 @@ Shares = dict[tuple[int, int], float]
 
 _CLOSE: Final = 1e-3
 """A relative distance below which an explanation holds; the faults themselves are of the size of the gradient."""
-_ROUGHLY: Final = 0.1
+_ROUGHLY: Final = 0.25
 """The same for what steps of an optimizer have changed since."""
 
 
@@ -192,10 +192,10 @@ def _of_weights(compared: Compared, notes: Notes, references: References) -> Ite
     if ranks:
         yield f"rank{'s' if len(ranks) > 1 else ''} {_listed(ranks)} and rank 0 do not hold the same weights any more"
     start = notes.start
-    decays = {one.name: notes.said("weights")[one.name].double() - exact[one.name] for one in red if one.rank == 0}
-    factor, off = _factor(decays, start)
-    if decays and off < _ROUGHLY:
-        text = f"{flat(list(decays))} differ by {-factor:.2g} x what they began as"
+    apart_by = {one.name: notes.said("weights")[one.name].double() - exact[one.name] for one in red if one.rank == 0}
+    decays = {name: one for name, one in apart_by.items() if _factor({name: one}, start)[1] < _ROUGHLY}
+    if decays:
+        text = f"{flat(list(decays))} differ by {_factor(decays, start)[0]:+.2g} x what they began as"
         yield (
             f"{text}: weight decay reaches other parameters; where groups are made by p.ndim or p.shape, a flat shard "
             "of a matrix (FSDP's) is a vector"
