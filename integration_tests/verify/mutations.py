@@ -22,6 +22,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 import fairlead_distributed.parallel._layers as layers
+import fairlead_distributed.parallel.context as context
 import fairlead_distributed.parallel.tensor as tensor
 import fairlead_strategies.ddp_runtime as ddp_runtime
 import fairlead_strategies.mesh.parallelize as mesh_parallelize
@@ -194,6 +195,13 @@ def sequence_gradients_partial() -> Iterator[None]:
     real = tensor.read_locally
 
     with patch.object(tensor, "read_locally", lambda module, summed=False: real(module)):
+        yield
+
+
+@contextmanager
+def context_off() -> Iterator[None]:
+    """Context parallelism is asked for and never switched on (accelerate #3856)."""
+    with patch.object(context, "parallelize_context", lambda module, mesh, **settings: None):
         yield
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,11 @@ CASES = {
         clip=0.05,
     ),
     "clipping by a part": Case("clipped_by_own_shard", "Stack", "tensor_parallel", {"plan": SPLIT}, clip=0.05),
+    "context": Case("none", "Sequences", "hybrid", {"context": 2}, clip=0.05),
+    "context off": Case("context_off", "Sequences", "hybrid", {"context": 2}, clip=0.05),
+    "fsdp": Case("none", strategy="fsdp", clip=0.05),
+    "decay, fsdp2": Case("none", "Decays", "fsdp2"),
+    "decay, fsdp": Case("none", "Decays", "fsdp"),
     "own weights": Case("other_weights", strategy="fsdp2", clip=0.05),
     "a step left out": Case("step_lost", clip=0.05),
     "dead": Case("none", model="Dead", clip=0.05),
@@ -55,7 +61,9 @@ CASES = {
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """All cases on two ranks, in one start of them."""
     folder = tmp_path_factory.mktemp("cases")
-    run_ranks(train_cases, 2, 2, list(CASES.values()), str(folder), timeout=240)
+    with warnings.catch_warnings():  # which the ranks take over
+        warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
+        run_ranks(train_cases, 2, 2, list(CASES.values()), str(folder), timeout=240)
     return folder
 
 
@@ -77,7 +85,7 @@ def found(trained: Path) -> Any:
     return judge
 
 
-@pytest.mark.parametrize("name", ["ddp", "ddp, accumulating", "fsdp2", "fsdp2, accumulating"])
+@pytest.mark.parametrize("name", ["ddp", "ddp, accumulating", "fsdp", "fsdp2", "fsdp2, accumulating"])
 def test_a_right_layout_is_equal(found: Any, name: str) -> None:
     """All of it alive: 10 parameters, moved, and compared on both ranks."""
     said = found(name)
@@ -142,6 +150,33 @@ def test_ranks_that_begin_alone_are_found(found: Any) -> None:
     assert not said["ok"]
     assert said["first"] is None
     assert said["wrong"][0].startswith("the layout does not begin with the weights that rank 0 has built: inlet.weight")
+
+
+def test_a_split_sequence_is_equal(found: Any) -> None:
+    said = found("context")
+    assert said["ok"], said
+    assert said["layout"]["mesh"] == {"context": 2}
+
+
+def test_context_parallelism_that_was_never_switched_on_is_red(found: Any) -> None:
+    """Each rank computes all of it, and every number is right."""
+    said = found("context off")
+    assert not said["ok"]
+    assert said["first"] is None
+    assert said["wrong"] == [
+        "context 2: no attention was computed over the ranks, each had whole sequences; "
+        "context parallelism was never switched on"
+    ]
+
+
+def test_weight_decay_by_shape_is_another_training_in_flat_shards(found: Any) -> None:
+    """No fault of the strategy: a matrix in FSDP's first generation has one dimension, and is decayed no more."""
+    assert found("decay, fsdp2")["ok"]
+    said = found("decay, fsdp")
+    assert not said["ok"]
+    assert said["first"]["what"] == "weight"
+    assert "weight decay reaches other parameters" in said["causes"][0]
+    assert said["compared"]["gradients"]["red"] == 0
 
 
 def test_two_dead_models_do_not_agree(found: Any) -> None:

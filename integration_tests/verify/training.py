@@ -22,7 +22,10 @@ from fairlead_lightning.verify.plan import Plan
 from fairlead_lightning.verify.probe import LayoutProbe
 from fairlead_strategies.ddp import DDPStrategyConfig
 from fairlead_strategies.ddp_runtime import build as build_ddp
+from fairlead_strategies.fsdp import FSDPStrategyConfig
 from fairlead_strategies.fsdp2 import FSDP2StrategyConfig
+from fairlead_strategies.fsdp_runtime import build as build_fsdp
+from fairlead_strategies.hybrid import HybridStrategyConfig
 from fairlead_strategies.mesh.build import build as build_mesh
 from fairlead_strategies.tensor_parallel import TensorParallelStrategyConfig
 from integration_tests.verify import mutations
@@ -53,6 +56,39 @@ class Net(L.LightningModule):
 
     def configure_optimizers(self) -> Any:
         return torch.optim.Adam(self.parameters(), lr=0.02)
+
+
+class Decays(Net):
+    """Weight decay on matrices, told by their shape."""
+
+    def configure_optimizers(self) -> Any:
+        every = list(self.parameters())
+        groups = [
+            {"params": [p for p in every if p.ndim >= 2], "weight_decay": 0.1},
+            {"params": [p for p in every if p.ndim < 2], "weight_decay": 0.0},
+        ]
+        return torch.optim.AdamW(groups, lr=0.02)
+
+
+class Sequences(Net):
+    """Attention over eight tokens, which context parallelism divides."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(12, 36)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inlet(x)
+        for block in self.blocks:
+            x = x + block(x)
+        q, k, v = self.qkv(x).view(*x.shape[:2], 3, 2, 6).permute(2, 0, 3, 1, 4)
+        y = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        out: Tensor = self.head(x + y.transpose(1, 2).reshape(x.shape))
+        return out.clone()  # torch warns of an output that is a view
+
+    def training_step(self, batch: list[Tensor], index: int) -> Tensor:
+        x, y = batch
+        return nn.functional.mse_loss(self(x), y)  # the module's own call is what is divided
 
 
 class Dead(Net):
@@ -126,7 +162,7 @@ class Random(Net):
 
 
 MODELS: dict[str, Callable[[], L.LightningModule]] = {
-    one.__name__: one for one in (Net, Dead, Masked, Norm, Stack, Random)
+    one.__name__: one for one in (Net, Dead, Decays, Masked, Norm, Sequences, Stack, Random)
 }
 
 
@@ -181,9 +217,9 @@ def _train(rank: int, world_size: int, case: Case, folder: Path) -> str:
             callbacks=[LayoutProbe(Plan("layout", str(folder)))],
             **quiet,
         )
-        split = case.strategy == "tensor_parallel"  # both ranks have every sample
-        share = (0, 1) if split else (rank, world_size)
-        trainer.fit(MODELS[case.model](), data(*share, (4,) if case.model == "Stack" else ()))
+        together = case.strategy in ("tensor_parallel", "hybrid")  # both ranks have every sample
+        share = (0, 1) if together else (rank, world_size)
+        trainer.fit(MODELS[case.model](), data(*share, (8,) if case.model in ("Stack", "Sequences") else ()))
     return ""
 
 
@@ -192,9 +228,18 @@ def _strategy(case: Case, world_size: int) -> Any:
     if case.strategy == "ddp":
         config = DDPStrategyConfig(**case.fields)
         return build_ddp(config, context(config, devices=world_size, world_size=world_size))
-    config_class = TensorParallelStrategyConfig if case.strategy == "tensor_parallel" else FSDP2StrategyConfig
-    sharded = config_class(**case.fields)
-    return build_mesh(sharded, context(sharded, devices=world_size, world_size=world_size))
+    if case.strategy == "fsdp":
+        flat = FSDPStrategyConfig(**case.fields)
+        return build_fsdp(flat, context(flat, devices=world_size, world_size=world_size))
+    mesh = _MESH[case.strategy](**case.fields)
+    return build_mesh(mesh, context(mesh, devices=world_size, world_size=world_size))
+
+
+_MESH: dict[str, Any] = {
+    "fsdp2": FSDP2StrategyConfig,
+    "tensor_parallel": TensorParallelStrategyConfig,
+    "hybrid": HybridStrategyConfig,
+}
 
 
 @functools.cache

@@ -23,6 +23,8 @@ Shares = dict[tuple[int, int], float]
 
 _CLOSE: Final = 1e-3
 """A relative distance below which an explanation holds; the faults themselves are of the size of the gradient."""
+_ROUGHLY: Final = 0.25
+"""The same for what steps of an optimizer have changed since."""
 
 
 def causes(compared: Compared, notes: Notes, references: References, reference: Reference) -> list[str]:
@@ -190,6 +192,15 @@ def _of_weights(compared: Compared, notes: Notes, references: References) -> Ite
     if ranks:
         yield f"rank{'s' if len(ranks) > 1 else ''} {_listed(ranks)} and rank 0 do not hold the same weights any more"
     start = notes.start
+    apart_by = {one.name: notes.said("weights")[one.name].double() - exact[one.name] for one in red if one.rank == 0}
+    decays = {name: one for name, one in apart_by.items() if _factor({name: one}, start)[1] < _ROUGHLY}
+    if decays:
+        text = f"{flat(list(decays))} differ by {_factor(decays, start)[0]:+.2g} x what they began as"
+        yield (
+            f"{text}: weight decay reaches other parameters; where groups are made by p.ndim or p.shape, a flat shard "
+            "of a matrix (FSDP's) is a vector"
+        )
+        return
     moves = {one.name: notes.said("weights")[one.name].double() - start[one.name] for one in red if one.rank == 0}
     if moves:
         factor, off = _factor(moves, {n: exact[n].double() - start[n] for n in moves})

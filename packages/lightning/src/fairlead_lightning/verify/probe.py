@@ -120,6 +120,7 @@ class LayoutProbe(Probe):
         self._others: dict[str, Tensors] = {}
         self._said: dict[str, Any] = {}
         self._unlike: list[str] = []
+        self._contexts: list[Any] = []
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """From here on each batch is seen as it comes from the loader, before a strategy splits it."""
@@ -155,6 +156,8 @@ class LayoutProbe(Probe):
         start = {**parameters, **whole_buffers(pl_module)}
         own = {name for name, p in pl_module.named_parameters() if p.requires_grad}
         trainable = set().union(*gather_objects(own))  # a stage of a pipeline is one rank's
+        contexts = [part.__dict__.get("_context_parallel") for part in pl_module.modules()]
+        self._contexts = [one for one in contexts if one is not None]
         self._others["start"] = _unlike_rank_0(start)
         if trainer.global_rank == 0:
             torch.save(start, self._plan.folder / START)
@@ -207,6 +210,7 @@ class LayoutProbe(Probe):
             "dropouts": self.dropouts,
             "others": self._others,
             "unlike": self._unlike,
+            "attentions": max((int(one.calls) for one in self._contexts), default=0),
         }
         if trainer.global_rank == 0:
             notes |= {"gradients": self.gradients, "weights": self.weights}
