@@ -88,11 +88,11 @@ def trained(pair: Cell, folder: str, accelerator: str) -> dict[str, Any]:
     if pair.choice == "remote":
         fields["checkpoint_io"] = {"name": "remote", "url": f"file://{folder}/store"}
     generator = torch.Generator().manual_seed(1)
-    data = TensorDataset(torch.randn(32, 16, generator=generator), torch.randn(32, 16, generator=generator))
+    data = TensorDataset(torch.randn(128, 16, generator=generator), torch.randn(128, 16, generator=generator))
     net = Net()
     name = f"{pair.strategy}-{pair.axis}-{pair.choice}"
     trainer = Trainer(TrainerConfig.model_validate(fields), run=RunConfig(name=name, dir=folder))
-    trainer.fit(net, DataLoader(data, batch_size=4))
+    trainer.fit(net, DataLoader(data, batch_size=16))
     return {"losses": net.losses, "steps": trainer.global_step, "strategy": type(trainer.strategy).__name__}
 
 

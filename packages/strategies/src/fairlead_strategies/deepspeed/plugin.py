@@ -84,15 +84,8 @@ class DeepSpeed(LightningStrategy):
                 fix=f"unset PL_DEEPSPEED_CONFIG_PATH, or write `config: {path}`",
             )
         yield from self._own_configuration(config, resolution, environ)
-        if resolution.device_type == "cpu" and sixteen_bits(resolution.precision) == "fp16":
-            yield Finding(
-                "error",
-                "deepspeed-precision",
-                "DeepSpeed does not compute in float16 on a CPU",
-                where="trainer.precision",
-                why="its accelerator for CPUs says that it has no such numbers",
-                fix="precision: bf16-true or bf16-mixed",
-            )
+        if resolution.device_type == "cpu":
+            yield from _not_on_cpus(resolution)
         fields: dict[str, Any] = getattr(type(resolution.precision), "model_fields", {})  # None: it is not installed
         if any(getattr(resolution.precision, name) != fields[name].default for name in LOSS_SCALE & fields.keys()):
             yield Finding(
@@ -156,6 +149,25 @@ class DeepSpeed(LightningStrategy):
                     fix=f"leave {name} out, where the module's own is meant",
                 )
         yield from nvme_findings(settings, environ, here=resolution.inside_job)
+
+
+def _not_on_cpus(resolution: Resolution) -> Iterator[Finding]:
+    """Formats in which DeepSpeed computes on GPUs only."""
+    computes = sixteen_bits(resolution.precision)
+    reason = None
+    if computes == "fp16":
+        reason = "its accelerator for CPUs says that it has no such numbers"
+    elif computes == "bf16" and resolution.precision.name == "mixed":
+        reason = "torch computes norms in 32 bits then, which on a CPU does not work with 16-bit weights"
+    if reason is not None:
+        yield Finding(
+            "error",
+            "deepspeed-precision",
+            f"DeepSpeed does not compute in {computes} with this precision on a CPU",
+            where="trainer.precision",
+            why=reason,
+            fix="precision: bf16-true, or 32-true",
+        )
 
 
 def _not_known(what: str, why: str) -> Inexact:
