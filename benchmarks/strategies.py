@@ -65,7 +65,8 @@ class Stack(L.LightningModule):
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         """How far the blocks are from doing nothing."""
-        return (self(batch[0]) - batch[0]).square().mean()
+        loss: Tensor = (self(batch[0]) - batch[0]).square().mean()
+        return loss
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """Plain SGD: the cheapest, so that what surrounds it shows most."""
@@ -90,7 +91,8 @@ def hsdp(net: Stack) -> nn.Module:
 def _sharded(net: Stack, mesh: Any) -> nn.Module:
     for block in net.blocks:
         fully_shard(block, mesh=mesh)
-    return fully_shard(net, mesh=mesh, reshard_after_forward=False)
+    fully_shard(net, mesh=mesh, reshard_after_forward=False)
+    return net
 
 
 def tensor(net: Stack) -> nn.Module:

@@ -148,7 +148,7 @@ def clipped_by_own_shard() -> Iterator[None]:
 @contextmanager
 def not_divided() -> Iterator[None]:
     """`fully_shard` adds the gradients of all ranks, and does not divide them."""
-    real = mesh_runtime.parallelize
+    real = vars(mesh_runtime)["parallelize"]
 
     def parallelize(module: Any, *args: Any) -> None:
         real(module, *args)
@@ -176,7 +176,8 @@ def row_bias_on_each_rank() -> Iterator[None]:
     def forward(self: Any, input: Tensor) -> Tensor:
         out = real(self, input)
         bias = local(self.bias)
-        return out - bias + sum_over_ranks(bias, group_of(self.weight))
+        group: Any = group_of(self.weight)
+        return out - bias + sum_over_ranks(bias, group)
 
     with patch.object(layers.Row, "forward", forward):
         yield
@@ -192,7 +193,7 @@ def input_gradient_partial() -> Iterator[None]:
 @contextmanager
 def sequence_gradients_partial() -> Iterator[None]:
     """With split sequences, a norm's weights get the gradient of a rank's tokens alone (Megatron-LM #7452)."""
-    real = tensor.read_locally
+    real = vars(tensor)["read_locally"]
 
     with patch.object(tensor, "read_locally", lambda module, summed=False: real(module)):
         yield

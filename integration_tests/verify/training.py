@@ -105,7 +105,8 @@ class Masked(Net):
         x, y = batch
         off = (self(x) - y).square().mean(dim=1)
         kept = x[:, 0] > 0.2
-        return off[kept].sum() / kept.sum().clamp(min=1)
+        loss: Tensor = off[kept].sum() / kept.sum().clamp(min=1)
+        return loss
 
 
 class Norm(Net):
@@ -117,7 +118,9 @@ class Norm(Net):
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.head(self.norm(self.inlet(x)))
-        return out + 0.0 * sum(block(self.inlet(x)).sum() for block in self.blocks)
+        idle: Any = sum(block(self.inlet(x)).sum() for block in self.blocks)
+        same: Tensor = out + 0.0 * idle
+        return same
 
 
 class Block(nn.Module):
@@ -199,7 +202,7 @@ def train_cases(rank: int, world_size: int, cases: list[Case], folder: str) -> l
 
 def _train(rank: int, world_size: int, case: Case, folder: Path) -> str:
     torch.manual_seed(100 + rank)
-    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    quiet: dict[str, Any] = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
     folder.mkdir(exist_ok=True)
     with getattr(mutations, case.mutation)():
         trainer = L.Trainer(

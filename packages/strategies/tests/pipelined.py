@@ -215,7 +215,8 @@ def gradients(chosen: Any) -> dict[str, Any]:
     class Look(pl.Callback):
         def on_before_optimizer_step(self, made: pl.Trainer, *_: Any) -> None:
             whole = getattr(made.strategy, "whole_gradients", None)
-            own: Any = {n: p.grad.clone() for n, p in made.lightning_module.named_parameters()}
+            named: Any = made.lightning_module.named_parameters()
+            own: Any = {n: p.grad.clone() for n, p in named}
             found.update(whole() if whole is not None else own)
 
     reference = seeded(Tokens)

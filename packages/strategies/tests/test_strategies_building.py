@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import pkgutil
@@ -247,10 +248,14 @@ def test_units_by_size() -> None:
     from fairlead_strategies.mesh.units import blocks
 
     small, large = nn.Linear(2, 2), nn.Linear(20, 20)
-    model = nn.Sequential(nn.ModuleList([nn.Sequential(small, nn.Linear(2, 2)), large]), nn.Linear(2, 2))
+    model: Any = nn.Sequential(nn.ModuleList([nn.Sequential(small, nn.Linear(2, 2)), large]), nn.Linear(2, 2))
     assert blocks(model, 12) == [model[0][0], large]
     assert blocks(model, 13) == [large]
     assert blocks(model, 10_000) == []
+
+
+def _always(value: int, _: object) -> int:
+    return value
 
 
 def test_workers_of_a_replica_draw_alike(ranks: ModuleType) -> None:
@@ -260,16 +265,17 @@ def test_workers_of_a_replica_draw_alike(ranks: ModuleType) -> None:
     from fairlead_strategies import HybridStrategyConfig
 
     config = HybridStrategyConfig(tensor=2, shard=2)
+    samples: Any = [1, 2]
     for engine in ("trainer", "fabric"):
         strategy = build(config, ranks.context(config, engine, devices=4, world_size=4))
         places = []
         for rank in range(4):
-            type(strategy).global_rank = property(lambda _, rank=rank: rank)
-            loader: Any = strategy.process_dataloader(DataLoader([1, 2]))
+            type(strategy).global_rank = property(functools.partial(_always, rank))
+            loader: Any = strategy.process_dataloader(DataLoader(samples))
             places.append((loader.worker_init_fn.keywords["rank"], strategy.distributed_sampler_kwargs["rank"]))
         del type(strategy).global_rank
         assert places == [(0, 0), (0, 0), (1, 1), (1, 1)]
-        own: Any = DataLoader([1, 2], worker_init_fn=print)
+        own: Any = DataLoader(samples, worker_init_fn=print)
         assert strategy.process_dataloader(own).worker_init_fn is print
 
 
