@@ -15,7 +15,9 @@ from benchmarks._stats import Ratio, paired_ratio, take_turns
 ROOT = Path(__file__).parents[1]
 RATIOS = {
     "activation_memory": {
-        f"{what}_{kind}" for what in ("peak", "seconds") for kind in ("half", "all", "all_but_products", "scope")
+        f"{what}_{kind}"
+        for what in ("activations", "peak", "seconds")
+        for kind in ("half", "all", "all_but_products", "scope")
     },
     "startup": {"import_vs_deps", "check_vs_lightning_import", "ranks4_vs_rank1"},
     "step": {"trainer_vs_lightning", "trainer_vs_loop"},

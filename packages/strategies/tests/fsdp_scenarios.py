@@ -184,7 +184,7 @@ def checkpointed_layers() -> list[str]:
 
 
 def called_outside() -> dict[str, float]:
-    """The module itself after a fit, in a test and after it, on all ranks together: whole weights, whatever calls it."""
+    """The module itself after a fit and after a validation, on all ranks together: with whole weights."""
     module, loop = scenarios.pair(fsdp(auto_wrap_policy=["torch.nn:Sequential"]), scenarios.Net, max_epochs=1)
     plain = scenarios.Net()
     plain.load_state_dict(loop.strategy.whole_parameters())

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from fairlead_strategies import HybridStrategyConfig, PipelineParallelStrategyConfig
-from fairlead_strategies.mesh.build import build
+from fairlead_strategies.pipeline.build import build
 
 PADDING, VOCABULARY, TIME = -100, 11, 5
 
@@ -215,13 +215,14 @@ def gradients(chosen: Any) -> dict[str, Any]:
     class Look(pl.Callback):
         def on_before_optimizer_step(self, made: pl.Trainer, *_: Any) -> None:
             whole = getattr(made.strategy, "whole_gradients", None)
-            own: Any = {n: p.grad for n, p in made.lightning_module.named_parameters()}
+            own: Any = {n: p.grad.clone() for n, p in made.lightning_module.named_parameters()}
             found.update(whole() if whole is not None else own)
 
     reference = seeded(Tokens)
     trainer(max_steps=1, callbacks=[Look()]).fit(reference, loader())
     expected, found = found, {}
-    made = trainer(chosen, max_steps=1, callbacks=[Look()])
+    # What was found must not be changed by the clipping that follows.
+    made = trainer(chosen, max_steps=1, callbacks=[Look()], gradient_clip_val=1e-3)
     made.fit(seeded(Tokens), loader(made))
     return {
         "apart": apart(expected, {name: found[name] for name in expected}),

@@ -93,7 +93,10 @@ def build(config: DDPStrategyConfig, context: BuildContext) -> DDPStrategy | Fab
         "static_graph": config.static_graph,
     }
     names = ("broadcast_buffers", "init_sync", "skip_all_reduce_unused_params")
-    kwargs |= {name: getattr(config, name) for name in names}
+    # Only what is asked for: torch warns of a `broadcast_buffers` that is given, whatever it says.
+    kwargs |= {
+        name: value for name in names if (value := getattr(config, name)) != type(config).model_fields[name].default
+    }
     if config.mixed_precision is not None:
         formats = {name: getattr(torch, kind) for name, kind in config.mixed_precision.model_dump().items() if kind}
         kwargs["mixed_precision"] = _MixedPrecision(**formats)

@@ -116,7 +116,7 @@ class FSDP(LightningStrategy):
         reason = "Lightning's FSDP precision has no 64-bit mode"
         yield self.no(("precision.64-true",), reason, "precision: 32-true, or strategy: ddp")
         yield self.no(
-            ("precision.bitsandbytes", "precision.transformer-engine"),
+            ("precision.bitsandbytes", "precision.fp8-torchao", "precision.transformer-engine"),
             "Lightning's FSDP strategy accepts its own precision plugin only",
             "precision: 32-true, bf16-mixed, 16-mixed, bf16-true or 16-true",
         )

@@ -9,13 +9,13 @@ from pydantic import Field
 
 from fairlead import Finding, Resolution, hookimpl
 from fairlead_strategies.layout import SizeOrAuto
+from fairlead_strategies.mesh.fields import ContextFields, TensorPlanConfig
 from fairlead_strategies.mesh.plugin import MeshStrategy
 from fairlead_strategies.pipeline.config import PipelineFields
 from fairlead_strategies.pipeline.findings import CODES, pipeline_findings
-from fairlead_strategies.tensor_parallel import TensorPlanConfig
 
 
-class HybridStrategyConfig(PipelineFields, TensorPlanConfig):
+class HybridStrategyConfig(PipelineFields, ContextFields, TensorPlanConfig):
     """Copies, shards, split sequences, split layers and stages of a model, in any combination.
 
     The sizes multiply to the number of ranks; one may be `auto`. torchtitan's and Accelerate's names of them are
@@ -41,18 +41,13 @@ class HybridStrategyConfig(PipelineFields, TensorPlanConfig):
     expert: int = Field(1, gt=0)
     """Ranks of `shard` that share the experts of each mixture-of-experts layer. More than 1 is refused so far: a loop
     of your own may divide them (`fairlead_distributed.parallel.expert`), but this strategy could not save them."""
-    context_method: Literal["allgather", "ulysses"] = "allgather"
-    """How attention sees the whole sequence: keys and values of all ranks are gathered, or heads are exchanged for
-    positions (Ulysses, arXiv:2309.14509)."""
-    context_balance: bool = True
-    """Give each rank a piece of the beginning and one of the end of the sequence, so that causal attention costs all
-    the same. The length must be a multiple of twice `context` then."""
 
 
 class Hybrid(MeshStrategy):
     """Several ways to split a model at once."""
 
     config = HybridStrategyConfig
+    runtime = "fairlead_strategies.pipeline.build:build"
     codes: ClassVar[Mapping[str, str]] = {
         **MeshStrategy.codes,
         **CODES,

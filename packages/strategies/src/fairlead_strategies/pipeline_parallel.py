@@ -35,6 +35,7 @@ class PipelineParallel(MeshStrategy):
     """Pipeline parallelism on torch's schedules."""
 
     config = PipelineParallelStrategyConfig
+    runtime = "fairlead_strategies.pipeline.build:build"
     codes: ClassVar[Mapping[str, str]] = {**MeshStrategy.codes, **CODES}
 
     @hookimpl

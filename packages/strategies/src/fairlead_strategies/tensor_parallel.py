@@ -2,34 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from fairlead_strategies.layout import SizeOrAuto
-from fairlead_strategies.mesh.config import MeshStrategyConfig
+from fairlead_strategies.mesh.fields import TensorPlanConfig
 from fairlead_strategies.mesh.plugin import MeshStrategy
-
-
-class TensorPlanConfig(MeshStrategyConfig):
-    """How layers are split, for the strategies that do."""
-
-    plan: dict[str, str] | Literal["auto"] = "auto"
-    """Which layer is split how: patterns of module names (`blocks.*.up: colwise`, `blocks.*.down: rowwise`; of several
-    that match, the last counts), with the words of `fairlead_distributed.parallel.plans.WORDS`. `auto` knows the blocks
-    of Llama, Qwen, GPT-2 and torch.nn, and refuses a model in which it finds none."""
-    sequence_parallel: bool = False
-    """Also split what lies between the split layers, such as norms, along the sequence: less memory for activations,
-    the same communication."""
-    loss_parallel: bool = False
-    """Leave the logits of a split output layer on their ranks and compute the cross entropy of the parts."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _plan_says_something(cls, data: Any) -> Any:
-        if isinstance(data, dict) and data.get("plan") == {}:
-            raise ValueError("`plan` is empty, and nothing would be split; write `auto`, or patterns of layers")
-        return data
 
 
 class TensorParallelStrategyConfig(TensorPlanConfig):

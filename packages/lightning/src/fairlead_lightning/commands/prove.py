@@ -16,7 +16,7 @@ from fairlead.resolution import Resolution
 from fairlead_lightning.commands.prepare import prepare
 from fairlead_lightning.commands.prove_compare import Run, Unequal, differences, trained_otherwise
 from fairlead_lightning.commands.prove_plan import PLAN, Plan
-from fairlead_lightning.commands.trials import fit_words, require_own_start, run_fairlead, trial_folder
+from fairlead_lightning.trials import fit_words, require_own_start, run_fairlead, trial_folder
 from fairlead_runs.naming import run_directory
 
 _SHOWN: Final = 5

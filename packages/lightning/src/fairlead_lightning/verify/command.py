@@ -13,7 +13,7 @@ from fairlead.cli.session import Session
 from fairlead.errors import ConfigError
 from fairlead.findings import raise_errors
 from fairlead.jobs import load_job
-from fairlead_lightning.commands.trials import fit_words, require_own_start, run_fairlead, trial_folder
+from fairlead_lightning.trials import fit_words, require_own_start, run_fairlead, trial_folder
 from fairlead_lightning.verify.layout import Layout, layout_of
 from fairlead_lightning.verify.plan import PLAN, REPORT, Plan
 from fairlead_lightning.verify.text import page

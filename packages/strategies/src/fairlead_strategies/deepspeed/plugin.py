@@ -10,7 +10,7 @@ from fairlead.errors import ConfigError
 from fairlead.findings import Inexact
 from fairlead_strategies.deepspeed.config import DeepSpeedStrategyConfig
 from fairlead_strategies.deepspeed.nvme import nvme_findings, uses_nvme
-from fairlead_strategies.deepspeed.settings import WHERE, conflicts, settings_of, words_of_others
+from fairlead_strategies.deepspeed.settings import WHERE, conflicts, settings_of, sixteen_bits, words_of_others
 from fairlead_strategies.shared import LIGHTNING, LightningStrategy
 
 LOSS_SCALE: Final = frozenset({"init_scale", "growth_interval", "growth_factor", "backoff_factor"})
@@ -41,6 +41,7 @@ class DeepSpeed(LightningStrategy):
         "deepspeed-conflict": "DeepSpeed's own configuration and the trainer say different things.",
         "deepspeed-environment": "The variable PL_DEEPSPEED_CONFIG_PATH is set, and has no effect.",
         "deepspeed-nvme": "This machine cannot offload to NVMe: a library or the folder is missing.",
+        "deepspeed-precision": "DeepSpeed does not compute in this precision on this device.",
         "deepspeed-optimizer": "DeepSpeed's configuration names an optimizer or a schedule of its own.",
         "precision-scaler": "The strategy does not use the gradient scaler's settings.",
     }
@@ -54,7 +55,7 @@ class DeepSpeed(LightningStrategy):
             "accelerator: cuda or cpu",
         )
         yield self.no(
-            ("precision.64-true", "precision.bitsandbytes", "precision.transformer-engine"),
+            ("precision.64-true", "precision.bitsandbytes", "precision.fp8-torchao", "precision.transformer-engine"),
             "DeepSpeed does backward and step itself, through its own precision plugin, which has no such mode",
             "precision: 32-true, bf16-mixed, 16-mixed, bf16-true or 16-true",
         )
@@ -83,6 +84,8 @@ class DeepSpeed(LightningStrategy):
                 fix=f"unset PL_DEEPSPEED_CONFIG_PATH, or write `config: {path}`",
             )
         yield from self._own_configuration(config, resolution, environ)
+        if resolution.device_type == "cpu":
+            yield from _not_on_cpus(resolution)
         fields: dict[str, Any] = getattr(type(resolution.precision), "model_fields", {})  # None: it is not installed
         if any(getattr(resolution.precision, name) != fields[name].default for name in LOSS_SCALE & fields.keys()):
             yield Finding(
@@ -146,6 +149,25 @@ class DeepSpeed(LightningStrategy):
                     fix=f"leave {name} out, where the module's own is meant",
                 )
         yield from nvme_findings(settings, environ, here=resolution.inside_job)
+
+
+def _not_on_cpus(resolution: Resolution) -> Iterator[Finding]:
+    """Formats in which DeepSpeed computes on GPUs only."""
+    computes = sixteen_bits(resolution.precision)
+    reason = None
+    if computes == "fp16":
+        reason = "its accelerator for CPUs says that it has no such numbers"
+    elif computes == "bf16" and resolution.precision.name == "mixed":
+        reason = "torch computes norms in 32 bits then, which on a CPU does not work with 16-bit weights"
+    if reason is not None:
+        yield Finding(
+            "error",
+            "deepspeed-precision",
+            f"DeepSpeed does not compute in {computes} with this precision on a CPU",
+            where="trainer.precision",
+            why=reason,
+            fix="precision: bf16-true, or 32-true",
+        )
 
 
 def _not_known(what: str, why: str) -> Inexact:

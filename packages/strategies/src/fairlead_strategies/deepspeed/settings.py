@@ -112,7 +112,7 @@ def conflicts(settings: Mapping[str, Any], resolution: Resolution) -> Iterator[F
     zero = settings.get("zero_optimization")
     if isinstance(zero, Mapping) and zero.get("compute_grad_norm") is False and (clip or trainer.gradient_clip_val):
         yield _conflict("zero_optimization.compute_grad_norm", False, "gradient_clip_val", trainer.gradient_clip_val)
-    computes, name = _sixteen_bits(resolution.precision), resolution.precision.name
+    computes, name = sixteen_bits(resolution.precision), resolution.precision.name
     for kind in ("fp16", "bf16"):
         part = settings.get(kind, settings.get("bfloat16") if kind == "bf16" else None)
         if not isinstance(part, Mapping):
@@ -162,7 +162,7 @@ def _read(path: str) -> dict[str, Any]:
     return found
 
 
-def _sixteen_bits(precision: Any) -> str | None:
+def sixteen_bits(precision: Any) -> str | None:
     """`fp16` or `bf16`, where a precision computes in it; None: neither."""
     text = str(getattr(precision, "dtype", None) or getattr(precision, "precision", ""))
     return "bf16" if text.startswith(("bf16", "bfloat16")) else "fp16" if text.startswith(("16", "float16")) else None

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from fairlead.errors import ConfigError
 from fairlead.interfaces import BuildContext
-from fairlead_strategies.layout import Layout
 from fairlead_strategies.mesh.config import MeshStrategyConfig
 from fairlead_strategies.mesh.parallelize import checkpointed_classes, wrap_policy
-from fairlead_strategies.pipeline.config import PipelineFields
 
 
 def build(config: MeshStrategyConfig, context: BuildContext) -> Any:
@@ -27,8 +24,6 @@ def build(config: MeshStrategyConfig, context: BuildContext) -> Any:
         "process_group_backend": context.resolution.backend,
         "timeout": config.timeout,
     }
-    if layout.pipeline > 1:
-        return _pipeline(config, layout, context, kwargs)
     if context.engine == "trainer":
         from fairlead_strategies.mesh.runtime import MeshStrategy
 
@@ -36,16 +31,3 @@ def build(config: MeshStrategyConfig, context: BuildContext) -> Any:
     from fairlead_strategies.mesh.fabric import FabricMesh
 
     return FabricMesh(config, layout, **kwargs)
-
-
-def _pipeline(config: MeshStrategyConfig, layout: Layout, context: BuildContext, kwargs: dict[str, Any]) -> Any:
-    if context.engine != "trainer" or not isinstance(config, PipelineFields):
-        raise ConfigError(
-            f"pipeline {layout.pipeline}: Fabric cannot run the stages of a pipeline",
-            where="trainer.strategy.pipeline",
-            why="a loop of your own calls forward and backward itself, and the schedule has to",
-            fix="fairlead_distributed.parallel.pipeline.Pipeline, or the Trainer",
-        )
-    from fairlead_strategies.pipeline.runtime import PipelineStrategy
-
-    return PipelineStrategy(config, layout, **kwargs)

@@ -26,12 +26,11 @@ from torch.nn import Module
 
 from fairlead.errors import ConfigError
 from fairlead_distributed.activation_checkpointing import checkpoint_layers
-from fairlead_strategies.hybrid import HybridStrategyConfig
 from fairlead_strategies.mesh.config import FSDP2MixedPrecision, MeshStrategyConfig
 from fairlead_strategies.mesh.device_mesh import from_first_rank, shard_mesh
+from fairlead_strategies.mesh.fields import ContextFields, TensorPlanConfig
 from fairlead_strategies.mesh.units import Policy, blocks
 from fairlead_strategies.shared import load_classes
-from fairlead_strategies.tensor_parallel import TensorPlanConfig
 
 
 def parallelize(
@@ -96,7 +95,7 @@ def _split_layers(module: Module, mesh: DeviceMesh, config: MeshStrategyConfig) 
 def _share_sequences(module: Module, mesh: DeviceMesh, config: MeshStrategyConfig) -> None:
     from fairlead_distributed.parallel.context import parallelize_context
 
-    assert isinstance(config, HybridStrategyConfig)  # no other has the dimension
+    assert isinstance(config, ContextFields)  # no other has the dimension
     parallelize_context(module, mesh, method=config.context_method, balance=config.context_balance)
 
 

@@ -25,10 +25,10 @@ from fairlead_strategies.layout import Layout
 from fairlead_strategies.mesh.checkpoint import destinations, tuples_kept
 from fairlead_strategies.mesh.config import MeshStrategyConfig
 from fairlead_strategies.mesh.device_mesh import agree_on_random_numbers, lightnings_mesh, make_mesh
+from fairlead_strategies.mesh.fields import TensorPlanConfig
 from fairlead_strategies.mesh.parallelize import parallelize
 from fairlead_strategies.mesh.ranks import RanksOnMesh
 from fairlead_strategies.mesh.units import is_parallelised
-from fairlead_strategies.tensor_parallel import TensorPlanConfig
 
 STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
