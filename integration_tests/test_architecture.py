@@ -76,6 +76,7 @@ STATE_PLACES = {
     ("fairlead_distributed.control_plane", "_of_groups"): "that of the process group, as long as somebody uses it",
     ("fairlead_launch.forkserver", "_servers"): "the fork servers of this process, which end with it",
     ("fairlead_hpc_signals.flags", "_wakeups"): "the files that Python's one `set_wakeup_fd` was told of here",
+    ("fairlead_distributed.parallel._local", "_derived"): "classes, of which one is enough for all layers of a kind",
     ("fairlead_environments.scrubbing", "_open"): "which blocks hide what of os.environ, which all threads share",
 }
 

@@ -28,7 +28,7 @@ import fairlead_strategies.ddp_runtime as ddp_runtime
 import fairlead_strategies.mesh.parallelize as mesh_parallelize
 import fairlead_strategies.mesh.runtime as mesh_runtime
 from fairlead_distributed.parallel._comm import sum_over_ranks
-from fairlead_distributed.parallel._local import group_of, local
+from fairlead_distributed.parallel._local import group_of, local, read_locally
 
 
 @contextmanager
@@ -148,7 +148,7 @@ def clipped_by_own_shard() -> Iterator[None]:
 @contextmanager
 def not_divided() -> Iterator[None]:
     """`fully_shard` adds the gradients of all ranks, and does not divide them."""
-    real = vars(mesh_runtime)["parallelize"]
+    real = mesh_parallelize.parallelize
 
     def parallelize(module: Any, *args: Any) -> None:
         real(module, *args)
@@ -175,8 +175,8 @@ def row_bias_on_each_rank() -> Iterator[None]:
 
     def forward(self: Any, input: Tensor) -> Tensor:
         out = real(self, input)
-        bias = local(self.bias)
-        group: Any = group_of(self.weight)
+        bias, group = local(self.bias), group_of(self.weight)
+        assert group is not None
         return out - bias + sum_over_ranks(bias, group)
 
     with patch.object(layers.Row, "forward", forward):
@@ -193,9 +193,7 @@ def input_gradient_partial() -> Iterator[None]:
 @contextmanager
 def sequence_gradients_partial() -> Iterator[None]:
     """With split sequences, a norm's weights get the gradient of a rank's tokens alone (Megatron-LM #7452)."""
-    real = vars(tensor)["read_locally"]
-
-    with patch.object(tensor, "read_locally", lambda module, summed=False: real(module)):
+    with patch.object(tensor, "read_locally", lambda module, summed=False: read_locally(module)):
         yield
 
 

@@ -111,7 +111,7 @@ def test_a_right_layout(tmp_path: Path) -> None:
 
 
 def test_a_fault_in_the_ranks_is_red(tmp_path: Path) -> None:
-    call = verified(tmp_path, "--json", fault="summed_over_replicas", strategy="ddp")
+    call = verified(tmp_path, "--json", "--steps", "2", "--repeats", "1", fault="summed_over_replicas", strategy="ddp")
     assert call.code == 1, call.text
     found = json.loads(call.out)
     assert found["ok"] is False
@@ -119,6 +119,7 @@ def test_a_fault_in_the_ranks_is_red(tmp_path: Path) -> None:
     assert found["causes"] == ["all gradients are 2 x those of one process: summed over the 2 replicas"]
 
 
+@pytest.mark.soak  # what is refused, the tests of the comparing functions show too
 def test_random_numbers_are_refused(tmp_path: Path) -> None:
     """A rate that no name tells of."""
     call = verified(tmp_path, strategy="ddp", dropout=0.3)

@@ -88,7 +88,8 @@ class Sequences(Net):
 
     def training_step(self, batch: list[Tensor], index: int) -> Tensor:
         x, y = batch
-        return nn.functional.mse_loss(self(x), y)  # the module's own call is what is divided
+        loss: Tensor = nn.functional.mse_loss(self(x), y)  # the module's own call is what is divided
+        return loss
 
 
 class Dead(Net):
@@ -105,8 +106,8 @@ class Masked(Net):
         x, y = batch
         off = (self(x) - y).square().mean(dim=1)
         kept = x[:, 0] > 0.2
-        loss: Tensor = off[kept].sum() / kept.sum().clamp(min=1)
-        return loss
+        mean: Tensor = off[kept].sum() / kept.sum().clamp(min=1)
+        return mean
 
 
 class Norm(Net):
@@ -118,9 +119,9 @@ class Norm(Net):
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.head(self.norm(self.inlet(x)))
-        idle: Any = sum(block(self.inlet(x)).sum() for block in self.blocks)
-        same: Tensor = out + 0.0 * idle
-        return same
+        for block in self.blocks:  # used, and without an effect
+            out = out + 0.0 * block(self.inlet(x)).sum()
+        return out
 
 
 class Block(nn.Module):

@@ -6,7 +6,6 @@ the ranks make of them. So a pair of them needs one all-reduce in the forward pa
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -206,7 +205,6 @@ def repack(rows: Tensor, packed: tuple[int, ...], group: dist.ProcessGroup) -> T
     return all_to_all(rows.index_select(0, order), sent, received, group)
 
 
-@lru_cache(maxsize=64)
 def _repacking(
     count: int, packed: tuple[int, ...], ranks: int, rank: int, device: torch.device
 ) -> tuple[Tensor, list[int], list[int]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -66,7 +65,6 @@ class Layout:
         return torch.cat([parts[number] for rank in range(self.ranks) for number in self.chunks(rank)], dim)
 
 
-@lru_cache(maxsize=32)
 def own_tokens(layout: Layout, length: int, device: torch.device) -> Tensor:
     """The positions of a rank's `length` tokens in the whole sequence."""
     # Not intercepted: this is what an intercepted `arange` is answered with.

@@ -10,7 +10,6 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.strategies.strategy import Strategy
@@ -66,7 +65,7 @@ class PipelineStrategy(RanksOnMesh, ModelParallelStrategy):
         self._setup_distributed()
         assert self.lightning_module is not None
         self._device_mesh = make_mesh(self.layout, self.root_device)
-        self.lightning_module._device_mesh = self._device_mesh
+        vars(self.lightning_module)["_device_mesh"] = self._device_mesh
         agree_on_random_numbers(self._device_mesh, self.root_device)  # before the user's code draws a split of the data
 
     @property
@@ -107,7 +106,7 @@ class PipelineStrategy(RanksOnMesh, ModelParallelStrategy):
         self.barrier()
         self.setup_precision_plugin()
         if fitting:
-            _optimizers_to_device(self.optimizers, self.root_device)
+            _to_device(self.optimizers, self.root_device)
             self._say(split)
         agree_on_random_numbers(self.device_mesh, self.root_device)
 
@@ -258,7 +257,7 @@ class PipelineStrategy(RanksOnMesh, ModelParallelStrategy):
         """This rank's part of whole optimizer states, of any strategy."""
         for optimizer, groups, state in zip(self.optimizers, self._groups, checkpoint["optimizer_states"], strict=True):
             optimizer.load_state_dict(local_optimizer_state(state, groups, self._own()))
-        _optimizers_to_device(self.optimizers, self.root_device)
+        _to_device(self.optimizers, self.root_device)
 
     def teardown(self) -> None:
         """Ends the CheckpointIO, which Lightning leaves out here; `self(...)` goes through all stages from now on."""
@@ -324,3 +323,12 @@ def _keep_own(optimizer: Optimizer, own: set[int]) -> None:
                 group[key] = [group[key][number] for number in kept]
     for parameter in [one for one in optimizer.state if id(one) not in own]:
         del optimizer.state[parameter]
+
+
+def _to_device(optimizers: list[Optimizer], device: torch.device) -> None:
+    """Moves what the optimizers keep of their parameters to where these are."""
+    for optimizer in optimizers:
+        for state in optimizer.state.values():
+            for name, value in state.items():
+                if isinstance(value, Tensor):
+                    state[name] = value.to(device)
