@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -99,6 +100,7 @@ def trained(pair: Cell, folder: str, accelerator: str) -> dict[str, Any]:
 def rank_main(rank: int, mine: list[Cell], folder: str, accelerator: str) -> list[dict[str, Any] | str]:
     """Trains one cell after the other; what one of them raises is told, and the others go on."""
     found: list[dict[str, Any] | str] = []
+    warnings.simplefilter("default")  # much is said by rank 0 only: as an error it would leave the others waiting
     for pair in mine:
         try:
             found.append(trained(pair, folder, accelerator))
@@ -133,7 +135,6 @@ def mine(strategy: str) -> list[Cell]:
     return [cell(strategy, *pair, plugins()) for pair in pairs]
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")  # DeepSpeed, when it is imported
 @pytest.mark.parametrize("strategy", takers("cpu"))
 def test_every_cell_that_is_said_to_run_trains_here(strategy: str, tmp_path: Path) -> None:
     train_all([one for one in mine(strategy) if one.state == "runs"], tmp_path, "cpu", init=True)
