@@ -410,9 +410,9 @@ def test_it_saves_shards_where_its_inner_backend_does(url: str) -> None:
 def test_what_the_inner_backend_does_not_go_with_is_said_of_it(url: str) -> None:
     """The table's rows of `distributed` hold inside `remote`, too, and so does what is known of an exact resume."""
     inside = RemoteCheckpointIOConfig.model_validate({"url": url, "inner": "distributed"})
-    trainer = TrainerConfig(accelerator="cpu", devices=1, strategy="fsdp", checkpoint_io=inside)
+    trainer = TrainerConfig(accelerator="cpu", devices=1, strategy="deepspeed", checkpoint_io=inside)
     resolution, findings = check_trainer(trainer, environ=FakeEnviron({}), plugins=PluginManager())
-    assert ("checkpoint_io 'distributed' does not work with strategy 'fsdp'", "trainer.checkpoint_io.inner") in [
+    assert ("checkpoint_io 'distributed' does not work with strategy 'deepspeed'", "trainer.checkpoint_io.inner") in [
         (finding.what, str(finding.where).split(",")[0]) for finding in findings
     ]
     assert not [one for one in device_reasons(resolution, PluginManager()) if "checkpoint_io" in one.what]
