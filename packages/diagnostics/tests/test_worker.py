@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -56,6 +57,16 @@ def test_checks_that_hang_crash_or_raise_and_those_behind_them() -> None:
         assert worker.run(check("killed")) == Result(False, "its process was killed by SIGKILL")
         assert worker.run(check("keeps")).said == "was None, asked for 3"  # a new process
         assert time.monotonic() - began < 60
+
+
+def test_a_process_that_starts_slowly_is_no_fault_of_the_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "sitecustomize.py").write_text("import time\ntime.sleep(1.5)\n")
+    check = Check("keeps", f"{__name__}:keeps", limit_s=1.0)
+    with Worker(Asked(count=3), {**os.environ, "PYTHONPATH": str(tmp_path)}) as worker:
+        assert worker.run(check).said == "was None, asked for 3"
+    monkeypatch.setattr("fairlead_diagnostics.worker._START_S", 0.5)
+    with Worker(Asked(count=3), {**os.environ, "PYTHONPATH": str(tmp_path)}) as worker:
+        assert worker.run(check) == Result(False, "its process did not start within 0.5 s")
 
 
 def test_a_check_that_lacks_a_folder_or_torch_is_not_made_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,8 @@ from typing import Any
 
 from fairlead_diagnostics.checking import Asked, Bench, Check, Result
 
+_START_S = 120.0
+"""An interpreter on a busy node or a slow file system starts within this; a check's own limit begins behind it."""
 _STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 
 
@@ -49,15 +51,18 @@ class Worker:
             return Result(None, "torch is not installed")
         if check.folder and self._asked.folder is None:
             return Result(None, "no run was named, so that there is no folder to look at")
-        pipe = self._start()
         parts = 0
         try:
+            pipe = self._start()
             pipe.send((check.run, arguments))
             while pipe.poll(check.limit_s):
                 answer = pipe.recv()
                 if isinstance(answer, Result):
                     return answer
                 parts += 1
+        except TimeoutError as error:
+            self.close()
+            return Result(False, str(error))
         except (EOFError, OSError):
             return Result(False, f"its process {self._ended()}")
         self.close()
@@ -85,8 +90,10 @@ class Worker:
                     env=dict(self._environ),
                     pass_fds=[theirs.fileno()],
                 )
-            with contextlib.suppress(OSError):  # it may have ended at once, which `run` tells
-                self._pipe.send((sys.path, self._asked))
+            self._pipe.send((sys.path, self._asked))
+            if not self._pipe.poll(_START_S):
+                raise TimeoutError(f"its process did not start within {_START_S:g} s")
+            self._pipe.recv()
         return self._pipe
 
     def _ended(self) -> str:
@@ -105,6 +112,7 @@ def main(pipe: Connection) -> None:
         signal.signal(number, signal.SIG_IGN)  # whoever started this process ends it
     path, asked = pipe.recv()
     sys.path[:] = path
+    pipe.send(None)
     bench = Bench(asked, lambda: pipe.send(None))
     with contextlib.suppress(EOFError):
         while True:
