@@ -180,10 +180,12 @@ class GPT(L.LightningModule):
 
     def configure_optimizers(self) -> Any:
         """AdamW, with weight decay on matrices only; the learning rate follows the length of the whole run."""
-        parameters = list(self.parameters())
+        # Told by name, not by shape: in FSDP's shards every parameter is flat.
+        matrices = [p for name, p in self.named_parameters() if "norm" not in name]
+        gains = [p for name, p in self.named_parameters() if "norm" in name]
         groups = [
-            {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": self.weight_decay},
-            {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+            {"params": matrices, "weight_decay": self.weight_decay},
+            {"params": gains, "weight_decay": 0.0},
         ]
         optimizer = torch.optim.AdamW(groups, lr=self.lr, betas=(0.9, 0.99), fused=True)
         total = self.trainer.estimated_stepping_batches

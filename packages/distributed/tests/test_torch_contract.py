@@ -8,9 +8,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint import _traverse
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp._fully_shard import _fsdp_common
+from torch.distributed.pipelining import PipelineStage, _schedule_visualizer
 from torch.nn.modules import batchnorm
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils import _pytree
+from torch.utils import _python_dispatch, _pytree
 from torch.utils.data import DataLoader
 
 PARTS: dict[str, tuple[Any, str]] = {
@@ -25,6 +28,23 @@ PARTS: dict[str, tuple[Any, str]] = {
     "checkpoint-io overlap: walk through dicts and lists by hand": (_pytree, "tree_leaves"),
     "checkpoint-io layout: put values into dicts and lists by hand": (_traverse, "set_element"),
     "checkpoint-io snapshot: tell storages apart by data_ptr and size": (torch.UntypedStorage, "_cdata"),
+    "parallel._sequence: call the function of the operation below torch": (
+        torch._C,
+        "DisableTorchFunction",
+    ),
+    "parallel.pipeline.picture: draw the schedule from its printed form": (_schedule_visualizer, "get_schedule_ops"),
+    "activation_checkpointing: tell operators by their names": (torch._ops, "OpOverload"),
+    "memory_pool: count allocations by a hook of saved tensors": (_python_dispatch, "TorchDispatchMode"),
+    "parallel.pipeline.stage: free what was received by hand": (PipelineStage, "_get_recv_ops"),
+    "parallel.pipeline.stage: close gaps of outputs in the layers": (PipelineStage, "_compute_outputs"),
+    "parallel.pipeline.stage: close gaps of gradients in a hook": (PipelineStage, "_compute_input_grads"),
+    "parallel.pipeline.stage: put buffers back": (
+        PipelineStage,
+        "_post_metadata_inference_cleanup",
+    ),
+    "strategies.mesh.steps: gather the root once more, behind a step": (_fsdp_common.TrainingState, "FORWARD"),
+    "strategies.mesh.device_mesh: make the mesh of shards with `init_device_mesh`": (DeviceMesh, "_flatten"),
+    "strategies.mesh.device_mesh: give `fully_shard` a mesh of its own": (DeviceMesh, "_concatenate"),
     "strategies.sync_batchnorm_runtime: name BatchNorm1d, 2d and 3d": (batchnorm, "_BatchNorm"),
 }
 

@@ -168,7 +168,7 @@ def test_what_a_step_sends(two: list[dict[str, Any]], four: list[dict[str, Any]]
     assert two[0]["tensor collectives"][copies] == 2 * pairs
     assert two[0]["tensor collectives"][gathers] == two[0]["tensor collectives"][scatters] == 0
     # Two batches to a step: a unit is gathered forward and backward, the root only once.
-    assert two[0]["fsdp2 collectives"][gathers] == 2 * 2 * units
+    assert two[0]["fsdp2 collectives"][gathers] == 2 * (2 * units - 1)
     assert two[0]["fsdp2 collectives"][scatters] == 2 * units
     assert two[0]["unsharded collectives"][scatters] == units
     assert four[0]["hsdp collectives"][scatters] == 2 * units

@@ -25,7 +25,7 @@ class FSDPPrecision(StrategyPrecision):
     aliases = ("FSDPPrecisionPluginConfig",)
     engines = LIGHTNING
     extra = "lightning"
-    reason = "it is made for FSDP1: it sets the formats of FSDP1's units and computes under CUDA's autocast only"
+    reason = "it is made for FSDP1: it sets the formats of FSDP1's units"
     unproven = Inexact(
         "precision: fsdp", why="no test has resumed it: it needs GPUs", fix="strategy: fsdp2, or ddp", certain=False
     )

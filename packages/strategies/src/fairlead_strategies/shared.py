@@ -24,6 +24,8 @@ def _path(value: Any) -> Any:
 def _paths(value: Any) -> Any:
     if isinstance(value, (set, frozenset)):
         return tuple(sorted(map(str, map(_path, value))))  # a set has no order; a config must have one
+    if isinstance(value, type) or (isinstance(value, str) and ":" in value):
+        return (_path(value),)
     return tuple(value) if isinstance(value, Iterable) and not isinstance(value, (str, dict)) else value
 
 
@@ -33,7 +35,7 @@ ClassPath = Annotated[
 """A class as text, `module:Class`; in Python the class itself is accepted too."""
 
 ClassPaths = Annotated[tuple[ClassPath, ...], BeforeValidator(_paths)]
-"""Classes as a list of `module:Class`; in Python a set of classes is accepted too."""
+"""Classes as a list of `module:Class`, or one alone; in Python a set of classes is accepted too."""
 
 
 class ProcessGroupConfig(StrategyConfigBase):

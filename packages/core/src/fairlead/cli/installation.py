@@ -47,12 +47,12 @@ def run_plugins(arguments: argparse.Namespace, session: Session) -> int:
     if arguments.json:
         session.print_json([record.as_dict() for record in records])
         return 0
-    axis = ""
+    axis, width = "", max((len(record.name) for record in records), default=0) + 2
     for record in records:
         if record.axis != axis:
             axis = record.axis
             session.print(f"{axis}:")
-        session.print(f"  {record.name:<32}{_state(record, session)}")
+        session.print(f"  {record.name:<{width}}{_state(record, session)}")
     absent = sorted(
         {
             extra

@@ -14,7 +14,7 @@ from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
-from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor.parallel import loss_parallel
 from torch.optim import Optimizer
 
@@ -28,9 +28,8 @@ from fairlead_strategies.mesh.device_mesh import agree_on_random_numbers, lightn
 from fairlead_strategies.mesh.fields import TensorPlanConfig
 from fairlead_strategies.mesh.parallelize import parallelize
 from fairlead_strategies.mesh.ranks import RanksOnMesh
+from fairlead_strategies.mesh.steps import gather_for_steps
 from fairlead_strategies.mesh.units import is_parallelised
-
-STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
 
 class MeshStrategy(RanksOnMesh, ModelParallelStrategy):
@@ -78,9 +77,7 @@ class MeshStrategy(RanksOnMesh, ModelParallelStrategy):
                 self.model = self._layer_sync.apply(self.model)
             self.split()
             self._split = True
-            for step in STEPS:
-                # Lightning calls the steps, not `forward`; they must gather the root's parameters as well.
-                register_fsdp_forward_method(module, step)
+            gather_for_steps(module)
         # Torch's own cannot add up the norms of parameters on different dimensions of a mesh.
         self.precision_plugin.clip_grad_by_norm = partial(_clip_by_norm, self.precision_plugin)  # type: ignore[method-assign]
         with _configured(module), self._converted():

@@ -1,0 +1,68 @@
+"""Each way to split a model, as its example's reader would try it: trained, or refused with the reason."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+
+import pytest
+
+from fairlead.plugins import PluginManager
+from integration_tests.jobs import fairlead
+
+pytestmark = [pytest.mark.slow, pytest.mark.soak]  # some 40 trainings; `test_compatibility.py` has their settings in CI
+
+ROOT = Path(__file__).parents[1]
+LITERALS = sorted(PluginManager().names("strategy"))
+
+
+@pytest.mark.parametrize("strategy", LITERALS)
+def test_each_literal_trains_the_gpt_or_is_refused(strategy: str, tmp_path: Path) -> None:
+    devices = ["--set", "trainer.devices=1"] if strategy.startswith("single") else []
+    job = str(ROOT / "examples" / "gpt" / "tiny.yaml")
+    call = fairlead("fit", job, "--set", f"trainer.strategy={strategy}", *devices, cwd=tmp_path)
+    if "xla" in strategy or "tpu" in strategy:
+        assert call.code == 2, call.text
+        assert f"the strategy '{strategy}' needs torch-xla" in call.err
+        assert "pip install 'fairlead[xla]'" in call.err
+        return
+    assert call.code == 0, call.text
+    losses = validation(tmp_path / "runs" / "gpt-tiny")
+    assert len(losses) == 2
+    assert losses[1] < losses[0] < 6
+
+
+def validation(run: Path) -> list[float]:
+    with (run / "metrics.csv").open(newline="") as file:
+        return [float(row["val/loss"]) for row in csv.DictReader(file) if row["val/loss"]]
+
+
+ALIKE = {1: ("tensor", "context", "pipeline"), 2: ("ddp", "fsdp", "hybrid", "deepspeed"), 4: ("fsdp2", "hsdp")}
+"""The examples that train on the batches of so many processes."""
+
+
+def test_the_examples_that_see_the_same_batches_end_with_the_same_loss(tmp_path: Path) -> None:
+    jobs = {job.stem: job for job in ROOT.glob("examples/split/*.yaml")}
+    assert sorted(jobs) == sorted(name for names in ALIKE.values() for name in names)
+    for copies, names in ALIKE.items():
+        strategy = "ddp" if copies > 1 else "auto"
+        plain = [
+            "--set",
+            f"trainer.strategy={strategy}",
+            "--set",
+            f"trainer.devices={copies}",
+            "--set",
+            "run.name=plain",
+        ]
+        wanted = ended(jobs["ddp"], tmp_path / str(copies), *plain)
+        for name in names:
+            assert ended(jobs[name], tmp_path / name) == pytest.approx(wanted, rel=1e-4), name
+
+
+def ended(job: Path, cwd: Path, *words: str) -> float:
+    """Trains it; the validation loss after its last step."""
+    cwd.mkdir()
+    call = fairlead("fit", str(job), *words, cwd=cwd)
+    assert call.code == 0, call.text
+    (run,) = (cwd / "runs").iterdir()
+    return validation(run)[-1]
