@@ -129,8 +129,7 @@ class Workload:
         for done, batch in enumerate(loader, start=1):
             optimizer.zero_grad()
             with quiet():
-                loss = self._loss(model, batch)
-                loss.backward()  # type: ignore[no-untyped-call]
+                loss = self._learn(model, batch)
             optimizer.step()
             if done % LOG_EVERY == 0:
                 losses.append(loss.item())
@@ -191,6 +190,12 @@ class Workload:
 
     def _wrap(self, net: L.LightningModule) -> nn.Module:
         return nn.parallel.DistributedDataParallel(net)
+
+    def _learn(self, model: nn.Module, batch: Any) -> Tensor:
+        """The loss of a batch, whose gradients are there behind it."""
+        loss = self._loss(model, batch)
+        loss.backward()  # type: ignore[no-untyped-call]
+        return loss
 
     def _loss(self, model: nn.Module, batch: Any) -> Tensor:
         x, y = batch

@@ -21,6 +21,7 @@ from lightning.pytorch.callbacks.progress.tqdm_progress import Tqdm
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -65,8 +66,15 @@ class Stack(L.LightningModule):
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         """How far the blocks are from doing nothing."""
-        loss: Tensor = (self(batch[0]) - batch[0]).square().mean()
-        return loss
+        return self.pipeline_loss(self(batch[0]), batch[0])
+
+    def pipeline_layers(self) -> list[nn.Module]:
+        """What stages are made of."""
+        return list(self.blocks)
+
+    def pipeline_loss(self, output: Tensor, x: Tensor) -> Tensor:
+        """The same of a part of the batch."""
+        return (output - x).square().mean()
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """Plain SGD: the cheapest, so that what surrounds it shows most."""
@@ -101,11 +109,33 @@ def tensor(net: Stack) -> nn.Module:
     return parallelize_module(net, init_device_mesh("cpu", (dist.get_world_size(),)), plan)
 
 
+class Pipeline(nn.Module):
+    """Half of the blocks on each rank, and torch's schedule for them."""
+
+    def __init__(self, net: Stack) -> None:
+        super().__init__()
+        rank, stages = dist.get_rank(), dist.get_world_size()
+        each = BLOCKS // stages
+        blocks = nn.Sequential(*net.blocks[rank * each : (rank + 1) * each])
+        self.last = rank == stages - 1
+        stage = PipelineStage(blocks, rank, stages, torch.device("cpu"))
+        self.schedule = Schedule1F1B(stage, MICRO_BATCHES, loss_fn=net.pipeline_loss)
+
+    def learn(self, x: Tensor) -> Tensor:
+        """A batch forward and backward; the loss, on the last rank."""
+        losses: list[Tensor] = []
+        first = (x,) if dist.get_rank() == 0 else ()
+        self.schedule.step(*first, target=x if self.last else None, losses=losses if self.last else None)
+        return torch.stack(losses).mean().detach() if losses else torch.zeros(())
+
+
+MICRO_BATCHES: Final = 4
 PLAN: Final = {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}
 STRATEGIES: Final[Mapping[str, tuple[int, Any, Callable[[Stack], nn.Module]]]] = {
     "ddp": (2, "ddp", ddp),
     "fsdp2": (2, "fsdp2", fsdp2),
     "tensor_parallel": (2, {"name": "tensor_parallel", "plan": PLAN}, tensor),
+    "pipeline_parallel": (2, {"name": "pipeline_parallel", "micro_batches": MICRO_BATCHES}, Pipeline),
     "hsdp": (4, {"name": "hybrid", "replicate": 2, "shard": 2}, hsdp),
 }
 """The number of ranks, the strategy in a job, and the same by hand."""
@@ -127,6 +157,9 @@ class StackWorkload(Workload):
     def _loss(self, model: nn.Module, batch: Any) -> Tensor:
         loss: Tensor = (model(batch[0]) - batch[0]).square().mean()
         return loss
+
+    def _learn(self, model: nn.Module, batch: Any) -> Tensor:
+        return model.learn(batch[0]) if isinstance(model, Pipeline) else super()._learn(model, batch)
 
     def _loader(self) -> DataLoader[Any]:
         generator = torch.Generator().manual_seed(0)
