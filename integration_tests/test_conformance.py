@@ -12,8 +12,9 @@ from fairlead.testing import CONFORMANCE
 
 def _suites() -> dict[str, type]:
     suites: dict[str, type] = {}
-    for record in PluginManager().records():
-        settings: dict[str, Any] = {"plugin_name": record.name}
+    plugins = PluginManager()  # one for all, as `fairlead plugins check` has it
+    for record in plugins.records():
+        settings: dict[str, Any] = {"plugin_name": record.name, "plugins": lambda self: plugins}
         name = "Test_" + record.key.replace(".", "_").replace("-", "_")
         suites[name] = type(name, (CONFORMANCE[record.axis],), {**settings, "__module__": __name__})
     return suites
