@@ -185,6 +185,7 @@ def differs(call: Call, *, first: str, why: str, do: str) -> None:
     assert (kept / "undisturbed" / "run" / "metrics.csv").exists()
 
 
+@pytest.mark.soak
 def test_an_average_of_weights_in_a_callback(tmp_path: Path) -> None:
     """The training does not depend on it: only what the callback keeps shows it."""
     call = proved(tmp_path, more=FORGETFUL, callbacks=[{"class": "mine:Ema"}])
@@ -199,12 +200,14 @@ def test_a_loss_scale_in_a_dict_of_a_module(tmp_path: Path) -> None:
     differs(call, first=r"loss: \S+ became \S+ at step 4 \(metrics\.csv\)", why=why, do="keep it in the model")
 
 
+@pytest.mark.soak
 def test_a_list_that_the_step_appends_to(tmp_path: Path) -> None:
     call = proved(tmp_path, more=FORGETFUL, model="Appending")
     why = r"not restored: stats\['x'\] of the model Appending: 4 items became 0 items"
     differs(call, first="loss: .* at step 4", why=why, do="on_save_checkpoint")
 
 
+@pytest.mark.soak
 def test_a_helper_with_a_running_mean(tmp_path: Path) -> None:
     call = proved(tmp_path, more=FORGETFUL, model="Helped")
     differs(call, first="loss: .* at step 4", why=r"helper\.count of the model Helped: 4 became 0", do="buffer")
@@ -221,6 +224,7 @@ def test_an_order_that_comes_from_a_set(tmp_path: Path) -> None:
     assert "sorted(set(names))" in call.out
 
 
+@pytest.mark.soak
 def test_a_warm_up_by_the_clock(tmp_path: Path) -> None:
     call = proved(tmp_path, model="Warming")
     assert call.code == 1, call.text

@@ -137,7 +137,7 @@ def test_one_process_per_gpu(cluster: Cluster, folder: Path) -> None:
     assert f"resumes from {directory}/checkpoints/step-{step:08}" in job.text()
 
 
-@pytest.mark.parametrize("nodes", [2, 4])
+@pytest.mark.parametrize("nodes", [2, pytest.param(4, marks=pytest.mark.soak)])
 def test_threads_of_a_task_on_cpus(cluster: Cluster, folder: Path, nodes: int) -> None:
     """One task for each node, a thread for each of its CPUs, the weights of one process with the same batch in all."""
     write_job(folder, nodes)
@@ -161,6 +161,7 @@ def test_an_array(cluster: Cluster, folder: Path) -> None:
         goes_on(one, folder, "unknown", run=f"sine-task-{task}")
 
 
+@pytest.mark.soak
 def test_the_rehearsal(cluster: Cluster, folder: Path) -> None:
     """The commands of the page's last section, with its preemptible script."""
     first, urgent = (shlex.split(line)[1:] for line in SCRIPTS["rehearsal"].splitlines())
@@ -172,6 +173,7 @@ def test_the_rehearsal(cluster: Cluster, folder: Path) -> None:
     assert "as another job needs the nodes" in job.text()
 
 
+@pytest.mark.soak
 def test_a_script_that_passes_its_warning_on(cluster: Cluster, folder: Path) -> None:
     """`--signal=B:USR1@120`."""
     job = sbatch(cluster, folder, "forward.sh")
@@ -180,6 +182,7 @@ def test_a_script_that_passes_its_warning_on(cluster: Cluster, folder: Path) -> 
     goes_on(job, folder, "unknown")
 
 
+@pytest.mark.soak
 def test_a_train_py_without_srun(cluster: Cluster, folder: Path) -> None:
     """Where the process comes from, and who starts the job again, are two questions."""
     job = sbatch(cluster, folder, "train-py.sh")
@@ -188,6 +191,7 @@ def test_a_train_py_without_srun(cluster: Cluster, folder: Path) -> None:
     goes_on(job, folder, "unknown")
 
 
+@pytest.mark.soak
 def test_torchrun_in_a_batch_script(cluster: Cluster, folder: Path) -> None:
     """The agents pass the warning on, and wait for their workers."""
     job = sbatch(cluster, folder, "torchrun.sh")
@@ -209,6 +213,7 @@ def test_a_container_without_scontrol(cluster: Cluster, folder: Path) -> None:
     assert list((folder / "requeue" / job.id).iterdir()) == []
 
 
+@pytest.mark.soak
 def test_a_job_that_is_not_started_again(cluster: Cluster, folder: Path) -> None:
     """Saved, and no word of a requeue; submitted again it goes on."""
     job = sbatch(cluster, folder, "once.sh")

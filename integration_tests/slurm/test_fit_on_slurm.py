@@ -121,6 +121,7 @@ def test_ten_stops_in_one_run(cluster: Cluster, references: References, tmp_path
     assert where[8] == where[7]
 
 
+@pytest.mark.soak
 def test_preempted_where_slurm_would_cancel(cluster: Cluster, references: References, tmp_path: Path) -> None:
     """In a partition with PreemptMode=CANCEL: started again all the same, once."""
     job = fit(cluster, tmp_path, "-p", "brief", case=PAIR, pause=0.3)
@@ -129,7 +130,7 @@ def test_preempted_where_slurm_would_cancel(cluster: Cluster, references: Refere
     as_if_nothing_had_happened(references, tmp_path, job, "preempted", case=PAIR)
 
 
-@pytest.mark.parametrize("warned", [True, False])
+@pytest.mark.parametrize("warned", [pytest.param(True, marks=pytest.mark.soak), False])
 def test_the_time_limit(cluster: Cluster, references: References, tmp_path: Path, warned: bool) -> None:
     """With a warning ahead, and with nothing but the SIGTERM at the end."""
     options = ("--signal=USR1@30", "--time=60") if warned else ("--time=60",)
@@ -153,6 +154,7 @@ def test_while_a_loader_blocks(cluster: Cluster, references: References, tmp_pat
     as_if_nothing_had_happened(references, tmp_path, job, "unknown", case=case)
 
 
+@pytest.mark.soak
 def test_an_array_has_a_run_for_each_task(cluster: Cluster, references: References, tmp_path: Path) -> None:
     """Three tasks, each on a node of its own with two ranks; each is warned, and started again by itself."""
     # The directories of the runs differ by themselves; the files that the test's own callback leaves would not.
@@ -189,6 +191,7 @@ def test_a_node_that_fails_costs_the_steps_behind_the_last_checkpoint(
     the_same(references, tmp_path, job, PAIR)
 
 
+@pytest.mark.soak
 def test_a_node_that_slurm_cannot_reach_for_a_while(cluster: Cluster, references: References, tmp_path: Path) -> None:
     """SLURM starts the job again elsewhere while the first rank lives on there: it neither writes nor finishes."""
     job = fit(cluster, tmp_path, case=PAIR, pause=2.0)
@@ -208,6 +211,7 @@ def test_a_node_that_slurm_cannot_reach_for_a_while(cluster: Cluster, references
 # -- what people do
 
 
+@pytest.mark.soak
 def test_a_cancelled_job_is_saved_and_goes_on_when_submitted_again(
     cluster: Cluster, references: References, tmp_path: Path
 ) -> None:

@@ -42,6 +42,7 @@ def test_torchrun_in_a_batch_script_is_preempted(cluster: Cluster, references: R
     as_if_nothing_had_happened(references, tmp_path, job, stop["reason"], case=PAIR)
 
 
+@pytest.mark.soak
 def test_ranks_of_pmix(cluster: Cluster, references: References, tmp_path: Path) -> None:
     """`srun --mpi=pmix`: still a step of SLURM's."""
     job = fit(cluster, tmp_path, case=PAIR, pause=0.3, script="srun --mpi=pmix {command}\n")

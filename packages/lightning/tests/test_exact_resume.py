@@ -251,10 +251,15 @@ def stream(workers: int = 0) -> Any:
 KINDS = (shuffled, weighted, two, own, explicit)
 
 
-@pytest.mark.parametrize("loaders", KINDS)
+@pytest.mark.parametrize("loaders", [*KINDS, stateful])
 def test_killed_in_a_step(tmp_path: Path, loaders: Callable[[], Any]) -> None:
-    """In the first, a middle and the last step of an epoch, three starts one after the other."""
-    assert_equal(tmp_path, loaders, at("train", 1), at("train", 10), at("train", 13))
+    """In the first, a middle and the last step of an epoch, and in validations; a start behind the other.
+
+    A validation that is due is run from its start, so that the metrics have no gap. The kill in step 10 comes when it
+    was saved behind such a one, and no batch had been drawn since the start.
+    """
+    places = [("train", 1), ("validate", 3), ("validate", 10), ("train", 10), ("validate", 13), ("train", 13)]
+    assert_equal(tmp_path, loaders, *(at(phase, step) for phase, step in places))
     assert exactness(tmp_path / "killed")["exact"]
 
 
@@ -262,18 +267,6 @@ def test_killed_in_a_step(tmp_path: Path, loaders: Callable[[], Any]) -> None:
 def test_killed_in_a_step_with_workers(tmp_path: Path, loaders: Callable[[int], Any]) -> None:
     """Workers draw ahead, and make random samples: the position counts what was trained on."""
     assert_equal(tmp_path, lambda: loaders(2), at("train", 4), at("train", 13))
-
-
-@pytest.mark.parametrize("loaders", KINDS)
-def test_killed_in_a_validation(tmp_path: Path, loaders: Callable[[], Any]) -> None:
-    """A validation that is due is run from its start: the metrics have no gap."""
-    assert_equal(tmp_path, loaders, at("validate", 3), at("validate", 13))
-
-
-@pytest.mark.parametrize("loaders", [*KINDS, stateful])
-def test_killed_again_behind_a_validation_that_was_rerun(tmp_path: Path, loaders: Callable[[], Any]) -> None:
-    """It was saved behind it, and no batch had been drawn since the start."""
-    assert_equal(tmp_path, loaders, at("validate", 10), at("train", 10))
 
 
 @pytest.mark.parametrize("loaders", [*KINDS, stateful])
