@@ -235,7 +235,7 @@ def test_a_warm_up_by_the_clock(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "job",
-    [{"callbacks": [{"class": "mine:Ema"}]}, {"model": "Helped"}],
+    [{"callbacks": [{"class": "mine:Ema"}]}, pytest.param({"model": "Helped"}, marks=pytest.mark.soak)],
     ids=["averaged weights in a callback", "a helper object"],
 )
 def test_what_is_kept_in_attributes_is_proven(tmp_path: Path, job: dict[str, Any]) -> None:

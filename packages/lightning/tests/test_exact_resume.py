@@ -263,13 +263,13 @@ def test_killed_in_a_step(tmp_path: Path, loaders: Callable[[], Any]) -> None:
     assert exactness(tmp_path / "killed")["exact"]
 
 
-@pytest.mark.parametrize("loaders", KINDS)
+@pytest.mark.parametrize("loaders", [shuffled, two, own])
 def test_killed_in_a_step_with_workers(tmp_path: Path, loaders: Callable[[int], Any]) -> None:
     """Workers draw ahead, and make random samples: the position counts what was trained on."""
     assert_equal(tmp_path, lambda: loaders(2), at("train", 4), at("train", 13))
 
 
-@pytest.mark.parametrize("loaders", [*KINDS, stateful])
+@pytest.mark.parametrize("loaders", [shuffled, two, stateful])
 def test_stopped_behind_the_last_batch_of_an_epoch(tmp_path: Path, loaders: Callable[[], Any]) -> None:
     """SIGTERM: that batch is saved, the validation behind it is not waited for."""
     weights, rows = run(tmp_path / "undisturbed", loaders, val_check_interval=1.0)
@@ -299,10 +299,10 @@ def test_a_loader_with_a_state_and_workers_is_carried(tmp_path: Path) -> None:
     assert not exactness(tmp_path / "killed")["exact"]  # nobody knows whether its samples are random
 
 
-@pytest.mark.parametrize("step", [1, 2, 3, 4, 5])
-def test_killed_while_gradients_accumulate(tmp_path: Path, step: int) -> None:
+def test_killed_while_gradients_accumulate(tmp_path: Path) -> None:
     """Three micro-batches a step, and one in an epoch's last: nothing is saved between them."""
-    assert_equal(tmp_path, shuffled, at("train", step), accumulate_grad_batches=3, val_check_interval=1.0)
+    kills = [at("train", step) for step in (1, 2, 3, 4, 5)]
+    assert_equal(tmp_path, shuffled, *kills, accumulate_grad_batches=3, val_check_interval=1.0)
 
 
 @pytest.mark.parametrize("place", [at("validate", 1), at("train", 4)])
@@ -544,8 +544,9 @@ class Growing(Net):
         return DataLoader(Noisy(samples), BATCH, shuffle=True, drop_last=True)
 
 
-@pytest.mark.parametrize("epochs", [1, 2])
-@pytest.mark.parametrize("kills", [(at("train", 5), at("train", 9)), (at("train", 3), at("train", 8))])
+@pytest.mark.parametrize(
+    ("epochs", "kills"), [(1, (at("train", 5), at("train", 9))), (2, (at("train", 3), at("train", 8)))]
+)
 def test_loaders_that_are_made_anew_are_those_of_the_undisturbed_run(tmp_path: Path, epochs: int, kills: Any) -> None:
     """`reload_dataloaders_every_n_epochs`: killed in an epoch with new loaders and in one with those of before."""
     config = {"reload_dataloaders_every_n_epochs": epochs, "max_epochs": 4, "net": Growing}
@@ -601,8 +602,7 @@ def test_steps_that_are_estimated_before_a_batch_size_is_found(tmp_path: Path, s
     )
 
 
-@pytest.mark.parametrize("batch", [0, 4])
-@pytest.mark.parametrize("net", [Manual, Net])
+@pytest.mark.parametrize(("net", "batch"), [(Manual, 0), (Net, 4)])
 def test_weights_are_averaged_also_behind_a_stop_in_the_epoch_for_batch_norm(
     tmp_path: Path, net: type[Net], batch: int
 ) -> None:

@@ -379,8 +379,10 @@ class Slow(Dataset[tuple[Tensor, Tensor]]):
         return x, x.sum(0, keepdim=True)
 
 
-@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM, signal.SIGINT])
-@pytest.mark.parametrize("start_method", ["fork", "spawn"])
+@pytest.mark.parametrize(
+    ("start_method", "number"),
+    [("fork", signal.SIGUSR1), ("fork", signal.SIGTERM), ("fork", signal.SIGINT), ("spawn", signal.SIGTERM)],
+)
 def test_the_workers_of_a_loader_outlive_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, start_method: str
 ) -> None:
