@@ -26,6 +26,8 @@ from fairlead_lightning.verify.neutral import local_batch_norms, without_dropout
 from fairlead_lightning.verify.plan import START, Plan, batches_file, rank_file
 
 Tensors = dict[str, Tensor]
+_SMALL = 1e-3
+"""The clipping norm is measured with a limit of so many times the right one: below what a part of the model has."""
 
 
 class Probe(L.Callback):
@@ -162,8 +164,12 @@ class LayoutProbe(Probe):
         if trainer.global_rank == 0:
             torch.save(start, self._plan.folder / START)
         mesh = getattr(pl_module, "device_mesh", None)
+        knows = hasattr(trainer.strategy, "whole_parameters")  # of shards that are no DTensors
         self._said = {
-            "placements": placements(pl_module) if not hasattr(trainer.strategy, "whole_parameters") else {},
+            "placements": placements(pl_module) if not knows else {},
+            "held": "whole on each rank" if not knows else None,
+            "stages": _stages(pl_module),
+            "micro_batches": 1,
             "mesh": dict(zip(mesh.mesh_dim_names, mesh.shape, strict=True)) if mesh is not None else {},
             "trainable": [name for name in parameters if name in trainable],
             "batch_norms": local_batch_norms(pl_module),
@@ -175,23 +181,39 @@ class LayoutProbe(Probe):
         }
 
     def first_step(self, trainer: L.Trainer, optimizer: Any) -> None:
-        """The norm by which gradients are clipped, found by clipping to half of what it should be, and undone."""
-        if not isinstance(optimizer, Optimizer) or not trainer.gradient_clip_val or len(trainer.optimizers) > 1:
+        """The norm by which gradients are clipped, found by clipping to much less than it should be, and undone."""
+        self._said["micro_batches"] = getattr(trainer.strategy, "micro_batches", 1)
+        if not isinstance(optimizer, Optimizer) or not _clips_by_norm(trainer):
             return
-        if str(trainer.gradient_clip_algorithm or "norm").rpartition(".")[2].lower() != "norm":
+        squares = sum(float(grad.double().square().sum()) for grad in self.gradients.values())
+        limit = _SMALL * math.sqrt(gather_objects(squares)[0])  # the same on all ranks, as a limit is
+        if limit == 0:
             return
-        whole = math.sqrt(sum(float(grad.double().square().sum()) for grad in self.gradients.values()))
-        local = [_local(p.grad) for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        local = [_local(one) for one in gradients]
         before = [one.clone() for one in local]
-        own = sum(float(one.double().square().sum()) for one in before)
-        if whole == 0 or own == 0:
+        held: dict[tuple[str, ...], float] = {}
+        for gradient, one in zip(gradients, before, strict=True):
+            cut = _cut_over(gradient)
+            held[cut] = held.get(cut, 0.0) + float(one.double().square().sum())
+        self._said["squares"] = held
+        own = sum(held.values())
+        trainer.precision_plugin.clip_gradients(optimizer, limit)  # of all ranks together, whatever they have
+        if own == 0:
             return
-        trainer.precision_plugin.clip_gradients(optimizer, whole / 2)
         kept = sum(float((one.double() * was.double()).sum()) for one, was in zip(local, before, strict=True)) / own
         for one, was in zip(local, before, strict=True):
             one.copy_(was)
-        self._said["clipped_by"] = whole / 2 / kept if kept else math.inf
-        self._said["own_norm"] = math.sqrt(own)
+        self._said["clipped_by"] = limit / kept if kept else math.inf
+
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, *args: Any) -> None:
+        """A strategy that clips by itself says behind the first step by which norm."""
+        super().on_train_batch_end(trainer, pl_module, outputs, *args)
+        known = getattr(trainer.strategy, "clipping_norm", None)
+        if known is not None and self._optimizers and "clipped_by" not in self._said and _clips_by_norm(trainer):
+            norm = known()
+            if norm is not None:
+                self._said["clipped_by"] = float(norm)
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """All notes are left in the folder."""
@@ -203,6 +225,7 @@ class LayoutProbe(Probe):
         index, count = self._replica
         notes = {
             **self._said,
+            "place": _place(pl_module),
             "replica": index,
             "replicas": count,
             "losses": self.losses,
@@ -230,6 +253,37 @@ def _asked(trainer: L.Trainer, what: str) -> Tensors:
         return {name: tensor.detach().to("cpu", copy=True) for name, tensor in found.items()}
     read = whole_gradients if what == "whole_gradients" else whole_parameters
     return read(trainer.lightning_module)
+
+
+def _clips_by_norm(trainer: L.Trainer) -> bool:
+    algorithm = str(trainer.gradient_clip_algorithm or "norm").rpartition(".")[2].lower()
+    return bool(trainer.gradient_clip_val) and len(trainer.optimizers) == 1 and algorithm == "norm"
+
+
+def _stages(module: L.LightningModule) -> dict[str, list[int]]:
+    """The ranks that hold a parameter, of those that not all ranks hold."""
+    every = gather_objects([name for name, _ in module.named_parameters()])
+    held: dict[str, list[int]] = {}
+    for rank, names in enumerate(every):
+        for name in names:
+            held.setdefault(name, []).append(rank)
+    return {name: ranks for name, ranks in held.items() if len(ranks) < len(every)}
+
+
+def _cut_over(tensor: Tensor) -> tuple[str, ...]:
+    """The dimensions of the mesh whose ranks have a part of it each."""
+    if not is_dtensor(tensor):
+        return ()
+    names = tensor.device_mesh.mesh_dim_names or ()
+    return tuple(name for name, how in zip(names, tensor.placements, strict=True) if not how.is_replicate())
+
+
+def _place(module: L.LightningModule) -> dict[str, int]:
+    """Where this rank is on each dimension of the mesh."""
+    mesh = getattr(module, "device_mesh", None)
+    if mesh is None:
+        return {"ranks": module.global_rank}
+    return dict(zip(mesh.mesh_dim_names, mesh.get_coordinate(), strict=True))
 
 
 def _local(tensor: Tensor) -> Tensor:

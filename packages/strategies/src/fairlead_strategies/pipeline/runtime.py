@@ -69,6 +69,11 @@ class PipelineStrategy(RanksOnMesh, ModelParallelStrategy):
         agree_on_random_numbers(self._device_mesh, self.root_device)  # before the user's code draws a split of the data
 
     @property
+    def micro_batches(self) -> int:
+        """Into how many the last batch was cut."""
+        return self.pipelined.pipeline.parts if self.pipelined is not None else 1
+
+    @property
     def group(self) -> dist.ProcessGroup:
         """The ranks of this pipeline."""
         return self.device_mesh.get_group("pipeline")
@@ -201,7 +206,10 @@ class PipelineStrategy(RanksOnMesh, ModelParallelStrategy):
     # -- state
 
     def whole_parameters(self) -> dict[str, Tensor]:
-        """The parameters of all stages under the names of the whole model, in CPU memory; a collective of all ranks."""
+        """The parameters of all stages under the names of the whole model, in CPU memory; a collective of all ranks.
+
+        Of a weight that several stages hold each of them has its own.
+        """
         return gather(self._own(), self.group, self.root_device, everyone=True)
 
     def whole_gradients(self) -> dict[str, Tensor]:
