@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fairlead_lightning.verify.causes_later import of_norms, of_weights
 from fairlead_lightning.verify.compare import Compared, Difference
-from fairlead_lightning.verify.fits import CLOSE, Part, Shares, factor_of, fitted
+from fairlead_lightning.verify.fits import CLOSE, Part, Shares, dot, factor_of, fitted
 from fairlead_lightning.verify.neutral import flat
 from fairlead_lightning.verify.notes import Notes, Tensors
 from fairlead_lightning.verify.reference import Reference, References, apart
@@ -65,7 +65,10 @@ def _shares(names: list[str], notes: Notes, references: References, reference: R
         used, off = fitted(wrong, parts)
     due, _ = fitted(right, parts)
     if off > CLOSE or not due:
-        yield from _beside_shares(names, notes, references, reference, parts)
+        if notes.replicas > 1 and due and _unreduced(wrong, due, parts, notes.replicas):
+            yield "each number of it is of the batch of one replica alone: not reduced over the replicas"
+        else:
+            yield from _beside_shares(names, notes, references, reference)
         return
     factors = [u / d for u, d in zip(used.values(), due.values(), strict=True) if abs(d) > CLOSE]
     even = 1 / len(due)
@@ -82,9 +85,7 @@ def _shares(names: list[str], notes: Notes, references: References, reference: R
         yield from _missing(used, due, names, exact)
 
 
-def _beside_shares(
-    names: list[str], notes: Notes, references: References, reference: Reference, parts: Mapping[Part, Tensors]
-) -> Iterator[str]:
+def _beside_shares(names: list[str], notes: Notes, references: References, reference: Reference) -> Iterator[str]:
     """Causes that are no other shares, the same for all parameters."""
     exact, layout = references.exact.gradients, notes.said("gradients")
     factor, off = factor_of({n: layout[n] for n in names}, exact)
@@ -101,25 +102,24 @@ def _beside_shares(
         single = reference.one_by_one()
         if apart(layout, single.gradients) < CLOSE:
             yield "it equals the mean over the replicas: a layer or the loss looks at the whole batch of a replica"
-            return
-    yield from _by_parameter(names, layout, exact, parts)
 
 
-def _by_parameter(names: list[str], layout: Tensors, exact: Tensors, parts: Mapping[Part, Tensors]) -> Iterator[str]:
-    """Parts that are missing in some parameters, and others in others: shards that were not added up."""
-    found: dict[frozenset[Part], list[str]] = {}
-    for name in names:
-        if layout[name].numel() <= 2 * len(parts):  # to so few numbers any shares fit
-            continue
-        used, off = fitted({name: layout[name]}, parts)
-        if off < CLOSE:
-            there = frozenset(part for part, share in used.items() if abs(share) > 10 * CLOSE)
-            found.setdefault(there, []).append(name)
-    for there, some in found.items():
-        if len(there) < len(parts):
-            used, _ = fitted({n: layout[n] for n in some}, parts)
-            due, _ = fitted({n: exact[n] for n in some}, parts)
-            yield from _missing(used, due, some, exact)
+def _unreduced(wrong: Tensors, due: Shares, parts: Mapping[Part, Tensors], replicas: int) -> bool:
+    """Whether each number of the gradient is of one replica alone, of whichever: shards that were not added up."""
+    alone: list[Tensors] = [{} for _ in range(replicas)]
+    for (number, replica, _), part in parts.items():
+        weight = sum(share for other, share in due.items() if other[0] == number)
+        for name in wrong.keys() & part.keys():
+            alone[replica][name] = alone[replica].get(name, torch.zeros(())) + weight * part[name].double()
+    size = dot(wrong, wrong)
+    for scale in (1.0, 1 / replicas):  # they may have been divided all the same
+        off = 0.0
+        for name, one in wrong.items():
+            nearest = torch.stack([one.double() - scale * each.get(name, torch.zeros(())) for each in alone])
+            off += float(nearest.square().amin(dim=0).sum())
+        if off < CLOSE**2 * size:
+            return True
+    return False
 
 
 def _row_biases(notes: Notes) -> list[str]:

@@ -23,7 +23,7 @@ def of_norms(compared: Compared, notes: Notes) -> Iterator[str]:
     one = next(one for one in compared.norms if one.red)
     norm = notes.ranks[one.rank]["clipped_by"]
     text = f"rank {one.rank} clips by a norm of {norm:.6g}; that of all gradients is {one.size:.6g}"
-    counts = [what for what, other in _norms(notes, one.rank) if math.isclose(norm, other, rel_tol=CLOSE)]
+    counts = [what for what, other in _norms(notes, one.rank, one.size) if math.isclose(norm, other, rel_tol=CLOSE)]
     early = [
         f"it is of gradients that are added up over the {count} {what}, and not averaged yet"
         for what, count in (("batches of a step", notes.accumulate), ("replicas", notes.replicas))
@@ -33,9 +33,13 @@ def of_norms(compared: Compared, notes: Notes) -> Iterator[str]:
     yield f"{text}: {', or '.join(reasons)}" if reasons else text
 
 
-def _norms(notes: Notes, rank: int) -> Iterator[tuple[str, float]]:
+def _norms(notes: Notes, rank: int, true: float) -> Iterator[tuple[str, float]]:
     """Norms that count too little or too much, as the ranks' parts of the gradients make them."""
-    if "squares" not in notes.ranks[rank]:
+    if "squares" not in notes.ranks[rank]:  # a strategy that clips by itself
+        together = math.sqrt(sum(other["clipped_by"] ** 2 for other in notes.ranks))
+        size = notes.ranks[rank]["clipped_by"]
+        if math.isclose(together, true, rel_tol=CLOSE):
+            yield "it counts what this rank holds, not what the others do", size
         return
     dims = [name for name, size in notes.said("mesh").items() if size > 1]
     yield "it counts what this rank holds, not what the others do", _norm(notes, rank, [], [])

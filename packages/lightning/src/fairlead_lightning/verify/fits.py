@@ -54,4 +54,4 @@ def factor_of(tensors: Mapping[str, Any], exact: Tensors) -> tuple[float, float]
 
 def dot(one: Tensors, other: Tensors) -> float:
     """The inner product of two gradients, as one vector each."""
-    return sum(float((one[n] * other[n]).sum()) for n in one)
+    return sum(float((one[n].double() * other[n].double()).sum()) for n in one)

@@ -168,7 +168,7 @@ class LayoutProbe(Probe):
         self._said = {
             "placements": placements(pl_module) if not knows else {},
             "held": "whole on each rank" if not knows else None,
-            "stages": _stages(pl_module),
+            "stages": _stages(trainer.strategy),
             "micro_batches": 1,
             "mesh": dict(zip(mesh.mesh_dim_names, mesh.shape, strict=True)) if mesh is not None else {},
             "trainable": [name for name in parameters if name in trainable],
@@ -183,6 +183,8 @@ class LayoutProbe(Probe):
     def first_step(self, trainer: L.Trainer, optimizer: Any) -> None:
         """The norm by which gradients are clipped, found by clipping to much less than it should be, and undone."""
         self._said["micro_batches"] = getattr(trainer.strategy, "micro_batches", 1)
+        if hasattr(trainer.strategy, "clipping_norm"):  # it clips by itself, behind this
+            return
         if not isinstance(optimizer, Optimizer) or not _clips_by_norm(trainer):
             return
         squares = sum(float(grad.double().square().sum()) for grad in self.gradients.values())
@@ -209,7 +211,7 @@ class LayoutProbe(Probe):
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, *args: Any) -> None:
         """A strategy that clips by itself says behind the first step by which norm."""
         super().on_train_batch_end(trainer, pl_module, outputs, *args)
-        known = getattr(trainer.strategy, "clipping_norm", None)
+        known: Any = getattr(trainer.strategy, "clipping_norm", None)
         if known is not None and self._optimizers and "clipped_by" not in self._said and _clips_by_norm(trainer):
             norm = known()
             if norm is not None:
@@ -260,14 +262,14 @@ def _clips_by_norm(trainer: L.Trainer) -> bool:
     return bool(trainer.gradient_clip_val) and len(trainer.optimizers) == 1 and algorithm == "norm"
 
 
-def _stages(module: L.LightningModule) -> dict[str, list[int]]:
-    """The ranks that hold a parameter, of those that not all ranks hold."""
-    every = gather_objects([name for name, _ in module.named_parameters()])
+def _stages(strategy: Any) -> dict[str, list[int]]:
+    """The ranks that hold a parameter, in a pipeline."""
     held: dict[str, list[int]] = {}
-    for rank, names in enumerate(every):
-        for name in names:
-            held.setdefault(name, []).append(rank)
-    return {name: ranks for name, ranks in held.items() if len(ranks) < len(every)}
+    if hasattr(strategy, "own_parameters"):
+        for rank, names in enumerate(gather_objects(list(strategy.own_parameters()))):
+            for name in names:
+                held.setdefault(name, []).append(rank)
+    return held
 
 
 def _cut_over(tensor: Tensor) -> tuple[str, ...]:
