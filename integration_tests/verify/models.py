@@ -189,6 +189,5 @@ class MaskedStages(Stages):
 
 
 MODELS: dict[str, Callable[[], L.LightningModule]] = {
-    one.__name__: one
-    for one in (Net, Dead, Decays, Masked, MaskedStages, Norm, Random, Sequences, Stack, Stages)
+    one.__name__: one for one in (Net, Dead, Decays, Masked, MaskedStages, Norm, Random, Sequences, Stack, Stages)
 }

@@ -38,6 +38,8 @@ CASES = {
     "clipping by a part": Case("clipped_by_own_shard", "Stack", "tensor_parallel", {"plan": SPLIT}, clip=0.05),
     "context": Case("none", "Sequences", "hybrid", {"context": 2}, clip=0.05),
     "context off": Case("context_off", "Sequences", "hybrid", {"context": 2}, clip=0.05),
+    "context summed": Case("not_divided", "Sequences", "hybrid", {"context": 2}, clip=0.05),
+    "keys of own queries": Case("keys_of_own_queries", "Sequences", "hybrid", {"context": 2}, clip=0.05),
     "fsdp": Case("none", strategy="fsdp", clip=0.05),
     "decay, fsdp2": Case("none", "Decays", "fsdp2"),
     "decay, fsdp": Case("none", "Decays", "fsdp"),
@@ -88,6 +90,11 @@ def test_a_right_layout_is_equal(found: Judge, name: str) -> None:
         ),
         ("input gradient", "inlet.weight", "a sum over the ranks of `tensor` is missing in the backward pass"),
         ("norms under split sequences", "blocks.0.norm.weight", "each holds a partial sum, not added up"),
+        (
+            "context summed",
+            "inlet.weight",
+            "all gradients are 2 x those of one process: summed over the 2 ranks of `context`",
+        ),
         ("clipping by a part", "rank 0", "it counts what this rank holds, not what the others do"),
         ("a step left out", "inlet.weight", "rank 1 and rank 0 do not hold the same weights any more"),
         ("token mean", "inlet.weight", "a mean over unequal counts, averaged again"),
@@ -138,6 +145,16 @@ def test_context_parallelism_that_was_never_switched_on_is_red(found: Judge) -> 
         "context 2: no attention was computed over the ranks, each had whole sequences; "
         "context parallelism was never switched on"
     ]
+
+
+def test_a_wrong_gradient_of_attention_is_red(found: Judge) -> None:
+    """No share of any batch explains it; queries, and what is behind attention, are right."""
+    said = found("keys of own queries")
+    assert not said["ok"]
+    assert said["first"]["name"] == "inlet.weight"
+    assert "qkv.weight" in said["red"]
+    assert "head.weight" not in said["red"][: said["compared"]["gradients"]["red"]]
+    assert said["causes"] == ["none that is known: no factor, no missing part, no zeros"]
 
 
 def test_weight_decay_by_shape_is_another_training_in_flat_shards(found: Judge) -> None:
