@@ -23,7 +23,7 @@ from fairlead_strategies.deepspeed.runtime import DeepSpeedStrategy
 
 @contextmanager
 def divided_twice() -> Iterator[None]:
-    """The loss of a batch is divided by the batches of a step by Lightning, and by DeepSpeed again (Lightning's own)."""
+    """The loss of a batch is divided by the batches of a step twice, by Lightning and by DeepSpeed (Lightning's own)."""
     with patch.object(DeepSpeedStrategy, "backward", LightningDeepSpeedStrategy.backward):
         yield
 

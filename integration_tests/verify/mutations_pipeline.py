@@ -17,7 +17,8 @@ import fairlead_distributed.parallel.pipeline.pipeline as pipeline
 import fairlead_strategies.pipeline.model as model
 import fairlead_strategies.pipeline.runtime as runtime
 from fairlead_distributed import clip_grad_norm
-from fairlead_distributed.parallel.pipeline.pipeline import Pipeline
+from fairlead_distributed.parallel.pipeline import Pipeline, clip_grad_norm_over_stages
+from fairlead_distributed.parallel.pipeline.picture import schedule_class
 from fairlead_distributed.parallel.pipeline.stage import RunningStage
 from fairlead_strategies.pipeline.runtime import PipelineStrategy
 
@@ -38,27 +39,25 @@ def summed_over_micro_batches() -> Iterator[None]:
 @contextmanager
 def divided_twice() -> Iterator[None]:
     """Torch's schedule divides by the micro-batches once more (`scale_grads=True`)."""
-    real = pipeline.schedule_class
 
-    def schedule_class(*args: Any) -> Any:
-        return lambda *stages, **settings: real(*args)(*stages, **{**settings, "scale_grads": True})
+    def scaling(*args: Any) -> Any:
+        return lambda *stages, **settings: schedule_class(*args)(*stages, **{**settings, "scale_grads": True})
 
-    with patch.object(pipeline, "schedule_class", schedule_class):
+    with patch.object(pipeline, "schedule_class", scaling):
         yield
 
 
 @contextmanager
 def moving_average() -> Iterator[None]:
     """The scale meets what earlier batches of a step have left in `.grad` as well (torchtitan #1733)."""
-    real = model.add_gradients
 
-    def add_gradients(parameters: Any, gradients: Any) -> None:
-        real(parameters, gradients)
+    def halved(parameters: Any, gradients: Any) -> None:
+        pipeline.add_gradients(parameters, gradients)
         for one in parameters:
             if one.grad is not None:
                 one.grad.div_(2)
 
-    with patch.object(model, "add_gradients", add_gradients):
+    with patch.object(model, "add_gradients", halved):
         yield
 
 
@@ -79,13 +78,12 @@ def overwritten() -> Iterator[None]:
 @contextmanager
 def frozen(stage: int = 1) -> Iterator[None]:
     """What the backward pass of one rank has found is not handed to its parameters."""
-    real = model.add_gradients
 
-    def add_gradients(parameters: Any, gradients: Any) -> None:
+    def by_others(parameters: Any, gradients: Any) -> None:
         if dist.get_rank() != stage:
-            real(parameters, gradients)
+            pipeline.add_gradients(parameters, gradients)
 
-    with patch.object(model, "add_gradients", add_gradients):
+    with patch.object(model, "add_gradients", by_others):
         yield
 
 
@@ -115,10 +113,9 @@ def clipped_by_own_stage() -> Iterator[None]:
 @contextmanager
 def tied_counted_twice() -> Iterator[None]:
     """The norm counts a weight once for each stage that holds it."""
-    real = runtime.clip_grad_norm_over_stages
 
     def clip(parameters: Any, max_norm: float, *, group: Any, copies: Any) -> Tensor:
-        return real([*parameters, *copies], max_norm, group=group)
+        return clip_grad_norm_over_stages([*parameters, *copies], max_norm, group=group)
 
     with patch.object(runtime, "clip_grad_norm_over_stages", clip):
         yield

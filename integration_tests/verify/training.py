@@ -106,9 +106,9 @@ def _train(rank: int, world_size: int, case: Case, folder: Path) -> str:
             **quiet,
         )
         layout = getattr(strategy, "layout", None)
-        share = (layout.data_rank(rank), layout.data_parallel) if layout is not None else (rank, world_size)
+        replica, replicas = (layout.data_rank(rank), layout.data_parallel) if layout else (rank, world_size)
         tokens = (8,) if case.model in ("Stack", "Sequences") else ()
-        trainer.fit(MODELS[case.model](), data(*share, tokens, case.batches))
+        trainer.fit(MODELS[case.model](), data(replica, replicas, tokens, case.batches))
     return ""
 
 

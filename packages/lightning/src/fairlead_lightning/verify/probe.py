@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from fairlead.errors import ConfigError
 from fairlead_distributed._sharded import is_dtensor
 from fairlead_distributed.objects import gather_objects
-from fairlead_distributed.whole import placements, whole_buffers, whole_gradients, whole_parameters
+from fairlead_distributed.whole import placements, plain_name, whole_buffers, whole_gradients, whole_parameters
 from fairlead_lightning import compat
 from fairlead_lightning.verify.batches import detached, digest
 from fairlead_lightning.verify.neutral import local_batch_norms, without_dropout, without_ends
@@ -156,8 +156,10 @@ class LayoutProbe(Probe):
         """Rank 0's weights are those that the reference begins with."""
         parameters = _asked(trainer, "whole_parameters")
         start = {**parameters, **whole_buffers(pl_module)}
-        own = {name for name, p in pl_module.named_parameters() if p.requires_grad}
+        own = {plain_name(name) for name, p in pl_module.named_parameters() if p.requires_grad}
         trainable = set().union(*gather_objects(own))  # a stage of a pipeline is one rank's
+        if not trainable & parameters.keys():  # flat parameters have names of their own
+            trainable = set(parameters)
         contexts = [part.__dict__.get("_context_parallel") for part in pl_module.modules()]
         self._contexts = [one for one in contexts if one is not None]
         self._others["start"] = _unlike_rank_0(start)
