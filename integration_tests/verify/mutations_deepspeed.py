@@ -23,26 +23,20 @@ from fairlead_strategies.deepspeed.runtime import DeepSpeedStrategy
 
 @contextmanager
 def divided_twice() -> Iterator[None]:
-    """The loss of a batch is divided by the batches of a step twice, by Lightning and by DeepSpeed (Lightning's own)."""
+    """Lightning's own: it divides the loss by the batches of a step, and so does DeepSpeed."""
     with patch.object(DeepSpeedStrategy, "backward", LightningDeepSpeedStrategy.backward):
         yield
 
 
 @contextmanager
 def not_reduced() -> Iterator[None]:
-    """Stages 1 and 2: each rank has its part of its own gradient."""
+    """Stages 1 and 2: each rank keeps its part of its own gradient, and nothing is sent."""
 
-    def average_tensor(self: Any, tensor: Tensor, dtype: torch.dtype) -> None:
-        with patch.object(DeepSpeedZeroOptimizer, "allreduce_bucket", _own), patch("torch.distributed.all_reduce"):
-            real(self, tensor.mul_(2), dtype)
+    def own(self: Any, bucket: Any, *args: Any, **kwargs: Any) -> Any:
+        return self.flatten(bucket)
 
-    real = DeepSpeedZeroOptimizer.average_tensor
-    with patch.object(DeepSpeedZeroOptimizer, "average_tensor", average_tensor):
+    with patch.object(DeepSpeedZeroOptimizer, "allreduce_bucket", own):
         yield
-
-
-def _own(self: Any, bucket: Any, *args: Any, **kwargs: Any) -> Any:
-    return self.flatten(bucket)
 
 
 @contextmanager

@@ -14,7 +14,6 @@ import lightning.pytorch as L
 import torch
 from lightning.fabric.utilities.types import Steppable
 from torch import Tensor
-from torch.optim import Optimizer
 
 from fairlead.errors import ConfigError
 from fairlead_distributed._sharded import is_dtensor
@@ -22,12 +21,11 @@ from fairlead_distributed.objects import gather_objects
 from fairlead_distributed.whole import placements, plain_name, whole_buffers, whole_gradients, whole_parameters
 from fairlead_lightning import compat
 from fairlead_lightning.verify.batches import detached, digest
+from fairlead_lightning.verify.clipping import measured, told
 from fairlead_lightning.verify.neutral import local_batch_norms, without_dropout, without_ends
 from fairlead_lightning.verify.plan import START, Plan, batches_file, rank_file
 
 Tensors = dict[str, Tensor]
-_SMALL = 1e-3
-"""The clipping norm is measured with a limit of so many times the right one: below what a part of the model has."""
 
 
 class Probe(L.Callback):
@@ -183,41 +181,15 @@ class LayoutProbe(Probe):
         }
 
     def first_step(self, trainer: L.Trainer, optimizer: Any) -> None:
-        """The norm by which gradients are clipped, found by clipping to much less than it should be, and undone."""
+        """The norm by which gradients are clipped."""
         self._said["micro_batches"] = getattr(trainer.strategy, "micro_batches", 1)
-        if hasattr(trainer.strategy, "clipping_norm"):  # it clips by itself, behind this
-            return
-        if not isinstance(optimizer, Optimizer) or not _clips_by_norm(trainer):
-            return
-        squares = sum(float(grad.double().square().sum()) for grad in self.gradients.values())
-        limit = _SMALL * math.sqrt(gather_objects(squares)[0])  # the same on all ranks, as a limit is
-        if limit == 0:
-            return
-        gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        local = [_local(one) for one in gradients]
-        before = [one.clone() for one in local]
-        held: dict[tuple[str, ...], float] = {}
-        for gradient, one in zip(gradients, before, strict=True):
-            cut = _cut_over(gradient)
-            held[cut] = held.get(cut, 0.0) + float(one.double().square().sum())
-        self._said["squares"] = held
-        own = sum(held.values())
-        trainer.precision_plugin.clip_gradients(optimizer, limit)  # of all ranks together, whatever they have
-        if own == 0:
-            return
-        kept = sum(float((one.double() * was.double()).sum()) for one, was in zip(local, before, strict=True)) / own
-        for one, was in zip(local, before, strict=True):
-            one.copy_(was)
-        self._said["clipped_by"] = limit / kept if kept else math.inf
+        self._said |= measured(trainer, optimizer, self.gradients)
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, *args: Any) -> None:
         """A strategy that clips by itself says behind the first step by which norm."""
         super().on_train_batch_end(trainer, pl_module, outputs, *args)
-        known: Any = getattr(trainer.strategy, "clipping_norm", None)
-        if known is not None and self._optimizers and "clipped_by" not in self._said and _clips_by_norm(trainer):
-            norm = known()
-            if norm is not None:
-                self._said["clipped_by"] = float(norm)
+        if self._optimizers and "clipped_by" not in self._said:
+            self._said |= told(trainer)
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """All notes are left in the folder."""
@@ -259,11 +231,6 @@ def _asked(trainer: L.Trainer, what: str) -> Tensors:
     return read(trainer.lightning_module)
 
 
-def _clips_by_norm(trainer: L.Trainer) -> bool:
-    algorithm = str(trainer.gradient_clip_algorithm or "norm").rpartition(".")[2].lower()
-    return bool(trainer.gradient_clip_val) and len(trainer.optimizers) == 1 and algorithm == "norm"
-
-
 def _stages(strategy: Any) -> dict[str, list[int]]:
     """The ranks that hold a parameter, in a pipeline."""
     held: dict[str, list[int]] = {}
@@ -274,24 +241,12 @@ def _stages(strategy: Any) -> dict[str, list[int]]:
     return held
 
 
-def _cut_over(tensor: Tensor) -> tuple[str, ...]:
-    """The dimensions of the mesh whose ranks have a part of it each."""
-    if not is_dtensor(tensor):
-        return ()
-    names = tensor.device_mesh.mesh_dim_names or ()
-    return tuple(name for name, how in zip(names, tensor.placements, strict=True) if not how.is_replicate())
-
-
 def _place(module: L.LightningModule) -> dict[str, int]:
     """Where this rank is on each dimension of the mesh."""
     mesh = getattr(module, "device_mesh", None)
     if mesh is None:
         return {"ranks": module.global_rank}
     return dict(zip(mesh.mesh_dim_names, mesh.get_coordinate(), strict=True))
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if is_dtensor(tensor) else tensor
 
 
 def _start(parameter: Tensor) -> Tensor | None:
