@@ -21,13 +21,14 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+import fairlead_distributed.parallel._attention as attention
 import fairlead_distributed.parallel._layers as layers
 import fairlead_distributed.parallel.context as context
 import fairlead_distributed.parallel.tensor as tensor
 import fairlead_strategies.ddp_runtime as ddp_runtime
 import fairlead_strategies.mesh.parallelize as mesh_parallelize
 import fairlead_strategies.mesh.runtime as mesh_runtime
-from fairlead_distributed.parallel._comm import sum_over_ranks
+from fairlead_distributed.parallel._comm import gather_for_all, sum_over_ranks
 from fairlead_distributed.parallel._local import group_of, local, read_locally
 
 
@@ -201,6 +202,13 @@ def sequence_gradients_partial() -> Iterator[None]:
 def context_off() -> Iterator[None]:
     """Context parallelism is asked for and never switched on (accelerate #3856)."""
     with patch.object(context, "parallelize_context", lambda module, mesh, **settings: None):
+        yield
+
+
+@contextmanager
+def keys_of_own_queries() -> Iterator[None]:
+    """Keys and values get no gradient from the queries of other ranks (Megatron-LM #1464)."""
+    with patch.object(attention, "gather_for_parts", gather_for_all):
         yield
 
 

@@ -64,6 +64,25 @@ class Model(L.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=0.01)
 
 
+class Chain(L.LightningModule):
+    def __init__(self, dropout=0.0):
+        super().__init__()
+        layers = (torch.nn.Linear(6, 8), torch.nn.Tanh(), torch.nn.Linear(8, 6), torch.nn.Tanh(), torch.nn.Linear(6, 2))
+        self.net = torch.nn.Sequential(*layers)
+
+    def forward(self, x):
+        return self.net(x)
+
+    def pipeline_loss(self, output, y):
+        return torch.nn.functional.mse_loss(output, y)
+
+    def training_step(self, batch, index):
+        return self.pipeline_loss(self(batch["x"]), batch["y"])
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=0.01)
+
+
 class Broken(Model):
     def training_step(self, batch, index):
         raise ValueError("no luck in the step")
@@ -117,6 +136,37 @@ def test_a_fault_in_the_ranks_is_red(tmp_path: Path) -> None:
     assert found["ok"] is False
     assert found["first"]["name"] == "blocks.0.weight"
     assert found["causes"] == ["all gradients are 2 x those of one process: summed over the 2 replicas"]
+
+
+PLAN = {"net.0": "colwise", "net.2": "rowwise"}
+STRATEGIES: dict[str, tuple[int, dict[str, Any]]] = {
+    "ddp": (2, {"name": "ddp"}),
+    "fsdp": (2, {"name": "fsdp", "auto_wrap_policy": ["torch.nn:Linear"]}),
+    "fsdp2": (2, {"name": "fsdp2"}),
+    "tensor": (2, {"name": "tensor_parallel", "plan": PLAN}),
+    "hybrid": (4, {"name": "hybrid", "shard": 2, "tensor": 2, "plan": PLAN}),
+    "replicate and shard": (4, {"name": "hybrid", "replicate": 2, "shard": 2}),
+    "pipeline": (2, {"name": "pipeline_parallel"}),
+    "interleaved": (2, {"name": "pipeline_parallel", "schedule": "interleaved_1f1b"}),
+    "pipeline and shard": (4, {"name": "hybrid", "pipeline": 2, "shard": 2}),
+    "stage 1": (2, {"name": "deepspeed"}),
+    "stage 2": (2, {"name": "deepspeed_stage_2"}),
+    "stage 3": (2, {"name": "deepspeed_stage_3", "stage3_param_persistence_threshold": 0}),
+}
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("name", list(STRATEGIES))
+def test_each_strategy_is_equal(tmp_path: Path, name: str) -> None:
+    """Accumulating and clipping."""
+    devices, strategy = STRATEGIES[name]
+    call = verified(tmp_path, "--json", model="Chain", strategy=strategy, devices=devices, accumulate_grad_batches=2)
+    assert call.code == 0, call.text
+    found = json.loads(call.out)
+    assert found["layout"]["ranks"] == devices
+    assert found["alive"]["moved"] == 6
+    counts = {kind: one["count"] for kind, one in found["compared"].items() if kind != "losses"}
+    assert counts == {"gradients": 6, "clipping norm": devices, "weights": 6}
 
 
 @pytest.mark.soak  # what is refused, the tests of the comparing functions show too

@@ -1,12 +1,14 @@
-"""Small models under a mutation, on ranks and in one process, with the probe of `fairlead verify`."""
+"""Small models under a mutation, on ranks and in one process, as `fairlead verify` trains and judges them."""
 
 from __future__ import annotations
 
 import functools
+import importlib
 import importlib.util
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -15,164 +17,37 @@ from typing import Any
 import lightning.pytorch as L
 import torch
 from lightning.fabric.plugins.environments import TorchElasticEnvironment
-from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from fairlead_distributed.testing import run_ranks
+from fairlead_lightning.verify.notes import Notes
 from fairlead_lightning.verify.plan import Plan
 from fairlead_lightning.verify.probe import LayoutProbe
+from fairlead_lightning.verify.reference import Reference, References
+from fairlead_lightning.verify.verdict import judged
 from fairlead_strategies.ddp import DDPStrategyConfig
 from fairlead_strategies.ddp_runtime import build as build_ddp
+from fairlead_strategies.deepspeed.config import DeepSpeedStrategyConfig
 from fairlead_strategies.fsdp import FSDPStrategyConfig
 from fairlead_strategies.fsdp2 import FSDP2StrategyConfig
 from fairlead_strategies.fsdp_runtime import build as build_fsdp
 from fairlead_strategies.hybrid import HybridStrategyConfig
-from fairlead_strategies.mesh.build import build as build_mesh
+from fairlead_strategies.pipeline.build import build as build_mesh
+from fairlead_strategies.pipeline_parallel import PipelineParallelStrategyConfig
 from fairlead_strategies.tensor_parallel import TensorParallelStrategyConfig
-from integration_tests.verify import mutations
+from integration_tests.verify.models import MODELS
 
 STEPS = 3
 
 
-class Net(L.LightningModule):
-    """A residual network with dropout; Adam."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inlet = nn.Linear(6, 12)
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(12, 12), nn.Tanh()) for _ in range(3))
-        self.dropout = nn.Dropout(0.2)
-        self.head = nn.Linear(12, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.inlet(x)
-        for block in self.blocks:
-            x = x + self.dropout(block(x))
-        out: Tensor = self.head(x)
-        return out
-
-    def training_step(self, batch: list[Tensor], index: int) -> Tensor:
-        x, y = batch
-        return nn.functional.mse_loss(self.forward(x), y)
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.Adam(self.parameters(), lr=0.02)
-
-
-class Decays(Net):
-    """Weight decay on matrices, told by their shape."""
-
-    def configure_optimizers(self) -> Any:
-        every = list(self.parameters())
-        groups = [
-            {"params": [p for p in every if p.ndim >= 2], "weight_decay": 0.1},
-            {"params": [p for p in every if p.ndim < 2], "weight_decay": 0.0},
-        ]
-        return torch.optim.AdamW(groups, lr=0.02)
-
-
-class Sequences(Net):
-    """Attention over eight tokens, which context parallelism divides."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.qkv = nn.Linear(12, 36)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.inlet(x)
-        for block in self.blocks:
-            x = x + block(x)
-        q, k, v = self.qkv(x).view(*x.shape[:2], 3, 2, 6).permute(2, 0, 3, 1, 4)
-        y = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        out: Tensor = self.head(x + y.transpose(1, 2).reshape(x.shape))
-        return out.clone()  # torch warns of an output that is a view
-
-    def training_step(self, batch: list[Tensor], index: int) -> Tensor:
-        x, y = batch
-        loss: Tensor = nn.functional.mse_loss(self(x), y)  # the module's own call is what is divided
-        return loss
-
-
-class Dead(Net):
-    """Its loss is a number that no parameter has a part in, as the logarithm of a vocabulary's size."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return 0.0 * super().forward(x)
-
-
-class Masked(Net):
-    """A mean over the samples that are not masked, of which the replicas have different numbers."""
-
-    def training_step(self, batch: list[Tensor], index: int) -> Tensor:
-        x, y = batch
-        off = (self(x) - y).square().mean(dim=1)
-        kept = x[:, 0] > 0.2
-        mean: Tensor = off[kept].sum() / kept.sum().clamp(min=1)
-        return mean
-
-
-class Norm(Net):
-    """Batch norm over the batch of a rank."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.BatchNorm1d(12)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.head(self.norm(self.inlet(x)))
-        for block in self.blocks:  # used, and without an effect
-            out = out + 0.0 * block(self.inlet(x)).sum()
-        return out
-
-
-class Block(nn.Module):
-    """Two layers that are split as one, on each token alone."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(12)
-        self.up = nn.Linear(12, 24)
-        self.down = nn.Linear(24, 12)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = x + self.down(self.up(self.norm(x)).tanh())
-        return out
-
-
-class Stack(Net):
-    """Sequences of four tokens, through blocks whose layers can be split."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(2))
-        self.norm = nn.LayerNorm(12)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.inlet(x)
-        for block in self.blocks:
-            x = block(x)
-        out: Tensor = self.head(self.norm(x))
-        return out
-
-
-SPLIT = {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}
-SEQUENCE = {**SPLIT, "blocks.*.norm": "sequence", "blocks.0": "sequence_begin", "norm": "sequence_end"}
-
-
-class Random(Net):
-    """Noise that is no layer's."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x + 0.1 * torch.randn_like(x))
-
-
-MODELS: dict[str, Callable[[], L.LightningModule]] = {
-    one.__name__: one for one in (Net, Dead, Decays, Masked, Norm, Sequences, Stack, Random)
-}
-
-
 @dataclass(frozen=True)
 class Case:
-    """One training: a model, a strategy, settings of the Trainer, and what is done to it."""
+    """One training: a model, a strategy, settings of the Trainer, and what is done to it.
+
+    Attributes:
+        mutation: A function in `mutations.py`, or `pipeline.frozen` in `mutations_pipeline.py`.
+        batches: Of a replica, in its epoch.
+    """
 
     mutation: str
     model: str = "Net"
@@ -180,18 +55,26 @@ class Case:
     fields: dict[str, Any] = field(default_factory=dict)
     accumulate: int = 1
     clip: float | None = None
+    batches: int = 8
 
     @property
     def reference(self) -> str:
-        """Cases with the same one have the same reference."""
-        return f"{self.model} {self.accumulate} {self.clip}"
+        """Cases with the same one, and as many replicas, have the same reference."""
+        return f"{self.model} {self.accumulate} {self.clip} {self.batches}"
+
+    def mutated(self) -> AbstractContextManager[None]:
+        """What is done to this process meanwhile."""
+        where, _, name = self.mutation.rpartition(".")
+        module = importlib.import_module(f"integration_tests.verify.mutations{f'_{where}' if where else ''}")
+        made: AbstractContextManager[None] = getattr(module, name)()
+        return made
 
 
-def data(replica: int, replicas: int, tokens: tuple[int, ...], batch: int = 6) -> DataLoader[Any]:
+def data(replica: int, replicas: int, tokens: tuple[int, ...], batches: int, batch: int = 6) -> DataLoader[Any]:
     """A replica's share of each global batch; the same samples at every call."""
     generator = torch.Generator().manual_seed(7)
     x, y = (torch.randn(96, *tokens, size, generator=generator) for size in (6, 2))
-    mine = torch.arange(96).view(-1, replicas, batch)[:, replica].flatten()
+    mine = torch.arange(96).view(-1, replicas, batch)[:batches, replica].flatten()
     return DataLoader(TensorDataset(x[mine], y[mine]), batch_size=batch)
 
 
@@ -205,11 +88,12 @@ def _train(rank: int, world_size: int, case: Case, folder: Path) -> str:
     torch.manual_seed(100 + rank)
     quiet: dict[str, Any] = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
     folder.mkdir(exist_ok=True)
-    with getattr(mutations, case.mutation)():
+    with case.mutated():
+        strategy = _strategy(case, world_size)
         trainer = L.Trainer(
             accelerator="cpu",
             devices=world_size,
-            strategy=_strategy(case, world_size),
+            strategy=strategy,
             plugins=[TorchElasticEnvironment()],
             enable_checkpointing=False,
             limit_val_batches=0,
@@ -221,14 +105,19 @@ def _train(rank: int, world_size: int, case: Case, folder: Path) -> str:
             callbacks=[LayoutProbe(Plan("layout", str(folder)))],
             **quiet,
         )
-        together = case.strategy in ("tensor_parallel", "hybrid")  # both ranks have every sample
-        share = (0, 1) if together else (rank, world_size)
-        trainer.fit(MODELS[case.model](), data(*share, (8,) if case.model in ("Stack", "Sequences") else ()))
+        layout = getattr(strategy, "layout", None)
+        replica, replicas = (layout.data_rank(rank), layout.data_parallel) if layout else (rank, world_size)
+        tokens = (8,) if case.model in ("Stack", "Sequences") else ()
+        trainer.fit(MODELS[case.model](), data(replica, replicas, tokens, case.batches))
     return ""
 
 
 def _strategy(case: Case, world_size: int) -> Any:
     context = _stand_ins().context
+    if case.strategy == "deepspeed":
+        runtime: Any = importlib.import_module("fairlead_strategies.deepspeed.runtime")  # takes seconds
+        sharded = DeepSpeedStrategyConfig(**case.fields)
+        return runtime.build(sharded, context(sharded, devices=world_size, world_size=world_size))
     if case.strategy == "ddp":
         config = DDPStrategyConfig(**case.fields)
         return build_ddp(config, context(config, devices=world_size, world_size=world_size))
@@ -243,6 +132,7 @@ _MESH: dict[str, Any] = {
     "fsdp2": FSDP2StrategyConfig,
     "tensor_parallel": TensorParallelStrategyConfig,
     "hybrid": HybridStrategyConfig,
+    "pipeline_parallel": PipelineParallelStrategyConfig,
 }
 
 
@@ -289,3 +179,33 @@ class CaseBuild:
                 gradient_clip_val=self._case.clip,
                 callbacks=[callback],
             )
+
+
+class Judge:
+    """What `verify` says of cases: those of the same model and batches share their reference.
+
+    Args:
+        cases: All of them, trained on ranks in one start.
+        ranks: How many.
+        folder: Where the ranks leave their notes.
+        environ: Variables of the ranks.
+    """
+
+    def __init__(
+        self, cases: Mapping[str, Case], ranks: int, folder: Path, environ: Mapping[str, str] | None = None
+    ) -> None:
+        self._cases, self._folder = dict(cases), folder
+        self._measured: dict[str, References] = {}
+        run_ranks(train_cases, ranks, ranks, list(cases.values()), str(folder), timeout=240, env=environ)
+
+    def __call__(self, name: str) -> dict[str, Any]:
+        """The verdict on one case."""
+        case = self._cases[name]
+        notes = Notes.read(self._folder / str(list(self._cases).index(name)))
+        reference = Reference(CaseBuild(case), notes)
+        if case.mutation == "other_weights":  # from which its reference begins, too
+            return judged(notes, reference, reference.measure(2))
+        key = f"{case.reference} {notes.replicas}"
+        if key not in self._measured:
+            self._measured[key] = reference.measure(3)
+        return judged(notes, reference, self._measured[key])

@@ -36,7 +36,7 @@ def whole_parameters(module: nn.Module) -> dict[str, Tensor]:
 def whole_buffers(module: nn.Module) -> dict[str, Tensor]:
     """Each buffer, the ones that are not saved too, as `whole_parameters` has it."""
     base = module.module if isinstance(module, DistributedDataParallel) else module
-    return {_plain_name(name): _whole(buffer) for name, buffer in base.named_buffers()}
+    return {plain_name(name): _whole(buffer) for name, buffer in base.named_buffers()}
 
 
 def whole_gradients(module: nn.Module) -> dict[str, Tensor]:
@@ -82,11 +82,16 @@ def _named(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
         )
     base = module.module if isinstance(module, DistributedDataParallel) else module
     for name, parameter in base.named_parameters():
-        yield _plain_name(name), parameter
+        yield plain_name(name), parameter
 
 
-def _plain_name(name: str) -> str:
-    """`blocks.0._checkpoint_wrapped_module.up.weight` as `blocks.0.up.weight`."""
+def plain_name(name: str) -> str:
+    """The name of a parameter in the unsplit model.
+
+    Example:
+        >>> plain_name("blocks.0._checkpoint_wrapped_module.up.weight")
+        'blocks.0.up.weight'
+    """
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 

@@ -82,6 +82,31 @@ def shuffled(batch: Any, generator: torch.Generator) -> Any:
     return _mapped(batch, lambda tensor: tensor[order] if tensor.ndim else tensor, reordered)
 
 
+def pieces(batch: Any, count: int) -> list[Any] | None:
+    """Equal parts of its samples, in their order; None where the tensors have no first dimension that allows it.
+
+    Example:
+        >>> [one.tolist() for one in pieces(torch.arange(4), 2)]
+        [[0, 1], [2, 3]]
+    """
+    if count == 1:
+        return [batch]
+    sizes = {tensor.shape[0] if tensor.ndim else 0 for tensor in tensors(batch) if tensor.ndim}
+    size = sizes.pop() if len(sizes) == 1 else 0
+    if not size or size % count:
+        return None
+    rows = [slice(start, start + size // count) for start in range(0, size, size // count)]
+    return [_taken(batch, size, part) for part in rows]
+
+
+def _taken(batch: Any, size: int, rows: slice) -> Any:
+    def of_other(value: Any) -> Any:
+        fits = isinstance(value, list) and len(value) == size and not any(map(_holds_tensors, value))
+        return value[rows] if fits else value
+
+    return _mapped(batch, lambda tensor: tensor[rows] if tensor.ndim else tensor, of_other)
+
+
 def digest(batch: Any) -> str:
     """The same for batches of the same values; what is no tensor counts by its pickle."""
     found = hashlib.sha256()

@@ -14,14 +14,14 @@ import lightning.pytorch as L
 import torch
 from lightning.fabric.utilities.types import Steppable
 from torch import Tensor
-from torch.optim import Optimizer
 
 from fairlead.errors import ConfigError
 from fairlead_distributed._sharded import is_dtensor
 from fairlead_distributed.objects import gather_objects
-from fairlead_distributed.whole import placements, whole_buffers, whole_gradients, whole_parameters
+from fairlead_distributed.whole import placements, plain_name, whole_buffers, whole_gradients, whole_parameters
 from fairlead_lightning import compat
 from fairlead_lightning.verify.batches import detached, digest
+from fairlead_lightning.verify.clipping import measured, told
 from fairlead_lightning.verify.neutral import local_batch_norms, without_dropout, without_ends
 from fairlead_lightning.verify.plan import START, Plan, batches_file, rank_file
 
@@ -154,16 +154,22 @@ class LayoutProbe(Probe):
         """Rank 0's weights are those that the reference begins with."""
         parameters = _asked(trainer, "whole_parameters")
         start = {**parameters, **whole_buffers(pl_module)}
-        own = {name for name, p in pl_module.named_parameters() if p.requires_grad}
+        own = {plain_name(name) for name, p in pl_module.named_parameters() if p.requires_grad}
         trainable = set().union(*gather_objects(own))  # a stage of a pipeline is one rank's
+        if not trainable & parameters.keys():  # flat parameters have names of their own
+            trainable = set(parameters)
         contexts = [part.__dict__.get("_context_parallel") for part in pl_module.modules()]
         self._contexts = [one for one in contexts if one is not None]
         self._others["start"] = _unlike_rank_0(start)
         if trainer.global_rank == 0:
             torch.save(start, self._plan.folder / START)
         mesh = getattr(pl_module, "device_mesh", None)
+        knows = hasattr(trainer.strategy, "whole_parameters")  # of shards that are no DTensors
         self._said = {
-            "placements": placements(pl_module) if not hasattr(trainer.strategy, "whole_parameters") else {},
+            "placements": placements(pl_module) if not knows else {},
+            "held": "whole on each rank" if not knows else None,
+            "stages": _stages(trainer.strategy),
+            "micro_batches": 1,
             "mesh": dict(zip(mesh.mesh_dim_names, mesh.shape, strict=True)) if mesh is not None else {},
             "trainable": [name for name in parameters if name in trainable],
             "batch_norms": local_batch_norms(pl_module),
@@ -175,23 +181,15 @@ class LayoutProbe(Probe):
         }
 
     def first_step(self, trainer: L.Trainer, optimizer: Any) -> None:
-        """The norm by which gradients are clipped, found by clipping to half of what it should be, and undone."""
-        if not isinstance(optimizer, Optimizer) or not trainer.gradient_clip_val or len(trainer.optimizers) > 1:
-            return
-        if str(trainer.gradient_clip_algorithm or "norm").rpartition(".")[2].lower() != "norm":
-            return
-        whole = math.sqrt(sum(float(grad.double().square().sum()) for grad in self.gradients.values()))
-        local = [_local(p.grad) for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        before = [one.clone() for one in local]
-        own = sum(float(one.double().square().sum()) for one in before)
-        if whole == 0 or own == 0:
-            return
-        trainer.precision_plugin.clip_gradients(optimizer, whole / 2)
-        kept = sum(float((one.double() * was.double()).sum()) for one, was in zip(local, before, strict=True)) / own
-        for one, was in zip(local, before, strict=True):
-            one.copy_(was)
-        self._said["clipped_by"] = whole / 2 / kept if kept else math.inf
-        self._said["own_norm"] = math.sqrt(own)
+        """The norm by which gradients are clipped."""
+        self._said["micro_batches"] = getattr(trainer.strategy, "micro_batches", 1)
+        self._said |= measured(trainer, optimizer, self.gradients)
+
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, *args: Any) -> None:
+        """A strategy that clips by itself says behind the first step by which norm."""
+        super().on_train_batch_end(trainer, pl_module, outputs, *args)
+        if self._optimizers and "clipped_by" not in self._said:
+            self._said |= told(trainer)
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """All notes are left in the folder."""
@@ -203,6 +201,7 @@ class LayoutProbe(Probe):
         index, count = self._replica
         notes = {
             **self._said,
+            "place": _place(pl_module),
             "replica": index,
             "replicas": count,
             "losses": self.losses,
@@ -232,8 +231,22 @@ def _asked(trainer: L.Trainer, what: str) -> Tensors:
     return read(trainer.lightning_module)
 
 
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if is_dtensor(tensor) else tensor
+def _stages(strategy: Any) -> dict[str, list[int]]:
+    """The ranks that hold a parameter, in a pipeline."""
+    held: dict[str, list[int]] = {}
+    if hasattr(strategy, "own_parameters"):
+        for rank, names in enumerate(gather_objects(list(strategy.own_parameters()))):
+            for name in names:
+                held.setdefault(name, []).append(rank)
+    return held
+
+
+def _place(module: L.LightningModule) -> dict[str, int]:
+    """Where this rank is on each dimension of the mesh."""
+    mesh = getattr(module, "device_mesh", None)
+    if mesh is None:
+        return {"ranks": module.global_rank}
+    return dict(zip(mesh.mesh_dim_names, mesh.get_coordinate(), strict=True))
 
 
 def _start(parameter: Tensor) -> Tensor | None:

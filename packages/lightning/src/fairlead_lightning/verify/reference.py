@@ -13,7 +13,7 @@ import torch
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from fairlead.errors import ConfigError
-from fairlead_lightning.verify.batches import NotOneBatchError, detached, joined, shuffled
+from fairlead_lightning.verify.batches import NotOneBatchError, detached, joined, pieces, shuffled
 from fairlead_lightning.verify.notes import Notes
 from fairlead_lightning.verify.probe import ReferenceProbe, Tensors
 
@@ -114,13 +114,23 @@ class Reference:
         batches = [batch for step in zip(*self._notes.batches, strict=True) for batch in step]
         return self._train(batches, "64-true", by_replica=True)
 
-    def parts(self) -> dict[tuple[int, int], Tensors]:
-        """The first step's gradient of each (batch of a step, replica) alone."""
-        return {
-            (number, replica): self._train([batches[number]], "64-true", steps=1, accumulate=1).gradients
-            for replica, batches in enumerate(self._notes.batches)
-            for number in range(min(self._notes.accumulate, len(batches)))
-        }
+    def parts(self, count: int = 1) -> dict[tuple[int, int, int], Tensors]:
+        """The first step's gradient of each (batch of a step, replica, micro-batch) alone.
+
+        Args:
+            count: Into how many micro-batches a batch is cut; none of them where one cannot be cut so.
+        """
+        found = {}
+        for replica, batches in enumerate(self._notes.batches):
+            for number in range(min(self._notes.accumulate, len(batches))):
+                for at, piece in enumerate(pieces(batches[number], count) or ()):
+                    found[number, replica, at] = self._train([piece], "64-true", steps=1, accumulate=1).gradients
+        return found
+
+    def after(self, steps: int) -> Trained:
+        """The same training in float64, with fewer steps."""
+        batches, by_replica = self._batches([])
+        return self._train(batches, "64-true", by_replica, steps=steps)
 
     def with_start(self, factors: Mapping[str, float]) -> Tensors:
         """The first step's gradients, had some of the weights been a multiple of what they are."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any, Final
 
 _WIDTH: Final = 9
@@ -61,6 +61,17 @@ def _line(name: str, texts: list[str]) -> Iterator[str]:
         yield f"{name if number == 0 else '':<{_WIDTH}}{text}"
     if len(texts) > _SHOWN:
         yield f"{'':<{_WIDTH}}and {len(texts) - _SHOWN} more (--json)"
+
+
+def counted(names: Collection[str], every: Collection[str]) -> str:
+    """`2 of 10 parameters`."""
+    biases = all(name.endswith("bias") for name in names)
+    return f"{len(names)} of {len(every)} parameters{', all of them biases' if biases else ''}"
+
+
+def listed(numbers: Iterable[int]) -> str:
+    """`0, 2`."""
+    return ", ".join(map(str, sorted(numbers)))
 
 
 def _number(value: float | None, form: str) -> str:

@@ -56,7 +56,10 @@ def write_verdict(build: Build, plan: Plan) -> None:
 
 
 def _described(one: Difference, notes: Notes) -> dict[str, Any]:
-    held = "whole on each rank" if one.kind in ("gradient", "weight") else None
+    held = notes.said("held") if one.kind in ("gradient", "weight") else None
+    if one.name in notes.said("stages"):
+        ranks = notes.said("stages")[one.name]
+        held = f"by rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
     return {
         "what": one.kind,
         "name": one.name,

@@ -94,6 +94,11 @@ class DeepSpeedStrategy(LightningDeepSpeedStrategy):
         """
         return gradients(self.deepspeed_engine)
 
+    def clipping_norm(self) -> float | None:
+        """The norm of all gradients that DeepSpeed has clipped the last step by; None: it has not said."""
+        norm = self.deepspeed_engine.get_global_grad_norm()
+        return float(norm) if norm is not None else None
+
     def load_checkpoint(
         self, checkpoint_path: str | os.PathLike[str], weights_only: bool | None = None
     ) -> dict[str, Any]:

@@ -17,8 +17,8 @@ from fairlead_strategies.pipeline.stages import Names
 def gather(own: Mapping[str, Any], group: dist.ProcessGroup, device: torch.device, *, everyone: bool) -> dict[str, Any]:
     """The entries of all stages, tensors in CPU memory; of an entry that several have, that of the first.
 
-    A collective of all ranks. With `everyone` each rank has the whole in the end, else the first rank of a pipeline
-    has it, its own entries as they are, and the others nothing. One tensor travels at a time.
+    A collective of all ranks. With `everyone` each rank has the whole in the end, its own entries as it has them; else
+    the first rank of a pipeline has it, and the others nothing. One tensor travels at a time.
     """
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
     whole = {name: _whole(value) for name, value in own.items()}  # shards are gathered on all ranks of a stage
@@ -37,8 +37,9 @@ def gather(own: Mapping[str, Any], group: dist.ProcessGroup, device: torch.devic
             if everyone:
                 there = whole[name].to(device).contiguous() if rank == owner else _empty(shape, dtype, device)
                 dist.broadcast(there, group_src=owner, group=group)
+                mine = whole.get(name, there)  # of a weight that several hold, which may have come apart
                 # A copy: what is compared later must not be clipped or trained on meanwhile.
-                found[name] = there.to("cpu", copy=rank == owner)
+                found[name] = mine.to("cpu", copy=name in whole)
             elif rank == owner == 0:
                 found[name] = whole[name].detach().cpu()
             elif rank == owner:

@@ -69,6 +69,11 @@ class PipelineStrategy(RanksOnMesh, ModelParallelStrategy):
         agree_on_random_numbers(self._device_mesh, self.root_device)  # before the user's code draws a split of the data
 
     @property
+    def micro_batches(self) -> int:
+        """Into how many the last batch was cut."""
+        return self.pipelined.pipeline.parts if self.pipelined is not None else 1
+
+    @property
     def group(self) -> dist.ProcessGroup:
         """The ranks of this pipeline."""
         return self.device_mesh.get_group("pipeline")
@@ -201,15 +206,19 @@ class PipelineStrategy(RanksOnMesh, ModelParallelStrategy):
     # -- state
 
     def whole_parameters(self) -> dict[str, Tensor]:
-        """The parameters of all stages under the names of the whole model, in CPU memory; a collective of all ranks."""
-        return gather(self._own(), self.group, self.root_device, everyone=True)
+        """The parameters of all stages under the names of the whole model, in CPU memory; a collective of all ranks.
+
+        Of a weight that several stages hold each of them has its own.
+        """
+        return gather(self.own_parameters(), self.group, self.root_device, everyone=True)
 
     def whole_gradients(self) -> dict[str, Tensor]:
         """Their gradients, of those that have one; a collective of all ranks."""
-        own = {name: one.grad for name, one in self._own().items() if one.grad is not None}
+        own = {name: one.grad for name, one in self.own_parameters().items() if one.grad is not None}
         return gather(own, self.group, self.root_device, everyone=True)
 
-    def _own(self) -> dict[str, nn.Parameter]:
+    def own_parameters(self) -> dict[str, nn.Parameter]:
+        """This rank's, by their first name in the whole model."""
         assert self._split is not None
         assert self.lightning_module is not None
         return self._split.parameters(self.lightning_module)
@@ -224,7 +233,7 @@ class PipelineStrategy(RanksOnMesh, ModelParallelStrategy):
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The optimizer's state of all stages on rank 0, as one process has it; a collective of all ranks."""
         plain: Any = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
-        names = {id(one): name for name, one in self._own().items()}
+        names = {id(one): name for name, one in self.own_parameters().items()}
         found = gather(optimizer_entries(plain, names), self.group, self.root_device, everyone=False)
         if self.group.rank() != 0:
             return {}
@@ -256,7 +265,7 @@ class PipelineStrategy(RanksOnMesh, ModelParallelStrategy):
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """This rank's part of whole optimizer states, of any strategy."""
         for optimizer, groups, state in zip(self.optimizers, self._groups, checkpoint["optimizer_states"], strict=True):
-            optimizer.load_state_dict(local_optimizer_state(state, groups, self._own()))
+            optimizer.load_state_dict(local_optimizer_state(state, groups, self.own_parameters()))
         _to_device(self.optimizers, self.root_device)
 
     def teardown(self) -> None:

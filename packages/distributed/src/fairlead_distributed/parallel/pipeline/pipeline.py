@@ -85,6 +85,8 @@ class Pipeline:
         """Whether the ranks compare the next batch: one that loads others would train on inputs with wrong targets."""
         self.most_alive: list[int] = []
         """For each of this rank's stages, the most micro-batches whose activations the last step kept at once."""
+        self.parts = 1
+        """Into how many micro-batches the last batch was cut."""
         self._loss, self._weight, self._check_loss = loss, weight, check_loss
         self._laid_out: OrderedDict[Any, tuple[Any, list[RunningStage]]] = OrderedDict()
         self._targets: list[Any] = []
@@ -114,7 +116,7 @@ class Pipeline:
         call: Call = (inputs, kwargs)
         if self.check_next_batch:
             self.check_batch((call, target))
-        parts = choose_micro_batches(self.schedule, rows_of(call), self.ranks, self.asked)
+        parts = self.parts = choose_micro_batches(self.schedule, rows_of(call), self.ranks, self.asked)
         calls, self._targets = cut(call, parts), cut(target, parts)
         weights = [self._weigh(one, mine) for one, mine in zip(self._targets, calls, strict=True)]
         total = sum(weights)

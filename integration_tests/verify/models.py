@@ -1,0 +1,193 @@
+"""The small models that are verified."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import lightning.pytorch as L
+import torch
+from torch import Tensor, nn
+
+
+class Net(L.LightningModule):
+    """A residual network with dropout; Adam."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inlet = nn.Linear(6, 12)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(12, 12), nn.Tanh()) for _ in range(3))
+        self.dropout = nn.Dropout(0.2)
+        self.head = nn.Linear(12, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inlet(x)
+        for block in self.blocks:
+            x = x + self.dropout(block(x))
+        out: Tensor = self.head(x)
+        return out
+
+    def training_step(self, batch: list[Tensor], index: int) -> Tensor:
+        x, y = batch
+        return nn.functional.mse_loss(self.forward(x), y)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.parameters(), lr=0.02)
+
+
+class Decays(Net):
+    """Weight decay on matrices, told by their shape."""
+
+    def configure_optimizers(self) -> Any:
+        every = list(self.parameters())
+        groups = [
+            {"params": [p for p in every if p.ndim >= 2], "weight_decay": 0.1},
+            {"params": [p for p in every if p.ndim < 2], "weight_decay": 0.0},
+        ]
+        return torch.optim.AdamW(groups, lr=0.02)
+
+
+class Sequences(Net):
+    """Attention over eight tokens, which context parallelism divides."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(12, 36)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inlet(x)
+        for block in self.blocks:
+            x = x + block(x)
+        q, k, v = self.qkv(x).view(*x.shape[:2], 3, 2, 6).permute(2, 0, 3, 1, 4)
+        y = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        out: Tensor = self.head(x + y.transpose(1, 2).reshape(x.shape))
+        return out.clone()  # torch warns of an output that is a view
+
+    def training_step(self, batch: list[Tensor], index: int) -> Tensor:
+        x, y = batch
+        loss: Tensor = nn.functional.mse_loss(self(x), y)  # the module's own call is what is divided
+        return loss
+
+
+class Dead(Net):
+    """Its loss is a number that no parameter has a part in, as the logarithm of a vocabulary's size."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 0.0 * super().forward(x)
+
+
+class Masked(Net):
+    """A mean over the samples that are not masked, of which the replicas have different numbers."""
+
+    def training_step(self, batch: list[Tensor], index: int) -> Tensor:
+        x, y = batch
+        off = (self(x) - y).square().mean(dim=1)
+        kept = x[:, 0] > 0.2
+        mean: Tensor = off[kept].sum() / kept.sum().clamp(min=1)
+        return mean
+
+
+class Norm(Net):
+    """Batch norm over the batch of a rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(12)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.head(self.norm(self.inlet(x)))
+        for block in self.blocks:  # used, and without an effect
+            out = out + 0.0 * block(self.inlet(x)).sum()
+        return out
+
+
+class Block(nn.Module):
+    """Two layers that are split as one, on each token alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(12)
+        self.up = nn.Linear(12, 24)
+        self.down = nn.Linear(24, 12)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = x + self.down(self.up(self.norm(x)).tanh())
+        return out
+
+
+class Stack(Net):
+    """Sequences of four tokens, through blocks whose layers can be split."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.norm = nn.LayerNorm(12)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inlet(x)
+        for block in self.blocks:
+            x = block(x)
+        out: Tensor = self.head(self.norm(x))
+        return out
+
+
+SPLIT = {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}
+SEQUENCE = {**SPLIT, "blocks.*.norm": "sequence", "blocks.0": "sequence_begin", "norm": "sequence_end"}
+
+
+class Random(Net):
+    """Noise that is no layer's."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x + 0.1 * torch.randn_like(x))
+
+
+class Outlet(nn.Module):
+    """The way back to the width of the input, by the weights of the inlet."""
+
+    def __init__(self, inlet: nn.Linear) -> None:
+        super().__init__()
+        self.inlet = inlet
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x, self.inlet.weight.T)
+
+
+class Stages(Net):
+    """A network that says what its layers are; the first and the last but one share their weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inlet = nn.Linear(6, 12, bias=False)
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.head = nn.Linear(6, 2)
+        self.outlet = Outlet(self.inlet)
+
+    def pipeline_layers(self) -> list[nn.Module]:
+        return [self.inlet, *self.blocks, self.outlet, self.head]
+
+    def pipeline_loss(self, output: Tensor, y: Tensor) -> Tensor:
+        return nn.functional.mse_loss(output, y)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.pipeline_layers():
+            x = layer(x)
+        return x
+
+    def training_step(self, batch: list[Tensor], index: int) -> Tensor:
+        x, y = batch
+        return self.pipeline_loss(self(x), y)
+
+
+class MaskedStages(Stages):
+    """A mean over the samples that are not masked, without a word of how many of a micro-batch those are."""
+
+    def pipeline_loss(self, output: Tensor, y: Tensor) -> Tensor:
+        kept = y[:, 0] > -0.7
+        mean: Tensor = (output - y).square().mean(dim=1)[kept].sum() / kept.sum().clamp(min=1)
+        return mean
+
+
+MODELS: dict[str, Callable[[], L.LightningModule]] = {
+    one.__name__: one for one in (Net, Dead, Decays, Masked, MaskedStages, Norm, Random, Sequences, Stack, Stages)
+}

@@ -1,0 +1,118 @@
+"""`fairlead verify` under DeepSpeed: right stages are equal, and each fault of its own is found and named."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from integration_tests.verify.training import Case, Judge
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of DeepSpeed's own imports
+
+LAUNCHER = {"TORCHELASTIC_RUN_ID": "test", "GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1"}
+"""What torchrun sets besides."""
+
+
+def stage(number: int, mutation: str = "", **fields: Any) -> Case:
+    """Three batches to a step, and two left over at the end of the epoch, with which the third step is made."""
+    if number == 3:
+        fields["stage3_param_persistence_threshold"] = 0  # else parameters as small as these stay whole
+    name = f"deepspeed.{mutation}" if mutation else "none"
+    return Case(name, "Net", "deepspeed", {"stage": number, **fields}, accumulate=3, clip=0.05)
+
+
+RIGHT = {f"stage {number}": stage(number) for number in (2, 3)}
+FAULTS = {
+    "divided twice": stage(2, "divided_twice"),
+}
+MORE_RIGHT = {
+    "stage 1": stage(1),
+    "stage 0": stage(0),
+    "stage 2, offload": stage(2, offload_optimizer=True),
+    "stage 3, offload": stage(3, offload_optimizer=True, offload_parameters=True),
+}
+MORE_FAULTS = {
+    "rest dropped": stage(1, "rest_of_the_epoch_dropped"),
+    "clipping": stage(2, "clipped_before_the_division"),
+    "summed": stage(2, "summed"),
+    "not reduced": stage(1, "not_reduced"),
+    "divided twice, stage 1": stage(1, "divided_twice"),
+    "divided twice, stage 3": stage(3, "divided_twice"),
+    "not reduced, stage 2": stage(2, "not_reduced"),
+    "not reduced, stage 3": stage(3, "not_reduced_3"),
+    "summed, stage 1": stage(1, "summed"),
+    "clipping by the own shard": stage(3, "clipped_by_own_shard"),
+    "rest dropped, stage 3": stage(3, "rest_of_the_epoch_dropped"),
+}
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> Judge:
+    """The cases on two ranks, in one start of them."""
+    return Judge(RIGHT | FAULTS, 2, tmp_path_factory.mktemp("cases"), LAUNCHER)
+
+
+@pytest.fixture(scope="module")
+def more(tmp_path_factory: pytest.TempPathFactory) -> Judge:
+    """Those that are left to `nox -s soak`."""
+    return Judge(MORE_RIGHT | MORE_FAULTS, 2, tmp_path_factory.mktemp("more"), LAUNCHER)
+
+
+def require_named(said: dict[str, Any], first: str, cause: str) -> None:
+    assert not said["ok"]
+    assert said["first"]["name"] == first
+    assert any(cause in one for one in said["causes"]), said["causes"]
+
+
+@pytest.mark.parametrize("name", list(RIGHT))
+def test_a_right_stage_is_equal(found: Judge, name: str) -> None:
+    """The norm that DeepSpeed clips by, too; the last step is of two batches."""
+    said = found(name)
+    assert said["ok"], said
+    assert said["alive"]["moved"] == 10
+    counts = {kind: one["count"] for kind, one in said["compared"].items()}
+    assert counts == {"gradients": 10, "clipping norm": 2, "weights": 10, "losses": 3}
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("name", list(MORE_RIGHT))
+def test_more_stages_are_equal(more: Judge, name: str) -> None:
+    said = more(name)
+    assert said["ok"], said
+    assert said["alive"]["moved"] == 10
+
+
+@pytest.mark.parametrize(
+    ("name", "first", "cause"),
+    [
+        ("divided twice", "inlet.weight", "divided by the 3 batches of a step once too often"),
+    ],
+)
+def test_a_fault_is_found_and_named(found: Judge, name: str, first: str, cause: str) -> None:
+    require_named(found(name), first, cause)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(
+    ("name", "first", "cause"),
+    [
+        (
+            "rest dropped",
+            "inlet.weight",
+            "after 2 of 3 steps: the last one is lost, which is of the 2 batches left over",
+        ),
+        ("clipping", "rank 0", "of gradients that are added up over the 3 batches of a step, and not averaged yet"),
+        ("summed", "inlet.weight", "all gradients are 2 x those of one process: summed over the 2 replicas"),
+        ("not reduced", "inlet.weight", "each number of it is of the batch of one replica alone: not reduced over the"),
+        ("divided twice, stage 1", "inlet.weight", "divided by the 3 batches of a step once too often"),
+        ("divided twice, stage 3", "inlet.weight", "divided by the 3 batches of a step once too often"),
+        ("not reduced, stage 2", "inlet.weight", "of one replica alone: not reduced over the replicas"),
+        ("not reduced, stage 3", "inlet.weight", "of one replica alone: not reduced over the replicas"),
+        ("summed, stage 1", "inlet.weight", "summed over the 2 replicas"),
+        ("clipping by the own shard", "rank 0", "it counts what this rank holds, not what the others do"),
+        ("rest dropped, stage 3", "inlet.weight", "after 2 of 3 steps: the last one is lost"),
+    ],
+)
+def test_more_faults_are_found_and_named(more: Judge, name: str, first: str, cause: str) -> None:
+    require_named(more(name), first, cause)

@@ -1,0 +1,109 @@
+"""`fairlead verify` on several dimensions at once: right ones are equal, and clipping over some of them is named."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from integration_tests.verify.models import SEQUENCE, SPLIT
+from integration_tests.verify.training import Case, Judge
+
+
+def hybrid(mutation: str = "none", model: str = "Stack", accumulate: int = 1, **sizes: Any) -> Case:
+    return Case(mutation, model, "hybrid", sizes, accumulate, 0.05)
+
+
+PAIR: dict[str, Any] = {"shard": 2, "tensor": 2, "plan": SPLIT}
+STAGES: dict[str, Any] = {"model": "Stages", "pipeline": 2, "micro_batches": 3, "split": [2]}
+RIGHT = {"shard and tensor": hybrid(**PAIR)}
+FAULTS = {
+    "over shard": hybrid("hybrid.clipped_over_shard", **PAIR),
+    "over tensor": hybrid("hybrid.clipped_over_tensor", **PAIR),
+}
+MORE_RIGHT = {
+    "pipeline and shard": hybrid(**STAGES, shard=2),
+    "accumulating": hybrid(**PAIR, accumulate=2),
+    "sequence": hybrid(shard=2, tensor=2, plan=SEQUENCE, sequence_parallel=True),
+    "replicate and shard": hybrid(model="Net", replicate=2, shard=2),
+    "replicate and tensor": hybrid(replicate=2, shard=1, tensor=2, plan=SPLIT),
+    "shard and context": hybrid(model="Sequences", shard=2, context=2),
+    "pipeline and tensor": hybrid(**STAGES, shard=1, tensor=2, plan=SPLIT),
+    "pipeline and replicate": hybrid(**STAGES, shard=1, replicate=2),
+}
+MORE_FAULTS = {
+    "counted twice": hybrid("hybrid.replicated_counted_twice", **PAIR),
+    "own shard": hybrid("clipped_by_own_shard", **PAIR),
+    "summed": hybrid("not_divided", **PAIR),
+    "row bias": hybrid("row_bias_on_each_rank", **PAIR),
+    "input gradient": hybrid("input_gradient_partial", **PAIR),
+    "own stage": hybrid("pipeline.clipped_by_own_stage", **STAGES, shard=2),
+    "tied apart": hybrid("pipeline.tied_apart", **STAGES, shard=2),
+    "overwritten": hybrid("pipeline.overwritten", **STAGES, shard=1, replicate=2),
+    "stage frozen": hybrid("pipeline.frozen_first", **STAGES, shard=1, replicate=2),
+}
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> Judge:
+    """The cases on four ranks, in one start of them."""
+    return Judge(RIGHT | FAULTS, 4, tmp_path_factory.mktemp("cases"))
+
+
+@pytest.fixture(scope="module")
+def more(tmp_path_factory: pytest.TempPathFactory) -> Judge:
+    """Those that are left to `nox -s soak`."""
+    return Judge(MORE_RIGHT | MORE_FAULTS, 4, tmp_path_factory.mktemp("more"))
+
+
+def require_named(said: dict[str, Any], first: str, cause: str) -> None:
+    assert not said["ok"]
+    assert said["first"]["name"] == first
+    assert any(cause in one for one in said["causes"]), said["causes"]
+
+
+def test_a_right_layout_is_equal(found: Judge) -> None:
+    said = found("shard and tensor")
+    assert said["ok"], said
+    assert said["alive"]["moved"] == 18
+    counts = {kind: one["count"] for kind, one in said["compared"].items()}
+    assert counts == {"gradients": 18, "clipping norm": 4, "weights": 18, "losses": 3}
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("name", list(MORE_RIGHT))
+def test_more_layouts_are_equal(more: Judge, name: str) -> None:
+    said = more(name)
+    assert said["ok"], said
+    assert said["alive"]["moved"] >= 10
+    assert not said["alive"]["still"]
+
+
+@pytest.mark.parametrize(
+    ("name", "first", "cause"),
+    [
+        ("over shard", "rank 0", "it counts what the ranks of `shard` hold, not what those of `tensor` do"),
+        ("over tensor", "rank 0", "it counts what the ranks of `tensor` hold, not what those of `shard` do"),
+    ],
+)
+def test_a_fault_is_found_and_named(found: Judge, name: str, first: str, cause: str) -> None:
+    require_named(found(name), first, cause)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(
+    ("name", "first", "cause"),
+    [
+        ("counted twice", "rank 0", "it counts what the ranks of `tensor` hold alike once for each of them"),
+        ("own shard", "rank 0", "it counts what this rank holds, not what the others do"),
+        ("summed", "inlet.weight", "all gradients are 2 x those of one process: summed over the 2 replicas"),
+        ("row bias", "inlet.weight", "added once by each of the 2 ranks of `tensor`"),
+        ("input gradient", "inlet.weight", "a sum over the ranks of `tensor` is missing in the backward pass"),
+        ("own stage", "rank 0", "it counts what the ranks of `shard` hold, not what those of `pipeline` do"),
+        ("tied apart", "inlet.weight", "a weight that several stages hold: what each of them has is not added up"),
+        ("overwritten", "inlet.weight", "only the last of the 3 micro-batches of a batch is in it"),
+        ("stage frozen", "blocks.0.norm.weight", "no gradient reaches 6 of 15 parameters"),
+    ],
+)
+def test_more_faults_are_found_and_named(more: Judge, name: str, first: str, cause: str) -> None:
+    require_named(more(name), first, cause)

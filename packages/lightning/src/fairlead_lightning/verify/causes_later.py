@@ -1,0 +1,111 @@
+"""Why the clipping norm or the weights differ, where the gradients of the first step are right."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+from typing import Final
+
+from fairlead_lightning.verify.compare import Compared
+from fairlead_lightning.verify.fits import CLOSE, factor_of
+from fairlead_lightning.verify.neutral import flat
+from fairlead_lightning.verify.notes import Notes, Tensors
+from fairlead_lightning.verify.reference import Reference, References, apart
+from fairlead_lightning.verify.text import counted, listed
+
+_ROUGHLY: Final = 0.25
+"""The distance below which an explanation holds of what steps of an optimizer have changed since."""
+
+
+def of_norms(compared: Compared, notes: Notes) -> Iterator[str]:
+    """What the norm counts that a rank clips by; of the first rank with a wrong one."""
+    one = next(one for one in compared.norms if one.red)
+    norm = notes.ranks[one.rank]["clipped_by"]
+    text = f"rank {one.rank} clips by a norm of {norm:.6g}; that of all gradients is {one.size:.6g}"
+    counts = [what for what, other in _norms(notes, one.rank, one.size) if math.isclose(norm, other, rel_tol=CLOSE)]
+    early = [
+        f"it is of gradients that are added up over the {count} {what}, and not averaged yet"
+        for what, count in (("batches of a step", notes.accumulate), ("replicas", notes.replicas))
+        if count > 1 and math.isclose(norm, one.size * count, rel_tol=CLOSE)
+    ]
+    reasons = [*counts[:1], *early]
+    yield f"{text}: {', or '.join(reasons)}" if reasons else text
+
+
+def _norms(notes: Notes, rank: int, true: float) -> Iterator[tuple[str, float]]:
+    """Norms that count too little or too much, as the ranks' parts of the gradients make them."""
+    if "squares" not in notes.ranks[rank]:  # a strategy that clips by itself
+        together = math.sqrt(sum(other["clipped_by"] ** 2 for other in notes.ranks))
+        size = notes.ranks[rank]["clipped_by"]
+        if math.isclose(together, true, rel_tol=CLOSE):
+            yield "it counts what this rank holds, not what the others do", size
+        return
+    dims = [name for name, size in notes.said("mesh").items() if size > 1]
+    yield "it counts what this rank holds, not what the others do", _norm(notes, rank, [], [])
+    for size in range(1, len(dims)):
+        for some in itertools.combinations(dims, size):
+            left = [name for name in dims if name not in some]
+            text = f"it counts what the ranks of {_of(some)} hold, not what those of {_of(left)} do"
+            yield text, _norm(notes, rank, list(some), [])
+    for size in range(1, len(dims) + 1):
+        for some in itertools.combinations(dims, size):
+            text = f"it counts what the ranks of {_of(some)} hold alike once for each of them"
+            yield text, _norm(notes, rank, dims, list(some))
+
+
+def _norm(notes: Notes, rank: int, over: list[str], again: list[str]) -> float:
+    """Of what the ranks have that lie beside this one: on `over` what is cut there, on `again` everything."""
+    own = notes.ranks[rank]["place"]
+    total = 0.0
+    for other in notes.ranks:
+        apart_on = [name for name, index in other["place"].items() if index != own[name]]
+        for cut, square in other.get("squares", {}).items():
+            cut_on = {name for flattened in cut for name in own if name in flattened.split("_")}
+            total += square if all(d in again or (d in over and d in cut_on) for d in apart_on) else 0.0
+    return math.sqrt(total)
+
+
+def _of(dims: list[str] | tuple[str, ...]) -> str:
+    return " and ".join(f"`{name}`" for name in dims)
+
+
+def of_weights(compared: Compared, notes: Notes, references: References, reference: Reference) -> Iterator[str]:
+    """What the steps of the optimizer have done otherwise."""
+    red = [one for one in compared.weights if one.red]
+    still = [one.name for one in red if one.rank == 0 and one.name in compared.still]
+    exact = references.exact.weights
+    if still:
+        text = f"{counted(still, exact)} do not move: {flat(still)}"
+        yield f"{text}; the optimizer does not have them, or their step is lost"
+        return
+    ranks = sorted({one.rank for one in red if one.rank})
+    if ranks:
+        yield f"rank{'s' if len(ranks) > 1 else ''} {listed(ranks)} and rank 0 do not hold the same weights any more"
+    start = notes.start
+    apart_by = {one.name: notes.said("weights")[one.name].double() - exact[one.name] for one in red if one.rank == 0}
+    decays = {name: one for name, one in apart_by.items() if factor_of({name: one}, start)[1] < _ROUGHLY}
+    if decays:
+        text = f"{flat(list(decays))} differ by {factor_of(decays, start)[0]:+.2g} x what they began as"
+        yield (
+            f"{text}: weight decay reaches other parameters; where groups are made by p.ndim or p.shape, a flat shard "
+            "of a matrix (FSDP's) is a vector"
+        )
+        return
+    moves = {one.name: notes.said("weights")[one.name].double() - start[one.name] for one in red if one.rank == 0}
+    if moves:
+        steps = len(references.exact.losses)
+        if steps > 1 and apart(moves, _moves(reference.after(steps - 1).weights, start, moves)) < CLOSE:
+            left = len(notes.batches[0]) % notes.accumulate
+            text = f"the weights are those of one process after {steps - 1} of {steps} steps: the last one is lost"
+            yield text + (f", which is of the {left} batches left over at the end of the epoch" if left else "")
+            return
+        factor, off = factor_of(moves, _moves(exact, start, moves))
+        if off < CLOSE:
+            yield f"the steps are {factor:.4g} x those of one process: the learning rate, or how gradients are clipped"
+    if not ranks:
+        yield "the gradients of the first step are the same: the optimizer's step, clipping, or a later batch differs"
+
+
+def _moves(weights: Tensors, start: Tensors, names: Tensors) -> Tensors:
+    return {name: weights[name].double() - start[name] for name in names}
