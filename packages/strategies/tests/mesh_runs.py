@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
+from fairlead_distributed.whole import whole_gradients, whole_parameters
 from fairlead_strategies.mesh.build import build
 from fairlead_strategies.mesh.config import MeshStrategyConfig
 
@@ -144,6 +145,7 @@ def _data() -> TensorDataset:
 
 
 DATA = _data()
+KINDS: dict[str, type[Net]] = {"Net": Net, "Text": Text}
 
 
 class Count(pl.Callback):
@@ -172,11 +174,11 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def gradients(net: nn.Module) -> dict[str, Tensor]:
-    return {name: whole(p.grad) for name, p in net.named_parameters() if p.grad is not None}
+    return {name: grad.to(torch.float64) for name, grad in whole_gradients(net).items()}
 
 
 def weights(net: nn.Module) -> dict[str, Tensor]:
-    return {name: whole(p) for name, p in net.named_parameters()}
+    return {name: weight.to(torch.float64) for name, weight in whole_parameters(net).items()}
 
 
 def trainer(strategy: Any, **options: Any) -> pl.Trainer:
@@ -199,7 +201,7 @@ def strategy(config: MeshStrategyConfig, **changes: Any) -> Any:
 
 def seeded(seed: int, kind: str = "Net", **options: Any) -> Net:
     torch.manual_seed(seed)
-    net: Net = {"Net": Net, "Text": Text}[kind](**options)
+    net: Net = KINDS[kind](**options)
     return net
 
 

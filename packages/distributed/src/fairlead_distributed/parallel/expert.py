@@ -236,8 +236,18 @@ def _divide(mixture: nn.Module, mesh: DeviceMesh, own: range) -> None:
     for number, expert in enumerate(experts):
         if number not in own:
             experts[number] = AbsentExpert(expert, number // len(own))
+    experts.__class__ = derived(type(experts), _OwnExperts)
     mixture.__dict__["_expert_mesh"] = mesh
     mixture.__class__ = derived(type(mixture), _DividedMixture)
+
+
+class _OwnExperts(nn.ModuleList):
+    """What the list of experts becomes: it can be called, so that `fully_shard` may gather it as one unit."""
+
+    def forward(self, rows: Tensor, counts: list[int]) -> Tensor:
+        """The outputs of this rank's experts, each for so many of the rows; all take part, also with none."""
+        here = [expert for expert in self if not isinstance(expert, AbsentExpert)]
+        return torch.cat([expert(part) for expert, part in zip(here, torch.split(rows, counts), strict=True)])
 
 
 class _DividedMixture(nn.Module):
@@ -261,9 +271,7 @@ class _DividedMixture(nn.Module):
         by_expert = owner.argsort(stable=True)
         # The ranks' losses are averaged, and these experts see the tokens of all.
         rows = scale_gradient(rows.index_select(0, by_expert), ranks)
-        parts = torch.split(rows, arriving.sum(0).tolist())
-        here = [expert for expert in experts if not isinstance(expert, AbsentExpert)]
-        outputs = torch.cat([expert(part) for expert, part in zip(here, parts, strict=True)])
+        outputs = experts(rows, arriving.sum(0).tolist())
         outputs = scale_gradient(outputs, 1 / ranks).index_select(0, by_expert.argsort())
         outputs = all_to_all(outputs, received, sent, group) * weights.flatten()[order].unsqueeze(-1)
         return torch.zeros_like(tokens).index_add(0, order // top, outputs.to(tokens.dtype)).view_as(x)

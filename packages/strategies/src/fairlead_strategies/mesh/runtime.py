@@ -12,6 +12,7 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies import ModelParallelStrategy
+from lightning.pytorch.strategies.strategy import Strategy
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
@@ -29,6 +30,7 @@ from fairlead_strategies.mesh.fields import TensorPlanConfig
 from fairlead_strategies.mesh.parallelize import parallelize
 from fairlead_strategies.mesh.ranks import RanksOnMesh
 from fairlead_strategies.mesh.units import is_parallelised
+from fairlead_strategies.mesh.whole import cut_model, cut_optimizer, model_on_first_rank, optimizer_on_first_rank
 
 STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
@@ -161,13 +163,23 @@ class MeshStrategy(RanksOnMesh, ModelParallelStrategy):
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The weights: shards where they are, or as Lightning gathers them."""
         assert self.model is not None
-        return get_model_state_dict(self.model) if self._saves_shards else super().lightning_module_state_dict()
+        if self._saves_shards:
+            return get_model_state_dict(self.model)
+        if self._gathers_experts:
+            return model_on_first_rank(self.model, self.root_device)
+        return super().lightning_module_state_dict()
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The optimizer's own state with shards in it, or as Lightning gathers it."""
-        if not self._saves_shards:
-            return super().optimizer_state(optimizer)
-        return (optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer).state_dict()
+        plain: Any = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+        if self._gathers_experts:
+            return optimizer_on_first_rank(plain, self.root_device)
+        return plain.state_dict() if self._saves_shards else super().optimizer_state(optimizer)
+
+    @property
+    def _gathers_experts(self) -> bool:
+        """Whether rank 0 is to have the whole of what Lightning cannot gather."""
+        return self.layout.expert > 1 and not (self._saves_shards or self._save_distributed_checkpoint)
 
     def load_checkpoint(
         self, checkpoint_path: str | os.PathLike[str], weights_only: bool | None = None
@@ -183,12 +195,16 @@ class MeshStrategy(RanksOnMesh, ModelParallelStrategy):
         found = None
         if path.is_dir() and isinstance(io, ShardedLoads):
             found = io.load_shards(path, destinations(self.model, self.optimizers), weights_only)
+        if found is None and self.layout.expert > 1 and not path.is_dir():
+            found = Strategy.load_checkpoint(self, path, weights_only)
+            found["state_dict"] = cut_model(found["state_dict"], self.model)
+            states = zip(self.optimizers, found.get("optimizer_states", []), strict=False)
+            found["optimizer_states"] = [cut_optimizer(state, optimizer) for optimizer, state in states]
         if found is None:
             with tuples_kept(self.optimizers):
                 return super().load_checkpoint(path, weights_only)
         self.model.load_state_dict(found.pop("state_dict"), strict=self.lightning_module.strict_loading)
-        states = found.pop("optimizer_states", [])
-        for optimizer, state in zip(self.optimizers, states, strict=False):
+        for optimizer, state in zip(self.optimizers, found.pop("optimizer_states", []), strict=False):
             optimizer.load_state_dict(state)
         return found
 
