@@ -280,12 +280,16 @@ def through_layouts(configs: list[MeshStrategyConfig], folder: Path, **options: 
     return apart(weights(end), weights(alone(max_epochs=epochs, **options)))
 
 
-def held(config: MeshStrategyConfig) -> dict[str, Any]:
+def held(config: MeshStrategyConfig, **options: Any) -> dict[str, Any]:
     """Elements that this rank holds of each weight and of Adam's first moment, and how large each weight is."""
-    loop, net = fit(config)
+    loop, net = fit(config, **options)
     moments = {id(p): state["exp_avg"] for p, state in loop.optimizers[0].state.items()}
     return {
-        name: (parameter.to_local().numel(), moments[id(parameter)].to_local().numel(), parameter.numel())
+        name: (
+            parameter.to_local().numel(),
+            moments[id(parameter)].to_local().numel() if id(parameter) in moments else 0,
+            parameter.numel(),
+        )
         for name, parameter in net.named_parameters()
         if isinstance(parameter, DTensor)
     }

@@ -75,9 +75,9 @@ def _entry(name: str, tensor: Tensor | None) -> _Entry:
         return name, "None", "", b""
     shard, local = "", tensor.detach()
     if is_dtensor(tensor):
-        at = list(tensor.device_mesh.get_coordinate() or ())
-        cuts = [(d, c) for d, (c, p) in enumerate(zip(at, tensor.placements, strict=True)) if not p.is_replicate()]
-        shard, local = str(cuts) if cuts else "", tensor.to_local().detach()
+        at, local = tensor.device_mesh.get_coordinate(), tensor.to_local().detach()
+        cuts = [(d, c) for d, (c, p) in enumerate(zip(at or (), tensor.placements)) if not p.is_replicate()]
+        shard = "elsewhere" if at is None else str(cuts) if cuts else ""
     flat = local.contiguous().cpu().view(-1).view(torch.uint8)
     return name, f"{tensor.dtype} {tuple(tensor.shape)}", shard, hashlib.sha256(flat.numpy().data).digest()[:16]
 

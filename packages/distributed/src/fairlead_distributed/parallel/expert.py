@@ -274,4 +274,6 @@ class _DividedMixture(nn.Module):
         outputs = experts(rows, arriving.sum(0).tolist())
         outputs = scale_gradient(outputs, 1 / ranks).index_select(0, by_expert.argsort())
         outputs = all_to_all(outputs, received, sent, group) * weights.flatten()[order].unsqueeze(-1)
-        return torch.zeros_like(tokens).index_add(0, order // top, outputs.to(tokens.dtype)).view_as(x)
+        out = torch.zeros_like(tokens).index_add(0, order // top, outputs.to(tokens.dtype))
+        # A copy: what is done in place to a view drops the hooks of a mixture that `fully_shard` was applied to.
+        return out if x.ndim == 2 else out.view_as(x).clone()

@@ -30,7 +30,13 @@ from fairlead_strategies.mesh.fields import TensorPlanConfig
 from fairlead_strategies.mesh.parallelize import parallelize
 from fairlead_strategies.mesh.ranks import RanksOnMesh
 from fairlead_strategies.mesh.units import is_parallelised
-from fairlead_strategies.mesh.whole import cut_model, cut_optimizer, model_on_first_rank, optimizer_on_first_rank
+from fairlead_strategies.mesh.whole import (
+    cut_model,
+    cut_optimizer,
+    forget_absent,
+    model_on_first_rank,
+    optimizer_on_first_rank,
+)
 
 STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
@@ -171,9 +177,11 @@ class MeshStrategy(RanksOnMesh, ModelParallelStrategy):
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The optimizer's own state with shards in it, or as Lightning gathers it."""
+        assert self.model is not None
         plain: Any = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+        forget_absent([plain])
         if self._gathers_experts:
-            return optimizer_on_first_rank(plain, self.root_device)
+            return optimizer_on_first_rank(self.model, plain, self.root_device)
         return plain.state_dict() if self._saves_shards else super().optimizer_state(optimizer)
 
     @property
@@ -202,10 +210,13 @@ class MeshStrategy(RanksOnMesh, ModelParallelStrategy):
             found["optimizer_states"] = [cut_optimizer(state, optimizer) for optimizer, state in states]
         if found is None:
             with tuples_kept(self.optimizers):
-                return super().load_checkpoint(path, weights_only)
+                found = super().load_checkpoint(path, weights_only)
+            forget_absent(self.optimizers)
+            return found
         self.model.load_state_dict(found.pop("state_dict"), strict=self.lightning_module.strict_loading)
         for optimizer, state in zip(self.optimizers, found.pop("optimizer_states", []), strict=False):
             optimizer.load_state_dict(state)
+        forget_absent(self.optimizers)
         return found
 
     def teardown(self) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -63,18 +63,25 @@ def model_on_first_rank(model: Module, device: torch.device) -> dict[str, Any]:
     return {name: found[name] for name in own} if found else {}
 
 
-def optimizer_on_first_rank(optimizer: Optimizer, device: torch.device) -> dict[str, Any]:
-    """The optimizer's state on rank 0, as one process has it; the others get nothing. A collective."""
+def optimizer_on_first_rank(model: Module, optimizer: Optimizer, device: torch.device) -> dict[str, Any]:
+    """The optimizer's state on rank 0, as Lightning gathers it; the others get nothing. A collective.
+
+    One process reads it too. But Lightning's sharded strategies take its numbers for those of the model's parameters in
+    their order, whatever the groups are, so that these are written.
+    """
     state = optimizer.state_dict()
     parameters = _parameters(optimizer, state)
+    numbers = {id(parameter): number for number, parameter in enumerate(model.parameters())}
+    called = {key: numbers.setdefault(id(parameter), len(numbers)) for key, parameter in parameters.items()}
     own = {(n, key): (v, parameters[n]) for n, entries in state["state"].items() for key, v in entries.items()}
     found = on_first_rank(own, device)
     if dist.get_rank():
         return {}
     entries: dict[int, dict[str, Any]] = {}
-    for (number, key), value in sorted(found.items(), key=lambda one: one[0][0]):
-        entries.setdefault(number, {})[key] = value
-    return {**state, "state": entries}
+    for (number, key), value in found.items():
+        entries.setdefault(called[number], {})[key] = value
+    groups = [{**group, "params": [called[key] for key in group["params"]]} for group in state["param_groups"]]
+    return {"state": dict(sorted(entries.items())), "param_groups": groups}
 
 
 def cut_model(whole: Mapping[str, Any], model: Module) -> dict[str, Any]:
@@ -92,6 +99,17 @@ def cut_optimizer(whole: Mapping[str, Any], optimizer: Optimizer) -> dict[str, A
         if not absent(own):
             entries[number] = {k: like(v, own) if _as_large(v, own) else v for k, v in state.items()}
     return {**whole, "state": entries}
+
+
+def forget_absent(optimizers: Iterable[Optimizer]) -> None:
+    """Drops the state of parameters that this rank does not hold.
+
+    Loading makes some, under the names that the owners' state has as well. It would never change again, and be saved as
+    theirs: their count of steps is a plain tensor, of which any rank's is written.
+    """
+    for optimizer in optimizers:
+        for parameter in [one for one in optimizer.state if absent(one)]:
+            del optimizer.state[parameter]
 
 
 def _parameters(optimizer: Optimizer, state: Mapping[str, Any]) -> dict[Any, Tensor]:
