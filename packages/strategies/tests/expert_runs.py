@@ -3,9 +3,21 @@
 from __future__ import annotations
 
 import importlib
+import math
+from pathlib import Path
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from fairlead.errors import ConfigError
+from fairlead_distributed import NonFiniteGradientError, clip_grad_norm, first_divergence
+from fairlead_distributed._apart import absent
+from fairlead_distributed.whole import whole_gradients
+from fairlead_strategies import HybridStrategyConfig
+from fairlead_strategies.mesh.experts import Experts
 
 mesh_runs: Any = importlib.import_module("mesh_runs")  # beside this file
 EXPERTS = 4
@@ -71,3 +83,86 @@ class MixedText(mesh_runs.Text):  # type: ignore[misc]
 
 
 mesh_runs.KINDS |= {"Mixed": Mixed, "MixedText": MixedText}
+
+
+class Tied(Mixture):
+    """Experts that share a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for expert in list(self.experts)[1:]:
+            expert.up = self.experts[0].up  # type: ignore[assignment]
+
+
+class Normed(Mixture):
+    """Experts that note what they saw."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(12, 12), nn.BatchNorm1d(12)) for _ in range(EXPERTS))
+
+
+class Returning(Mixture):
+    """Also returns what the router said."""
+
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(x), self.router(x)
+
+
+def refusals() -> list[str]:
+    """What is said of modules whose experts cannot be divided, though they look as if they could."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("shard",))
+    said = []
+    for module in (Tied(), Normed(), Returning(), nn.Linear(2, 2)):
+        try:
+            Experts(nn.ModuleDict({"mixture": module}), mesh, 2)
+        except ConfigError as error:
+            said.append(str(error))
+    return said
+
+
+def through_shards(config: HybridStrategyConfig, folder: Path, **options: Any) -> bool:
+    """Whether three epochs end with the same bits on this rank when each is a start of its own, from shards.
+
+    Two saves: what the second one writes is what was loaded from the first and trained on.
+    """
+    straight = mesh_runs.local(mesh_runs.fit(config, max_epochs=3, **options)[1])
+    shards, path = config.model_copy(update={"save_distributed_checkpoint": True}), None
+    for number in (1, 2, 3):
+        loop, net = mesh_runs.fit(shards, max_epochs=number, resumed=path, **options)
+        path = folder / f"{number}.ckpt"
+        loop.save_checkpoint(path)
+    return all(map(torch.equal, mesh_runs.local(net), straight))
+
+
+def norms(net: nn.Module) -> dict[str, Any]:
+    """The norms by which it would be clipped, against those of the whole gradients; and of one that is no number."""
+    own = [p for p in net.parameters() if not absent(p)]
+    for number, parameter in enumerate(own):
+        parameter.grad = torch.full_like(parameter, 1.0 + number + 10 * dist.get_rank())
+    every = [grad.double() for grad in whole_gradients(net).values()]
+    squares = math.sqrt(sum(float(grad.square().sum()) for grad in every))
+    largest = max(float(grad.abs().max()) for grad in every)
+    found = {
+        "2": float(clip_grad_norm(net.parameters(), 1e9)) / squares,
+        "inf": float(clip_grad_norm(net.parameters(), 1e9, math.inf)) / largest,
+    }
+    experts = [p for name, p in net.named_parameters() if ".experts." in name and p.grad is not None]
+    if dist.get_rank() == dist.get_world_size() - 1:
+        experts[0].grad.to_local().fill_(math.inf)  # type: ignore[union-attr]
+    try:
+        clip_grad_norm(net.named_parameters(), 1.0, error_if_nonfinite=True)
+    except NonFiniteGradientError as error:
+        found["no number"] = str(error)
+    return found
+
+
+@torch.no_grad()
+def divergence(net: nn.Module) -> list[str | None]:
+    """What is said of copies of the experts that are alike, and of one that is not."""
+    alike = first_divergence(net)
+    if dist.get_rank() == dist.get_world_size() - 1:
+        mine: Any = next(p for name, p in net.named_parameters() if ".experts." in name and not absent(p))
+        mine.to_local().add_(1.0)
+    other = first_divergence(net)
+    return [None if one is None else one.name for one in (alike, other)]

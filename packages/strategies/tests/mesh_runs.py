@@ -239,8 +239,11 @@ def mean_losses(net: Net) -> Tensor:
 
 def compare(config: MeshStrategyConfig, reference: Net, **options: Any) -> dict[str, float]:
     """How far a mesh is from one process, and signs that both are alive."""
-    _, net = fit(config, **options)
-    start = weights(seeded(100, **options.get("net", {})))
+    return compared(fit(config, **options)[1], reference, weights(seeded(100, **options.get("net", {}))))
+
+
+def compared(net: Net, reference: Net, start: dict[str, Tensor]) -> dict[str, float]:
+    """The same of what was trained already, from these weights."""
     return {
         "loss": float((mean_losses(net) - torch.stack([whole(loss) for loss in reference.losses])).abs().max()),
         "gradients": apart(net.gradients, reference.gradients),
@@ -280,9 +283,13 @@ def through_layouts(configs: list[MeshStrategyConfig], folder: Path, **options: 
     return apart(weights(end), weights(alone(max_epochs=epochs, **options)))
 
 
-def held(config: MeshStrategyConfig, **options: Any) -> dict[str, Any]:
+def held(config: MeshStrategyConfig) -> dict[str, Any]:
     """Elements that this rank holds of each weight and of Adam's first moment, and how large each weight is."""
-    loop, net = fit(config, **options)
+    return parts(*fit(config))
+
+
+def parts(loop: pl.Trainer, net: Net) -> dict[str, Any]:
+    """The same of what was trained already."""
     moments = {id(p): state["exp_avg"] for p, state in loop.optimizers[0].state.items()}
     return {
         name: (
