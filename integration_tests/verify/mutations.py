@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 
 import fairlead_distributed.parallel._layers as layers
 import fairlead_distributed.parallel.context as context
+import fairlead_distributed.parallel.expert as expert
 import fairlead_distributed.parallel.tensor as tensor
 import fairlead_strategies.ddp_runtime as ddp_runtime
 import fairlead_strategies.mesh.parallelize as mesh_parallelize
@@ -201,6 +202,20 @@ def sequence_gradients_partial() -> Iterator[None]:
 def context_off() -> Iterator[None]:
     """Context parallelism is asked for and never switched on (accelerate #3856)."""
     with patch.object(context, "parallelize_context", lambda module, mesh, **settings: None):
+        yield
+
+
+@contextmanager
+def experts_summed() -> Iterator[None]:
+    """Experts see the tokens of all ranks, and their gradients are not divided by how many those are."""
+    with patch.object(expert, "scale_gradient", lambda x, factor: x):
+        yield
+
+
+@contextmanager
+def experts_not_divided() -> Iterator[None]:
+    """Expert parallelism is asked for and never switched on."""
+    with patch.object(mesh_parallelize, "ExpertFields", ()):
         yield
 
 

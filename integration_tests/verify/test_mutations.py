@@ -45,6 +45,10 @@ CASES = {
     "clipping by a part": Case("clipped_by_own_shard", "Stack", "tensor_parallel", {"plan": SPLIT}, clip=0.05),
     "context": Case("none", "Sequences", "hybrid", {"context": 2}, clip=0.05),
     "context off": Case("context_off", "Sequences", "hybrid", {"context": 2}, clip=0.05),
+    "experts": Case("none", "Experts", "hybrid", {"expert": 2}, clip=0.05),
+    "experts summed": Case("experts_summed", "Experts", "hybrid", {"expert": 2}, clip=0.05),
+    "experts clipped by a part": Case("clipped_by_own_shard", "Experts", "hybrid", {"expert": 2}, clip=0.05),
+    "experts off": Case("experts_not_divided", "Experts", "hybrid", {"expert": 2}, clip=0.05),
     "fsdp": Case("none", strategy="fsdp", clip=0.05),
     "decay, fsdp2": Case("none", "Decays", "fsdp2"),
     "decay, fsdp": Case("none", "Decays", "fsdp"),
@@ -118,6 +122,8 @@ def test_a_right_layout_is_equal(found: Any, name: str) -> None:
         ("input gradient", "inlet.weight", "a sum over the ranks of `tensor` is missing in the backward pass"),
         ("norms under split sequences", "blocks.0.norm.weight", "each holds a partial sum, not added up"),
         ("clipping by a part", "rank 0", "it counts what this rank holds, not what the others do"),
+        ("experts summed", "blocks.0.experts.0.0.weight", "16 of 22 parameters are 2 x those of one process: summed"),
+        ("experts clipped by a part", "rank 0", "it counts what this rank holds, not what the others do"),
         ("a step left out", "inlet.weight", "rank 1 and rank 0 do not hold the same weights any more"),
         ("token mean", "inlet.weight", "a mean over unequal counts, averaged again"),
     ],
@@ -167,6 +173,22 @@ def test_context_parallelism_that_was_never_switched_on_is_red(found: Any) -> No
         "context 2: no attention was computed over the ranks, each had whole sequences; "
         "context parallelism was never switched on"
     ]
+
+
+def test_divided_experts_are_equal(found: Any) -> None:
+    """All parameters of both ranks' experts, and all of them move."""
+    said = found("experts")
+    assert said["ok"], said
+    assert said["alive"]["moved"] == 22
+    assert said["layout"]["expert"] == 2
+    assert said["compared"]["gradients"]["count"] == 22
+
+
+def test_expert_parallelism_that_was_never_switched_on_is_red(found: Any) -> None:
+    said = found("experts off")
+    assert not said["ok"]
+    assert said["first"] is None
+    assert said["wrong"] == ["expert 2: no mixture is divided, each rank has all experts"]
 
 
 def test_weight_decay_by_shape_is_another_training_in_flat_shards(found: Any) -> None:

@@ -158,6 +158,31 @@ SPLIT = {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}
 SEQUENCE = {**SPLIT, "blocks.*.norm": "sequence", "blocks.0": "sequence_begin", "norm": "sequence_end"}
 
 
+class Mixture(nn.Module):
+    """Of four experts each token takes two."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(12, 4)
+        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(12, 24), nn.Tanh(), nn.Linear(24, 12)) for _ in range(4))
+        self.top_k = 2
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, chosen = self.router(x).softmax(-1).topk(self.top_k, dim=-1)
+        out = 0 * x
+        for number, expert in enumerate(self.experts):
+            out = out + expert(x) * (weights * (chosen == number)).sum(-1, keepdim=True)
+        return out
+
+
+class Experts(Net):
+    """A mixture of experts as its block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Mixture()])
+
+
 class Random(Net):
     """Noise that is no layer's."""
 
@@ -166,7 +191,7 @@ class Random(Net):
 
 
 MODELS: dict[str, Callable[[], L.LightningModule]] = {
-    one.__name__: one for one in (Net, Dead, Decays, Masked, Norm, Sequences, Stack, Random)
+    one.__name__: one for one in (Net, Dead, Decays, Experts, Masked, Norm, Sequences, Stack, Random)
 }
 
 
@@ -221,7 +246,7 @@ def _train(rank: int, world_size: int, case: Case, folder: Path) -> str:
             callbacks=[LayoutProbe(Plan("layout", str(folder)))],
             **quiet,
         )
-        together = case.strategy in ("tensor_parallel", "hybrid")  # both ranks have every sample
+        together = trainer.distributed_sampler_kwargs == {"num_replicas": 1, "rank": 0}  # both have every sample
         share = (0, 1) if together else (rank, world_size)
         trainer.fit(MODELS[case.model](), data(*share, (8,) if case.model in ("Stack", "Sequences") else ()))
     return ""

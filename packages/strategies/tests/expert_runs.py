@@ -91,7 +91,7 @@ class Tied(Mixture):
     def __init__(self) -> None:
         super().__init__()
         for expert in list(self.experts)[1:]:
-            expert.up = self.experts[0].up  # type: ignore[assignment]
+            expert.up = self.experts[0].up
 
 
 class Normed(Mixture):
@@ -130,7 +130,7 @@ def through_shards(config: HybridStrategyConfig, folder: Path, **options: Any) -
     shards, path = config.model_copy(update={"save_distributed_checkpoint": True}), None
     for number in (1, 2, 3):
         loop, net = mesh_runs.fit(shards, max_epochs=number, resumed=path, **options)
-        path = folder / f"{number}.ckpt"
+        path = folder / f"shards of {config.replicate} copies" / f"{number}.ckpt"
         loop.save_checkpoint(path)
     return all(map(torch.equal, mesh_runs.local(net), straight))
 
@@ -143,7 +143,7 @@ def norms(net: nn.Module) -> dict[str, Any]:
     every = [grad.double() for grad in whole_gradients(net).values()]
     squares = math.sqrt(sum(float(grad.square().sum()) for grad in every))
     largest = max(float(grad.abs().max()) for grad in every)
-    found = {
+    found: dict[str, Any] = {
         "2": float(clip_grad_norm(net.parameters(), 1e9)) / squares,
         "inf": float(clip_grad_norm(net.parameters(), 1e9, math.inf)) / largest,
     }

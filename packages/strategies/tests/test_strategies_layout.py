@@ -17,7 +17,6 @@ from fairlead_strategies import FSDP2StrategyConfig, HybridStrategyConfig, Tenso
 from fairlead_strategies.layout import Layout
 from fairlead_strategies.mesh.config import MeshStrategyConfig
 
-
 FP8 = PrecisionConfigBase(name="fp8-torchao")
 
 

@@ -101,8 +101,8 @@ def clip_grad_norm(
     `torch.nn.utils.clip_grad_norm_` (Pascanu et al. 2013). The difference: sharded gradients (DTensors, from
     `fully_shard` or tensor parallelism, on any meshes, mixed with plain ones) count with all their shards, and each
     mesh costs one all-reduce of a number per sharded dimension. Parameters that only some ranks hold, the experts of a
-    mixture, count once, which costs one more for all of them together. The norm of 16-bit gradients is summed up in 32 bits.
-    Every rank of the meshes must call it. A plain gradient is taken to be the same on all ranks, as after DDP.
+    mixture, count once, which costs one more for all of them together. The norm of 16-bit gradients is summed up in 32
+    bits. Every rank of the meshes must call it. A plain gradient is taken to be the same on all ranks, as after DDP.
 
     Args:
         parameters: Parameters, or `model.named_parameters()`, which lets an error name the parameter.

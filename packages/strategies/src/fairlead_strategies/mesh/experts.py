@@ -38,7 +38,8 @@ class Experts:
     """
 
     def __init__(self, module: Module, mesh: DeviceMesh, ranks: int) -> None:
-        self._lists = [one.experts for one in module.modules() if isinstance(getattr(one, "experts", None), nn.ModuleList)]
+        candidates = [getattr(one, "experts", None) for one in module.modules()]
+        self._lists = [experts for experts in candidates if isinstance(experts, nn.ModuleList)]
         self._inside = {id(part) for experts in self._lists for part in experts.modules()}
         exchange, self._owners = _meshes(mesh, ranks)
         self._refuse(module)
@@ -66,10 +67,7 @@ class Experts:
                 )
         own = [id(p) for experts in self._lists for one in experts for p in one.parameters()]
         outside = [
-            id(p)
-            for part in module.modules()
-            if id(part) not in self._inside
-            for p in part.parameters(recurse=False)
+            id(p) for part in module.modules() if id(part) not in self._inside for p in part.parameters(recurse=False)
         ]
         if len(set(own)) < len(own) or set(own) & set(outside):
             raise ConfigError(
