@@ -272,13 +272,18 @@ def local(net: nn.Module) -> list[Tensor]:
 
 
 def through_layouts(configs: list[MeshStrategyConfig], folder: Path, **options: Any) -> float:
-    """An epoch in each layout, each from the checkpoint of the one before, then one in a process alone."""
-    path: Path | None = None
-    for number, config in enumerate(configs, start=1):
+    """An epoch in a process alone, then one in each layout, each from the checkpoint before, then one alone again."""
+    path = folder / "1.ckpt"
+    first = trainer(None, **{name: value for name, value in options.items() if name != "net"})
+    first.fit(seeded(100, **options.get("net", {})))
+    if dist.get_rank() == 0:
+        first.save_checkpoint(path)
+    dist.barrier()
+    for number, config in enumerate(configs, start=2):
         loop, _ = fit(config, max_epochs=number, resumed=path, **options)
         path = folder / f"{number}.ckpt"
         loop.save_checkpoint(path)
-    epochs = len(configs) + 1
+    epochs = len(configs) + 2
     end = alone(max_epochs=epochs, resumed=path, **options)
     return apart(weights(end), weights(alone(max_epochs=epochs, **options)))
 

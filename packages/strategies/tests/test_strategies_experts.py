@@ -78,7 +78,7 @@ def two_ranks(rank: int, folder: str) -> dict[str, Any]:
     path, config = Path(folder), HybridStrategyConfig(expert=2)
     return {
         "equal": equal(TWO),
-        "layouts": run.through_layouts([config, FSDP2StrategyConfig(), config], path, **MIXED, **SHORT),
+        "layouts": run.through_layouts([config, FSDP2StrategyConfig()], path, **MIXED, **SHORT),
         "shards": experts.through_shards(config, path, **MIXED, **SHORT),
         "refused": experts.refusals(),
     }
@@ -96,7 +96,9 @@ def more_of_four(rank: int, folder: str) -> dict[str, Any]:
     copies = HybridStrategyConfig(expert=2, replicate=2)
     return {
         "equal": equal(MORE),
-        "layouts": run.through_layouts([config, HybridStrategyConfig(expert=4), copies], path, **MIXED),
+        "layouts": run.through_layouts(
+            [config, FSDP2StrategyConfig(), HybridStrategyConfig(expert=4), copies], path, **MIXED
+        ),
         "shards": experts.through_shards(config, path, **MIXED),
         "shards of copies": experts.through_shards(copies, path, **MIXED),
     }
@@ -145,7 +147,7 @@ def test_a_rank_holds_its_experts_shards(four: list[dict[str, Any]]) -> None:
 
 @pytest.mark.slow
 def test_a_checkpoint_of_experts_goes_on_in_other_layouts(two: list[dict[str, Any]]) -> None:
-    """An epoch divided, one sharded, one divided, one in a single process: as four in a single process."""
+    """An epoch in a single process, one divided, one sharded, one in a single process: as four in a single process."""
     assert two[0]["layouts"] < CLOSE
 
 

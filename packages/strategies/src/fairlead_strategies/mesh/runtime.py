@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies import ModelParallelStrategy
-from lightning.pytorch.strategies.strategy import Strategy
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
@@ -192,7 +192,7 @@ class MeshStrategy(RanksOnMesh, ModelParallelStrategy):
     def load_checkpoint(
         self, checkpoint_path: str | os.PathLike[str], weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Loads a whole checkpoint as Lightning does, and shards through the CheckpointIO, each rank its part.
+        """Loads a whole checkpoint, or shards through the CheckpointIO, each rank its part.
 
         Lightning would read shards with plain `pickle`, which runs whatever they say.
         """
@@ -203,20 +203,39 @@ class MeshStrategy(RanksOnMesh, ModelParallelStrategy):
         found = None
         if path.is_dir() and isinstance(io, ShardedLoads):
             found = io.load_shards(path, destinations(self.model, self.optimizers), weights_only)
-        if found is None and self.layout.expert > 1 and not path.is_dir():
-            found = Strategy.load_checkpoint(self, path, weights_only)
-            found["state_dict"] = cut_model(found["state_dict"], self.model)
-            states = zip(self.optimizers, found.get("optimizer_states", []), strict=False)
-            found["optimizer_states"] = [cut_optimizer(state, optimizer) for optimizer, state in states]
-        if found is None:
+        if found is None and path.is_dir():
             with tuples_kept(self.optimizers):
                 found = super().load_checkpoint(path, weights_only)
             forget_absent(self.optimizers)
             return found
-        self.model.load_state_dict(found.pop("state_dict"), strict=self.lightning_module.strict_loading)
+        if found is None:
+            found = self._load_whole(path, weights_only)
+        if "state_dict" in found:
+            self.model.load_state_dict(found.pop("state_dict"), strict=self.lightning_module.strict_loading)
         for optimizer, state in zip(self.optimizers, found.pop("optimizer_states", []), strict=False):
             optimizer.load_state_dict(state)
         forget_absent(self.optimizers)
+        return found
+
+    def _load_whole(self, path: Path, weights_only: bool | None) -> dict[str, Any]:
+        """A whole checkpoint, cut as this rank holds it; the weights may be loaded already.
+
+        Not so the optimizers' states: Lightning takes their numbers for those of the model's parameters in their order,
+        and where a single process had groups of parameters in another, moments would change places.
+        """
+        assert self.model is not None
+        found: dict[str, Any]
+        if self.layout.expert > 1:  # Lightning cannot cut what some ranks do not hold
+            found = torch.load(path, map_location="cpu", mmap=True, weights_only=weights_only)
+            found["state_dict"] = cut_model(found["state_dict"], self.model)
+        else:
+            optimizers, self.optimizers = self.optimizers, []
+            try:
+                found = super().load_checkpoint(path, weights_only)
+            finally:
+                self.optimizers = optimizers
+        states = zip(self.optimizers, found.get("optimizer_states", []), strict=False)
+        found["optimizer_states"] = [cut_optimizer(state, optimizer) for optimizer, state in states]
         return found
 
     def teardown(self) -> None:

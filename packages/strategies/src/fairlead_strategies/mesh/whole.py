@@ -97,8 +97,15 @@ def cut_optimizer(whole: Mapping[str, Any], optimizer: Optimizer) -> dict[str, A
     for number, state in whole["state"].items():
         own = parameters[number]
         if not absent(own):
-            entries[number] = {k: like(v, own) if _as_large(v, own) else v for k, v in state.items()}
+            entries[number] = {key: _cut(value, own) for key, value in state.items()}
     return {**whole, "state": entries}
+
+
+def _cut(value: Any, parameter: Tensor) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    # Never the tensor itself, which may be mapped from a file that the next save overwrites.
+    return like(value, parameter) if value.shape == parameter.shape else value.clone()
 
 
 def forget_absent(optimizers: Iterable[Optimizer]) -> None:
@@ -132,7 +139,3 @@ def _whole(value: Any) -> Any:
 def _kind(value: Any) -> tuple[Any, Any, Any]:
     """What travels with the announcement: a value, or shape and format of a tensor that follows."""
     return (None, tuple(value.shape), value.dtype) if isinstance(value, Tensor) else (value, None, None)
-
-
-def _as_large(value: Any, parameter: Tensor) -> bool:
-    return isinstance(value, Tensor) and value.shape == parameter.shape
