@@ -161,7 +161,8 @@ def _check_parts(mixture: nn.Module, where: str) -> None:
             "a mixture of experts of a form that is not known",
             where=where,
             why=f"it has experts: {type(experts).__name__}, {router or 'router'}: {layer}, {chosen or 'top_k'}: {top}",
-            fix="give it `experts` (a ModuleList), `router` (a Linear with one output for each) and `top_k`",
+            fix="give it `experts` (a ModuleList), `router` (a Linear with one output for each) and `top_k`; or leave "
+            "expert parallelism out",
         )
     others = [n for n, child in mixture.named_children() if n not in ("experts", router) and len([*child.parameters()])]
     others += [n for n, p in mixture._parameters.items() if p is not None]
@@ -204,7 +205,7 @@ def _check_forward(mixture: nn.Module, where: str) -> bool:
         where=where,
         why="for random tokens, its result is not the sum of the top_k experts with the softmax of the router as "
         "weights, neither as they are nor made to add up to one",
-        fix="return that sum alone, a tensor like the input",
+        fix="return that sum alone, a tensor like the input; or leave expert parallelism out",
     )
 
 

@@ -95,8 +95,10 @@ def cut_optimizer(whole: Mapping[str, Any], optimizer: Optimizer) -> dict[str, A
     parameters = _parameters(optimizer, whole)
     entries = {}
     for number, state in whole["state"].items():
-        own = parameters[number]
-        if not absent(own):
+        own = parameters.get(number)
+        if own is None:  # of other groups than the optimizer has, which it says itself
+            entries[number] = state
+        elif not absent(own):
             entries[number] = {key: _cut(value, own) for key, value in state.items()}
     return {**whole, "state": entries}
 
@@ -123,7 +125,7 @@ def _parameters(optimizer: Optimizer, state: Mapping[str, Any]) -> dict[Any, Ten
     """The optimizer's parameters by what they are called in a state."""
     called = [key for group in state["param_groups"] for key in group["params"]]
     own = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    return dict(zip(called, own, strict=True))
+    return dict(zip(called, own, strict=False))
 
 
 def _apart(parameter: Any) -> bool:
