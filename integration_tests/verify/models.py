@@ -188,6 +188,30 @@ class MaskedStages(Stages):
         return mean
 
 
-MODELS: dict[str, Callable[[], L.LightningModule]] = {
-    one.__name__: one for one in (Net, Dead, Decays, Masked, MaskedStages, Norm, Random, Sequences, Stack, Stages)
-}
+class Mixture(nn.Module):
+    """Of four experts each token takes two."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(12, 4)
+        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(12, 24), nn.Tanh(), nn.Linear(24, 12)) for _ in range(4))
+        self.top_k = 2
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, chosen = self.router(x).softmax(-1).topk(self.top_k, dim=-1)
+        out = 0 * x
+        for number, expert in enumerate(self.experts):
+            out = out + expert(x) * (weights * (chosen == number)).sum(-1, keepdim=True)
+        return out
+
+
+class Experts(Net):
+    """A mixture of experts as its block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Mixture()])
+
+
+_ALL = (Net, Dead, Decays, Experts, Masked, MaskedStages, Norm, Random, Sequences, Stack, Stages)
+MODELS: dict[str, Callable[[], L.LightningModule]] = {one.__name__: one for one in _ALL}

@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor
 import fairlead_distributed.parallel._attention as attention
 import fairlead_distributed.parallel._layers as layers
 import fairlead_distributed.parallel.context as context
+import fairlead_distributed.parallel.expert as expert
 import fairlead_distributed.parallel.tensor as tensor
 import fairlead_strategies.ddp_runtime as ddp_runtime
 import fairlead_strategies.mesh.parallelize as mesh_parallelize
@@ -209,6 +210,20 @@ def context_off() -> Iterator[None]:
 def keys_of_own_queries() -> Iterator[None]:
     """Keys and values get no gradient from the queries of other ranks (Megatron-LM #1464)."""
     with patch.object(attention, "gather_for_parts", gather_for_all):
+        yield
+
+
+@contextmanager
+def experts_summed() -> Iterator[None]:
+    """Experts see the tokens of all ranks, and their gradients are not divided by how many those are."""
+    with patch.object(expert, "scale_gradient", lambda x, factor: x):
+        yield
+
+
+@contextmanager
+def experts_not_divided() -> Iterator[None]:
+    """Expert parallelism is asked for and never switched on."""
+    with patch.object(mesh_parallelize, "ExpertFields", ()):
         yield
 
 

@@ -40,6 +40,10 @@ CASES = {
     "context off": Case("context_off", "Sequences", "hybrid", {"context": 2}, clip=0.05),
     "context summed": Case("not_divided", "Sequences", "hybrid", {"context": 2}, clip=0.05),
     "keys of own queries": Case("keys_of_own_queries", "Sequences", "hybrid", {"context": 2}, clip=0.05),
+    "experts": Case("none", "Experts", "hybrid", {"expert": 2}, clip=0.05),
+    "experts summed": Case("experts_summed", "Experts", "hybrid", {"expert": 2}, clip=0.05),
+    "experts clipped by a part": Case("clipped_by_own_shard", "Experts", "hybrid", {"expert": 2}, clip=0.05),
+    "experts off": Case("experts_not_divided", "Experts", "hybrid", {"expert": 2}, clip=0.05),
     "fsdp": Case("none", strategy="fsdp", clip=0.05),
     "decay, fsdp2": Case("none", "Decays", "fsdp2"),
     "decay, fsdp": Case("none", "Decays", "fsdp"),
@@ -96,6 +100,8 @@ def test_a_right_layout_is_equal(found: Judge, name: str) -> None:
             "all gradients are 2 x those of one process: summed over the 2 ranks of `context`",
         ),
         ("clipping by a part", "rank 0", "it counts what this rank holds, not what the others do"),
+        ("experts summed", "blocks.0.experts.0.0.weight", "16 of 22 parameters are 2 x those of one process: summed"),
+        ("experts clipped by a part", "rank 0", "it counts what this rank holds, not what the others do"),
         ("a step left out", "inlet.weight", "rank 1 and rank 0 do not hold the same weights any more"),
         ("token mean", "inlet.weight", "a mean over unequal counts, averaged again"),
     ],
@@ -155,6 +161,22 @@ def test_a_wrong_gradient_of_attention_is_red(found: Judge) -> None:
     assert "qkv.weight" in said["red"]
     assert "head.weight" not in said["red"][: said["compared"]["gradients"]["red"]]
     assert said["causes"] == ["none that is known: no factor, no missing part, no zeros"]
+
+
+def test_divided_experts_are_equal(found: Judge) -> None:
+    """All parameters of both ranks' experts, and all of them move."""
+    said = found("experts")
+    assert said["ok"], said
+    assert said["alive"]["moved"] == 22
+    assert said["layout"]["expert"] == 2
+    assert said["compared"]["gradients"]["count"] == 22
+
+
+def test_expert_parallelism_that_was_never_switched_on_is_red(found: Judge) -> None:
+    said = found("experts off")
+    assert not said["ok"]
+    assert said["first"] is None
+    assert said["wrong"] == ["expert 2: no mixture is divided, each rank has all experts"]
 
 
 def test_weight_decay_by_shape_is_another_training_in_flat_shards(found: Judge) -> None:

@@ -76,7 +76,7 @@ def verdict(**changes: Any) -> dict[str, Any]:
         "job": "job.yaml",
         "strategy": "hybrid",
         "scaled": ["scaled down"],
-        "layout": {"ranks": 4, "replicas": 2, "mesh": {"shard": 2, "tensor": 2}},
+        "layout": {"ranks": 4, "replicas": 2, "mesh": {"shard": 2, "tensor": 2}, "expert": 1},
         "steps": 3,
         "noise": {"repeats": 4, "multiple": 10},
         "first": None,

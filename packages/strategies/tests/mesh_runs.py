@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
+from fairlead_distributed.whole import whole_gradients, whole_parameters
 from fairlead_strategies.mesh.build import build
 from fairlead_strategies.mesh.config import MeshStrategyConfig
 
@@ -144,6 +145,7 @@ def _data() -> TensorDataset:
 
 
 DATA = _data()
+KINDS: dict[str, type[Net]] = {"Net": Net, "Text": Text}
 
 
 class Count(pl.Callback):
@@ -172,11 +174,11 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def gradients(net: nn.Module) -> dict[str, Tensor]:
-    return {name: whole(p.grad) for name, p in net.named_parameters() if p.grad is not None}
+    return {name: grad.to(torch.float64) for name, grad in whole_gradients(net).items()}
 
 
 def weights(net: nn.Module) -> dict[str, Tensor]:
-    return {name: whole(p) for name, p in net.named_parameters()}
+    return {name: weight.to(torch.float64) for name, weight in whole_parameters(net).items()}
 
 
 def trainer(strategy: Any, **options: Any) -> pl.Trainer:
@@ -199,7 +201,7 @@ def strategy(config: MeshStrategyConfig, **changes: Any) -> Any:
 
 def seeded(seed: int, kind: str = "Net", **options: Any) -> Net:
     torch.manual_seed(seed)
-    net: Net = {"Net": Net, "Text": Text}[kind](**options)
+    net: Net = KINDS[kind](**options)
     return net
 
 
@@ -237,8 +239,11 @@ def mean_losses(net: Net) -> Tensor:
 
 def compare(config: MeshStrategyConfig, reference: Net, **options: Any) -> dict[str, float]:
     """How far a mesh is from one process, and signs that both are alive."""
-    _, net = fit(config, **options)
-    start = weights(seeded(100, **options.get("net", {})))
+    return compared(fit(config, **options)[1], reference, weights(seeded(100, **options.get("net", {}))))
+
+
+def compared(net: Net, reference: Net, start: dict[str, Tensor]) -> dict[str, float]:
+    """The same of what was trained already, from these weights."""
     return {
         "loss": float((mean_losses(net) - torch.stack([whole(loss) for loss in reference.losses])).abs().max()),
         "gradients": apart(net.gradients, reference.gradients),
@@ -267,23 +272,36 @@ def local(net: nn.Module) -> list[Tensor]:
 
 
 def through_layouts(configs: list[MeshStrategyConfig], folder: Path, **options: Any) -> float:
-    """An epoch in each layout, each from the checkpoint of the one before, then one in a process alone."""
-    path: Path | None = None
-    for number, config in enumerate(configs, start=1):
+    """An epoch in a process alone, then one in each layout, each from the checkpoint before, then one alone again."""
+    path = folder / "1.ckpt"
+    first = trainer(None, **{name: value for name, value in options.items() if name != "net"})
+    first.fit(seeded(100, **options.get("net", {})))
+    if dist.get_rank() == 0:
+        first.save_checkpoint(path)
+    dist.barrier()
+    for number, config in enumerate(configs, start=2):
         loop, _ = fit(config, max_epochs=number, resumed=path, **options)
         path = folder / f"{number}.ckpt"
         loop.save_checkpoint(path)
-    epochs = len(configs) + 1
+    epochs = len(configs) + 2
     end = alone(max_epochs=epochs, resumed=path, **options)
     return apart(weights(end), weights(alone(max_epochs=epochs, **options)))
 
 
 def held(config: MeshStrategyConfig) -> dict[str, Any]:
     """Elements that this rank holds of each weight and of Adam's first moment, and how large each weight is."""
-    loop, net = fit(config)
+    return parts(*fit(config))
+
+
+def parts(loop: pl.Trainer, net: Net) -> dict[str, Any]:
+    """The same of what was trained already."""
     moments = {id(p): state["exp_avg"] for p, state in loop.optimizers[0].state.items()}
     return {
-        name: (parameter.to_local().numel(), moments[id(parameter)].to_local().numel(), parameter.numel())
+        name: (
+            parameter.to_local().numel(),
+            moments[id(parameter)].to_local().numel() if id(parameter) in moments else 0,
+            parameter.numel(),
+        )
         for name, parameter in net.named_parameters()
         if isinstance(parameter, DTensor)
     }

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from fairlead import JobConfig, PluginManager, TrainerConfig
+from fairlead import JobConfig, PluginManager, PrecisionConfigBase, TrainerConfig
 from fairlead.errors import ConfigError
 from fairlead_runs.batch_policy import batch_plan
 from fairlead_runs.batch_size import GlobalBatch, for_each_rank
@@ -16,6 +16,8 @@ from fairlead_runs.data_ranks import data_ranks, replicas_of
 from fairlead_strategies import FSDP2StrategyConfig, HybridStrategyConfig, TensorParallelStrategyConfig
 from fairlead_strategies.layout import Layout
 from fairlead_strategies.mesh.config import MeshStrategyConfig
+
+FP8 = PrecisionConfigBase(name="fp8-torchao")
 
 
 def findings(resolution: Any) -> list[Any]:
@@ -45,6 +47,7 @@ def test_ranks_lie_with_the_tensor_groups_innermost() -> None:
         (2, {"shard": "auto", "tensor": 4}, "tensor 4 does not divide the 2 ranks"),
         (8, {"shard": "auto", "tensor": "auto"}, "shard and tensor cannot both be auto"),
         (8, {"shard": 8, "expert": 3}, "expert 3 does not divide shard 8"),
+        (8, {"expert": "auto"}, "expert cannot be auto"),
     ],
 )
 def test_sizes_that_do_not_multiply_to_the_world_size(world: int, sizes: Any, says: str) -> None:
@@ -116,7 +119,12 @@ def test_wrong_values_are_refused(kind: type[MeshStrategyConfig], fields: dict[s
         (FSDP2StrategyConfig(), {}, []),
         (HybridStrategyConfig(tensor=2), {}, ["mesh-layout"]),
         (HybridStrategyConfig(tensor=3), {}, ["mesh-sizes"]),
-        (HybridStrategyConfig(shard=2, expert=2), {}, ["hybrid-expert"]),
+        (HybridStrategyConfig(expert=2), {}, ["mesh-layout"]),
+        (HybridStrategyConfig(expert=2, context=2), {"world_size": 4}, []),
+        (HybridStrategyConfig(expert=2, tensor=2), {"world_size": 4}, ["hybrid-expert"]),
+        (HybridStrategyConfig(expert=2, pipeline=2), {"world_size": 4}, ["pipeline-bubble", "hybrid-expert"]),
+        (HybridStrategyConfig(expert=2), {"precision": FP8}, ["hybrid-expert"]),
+        (HybridStrategyConfig(replicate=2, expert=2), {}, ["mesh-sizes"]),
         (TensorParallelStrategyConfig(), {"num_nodes": 2, "devices": 4, "world_size": 8}, ["mesh-tensor-nodes"]),
         (TensorParallelStrategyConfig(tensor=4, replicate=2), {"num_nodes": 2, "devices": 4, "world_size": 8}, []),
         (FSDP2StrategyConfig(cpu_offload=True), {}, []),

@@ -177,7 +177,10 @@ def test_what_a_step_sends(two: list[dict[str, Any]], four: list[dict[str, Any]]
 
 @pytest.mark.slow
 def test_a_checkpoint_goes_on_in_other_layouts(two: list[dict[str, Any]]) -> None:
-    """An epoch split by tensors, one sharded, one in a single process: as three in a single process."""
+    """An epoch in one process, one split by tensors, one sharded, one in one process: as four in one process.
+
+    The optimizer's groups are not in the order of the parameters.
+    """
     assert two[0]["layouts"] < CLOSE
 
 

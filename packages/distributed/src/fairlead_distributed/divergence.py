@@ -75,9 +75,10 @@ def _entry(name: str, tensor: Tensor | None) -> _Entry:
         return name, "None", "", b""
     shard, local = "", tensor.detach()
     if is_dtensor(tensor):
-        at = list(tensor.device_mesh.get_coordinate() or ())
-        cuts = [(d, c) for d, (c, p) in enumerate(zip(at, tensor.placements, strict=True)) if not p.is_replicate()]
-        shard, local = str(cuts) if cuts else "", tensor.to_local().detach()
+        at, local = list(tensor.device_mesh.get_coordinate() or ()), tensor.to_local().detach()
+        there = tensor.placements if at else ()  # a rank that is no part of the mesh holds nothing of it
+        cuts = [(d, c) for d, (c, p) in enumerate(zip(at, there, strict=True)) if not p.is_replicate()]
+        shard = str(cuts) if cuts else "" if at else "elsewhere"
     flat = local.contiguous().cpu().view(-1).view(torch.uint8)
     return name, f"{tensor.dtype} {tuple(tensor.shape)}", shard, hashlib.sha256(flat.numpy().data).digest()[:16]
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from fairlead.errors import ConfigError
+from fairlead_distributed._apart import any_absent, first_rank
 from fairlead_distributed._sharded import is_dtensor, is_fsdp1, is_fully_sharded
 from fairlead_distributed.data_parallel import wrapped_models
 from fairlead_distributed.errors import NonFiniteGradientError
@@ -99,8 +100,9 @@ def clip_grad_norm(
     The gradients count as one vector, g = g * min(1, max_norm / (norm + 1e-6)), as in
     `torch.nn.utils.clip_grad_norm_` (Pascanu et al. 2013). The difference: sharded gradients (DTensors, from
     `fully_shard` or tensor parallelism, on any meshes, mixed with plain ones) count with all their shards, and each
-    mesh costs one all-reduce of a number per sharded dimension. The norm of 16-bit gradients is summed up in 32 bits.
-    Every rank of the meshes must call it. A plain gradient is taken to be the same on all ranks, as after DDP.
+    mesh costs one all-reduce of a number per sharded dimension. Parameters that only some ranks hold, the experts of a
+    mixture, count once, which costs one more for all of them together. The norm of 16-bit gradients is summed up in 32
+    bits. Every rank of the meshes must call it. A plain gradient is taken to be the same on all ranks, as after DDP.
 
     Args:
         parameters: Parameters, or `model.named_parameters()`, which lets an error name the parameter.
@@ -127,14 +129,18 @@ def clip_grad_norm(
     if not max_norm >= 0:
         raise ConfigError(f"max_norm must be 0 or larger, not {max_norm}", where="clip_grad_norm(max_norm=)")
     with torch.no_grad():
-        grads = _gradients(parameters)
-        if not grads:
+        named = _named(parameters)
+        grads = [(name, one.grad) for name, one in named if one.grad is not None]
+        apart = any_absent(one for _, one in named)
+        if not grads and not apart:
             return torch.tensor(0.0)
         shards = _group(grads)
         for shard in shards:
             shard.measure(norm_type)
             shard.reduce(norm_type, find_bad=error_if_nonfinite)
-        device = grads[0][1].device
+        device = (grads[0] if grads else named[0])[1].device
+        if apart:
+            shards.append(_of_other_ranks(shards, norm_type, device))
         powers = torch.stack([shard.power.to(device) for shard in shards])
         total = powers.max() if math.isinf(norm_type) else powers.sum() ** (1.0 / norm_type)
         wide = any(grad.dtype == torch.float64 for _, grad in grads)
@@ -142,7 +148,7 @@ def clip_grad_norm(
         if error_if_nonfinite:
             _raise_if_bad(shards, grads, total)
         coefficient = torch.clamp(max_norm / (total + 1e-6), max=1.0)
-        for shard in shards:
+        for shard in (one for one in shards if one.locals):
             torch._foreach_mul_(shard.locals, coefficient.to(shard.locals[0].device))
         return total
 
@@ -199,10 +205,25 @@ class _Shards:
         self.first_bad = -1 if not find_bad or int(bad) == last else int(bad)
 
 
-def _gradients(parameters: Tensor | Iterable[Tensor] | Iterable[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
+def _named(parameters: Tensor | Iterable[Tensor] | Iterable[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
     given: list[Tensor | tuple[str, Tensor]] = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-    named = [one if isinstance(one, tuple) else (f"#{i}", one) for i, one in enumerate(given)]
-    return [(name, one.grad) for name, one in named if one.grad is not None]
+    return [one if isinstance(one, tuple) else (f"#{i}", one) for i, one in enumerate(given)]
+
+
+def _of_other_ranks(shards: list[_Shards], p: float, device: torch.device) -> _Shards:
+    """What other ranks hold and this one does not, as one more part; a collective of all ranks."""
+    partial = [shard for shard in shards if shard.mesh is not None and shard.mesh.size() < dist.get_world_size()]
+    # Each mesh of some ranks is told of by its first rank alone, and passed over by those that counted it already.
+    own = {first_rank(shard.mesh) for shard in partial if shard.mesh is not None}
+    wide = torch.float32 if device.type == "mps" else torch.float64
+    powers = torch.zeros(dist.get_world_size(), dtype=wide, device=device)
+    rank = dist.get_rank()
+    if rank in own:
+        mine = torch.stack([shard.power.to(device) for shard in partial])
+        powers[rank] = mine.max() if math.isinf(p) else mine.sum()
+    dist.all_reduce(powers)
+    others = powers[[one for one in range(len(powers)) if one not in own]]
+    return _Shards(None, (), power=others.max() if math.isinf(p) else others.sum())
 
 
 def _group(grads: list[tuple[str, Tensor]]) -> list[_Shards]:

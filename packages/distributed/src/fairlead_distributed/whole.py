@@ -1,6 +1,7 @@
 """Whole parameters and gradients of a module, however it is split: to compare a layout with one process.
 
-For plain modules, DistributedDataParallel, and DTensors (`fully_shard`, tensor parallelism). What keeps them otherwise
+For plain modules, DistributedDataParallel, and DTensors (`fully_shard`, tensor parallelism, experts that are on some
+ranks only). What keeps them otherwise
 (FSDP1's flat parameters, DeepSpeed's partitions, a pipeline's stages) has methods of these names on its strategy.
 """
 
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from fairlead.errors import ConfigError
+from fairlead_distributed._apart import any_absent, on_all_ranks
 from fairlead_distributed._sharded import is_dtensor, is_fsdp1
 from fairlead_distributed.info import is_initialized
 from fairlead_distributed.objects import gather_objects
@@ -30,7 +32,9 @@ def whole_parameters(module: nn.Module) -> dict[str, Tensor]:
         >>> sorted(whole_parameters(nn.Linear(2, 1)))
         ['bias', 'weight']
     """
-    return {name: _whole(parameter) for name, parameter in _named(module)}
+    named = dict(_named(module))
+    apart = any_absent(named.values())
+    return {name: _whole(parameter, apart) for name, parameter in named.items()}
 
 
 def whole_buffers(module: nn.Module) -> dict[str, Tensor]:
@@ -58,8 +62,9 @@ def whole_gradients(module: nn.Module) -> dict[str, Tensor]:
     here = [one.grad is not None for _, one in named]
     # A rank without a gradient takes part all the same: the others would wait for its shard.
     held = [any(ranks) for ranks in zip(*gather_objects(here), strict=True)] if is_initialized() else here
+    apart = any_absent(one for _, one in named)
     grads = ((name, one.grad if one.grad is not None else torch.zeros_like(one)) for name, one in named)
-    return {name: _whole(grad) for (name, grad), there in zip(grads, held, strict=True) if there}
+    return {name: _whole(grad, apart) for (name, grad), there in zip(grads, held, strict=True) if there}
 
 
 def placements(module: nn.Module) -> dict[str, str]:
@@ -96,7 +101,10 @@ def plain_name(name: str) -> str:
 
 
 @torch.no_grad()
-def _whole(tensor: Tensor) -> Tensor:
+def _whole(tensor: Tensor, apart: bool = False) -> Tensor:
+    """With `apart`, some of the module's parameters are on some ranks only."""
     detached = tensor.detach()
+    if apart:
+        return on_all_ranks(detached).to("cpu", copy=True)
     whole = detached.full_tensor() if is_dtensor(detached) else detached
     return whole.to("cpu", copy=True)

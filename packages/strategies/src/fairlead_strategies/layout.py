@@ -16,7 +16,7 @@ from pydantic import Field
 from fairlead.errors import ConfigError
 
 DIMENSIONS: Final = ("pipeline", "replicate", "shard", "context", "tensor")
-"""The dimensions of a mesh, outermost first. `expert` is none: it divides ranks of `shard` anew for the experts."""
+"""The dimensions of a mesh, outermost first. `expert` is none: it groups ranks of `shard`, neighbours together."""
 
 Size = Annotated[int, Field(gt=0)]
 SizeOrAuto = Size | Literal["auto"]
@@ -74,7 +74,12 @@ class Layout:
                 fix=f"give the number of one of them, such as {autos[0]}: 1",
             )
         if "expert" in autos:
-            raise ConfigError("expert cannot be auto", where=f"{where}.expert", fix="give the number of ranks")
+            raise ConfigError(
+                "expert cannot be auto",
+                where=f"{where}.expert",
+                why="it is no factor of the number of ranks, so that it does not follow from the others",
+                fix="give the number of ranks of `shard` that share the experts",
+            )
         known = prod(given.get(name, 1) for name in DIMENSIONS)
         if autos and world_size % known == 0:
             given[autos[0]] = world_size // known
@@ -95,7 +100,7 @@ class Layout:
                 f"expert {layout.expert} does not divide shard {layout.shard}",
                 where=f"{where}.expert",
                 why="the experts are split over ranks of `shard`, each of which has samples of its own",
-                fix="choose a divisor",
+                fix=f"choose a divisor of shard {layout.shard}, or another shard: what is a copy shares no experts",
             )
         return layout
 
@@ -128,8 +133,10 @@ class Layout:
         return {name: size for name, size in sizes.items() if size > 1 or name == "shard"}
 
     def __str__(self) -> str:
-        sizes = {name: getattr(self, name) for name in (*DIMENSIONS, "expert")}
-        return " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "shard 1"
+        sizes = {name: getattr(self, name) for name in DIMENSIONS}
+        within = {"shard": f" (expert {self.expert})"} if self.expert > 1 else {}
+        shown = [f"{name} {size}{within.get(name, '')}" for name, size in sizes.items() if size > 1]
+        return " x ".join(shown) or "shard 1"
 
     def explained(self) -> str:
         """The sizes, with the reason for the one that was not given."""

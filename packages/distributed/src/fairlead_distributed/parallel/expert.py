@@ -161,7 +161,8 @@ def _check_parts(mixture: nn.Module, where: str) -> None:
             "a mixture of experts of a form that is not known",
             where=where,
             why=f"it has experts: {type(experts).__name__}, {router or 'router'}: {layer}, {chosen or 'top_k'}: {top}",
-            fix="give it `experts` (a ModuleList), `router` (a Linear with one output for each) and `top_k`",
+            fix="give it `experts` (a ModuleList), `router` (a Linear with one output for each) and `top_k`; or leave "
+            "expert parallelism out",
         )
     others = [n for n, child in mixture.named_children() if n not in ("experts", router) and len([*child.parameters()])]
     others += [n for n, p in mixture._parameters.items() if p is not None]
@@ -204,7 +205,7 @@ def _check_forward(mixture: nn.Module, where: str) -> bool:
         where=where,
         why="for random tokens, its result is not the sum of the top_k experts with the softmax of the router as "
         "weights, neither as they are nor made to add up to one",
-        fix="return that sum alone, a tensor like the input",
+        fix="return that sum alone, a tensor like the input; or leave expert parallelism out",
     )
 
 
@@ -236,8 +237,18 @@ def _divide(mixture: nn.Module, mesh: DeviceMesh, own: range) -> None:
     for number, expert in enumerate(experts):
         if number not in own:
             experts[number] = AbsentExpert(expert, number // len(own))
+    experts.__class__ = derived(type(experts), _OwnExperts)
     mixture.__dict__["_expert_mesh"] = mesh
     mixture.__class__ = derived(type(mixture), _DividedMixture)
+
+
+class _OwnExperts(nn.ModuleList):
+    """What the list of experts becomes: it can be called, so that `fully_shard` may gather it as one unit."""
+
+    def forward(self, rows: Tensor, counts: list[int]) -> Tensor:
+        """The outputs of this rank's experts, each for so many of the rows; all take part, also with none."""
+        here = [expert for expert in self if not isinstance(expert, AbsentExpert)]
+        return torch.cat([expert(part) for expert, part in zip(here, torch.split(rows, counts), strict=True)])
 
 
 class _DividedMixture(nn.Module):
@@ -261,9 +272,9 @@ class _DividedMixture(nn.Module):
         by_expert = owner.argsort(stable=True)
         # The ranks' losses are averaged, and these experts see the tokens of all.
         rows = scale_gradient(rows.index_select(0, by_expert), ranks)
-        parts = torch.split(rows, arriving.sum(0).tolist())
-        here = [expert for expert in experts if not isinstance(expert, AbsentExpert)]
-        outputs = torch.cat([expert(part) for expert, part in zip(here, parts, strict=True)])
+        outputs = experts(rows, arriving.sum(0).tolist())
         outputs = scale_gradient(outputs, 1 / ranks).index_select(0, by_expert.argsort())
         outputs = all_to_all(outputs, received, sent, group) * weights.flatten()[order].unsqueeze(-1)
-        return torch.zeros_like(tokens).index_add(0, order // top, outputs.to(tokens.dtype)).view_as(x)
+        out = torch.zeros_like(tokens).index_add(0, order // top, outputs.to(tokens.dtype))
+        # A copy: what is done in place to a view drops the hooks of a mixture that `fully_shard` was applied to.
+        return out if x.ndim == 2 else out.view_as(x).clone()

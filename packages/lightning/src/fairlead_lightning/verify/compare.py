@@ -100,6 +100,8 @@ def compare(notes: Notes, references: References) -> Compared:
     if context > 1 and not notes.said("attentions"):  # each rank computed all of it: right, and not what was asked
         text = f"context {context}: no attention was computed over the ranks, each had whole sequences"
         found.wrong.append(f"{text}; context parallelism was never switched on")
+    if notes.said("expert") > 1 and not notes.said("mixtures"):
+        found.wrong.append(f"expert {notes.said('expert')}: no mixture is divided, each rank has all experts")
     for rank in notes.other_batches:
         found.wrong.append(f"rank {rank} is of one replica with another rank, and got other batches")
     if notes.said("unlike"):

@@ -171,6 +171,8 @@ class LayoutProbe(Probe):
             "stages": _stages(trainer.strategy),
             "micro_batches": 1,
             "mesh": dict(zip(mesh.mesh_dim_names, mesh.shape, strict=True)) if mesh is not None else {},
+            "expert": int(getattr(getattr(trainer.strategy, "layout", None), "expert", 1)),
+            "mixtures": sum("_expert_mesh" in part.__dict__ for part in pl_module.modules()),
             "trainable": [name for name in parameters if name in trainable],
             "batch_norms": local_batch_norms(pl_module),
             "automatic": pl_module.automatic_optimization,

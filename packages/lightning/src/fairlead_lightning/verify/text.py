@@ -13,6 +13,7 @@ def page(found: Mapping[str, Any]) -> Iterator[str]:
     """The lines that `fairlead verify` prints."""
     layout, noise = found["layout"], found["noise"]
     mesh = " x ".join(f"{name} {size}" for name, size in layout["mesh"].items())
+    mesh += f", expert {layout['expert']} of them" if layout["expert"] > 1 else ""
     ranks = f"{found['strategy']} on {layout['ranks']} ranks{f': {mesh}' if mesh else ''}"
     yield from _line("layout", [ranks, *found["scaled"]])
     steps = f"{found['steps']} step{'s' if found['steps'] != 1 else ''}"

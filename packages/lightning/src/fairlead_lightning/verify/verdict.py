@@ -32,7 +32,12 @@ def judged(notes: Notes, reference: Reference, references: References) -> dict[s
     sizes = {name: size for name, size in notes.said("mesh").items() if size > 1}
     return {
         "ok": not red and not compared.wrong,
-        "layout": {"ranks": notes.said("world_size"), "replicas": notes.replicas, "mesh": sizes},
+        "layout": {
+            "ranks": notes.said("world_size"),
+            "replicas": notes.replicas,
+            "mesh": sizes,
+            "expert": notes.said("expert"),
+        },
         "steps": len(references.exact.losses),
         "noise": {"repeats": len(references.repeats) - 1, "multiple": MULTIPLE},
         "first": _described(red[0], notes) if red else None,

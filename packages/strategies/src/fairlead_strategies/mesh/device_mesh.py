@@ -28,12 +28,12 @@ def make_mesh(layout: Layout, device: torch.device) -> DeviceMesh:
 
 def lightnings_mesh(layout: Layout, device: torch.device) -> DeviceMesh:
     """The same ranks with the two dimensions that Lightning promises to `configure_model`."""
-    if layout.pipeline * layout.context > 1:
+    if layout.pipeline * layout.context * layout.expert > 1:
         raise ConfigError(
-            "a module that parallelises itself has no pipeline or context dimension",
+            "a module that parallelises itself has no pipeline, context or expert dimension",
             where="trainer.strategy",
             why="`device_mesh` has the dimensions data_parallel and tensor_parallel in `configure_model`",
-            fix="leave `configure_model` out, or pipeline and context at 1",
+            fix="leave `configure_model` out, or pipeline, context and expert at 1",
         )
     sizes = (layout.data_parallel, layout.tensor)
     return init_device_mesh(device.type, sizes, mesh_dim_names=("data_parallel", "tensor_parallel"))

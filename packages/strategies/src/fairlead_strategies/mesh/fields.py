@@ -1,10 +1,10 @@
-"""Settings of some of the strategies on a device mesh: how layers are split, and how sequences are shared."""
+"""Settings of some of the strategies on a device mesh: how layers are split, how sequences and experts are shared."""
 
 from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import model_validator
+from pydantic import Field, model_validator
 
 from fairlead_strategies.mesh.config import MeshStrategyConfig
 
@@ -39,3 +39,12 @@ class ContextFields(MeshStrategyConfig):
     context_balance: bool = True
     """Give each rank a piece of the beginning and one of the end of the sequence, so that causal attention costs all
     the same. The length must be a multiple of twice `context` then."""
+
+
+class ExpertFields(MeshStrategyConfig):
+    """How many ranks share the experts of a mixture."""
+
+    expert: int = Field(1, gt=0)
+    """Ranks of `shard` that share the experts of each mixture: each has some of them, reads samples of its own and
+    sends their tokens to the experts that they choose. A mixture is a module with `router` (or `gate`), `experts` and
+    `top_k`, whose output is the sum of the chosen experts, weighted by the router's softmax. Adds no ranks."""

@@ -1,13 +1,14 @@
 """The one place where a module is split, and the order in which that is done.
 
 1. **tensor**: layers are cut first, for whatever comes later must see the parameters that a rank really has;
-2. **expert**: would come here, before anything is sharded; `hybrid` refuses it so far;
+2. **expert**: experts go to their ranks, before anything is sharded: what follows sees those that a rank has;
 3. **context**: attention learns that each rank has a part of the sequence (no parameter changes);
 4. **precision**: `trainer.precision` converts layers (FP8) or formats (bf16-true) of what a rank has;
 5. **activation checkpointing**: around blocks that compute as they will, so that what is computed again communicates
    alike; inside of the units, so that a unit is gathered once for its second forward and its backward;
 6. **fully_shard** over copies x shards (HSDP): last and outermost, around what every rank has left of each block. It
-   casts to the number formats of `mixed_precision` and offloads.
+   casts to the number formats of `mixed_precision` and offloads. The experts of a mixture are a unit of their own,
+   over the ranks that have the same ones.
 
 In another order the program runs and is wrong, or slow: checkpoints outside of the units gather each unit once more,
 layers that are cut after they were sharded are cut across the shards, and layers that replace others after that are
@@ -28,7 +29,8 @@ from fairlead.errors import ConfigError
 from fairlead_distributed.activation_checkpointing import checkpoint_layers
 from fairlead_strategies.mesh.config import FSDP2MixedPrecision, MeshStrategyConfig
 from fairlead_strategies.mesh.device_mesh import from_first_rank, shard_mesh
-from fairlead_strategies.mesh.fields import ContextFields, TensorPlanConfig
+from fairlead_strategies.mesh.experts import Experts
+from fairlead_strategies.mesh.fields import ContextFields, ExpertFields, TensorPlanConfig
 from fairlead_strategies.mesh.units import Policy, blocks
 from fairlead_strategies.shared import load_classes
 
@@ -62,13 +64,17 @@ def parallelize(
     units = blocks(module, wrap_policy(config))
     if "tensor" in names:
         _split_layers(module, mesh["tensor"], config)
+    experts = None
+    if isinstance(config, ExpertFields) and config.expert > 1:
+        experts = Experts(module, mesh, config.expert)
+        units = experts.without(units)
     if "context" in names:
         _share_sequences(module, mesh["context"], config)
     if convert is not None:
         module = convert(module)
     if config.activation_checkpointing:
         checkpoint_layers(module, checkpointed_classes(config))
-    _shard(module, units, shard_mesh(mesh), config, device)
+    _shard(module, units, experts, shard_mesh(mesh), config, device)
     return module
 
 
@@ -100,17 +106,24 @@ def _share_sequences(module: Module, mesh: DeviceMesh, config: MeshStrategyConfi
 
 
 def _shard(
-    module: Module, units: Iterable[Module], mesh: DeviceMesh, config: MeshStrategyConfig, device: torch.device
+    module: Module,
+    units: Iterable[Module],
+    experts: Experts | None,
+    mesh: DeviceMesh,
+    config: MeshStrategyConfig,
+    device: torch.device,
 ) -> None:
     options: dict[str, Any] = {
-        "mesh": mesh,
         "mp_policy": _mixed_precision(config.mixed_precision),
         "offload_policy": CPUOffloadPolicy(pin_memory=device.type == "cuda") if config.cpu_offload else OffloadPolicy(),
     }
+    if experts is not None:
+        kept = torch.device("cpu") if config.cpu_offload else device
+        experts.shard(kept, options, reshard=config.reshard_after_forward)
     for unit in units:
-        fully_shard(unit, reshard_after_forward=config.reshard_after_forward, **options)
+        fully_shard(unit, mesh=mesh, reshard_after_forward=config.reshard_after_forward, **options)
     # The root is needed again at once for backward, so freeing it would only cost a second gather.
-    fully_shard(module, reshard_after_forward=False, **options)
+    fully_shard(module, mesh=mesh, reshard_after_forward=False, **options)
 
 
 def _mixed_precision(asked: FSDP2MixedPrecision | None) -> MixedPrecisionPolicy:

@@ -53,7 +53,7 @@ class MeshStrategy(LightningStrategy):
         except ConfigError as error:
             yield Finding.of(error, "error", "mesh-sizes", where=error.where or "trainer.strategy")
             return
-        if layout.auto is not None and len(layout.dimensions()) > 1:
+        if layout.expert > 1 or (layout.auto is not None and len(layout.dimensions()) > 1):
             yield Finding("info", "mesh-layout", f"mesh: {layout.explained()}", where="trainer.strategy")
         if layout.tensor > 1 and resolution.precision.name == "fp8-torchao":
             yield Finding(

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -30,6 +31,13 @@ from fairlead_strategies.mesh.parallelize import parallelize
 from fairlead_strategies.mesh.ranks import RanksOnMesh
 from fairlead_strategies.mesh.steps import gather_for_steps
 from fairlead_strategies.mesh.units import is_parallelised
+from fairlead_strategies.mesh.whole import (
+    cut_model,
+    cut_optimizer,
+    forget_absent,
+    model_on_first_rank,
+    optimizer_on_first_rank,
+)
 
 
 class MeshStrategy(RanksOnMesh, ModelParallelStrategy):
@@ -158,18 +166,30 @@ class MeshStrategy(RanksOnMesh, ModelParallelStrategy):
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The weights: shards where they are, or as Lightning gathers them."""
         assert self.model is not None
-        return get_model_state_dict(self.model) if self._saves_shards else super().lightning_module_state_dict()
+        if self._saves_shards:
+            return get_model_state_dict(self.model)
+        if self._gathers_experts:
+            return model_on_first_rank(self.model, self.root_device)
+        return super().lightning_module_state_dict()
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The optimizer's own state with shards in it, or as Lightning gathers it."""
-        if not self._saves_shards:
-            return super().optimizer_state(optimizer)
-        return (optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer).state_dict()
+        assert self.model is not None
+        plain: Any = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+        forget_absent([plain])
+        if self._gathers_experts:
+            return optimizer_on_first_rank(self.model, plain, self.root_device)
+        return plain.state_dict() if self._saves_shards else super().optimizer_state(optimizer)
+
+    @property
+    def _gathers_experts(self) -> bool:
+        """Whether rank 0 is to have the whole of what Lightning cannot gather."""
+        return self.layout.expert > 1 and not (self._saves_shards or self._save_distributed_checkpoint)
 
     def load_checkpoint(
         self, checkpoint_path: str | os.PathLike[str], weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Loads a whole checkpoint as Lightning does, and shards through the CheckpointIO, each rank its part.
+        """Loads a whole checkpoint, or shards through the CheckpointIO, each rank its part.
 
         Lightning would read shards with plain `pickle`, which runs whatever they say.
         """
@@ -180,13 +200,39 @@ class MeshStrategy(RanksOnMesh, ModelParallelStrategy):
         found = None
         if path.is_dir() and isinstance(io, ShardedLoads):
             found = io.load_shards(path, destinations(self.model, self.optimizers), weights_only)
-        if found is None:
+        if found is None and path.is_dir():
             with tuples_kept(self.optimizers):
-                return super().load_checkpoint(path, weights_only)
-        self.model.load_state_dict(found.pop("state_dict"), strict=self.lightning_module.strict_loading)
-        states = found.pop("optimizer_states", [])
-        for optimizer, state in zip(self.optimizers, states, strict=False):
+                found = super().load_checkpoint(path, weights_only)
+            forget_absent(self.optimizers)
+            return found
+        if found is None:
+            found = self._load_whole(path, weights_only)
+        if "state_dict" in found:
+            self.model.load_state_dict(found.pop("state_dict"), strict=self.lightning_module.strict_loading)
+        for optimizer, state in zip(self.optimizers, found.pop("optimizer_states", []), strict=False):
             optimizer.load_state_dict(state)
+        forget_absent(self.optimizers)
+        return found
+
+    def _load_whole(self, path: Path, weights_only: bool | None) -> dict[str, Any]:
+        """A whole checkpoint, cut as this rank holds it; the weights may be loaded already.
+
+        Not so the optimizers' states: Lightning takes their numbers for those of the model's parameters in their order,
+        and where a single process had groups of parameters in another, moments would change places.
+        """
+        assert self.model is not None
+        found: dict[str, Any]
+        if self.layout.expert > 1:  # Lightning cannot cut what some ranks do not hold
+            found = torch.load(path, map_location="cpu", mmap=True, weights_only=weights_only)
+            found["state_dict"] = cut_model(found["state_dict"], self.model)
+        else:
+            optimizers, self.optimizers = self.optimizers, []
+            try:
+                found = super().load_checkpoint(path, weights_only)
+            finally:
+                self.optimizers = optimizers
+        states = zip(self.optimizers, found.get("optimizer_states", []), strict=False)
+        found["optimizer_states"] = [cut_optimizer(state, optimizer) for optimizer, state in states]
         return found
 
     def teardown(self) -> None:

@@ -8,9 +8,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from fairlead_strategies.mesh.cut import like
 from fairlead_strategies.pipeline.stages import Names
 
 
@@ -73,14 +74,6 @@ def _whole(value: Any) -> Any:
     if isinstance(value, DTensor):
         value = value.full_tensor()
     return value.detach() if isinstance(value, Tensor) else value
-
-
-def like(value: Any, own: Any) -> Any:
-    """A whole tensor cut as `own` is, without communication; anything else stays as it is."""
-    if not isinstance(own, DTensor) or not isinstance(value, Tensor) or isinstance(value, DTensor):
-        return value
-    device = own.to_local().device
-    return distribute_tensor(value.to(device), own.device_mesh, own.placements, src_data_rank=None)
 
 
 def local_state(whole: Mapping[str, Any], own: Mapping[str, Any], names: Names) -> dict[str, Any]:

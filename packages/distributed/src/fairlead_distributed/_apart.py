@@ -1,0 +1,49 @@
+"""Parameters that only some of the ranks hold, such as the experts of a mixture: DTensors on a mesh of those ranks.
+
+The other ranks have them too, under the same names and empty, so that all ranks talk about the same parameters in the
+same order. What is only on some ranks has to be brought to the others by whoever wants it whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fairlead_distributed._sharded import is_dtensor
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+def absent(tensor: Any) -> bool:
+    """Whether it is a DTensor of which this rank holds nothing, for it is no part of its mesh."""
+    return is_dtensor(tensor) and tensor.device_mesh.get_coordinate() is None
+
+
+def any_absent(tensors: Iterable[Any]) -> bool:
+    """Whether some are. Each rank then lacks some, and all come to the same answer."""
+    return any(map(absent, tensors))
+
+
+def first_rank(mesh: DeviceMesh) -> int:
+    """The first rank of a mesh, which speaks for it."""
+    return int(mesh.mesh.flatten()[0])
+
+
+def on_all_ranks(tensor: Tensor) -> Tensor:
+    """The whole of a detached DTensor; a collective of all ranks, for tensors on a mesh of some of them too."""
+    if not is_dtensor(tensor):
+        return tensor
+    whole = tensor.full_tensor()
+    mesh = tensor.device_mesh
+    if mesh.size() == dist.get_world_size():
+        return whole
+    if absent(tensor):
+        whole = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+    whole = whole.contiguous()
+    dist.broadcast(whole, first_rank(mesh))
+    return whole

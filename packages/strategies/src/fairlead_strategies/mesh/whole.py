@@ -1,0 +1,143 @@
+"""Whole checkpoints of a model in which some parameters lie on some ranks only: those of its experts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
+from torch.distributed.tensor import DTensor
+from torch.nn import Module
+from torch.optim import Optimizer
+
+from fairlead_distributed._apart import absent, first_rank
+from fairlead_strategies.mesh.cut import like
+
+Held = Mapping[Any, tuple[Any, Any]]
+"""Entries of a state by their keys: the value, and the parameter that it belongs to."""
+
+
+def on_first_rank(own: Held, device: torch.device) -> dict[Any, Any]:
+    """The entries of all ranks on rank 0, tensors whole and in CPU memory; the others get nothing. A collective.
+
+    What belongs to parameters of all ranks comes first, one tensor at a time; then what belongs to those of some. Their
+    meshes do not overlap: each puts its tensors together while rank 0 hears of one mesh after the other.
+    """
+    rank = dist.get_rank()
+    found: dict[Any, Any] = {}
+    apart: dict[Any, Any] = {}
+    speaks = False
+    for key, (value, parameter) in own.items():
+        if not _apart(parameter):
+            whole = _whole(value)
+            if rank == 0:
+                found[key] = whole.cpu() if isinstance(whole, Tensor) else whole
+        elif not absent(parameter):
+            apart[key] = value
+            speaks = first_rank(parameter.device_mesh) == rank
+    announced: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(announced, {key: _kind(value) for key, value in apart.items()} if speaks else {})
+    for key, value in apart.items():
+        whole = _whole(value)
+        if rank == 0:
+            found[key] = whole.cpu() if isinstance(whole, Tensor) else whole
+        elif speaks and isinstance(whole, Tensor):
+            dist.send(whole.to(device).contiguous(), dst=0)
+    for source in range(1, len(announced) if rank == 0 else 0):
+        for key, (value, shape, dtype) in announced[source].items():
+            found[key] = value
+            if dtype is not None:
+                there = torch.empty(shape, dtype=dtype, device=device)
+                dist.recv(there, src=source)
+                found[key] = there.cpu()
+    return found
+
+
+def model_on_first_rank(model: Module, device: torch.device) -> dict[str, Any]:
+    """The weights on rank 0, as one process has them; the others get nothing. A collective."""
+    own = get_model_state_dict(model)
+    found = on_first_rank({name: (value, value) for name, value in own.items()}, device)
+    return {name: found[name] for name in own} if found else {}
+
+
+def optimizer_on_first_rank(model: Module, optimizer: Optimizer, device: torch.device) -> dict[str, Any]:
+    """The optimizer's state on rank 0, as Lightning gathers it; the others get nothing. A collective.
+
+    One process reads it too. But Lightning's sharded strategies take its numbers for those of the model's parameters in
+    their order, whatever the groups are, so that these are written.
+    """
+    state = optimizer.state_dict()
+    parameters = _parameters(optimizer, state)
+    numbers = {id(parameter): number for number, parameter in enumerate(model.parameters())}
+    called = {key: numbers.setdefault(id(parameter), len(numbers)) for key, parameter in parameters.items()}
+    own = {(n, key): (v, parameters[n]) for n, entries in state["state"].items() for key, v in entries.items()}
+    found = on_first_rank(own, device)
+    if dist.get_rank():
+        return {}
+    entries: dict[int, dict[str, Any]] = {}
+    for (number, key), value in found.items():
+        entries.setdefault(called[number], {})[key] = value
+    groups = [{**group, "params": [called[key] for key in group["params"]]} for group in state["param_groups"]]
+    return {"state": dict(sorted(entries.items())), "param_groups": groups}
+
+
+def cut_model(whole: Mapping[str, Any], model: Module) -> dict[str, Any]:
+    """A whole state of a model as each rank holds it, without communication."""
+    own = model.state_dict()
+    return {name: like(value, own.get(name)) for name, value in whole.items()}
+
+
+def cut_optimizer(whole: Mapping[str, Any], optimizer: Optimizer) -> dict[str, Any]:
+    """A whole state of an optimizer as each rank holds it, without communication."""
+    parameters = _parameters(optimizer, whole)
+    entries = {}
+    for number, state in whole["state"].items():
+        own = parameters.get(number)
+        if own is None:  # of other groups than the optimizer has, which it says itself
+            entries[number] = state
+        elif not absent(own):
+            entries[number] = {key: _cut(value, own) for key, value in state.items()}
+    return {**whole, "state": entries}
+
+
+def _cut(value: Any, parameter: Tensor) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    # Never the tensor itself, which may be mapped from a file that the next save overwrites.
+    return like(value, parameter) if value.shape == parameter.shape else value.clone()
+
+
+def forget_absent(optimizers: Iterable[Optimizer]) -> None:
+    """Drops the state of parameters that this rank does not hold.
+
+    Loading makes some, under the names that the owners' state has as well. It would never change again, and be saved as
+    theirs: their count of steps is a plain tensor, of which any rank's is written.
+    """
+    for optimizer in optimizers:
+        for parameter in [one for one in optimizer.state if absent(one)]:
+            del optimizer.state[parameter]
+
+
+def _parameters(optimizer: Optimizer, state: Mapping[str, Any]) -> dict[Any, Tensor]:
+    """The optimizer's parameters by what they are called in a state."""
+    called = [key for group in state["param_groups"] for key in group["params"]]
+    own = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    return dict(zip(called, own, strict=False))
+
+
+def _apart(parameter: Any) -> bool:
+    return isinstance(parameter, DTensor) and parameter.device_mesh.size() < dist.get_world_size()
+
+
+def _whole(value: Any) -> Any:
+    if isinstance(value, DTensor):
+        value = value.full_tensor()
+    return value.detach() if isinstance(value, Tensor) else value
+
+
+def _kind(value: Any) -> tuple[Any, Any, Any]:
+    """What travels with the announcement: a value, or shape and format of a tensor that follows."""
+    return (None, tuple(value.shape), value.dtype) if isinstance(value, Tensor) else (value, None, None)
