@@ -13,8 +13,19 @@ from fairlead.testing import CONFORMANCE
 def _suites() -> dict[str, type]:
     suites: dict[str, type] = {}
     plugins = PluginManager()  # one for all, as `fairlead plugins check` has it
+    alone: set[str] = set()
+
+    def imports_no_engine(suite: Any, module: str, do: str) -> None:
+        if module not in alone:  # presets share the module of their plugin
+            CONFORMANCE[suite.axis].imports_no_engine(suite, module, do)
+        alone.add(module)
+
     for record in plugins.records():
-        settings: dict[str, Any] = {"plugin_name": record.name, "plugins": lambda self: plugins}
+        settings: dict[str, Any] = {
+            "plugin_name": record.name,
+            "plugins": lambda self: plugins,
+            "imports_no_engine": imports_no_engine,
+        }
         name = "Test_" + record.key.replace(".", "_").replace("-", "_")
         suites[name] = type(name, (CONFORMANCE[record.axis],), {**settings, "__module__": __name__})
     return suites

@@ -10,7 +10,6 @@ import subprocess
 import sys
 import unittest
 from collections.abc import Iterable, Mapping
-from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -39,13 +38,6 @@ _KEBAB = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*")
 def skip(reason: str) -> None:
     """Ends a test that cannot be done here."""
     raise unittest.SkipTest(reason)  # pytest takes it as its own
-
-
-@cache
-def _import_alone(module: str, path: str) -> subprocess.CompletedProcess[str]:  # presets share their plugin's module
-    script = f"import {module}\nimport sys\nprint(*[m for m in {HEAVY!r} if m in sys.modules])"
-    command, environ = [sys.executable, "-c", script], {**os.environ, "PYTHONPATH": path}
-    return subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
 
 
 class EntryPointConformance:
@@ -90,11 +82,18 @@ class EntryPointConformance:
 
     def imports_no_engine(self, module: str, do: str) -> None:
         """A new process that imports the module has none of the heavy packages."""
-        done = _import_alone(module, os.pathsep.join(filter(None, sys.path)))
+        script = f"import {module}\nimport sys, json\nprint(json.dumps([m for m in {HEAVY!r} if m in sys.modules]))"
+        done = subprocess.run(
+            [sys.executable, "-c", script],
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
         assert done.returncode == 0, self.broken(
             f"{module} cannot be imported alone:\n{done.stderr}", "make it importable in a new process"
         )
-        imported = done.stdout.splitlines()[-1].split()
+        imported = json.loads(done.stdout.splitlines()[-1])
         assert not imported, self.broken(f"importing {module} imports {', '.join(imported)}", do)
 
     def require_engines(self) -> None:
