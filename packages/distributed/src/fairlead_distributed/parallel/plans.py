@@ -89,6 +89,19 @@ def from_patterns(module: nn.Module, patterns: Mapping[str, str]) -> Plan:
     return plan
 
 
+def check(module: nn.Module, plan: Mapping[str, str] | str) -> None:
+    """Raises what `parallelize_tensor` would of a whole model whose parts are split one by one."""
+    automatic(module, 1, sequence=False) if isinstance(plan, str) else from_patterns(module, plan)
+
+
+def for_part(part: nn.Module, plan: Mapping[str, str] | str) -> Mapping[str, str] | str:
+    """The plan as far as a part of the model has its layers: other parts may have the others."""
+    if isinstance(plan, str):
+        return plan if any(known.matches(module) for module in part.modules() for known in _BLOCKS) else {}
+    names = [name for name, _ in part.named_modules(remove_duplicate=False)]
+    return {pattern: word for pattern, word in plan.items() if any(fnmatchcase(name, pattern) for name in names)}
+
+
 def _proportions(word: str) -> tuple[int, ...] | None:
     parts = word.removeprefix("packed:").split(",")
     return tuple(map(int, parts)) if all(part.isdecimal() and int(part) for part in parts) else None

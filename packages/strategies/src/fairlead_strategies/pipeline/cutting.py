@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from fairlead.errors import ConfigError
+from fairlead_distributed.parallel import plans
 from fairlead_distributed.parallel.pipeline.splitting import (
     layer_costs,
     measured_costs,
@@ -17,6 +18,7 @@ from fairlead_distributed.parallel.pipeline.splitting import (
     split_by_cost,
     split_by_counts,
 )
+from fairlead_strategies.mesh.fields import TensorPlanConfig
 from fairlead_strategies.pipeline.config import PipelineFields
 from fairlead_strategies.shared import load_classes
 
@@ -61,12 +63,19 @@ def _parts(
 _CLASSES = ("activation_checkpointing", "auto_wrap_policy")  # fields that name classes of layers
 
 
-def check_classes(config: PipelineFields, module: nn.Module) -> None:
-    """Whether the whole module has layers of the classes that the config names.
+def check_layers(config: PipelineFields, module: nn.Module, tensor: int) -> None:
+    """Whether the whole module has the layers that the config names.
+
+    Args:
+        config: By their classes, and in the plan by their names.
+        module: Before it is cut into stages.
+        tensor: How many ranks split a layer.
 
     Raises:
         ConfigError: It has none of them.
     """
+    if tensor > 1 and isinstance(config, TensorPlanConfig):
+        plans.check(module, config.plan)
     for name in _CLASSES:
         paths = getattr(config, name)
         if isinstance(paths, tuple) and paths and not _present(paths, module, name):
@@ -79,10 +88,12 @@ def check_classes(config: PipelineFields, module: nn.Module) -> None:
 
 
 def for_stage(config: PipelineFields, stage: nn.Module) -> PipelineFields:
-    """The config with the classes alone that this stage has layers of: another stage may have the others."""
-    changes = {
+    """The config with those classes and patterns alone that this stage has layers of: other stages have the others."""
+    changes: dict[str, Any] = {
         name: _present(paths, stage, name) for name in _CLASSES if isinstance(paths := getattr(config, name), tuple)
     }
+    if isinstance(config, TensorPlanConfig):
+        changes["plan"] = plans.for_part(stage, config.plan)
     return config.model_copy(update=changes)
 
 

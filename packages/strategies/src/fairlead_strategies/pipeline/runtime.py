@@ -29,7 +29,7 @@ from fairlead_strategies.mesh.parallelize import checkpointed_classes, paralleli
 from fairlead_strategies.mesh.ranks import RanksOnMesh
 from fairlead_strategies.pipeline.config import PipelineFields
 from fairlead_strategies.pipeline.contract import layer_names, layers_of
-from fairlead_strategies.pipeline.cutting import check_classes, for_stage, parts_of
+from fairlead_strategies.pipeline.cutting import check_layers, for_stage, parts_of
 from fairlead_strategies.pipeline.gathering import (
     gather,
     local_optimizer_state,
@@ -136,7 +136,7 @@ class PipelineStrategy(RanksOnMesh, ModelParallelStrategy):
         names, stages = layer_names(module, layers), pipeline * config.local_stages
         parts = parts_of(module, layers, names, stages, config)
         owners = [stage_rank(stage, stages, pipeline, config.schedule) for stage in range(stages)]
-        check_classes(config, module)
+        check_layers(config, module, self.layout.tensor)
         if _more_than_stages(self.layout, config):
             _refuse_tied_on_one_rank(module, layers, parts, owners)
         split = split_module(module, layers, names, parts, owners, rank)
