@@ -273,9 +273,11 @@ def refusals(rank: int) -> dict[str, str]:
     x = torch.randn(2, 8, 12)
     table, other = nn.Parameter(torch.zeros(6, 12)), torch.zeros(2, 1, 9, 12)
 
-    def refused(module: nn.Module, *args: Any, method: Any = "allgather", **kwargs: Any) -> str:
+    def refused(
+        module: nn.Module, *args: Any, method: Any = "allgather", whole: nn.Module | None = None, **kwargs: Any
+    ) -> str:
         def use() -> None:
-            parallelize_context(module, mesh(), method=method)
+            parallelize_context(whole or module, mesh(), method=method)
             module(*args, **kwargs)
 
         with pytest.raises(ConfigError) as caught:
@@ -304,6 +306,7 @@ def refusals(rank: int) -> dict[str, str]:
         "weights": refused(weights, x),
         "along": refused(convolved, x),
         "no tokens": refused(Using(attend), torch.ones(3)),
+        "a part": refused(part := Using(attend), x, whole=nn.Sequential(part)),
     }
 
 
@@ -327,6 +330,7 @@ def refused() -> dict[str, str]:
         "table": ["a table of 6 rows has no positions for sequences of 8 tokens"],
         "weights": ["torch.nn.MultiheadAttention is asked for its weights", "need_weights=False"],
         "along": ["conv1d works along the sequence, and this rank has 4 tokens of it"],
+        "a part": ["a part of the module was called, and the module itself not", "call `self(...)`"],
         "no tokens": ["called without a tensor of shape (batch, sequence, ...)"],
     }.items(),
 )

@@ -41,6 +41,13 @@ def attention(
     """As `scaled_dot_product_attention`, of (batch, heads, own tokens, features), over the whole sequence."""
     where = "scaled_dot_product_attention with context parallelism"
     tokens = query.shape[-2]
+    if not context.length:
+        raise ConfigError(
+            "a part of the module was called, and the module itself not",
+            where=where,
+            why="a call of the module divides the sequences among the ranks",
+            fix="call `self(...)` in the step, and not `self.model(...)`",
+        )
     if attn_mask is not None:
         raise ConfigError(
             f"attention has a mask of shape {tuple(attn_mask.shape)}",
