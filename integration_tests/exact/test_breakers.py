@@ -115,7 +115,11 @@ def test_due_validation_is_rerun(killed: Killed, case: Case, place: str, step: i
     ("case", "places"),
     [
         (Case("metrics"), ["validation_batch_start:9", "train_batch_start:9"]),
-        (Case("metrics").setting("data.args.kind=stateful"), ["validation_batch_start:9", "train_batch_start:9"]),
+        pytest.param(
+            Case("metrics").setting("data.args.kind=stateful"),
+            ["validation_batch_start:9", "train_batch_start:9"],
+            marks=pytest.mark.soak,
+        ),
         (Case("gpt", workers=2), ["validation_batch_start:16", "train_batch_start:16"]),
     ],
     ids=["in an epoch", "a loader with a state", "counted in steps, workers"],

@@ -145,6 +145,7 @@ def test_the_time_limit(cluster: Cluster, references: References, tmp_path: Path
     assert ("SIGTERM" in signal["signals"]) is not warned
 
 
+@pytest.mark.soak
 def test_while_a_loader_blocks(cluster: Cluster, references: References, tmp_path: Path) -> None:
     """Its worker has nothing yet; the main threads wait, and the signal is heard all the same."""
     case = dataclasses.replace(PAIR, workers=1)
@@ -243,6 +244,7 @@ def test_no_requeue_means_it(cluster: Cluster, references: References, tmp_path:
     as_if_nothing_had_happened(references, tmp_path, again, "unknown", restarts=0, case=PAIR)
 
 
+@pytest.mark.soak
 def test_a_job_that_may_not_be_requeued_is_told_at_its_start(
     cluster: Cluster, references: References, tmp_path: Path
 ) -> None:
