@@ -244,6 +244,7 @@ def test_what_is_kept_in_attributes_is_proven(tmp_path: Path, job: dict[str, Any
     assert call.out.startswith("equal in every bit")
 
 
+@pytest.mark.soak
 def test_an_ordinary_job_is_proven(tmp_path: Path) -> None:
     """Dropout, batch norm, momentum, a schedule, shuffled data; and nothing is left behind."""
     call = proved(tmp_path, "6")

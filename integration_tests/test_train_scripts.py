@@ -217,18 +217,13 @@ def test_the_global_batch_survives_another_number_of_ranks(tmp_path: Path) -> No
     say(f"accumulate {trainer.accumulate_grad_batches}")
     """
     python(tmp_path, body, "2", "4", "none")
-    refused = python(tmp_path, body, "1", "8", "none", expect=None)
-    assert refused.returncode != 0
-    assert "2 ranks and would resume with 1" in refused.stderr
     assert "accumulate 2" in python(tmp_path, body, "1", "8", "keep_global").stdout
-    assert "accumulate 2" in python(tmp_path, body, "1", "12", "keep_global").stdout  # not halved by the start between
-    assert "accumulate 1" in python(tmp_path, body, "2", "16", "keep_global").stdout
-    expected = reference(tmp_path / "reference", 16)
-    assert float((weights(tmp_path / "runs/run/checkpoints/step-00000016") - expected).abs().max()) < CLOSE
-    assert "accumulate 1" in python(tmp_path, body, "1", "20", "keep_per_device").stdout
+    assert "accumulate 1" in python(tmp_path, body, "2", "12", "keep_global").stdout
+    expected = reference(tmp_path / "reference", 12)
+    assert float((weights(tmp_path / "runs/run/checkpoints/step-00000012") - expected).abs().max()) < CLOSE
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_finished_run_before_the_one_that_starts_ranks(tmp_path: Path) -> None:
     """Rank 1 runs the script from its first line: what was finished in rank 0 is finished there too."""
     body = """
@@ -267,7 +262,6 @@ def test_ddp_spawn_trains_and_returns_the_result(tmp_path: Path) -> None:
     assert float((weights(newest.path) - torch.load(tmp_path / "model.pt", weights_only=True)).abs().max()) == 0
     assert "train/loss" in done.stdout
     assert str(newest.path) in done.stdout
-    assert "is finished" in python(tmp_path, body, expect=None).stdout
 
 
 # -- torchrun
@@ -285,7 +279,6 @@ def test_torchrun_one_rank_decides_for_all(tmp_path: Path) -> None:
     assert done.stdout.count("in run at 8") == 2
     never = torchrun(tmp_path, body.replace('resume="auto"', 'resume="never"'))
     assert never.stdout.count("in run-2 at 8") == 2
-    assert "is finished" in torchrun(tmp_path, body).stdout
 
 
 def test_an_error_on_rank_0_ends_all_ranks(tmp_path: Path) -> None:
@@ -353,7 +346,7 @@ def kill_in_training(folder: Path, devices: int, step: int) -> None:
         process.wait()
 
 
-@pytest.mark.parametrize("devices", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("devices", [pytest.param(1, marks=pytest.mark.soak), 2])
 def test_an_unmodified_script_goes_on_after_kill_9(tmp_path: Path, devices: int) -> None:
     """One callback: steps and metrics.csv go on; a run that is finished is not trained again."""
     per_epoch = 8 // devices
