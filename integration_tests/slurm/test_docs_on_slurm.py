@@ -191,7 +191,6 @@ def test_a_train_py_without_srun(cluster: Cluster, folder: Path) -> None:
     goes_on(job, folder, "unknown")
 
 
-@pytest.mark.soak
 def test_torchrun_in_a_batch_script(cluster: Cluster, folder: Path) -> None:
     """The agents pass the warning on, and wait for their workers."""
     job = sbatch(cluster, folder, "torchrun.sh")

@@ -130,7 +130,8 @@ def test_preempted_where_slurm_would_cancel(cluster: Cluster, references: Refere
     as_if_nothing_had_happened(references, tmp_path, job, "preempted", case=PAIR)
 
 
-@pytest.mark.parametrize("warned", [pytest.param(True, marks=pytest.mark.soak), False])
+@pytest.mark.soak
+@pytest.mark.parametrize("warned", [True, False])
 def test_the_time_limit(cluster: Cluster, references: References, tmp_path: Path, warned: bool) -> None:
     """With a warning ahead, and with nothing but the SIGTERM at the end."""
     options = ("--signal=USR1@30", "--time=60") if warned else ("--time=60",)

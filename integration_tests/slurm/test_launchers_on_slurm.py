@@ -24,6 +24,7 @@ pytestmark = pytest.mark.slow
 TORCHRUN = f"{sys.executable} -m torch.distributed.run --nproc-per-node 2 --master-port 29511 -m "
 
 
+@pytest.mark.soak
 def test_torchrun_in_a_batch_script_is_preempted(cluster: Cluster, references: References, tmp_path: Path) -> None:
     """No step, so no warning: SIGTERM to all when the time of grace is over. SLURM requeues; we do not."""
     script = f"{QUICK_AGAIN}{TORCHRUN}{shlex.join(['fairlead', *PAIR.words()])}\n"
