@@ -285,7 +285,7 @@ def own_events(run: Path, pid: int) -> list[str]:
 def test_a_job_goes_on_from_the_store_on_a_machine_that_has_nothing(s3: S3, tmp_path: Path) -> None:
     """Killed in an upload, stopped, each time on a new machine: the same weights and metrics, bit for bit."""
     trainer = {"devices": 1, "strategy": "auto"}
-    model = {"args": {"width": 4, "delay": 0.4}}
+    model = {"args": {"width": 4, "delay": 0.8}}
     plain = changed(JOB, trainer=trainer, model=model)
     remote = {"name": "remote", "url": "s3://runs-bucket/prefix", "inner": "async", "part_mib": 5}
     job = repository(tmp_path / "user", job=changed(plain, trainer={**trainer, "checkpoint_io": remote}))

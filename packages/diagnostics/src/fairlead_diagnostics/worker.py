@@ -17,7 +17,7 @@ from typing import Any
 from fairlead_diagnostics.checking import Asked, Bench, Check, Result
 
 _START_S = 120.0
-"""An interpreter on a busy node or a slow file system starts within this; a check's own limit begins behind it."""
+"""On a busy node or a slow file system an interpreter starts and imports a check within this; then its limit begins."""
 _STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 
 
@@ -55,6 +55,11 @@ class Worker:
         try:
             pipe = self._start()
             pipe.send((check.run, arguments))
+            if not pipe.poll(_START_S):
+                raise TimeoutError(f"its process did not start within {_START_S:g} s")
+            answer = pipe.recv()
+            if isinstance(answer, Result):
+                return answer  # it cannot be imported
             while pipe.poll(check.limit_s):
                 answer = pipe.recv()
                 if isinstance(answer, Result):
@@ -91,9 +96,6 @@ class Worker:
                     pass_fds=[theirs.fileno()],
                 )
             self._pipe.send((sys.path, self._asked))
-            if not self._pipe.poll(_START_S):
-                raise TimeoutError(f"its process did not start within {_START_S:g} s")
-            self._pipe.recv()
         return self._pipe
 
     def _ended(self) -> str:
@@ -112,7 +114,6 @@ def main(pipe: Connection) -> None:
         signal.signal(number, signal.SIG_IGN)  # whoever started this process ends it
     path, asked = pipe.recv()
     sys.path[:] = path
-    pipe.send(None)
     bench = Bench(asked, lambda: pipe.send(None))
     with contextlib.suppress(EOFError):
         while True:
@@ -122,7 +123,9 @@ def main(pipe: Connection) -> None:
 
 def _made(name: str, bench: Bench, arguments: tuple[Any, ...]) -> Result:
     try:
-        result = pkgutil.resolve_name(name)(bench, *arguments)
+        check = pkgutil.resolve_name(name)
+        bench.progress()  # its time begins
+        result = check(bench, *arguments)
     except Exception as error:  # whatever a library, a driver or a disk raises: the check has failed
         first = str(error).strip().partition("\n")[0]
         return Result(False, f"{type(error).__name__}: {first}" if first else type(error).__name__)
