@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+from queue import SimpleQueue
 
 from packaging.metadata import Metadata
 from packaging.requirements import Requirement
@@ -45,6 +46,8 @@ SETTINGS = {
 }
 
 
+COMPILED = ROOT / ".nox" / "isolated-compiled"
+"""What an environment has compiled at import serves the next one at the same place, which has the same files there."""
 CI = bool(os.environ.get("CI"))  # what is lacking there is a failure
 
 
@@ -69,7 +72,7 @@ class Outcome:
 def run(*command: str | Path, cwd: Path | None = None, expect: int = 0) -> subprocess.CompletedProcess[str]:
     """Run a command in a clean environment; another exit code than `expect` is a fault with its output."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "VIRTUAL_ENV", "COVERAGE"))}
-    environ = kept | {"WANDB_MODE": "offline"}
+    environ = kept | {"WANDB_MODE": "offline", "PYTHONPYCACHEPREFIX": str(COMPILED)}
     done = subprocess.run(
         [str(part) for part in command], cwd=cwd, env=environ, stdin=subprocess.DEVNULL, capture_output=True, text=True
     )
@@ -153,6 +156,8 @@ class Wheels:
         python = place / "bin" / "python"
         # Modules are compiled when they are imported: most of torch never is.
         self.pip("install", "-qq", "--no-compile", *self.held(), self.requirement(extra), python=python)
+        for file in place.rglob("*.py"):
+            os.utime(file, (1, 1))  # else that of its installation, by which compiled files know it
         self.pip("check", python=python)
         listing = "import importlib.metadata as m\nfor d in m.distributions(): print(d.name, d.version)"
         lines = run(python, "-P", "-c", listing).stdout.splitlines()
@@ -205,13 +210,13 @@ def use_fit(bin_: Path, work: Path, extra: str) -> None:
 USES: dict[str, Callable[[Path, Path, str], None]] = {"": use_core, "check": use_check}
 
 
-def examine(wheels: Wheels, extras: list[str], resolved: frozenset[str], scratch: Path) -> Iterator[Outcome]:
-    """One environment, and what the extras that share it promise."""
+def examine(wheels: Wheels, extras: list[str], resolved: frozenset[str], work: Path) -> Iterator[Outcome]:
+    """One environment in the folder `work`, and what the extras that share it promise."""
     size = f"{len(resolved)} distributions"
     if reasons := wheels.not_here(extras[0]):
         yield from (Outcome(extra, "skipped", [f"resolved only, {size}", *reasons]) for extra in extras)
         return
-    work = Path(tempfile.mkdtemp(dir=scratch))
+    work.mkdir()
     try:
         # Not the repository: a job finds its code from its own place, and nothing is found by accident.
         shutil.copytree(ROOT / "examples", work / "examples", ignore=shutil.ignore_patterns("__pycache__", "runs"))
@@ -221,13 +226,18 @@ def examine(wheels: Wheels, extras: list[str], resolved: frozenset[str], scratch
     except PromiseError as fault:
         yield from (Outcome(extra, "failed", [str(fault)]) for extra in extras)
         return
+    used: dict[tuple[object, ...], str] = {}
     for extra in extras:
+        use = USES.get(extra, use_fit)
+        key = (use, *SETTINGS.get(extra, []))
         try:
-            USES.get(extra, use_fit)(bin_, work, extra)
-            yield Outcome(extra, "passed", [size, imported])
+            if key not in used:
+                use(bin_, work, extra)
+            alike = [f"as fairlead[{used[key]}]: the same environment"] if key in used else []
+            used.setdefault(key, extra)
+            yield Outcome(extra, "passed", [size, imported, *alike])
         except PromiseError as fault:
             yield Outcome(extra, "failed", [str(fault)])
-    shutil.rmtree(work)
 
 
 def attempt(resolve: Callable[[str], frozenset[str]]) -> Callable[[str], frozenset[str] | PromiseError]:
@@ -246,6 +256,7 @@ def main(folder: Path, chosen: list[str]) -> int:
     """Examine every extra, two environments at a time; 1 when one failed."""
     place = ROOT / ".nox"  # ignored by git, and on the disk where the environments are
     place.mkdir(exist_ok=True)
+    shutil.rmtree(COMPILED, ignore_errors=True)
     with tempfile.TemporaryDirectory(prefix="fairlead-isolated-", dir=place) as scratch:
         wheels = Wheels(folder, Path(scratch))
         extras = chosen or wheels.extras()
@@ -257,8 +268,20 @@ def main(folder: Path, chosen: list[str]) -> int:
                     outcomes.append(Outcome(extra, "failed", [str(resolved)]))
                 else:
                     groups[resolved].append(extra)
-            results = pool.map(lambda item: list(examine(wheels, item[1], item[0], Path(scratch))), groups.items())
-            outcomes += [outcome for result in results for outcome in result]
+            places: SimpleQueue[Path] = SimpleQueue()
+            for name in ("one", "other"):
+                places.put(Path(scratch, name))
+
+            def examined(item: tuple[frozenset[str], list[str]]) -> list[Outcome]:
+                free = places.get()
+                try:
+                    return list(examine(wheels, item[1], item[0], free))
+                finally:
+                    shutil.rmtree(free, ignore_errors=True)
+                    places.put(free)
+
+            outcomes += [outcome for result in pool.map(examined, groups.items()) for outcome in result]
+    shutil.rmtree(COMPILED, ignore_errors=True)
     outcomes.sort(key=lambda outcome: extras.index(outcome.extra))
     for outcome in outcomes:
         requirement = f"fairlead[{outcome.extra}]" if outcome.extra else "fairlead"
