@@ -101,6 +101,8 @@ def wrong_test(test: str, root: Path = ROOT) -> str | None:
         if found is None:
             return f"there is no {'::'.join(names)} in {file}"
         body, marks = found.body, marks + found.decorator_list
+    if any(ast.unparse(mark) == "pytest.mark.soak" for mark in marks):
+        return f"{test} is a soak test, which CI leaves out"
     if any(map(_never_passes, marks)) or any(_skips(statement) for statement in (*module.body, *body)):
         return f"{test} is skipped or expected to fail, whatever the machine"
     return None

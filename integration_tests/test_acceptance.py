@@ -135,6 +135,9 @@ def test_xfail_of_an_error(): ...
 def test_that_skips_itself():
     pytest.skip("...")
 
+@pytest.mark.soak
+def test_too_long_for_ci(): ...
+
 class TestClass:
     def test_in_a_class(self): ...
 
@@ -153,6 +156,7 @@ class TestSkipped:
         ("test_in_a_class", "there is no"),
         ("TestClass", "there is no"),
         ("test_nowhere", "there is no"),
+        ("test_too_long_for_ci", "soak"),
         *[
             (name, "whatever the machine")
             for name in (

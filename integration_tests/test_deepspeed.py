@@ -10,7 +10,7 @@ import torch
 
 from integration_tests.jobs import JOB, changed, events, fairlead, repository
 
-pytestmark = [pytest.mark.soak, pytest.mark.filterwarnings("ignore::DeprecationWarning")]  # of DeepSpeed's own imports
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of DeepSpeed's own imports
 
 STRATEGY = {"name": "deepspeed_stage_3", "stage3_param_persistence_threshold": 0}
 """Else every rank keeps weights as few as these whole."""
@@ -77,6 +77,7 @@ def test_a_killed_run_ends_with_the_same_bits(tmp_path: Path, undisturbed: Path)
         assert all(tensor.abs().sum() > 0 for tensor in a)  # it has trained
 
 
+@pytest.mark.soak
 def test_what_deepspeed_wrote_becomes_one_file(tmp_path: Path, undisturbed: Path) -> None:
     """The weights of both ranks together, of each of which a rank has half."""
     (folder,) = undisturbed.glob("checkpoints/step-00000008")
