@@ -136,6 +136,21 @@ def test_weights_are_stored_in_few_bits_and_stand_for_the_float_ones(mode: str, 
     assert error.max() > 0
 
 
+@pytest.mark.parametrize("sizes", [(64, 48), (32, 32), (96, 8), (16, 24), (33, 17)])
+def test_rows_of_any_length_are_computed_with_their_own_scales(sizes: tuple[int, int]) -> None:
+    """A scale is that of 64 weights, which may be of several rows; some are a hundred times larger here."""
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(nn.Linear(*sizes, bias=False))
+    model[0].weight.data[::3] *= 100
+    before = model[0].weight.detach().clone()
+    convert(model, config("nf4"))
+    blocks = before.flatten().split(64)
+    largest = torch.cat([block.abs().max().expand(len(block)) for block in blocks]).view_as(before)
+    gap = get_4bit_type("nf4", device="cpu").unique().diff().max() / 2
+    error = (model(torch.eye(sizes[0])).T - before).abs()
+    assert (error <= largest * gap * 1.01).all()
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_it_computes_what_the_quantised_weights_say(mode: str) -> None:
     """Three dimensions and an odd size, forward and backward, against a plain Linear with those weights."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import logging
 from collections.abc import Callable
@@ -9,7 +10,7 @@ from typing import Any
 
 import bitsandbytes as bnb
 import torch
-from bitsandbytes.functional import QuantState
+from bitsandbytes.functional import QuantState, dequantize_4bit
 from lightning.fabric.plugins.precision import Precision as FabricPrecision
 from lightning.pytorch.plugins.precision import Precision
 from torch import Tensor, nn
@@ -59,8 +60,20 @@ class FourBitLinear(bnb.nn.Linear4bit):  # type: ignore[misc]
         dtype = self._dtype or x.dtype
         bias = None if self.bias is None else self.bias.to(dtype)
         flat = x.reshape(-1, x.shape[-1]).to(dtype)
-        out: Tensor = bnb.matmul_4bit(flat, self.weight, bias=bias, quant_state=self.weight.quant_state)
+        state: QuantState = self.weight.quant_state
+        out: Tensor
+        if x.device.type == "cpu" and self.in_features % state.blocksize:
+            out = nn.functional.linear(flat, self._weight_row_by_row(state).to(dtype), bias)
+        else:
+            out = bnb.matmul_4bit(flat, self.weight, bias=bias, quant_state=state)
         return out.to(x.dtype).reshape(*x.shape[:-1], -1)
+
+    def _weight_row_by_row(self, state: QuantState) -> Tensor:
+        """The float weight, whose rows share scales: AVX-512 code of bitsandbytes 0.50 would mix them up."""
+        flat = copy.copy(state)
+        flat.shape = torch.Size([state.shape.numel()])
+        weight: Tensor = dequantize_4bit(self.weight.data, flat)
+        return weight.view(state.shape)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
         """bitsandbytes writes the scales, but does not read them."""
