@@ -348,6 +348,41 @@ def fsdp2_fabric() -> dict[str, Any]:
     return {"apart": apart(weights(plain), weights(module.module)), "sharded": is_parallelised(module)}
 
 
+def fsdp2_fabric_goes_on() -> dict[str, Any]:
+    """From what one process saved whose optimizer has the last parameters first."""
+
+    def adam(module: nn.Module) -> torch.optim.Optimizer:
+        first, *rest = module.parameters()
+        groups: list[dict[str, Any]] = [{"params": rest[::-1], "lr": 0.01}, {"params": [first]}]
+        return torch.optim.Adam(groups, lr=0.02)
+
+    def train(step: Callable[[Any], None], module: nn.Module, optimizer: Any, rows: slice) -> None:
+        x, y = (t[:8][rows] for t in data.tensors)
+        for _ in range(3):
+            step(nn.functional.mse_loss(module(x), y))
+            optimizer.step()
+            optimizer.zero_grad()
+
+    plain = seeded(Net, 100)
+    optimizer: Any = adam(plain)
+    train(lambda loss: loss.backward(), plain, optimizer, slice(None))
+    path = Path(tempfile.gettempdir(), f"fabric-{os.environ['MASTER_PORT']}-{rank}.ckpt")
+    torch.save({"model": plain.state_dict(), "adam": optimizer.state_dict(), "epoch": 3, "more": 1}, path)
+    train(lambda loss: loss.backward(), plain, optimizer, slice(None))
+    config = FSDP2StrategyConfig()
+    strategy: Any = build_fsdp2(config, context(config, "fabric"))
+    fabric = Fabric(accelerator="cpu", strategy=strategy, devices=2, plugins=[TorchElasticEnvironment()])
+    fabric.launch()
+    module = fabric.setup_module(seeded(Net, 100 + rank))
+    optimizer = fabric.setup_optimizers(adam(module))
+    state = {"model": module, "adam": optimizer, "epoch": 0}
+    left = fabric.load(path, state)
+    train(fabric.backward, module, optimizer, slice(rank, None, 2))
+    fabric.barrier()
+    path.unlink()
+    return {"apart": apart(weights(plain), weights(module.module)), "epoch": state["epoch"], "left": left}
+
+
 def refused(make: Callable[[], Any]) -> Callable[[], dict[str, Any]]:
     def run() -> dict[str, Any]:
         try:
@@ -408,6 +443,7 @@ SCENARIOS: dict[str, Callable[[], Any]] = {
     "fsdp2_resume": fsdp2_resume,
     "fsdp2_validate": fsdp2_test_then_fit,
     "fsdp2_fabric": fsdp2_fabric,
+    "fsdp2_fabric_goes_on": fsdp2_fabric_goes_on,
     "fsdp2_tensor": refused(lambda: pair(fsdp2(tensor=2), Net)),
     **{f"fsdp2_{mode}": low_precision(mode) for mode in ("bf16-mixed", "bf16-true", "16-true")},
     **{

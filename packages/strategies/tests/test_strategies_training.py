@@ -108,6 +108,13 @@ def test_fsdp2_shards_under_fabric(trained: dict[str, Any]) -> None:
     assert found["apart"] < CLOSE
 
 
+def test_fsdp2_goes_on_under_fabric_whatever_the_order_of_the_optimizer(trained: dict[str, Any]) -> None:
+    """Moments that went to other parameters of the same shape would not be noticed."""
+    found = outcome(trained, "fsdp2_fabric_goes_on")
+    assert found["apart"] < CLOSE
+    assert (found["epoch"], found["left"]) == (3, {"more": 1})
+
+
 @pytest.mark.parametrize("mode", ["bf16-mixed", "bf16-true", "16-true"])
 def test_fsdp2_trains_in_the_precisions_it_is_said_to(trained: dict[str, Any], mode: str) -> None:
     found = outcome(trained, f"fsdp2_{mode}")

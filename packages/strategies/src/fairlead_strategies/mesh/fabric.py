@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,6 +19,7 @@ from fairlead_strategies.mesh.device_mesh import agree_on_random_numbers, make_m
 from fairlead_strategies.mesh.parallelize import parallelize
 from fairlead_strategies.mesh.ranks import RanksOnMesh
 from fairlead_strategies.mesh.units import is_parallelised
+from fairlead_strategies.mesh.whole import cut_optimizer
 
 
 class FabricMesh(RanksOnMesh, ModelParallelStrategy):
@@ -49,3 +52,27 @@ class FabricMesh(RanksOnMesh, ModelParallelStrategy):
         self.precision.unscale_gradients(optimizer)
         parameters = list(self.precision.main_params(optimizer))
         return clip_grad_norm(parameters, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
+
+    def load_checkpoint(
+        self,
+        path: str | os.PathLike[str],
+        state: Module | Optimizer | dict[str, Any] | None = None,
+        strict: bool = True,
+        weights_only: bool | None = None,
+    ) -> dict[str, Any]:
+        """Lightning takes a single process's numbers in an optimizer's state for those of the model's parameters.
+
+        Where the optimizer has its groups in another order, moments would change places.
+        """
+        path = Path(self.broadcast(os.fspath(path)))
+        if not isinstance(state, dict) or path.is_dir():
+            return super().load_checkpoint(path, state, strict, weights_only)
+        optimizers = {name: one for name, one in state.items() if isinstance(one, Optimizer)}
+        others = {name: one for name, one in state.items() if name not in optimizers}
+        left = super().load_checkpoint(path, others, strict, weights_only)
+        for name, optimizer in optimizers.items():
+            if name not in left:
+                raise KeyError(f"{path} has no {name!r}; it has {', '.join(sorted(left)) or 'nothing more'}")
+            optimizer.load_state_dict(cut_optimizer(left.pop(name), optimizer))
+        state.update(others)
+        return left
