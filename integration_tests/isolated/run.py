@@ -1,4 +1,4 @@
-"""Install each extra of the core from wheels, in a fresh environment with only what it declares, and use it.
+"""Install each extra of the core from wheels, in an environment with only what it declares, and use it.
 
 `python integration_tests/isolated/run.py WHEELS [EXTRA...]`; `nox -s isolated` builds the wheels and runs this.
 
@@ -46,8 +46,6 @@ SETTINGS = {
 }
 
 
-COMPILED = ROOT / ".nox" / "isolated-compiled"
-"""What an environment has compiled at import serves the next one at the same place, which has the same files there."""
 CI = bool(os.environ.get("CI"))  # what is lacking there is a failure
 
 
@@ -72,9 +70,13 @@ class Outcome:
 def run(*command: str | Path, cwd: Path | None = None, expect: int = 0) -> subprocess.CompletedProcess[str]:
     """Run a command in a clean environment; another exit code than `expect` is a fault with its output."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "VIRTUAL_ENV", "COVERAGE"))}
-    environ = kept | {"WANDB_MODE": "offline", "PYTHONPYCACHEPREFIX": str(COMPILED)}
     done = subprocess.run(
-        [str(part) for part in command], cwd=cwd, env=environ, stdin=subprocess.DEVNULL, capture_output=True, text=True
+        [str(part) for part in command],
+        cwd=cwd,
+        env=kept | {"WANDB_MODE": "offline"},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
     )
     if done.returncode != expect:
         text = "\n".join((done.stdout + done.stderr).splitlines()[-40:])
@@ -151,20 +153,29 @@ class Wheels:
         return [reason for engine, reason in CANNOT_RUN.items() if engine in names] + ([] if CI else lacking)
 
     def environment(self, place: Path, extra: str, resolved: frozenset[str]) -> Path:
-        """A fresh environment with `extra`; its `bin` folder. A fault unless it holds exactly what was resolved."""
-        run(sys.executable, "-m", "venv", "--without-pip", place)
+        """The environment at `place` with `extra`; its `bin` folder. A fault unless it holds exactly what was resolved.
+
+        From the extra that was there before it loses what this one does not bring: torch is unpacked once a place.
+        """
         python = place / "bin" / "python"
+        if python.exists():
+            if left := sorted(installed(python) - resolved):
+                self.pip("uninstall", "-qq", "--yes", *(one.partition("==")[0] for one in left), python=python)
+        else:
+            run(sys.executable, "-m", "venv", "--without-pip", place)
         # Modules are compiled when they are imported: most of torch never is.
         self.pip("install", "-qq", "--no-compile", *self.held(), self.requirement(extra), python=python)
-        for file in place.rglob("*.py"):
-            os.utime(file, (1, 1))  # else that of its installation, by which compiled files know it
         self.pip("check", python=python)
-        listing = "import importlib.metadata as m\nfor d in m.distributions(): print(d.name, d.version)"
-        lines = run(python, "-P", "-c", listing).stdout.splitlines()
-        installed = {f"{canonicalize_name(name)}=={version}" for name, version in map(str.split, lines)}
-        if installed != resolved:
-            raise PromiseError(f"installed and resolved differ: {sorted(installed ^ resolved)}")
+        if (found := installed(python)) != resolved:
+            raise PromiseError(f"installed and resolved differ: {sorted(found ^ resolved)}")
         return python.parent
+
+
+def installed(python: Path) -> frozenset[str]:
+    """The distributions of an environment, as name==version."""
+    listing = "import importlib.metadata as m\nfor d in m.distributions(): print(d.name, d.version)"
+    lines = run(python, "-P", "-c", listing).stdout.splitlines()
+    return frozenset(f"{canonicalize_name(name)}=={version}" for name, version in map(str.split, lines))
 
 
 def probe(bin_: Path) -> str:
@@ -210,20 +221,23 @@ def use_fit(bin_: Path, work: Path, extra: str) -> None:
 USES: dict[str, Callable[[Path, Path, str], None]] = {"": use_core, "check": use_check}
 
 
-def examine(wheels: Wheels, extras: list[str], resolved: frozenset[str], work: Path) -> Iterator[Outcome]:
-    """One environment in the folder `work`, and what the extras that share it promise."""
+def examine(wheels: Wheels, extras: list[str], resolved: frozenset[str], place: Path) -> Iterator[Outcome]:
+    """One environment in the folder `place`, and what the extras that share it promise."""
     size = f"{len(resolved)} distributions"
     if reasons := wheels.not_here(extras[0]):
         yield from (Outcome(extra, "skipped", [f"resolved only, {size}", *reasons]) for extra in extras)
         return
-    work.mkdir()
+    env, work = place / "env", place / "work"
+    shutil.rmtree(work, ignore_errors=True)
+    work.mkdir(parents=True)
     try:
         # Not the repository: a job finds its code from its own place, and nothing is found by accident.
         shutil.copytree(ROOT / "examples", work / "examples", ignore=shutil.ignore_patterns("__pycache__", "runs"))
         (work / "pyproject.toml").touch()
-        bin_ = wheels.environment(work / "env", extras[0], resolved)
+        bin_ = wheels.environment(env, extras[0], resolved)
         imported = probe(bin_)
     except PromiseError as fault:
+        shutil.rmtree(env, ignore_errors=True)
         yield from (Outcome(extra, "failed", [str(fault)]) for extra in extras)
         return
     used: dict[tuple[object, ...], str] = {}
@@ -256,7 +270,6 @@ def main(folder: Path, chosen: list[str]) -> int:
     """Examine every extra, two environments at a time; 1 when one failed."""
     place = ROOT / ".nox"  # ignored by git, and on the disk where the environments are
     place.mkdir(exist_ok=True)
-    shutil.rmtree(COMPILED, ignore_errors=True)
     with tempfile.TemporaryDirectory(prefix="fairlead-isolated-", dir=place) as scratch:
         wheels = Wheels(folder, Path(scratch))
         extras = chosen or wheels.extras()
@@ -277,11 +290,10 @@ def main(folder: Path, chosen: list[str]) -> int:
                 try:
                     return list(examine(wheels, item[1], item[0], free))
                 finally:
-                    shutil.rmtree(free, ignore_errors=True)
                     places.put(free)
 
-            outcomes += [outcome for result in pool.map(examined, groups.items()) for outcome in result]
-    shutil.rmtree(COMPILED, ignore_errors=True)
+            by_size = sorted(groups.items(), key=lambda item: len(item[0]))
+            outcomes += [outcome for result in pool.map(examined, by_size) for outcome in result]
     outcomes.sort(key=lambda outcome: extras.index(outcome.extra))
     for outcome in outcomes:
         requirement = f"fairlead[{outcome.extra}]" if outcome.extra else "fairlead"
