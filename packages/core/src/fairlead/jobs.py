@@ -53,13 +53,9 @@ class LoadedJob:
         first, *others = finding.where.split(", ")
         if first.replace("[", ".").partition(".")[0] not in JobConfig.model_fields:
             return finding
-        where = ", ".join([self.locate(_undotted(first)), *others])
+        parts = first.replace("[", ".").replace("]", "").split(".")
+        where = ", ".join([self.locate(tuple(int(p) if p.isdecimal() else p for p in parts)), *others])
         return dataclasses.replace(finding, where=where)
-
-
-def _undotted(text: str) -> tuple[str | int, ...]:
-    parts = text.replace("[", ".").replace("]", "").split(".")
-    return tuple(int(p) if p.isdecimal() else p for p in parts)
 
 
 def load_job(source: str, *, plugins: PluginManager, cwd: Path, overrides: Sequence[str] = ()) -> LoadedJob:

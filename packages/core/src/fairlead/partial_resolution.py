@@ -45,12 +45,10 @@ class PartialResolution:
 
     def hardware_severity(self) -> Severity:
         """Hardware that is not here is an error where the job is to run, and to be expected on a login node."""
-        if self.purpose == "run" or self.profile is not None or self.inside_job or self._has_device():
+        if self.purpose == "run" or self.profile is not None or self.inside_job:
             return "error"
-        return "info"
-
-    def _has_device(self) -> bool:
-        return any(plugin.priority > 0 and self.probe(plugin).count > 0 for plugin in self.accelerators().values())
+        found = (plugin for plugin in self.accelerators().values() if plugin.priority > 0)
+        return "error" if any(self.probe(plugin).count > 0 for plugin in found) else "info"
 
     def accelerators(self) -> dict[str, AcceleratorPlugin]:
         """The accelerators that can be loaded, by tag and by the names of presets."""

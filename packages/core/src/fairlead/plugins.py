@@ -29,6 +29,11 @@ GROUP: Final = "fairlead"
 """The entry-point group of all plugins."""
 
 
+class _Hooks(pluggy.PluginManager):
+    def parse_hookimpl_opts(self, plugin: object, name: str) -> pluggy.HookimplOpts | None:
+        return None if name.startswith("__") else super().parse_hookimpl_opts(plugin, name)  # to look takes long
+
+
 class PluginManager:
     """Finds plugins by axis and tag, and loads those that are asked for.
 
@@ -44,7 +49,7 @@ class PluginManager:
     def __init__(self, entry_points: Iterable[EntryPoint] | None = None) -> None:
         if entry_points is None:
             entry_points = cast("Iterable[EntryPoint]", importlib.metadata.entry_points(group=GROUP))
-        self._pluggy = pluggy.PluginManager("fairlead")
+        self._pluggy = _Hooks("fairlead")
         # By name, as any runtime: hooks speak of a resolution, which is made of configs, which look plugins up here.
         self._pluggy.add_hookspecs(importlib.import_module("fairlead.hookspecs").HookSpecs)
         self._points: dict[str, EntryPoint] = {}

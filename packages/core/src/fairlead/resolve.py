@@ -77,7 +77,10 @@ class _Resolver(PartialResolution):
             "checkpoint_io", CheckpointIOConfigBase, self.trainer.checkpoint_io, "torch", "the default"
         )
         requeue = self._requeue(chosen)
-        self._optional()
+        if self.trainer.layer_sync is not None:
+            self.settings["layer_sync"] = Setting(self.trainer.layer_sync.name, "trainer.layer_sync")
+        names = [self.plugins.label(logger) for logger in self.trainer.loggers]
+        self.settings["loggers"] = Setting(names, "trainer.loggers" if names else "metrics.csv is always written")
         backend, device_type = self._backend(accelerator, strategy)
         self._network(chosen.config, backend)
         self.settings["resume"] = Setting(self.run.resume, "run.resume" if self.run.resume != "auto" else "the default")
@@ -225,12 +228,6 @@ class _Resolver(PartialResolution):
         if config is not None and signal is not None:
             config = config.model_copy(update={"signals": (signal,)})
         return config
-
-    def _optional(self) -> None:
-        if self.trainer.layer_sync is not None:
-            self.settings["layer_sync"] = Setting(self.trainer.layer_sync.name, "trainer.layer_sync")
-        names = [self.plugins.label(logger) for logger in self.trainer.loggers]
-        self.settings["loggers"] = Setting(names, "trainer.loggers" if names else "metrics.csv is always written")
 
     def _backend(
         self, accelerator: AcceleratorConfigBase | None, strategy: StrategyConfigBase | None

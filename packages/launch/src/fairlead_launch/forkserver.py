@@ -268,6 +268,7 @@ def shared(environ: Mapping[str, str] | None = None, imports: Sequence[str] = ()
 def main(fd: int) -> None:
     """The life of a server, and of what it forks; that ends as an interpreter does, by leaving this."""
     connection, pristine = socket.socket(fileno=fd), sys.path[:]
+    gc.disable()  # what it imports stays; to look through it again and again is a sixth of the time
     os.setpgid(0, 0)  # Ctrl-C is for the caller, with whom this ends
     while True:
         what, _ = _receive(connection)
@@ -278,7 +279,6 @@ def main(fd: int) -> None:
         os.environ.update(what.environ)
         obstacles = preload(what.imports, what.modules)
         sys.path[:] = pristine
-        gc.collect()
         gc.freeze()  # nothing of this is garbage, and looking at it would copy it
         try:
             _send(connection, obstacles)
@@ -291,6 +291,7 @@ def main(fd: int) -> None:
         connection.close()
         if isinstance(request, Request):
             become(request)
+            gc.enable()
             function, args = pickle.loads(request.call)
             function(*args)
         if not isinstance(request, _Another):
