@@ -33,8 +33,8 @@ nox.options.reuse_existing_virtualenvs = True
 nox.options.allow_parallel = True  # under `nox -j 2`; none writes where another reads
 nox.options.error_on_missing_interpreters = bool(os.environ.get("CI"))
 nox.options.sessions = [  # what takes longest comes first, so that `nox -j 2` is busy to the end
-    "lint", "integration", "slurm", "isolated", "tests", "types", "huggingface", "torch_free", "minimums", "docs",
-    "build", "acceptance",
+    "lint", "integration", "slurm", "isolated", "tests", "types", "huggingface", "transformers", "torch_free",
+    "minimums", "docs", "build", "acceptance",
 ]  # fmt: skip
 
 # One file pins what is tested, in every session; pip >= 25.3 reads the second name for the environments it builds in.
@@ -158,10 +158,20 @@ def huggingface(session: nox.Session) -> None:
     session.run("pytest", *SLOWEST, "integration_tests/huggingface", *session.posargs, env=ran)
 
 
-@nox.session(
-    venv_backend="none",
-    requires=["env", "integration", "slurm", "huggingface", *(f"tests({package})" for package in PACKAGES)],
-)
+@nox.session
+def transformers(session: nox.Session) -> None:
+    """`fairlead verify` on models of Hugging Face, in an environment with Lightning."""
+    places = [part for package in PACKAGES for part in editable(package, every_extra=package == "strategies")]
+    install(session, *group("test", "huggingface"), *places)
+    ran = {"FAIRLEAD_RAN": str(RAN / session.name)}
+    session.run("pytest", *SLOWEST, "integration_tests/verify/test_hugging_face.py", *session.posargs, env=ran)
+
+
+NAMED = ("integration", "slurm", "huggingface", "transformers", *(f"tests({package})" for package in PACKAGES))
+"""The sessions whose tests `acceptance.toml` may name."""
+
+
+@nox.session(venv_backend="none", requires=["env", *NAMED])
 def acceptance(session: nox.Session) -> None:
     """Each test that `integration_tests/acceptance.toml` names has passed in these sessions."""
     if session.posargs:

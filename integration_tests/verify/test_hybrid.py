@@ -16,12 +16,8 @@ def hybrid(mutation: str = "none", model: str = "Stack", accumulate: int = 1, **
 
 PAIR: dict[str, Any] = {"shard": 2, "tensor": 2, "plan": SPLIT}
 STAGES: dict[str, Any] = {"model": "Stages", "pipeline": 2, "micro_batches": 3, "split": [2]}
-RIGHT = {"shard and tensor": hybrid(**PAIR)}
-FAULTS = {
-    "over shard": hybrid("hybrid.clipped_over_shard", **PAIR),
-    "over tensor": hybrid("hybrid.clipped_over_tensor", **PAIR),
-}
-MORE_RIGHT = {
+RIGHT = {
+    "shard and tensor": hybrid(**PAIR),
     "pipeline and shard": hybrid(**STAGES, shard=2),
     "accumulating": hybrid(**PAIR, accumulate=2),
     "sequence": hybrid(shard=2, tensor=2, plan=SEQUENCE, sequence_parallel=True),
@@ -31,7 +27,9 @@ MORE_RIGHT = {
     "pipeline and tensor": hybrid(**STAGES, shard=1, tensor=2, plan=SPLIT),
     "pipeline and replicate": hybrid(**STAGES, shard=1, replicate=2),
 }
-MORE_FAULTS = {
+FAULTS = {
+    "over shard": hybrid("hybrid.clipped_over_shard", **PAIR),
+    "over tensor": hybrid("hybrid.clipped_over_tensor", **PAIR),
     "counted twice": hybrid("hybrid.replicated_counted_twice", **PAIR),
     "own shard": hybrid("clipped_by_own_shard", **PAIR),
     "summed": hybrid("not_divided", **PAIR),
@@ -50,19 +48,13 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Judge:
     return Judge(RIGHT | FAULTS, 4, tmp_path_factory.mktemp("cases"))
 
 
-@pytest.fixture(scope="module")
-def more(tmp_path_factory: pytest.TempPathFactory) -> Judge:
-    """Those that are left to `nox -s soak`."""
-    return Judge(MORE_RIGHT | MORE_FAULTS, 4, tmp_path_factory.mktemp("more"))
-
-
 def require_named(said: dict[str, Any], first: str, cause: str) -> None:
     assert not said["ok"]
     assert said["first"]["name"] == first
     assert any(cause in one for one in said["causes"]), said["causes"]
 
 
-def test_a_right_layout_is_equal(found: Judge) -> None:
+def test_all_of_it_is_compared(found: Judge) -> None:
     said = found("shard and tensor")
     assert said["ok"], said
     assert said["alive"]["moved"] == 18
@@ -70,10 +62,9 @@ def test_a_right_layout_is_equal(found: Judge) -> None:
     assert counts == {"gradients": 18, "clipping norm": 4, "weights": 18, "losses": 3}
 
 
-@pytest.mark.soak
-@pytest.mark.parametrize("name", list(MORE_RIGHT))
-def test_more_layouts_are_equal(more: Judge, name: str) -> None:
-    said = more(name)
+@pytest.mark.parametrize("name", list(RIGHT))
+def test_a_right_layout_is_equal(found: Judge, name: str) -> None:
+    said = found(name)
     assert said["ok"], said
     assert said["alive"]["moved"] >= 10
     assert not said["alive"]["still"]
@@ -84,16 +75,6 @@ def test_more_layouts_are_equal(more: Judge, name: str) -> None:
     [
         ("over shard", "rank 0", "it counts what the ranks of `shard` hold, not what those of `tensor` do"),
         ("over tensor", "rank 0", "it counts what the ranks of `tensor` hold, not what those of `shard` do"),
-    ],
-)
-def test_a_fault_is_found_and_named(found: Judge, name: str, first: str, cause: str) -> None:
-    require_named(found(name), first, cause)
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize(
-    ("name", "first", "cause"),
-    [
         ("counted twice", "rank 0", "it counts what the ranks of `tensor` hold alike once for each of them"),
         ("own shard", "rank 0", "it counts what this rank holds, not what the others do"),
         ("summed", "inlet.weight", "all gradients are 2 x those of one process: summed over the 2 replicas"),
@@ -105,5 +86,5 @@ def test_a_fault_is_found_and_named(found: Judge, name: str, first: str, cause: 
         ("stage frozen", "blocks.0.norm.weight", "no gradient reaches 6 of 15 parameters"),
     ],
 )
-def test_more_faults_are_found_and_named(more: Judge, name: str, first: str, cause: str) -> None:
-    require_named(more(name), first, cause)
+def test_a_fault_is_found_and_named(found: Judge, name: str, first: str, cause: str) -> None:
+    require_named(found(name), first, cause)

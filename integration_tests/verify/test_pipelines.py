@@ -20,6 +20,10 @@ INTERLEAVED: dict[str, Any] = {"schedule": "interleaved_1f1b", "split": "paramet
 RIGHT = {
     "1f1b": pipeline(),
     "interleaved, accumulating": pipeline(accumulate=2, **INTERLEAVED),
+    "gpipe": pipeline(schedule="gpipe"),
+    "interleaved": pipeline(**INTERLEAVED),
+    "zero bubble": pipeline(schedule="zbv_zero_bubble", split="parameters", micro_batches=6),
+    "interleaved zero bubble": pipeline(schedule="interleaved_zero_bubble", split="parameters", micro_batches=2),
 }
 FAULTS = {
     "summed": pipeline("pipeline.summed_over_micro_batches"),
@@ -29,14 +33,6 @@ FAULTS = {
     "first stage frozen": pipeline("pipeline.frozen_first"),
     "tied apart": pipeline("pipeline.tied_apart"),
     "clipping": pipeline("pipeline.clipped_by_own_stage"),
-}
-MORE_RIGHT = {
-    "gpipe": pipeline(schedule="gpipe"),
-    "interleaved": pipeline(**INTERLEAVED),
-    "zero bubble": pipeline(schedule="zbv_zero_bubble", split="parameters", micro_batches=6),
-    "interleaved zero bubble": pipeline(schedule="interleaved_zero_bubble", split="parameters", micro_batches=2),
-}
-MORE_FAULTS = {
     "copy not stepped": pipeline("pipeline.copy_not_stepped"),
     "tied counted twice": pipeline("pipeline.tied_counted_twice"),
     "moving average": pipeline("pipeline.moving_average", accumulate=2),
@@ -52,12 +48,6 @@ MORE_FAULTS = {
 def found(tmp_path_factory: pytest.TempPathFactory) -> Judge:
     """The cases on two ranks, in one start of them."""
     return Judge(RIGHT | FAULTS, 2, tmp_path_factory.mktemp("cases"))
-
-
-@pytest.fixture(scope="module")
-def more(tmp_path_factory: pytest.TempPathFactory) -> Judge:
-    """Those that are left to `nox -s soak`."""
-    return Judge(MORE_RIGHT | MORE_FAULTS, 2, tmp_path_factory.mktemp("more"))
 
 
 def require_equal(said: dict[str, Any]) -> None:
@@ -79,12 +69,6 @@ def test_a_right_pipeline_is_equal(found: Judge, name: str) -> None:
     require_equal(found(name))
 
 
-@pytest.mark.soak
-@pytest.mark.parametrize("name", list(MORE_RIGHT))
-def test_other_schedules_are_equal(more: Judge, name: str) -> None:
-    require_equal(more(name))
-
-
 @pytest.mark.parametrize(
     ("name", "first", "cause"),
     [
@@ -99,16 +83,6 @@ def test_other_schedules_are_equal(more: Judge, name: str) -> None:
         ("first stage frozen", "blocks.0.norm.weight", "no gradient reaches 12 of 15 parameters: blocks.0.norm.weight"),
         ("tied apart", "inlet.weight", "a weight that several stages hold: what each of them has is not added up"),
         ("clipping", "rank 0", "it counts what this rank holds, not what the others do"),
-    ],
-)
-def test_a_fault_is_found_and_named(found: Judge, name: str, first: str, cause: str) -> None:
-    require_named(found(name), first, cause)
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize(
-    ("name", "first", "cause"),
-    [
         ("copy not stepped", "inlet.weight", "rank 1 and rank 0 do not hold the same weights any more"),
         ("tied counted twice", "rank 0", "what the ranks of `pipeline` hold alike once for each of them"),
         ("moving average", "inlet.weight", "the batches have other shares in it than in one process: 0.13 for 0.50"),
@@ -119,8 +93,8 @@ def test_a_fault_is_found_and_named(found: Judge, name: str, first: str, cause: 
         ("summed, accumulating", "inlet.weight", "summed over the 3 micro-batches of a batch, not averaged"),
     ],
 )
-def test_more_faults_are_found_and_named(more: Judge, name: str, first: str, cause: str) -> None:
-    require_named(more(name), first, cause)
+def test_a_fault_is_found_and_named(found: Judge, name: str, first: str, cause: str) -> None:
+    require_named(found(name), first, cause)
 
 
 def test_the_stage_of_the_first_wrong_parameter_is_said(found: Judge) -> None:
