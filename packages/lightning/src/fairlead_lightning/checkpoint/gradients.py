@@ -44,7 +44,9 @@ class GradientWatch:
             self._own_hook = last.register_hook(self._see_own)
 
     def _see_own(self, grad: Tensor) -> None:
-        self._own = self._own | ~_largest([grad])[0].isfinite()
+        own = _local(grad)
+        if own is not None and own.numel() and not _surely_finite([own]):
+            self._own = self._own | ~_largest([own])[0].isfinite()
 
     @torch.no_grad()
     def look(self, step: int) -> None:
