@@ -70,19 +70,30 @@ def _restore(state: Mapping[str, Any]) -> None:
 def isolated_rng(seed: int | None = None) -> Iterator[None]:
     """Draws inside the block do not change the draws after it; `seed` seeds all generators for the block.
 
+    Quicker than `torch.manual_seed` and `rng_state`: a step may be in one.
+
     Example:
         >>> with isolated_rng(seed=0):
         ...     preview = torch.randn(2)
     """
-    state = rng_state()
+    cuda, mps = torch.cuda.is_available(), torch.backends.mps.is_available()
+    cpu = cpu_states()
+    on_cuda = torch.cuda.get_rng_state_all() if cuda else []
+    on_mps = torch.mps.get_rng_state() if mps else None
     try:
         if seed is not None:
-            random.seed(seed)
-            np.random.seed(seed % 2**32)
-            torch.manual_seed(seed)  # all devices
+            seed_cpu(seed)
+            if cuda:
+                torch.cuda.manual_seed_all(seed)
+            if mps:
+                torch.mps.manual_seed(seed)
         yield
     finally:
-        set_rng_state(state)
+        set_cpu_states(cpu)
+        if cuda:
+            torch.cuda.set_rng_state_all(on_cuda)
+        if on_mps is not None:
+            torch.mps.set_rng_state(on_mps)
 
 
 class IsolatedGenerators:
