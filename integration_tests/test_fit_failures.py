@@ -7,12 +7,13 @@ import re
 import signal
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from fairlead_distributed import free_port
 from fairlead_runs import state
-from integration_tests.jobs import Running, events, fairlead, names, repository, start
+from integration_tests.jobs import JOB, Running, events, fairlead, marked, names, repository, start
 
 pytestmark = pytest.mark.slow
 
@@ -217,6 +218,22 @@ def test_a_killed_supervisor_takes_its_ranks_along(tmp_path: Path) -> None:
     resumed = fairlead("fit", job, *SLOW, *words, "--set", "data.args.workers=1", cwd=tmp_path)
     assert resumed.code == 0, resumed.text
     assert "resumes from" in resumed.out
+
+
+@pytest.mark.parametrize("wrong", [{"model": {"class": "mine.model:Modell"}}, {}], ids=["refused", "stopped"])
+def test_what_is_imported_while_the_job_is_checked_ends_with_it(tmp_path: Path, wrong: dict[str, Any]) -> None:
+    """Begun as a user begins it, so that a process imports torch before it is known that ranks will start."""
+    job = repository(tmp_path / "repo", job={**JOB, **wrong})
+    running = start("fit", str(job), cwd=tmp_path, fresh=True)
+    if wrong:
+        call = running.end(20)
+        assert call.code == 2
+        assert "mine.model:Model?" in call.text
+    else:
+        running.until(lambda: len(marked(running.marker)) > 1, "it imports")
+        running.process.send_signal(signal.SIGTERM)
+        assert running.end(60).code == 143
+    assert not (tmp_path / "runs").exists()
 
 
 def test_one_process_fails_and_stops_as_several_do(tmp_path: Path) -> None:

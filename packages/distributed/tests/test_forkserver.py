@@ -109,3 +109,21 @@ def test_a_server_that_has_ended_says_so() -> None:
     server.close()
     with pytest.raises((RuntimeError, OSError)):
         server.start(print)
+
+
+def test_a_lent_server_that_was_killed_is_known_to_be_gone(tmp_path: Path) -> None:
+    server = ForkServer()
+    lent = ForkServer(connection=server.lend())
+    script = tmp_path / "script.py"
+    script.write_text("import os, sys\nprint(os.getppid(), flush=True)\n")
+    with (tmp_path / "out").open("w") as out:
+        assert lent.start(run_python, str(script), fds={1: out.fileno()}).wait(60) == 0
+    assert lent.alive()
+    os.kill(int((tmp_path / "out").read_text()), signal.SIGKILL)
+    deadline = time.monotonic() + 10
+    while lent.alive():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert server.alive()
+    lent.close()
+    server.close()

@@ -191,14 +191,19 @@ class ForkServer:
 
     def alive(self) -> bool:
         """Whether it can still fork."""
-        if self._process is not None:
-            return self._process.poll() is None
-        return self._connection.fileno() >= 0
+        if self._connection.fileno() < 0:
+            return False
+        try:
+            answers = select.select([self._connection], [], [], 0)[0]
+            return not answers or bool(self._connection.recv(1, socket.MSG_PEEK))
+        except OSError:
+            return False
 
     def close(self) -> None:
-        """Ends the server."""
+        """Ends the server, whatever it is doing."""
         self._connection.close()
         if self._process is not None:
+            self._process.kill()
             self._process.wait()
 
     def _ask(self, what: object, fds: Sequence[int] = ()) -> Any:

@@ -21,6 +21,7 @@ from fairlead.plugin_classes import StrategyPlugin
 from fairlead_launch.environment import LAUNCHED
 from fairlead_launch.reports import leave_to_rank_0, said_after_rank_0, send_report
 from fairlead_lightning.build import build_guard
+from fairlead_lightning.commands.early import EarlyImports
 from fairlead_lightning.commands.prepare import prepare
 from fairlead_lightning.display.quiet import TORCH_LOG
 
@@ -66,8 +67,8 @@ def run_here_or_on_ranks(arguments: argparse.Namespace, session: Session) -> int
         from fairlead_lightning.commands.prove import prove_resume  # a command of its own
 
         return prove_resume(arguments, session)
-    with hold_signals() as release:
-        return _run(arguments, session, release)
+    with hold_signals() as release, EarlyImports(arguments, session) as early:
+        return _run(arguments, session, release, early)
 
 
 @contextmanager
@@ -86,9 +87,9 @@ def _ignore(signals: Iterable[int]) -> None:
         signal.signal(number, signal.SIG_IGN)
 
 
-def _run(arguments: argparse.Namespace, session: Session, release: Callable[[], list[int]]) -> int:
+def _run(arguments: argparse.Namespace, session: Session, release: Callable[[], list[int]], early: EarlyImports) -> int:
     try:
-        checked = prepare(arguments, session, uses_run=arguments.command == "fit")
+        checked = prepare(arguments, session, uses_run=arguments.command == "fit", loaded=early.begin)
     except FairleadError as error:
         # Ranks that a launcher started check for themselves; what they find wrong is the same for all, and shown once.
         if send_report(session.environ, f"error: {error.block()}", error.exit_code):
@@ -113,6 +114,7 @@ def _run(arguments: argparse.Namespace, session: Session, release: Callable[[], 
     starts_ranks = not topology.launched and resolution.world_size > 1
     starts_ranks &= not cast("StrategyPlugin", session.plugins.of(resolution.strategy)).starts_processes
     if not starts_ranks or getattr(resolution.strategy, "start_method", "popen") != "popen":
+        early.close()
         guard = build_guard(BuildContext(resolution, session.environ, session.plugins))
         came = release()
         guard.flags.install()  # before torch is imported, which takes seconds
@@ -133,4 +135,4 @@ def _run(arguments: argparse.Namespace, session: Session, release: Callable[[], 
                 guard.flags.uninstall()
     from fairlead_lightning.commands.ranks import run_ranks
 
-    return run_ranks(arguments, session, checked, release())
+    return run_ranks(arguments, session, checked, release(), early.server)

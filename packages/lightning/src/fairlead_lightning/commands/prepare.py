@@ -5,19 +5,29 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+from collections.abc import Callable
 from typing import cast
 
 from fairlead.checks import CheckedJob, check_job
 from fairlead.cli.session import Session
 from fairlead.findings import raise_errors
-from fairlead.jobs import load_job
+from fairlead.jobs import LoadedJob, load_job
 from fairlead.plugin_classes import EnvironmentPlugin
 from fairlead.resolution import Resolution
 from fairlead_launch.plans import inherited_plan
 
 
-def prepare(arguments: argparse.Namespace, session: Session, *, uses_run: bool) -> CheckedJob:
-    """The job, loaded, resolved and checked; a rank that Fairlead started was handed all that, and finds itself."""
+def prepare(
+    arguments: argparse.Namespace,
+    session: Session,
+    *,
+    uses_run: bool,
+    loaded: Callable[[LoadedJob], None] | None = None,
+) -> CheckedJob:
+    """The job, loaded, resolved and checked; a rank that Fairlead started was handed all that, and finds itself.
+
+    `loaded` is called with the job before it is checked.
+    """
     handed: CheckedJob | None = inherited_plan(session.environ)
     if handed is not None:
         return dataclasses.replace(handed, resolution=_of_this_rank(handed.resolution, session))
@@ -28,9 +38,11 @@ def prepare(arguments: argparse.Namespace, session: Session, *, uses_run: bool) 
         overrides.append("run.wait=true")
     if getattr(arguments, "accept", None):
         overrides.append(f"run.accept={json.dumps(arguments.accept)}")
-    loaded = load_job(arguments.job, plugins=session.plugins, cwd=session.cwd, overrides=overrides)
+    job = load_job(arguments.job, plugins=session.plugins, cwd=session.cwd, overrides=overrides)
+    if loaded is not None:
+        loaded(job)
     checked = check_job(
-        loaded,
+        job,
         environ=session.environ,
         plugins=session.plugins,
         purpose="run",

@@ -9,7 +9,7 @@ import socket
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import fairlead
 from fairlead.checks import CheckedJob
@@ -28,16 +28,24 @@ from fairlead_launch.ports import DEFAULT_PORT, STORE_FD, bind_listener
 from fairlead_launch.processes import Starter, fork, forkable, search_path, spawn
 from fairlead_launch.restarts import Restarts, run_with_restarts, stopped_before
 from fairlead_launch.supervise import Group, noted_signals
+from fairlead_lightning.commands.early import PRELOAD
 from fairlead_lightning.display.quiet import TORCH_LOG
 from fairlead_runs.commit.checkpoints import readable_checkpoints
 
-_PRELOAD: Final = "fairlead_lightning.commands.preload"
 
+def run_ranks(
+    arguments: argparse.Namespace,
+    session: Session,
+    checked: CheckedJob,
+    signals: Sequence[int],
+    early: ForkServer | None,
+) -> int:
+    """Starts one process for each rank of this machine, and watches them.
 
-def run_ranks(arguments: argparse.Namespace, session: Session, checked: CheckedJob, early: Sequence[int]) -> int:
-    """Starts one process for each rank of this machine, and watches them; `early` are signals that have come."""
-    with noted_signals(early) as received:
-        ranks = _Ranks(arguments, session, checked)
+    `signals` are those that have come already; `early` is a server that has begun to import the libraries.
+    """
+    with noted_signals(signals) as received:
+        ranks = _Ranks(arguments, session, checked, early)
         if not ranks.prepare(received):
             return stopped_before(received, session.stderr)
         try:
@@ -57,11 +65,14 @@ def run_forked(*words: str) -> None:
 class _Ranks:
     """Makes the groups of one job."""
 
-    def __init__(self, arguments: argparse.Namespace, session: Session, checked: CheckedJob) -> None:
+    def __init__(
+        self, arguments: argparse.Namespace, session: Session, checked: CheckedJob, early: ForkServer | None
+    ) -> None:
         assert checked.resolution is not None
         self._session, self._checked, self._resolution = session, checked, checked.resolution
         self._words = [*session.argv, *(["--debug"] if session.debug else [])]
         self._start_method = arguments.start_method
+        self._early = early
         self._server: ForkServer | None = None
         self._plan: int | None = None
         given = {name: value for name, value in session.environ.items() if name != SERVER_FD}
@@ -72,14 +83,19 @@ class _Ranks:
         if self._start_method == "spawn" or not CAN_FORK:
             return True
         root: CodeRoot = self._checked.loaded.root
-        lent = self._session.environ.get(SERVER_FD)
+        number = self._session.environ.get(SERVER_FD)
+        lent = socket.socket(fileno=int(number)) if number is not None else None
+        if self._early is not None:
+            if forkable(self._early, received, self._session.warn) is None:
+                return not received
+            lent = self._early.lend()
         server = ForkServer(
-            [_PRELOAD, *_loaded_here(self._session.plugins), *_runtimes(self._resolution, self._session.plugins)],
+            [PRELOAD, *_loaded_here(self._session.plugins), *_runtimes(self._resolution, self._session.plugins)],
             _user_modules(self._checked.loaded.job),
             path=search_path(root),
             environ={"OMP_NUM_THREADS": str(self._resolution.value("threads")), **self._environ},
             title=("fairlead", *self._words),
-            connection=socket.socket(fileno=int(lent)) if lent is not None else None,
+            connection=lent,
         )
         self._server = forkable(server, received, self._session.warn)
         return not received
