@@ -37,7 +37,7 @@ class DDPStrategyConfig(ProcessGroupConfig):
     bucket_cap_mb: int = Field(25, gt=0)
     """Size in MiB of the buckets in which gradients are sent; smaller buckets mean more all-reduce calls that start
     earlier. `bucket_size_mb` is accepted too. The default is torch's: 25, with a first bucket of 1 MiB."""
-    gradient_as_bucket_view: bool = False
+    gradient_as_bucket_view: bool = True
     """Let `.grad` be a view of the bucket: saves one copy of the gradients in memory."""
     static_graph: bool = False
     """Promise that every step uses the same parameters in the same order; allows re-entrant activation checkpointing

@@ -5,6 +5,7 @@ Lightning's Trainer registers hooks on CUDA only and silently drops them elsewhe
 
 from __future__ import annotations
 
+import atexit
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from torch.nn.parallel.distributed import _MixedPrecision
 
 from fairlead.errors import ConfigError
 from fairlead.interfaces import BuildContext
-from fairlead_distributed import register_exact_reduction
+from fairlead_distributed import destroy_process_group, register_exact_reduction
 from fairlead_strategies.ddp import DDPStrategyConfig
 
 
@@ -28,6 +29,12 @@ class DDPStrategy(LightningDDPStrategy):
     def __init__(self, config: DDPStrategyConfig, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self._config = config
+
+    def setup_distributed(self) -> None:
+        """Connects the ranks; those that Lightning spawns leave the group when they end, as gloo's threads may not."""
+        super().setup_distributed()
+        if self._start_method == "spawn":
+            atexit.register(destroy_process_group)
 
     def configure_ddp(self) -> None:
         """Wraps the model, then registers the hook."""
