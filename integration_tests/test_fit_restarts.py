@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from integration_tests.jobs import events, fairlead, marked, names, repository, start
+from fairlead_checkpoint_io import TorchCheckpointIOConfig
+from fairlead_checkpoint_io.torch_file_runtime import TorchFileCheckpointIO
+from integration_tests.jobs import JOB, changed, events, fairlead, marked, names, repository, start
 
 
 def weights(folder: Path) -> dict[str, Any]:
@@ -48,6 +50,37 @@ def test_a_killed_rank_costs_no_more_than_a_restart(tmp_path: Path, undisturbed:
     for rank in range(2):  # of both starts
         assert (run / "logs" / f"rank-0000{rank}.log").exists()
     assert (run / "logs" / "rank-00000.log").read_text().count("INFO: start ") == 2
+
+
+SPLIT: dict[str, Any] = {
+    "name": "hybrid",
+    "shard": 2,
+    "tensor": 2,
+    "plan": {"layer.0": "colwise", "layer.2": "rowwise"},
+}
+
+
+@pytest.mark.parametrize("checkpoint_io", ["distributed", pytest.param("torch", marks=pytest.mark.soak)])
+def test_a_killed_rank_of_a_split_model(tmp_path: Path, checkpoint_io: str) -> None:
+    """Two shards of two parts of each layer: of the four ranks one is killed, and the end is the same in every bit."""
+    trainer = {"devices": 4, "strategy": SPLIT, "checkpoint_io": checkpoint_io}
+    states = []
+    for name, environ in (("straight", {}), ("killed", {"FAIL": "once:1:5"})):
+        job = repository(tmp_path / name / "repo", job=changed(JOB, trainer=trainer))
+        model = job.parent.parent / "mine" / "model.py"
+        layers = "torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, width))"
+        model.write_text(model.read_text().replace("torch.nn.Linear(4, width)", layers))
+        fit = fairlead("fit", str(job), "--max-restarts", "1", cwd=tmp_path / name, environ=environ)
+        assert fit.code == 0, fit.text
+        run = tmp_path / name / "runs" / "small"
+        steps = [event["step"] for event in events(run) if event["event"] == "training"]
+        assert steps == ([0, 4] if environ else [0])
+        io = TorchFileCheckpointIO(TorchCheckpointIOConfig())
+        states.append(io.load_checkpoint(run / "checkpoints" / "step-00000008"))
+    straight, killed = states
+    assert straight["global_step"] == killed["global_step"] == 8
+    assert len(straight["state_dict"]) == 4
+    assert all(torch.equal(value, killed["state_dict"][name]) for name, value in straight["state_dict"].items())
 
 
 def test_a_new_run_is_not_begun_again_by_a_restart(tmp_path: Path) -> None:

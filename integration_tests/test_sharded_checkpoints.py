@@ -37,7 +37,10 @@ SYNC: Any = "distributed"
 BACKGROUND: Any = {"name": "distributed", "background": True}
 
 # A name, a strategy, a checkpoint_io, and what to resume from.
-Fit = tuple[str, str, Any, str]
+Fit = tuple[str, Any, Any, str]
+PLAN = {"blocks.0": "colwise", "blocks.1": "rowwise"}  # `head` is whole on each rank
+TENSOR: Any = {"name": "tensor_parallel", "plan": PLAN}
+BOTH: Any = {"name": "hybrid", "shard": 2, "tensor": 2, "plan": PLAN}
 
 
 class Net(L.LightningModule):
@@ -316,6 +319,31 @@ def test_any_number_of_ranks_and_any_layout_goes_on(written: tuple[str, dict[str
     last: list[Fit] = [("two", "ddp", SYNC, step(str(tmp_path / "one"), "one", 6))]
     for rank in run_ranks(fits, 2, str(tmp_path / "two"), 2, 7, last, timeout=300):
         assert same(rank[0]["start"], ones[-1]["end"])
+
+
+def split_over_two(rank: int, root: str) -> list[dict[str, dict[str, Any]]]:
+    (whole,) = fits(rank, root, 2, 4, [("tensor", TENSOR, BACKGROUND, "auto")])
+    others: list[Fit] = [("again", TENSOR, SYNC, step(root, "tensor", 2)), ("file", TENSOR, "torch", "auto")]
+    back: list[Fit] = [("copies", "ddp", SYNC, step(root, "tensor", 4)), ("split", TENSOR, SYNC, step(root, "file", 4))]
+    return [whole, *fits(rank, root, 2, 4, others), *fits(rank, root, 2, 5, back)]
+
+
+def split_over_four(rank: int, root: str, begun: str) -> list[dict[str, dict[str, Any]]]:
+    (whole,) = fits(rank, root, 4, 8, [("both", BOTH, SYNC, step(begun, "tensor", 4))])
+    return [whole, *fits(rank, root, 4, 8, [("again", BOTH, BACKGROUND, step(root, "both", 6))])]
+
+
+def test_split_layers_go_on_from_shards(tmp_path: Path) -> None:
+    """Tensor parallelism alone, where some parameters are split and others whole; and a mesh of two dimensions."""
+    for whole, again, file, copies, split in run_ranks(split_over_two, 2, str(tmp_path / "two"), timeout=300):
+        assert same(again["end"], whole["end"])
+        assert same(file["end"], whole["end"])
+        assert same(copies["start"], whole["end"])
+        assert same(split["start"], whole["end"])
+    begun = str(tmp_path / "two")
+    for both, resumed in run_ranks(split_over_four, 4, str(tmp_path / "four"), begun, timeout=300):
+        assert same(both["start"], whole["end"])
+        assert same(resumed["end"], both["end"])
 
 
 def copied_to(url: str, inner: Any) -> Any:
