@@ -7,8 +7,8 @@
 5. **activation checkpointing**: around blocks that compute as they will, so that what is computed again communicates
    alike; inside of the units, so that a unit is gathered once for its second forward and its backward;
 6. **fully_shard** over copies x shards (HSDP): last and outermost, around what every rank has left of each block. It
-   casts to the number formats of `mixed_precision` and offloads; on one rank without these it is left out. The experts
-   of a mixture are a unit of their own, over the ranks that have the same ones.
+   casts to the number formats of `mixed_precision` and offloads; for split layers without any of this it is left out.
+   The experts of a mixture are a unit of their own, over the ranks that have the same ones.
 
 In another order the program runs and is wrong, or slow: checkpoints outside of the units gather each unit once more,
 layers that are cut after they were sharded are cut across the shards, and layers that replace others after that are
@@ -74,7 +74,11 @@ def parallelize(
         module = convert(module)
     if config.activation_checkpointing:
         checkpoint_layers(module, checkpointed_classes(config))
-    _shard(module, units, experts, shard_mesh(mesh), config, device)
+    over = shard_mesh(mesh)
+    casts = config.mixed_precision is not None
+    # Of split layers on one rank of shards a unit would only copy the parameters, in each pass.
+    if over.size() > 1 or "tensor" not in names or casts or config.cpu_offload:
+        _shard(module, units, experts, over, config, device)
     return module
 
 
@@ -117,8 +121,6 @@ def _shard(
         "mp_policy": _mixed_precision(config.mixed_precision),
         "offload_policy": CPUOffloadPolicy(pin_memory=device.type == "cuda") if config.cpu_offload else OffloadPolicy(),
     }
-    if mesh.size() == 1 and config.mixed_precision is None and not config.cpu_offload:
-        return  # nothing to divide, to cast or to offload: a unit would only copy its parameters in each pass
     if experts is not None:
         kept = torch.device("cpu") if config.cpu_offload else device
         experts.shard(kept, options, reshard=config.reshard_after_forward)
