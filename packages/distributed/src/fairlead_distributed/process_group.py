@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from datetime import timedelta
@@ -185,6 +186,7 @@ def init_process_group(
             fix="name the network interface between the machines (GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME=eth0); "
             "NCCL_DEBUG=INFO says more",
         ) from error
+    leave_at_exit()
 
 
 def destroy_process_group() -> None:
@@ -192,6 +194,12 @@ def destroy_process_group() -> None:
     if is_initialized():
         say_left()
         dist.destroy_process_group()
+
+
+def leave_at_exit() -> None:
+    """Has this process leave its group before the interpreter ends: gloo's threads sometimes abort it then."""
+    atexit.unregister(destroy_process_group)
+    atexit.register(destroy_process_group)
 
 
 def group_store() -> dist.Store | None:

@@ -5,7 +5,6 @@ Lightning's Trainer registers hooks on CUDA only and silently drops them elsewhe
 
 from __future__ import annotations
 
-import atexit
 from typing import Any
 
 import torch
@@ -19,7 +18,8 @@ from torch.nn.parallel.distributed import _MixedPrecision
 
 from fairlead.errors import ConfigError
 from fairlead.interfaces import BuildContext
-from fairlead_distributed import destroy_process_group, register_exact_reduction
+from fairlead_distributed import register_exact_reduction
+from fairlead_distributed.process_group import leave_at_exit
 from fairlead_strategies.ddp import DDPStrategyConfig
 
 
@@ -34,7 +34,7 @@ class DDPStrategy(LightningDDPStrategy):
         """Connects the ranks; those that Lightning spawns leave the group when they end, as gloo's threads may not."""
         super().setup_distributed()
         if self._start_method == "spawn":
-            atexit.register(destroy_process_group)
+            leave_at_exit()
 
     def configure_ddp(self) -> None:
         """Wraps the model, then registers the hook."""

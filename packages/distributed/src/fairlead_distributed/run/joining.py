@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 from collections.abc import Mapping, MutableMapping
 from datetime import timedelta
 
@@ -11,7 +10,7 @@ import torch.distributed as dist
 
 from fairlead.network import library_variables
 from fairlead.resolve import Resolution
-from fairlead_distributed import destroy_process_group, init_process_group, tcp_store
+from fairlead_distributed import init_process_group, tcp_store
 from fairlead_distributed.process_group import DEFAULT_TIMEOUT
 from fairlead_launch.ports import inherited_listener
 
@@ -44,7 +43,6 @@ def join_process_group(resolution: Resolution, environ: Mapping[str, str], *, co
         start=resolution.topology.start,
         config_hash=config_hash,
     )
-    leave_at_exit()
 
 
 def apply_network_settings(resolution: Resolution, environ: Mapping[str, str]) -> None:
@@ -52,12 +50,6 @@ def apply_network_settings(resolution: Resolution, environ: Mapping[str, str]) -
     if isinstance(environ, MutableMapping):
         for name, value in library_variables(resolution.environment).items():
             environ.setdefault(name, value)
-
-
-def leave_at_exit() -> None:
-    """Has this process leave its group before the interpreter ends: gloo's threads sometimes abort it then."""
-    atexit.unregister(destroy_process_group)
-    atexit.register(destroy_process_group)
 
 
 def _device(resolution: Resolution) -> torch.device:

@@ -14,7 +14,7 @@ from fairlead.config import CheckpointConfig, RunConfig, TrainerConfig
 from fairlead.errors import ConfigError
 from fairlead.plugins import PluginManager, default_plugins
 from fairlead.resolve import resolve
-from fairlead_distributed.run.joining import leave_at_exit
+from fairlead_distributed.process_group import leave_at_exit
 from fairlead_distributed.run.opening import open_session
 from fairlead_distributed.run.session import RunSession
 from fairlead_lightning.checkpoint.commits import copies_of

@@ -8,7 +8,7 @@ import lightning.pytorch as L
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from fairlead.errors import FairleadError, RunFailedError
-from fairlead_distributed.run.joining import leave_at_exit
+from fairlead_distributed.process_group import leave_at_exit
 from fairlead_distributed.run.session import RunSession
 from fairlead_lightning import compat
 from fairlead_lightning.lifecycle.stops import Stops

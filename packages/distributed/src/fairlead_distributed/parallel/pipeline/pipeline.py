@@ -93,6 +93,7 @@ class Pipeline:
         self._scales: list[float] = []
         self._losses: dict[int, Tensor] = {}
         self._outputs: dict[int, Any] | None = None
+        self._sending: dist.Work | None = None
 
     @property
     def is_last(self) -> bool:
@@ -252,11 +253,16 @@ class Pipeline:
                     pair[1] = self._loss(joined([self._outputs[i] for i in range(len(weights))]), target)
         checked, self._outputs, self._losses, self._targets = self._outputs is not None, None, {}, []
         if self.ranks > 1:
-            dist.broadcast(pair, group_src=self.owners[-1], group=self.group)
+            if self._sending is not None:
+                self._sending.wait()
+            self._sending = dist.broadcast(pair, group_src=self.owners[-1], group=self.group, async_op=True)
+            # The last stage goes on: the first one is still in its backward passes when the loss is known.
+            if checked or not self.is_last:
+                self._sending.wait()
         if checked:
             self._check_loss = False
             _compare(*pair.tolist())
-        return pair[0]
+        return pair[0].clone()  # `pair` may still be on its way
 
 
 def add_gradients(parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor | None]) -> None:
