@@ -113,6 +113,7 @@ def test_fsdp2_goes_on_under_fabric_whatever_the_order_of_the_optimizer(trained:
     found = outcome(trained, "fsdp2_fabric_goes_on")
     assert found["apart"] < CLOSE
     assert (found["epoch"], found["left"]) == (3, {"more": 1})
+    assert found["own"] == 0.0
 
 
 @pytest.mark.parametrize("mode", ["bf16-mixed", "bf16-true", "16-true"])

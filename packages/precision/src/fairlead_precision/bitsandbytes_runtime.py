@@ -63,13 +63,13 @@ class FourBitLinear(bnb.nn.Linear4bit):  # type: ignore[misc]
         state: QuantState = self.weight.quant_state
         out: Tensor
         if x.device.type == "cpu" and self.in_features % state.blocksize:
-            out = nn.functional.linear(flat, self._weight_row_by_row(state).to(dtype), bias)
+            out = nn.functional.linear(flat, self._float_weight(state).to(dtype), bias)
         else:
             out = bnb.matmul_4bit(flat, self.weight, bias=bias, quant_state=state)
         return out.to(x.dtype).reshape(*x.shape[:-1], -1)
 
-    def _weight_row_by_row(self, state: QuantState) -> Tensor:
-        """The float weight, whose rows share scales: AVX-512 code of bitsandbytes 0.50 would mix them up."""
+    def _float_weight(self, state: QuantState) -> Tensor:
+        """The float weight, read as one long row: with AVX-512 bitsandbytes 0.50 mixes up scales that rows share."""
         flat = copy.copy(state)
         flat.shape = torch.Size([state.shape.numel()])
         weight: Tensor = dequantize_4bit(self.weight.data, flat)

@@ -31,7 +31,7 @@ class DDPStrategy(LightningDDPStrategy):
         self._config = config
 
     def setup_distributed(self) -> None:
-        """Connects the ranks; those that Lightning spawns leave the group when they end, as gloo's threads may not."""
+        """Connects the ranks; those that Lightning spawns leave the group at exit, or gloo's threads may abort them."""
         super().setup_distributed()
         if self._start_method == "spawn":
             leave_at_exit()

@@ -17,7 +17,7 @@ def gather_for_steps(module: Module) -> None:
     A step that calls the module is a forward pass inside of another one. Torch takes the end of the inner one for that
     of both: it would free the root behind the step, and gather it once more for the backward pass.
     """
-    if not isinstance(module, FSDPModule):  # it is on one rank
+    if not isinstance(module, FSDPModule):  # split layers alone: nothing is gathered
         return
     for step in STEPS:
         register_fsdp_forward_method(module, step)
