@@ -46,10 +46,14 @@ class Fake(EnvironmentPlugin):
         super().__init__()
         self.says = JobStatus("ended", "COMPLETED")
         self.asked = 0
+        self.meanwhile: Callable[[], Any] | None = None
 
     def job_status(self, job: RunJob, environ: Mapping[str, str], deadline: float) -> JobStatus:
         assert 0 < deadline - time.monotonic() <= 5.0
         self.asked += 1
+        if self.meanwhile is not None:
+            happens, self.meanwhile = self.meanwhile, None
+            happens()
         return self.says
 
     def job_cancel(self, job: RunJob, *, queued: bool) -> tuple[str, ...]:
@@ -313,6 +317,44 @@ def test_following_goes_on_over_a_restart_until_the_run_has_ended(
     assert shown == ["one", "two", "three", "four", "five", "six"]
     assert "gpt is stopped (time_limit); another start was asked for: waiting for its next start" in text
     assert "gpt is finished" in text
+
+
+def test_following_goes_on_where_the_next_start_comes_while_the_scheduler_is_asked(place: Place) -> None:
+    """It says of the job of the start before that it is over: that is not the run's end."""
+    with place.open() as run:
+        run.history.append("stop", reason="time_limit")
+    again: list[RunDirectory] = []
+
+    def finish() -> None:
+        again[0].finish(step=100)
+        again[0].close()
+
+    def start_again() -> None:
+        again.append(place.open("fake:8"))
+        threading.Timer(0.2, finish).start()
+
+    place.scheduler.meanwhile = start_again
+    text = place.fairlead("logs", "gpt", "-f")
+    assert "gpt is finished" in text and "stopped" not in text
+
+
+def test_following_waits_for_what_a_stop_that_is_not_over_will_ask_for(place: Place) -> None:
+    """The requeue is recorded after the stop."""
+    run = place.open(None)
+    run.history.append("stop", reason="time_limit")
+
+    def later() -> None:
+        time.sleep(1.0)
+        run.history.append("requeue", by="fake")
+        run.close()
+        with place.open(None) as again:
+            again.finish(step=100)
+
+    thread = threading.Thread(target=later)
+    thread.start()
+    text = place.fairlead("logs", "gpt", "-f")
+    thread.join(PATIENCE)
+    assert "gpt is finished" in text and "stopped" not in text
 
 
 def test_nothing_of_it_imports_torch() -> None:

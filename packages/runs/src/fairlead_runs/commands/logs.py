@@ -145,7 +145,7 @@ class _Ending:
     def why_over(self) -> str | None:
         """The run's end in words; None while it runs, or is to start again."""
         run = state(self._path)
-        if run.state == "running":
+        if run.state == "running" or (run.owner is not None and run.state != "finished"):  # or has yet to ask for one
             self._said = None
             return None
         said = f"{run.name} is {run.state}" + (f" ({run.reason})" if run.reason else "")
@@ -153,7 +153,8 @@ class _Ending:
             return said
         waits = self._waits()
         if waits is None:
-            return said
+            now = state(self._path)  # the next start may have come since
+            return said if (now.starts, now.owner) == (run.starts, run.owner) else None
         if self._said != waits:
             self._said = waits
             self._session.warn(f"{said}; {waits}: waiting for its next start")
