@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,10 +11,15 @@ import lightning.pytorch as L
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.data import DataLoader, TensorDataset
 
 from fairlead import RunConfig, Trainer, TrainerConfig
+from fairlead.errors import ConfigError
+from fairlead_distributed.parallel.tensor import parallelize_tensor
 from fairlead_distributed.testing import run_ranks
+from fairlead_precision import TorchAOFloat8PrecisionConfig
+from fairlead_precision.torchao_runtime import convert
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -92,10 +98,13 @@ def test_a_run_that_goes_on_ends_with_the_bits_of_one_that_never_stopped(precisi
         assert torch.equal(value, found[name]), name
 
 
-def two_ranks(rank: int, folder: Path, strategy: str, precision: Any) -> tuple[str, dict[str, Tensor]]:
+SPLIT = {"name": "tensor_parallel", "plan": {"net.2": "colwise", "net.4": "rowwise"}}
+
+
+def trained(rank: int, folder: Path, strategy: Any, precision: Any, devices: int = 2) -> tuple[str, dict[str, Tensor]]:
     config = {
         "accelerator": "cpu",
-        "devices": 2,
+        "devices": devices,
         "strategy": strategy,
         "precision": precision,
         "max_steps": 6,
@@ -112,11 +121,18 @@ def two_ranks(rank: int, folder: Path, strategy: str, precision: Any) -> tuple[s
 
 @pytest.mark.parametrize(
     ("strategy", "precision", "layer"),
-    [("ddp", "nf4", "FourBitLinear"), ("ddp", "fp8-torchao", "Float8Linear"), ("fsdp2", "fp8-torchao", "Float8Linear")],
+    [
+        *(("ddp", "nf4", "FourBitLinear"), ("ddp", "fp8-torchao", "Float8Linear")),
+        *(("fsdp2", "fp8-torchao", "Float8Linear"), (SPLIT, "fp8-torchao", "Float8Linear")),
+    ],
+    ids=str,
 )
-def test_two_ranks(strategy: str, precision: str, layer: str, tmp_path: Path) -> None:
-    """Both hold the same weights after training, which moved; sharded ones are those of `ddp` up to the rounding."""
-    ranks = run_ranks(two_ranks, 2, tmp_path, strategy, precision)
+def test_two_ranks(strategy: Any, precision: str, layer: str, tmp_path: Path) -> None:
+    """Both hold the same weights after training, which moved.
+
+    Sharded ones are those of `ddp` up to the rounding, and split layers' those of one process.
+    """
+    ranks = run_ranks(trained, 2, tmp_path, strategy, precision)
     started = dict(Net().named_parameters())
     for kind, weights in ranks:
         assert kind == layer
@@ -124,7 +140,44 @@ def test_two_ranks(strategy: str, precision: str, layer: str, tmp_path: Path) ->
             assert torch.equal(value, ranks[0][1][name])
     moved = [name for name, value in ranks[0][1].items() if not torch.equal(value, started[name].to(value.dtype))]
     assert set(moved) >= {name for name in started if precision != "nf4" or name.endswith("bias")}
-    if strategy == "fsdp2":
-        ddp = run_ranks(two_ranks, 2, tmp_path / "ddp", "ddp", precision)[0][1]
+    if strategy != "ddp":
+        many = 2 if strategy == "fsdp2" else 1  # ranks that split layers have one batch
+        plain = run_ranks(trained, many, tmp_path / "plain", "ddp", precision, many)[0][1]
         for name, value in ranks[0][1].items():
-            torch.testing.assert_close(value, ddp[name], rtol=0.05, atol=0.02)
+            torch.testing.assert_close(value, plain[name], rtol=0.05, atol=0.02)
+
+
+def split_layers(rank: int) -> dict[str, Any]:
+    """A pair of 8-bit layers, whole and split over two ranks."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 32))
+    whole: Any = copy.deepcopy(plain)
+    convert(whole, TorchAOFloat8PrecisionConfig(recipe="rowwise", skip_first_and_last=False), emulate=True)
+    split: Any = copy.deepcopy(whole)
+    narrow = nn.Sequential(nn.Linear(16, 32))
+    convert(narrow, TorchAOFloat8PrecisionConfig(skip_first_and_last=False), emulate=True)
+    parallelize_tensor(split, init_device_mesh("cpu", (2,)), {"0": "colwise", "2": "rowwise"})
+    x = torch.randn(4, 32)
+    out, expected = split(x), whole(x)
+    out.square().sum().backward()
+    expected.square().sum().backward()
+    gradient = split[0].weight.grad.full_tensor() - whole[0].weight.grad
+    with torch.no_grad():
+        found = {
+            "columns": torch.equal(split[0](x), whole[0](x).chunk(2, -1)[rank]),
+            "plain": float((expected - plain(x)).abs().max()),
+            "out": float((out - expected).abs().max()),
+            "gradient": float(gradient.abs().max()),
+        }
+    with pytest.raises(ConfigError, match="16 features are 8 on each rank"):
+        parallelize_tensor(narrow, init_device_mesh("cpu", (2,)), {"0": "rowwise"})
+    return found
+
+
+def test_a_split_layer_computes_in_8_bits() -> None:
+    """A rank's rows of a weight have their own scales, so that its features are those of the whole layer to the bit."""
+    for found in run_ranks(split_layers, 2):
+        assert found["columns"] is True
+        assert found["out"] < found["plain"]  # between them lies the rounding of parts of a sum
+        assert 0 < found["plain"] < 0.2
+        assert found["gradient"] < 0.2

@@ -213,5 +213,34 @@ class Experts(Net):
         self.blocks = nn.ModuleList([Mixture()])
 
 
-_ALL = (Net, Dead, Decays, Experts, Masked, MaskedStages, Norm, Random, Sequences, Stack, Stages)
+class Mixed(Stages):
+    """Layers with a block that can be split and a mixture of experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[1] = Mixture()
+
+
+class Attention(nn.Module):
+    """Causal attention of two heads, added to the stream."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(12, 36)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).view(*x.shape[:2], 3, 2, 6).permute(2, 0, 3, 1, 4)
+        y = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return x + y.transpose(1, 2).reshape(x.shape)
+
+
+class SequenceStages(Stages):
+    """Layers with attention over eight tokens in both halves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Attention(), Block(), Attention()])
+
+
+_ALL = (Net, Dead, Decays, Experts, Masked, MaskedStages, Mixed, Norm, Random, Sequences, SequenceStages, Stack, Stages)
 MODELS: dict[str, Callable[[], L.LightningModule]] = {one.__name__: one for one in _ALL}

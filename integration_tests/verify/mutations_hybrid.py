@@ -10,7 +10,11 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 from unittest.mock import patch
 
+import fairlead_distributed.parallel.context as context
+import fairlead_distributed.parallel.expert as expert
 from fairlead_distributed.gradients import _Shards
+from fairlead_distributed.parallel._comm import gather_for_all, part
+from fairlead_distributed.parallel.expert import _DividedMixture
 
 
 @contextmanager
@@ -41,3 +45,29 @@ def clipped_over_tensor() -> AbstractContextManager[None]:
 def replicated_counted_twice() -> AbstractContextManager[None]:
     """What each rank of `tensor` holds whole counts once for each of them (Megatron-LM #5916)."""
     return _added_up_over(lambda every, cut: cut | {"tensor"})
+
+
+@contextmanager
+def experts_of_parts_averaged() -> Iterator[None]:
+    """Each rank of `tensor` sends a part of the tokens, and what they teach an expert is averaged, not added up."""
+    real = _DividedMixture._sent
+
+    def sent(self: Any, tokens: Any, weights: Any, chosen: Any, senders: int) -> Any:
+        return real(self, tokens, weights, chosen, 1)
+
+    with patch.object(_DividedMixture, "_sent", sent):
+        yield
+
+
+@contextmanager
+def router_of_a_part() -> Iterator[None]:
+    """What a rank's part of the tokens teaches the router, and the layers before it, stays on that rank."""
+    with patch.object(expert, "split_for_parts", lambda x, dim, group: part(x, dim, group)):
+        yield
+
+
+@contextmanager
+def sequence_out_of_order() -> Iterator[None]:
+    """The parts of a sequence are put together in the order of the ranks, which is not that of the tokens."""
+    with patch.object(context, "gather_sequence", lambda x, dim, layout, group: gather_for_all(x, dim, group)):
+        yield

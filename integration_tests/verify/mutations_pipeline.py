@@ -114,7 +114,7 @@ def clipped_by_own_stage() -> Iterator[None]:
 def tied_counted_twice() -> Iterator[None]:
     """The norm counts a weight once for each stage that holds it."""
 
-    def clip(parameters: Any, max_norm: float, *, group: Any, copies: Any) -> Tensor:
+    def clip(parameters: Any, max_norm: float, *, group: Any, copies: Any, stage: Any) -> Tensor:
         return clip_grad_norm_over_stages([*parameters, *copies], max_norm, group=group)
 
     with patch.object(runtime, "clip_grad_norm_over_stages", clip):

@@ -16,6 +16,8 @@ def hybrid(mutation: str = "none", model: str = "Stack", accumulate: int = 1, **
 
 PAIR: dict[str, Any] = {"shard": 2, "tensor": 2, "plan": SPLIT}
 STAGES: dict[str, Any] = {"model": "Stages", "pipeline": 2, "micro_batches": 3, "split": [2]}
+SHARED: dict[str, Any] = {"model": "Mixed", "shard": 2, "expert": 2, "tensor": 2, "plan": SPLIT}
+SEQUENCES: dict[str, Any] = {**STAGES, "model": "SequenceStages", "shard": 1, "context": 2}
 RIGHT = {
     "shard and tensor": hybrid(**PAIR),
     "pipeline and shard": hybrid(**STAGES, shard=2),
@@ -26,6 +28,9 @@ RIGHT = {
     "shard and context": hybrid(model="Sequences", shard=2, context=2),
     "pipeline and tensor": hybrid(**STAGES, shard=1, tensor=2, plan=SPLIT),
     "pipeline and replicate": hybrid(**STAGES, shard=1, replicate=2),
+    "experts and tensor": hybrid(**SHARED),
+    "pipeline and experts": hybrid(**{**STAGES, "model": "Mixed"}, shard=2, expert=2),
+    "pipeline and context": hybrid(**SEQUENCES),
 }
 FAULTS = {
     "over shard": hybrid("hybrid.clipped_over_shard", **PAIR),
@@ -38,6 +43,11 @@ FAULTS = {
     "own stage": hybrid("pipeline.clipped_by_own_stage", **STAGES, shard=2),
     "tied apart": hybrid("pipeline.tied_apart", **STAGES, shard=2),
     "overwritten": hybrid("pipeline.overwritten", **STAGES, shard=1, replicate=2),
+    "parts averaged": hybrid("hybrid.experts_of_parts_averaged", **SHARED),
+    "router": hybrid("hybrid.router_of_a_part", **SHARED),
+    "out of order": hybrid("hybrid.sequence_out_of_order", **SEQUENCES),
+    "keys": hybrid("keys_of_own_queries", **SEQUENCES),
+    "experts whole": hybrid("experts_not_divided", **{**STAGES, "model": "Mixed"}, shard=2, expert=2),
     "stage frozen": hybrid("pipeline.frozen_first", **STAGES, shard=1, replicate=2),
 }
 
@@ -83,8 +93,20 @@ def test_a_right_layout_is_equal(found: Judge, name: str) -> None:
         ("own stage", "rank 0", "it counts what the ranks of `shard` hold, not what those of `pipeline` do"),
         ("tied apart", "inlet.weight", "a weight that several stages hold: what each of them has is not added up"),
         ("overwritten", "inlet.weight", "only the last of the 3 micro-batches of a batch is in it"),
+        ("parts averaged", "blocks.1.experts.0.0.weight", "16 of 27 parameters are 0.5 x those of one process"),
+        ("router", "inlet.weight", "a sum over the ranks of `tensor` is missing in the backward pass"),
+        ("out of order", "inlet.weight", "none that is known"),
+        ("keys", "inlet.weight", "none that is known"),
         ("stage frozen", "blocks.0.norm.weight", "no gradient reaches 6 of 15 parameters"),
     ],
 )
 def test_a_fault_is_found_and_named(found: Judge, name: str, first: str, cause: str) -> None:
     require_named(found(name), first, cause)
+
+
+def test_experts_that_no_stage_has_divided_are_noticed(found: Judge) -> None:
+    """All is equal, and not what was asked for; a stage without a mixture divides none."""
+    said = found("experts whole")
+    assert not said["ok"]
+    assert said["first"] is None
+    assert said["wrong"] == ["expert 2: no mixture is divided, each rank has all experts"]

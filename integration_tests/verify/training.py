@@ -107,7 +107,7 @@ def _train(rank: int, world_size: int, case: Case, folder: Path) -> str:
         )
         layout = getattr(strategy, "layout", None)
         replica, replicas = (layout.data_rank(rank), layout.data_parallel) if layout else (rank, world_size)
-        tokens = (8,) if case.model in ("Stack", "Sequences") else ()
+        tokens = (8,) if case.model in ("Stack", "Sequences", "SequenceStages") else ()
         trainer.fit(MODELS[case.model](), data(replica, replicas, tokens, case.batches))
     return ""
 

@@ -335,7 +335,8 @@ def test_following_goes_on_where_the_next_start_comes_while_the_scheduler_is_ask
 
     place.scheduler.meanwhile = start_again
     text = place.fairlead("logs", "gpt", "-f")
-    assert "gpt is finished" in text and "stopped" not in text
+    assert "gpt is finished" in text
+    assert "stopped" not in text
 
 
 def test_following_waits_for_what_a_stop_that_is_not_over_will_ask_for(place: Place) -> None:
@@ -354,7 +355,8 @@ def test_following_waits_for_what_a_stop_that_is_not_over_will_ask_for(place: Pl
     thread.start()
     text = place.fairlead("logs", "gpt", "-f")
     thread.join(PATIENCE)
-    assert "gpt is finished" in text and "stopped" not in text
+    assert "gpt is finished" in text
+    assert "stopped" not in text
 
 
 def test_nothing_of_it_imports_torch() -> None:

@@ -17,7 +17,7 @@ from fairlead_distributed import NonFiniteGradientError, clip_grad_norm, first_d
 from fairlead_distributed._apart import absent
 from fairlead_distributed.whole import whole_gradients
 from fairlead_strategies import HybridStrategyConfig
-from fairlead_strategies.mesh.experts import Experts
+from fairlead_strategies.mesh.experts import ExpertMeshes, Experts
 
 mesh_runs: Any = importlib.import_module("mesh_runs")  # beside this file
 EXPERTS = 4
@@ -115,7 +115,7 @@ def refusals() -> list[str]:
     said = []
     for module in (Tied(), Normed(), Returning(), nn.Linear(2, 2)):
         try:
-            Experts(nn.ModuleDict({"mixture": module}), mesh, 2)
+            Experts(nn.ModuleDict({"mixture": module}), ExpertMeshes.of(mesh, 2))
         except ConfigError as error:
             said.append(str(error))
     return said

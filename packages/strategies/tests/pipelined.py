@@ -20,7 +20,8 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from fairlead_strategies import HybridStrategyConfig, PipelineParallelStrategyConfig
 from fairlead_strategies.pipeline.build import build
 
-PADDING, VOCABULARY, TIME = -100, 11, 5
+mixtures: Any = importlib.import_module("expert_runs")  # beside this file
+PADDING, VOCABULARY, TIME = -100, 11, 4
 
 
 class Block(nn.Module):
@@ -92,8 +93,48 @@ class Tokens(pl.LightningModule):
         first: Any = self.blocks[0]
         assert first.up.weight.ndim == 2  # names of any layer are there, on every rank
         groups = [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
-        optimizer = torch.optim.AdamW(groups, lr=0.02)
+        optimizer = torch.optim.AdamW(groups, lr=0.02, eps=1e-5)  # noise is no step where gradients vanish
         return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.7)]
+
+
+class Positioned(nn.Module):
+    """An embedding of tokens and of their positions."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, width)
+        self.table = nn.Parameter(torch.randn(TIME, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.embedding(x) + self.table[: x.shape[1]]
+        return out
+
+
+class Attending(Tokens):
+    """Attention in both halves, and positions; its output matrix is its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.embedding
+        self.inlet = Positioned(12)
+        blocks = [mixtures.mesh_runs.Attention(), Block(12, 12), mixtures.mesh_runs.Attention(), Block(12, 12)]
+        self.blocks = nn.ModuleList(blocks)
+        self.norm = nn.LayerNorm(12)
+        self.head = nn.Linear(12, VOCABULARY)
+
+    def pipeline_layers(self) -> list[nn.Module]:
+        return [self.inlet, *self.blocks, self.norm, self.head]
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=0.02, eps=1e-5)
+
+
+class Mixed(Attending):
+    """Mixtures of experts in both halves, and a layer without."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[1], self.blocks[3] = mixtures.MixtureBlock(), mixtures.MixtureBlock()
 
 
 class Plain(pl.LightningModule):
@@ -208,7 +249,7 @@ def compare(chosen: Any, make: Callable[[], Any] = Tokens, **kwargs: Any) -> dic
     }
 
 
-def gradients(chosen: Any) -> dict[str, Any]:
+def gradients(chosen: Any, make: Callable[[], Any] = Tokens) -> dict[str, Any]:
     """Every gradient of the first step, before the optimizer changes anything."""
     found: dict[str, Tensor] = {}
 
@@ -216,45 +257,45 @@ def gradients(chosen: Any) -> dict[str, Any]:
         def on_before_optimizer_step(self, made: pl.Trainer, *_: Any) -> None:
             whole = getattr(made.strategy, "whole_gradients", None)
             named: Any = made.lightning_module.named_parameters()
-            own: Any = {n: p.grad.clone() for n, p in named}
-            found.update(whole() if whole is not None else own)
+            found.update(whole() if whole is not None else {n: p.grad.clone() for n, p in named})
 
-    reference = seeded(Tokens)
+    reference = seeded(make)
     trainer(max_steps=1, callbacks=[Look()]).fit(reference, loader())
     expected, found = found, {}
     # What was found must not be changed by the clipping that follows.
     made = trainer(chosen, max_steps=1, callbacks=[Look()], gradient_clip_val=1e-3)
-    made.fit(seeded(Tokens), loader(made))
+    made.fit(seeded(make), loader(made))
     return {
         "apart": apart(expected, {name: found[name] for name in expected}),
         "least": min(float(one.abs().max()) for one in expected.values()),
     }
 
 
-def checkpoint(chosen: Any) -> dict[str, Any]:
-    """Saves after an epoch, and goes on from there: as a pipeline, and in one process."""
+def checkpoint(chosen: Any, make: Callable[[], Any] = Tokens) -> dict[str, Any]:
+    """Saves after an epoch and its validation, and goes on from there: as a pipeline, and in one process."""
+    validated = {"limit_val_batches": 1.0}
     box = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(box)
     path, alone = Path(str(box[0])) / "pipeline.ckpt", Path(str(box[0])) / "one.ckpt"
-    made = trainer(chosen, max_epochs=2)
-    made.fit(seeded(Tokens), loader(made))
+    made = trainer(chosen, max_epochs=2, **validated)
+    made.fit(seeded(make), loader(made), loader(made))
     straight = made.strategy.whole_parameters()  # type: ignore[attr-defined]
-    made = trainer(chosen, max_epochs=1)
-    made.fit(seeded(Tokens), loader(made))
+    made = trainer(chosen, max_epochs=1, **validated)
+    made.fit(seeded(make), loader(made), loader(made))
     made.save_checkpoint(path)
-    made = trainer(chosen, max_epochs=2)
-    made.fit(seeded(Tokens, 555), loader(made), ckpt_path=path)
+    made = trainer(chosen, max_epochs=2, **validated)
+    made.fit(seeded(make, 555), loader(made), loader(made), ckpt_path=path)
     resumed = made.strategy.whole_parameters()  # type: ignore[attr-defined]
-    one = seeded(Tokens, 556)
-    trainer(max_epochs=2).fit(one, loader(), ckpt_path=path)
-    reference = seeded(Tokens)
-    first = trainer(max_epochs=1)
-    first.fit(reference, loader())
+    one = seeded(make, 556)
+    trainer(max_epochs=2, **validated).fit(one, loader(), loader(), ckpt_path=path)
+    reference = seeded(make)
+    first = trainer(max_epochs=1, **validated)
+    first.fit(reference, loader(), loader())
     if dist.get_rank() == 0:
         first.save_checkpoint(alone)
     dist.barrier()
-    made = trainer(chosen, max_epochs=2)
-    made.fit(seeded(Tokens, 557), loader(made), ckpt_path=alone)
+    made = trainer(chosen, max_epochs=2, **validated)
+    made.fit(seeded(make, 557), loader(made), loader(made), ckpt_path=alone)
     back = made.strategy.whole_parameters()  # type: ignore[attr-defined]
     ours, theirs = torch.load(path, weights_only=True), torch.load(alone, weights_only=True)
     states = [c["optimizer_states"][0] for c in (ours, theirs)]
@@ -271,12 +312,12 @@ def checkpoint(chosen: Any) -> dict[str, Any]:
     }
 
 
-def evaluations(chosen: Any) -> dict[str, Any]:
+def evaluations(chosen: Any, make: Callable[[], Any] = Tokens) -> dict[str, Any]:
     """Validation before and after, prediction, and a call on all ranks, against one process."""
-    reference = seeded(Tokens)
+    reference = seeded(make)
     alone = trainer(limit_val_batches=1.0)
     before = alone.validate(reference, loader(), verbose=False)[0]["val"]
-    module = seeded(Tokens)
+    module = seeded(make)
     made = trainer(chosen, limit_val_batches=1.0)
     mine = made.validate(module, loader(made), verbose=False)[0]["val"]
     made = trainer(chosen, limit_val_batches=1.0)
@@ -285,6 +326,7 @@ def evaluations(chosen: Any) -> dict[str, Any]:
     alone.fit(reference, loader(), loader())
     predicted: Any = trainer(chosen).predict(module, loader())
     expected: Any = trainer().predict(reference, loader())
+    whole = made.strategy.whole_parameters()  # type: ignore[attr-defined]
     with torch.no_grad():
         called = float((module(dataset()[:3][0]) - reference(dataset()[:3][0])).abs().max())
     return {
@@ -293,7 +335,7 @@ def evaluations(chosen: Any) -> dict[str, Any]:
         "fell": before - float(alone.callback_metrics["val"]),
         "predicted": all(bool((a == b).all()) for a, b in zip(predicted, expected, strict=True)),
         "called": called,
-        "weights": apart(weights(reference), made.strategy.whole_parameters()),  # type: ignore[attr-defined]
+        "weights": apart(weights(reference), {name: whole[name] for name in weights(reference)}),
     }
 
 

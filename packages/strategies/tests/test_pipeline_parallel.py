@@ -19,6 +19,7 @@ CLOSE = 2e-6
 """Largest difference of any weight after AdamW's steps: the order of float32 additions differs."""
 WHOLE: dict[str, Any] = {"gradient_clip_val": 0.05, "accumulate_grad_batches": 2}
 PLAN = {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}
+HEADS = {"blocks.*.qkv": "packed:1,1,1", "blocks.*.out": "rowwise"}
 
 
 def two(rank: int) -> dict[str, Any]:
@@ -44,6 +45,17 @@ def four(rank: int) -> dict[str, Any]:
         "pipeline 2 x shard 2": p.compare(p.config(**hybrid, shard=2), **WHOLE),
         # The second stage has only the last layer, which no pattern of the plan names.
         "pipeline 2 x tensor 2": p.compare(p.config(**hybrid, shard=1, tensor=2, plan=PLAN, split=[5, 1]), **WHOLE),
+        "pipeline 2 x context 2": p.compare(p.config(**hybrid, shard=1, context=2), p.Attending, **WHOLE),
+        "pipeline 2 x expert 2": p.compare(p.config(**hybrid, shard=2, expert=2), p.Mixed, **WHOLE),
+        # The last stage has no mixture, and two stages lie on a rank.
+        "expert 2 of interleaved stages": p.compare(
+            p.config(**hybrid, shard=2, expert=2, schedule="interleaved_1f1b", split=[2, 2, 2]), p.Mixed, **WHOLE
+        ),
+        "gradients of experts": p.gradients(p.config(**hybrid, shard=2, expert=2), p.Mixed),
+        "checkpoint of experts": p.checkpoint(p.config(**hybrid, shard=2, expert=2), p.Mixed),
+        "evaluations of shards": p.evaluations(p.config(**hybrid, shard=2), p.Tokens),
+        "evaluations of sequences": p.evaluations(p.config(**hybrid, shard=1, context=2), p.Attending),
+        "inattentive": p._error(lambda: p._fit(p.config(**hybrid, shard=1, context=2), p.Tokens)),
         "checkpoint": p.checkpoint(p.config(**hybrid, shard=2)),
         "tied": p._error(lambda: p._fit(p.config(**hybrid, shard=2, schedule="zbv_zero_bubble"), p.Tokens)),
     }
@@ -52,7 +64,14 @@ def four(rank: int) -> dict[str, Any]:
 def eight(rank: int) -> dict[str, Any]:
     p = _quiet()
     cube = p.config(True, pipeline=2, shard=2, tensor=2, plan=PLAN, micro_batches=4)
-    return {"cube": p.compare(cube, max_epochs=1, **WHOLE)}
+    sizes = {"hybrid": True, "pipeline": 2, "micro_batches": 4}
+    experts = p.config(**sizes, shard=2, expert=2, tensor=2, plan=HEADS)
+    sequences = p.config(**sizes, shard=1, context=2, tensor=2, plan=PLAN)
+    return {
+        "cube": p.compare(cube, max_epochs=1, **WHOLE),
+        "experts": p.compare(experts, p.Mixed, max_epochs=1, **WHOLE),
+        "sequences": p.compare(sequences, p.Attending, max_epochs=1, **WHOLE),
+    }
 
 
 def refused(rank: int) -> dict[str, str]:
@@ -120,7 +139,11 @@ def test_stages_drop_out_other_places_and_draw_alike_afterwards(on_two: dict[str
 
 
 @pytest.mark.parametrize(
-    "name", ["pipeline 4", "pipeline 2 x replicate 2", "pipeline 2 x shard 2", "pipeline 2 x tensor 2"]
+    "name",
+    [
+        *("pipeline 4", "pipeline 2 x replicate 2", "pipeline 2 x shard 2", "pipeline 2 x tensor 2"),
+        *("pipeline 2 x context 2", "pipeline 2 x expert 2", "expert 2 of interleaved stages"),
+    ],
 )
 def test_four_ranks_equal_one_process(on_four: dict[str, Any], name: str) -> None:
     """Token means over replicas with other numbers of tokens too: clipped, accumulated."""
@@ -129,11 +152,36 @@ def test_four_ranks_equal_one_process(on_four: dict[str, Any], name: str) -> Non
     assert found["moved"] > 0.02
 
 
-def test_a_sharded_pipeline_saves_and_resumes(on_four: dict[str, Any]) -> None:
-    found = on_four["checkpoint"]
+@pytest.mark.parametrize("name", ["checkpoint", "checkpoint of experts"])
+def test_a_sharded_pipeline_saves_and_resumes(on_four: dict[str, Any], name: str) -> None:
+    found = on_four[name]
     assert found["resumed"] == 0.0
-    assert max(found["in_one_process"], found["from_one_process"]) < CLOSE
-    assert found["same_keys"] is found["same_groups"] is True
+    assert max(found["in_one_process"], found["from_one_process"]) < 2 * CLOSE
+    assert found["same_keys"] is found["same_groups"] is found["same_numbers"] is True
+    assert found["moments"] < CLOSE
+
+
+def test_every_gradient_of_experts_in_stages_is_that_of_one_process(on_four: dict[str, Any]) -> None:
+    found = on_four["gradients of experts"]
+    assert found["apart"] < CLOSE
+    assert found["least"] > 0  # each expert has been chosen
+
+
+def test_a_sharded_pipeline_is_trained_after_an_evaluation(on_four: dict[str, Any]) -> None:
+    """Which leaves the first and the last layers gathered."""
+    assert on_four["evaluations of shards"]["weights"] < CLOSE
+
+
+def test_calls_of_stages_that_share_sequences_return_whole_ones(on_four: dict[str, Any]) -> None:
+    found = on_four["evaluations of sequences"]
+    assert max(found["before"], found["after"], found["weights"]) < 2 * CLOSE
+    assert found["fell"] > 0.1
+    assert found["predicted"] is True
+    assert found["called"] < 1e-5
+
+
+def test_stages_without_attention_share_no_sequences(on_four: dict[str, Any]) -> None:
+    assert "did nothing in any stage: no attention came by" in on_four["inattentive"]
 
 
 def test_tied_weights_of_two_stages_on_one_rank_are_not_sharded(on_four: dict[str, Any]) -> None:
@@ -141,9 +189,10 @@ def test_tied_weights_of_two_stages_on_one_rank_are_not_sharded(on_four: dict[st
 
 
 def test_two_by_two_by_two_equals_one_process() -> None:
-    found = run_ranks(eight, 8, timeout=240)[0]["cube"]
-    assert found["apart"] < CLOSE
-    assert found["moved"] > 0.01
+    """Stages x shards x split layers; with divided experts in place of shards; with shared sequences."""
+    for name, found in run_ranks(eight, 8, timeout=240)[0].items():
+        assert found["apart"] < CLOSE, name
+        assert found["moved"] > 0.01, name
 
 
 def test_what_cannot_be_a_pipeline_is_refused_on_all_ranks() -> None:

@@ -24,15 +24,24 @@ SHORT: Any = {"limit_train_batches": 2}
 MIXED: Any = {"net": {"kind": "Mixed"}, "gradient_clip_val": CLIP}
 TWICE: Any = {**MIXED, "accumulate_grad_batches": 2}
 
+PAIRS = {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}  # which match the experts' layers, too
+HEADS = {"blocks.*.qkv": "packed:1,1,1", "blocks.*.out": "rowwise"}
+
 Cases = dict[str, tuple[dict[str, Any], dict[str, Any]]]
 TWO: Cases = {"expert 2": ({"expert": 2}, MIXED)}
-SHARDED, COPIED = "expert 2 of shard 4, again in backward", "replicate 2 x expert 2"
+SHARDED, COPIED, SPLIT = "expert 2 of shard 4, again in backward", "replicate 2 x expert 2", "expert 2 x tensor 2"
 FOUR: Cases = {
     SHARDED: (
         {"expert": 2, "activation_checkpointing": ("expert_runs:MixtureBlock",)},
         TWICE,
     ),
     COPIED: ({"expert": 2, "replicate": 2}, TWICE),
+    # An epoch ends with a batch whose tokens `tensor` does not divide.
+    SPLIT: ({"expert": 2, "tensor": 2, "plan": PAIRS}, TWICE),
+    "attention split": (
+        {"expert": 2, "tensor": 2, "plan": HEADS},
+        {"net": {"kind": "MixedText"}, "gradient_clip_val": CLIP},
+    ),
 }
 MORE: Cases = {
     "expert 4": ({"expert": 4}, MIXED),

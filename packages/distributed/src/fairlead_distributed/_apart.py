@@ -34,16 +34,21 @@ def first_rank(mesh: DeviceMesh) -> int:
     return int(mesh.mesh.flatten()[0])
 
 
-def on_all_ranks(tensor: Tensor) -> Tensor:
-    """The whole of a detached DTensor; a collective of all ranks, for tensors on a mesh of some of them too."""
+def on_all_ranks(tensor: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
+    """The whole of a detached DTensor, also of one on a mesh of some ranks only; a collective of the group's ranks.
+
+    Args:
+        tensor: What each rank holds of it, perhaps nothing.
+        group: All ranks that name it, such as those of a stage; None: all of the run.
+    """
     if not is_dtensor(tensor):
         return tensor
     whole = tensor.full_tensor()
     mesh = tensor.device_mesh
-    if mesh.size() == dist.get_world_size():
+    if mesh.size() == dist.get_world_size(group):
         return whole
     if absent(tensor):
         whole = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
     whole = whole.contiguous()
-    dist.broadcast(whole, first_rank(mesh))
+    dist.broadcast(whole, first_rank(mesh), group)
     return whole

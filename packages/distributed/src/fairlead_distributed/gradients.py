@@ -94,6 +94,7 @@ def clip_grad_norm(
     norm_type: float = 2.0,
     *,
     error_if_nonfinite: bool = False,
+    group: dist.ProcessGroup | None = None,
 ) -> Tensor:
     """Scales all gradients in place so that their joint norm is at most `max_norm`.
 
@@ -110,6 +111,7 @@ def clip_grad_norm(
         norm_type: p of the p-norm, above 0; `inf` is the largest absolute value.
         error_if_nonfinite: Raise instead of spreading infinity or NaN. Costs one more all-reduce per mesh
             dimension, and a GPU synchronisation.
+        group: The ranks that these parameters are spread over, where some hold none of one; None: all ranks.
 
     Returns:
         The norm before clipping, shape (), the same on all ranks; 0 if there are no gradients.
@@ -140,7 +142,7 @@ def clip_grad_norm(
             shard.reduce(norm_type, find_bad=error_if_nonfinite)
         device = (grads[0] if grads else named[0])[1].device
         if apart:
-            shards.append(_of_other_ranks(shards, norm_type, device))
+            shards.append(_of_other_ranks(shards, norm_type, device, group))
         powers = torch.stack([shard.power.to(device) for shard in shards])
         total = powers.max() if math.isinf(norm_type) else powers.sum() ** (1.0 / norm_type)
         wide = any(grad.dtype == torch.float64 for _, grad in grads)
@@ -210,18 +212,20 @@ def _named(parameters: Tensor | Iterable[Tensor] | Iterable[tuple[str, Tensor]])
     return [one if isinstance(one, tuple) else (f"#{i}", one) for i, one in enumerate(given)]
 
 
-def _of_other_ranks(shards: list[_Shards], p: float, device: torch.device) -> _Shards:
-    """What other ranks hold and this one does not, as one more part; a collective of all ranks."""
-    partial = [shard for shard in shards if shard.mesh is not None and shard.mesh.size() < dist.get_world_size()]
+def _of_other_ranks(shards: list[_Shards], p: float, device: torch.device, group: dist.ProcessGroup | None) -> _Shards:
+    """What other ranks of the group hold and this one does not, as one more part; a collective of all of them."""
+    size = dist.get_world_size(group)
+    partial = [shard for shard in shards if shard.mesh is not None and shard.mesh.size() < size]
     # Each mesh of some ranks is told of by its first rank alone, and passed over by those that counted it already.
-    own = {first_rank(shard.mesh) for shard in partial if shard.mesh is not None}
+    first = [first_rank(shard.mesh) for shard in partial if shard.mesh is not None]
+    own = {one if group is None else dist.get_group_rank(group, one) for one in first}
     wide = torch.float32 if device.type == "mps" else torch.float64
-    powers = torch.zeros(dist.get_world_size(), dtype=wide, device=device)
-    rank = dist.get_rank()
+    powers = torch.zeros(size, dtype=wide, device=device)
+    rank = dist.get_rank(group)
     if rank in own:
         mine = torch.stack([shard.power.to(device) for shard in partial])
         powers[rank] = mine.max() if math.isinf(p) else mine.sum()
-    dist.all_reduce(powers)
+    dist.all_reduce(powers, group=group)
     others = powers[[one for one in range(len(powers)) if one not in own]]
     return _Shards(None, (), power=others.max() if math.isinf(p) else others.sum())
 

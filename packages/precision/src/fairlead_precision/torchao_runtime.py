@@ -7,8 +7,10 @@ import importlib
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+from torchao.float8.float8_linear import Float8Linear as TorchAOLinear
+from torchao.float8.float8_linear import matmul_with_hp_or_float8_args
 
 from fairlead import BuildContext
 from fairlead_precision.conversion import Conversion, Converts, left_out, refuse_none
@@ -31,7 +33,16 @@ def convert(module: nn.Module, config: TorchAOFloat8PrecisionConfig, *, emulate:
     linears = [name for name, layer in module.named_modules() if isinstance(layer, nn.Linear)]
     ends = {linears[0], linears[-1]} if config.skip_first_and_last and linears else set()
 
+    in_mixtures = {
+        id(part)
+        for mixture in module.modules()
+        if isinstance(experts := getattr(mixture, "experts", None), nn.ModuleList)
+        for part in experts.modules()
+    }
+
     def unfit(name: str, layer: nn.Linear) -> str | None:
+        if id(layer) in in_mixtures:
+            return "an expert, which gets any number of tokens, also none"
         if layer.in_features % MULTIPLE or layer.out_features % MULTIPLE:
             return f"a size that is no multiple of {MULTIPLE}"
         return "the first or last: skip_first_and_last" if name in ends else None
@@ -43,8 +54,28 @@ def convert(module: nn.Module, config: TorchAOFloat8PrecisionConfig, *, emulate:
     )
     chosen = set(conversion.converted)
     convert_to_float8_training(module, config=recipe, module_filter_fn=lambda layer, name: name in chosen)
+    for name in chosen:
+        module.get_submodule(name).__class__ = Float8Linear
     setattr(module, _DONE, True)
     return conversion
+
+
+class Float8Linear(TorchAOLinear):  # type: ignore[misc]
+    """torchao's layer, which computes with a part of its weight as well, and follows autocast on CPUs too."""
+
+    multiple = MULTIPLE
+    """Of what the sizes of such a part are to be multiples."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """(..., in) -> (..., out)."""
+        return self.multiply(input, self.weight, self.bias)
+
+    def multiply(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """The forward pass, with a weight (out, in) and a bias (out) that may be a rank's part of its own."""
+        if torch.is_autocast_enabled(input.device.type):
+            input = input.to(torch.get_autocast_dtype(input.device.type))
+        out: Tensor = matmul_with_hp_or_float8_args.apply(input, weight.t(), self.linear_mm_config, self.config)
+        return out if bias is None else out + bias.to(out.dtype)
 
 
 class _Float8(Converts):
@@ -60,18 +91,7 @@ class _Float8(Converts):
         return _make, self._made_of  # its class is made as well, and `ddp_spawn` pickles it
 
     def convert_layers(self, module: nn.Module) -> Conversion | None:
-        found = convert(module, self._config, emulate=self._on_cpu or self._config.emulate)
-        if found is not None and self._on_cpu:
-            for name in found.converted:
-                module.get_submodule(name).register_forward_pre_hook(_autocast_on_cpu)
-        return found
-
-
-def _autocast_on_cpu(layer: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...] | None:
-    """torchao's layer does to its input what autocast does to that of a Linear, but for CUDA only."""
-    if torch.is_autocast_enabled("cpu"):
-        return (inputs[0].to(torch.get_autocast_dtype("cpu")), *inputs[1:])
-    return None
+        return convert(module, self._config, emulate=self._on_cpu or self._config.emulate)
 
 
 def _class(family: str, base: str) -> type[_Float8]:

@@ -61,40 +61,19 @@ class Hybrid(MeshStrategy):
         if not any(finding.code == "mesh-sizes" for finding in findings):
             layout = config.layout(resolution.world_size)
             yield from pipeline_findings(config, layout, resolution)
-            yield from expert_findings(layout, resolution)
+            yield from expert_findings(config, layout)
 
 
-def expert_findings(layout: Layout, resolution: Resolution) -> Iterator[Finding]:
-    """What would be wrong with divided experts; each with what works instead."""
-    if layout.expert == 1:
-        return
-    where, shard = "trainer.strategy", f"shard: {layout.shard}, expert: {layout.expert}"
-    if layout.tensor > 1:
+def expert_findings(config: HybridStrategyConfig, layout: Layout) -> Iterator[Finding]:
+    """What divided experts are not combined with; with what works instead."""
+    if layout.expert > 1 and layout.tensor > 1 and config.sequence_parallel:
         yield Finding(
             "error",
             "hybrid-expert",
-            f"expert {layout.expert} with tensor {layout.tensor}: the experts' layers are not split as well",
-            where=f"{where}.tensor",
-            why="each rank of `tensor` would send the same tokens, and the experts would see them several times",
-            fix=f"leave tensor out: shard: {layout.shard * layout.tensor}, expert: {layout.expert}",
-        )
-    if layout.pipeline > 1:
-        yield Finding(
-            "error",
-            "hybrid-expert",
-            f"expert {layout.expert} with pipeline {layout.pipeline}: the stages' experts are not divided",
-            where=f"{where}.pipeline",
-            why="a pipeline gathers its checkpoints from its stages, and has no place for what some ranks of one hold",
-            fix=f"leave pipeline out ({shard}), or expert",
-        )
-    if resolution.precision.name == "fp8-torchao":
-        yield Finding(
-            "error",
-            "hybrid-expert",
-            f"expert {layout.expert} with {resolution.precision.name}: layers in 8 bits take multiples of 16 rows",
-            where="trainer.precision",
-            why="an expert gets as many tokens as the router sends it, any number",
-            fix="precision: bf16-mixed",
+            f"expert {layout.expert} with sequence_parallel: a mixture is to get whole sequences",
+            where="trainer.strategy.sequence_parallel",
+            why="between the blocks each rank of `tensor` has other tokens, and the router would learn of a part",
+            fix="sequence_parallel: false; each rank of `tensor` sends a part of the tokens to the experts anyway",
         )
 
 

@@ -36,7 +36,9 @@ class ContextParallel:
         method: How attention sees the other ranks' tokens.
         balance: Each rank has a part of the head and a part of the tail of the sequence (head-tail, zigzag), so that
             all have the same work under a causal mask.
-        split_inputs: The module is called with whole sequences and returns whole ones.
+        split_inputs: The module is called with whole sequences.
+        gather_outputs: It returns whole sequences.
+        stage: It is a stage of a pipeline, which need not have attention.
         calls: How many attentions were computed over all ranks.
         positions: Where the module took positions from: `positions()`, `torch.arange`, a slice of a table.
         length: Tokens of each sequence that this rank had, when the module was last called.
@@ -46,6 +48,8 @@ class ContextParallel:
     method: Method
     balance: bool
     split_inputs: bool
+    gather_outputs: bool
+    stage: bool = False
     calls: int = 0
     positions: set[str] = field(default_factory=set)
     length: int = 0

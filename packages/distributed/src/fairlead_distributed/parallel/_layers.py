@@ -42,6 +42,20 @@ def check_divisible(size: int, ranks: int, what: str, where: str | None = None) 
         )
 
 
+def multiplies(layer: nn.Module) -> bool:
+    """Whether a linear layer computes in a way of its own that also goes with a part of its weight (8 bits).
+
+    It has `multiply(input, weight, bias)`, as `F.linear` has them; `multiple` says of what the part's sizes are to be
+    multiples.
+    """
+    return hasattr(type(layer), "multiply")
+
+
+def _linear(layer: Any, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    out: Tensor = layer.multiply(x, weight, bias) if multiplies(layer) else F.linear(x, weight, bias)
+    return out
+
+
 class _Entered:
     """The last tensor that entered column-parallel layers, so that layers with the same input share one all-reduce.
 
@@ -105,7 +119,7 @@ class Column(WholeState):
         weight, bias = local(self.weight), None if self.bias is None else local(self.bias)
         weight = weight.t() if self.transposed else weight
         if group is None:
-            return F.linear(input, weight, bias)
+            return _linear(self, input, weight, bias)
         if input.shape[-1] != weight.shape[1]:
             raise ConfigError(
                 f"a column-parallel layer of {weight.shape[1]} input features got {input.shape[-1]}",
@@ -118,7 +132,7 @@ class Column(WholeState):
         x = _entered.enter(input, group, self.sequence) if self.entering else input
         if self.gather_output or self.loss_parallel:
             _entered.leave()  # no row-parallel layer comes after it
-        out = F.linear(x, weight, bias)
+        out = _linear(self, x, weight, bias)
         if self.loss_parallel:
             mesh = tensor_mesh(self.weight) if isinstance(self.weight, DTensor) else None
             return DTensor.from_local(out, mesh, [Shard(out.ndim - 1)], run_check=False)
@@ -145,7 +159,7 @@ class Row(WholeState):
         weight = local(self.weight).t() if self.transposed else local(self.weight)
         bias = None if self.bias is None else local(self.bias, summed=self.sequence)
         if group is None:
-            return F.linear(input, weight, bias)
+            return _linear(self, input, weight, bias)
         if input.shape[-1] != weight.shape[1]:
             ranks = dist.get_world_size(group)
             raise ConfigError(
@@ -154,7 +168,7 @@ class Row(WholeState):
                 why=f"each of the {ranks} ranks is to bring its own 1/{ranks} of {weight.shape[1] * ranks} features",
                 fix="put a column-parallel layer before it, whose output is not gathered",
             )
-        out = F.linear(input, weight)
+        out = _linear(self, input, weight)
         out = sum_and_split(out, SEQUENCE, group) if self.sequence else sum_over_ranks(out, group)
         return out if bias is None else out + bias.to(out.dtype)
 

@@ -40,6 +40,7 @@ def parallelize_context(
     method: Method = "allgather",
     balance: bool = True,
     split_inputs: bool = True,
+    stage: tuple[bool, bool] | None = None,
 ) -> ContextParallel:
     """Lets the ranks of a mesh share each sequence that a module is called with, in place.
 
@@ -61,6 +62,9 @@ def parallelize_context(
             tokens.
         split_inputs: False for a module that is called with `shard_sequence`'s parts; its outputs are then parts too,
             and `mean_over_tokens` makes the loss.
+        stage: For a stage of a pipeline, whether it is the first and whether it is the last: the first is called with
+            whole sequences, the last returns whole ones, and parts go from one to the next. Whether any of them has
+            attention is not checked here; `calls` of what is returned says it.
 
     Raises:
         ConfigError: The mesh has several dimensions, or the method is not known. In forward: the length cannot be
@@ -79,7 +83,8 @@ def parallelize_context(
         )
     if method not in METHODS:
         raise ConfigError(f"{method!r} is no method of context parallelism", fix=f"one of {', '.join(METHODS)}")
-    context = ContextParallel(mesh, method, balance, split_inputs)
+    first, last = stage or (split_inputs, split_inputs)
+    context = ContextParallel(mesh, method, balance, first, last, stage is not None)
     if mesh.size() == 1:
         return context
     for one in module.modules():
@@ -128,13 +133,13 @@ class _Outermost(nn.Module):
                     "sequences), or use balance=False."
                 )
             raise
-        if context.calls == before:
+        if context.calls == before and not context.stage:
             raise ConfigError(
                 f"context parallelism did nothing in {type(self).__name__}: no attention came by",
                 why="it takes over torch.nn.functional.scaled_dot_product_attention, which was not called",
                 fix="use that function for attention (Hugging Face: attn_implementation='sdpa'), or leave it out",
             )
-        if not context.split_inputs:
+        if not context.gather_outputs:
             return out
 
         def gather(x: Any) -> Any:

@@ -13,11 +13,19 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fairlead.errors import ConfigError
-from fairlead_distributed.parallel._comm import all_to_all, exchanged, scale_gradient
+from fairlead_distributed.parallel._comm import (
+    all_to_all,
+    exchanged,
+    gather_for_all,
+    part,
+    scale_gradient,
+    split_for_parts,
+)
 from fairlead_distributed.parallel._layers import check_divisible
 from fairlead_distributed.parallel._local import derived
 from fairlead_distributed.rng import isolated_rng
@@ -70,7 +78,7 @@ class AbsentExpert(nn.Module):
         return f"on rank {self.rank}"
 
 
-def parallelize_experts(module: nn.Module, mesh: DeviceMesh) -> ExpertParallel:
+def parallelize_experts(module: nn.Module, mesh: DeviceMesh, same: DeviceMesh | None = None) -> ExpertParallel:
     """Divides the experts of each mixture in a model among the ranks of a mesh, in place.
 
     Each rank calls the model with tokens of its own. All tokens are computed: there is no capacity, and none is
@@ -81,6 +89,9 @@ def parallelize_experts(module: nn.Module, mesh: DeviceMesh) -> ExpertParallel:
     Args:
         module: A model with mixtures, or one.
         mesh: The ranks, in one dimension.
+        same: Ranks that call the model with the same tokens (tensor parallelism), if there are any: each sends its
+            part of them. Experts' gradients are then to be averaged over these ranks as well; all other parameters
+            have the same gradient on each of them.
 
     Raises:
         ConfigError: There is no mixture, the ranks cannot share the experts evenly, or a mixture computes something
@@ -96,15 +107,7 @@ def parallelize_experts(module: nn.Module, mesh: DeviceMesh) -> ExpertParallel:
             why="expert parallelism takes one of them",
             fix='pass one dimension: mesh["expert"]',
         )
-    found = [
-        (name, one) for name, one in module.named_modules() if isinstance(getattr(one, "experts", None), nn.Module)
-    ]
-    if not found:
-        raise ConfigError(
-            f"{type(module).__name__} has no mixture of experts",
-            why="it would be a module with `experts` (a ModuleList), `router` or `gate` (a Linear), and `top_k`",
-            fix="name its parts so, or leave expert parallelism out",
-        )
+    found = mixtures_of(module)
     ranks, rank, report = mesh.size(), mesh.get_local_rank(), ExpertParallel()
     for name, mixture in found:
         where = f"{name or 'the model'} ({type(mixture).__name__})"
@@ -118,10 +121,27 @@ def parallelize_experts(module: nn.Module, mesh: DeviceMesh) -> ExpertParallel:
         report.layers[name] = range(rank * each, (rank + 1) * each)
         if ranks > 1:
             _divide(mixture, mesh, report.layers[name])
+            mixture.__dict__["_same_tokens"] = same
         prefix = f"{name}.experts" if name else "experts"
         own = [f"{prefix}.{number}." for number in report.layers[name]]
         report.parameters += [n for n, _ in module.named_parameters() if n.startswith(tuple(own))]
     return report
+
+
+def mixtures_of(module: nn.Module) -> list[tuple[str, nn.Module]]:
+    """What looks like a mixture in a model, by name.
+
+    Raises:
+        ConfigError: There is none.
+    """
+    found = [(name, x) for name, x in module.named_modules() if isinstance(getattr(x, "experts", None), nn.Module)]
+    if not found:
+        raise ConfigError(
+            f"{type(module).__name__} has no mixture of experts",
+            why="it would be a module with `experts` (a ModuleList), `router` or `gate` (a Linear), and `top_k`",
+            fix="name its parts so, or leave expert parallelism out",
+        )
+    return found
 
 
 def whole_experts(module: nn.Module) -> dict[str, Tensor]:
@@ -233,7 +253,8 @@ def _whole(mixture: nn.Module, x: Tensor, normalised: bool) -> Tensor:
 def _divide(mixture: nn.Module, mesh: DeviceMesh, own: range) -> None:
     experts: Any = mixture.experts
     for tensor in (*mixture.parameters(), *mixture.buffers()):
-        dist.broadcast(tensor.detach(), group=mesh.get_group(), group_src=0)
+        whole = getattr(tensor, "_local_tensor", tensor)  # a router that tensor parallelism has left whole
+        dist.broadcast(whole.detach(), group=mesh.get_group(), group_src=0)
     for number, expert in enumerate(experts):
         if number not in own:
             experts[number] = AbsentExpert(expert, number // len(own))
@@ -255,11 +276,27 @@ class _DividedMixture(nn.Module):
     """What a mixture becomes: the same function of its tokens, with experts on all ranks."""
 
     def forward(self, x: Tensor) -> Tensor:
+        tokens = x.reshape(-1, x.shape[-1])
+        # On all ranks of the same tokens: so the router's gradient is whole on each of them.
+        weights, chosen = _choose(self, tokens, self.__dict__["_normalised"])
+        same: DeviceMesh | None = self.__dict__["_same_tokens"]
+        if same is None:
+            out = self._sent(tokens, weights, chosen, 1)
+        else:
+            short = -len(tokens) % same.size()  # to a number of tokens that can be divided
+            parts = [split_for_parts(F.pad(one, (0, 0, 0, short)), 0, same.get_group()) for one in (tokens, weights)]
+            chosen = part(F.pad(chosen, (0, 0, 0, short)), 0, same.get_group())
+            out = self._sent(parts[0], parts[1], chosen, same.size())
+            out = gather_for_all(out, 0, same.get_group())[: len(tokens)]
+        out = out.view_as(x) if x.ndim != 2 else out
+        # A copy: what is done in place to a view drops the hooks of a mixture that `fully_shard` was applied to.
+        return out.clone() if out._is_view() else out
+
+    def _sent(self, tokens: Tensor, weights: Tensor, chosen: Tensor, senders: int) -> Tensor:
+        """What the chosen experts make of tokens; `senders` ranks each send a part of those of one batch."""
         mesh: DeviceMesh = self.__dict__["_expert_mesh"]
         group, ranks = mesh.get_group(), mesh.size()
         experts: Any = self.experts
-        tokens = x.reshape(-1, x.shape[-1])
-        weights, chosen = _choose(self, tokens, self.__dict__["_normalised"])
         top = chosen.shape[1]
         order = chosen.flatten().argsort(stable=True)  # by expert, and so by rank
         counts = chosen.flatten().bincount(minlength=len(experts))
@@ -268,13 +305,13 @@ class _DividedMixture(nn.Module):
         sent, received = counts.view(ranks, each).sum(1).tolist(), arriving.sum(1).tolist()
         rows = all_to_all(tokens.index_select(0, order // top), sent, received, group)
         # They come by rank, and within it by expert: put each expert's together.
-        owner = torch.arange(each, device=x.device).repeat(ranks).repeat_interleave(arriving.flatten())
+        owner = torch.arange(each, device=tokens.device).repeat(ranks).repeat_interleave(arriving.flatten())
         by_expert = owner.argsort(stable=True)
-        # The ranks' losses are averaged, and these experts see the tokens of all.
-        rows = scale_gradient(rows.index_select(0, by_expert), ranks)
+        # Gradients of experts are averaged over all ranks that have them. These see the tokens of all `ranks`, whose
+        # losses are averaged; but of a batch that several ranks share, each has its part of one sum.
+        scale = senders / ranks
+        rows = scale_gradient(rows.index_select(0, by_expert), 1 / scale)
         outputs = experts(rows, arriving.sum(0).tolist())
-        outputs = scale_gradient(outputs, 1 / ranks).index_select(0, by_expert.argsort())
+        outputs = scale_gradient(outputs, scale).index_select(0, by_expert.argsort())
         outputs = all_to_all(outputs, received, sent, group) * weights.flatten()[order].unsqueeze(-1)
-        out = torch.zeros_like(tokens).index_add(0, order // top, outputs.to(tokens.dtype))
-        # A copy: what is done in place to a view drops the hooks of a mixture that `fully_shard` was applied to.
-        return out if x.ndim == 2 else out.view_as(x).clone()
+        return torch.zeros_like(tokens).index_add(0, order // top, outputs.to(tokens.dtype))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
@@ -58,8 +58,10 @@ class Plan:
         return [name for name, words in self.layers.items() if word in words]
 
 
-def from_patterns(module: nn.Module, patterns: Mapping[str, str]) -> Plan:
+def from_patterns(module: nn.Module, patterns: Mapping[str, str], left: Container[int] = ()) -> Plan:
     """The plan that patterns of module names give; of several patterns that match, the last counts.
+
+    Modules whose `id` is in `left` are passed over.
 
     Raises:
         ConfigError: A pattern matches nothing, or its word is not known.
@@ -85,19 +87,21 @@ def from_patterns(module: nn.Module, patterns: Mapping[str, str]) -> Plan:
                 fix=close or "name modules as `named_modules()` does; * stands for any part",
             )
         for name in found:
-            plan.layers[name] = [word]
+            if id(module.get_submodule(name)) not in left:
+                plan.layers[name] = [word]
     return plan
 
 
-def check(module: nn.Module, plan: Mapping[str, str] | str) -> None:
+def check(module: nn.Module, plan: Mapping[str, str] | str, left: Container[int] = ()) -> None:
     """Raises what `parallelize_tensor` would of a whole model whose parts are split one by one."""
-    automatic(module, 1, sequence=False) if isinstance(plan, str) else from_patterns(module, plan)
+    automatic(module, 1, False, left) if isinstance(plan, str) else from_patterns(module, plan, left)
 
 
-def for_part(part: nn.Module, plan: Mapping[str, str] | str) -> Mapping[str, str] | str:
+def for_part(part: nn.Module, plan: Mapping[str, str] | str, left: Container[int] = ()) -> Mapping[str, str] | str:
     """The plan as far as a part of the model has its layers: other parts may have the others."""
     if isinstance(plan, str):
-        return plan if any(known.matches(module) for module in part.modules() for known in _BLOCKS) else {}
+        modules = [module for module in part.modules() if id(module) not in left]
+        return plan if any(known.matches(module) for module in modules for known in _BLOCKS) else {}
     names = [name for name, _ in part.named_modules(remove_duplicate=False)]
     return {pattern: word for pattern, word in plan.items() if any(fnmatchcase(name, pattern) for name in names)}
 
@@ -168,14 +172,16 @@ def is_norm(module: nn.Module) -> bool:
     return type(module).__name__.lower().endswith(("norm", "layernorm", "rmsnorm"))
 
 
-def automatic(module: nn.Module, ranks: int, sequence: bool) -> Plan:
-    """The plan of the blocks that are known, wherever they are in the model.
+def automatic(module: nn.Module, ranks: int, sequence: bool, left: Container[int] = ()) -> Plan:
+    """The plan of the blocks that are known, wherever they are in the model; those whose `id` is in `left` are not.
 
     Raises:
         ConfigError: No block is known, or one has layers of which it is not known what they work on.
     """
     plan = Plan()
     for name, block in module.named_modules():
+        if id(block) in left:
+            continue
         if isinstance(block, nn.MultiheadAttention):
             why = "its code fixes the number of heads and the width to those of the whole layer"
             plan.notes.append(f"{name or 'the model'} (torch.nn.MultiheadAttention) stays whole: {why}")

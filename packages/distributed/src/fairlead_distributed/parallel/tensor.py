@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from fairlead.errors import ConfigError
 from fairlead_distributed.parallel import plans
 from fairlead_distributed.parallel._comm import gather_for_all, gather_for_parts, split_for_parts
-from fairlead_distributed.parallel._layers import SEQUENCE, Column, Row, VocabularyRows, check_divisible
+from fairlead_distributed.parallel._layers import SEQUENCE, Column, Row, VocabularyRows, check_divisible, multiplies
 from fairlead_distributed.parallel._local import derived, distribute, first_tensor, read_locally
 from fairlead_distributed.parallel.plans import Plan
 
@@ -44,6 +44,7 @@ def parallelize_tensor(
     *,
     sequence_parallel: bool = False,
     loss_parallel: bool = False,
+    leave: Iterable[nn.Module] = (),
 ) -> TensorParallel:
     """Splits a model's layers over the ranks of a mesh, in place. Call it on all of them, before `fully_shard`.
 
@@ -61,6 +62,8 @@ def parallelize_tensor(
             the sequence, dimension 1, must be divisible.
         loss_parallel: The head's output stays split, as a DTensor: compute the loss and its gradient inside
             `torch.distributed.tensor.parallel.loss_parallel()`.
+        leave: Modules that are left as they are, with all that is in them, whatever the plan says: their parameters
+            stay plain tensors (experts that are divided otherwise).
 
     Raises:
         ConfigError: A pattern matches nothing, a layer cannot be split so, or a size cannot be divided evenly. The
@@ -76,12 +79,13 @@ def parallelize_tensor(
             fix='pass one dimension: mesh["tensor"]',
         )
     ranks = mesh.size()
+    left = frozenset(id(part) for one in leave for part in one.modules())
     if isinstance(plan, str):
         if plan != "auto":
             raise ConfigError(f"{plan!r} is no plan", fix="auto, or a mapping of module names to words")
-        resolved = plans.automatic(module, ranks, sequence_parallel)
+        resolved = plans.automatic(module, ranks, sequence_parallel, left)
     else:
-        resolved = plans.from_patterns(module, plan)
+        resolved = plans.from_patterns(module, plan, left)
     report = TensorParallel(resolved.layers, notes=resolved.notes, ranks=ranks)
     changes = _Checked(module, resolved, ranks, sequence_parallel, loss_parallel).attributes()
     if ranks == 1:
@@ -91,7 +95,7 @@ def parallelize_tensor(
         block = module.get_submodule(owner)
         setattr(block, name, value // ranks)
         block.__class__ = derived(type(block), _PartOfHeads)
-    _apply(module, mesh, resolved, sequence_parallel, loss_parallel)
+    _apply(module, mesh, resolved, sequence_parallel, loss_parallel, left)
     return report
 
 
@@ -167,7 +171,8 @@ class _Checked:
                 where=where,
                 fix="name torch.nn.Linear or transformers' Conv1D layers, or an Embedding with `vocab`",
             )
-        if isinstance(layer, nn.Linear) and type(layer).forward is not nn.Linear.forward:
+        own = isinstance(layer, nn.Linear) and type(layer).forward is not nn.Linear.forward
+        if own and not multiplies(layer):
             raise ConfigError(
                 f"{type(layer).__name__} has a forward of its own, which splitting would replace",
                 where=where,
@@ -176,6 +181,15 @@ class _Checked:
         weight = layer.weight
         assert isinstance(weight, Tensor)
         outputs, inputs = weight.shape if isinstance(layer, nn.Linear) else reversed(weight.shape)
+        split = inputs if kind == "rowwise" else outputs
+        multiple = getattr(layer, "multiple", 1)
+        if split % (multiple * self.ranks) and not split % self.ranks:
+            raise ConfigError(
+                f"{type(layer).__name__} cannot be split: {split} features are {split // self.ranks} on each rank",
+                where=where,
+                why=f"it computes with multiples of {multiple}",
+                fix="leave this layer as it was (trainer.precision.ignore_modules), or out of the plan",
+            )
         if kind == "rowwise":
             check_divisible(inputs, self.ranks, "input features", where)
             return
@@ -228,7 +242,9 @@ class _Checked:
         return found
 
 
-def _apply(module: nn.Module, mesh: DeviceMesh, plan: Plan, sequence: bool, loss_parallel: bool) -> None:
+def _apply(
+    module: nn.Module, mesh: DeviceMesh, plan: Plan, sequence: bool, loss_parallel: bool, left: frozenset[int]
+) -> None:
     spread: dict[int, nn.Parameter] = {}
     tied = {n: id(p) for n, p in module.named_parameters(remove_duplicate=False)}
     inside = plan.named("sequence_gather")
@@ -255,6 +271,8 @@ def _apply(module: nn.Module, mesh: DeviceMesh, plan: Plan, sequence: bool, loss
         layer.split(mesh)
         spread.update({tied[f"{name}.{n}"]: layer._parameters[n] for n in own if layer._parameters[n] is not None})
     for name, owner in module.named_modules():
+        if id(owner) in left:
+            continue
         for key, parameter in owner._parameters.items():
             if parameter is not None and not isinstance(parameter, DTensor):
                 original = id(parameter)

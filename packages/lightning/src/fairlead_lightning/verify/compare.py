@@ -97,10 +97,12 @@ def compare(notes: Notes, references: References) -> Compared:
         found.losses.append(Difference("loss", f"step {number + 1}", off, size, max(noise, _EPSILON * size)))
     _liveness(found, notes, exact)
     context = notes.said("mesh").get("context", 1)
-    if context > 1 and not notes.said("attentions"):  # each rank computed all of it: right, and not what was asked
+    if context > 1 and not any(
+        said["attentions"] for said in notes.ranks
+    ):  # each rank computed all of it: right, and not what was asked
         text = f"context {context}: no attention was computed over the ranks, each had whole sequences"
         found.wrong.append(f"{text}; context parallelism was never switched on")
-    if notes.said("expert") > 1 and not notes.said("mixtures"):
+    if notes.said("expert") > 1 and not any(said["mixtures"] for said in notes.ranks):
         found.wrong.append(f"expert {notes.said('expert')}: no mixture is divided, each rank has all experts")
     for rank in notes.other_batches:
         found.wrong.append(f"rank {rank} is of one replica with another rank, and got other batches")

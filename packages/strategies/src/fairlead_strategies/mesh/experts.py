@@ -2,13 +2,15 @@
 
 The ranks of `expert` are data ranks, as in torchtitan and Megatron: each reads samples of its own, and their tokens
 travel to the experts and back. So `expert` adds no ranks; it groups those of `shard`, neighbours together, for these
-exchange most. Expert e lies on every `expert`-th of the data ranks (times those that share a sequence). They are its
-*owners*: `fully_shard` shards it over them and averages its gradients over them, and over their copies.
+exchange most. Expert e lies on every `expert`-th of the data ranks (times those that share a sequence or split layers,
+of whose tokens each sends a part). They are its *owners*: `fully_shard` shards it over them and averages its gradients
+over them, and over their copies. A stage of a pipeline has ranks, mixtures and owners of its own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,6 +24,52 @@ from fairlead.errors import ConfigError
 from fairlead_distributed.parallel.expert import AbsentExpert, parallelize_experts
 
 
+@dataclass(frozen=True)
+class ExpertMeshes:
+    """The ranks between which experts are divided.
+
+    Attributes:
+        exchange: Those with which this one exchanges tokens; each has other experts.
+        owners: For each of these, all that hold the same experts as it does.
+        same: Those that have the same tokens as this one, and split layers; None: no others.
+    """
+
+    exchange: DeviceMesh
+    owners: list[DeviceMesh]
+    same: DeviceMesh | None
+
+    @classmethod
+    def of(cls, mesh: DeviceMesh, ranks: int) -> ExpertMeshes:
+        """Those of a mesh in which so many ranks of `shard` share the experts; a collective of all ranks."""
+        sizes = dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))
+        stages, replicas, context, tensor = (
+            sizes.get(name, 1) for name in ("pipeline", "replicate", "context", "tensor")
+        )
+        # Neighbours in `shard` exchange tokens; ranks that share a sequence or split layers hold the same experts.
+        numbers = mesh.mesh.view(stages, replicas, sizes["shard"] // ranks, ranks, context, tensor)
+        neighbours = numbers.movedim(3, -1).reshape(-1, ranks)
+        exchange = DeviceMesh(mesh.device_type, neighbours, mesh_dim_names=("others", "expert"))["expert"]
+        stage = mesh.get_local_rank("pipeline") if stages > 1 else 0
+        owners = []
+        for place in range(stages):
+            for number in range(ranks):
+                held = numbers[place, :, :, number].reshape(replicas, -1)
+                # All ranks make all of them: process groups are made together.
+                if replicas > 1:
+                    made = DeviceMesh(mesh.device_type, held, mesh_dim_names=("replicate", "expert_shard"))
+                else:
+                    made = DeviceMesh(mesh.device_type, held[0], mesh_dim_names=("expert_shard",))
+                if place == stage:
+                    owners.append(made)
+        return cls(exchange, owners, mesh["tensor"] if tensor > 1 else None)
+
+
+def lists_of_experts(module: Module) -> list[nn.ModuleList]:
+    """The experts of each mixture in a model."""
+    found = [getattr(one, "experts", None) for one in module.modules()]
+    return [experts for experts in found if isinstance(experts, nn.ModuleList)]
+
+
 class Experts:
     """The experts of a model, divided in place: each rank keeps its own.
 
@@ -30,28 +78,26 @@ class Experts:
 
     Args:
         module: A model with mixtures, with values.
-        mesh: With the dimension `shard`, and perhaps `replicate` and `context`.
-        ranks: How many share the experts of each mixture.
+        meshes: The ranks that share them.
 
     Raises:
         ConfigError: See `parallelize_experts`; or an expert holds what is not its own parameters.
     """
 
-    def __init__(self, module: Module, mesh: DeviceMesh, ranks: int) -> None:
-        candidates = [getattr(one, "experts", None) for one in module.modules()]
-        self._lists = [experts for experts in candidates if isinstance(experts, nn.ModuleList)]
+    def __init__(self, module: Module, meshes: ExpertMeshes) -> None:
+        self._lists = lists_of_experts(module)
         self._inside = {id(part) for experts in self._lists for part in experts.modules()}
-        exchange, self._owners = _meshes(mesh, ranks)
+        self._owners = meshes.owners
         self._refuse(module)
         before = [{n: p.requires_grad for n, p in experts.named_parameters()} for experts in self._lists]
-        parallelize_experts(module, exchange)
+        parallelize_experts(module, meshes.exchange, meshes.same)
         for experts, trained in zip(self._lists, before, strict=True):
             for number, expert in enumerate(experts):
                 if isinstance(expert, AbsentExpert):
                     for name, tensor in expert.tensors.items():
                         parameter = nn.Parameter(tensor, requires_grad=trained[f"{number}.{name}"])
                         _register(expert, name, parameter)
-        self._rank = exchange.get_local_rank()
+        self._rank = meshes.exchange.get_local_rank()
 
     def _refuse(self, module: Module) -> None:
         names = {id(part): name for name, part in module.named_modules()}
@@ -98,25 +144,6 @@ class Experts:
                         elsewhere.add(_register(expert, name, _on(self._owners[number // each], parameter, device)))
             mesh = self._owners[self._rank]
             fully_shard(experts, mesh=mesh, reshard_after_forward=reshard, ignored_params=elsewhere, **options)
-
-
-def _meshes(mesh: DeviceMesh, ranks: int) -> tuple[DeviceMesh, list[DeviceMesh]]:
-    """The ranks with which this one exchanges tokens, and for each of them all owners of the experts that it holds."""
-    sizes = dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))
-    replicas, context = sizes.get("replicate", 1), sizes.get("context", 1)
-    # Neighbours in `shard` exchange tokens; ranks that share a sequence hold the same experts.
-    numbers = mesh.mesh.view(replicas, sizes["shard"] // ranks, ranks, context)
-    names = ("replicate", "shard", "expert", "context")
-    exchange = DeviceMesh(mesh.device_type, numbers, mesh_dim_names=names)["expert"]
-    owners = []
-    for number in range(ranks):
-        held = numbers[:, :, number].reshape(replicas, -1)
-        # All ranks make all of them: process groups are made together.
-        if replicas > 1:
-            owners.append(DeviceMesh(mesh.device_type, held, mesh_dim_names=("replicate", "expert_shard")))
-        else:
-            owners.append(DeviceMesh(mesh.device_type, held[0], mesh_dim_names=("expert_shard",)))
-    return exchange, owners
 
 
 def _on(owners: DeviceMesh, parameter: nn.Parameter, device: torch.device) -> nn.Parameter:

@@ -3,7 +3,8 @@
 1. **tensor**: layers are cut first, for whatever comes later must see the parameters that a rank really has;
 2. **expert**: experts go to their ranks, before anything is sharded: what follows sees those that a rank has;
 3. **context**: attention learns that each rank has a part of the sequence (no parameter changes);
-4. **precision**: `trainer.precision` converts layers (FP8) or formats (bf16-true) of what a rank has;
+4. **precision**: `trainer.precision` converts formats (bf16-true) of what a rank has. Layers that compute in another
+   way (FP8) took their places before: splitting one leaves it its arithmetic;
 5. **activation checkpointing**: around blocks that compute as they will, so that what is computed again communicates
    alike; inside of the units, so that a unit is gathered once for its second forward and its backward;
 6. **fully_shard** over copies x shards (HSDP): last and outermost, around what every rank has left of each block. It
@@ -29,7 +30,7 @@ from fairlead.errors import ConfigError
 from fairlead_distributed.activation_checkpointing import checkpoint_layers
 from fairlead_strategies.mesh.config import FSDP2MixedPrecision, MeshStrategyConfig
 from fairlead_strategies.mesh.device_mesh import from_first_rank, shard_mesh
-from fairlead_strategies.mesh.experts import Experts
+from fairlead_strategies.mesh.experts import ExpertMeshes, Experts, lists_of_experts
 from fairlead_strategies.mesh.fields import ContextFields, ExpertFields, TensorPlanConfig
 from fairlead_strategies.mesh.units import Policy, blocks
 from fairlead_strategies.shared import load_classes
@@ -41,6 +42,9 @@ def parallelize(
     config: MeshStrategyConfig,
     device: torch.device,
     convert: Callable[[Module], Module] | None = None,
+    *,
+    stage: tuple[bool, bool] | None = None,
+    experts: ExpertMeshes | None = None,
 ) -> Module:
     """Splits a module in place over a mesh, in the order above; every rank starts from the first rank's values.
 
@@ -52,6 +56,8 @@ def parallelize(
         config: What is done to it.
         device: Where it will be computed.
         convert: What the precision does to a module, in place.
+        stage: For a stage of a pipeline, whether it is the first and whether it is the last.
+        experts: Between which ranks experts are divided; None: not, or found from the mesh by a collective of all.
 
     Raises:
         ConfigError: The module has no layers of the classes, or none that can be split as asked.
@@ -62,14 +68,15 @@ def parallelize(
         # each contribute their part of a different model.
         from_first_rank(tensor, mesh, device)
     units = blocks(module, wrap_policy(config))
+    sharing = config.expert if isinstance(config, ExpertFields) else 1
     if "tensor" in names:
-        _split_layers(module, mesh["tensor"], config)
-    experts = None
-    if isinstance(config, ExpertFields) and config.expert > 1:
-        experts = Experts(module, mesh, config.expert)
-        units = experts.without(units)
+        _split_layers(module, mesh["tensor"], config, lists_of_experts(module) if sharing > 1 else ())
+    divided = None
+    if sharing > 1:
+        divided = Experts(module, experts or ExpertMeshes.of(mesh, sharing))
+        units = divided.without(units)
     if "context" in names:
-        _share_sequences(module, mesh["context"], config)
+        _share_sequences(module, mesh["context"], config, stage)
     if convert is not None:
         module = convert(module)
     if config.activation_checkpointing:
@@ -78,11 +85,11 @@ def parallelize(
     casts = config.mixed_precision is not None
     # Of split layers on one rank of shards a unit would only copy the parameters, in each pass.
     if over.size() > 1 or "tensor" not in names or casts or config.cpu_offload:
-        _shard(module, units, experts, over, config, device)
+        _shard(module, units, divided, over, config, device)
     return module
 
 
-def _split_layers(module: Module, mesh: DeviceMesh, config: MeshStrategyConfig) -> None:
+def _split_layers(module: Module, mesh: DeviceMesh, config: MeshStrategyConfig, leave: Iterable[Module]) -> None:
     if not isinstance(config, TensorPlanConfig):
         raise ConfigError(
             "the module does not say how to split its layers",
@@ -99,14 +106,17 @@ def _split_layers(module: Module, mesh: DeviceMesh, config: MeshStrategyConfig) 
         config.plan,
         sequence_parallel=config.sequence_parallel,
         loss_parallel=config.loss_parallel,
+        leave=leave,
     )
 
 
-def _share_sequences(module: Module, mesh: DeviceMesh, config: MeshStrategyConfig) -> None:
+def _share_sequences(
+    module: Module, mesh: DeviceMesh, config: MeshStrategyConfig, stage: tuple[bool, bool] | None
+) -> None:
     from fairlead_distributed.parallel.context import parallelize_context
 
     assert isinstance(config, ContextFields)  # no other has the dimension
-    parallelize_context(module, mesh, method=config.context_method, balance=config.context_balance)
+    parallelize_context(module, mesh, method=config.context_method, balance=config.context_balance, stage=stage)
 
 
 def _shard(

@@ -23,7 +23,6 @@ class MeshStrategy(LightningStrategy):
         "mesh-checkpoint-io": "`save_distributed_checkpoint` does not fit `checkpoint_io`.",
         "mesh-layout": "How the ranks are laid out, and which size was worked out from the others.",
         "mesh-offload": "The process group of a run with `cpu_offload` cannot reduce what lies in CPU memory.",
-        "mesh-precision": "Layers are to be split that the precision has replaced by its own.",
         "mesh-sizes": "The sizes of the mesh do not multiply to the number of ranks.",
         "mesh-tensor-nodes": "The ranks that split each layer lie on several nodes.",
     }
@@ -55,15 +54,6 @@ class MeshStrategy(LightningStrategy):
             return
         if layout.expert > 1 or (layout.auto is not None and len(layout.dimensions()) > 1):
             yield Finding("info", "mesh-layout", f"mesh: {layout.explained()}", where="trainer.strategy")
-        if layout.tensor > 1 and resolution.precision.name == "fp8-torchao":
-            yield Finding(
-                "error",
-                "mesh-precision",
-                "layers that compute in 8 bits are not split",
-                where="trainer.precision",
-                why="torchao's layers have a forward of their own, which splitting a layer would replace",
-                fix="precision: bf16-mixed, or strategy: fsdp2, which shards these layers",
-            )
         yield from self.tensor_nodes(layout, resolution)
         yield from checkpoint_findings(config, resolution)
         if config.cpu_offload and resolution.device_type != "cpu" and "gloo" not in resolution.backend:

@@ -20,38 +20,41 @@ Held = Mapping[Any, tuple[Any, Any]]
 """Entries of a state by their keys: the value, and the parameter that it belongs to."""
 
 
-def on_first_rank(own: Held, device: torch.device) -> dict[Any, Any]:
-    """The entries of all ranks on rank 0, tensors whole and in CPU memory; the others get nothing. A collective.
+def on_first_rank(own: Held, device: torch.device, group: dist.ProcessGroup | None = None) -> dict[Any, Any]:
+    """The entries of a group's ranks on its first, tensors whole and in CPU memory; the others get nothing.
+
+    A collective of them; without a group, of all ranks.
 
     What belongs to parameters of all ranks comes first, one tensor at a time; then what belongs to those of some. Their
-    meshes do not overlap: each puts its tensors together while rank 0 hears of one mesh after the other.
+    meshes do not overlap: each puts its tensors together while the first rank hears of one mesh after the other.
     """
-    rank = dist.get_rank()
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
     found: dict[Any, Any] = {}
     apart: dict[Any, Any] = {}
     speaks = False
     for key, (value, parameter) in own.items():
-        if not _apart(parameter):
+        if not _apart(parameter, size):
             whole = _whole(value)
             if rank == 0:
                 found[key] = whole.cpu() if isinstance(whole, Tensor) else whole
         elif not absent(parameter):
             apart[key] = value
-            speaks = first_rank(parameter.device_mesh) == rank
-    announced: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(announced, {key: _kind(value) for key, value in apart.items()} if speaks else {})
+            speaks = first_rank(parameter.device_mesh) == dist.get_rank()
+    announced: list[Any] = [None] * size
+    said = {key: _kind(value) for key, value in apart.items()} if speaks else {}
+    dist.all_gather_object(announced, said, group=group)
     for key, value in apart.items():
         whole = _whole(value)
         if rank == 0:
             found[key] = whole.cpu() if isinstance(whole, Tensor) else whole
         elif speaks and isinstance(whole, Tensor):
-            dist.send(whole.to(device).contiguous(), dst=0)
+            dist.send(whole.to(device).contiguous(), group_dst=0, group=group)
     for source in range(1, len(announced) if rank == 0 else 0):
         for key, (value, shape, dtype) in announced[source].items():
             found[key] = value
             if dtype is not None:
                 there = torch.empty(shape, dtype=dtype, device=device)
-                dist.recv(there, src=source)
+                dist.recv(there, group_src=source, group=group)
                 found[key] = there.cpu()
     return found
 
@@ -128,8 +131,8 @@ def _parameters(optimizer: Optimizer, state: Mapping[str, Any]) -> dict[Any, Ten
     return dict(zip(called, own, strict=False))
 
 
-def _apart(parameter: Any) -> bool:
-    return isinstance(parameter, DTensor) and parameter.device_mesh.size() < dist.get_world_size()
+def _apart(parameter: Any, ranks: int) -> bool:
+    return isinstance(parameter, DTensor) and parameter.device_mesh.size() < ranks
 
 
 def _whole(value: Any) -> Any:

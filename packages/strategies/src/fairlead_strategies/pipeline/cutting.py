@@ -11,6 +11,7 @@ from torch.utils._pytree import tree_map
 
 from fairlead.errors import ConfigError
 from fairlead_distributed.parallel import plans
+from fairlead_distributed.parallel.expert import mixtures_of
 from fairlead_distributed.parallel.pipeline.splitting import (
     layer_costs,
     measured_costs,
@@ -18,7 +19,8 @@ from fairlead_distributed.parallel.pipeline.splitting import (
     split_by_cost,
     split_by_counts,
 )
-from fairlead_strategies.mesh.fields import TensorPlanConfig
+from fairlead_strategies.mesh.experts import lists_of_experts
+from fairlead_strategies.mesh.fields import ExpertFields, TensorPlanConfig
 from fairlead_strategies.pipeline.config import PipelineFields
 from fairlead_strategies.shared import load_classes
 
@@ -67,15 +69,17 @@ def check_layers(config: PipelineFields, module: nn.Module, tensor: int) -> None
     """Whether the whole module has the layers that the config names.
 
     Args:
-        config: By their classes, and in the plan by their names.
+        config: By their classes, in the plan by their names; and mixtures, where experts are divided.
         module: Before it is cut into stages.
         tensor: How many ranks split a layer.
 
     Raises:
         ConfigError: It has none of them.
     """
+    if _divides_experts(config):
+        mixtures_of(module)
     if tensor > 1 and isinstance(config, TensorPlanConfig):
-        plans.check(module, config.plan)
+        plans.check(module, config.plan, _left(config, module))
     for name in _CLASSES:
         paths = getattr(config, name)
         if isinstance(paths, tuple) and paths and not _present(paths, module, name):
@@ -93,8 +97,20 @@ def for_stage(config: PipelineFields, stage: nn.Module) -> PipelineFields:
         name: _present(paths, stage, name) for name in _CLASSES if isinstance(paths := getattr(config, name), tuple)
     }
     if isinstance(config, TensorPlanConfig):
-        changes["plan"] = plans.for_part(stage, config.plan)
+        changes["plan"] = plans.for_part(stage, config.plan, _left(config, stage))
+    if _divides_experts(config) and not lists_of_experts(stage):
+        changes["expert"] = 1
     return config.model_copy(update=changes)
+
+
+def _divides_experts(config: PipelineFields) -> bool:
+    return isinstance(config, ExpertFields) and config.expert > 1
+
+
+def _left(config: PipelineFields, module: nn.Module) -> frozenset[int]:
+    """The modules whose layers are not split: experts that are divided."""
+    lists = lists_of_experts(module) if _divides_experts(config) else []
+    return frozenset(id(part) for experts in lists for part in experts.modules())
 
 
 def _present(paths: tuple[str, ...], module: nn.Module, name: str) -> tuple[str, ...]:

@@ -17,7 +17,6 @@ CODES: Final[Mapping[str, str]] = {
     "pipeline-divergence": "The ranks of a pipeline hold different layers, which cannot be compared.",
     "pipeline-micro-batches": "The number of micro-batches does not fit the schedule or the stages.",
     "pipeline-stages": "The schedule does not take so many stages on a rank.",
-    "pipeline-with": "What a pipeline is not combined with.",
 }
 
 
@@ -56,15 +55,6 @@ def pipeline_findings(config: PipelineFields, layout: Layout, resolution: Resolu
             "the ranks of a pipeline hold different layers, and have nothing to compare",
             where="trainer.check_divergence_every_n_steps",
             fix="leave it out",
-        )
-    if layout.context > 1:
-        yield Finding(
-            "error",
-            "pipeline-with",
-            f"context {layout.context} together with pipeline {ranks} is not built",
-            where=f"{where}.context",
-            why="the stages would each have to know which part of a sequence they were sent",
-            fix="context: 1, or pipeline: 1",
         )
 
 

@@ -11,18 +11,39 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from fairlead_distributed._apart import absent, on_all_ranks
 from fairlead_strategies.mesh.cut import like
+from fairlead_strategies.mesh.whole import Held, on_first_rank
 from fairlead_strategies.pipeline.stages import Names
 
 
-def gather(own: Mapping[str, Any], group: dist.ProcessGroup, device: torch.device, *, everyone: bool) -> dict[str, Any]:
+def gather(
+    own: Held,
+    group: dist.ProcessGroup,
+    stage: dist.ProcessGroup | None,
+    device: torch.device,
+    *,
+    everyone: bool,
+) -> dict[str, Any]:
     """The entries of all stages, tensors in CPU memory; of an entry that several have, that of the first.
 
     A collective of all ranks. With `everyone` each rank has the whole in the end, its own entries as it has them; else
-    the first rank of a pipeline has it, and the others nothing. One tensor travels at a time.
+    rank 0 has it, and perhaps the first ranks of other pipelines, and the others nothing. One tensor travels at a time.
+
+    Args:
+        own: What this rank has.
+        group: The ranks of its pipeline.
+        stage: The ranks of its stage, of which some hold nothing of some entries (divided experts); None: each holds a
+            part of every entry.
+        device: Where tensors are sent from.
+        everyone: Whether all ranks get the whole.
     """
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
-    whole = {name: _whole(value) for name, value in own.items()}  # shards are gathered on all ranks of a stage
+    whole: dict[str, Any]
+    if stage is not None and not everyone:
+        whole = on_first_rank(own, device, stage)
+    else:
+        whole = {name: _whole(value, stage) for name, (value, _) in own.items()}
     kinds = {n: _kind(v) for n, v in whole.items()}
     announced: list[Any] = [None] * ranks
     dist.all_gather_object(announced, kinds, group=group)
@@ -70,9 +91,9 @@ def _empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
     return torch.empty(shape, dtype=dtype, device=device)
 
 
-def _whole(value: Any) -> Any:
+def _whole(value: Any, stage: dist.ProcessGroup | None) -> Any:
     if isinstance(value, DTensor):
-        value = value.full_tensor()
+        return on_all_ranks(value.detach(), stage) if stage is not None else value.full_tensor().detach()
     return value.detach() if isinstance(value, Tensor) else value
 
 
@@ -82,10 +103,10 @@ def local_state(whole: Mapping[str, Any], own: Mapping[str, Any], names: Names) 
     return {name: like(value, own.get(name)) for name, value in whole.items() if name in own or name not in known}
 
 
-def optimizer_entries(optimizer: Optimizer, names: Mapping[int, str]) -> dict[str, Any]:
+def optimizer_entries(optimizer: Optimizer, names: Mapping[int, str]) -> Held:
     """The optimizer's state of each parameter as `name/key`."""
     return {
-        f"{names[id(parameter)]}/{key}": value
+        f"{names[id(parameter)]}/{key}": (value, parameter)
         for parameter, state in optimizer.state.items()
         if id(parameter) in names
         for key, value in state.items()
@@ -122,7 +143,7 @@ def local_optimizer_state(
         for index, name in zip(saved["params"], group, strict=True):
             if name not in own:
                 continue
-            if index in whole["state"]:
+            if index in whole["state"] and not absent(own[name]):
                 entries = whole["state"][index]
                 state[number] = {
                     key: like(value, own[name]) if _as_large(value, own[name]) else value

@@ -16,17 +16,21 @@ from lightning.pytorch.strategies.strategy import Strategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.optim import LBFGS, Optimizer
 
 from fairlead.errors import ConfigError
+from fairlead_distributed._apart import absent
 from fairlead_distributed.activation_checkpointing import checkpoint_layers
 from fairlead_distributed.parallel.pipeline import Pipeline, clip_grad_norm_over_stages, picture
 from fairlead_distributed.parallel.pipeline.tied import Tied
 from fairlead_runs.pipeline_schedule import stage_rank
 from fairlead_strategies.layout import Layout
 from fairlead_strategies.mesh.device_mesh import agree_on_random_numbers, make_mesh
+from fairlead_strategies.mesh.experts import ExpertMeshes
 from fairlead_strategies.mesh.parallelize import checkpointed_classes, parallelize
 from fairlead_strategies.mesh.ranks import RanksOnMesh
+from fairlead_strategies.mesh.whole import Held, forget_absent
 from fairlead_strategies.pipeline.config import PipelineFields
 from fairlead_strategies.pipeline.contract import layer_names, layers_of
 from fairlead_strategies.pipeline.cutting import check_layers, for_stage, parts_of
@@ -78,6 +82,15 @@ class PipelineStrategy(RanksOnMesh, ModelParallelStrategy):
         """The ranks of this pipeline."""
         return self.device_mesh.get_group("pipeline")
 
+    @property
+    def _stage(self) -> dist.ProcessGroup | None:
+        """The ranks of this stage, where each has some of its experts."""
+        if self.layout.expert == 1:
+            return None
+        names = tuple(name for name in self.device_mesh.mesh_dim_names or () if name != "pipeline")
+        mesh = self.device_mesh[names]
+        return (mesh._flatten("stage") if len(names) > 1 else mesh).get_group()
+
     def setup(self, trainer: pl.Trainer) -> None:
         """Makes the optimizers, splits the module, and prepares what runs it."""
         module = self.lightning_module
@@ -115,6 +128,21 @@ class PipelineStrategy(RanksOnMesh, ModelParallelStrategy):
             self._say(split)
         agree_on_random_numbers(self.device_mesh, self.root_device)
 
+    def model_to_device(self) -> None:
+        """Moves what is not there yet, with every parameter as its shard."""
+        self._reshard()
+        super().model_to_device()
+
+    def _reshard(self) -> None:
+        """An evaluation leaves some parameters gathered: no optimizer knows them, and one made of them trains nothing.
+
+        A stage's root is no part of the module, which so does not see to it itself.
+        """
+        assert self._split is not None
+        for part in (part for stage in self._split.stages for part in stage.modules()):
+            if isinstance(part, FSDPModule):
+                part.reshard()
+
     def _refuse(self, module: pl.LightningModule, fitting: bool) -> None:
         if fitting and not module.automatic_optimization:
             raise ConfigError(
@@ -140,10 +168,12 @@ class PipelineStrategy(RanksOnMesh, ModelParallelStrategy):
         if _more_than_stages(self.layout, config):
             _refuse_tied_on_one_rank(module, layers, parts, owners)
         split = split_module(module, layers, names, parts, owners, rank)
-        for stage in split.stages:
+        experts = ExpertMeshes.of(self.device_mesh, self.layout.expert) if self.layout.expert > 1 else None
+        for number, stage in zip((n for n, owner in enumerate(owners) if owner == rank), split.stages, strict=True):
             own = for_stage(config, stage)
             if _more_than_stages(self.layout, config):
-                parallelize(stage, self.device_mesh, own, self.root_device)
+                edges = number == 0, number == stages - 1
+                parallelize(stage, self.device_mesh, own, self.root_device, stage=edges, experts=experts)
             elif own.activation_checkpointing:
                 checkpoint_layers(stage, checkpointed_classes(own))
         return split
@@ -191,7 +221,28 @@ class PipelineStrategy(RanksOnMesh, ModelParallelStrategy):
             for parameter in self.pipelined.pipeline.parameters:
                 parameter.grad = None  # Lightning forgets them after this step's forward, which here has the backward
         with self.precision_plugin.train_step_context(), self.pipelined.training():
-            return self.lightning_module.training_step(*args, **kwargs)
+            loss = self.lightning_module.training_step(*args, **kwargs)
+        if loop.batch_idx == 0 and self.layout.context > 1:
+            self._check_attention()
+        return loss
+
+    def _check_attention(self) -> None:
+        """Whether any stage has attention that sees the whole sequence: a collective of the pipeline.
+
+        Raises:
+            ConfigError: On all ranks, where none has.
+        """
+        assert self._split is not None
+        calls = sum(stage.__dict__["_context_parallel"].calls for stage in self._split.stages)
+        total = torch.tensor(calls, device=self.root_device)
+        dist.all_reduce(total, group=self.group)
+        if not int(total):
+            raise ConfigError(
+                "context parallelism did nothing in any stage: no attention came by",
+                where="trainer.strategy.context",
+                why="it takes over torch.nn.functional.scaled_dot_product_attention, which was not called",
+                fix="use that function for attention (Hugging Face: attn_implementation='sdpa'), or leave context out",
+            )
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
@@ -201,7 +252,7 @@ class PipelineStrategy(RanksOnMesh, ModelParallelStrategy):
     def _clip_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
         copies = {id(one.parameter): one.parameter for one in self._tied if not one.counted}
         own = [p for p in self.precision_plugin.main_params(optimizer) if id(p) not in copies]
-        clip_grad_norm_over_stages(own, clip_val, group=self.group, copies=copies.values())
+        clip_grad_norm_over_stages(own, clip_val, group=self.group, copies=copies.values(), stage=self._stage)
 
     # -- state
 
@@ -210,32 +261,41 @@ class PipelineStrategy(RanksOnMesh, ModelParallelStrategy):
 
         Of a weight that several stages hold each of them has its own.
         """
-        return gather(self.own_parameters(), self.group, self.root_device, everyone=True)
+        return self._gather({name: (one, one) for name, one in self.own_parameters().items()}, everyone=True)
 
     def whole_gradients(self) -> dict[str, Tensor]:
         """Their gradients, of those that have one; a collective of all ranks."""
-        own = {name: one.grad for name, one in self.own_parameters().items() if one.grad is not None}
-        return gather(own, self.group, self.root_device, everyone=True)
+        # Of an expert that others have this rank has no gradient, and takes part all the same.
+        held = {
+            name: (torch.zeros_like(one) if absent(one) else one.grad) for name, one in self.own_parameters().items()
+        }
+        return self._gather({name: (one, one) for name, one in held.items() if one is not None}, everyone=True)
+
+    def _gather(self, own: Held, *, everyone: bool) -> dict[str, Any]:
+        return gather(own, self.group, self._stage, self.root_device, everyone=everyone)
 
     def own_parameters(self) -> dict[str, nn.Parameter]:
         """This rank's, by their first name in the whole model."""
         assert self._split is not None
         assert self.lightning_module is not None
+        self._reshard()
         return self._split.parameters(self.lightning_module)
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The weights of all stages on rank 0, under the names of the whole model; a collective of all ranks."""
         assert self._split is not None
         assert self.lightning_module is not None
-        found = gather(self.lightning_module.state_dict(), self.group, self.root_device, everyone=False)
+        own = self.lightning_module.state_dict()
+        found = self._gather({name: (value, value) for name, value in own.items()}, everyone=False)
         return {name: found[name] for name in self._split.names.state if name in found}
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The optimizer's state of all stages on rank 0, as one process has it; a collective of all ranks."""
         plain: Any = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
         names = {id(one): name for name, one in self.own_parameters().items()}
-        found = gather(optimizer_entries(plain, names), self.group, self.root_device, everyone=False)
-        if self.group.rank() != 0:
+        forget_absent([plain])
+        found = self._gather(optimizer_entries(plain, names), everyone=False)
+        if self.global_rank:
             return {}
         return whole_optimizer_state(plain, found, self._groups[self.optimizers.index(plain)])
 
@@ -266,6 +326,7 @@ class PipelineStrategy(RanksOnMesh, ModelParallelStrategy):
         """This rank's part of whole optimizer states, of any strategy."""
         for optimizer, groups, state in zip(self.optimizers, self._groups, checkpoint["optimizer_states"], strict=True):
             optimizer.load_state_dict(local_optimizer_state(state, groups, self.own_parameters()))
+        forget_absent(self.optimizers)
         _to_device(self.optimizers, self.root_device)
 
     def teardown(self) -> None:
@@ -278,7 +339,7 @@ class PipelineStrategy(RanksOnMesh, ModelParallelStrategy):
 
 
 def _more_than_stages(layout: Layout, config: PipelineFields) -> bool:
-    return layout.data_parallel * layout.tensor > 1 or config.cpu_offload or config.mixed_precision is not None
+    return layout.world_size > layout.pipeline or config.cpu_offload or config.mixed_precision is not None
 
 
 def _refuse_tied_on_one_rank(module: nn.Module, layers: list[nn.Module], parts: list[range], owners: list[int]) -> None:

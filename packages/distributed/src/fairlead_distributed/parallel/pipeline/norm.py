@@ -19,6 +19,7 @@ def clip_grad_norm_over_stages(
     *,
     group: dist.ProcessGroup | None,
     copies: Iterable[Tensor] = (),
+    stage: dist.ProcessGroup | None = None,
 ) -> Tensor:
     """Scales the gradients of all stages so that their joint norm is at most `max_norm`: a collective of the pipeline.
 
@@ -30,6 +31,7 @@ def clip_grad_norm_over_stages(
         norm_type: p of the p-norm, above 0; `inf` is the largest absolute value.
         group: The ranks of this pipeline; None: all ranks.
         copies: Parameters that an earlier stage holds too (tied weights): scaled, but counted there.
+        stage: The ranks that share this stage, where some hold none of a parameter (divided experts).
 
     Returns:
         The norm before clipping, shape (), the same on all ranks of the pipeline.
@@ -37,7 +39,7 @@ def clip_grad_norm_over_stages(
     own, copied = list(parameters), list(copies)
     with torch.no_grad():
         # An infinite limit measures and scales nothing.
-        local = clip_grad_norm(own, math.inf, norm_type).to(torch.float64)
+        local = clip_grad_norm(own, math.inf, norm_type, group=stage).to(torch.float64)
         power = local if math.isinf(norm_type) else local**norm_type
         grads = [one.grad for one in (*own, *copied) if one.grad is not None]
         device = grads[0].device if grads else local.device
