@@ -15,6 +15,7 @@ from torch import Tensor
 
 import fairlead_distributed.parallel.pipeline.pipeline as pipeline
 import fairlead_strategies.pipeline.model as model
+import fairlead_strategies.pipeline.optimizers as optimizers
 import fairlead_strategies.pipeline.runtime as runtime
 from fairlead_distributed import clip_grad_norm
 from fairlead_distributed.parallel.pipeline import Pipeline, clip_grad_norm_over_stages
@@ -124,7 +125,7 @@ def tied_counted_twice() -> Iterator[None]:
 @contextmanager
 def copy_not_stepped() -> Iterator[None]:
     """The second stage's copy of a weight is in no optimizer: the two come apart."""
-    real = runtime._keep_own
+    real = optimizers.keep_own
 
     def keep_own(optimizer: Any, own: set[int]) -> None:
         real(optimizer, own)
@@ -132,5 +133,5 @@ def copy_not_stepped() -> Iterator[None]:
             for group in optimizer.param_groups:
                 group["params"] = [p for p in group["params"] if p.shape != (12, 6)]
 
-    with patch.object(runtime, "_keep_own", keep_own):
+    with patch.object(runtime, "keep_own", keep_own):
         yield

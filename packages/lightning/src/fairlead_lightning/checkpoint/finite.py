@@ -20,6 +20,7 @@ from fairlead_distributed.run.session import RunSession
 from fairlead_lightning import compat
 from fairlead_lightning.checkpoint.gradients import SCALED, GradientWatch
 from fairlead_runs.commit import list_checkpoints
+from fairlead_runs.data_ranks import replicas_of
 from fairlead_runs.waiting import ranks_text
 
 Row = tuple[int, int, str]
@@ -61,7 +62,8 @@ class Finite(L.Callback):
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """The weights are where they stay."""
-        self._gradients.begin(pl_module, several_ranks=trainer.world_size > 1)
+        batches, _ = replicas_of(trainer.strategy, trainer.world_size)
+        self._gradients.begin(pl_module, several_batches=batches > 1)
 
     def on_before_optimizer_step(
         self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: torch.optim.Optimizer

@@ -25,8 +25,8 @@ class GradientWatch:
         self._own_hook: Any = None
         self.begin(None)
 
-    def begin(self, module: nn.Module | None, *, several_ranks: bool = False) -> None:
-        """A training of this module begins."""
+    def begin(self, module: nn.Module | None, *, several_batches: bool = False) -> None:
+        """A training of this module begins; `several_batches`: ranks have other ones than this one."""
         if self._own_hook is not None:
             self._own_hook.remove()
             self._own_hook = None
@@ -36,7 +36,7 @@ class GradientWatch:
         self._own: bool | Tensor = False
         self._own_first: bool | Tensor = False
         self._weights = [] if module is None else [(n, p) for n, p in module.named_parameters() if p.requires_grad]
-        if several_ranks and self._weights:
+        if several_batches and self._weights:
             # The ranks' mean says no more whose it was. This rank's own part passes here before: the gradient of the
             # first matrix, mostly the last that is computed, is not finite where any that it is made of is not.
             matrices = [parameter for _, parameter in self._weights if parameter.ndim > 1]

@@ -122,8 +122,10 @@ class _HandOver(torch.autograd.Function):
         gradients, ctx.gradients = ctx.gradients, None
         if gradients is None:
             raise ConfigError("the loss of a pipeline is taken backward a second time", where="training_step")
-        local = [g.to_local() if is_dtensor(g) else g for g in gradients if g is not None]
-        for device in {one.device for one in local}:
-            torch._foreach_mul_([one for one in local if one.device == device], scales[0].to(device))
+        scale = scales[0]
+        plain = scale.device.type == "cpu" and float(scale) == 1.0  # a GPU would be waited for
+        local = [] if plain else [g.to_local() if is_dtensor(g) else g for g in gradients if g is not None]
+        for device in {g.device for g in local}:
+            torch._foreach_mul_([g for g in local if g.device == device], scale.to(device))
         add_gradients(ctx.parameters, gradients)
         return None, None, None, None

@@ -17,7 +17,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.optim import LBFGS, Optimizer
+from torch.optim import Optimizer
 
 from fairlead.errors import ConfigError
 from fairlead_distributed._apart import absent
@@ -42,6 +42,7 @@ from fairlead_strategies.pipeline.gathering import (
     whole_optimizer_state,
 )
 from fairlead_strategies.pipeline.model import PipelinedModule
+from fairlead_strategies.pipeline.optimizers import keep_own, named_groups, to_device
 from fairlead_strategies.pipeline.stages import Split, split_module
 
 
@@ -114,17 +115,17 @@ class PipelineStrategy(RanksOnMesh, ModelParallelStrategy):
         if fitting:
             with split.as_whole(module) as names:
                 self.setup_optimizers(trainer)
-                self._groups = [_named_groups(one, names) for one in self.optimizers]
+                self._groups = [named_groups(one, names) for one in self.optimizers]
             own = {id(one) for one in module.parameters()}
             for optimizer in self.optimizers:
-                _keep_own(optimizer, own)
+                keep_own(optimizer, own)
         self._tied = split.tied_here(module, self.group.rank(), self.group)
         self.pipelined = PipelinedModule(module, split, self._pipeline)
         self.precision_plugin.clip_grad_by_norm = self._clip_by_norm  # type: ignore[method-assign]
         self.barrier()
         self.setup_precision_plugin()
         if fitting:
-            _to_device(self.optimizers, self.root_device)
+            to_device(self.optimizers, self.root_device)
             self._say(split)
         agree_on_random_numbers(self.device_mesh, self.root_device)
 
@@ -327,7 +328,7 @@ class PipelineStrategy(RanksOnMesh, ModelParallelStrategy):
         for optimizer, groups, state in zip(self.optimizers, self._groups, checkpoint["optimizer_states"], strict=True):
             optimizer.load_state_dict(local_optimizer_state(state, groups, self.own_parameters()))
         forget_absent(self.optimizers)
-        _to_device(self.optimizers, self.root_device)
+        to_device(self.optimizers, self.root_device)
 
     def teardown(self) -> None:
         """Ends the CheckpointIO, which Lightning leaves out here; `self(...)` goes through all stages from now on."""
@@ -365,40 +366,3 @@ def _from_rank_0(module: nn.Module, device: torch.device) -> None:
             there = tensor.detach().to(device)
             dist.broadcast(there, src=0)
             tensor.copy_(there)
-
-
-def _named_groups(optimizer: Optimizer, names: Mapping[int, str]) -> list[list[str]]:
-    """For each group of an optimizer the names of its parameters.
-
-    Raises:
-        ConfigError: It cannot be used where each rank has some of the parameters.
-    """
-    if isinstance(optimizer, LBFGS):
-        raise ConfigError(
-            "LBFGS does not work in a pipeline",
-            where="configure_optimizers",
-            why="each of its steps depends on all parameters together, and evaluates the loss several times",
-            fix="use an optimizer that updates each parameter by itself, such as AdamW",
-        )
-    named = [[names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
-    return [list(dict.fromkeys(group)) for group in named]
-
-
-def _keep_own(optimizer: Optimizer, own: set[int]) -> None:
-    """Leaves this rank's parameters in an optimizer."""
-    for group in optimizer.param_groups:
-        kept = [number for number, parameter in enumerate(group["params"]) if id(parameter) in own]
-        for key in ("params", "param_names"):
-            if key in group:
-                group[key] = [group[key][number] for number in kept]
-    for parameter in [one for one in optimizer.state if id(one) not in own]:
-        del optimizer.state[parameter]
-
-
-def _to_device(optimizers: list[Optimizer], device: torch.device) -> None:
-    """Moves what the optimizers keep of their parameters to where these are."""
-    for optimizer in optimizers:
-        for state in optimizer.state.values():
-            for name, value in state.items():
-                if isinstance(value, Tensor):
-                    state[name] = value.to(device)
