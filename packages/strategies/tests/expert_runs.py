@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import importlib
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from lightning.fabric import Fabric
+from lightning.fabric.plugins.environments import TorchElasticEnvironment
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -18,6 +21,7 @@ from fairlead_distributed._apart import absent
 from fairlead_distributed.whole import whole_gradients
 from fairlead_strategies import HybridStrategyConfig
 from fairlead_strategies.mesh.experts import ExpertMeshes, Experts
+from fairlead_strategies.pipeline.build import build
 
 mesh_runs: Any = importlib.import_module("mesh_runs")  # beside this file
 EXPERTS = 4
@@ -133,6 +137,64 @@ def through_shards(config: HybridStrategyConfig, folder: Path, **options: Any) -
         path = folder / f"shards of {config.replicate} copies" / f"{number}.ckpt"
         loop.save_checkpoint(path)
     return all(map(torch.equal, mesh_runs.local(net), straight))
+
+
+def fabric(folder: Path) -> dict[str, Any]:
+    """A loop of Fabric on two ranks against one process; saved, and gone on from: there, and in one process."""
+
+    def train(step: Callable[[Any], None], module: nn.Module, optimizer: Any, rows: slice) -> None:
+        for start in range(0, 24, 8):
+            x, y = (tensor[start : start + 8][rows] for tensor in mesh_runs.DATA.tensors)
+            step(nn.functional.mse_loss(module(x), y))
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def adam(module: nn.Module) -> torch.optim.Optimizer:
+        first, *rest = module.parameters()
+        groups: list[dict[str, Any]] = [{"params": rest[::-1], "lr": 0.01}, {"params": [first]}]
+        return torch.optim.Adam(groups, lr=0.02, eps=1e-5)
+
+    def seeded(seed: int) -> Any:
+        return mesh_runs.seeded(seed, kind="Mixed")
+
+    def away(module: nn.Module) -> float:
+        found = mesh_runs.weights(module)
+        return max(float((found[name] - one).abs().max()) for name, one in mesh_runs.weights(plain).items())
+
+    rank, rows = dist.get_rank(), slice(dist.get_rank(), None, 2)
+    plain = seeded(100)
+    optimizer: Any = adam(plain)
+    train(lambda loss: loss.backward(), plain, optimizer, slice(None))
+    config = HybridStrategyConfig(expert=2)
+    strategy = build(config, mesh_runs.ranks.context(config, "fabric"))
+    engine = Fabric(accelerator="cpu", strategy=strategy, devices=2, plugins=[TorchElasticEnvironment()])
+    engine.launch()
+    module = engine.setup_module(seeded(100 + rank))
+    optimizer = engine.setup_optimizers(adam(module))
+    train(engine.backward, module, optimizer, rows)
+    found: dict[str, Any] = {"apart": away(module.module)}
+    path = folder / "fabric.ckpt"
+    with torch.no_grad():
+        module(mesh_runs.DATA.tensors[0][:4])  # leaves the outermost parameters gathered
+    engine.save(path, {"adam": optimizer, "model": module, "epoch": 3})
+    engine.barrier()
+    train(engine.backward, module, optimizer, rows)
+    again = engine.setup_module(seeded(200 + rank))
+    other = engine.setup_optimizers(adam(again))
+    state: dict[str, Any] = {"model": again, "adam": other, "epoch": 0}
+    found["left"] = engine.load(path, state)
+    train(engine.backward, again, other, rows)
+    found |= {
+        "epoch": state["epoch"],
+        "resumed": all(map(torch.equal, mesh_runs.local(again), mesh_runs.local(module))),
+    }
+    whole = torch.load(path, weights_only=True)
+    plain = seeded(300)
+    plain.load_state_dict(whole["model"])
+    optimizer = adam(plain)
+    optimizer.load_state_dict(whole["adam"])
+    train(lambda loss: loss.backward(), plain, optimizer, slice(None))
+    return {**found, "alone": away(module.module)}
 
 
 def norms(net: nn.Module) -> dict[str, Any]:

@@ -5,16 +5,13 @@ from __future__ import annotations
 import importlib
 import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 
-from fairlead.errors import ConfigError
 from fairlead_distributed.testing import run_ranks
 from fairlead_strategies import FSDP2StrategyConfig, HybridStrategyConfig
 from fairlead_strategies.mesh.runtime import MeshStrategy
-from fairlead_strategies.pipeline.build import build
 
 LAUNCHER = {"TORCHELASTIC_RUN_ID": "test", "GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1"}
 CLOSE = 2e-6
@@ -90,6 +87,7 @@ def two_ranks(rank: int, folder: str) -> dict[str, Any]:
         "layouts": run.through_layouts([config, FSDP2StrategyConfig()], path, **MIXED, **SHORT),
         "shards": experts.through_shards(config, path, **MIXED, **SHORT),
         "refused": experts.refusals(),
+        "fabric": experts.fabric(path),
     }
 
 
@@ -191,10 +189,14 @@ def test_experts_that_cannot_be_divided_are_refused(two: list[dict[str, Any]]) -
     assert "has no mixture of experts" in none
 
 
-def test_fabric_cannot_save_experts(ranks: ModuleType) -> None:
-    config = HybridStrategyConfig(expert=2)
-    with pytest.raises(ConfigError, match="Fabric cannot save experts"):
-        build(config, ranks.context(config, "fabric"))
+@pytest.mark.slow
+def test_fabric_divides_and_saves_experts(two: list[dict[str, Any]]) -> None:
+    """As one process; what it saves, behind an evaluation, goes on with the same bits there, and in one process."""
+    for found in (one["fabric"] for one in two):
+        assert found["apart"] < CLOSE
+        assert found["resumed"] is True
+        assert (found["epoch"], found["left"]) == (3, {})
+        assert found["alone"] < CLOSE
 
 
 @pytest.mark.soak

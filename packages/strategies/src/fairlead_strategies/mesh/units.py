@@ -27,6 +27,13 @@ def is_parallelised(module: Module) -> bool:
     )
 
 
+def reshard(module: Module) -> None:
+    """Frees what an evaluation has left gathered, so that the module's parameters are those that optimizers know."""
+    for part in module.modules():
+        if isinstance(part, FSDPModule):
+            part.reshard()
+
+
 def blocks(module: Module, policy: Policy) -> list[Module]:
     """The submodules that become units, innermost first; raises when the model has none of the classes.
 

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from fairlead_distributed._apart import absent, first_rank
 from fairlead_strategies.mesh.cut import like
+from fairlead_strategies.mesh.units import reshard
 
 Held = Mapping[Any, tuple[Any, Any]]
 """Entries of a state by their keys: the value, and the parameter that it belongs to."""
@@ -72,6 +73,8 @@ def optimizer_on_first_rank(model: Module, optimizer: Optimizer, device: torch.d
     One process reads it too. But Lightning's sharded strategies take its numbers for those of the model's parameters in
     their order, whatever the groups are, so that these are written.
     """
+    reshard(model)
+    forget_absent([optimizer])
     state = optimizer.state_dict()
     parameters = _parameters(optimizer, state)
     numbers = {id(parameter): number for number, parameter in enumerate(model.parameters())}

@@ -16,16 +16,9 @@ def build(config: PipelineFields, context: BuildContext) -> Any:
 
     Raises:
         ConfigError: The sizes do not multiply to the number of ranks, a class is not found, or it is Fabric that is to
-            run the stages or to save divided experts.
+            run the stages.
     """
     layout = config.layout(context.resolution.world_size)
-    if layout.expert > 1 and context.engine != "trainer":
-        raise ConfigError(
-            f"expert {layout.expert}: Fabric cannot save experts that some ranks hold",
-            where="trainer.strategy.expert",
-            why="it gathers a model's state itself, and rank 0 would write the others' experts empty",
-            fix="fairlead_distributed.parallel.expert.parallelize_experts, or the Trainer",
-        )
     if layout.pipeline == 1:
         return build_mesh(config, context)
     if context.engine != "trainer":

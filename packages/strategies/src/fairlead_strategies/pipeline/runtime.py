@@ -16,7 +16,6 @@ from lightning.pytorch.strategies.strategy import Strategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
 from fairlead.errors import ConfigError
@@ -30,6 +29,7 @@ from fairlead_strategies.mesh.device_mesh import agree_on_random_numbers, make_m
 from fairlead_strategies.mesh.experts import ExpertMeshes
 from fairlead_strategies.mesh.parallelize import checkpointed_classes, parallelize
 from fairlead_strategies.mesh.ranks import RanksOnMesh
+from fairlead_strategies.mesh.units import reshard
 from fairlead_strategies.mesh.whole import Held, forget_absent
 from fairlead_strategies.pipeline.config import PipelineFields
 from fairlead_strategies.pipeline.contract import layer_names, layers_of
@@ -135,14 +135,13 @@ class PipelineStrategy(RanksOnMesh, ModelParallelStrategy):
         super().model_to_device()
 
     def _reshard(self) -> None:
-        """An evaluation leaves some parameters gathered: no optimizer knows them, and one made of them trains nothing.
+        """What is called behind an evaluation finds parameters that the optimizers know.
 
         A stage's root is no part of the module, which so does not see to it itself.
         """
         assert self._split is not None
-        for part in (part for stage in self._split.stages for part in stage.modules()):
-            if isinstance(part, FSDPModule):
-                part.reshard()
+        for stage in self._split.stages:
+            reshard(stage)
 
     def _refuse(self, module: pl.LightningModule, fitting: bool) -> None:
         if fitting and not module.automatic_optimization:
