@@ -28,13 +28,13 @@ _PART: Final = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_00_optim_states
 
 
 @contextlib.contextmanager
-def from_other_ranks(engine: DeepSpeedEngine, folder: Path, rank: int, world_size: int) -> Iterator[None]:
+def from_other_ranks(engine: DeepSpeedEngine | None, folder: Path, rank: int, world_size: int) -> Iterator[None]:
     """While it is open, `engine.load_checkpoint` loads what any number of ranks wrote.
 
     Where as many wrote it as there are now, or none has a part of an optimizer, DeepSpeed loads it by itself.
 
     Args:
-        engine: DeepSpeed's engine.
+        engine: DeepSpeed's engine; None, where no model is set up.
         folder: Where the ranks wrote their files.
         rank: This rank.
         world_size: How many ranks there are now.
@@ -43,7 +43,7 @@ def from_other_ranks(engine: DeepSpeedEngine, folder: Path, rank: int, world_siz
         CheckpointError: Something in it cannot be shared by another number of ranks; here, or when it is loaded.
     """
     written = sorted(folder.glob(f"*{key.OPTIM_FILE_SUFFIX}"))
-    if len(written) in (0, world_size):
+    if engine is None or len(written) in (0, world_size):
         yield
         return
     reader, own = _Reader(engine, folder, written, rank, world_size), engine.checkpoint_engine

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import Any, Final
 
 import torch
@@ -54,8 +55,16 @@ class RankState:
         """The optimizer's groups; its parameters are the vectors."""
         self.ids = [one for group in self.groups for one in group["params"]]
         """What the optimizer calls each vector."""
-        self.places = self._places(split, ranks)
+        self._split, self._ranks = split, ranks
+
+    @cached_property
+    def places(self) -> dict[str, Place]:
         """Where each parameter is on all these ranks."""
+        sizes = [{name: shape.numel() for name, shape in group.items()} for group in self.shapes]
+        if self._split:
+            return each_by_itself(sizes, self._ranks)
+        gaps = self.saved.get(key.PARAM_ALIGNMENT_PADDINGS) or [[0] * len(group) for group in sizes]
+        return end_to_end(sizes, gaps, self.widths)
 
     def moments(self, vector: int) -> dict[str, Any]:
         """The optimizer's state of a vector: `exp_avg`, `step`, ...; empty before the first step."""
@@ -69,13 +78,6 @@ class RankState:
             for group, owner in zip(self.shapes, owners, strict=True)
             for name, shape in group.items()
         }
-
-    def _places(self, split: bool, ranks: int) -> dict[str, Place]:
-        sizes = [{name: shape.numel() for name, shape in group.items()} for group in self.shapes]
-        if split:
-            return each_by_itself(sizes, ranks)
-        gaps = self.saved.get(key.PARAM_ALIGNMENT_PADDINGS) or [[0] * len(group) for group in sizes]
-        return end_to_end(sizes, gaps, self.widths)
 
 
 def recut(before: Callable[[int], RankState], now: RankState, rank: int) -> dict[str, Any]:
@@ -91,6 +93,8 @@ def recut(before: Callable[[int], RankState], now: RankState, rank: int) -> dict
     """
     first = before(0)
     _compare(first.described(), now.described())
+    if len(first.groups) != len(now.groups):
+        raise CannotRecutError(f"its optimizer has {len(first.groups)} groups, and this run's {len(now.groups)}")
     moves = [
         Move(rank, width, [(first.places[name], now.places[name]) for name in group])
         for group, width in zip(now.shapes, now.widths, strict=True)
