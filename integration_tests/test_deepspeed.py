@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +35,10 @@ def fit(folder: Path, *words: str, **environ: str) -> Path:
         .replace("torch.optim.SGD", "torch.optim.Adam")
         .replace("def __init__(self, workers=0)", "def __init__(self, workers=0, batch_size=4)")
     )
+    return start(folder, job, *words, **environ)
+
+
+def start(folder: Path, job: Path, *words: str, **environ: str) -> Path:
     ended = fairlead("fit", str(job), "--set", "data.args.batch_size=4", *words, cwd=folder, environ=environ)
     assert ended.code == 0, ended.text
     assert "not known" not in ended.text
@@ -51,6 +57,11 @@ def tensors(value: Any) -> list[torch.Tensor]:
         return [value]
     inside = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
     return [found for one in inside for found in tensors(one)]
+
+
+def vectors(part: dict[str, Any]) -> list[torch.Tensor]:
+    """A rank's weights in float32, and its part of both moments."""
+    return [tensor for tensor in tensors(part) if tensor.numel() > 1]
 
 
 @pytest.fixture(scope="module")
@@ -75,6 +86,26 @@ def test_a_killed_run_ends_with_the_same_bits(tmp_path: Path, undisturbed: Path)
         rates = [group["lr"] for group in resumed[name]["optimizer_state_dict"]["param_groups"]]
         assert rates == [0.2]
         assert all(tensor.abs().sum() > 0 for tensor in a)  # it has trained
+
+
+def test_a_killed_run_goes_on_on_another_number_of_ranks(tmp_path: Path, undisturbed: Path) -> None:
+    """What two ranks had saved at step 6 is gone on with by one, which steps with as many samples."""
+    folder = tmp_path / "killed"
+    shutil.copytree(undisturbed.parent.parent, folder)
+    run = folder / "runs" / "small"
+    shutil.rmtree(run / "checkpoints" / "step-00000008")
+    kept = [event for event in events(run) if event.get("step", 0) <= 6]
+    (run / "history.jsonl").write_text("".join(json.dumps(event) + "\n" for event in kept))
+    words = ("--set", "trainer.devices=1", "--set", "trainer.batch_policy=keep_global")
+    start(folder, folder / "repo" / "jobs" / "job.yaml", *words)
+    assert [event["step"] for event in events(run) if event["event"] == "training"] == [0, 6]
+    (alone,) = parts(run, 8).values()
+    halves = [vectors(part) for part in parts(undisturbed, 8).values()]
+    assert len(vectors(alone)) == 3
+    for whole, first, second in zip(vectors(alone), *halves, strict=True):
+        expected = torch.cat([first[:8], second[:8], first[8:], second[8:]])  # of the weight, then of the bias
+        assert whole.abs().sum() > 0
+        assert torch.allclose(whole, expected, rtol=0, atol=1e-6)
 
 
 @pytest.mark.soak

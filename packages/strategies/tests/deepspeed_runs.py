@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import shutil
 import sys
 import traceback
 import warnings
@@ -13,6 +12,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+import torch._inductor.compile_fx  # DeepSpeed would import it in each rank, for more than a second
 import torch.distributed as dist
 from lightning.fabric import Fabric
 from lightning.fabric.plugins.environments import TorchElasticEnvironment
@@ -201,20 +201,6 @@ def resume(rank: int, name: str, folder: Path, **kwargs: Any) -> Outcome:
     }
 
 
-def other_ranks(rank: int, folder: Path) -> Outcome:
-    """Resumes from a folder in which three ranks have written."""
-    if rank == 0:
-        shutil.copytree(folder / "deepspeed", folder / "three")
-        part = folder / "three" / "checkpoint" / "zero_pp_rank_1_mp_rank_00_optim_states.pt"
-        shutil.copy(part, part.with_name(part.name.replace("rank_1", "rank_2", 1)))
-    dist.barrier()
-    try:
-        fit(rank, strategy("deepspeed"), net(100), resumed=folder / "three")
-    except FairleadError as error:
-        return {"error": str(error)}
-    return {"error": None}
-
-
 def held(rank: int, name: str) -> Outcome:
     """The bytes of the tensors that this rank keeps, by kind, and the number of weights of the whole model.
 
@@ -319,7 +305,6 @@ def table(rank: int, folder: Path) -> dict[str, Callable[[], Outcome]]:
         "fabric": lambda: fabric(rank),
         "too_early": lambda: too_early(rank),
         **{f"resume_{name}": lambda name=name: resume(rank, name, folder) for name in LITERALS},  # type: ignore[misc]
-        "other_ranks": lambda: other_ranks(rank, folder),
         "resume_bf16": lambda: resume(rank, "deepspeed_stage_2", folder / "bf16", precision="bf16-mixed"),
         **{f"held_{n}": lambda n=n: held(rank, f"deepspeed_stage_{n}") for n in (1, 2, 3)},  # type: ignore[misc]
     }

@@ -132,12 +132,6 @@ def test_what_it_has_written_becomes_one_state(ranks_did: list[dict[str, Any]], 
     assert (state["epoch"], state["global_step"]) == (1, 5)
 
 
-def test_another_number_of_ranks_is_refused_with_what_works(ranks_did: list[dict[str, Any]]) -> None:
-    said = outcome(ranks_did, "other_ranks")["error"]
-    assert "DeepSpeed's checkpoint is of 3 ranks, and this run has 2" in said
-    assert "resume on 3 ranks" in said
-
-
 def test_three_ranks_resume_with_the_same_bits_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of more than two the order of the sums could differ: DDP's does, after its first step."""
     monkeypatch.syspath_prepend(str(Path(__file__).parent))

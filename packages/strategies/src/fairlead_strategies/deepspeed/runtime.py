@@ -28,11 +28,12 @@ from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from fairlead.errors import CheckpointError, ConfigError
+from fairlead.errors import ConfigError
 from fairlead.findings import raise_errors
 from fairlead.interfaces import BuildContext
 from fairlead_strategies.deepspeed.config import DeepSpeedStrategyConfig
 from fairlead_strategies.deepspeed.nvme import APT, uses_nvme
+from fairlead_strategies.deepspeed.other_ranks import from_other_ranks
 from fairlead_strategies.deepspeed.settings import conflicts, settings_of
 from fairlead_strategies.deepspeed.whole import gradients, parameters
 
@@ -102,20 +103,14 @@ class DeepSpeedStrategy(LightningDeepSpeedStrategy):
     def load_checkpoint(
         self, checkpoint_path: str | os.PathLike[str], weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Loads the folder that DeepSpeed wrote, each rank its part.
+        """Loads the folder that DeepSpeed wrote, each rank its part, on any number of ranks.
 
         Raises:
-            CheckpointError: Another number of ranks wrote it.
+            CheckpointError: Another number of ranks wrote something in it that cannot be shared anew.
         """
-        written = len(list(Path(checkpoint_path, "checkpoint").glob("*_optim_states.pt")))
-        if written not in (0, self.world_size):
-            raise CheckpointError(
-                f"DeepSpeed's checkpoint is of {written} ranks, and this run has {self.world_size}",
-                where=os.fspath(checkpoint_path),
-                why="each rank reads the part that it wrote; DeepSpeed does not split them anew",
-                fix=f"resume on {written} ranks, or begin with its weights: fairlead checkpoint consolidate",
-            )
-        return super().load_checkpoint(Path(checkpoint_path), weights_only)
+        folder = Path(checkpoint_path)
+        with from_other_ranks(self.deepspeed_engine, folder / "checkpoint", self.global_rank, self.world_size):
+            return super().load_checkpoint(folder, weights_only)
 
     def _setup_model(self, model: Module) -> Module:  # type: ignore[override]
         """Converts batch normalisation, which Lightning's strategy leaves out."""
@@ -193,6 +188,11 @@ class FabricDeepSpeed(FabricDeepSpeedStrategy):
         if not self._config_initialized:
             self._format_config()
             self._config_initialized = True
+
+    def load_checkpoint(self, path: str | os.PathLike[str], *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Loads what DeepSpeed wrote, on any number of ranks; see the Trainer's strategy."""
+        with from_other_ranks(self.model, Path(path, "checkpoint"), self.global_rank, self.world_size):
+            return super().load_checkpoint(Path(path), *args, **kwargs)
 
     def whole_parameters(self) -> dict[str, Tensor]:
         """The weights under the names of the unsplit model, in float32 on the CPU; all ranks must call it."""
