@@ -151,5 +151,15 @@ def test_a_committed_directory_stands_for_its_state(backend: TorchFileCheckpoint
     assert "latest, step-00000003" in str(caught.value.why)
 
 
+def test_deepspeeds_folder_is_called_by_its_name(backend: TorchFileCheckpointIO, tmp_path: Path) -> None:
+    folder = tmp_path / "state.ckpt"
+    (folder / "checkpoint").mkdir(parents=True)
+    (folder / "latest").write_text("checkpoint")
+    (folder / "checkpoint" / "mp_rank_00_model_states.pt").touch()
+    with pytest.raises(CheckpointError, match="a folder of DeepSpeed's") as caught:
+        backend.load_checkpoint(folder)
+    assert "checkpoint consolidate" in str(caught.value.fix)
+
+
 def test_map_location_is_passed_on(backend: TorchFileCheckpointIO, good: Path) -> None:
     assert backend.load_checkpoint(good, map_location="meta")["weight"].device.type == "meta"

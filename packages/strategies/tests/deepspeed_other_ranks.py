@@ -18,7 +18,7 @@ from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_st
 from deepspeed_runs import DATA, Net, loader, net, strategy, trainer
 from lightning.fabric import Fabric
 from lightning.fabric.plugins.environments import TorchElasticEnvironment
-from torch import nn
+from torch import Tensor, nn
 
 from fairlead.errors import CheckpointError
 
@@ -41,8 +41,18 @@ anew; there, without the offloading one's threshold of 0, all parameters are sma
 """
 
 
+EVALUATED = ("2", "3", "3_offload")
+
+
 class Grouped(Net):
     """Two groups, the first with what comes last in the network, and a rate that falls within each epoch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tested: list[Tensor] = []
+
+    def test_step(self, batch: list[Tensor], index: int) -> None:
+        self.tested.append(self.head(torch.tanh(self.frozen(self.inlet(batch[0])))).detach())
 
     def configure_optimizers(self) -> Any:
         groups: Any = [{"params": self.head.parameters(), "weight_decay": 0.0}, {"params": self.inlet.parameters()}]
@@ -116,7 +126,8 @@ def save(rank: int, folder: Path, case: str) -> Outcome:
     module = seeded(100 + rank)
     loop = fit(rank, strategy(name, **fields), module, max_epochs=1, **kwargs)
     loop.save_checkpoint(folder / case)
-    return {"saved": state(loop, module), "frozen": module.frozen.weight.detach().clone()}
+    frozen, bias = (one.detach().clone() for one in module.frozen.parameters())
+    return {"saved": state(loop, module), "frozen": frozen, "frozen_bias": bias}
 
 
 def go_on(rank: int, folder: Path, case: str, *, forget: bool = False) -> Outcome:
@@ -128,11 +139,31 @@ def go_on(rank: int, folder: Path, case: str, *, forget: bool = False) -> Outcom
     return {"begin": look.found, "end": state(loop, module), "losses": module.losses, "frozen": frozen}
 
 
+def evaluate(rank: int, folder: Path, case: str) -> Outcome:
+    """What the saved weights make of the samples, without a fit: in the order of the data."""
+    name, fields, kwargs = CASES[case]
+    module, chosen = seeded(500 + rank), strategy(name, **fields)
+    trainer(chosen, **kwargs).test(module, loader(rank), folder / case, verbose=False, weights_only=False)
+    parts: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(parts, module.tested)
+    return {
+        "outputs": torch.cat([row.unsqueeze(0) for batch in zip(*parts, strict=True) for row in interleaved(batch)])
+    }
+
+
+def interleaved(parts: tuple[Tensor, ...]) -> list[Tensor]:
+    """The rows of a global batch, of which rank r had the r-th, the (r + ranks)-th, ..."""
+    return [row for rows in zip(*parts, strict=True) for row in rows]
+
+
 def refused(rank: int, folder: Path, what: str) -> Outcome:
     """What is said of a checkpoint of stage 2 that cannot be shared anew."""
     here = folder / f"refused {what}"
-    shutil.copytree(folder / "2", here)
-    for path in here.glob("checkpoint/*_optim_states.pt"):
+    if what == "stage as many":
+        here = folder / "2"  # read by two ranks, as it is
+    else:
+        shutil.copytree(folder / "2", here)
+    for path in here.glob("checkpoint/*_optim_states.pt") if "stage" not in what else ():
         saved = torch.load(path, weights_only=False)
         inner = saved["optimizer_state_dict"]["base_optimizer_state"]
         if what == "optimizer":
@@ -146,7 +177,7 @@ def refused(rank: int, folder: Path, what: str) -> Outcome:
         path.rename(path.with_name(path.name.replace("mp_rank_00", "mp_rank_01")))
     elif what == "nvme":
         (here / "checkpoint" / "offloaded_tensors").mkdir()
-    name = "deepspeed_stage_3" if what == "stage" else "deepspeed_stage_2"
+    name = "deepspeed_stage_3" if "stage" in what else "deepspeed_stage_2"
     try:
         fit(rank, strategy(name), seeded(1, AllTrained if what == "parameters" else Grouped), here)
     except CheckpointError as error:
@@ -176,11 +207,12 @@ def fabric(rank: int, folder: Path, *, resumed: bool) -> Outcome:
 
 
 def table(rank: int, folder: Path) -> dict[str, Callable[[], Outcome]]:
-    reasons = ("stage", "optimizer", "elastic", "experts", "model parallel", "nvme", "parameters")
+    reasons = ("stage", "stage as many", "optimizer", "elastic", "experts", "model parallel", "nvme", "parameters")
     return {
         "alone": alone,
         **{f"save {case}": partial(save, rank, folder, case) for case in CASES},
         **{f"go on {case}": partial(go_on, rank, folder, case) for case in CASES},
+        **{f"evaluate {case}": partial(evaluate, rank, folder, case) for case in EVALUATED},
         "forget": partial(go_on, rank, folder, "1", forget=True),
         **{f"refused {what}": partial(refused, rank, folder, what) for what in reasons},
         "save fabric": partial(fabric, rank, folder, resumed=False),

@@ -19,6 +19,8 @@ CLOSE = 1e-6
 """Largest difference of a weight, moment or loss: the order of float32 additions differs."""
 CASES = ("1", "2", "2_offload", "3", "3_offload")
 SIXTEEN_BITS = ("1_bf16", "2_bf16")
+SAMPLES = torch.randn(40, 6, generator=torch.Generator().manual_seed(7))
+"""Those of `deepspeed_runs.DATA`."""
 LAUNCHER = {"TORCHELASTIC_RUN_ID": "test", "GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1"}
 """What torchrun sets besides."""
 Did = dict[int, list[dict[str, Any]]]
@@ -38,12 +40,12 @@ def did(folder: Path) -> Iterator[Did]:
         import deepspeed_other_ranks  # type: ignore[import-not-found, unused-ignore]
 
         def on(ranks: int, *names: str) -> list[dict[str, Any]]:
-            found: Any = run_ranks(deepspeed_other_ranks.doing, ranks, str(folder), names, timeout=300, env=LAUNCHER)
+            found: Any = run_ranks(deepspeed_other_ranks.doing, ranks, str(folder), names, timeout=240, env=LAUNCHER)
             return found  # type: ignore[no-any-return]
 
-        two = on(2, "save")
+        two = on(2, "save", "evaluate", "refused stage as many")
         before = digests(folder)
-        yield {2: two, 1: on(1, "alone", "go on", "forget", "refused"), 4: on(4, "go on")}
+        yield {2: two, 1: on(1, "alone", "go on", "evaluate", "forget", "refused"), 4: on(4, "go on", "evaluate")}
         assert {path: now for path, now in digests(folder).items() if "refused" not in path} == before
 
 
@@ -105,10 +107,29 @@ def test_a_loop_of_ones_own_goes_on_too(did: Did) -> None:
     assert apart(one, of(did, 2, "save fabric")["weights"]) > 0.01
 
 
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("case", ["2", "3", "3_offload"])
+def test_saved_weights_are_evaluated_without_a_fit(did: Did, case: str, ranks: int) -> None:
+    """On any number of ranks, in stage 3 too, where DeepSpeed's engine then has no optimizer."""
+    saved = {name.removesuffix(" 0"): one for name, one in of(did, 2, f"save {case}")["saved"]["tensors"].items()}
+    frozen = of(did, 2, "save 2")["frozen"]
+    bias = of(did, 2, "save 2")["frozen_bias"]
+    linear = torch.nn.functional.linear
+    hidden = linear(linear(SAMPLES, saved["inlet.weight"], saved["inlet.bias"]), frozen, bias).tanh()
+    expected = linear(hidden, saved["head.weight"], saved["head.bias"])
+    assert apart({"": of(did, ranks, f"evaluate {case}")["outputs"]}, {"": expected}) < CLOSE
+
+
+@pytest.mark.parametrize(("ranks", "what"), [(1, "stage"), (2, "stage as many")])
+def test_another_stage_is_refused(did: Did, ranks: int, what: str) -> None:
+    said = of(did, ranks, f"refused {what}")["error"]
+    assert "ZeRO stage 1 or 2 has written DeepSpeed's checkpoint, and this run's is 3" in said
+    assert "take the stage that wrote it" in said
+
+
 @pytest.mark.parametrize(
     ("what", "why"),
     [
-        ("stage", "another ZeRO stage than this run's 3 has written it"),
         ("optimizer", "the optimizer's `absmax` is neither a number for each element nor one for all ranks"),
         ("elastic", "it was written with `elastic_checkpoint`"),
         ("experts", "not all ranks share all parameters: experts, or MiCS"),

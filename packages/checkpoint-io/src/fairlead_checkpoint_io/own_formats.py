@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from fairlead_checkpoint_io.checkpoint_format import CheckpointFormat
-from fairlead_checkpoint_io.files.formats import CONTENTS, LEGACY_MAGIC, names_in
+from fairlead_checkpoint_io.files.formats import CONTENTS, LEGACY_MAGIC, is_deepspeed
 
 _COMMANDS = "fairlead_checkpoint_io.commands"
 
@@ -31,17 +31,6 @@ def _is_distributed(path: Path) -> bool:
     return (path / CONTENTS).exists()
 
 
-def _is_deepspeed(path: Path) -> bool:
-    if not path.is_dir() or _is_distributed(path):
-        return False
-    names = set(names_in(path))
-    if "latest" in names:  # DeepSpeed's file names a folder
-        tag = (path / "latest").read_bytes()[:200].decode(errors="replace").strip()
-        if tag in names and (path / tag).is_dir():
-            names.update(names_in(path / tag))
-    return any(name.endswith(("_optim_states.pt", "_model_states.pt")) for name in names)
-
-
 torch_file = CheckpointFormat(
     "torch",
     _is_torch,
@@ -60,7 +49,7 @@ distributed = CheckpointFormat(
     folder=True,
 )
 deepspeed = CheckpointFormat(
-    "deepspeed", _is_deepspeed, read=f"{_COMMANDS}.deepspeed_folder:read_deepspeed", folder=True
+    "deepspeed", is_deepspeed, read=f"{_COMMANDS}.deepspeed_folder:read_deepspeed", folder=True
 )
 safetensors = CheckpointFormat(
     "safetensors",

@@ -20,6 +20,7 @@ from fairlead.plugins import PluginManager, default_plugins
 from fairlead.resolve import Resolution
 from fairlead.user_code import CodeRoot, code_root
 from fairlead_distributed.predictions.reading import Predictions
+from fairlead_distributed.process_group import leave_at_exit
 from fairlead_distributed.run.opening import open_session
 from fairlead_distributed.run.session import STATE_FILE, RunSession
 from fairlead_distributed.threads import start_line, use_threads
@@ -330,6 +331,7 @@ class Trainer(L.Trainer):
     def _evaluation(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """The ranks meet; the arguments, where what is not given is that of `from_checkpoint`."""
         join_ranks(self.resolution, self._context.environ)
+        leave_at_exit()  # a fit's recorder sees to it
         given = dict(kwargs)
         if self.rebuilt is None or args or given.get("model") is not None:
             return given

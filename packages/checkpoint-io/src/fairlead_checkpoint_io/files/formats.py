@@ -31,6 +31,18 @@ def names_in(folder: Path) -> list[str]:
         raise disk_error(error, "cannot read a folder", folder) from error
 
 
+def is_deepspeed(path: Path) -> bool:
+    """Whether it is a folder that DeepSpeed wrote."""
+    if not path.is_dir() or (path / CONTENTS).exists():
+        return False
+    names = set(names_in(path))
+    if "latest" in names:  # DeepSpeed's file names a folder
+        tag = (path / "latest").read_bytes()[:200].decode(errors="replace").strip()
+        if tag in names and (path / tag).is_dir():
+            names.update(names_in(path / tag))
+    return any(name.endswith(("_optim_states.pt", "_model_states.pt")) for name in names)
+
+
 def names_text(folder: Path) -> str:
     """What a folder holds, for an error message."""
     names = sorted(name for name in names_in(folder) if not name.startswith("."))

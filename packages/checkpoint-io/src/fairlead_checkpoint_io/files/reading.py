@@ -20,6 +20,7 @@ from fairlead_checkpoint_io.files.formats import (
     STATE,
     damaged,
     first_line,
+    is_deepspeed,
     names_text,
     no_such,
     unreadable,
@@ -87,6 +88,13 @@ def _file_of(path: Path) -> Path:
     if path.is_dir():
         if (path / MANIFEST).is_file():
             return _file_of(path / STATE)
+        if is_deepspeed(path):
+            raise CheckpointError(
+                "this is a folder of DeepSpeed's, which only its own strategy reads",
+                where=str(path),
+                fix="take strategy: deepspeed of the same stage, or make one file of the weights: "
+                "fairlead checkpoint consolidate",
+            )
         raise CheckpointError(
             "this is a directory, not a checkpoint",
             where=str(path),

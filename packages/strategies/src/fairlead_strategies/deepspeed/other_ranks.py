@@ -44,6 +44,8 @@ def from_other_ranks(engine: DeepSpeedEngine | None, folder: Path, rank: int, wo
     """
     written = sorted(folder.glob(f"*{key.OPTIM_FILE_SUFFIX}"))
     if engine is None or len(written) in (0, world_size):
+        if engine is not None and written:
+            _refuse_other_stage(engine, folder)
         yield
         return
     reader, own = _Reader(engine, folder, written, rank, world_size), engine.checkpoint_engine
@@ -54,6 +56,23 @@ def from_other_ranks(engine: DeepSpeedEngine | None, folder: Path, rank: int, wo
     finally:
         engine.checkpoint_engine = own
         del engine._get_all_ckpt_names
+
+
+def _refuse_other_stage(engine: DeepSpeedEngine, folder: Path) -> None:
+    split: bool = engine.zero_optimization_partition_weights()
+    if not model_file(folder, 0, split).is_file() and model_file(folder, 0, not split).is_file():
+        raise CheckpointError(
+            f"ZeRO stage {'1 or 2' if split else '3'} has written DeepSpeed's checkpoint, and this run's is "
+            f"{engine.zero_optimization_stage()}",
+            where=str(folder),
+            why="stage 3 cuts weights otherwise than the others, and DeepSpeed reads its own way only",
+            fix="take the stage that wrote it, or begin with its weights: fairlead checkpoint consolidate",
+        )
+
+
+def model_file(folder: Path, rank: int, split: bool) -> Path:
+    """Where a rank wrote all but the optimizer; in stages 1 and 2 (not `split`) the first wrote it for all."""
+    return folder / f"{f'zero_pp_rank_{rank}_' if split else ''}mp_rank_00{key.MODEL_FILE_SUFFIX}"
 
 
 class _Reader:
@@ -69,8 +88,7 @@ class _Reader:
         self._parts = {int(match[1]): path for path in written if (match := _PART.fullmatch(path.name))}
         if self._parts.keys() != set(range(self._ranks)):
             self._refuse("its files are not one for each rank of ZeRO; model parallelism and experts write others")
-        if not self.model_file(0).is_file():
-            self._refuse(f"another ZeRO stage than this run's {engine.zero_optimization_stage()} has written it")
+        _refuse_other_stage(engine, folder)
         if uses_nvme(engine.config) or (folder / "offloaded_tensors").is_dir():
             self._refuse("what is offloaded to NVMe is saved as files of that disk")
         if self._split and (engine.super_offload() or engine.zero_partial_offload() < 1):
@@ -86,8 +104,8 @@ class _Reader:
             self._refuse(str(error))
 
     def model_file(self, rank: int) -> Path:
-        """Where a rank wrote all but the optimizer; in stages 1 and 2 the first wrote it for all."""
-        return self._folder / f"{f'zero_pp_rank_{rank}_' if self._split else ''}mp_rank_00{key.MODEL_FILE_SUFFIX}"
+        """See `model_file`."""
+        return model_file(self._folder, rank, self._split)
 
     def _model_states(self) -> dict[str, Any]:
         """Those of the first rank, with this rank's part of what is frozen."""

@@ -106,9 +106,14 @@ class DeepSpeedStrategy(LightningDeepSpeedStrategy):
         """Loads the folder that DeepSpeed wrote, each rank its part, on any number of ranks.
 
         Raises:
-            CheckpointError: Another number of ranks wrote something in it that cannot be shared anew.
+            CheckpointError: Another ZeRO stage wrote it; or another number of ranks, and something in it cannot be
+                shared anew.
         """
         folder = Path(checkpoint_path)
+        optimizer = self.deepspeed_engine.optimizer
+        if self.zero_stage_3 and not hasattr(optimizer, "_restore_from_bit16_weights"):
+            # Outside of a fit it has no master weights, and DeepSpeed would restore them all the same.
+            optimizer._restore_from_bit16_weights = lambda: None
         with from_other_ranks(self.deepspeed_engine, folder / "checkpoint", self.global_rank, self.world_size):
             return super().load_checkpoint(folder, weights_only)
 
