@@ -190,3 +190,17 @@ def test_capability_rows_of_one_choice_are_said_once() -> None:
     row = Capability("strategy.x", ("accelerator.cpu",), "no", "reason")
     assert len(check_capabilities([row, row], {"strategy.x": None, "accelerator.cpu": None})) == 1
     assert check_capabilities([row], {"strategy.x": None}) == []
+
+
+def test_a_pair_of_which_both_plugins_have_a_row_is_said_once() -> None:
+    """In the words of the first; that it works only partly, besides, is another thing."""
+    rows = [
+        Capability("strategy.a", ("checkpoint_io.b",), "no", "a takes its own"),
+        Capability("checkpoint_io.b", ("strategy.a",), "no", "b is another's"),
+        Capability("checkpoint_io.b", ("strategy.a",), "partial", "slow"),
+    ]
+    chosen = {"strategy.a": "trainer.strategy", "checkpoint_io.b": None}
+    assert [(f.severity, f.why) for f in check_capabilities(rows, chosen)] == [
+        ("error", "a takes its own"),
+        ("warning", "slow"),
+    ]

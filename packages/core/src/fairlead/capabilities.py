@@ -46,13 +46,13 @@ class InstalledPlugins(Protocol):
 
 
 def check_capabilities(rows: Iterable[Capability], chosen: dict[str, str | None]) -> list[Finding]:
-    """The findings of the rows that apply to the choices of a run, each given with the config path that made it."""
-    findings: list[Finding] = []
+    """One finding for each pair among the choices of a run, which are given with the config path that made them."""
+    found: dict[tuple[str, frozenset[str]], Finding] = {}  # of a pair the plugins of both may have a row
     for row in rows:
-        if row.support == "yes" or row.subject not in chosen:
-            continue
-        findings.extend(_finding(row, other, chosen) for other in row.others if other in chosen)
-    return list(dict.fromkeys(findings))
+        if row.support != "yes" and row.subject in chosen:
+            for other in filter(chosen.__contains__, row.others):
+                found.setdefault((row.support, frozenset((row.subject, other))), _finding(row, other, chosen))
+    return list(found.values())
 
 
 def _finding(row: Capability, other: str, chosen: dict[str, str | None]) -> Finding:
