@@ -85,4 +85,4 @@ class MixtureGPT(GPT):
         with torch.no_grad():
             for name, weight in self.blocks.named_parameters():
                 if name.endswith(("attention.out.weight", "down.weight")):
-                    weight /= math.sqrt(2 * self.layers)
+                    weight.div_(math.sqrt(2 * self.layers))
