@@ -62,8 +62,7 @@ def _refuse_other_stage(engine: DeepSpeedEngine, folder: Path) -> None:
     split: bool = engine.zero_optimization_partition_weights()
     if not model_file(folder, 0, split).is_file() and model_file(folder, 0, not split).is_file():
         raise CheckpointError(
-            f"ZeRO stage {'1 or 2' if split else '3'} has written DeepSpeed's checkpoint, and this run's is "
-            f"{engine.zero_optimization_stage()}",
+            f"stage {'1 or 2' if split else '3'} of ZeRO wrote DeepSpeed's checkpoint, which this run's cannot read",
             where=str(folder),
             why="stage 3 cuts weights otherwise than the others, and DeepSpeed reads its own way only",
             fix="take the stage that wrote it, or begin with its weights: fairlead checkpoint consolidate",
