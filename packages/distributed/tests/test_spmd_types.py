@@ -129,7 +129,7 @@ def test_a_rule_says_what_the_collective_does(
     rulecheck(function, (x, *args), {"x": {"ranks": given}}, mesh={"ranks": 2}, local_tensor_mode=True)
 
 
-def check_split(mesh: DeviceMesh, plan: dict[str, str], *blocks: nn.Module, **settings: bool) -> Any:
+def check_split(mesh: DeviceMesh, plan: dict[str, str], *blocks: nn.Module, **settings: Any) -> Any:
     """The type of the loss; an error where a gradient would be wrong."""
     net = Net(*blocks)
     tensor.parallelize_tensor(net, mesh, plan, **settings)

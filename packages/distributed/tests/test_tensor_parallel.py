@@ -62,7 +62,7 @@ def mesh() -> DeviceMesh:
     return init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tensor",))
 
 
-def compared(name: str, plan: Mapping[str, str] | str, options: dict[str, bool]) -> Compared:
+def compared(name: str, plan: Mapping[str, str] | str, options: dict[str, Any]) -> Compared:
     def backward(loss: Tensor) -> None:
         with loss_parallel():
             loss.backward()  # type: ignore[no-untyped-call]
