@@ -197,6 +197,33 @@ def fabric(folder: Path) -> dict[str, Any]:
     return {**found, "alone": away(module.module)}
 
 
+def fabric_in_shards(folder: Path) -> bool:
+    """Whether a loop of Fabric goes on from shards with the same bits on this rank, optimizer and all."""
+    config = HybridStrategyConfig(expert=2, save_distributed_checkpoint=True)
+    strategy = build(config, mesh_runs.ranks.context(config, "fabric"))
+    engine = Fabric(accelerator="cpu", strategy=strategy, devices=2, plugins=[TorchElasticEnvironment()])
+    engine.launch()
+    x, y = (tensor[dist.get_rank() : 16 : 2] for tensor in mesh_runs.DATA.tensors)
+
+    def made(seed: int) -> tuple[Any, Any]:
+        module = engine.setup_module(mesh_runs.seeded(seed, kind="Mixed"))
+        return module, engine.setup_optimizers(torch.optim.Adam(module.parameters(), lr=0.02))
+
+    def train(module: Any, optimizer: Any) -> list[Tensor]:
+        for _ in range(3):
+            engine.backward(nn.functional.mse_loss(module(x), y))
+            optimizer.step()
+            optimizer.zero_grad()
+        return mesh_runs.local(module)  # type: ignore[no-any-return]
+
+    module, optimizer = made(100)
+    train(module, optimizer)
+    engine.save(folder / "shards of fabric", {"adam": optimizer, "model": module})
+    again, other = made(200)
+    engine.load(folder / "shards of fabric", {"adam": other, "model": again})
+    return all(map(torch.equal, train(module, optimizer), train(again, other)))
+
+
 def norms(net: nn.Module) -> dict[str, Any]:
     """The norms by which it would be clipped, against those of the whole gradients; and of one that is no number."""
     own = [p for p in net.parameters() if not absent(p)]

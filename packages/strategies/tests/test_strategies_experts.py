@@ -88,6 +88,7 @@ def two_ranks(rank: int, folder: str) -> dict[str, Any]:
         "shards": experts.through_shards(config, path, **MIXED, **SHORT),
         "refused": experts.refusals(),
         "fabric": experts.fabric(path),
+        "shards of fabric": experts.fabric_in_shards(path),
     }
 
 
@@ -187,6 +188,11 @@ def test_experts_that_cannot_be_divided_are_refused(two: list[dict[str, Any]]) -
     assert "the expert has the buffer '0.1.running_mean'" in normed
     assert "does not compute what its parts say" in returning
     assert "has no mixture of experts" in none
+
+
+@pytest.mark.slow
+def test_fabric_goes_on_from_shards_of_experts(two: list[dict[str, Any]]) -> None:
+    assert [found["shards of fabric"] for found in two] == [True, True]
 
 
 @pytest.mark.slow
