@@ -252,8 +252,28 @@ def test_layers_are_cut_by_numbers_names_and_cost() -> None:
     ]
     assert split_by_cost([10, 1, 1, 1, 1], 2) == [range(1), range(1, 5)]
     assert layer_costs([nn.Linear(3, 2), nn.Tanh()]) == [8.0, 1.0]
-    costs = measured_costs([nn.Linear(64, 64), nn.Sequential(*[nn.Linear(64, 64)] * 200)], torch.ones(64, 64))
-    assert 0 < costs[0] < costs[1]  # measured, and so of no certain size
+
+
+class Takes(nn.Module):
+    """Ten seconds more in its first pass than in the others, of which one is disturbed."""
+
+    def __init__(self, clock: list[float], seconds: float) -> None:
+        super().__init__()
+        self.clock, self.seconds, self.passes = clock, seconds, 0
+
+    def forward(self, value: Tensor) -> Tensor:
+        assert not self.training
+        self.clock[0] += self.seconds + (10.0, 7.0, 0.0, 0.0)[self.passes]
+        self.passes += 1
+        return value + 1
+
+
+def test_what_a_layer_costs_is_measured_undisturbed(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0.0]
+    monkeypatch.setattr("fairlead_distributed.parallel.pipeline.splitting.time.perf_counter", lambda: clock[0])
+    layers = [Takes(clock, seconds) for seconds in (3.0, 1.0, 2.0)]
+    assert measured_costs(layers, torch.ones(2)) == [3.0, 1.0, 2.0]
+    assert all(layer.training for layer in layers)
 
 
 @pytest.mark.parametrize(

@@ -77,7 +77,7 @@ def fake(folder: Path, name: str, body: str) -> dict[str, str]:
 
 def test_one_question_with_a_deadline(tmp_path: Path) -> None:
     """Of an array all tasks are shown under the number of the last; a scheduler that hangs is not waited for."""
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 30
     environ = fake(tmp_path, "scontrol", f'echo "$@" >> {tmp_path}/calls\necho "{RUNNING}"\necho "{REQUEUED}"')
     assert isinstance(slurm, JobQueue)
     found = slurm.job_status(RunJob("slurm:3"), environ, deadline)
@@ -89,7 +89,7 @@ def test_one_question_with_a_deadline(tmp_path: Path) -> None:
     began = time.monotonic()
     slow = slurm.job_status(RunJob("slurm:3"), hangs, began + 0.3)
     assert "did not answer within" in slow.said
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 30
     assert slurm.job_cancel(RunJob("slurm:3"), queued=True) == ("scancel", "--state=PENDING", "3")
     assert slurm.job_cancel(RunJob("slurm:3"), queued=False) == ("scancel", "3")
 

@@ -309,7 +309,7 @@ def test_a_step_that_hangs_is_ended(name: str, grace: str, code: int) -> None:
     process.send_signal(signal.Signals[name])
     again = "; again to stop now" if name == "SIGINT" else ""
     assert process.stderr.readline() == f"{name}: stopping after this step, then saving{again}\n"
-    assert time.monotonic() - began < 2.0
+    assert time.monotonic() - began < 10.0
     if name == "SIGINT":
         process.send_signal(signal.SIGINT)
     _, words = process.communicate(timeout=PATIENCE)

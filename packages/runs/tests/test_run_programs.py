@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import time
 from pathlib import Path
 
@@ -25,14 +26,16 @@ def test_a_signal_that_all_processes_of_the_job_get_costs_no_answer(tmp_path: Pa
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "limit_s", "said"),
     [
-        ("kill -TERM $$", "question ended with exit code -15: "),
-        ("echo no such job >&2; exit 1", "question ended with exit code 1: no such job"),
-        ("sleep 60", "question did not answer within 1.0 s"),
+        ("kill -TERM $$", 1.0, r"question ended with exit code -15: "),
+        ("echo no such job >&2; exit 1", 30.0, r"question ended with exit code 1: no such job"),
+        ("sleep 60", 1.0, r"question did not answer within [01]\.\d s"),
     ],
 )
-def test_without_an_answer_it_says_why(tmp_path: Path, text: str, said: str) -> None:
+def test_without_an_answer_it_says_why(tmp_path: Path, text: str, limit_s: float, said: str) -> None:
     began = time.monotonic()
-    assert ask(["question"], began + 1.0, program(tmp_path, text)) == ("", said)
-    assert time.monotonic() - began < 5.0
+    output, why = ask(["question"], began + limit_s, program(tmp_path, text))
+    assert output == ""
+    assert re.fullmatch(said, why)
+    assert time.monotonic() - began < 30.0
