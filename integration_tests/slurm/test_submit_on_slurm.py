@@ -20,6 +20,7 @@ from fairlead_launch import submission as fairlead_submission
 from fairlead_launch.submission import read_submission
 from fairlead_lightning.loggers.wandb_record import earlier_rows
 from fairlead_runs import RunState
+from integration_tests.exact.cases import Case
 from integration_tests.exact.compare import differences
 from integration_tests.exact.jobs.probe import PAUSE
 from integration_tests.exact.references import References
@@ -140,6 +141,27 @@ def test_disturbed_in_every_way_it_ends_with_the_bits_of_an_undisturbed_run(
     one_run_at_wandb(cwd / "runs/mlp")
     a_clean_log(job.text())
     nothing_runs(job)
+
+
+@pytest.mark.soak
+def test_the_time_limit_that_was_asked_for(cluster: Cluster, references: References, tmp_path: Path) -> None:
+    """SLURM looks at its clock every half minute, and may warn a minute early."""
+    case = Case("mlp", ranks=1)
+    cwd = repository(
+        tmp_path,
+        data={"args": {"batches": 8, "noise": 0.1, "workers": 0}},
+        resources={"nodes": 1, "devices_per_node": 1, "device": "cpu"},
+        submit={"to": "slurm", "time": "00:02:00", "gpus": "none", "warn": 20},
+    )
+    given = environ(cluster, **{PAUSE: "train_batch_start=5"})
+    submission = fairlead.submit("job.yaml", overrides=["trainer.devices=1"], environ=given, cwd=cwd)
+    ended = submission.result(timeout=500, poll_s=0.5)
+    assert isinstance(ended, RunState)
+    assert (ended.state, ended.step, ended.starts) == ("finished", 24, 2), submission.logs()
+    found = differences(references.of(case).run, cwd / "runs/mlp")
+    assert not [one for one in found if "manifest['code']" not in one], submission.logs()
+    (stop,) = history(cwd, "stop")
+    assert stop["reason"] == "time_limit"
 
 
 def the_copy_has_run(cwd: Path) -> None:

@@ -54,7 +54,7 @@ def on_ranks(rank: int) -> dict[str, Any]:
     got: dict[str, Any] = {}
     net: Any = model()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)  # made before the model is wrapped: it stays valid
-    wrapped = DistributedDataParallel(net)
+    wrapped = DistributedDataParallel(net, device_ids=[rank])  # of a script for GPUs; here there are none
     for step in range(3):
         train(wrapped, optimizer, batch(rank, step))
     got["weights"] = [p.detach() for p in net.parameters()]
@@ -181,6 +181,16 @@ def test_what_cannot_be_wrapped_is_an_error(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ConfigError, match="before the process group exists"):
         DistributedDataParallel(model())
+
+
+@pytest.mark.parametrize("device_ids", [[9], [0, 1]])
+def test_a_gpu_of_another_node_or_rank_is_an_error(monkeypatch: pytest.MonkeyPatch, device_ids: list[int]) -> None:
+    """The number of the rank in the whole job, given for that on its node; the two GPUs are a fake."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(ConfigError, match=r"not this rank's GPU(.|\n)*counted on each node") as error:
+        DistributedDataParallel(model(), device_ids=device_ids)
+    assert "device_ids=[get_local_rank()]" in error.value.block()
 
 
 def test_the_sampler_is_there_under_torchs_name_and_takes_torchs_arguments() -> None:

@@ -58,7 +58,7 @@ def test_without_a_policy_another_world_size_is_an_error_with_the_numbers() -> N
 
 
 def test_a_global_batch_that_cannot_be_shared_names_the_ranks_that_can() -> None:
-    with pytest.raises(ConfigError, match="4 batches cannot be shared by 3 ranks") as caught:
+    with pytest.raises(ConfigError, match="3 ranks cannot share a global batch of 4 x the batch of one rank") as caught:
         batch_plan(resolution(3, batch_policy="keep_global"), before(4))
     assert "start 2 or 4 ranks" in str(caught.value)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -33,10 +33,12 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
             that start later; torch's own name `bucket_cap_mb` will do, too.
         device: This rank's device. None: its GPU, `rank_device()`, where the group sends through NCCL; else where the
             model is.
+        device_ids: Torch's name for it, `[local_rank]`. Where there is no GPU it says nothing, so that the same script
+            runs on a CPU.
         options: As in torch: `process_group`, `find_unused_parameters`, `static_graph`, `gradient_as_bucket_view`, ...
 
     Raises:
-        ConfigError: The model is on another rank's GPU, or has nothing to train.
+        ConfigError: The model is on another rank's GPU, there is no such GPU, or the model has nothing to train.
         NotInitializedError: The launcher started several processes, and this one has not joined them yet.
         TensorMismatchError: Where calls are checked, the models differ in the number of their parameters.
 
@@ -52,8 +54,11 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
         *,
         bucket_size_mb: float | None = None,
         device: torch.device | str | int | None = None,
+        device_ids: Sequence[int | torch.device] | None = None,
         **options: Any,
     ) -> None:
+        if device_ids and device is None:
+            device = _own_of(device_ids)
         cap = options.pop("bucket_cap_mb", None)
         if cap is not None and bucket_size_mb is not None:
             raise ConfigError(
@@ -168,6 +173,22 @@ def _device(
     if alone or "nccl" in str(dist.get_backend_config(group)):
         return rank_device()
     return None
+
+
+def _own_of(device_ids: Sequence[int | torch.device]) -> torch.device | None:
+    """The GPU that torch's argument means; None where there is none."""
+    if not torch.cuda.is_available():
+        return None
+    first, count = device_ids[0], torch.cuda.device_count()
+    device = torch.device("cuda", first) if isinstance(first, int) else first
+    if len(device_ids) > 1 or (device.index or 0) >= count:
+        raise ConfigError(
+            f"device_ids={list(device_ids)} is not this rank's GPU",
+            where="DistributedDataParallel",
+            why=f"each rank has one, and they are counted on each node: this one shows {count}",
+            fix="device_ids=[get_local_rank()], or leave it out: the rank's own GPU is found",
+        )
+    return device
 
 
 def _move(module: nn.Module, device: torch.device, *, chosen: bool) -> None:

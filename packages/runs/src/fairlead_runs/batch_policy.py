@@ -8,6 +8,7 @@ from typing import Any
 from fairlead.errors import ConfigError
 from fairlead.resolve import Resolution
 from fairlead_runs.data_ranks import data_ranks, replicas_in
+from fairlead_runs.describe import counted
 
 
 def batch_plan(resolution: Resolution, previous: Mapping[str, Any] | None) -> int:
@@ -39,11 +40,11 @@ def batch_plan(resolution: Resolution, previous: Mapping[str, Any] | None) -> in
     if old % new_world:
         below = max(n for n in range(1, new_world) if old % n == 0)
         above = next((n for n in range(new_world + 1, old + 1) if old % n == 0), None)
-        sizes = f"{below} or {above}" if above else str(below)
+        sizes = f"{below} or {above} ranks" if above else counted(below, "rank")
         raise ConfigError(
-            f"the global batch of {old} batches cannot be shared by {new_world} ranks",
+            f"{new_world} ranks cannot share a global batch of {old} x the batch of one rank",
             where="trainer.batch_policy",
             why=f"{old} / {new_world} is not a whole number",
-            fix=f"start {sizes} ranks, or set batch_policy: keep_per_device",
+            fix=f"start {sizes}, or set batch_policy: keep_per_device",
         )
     return old // new_world
