@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import threading
 import time
 import zipfile
 from pathlib import Path
@@ -135,13 +136,16 @@ def test_nothing_writes_into_a_buffer_whose_reading_has_failed(saved: Path, monk
     """One piece meets a bad sector while others are being read: torch frees the memory when it hears of that."""
     real = os.preadv
     ended: list[int] = []
+    others = threading.Event()
 
     def preadv(fd: int, buffers: list[memoryview], offset: int) -> int:
         if buffers[0].nbytes != _PIECE:
             return real(fd, buffers, offset)
         if not ended:
             ended.append(-1)
+            assert others.wait(60)
             raise OSError(5, "Input/output error")
+        others.set()
         time.sleep(0.2)
         ended.append(offset)
         return real(fd, buffers, offset)

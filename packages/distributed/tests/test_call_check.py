@@ -74,14 +74,22 @@ def test_different_collectives_are_told_with_every_line_at_once() -> None:
             assert "rank 0: barrier at" in got["pair"][1]
 
 
+def later_than_the_others(late: int, rank: int, world: int) -> tuple[type | None, str, tuple[int, ...], float]:
+    """The answer of a barrier of 0.8 s, to which a rank comes once the others have given up."""
+    store = dist.distributed_c10d._get_default_store()
+    if rank == late:
+        store.wait([f"given up {other}" for other in range(world) if other != late])
+    found = answer(lambda: barrier(timedelta(seconds=0.8)))
+    store.set(f"given up {rank}", "")
+    return found
+
+
 def missing_rank(rank: int) -> tuple[Any, str, list[float]]:
     call_check._NOTE_S = 0.3  # type: ignore[misc]  # ten seconds are long for a test
     step()
     said = io.StringIO()
     with contextlib.redirect_stderr(said):
-        if rank == 2:
-            time.sleep(1.2)
-        late = answer(lambda: barrier(timedelta(seconds=0.8)))
+        late = later_than_the_others(2, rank, WORLD)
     return late, said.getvalue(), step().tolist()
 
 
@@ -105,10 +113,11 @@ def leaves(rank: int) -> Any:
     init_process_group("gloo", device="cpu")
     step()
     if rank == 1:
+        store = dist.distributed_c10d._get_default_store()
         destroy_process_group()
-        time.sleep(1.5)
+        store.wait(["given up 0"])
         return None
-    return answer(lambda: barrier(timedelta(seconds=0.8)))[1]
+    return later_than_the_others(1, rank, 2)[1]
 
 
 def test_a_rank_that_has_left_the_group_is_named_as_such() -> None:

@@ -416,7 +416,7 @@ def test_a_rank_that_was_killed_does_not_hang_the_others() -> None:
     assert ours.poll(PATIENCE)
     victim.kill()
     victim.join()
-    patience = timedelta(seconds=2)  # also for those that live
+    patience = timedelta(seconds=5)  # also for those that live
     flags = SignalFlags()
     others = [
         StopAgreement(flags, server, 0, 3, answer_timeout=patience),
@@ -425,7 +425,7 @@ def test_a_rank_that_was_killed_does_not_hang_the_others() -> None:
     flags.note(signal.SIGTERM)
     for agreement in others:
         frozen(agreement)
-        with pytest.raises(AgreementError, match="did not answer within 2 s") as error:
+        with pytest.raises(AgreementError, match="did not answer within 5 s") as error:
             agreement.boundary(0)
         assert error.value.missing == (1,)
         agreement.close()
