@@ -51,12 +51,18 @@ class Job:
         Raises:
             TimeoutError: None came; the message ends with what the job has printed.
         """
-        wanted = states or ENDED
+        wanted, state = states or ENDED, ""
+
+        def there() -> bool:
+            nonlocal state
+            state = self.state()
+            return state in wanted
+
         try:
-            wait_until(f"job {self.id} is {' or '.join(wanted)}", lambda: self.state() in wanted, seconds)
+            wait_until(f"job {self.id} is {' or '.join(wanted)}", there, seconds)
         except TimeoutError as error:
-            raise TimeoutError(f"{error}; it is {self.state()}\n{self.text()}") from error
-        return self.state()
+            raise TimeoutError(f"{error}; it is {state}\n{self.text()}") from error
+        return state
 
     def wait_for_text(self, words: str, seconds: float = 300) -> None:
         """Waits until it has printed some words.

@@ -19,7 +19,7 @@ def test_a_killed_rank_is_a_failure(cluster: Cluster, tmp_path: Path, rank: int)
     job = fit(cluster, tmp_path, case=PAIR, pause=1.0, script=step)
     until_saved(job, tmp_path, 3)
     cluster.run(*cluster.on(job.nodes()[rank], "pkill", "-KILL", "-n", "-f", "fairlead fit"))
-    assert job.wait("FAILED", "PENDING", "COMPLETING", seconds=60) == "FAILED", job.text()
+    assert job.wait("FAILED", "PENDING", seconds=120) == "FAILED", job.text()
     assert job.shown()["Restarts"] == "0"
     assert not history(tmp_path, "stop", "requeue"), job.text()
     assert f"task {rank}: Killed" in job.text()
