@@ -76,6 +76,8 @@ def run(session: nox.Session, *command: str, **environ: str) -> None:
 
 SLOWEST = ("--durations=10", "--durations-min=5")
 """`.ci/run` collects what pytest then prints."""
+IN_TWO = ("-n", "2", "--dist", "loadfile")
+"""Two processes; a file stays in one, as its tests share what a fixture has trained."""
 
 
 def pytest(session: nox.Session, *arguments: str) -> None:
@@ -113,7 +115,7 @@ def env(session: nox.Session) -> None:
 @nox.parametrize("package", PACKAGES, ids=PACKAGES)
 def tests(session: nox.Session, package: str) -> None:
     """The unit tests of one package."""
-    pytest(session, f"packages/{package}/tests", "-n", "2")
+    pytest(session, f"packages/{package}/tests", *IN_TWO)
 
 
 @nox.session(python="3.13")
@@ -139,7 +141,7 @@ def minimums(session: nox.Session) -> None:
 def integration(session: nox.Session) -> None:
     """What needs two packages, two processes or a scheduler."""
     apart = [f"--ignore=integration_tests/{name}" for name in ("slurm", "huggingface")]  # sessions of their own
-    pytest(session, "integration_tests", *apart, "-n", "2", "--dist", "loadfile")  # a file shares its trainings
+    pytest(session, "integration_tests", *apart, *IN_TWO)
 
 
 @nox.session(venv_backend="none", requires=["env"])
