@@ -99,7 +99,10 @@ class Supervisor:
         if plan.isolation == "network":
             assert plan.bridge is not None
             cable = f"{plan.bridge}-{name}"
-            run("ip", "link", "add", cable, "type", "veth", "peer", "name", "eth0", "netns", str(init))
+            # The same card after a reboot, as of a real machine: others look for a former one for up to a minute.
+            card = ":".join(["02", "00", *(f"{int(part):02x}" for part in plan.nodes[name].address.split("."))])
+            peer = ("peer", "name", "eth0", "address", card, "netns", str(init))
+            run("ip", "link", "add", cable, "type", "veth", *peer)
             run("ip", "link", "set", cable, "master", plan.bridge, "up")
         (plan.sockets / f"{name}.init").write_text(str(init))
 
