@@ -114,7 +114,6 @@ class Launchers:
 @pytest.fixture
 def launchers(cluster: Cluster, tmp_path: Path) -> Iterator[Launchers]:
     if cluster.plan.bridge is None:
-        assert not os.environ.get("CI")
         pytest.skip("the nodes share their network")
     launchers = Launchers(cluster, repository(tmp_path / "launched"))
     yield launchers
