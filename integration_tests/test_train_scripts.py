@@ -361,7 +361,7 @@ def kill_in_training(folder: Path, devices: int, step: int) -> None:
 
 @pytest.mark.parametrize("devices", [pytest.param(1, marks=pytest.mark.soak), 2])
 def test_an_unmodified_script_goes_on_after_kill_9(tmp_path: Path, devices: int) -> None:
-    """One callback: steps and metrics.csv go on; a run that is finished may be trained for longer."""
+    """One callback: steps and metrics.csv go on; a run that is finished is not trained again."""
     per_epoch = 8 // devices
     kill_in_training(tmp_path, devices, per_epoch)
     done = python(tmp_path, CALLBACK, str(devices), "3", "0")
@@ -377,6 +377,11 @@ def test_an_unmodified_script_goes_on_after_kill_9(tmp_path: Path, devices: int)
     steps = [int(row.partition(",")[0]) for row in rows]
     assert steps == sorted(set(steps))  # each step once
     assert set(trained) <= set(steps)
+    again = python(tmp_path, CALLBACK, str(devices), "3", "0")
+    assert "is finished" in again.stdout
+    assert again.stdout.count("trained []") == devices
+    assert [e["start"] for e in events(run_dir, "start")] == [1, 2]
+    # The run may be trained for longer.
     more = python(tmp_path, CALLBACK, str(devices), "4", "0")
     assert more.stdout.count("now at") == devices
     assert f"trained {list(range(trained[-1] + 1, trained[-1] + 1 + per_epoch))}" in more.stdout

@@ -219,13 +219,13 @@ def test_what_goes_wrong_is_said_once_and_delays_nothing(case: str, told: str, o
 
     began = time.monotonic()
     status.tell(1, 10, {})
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 4  # sooner than a report that does not arrive
     operator.until(problem)
     assert re.search(told, problems[0]), problems
     status.tell(2, 10, {})
     began = time.monotonic()
     status.close(finished=True)  # what failed before is not waited for
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 4  # sooner than a report that does not arrive
     assert status.problem() is None
     assert operator.taken == []
     assert "first-token" not in problems[0]
@@ -249,7 +249,7 @@ def test_a_server_that_hangs_holds_nobody_up(operator: StandIn) -> None:
     status.tell(99, 100, {})
     status.close(finished=False)
     over.set()
-    assert time.monotonic() - began < 20
+    assert time.monotonic() - began < 4  # sooner than a report is given up
 
 
 def test_a_fit_in_a_trainjob(operator: StandIn, tmp_path: Path) -> None:

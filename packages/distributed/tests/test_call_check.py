@@ -61,7 +61,7 @@ def test_different_collectives_are_told_with_every_line_at_once() -> None:
     for rank, got in enumerate(run_ranks(different_calls, WORLD)):
         kind, text, _, seconds = got["kinds"]
         assert kind is CollectiveMismatchError
-        assert seconds < 60  # not a time-out of the group
+        assert seconds < 20  # not a time-out of the group
         assert "different collectives: all_reduce, broadcast" in text
         assert "ranks 0, 2: all_reduce SUM of torch.float32 (2,) at " in text
         assert "in step" in text
@@ -97,7 +97,7 @@ def test_a_rank_that_does_not_come_is_named_with_where_it_was_last() -> None:
     got = run_ranks(missing_rank, WORLD)
     for (kind, text, missing, seconds), _, after in got[:2]:
         assert (kind, missing) == (CollectiveError, (2,))
-        assert seconds < 60
+        assert seconds < 20
         assert "rank 2 did not come to barrier in time" in text
         assert "rank 2: was last seen in all_reduce SUM of torch.float32 (2,) at " in text
         assert "in step (call 2 of this group, where this is 3)" in text
