@@ -193,6 +193,11 @@ def test_a_gpu_of_another_node_or_rank_is_an_error(monkeypatch: pytest.MonkeyPat
     assert "device_ids=[get_local_rank()]" in error.value.block()
 
 
+def test_a_device_that_is_given_twice_is_an_error() -> None:
+    with pytest.raises(ConfigError, match="the device is given twice"):
+        DistributedDataParallel(model(), device="cpu", device_ids=[0])
+
+
 def test_the_sampler_is_there_under_torchs_name_and_takes_torchs_arguments() -> None:
     data = list(range(10))
     shards = [list(DistributedSampler(data, 2, rank, True, 3)) for rank in range(2)]

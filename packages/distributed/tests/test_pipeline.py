@@ -255,7 +255,7 @@ def test_layers_are_cut_by_numbers_names_and_cost() -> None:
 
 
 class Takes(nn.Module):
-    """Ten seconds more in its first pass than in the others, of which one is disturbed."""
+    """Longer in its first pass, and in one that something disturbs."""
 
     def __init__(self, clock: list[float], seconds: float) -> None:
         super().__init__()

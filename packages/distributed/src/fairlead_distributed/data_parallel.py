@@ -57,7 +57,9 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
         device_ids: Sequence[int | torch.device] | None = None,
         **options: Any,
     ) -> None:
-        if device_ids and device is None:
+        if device_ids:
+            if device is not None:
+                raise ConfigError("the device is given twice", where="DistributedDataParallel", fix="keep device_ids")
             device = _own_of(device_ids)
         cap = options.pop("bucket_cap_mb", None)
         if cap is not None and bucket_size_mb is not None:

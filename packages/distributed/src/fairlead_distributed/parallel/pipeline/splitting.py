@@ -116,11 +116,11 @@ def layer_costs(layers: Sequence[nn.Module]) -> list[float]:
     return [float(max(1, sum(p.numel() for p in layer.parameters()))) for layer in layers]
 
 
-def measured_costs(layers: Sequence[nn.Module], *inputs: Any, repeats: int = 3) -> list[float]:
+def measured_costs(layers: Sequence[nn.Module], *inputs: Any, repeats: int = 4) -> list[float]:
     """The seconds that each layer takes for a forward pass of these inputs, the least of several; nothing is trained.
 
-    The whole chain runs `repeats` times, after once that does not count: what else the machine does for a while
-    delays one pass of all layers, not all passes of one.
+    The whole chain runs `repeats` times: the first pass, in which memory is allocated and threads start, and what else
+    the machine does for a while delay one pass of all layers, not all passes of one.
 
     The state of dropout and of norms stays as it is: the layers are put into evaluation mode meanwhile. It takes the
     whole chain where it lies, so do this on one rank and let the others have its answer.
@@ -136,15 +136,14 @@ def measured_costs(layers: Sequence[nn.Module], *inputs: Any, repeats: int = 3) 
         for layer in layers:
             layer.eval()
         with torch.no_grad():
-            for counts in (False, *[True] * repeats):  # the first allocates memory and starts threads
+            for _ in range(repeats):
                 value: Any = inputs if len(inputs) > 1 else inputs[0]
                 for index, layer in enumerate(layers):
                     begin = time.perf_counter()
                     value = layer(*value) if isinstance(value, tuple) else layer(value)
                     if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
                         torch.cuda.synchronize()
-                    if counts:
-                        costs[index] = min(costs[index], time.perf_counter() - begin)
+                    costs[index] = min(costs[index], time.perf_counter() - begin)
     finally:
         for module, training in modes:
             module.training = training
