@@ -153,14 +153,14 @@ class Cluster:
         busy = ("squeue", "-h", "-o", "%i")
         wait_until("no job is left", lambda: not self.run(*busy).strip(), 60)
 
-    def on(self, node: str, *command: str) -> list[str]:
-        """The words that run a command on a node, as `ssh` would."""
+    def on(self, node: str, *command: str, cwd: Path | None = None) -> list[str]:
+        """The words that run a command on a node, as `ssh` would; `cwd` is where, None: here."""
         plan = self.plan
         if plan.isolation == "none":
             return list(command)
         init = (plan.sockets / f"{node}.init").read_text()
         network = ["-n"] if plan.isolation == "network" else []
-        return ["nsenter", "-t", init, "-m", "-u", "-i", "-p", *network, f"--wd={Path.cwd()}", "--", *command]
+        return ["nsenter", "-t", init, "-m", "-u", "-i", "-p", *network, f"--wd={cwd or Path.cwd()}", "--", *command]
 
     def fail(self, node: str) -> None:
         """Powers a node off."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -49,7 +50,7 @@ class Model(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.01, momentum=0.9)
 
     def on_train_end(self):
-        if self.trainer.global_step == 192 and self.global_rank == 0:
+        if self.global_rank == 0:
             torch.save(self.weight.detach(), "weight.pt")
 """
 RUN = Path("runs/small")
@@ -82,11 +83,9 @@ class Launchers:
     def start(self, node: str) -> None:
         place = ["--nproc", "1", "--nnodes", "1:2", "--main-address", "n1", "--main-port", str(PORT)]
         command = [sys.executable, "-m", "fairlead", "launch", *place, "-m", "fairlead", "fit", "job.json"]
-        words = [word for word in self.cluster.on(node, *command) if not word.startswith("--wd=")]
-        inside = words.index("--")
         with (self.folder / f"{node}.log").open("wb") as log:
             self.started[node] = subprocess.Popen(
-                [*words[:inside], f"--wd={self.folder}", *words[inside:]],
+                self.cluster.on(node, *command, cwd=self.folder),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -110,29 +109,36 @@ class Launchers:
 
         wait_until(f"start {starts} has saved {more} steps", saved, 120)
 
+    @contextmanager
+    def silent(self, node: str) -> Iterator[None]:
+        """No packet reaches the node, and none comes from it: nobody is told, as when a switch fails.
+
+        Where the nodes share a network, its processes are frozen.
+        """
+        bridge = self.cluster.plan.bridge
+        if bridge is None:
+            begin, end = (self.cluster.on(node, "pkill", f"-{name}", "-f", "fairlead") for name in ("STOP", "CONT"))
+        else:
+            begin, end = (["ip", "link", "set", f"{bridge}-{node}", state] for state in ("down", "up"))
+        run(*begin)
+        try:
+            yield
+        finally:
+            run(*end)
+            self.started[node].send_signal(signal.SIGCONT)  # nsenter stops with what it runs
+
 
 @pytest.fixture
 def launchers(cluster: Cluster, tmp_path: Path) -> Iterator[Launchers]:
-    if cluster.plan.bridge is None:
-        pytest.skip("the nodes share their network")
+    if cluster.plan.isolation == "none":
+        pytest.skip("the nodes share their processes")
     launchers = Launchers(cluster, repository(tmp_path / "launched"))
     yield launchers
     for process in launchers.started.values():
         process.kill()
         process.wait()
     for node in launchers.started:
-        cluster.run(*cluster.on(node, "sh", "-c", "pkill -KILL -f 'fairlead (launch|fit)' || true"))
-
-
-@contextmanager
-def silent(cluster: Cluster, node: str) -> Iterator[None]:
-    """No packet reaches the node, and none comes from it: nobody is told, as when a switch fails."""
-    cable = f"{cluster.plan.bridge}-{node}"
-    run("ip", "link", "set", cable, "down")
-    try:
-        yield
-    finally:
-        run("ip", "link", "set", cable, "up")
+        cluster.run(*cluster.on(node, "sh", "-c", "pkill -KILL -f '[f]airlead' || true"))
 
 
 def test_a_training_takes_in_a_node_that_comes_and_goes_on_without_one_that_is_silent(launchers: Launchers) -> None:
@@ -143,11 +149,11 @@ def test_a_training_takes_in_a_node_that_comes_and_goes_on_without_one_that_is_s
     launchers.until_saved(2, starts=1)
     launchers.start("n2")
     launchers.until_saved(4, starts=2)
-    with silent(launchers.cluster, "n2"):
+    with launchers.silent("n2"):
         launchers.until_saved(4, starts=3)
         (folder / "slow").unlink()
         assert launchers.end("n1") == 0, launchers.said("n1")
-        assert launchers.end("n2") != 0  # nobody is left who could tell it the end; its ranks end with it
+    assert launchers.end("n2") != 0  # nobody was left who could tell it the end; its ranks end with it
     said = launchers.said("n1")
     assert "has come: the ranks save and stop, and start again with it" in said
     assert "nothing was heard of it for 10 s: its machine or the network went down" in said
