@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
-from fairlead import BuildContext, PrecisionConfigBase
+from fairlead import PrecisionConfigBase
 from fairlead.findings import Inexact
-from fairlead_precision.modes import LIGHTNING, StrategyPrecision, lightning_precisions
+from fairlead_precision.modes import LIGHTNING, StrategyPrecision
 
 
 class XLAPrecisionConfig(PrecisionConfigBase):
@@ -21,7 +21,7 @@ class XLAPrecision(StrategyPrecision):
     """The precision of the strategy `xla`, named outright."""
 
     config = XLAPrecisionConfig
-    runtime = "fairlead_precision.xla:build"
+    runtime = "fairlead_precision.xla_runtime:build"
     aliases = ("XLAPluginConfig",)
     engines = (*LIGHTNING, "torch-xla>=2.9")
     extra = "xla"
@@ -32,11 +32,6 @@ class XLAPrecision(StrategyPrecision):
         fix="accelerator: cpu or cuda, where it matters",
         certain=False,
     )
-
-
-def build(config: XLAPrecisionConfig, context: BuildContext) -> Any:
-    """Lightning's plugin for the mode."""
-    return lightning_precisions(context).XLAPrecision(config.precision)
 
 
 xla = XLAPrecision()

@@ -29,6 +29,7 @@ class XLA(LightningAccelerator):
     """TPUs, and what else PJRT drives."""
 
     config = XLAAcceleratorConfig
+    runtime = "fairlead_lightning.accelerators.xla_runtime:build"
     engines = (*LIGHTNING, "torch-xla>=2.9")
     extra = "xla"
     priority = 90
@@ -63,11 +64,13 @@ def find_devices(environ: Mapping[str, str], root: Path, *, installed: bool) -> 
         if not installed:
             return Devices(0, f"PJRT_DEVICE={asked}, but torch_xla is not installed")
         variable = "GPU_NUM_DEVICES" if asked in {"CUDA", "GPU", "ROCM"} else f"{asked}_NUM_DEVICES"
-        count = environ.get(variable, "1")
-        return Devices(int(count) if count.isdecimal() else 1, f"PJRT_DEVICE={asked}", (asked,))
+        given = environ.get(variable, "")
+        count = int(given) if given.isdecimal() and int(given) else 1
+        evidence = f"PJRT_DEVICE={asked}" + (f", {variable}={given}" if variable in environ else "")
+        return Devices(count, evidence, (asked,) * count)
     chips, source = _chips(environ, root)
     if not chips:
-        return Devices(0, "no TPU in /dev/accel* or /dev/vfio")
+        return Devices(0, "no TPU in /dev/accel* or /dev/vfio, and PJRT_DEVICE names no other device, such as CPU")
     wanted = environ.get("TPU_VISIBLE_CHIPS", environ.get("TPU_VISIBLE_DEVICES"))
     if wanted is not None:
         left = {int(item) for item in wanted.split(",") if item.strip().isdecimal()}
