@@ -140,7 +140,7 @@ def minimums(session: nox.Session) -> None:
 @nox.session(venv_backend="none", requires=["env"])
 def integration(session: nox.Session) -> None:
     """What needs two packages, two processes or a scheduler."""
-    apart = [f"--ignore=integration_tests/{name}" for name in ("slurm", "huggingface")]  # sessions of their own
+    apart = [f"--ignore=integration_tests/{name}" for name in ("slurm", "huggingface", "xla")]  # sessions of their own
     pytest(session, "integration_tests", *apart, *IN_TWO)
 
 
@@ -167,6 +167,16 @@ def transformers(session: nox.Session) -> None:
     install(session, *group("test", "huggingface"), *places)
     ran = {"FAIRLEAD_RAN": str(RAN / session.name)}
     session.run("pytest", *SLOWEST, "integration_tests/verify/test_hugging_face.py", *session.posargs, env=ran)
+
+
+@nox.session(default=False)
+def xla(session: nox.Session) -> None:
+    """Trainings on XLA devices of PJRT on the CPU; torch-xla needs an older torch than the other sessions (7 GB)."""
+    places = [part for package in PACKAGES for part in editable(package)]
+    unpinned = {"PIP_CONSTRAINT": ""}  # the pins name a newer torch
+    install(session, *group("test"), *places, "torch==2.9.1", "torch-xla==2.9.0", "lightning==2.6.6", env=unpinned)
+    ran = {"FAIRLEAD_RAN": str(RAN / session.name)}
+    session.run("pytest", *SLOWEST, "integration_tests/xla", *session.posargs, env=ran)
 
 
 NAMED = ("integration", "slurm", "huggingface", "transformers", *(f"tests({package})" for package in PACKAGES))

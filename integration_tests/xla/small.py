@@ -39,6 +39,12 @@ class Data(L.LightningDataModule):
     test_dataloader = predict_dataloader = val_dataloader
 
 
+def stop_here(trainer):
+    how, _, step = os.environ.get("STOP", "").partition(":")
+    if how and trainer.global_step == int(step):
+        os.kill(os.getpid(), getattr(signal, how))
+
+
 class Net(L.LightningModule):
     def __init__(self, dropout=0.1, lr=0.01, norm="BatchNorm1d"):
         super().__init__()
@@ -56,10 +62,7 @@ class Net(L.LightningModule):
         return torch.nn.functional.mse_loss(self.net(x), y)
 
     def training_step(self, batch, index):
-        how, _, step = os.environ.get("STOP", "").partition(":")
-        if how and self.trainer.global_step == int(step) and not self.trainer.lightning_module.__dict__.get("stopped"):
-            self.__dict__["stopped"] = True
-            os.kill(os.getpid(), getattr(signal, how))
+        stop_here(self.trainer)
         loss = self.loss(batch)
         self.log("train/loss", loss)
         return loss
@@ -79,7 +82,7 @@ class Net(L.LightningModule):
 
             spec = torch_xla._XLAC._get_xla_sharding_spec
             moments = [state[name] for state in self.optimizers().state.values() for name in ("exp_avg", "exp_avg_sq")]
-            split = [[spec(tensor) != "" for tensor in tensors] for tensors in (self.parameters(), moments)]
+            split = [["devices=" in spec(tensor) for tensor in tensors] for tensors in (self.parameters(), moments)]
             print("SPLIT", *[sum(flags) for flags in split], "of", *[len(flags) for flags in split])
 
     def configure_optimizers(self):
@@ -95,6 +98,7 @@ class Manual(Net):
         self.automatic_optimization = False
 
     def training_step(self, batch, index):
+        stop_here(self.trainer)
         loss = self.loss(batch)
         self.manual_backward(loss)
         self.log("train/loss", loss)
@@ -102,9 +106,6 @@ class Manual(Net):
             optimizer = self.optimizers()
             optimizer.step()
             optimizer.zero_grad()
-        how, _, step = os.environ.get("STOP", "").partition(":")
-        if how and self.trainer.fit_loop.total_batch_idx == int(step):
-            os.kill(os.getpid(), getattr(signal, how))
 '''
 
 SPLIT = "trainer.strategy.sharding_strategy=FULL_SHARD"
@@ -158,7 +159,7 @@ def newest(path: Path) -> Path:
 
 def state(path: Path) -> dict[str, Any]:
     """What a checkpoint holds, as plain torch reads it."""
-    loaded: dict[str, Any] = torch.load(path / "state.ckpt", weights_only=True, map_location=None)
+    loaded: dict[str, Any] = torch.load(path / "state.ckpt", weights_only=True)
     return loaded
 
 
@@ -166,8 +167,8 @@ def tensors(value: Any, name: str = "") -> dict[str, torch.Tensor]:
     """Every tensor in a state, by its path."""
     if isinstance(value, torch.Tensor):
         return {name: value}
-    items = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, (list, tuple)) else ()
-    return {path: one for key, item in items for path, one in tensors(item, f"{name}.{key}").items()}
+    items = dict(enumerate(value)) if isinstance(value, (list, tuple)) else value if isinstance(value, Mapping) else {}
+    return {path: one for key, item in items.items() for path, one in tensors(item, f"{name}.{key}").items()}
 
 
 def same(one: Path, other: Path) -> list[str]:

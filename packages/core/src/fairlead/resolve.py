@@ -241,9 +241,7 @@ class _Resolver(PartialResolution):
         plugin = self.plugins.of(strategy) if strategy is not None else None
         tag = plugin.checkpoint_io if isinstance(plugin, StrategyPlugin) else None
         reason = f"the strategy {self.settings['strategy'].value} accepts no other" if tag else "the default"
-        return self.default(
-            "checkpoint_io", CheckpointIOConfigBase, self.trainer.checkpoint_io, tag or "torch", reason
-        )
+        return self.default("checkpoint_io", CheckpointIOConfigBase, self.trainer.checkpoint_io, tag or "torch", reason)
 
     def _requeue(self, chosen: ChosenEnvironment) -> RequeueConfigBase | None:
         asked, environment = self.trainer.requeue, chosen.config

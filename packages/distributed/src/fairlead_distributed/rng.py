@@ -21,8 +21,9 @@ _XLA = "xla"
 def rng_state() -> dict[str, Any]:
     """The states of Python's `random`, NumPy's global generator, torch on the CPU, and on every CUDA device or MPS.
 
-    Where this process computes on an XLA device, that of it as well, under `xla`. Only tuples, numbers, strings and tensors: `torch.load(..., weights_only=True)` reads it. Generators that the
-    user made (`np.random.default_rng()`, `torch.Generator()`) are not global and not in it.
+    Where this process computes on an XLA device, that device's as well, under `xla`. Only tuples, numbers, strings and
+    tensors: `torch.load(..., weights_only=True)` reads it. Generators that the user made (`np.random.default_rng()`,
+    `torch.Generator()`) are not global and not in it.
     """
     return {
         "python": random.getstate(),

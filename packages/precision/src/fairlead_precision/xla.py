@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Literal
 
-from fairlead import PrecisionConfigBase
+from fairlead import PrecisionConfigBase, Resolution, hookimpl
 from fairlead.findings import Inexact
 from fairlead_precision.modes import LIGHTNING, StrategyPrecision
 
@@ -27,11 +28,17 @@ class XLAPrecision(StrategyPrecision):
     extra = "xla"
     reason = "it steps the optimizer through torch-xla, which needs an XLA device"
     unproven = Inexact(
-        "precision: xla",
-        why="no test has resumed a run on XLA devices",
-        fix="accelerator: cpu or cuda, where it matters",
+        "precision: xla with 16-true",
+        why="no test has resumed a run in float16 on XLA devices",
+        fix="precision: bf16-true or 32-true, where it matters",
         certain=False,
     )
+
+    @hookimpl
+    def fairlead_exactness(self, resolution: Resolution) -> Iterator[Inexact]:
+        """Tests have resumed runs in 32 bits and in bfloat16."""
+        if getattr(resolution.precision, "precision", None) == "16-true":
+            yield self.unproven
 
 
 xla = XLAPrecision()

@@ -7,7 +7,7 @@ from typing import ClassVar, Literal
 
 from fairlead import Capability, Finding, Resolution, StrategyConfigBase, hookimpl
 from fairlead.findings import Inexact
-from fairlead_strategies.shared import LIGHTNING, UnprovenStrategy
+from fairlead_strategies.shared import LIGHTNING, LightningStrategy
 
 
 class XLAStrategyConfig(StrategyConfigBase):
@@ -30,7 +30,7 @@ class XLAStrategyConfig(StrategyConfigBase):
     """Over several hosts: start every rank with the parameters of rank 0."""
 
 
-class XLA(UnprovenStrategy):
+class XLA(LightningStrategy):
     """Data parallel and fully sharded training on XLA devices."""
 
     config = XLAStrategyConfig
@@ -46,12 +46,6 @@ class XLA(UnprovenStrategy):
         "xla-devices": "The XLA strategy is to drive some of several devices; one process drives one of them, or all.",
         "xla-hosts": "`sharding_strategy` of the XLA strategy has no effect over several hosts.",
     }
-    unproven = Inexact(
-        "strategy: xla",
-        why="no test has resumed a run on XLA devices",
-        fix="accelerator: cpu or cuda, where it matters",
-        certain=False,
-    )
 
     @hookimpl
     def fairlead_capabilities(self) -> Iterable[Capability]:
@@ -76,11 +70,22 @@ class XLA(UnprovenStrategy):
         yield self.no(("checkpoint_io.torch",), reason, "checkpoint_io: xla")
 
     @hookimpl
+    def fairlead_exactness(self, resolution: Resolution) -> Iterator[Inexact]:
+        """Shown for one process: what is computed together ends at the same places, whatever is saved in between."""
+        if resolution.world_size > 1:
+            yield Inexact(
+                f"strategy: xla with {resolution.world_size} ranks",
+                why="no test has resumed a run over several TPU hosts",
+                fix="one host, where it matters",
+                certain=False,
+            )
+
+    @hookimpl
     def fairlead_check(self, resolution: Resolution, environ: Mapping[str, str]) -> Iterator[Finding]:
         """Devices that a program for all of them cannot leave out, and a field that Lightning's strategy lacks."""
         config, found, driven = resolution.strategy, resolution.devices_found.count, resolution.devices_per_rank
         assert isinstance(config, XLAStrategyConfig)
-        if driven > 1 and driven != found:
+        if driven > 1 and found not in (0, driven):  # none: that is a finding already
             yield Finding(
                 "error",
                 "xla-devices",
@@ -88,7 +93,7 @@ class XLA(UnprovenStrategy):
                 where="trainer.devices",
                 why=f"a program for several devices (SPMD) runs on all that a process sees: "
                 f"{resolution.devices_found.evidence}",
-                fix="write `devices: auto`, or 1; or show it fewer: CPU_NUM_DEVICES, GPU_NUM_DEVICES, TPU_VISIBLE_CHIPS",
+                fix="write `devices: auto` or 1, or show it fewer: CPU_NUM_DEVICES, GPU_NUM_DEVICES, TPU_VISIBLE_CHIPS",
             )
         if resolution.num_nodes > 1 and config.sharding_strategy != "NO_SHARD":
             yield Finding(

@@ -141,6 +141,7 @@ class OneProcessXLAStrategy(trainer.SingleDeviceXLAStrategy):  # type: ignore[mi
         self.devices_per_rank = sharding.devices if sharding is not None else 1
 
     def setup_environment(self) -> None:
+        """Seeds the device as `seed_everything` has seeded torch, which leaves XLA devices as they are."""
         super().setup_environment()
         seed_xla(torch.initial_seed())
 
@@ -150,6 +151,7 @@ class OneProcessXLAStrategy(trainer.SingleDeviceXLAStrategy):  # type: ignore[mi
         return model
 
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
+        """Moves the batch and splits it over the devices."""
         batch = super().batch_to_device(batch, device, dataloader_idx)
         return batch if self.sharding is None else self.sharding.batch(batch)
 
@@ -168,15 +170,19 @@ class OneProcessXLAStrategy(trainer.SingleDeviceXLAStrategy):  # type: ignore[mi
             torch_xla.sync()
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Ends a program with each batch, as `test_step` and `predict_step` do."""
         return _computed(super().validation_step(*args, **kwargs))
 
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        """As `validation_step`."""
         return _computed(super().test_step(*args, **kwargs))
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        """As `validation_step`."""
         return _computed(super().predict_step(*args, **kwargs))
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Restores the state and splits it as the parameters are."""
         super().load_optimizer_state_dict(checkpoint)
         for optimizer in self.optimizers if self.sharding is not None else ():
             self.sharding.state(optimizer)
@@ -197,6 +203,7 @@ class FabricOneProcessXLAStrategy(fabric.SingleDeviceXLAStrategy):  # type: igno
         self.devices_per_rank = sharding.devices if sharding is not None else 1
 
     def setup_environment(self) -> None:
+        """Seeds the device as `seed_everything` has seeded torch, which leaves XLA devices as they are."""
         super().setup_environment()
         seed_xla(torch.initial_seed())
 
@@ -210,6 +217,7 @@ class FabricOneProcessXLAStrategy(fabric.SingleDeviceXLAStrategy):  # type: igno
             torch.__future__.set_swap_module_params_on_conversion(before)
 
     def setup_module(self, module: Module) -> Module:
+        """Splits the parameters, and from then on the batches that the module is called with."""
         module = super().setup_module(module)
         if self.sharding is not None:
             self.sharding.parameters(module)
@@ -217,6 +225,7 @@ class FabricOneProcessXLAStrategy(fabric.SingleDeviceXLAStrategy):  # type: igno
         return module
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
+        """State that is restored is split as the parameters are."""
         optimizer = super().setup_optimizer(optimizer)
         if self.sharding is not None:
             optimizer.register_load_state_dict_post_hook(self.sharding.state)

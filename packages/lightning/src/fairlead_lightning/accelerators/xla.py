@@ -44,13 +44,15 @@ class XLA(LightningAccelerator):
 
     @hookimpl
     def fairlead_exactness(self, resolution: Resolution) -> Iterator[Inexact]:
-        """Not shown."""
-        yield Inexact(
-            "the accelerator 'xla'",
-            why="no test has resumed a run on XLA devices",
-            fix="accelerator: cpu or cuda, where it matters",
-            certain=False,
-        )
+        """Shown for CPUs that PJRT drives."""
+        kinds = sorted({name for name in resolution.devices_found.names or ("TPU",) if name != "CPU"})
+        if kinds:
+            yield Inexact(
+                f"the accelerator 'xla' on {', '.join(kinds)}",
+                why="no test has resumed a run there: of XLA devices the tests have CPUs only (PJRT_DEVICE=CPU)",
+                fix="accelerator: cpu or cuda, where it matters",
+                certain=False,
+            )
 
 
 xla = XLA()

@@ -13,7 +13,7 @@ from fairlead_lightning.accelerators.xla import XLAAcceleratorConfig
 
 
 def build(config: XLAAcceleratorConfig, context: BuildContext) -> FabricXLAAccelerator:
-    """The accelerator of one process; of several hosts Lightning's own, whose launcher starts a process for each chip."""
+    """The accelerator of one process; over several hosts Lightning's own, for whose strategy a rank is a chip."""
     if context.resolution.world_size > 1:
         return XLAAccelerator() if context.engine == "trainer" else FabricXLAAccelerator()
     return PJRTAccelerator() if context.engine == "trainer" else FabricPJRTAccelerator()
