@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -145,9 +145,11 @@ def repository(folder: Path) -> Path:
     return folder / "job.yaml"
 
 
-def run(cwd: Path, *settings: str, devices: int = 1, command: str = "fit", **environ: str) -> Call:
+def run(
+    cwd: Path, *settings: str, devices: int = 1, command: str = "fit", more: Sequence[str] = (), **environ: str
+) -> Call:
     """A command on the job, as a user starts it, with so many XLA devices of PJRT on the CPU."""
-    words = [word for one in settings for word in ("--set", one)]
+    words = [*more, *(word for one in settings for word in ("--set", one))]
     variables = {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": str(devices), **environ}
     return fairlead(command, "job.yaml", *words, cwd=cwd, environ=variables, fresh=True)
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import csv
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -47,7 +50,7 @@ def test_the_numbers_are_those_of_one_plain_process(layout: str, plain: Path, tm
     assert ours.keys() == theirs.keys()
     for name, tensor in ours.items():
         assert tensor.device.type == "cpu"
-        torch.testing.assert_close(tensor, theirs[name], rtol=1e-3, atol=1e-5, msg=lambda text, n=name: f"{n}: {text}")
+        torch.testing.assert_close(tensor, theirs[name], rtol=1e-3, atol=1e-5, msg=name)
     split = "6 12" if layout == "fully sharded" else "0 0"
     assert f"SPLIT {split} of 6 12" in call.out
     if devices > 1:
@@ -87,11 +90,17 @@ def test_stopped_and_killed_it_ends_with_the_bits_of_an_undisturbed_run(
     assert call.code == -9, call.text
     call = run(tmp_path / "disturbed", *settings, devices=devices)
     assert call.code == 0, call.text
-    assert "resume is exact" in call.text or "resume: exact" in call.text, call.text
+    assert "resume is not" not in call.text  # `exact` needs no word
     assert names(cut).count("start") == 3
 
     assert same(newest(whole), newest(cut)) == []
     assert (whole / "metrics.csv").read_text() == (cut / "metrics.csv").read_text()
+    # Where torch_xla is not imported, as on a laptop, all of it can be read.
+    plain = "import sys, torch; [torch.load(name, weights_only=True) for name in sys.argv[1:]]"
+    files = [str(newest(cut) / name) for name in ("state.ckpt", "rank-00000.pt")]
+    subprocess.run(
+        [sys.executable, "-c", plain, *files], check=True, env={**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+    )
     if BF16 in more:
         weights = state(newest(cut))["state_dict"]
         assert {one.dtype for name, one in weights.items() if name.endswith("weight")} == {torch.bfloat16}

@@ -75,9 +75,14 @@ def _profiled_accelerator(
 
 
 def count_devices(
-    partial: PartialResolution, accelerator: AcceleratorConfigBase | None, found: Devices, topology: Topology
+    partial: PartialResolution,
+    accelerator: AcceleratorConfigBase | None,
+    found: Devices,
+    topology: Topology,
+    *,
+    one: bool = False,
 ) -> tuple[int, tuple[int, ...] | None]:
-    """Ranks on this node, and the indices of their devices where the config lists them."""
+    """Ranks on this node, and the indices of their devices where the config lists them; `one`: no more than one."""
     asked = partial.trainer.devices
     explicit = None if asked in ("auto", -1) else len(asked) if isinstance(asked, list) else int(asked)
     indices = tuple(asked) if isinstance(asked, list) else None
@@ -108,6 +113,8 @@ def count_devices(
     count, reason = max(found.count, 1), found.evidence
     if found.unlimited:
         count, reason = 1, "one process uses all cores through threads"
+    elif one and partial.trainer.devices == "auto":
+        count, reason = 1, f"the strategy {getattr(partial.trainer.strategy, 'name', '')} trains one rank"
     partial.settings["devices"] = Setting(count, reason)
     return count, None
 

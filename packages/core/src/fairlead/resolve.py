@@ -64,7 +64,8 @@ class _Resolver(PartialResolution):
         topology = (chosen.topology if self.profile is None else None) or Topology(launched=False)
         asked = self._asked_strategy()
         accelerator, found = choose_accelerator(self, asked.accelerator if asked is not None else None)
-        devices, indices = count_devices(self, accelerator, found, topology)
+        one = asked is not None and asked.one_rank
+        devices, indices = count_devices(self, accelerator, found, topology, one=one)
         topology = nodes_from_world_size(topology, devices)
         num_nodes = self._num_nodes(topology)
         strategy = self._strategy(devices, num_nodes, topology, accelerator)
@@ -227,11 +228,12 @@ class _Resolver(PartialResolution):
         return 1, devices
 
     def _single_rank(self, world_size: int, strategy: StrategyConfigBase | None) -> None:
-        if strategy is not None and strategy.name == "single_device" and world_size > 1:
+        plugin = self.plugins.of(strategy) if strategy is not None else None
+        if isinstance(plugin, StrategyPlugin) and plugin.one_rank and world_size > 1:
             self.report(
                 "error",
                 "capability",
-                f"strategy 'single_device' runs one rank, but there are {world_size}",
+                f"strategy {plugin.tag!r} runs one rank, but there are {world_size}",
                 where="trainer.strategy",
                 why=f"world_size: {self.settings['world_size'].reason}",
                 fix="write `strategy: auto` or `ddp`, or `devices: 1`",

@@ -128,7 +128,7 @@ def _compute_pending() -> None:
     xla_model.set_rng_state(state)
 
 
-class OneProcessXLAStrategy(trainer.SingleDeviceXLAStrategy):  # type: ignore[misc]  # Lightning's is untyped
+class OneProcessXLAStrategy(trainer.SingleDeviceXLAStrategy):
     """One device, or by SPMD all devices of this machine, for the Trainer.
 
     What is computed together ends at the same places whether or not a checkpoint is saved in between, as a resumed run
@@ -184,8 +184,9 @@ class OneProcessXLAStrategy(trainer.SingleDeviceXLAStrategy):  # type: ignore[mi
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Restores the state and splits it as the parameters are."""
         super().load_optimizer_state_dict(checkpoint)
-        for optimizer in self.optimizers if self.sharding is not None else ():
-            self.sharding.state(optimizer)
+        if self.sharding is not None:
+            for optimizer in self.optimizers:
+                self.sharding.state(optimizer)
 
 
 def _computed(output: Any) -> Any:
@@ -194,7 +195,7 @@ def _computed(output: Any) -> Any:
     return output
 
 
-class FabricOneProcessXLAStrategy(fabric.SingleDeviceXLAStrategy):  # type: ignore[misc]  # Lightning's is untyped
+class FabricOneProcessXLAStrategy(fabric.SingleDeviceXLAStrategy):
     """The same for Fabric: a call of the model begins what is computed together, a step of the optimizer ends it."""
 
     def __init__(self, index: int, sharding: Sharding | None) -> None:

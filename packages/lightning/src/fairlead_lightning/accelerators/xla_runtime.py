@@ -33,14 +33,14 @@ class FabricPJRTAccelerator(FabricXLAAccelerator):
         return [torch.device("xla", index) for index in (devices if isinstance(devices, list) else range(devices))]
 
     @staticmethod
-    def auto_device_count() -> int:
+    def auto_device_count() -> int:  # type: ignore[override]  # Lightning's is cached
         """Devices that this process drives, of any kind."""
         from torch_xla import runtime
 
         return int(runtime.addressable_runtime_device_count())
 
     @staticmethod
-    def is_available() -> bool:
+    def is_available() -> bool:  # type: ignore[override]  # as above
         """Whether PJRT has a device of any kind; Lightning's own asks for TPU chips."""
         from torch_xla import runtime
 
