@@ -75,6 +75,7 @@ class _Resolver(PartialResolution):
         self._threads(topology, devices, chosen.job)
         self._ranks(topology, chosen)
         self._main(topology, num_nodes)
+        self.settings["strategy"] = self.settings.pop("strategy")  # where it is shown: behind the ranks
         self._single_rank(world_size, strategy)
         precision = self.default("precision", PrecisionConfigBase, self.trainer.precision, "32-true", "the default")
         checkpoint_io = self._checkpoint_io(strategy)

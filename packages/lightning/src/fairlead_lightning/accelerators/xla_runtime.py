@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 import torch
@@ -17,6 +18,11 @@ def build(config: XLAAcceleratorConfig, context: BuildContext) -> FabricXLAAccel
     if context.resolution.world_size > 1:
         return XLAAccelerator() if context.engine == "trainer" else FabricXLAAccelerator()
     return PJRTAccelerator() if context.engine == "trainer" else FabricPJRTAccelerator()
+
+
+def _torch_xla(name: str) -> Any:
+    """A module of torch_xla, which the strategy brings."""
+    return importlib.import_module(f"torch_xla.{name}")
 
 
 class FabricPJRTAccelerator(FabricXLAAccelerator):
@@ -35,16 +41,12 @@ class FabricPJRTAccelerator(FabricXLAAccelerator):
     @staticmethod
     def auto_device_count() -> int:  # type: ignore[override]  # Lightning's is cached
         """Devices that this process drives, of any kind."""
-        from torch_xla import runtime
-
-        return int(runtime.addressable_runtime_device_count())
+        return int(_torch_xla("runtime").addressable_runtime_device_count())
 
     @staticmethod
     def is_available() -> bool:  # type: ignore[override]  # as above
         """Whether PJRT has a device of any kind; Lightning's own asks for TPU chips."""
-        from torch_xla import runtime
-
-        return runtime.device_type() is not None
+        return _torch_xla("runtime").device_type() is not None
 
     @staticmethod
     def name() -> str:
@@ -60,10 +62,8 @@ class PJRTAccelerator(FabricPJRTAccelerator, XLAAccelerator):
 
         Lightning's own reads names that torch-xla has given up.
         """
-        from torch_xla.core import xla_model
-
         try:
-            info = xla_model.get_memory_info(str(device))
+            info = _torch_xla("core.xla_model").get_memory_info(str(device))
         except RuntimeError:
             return {}
         used, limit = info.get("bytes_used", 0), info.get("bytes_limit", 0)
