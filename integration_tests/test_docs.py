@@ -170,6 +170,24 @@ def test_the_generated_parts_in_the_repository_are_fresh() -> None:
     assert stale == [], "python docs/gen_reference.py writes them"
 
 
+def test_each_how_to_page_is_listed_once_in_its_group() -> None:
+    """The index and the site's navigation have the same groups."""
+    index = (DOCS / "how-to" / "index.md").read_text(encoding="utf-8")
+    linked = re.findall(r"\]\(([a-z-]+\.md)\)", index)
+    assert sorted(linked) == sorted(path.name for path in DOCS.glob("how-to/*.md") if path.name != "index.md")
+    assert linked == re.findall(
+        r": how-to/([a-z-]+\.md)$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), re.MULTILINE
+    )
+    assert index.count("\n## ") == 5
+
+
+@pytest.mark.parametrize("path", [*PAGES, ROOT / "CONTRIBUTING.md"], ids=lambda path: str(path.relative_to(ROOT)))
+def test_files_and_folders_of_this_repository_that_a_page_names_exist(path: Path) -> None:
+    tops = "packages|integration_tests|benchmarks|examples|docs|changes|\\.ci"
+    named = re.findall(rf"[`(]((?:{tops})/[\w./*-]*)", path.read_text(encoding="utf-8"))
+    assert [one for one in named if not any(ROOT.glob(one.rstrip("/")))] == []
+
+
 # -- what the pages show
 
 

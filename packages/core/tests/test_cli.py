@@ -79,7 +79,11 @@ def run(tmp_path: Path, fairlead_plugins: Callable[..., PluginManager], capsys: 
 def test_help_and_version(run: Run) -> None:
     assert run("--help") == 0
     for command in commands.__all__:
-        assert f"  {command}" in run.out
+        assert f"  {command} " in run.out
+    columns = {
+        line.index(line.split()[1], 2 + len(line.split()[0])) for line in run.out.splitlines() if line[:2] == "  "
+    }
+    assert len(columns) == 1, "the descriptions stand below each other"
     assert run("--version") == 0
     assert run.out.startswith("fairlead 0")
     assert run() == 2

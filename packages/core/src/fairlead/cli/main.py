@@ -112,17 +112,19 @@ def _help(session: Session) -> str:
     lines = [f"fairlead {__version__}: leads a PyTorch training job onto the hardware and cluster it finds", ""]
     commands: dict[str, list[CommandPlugin]] = {}
     broken = []
-    for name in session.plugins.names("command"):
+    names = session.plugins.names("command")
+    width = max(map(len, names), default=0) + 2
+    for name in names:
         try:
             command = session.plugins.command(name)
         except FairleadError as error:
-            broken.append(f"  {name:<12}{error.why or error.what}")
+            broken.append(f"  {name:<{width}}{error.why or error.what}")
             continue
         commands.setdefault(command.group, []).append(command)
     for group in [*_GROUPS, *(g for g in commands if g not in _GROUPS)]:
         if group in commands:
             lines.append(f"{_GROUPS.get(group, group)}:")
-            lines += [f"  {c.name:<12}{c.help}" for c in commands[group]]
+            lines += [f"  {c.name:<{width}}{c.help}" for c in commands[group]]
             lines.append("")
     if broken:
         lines += ["not usable:", *broken, ""]
