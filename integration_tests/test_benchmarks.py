@@ -51,12 +51,12 @@ BY_NAME = {
     "scaling",
     "startup",
     "zero_stages",
-}  # a minute each; `nox -s soak`
+}  # a minute each; `nox -s full`
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name", [pytest.param(one, marks=pytest.mark.soak) if one in BY_NAME else one for one in RATIOS]
+    "name", [pytest.param(one, marks=pytest.mark.full) if one in BY_NAME else one for one in RATIOS]
 )
 def test_a_benchmark_prints_its_document(name: str, tmp_path: Path) -> None:
     """From any folder, on standard output, and nothing besides; the table can be made of it."""

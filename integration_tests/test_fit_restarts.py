@@ -60,7 +60,7 @@ SPLIT: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("checkpoint_io", ["distributed", pytest.param("torch", marks=pytest.mark.soak)])
+@pytest.mark.parametrize("checkpoint_io", ["distributed", pytest.param("torch", marks=pytest.mark.full)])
 def test_a_killed_rank_of_a_split_model(tmp_path: Path, checkpoint_io: str) -> None:
     """Two shards of two parts of each layer: of the four ranks one is killed, and the end is the same in every bit."""
     trainer = {"devices": 4, "strategy": SPLIT, "checkpoint_io": checkpoint_io}

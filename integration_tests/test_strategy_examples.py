@@ -10,7 +10,7 @@ import pytest
 from fairlead.plugins import PluginManager
 from integration_tests.jobs import fairlead
 
-pytestmark = [pytest.mark.slow, pytest.mark.soak]  # some 40 trainings; `test_compatibility.py` has their settings in CI
+pytestmark = [pytest.mark.slow, pytest.mark.full]  # some 40 trainings; `test_compatibility.py` has their settings in CI
 
 ROOT = Path(__file__).parents[1]
 LITERALS = sorted(PluginManager().names("strategy"))

@@ -232,7 +232,7 @@ def test_the_global_batch_survives_another_number_of_ranks(tmp_path: Path) -> No
     assert float((weights(tmp_path / "runs/run/checkpoints/step-00000012") - expected).abs().max()) < CLOSE
 
 
-@pytest.mark.soak
+@pytest.mark.full
 def test_a_finished_run_before_the_one_that_starts_ranks(tmp_path: Path) -> None:
     """Rank 1 runs the script from its first line: what was finished in rank 0 is finished there too."""
     body = """
@@ -359,7 +359,7 @@ def kill_in_training(folder: Path, devices: int, step: int) -> None:
         process.wait()
 
 
-@pytest.mark.parametrize("devices", [pytest.param(1, marks=pytest.mark.soak), 2])
+@pytest.mark.parametrize("devices", [pytest.param(1, marks=pytest.mark.full), 2])
 def test_an_unmodified_script_goes_on_after_kill_9(tmp_path: Path, devices: int) -> None:
     """One callback: steps and metrics.csv go on; a run that is finished is not trained again."""
     per_epoch = 8 // devices

@@ -118,7 +118,7 @@ def test_due_validation_is_rerun(killed: Killed, case: Case, place: str, step: i
         pytest.param(
             Case("metrics").setting("data.args.kind=stateful"),
             ["validation_batch_start:9", "train_batch_start:9"],
-            marks=pytest.mark.soak,
+            marks=pytest.mark.full,
         ),
         (Case("gpt", workers=2), ["validation_batch_start:16", "train_batch_start:16"]),
     ],

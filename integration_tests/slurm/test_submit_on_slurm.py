@@ -143,7 +143,7 @@ def test_disturbed_in_every_way_it_ends_with_the_bits_of_an_undisturbed_run(
     nothing_runs(job)
 
 
-@pytest.mark.soak
+@pytest.mark.full
 def test_the_time_limit_that_was_asked_for(cluster: Cluster, references: References, tmp_path: Path) -> None:
     """SLURM looks at its clock every half minute, and may warn a minute early."""
     case = Case("mlp", ranks=1)

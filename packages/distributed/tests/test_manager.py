@@ -21,6 +21,7 @@ destroy_process_group()
 """
 
 
+@pytest.mark.full
 def test_the_ranks_of_two_nodes_meet(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)

@@ -124,6 +124,7 @@ def scheduled() -> list[dict[str, Any]]:
     return run_ranks(all_schedules, 2, timeout=120)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("micro_batches", [8, 4, 1])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_loss_and_gradients_are_those_of_one_process(

@@ -153,6 +153,7 @@ def test_after_a_collectives_time_out_every_rank_has_dumped_its_stacks(ranks: Ra
     assert "in meet" in first
 
 
+@pytest.mark.full
 def test_torch_can_read_the_flight_recorder_of_every_rank(ranks: Ranks) -> None:
     ranks.start(
         """
@@ -233,7 +234,16 @@ def test_a_second_failure_does_not_hide_the_first(ranks: Ranks) -> None:
     assert [first_line(one).partition(" failed: ")[2] for one in ended] == ["ValueError: the first"] * 2
 
 
-@pytest.mark.parametrize("ends", ["raise SystemExit(75)", "sys.exit(143)", "raise KeyboardInterrupt", "pass"])
+@pytest.mark.parametrize(
+    "ends",
+    [
+        "pass",
+        *(
+            pytest.param(one, marks=pytest.mark.full)
+            for one in ("raise SystemExit(75)", "sys.exit(143)", "raise KeyboardInterrupt")
+        ),
+    ],
+)
 def test_a_block_that_ends_as_it_should_leaves_nothing(ranks: Ranks, ends: str) -> None:
     """Also where rank 0, which hosts the store, ends long before the others, which had no word for it."""
     ranks.start(
@@ -501,6 +511,7 @@ def test_dumps_are_appended_with_why_and_the_names_of_the_threads(tmp_path: Path
     assert "MainThread" in text
 
 
+@pytest.mark.full
 def test_a_process_without_a_collective_has_no_record(tmp_path: Path) -> None:
     script = "import pathlib, fairlead_distributed.stacks as s; print(s.dump_flight_recorder(pathlib.Path(), 0))"
     command = [sys.executable, "-c", script]

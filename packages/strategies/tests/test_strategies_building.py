@@ -420,7 +420,7 @@ def test_a_variable_that_replaces_lightnings_settings_has_no_effect_here(
     assert build(config, ranks.context(config)).config["zero_optimization"]["stage"] == 2
 
 
-@pytest.mark.parametrize("method", ["spawn", "fork"])
+@pytest.mark.parametrize("method", [pytest.param("spawn", marks=pytest.mark.full), "fork"])
 def test_ddp_starts_its_own_ranks(tmp_path: Path, method: str) -> None:
     """Each of these trains on two ranks, whose weights stay equal."""
     script, out = Path(__file__).parent / "spawned.py", tmp_path / "out.json"
