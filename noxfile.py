@@ -249,9 +249,10 @@ def extras(session: nox.Session) -> None:
 
 @nox.session(default=False, venv_backend="none", requires=["env"])
 def bench(session: nox.Session) -> None:
-    """Run every benchmark and write the table that the docs quote; `-- step ddp` runs these two."""
+    """Run benchmarks, compare them with the table that the docs quote, and write it; `-- step ddp` runs these two."""
     results = ROOT / "benchmarks" / "results"
-    results.mkdir(exist_ok=True)
+    shutil.rmtree(results, ignore_errors=True)
+    results.mkdir()
     for script in sorted(ROOT.glob("benchmarks/[!_]*.py")):
         if session.posargs and script.stem not in session.posargs:
             continue
