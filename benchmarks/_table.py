@@ -21,8 +21,8 @@ from benchmarks._plot import checkpoint_plot, checkpoint_section
 HEAD: Final = """# Measured
 
 Ratios of Fairlead to its peer, taken side by side in one session. `nox -s bench -- NAME...` runs benchmarks, compares
-them with this page, says what became slower, and writes them here; `python benchmarks/NAME.py` repeats one line. Smaller
-is better, except for speeds, speedups and the share of first restarts.
+them with this page, says what became slower, and writes them here; `python benchmarks/NAME.py` repeats one line.
+Smaller is better, except for speeds, speedups and the share of first restarts.
 
 | benchmark | ratio | median | 95 % interval | bound | commit |
 |---|---|---|---|---|---|

@@ -12,7 +12,7 @@ import torch
 
 from integration_tests.jobs import JOB, changed, events, fairlead, repository
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of DeepSpeed's own imports
+pytestmark = [pytest.mark.filterwarnings("ignore::DeprecationWarning"), pytest.mark.full]
 
 STRATEGY = {"name": "deepspeed_stage_3", "stage3_param_persistence_threshold": 0}
 """Else every rank keeps weights as few as these whole."""

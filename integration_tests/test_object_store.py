@@ -212,6 +212,7 @@ upload(Path(sys.argv[1]), Store.open("s3://runs-bucket/prefix/gpt", part_mib=5),
 """
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("at", [r"partNumber=1&", r"partNumber=3&", r"state\.ckpt\?uploadId", "manifest", "latest"])
 def test_a_process_killed_in_an_upload_leaves_the_one_before(store: Store, s3: S3, tmp_path: Path, at: str) -> None:
     """SIGKILL of a real process at each stage; then the same checkpoint is uploaded to its end."""
@@ -356,6 +357,7 @@ def test_a_job_goes_on_from_the_store_on_a_machine_that_has_nothing(s3: S3, tmp_
     assert "model.args.lr" in refused.text
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_a_run_that_failed_before_its_first_step_keeps_its_name_from_nobody(s3: S3, tmp_path: Path) -> None:
     """The mistake is corrected, and the next start is on another machine: the name at the URL is free."""
@@ -376,6 +378,7 @@ def test_a_run_that_failed_before_its_first_step_keeps_its_name_from_nobody(s3: 
     assert "the URL belongs to a run with other settings" in refused.text
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_a_stop_ends_in_time_though_the_store_hangs_and_the_next_start_uploads(s3: S3, tmp_path: Path) -> None:
     """The notice is short. What is saved here is said not to be there yet, and is there after the next start."""

@@ -194,6 +194,7 @@ def test_an_average_of_weights_in_a_callback(tmp_path: Path) -> None:
     assert "loss" not in call.out.splitlines()[1]
 
 
+@pytest.mark.full
 def test_a_loss_scale_in_a_dict_of_a_module(tmp_path: Path) -> None:
     call = proved(tmp_path, model="Scaled")
     why = r"not restored: SCALE\['value'\] of the module mine: 2\.0 became 1\.0"
@@ -213,6 +214,7 @@ def test_a_helper_with_a_running_mean(tmp_path: Path) -> None:
     differs(call, first="loss: .* at step 4", why=r"helper\.count of the model Helped: 4 became 0", do="buffer")
 
 
+@pytest.mark.full
 def test_an_order_that_comes_from_a_set(tmp_path: Path) -> None:
     """Not the resume's fault: two undisturbed runs differ, and only the hash seed makes them."""
     call = proved(tmp_path, data="FromASet")
@@ -254,6 +256,7 @@ def test_an_ordinary_job_is_proven(tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / "runs").iterdir()] == ["job"]
 
 
+@pytest.mark.full
 def test_two_ranks_are_proven(tmp_path: Path) -> None:
     call = proved(tmp_path, "4", devices=2, strategy="ddp")
     assert call.code == 0, call.text
@@ -279,6 +282,7 @@ def test_what_cannot_be_proven_is_said_at_once(tmp_path: Path, words: tuple[str,
     assert sorted(os.listdir(tmp_path / "runs")) == ["job"]
 
 
+@pytest.mark.full
 def test_a_job_that_ends_too_early_says_so(tmp_path: Path) -> None:
     """Its own limits hold; a run that was not killed proves nothing."""
     call = proved(tmp_path, "16", max_epochs=1)

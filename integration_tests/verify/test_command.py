@@ -177,6 +177,7 @@ def test_random_numbers_are_refused(tmp_path: Path) -> None:
     assert "it draws random numbers in its training step" in call.err
 
 
+@pytest.mark.full
 def test_an_error_of_the_job_is_shown_as_fit_shows_it(tmp_path: Path) -> None:
     call = verified(tmp_path, model="Broken", strategy="ddp")
     assert call.code == 1, call.text
