@@ -27,6 +27,8 @@ CODES: Final[dict[str, str]] = {
     "class-unchecked": "What a user's class takes cannot be known without importing it.",
     "code-changed": "The user's code changed since this run was started.",
     "devices-count": "More devices, or other indices, were asked for than there are.",
+    "engine-mismatch": "Two engines are installed in versions that do not work together.",
+    "engine-untested": "An engine is newer or older than the versions that Fairlead was tested with; the run starts.",
     "environment-malformed": "A variable that the launcher promises is absent or malformed.",
     "environment-tie": "Two environments claim this process with equal right.",
     "environment-unclaimed": "The environment was named in the config, but nothing on this machine shows it.",

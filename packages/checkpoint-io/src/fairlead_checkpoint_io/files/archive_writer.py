@@ -179,5 +179,5 @@ def _expect(known: bool) -> None:
         raise CheckpointError(
             "this version of torch lays out its archives in a way that this version of Fairlead does not know",
             why=f"torch {torch.__version__}",
-            fix="pip install --upgrade fairlead-checkpoint-io, or an older torch",
+            fix="upgrade Fairlead, or install an older torch",
         )
