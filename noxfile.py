@@ -276,18 +276,45 @@ def soak(session: nox.Session) -> None:
     pytest(session, "-m", "soak", "packages", "integration_tests")
 
 
-@nox.session(default=False)
-def newest(session: nox.Session) -> None:
-    """The contract tests of private parts with the newest Lightning and torch; `-- lightning==2.7` names others."""
-    wanted = session.posargs or ["lightning", "torch"]
+OLDEST = "2.9.1"
+NEWEST = "2.15.0"
+"""The torch of the sessions below: the first and the last that `fairlead.engines` calls tested."""
+ON_TORCH = ("distributed", "strategies", "precision", "checkpoint-io", "lightning")
+"""The packages whose code is torch's business."""
+
+
+def with_torch(session: nox.Session, version: str) -> None:
+    """Installs all packages in place with one version of torch, a build for CUDA: gigabytes."""
+    # The pins, without those of torch and of what is built for one torch.
+    apart = r"(torch|torch-xla|torchao|transformer_engine|fsspec|setuptools|sympy|networkx|filelock)=="
+    lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    pins = Path(session.create_tmp()) / "constraints.txt"
+    pins.write_text("\n".join([*(line for line in lines if not re.match(apart, line)), f"torch=={version}\n"]))
     places = [part for package in PACKAGES for part in editable(package)]
-    unpinned = {"PIP_CONSTRAINT": ""}
-    session.install(*group("test", "data"), *places, env=unpinned)
-    session.install("--upgrade", "--pre", *wanted, env=unpinned)  # pip says which range of ours it leaves
-    session.run("pip", "list")
-    tests = ["test_lightning_compat", "test_exact_resume", "test_trainer_run"]
-    files = [f"packages/lightning/tests/{name}.py" for name in tests]
-    session.run("pytest", *files, "packages/distributed/tests/test_torch_contract.py", "-n", "2")
+    install(session, *group("test", "data"), f"torch=={version}", *places, "fsspec", env={"PIP_CONSTRAINT": str(pins)})
+
+
+@nox.session(default=False)
+@nox.parametrize("package", ON_TORCH, ids=ON_TORCH)
+def oldest(session: nox.Session, package: str) -> None:
+    """The tests of a package on the oldest torch that is supported."""
+    with_torch(session, OLDEST)
+    session.run("pytest", *SLOWEST, f"packages/{package}/tests", *IN_TWO, *session.posargs)
+
+
+@nox.session(default=False)
+def smoke_oldest(session: nox.Session) -> None:
+    """On the oldest torch, jobs in two ranks train, save and resume."""
+    with_torch(session, OLDEST)
+    session.run("python", "integration_tests/isolated/smoke.py", *session.posargs)
+
+
+@nox.session(default=False)
+@nox.parametrize("package", ON_TORCH, ids=ON_TORCH)
+def newest(session: nox.Session, package: str) -> None:
+    """The tests of a package on the newest torch that is tested."""
+    with_torch(session, NEWEST)
+    session.run("pytest", *SLOWEST, f"packages/{package}/tests", *IN_TWO, *session.posargs)
 
 
 @nox.session(default=False, venv_backend="none", requires=["env"])

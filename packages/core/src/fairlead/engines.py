@@ -6,10 +6,13 @@ packages declare the same ranges, and docs/reference/versions.md shows the table
 
 from __future__ import annotations
 
+import importlib.metadata
+import re
 from collections.abc import Iterable
 from dataclasses import KW_ONLY, dataclass
 from typing import Final
 
+from fairlead.errors import MissingDependencyError
 from fairlead.findings import Finding
 
 LIGHTNING: Final = ("torch", "lightning")
@@ -66,11 +69,11 @@ _TABLE: Final = (
         "deepspeed",
         ">=0.19.8,<1",
         tested=("0.19.8",),
-        why="Which of its settings go with which was read in this version; an older one is not tried.",
+        why="Older ones were not tried.",
     ),
-    Engine("bitsandbytes", ">=0.50,<1", tested=("0.50.2",), why="Older versions have no kernels for a CPU."),
-    Engine("torchao", ">=0.18,<1", tested=("0.18.0",), why="Configs of older versions have other names."),
-    Engine("transformer-engine", ">=2.20,<3", tested=("2.20.2",)),
+    Engine("bitsandbytes", ">=0.50,<1", tested=("0.50.2",), why="Older ones were not tried."),
+    Engine("torchao", ">=0.18,<1", tested=("0.18.0",), why="Older ones were not tried."),
+    Engine("transformer-engine", ">=2.20,<3", tested=("2.20.2",), why="Older ones were not tried."),
     Engine(
         "torch-xla",
         ">=2.9,<2.10",
@@ -86,6 +89,59 @@ _TABLE: Final = (
 
 ENGINES: Final = {engine.name: engine for engine in _TABLE}
 """All engines by name."""
+
+
+@dataclass(frozen=True, slots=True)
+class Feature:
+    """A feature that needs a newer engine than its plugin.
+
+    Args:
+        title: As a message names it, in the singular.
+        engine: The name of the engine.
+        since: The first version that has what the feature needs.
+        why: What that is.
+    """
+
+    title: str
+    engine: str
+    since: str
+    why: str
+
+
+FEATURES: Final = {
+    "pipeline": Feature(
+        "pipeline parallelism",
+        "torch",
+        "2.12",
+        "stages find out shapes in torch's PipelineStage, which can be extended from that version on",
+    ),
+    "expert": Feature(
+        "expert parallelism", "torch", "2.12", "experts are sharded as one list, which `fully_shard` takes since then"
+    ),
+}
+"""By the name by which the code asks for them."""
+
+
+def too_old(name: str, *, where: str | None = None) -> MissingDependencyError | None:
+    """The error that the engine of a feature is too old for it; None: it is not, or it is not installed.
+
+    Args:
+        name: A key of `FEATURES`.
+        where: The config path to name in the error.
+    """
+    feature = FEATURES[name]
+    try:
+        version = importlib.metadata.version(feature.engine)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+    if _numbers(version) >= _numbers(feature.since):
+        return None
+    return MissingDependencyError(
+        f"{feature.title} needs {feature.engine} {feature.since} or newer; {version} is installed",
+        where=where,
+        why=feature.why,
+        fix=f"pip install '{feature.engine}>={feature.since}'",
+    )
 
 
 def requirement(engine: str) -> str:
@@ -105,14 +161,8 @@ def untested(engine: Engine, version: str) -> str | None:
         >>> untested(ENGINES["lightning"], "2.6.9"), untested(ENGINES["lightning"], "2.7.0")
         (None, 'newer')
     """
-    from packaging.version import InvalidVersion, Version  # late: see `fairlead.requirements`
-
-    try:
-        minor = Version(version).release[:2]
-    except InvalidVersion:
-        return None  # a build of somebody's own
-    first, last = (Version(engine.tested[i]).release[:2] for i in (0, -1))
-    return "older" if minor < first else "newer" if minor > last else None
+    minor = _numbers(version)
+    return "older" if minor < _numbers(engine.tested[0]) else "newer" if minor > _numbers(engine.tested[-1]) else None
 
 
 def version_findings(versions: Iterable[tuple[str, str, str]]) -> Iterable[Finding]:
@@ -142,5 +192,10 @@ def version_findings(versions: Iterable[tuple[str, str, str]]) -> Iterable[Findi
             )
 
 
+def _numbers(version: str) -> tuple[int, ...]:
+    """Major and minor version, without what a build adds to them."""
+    return tuple(int(part) for part in re.findall(r"\d+", version)[:2])
+
+
 def _minor(version: str) -> str:
-    return ".".join(version.split(".")[:2])
+    return ".".join(map(str, _numbers(version)))

@@ -28,6 +28,7 @@ CODES: Final[dict[str, str]] = {
     "code-changed": "The user's code changed since this run was started.",
     "devices-count": "More devices, or other indices, were asked for than there are.",
     "engine-mismatch": "Two engines are installed in versions that do not work together.",
+    "engine-too-old": "A feature needs a newer version of an engine than the one that is installed.",
     "engine-untested": "An engine is newer or older than the versions that Fairlead was tested with; the run starts.",
     "environment-malformed": "A variable that the launcher promises is absent or malformed.",
     "environment-tie": "Two environments claim this process with equal right.",
