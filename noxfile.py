@@ -225,10 +225,14 @@ def build(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none", requires=["env"])
 def isolated(session: nox.Session) -> None:
-    """Each extra of the core, from wheels, in a fresh environment with only what it declares."""
+    """The README's install lines in fresh environments; `-- wheels [EXTRA...]`: each extra, or these, from wheels."""
+    module = ("python", "-m", "integration_tests.isolated.run")
+    if session.posargs[:1] != ["wheels"]:
+        run(session, *module, "--readme", *session.posargs)
+        return
     wheels = ROOT / ".nox" / "isolated-wheels"
     build_into(session, wheels)
-    run(session, "python", "integration_tests/isolated/run.py", str(wheels), *session.posargs)
+    run(session, *module, str(wheels), *session.posargs[1:])
 
 
 @nox.session(default=False, venv_backend="none", requires=["env"])
@@ -306,7 +310,7 @@ def oldest(session: nox.Session, package: str) -> None:
 def smoke_oldest(session: nox.Session) -> None:
     """On the oldest torch, jobs in two ranks train, save and resume."""
     with_torch(session, OLDEST)
-    session.run("python", "integration_tests/isolated/smoke.py", *session.posargs)
+    session.run("python", "-m", "integration_tests.isolated.smoke", *session.posargs)
 
 
 @nox.session(default=False)
