@@ -228,23 +228,18 @@ def build(session: nox.Session) -> None:
     build_into(session, ROOT / "dist")
 
 
-def isolate(session: nox.Session, *extras: str) -> None:
-    """Use extras of the core, from wheels, in fresh environments with only what they declare."""
-    wheels = ROOT / ".nox" / f"{session.name}-wheels"
-    build_into(session, wheels)
-    run(session, "python", "integration_tests/isolated/run.py", str(wheels), *(session.posargs or extras))
-
-
 @nox.session(venv_backend="none", requires=["env"])
 def isolated(session: nox.Session) -> None:
-    """The login node's extra, the one that trains, and one with an engine; `-- EXTRA...` takes others."""
-    isolate(session, "check", "lightning", "deepspeed")
+    """The README's install lines, as they stand there, in fresh environments."""
+    run(session, "python", "-m", "integration_tests.isolated.run", "--readme", *session.posargs)
 
 
 @nox.session(default=False, venv_backend="none", requires=["env"])
 def extras(session: nox.Session) -> None:
-    """Every extra of the core."""
-    isolate(session)
+    """Each extra of the core, from wheels, in a fresh environment with only what it declares; `-- EXTRA...`."""
+    wheels = ROOT / ".nox" / "wheels"
+    build_into(session, wheels)
+    run(session, "python", "-m", "integration_tests.isolated.run", str(wheels), *session.posargs)
 
 
 @nox.session(default=False, venv_backend="none", requires=["env"])
@@ -294,12 +289,60 @@ def long(session: nox.Session, part: str) -> None:
     pytest(session, "-m", "full", *LONG[part], *(() if part == "slurm" else IN_TWO))
 
 
+OLDEST = "2.9.1"
+NEWEST = "2.15.0"
+"""The torch of the sessions below: the first and the last that `fairlead.engines` calls tested."""
+ON_TORCH = [
+    f"packages/{name}/tests" for name in ("distributed", "strategies", "precision", "checkpoint-io", "lightning")
+]
+
+
+def with_torch(session: nox.Session, version: str) -> None:
+    """Installs all packages in place with one version of torch, a build for CUDA: gigabytes."""
+    # The pins, without those of torch and of what is built for one torch.
+    apart = r"(torch|torch-xla|torchao|transformer_engine|fsspec|setuptools|sympy|networkx|filelock)=="
+    lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    pins = Path(session.create_tmp()) / "constraints.txt"
+    pins.write_text("\n".join([*(line for line in lines if not re.match(apart, line)), f"torch=={version}\n"]))
+    places = [part for package in PACKAGES for part in editable(package)]
+    install(session, *group("test", "data"), f"torch=={version}", *places, "fsspec", env={"PIP_CONSTRAINT": str(pins)})
+
+
+@nox.session(default=False)
+def smoke_oldest(session: nox.Session) -> None:
+    """On the oldest torch, jobs in two ranks train, save and resume."""
+    with_torch(session, OLDEST)
+    session.run("python", "-m", "integration_tests.isolated.smoke", *session.posargs)
+
+
+@nox.session(default=False)
+def oldest(session: nox.Session) -> None:
+    """The tests of the packages that torch matters to, on the oldest torch that is supported."""
+    with_torch(session, OLDEST)
+    pytest(session, *ON_TORCH, *IN_TWO, python=Path(session.virtualenv.location))
+
+
+@nox.session(default=False)
+def newest(session: nox.Session) -> None:
+    """The same on the newest torch that is tested."""
+    with_torch(session, NEWEST)
+    pytest(session, *ON_TORCH, *IN_TWO, python=Path(session.virtualenv.location))
+
+
+@nox.session(default=False, venv_backend="none", requires=["env"])
+def gpu(session: nox.Session) -> None:
+    """The tests that need a CUDA device."""
+    pytest(session, "-m", "gpu", "packages", "integration_tests")
+
+
 TESTED = [
     "integration", "slurm", "huggingface", *(f"tests({package})" for package in PACKAGES),
     *(f"long({part})" for part in LONG),
 ]  # fmt: skip
 """The sessions whose tests `acceptance.toml` may name."""
-REST = ["lint", "types", "docs", "build", "extras", "torch_free(whole)", "minimums(whole)"]
+REST = [
+    "lint", "types", "docs", "build", "isolated", "extras", "torch_free(whole)", "minimums(whole)", "oldest", "newest",
+]  # fmt: skip
 
 
 @nox.session(default=False, venv_backend="none", requires=["env", *TESTED, *REST])
@@ -307,23 +350,3 @@ def full(session: nox.Session) -> None:
     """Everything, before an issue is resolved: each test that `acceptance.toml` names has passed."""
     run(session, "python", "integration_tests/acceptance.py", *map(str, sorted(RAN.glob("*/tests.txt"))))
     print("FLAKY since this checkout was made:", FLAKY.read_text() if FLAKY.exists() else "none", sep="\n")
-
-
-@nox.session(default=False)
-def newest(session: nox.Session) -> None:
-    """The contract tests of private parts with the newest Lightning and torch; `-- lightning==2.7` names others."""
-    wanted = session.posargs or ["lightning", "torch"]
-    places = [part for package in PACKAGES for part in editable(package)]
-    unpinned = {"PIP_CONSTRAINT": ""}
-    session.install(*group("test", "data"), *places, env=unpinned)
-    session.install("--upgrade", "--pre", *wanted, env=unpinned)  # pip says which range of ours it leaves
-    session.run("pip", "list")
-    tests = ["test_lightning_compat", "test_exact_resume", "test_trainer_run"]
-    files = [f"packages/lightning/tests/{name}.py" for name in tests]
-    session.run("pytest", *files, "packages/distributed/tests/test_torch_contract.py", "-n", "2")
-
-
-@nox.session(default=False, venv_backend="none", requires=["env"])
-def gpu(session: nox.Session) -> None:
-    """The tests that need a CUDA device."""
-    pytest(session, "-m", "gpu", "packages", "integration_tests")

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from fairlead.errors import CheckpointError, MissingDependencyError
+from fairlead.install import install_line
 from fairlead_runs.commit import Checkpoint, RetentionPolicy, checkpoint_name, publish, stage, write_file
 from fairlead_runs.commit import list_checkpoints as local
 from fairlead_runs.remote import (
@@ -274,7 +275,7 @@ def test_no_network_says_so(monkeypatch: pytest.MonkeyPatch, s3: S3) -> None:
 def test_a_missing_library_is_named_with_the_pip_line(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(MissingDependencyError) as raised:
         Store.open("gs://bucket/prefix")
-    assert raised.value.fix == "pip install 'fairlead[remote]' gcsfs"
+    assert raised.value.fix == install_line("remote", "gcsfs")
 
 
 def own_events(run: Path, pid: int) -> list[str]:

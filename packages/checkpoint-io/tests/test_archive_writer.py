@@ -14,7 +14,6 @@ import pytest
 import torch
 import xxhash
 
-from fairlead_checkpoint_io.files import archive_writer
 from fairlead_checkpoint_io.files.archive_writer import _STRIDE, ArchiveWriter
 
 
@@ -111,7 +110,7 @@ def test_the_saves_of_other_threads_keep_their_checksums() -> None:
             return super().write(data)
 
     def save() -> None:
-        archive_writer._save(STATES["a module"], slow, fill_in=True)
+        ArchiveWriter(slow).add(STATES["a module"])
 
     slow = Slow()
     thread = threading.Thread(target=save)

@@ -13,6 +13,7 @@ import torch
 from lightning.fabric.plugins import XLACheckpointIO
 
 from fairlead.errors import CheckpointError, MissingDependencyError
+from fairlead.install import install_line
 from fairlead.plugins import PluginManager
 from fairlead_checkpoint_io import XLACheckpointIOConfig
 from fairlead_checkpoint_io.xla_file_runtime import XLAFileCheckpointIO
@@ -57,4 +58,4 @@ def test_tensors_are_moved_first_and_then_written_atomically(
 def test_without_torch_xla_the_pip_line_is_named() -> None:
     with pytest.raises(MissingDependencyError) as caught:
         PluginManager().require_engines("checkpoint_io", "xla")
-    assert caught.value.fix == "pip install 'fairlead[xla]'"
+    assert caught.value.fix == install_line("xla")

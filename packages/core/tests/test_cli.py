@@ -16,6 +16,7 @@ import pytest
 
 from fairlead import PluginManager, own_checks
 from fairlead.cli import commands, main
+from fairlead.install import install_line
 from fairlead.plugin_classes import CommandPlugin
 from fairlead.testing import FakeEntryPoint, stand_ins
 
@@ -101,7 +102,7 @@ def test_help_and_version(run: Run) -> None:
         (["check"], "JOB"),
         (["check", "job.yaml", "--no"], "--no"),
         (["check", "job.yaml", "--stri"], "--stri"),
-        (["fit", "job.yaml"], "pip install 'fairlead[lightning]'"),
+        (["fit", "job.yaml"], install_line("lightning")),
         (["plugins", "--axis", "stratgy"], "did you mean 'strategy'?"),
     ],
 )

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from fairlead.engines import too_old
 from fairlead.errors import ConfigError
 from fairlead_distributed.parallel.pipeline import (
     Pipeline,
@@ -24,6 +25,8 @@ from fairlead_distributed.parallel.pipeline import (
 from fairlead_distributed.testing import run_ranks
 from fairlead_runs.pipeline_schedule import SCHEDULES, Schedule, bubble_fraction, choose_micro_batches, stage_rank
 
+OLD = too_old("pipeline")
+pytestmark = pytest.mark.skipif(OLD is not None, reason=str(OLD))
 IGNORED = -100
 
 

@@ -21,6 +21,7 @@ from fairlead_distributed import free_port
 from fairlead_distributed.alarms import asked_to_stop
 from fairlead_distributed.stacks import dump_stacks, flight_recorder_variables
 from fairlead_distributed.stuck import RankWatch
+from fairlead_distributed.testing import without_gloo
 from fairlead_launch.forked_child import run_python
 from fairlead_launch.forkserver import ForkedProcess, shared
 
@@ -88,6 +89,7 @@ class Ranks:
                 "MASTER_ADDR": "127.0.0.1",
                 "FOLDER": str(self.folder),
                 "TIMEOUT": str(timeout_s),
+                **flight_recorder_variables(self.folder),
             }
             with self._said(rank, "out").open("w") as out, self._said(rank, "err").open("w") as err:
                 fds = {1: out.fileno(), 2: err.fileno()}
@@ -98,7 +100,7 @@ class Ranks:
         """Waits for all."""
         codes = [process.wait(LIMIT_S) for process in self.processes]
         return [
-            Ended(code, *(self._said(rank, where).read_text() for where in ("out", "err")))
+            Ended(code, *(without_gloo(self._said(rank, where).read_text()) for where in ("out", "err")))
             for rank, code in enumerate(codes)
         ]
 
@@ -517,4 +519,4 @@ def test_a_process_without_a_collective_has_no_record(tmp_path: Path) -> None:
     command = [sys.executable, "-c", script]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.stdout == "[]\n", done.stderr
-    assert set(flight_recorder_variables(tmp_path).values()) == {f"{tmp_path}/nccl/rank_"}
+    assert set(flight_recorder_variables(tmp_path).values()) == {f"{tmp_path}/nccl/rank_", "2000"}

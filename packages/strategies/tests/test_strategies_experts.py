@@ -9,10 +9,13 @@ from typing import Any
 
 import pytest
 
+from fairlead.engines import too_old
 from fairlead_distributed.testing import run_ranks
 from fairlead_strategies import FSDP2StrategyConfig, HybridStrategyConfig
 from fairlead_strategies.mesh.runtime import MeshStrategy
 
+OLD = too_old("expert")
+pytestmark = pytest.mark.skipif(OLD is not None, reason=str(OLD))
 LAUNCHER = {"TORCHELASTIC_RUN_ID": "test", "GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1"}
 CLOSE = 2e-6
 """Largest difference of anything after some steps: the order of float32 additions differs."""

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from fairlead import BuildContext, PrecisionConfigBase
+from fairlead.engines import LIGHTNING
 from fairlead.findings import Inexact
-from fairlead_precision.modes import LIGHTNING, StrategyPrecision, lightning_precisions
+from fairlead_precision.modes import StrategyPrecision, lightning_precisions
 
 
 class XLAPrecisionConfig(PrecisionConfigBase):
@@ -23,7 +24,7 @@ class XLAPrecision(StrategyPrecision):
     config = XLAPrecisionConfig
     runtime = "fairlead_precision.xla:build"
     aliases = ("XLAPluginConfig",)
-    engines = (*LIGHTNING, "torch-xla>=2.9")
+    engines = (*LIGHTNING, "torch-xla")
     extra = "xla"
     reason = "it steps the optimizer through torch-xla, which needs an XLA device"
     unproven = Inexact(

@@ -9,12 +9,10 @@ from typing import Annotated, Any, ClassVar
 from pydantic import BeforeValidator, Field
 
 from fairlead import Capability, Resolution, StrategyConfigBase, StrategyPlugin, hookimpl
+from fairlead.engines import LIGHTNING
 from fairlead.errors import ConfigError
 from fairlead.findings import Inexact
 from fairlead.user_code import CodeRoot, import_callable
-
-LIGHTNING = ("torch>=2.13", "lightning>=2.6.6,<2.7")
-"""The engines that every strategy needs."""
 
 
 def _path(value: Any) -> Any:

@@ -6,8 +6,9 @@ from collections.abc import Iterable
 from typing import Any, Literal
 
 from fairlead import BuildContext, Capability, StrategyConfigBase, hookimpl
+from fairlead.engines import LIGHTNING
 from fairlead.findings import Inexact
-from fairlead_strategies.shared import LIGHTNING, UnprovenStrategy
+from fairlead_strategies.shared import UnprovenStrategy
 
 
 class XLAStrategyConfig(StrategyConfigBase):
@@ -27,7 +28,7 @@ class XLA(UnprovenStrategy):
     runtime = "fairlead_strategies.xla:build"
     starts_processes = True
     precision = "xla"
-    engines = (*LIGHTNING, "torch-xla>=2.9")
+    engines = (*LIGHTNING, "torch-xla")
     extra = "xla"
     unproven = Inexact(
         "strategy: xla",

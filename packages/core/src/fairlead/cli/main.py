@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Final, NoReturn
 
 from fairlead.cli.session import Session
+from fairlead.engines import requirement
 from fairlead.errors import ConfigError, FairleadError, MissingDependencyError
 from fairlead.plugin_classes import CommandPlugin
-from fairlead.plugins import PluginManager, pip_target
+from fairlead.plugins import PluginManager, engines_line
 
 _GROUPS: Final = {
     "installation": "the installation",
@@ -98,11 +99,9 @@ def _run(words: list[str], session: Session) -> int:
         arguments = parser.parse_args(words[1:])
     except SystemExit:
         return 0  # only --help exits; a wrong call is `_Parser.error`
-    missing = [r for r in command.engines if not session.plugins.is_installed(r)]
+    missing = [requirement(r) for r in command.engines if not session.plugins.is_installed(r)]
     if missing:
-        raise MissingDependencyError(
-            f"fairlead {command.name} needs {', '.join(missing)}", fix=f"pip install {pip_target(command)}"
-        )
+        raise MissingDependencyError(f"fairlead {command.name} needs {', '.join(missing)}", fix=engines_line(command))
     return int(pkgutil.resolve_name(command.runtime)(arguments, session))
 
 
