@@ -36,6 +36,7 @@ from fairlead.resolution import Resolution
 from fairlead.testing import FakeEntryPoint, write_dist
 from fairlead_launch.submission.submission import make_plan
 from fairlead_runs.fingerprints import MAY_CHANGE
+from integration_tests.isolated.run import OLD_PIP, readme_lines
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -424,6 +425,21 @@ def test_the_readmes_commands_are_those_that_are_run() -> None:
     assert demo.removesuffix("-s demo") == test.removesuffix("-j 2")
     noxfile = (ROOT / "noxfile.py").read_text(encoding="utf-8")
     assert '"fairlead", "fit", "examples/gpt/job.yaml"' in noxfile.partition("def demo(")[2].partition("@nox")[0]
+
+
+def test_the_readmes_install_lines_are_those_that_are_run() -> None:
+    """Session `isolated` runs each as it stands: a login node, one machine, and a cluster with an engine."""
+    lines = readme_lines()
+    assert list(lines) == ["lightning", "check", "slurm,deepspeed"]
+    assert set(OLD_PIP) < set(lines)
+    noxfile = (ROOT / "noxfile.py").read_text(encoding="utf-8")
+    assert '"--readme"' in noxfile.partition("def isolated(")[2].partition("@nox")[0]
+
+
+def test_no_page_sends_to_an_index() -> None:
+    """The packages are not on one: a page says which extra, and the page Install how it is installed."""
+    pages = [each for each in PAGES if each.name != "install.md"]
+    assert [str(each) for each in pages if "pip install 'fairlead" in each.read_text(encoding="utf-8")] == []
 
 
 def plain_environ(home: Path) -> dict[str, str]:
