@@ -88,6 +88,7 @@ class _Hash:
         pass
 
 
+@pytest.mark.full
 def test_archives_of_more_than_4_gib_are_those_of_torch() -> None:
     """ZIP has other headers for a record that is as large, and for those that lie behind 4 GiB."""
     nothing = torch.from_numpy(np.zeros((1 << 32) + 5, dtype=np.uint8))  # pages that nobody writes take no memory

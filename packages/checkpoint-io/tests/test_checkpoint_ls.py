@@ -147,6 +147,7 @@ def test_a_wrong_call(fairlead: Command, tmp_path: Path) -> None:
         assert said.err.startswith("error: "), words
 
 
+@pytest.mark.full
 def test_ten_thousand_checkpoints(fairlead: Command, root: Path) -> None:
     """A folder of this size is listed with one look at each checkpoint."""
     root.mkdir(parents=True)
