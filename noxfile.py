@@ -26,7 +26,10 @@ NOT_SHARED = {"mpi", "transformer-engine", "xla"}
 TORCH_FREE = ("core", "runs", "launch")
 HOSTS = ("-e", "packages/environments")  # without its engines: it reads hosts in brackets
 HUGGING_FACE = ("integration_tests/huggingface", "integration_tests/verify/test_hugging_face.py")
-INTEGRATION = ["integration_tests", *(f"--ignore={path}" for path in ("integration_tests/slurm", *HUGGING_FACE))]
+INTEGRATION = [
+    "integration_tests",
+    *(f"--ignore={path}" for path in ("integration_tests/slurm", "integration_tests/xla", *HUGGING_FACE)),
+]
 LONG = {"packages": ["packages"], "integration": INTEGRATION, "slurm": ["integration_tests/slurm"]}
 BENCHMARKED = {"checkpoint": [["--gib", "0.1"], ["--gib", "1"], ["--gib", "4", "--rounds", "5"]]}
 """The options with which a benchmark is run, one result each, where that is more than once."""
@@ -186,6 +189,13 @@ def huggingface(session: nox.Session) -> None:
     pytest(session, *HUGGING_FACE, python=Path(session.virtualenv.location))
 
 
+@nox.session(default=False)
+def xla(session: nox.Session) -> None:
+    """Trainings on XLA devices of PJRT on the CPU; torch-xla needs an older torch than the other sessions (7 GB)."""
+    with_torch(session, OLDEST, "torch-xla==2.9.0")
+    pytest(session, "integration_tests/xla", python=Path(session.virtualenv.location))
+
+
 @nox.session
 def lint(session: nox.Session) -> None:
     """Style, common mistakes and layers; `nox -s lint -- --fix` repairs what it can."""
@@ -297,7 +307,7 @@ ON_TORCH = [
 ]
 
 
-def with_torch(session: nox.Session, version: str) -> None:
+def with_torch(session: nox.Session, version: str, *more: str) -> None:
     """Installs all packages in place with one version of torch, a build for CUDA: gigabytes."""
     # The pins, without those of torch and of what is built for one torch.
     apart = r"(torch|torch-xla|torchao|transformer_engine|fsspec|setuptools|sympy|networkx|filelock)=="
@@ -305,7 +315,8 @@ def with_torch(session: nox.Session, version: str) -> None:
     pins = Path(session.create_tmp()) / "constraints.txt"
     pins.write_text("\n".join([*(line for line in lines if not re.match(apart, line)), f"torch=={version}\n"]))
     places = [part for package in PACKAGES for part in editable(package)]
-    install(session, *group("test", "data"), f"torch=={version}", *places, "fsspec", env={"PIP_CONSTRAINT": str(pins)})
+    wanted = (*group("test", "data"), f"torch=={version}", *more, *places, "fsspec")
+    install(session, *wanted, env={"PIP_CONSTRAINT": str(pins)})
 
 
 @nox.session(default=False)
@@ -337,7 +348,7 @@ def gpu(session: nox.Session) -> None:
 
 TESTED = [
     "integration", "slurm", "huggingface", *(f"tests({package})" for package in PACKAGES),
-    *(f"long({part})" for part in LONG),
+    *(f"long({part})" for part in LONG), "xla",
 ]  # fmt: skip
 """The sessions whose tests `acceptance.toml` may name."""
 REST = [

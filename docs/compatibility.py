@@ -103,8 +103,7 @@ def cell(strategy: str, axis: str, choice: str, plugins: PluginManager) -> Cell:
     wanted = settings(strategy, axis, choice, plugins)
     refusals = []
     for accelerator in (choice,) if axis == "accelerator" else _MACHINES:
-        fitting = {"checkpoint_io": "xla"} if accelerator == "xla" else {}
-        errors = list(_errors({**fitting, **wanted, "accelerator": accelerator}, accelerator, plugins))
+        errors = list(_errors({**wanted, "accelerator": accelerator}, accelerator, plugins))
         if not errors:
             return Cell(strategy, axis, choice, accelerator)
         refusals.append(errors)

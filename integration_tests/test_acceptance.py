@@ -210,6 +210,14 @@ def test_a_test_has_passed_where_one_of_its_parameters_has_and_none_has_failed()
     }
 
 
+def test_a_session_that_was_not_run_is_not_missed() -> None:
+    """Its environment takes gigabytes; where it was run, each of its tests counts."""
+    apart = "integration_tests/xla/test_xla.py::test_{}".format
+    table = [Requirement("P1", "It works.", "shown", (apart("a"), apart("b"), "c.py::test_c"))]
+    assert not_passed(table, {"c.py::test_c": "passed"}) == {}
+    assert not_passed(table, {apart("a"): "passed", "c.py::test_c": "passed"}) == {apart("b"): "not run"}
+
+
 @pytest.mark.parametrize("workers", [(), ("-n", "2")])
 def test_pytest_writes_what_became_of_each_test(tmp_path: Path, workers: tuple[str, ...]) -> None:
     """Through the hook of this repository; a pytest within a test does not write over it."""

@@ -10,6 +10,8 @@ import pytest
 from fairlead import (
     AcceleratorConfigBase,
     AcceleratorPlugin,
+    CheckpointIOConfigBase,
+    CheckpointIOPlugin,
     Claim,
     Devices,
     EnvironmentConfigBase,
@@ -22,6 +24,8 @@ from fairlead import (
     ResourcesConfig,
     Setting,
     Specificity,
+    StrategyConfigBase,
+    StrategyPlugin,
     Topology,
     TrainerConfig,
     Unused,
@@ -457,8 +461,78 @@ def test_requeue_shorthands(plugins: PluginManager) -> None:
 
 
 def test_single_device_with_several_ranks(plugins: PluginManager) -> None:
+    """Of several devices it takes one; several ranks have to be asked for to be an error."""
     resolution = resolve(plugins, {"FAKE_GPUS": "2"}, strategy="single_device")
+    assert codes(resolution) == []
+    assert shown(resolution, "devices") == {"devices": (1, "the strategy single_device trains one rank")}
+    resolution = resolve(plugins, {"FAKE_GPUS": "2"}, strategy="single_device", devices=2)
     assert codes(resolution) == [("error", "capability")]
+
+
+class WaferAcceleratorConfig(AcceleratorConfigBase):
+    """A wafer."""
+
+    name: Literal["wafer"] = "wafer"
+
+
+class Wafer(AcceleratorPlugin):
+    """As many as WAFERS says."""
+
+    config = WaferAcceleratorConfig
+
+    @hookimpl
+    def fairlead_devices(self, environ: Mapping[str, str]) -> Devices:
+        """Counts them."""
+        count = int(environ.get("WAFERS", "0"))
+        return Devices(count, "WAFERS", ("wafer",) * count)
+
+
+class WaferStrategyConfig(StrategyConfigBase):
+    """All wafers of a machine."""
+
+    name: Literal["wafer"] = "wafer"
+
+
+class WaferStrategy(StrategyPlugin):
+    """One process drives all of them, and writes its own checkpoints."""
+
+    config = WaferStrategyConfig
+    accelerator = "wafer"
+    checkpoint_io = "wafer"
+    one_process = True
+
+
+class WaferCheckpointIOConfig(CheckpointIOConfigBase):
+    """Of wafers."""
+
+    name: Literal["wafer"] = "wafer"
+
+
+class WaferCheckpointIO(CheckpointIOPlugin):
+    """Of wafers."""
+
+    config = WaferCheckpointIOConfig
+
+
+def test_what_a_strategy_leaves_no_choice_in_is_resolved(fairlead_plugins: Callable[..., PluginManager]) -> None:
+    """By what a third party's plugin says of itself; what is asked for stays as it is."""
+    plugins = fairlead_plugins(stand_ins(), CUDA(), Wafer(), WaferStrategy(), WaferCheckpointIO())
+    resolution = resolve(plugins, {"FAKE_GPUS": "8", "WAFERS": "4"}, strategy="wafer")
+    assert codes(resolution) == []
+    assert shown(resolution, "accelerator", "devices", "world_size", "checkpoint_io") == {
+        "accelerator": ("wafer", "the strategy wafer drives no other"),
+        "devices": (4, "WAFERS"),
+        "world_size": (1, "one process drives all 4 devices (strategy wafer)"),
+        "checkpoint_io": ("wafer", "the strategy wafer accepts no other"),
+    }
+    assert (resolution.devices, resolution.devices_per_rank, resolution.world_size) == (1, 4, 1)
+    several = resolve(plugins, {"WAFERS": "4"}, strategy="wafer", num_nodes=2)
+    assert (several.devices, several.devices_per_rank, several.world_size) == (4, 1, 8)
+    absent = resolve(plugins, {"FAKE_GPUS": "8"}, strategy="wafer")
+    assert codes(absent) == [("error", "accelerator-unavailable")]
+    assert absent.findings[0].where == "trainer.strategy"
+    assert absent.findings[0].fix is not None
+    assert absent.findings[0].fix.startswith("write `strategy: auto`")
 
 
 def test_with_only_the_core_each_absent_plugin_is_named(fairlead_plugins: Callable[..., PluginManager]) -> None:

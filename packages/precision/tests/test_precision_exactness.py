@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from fairlead.exactness import Verdict, device_reasons, verdict
@@ -13,13 +15,12 @@ from fairlead.testing import minimal_resolution
     ("name", "expected"),
     [
         *((name, "exact") for name in ("32-true", "64-true", "bf16-true", "16-true", "bf16-mixed", "16-mixed")),
-        *(
-            (name, "not known")
-            for name in ("transformer-engine", "bitsandbytes", "fp8-torchao", "deepspeed", "fsdp", "xla")
-        ),
+        *((name, "not known") for name in ("transformer-engine", "bitsandbytes", "fp8-torchao", "deepspeed", "fsdp")),
+        ("xla", "exact"),
+        ({"name": "xla", "precision": "16-true"}, "not known"),
     ],
 )
-def test_what_precisions_say(name: str, expected: Verdict) -> None:
+def test_what_precisions_say(name: Any, expected: Verdict) -> None:
     """A checkpoint holds numbers of any format as they are; the state of engines was never shown to be whole."""
     plugins = PluginManager()
     resolution = minimal_resolution(plugins, precision=name, accelerator="cpu")

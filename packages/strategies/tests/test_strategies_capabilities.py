@@ -74,34 +74,9 @@ def test_parallel_strategies_on_mps(ranks: ModuleType, config: Any, monkeypatch:
         pl.Trainer(accelerator="mps", devices=1, strategy=build(config, ranks.context(config)))
 
 
-@pytest.mark.parametrize("tag", ["single_device", "ddp", "fsdp2", "deepspeed"])
-def test_other_strategies_on_xla(ranks: ModuleType, tag: str) -> None:
-    import lightning.pytorch as pl
-    import torch
-    from lightning.pytorch.accelerators import XLAAccelerator
-
-    from fairlead_strategies import SingleDeviceStrategyConfig
-
-    class Pretended(XLAAccelerator):
-        def __init__(self) -> None:
-            """The real one raises where there is no torch-xla."""
-
-        @staticmethod
-        def is_available() -> bool:  # type: ignore[override]  # the real one is cached
-            return True
-
-        @staticmethod
-        def parse_devices(devices: Any) -> Any:
-            return devices
-
-        @staticmethod
-        def get_parallel_devices(devices: Any) -> list[torch.device]:
-            return [torch.device("cpu")]
-
-    refuses((tag, "accelerator.xla"), ("fsdp", "accelerator.xla"))
-    config = next(c for c in [SingleDeviceStrategyConfig(), *PARALLEL] if c.name == tag)
-    with pytest.raises(ValueError, match="can only be used with a `SingleDeviceXLAStrategy` or `XLAStrategy`"):
-        pl.Trainer(accelerator=Pretended(), devices=1, strategy=build(config, ranks.context(config)))
+def test_other_strategies_on_xla() -> None:
+    """Lightning's own refusal needs torch-xla: `integration_tests/xla`."""
+    refuses(*[(tag, "accelerator.xla") for tag in ("single_device", "ddp", "fsdp", "fsdp2", "deepspeed")])
 
 
 @pytest.mark.parametrize("engine", ["trainer", "fabric"])
@@ -174,19 +149,12 @@ def test_deepspeed_writes_past_the_checkpoint_io() -> None:
 
 
 def test_xla_accepts_its_own_precision_and_checkpoint_io_only() -> None:
+    """Lightning's own refusal of another plugin needs torch-xla: `integration_tests/xla`."""
     from typing import get_args
 
     from lightning.fabric.plugins.precision.xla import _PRECISION_INPUT
-    from lightning.pytorch.plugins.io import TorchCheckpointIO
-    from lightning.pytorch.plugins.precision import MixedPrecision
-    from lightning.pytorch.strategies import XLAStrategy
 
     modes = ("64-true", "16-mixed", "bf16-mixed")
     kinds = ("bitsandbytes", "transformer-engine")
     refuses(*[("xla", f"precision.{name}") for name in (*modes, *kinds)], ("xla", "checkpoint_io.torch"))
     assert not set(modes) & set(get_args(_PRECISION_INPUT))
-    strategy = object.__new__(XLAStrategy)  # its constructor needs torch-xla; its setters do not
-    with pytest.raises(TypeError, match="can only work with the `XLAPrecision` plugin"):
-        strategy.precision_plugin = MixedPrecision("bf16-mixed", "cpu")
-    with pytest.raises(TypeError, match="can only work with the `XLACheckpointIO` plugin"):
-        strategy.checkpoint_io = TorchCheckpointIO()

@@ -13,13 +13,18 @@ from fairlead.plugin_classes import AcceleratorPlugin
 from fairlead.topology import Topology
 
 
-def choose_accelerator(partial: PartialResolution) -> tuple[AcceleratorConfigBase | None, Devices]:
-    """The kind of device, and which of them are here."""
+def choose_accelerator(
+    partial: PartialResolution, only: str | None = None
+) -> tuple[AcceleratorConfigBase | None, Devices]:
+    """The kind of device, and which of them are here; `only`: the tag of the one that the strategy drives."""
     asked, nothing = partial.trainer.accelerator, Devices(0, "no accelerator is installed")
     if partial.profile is not None:
         return _profiled_accelerator(partial, partial.profile)
     tag, reason = "cpu", "no other device was found"
-    if not isinstance(asked, AcceleratorConfigBase):
+    named = isinstance(asked, AcceleratorConfigBase) or only is not None
+    if not isinstance(asked, AcceleratorConfigBase) and only is not None:
+        tag, reason = only, f"the strategy {getattr(partial.trainer.strategy, 'name', '')} drives no other"
+    elif not isinstance(asked, AcceleratorConfigBase):
         by_tag = {plugin.tag: plugin for plugin in partial.accelerators().values()}
         for candidate in sorted(by_tag.values(), key=lambda plugin: -plugin.priority):
             seen = partial.probe(candidate)
@@ -32,15 +37,16 @@ def choose_accelerator(partial: PartialResolution) -> tuple[AcceleratorConfigBas
     plugin = partial.plugins.of(config)
     assert isinstance(plugin, AcceleratorPlugin)
     found = partial.probe(plugin)
-    if isinstance(asked, AcceleratorConfigBase) and found.count == 0:
+    if named and found.count == 0:
         here = [name for name, p in partial.accelerators().items() if not p.preset and partial.probe(p).count]
         partial.report(
             partial.hardware_severity(),
             "accelerator-unavailable",
             f"the accelerator {partial.settings['accelerator'].value!r} is not on this machine",
-            where="trainer.accelerator",
+            where="trainer.accelerator" if isinstance(asked, AcceleratorConfigBase) else "trainer.strategy",
             why=f"{found.evidence}; available here: {', '.join(here) or 'none'}",
-            fix="write `accelerator: auto`, or run it where there is one; `check --for resources` is for that",
+            fix=("write `accelerator: auto`" if isinstance(asked, AcceleratorConfigBase) else "write `strategy: auto`")
+            + ", or run it where there is one; `check --for resources` is for that",
         )
     return config, found
 
@@ -69,9 +75,14 @@ def _profiled_accelerator(
 
 
 def count_devices(
-    partial: PartialResolution, accelerator: AcceleratorConfigBase | None, found: Devices, topology: Topology
+    partial: PartialResolution,
+    accelerator: AcceleratorConfigBase | None,
+    found: Devices,
+    topology: Topology,
+    *,
+    one: bool = False,
 ) -> tuple[int, tuple[int, ...] | None]:
-    """Ranks on this node, and the indices of their devices where the config lists them."""
+    """Ranks on this node, and the indices of their devices where the config lists them; `one`: no more than one."""
     asked = partial.trainer.devices
     explicit = None if asked in ("auto", -1) else len(asked) if isinstance(asked, list) else int(asked)
     indices = tuple(asked) if isinstance(asked, list) else None
@@ -102,6 +113,8 @@ def count_devices(
     count, reason = max(found.count, 1), found.evidence
     if found.unlimited:
         count, reason = 1, "one process uses all cores through threads"
+    elif one and partial.trainer.devices == "auto":
+        count, reason = 1, f"the strategy {getattr(partial.trainer.strategy, 'name', '')} trains one rank"
     partial.settings["devices"] = Setting(count, reason)
     return count, None
 

@@ -120,6 +120,16 @@ class StrategyPlugin(Plugin):
     precision: ClassVar[str | None] = None
     """The tag of the one precision that its engine accepts, such as `fsdp`. `precision: bf16-mixed` and the like are
     then built as that precision with this mode in its field `precision`. None: it takes the general ones."""
+    accelerator: ClassVar[str | None] = None
+    """The tag of the one accelerator that its engine drives: `accelerator: auto` is then this one. None: any."""
+    checkpoint_io: ClassVar[str | None] = None
+    """The tag of the one checkpoint backend that its engine accepts: `checkpoint_io: auto` is then this one. None:
+    `torch`."""
+    one_rank: ClassVar[bool] = False
+    """Whether it trains one rank only: `devices: auto` is then 1, and several ranks are an error."""
+    one_process: ClassVar[bool] = False
+    """Whether one process drives all devices of a machine, as SPMD does: a run on one machine is then one rank, and
+    the batch of that rank is split over the devices. Over several machines the ranks are counted as elsewhere."""
 
 
 class PrecisionPlugin(Plugin):

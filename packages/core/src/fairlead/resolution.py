@@ -36,6 +36,7 @@ class Resolution:
         requeue: Who starts the job again.
         loggers: Where metrics go besides metrics.csv.
         devices: Ranks on this node.
+        devices_per_rank: Devices that each rank drives: more than one where a single process drives a whole machine.
         device_indices: The indices of the devices, where the config lists them.
         world_size: Ranks in all.
         device_type: The device type of torch that the accelerator is: cpu, cuda, mps, xla.
@@ -66,6 +67,7 @@ class Resolution:
     inside_job: bool
     findings: tuple[Finding, ...]
     job: Job | None = None
+    devices_per_rank: int = 1
 
     def value(self, name: str) -> Any:
         """The value of a setting."""

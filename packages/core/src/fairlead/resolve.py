@@ -23,7 +23,7 @@ from fairlead.findings import Finding, Severity
 from fairlead.hardware import choose_accelerator, count_devices
 from fairlead.network import network_findings, network_settings
 from fairlead.partial_resolution import PartialResolution, Purpose
-from fairlead.plugin_classes import AcceleratorPlugin, EnvironmentPlugin
+from fairlead.plugin_classes import AcceleratorPlugin, EnvironmentPlugin, StrategyPlugin
 from fairlead.plugins import PluginManager
 from fairlead.resolution import Resolution
 from fairlead.threads import choose_threads
@@ -62,20 +62,22 @@ class _Resolver(PartialResolution):
         self.settings["environment"] = chosen.setting
         self.inside_job = chosen.inside_job and self.profile is None
         topology = (chosen.topology if self.profile is None else None) or Topology(launched=False)
-        accelerator, found = choose_accelerator(self)
-        devices, indices = count_devices(self, accelerator, found, topology)
+        asked = self._asked_strategy()
+        accelerator, found = choose_accelerator(self, asked.accelerator if asked is not None else None)
+        one = asked is not None and asked.one_rank
+        devices, indices = count_devices(self, accelerator, found, topology, one=one)
         topology = nodes_from_world_size(topology, devices)
         num_nodes = self._num_nodes(topology)
-        world_size = self._world_size(devices, num_nodes, topology)
+        strategy = self._strategy(devices, num_nodes, topology, accelerator)
+        devices, driven = self._driven(devices, num_nodes, topology, strategy)
+        world_size = self._world_size(devices, num_nodes, topology, driven)
         self._exported_world_size(chosen, topology)
         self._threads(topology, devices, chosen.job)
         self._ranks(topology, chosen)
         self._main(topology, num_nodes)
-        strategy = self._strategy(world_size, accelerator)
+        self._single_rank(world_size, strategy)
         precision = self.default("precision", PrecisionConfigBase, self.trainer.precision, "32-true", "the default")
-        checkpoint_io = self.default(
-            "checkpoint_io", CheckpointIOConfigBase, self.trainer.checkpoint_io, "torch", "the default"
-        )
+        checkpoint_io = self._checkpoint_io(strategy)
         requeue = self._requeue(chosen)
         if self.trainer.layer_sync is not None:
             self.settings["layer_sync"] = Setting(self.trainer.layer_sync.name, "trainer.layer_sync")
@@ -101,6 +103,7 @@ class _Resolver(PartialResolution):
             devices=devices,
             device_indices=indices,
             world_size=world_size,
+            devices_per_rank=driven,
             device_type=device_type,
             backend=backend,
             devices_found=found,
@@ -154,12 +157,19 @@ class _Resolver(PartialResolution):
         self.settings["num_nodes"] = Setting(nodes, reason)
         return nodes
 
-    def _world_size(self, devices: int, num_nodes: int, topology: Topology) -> int:
-        if topology.launched and topology.world_size is not None:
-            self.settings["world_size"] = topology.world_size
-            return int(topology.world_size.value)
-        self.settings["world_size"] = Setting(devices * num_nodes, f"{devices} devices x {num_nodes} nodes")
-        return devices * num_nodes
+    def _world_size(self, devices: int, num_nodes: int, topology: Topology, driven: int) -> int:
+        ranks = self._ranks_in_all(devices, num_nodes, topology)
+        reason = f"{devices} devices x {num_nodes} nodes"
+        if driven > 1:
+            reason = f"one process drives all {driven} devices (strategy {self.settings['strategy'].value})"
+        launched = topology.world_size if topology.launched else None
+        self.settings["world_size"] = launched or Setting(ranks, reason)
+        return ranks
+
+    @staticmethod
+    def _ranks_in_all(devices: int, num_nodes: int, topology: Topology) -> int:
+        launched = topology.world_size if topology.launched else None
+        return int(launched.value) if launched is not None else devices * num_nodes
 
     def _exported_world_size(self, chosen: ChosenEnvironment, topology: Topology) -> None:
         plugin = self.plugins.of(chosen.config) if chosen.config is not None else None
@@ -190,21 +200,50 @@ class _Resolver(PartialResolution):
             port = topology.main_port or Setting(None, "the ranks agree on a free one")
         self.settings["main_port"] = topology.main_port or port
 
-    def _strategy(self, world_size: int, accelerator: AcceleratorConfigBase | None) -> StrategyConfigBase | None:
+    def _asked_strategy(self) -> StrategyPlugin | None:
+        """The plugin of the strategy that the config names; None: `auto`, or one that is not installed."""
+        asked = self.trainer.strategy
+        plugin = self.plugins.of(asked) if isinstance(asked, StrategyConfigBase) else None
+        return plugin if isinstance(plugin, StrategyPlugin) else None
+
+    def _strategy(
+        self, devices: int, num_nodes: int, topology: Topology, accelerator: AcceleratorConfigBase | None
+    ) -> StrategyConfigBase | None:
         plugin = self.plugins.of(accelerator) if accelerator is not None else None
         single, several = (plugin if isinstance(plugin, AcceleratorPlugin) else AcceleratorPlugin).strategies
-        tag, reason = (several, f"world_size={world_size}") if world_size > 1 else (single, "one rank")
-        config = self.default("strategy", StrategyConfigBase, self.trainer.strategy, tag, reason)
-        if config is not None and config.name == "single_device" and world_size > 1:
+        ranks = self._ranks_in_all(devices, num_nodes, topology)
+        tag, reason = (several, f"world_size={ranks}") if ranks > 1 else (single, "one rank")
+        if single == several:
+            reason = f"accelerator {self.settings['accelerator'].value}"
+        return self.default("strategy", StrategyConfigBase, self.trainer.strategy, tag, reason)
+
+    def _driven(
+        self, devices: int, num_nodes: int, topology: Topology, strategy: StrategyConfigBase | None
+    ) -> tuple[int, int]:
+        """Ranks on this node, and the devices of each: as many ranks as devices, unless one process drives them all."""
+        plugin = self.plugins.of(strategy) if strategy is not None else None
+        one = isinstance(plugin, StrategyPlugin) and plugin.one_process
+        if not one or topology.launched or num_nodes > 1 or devices == 1:
+            return devices, 1
+        return 1, devices
+
+    def _single_rank(self, world_size: int, strategy: StrategyConfigBase | None) -> None:
+        plugin = self.plugins.of(strategy) if strategy is not None else None
+        if isinstance(plugin, StrategyPlugin) and plugin.one_rank and world_size > 1:
             self.report(
                 "error",
                 "capability",
-                f"strategy 'single_device' runs one rank, but there are {world_size}",
+                f"strategy {plugin.tag!r} runs one rank, but there are {world_size}",
                 where="trainer.strategy",
                 why=f"world_size: {self.settings['world_size'].reason}",
                 fix="write `strategy: auto` or `ddp`, or `devices: 1`",
             )
-        return config
+
+    def _checkpoint_io(self, strategy: StrategyConfigBase | None) -> CheckpointIOConfigBase | None:
+        plugin = self.plugins.of(strategy) if strategy is not None else None
+        tag = plugin.checkpoint_io if isinstance(plugin, StrategyPlugin) else None
+        reason = f"the strategy {self.settings['strategy'].value} accepts no other" if tag else "the default"
+        return self.default("checkpoint_io", CheckpointIOConfigBase, self.trainer.checkpoint_io, tag or "torch", reason)
 
     def _requeue(self, chosen: ChosenEnvironment) -> RequeueConfigBase | None:
         asked, environment = self.trainer.requeue, chosen.config

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -14,13 +15,15 @@ from fairlead.errors import CheckpointError
 from fairlead_distributed.plain_data import from_plain, to_plain
 
 _KEYS = frozenset({"python", "numpy", "torch", "cuda", "mps"})
+_XLA = "xla"
 
 
 def rng_state() -> dict[str, Any]:
     """The states of Python's `random`, NumPy's global generator, torch on the CPU, and on every CUDA device or MPS.
 
-    Only tuples, numbers, strings and tensors: `torch.load(..., weights_only=True)` reads it. Generators that the
-    user made (`np.random.default_rng()`, `torch.Generator()`) are not global and not in it.
+    Where this process computes on an XLA device, that device's as well, under `xla`. Only tuples, numbers, strings and
+    tensors: `torch.load(..., weights_only=True)` reads it. Generators that the user made (`np.random.default_rng()`,
+    `torch.Generator()`) are not global and not in it.
     """
     return {
         "python": random.getstate(),
@@ -28,6 +31,7 @@ def rng_state() -> dict[str, Any]:
         "torch": torch.get_rng_state(),
         "cuda": list(torch.cuda.get_rng_state_all()) if torch.cuda.is_available() else [],
         "mps": torch.mps.get_rng_state() if torch.backends.mps.is_available() else None,
+        **({_XLA: xla.get_rng_state()} if (xla := _xla_model()) is not None else {}),
     }
 
 
@@ -39,7 +43,7 @@ def set_rng_state(state: Mapping[str, Any]) -> None:
     Raises:
         CheckpointError: `state` does not come from `rng_state`, or is damaged. Nothing was changed.
     """
-    if not isinstance(state, Mapping) or set(state) != _KEYS:
+    if not isinstance(state, Mapping) or set(state) - {_XLA} != _KEYS:
         found = sorted(map(str, state)) if isinstance(state, Mapping) else type(state).__name__
         raise CheckpointError(
             "this is not a state of the random generators", why=f"expected {sorted(_KEYS)}, found {found}"
@@ -64,6 +68,26 @@ def _restore(state: Mapping[str, Any]) -> None:
             torch.cuda.set_rng_state(device_state.cpu(), device)
     if state["mps"] is not None and torch.backends.mps.is_available():
         torch.mps.set_rng_state(state["mps"].cpu())
+    if _XLA in state and (xla := _xla_model()) is not None:
+        xla.set_rng_state(int(state[_XLA]))
+
+
+def _xla_model() -> Any | None:
+    """`torch_xla.core.xla_model`, if this process computes on an XLA device.
+
+    Lightning imports torch_xla wherever it is installed; to ask it for a state would take the TPU.
+    """
+    loaded = sys.modules.get("torch_xla")
+    if loaded is None or not loaded._XLAC._xla_runtime_is_initialized():
+        return None
+    return sys.modules.get("torch_xla.core.xla_model")
+
+
+def seed_xla(seed: int) -> None:
+    """Seeds the XLA device, if this process computes on one: `torch.manual_seed` leaves it as it is."""
+    xla = _xla_model()
+    if xla is not None:
+        xla.set_rng_state(seed % 2**63)
 
 
 @contextmanager
@@ -80,6 +104,8 @@ def isolated_rng(seed: int | None = None) -> Iterator[None]:
     cpu = cpu_states()
     on_cuda = torch.cuda.get_rng_state_all() if cuda else []
     on_mps = torch.mps.get_rng_state() if mps else None
+    xla = _xla_model()
+    on_xla = xla.get_rng_state() if xla is not None else None
     try:
         if seed is not None:
             seed_cpu(seed)
@@ -87,6 +113,7 @@ def isolated_rng(seed: int | None = None) -> Iterator[None]:
                 torch.cuda.manual_seed_all(seed)
             if mps:
                 torch.mps.manual_seed(seed)
+            seed_xla(seed)
         yield
     finally:
         set_cpu_states(cpu)
@@ -94,6 +121,8 @@ def isolated_rng(seed: int | None = None) -> Iterator[None]:
             torch.cuda.set_rng_state_all(on_cuda)
         if on_mps is not None:
             torch.mps.set_rng_state(on_mps)
+        if xla is not None:
+            xla.set_rng_state(on_xla)
 
 
 class IsolatedGenerators:

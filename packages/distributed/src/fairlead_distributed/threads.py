@@ -30,8 +30,9 @@ def start_line(resolution: Resolution) -> str:
     """What runs where: `start       2 ranks on 1 node, ddp on cpu, 32-true, 1 thread each, gloo, Master: n1:29500`."""
     topology = resolution.topology
     ranks, nodes = resolution.world_size, resolution.num_nodes
+    driven = f" with {resolution.devices_per_rank} devices" if resolution.devices_per_rank > 1 else ""
     parts = [
-        f"{counted(ranks, 'rank')} on {counted(nodes, 'node')}",
+        f"{counted(ranks, 'rank')}{driven} on {counted(nodes, 'node')}",
         f"{resolution.strategy.name} on {resolution.accelerator.name}",
         resolution.precision.name,
         counted(torch.get_num_threads(), "thread") + (" each" if ranks > 1 else ""),

@@ -1,4 +1,4 @@
-"""Which host of a TPU slice this is.
+"""Which host of a TPU slice this is, or a machine whose CPU or GPUs are driven through PJRT.
 
 The variables are those of `torch_xla/_internal/tpu.py` and `torch_xla/core/xla_env_vars.py`: TPU_WORKER_ID,
 TPU_WORKER_HOSTNAMES (a comma list), TPU_PROCESS_ADDRESSES (`host:port,...`, or `local`), CLOUD_TPU_TASK_ID (index in
@@ -9,22 +9,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from fairlead import Claim, EnvironmentConfigBase, EnvironmentPlugin, Specificity, Topology, hookimpl
 from fairlead.engines import LIGHTNING
-from fairlead.interfaces import BuildContext, Setting
+from fairlead.interfaces import Setting
 from fairlead.topology import check_ranks
 from fairlead.variables import integer, malformed, required, text
 
-if TYPE_CHECKING:
-    from lightning.fabric.plugins.environments import XLAEnvironment
-
 
 class XLAEnvironmentConfig(EnvironmentConfigBase):
-    """Hosts of a TPU slice: one process per host, in which PyTorch/XLA starts a rank per chip.
+    """Hosts of a TPU slice, one process each; or one machine whose CPU or GPUs PJRT drives.
 
-    The ranks meet through the TPU runtime, so there is no main address or port to set.
+    On one host that process drives all devices. On several, PyTorch/XLA starts a rank per chip in each; they meet
+    through the TPU runtime, so there is no main address or port to set.
 
     Example:
         >>> XLAEnvironmentConfig().name
@@ -35,10 +33,9 @@ class XLAEnvironmentConfig(EnvironmentConfigBase):
 
 
 class XLA(EnvironmentPlugin):
-    """Hosts of a TPU slice."""
+    """Hosts of a TPU slice, or one machine with PJRT."""
 
     config = XLAEnvironmentConfig
-    runtime = "fairlead_environments.xla:build"
     aliases = ("XLAEnvironmentPlugin",)
     engines = (*LIGHTNING, "torch-xla")
     extra = "xla"
@@ -50,12 +47,11 @@ class XLA(EnvironmentPlugin):
 
     @hookimpl
     def fairlead_detect(self, environ: Mapping[str, str]) -> Claim | None:
-        """Claims a host of a slice; a machine on which PJRT_DEVICE=TPU was exported only as by hand."""
+        """Claims a host of a slice; a machine on which PJRT_DEVICE was exported only as by hand."""
         worker, slice_, device = text(environ, *_WORKER), text(environ, *_SLICE), text(environ, "PJRT_DEVICE")
         if worker is not None and slice_ is not None:
             return Claim(f"{worker.reason}={worker.value}, {slice_.reason}", Specificity.SCHEDULER)
-        by_hand = device is not None and device.value.upper() == "TPU"
-        return Claim("PJRT_DEVICE=TPU", Specificity.MANUAL) if by_hand else None
+        return Claim(f"PJRT_DEVICE={device.value}", Specificity.MANUAL) if device is not None else None
 
     @hookimpl
     def fairlead_topology(self, config: EnvironmentConfigBase, environ: Mapping[str, str]) -> Topology:
@@ -74,13 +70,6 @@ class XLA(EnvironmentPlugin):
 
 
 xla = XLA()
-
-
-def build(config: XLAEnvironmentConfig, context: BuildContext) -> XLAEnvironment:
-    """Lightning's own environment: the ranks are known only in the processes that PyTorch/XLA starts."""
-    from lightning.fabric.plugins.environments import XLAEnvironment
-
-    return XLAEnvironment()
 
 
 _WORKER = ("TPU_WORKER_ID", "CLOUD_TPU_TASK_ID")
@@ -110,7 +99,7 @@ def _num_nodes(environ: Mapping[str, str], hosts: Setting | None) -> Setting:
         return Setting(len(hosts.value), f"hosts in {hosts.reason}")
     bounds = text(environ, "TPU_PROCESS_BOUNDS", "TPU_HOST_BOUNDS")
     if bounds is None:
-        return Setting(1, "one TPU host")
+        return Setting(1, "one host")
     sides = bounds.value.split(",")
     if not all(side.strip().isdigit() and int(side) > 0 for side in sides):
         raise malformed(bounds.reason, bounds.value, "three numbers such as 2,2,1")

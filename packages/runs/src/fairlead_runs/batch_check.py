@@ -40,19 +40,36 @@ def check_batch(loaded: LoadedJob, resolution: Resolution, environ: Mapping[str,
     if size is None and (size := _default(loaded, job)) is not None:
         reason = f"the default of {_spec(job).class_}"  # type: ignore[union-attr]  # it has a default
     settings = {}
+    findings: list[Finding] = []
     if size is not None:
         accumulate = _accumulate(job, resolution, cwd)
-        batch = GlobalBatch(size, ranks, resolution.num_nodes, accumulate, resolution.world_size // ranks)
+        shared_by, drives = resolution.world_size // ranks, resolution.devices_per_rank
+        batch = GlobalBatch(size, ranks, resolution.num_nodes, accumulate, shared_by, drives)
         if trainer.batch_size == "global":
             parts = str(batch).partition(" x ")[2] or "1 rank"
             reason = f"{reason}: {total} / {f'({parts})' if ' x ' in parts else parts}"
+        if drives > 1 and size % drives:
+            below = size // drives * drives
+            fix = f"a batch size of {f'{below} or ' if below else ''}{below + drives}"
+            findings.append(
+                Finding(
+                    "warning",
+                    "batch-not-split",
+                    f"a batch of {size} cannot be split evenly over {drives} devices",
+                    where=place,
+                    why="each of them would compute all of it, which is no faster than one device",
+                    fix=fix,
+                )
+            )
+        elif drives > 1:
+            size, reason = size // drives, f"{size} / {drives} devices; {reason}"
         settings["batch_per_device"] = Setting(size, reason)
         settings["global_batch"] = Setting(batch.samples, str(batch))
         if (change := lr_setting(trainer, batch)) is not None:
             settings["lr_factor"] = change
     elif trainer.base_batch_size is not None:
         settings["lr_factor"] = Setting(None, "the batch size is seen at the start")
-    return CheckResult((), settings)
+    return CheckResult(tuple(findings), settings)
 
 
 def _spec(job: JobConfig) -> ClassSpec | None:

@@ -27,6 +27,8 @@ class GlobalBatch:
         (2048, '32 per device x 8 devices x 2 nodes x 4 batches')
         >>> str(GlobalBatch(32, ranks=4, shared_by=8))  # tensor parallelism: eight ranks work on a batch
         '32 per replica x 4 replicas of 8 devices'
+        >>> str(GlobalBatch(32, drives=4))  # SPMD: one process splits its batch over four devices
+        '32 per process of 4 devices'
     """
 
     per_device: int
@@ -36,6 +38,8 @@ class GlobalBatch:
     accumulate: int = 1
     shared_by: int = 1
     """Ranks that work on one batch together."""
+    drives: int = 1
+    """Devices over which each rank splits its batch."""
 
     @property
     def samples(self) -> int:
@@ -51,7 +55,8 @@ class GlobalBatch:
             replicas = f"{self.ranks} replica{'s' if self.ranks > 1 else ''} of {self.shared_by} devices"
             return " x ".join([f"{self.per_device} per replica", replicas, *batches])
         named = [f"{count} {name}s" for count, name in ranks if count > 1]
-        return " x ".join([f"{self.per_device} per device", *named, *batches])
+        device = f"process of {self.drives} devices" if self.drives > 1 else "device"
+        return " x ".join([f"{self.per_device} per {device}", *named, *batches])
 
 
 def effective_batch(batch_size: int, devices: int = 1, num_nodes: int = 1, accumulate_grad_batches: int = 1) -> int:

@@ -8,7 +8,10 @@ run_directory = CheckPlugin("fairlead_runs.run_check:check_run_directory", reads
 batch = CheckPlugin(
     "fairlead_runs.batch_check:check_batch",
     reads_run=True,
-    codes={"batch-size": "The batch size of the job cannot be read, or not be shared by its ranks."},
+    codes={
+        "batch-size": "The batch size of the job cannot be read, or not be shared by its ranks.",
+        "batch-not-split": "One process drives several devices, and its batch cannot be split evenly over them.",
+    },
 )
 loaders = CheckPlugin(
     "fairlead_runs.loader_check:check_loaders",

@@ -8,10 +8,9 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import BeforeValidator, Field
 
-from fairlead import Capability, Resolution, StrategyConfigBase, StrategyPlugin, hookimpl
+from fairlead import Capability, StrategyConfigBase, StrategyPlugin
 from fairlead.engines import LIGHTNING
 from fairlead.errors import ConfigError
-from fairlead.findings import Inexact
 from fairlead.user_code import CodeRoot, import_callable
 
 
@@ -62,17 +61,6 @@ class LightningStrategy(StrategyPlugin):
         yield self.no(("accelerator.mps",), reason, "strategy: single_device")
         reason = "Lightning drives XLA devices only through its XLA strategies"
         yield self.no(("accelerator.xla",), reason, "strategy: xla")
-
-
-class UnprovenStrategy(LightningStrategy):
-    """One of which nobody has shown whether it resumes exactly."""
-
-    unproven: ClassVar[Inexact]
-
-    @hookimpl
-    def fairlead_exactness(self, resolution: Resolution) -> Iterator[Inexact]:
-        """It is not known."""
-        yield self.unproven
 
 
 def load_classes(paths: Iterable[str], where: str) -> set[type[Any]]:

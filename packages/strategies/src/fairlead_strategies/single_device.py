@@ -21,6 +21,7 @@ class SingleDevice(LightningStrategy):
 
     config = SingleDeviceStrategyConfig
     runtime = "fairlead_strategies.single_device:build"
+    one_rank = True
 
     @hookimpl
     def fairlead_capabilities(self) -> Iterable[Capability]:

@@ -56,9 +56,9 @@ class TrainerConfig(ConfigModel):
 
     # One field per axis.
     accelerator: Annotated[AcceleratorConfigBase | str, OpenUnion("accelerator", literals=("auto",))] = "auto"
-    """The kind of device; `auto` takes the best that is there."""
+    """The kind of device; `auto` takes the one that the strategy requires, else the best that is there."""
     strategy: Annotated[StrategyConfigBase | str, OpenUnion("strategy", literals=("auto",))] = "auto"
-    """How the model is split; `auto` is single_device for one rank, ddp for more."""
+    """How the model is split; `auto` is single_device for one rank, ddp for more, and xla on XLA devices."""
     precision: Annotated[PrecisionConfigBase | str, OpenUnion("precision", literals=("auto",))] = "auto"
     """Number formats; `auto` is 32-true."""
     environment: Annotated[
@@ -70,7 +70,7 @@ class TrainerConfig(ConfigModel):
     checkpoint_io: Annotated[
         CheckpointIOConfigBase | str, OpenUnion("checkpoint_io", literals=("auto",)), MayChange("how files are written")
     ] = "auto"
-    """How checkpoints are written; `auto` is torch."""
+    """How checkpoints are written; `auto` takes the one that the strategy requires, else torch."""
     layer_sync: Annotated[LayerSyncConfigBase | None, OpenUnion("layer_sync", optional=True)] = None
     """Layers whose statistics are shared between ranks."""
     requeue: Annotated[

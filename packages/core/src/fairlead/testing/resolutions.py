@@ -36,6 +36,12 @@ class _CPU(AcceleratorPlugin):
         return ()
 
 
+class _SingleDevice(StrategyPlugin):
+    """One rank."""
+
+    one_rank = True
+
+
 class _Lightning(EnvironmentPlugin):
     @hookimpl
     def fairlead_detect(self, environ: Mapping[str, str]) -> Claim | None:
@@ -63,7 +69,7 @@ def stand_ins(*without: str) -> dict[str, Any]:
     """
     made = (
         _stand_in(_CPU, "cpu"),
-        _stand_in(StrategyPlugin, "single_device"),
+        _stand_in(_SingleDevice, "single_device"),
         _stand_in(StrategyPlugin, "ddp"),
         _stand_in(PrecisionPlugin, "32-true"),
         _stand_in(_Lightning, "lightning"),

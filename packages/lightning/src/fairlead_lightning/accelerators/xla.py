@@ -29,6 +29,7 @@ class XLA(LightningAccelerator):
     """TPUs, and what else PJRT drives."""
 
     config = XLAAcceleratorConfig
+    runtime = "fairlead_lightning.accelerators.xla_runtime:build"
     engines = (*LIGHTNING, "torch-xla")
     extra = "xla"
     priority = 90
@@ -43,13 +44,15 @@ class XLA(LightningAccelerator):
 
     @hookimpl
     def fairlead_exactness(self, resolution: Resolution) -> Iterator[Inexact]:
-        """Not shown."""
-        yield Inexact(
-            "the accelerator 'xla'",
-            why="no test has resumed a run on XLA devices",
-            fix="accelerator: cpu or cuda, where it matters",
-            certain=False,
-        )
+        """Shown for CPUs that PJRT drives."""
+        kinds = sorted({name for name in resolution.devices_found.names or ("TPU",) if name != "CPU"})
+        if kinds:
+            yield Inexact(
+                f"the accelerator 'xla' on {', '.join(kinds)}",
+                why="no test has resumed a run there: of XLA devices the tests have CPUs only (PJRT_DEVICE=CPU)",
+                fix="accelerator: cpu or cuda, where it matters",
+                certain=False,
+            )
 
 
 xla = XLA()
@@ -63,11 +66,13 @@ def find_devices(environ: Mapping[str, str], root: Path, *, installed: bool) -> 
         if not installed:
             return Devices(0, f"PJRT_DEVICE={asked}, but torch_xla is not installed")
         variable = "GPU_NUM_DEVICES" if asked in {"CUDA", "GPU", "ROCM"} else f"{asked}_NUM_DEVICES"
-        count = environ.get(variable, "1")
-        return Devices(int(count) if count.isdecimal() else 1, f"PJRT_DEVICE={asked}", (asked,))
+        given = environ.get(variable, "")
+        count = int(given) if given.isdecimal() and int(given) else 1
+        evidence = f"PJRT_DEVICE={asked}" + (f", {variable}={given}" if variable in environ else "")
+        return Devices(count, evidence, (asked,) * count)
     chips, source = _chips(environ, root)
     if not chips:
-        return Devices(0, "no TPU in /dev/accel* or /dev/vfio")
+        return Devices(0, "no TPU in /dev/accel* or /dev/vfio, and PJRT_DEVICE names no other device, such as CPU")
     wanted = environ.get("TPU_VISIBLE_CHIPS", environ.get("TPU_VISIBLE_DEVICES"))
     if wanted is not None:
         left = {int(item) for item in wanted.split(",") if item.strip().isdecimal()}

@@ -20,7 +20,9 @@ import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO
 from lightning.fabric.strategies import Strategy as FabricStrategy
 from lightning.pytorch.strategies import Strategy
+from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.utils._pytree import tree_leaves, tree_map
 
 from fairlead.config import CheckpointConfig
 from fairlead.errors import CheckpointError, ConfigError, FairleadError
@@ -236,7 +238,14 @@ class Commits:
 
 
 def _dump(own: Any, file: FileWriter) -> None:
-    torch.save(own, cast("IO[bytes]", file))
+    torch.save(_off_xla(own), cast("IO[bytes]", file))
+
+
+def _off_xla(own: Any) -> Any:
+    """With the tensors of XLA devices in host memory: torch alone could not read them."""
+    on_xla = [leaf for leaf in tree_leaves(own) if isinstance(leaf, Tensor) and leaf.device.type == "xla"]
+    moved = {id(tensor): tensor.cpu() for tensor in on_xla}
+    return tree_map(lambda leaf: moved.get(id(leaf), leaf), own) if moved else own
 
 
 def _first_error(errors: list[Problem]) -> Problem:

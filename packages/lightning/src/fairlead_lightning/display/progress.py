@@ -149,7 +149,8 @@ class Progress(ProgressBar):
     def _sizes(self, trainer: L.Trainer, pl_module: L.LightningModule, samples: int) -> str:
         """What is trained, with how much at a time: parameters, and the batch of a device and of a step."""
         counts = (self._replicas, trainer.num_nodes, trainer.accumulate_grad_batches)
-        batch = GlobalBatch(samples, *counts, shared_by=trainer.world_size // self._replicas)
+        drives = getattr(trainer.strategy, "devices_per_rank", 1)
+        batch = GlobalBatch(samples, *counts, shared_by=trainer.world_size // self._replicas, drives=drives)
         parameters = sum(parameter.numel() for parameter in pl_module.parameters())
         in_all = f" = {batch.samples} in all" if batch.samples > samples else ""
         return f"model       {short(parameters)} parameters, batch {batch}{in_all}"

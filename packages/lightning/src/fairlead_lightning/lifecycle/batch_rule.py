@@ -127,7 +127,8 @@ def _size(trainer: L.Trainer) -> int | None:
 def _global(trainer: L.Trainer, size: int) -> GlobalBatch:
     replicas = int((trainer.distributed_sampler_kwargs or {}).get("num_replicas", 1))
     shared_by = trainer.world_size // replicas
-    return GlobalBatch(size, replicas, trainer.num_nodes, trainer.accumulate_grad_batches, shared_by)
+    drives = getattr(trainer.strategy, "devices_per_rank", 1)
+    return GlobalBatch(size, replicas, trainer.num_nodes, trainer.accumulate_grad_batches, shared_by, drives)
 
 
 def _batch(trainer: L.Trainer, *, needed: bool) -> GlobalBatch | None:

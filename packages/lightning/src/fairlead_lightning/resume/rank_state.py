@@ -15,6 +15,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from fairlead.errors import CheckpointError
 from fairlead_distributed import derive_seed, rng_state, set_rng_state
 from fairlead_distributed.module_state import module_state, restore_module
+from fairlead_distributed.rng import seed_xla
 from fairlead_distributed.run.session import RunSession
 from fairlead_lightning import compat
 from fairlead_lightning.loggers.positions import LOGGER_POSITIONS
@@ -130,6 +131,7 @@ def seed_anew(seed: int, step: int, rank: int) -> None:
     random.seed(number)
     np.random.seed(number % 2**32)
     torch.manual_seed(number)
+    seed_xla(number)
 
 
 def saved_positions(session: RunSession) -> Mapping[str, Any]:
