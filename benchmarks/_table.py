@@ -63,10 +63,10 @@ def of_document(document: dict[str, Any]) -> Iterator[Row]:
     gib = document["raw"].get("gib")
     name = document["name"] if gib is None else f"{document['name']} --gib {gib:g}"
     for ratio, value in document["ratios"].items():
-        one = value if isinstance(value, dict) else {"median": value}
+        one: dict[str, Any] = value if isinstance(value, dict) else {"median": value}
         bound = one.get("bound")
         kept = "" if bound is None else f"at least {bound}" if one.get("at_least") else str(bound)
-        low, high = (one.get(key) if one.get(key) is not None else one["median"] for key in ("low", "high"))
+        low, high = (one["median"] if one.get(key) is None else one[key] for key in ("low", "high"))
         yield Row(name, ratio, one["median"], low, high, kept, document["machine"].get("commit", ""))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Any, Final
 
 import lightning.pytorch as L
@@ -17,7 +17,7 @@ _NOTHING: Final = nullcontext()
 class _NoProfiler(PassThroughProfiler):
     """The profiler of who has asked for none: Lightning's makes a generator for each of some forty hooks of a step."""
 
-    def profile(self, action_name: str) -> AbstractContextManager[Any]:
+    def profile(self, action_name: str) -> Any:
         """One block for all."""
         return _NOTHING
 
@@ -28,13 +28,13 @@ class _Result(_ResultMetric):
     Lightning's looks through all attributes of the metric for tensors to move, at each `self.log`.
     """
 
-    def to(self, *args: Any, **kwargs: Any) -> _Result:
+    def to(self, *args: Any, **kwargs: Any) -> Any:
         """Nothing to do where all of its tensors are on the device already."""
         if len(args) == 1 and not kwargs and isinstance(args[0], torch.device) and self.is_tensor:
             tensors = (self.value, self._forward_cache, self._computed, vars(self).get("cumulated_batch_size"))
             if all(one.device == args[0] for one in tensors if one is not None):
                 return self
-        return super().to(*args, **kwargs)  # type: ignore[no-any-return]
+        return super().to(*args, **kwargs)
 
 
 class _Results(_ResultCollection):
@@ -53,15 +53,16 @@ def less_overhead(trainer: L.Trainer) -> Callable[[], None]:
     for results in collections:
         if type(results) is _ResultCollection:
             results.__class__ = _Results
-    profiler = trainer.profiler
+    own = vars(trainer)  # Lightning declares no `profiler`
+    profiler = own["profiler"]
     if type(profiler) is PassThroughProfiler:
-        trainer.profiler = _NoProfiler()
+        own["profiler"] = _NoProfiler()
 
     def undo() -> None:
         for results in collections:
             if type(results) is _Results:
-                results.__class__ = _ResultCollection
-        if type(trainer.profiler) is _NoProfiler:
-            trainer.profiler = profiler
+                results.__class__ = _ResultCollection  # type: ignore[assignment]
+        if type(own["profiler"]) is _NoProfiler:
+            own["profiler"] = profiler
 
     return undo
