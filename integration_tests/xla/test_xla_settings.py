@@ -74,7 +74,7 @@ def test_a_mistake_is_an_error_with_a_way_out(
     settings: tuple[str, ...], environ: dict[str, str], wanted: tuple[str, str], tmp_path: Path
 ) -> None:
     repository(tmp_path)
-    call = run(tmp_path, *settings, devices=4, command="check", **environ)
+    call = run(tmp_path, *settings, devices=4, **environ)
     assert call.code == 2, call.text
     assert wanted[0] in call.text
     assert wanted[1] in call.text
@@ -95,8 +95,8 @@ def test_test_and_predict_take_the_checkpoint_and_so_does_plain_torch(layout: st
     repository(tmp_path)
     assert run(tmp_path, *settings, "trainer.max_steps=4", devices=devices).code == 0
     path = tmp_path / "runs" / "small"
-    last = ("--resume", "last")
-    call = run(tmp_path, *settings, command="predict", devices=devices, more=last)
+    trained = ("--resume", "last")
+    call = run(tmp_path, *settings, command="predict", devices=devices, more=trained)
     assert call.code == 0, call.text
     weights = {name.removeprefix("net."): one for name, one in state(newest(path))["state_dict"].items()}
     net = torch.nn.Sequential(
@@ -112,7 +112,7 @@ def test_test_and_predict_take_the_checkpoint_and_so_does_plain_torch(layout: st
         outputs = net.eval()(x)[:, 0]
         loss = torch.nn.functional.mse_loss(outputs, x[:, :4].sum(1))
     torch.testing.assert_close(Predictions(path / "predictions-1").to_torch(), outputs, rtol=1e-4, atol=1e-5)
-    call = run(tmp_path, *settings, command="test", devices=devices, more=last)
+    call = run(tmp_path, *settings, command="test", devices=devices, more=trained)
     assert call.code == 0, call.text
     assert float(call.out.split()[1]) == pytest.approx(float(loss), rel=1e-4)
     with (path / "metrics.csv").open(newline="") as file:

@@ -136,7 +136,11 @@ class OneProcessXLAStrategy(trainer.SingleDeviceXLAStrategy):
     """
 
     def __init__(self, index: int, sharding: Sharding | None, *, debug: bool) -> None:
-        super().__init__(index, debug=debug)
+        import torch_xla
+
+        # Not by Lightning's constructor for XLA, which gets the device by a function that torch-xla is giving up.
+        trainer.SingleDeviceStrategy.__init__(self, torch_xla.device(index))
+        self.debug = debug
         self.sharding = sharding
         self.devices_per_rank = sharding.devices if sharding is not None else 1
 
@@ -199,7 +203,9 @@ class FabricOneProcessXLAStrategy(fabric.SingleDeviceXLAStrategy):
     """The same for Fabric: a call of the model begins what is computed together, a step of the optimizer ends it."""
 
     def __init__(self, index: int, sharding: Sharding | None) -> None:
-        super().__init__(index)
+        import torch_xla
+
+        fabric.SingleDeviceStrategy.__init__(self, torch_xla.device(index))  # as above
         self.sharding = sharding
         self.devices_per_rank = sharding.devices if sharding is not None else 1
 
@@ -218,8 +224,12 @@ class FabricOneProcessXLAStrategy(fabric.SingleDeviceXLAStrategy):
             torch.__future__.set_swap_module_params_on_conversion(before)
 
     def setup_module(self, module: Module) -> Module:
-        """Splits the parameters, and from then on the batches that the module is called with."""
+        """Splits the parameters, and from then on the batches that the module is called with.
+
+        A loop may have seeded torch after `launch`, so the device is seeded here again.
+        """
         module = super().setup_module(module)
+        seed_xla(torch.initial_seed())
         if self.sharding is not None:
             self.sharding.parameters(module)
         module.register_forward_pre_hook(self._begin, with_kwargs=True)
