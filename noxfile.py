@@ -118,16 +118,14 @@ def env(session: nox.Session) -> None:
     session.run("python", "-m", "compileall", "-q", *map(str, sorted(ROOT.glob("packages/*/src"))))
 
 
-@nox.session(default=False, venv_backend="none", requires=["env"])
+@nox.session(default=False, venv_backend="none", requires=["lint", "types"])
 def quick(session: nox.Session) -> None:
-    """What to run after an edit, under 3 minutes: style, types, the rules, and the short tests of what has changed."""
-    changed = str(session.run("git", "diff", "--name-only", "HEAD", external=True, silent=True))
-    packages = sorted({line.split("/")[1] for line in changed.splitlines() if line.startswith("packages/")})
-    lint(session)
-    types(session)
+    """After an edit, in 3 minutes: style, types, the rules, and the short tests of the packages that changed."""
+    changed = str(session.run("git", "diff", "--name-only", "HEAD", external=True, silent=True)).splitlines()
+    packages = sorted({name.split("/")[1] for name in changed if name.startswith("packages/")}) or TORCH_FREE
     rules = [f"integration_tests/test_{name}.py" for name in ("architecture", "acceptance", "workspace")]
-    where = [f"packages/{package}/tests" for package in packages or TORCH_FREE]
-    pytest(session, "-m", "not full and not slow", *rules, *where, *IN_TWO)
+    tests = [f"packages/{package}/tests" for package in packages]
+    pytest(session, "-m", "not full and not slow", *rules, *tests, *IN_TWO)
 
 
 @nox.session(venv_backend="none", requires=["env"])

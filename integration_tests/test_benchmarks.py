@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -83,6 +84,14 @@ def test_a_benchmark_prints_its_document(name: str, tmp_path: Path) -> None:
         line.split(" | ") for line in page.read_text(encoding="utf-8").splitlines() if line.startswith(f"| `{name}")
     ]
     assert {row[1] for row in rows} == RATIOS[name]
+
+
+def test_the_figures_of_the_readme_are_the_measured_ones() -> None:
+    measured = (ROOT / "docs" / "reference" / "measured.md").read_text(encoding="utf-8")
+    text = (ROOT / "README.md").read_text(encoding="utf-8").partition("\n## Measured\n")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| .* \| (\S+) \| .* \| `([^`]+)` (\w+) \|$", text, re.MULTILINE)
+    assert len(rows) > 5
+    assert [row for row in rows if f"| `{row[1]}` | {row[2]} | {row[0]} |" not in measured] == []
 
 
 def written(folder: Path, name: str, commit: str, **ratios: dict[str, float]) -> str:
