@@ -18,12 +18,19 @@ ROOT = Path(__file__).parent
 PACKAGES = sorted(p.parent.name for p in ROOT.glob("packages/*/pyproject.toml"))
 ENV = ROOT / ".nox" / "env"  # where nox puts the session `env`; the sessions that need torch share it
 RAN = ROOT / ".nox" / "ran"  # what became of each test, a folder for each session (`conftest.py`)
+FLAKY = ROOT / ".nox" / "flaky.txt"  # the tests that failed and then passed, since this checkout was made
 WORKSPACE = nox.project.load_toml(ROOT / "pyproject.toml")
 # Extras that the shared environment leaves to `isolated`: two engines that cannot be imported on the test machine, and
 # mpi4py, with which Lightning does not start where there is no MPI library.
 NOT_SHARED = {"mpi", "transformer-engine", "xla"}
 TORCH_FREE = ("core", "runs", "launch")
 HOSTS = ("-e", "packages/environments")  # without its engines: it reads hosts in brackets
+HUGGING_FACE = ("integration_tests/huggingface", "integration_tests/verify/test_hugging_face.py")
+INTEGRATION = [
+    "integration_tests",
+    *(f"--ignore={path}" for path in ("integration_tests/slurm", "integration_tests/xla", *HUGGING_FACE)),
+]
+LONG = {"packages": ["packages"], "integration": INTEGRATION, "slurm": ["integration_tests/slurm"]}
 BENCHMARKED = {"checkpoint": [["--gib", "0.1"], ["--gib", "1"], ["--gib", "4", "--rounds", "5"]]}
 """The options with which a benchmark is run, one result each, where that is more than once."""
 
@@ -33,8 +40,8 @@ nox.options.reuse_existing_virtualenvs = True
 nox.options.allow_parallel = True  # under `nox -j 2`; none writes where another reads
 nox.options.error_on_missing_interpreters = bool(os.environ.get("CI"))
 nox.options.sessions = [  # what takes longest comes first, so that `nox -j 2` is busy to the end
-    "lint", "integration", "slurm", "isolated", "tests", "types", "huggingface", "transformers", "torch_free",
-    "minimums", "docs", "build", "acceptance",
+    "lint", "integration", "slurm", "isolated", "tests", "types", "huggingface", "torch_free(smoke)", "minimums(smoke)",
+    "docs",
 ]  # fmt: skip
 
 # One file pins what is tested, in every session; pip >= 25.3 reads the second name for the environments it builds in.
@@ -74,15 +81,15 @@ def run(session: nox.Session, *command: str, **environ: str) -> None:
     session.run(str(ENV / "bin" / command[0]), *command[1:], env=environ, external=True)
 
 
-SLOWEST = ("--durations=10", "--durations-min=5")
-"""`.ci/run` collects what pytest then prints."""
 IN_TWO = ("-n", "2", "--dist", "loadfile")
 """Two processes; a file stays in one, as its tests share what a fixture has trained."""
 
 
-def pytest(session: nox.Session, *arguments: str) -> None:
-    environ = {"FAIRLEAD_RAN": str(RAN / session.name)}
-    run(session, "python", "-m", "pytest", *SLOWEST, *arguments, *session.posargs, **environ)
+def pytest(session: nox.Session, *arguments: str, python: Path = ENV) -> None:
+    """Run tests in an environment; one that fails is run again, and reported as FLAKY if it passes then."""
+    environ = {"PATH": f"{python / 'bin'}{os.pathsep}{os.environ['PATH']}", "VIRTUAL_ENV": str(python)}
+    command = [str(python / "bin" / "python"), "integration_tests/ci/run_tests.py", str(RAN / session.name)]
+    session.run(*command, *arguments, *session.posargs, env=environ, external=True)
 
 
 def build_into(session: nox.Session, folder: Path) -> None:
@@ -111,6 +118,16 @@ def env(session: nox.Session) -> None:
     session.run("python", "-m", "compileall", "-q", *map(str, sorted(ROOT.glob("packages/*/src"))))
 
 
+@nox.session(default=False, venv_backend="none", requires=["lint", "types"])
+def quick(session: nox.Session) -> None:
+    """After an edit, in 3 minutes: style, types, the rules, and the short tests of the packages that changed."""
+    changed = str(session.run("git", "diff", "--name-only", "HEAD", external=True, silent=True)).splitlines()
+    packages = sorted({name.split("/")[1] for name in changed if name.startswith("packages/")}) or TORCH_FREE
+    rules = [f"integration_tests/test_{name}.py" for name in ("architecture", "acceptance", "workspace")]
+    tests = [f"packages/{package}/tests" for package in packages]
+    pytest(session, "-m", "not full and not slow", *rules, *tests, *IN_TWO)
+
+
 @nox.session(venv_backend="none", requires=["env"])
 @nox.parametrize("package", PACKAGES, ids=PACKAGES)
 def tests(session: nox.Session, package: str) -> None:
@@ -118,30 +135,42 @@ def tests(session: nox.Session, package: str) -> None:
     pytest(session, f"packages/{package}/tests", *IN_TWO)
 
 
+EXTENT = {
+    "smoke": ["core/tests/test_cli.py", "core/tests/test_plugins.py", "core/tests/test_resolve.py",
+              "runs/tests/test_run_directory.py", "launch/tests/test_launcher.py"],
+    "whole": ["core/tests", "runs/tests", "launch/tests"],
+}  # fmt: skip
+"""What shows that the packages without torch work on an interpreter; and all of their tests, in `full`."""
+
+
+def without_torch(session: nox.Session, tests: list[str], *versions: str) -> None:
+    """Run tests in an environment with the packages that need no torch, and without it."""
+    places = [*(part for package in TORCH_FREE for part in editable(package)), *HOSTS]
+    # The pins name the newest versions: they cannot hold where others are asked for.
+    install(session, *group("test"), *versions, *places, env={"PIP_CONSTRAINT": ""} if versions else None)
+    pytest(session, *(f"packages/{test}" for test in tests), *IN_TWO, python=Path(session.virtualenv.location))
+
+
 @nox.session(python="3.13")
-def torch_free(session: nox.Session) -> None:
+@nox.parametrize("extent", list(EXTENT), ids=list(EXTENT))
+def torch_free(session: nox.Session, extent: str) -> None:
     """The packages without torch on the newest interpreter, in an environment where it is not installed."""
-    install(session, *group("test"), *(part for package in TORCH_FREE for part in editable(package)), *HOSTS)
-    tests = [f"packages/{package}/tests" for package in TORCH_FREE]
-    session.run("pytest", *SLOWEST, *tests, "-n", "2", *session.posargs)
+    without_torch(session, EXTENT[extent])
 
 
 @nox.session(python="3.12")
-def minimums(session: nox.Session) -> None:
+@nox.parametrize("extent", list(EXTENT), ids=list(EXTENT))
+def minimums(session: nox.Session, extent: str) -> None:
     """The core with the oldest versions that it declares, on the interpreter between the others."""
     project = nox.project.load_toml(ROOT / "packages" / "core" / "pyproject.toml")["project"]
     oldest = [re.sub(r">=([^,]+).*", r"==\1", requirement) for requirement in project["dependencies"]]
-    # The pins name the newest versions, so they cannot hold here.
-    places = [*(part for package in TORCH_FREE for part in editable(package)), *HOSTS]
-    install(session, *group("test"), *oldest, *places, env={"PIP_CONSTRAINT": ""})
-    session.run("pytest", *SLOWEST, "packages/core/tests", "-n", "2", *session.posargs)
+    without_torch(session, [test for test in EXTENT[extent] if test.startswith("core")], *oldest)
 
 
 @nox.session(venv_backend="none", requires=["env"])
 def integration(session: nox.Session) -> None:
     """What needs two packages, two processes or a scheduler."""
-    apart = [f"--ignore=integration_tests/{name}" for name in ("slurm", "huggingface", "xla")]  # sessions of their own
-    pytest(session, "integration_tests", *apart, *IN_TWO)
+    pytest(session, *INTEGRATION, *IN_TWO)
 
 
 @nox.session(venv_backend="none", requires=["env"])
@@ -152,43 +181,17 @@ def slurm(session: nox.Session) -> None:
 
 @nox.session
 def huggingface(session: nox.Session) -> None:
-    """Stops of Hugging Face's Trainer, in an environment without Lightning."""
-    places = [part for package in (*TORCH_FREE, "distributed") for part in editable(package)]
-    places += ["-e", "packages/environments"]  # its extra brings Lightning
-    install(session, *group("test", "huggingface"), *places, "-e", "packages/hpc-signals[run]")
-    ran = {"FAIRLEAD_RAN": str(RAN / session.name)}
-    session.run("pytest", *SLOWEST, "integration_tests/huggingface", *session.posargs, env=ran)
-
-
-@nox.session
-def transformers(session: nox.Session) -> None:
-    """`fairlead verify` on models of Hugging Face, in an environment with Lightning."""
+    """Hugging Face's Trainer, and `fairlead verify` on Hugging Face's models."""
     places = [part for package in PACKAGES for part in editable(package, every_extra=package == "strategies")]
     install(session, *group("test", "huggingface"), *places)
-    ran = {"FAIRLEAD_RAN": str(RAN / session.name)}
-    session.run("pytest", *SLOWEST, "integration_tests/verify/test_hugging_face.py", *session.posargs, env=ran)
+    pytest(session, *HUGGING_FACE, python=Path(session.virtualenv.location))
 
 
 @nox.session(default=False)
 def xla(session: nox.Session) -> None:
     """Trainings on XLA devices of PJRT on the CPU; torch-xla needs an older torch than the other sessions (7 GB)."""
-    places = [part for package in PACKAGES for part in editable(package)]
-    unpinned = {"PIP_CONSTRAINT": ""}  # the pins name a newer torch
-    install(session, *group("test"), *places, "torch==2.9.1", "torch-xla==2.9.0", "lightning==2.6.6", env=unpinned)
-    ran = {"FAIRLEAD_RAN": str(RAN / session.name)}
-    session.run("pytest", *SLOWEST, "integration_tests/xla", *session.posargs, env=ran)
-
-
-NAMED = ("integration", "slurm", "huggingface", "transformers", *(f"tests({package})" for package in PACKAGES))
-"""The sessions whose tests `acceptance.toml` may name."""
-
-
-@nox.session(venv_backend="none", requires=["env", *NAMED])
-def acceptance(session: nox.Session) -> None:
-    """Each test that `integration_tests/acceptance.toml` names has passed in these sessions."""
-    if session.posargs:
-        session.skip("with arguments for pytest not every test has run")
-    run(session, "python", "integration_tests/acceptance.py", *map(str, sorted(RAN.glob("*/tests.txt"))))
+    with_torch(session, OLDEST, "torch-xla==2.9.0")
+    pytest(session, "integration_tests/xla", python=Path(session.virtualenv.location))
 
 
 @nox.session
@@ -227,7 +230,7 @@ def docs(session: nox.Session) -> None:
     run(session, "mkdocs", "build", "--strict", "--quiet", *session.posargs, NO_MKDOCS_2_WARNING="1")
 
 
-@nox.session(venv_backend="none", requires=["env"])
+@nox.session(default=False, venv_backend="none", requires=["env"])
 def build(session: nox.Session) -> None:
     """Wheels and sdists of every package into dist/, their metadata and content checked."""
     build_into(session, ROOT / "dist")
@@ -235,17 +238,24 @@ def build(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none", requires=["env"])
 def isolated(session: nox.Session) -> None:
-    """Each extra of the core, from wheels, in a fresh environment with only what it declares."""
-    wheels = ROOT / ".nox" / "isolated-wheels"
+    """The README's install lines, as they stand there, in fresh environments."""
+    run(session, "python", "-m", "integration_tests.isolated.run", "--readme", *session.posargs)
+
+
+@nox.session(default=False, venv_backend="none", requires=["env"])
+def extras(session: nox.Session) -> None:
+    """Each extra of the core, from wheels, in a fresh environment with only what it declares; `-- EXTRA...`."""
+    wheels = ROOT / ".nox" / "wheels"
     build_into(session, wheels)
-    run(session, "python", "integration_tests/isolated/run.py", str(wheels), *session.posargs)
+    run(session, "python", "-m", "integration_tests.isolated.run", str(wheels), *session.posargs)
 
 
 @nox.session(default=False, venv_backend="none", requires=["env"])
 def bench(session: nox.Session) -> None:
-    """Run every benchmark and write the table that the docs quote; `-- step ddp` runs these two."""
+    """Run benchmarks, compare them with the table that the docs quote, and write it; `-- step ddp` runs these two."""
     results = ROOT / "benchmarks" / "results"
-    results.mkdir(exist_ok=True)
+    shutil.rmtree(results, ignore_errors=True)
+    results.mkdir()
     for script in sorted(ROOT.glob("benchmarks/[!_]*.py")):
         if session.posargs and script.stem not in session.posargs:
             continue
@@ -281,26 +291,71 @@ def kills(session: nox.Session) -> None:
 
 
 @nox.session(default=False, venv_backend="none", requires=["env"])
-def soak(session: nox.Session) -> None:
-    """The tests that CI leaves out for their length."""
-    pytest(session, "-m", "soak", "packages", "integration_tests")
+@nox.parametrize("part", list(LONG), ids=list(LONG))
+def long(session: nox.Session, part: str) -> None:
+    """The tests with the mark `full`, which CI leaves out for their length."""
+    pytest(session, "-m", "full", *LONG[part], *(() if part == "slurm" else IN_TWO))
+
+
+OLDEST = "2.9.1"
+NEWEST = "2.15.0"
+"""The torch of the sessions below: the first and the last that `fairlead.engines` calls tested."""
+ON_TORCH = [
+    f"packages/{name}/tests" for name in ("distributed", "strategies", "precision", "checkpoint-io", "lightning")
+]
+
+
+def with_torch(session: nox.Session, version: str, *more: str) -> None:
+    """Installs all packages in place with one version of torch, a build for CUDA: gigabytes."""
+    # The pins, without those of torch and of what is built for one torch.
+    apart = r"(torch|torch-xla|torchao|transformer_engine|fsspec|setuptools|sympy|networkx|filelock)=="
+    lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    pins = Path(session.create_tmp()) / "constraints.txt"
+    pins.write_text("\n".join([*(line for line in lines if not re.match(apart, line)), f"torch=={version}\n"]))
+    places = [part for package in PACKAGES for part in editable(package)]
+    wanted = (*group("test", "data"), f"torch=={version}", *more, *places, "fsspec")
+    install(session, *wanted, env={"PIP_CONSTRAINT": str(pins)})
+
+
+@nox.session(default=False)
+def smoke_oldest(session: nox.Session) -> None:
+    """On the oldest torch, jobs in two ranks train, save and resume."""
+    with_torch(session, OLDEST)
+    session.run("python", "-m", "integration_tests.isolated.smoke", *session.posargs)
+
+
+@nox.session(default=False)
+def oldest(session: nox.Session) -> None:
+    """The tests of the packages that torch matters to, on the oldest torch that is supported."""
+    with_torch(session, OLDEST)
+    pytest(session, *ON_TORCH, *IN_TWO, python=Path(session.virtualenv.location))
 
 
 @nox.session(default=False)
 def newest(session: nox.Session) -> None:
-    """The contract tests of private parts with the newest Lightning and torch; `-- lightning==2.7` names others."""
-    wanted = session.posargs or ["lightning", "torch"]
-    places = [part for package in PACKAGES for part in editable(package)]
-    unpinned = {"PIP_CONSTRAINT": ""}
-    session.install(*group("test", "data"), *places, env=unpinned)
-    session.install("--upgrade", "--pre", *wanted, env=unpinned)  # pip says which range of ours it leaves
-    session.run("pip", "list")
-    tests = ["test_lightning_compat", "test_exact_resume", "test_trainer_run"]
-    files = [f"packages/lightning/tests/{name}.py" for name in tests]
-    session.run("pytest", *files, "packages/distributed/tests/test_torch_contract.py", "-n", "2")
+    """The same on the newest torch that is tested."""
+    with_torch(session, NEWEST)
+    pytest(session, *ON_TORCH, *IN_TWO, python=Path(session.virtualenv.location))
 
 
 @nox.session(default=False, venv_backend="none", requires=["env"])
 def gpu(session: nox.Session) -> None:
     """The tests that need a CUDA device."""
     pytest(session, "-m", "gpu", "packages", "integration_tests")
+
+
+TESTED = [
+    "integration", "slurm", "huggingface", *(f"tests({package})" for package in PACKAGES),
+    *(f"long({part})" for part in LONG), "xla",
+]  # fmt: skip
+"""The sessions whose tests `acceptance.toml` may name."""
+REST = [
+    "lint", "types", "docs", "build", "isolated", "extras", "torch_free(whole)", "minimums(whole)", "oldest", "newest",
+]  # fmt: skip
+
+
+@nox.session(default=False, venv_backend="none", requires=["env", *TESTED, *REST])
+def full(session: nox.Session) -> None:
+    """Everything, before an issue is resolved: each test that `acceptance.toml` names has passed."""
+    run(session, "python", "integration_tests/acceptance.py", *map(str, sorted(RAN.glob("*/tests.txt"))))
+    print("FLAKY since this checkout was made:", FLAKY.read_text() if FLAKY.exists() else "none", sep="\n")

@@ -14,6 +14,7 @@ import os
 import platform
 import random
 import statistics
+import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -138,6 +139,8 @@ def machine() -> dict[str, Any]:
         "system": f"{platform.system()} {platform.machine()}",
         "python": platform.python_version(),
         **{name: _version(name) for name in ("torch", "lightning")},
+        **_gpu(),
+        "commit": _commit(),
     }
 
 
@@ -204,6 +207,18 @@ def _cpu() -> str:
             if key.strip() == "model name":
                 return value.strip()
     return platform.processor() or platform.machine()
+
+
+def _gpu() -> dict[str, str]:
+    """The card, where a benchmark has used torch and there is one."""
+    torch = sys.modules.get("torch")
+    return {"gpu": torch.cuda.get_device_name()} if torch is not None and torch.cuda.is_available() else {}
+
+
+def _commit() -> str:
+    """The commit of this checkout, with a + where it was changed; empty outside of one."""
+    git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty=+", "--exclude=*"]
+    return subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
 
 
 def _version(distribution: str) -> str:

@@ -190,8 +190,8 @@ def rank_main(rank: int, name: str, folder: str, given: Options) -> dict[str, li
         Path(folder, name),
         widths=(),  # the model is the stack
         batch_size=64,
-        warm_up=2 if given.quick else 5,
-        steps=3 if given.quick else 30,
+        warm_up=2 if given.quick else 4,
+        steps=3 if given.quick else 16,
         expected_s=0.1,
         settings={"devices": ranks, "strategy": strategy},
     )

@@ -21,6 +21,7 @@ from typing import Any, Final
 from pydantic import BaseModel
 
 from fairlead.checks import capability_table
+from fairlead.engines import ENGINES, FEATURES
 from fairlead.findings import CODES
 from fairlead.first_party import first_party
 from fairlead.hookspecs import HookSpecs
@@ -96,7 +97,7 @@ def _plugin(axis: str, name: str, plugin: Plugin, loaded: Mapping[str, Plugin]) 
     lines.append(f"- Config class: `{plugin.config.__name__}` in `fairlead.configs`.")
     engines = ", ".join(f"`{engine}`" for engine in plugin.engines)
     if engines:
-        extra = f": `pip install 'fairlead[{plugin.extra}]'`" if plugin.extra else ""
+        extra = f": the extra `{plugin.extra}`" if plugin.extra else ""
         lines.append(f"- Needs {engines}{extra}.")
     if set(plugin.config.model_fields) > {"name"}:
         lines += ["", fields(plugin.config)]
@@ -113,7 +114,7 @@ def _commands() -> str:
         parser = argparse.ArgumentParser(prog=f"fairlead {name}", add_help=False, allow_abbrev=False)
         module, _, function = command.arguments.partition(":")
         getattr(importlib.import_module(module), function)(parser)
-        brought = f"\n\nNeeds `pip install 'fairlead[{command.extra}]'`." if command.extra else ""
+        brought = f"\n\nNeeds the extra `{command.extra}`." if command.extra else ""
         text = command.help[:1].upper() + command.help[1:]
         parts.append(f"### fairlead {name}\n\n{text}.{brought}\n\n{_options(parser)}")
         for action in parser._actions:
@@ -205,6 +206,19 @@ def _api(module: str, package: str) -> Callable[[], str]:
     return part
 
 
+def _engines() -> str:
+    rows = [
+        (f"`{one.name}`", f"`{one.accepts}`", " to ".join(dict.fromkeys((one.tested[0], one.tested[-1]))), one.why)
+        for one in ENGINES.values()
+    ]
+    return table(("engine", "accepted", "tested", "why"), rows)
+
+
+def _features() -> str:
+    rows = [(one.title, f"{one.engine} {one.since}", one.why) for one in FEATURES.values()]
+    return table(("feature", "needs", "because"), rows)
+
+
 PARTS: Final[Mapping[str, Callable[[], str]]] = {
     "job": _job,
     "plugins": _plugins,
@@ -214,6 +228,8 @@ PARTS: Final[Mapping[str, Callable[[], str]]] = {
     "compatibility": lambda: compatibility.markdown(first_party_plugins()),
     "aliases": _aliases,
     "may-change": _may_change,
+    "engines": _engines,
+    "features": _features,
     "hooks": _hooks,
     "testing": _api("fairlead.testing", "core"),
     "commit": _api("fairlead_runs.commit", "runs"),

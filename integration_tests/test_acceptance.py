@@ -135,8 +135,8 @@ def test_xfail_of_an_error(): ...
 def test_that_skips_itself():
     pytest.skip("...")
 
-@pytest.mark.soak
-def test_too_long_for_ci(): ...
+@pytest.mark.full
+def test_that_only_full_runs(): ...
 
 class TestClass:
     def test_in_a_class(self): ...
@@ -156,7 +156,7 @@ class TestSkipped:
         ("test_in_a_class", "there is no"),
         ("TestClass", "there is no"),
         ("test_nowhere", "there is no"),
-        ("test_too_long_for_ci", "soak"),
+        ("test_that_only_full_runs", None),
         *[
             (name, "whatever the machine")
             for name in (

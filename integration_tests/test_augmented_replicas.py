@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 from fairlead import RunConfig, Trainer, TrainerConfig
 from fairlead_distributed.testing import run_ranks
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.full]
 
 BOTH = {"name": "hybrid", "shard": 2, "tensor": 2, "plan": {"net.0": "colwise", "net.2": "rowwise"}}
 

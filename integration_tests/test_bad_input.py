@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from fairlead.install import install_line
 from fairlead.testing import write_dist
 from integration_tests.jobs import JOB, MODEL, Call, changed, dedent, fairlead, repository, tree
 
@@ -92,11 +93,12 @@ def test_a_plugin_that_is_not_installed_comes_with_its_pip_line(tmp_path: Path) 
     for command in ("check", "fit"):
         call = fairlead(command, job, cwd=tmp_path)
         assert call.code == 2
-        assert "pip install 'fairlead[transformer-engine]'" in call.err
+        assert install_line("transformer-engine") in call.err
         assert "Traceback" not in call.text
     assert tree(tmp_path) == before
 
 
+@pytest.mark.full
 def test_more_devices_than_there_are(tmp_path: Path) -> None:
     """An information on a login node, an error where the job would start."""
     job = whole(tmp_path, "devices: 99", accelerator="auto")
@@ -174,6 +176,7 @@ def test_nothing_says_what_to_train_or_test_on(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_a_model_that_raises_on_import(tmp_path: Path) -> None:
     """`check` never runs the user's code; `fit` shows their frames, and only these."""
@@ -187,6 +190,7 @@ def test_a_model_that_raises_on_import(tmp_path: Path) -> None:
     assert tree(tmp_path) == before
 
 
+@pytest.mark.full
 def test_a_broken_plugin_matters_only_where_it_is_used(tmp_path: Path) -> None:
     job = repository(tmp_path / "repo")
     broken = "import does_not_exist\n"
@@ -211,6 +215,7 @@ def test_a_broken_plugin_matters_only_where_it_is_used(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_a_run_directory_that_cannot_be_written(tmp_path: Path) -> None:
     job = str(repository(tmp_path / "repo"))

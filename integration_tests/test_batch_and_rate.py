@@ -10,6 +10,8 @@ import pytest
 
 from integration_tests.jobs import Call, changed, fairlead
 
+pytestmark = pytest.mark.full
+
 MODEL = """
 import json
 import lightning.pytorch as L

@@ -62,6 +62,7 @@ JOB: dict[str, Any] = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_a_job_is_timed_with_processes_and_threads(tmp_path: Path) -> None:
     """The same batch of all, half of the steps without communication, other threads, and no run directory."""
@@ -96,6 +97,7 @@ def test_a_job_is_timed_with_processes_and_threads(tmp_path: Path) -> None:
     assert tree(tmp_path) == before, "something of the trials is left"
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_what_cannot_be_trained_is_told_and_left_out(tmp_path: Path) -> None:
     """A layout that fails is a row; what fails with one process ends it, with the user's own error."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shutil
 import subprocess
 import sys
 from functools import partial
@@ -51,12 +53,12 @@ BY_NAME = {
     "scaling",
     "startup",
     "zero_stages",
-}  # a minute each; `nox -s soak`
+}  # a minute each; `nox -s full`
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name", [pytest.param(one, marks=pytest.mark.soak) if one in BY_NAME else one for one in RATIOS]
+    "name", [pytest.param(one, marks=pytest.mark.full) if one in BY_NAME else one for one in RATIOS]
 )
 def test_a_benchmark_prints_its_document(name: str, tmp_path: Path) -> None:
     """From any folder, on standard output, and nothing besides; the table can be made of it."""
@@ -82,6 +84,43 @@ def test_a_benchmark_prints_its_document(name: str, tmp_path: Path) -> None:
         line.split(" | ") for line in page.read_text(encoding="utf-8").splitlines() if line.startswith(f"| `{name}")
     ]
     assert {row[1] for row in rows} == RATIOS[name]
+
+
+def test_the_figures_of_the_readme_are_the_measured_ones() -> None:
+    measured = (ROOT / "docs" / "reference" / "measured.md").read_text(encoding="utf-8")
+    text = (ROOT / "README.md").read_text(encoding="utf-8").partition("\n## Measured\n")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| .* \| (\S+) \| .* \| `([^`]+)` (\w+) \|$", text, re.MULTILINE)
+    assert len(rows) > 5
+    assert [row for row in rows if f"| `{row[1]}` | {row[2]} | {row[0]} |" not in measured] == []
+
+
+def written(folder: Path, name: str, commit: str, **ratios: dict[str, float]) -> str:
+    """What `_table.py` prints when it adds such a result to the page in the folder."""
+    results = folder / "results"
+    shutil.rmtree(results, ignore_errors=True)
+    results.mkdir()
+    document = {"name": name, "ratios": ratios, "raw": {}, "machine": {"cpu": "C", "commit": commit}}
+    (results / f"{name}.json").write_text(json.dumps(document), encoding="utf-8")
+    table = [sys.executable, str(ROOT / "benchmarks" / "_table.py"), str(results), str(folder / "measured.md")]
+    return subprocess.run(table, check=True, capture_output=True, text=True).stdout
+
+
+def test_the_page_keeps_what_was_not_run_and_says_what_became_slower(tmp_path: Path) -> None:
+    written(tmp_path, "step", "abc", trainer={"median": 1.0, "low": 0.98, "high": 1.02, "bound": 1.1})
+    written(tmp_path, "predict", "abc", speed_vs_bare={"median": 0.9, "low": 0.8, "high": 0.95})
+    slower = written(tmp_path, "step", "def", trainer={"median": 1.1, "low": 1.03, "high": 1.2, "bound": 1.1})
+    assert "SLOWER     step trainer: 1.1 [1.03, 1.2], was 1 [0.98, 1.02]" in slower
+    assert "predict" not in slower
+    assert "as before" in written(
+        tmp_path, "step", "def", trainer={"median": 1.1, "low": 1.1, "high": 1.2, "bound": 1.1}
+    )
+    assert "faster" in written(tmp_path, "step", "ghi", trainer={"median": 0.9, "low": 0.8, "high": 0.95, "bound": 1.1})
+    assert "SLOWER" in written(tmp_path, "predict", "ghi", speed_vs_bare={"median": 0.6, "low": 0.5, "high": 0.7})
+    page = (tmp_path / "measured.md").read_text(encoding="utf-8")
+    assert "| `predict` | speed_vs_bare | 0.6 | 0.5 to 0.7 |  | ghi |" in page
+    assert "| `step` | trainer | 0.9 | 0.8 to 0.95 | 1.1 | ghi |" in page
+    assert "\n- `ghi`: cpu C\n" in page
+    assert "`def`" not in page, "no line is left of it"
 
 
 def test_a_ratio_is_formed_turn_by_turn() -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from integration_tests.jobs import events, repository, start
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.full]
 
 
 @pytest.mark.parametrize(("devices", "counted"), [(1, "NNODES=2"), (2, "NNODES=2"), (1, "WORLD_SIZE=2")])

@@ -179,6 +179,7 @@ def test_export_needs_a_job(run: Callable[..., Call], user: Path) -> None:
     assert (said.code, "carries no job" in said.err, (user / "model").exists()) == (2, True, False)
 
 
+@pytest.mark.full
 def test_of_a_run_on_s3(run: Callable[..., Call], user: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Listed, verified, compared and handed on from a machine that does not have it."""
     with s3_server(tmp_path) as s3:
@@ -216,6 +217,7 @@ def test_of_a_run_on_s3(run: Callable[..., Call], user: Path, tmp_path: Path, mo
         assert (away.code, away.out, "2 tries" in away.err) == (2, "", True), away.err
 
 
+@pytest.mark.full
 def test_json_of_each(run: Callable[..., Call]) -> None:
     step = "runs/job/checkpoints/step-00000004"
     calls: Sequence[Sequence[str]] = (
@@ -293,6 +295,7 @@ def on_two_ranks(rank: int, folder: str) -> tuple[list[float], list[float]]:
     return fit(8, place / "sharded", sharded=True)[1], fit(8, place / "again", sharded=True)[1]
 
 
+@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_lightnings_sharded_checkpoints_there_and_back(tmp_path: Path) -> None:

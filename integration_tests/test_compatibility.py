@@ -135,6 +135,7 @@ def mine(strategy: str) -> list[Cell]:
     return [cell(strategy, *pair, plugins()) for pair in pairs]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("strategy", takers("cpu"))
 def test_every_cell_that_is_said_to_run_trains_here(strategy: str, tmp_path: Path) -> None:
     train_all([one for one in mine(strategy) if one.state == "runs"], tmp_path, "cpu", init=True)

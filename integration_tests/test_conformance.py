@@ -26,6 +26,8 @@ def _suites() -> dict[str, type]:
             "plugins": lambda self: plugins,
             "imports_no_engine": imports_no_engine,
         }
+        if record.axis not in ("command", "check") and record.name not in plugins.distinct(record.axis):
+            settings["pytestmark"] = [pytest.mark.full]  # a second name for a plugin that is tried under its first
         name = "Test_" + record.key.replace(".", "_").replace("-", "_")
         suites[name] = type(name, (CONFORMANCE[record.axis],), {**settings, "__module__": __name__})
     return suites

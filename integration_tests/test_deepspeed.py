@@ -12,7 +12,7 @@ import torch
 
 from integration_tests.jobs import JOB, changed, events, fairlead, repository
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of DeepSpeed's own imports
+pytestmark = [pytest.mark.filterwarnings("ignore::DeprecationWarning"), pytest.mark.full]
 
 STRATEGY = {"name": "deepspeed_stage_3", "stage3_param_persistence_threshold": 0}
 """Else every rank keeps weights as few as these whole."""
@@ -108,7 +108,7 @@ def test_a_killed_run_goes_on_on_another_number_of_ranks(tmp_path: Path, undistu
         assert torch.allclose(whole, expected, rtol=0, atol=1e-6)
 
 
-@pytest.mark.soak
+@pytest.mark.full
 def test_what_deepspeed_wrote_becomes_one_file(tmp_path: Path, undisturbed: Path) -> None:
     """The weights of both ranks together, of each of which a rank has half."""
     (folder,) = undisturbed.glob("checkpoints/step-00000008")

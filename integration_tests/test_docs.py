@@ -36,6 +36,7 @@ from fairlead.resolution import Resolution
 from fairlead.testing import FakeEntryPoint, write_dist
 from fairlead_launch.submission.submission import make_plan
 from fairlead_runs.fingerprints import MAY_CHANGE
+from integration_tests.isolated.run import OLD_PIP, readme_lines
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -168,6 +169,24 @@ def test_every_generated_part_is_used() -> None:
 def test_the_generated_parts_in_the_repository_are_fresh() -> None:
     stale = [path.name for path in DOCS.rglob("*.md") if (text := path.read_text(encoding="utf-8")) != written(text)]
     assert stale == [], "python docs/gen_reference.py writes them"
+
+
+def test_each_how_to_page_is_listed_once_in_its_group() -> None:
+    """The index and the site's navigation have the same groups."""
+    index = (DOCS / "how-to" / "index.md").read_text(encoding="utf-8")
+    linked = re.findall(r"\]\(([a-z-]+\.md)\)", index)
+    assert sorted(linked) == sorted(path.name for path in DOCS.glob("how-to/*.md") if path.name != "index.md")
+    assert linked == re.findall(
+        r": how-to/([a-z-]+\.md)$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), re.MULTILINE
+    )
+    assert index.count("\n## ") == 5
+
+
+@pytest.mark.parametrize("path", [*PAGES, ROOT / "CONTRIBUTING.md"], ids=lambda path: str(path.relative_to(ROOT)))
+def test_files_and_folders_of_this_repository_that_a_page_names_exist(path: Path) -> None:
+    tops = "packages|integration_tests|benchmarks|examples|docs|changes|\\.ci"
+    named = re.findall(rf"[`(]((?:{tops})/[\w./*-]*)", path.read_text(encoding="utf-8"))
+    assert [one for one in named if not any(ROOT.glob(one.rstrip("/")))] == []
 
 
 # -- what the pages show
@@ -406,6 +425,21 @@ def test_the_readmes_commands_are_those_that_are_run() -> None:
     assert demo.removesuffix("-s demo") == test.removesuffix("-j 2")
     noxfile = (ROOT / "noxfile.py").read_text(encoding="utf-8")
     assert '"fairlead", "fit", "examples/gpt/job.yaml"' in noxfile.partition("def demo(")[2].partition("@nox")[0]
+
+
+def test_the_readmes_install_lines_are_those_that_are_run() -> None:
+    """Session `isolated` runs each as it stands: a login node, one machine, and a cluster with an engine."""
+    lines = readme_lines()
+    assert list(lines) == ["lightning", "check", "slurm,deepspeed"]
+    assert set(OLD_PIP) < set(lines)
+    noxfile = (ROOT / "noxfile.py").read_text(encoding="utf-8")
+    assert '"--readme"' in noxfile.partition("def isolated(")[2].partition("@nox")[0]
+
+
+def test_no_page_sends_to_an_index() -> None:
+    """The packages are not on one: a page says which extra, and the page Install how it is installed."""
+    pages = [each for each in PAGES if each.name != "install.md"]
+    assert [str(each) for each in pages if "pip install 'fairlead" in each.read_text(encoding="utf-8")] == []
 
 
 def plain_environ(home: Path) -> dict[str, str]:

@@ -194,6 +194,7 @@ def test_the_bfloat16_example(plugins: PluginManager) -> None:
     assert resolved(config, plugins).settings["precision"].value == "bf16-mixed"
 
 
+@pytest.mark.full
 def test_a_trainer_is_built_from_the_list(tmp_path: Path) -> None:
     """The objects that Lightning gets are those of the list."""
     from fairlead.configs import AsyncCheckpointIOPlugin, DoublePrecisionPluginConfig

@@ -127,6 +127,7 @@ def test_every_matrix_decays_and_no_gain_does_and_the_rate_ends_low(tmp_path: Pa
     assert decayed["lr"] == pytest.approx(1e-3)  # a tenth of the peak
 
 
+@pytest.mark.full
 @trains
 def test_a_fit_ends_with_a_sample_and_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     fit(tmp_path, steps=4)
@@ -139,6 +140,7 @@ def test_a_fit_ends_with_a_sample_and_a_picture(tmp_path: Path, capsys: pytest.C
     assert len(read_column(tmp_path / "metrics.csv", "val/loss")[1]) == 2
 
 
+@pytest.mark.full
 def test_without_metrics_or_matplotlib_the_run_ends_well_and_says_why_there_is_no_picture(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -110,6 +110,7 @@ def test_a_finished_run_says_so_and_more_steps_go_on_from_there(gpt: Fitted, tmp
     assert [event["start"] for event in events(run) if event["event"] == "start"] == [1, 2]
 
 
+@pytest.mark.full
 def test_a_trial_is_enough_for_explain(tmp_path: Path) -> None:
     """Whether a resume is exact is not known before a start has seen the loaders; `fast_dev_run` is enough for that."""
     job = str(repository(tmp_path / "repo", job=changed(JOB, trainer={"devices": 1})))
@@ -126,6 +127,7 @@ def test_a_trial_is_enough_for_explain(tmp_path: Path) -> None:
     assert [event["start"] for event in events(tmp_path / "runs" / "small") if event["event"] == "start"] == [1]
 
 
+@pytest.mark.full
 def test_integers_as_keys_last_through_fit_and_resume(tmp_path: Path) -> None:
     """An accumulation schedule by epochs; its job is read again from the run directory, and its run goes on."""
     schedule = {
@@ -182,6 +184,7 @@ def test_test_and_predict_in_a_repository_of_the_users(tmp_path: Path) -> None:
     assert fairlead("fit", job, "--set", "trainer.devices=1", cwd=tmp_path).code == 0
 
 
+@pytest.mark.full
 def test_run_code_names_the_folder_of_the_users_code(tmp_path: Path) -> None:
     job = repository(tmp_path / "repo", mark=".git")
     (tmp_path / "elsewhere").mkdir()
@@ -235,6 +238,7 @@ def test_a_signal_to_all_of_a_job_that_has_just_finished_is_no_failure(tmp_path:
     assert names(tmp_path / "runs" / "small")[-1] == "finished"
 
 
+@pytest.mark.full
 def test_two_jobs_at_once_on_one_machine_do_not_take_each_others_port(tmp_path: Path) -> None:
     job = str(repository(tmp_path / "repo"))
     running = [start("fit", job, "--set", f"run.name=job-{n}", cwd=tmp_path) for n in (1, 2)]

@@ -32,11 +32,11 @@ def training(tmp_path: Path, *words: str, fresh: bool = False) -> Running:
     [
         ("raise:1:3", 1, "ValueError: no luck in the step"),
         ("kill:0:3", 0, "was killed by SIGKILL"),
-        ("exit:1:3", 1, "ended with exit code 7"),
+        pytest.param("exit:1:3", 1, "ended with exit code 7", marks=pytest.mark.full),
         ("hang:1:3 raise:0:3", 0, "ValueError: no luck in the step"),
-        ("segfault:1:3", 1, "mine/model.py"),
-        ("validation:1:0", 1, "ValueError: no luck in validation"),
-        ("worker:1:0", 1, "no luck in the worker"),
+        pytest.param("segfault:1:3", 1, "mine/model.py", marks=pytest.mark.full),
+        pytest.param("validation:1:0", 1, "ValueError: no luck in validation", marks=pytest.mark.full),
+        pytest.param("worker:1:0", 1, "no luck in the worker", marks=pytest.mark.full),
     ],
 )
 def test_a_rank_that_dies_is_named_and_takes_the_others_along(
@@ -57,6 +57,7 @@ def test_a_rank_that_dies_is_named_and_takes_the_others_along(
     assert not (run / ".lock").exists() or state(run).owner is None
 
 
+@pytest.mark.full
 def test_a_run_that_failed_goes_on_from_its_last_checkpoint(tmp_path: Path) -> None:
     job = str(repository(tmp_path / "repo"))
     run = tmp_path / "runs" / "small"
@@ -85,6 +86,7 @@ def test_a_result_that_cannot_be_saved_is_a_failure_of_the_run(tmp_path: Path, r
     assert (events(run)[-1]["event"], events(run)[-1]["step"]) == ("finished", 8)
 
 
+@pytest.mark.full
 def test_what_fails_before_the_run_begins_writes_nothing(tmp_path: Path) -> None:
     job = repository(tmp_path / "repo")
     for trouble, says in (
@@ -133,6 +135,7 @@ def test_what_all_ranks_of_a_launcher_meet_is_reported_once(tmp_path: Path, sett
     assert line in said
 
 
+@pytest.mark.full
 def test_setup_that_raises_fails_the_run(tmp_path: Path) -> None:
     failed = fairlead("fit", str(repository(tmp_path / "repo")), cwd=tmp_path, environ={"FAIL": "setup:1:0"})
     assert failed.code == 1
@@ -162,6 +165,7 @@ def test_sigterm_saves_on_all_ranks_together_and_exits_143(tmp_path: Path) -> No
     assert events(run)[-1]["step"] == stop
 
 
+@pytest.mark.full
 def test_ctrl_c_saves_and_exits_130_without_a_traceback(tmp_path: Path) -> None:
     running = training(tmp_path)
     os.killpg(running.process.pid, signal.SIGINT)  # as a terminal does
@@ -208,6 +212,7 @@ def test_a_rank_that_hangs_does_not_hold_up_a_stop(tmp_path: Path) -> None:
     assert "resumes from" in again.out
 
 
+@pytest.mark.full
 def test_a_killed_supervisor_takes_its_ranks_along(tmp_path: Path) -> None:
     running = training(tmp_path, "--set", "data.args.workers=1", fresh=True)
     os.kill(running.process.pid, signal.SIGKILL)
@@ -220,6 +225,7 @@ def test_a_killed_supervisor_takes_its_ranks_along(tmp_path: Path) -> None:
     assert "resumes from" in resumed.out
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("wrong", [{"model": {"class": "mine.model:Modell"}}, {}], ids=["refused", "stopped"])
 def test_what_is_imported_while_the_job_is_checked_ends_with_it(tmp_path: Path, wrong: dict[str, Any]) -> None:
     """Begun as a user begins it, so that a process imports torch before it is known that ranks will start."""
@@ -236,6 +242,7 @@ def test_what_is_imported_while_the_job_is_checked_ends_with_it(tmp_path: Path, 
     assert not (tmp_path / "runs").exists()
 
 
+@pytest.mark.full
 def test_one_process_fails_and_stops_as_several_do(tmp_path: Path) -> None:
     job = repository(tmp_path / "repo")
     alone = ("fit", str(job), "--set", "trainer.devices=1")

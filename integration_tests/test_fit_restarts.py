@@ -60,7 +60,8 @@ SPLIT: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("checkpoint_io", ["distributed", pytest.param("torch", marks=pytest.mark.soak)])
+@pytest.mark.full
+@pytest.mark.parametrize("checkpoint_io", ["distributed", pytest.param("torch", marks=pytest.mark.full)])
 def test_a_killed_rank_of_a_split_model(tmp_path: Path, checkpoint_io: str) -> None:
     """Two shards of two parts of each layer: of the four ranks one is killed, and the end is the same in every bit."""
     trainer = {"devices": 4, "strategy": SPLIT, "checkpoint_io": checkpoint_io}
@@ -83,6 +84,7 @@ def test_a_killed_rank_of_a_split_model(tmp_path: Path, checkpoint_io: str) -> N
     assert all(torch.equal(value, killed["state_dict"][name]) for name, value in straight["state_dict"].items())
 
 
+@pytest.mark.full
 def test_a_new_run_is_not_begun_again_by_a_restart(tmp_path: Path) -> None:
     """`--resume never` makes a sibling once, also when the ranks fail in it."""
     job = repository(tmp_path / "repo")

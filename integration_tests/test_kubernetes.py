@@ -235,6 +235,7 @@ def test_each_pod_has_its_rank_and_the_world_fits_the_devices(kind: str, device:
     assert limits.get("nvidia.com/gpu") == ("4" if device == "h100" else None)
 
 
+@pytest.mark.full
 def test_pods_are_evicted_and_made_anew(tmp_path: Path) -> None:
     """The manifest's own command and variables, in processes that stand for two pods: one gets a SIGTERM, both save
     and end with the code that the manifest does not count, and the next pods finish the run."""

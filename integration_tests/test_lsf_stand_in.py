@@ -74,6 +74,7 @@ def references(tmp_path_factory: pytest.TempPathFactory) -> References:
     return References(tmp_path_factory.mktemp("undisturbed"), warm)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("says", "history", "number", "reason", "code"),
     [

@@ -17,8 +17,9 @@ from integration_tests.cpu_nodes import trained_alike, write_job
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(
-        shutil.which("mpirun") is None and not os.environ.get("CI"), reason="needs Open MPI's mpirun (openmpi-bin)"
+        shutil.which("mpirun") is None and (not os.environ.get("CI")), reason="needs Open MPI's mpirun (openmpi-bin)"
     ),
+    pytest.mark.full,
 ]
 
 AGENT = """#!/bin/sh

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from fairlead.errors import CheckpointError, MissingDependencyError
+from fairlead.install import install_line
 from fairlead_runs.commit import Checkpoint, RetentionPolicy, checkpoint_name, publish, stage, write_file
 from fairlead_runs.commit import list_checkpoints as local
 from fairlead_runs.remote import (
@@ -212,6 +213,7 @@ upload(Path(sys.argv[1]), Store.open("s3://runs-bucket/prefix/gpt", part_mib=5),
 """
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("at", [r"partNumber=1&", r"partNumber=3&", r"state\.ckpt\?uploadId", "manifest", "latest"])
 def test_a_process_killed_in_an_upload_leaves_the_one_before(store: Store, s3: S3, tmp_path: Path, at: str) -> None:
     """SIGKILL of a real process at each stage; then the same checkpoint is uploaded to its end."""
@@ -273,7 +275,7 @@ def test_no_network_says_so(monkeypatch: pytest.MonkeyPatch, s3: S3) -> None:
 def test_a_missing_library_is_named_with_the_pip_line(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(MissingDependencyError) as raised:
         Store.open("gs://bucket/prefix")
-    assert raised.value.fix == "pip install 'fairlead[remote]' gcsfs"
+    assert raised.value.fix == install_line("remote", "gcsfs")
 
 
 def own_events(run: Path, pid: int) -> list[str]:
@@ -356,6 +358,7 @@ def test_a_job_goes_on_from_the_store_on_a_machine_that_has_nothing(s3: S3, tmp_
     assert "model.args.lr" in refused.text
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_a_run_that_failed_before_its_first_step_keeps_its_name_from_nobody(s3: S3, tmp_path: Path) -> None:
     """The mistake is corrected, and the next start is on another machine: the name at the URL is free."""
@@ -376,6 +379,7 @@ def test_a_run_that_failed_before_its_first_step_keeps_its_name_from_nobody(s3: 
     assert "the URL belongs to a run with other settings" in refused.text
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_a_stop_ends_in_time_though_the_store_hangs_and_the_next_start_uploads(s3: S3, tmp_path: Path) -> None:
     """The notice is short. What is saved here is said not to be there yet, and is there after the next start."""

@@ -21,6 +21,8 @@ from fairlead_distributed.testing import run_ranks
 from fairlead_precision import TorchAOFloat8PrecisionConfig
 from fairlead_precision.torchao_runtime import convert
 
+pytestmark = pytest.mark.full
+
 
 @pytest.fixture(autouse=True, scope="module")
 def _one_thread() -> Iterator[None]:

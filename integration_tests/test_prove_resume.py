@@ -185,7 +185,7 @@ def differs(call: Call, *, first: str, why: str, do: str) -> None:
     assert (kept / "undisturbed" / "run" / "metrics.csv").exists()
 
 
-@pytest.mark.soak
+@pytest.mark.full
 def test_an_average_of_weights_in_a_callback(tmp_path: Path) -> None:
     """The training does not depend on it: only what the callback keeps shows it."""
     call = proved(tmp_path, more=FORGETFUL, callbacks=[{"class": "mine:Ema"}])
@@ -194,25 +194,27 @@ def test_an_average_of_weights_in_a_callback(tmp_path: Path) -> None:
     assert "loss" not in call.out.splitlines()[1]
 
 
+@pytest.mark.full
 def test_a_loss_scale_in_a_dict_of_a_module(tmp_path: Path) -> None:
     call = proved(tmp_path, model="Scaled")
     why = r"not restored: SCALE\['value'\] of the module mine: 2\.0 became 1\.0"
     differs(call, first=r"loss: \S+ became \S+ at step 4 \(metrics\.csv\)", why=why, do="keep it in the model")
 
 
-@pytest.mark.soak
+@pytest.mark.full
 def test_a_list_that_the_step_appends_to(tmp_path: Path) -> None:
     call = proved(tmp_path, more=FORGETFUL, model="Appending")
     why = r"not restored: stats\['x'\] of the model Appending: 4 items became 0 items"
     differs(call, first="loss: .* at step 4", why=why, do="on_save_checkpoint")
 
 
-@pytest.mark.soak
+@pytest.mark.full
 def test_a_helper_with_a_running_mean(tmp_path: Path) -> None:
     call = proved(tmp_path, more=FORGETFUL, model="Helped")
     differs(call, first="loss: .* at step 4", why=r"helper\.count of the model Helped: 4 became 0", do="buffer")
 
 
+@pytest.mark.full
 def test_an_order_that_comes_from_a_set(tmp_path: Path) -> None:
     """Not the resume's fault: two undisturbed runs differ, and only the hash seed makes them."""
     call = proved(tmp_path, data="FromASet")
@@ -224,7 +226,7 @@ def test_an_order_that_comes_from_a_set(tmp_path: Path) -> None:
     assert "sorted(set(names))" in call.out
 
 
-@pytest.mark.soak
+@pytest.mark.full
 def test_a_warm_up_by_the_clock(tmp_path: Path) -> None:
     call = proved(tmp_path, model="Warming")
     assert call.code == 1, call.text
@@ -235,7 +237,7 @@ def test_a_warm_up_by_the_clock(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "job",
-    [{"callbacks": [{"class": "mine:Ema"}]}, pytest.param({"model": "Helped"}, marks=pytest.mark.soak)],
+    [{"callbacks": [{"class": "mine:Ema"}]}, pytest.param({"model": "Helped"}, marks=pytest.mark.full)],
     ids=["averaged weights in a callback", "a helper object"],
 )
 def test_what_is_kept_in_attributes_is_proven(tmp_path: Path, job: dict[str, Any]) -> None:
@@ -244,7 +246,7 @@ def test_what_is_kept_in_attributes_is_proven(tmp_path: Path, job: dict[str, Any
     assert call.out.startswith("equal in every bit")
 
 
-@pytest.mark.soak
+@pytest.mark.full
 def test_an_ordinary_job_is_proven(tmp_path: Path) -> None:
     """Dropout, batch norm, momentum, a schedule, shuffled data; and nothing is left behind."""
     call = proved(tmp_path, "6")
@@ -254,6 +256,7 @@ def test_an_ordinary_job_is_proven(tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / "runs").iterdir()] == ["job"]
 
 
+@pytest.mark.full
 def test_two_ranks_are_proven(tmp_path: Path) -> None:
     call = proved(tmp_path, "4", devices=2, strategy="ddp")
     assert call.code == 0, call.text
@@ -279,6 +282,7 @@ def test_what_cannot_be_proven_is_said_at_once(tmp_path: Path, words: tuple[str,
     assert sorted(os.listdir(tmp_path / "runs")) == ["job"]
 
 
+@pytest.mark.full
 def test_a_job_that_ends_too_early_says_so(tmp_path: Path) -> None:
     """Its own limits hold; a run that was not killed proves nothing."""
     call = proved(tmp_path, "16", max_epochs=1)

@@ -20,6 +20,8 @@ from fairlead_runs.remote import list_checkpoints as copies
 from integration_tests.jobs import JOB, Running, changed, events, fairlead, marked, names, repository, start
 from integration_tests.s3 import S3, s3_server
 
+pytestmark = pytest.mark.full
+
 STEPS = 40
 ALONE: dict[str, Any] = {"devices": 1, "strategy": "auto", "max_steps": STEPS}
 SLOW = {"args": {"width": 4, "delay": 0.2}}

@@ -248,6 +248,7 @@ def test_what_goes_on_from_shards_ends_as_what_was_never_stopped(written: tuple[
     assert same(made["again"]["end"], made["fsdp2"]["end"])
 
 
+@pytest.mark.full
 def test_lightning_reads_ours_and_ours_reads_lightnings(written: tuple[str, dict[str, Any]]) -> None:
     """The layout is that of its ModelParallelStrategy; ours is read by `torch` and DDP, too."""
     _, made = written
@@ -271,6 +272,7 @@ def test_each_tensor_is_written_once_and_every_file_is_in_the_manifest(written: 
     assert len(made["ddp"]["end"]["state"]) * 3 < len(table.storage_data)
 
 
+@pytest.mark.full
 def test_what_a_strategy_writes_itself_is_committed_too(written: tuple[str, dict[str, Any]]) -> None:
     """FSDP2 with `checkpoint_io: torch`; what goes wrong on one rank is known to all, and nothing hangs."""
     root, made = written
@@ -289,6 +291,7 @@ def test_what_a_strategy_writes_itself_is_committed_too(written: tuple[str, dict
     assert same(dict(found["state_dict"]), made["own"]["end"]["weights"])
 
 
+@pytest.mark.full
 def test_a_checkpoint_by_hand_is_written_by_all_ranks(written: tuple[str, dict[str, Any]]) -> None:
     root, made = written
     for name in ("ddp", "fsdp", "fsdp2", "later"):
@@ -333,6 +336,7 @@ def split_over_four(rank: int, root: str, begun: str) -> list[dict[str, dict[str
     return [whole, *fits(rank, root, 4, 8, [("again", BOTH, BACKGROUND, step(root, "both", 6))])]
 
 
+@pytest.mark.full
 def test_split_layers_go_on_from_shards(tmp_path: Path) -> None:
     """Tensor parallelism alone, where some parameters are split and others whole; and a mesh of two dimensions."""
     for whole, again, file, copies, split in run_ranks(split_over_two, 2, str(tmp_path / "two"), timeout=300):
@@ -362,6 +366,7 @@ def undisturbed_and_first_start(rank: int, root: str, url: str) -> dict[str, Any
     return {"through": through, "first": fits(rank, f"{root}/first", 2, 4, first)}
 
 
+@pytest.mark.full
 def test_shards_are_copied_to_a_store_and_a_machine_that_has_nothing_goes_on(tmp_path: Path) -> None:
     """Shards of two ranks; the disk is lost; the same bits as without. `torch` reads them, too."""
     root, url = str(tmp_path), f"file://{tmp_path}/store"
@@ -487,6 +492,7 @@ def ended(call: Call) -> bool:
     return True
 
 
+@pytest.mark.full
 def test_a_job_moves_from_2_to_4_ranks_and_back_with_identical_losses(tmp_path: Path) -> None:
     """Also when one rank is killed while it saves, and the disk refuses another one's part."""
     throughout, changing = tmp_path / "throughout", tmp_path / "changing"

@@ -70,6 +70,7 @@ def test_their_own_tests_pass(tmp_path: Path, installed: Mapping[str, str]) -> N
     assert len(tests) == len(EXAMPLES)
 
 
+@pytest.mark.full
 def test_a_job_of_all_the_others_trains_is_requeued_and_resumes(tmp_path: Path, installed: Mapping[str, str]) -> None:
     """Each does what it is for: in one job that is stopped by SIGTERM and started again."""
     chosen = {
@@ -120,6 +121,7 @@ def weights(folder: Path) -> list[torch.Tensor]:
     return [torch.load(folder / f"weights-{rank}.pt", weights_only=True)["layer.weight"] for rank in (0, 1)]
 
 
+@pytest.mark.full
 def test_local_sgd_trains_and_averages(tmp_path: Path, installed: Mapping[str, str]) -> None:
     """With plain SGD, averaging the weights after every step is what DDP does with the gradients."""
     job = str(repository(tmp_path / "repo"))

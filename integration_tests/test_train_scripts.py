@@ -179,6 +179,7 @@ def test_python_train_py_starts_its_ranks_and_hands_the_run_over(tmp_path: Path)
     assert {p: p.read_bytes() for p in (tmp_path / "runs").rglob("*") if p.is_file()} == before
 
 
+@pytest.mark.full
 def test_a_script_may_begin_with_a_prediction(tmp_path: Path) -> None:
     """The documents' three lines: Lightning starts rank 1 for it, and both return what all have predicted."""
     body = """
@@ -191,6 +192,7 @@ def test_a_script_may_begin_with_a_prediction(tmp_path: Path) -> None:
     assert (tmp_path / "runs" / "one" / "predictions-1" / "manifest.json").is_file()
 
 
+@pytest.mark.full
 def test_accumulated_micro_batches_on_two_ranks_equal_one_process(tmp_path: Path) -> None:
     """Two ranks x two micro-batches of two samples are a global batch of eight; gradients are sent once for each."""
     body = """
@@ -232,7 +234,7 @@ def test_the_global_batch_survives_another_number_of_ranks(tmp_path: Path) -> No
     assert float((weights(tmp_path / "runs/run/checkpoints/step-00000012") - expected).abs().max()) < CLOSE
 
 
-@pytest.mark.soak
+@pytest.mark.full
 def test_a_finished_run_before_the_one_that_starts_ranks(tmp_path: Path) -> None:
     """Rank 1 runs the script from its first line: what was finished in rank 0 is finished there too."""
     body = """
@@ -248,6 +250,7 @@ def test_a_finished_run_before_the_one_that_starts_ranks(tmp_path: Path) -> None
     assert [len(events(tmp_path / "runs" / name, "start")) for name in ("first", "second")] == [1, 2]
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_ddp_spawn_trains_and_returns_the_result(tmp_path: Path) -> None:
     """The ranks are spawned; the trainer, with its run, travels to them."""
@@ -359,7 +362,7 @@ def kill_in_training(folder: Path, devices: int, step: int) -> None:
         process.wait()
 
 
-@pytest.mark.parametrize("devices", [pytest.param(1, marks=pytest.mark.soak), 2])
+@pytest.mark.parametrize("devices", [pytest.param(1, marks=pytest.mark.full), 2])
 def test_an_unmodified_script_goes_on_after_kill_9(tmp_path: Path, devices: int) -> None:
     """One callback: steps and metrics.csv go on; a run that is finished is not trained again."""
     per_epoch = 8 // devices
@@ -390,6 +393,7 @@ def test_an_unmodified_script_goes_on_after_kill_9(tmp_path: Path, devices: int)
 # -- fabric
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("devices", [1, 2])
 def test_a_loop_of_ones_own_on_fabric(tmp_path: Path, devices: int) -> None:
     """`fabric(config)` trains as Lightning's Trainer does, on one process and on two."""

@@ -252,6 +252,7 @@ def test_a_server_that_hangs_holds_nobody_up(operator: StandIn) -> None:
     assert time.monotonic() - began < 4  # sooner than a report is given up
 
 
+@pytest.mark.full
 def test_a_fit_in_a_trainjob(operator: StandIn, tmp_path: Path) -> None:
     """Without a setting; where the server is gone, the fit says so once and ends as it would."""
     trainer = {"devices": 1, "strategy": "auto", "max_steps": 6}

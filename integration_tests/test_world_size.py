@@ -10,6 +10,8 @@ import pytest
 
 from integration_tests.jobs import changed, fairlead
 
+pytestmark = pytest.mark.full
+
 MODEL = """
 import lightning.pytorch as L
 import torch

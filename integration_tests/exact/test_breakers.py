@@ -85,6 +85,7 @@ def the_same(reference: Path, run: Path) -> None:
 # -- 1. DDP's reduction order
 
 
+@pytest.mark.full
 def test_ddp_bucket_rebuild_four_ranks(killed: Killed) -> None:
     """DDP groups gradients anew after its first step: a resumed run would reduce that step in another order."""
     case = Case("mlp", ranks=4).setting(*STEADY, *ONLY_EPOCHS)
@@ -118,9 +119,11 @@ def test_due_validation_is_rerun(killed: Killed, case: Case, place: str, step: i
         pytest.param(
             Case("metrics").setting("data.args.kind=stateful"),
             ["validation_batch_start:9", "train_batch_start:9"],
-            marks=pytest.mark.soak,
+            marks=pytest.mark.full,
         ),
-        (Case("gpt", workers=2), ["validation_batch_start:16", "train_batch_start:16"]),
+        pytest.param(
+            Case("gpt", workers=2), ["validation_batch_start:16", "train_batch_start:16"], marks=pytest.mark.full
+        ),
     ],
     ids=["in an epoch", "a loader with a state", "counted in steps, workers"],
 )
@@ -139,6 +142,7 @@ def test_save_behind_a_rerun_validation(
     the_same(reference.run, case.directory(tmp_path))
 
 
+@pytest.mark.full
 def test_validation_batches_are_counted_on(killed: Killed) -> None:
     """What a validation logs of each batch is logged under a number that counts the batches of all validations."""
     case = Case("conv").setting("model.args.each_batch=true")
@@ -186,7 +190,13 @@ def test_no_save_between_micro_batches(killed: Killed) -> None:
 
 @pytest.mark.parametrize(
     ("step", "kind"),
-    [(16, "default"), (16, "stateful"), (12, "stateful"), (12, "strided"), (9, "default")],
+    [
+        (16, "default"),
+        pytest.param(16, "stateful", marks=pytest.mark.full),
+        pytest.param(12, "stateful", marks=pytest.mark.full),
+        (12, "strided"),
+        pytest.param(9, "default", marks=pytest.mark.full),
+    ],
     ids=["last", "last of a loader with a state", "middle of one", "middle, own sampler", "first"],
 )
 def test_save_on_the_epochs_last_batch(killed: Killed, step: int, kind: str) -> None:
@@ -198,6 +208,7 @@ def test_save_on_the_epochs_last_batch(killed: Killed, step: int, kind: str) -> 
     the_same(reference.run, case.directory(cwd))
 
 
+@pytest.mark.full
 def test_what_was_measured_earlier_is_not_of_this_step(killed: Killed) -> None:
     """Steps behind a resume have not been validated: they are not rated by the validation before it."""
     sets = (EVERY_STEP, "trainer.checkpoint.keep_last=30", "trainer.checkpoint.keep_best=2")
@@ -210,6 +221,7 @@ def test_what_was_measured_earlier_is_not_of_this_step(killed: Killed) -> None:
     the_same(reference.run, Case("mlp").directory(cwd))
 
 
+@pytest.mark.full
 def test_no_sanity_check_in_a_run_that_goes_on(killed: Killed) -> None:
     """It would reset the counts of the validations that were done."""
     case = Case("metrics").setting("trainer.checkpoint.keep_last=30")
@@ -220,10 +232,11 @@ def test_no_sanity_check_in_a_run_that_goes_on(killed: Killed) -> None:
 @pytest.mark.parametrize(
     ("case", "place"),
     [
-        *((Case("conv"), f"{name}:12") for name in ("publish", "retention", "fit_end")),
-        (Case("metrics"), "fit_end:15"),
+        *(pytest.param(Case("conv"), f"{name}:12", marks=pytest.mark.full) for name in ("publish", "fit_end")),
+        (Case("conv"), "retention:12"),
+        pytest.param(Case("metrics"), "fit_end:15", marks=pytest.mark.full),
     ],
-    ids=["publish", "retention", "fit_end", "stopped early"],
+    ids=["publish", "fit_end", "retention", "stopped early"],
 )
 def test_killed_behind_the_last_step(killed: Killed, case: Case, place: str) -> None:
     """Nothing is left to train: retention is finished; a script finds the best checkpoint and the metrics."""
@@ -234,7 +247,11 @@ def test_killed_behind_the_last_step(killed: Killed, case: Case, place: str) -> 
 # -- 5. Augmentation in workers, and who shards
 
 
-@pytest.mark.parametrize("place", ["train_batch_start:11", "train_batch_start:16"], ids=["in an epoch", "between two"])
+@pytest.mark.parametrize(
+    "place",
+    ["train_batch_start:11", pytest.param("train_batch_start:16", marks=pytest.mark.full)],
+    ids=["in an epoch", "between two"],
+)
 def test_worker_augmentation_is_seeded_per_sample(killed: Killed, place: str) -> None:
     """Augmentation by Python's, NumPy's and torch's global generators in two workers, which draw ahead."""
     case = Case("mlp", workers=2).setting(EVERY_STEP, "model.args.dropout=0.0", "model.args.record=seen")

@@ -16,7 +16,7 @@ from integration_tests.exact.compare import differences
 from integration_tests.exact.disturb import Kill, disturbed
 from integration_tests.exact.references import References
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.full]
 
 WARM = [
     (Case("mlp"), [Kill("start-up", part=0.6), Kill("step", "one", part=0.4)]),

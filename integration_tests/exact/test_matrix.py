@@ -34,6 +34,7 @@ TOLD = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", EXACT)
 def test_ends_the_same_and_is_called_exact(name: str, tmp_path: Path) -> None:
     outcome = tried({**PLAIN, **EXACT[name]}, tmp_path, kills=1, seed=1)
@@ -41,12 +42,14 @@ def test_ends_the_same_and_is_called_exact(name: str, tmp_path: Path) -> None:
     assert outcome.said == "exact"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", TOLD)
 def test_what_is_not_the_same_is_not_called_exact(name: str, tmp_path: Path) -> None:
     chosen, said = TOLD[name]
     assert said in tried({**PLAIN, **chosen}, tmp_path, kills=1, seed=1).said
 
 
+@pytest.mark.full
 def test_a_sampler_without_a_length_can_be_trained_with(tmp_path: Path) -> None:
     """It is not called exact, since nobody knows what it depends on; this one ends the same."""
     assert not tried({**PLAIN, "loader": "sizeless", "keeps": "hidden state"}, tmp_path, kills=1, seed=1).found

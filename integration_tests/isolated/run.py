@@ -1,10 +1,22 @@
-"""Install each extra of the core from wheels, in an environment with only what it declares, and use it.
+"""Install Fairlead into environments with nothing else, by the README's lines and extra by extra, and use it.
 
-`python integration_tests/isolated/run.py WHEELS [EXTRA...]`; `nox -s isolated` builds the wheels and runs this.
+`python -m integration_tests.isolated.run --readme [EXTRAS...]` runs the lines of README.md that install a clone, each
+<<<<<<< HEAD
+as it stands, or those with these extras (`check`, `slurm,deepspeed`): with pip 23.2, which Python 3.11 brings, and
+today's.
 
-pip resolves every extra on its own. Extras that resolve to the same distributions are the same environment, made once;
-each of them is then used in it. What pip installed is compared with what it resolved.
-An extra whose engine cannot be imported on this machine is resolved only, and the table says so.
+`python -m integration_tests.isolated.run WHEELS [EXTRA...]` installs extras from wheels. pip resolves every extra on
+its own. Extras that resolve to the same distributions are the same environment, made once; each of them is then used
+in it. What pip installed is compared with what it resolved. An extra whose engine cannot be imported on this machine
+is resolved only, and the table says so.
+=======
+as it stands, or those with these extras (`check`, `slurm,deepspeed`): with pip 23.2, which Python 3.11 has, or today's.
+
+`python -m integration_tests.isolated.run WHEELS [EXTRA...]` installs extras from wheels. pip resolves every extra on
+its own. Extras that resolve to the same distributions are the same environment, made once; each of them is then used in
+it. What pip installed is compared with what it resolved. An extra whose engine cannot be imported on this machine is
+resolved only, and the table says so.
+>>>>>>> install
 """
 
 from __future__ import annotations
@@ -12,30 +24,36 @@ from __future__ import annotations
 import ctypes.util
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
 import tempfile
 import zipfile
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from queue import SimpleQueue
+from types import MappingProxyType
 
 from packaging.metadata import Metadata
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name, parse_wheel_filename
+
+from integration_tests.isolated.tutorial import write_tutorial
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
 # An extra that brings one of these is only resolved, and without the engine's own extras: the sdist behind
 # transformer-engine[pytorch] cannot even say what it requires where there is no CUDA.
 CANNOT_RUN = {
-    "torch-xla": "the newest torch-xla does not import with the tested torch",
+    "torch-xla": "torch-xla needs an older torch than the other tests",
     "transformer-engine": "Transformer Engine builds against CUDA",
 }
+# Distributions whose versions in constraints.txt go with its torch.
+OF_ONE_TORCH = ("torch", "torch-xla", "torchao", "setuptools", "sympy", "networkx", "filelock", "fsspec")
 # An extra that needs a shared library of the system; .ci/run installs it, elsewhere the extra is only resolved.
 LIBRARIES = {"mpi4py": "mpi"}
 # What an extra adds is used in the run, not only imported.
@@ -45,6 +63,9 @@ SETTINGS = {
     "wandb": ["trainer.loggers=[csv, {name: wandb, project: isolated}]"],
 }
 
+
+# The pip that runs a line of the README, by its extras; else today's.
+OLD_PIP = {"lightning": "23.2.1"}
 
 CI = bool(os.environ.get("CI"))  # what is lacking there is a failure
 
@@ -67,13 +88,15 @@ class Outcome:
     notes: list[str] = field(default_factory=list)
 
 
-def run(*command: str | Path, cwd: Path | None = None, expect: int = 0) -> subprocess.CompletedProcess[str]:
+def run(
+    *command: str | Path, cwd: Path | None = None, expect: int = 0, environ: Mapping[str, str] = MappingProxyType({})
+) -> subprocess.CompletedProcess[str]:
     """Run a command in a clean environment; another exit code than `expect` is a fault with its output."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "VIRTUAL_ENV", "COVERAGE"))}
     done = subprocess.run(
         [str(part) for part in command],
         cwd=cwd,
-        env=kept | {"WANDB_MODE": "offline"},
+        env=kept | {"WANDB_MODE": "offline"} | dict(environ),
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
@@ -122,9 +145,14 @@ class Wheels:
         brackets = f"[{extra}]" if extra else ""
         return f"fairlead{brackets} @ {self.by_name[canonicalize_name('fairlead')].as_uri()}"
 
-    def pip(self, *arguments: str | Path, python: Path | str = sys.executable) -> str:
+    def pip(
+        self,
+        *arguments: str | Path,
+        python: Path | str = sys.executable,
+        environ: Mapping[str, str] = MappingProxyType({}),
+    ) -> str:
         """What pip prints, run for the environment of `python`."""
-        return run(sys.executable, "-m", "pip", "--python", python, *arguments).stdout
+        return run(sys.executable, "-m", "pip", "--python", python, *arguments, environ=environ).stdout
 
     def held(self) -> tuple[str | Path, ...]:
         """The option by which pip takes our other distributions from the wheels."""
@@ -137,7 +165,13 @@ class Wheels:
             engines = self.engines("fairlead", frozenset({extra}))
             wanted = [self.requirement(""), *sorted(f"{engine.name}{engine.specifier}" for engine in engines)]
         report = self.constraints.with_name(f"report-{extra}.json")  # not stdout: pip may colour that
-        self.pip("install", "-qq", "--dry-run", "--ignore-installed", "--report", report, *self.held(), *wanted)
+        environ = {}
+        if "torch-xla" in {canonicalize_name(engine.name) for engine in self.engines("fairlead", frozenset({extra}))}:
+            pins = self.constraints.with_name("pins-of-another-torch.txt")
+            pins.write_text(pins_without(*OF_ONE_TORCH), encoding="utf-8")
+            environ = {"PIP_CONSTRAINT": str(pins)}
+        options = ("-qq", "--dry-run", "--ignore-installed", "--report", report)
+        self.pip("install", *options, *self.held(), *wanted, environ=environ)
         found = set()
         for item in json.loads(report.read_text(encoding="utf-8"))["install"]:
             name, url = canonicalize_name(item["metadata"]["name"]), item["download_info"]["url"]
@@ -178,6 +212,12 @@ def installed(python: Path) -> frozenset[str]:
     return frozenset(f"{canonicalize_name(name)}=={version}" for name, version in map(str.split, lines))
 
 
+def pins_without(*names: str) -> str:
+    """The pins of constraints.txt but those of some distributions."""
+    lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    return "\n".join(line for line in lines if canonicalize_name(line.partition("==")[0]) not in names) + "\n"
+
+
 def probe(bin_: Path) -> str:
     """Every module imports, or waits for an engine that this extra does not declare."""
     report = json.loads(run(bin_ / "python", "-P", HERE / "probe.py").stdout)
@@ -188,7 +228,8 @@ def use_core(bin_: Path, work: Path, extra: str) -> None:
     """Bare `fairlead`: plugins are listed, and `fit` names the pip line that brings it."""
     run(bin_ / "fairlead", "plugins")
     refused = run(bin_ / "fairlead", "fit", "examples/gpt/job.yaml", cwd=work, expect=2)
-    if "pip install 'fairlead[lightning]'" not in refused.stderr or "Traceback" in refused.stderr:
+    wanted = re.search(r"pip install --find-links \S+ 'fairlead\[lightning\]'", refused.stderr)  # these are wheels
+    if wanted is None or "Traceback" in refused.stderr:
         raise PromiseError(f"fairlead fit without its plugin says:\n{refused.stderr}")
 
 
@@ -254,6 +295,71 @@ def examine(wheels: Wheels, extras: list[str], resolved: frozenset[str], place: 
             yield Outcome(extra, "failed", [str(fault)])
 
 
+def readme_lines() -> dict[str, str]:
+    """The lines of README.md that install a clone, by their extras: `{"check": "pip install ...", ...}`."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    part = text.partition("<!-- --8<-- [start:install] -->")[2].partition("<!-- --8<-- [end:install] -->")[0]
+    return {found[1]: found[0] for found in re.finditer(r"^pip install .*'\.\[([a-z,-]+)\]'.*$", part, re.MULTILINE)}
+
+
+def examine_line(extras: str, line: str, place: Path) -> Outcome:
+    """A line of the README in an environment of its own, in this clone; then what the extras promise."""
+    env, work = place / "env", place / "work"
+    shutil.rmtree(place, ignore_errors=True)
+    work.mkdir(parents=True)
+    try:
+        run(sys.executable, "-m", "venv", env)
+        version = f"pip=={OLD_PIP[extras]}" if extras in OLD_PIP else "pip"
+        # pip of a venv is the one that Python brings; nothing of the pins but what the line itself says.
+        unpinned = {"PIP_CONSTRAINT": "", "PIP_BUILD_CONSTRAINT": ""}
+        run(env / "bin" / "python", "-m", "pip", "install", "-qq", "--upgrade", version, environ=unpinned)
+        path = f"{env / 'bin'}{os.pathsep}{os.environ['PATH']}"
+        run("bash", "-c", line, cwd=ROOT, environ={**unpinned, "PATH": path, "PIP_QUIET": "1", "PIP_NO_COMPILE": "1"})
+        run(env / "bin" / "python", "-m", "pip", "check")
+        shutil.copytree(ROOT / "examples", work / "examples", ignore=shutil.ignore_patterns("__pycache__", "runs"))
+        (work / "pyproject.toml").touch()
+        notes = [line.partition("#")[0].strip(), pip_of(env), probe(env / "bin")]
+        if extras == "check":
+            use_check(env / "bin", work, extras)
+            refused = run(env / "bin" / "fairlead", "fit", "examples/gpt/job.yaml", cwd=work, expect=2)
+            if f"pip install '{ROOT}[lightning]'" not in refused.stderr:
+                raise PromiseError(f"fairlead fit without torch says:\n{refused.stderr}")
+        else:
+            use_tutorial(env / "bin", work, extras)
+    except PromiseError as fault:
+        return Outcome(extras, "failed", [line, str(fault)])
+    return Outcome(extras, "passed", notes)
+
+
+def pip_of(env: Path) -> str:
+    """`pip 23.2.1`."""
+    return " ".join(run(env / "bin" / "python", "-m", "pip", "--version").stdout.split()[:2])
+
+
+def use_tutorial(bin_: Path, work: Path, extras: str) -> None:
+    """The tutorial's job is checked and trains, with each engine that was asked for."""
+    write_tutorial(work / "sine")
+    more = ["--set", "trainer.strategy=deepspeed", "--set", "trainer.max_steps=3"] if "deepspeed" in extras else []
+    run(bin_ / "fairlead", "check", "job.yaml", cwd=work / "sine")
+    said = run(bin_ / "fairlead", "fit", "job.yaml", *more, cwd=work / "sine")
+    if "engine-untested" in said.stdout + said.stderr:
+        raise PromiseError(f"the pins are not what was tested:\n{said.stdout}{said.stderr}")
+    if not list((work / "sine" / "runs").glob("*/checkpoints/latest")):
+        raise PromiseError(f"fairlead fit of the tutorial's job left no checkpoint:\n{said.stdout}{said.stderr}")
+
+
+def run_readme(chosen: list[str]) -> int:
+    """The README's lines, two at a time; 1 when one failed."""
+    lines = readme_lines()
+    if unknown := sorted(set(chosen) - set(lines)):
+        raise SystemExit(f"README.md has no line with {unknown}; it has {sorted(lines)}")
+    wanted = [extras for extras in lines if not chosen or extras in chosen]
+    prefix = "fairlead-readme-"
+    with tempfile.TemporaryDirectory(prefix=prefix, dir=ROOT / ".nox") as scratch, ThreadPoolExecutor(2) as pool:
+        places = [Path(scratch, str(number)) for number in range(len(wanted))]
+        return report(list(pool.map(examine_line, wanted, [lines[extras] for extras in wanted], places)))
+
+
 def attempt(resolve: Callable[[str], frozenset[str]]) -> Callable[[str], frozenset[str] | PromiseError]:
     """`resolve`, with its error as a result: one extra that cannot be resolved does not hide the others."""
 
@@ -268,9 +374,7 @@ def attempt(resolve: Callable[[str], frozenset[str]]) -> Callable[[str], frozens
 
 def main(folder: Path, chosen: list[str]) -> int:
     """Examine every extra, two environments at a time; 1 when one failed."""
-    place = ROOT / ".nox"  # ignored by git, and on the disk where the environments are
-    place.mkdir(exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix="fairlead-isolated-", dir=place) as scratch:
+    with tempfile.TemporaryDirectory(prefix="fairlead-isolated-", dir=ROOT / ".nox") as scratch:
         wheels = Wheels(folder, Path(scratch))
         extras = chosen or wheels.extras()
         groups: dict[frozenset[str], list[str]] = defaultdict(list)
@@ -295,6 +399,11 @@ def main(folder: Path, chosen: list[str]) -> int:
             by_size = sorted(groups.items(), key=lambda item: len(item[0]))
             outcomes += [outcome for result in pool.map(examined, by_size) for outcome in result]
     outcomes.sort(key=lambda outcome: extras.index(outcome.extra))
+    return report(outcomes)
+
+
+def report(outcomes: list[Outcome]) -> int:
+    """Prints the table and its sums; 1 when one failed."""
     for outcome in outcomes:
         requirement = f"fairlead[{outcome.extra}]" if outcome.extra else "fairlead"
         print(f"{requirement:30} {outcome.state:8} {'; '.join(outcome.notes)}")
@@ -304,4 +413,6 @@ def main(folder: Path, chosen: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1]), sys.argv[2:]))
+    place = ROOT / ".nox"  # ignored by git, and on the disk where the environments are
+    place.mkdir(exist_ok=True)
+    sys.exit(run_readme(sys.argv[2:]) if sys.argv[1] == "--readme" else main(Path(sys.argv[1]), sys.argv[2:]))

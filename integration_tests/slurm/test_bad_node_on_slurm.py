@@ -15,7 +15,7 @@ from integration_tests.slurm.jobs import Job
 from integration_tests.slurm.test_submit_on_slurm import environ, repository
 from integration_tests.slurm.training import history, nothing_runs
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.full]
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ from integration_tests.slurm.jobs import Job
 from integration_tests.slurm.system import wait_until
 from integration_tests.slurm.training import history, until_saved
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.full]
 
 PAGE = Path(__file__).parents[2] / "docs/how-to/slurm.md"
 STEPS = 48
@@ -137,7 +137,7 @@ def test_one_process_per_gpu(cluster: Cluster, folder: Path) -> None:
     assert f"resumes from {directory}/checkpoints/step-{step:08}" in job.text()
 
 
-@pytest.mark.parametrize("nodes", [2, pytest.param(4, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("nodes", [2, pytest.param(4, marks=pytest.mark.full)])
 def test_threads_of_a_task_on_cpus(cluster: Cluster, folder: Path, nodes: int) -> None:
     """One task for each node, a thread for each of its CPUs, the weights of one process with the same batch in all."""
     write_job(folder, nodes)
@@ -161,7 +161,7 @@ def test_an_array(cluster: Cluster, folder: Path) -> None:
         goes_on(one, folder, "unknown", run=f"sine-task-{task}")
 
 
-@pytest.mark.soak
+@pytest.mark.full
 def test_the_rehearsal(cluster: Cluster, folder: Path) -> None:
     """The commands of the page's last section, with its preemptible script."""
     first, urgent = (shlex.split(line)[1:] for line in SCRIPTS["rehearsal"].splitlines())
@@ -173,7 +173,7 @@ def test_the_rehearsal(cluster: Cluster, folder: Path) -> None:
     assert "as another job needs the nodes" in job.text()
 
 
-@pytest.mark.soak
+@pytest.mark.full
 def test_a_script_that_passes_its_warning_on(cluster: Cluster, folder: Path) -> None:
     """`--signal=B:USR1@120`."""
     job = sbatch(cluster, folder, "forward.sh")
@@ -182,7 +182,7 @@ def test_a_script_that_passes_its_warning_on(cluster: Cluster, folder: Path) -> 
     goes_on(job, folder, "unknown")
 
 
-@pytest.mark.soak
+@pytest.mark.full
 def test_a_train_py_without_srun(cluster: Cluster, folder: Path) -> None:
     """Where the process comes from, and who starts the job again, are two questions."""
     job = sbatch(cluster, folder, "train-py.sh")
@@ -212,7 +212,7 @@ def test_a_container_without_scontrol(cluster: Cluster, folder: Path) -> None:
     assert list((folder / "requeue" / job.id).iterdir()) == []
 
 
-@pytest.mark.soak
+@pytest.mark.full
 def test_a_job_that_is_not_started_again(cluster: Cluster, folder: Path) -> None:
     """Saved, and no word of a requeue; submitted again it goes on."""
     job = sbatch(cluster, folder, "once.sh")

@@ -15,7 +15,7 @@ from fairlead_environments.slurm.hostlist import expand
 from integration_tests.slurm.cluster import Cluster
 from integration_tests.slurm.jobs import submit
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.full]
 
 WHO = f"{sys.executable} -P {Path(__file__).with_name('who.py')}"
 

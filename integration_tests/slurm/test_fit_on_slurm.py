@@ -25,7 +25,7 @@ from integration_tests.slurm.training import (
     until_saved,
 )
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.full]
 
 
 def test_two_nodes_compute_what_one_machine_computes(cluster: Cluster, references: References, tmp_path: Path) -> None:
@@ -95,7 +95,7 @@ STOPS = (
 )
 
 
-@pytest.mark.soak
+@pytest.mark.full
 def test_ten_stops_in_one_run(cluster: Cluster, references: References, tmp_path: Path) -> None:
     """Whoever is asked, wherever the run is: all ranks stop at one step, and no step is lost."""
     pause = {"setup": 2.0, "train_batch_start": 0.3, "validation_batch_start": 0.5, "save": 0.5}
@@ -121,7 +121,7 @@ def test_ten_stops_in_one_run(cluster: Cluster, references: References, tmp_path
     assert where[8] == where[7]
 
 
-@pytest.mark.soak
+@pytest.mark.full
 def test_preempted_where_slurm_would_cancel(cluster: Cluster, references: References, tmp_path: Path) -> None:
     """In a partition with PreemptMode=CANCEL: started again all the same, once."""
     job = fit(cluster, tmp_path, "-p", "brief", case=PAIR, pause=0.3)
@@ -130,7 +130,7 @@ def test_preempted_where_slurm_would_cancel(cluster: Cluster, references: Refere
     as_if_nothing_had_happened(references, tmp_path, job, "preempted", case=PAIR)
 
 
-@pytest.mark.soak
+@pytest.mark.full
 @pytest.mark.parametrize("warned", [True, False])
 def test_the_time_limit(cluster: Cluster, references: References, tmp_path: Path, warned: bool) -> None:
     """With a warning ahead, and with nothing but the SIGTERM at the end."""
@@ -146,7 +146,7 @@ def test_the_time_limit(cluster: Cluster, references: References, tmp_path: Path
     assert ("SIGTERM" in signal["signals"]) is not warned
 
 
-@pytest.mark.soak
+@pytest.mark.full
 def test_while_a_loader_blocks(cluster: Cluster, references: References, tmp_path: Path) -> None:
     """Its worker has nothing yet; the main threads wait, and the signal is heard all the same."""
     case = dataclasses.replace(PAIR, workers=1)
@@ -156,7 +156,7 @@ def test_while_a_loader_blocks(cluster: Cluster, references: References, tmp_pat
     as_if_nothing_had_happened(references, tmp_path, job, "unknown", case=case)
 
 
-@pytest.mark.soak
+@pytest.mark.full
 def test_an_array_has_a_run_for_each_task(cluster: Cluster, references: References, tmp_path: Path) -> None:
     """Three tasks, each on a node of its own with two ranks; each is warned, and started again by itself."""
     # The directories of the runs differ by themselves; the files that the test's own callback leaves would not.
@@ -175,7 +175,7 @@ def test_an_array_has_a_run_for_each_task(cluster: Cluster, references: Referenc
         assert not found, "\n".join([*found, job.text()])
 
 
-@pytest.mark.soak
+@pytest.mark.full
 def test_a_node_that_fails_costs_the_steps_behind_the_last_checkpoint(
     cluster: Cluster, references: References, tmp_path: Path
 ) -> None:
@@ -193,7 +193,7 @@ def test_a_node_that_fails_costs_the_steps_behind_the_last_checkpoint(
     the_same(references, tmp_path, job, PAIR)
 
 
-@pytest.mark.soak
+@pytest.mark.full
 def test_a_node_that_slurm_cannot_reach_for_a_while(cluster: Cluster, references: References, tmp_path: Path) -> None:
     """SLURM starts the job again elsewhere while the first rank lives on there: it neither writes nor finishes."""
     job = fit(cluster, tmp_path, case=PAIR, pause=2.0)
@@ -213,7 +213,7 @@ def test_a_node_that_slurm_cannot_reach_for_a_while(cluster: Cluster, references
 # -- what people do
 
 
-@pytest.mark.soak
+@pytest.mark.full
 def test_a_cancelled_job_is_saved_and_goes_on_when_submitted_again(
     cluster: Cluster, references: References, tmp_path: Path
 ) -> None:
@@ -245,7 +245,7 @@ def test_no_requeue_means_it(cluster: Cluster, references: References, tmp_path:
     as_if_nothing_had_happened(references, tmp_path, again, "unknown", restarts=0, case=PAIR)
 
 
-@pytest.mark.soak
+@pytest.mark.full
 def test_a_job_that_may_not_be_requeued_is_told_at_its_start(
     cluster: Cluster, references: References, tmp_path: Path
 ) -> None:

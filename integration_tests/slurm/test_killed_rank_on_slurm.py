@@ -9,10 +9,10 @@ import pytest
 from integration_tests.slurm.cluster import Cluster
 from integration_tests.slurm.training import PAIR, fit, history, until_saved
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.full]
 
 
-@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.full)])
 def test_a_killed_rank_is_a_failure(cluster: Cluster, tmp_path: Path, rank: int) -> None:
     """The SIGTERM by which srun ends the other is no stop: nothing is requeued, and the newest checkpoint is kept."""
     step = "srun --kill-on-bad-exit=1 {command}\n"

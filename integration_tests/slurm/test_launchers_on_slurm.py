@@ -19,12 +19,12 @@ from integration_tests.slurm.jobs import submit
 from integration_tests.slurm.system import wait_until
 from integration_tests.slurm.training import PAIR, QUICK_AGAIN, as_if_nothing_had_happened, fit, history, until_saved
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.full]
 
 TORCHRUN = f"{sys.executable} -m torch.distributed.run --nproc-per-node 2 --master-port 29511 -m "
 
 
-@pytest.mark.soak
+@pytest.mark.full
 def test_torchrun_in_a_batch_script_is_preempted(cluster: Cluster, references: References, tmp_path: Path) -> None:
     """No step, so no warning: SIGTERM to all when the time of grace is over. SLURM requeues; we do not."""
     script = f"{QUICK_AGAIN}{TORCHRUN}{shlex.join(['fairlead', *PAIR.words()])}\n"
@@ -43,7 +43,7 @@ def test_torchrun_in_a_batch_script_is_preempted(cluster: Cluster, references: R
     as_if_nothing_had_happened(references, tmp_path, job, stop["reason"], case=PAIR)
 
 
-@pytest.mark.soak
+@pytest.mark.full
 def test_ranks_of_pmix(cluster: Cluster, references: References, tmp_path: Path) -> None:
     """`srun --mpi=pmix`: still a step of SLURM's."""
     job = fit(cluster, tmp_path, case=PAIR, pause=0.3, script="srun --mpi=pmix {command}\n")

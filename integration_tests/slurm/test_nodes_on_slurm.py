@@ -21,7 +21,7 @@ from integration_tests.slurm.system import run, wait_until
 from integration_tests.slurm.training import history
 from integration_tests.test_world_size import JOB
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.full]
 
 MODEL = """
 import os

@@ -58,7 +58,7 @@ def test_an_urgent_job_takes_the_nodes(cluster: Cluster, tmp_path: Path) -> None
     assert outcomes(tmp_path) == ["preempted 75 True"]
 
 
-@pytest.mark.soak
+@pytest.mark.full
 def test_two_warnings(cluster: Cluster, tmp_path: Path) -> None:
     """`--signal=USR1@...` comes to the tasks; here at once, and to one rank of the job that goes on."""
     job = training(cluster, tmp_path)

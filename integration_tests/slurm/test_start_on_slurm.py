@@ -116,7 +116,7 @@ def test_missing_ranks_are_named_with_their_nodes(cluster: Cluster, tmp_path: Pa
     assert f"nobody came from {nodes[1]}" in found[0]
 
 
-@pytest.mark.soak
+@pytest.mark.full
 def test_ranks_dealt_out_in_turn_are_named_with_their_nodes(cluster: Cluster, tmp_path: Path, rank: str) -> None:
     """`srun -m cyclic`: ranks 1 and 3 are on the second node."""
     step = f"srun -N2 --ntasks-per-node=2 -m cyclic {rank} absent=1,2"

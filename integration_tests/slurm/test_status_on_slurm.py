@@ -14,7 +14,7 @@ from integration_tests.slurm.cluster import Cluster
 from integration_tests.slurm.jobs import Job, submit
 from integration_tests.slurm.system import wait_until
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.full]
 
 OPENED = """
 import os, sys, time

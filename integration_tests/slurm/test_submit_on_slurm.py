@@ -143,7 +143,7 @@ def test_disturbed_in_every_way_it_ends_with_the_bits_of_an_undisturbed_run(
     nothing_runs(job)
 
 
-@pytest.mark.soak
+@pytest.mark.full
 def test_the_time_limit_that_was_asked_for(cluster: Cluster, references: References, tmp_path: Path) -> None:
     """SLURM looks at its clock every half minute, and may warn a minute early."""
     case = Case("mlp", ranks=1)
@@ -203,6 +203,7 @@ def a_clean_log(text: str) -> None:
         assert noise not in text, text
 
 
+@pytest.mark.full
 def test_a_sweep_is_an_array_with_a_run_for_each_member(
     cluster: Cluster, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -233,6 +234,7 @@ def test_a_sweep_is_an_array_with_a_run_for_each_member(
     assert best == sorted(best)
 
 
+@pytest.mark.full
 def test_four_nodes_with_threads_and_two_whose_ranks_are_started_again(cluster: Cluster, tmp_path: Path) -> None:
     """One task for each of four nodes, with its CPUs; one for each of two, whose launcher starts two ranks, twice."""
     cwd = repository(tmp_path, trainer={"max_epochs": 1}, submit={"to": "slurm", "time": "00:30:00"})

@@ -155,7 +155,7 @@ STRATEGIES: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.soak
+@pytest.mark.full
 @pytest.mark.parametrize("name", list(STRATEGIES))
 def test_each_strategy_is_equal(tmp_path: Path, name: str) -> None:
     """Accumulating and clipping."""
@@ -169,7 +169,7 @@ def test_each_strategy_is_equal(tmp_path: Path, name: str) -> None:
     assert counts == {"gradients": 6, "clipping norm": devices, "weights": 6}
 
 
-@pytest.mark.soak  # what is refused, the tests of the comparing functions show too
+@pytest.mark.full  # what is refused, the tests of the comparing functions show too
 def test_random_numbers_are_refused(tmp_path: Path) -> None:
     """A rate that no name tells of."""
     call = verified(tmp_path, strategy="ddp", dropout=0.3)
@@ -177,6 +177,7 @@ def test_random_numbers_are_refused(tmp_path: Path) -> None:
     assert "it draws random numbers in its training step" in call.err
 
 
+@pytest.mark.full
 def test_an_error_of_the_job_is_shown_as_fit_shows_it(tmp_path: Path) -> None:
     call = verified(tmp_path, model="Broken", strategy="ddp")
     assert call.code == 1, call.text

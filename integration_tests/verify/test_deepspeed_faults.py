@@ -8,7 +8,7 @@ import pytest
 
 from integration_tests.verify.training import Case, Judge
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of DeepSpeed's own imports
+pytestmark = [pytest.mark.filterwarnings("ignore::DeprecationWarning"), pytest.mark.full]
 
 LAUNCHER = {"TORCHELASTIC_RUN_ID": "test", "GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1"}
 """What torchrun sets besides."""

@@ -126,7 +126,7 @@ MORE_CASES = [
     [
         ("Mistral", "hybrid"),
         ("GPTNeoX", "plan"),
-        *(pytest.param(*case, marks=pytest.mark.soak) for case in MORE_CASES),
+        *(pytest.param(*case, marks=pytest.mark.full) for case in MORE_CASES),
     ],
 )
 def test_a_model_is_equal(tmp_path: Path, kind: str, way: str) -> None:

@@ -9,6 +9,8 @@ import pytest
 from integration_tests.verify.models import SEQUENCE, SPLIT
 from integration_tests.verify.training import Case, Judge
 
+pytestmark = pytest.mark.full
+
 
 def hybrid(mutation: str = "none", model: str = "Stack", accumulate: int = 1, **sizes: Any) -> Case:
     return Case(mutation, model, "hybrid", sizes, accumulate, 0.05)

@@ -8,6 +8,8 @@ import pytest
 
 from integration_tests.verify.training import Case, Judge
 
+pytestmark = pytest.mark.full
+
 
 def pipeline(
     mutation: str = "none", model: str = "Stages", clip: float = 0.05, accumulate: int = 1, **fields: Any

@@ -116,8 +116,8 @@ def test_test_and_predict_take_the_checkpoint_and_so_does_plain_torch(layout: st
     assert call.code == 0, call.text
     assert float(call.out.split()[1]) == pytest.approx(float(loss), rel=1e-4)
     with (path / "metrics.csv").open(newline="") as file:
-        last = [float(row["val/loss"]) for row in csv.DictReader(file) if row["val/loss"]][-1]
-    assert last == pytest.approx(float(loss), rel=1e-4)
+        validated = [float(row["val/loss"]) for row in csv.DictReader(file) if row["val/loss"]][-1]
+    assert validated == pytest.approx(float(loss), rel=1e-4)
 
 
 def test_a_checkpoint_of_four_devices_goes_on_on_one(tmp_path: Path) -> None:

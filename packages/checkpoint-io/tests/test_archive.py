@@ -90,6 +90,7 @@ def test_a_flipped_bit_anywhere_in_a_record_is_found(saved: Path, tmp_path: Path
     assert load(path)[1] is None
 
 
+@pytest.mark.full
 @pytest.mark.filterwarnings("ignore:Detected pickle protocol")
 def test_no_flipped_bit_changes_the_state_or_raises_anything_else(tmp_path: Path) -> None:
     """One bit of each byte, those of headers and of the table of contents among them."""

@@ -14,7 +14,6 @@ import pytest
 import torch
 import xxhash
 
-from fairlead_checkpoint_io.files import archive_writer
 from fairlead_checkpoint_io.files.archive_writer import _STRIDE, ArchiveWriter
 
 
@@ -89,6 +88,7 @@ class _Hash:
         pass
 
 
+@pytest.mark.full
 def test_archives_of_more_than_4_gib_are_those_of_torch() -> None:
     """ZIP has other headers for a record that is as large, and for those that lie behind 4 GiB."""
     nothing = torch.from_numpy(np.zeros((1 << 32) + 5, dtype=np.uint8))  # pages that nobody writes take no memory
@@ -111,7 +111,7 @@ def test_the_saves_of_other_threads_keep_their_checksums() -> None:
             return super().write(data)
 
     def save() -> None:
-        archive_writer._save(STATES["a module"], slow, fill_in=True)
+        ArchiveWriter(slow).add(STATES["a module"])
 
     slow = Slow()
     thread = threading.Thread(target=save)

@@ -16,6 +16,7 @@ import pytest
 import torch
 from checkpoint_files import Command, saved
 
+from fairlead.install import install_line
 from fairlead_checkpoint_io import TorchCheckpointIOConfig
 from fairlead_checkpoint_io.torch_file_runtime import TorchFileCheckpointIO
 from fairlead_runs.commit import Checkpoint, keep_forever
@@ -161,7 +162,7 @@ def test_without_fsspec_the_pip_line_is_named(fairlead: Command, url: str, monke
     for action in ("ls", "verify", "consolidate"):
         said = fairlead(action, url)
         assert (said.code, said.out) == (2, "")
-        assert "pip install 'fairlead[remote]'" in said.err
+        assert install_line("remote") in said.err
 
 
 def test_what_must_have_files_gets_a_copy_that_is_deleted(

@@ -70,6 +70,7 @@ def said(reference: str, folder: Path) -> str:
     return ""
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("name", "what", "do"),
     [

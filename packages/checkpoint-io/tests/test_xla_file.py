@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from fairlead.errors import MissingDependencyError
+from fairlead.install import install_line
 from fairlead.plugins import PluginManager
 
 
@@ -12,4 +13,4 @@ from fairlead.plugins import PluginManager
 def test_without_torch_xla_the_pip_line_is_named() -> None:
     with pytest.raises(MissingDependencyError) as caught:
         PluginManager().require_engines("checkpoint_io", "xla")
-    assert caught.value.fix == "pip install 'fairlead[xla]'"
+    assert caught.value.fix == install_line("xla")

@@ -16,6 +16,7 @@ import pytest
 
 from fairlead import PluginManager, own_checks
 from fairlead.cli import commands, main
+from fairlead.install import install_line
 from fairlead.plugin_classes import CommandPlugin
 from fairlead.testing import FakeEntryPoint, stand_ins
 
@@ -79,7 +80,11 @@ def run(tmp_path: Path, fairlead_plugins: Callable[..., PluginManager], capsys: 
 def test_help_and_version(run: Run) -> None:
     assert run("--help") == 0
     for command in commands.__all__:
-        assert f"  {command}" in run.out
+        assert f"  {command} " in run.out
+    columns = {
+        line.index(line.split()[1], 2 + len(line.split()[0])) for line in run.out.splitlines() if line[:2] == "  "
+    }
+    assert len(columns) == 1, "the descriptions stand below each other"
     assert run("--version") == 0
     assert run.out.startswith("fairlead 0")
     assert run() == 2
@@ -97,7 +102,7 @@ def test_help_and_version(run: Run) -> None:
         (["check"], "JOB"),
         (["check", "job.yaml", "--no"], "--no"),
         (["check", "job.yaml", "--stri"], "--stri"),
-        (["fit", "job.yaml"], "pip install 'fairlead[lightning]'"),
+        (["fit", "job.yaml"], install_line("lightning")),
         (["plugins", "--axis", "stratgy"], "did you mean 'strategy'?"),
     ],
 )

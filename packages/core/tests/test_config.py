@@ -132,7 +132,7 @@ def test_an_accelerator_that_is_not_installed_gives_the_pip_line(name: str) -> N
         TrainerConfig(accelerator=name)
     (error,) = caught.value.errors()
     assert error["type"] == "plugin-missing"
-    assert error["ctx"]["fix"].startswith("pip install 'fairlead[")
+    assert error["ctx"]["fix"].startswith("pip install ")
 
 
 def test_plugins_are_spread_onto_their_axes() -> None:

@@ -12,6 +12,7 @@ import pytest
 
 import fairlead
 from fairlead.errors import MissingDependencyError
+from fairlead.install import install_line
 
 
 def modules_after(code: str) -> set[str]:
@@ -75,7 +76,7 @@ def test_trainer_without_lightning_gives_the_pip_line(monkeypatch: pytest.Monkey
     monkeypatch.setitem(sys.modules, "fairlead_lightning", None)
     with pytest.raises(MissingDependencyError) as caught:
         _ = fairlead.Trainer
-    assert caught.value.fix == "pip install 'fairlead[lightning]'"
+    assert caught.value.fix == install_line("lightning")
 
 
 def test_a_defect_in_the_lightning_package_is_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,6 +35,7 @@ from fairlead.by_hand import commands_by_hand
 from fairlead.checks import check_trainer
 from fairlead.detect import choose_environment, find_jobs
 from fairlead.errors import ConfigError
+from fairlead.install import install_line
 from fairlead.interfaces import Job
 from fairlead.testing import FakeEntryPoint, FakeEnviron, stand_ins
 from fairlead.threads import choose_threads
@@ -537,7 +538,7 @@ def test_what_a_strategy_leaves_no_choice_in_is_resolved(fairlead_plugins: Calla
 def test_with_only_the_core_each_absent_plugin_is_named(fairlead_plugins: Callable[..., PluginManager]) -> None:
     resolution = resolve(fairlead_plugins(), devices=9)
     assert {f.code for f in resolution.findings} == {"plugin-missing"}
-    assert all(f.fix == "pip install 'fairlead[lightning]'" for f in resolution.findings)
+    assert all(f.fix == install_line("lightning") for f in resolution.findings)
 
 
 def test_a_scheduler_of_a_third_party_gets_the_finding_and_the_requeuer(plugins: PluginManager) -> None:

@@ -12,6 +12,7 @@ import pytest
 from fairlead import LoggerConfigBase, LoggerPlugin, PluginManager, StrategyConfigBase, StrategyPlugin
 from fairlead.errors import ConfigError, UserCodeError
 from fairlead.findings import Finding
+from fairlead.install import install_line
 from fairlead.jobs import LoadedJob, load_job
 from fairlead.testing import FakeEntryPoint, stand_ins
 
@@ -144,7 +145,7 @@ def test_unknown_and_missing_and_broken_plugins(load: Load) -> None:
     job = "model: {class: m:Net}\ntrainer:\n  strategy: "
     unknown, missing, broken = only(load(job + "rin")), only(load(job + "deepspeed")), only(load(job + "broken"))
     assert (unknown.code, unknown.fix) == ("unknown-tag", "did you mean 'ring'?")
-    assert (missing.code, missing.fix) == ("plugin-missing", "pip install 'fairlead[deepspeed]'")
+    assert (missing.code, missing.fix) == ("plugin-missing", install_line("deepspeed"))
     assert broken.code == "plugin-broken"
     assert "ImportError: no such thing" in str(broken.why)
     assert {f.where for f in (unknown, missing, broken)} == {"job.yaml:3, trainer.strategy"}

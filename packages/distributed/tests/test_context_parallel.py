@@ -167,6 +167,7 @@ def trained() -> dict[str, tuple[Compared, set[str], int]]:
     return by_rank[0]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("method", ["allgather", "ulysses"])
 @pytest.mark.parametrize("title", MODELS)
 def test_a_model_equals_one_process(trained: dict[str, Any], title: str, method: str) -> None:
@@ -177,6 +178,7 @@ def test_a_model_equals_one_process(trained: dict[str, Any], title: str, method:
     assert calls == (8 if title == "checkpointed" else 4)
 
 
+@pytest.mark.full
 def test_four_ranks_equal_one_process() -> None:
     for found in run_ranks(models, 4, ["Llama", "the example"], timeout=200):
         assert len(found) == 4

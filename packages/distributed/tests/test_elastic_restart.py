@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.full
+
 WORKER = """
 import json, os, signal, sys
 from datetime import timedelta

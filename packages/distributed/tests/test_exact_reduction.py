@@ -108,7 +108,9 @@ def all_runs(rank: int, world_size: int, folder: str) -> tuple[dict[str, Trained
 Runs = tuple[int, dict[str, Trained], dict[str, Trained]]
 
 
-@pytest.fixture(scope="module", params=[2, 3, 4])
+@pytest.fixture(
+    scope="module", params=[pytest.param(2, marks=pytest.mark.full), 3, pytest.param(4, marks=pytest.mark.full)]
+)
 def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Runs:
     """The number of ranks, what they trained undisturbed, and what they trained when resumed."""
     world_size: int = request.param

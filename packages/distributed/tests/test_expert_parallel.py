@@ -84,6 +84,7 @@ def mixtures(rank: int) -> dict[str, Compared]:
     }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_a_mixture_equals_one_process(ranks: int) -> None:
     for found in run_ranks(mixtures, ranks):

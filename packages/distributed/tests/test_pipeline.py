@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from fairlead.engines import too_old
 from fairlead.errors import ConfigError
 from fairlead_distributed.parallel.pipeline import (
     Pipeline,
@@ -24,6 +25,8 @@ from fairlead_distributed.parallel.pipeline import (
 from fairlead_distributed.testing import run_ranks
 from fairlead_runs.pipeline_schedule import SCHEDULES, Schedule, bubble_fraction, choose_micro_batches, stage_rank
 
+OLD = too_old("pipeline")
+pytestmark = pytest.mark.skipif(OLD is not None, reason=str(OLD))
 IGNORED = -100
 
 
@@ -124,6 +127,7 @@ def scheduled() -> list[dict[str, Any]]:
     return run_ranks(all_schedules, 2, timeout=120)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("micro_batches", [8, 4, 1])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_loss_and_gradients_are_those_of_one_process(

@@ -273,6 +273,7 @@ def predicts(rank: int, path: Path, kill_at: int, said: Path) -> int:
     return len(numbers)
 
 
+@pytest.mark.full
 def test_killed_anywhere_it_goes_on_and_never_reads_as_complete_before(tmp_path: Path) -> None:
     """Before each rename: of `prediction.json`, of each shard, of the manifest."""
     path, said = tmp_path / "out", tmp_path / "said"

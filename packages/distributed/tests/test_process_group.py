@@ -148,7 +148,7 @@ def test_file_rendezvous(tmp_path: Path) -> None:
         ({"backend": "glo"}, "unknown backend 'glo'"),
         ({"backend": "cpu:gloo,cuda:nnccl"}, "unknown backend 'nnccl'"),
         ({"backend": "nccl"}, "'nccl' cannot be used here"),
-        ({"backend": "xla"}, r"fairlead\[xla\]"),
+        ({"backend": "xla"}, r"\[xla\]"),
         ({"init_method": "http://x"}, "init_method"),
         ({"init_method": "tcp://host"}, "tcp://host:port"),
         ({"rank": 0}, "both rank and world_size"),

@@ -149,6 +149,7 @@ def test_a_hang_ends_with_the_place_and_leaves_no_process(tmp_path: Path) -> Non
             os.kill(pid, 0)
 
 
+@pytest.mark.full
 def test_the_processes_end_with_a_killed_caller(tmp_path: Path) -> None:
     script = tmp_path / "caller.py"
     script.write_text(

@@ -46,6 +46,7 @@ def in_two_groups(process: int, ports: tuple[int, ...]) -> list[int]:
     return sums
 
 
+@pytest.mark.full
 def test_two_jobs_with_the_same_ports_on_one_host() -> None:
     """Each finds its own, three times in a row, though others listen on the first two ports."""
     with bind_listener([0]) as silent:

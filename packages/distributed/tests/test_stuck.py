@@ -21,6 +21,7 @@ from fairlead_distributed import free_port
 from fairlead_distributed.alarms import asked_to_stop
 from fairlead_distributed.stacks import dump_stacks, flight_recorder_variables
 from fairlead_distributed.stuck import RankWatch
+from fairlead_distributed.testing import without_gloo
 from fairlead_launch.forked_child import run_python
 from fairlead_launch.forkserver import ForkedProcess, shared
 
@@ -88,6 +89,7 @@ class Ranks:
                 "MASTER_ADDR": "127.0.0.1",
                 "FOLDER": str(self.folder),
                 "TIMEOUT": str(timeout_s),
+                **flight_recorder_variables(self.folder),
             }
             with self._said(rank, "out").open("w") as out, self._said(rank, "err").open("w") as err:
                 fds = {1: out.fileno(), 2: err.fileno()}
@@ -98,7 +100,7 @@ class Ranks:
         """Waits for all."""
         codes = [process.wait(LIMIT_S) for process in self.processes]
         return [
-            Ended(code, *(self._said(rank, where).read_text() for where in ("out", "err")))
+            Ended(code, *(without_gloo(self._said(rank, where).read_text()) for where in ("out", "err")))
             for rank, code in enumerate(codes)
         ]
 
@@ -153,6 +155,7 @@ def test_after_a_collectives_time_out_every_rank_has_dumped_its_stacks(ranks: Ra
     assert "in meet" in first
 
 
+@pytest.mark.full
 def test_torch_can_read_the_flight_recorder_of_every_rank(ranks: Ranks) -> None:
     ranks.start(
         """
@@ -233,7 +236,16 @@ def test_a_second_failure_does_not_hide_the_first(ranks: Ranks) -> None:
     assert [first_line(one).partition(" failed: ")[2] for one in ended] == ["ValueError: the first"] * 2
 
 
-@pytest.mark.parametrize("ends", ["raise SystemExit(75)", "sys.exit(143)", "raise KeyboardInterrupt", "pass"])
+@pytest.mark.parametrize(
+    "ends",
+    [
+        "pass",
+        *(
+            pytest.param(one, marks=pytest.mark.full)
+            for one in ("raise SystemExit(75)", "sys.exit(143)", "raise KeyboardInterrupt")
+        ),
+    ],
+)
 def test_a_block_that_ends_as_it_should_leaves_nothing(ranks: Ranks, ends: str) -> None:
     """Also where rank 0, which hosts the store, ends long before the others, which had no word for it."""
     ranks.start(
@@ -501,9 +513,10 @@ def test_dumps_are_appended_with_why_and_the_names_of_the_threads(tmp_path: Path
     assert "MainThread" in text
 
 
+@pytest.mark.full
 def test_a_process_without_a_collective_has_no_record(tmp_path: Path) -> None:
     script = "import pathlib, fairlead_distributed.stacks as s; print(s.dump_flight_recorder(pathlib.Path(), 0))"
     command = [sys.executable, "-c", script]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.stdout == "[]\n", done.stderr
-    assert set(flight_recorder_variables(tmp_path).values()) == {f"{tmp_path}/nccl/rank_"}
+    assert set(flight_recorder_variables(tmp_path).values()) == {f"{tmp_path}/nccl/rank_", "2000"}

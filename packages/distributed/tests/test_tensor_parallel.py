@@ -93,11 +93,13 @@ def cases() -> dict[str, Compared]:
     return by_rank[0]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("title", CASES)
 def test_a_split_model_equals_one_process(cases: dict[str, Compared], title: str) -> None:
     cases[title].check()
 
 
+@pytest.mark.full
 def test_four_ranks_equal_one_process() -> None:
     titles = ["Qwen3", "GPT-2", "Llama, sequence", "Llama, loss"]
     for one in run_ranks(all_cases, 4, titles, timeout=200):
@@ -191,6 +193,7 @@ def with_fully_shard(rank: int) -> Compared:
     return result
 
 
+@pytest.mark.full
 def test_fully_shard_goes_on_top() -> None:
     for one in run_ranks(with_fully_shard, 4):
         one.check()

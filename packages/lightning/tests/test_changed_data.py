@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Sampler, WeightedRandomSampler
 from torchdata.stateful_dataloader import StatefulDataLoader  # type: ignore[import-untyped]
 
-pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata calls it
+pytestmark = [pytest.mark.filterwarnings("ignore:'set_vital' is deprecated"), pytest.mark.full]
 
 
 class Curriculum(Noisy):
@@ -55,10 +55,10 @@ PERSISTENT = {"num_workers": 2, "persistent_workers": True}
     ("kind", "settings", "epochs"),
     [
         (DataLoader, {}, False),
-        pytest.param(DataLoader, WORKERS, False, marks=pytest.mark.soak),
+        pytest.param(DataLoader, WORKERS, False, marks=pytest.mark.full),
         (DataLoader, WORKERS, True),
         (DataLoader, PERSISTENT, False),
-        pytest.param(DataLoader, PERSISTENT, True, marks=pytest.mark.soak),
+        pytest.param(DataLoader, PERSISTENT, True, marks=pytest.mark.full),
         (StatefulDataLoader, {}, False),
     ],
 )

@@ -615,7 +615,7 @@ def alone() -> dict[str, Any]:
     return everything(0, 1)
 
 
-@pytest.fixture(params=[2, 3, 4], scope="module")
+@pytest.fixture(params=[2, *(pytest.param(size, marks=pytest.mark.full) for size in (3, 4))], scope="module")
 def ranks(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
     """What came out on each of 2, 3 and 4 ranks.  Warnings are errors there, Lightning's advice to sync among them."""
     alone()

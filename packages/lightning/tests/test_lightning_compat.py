@@ -88,6 +88,55 @@ def test_batch_hooks_that_are_not_there_are_passed_over() -> None:
     assert private.on_train_start is L.Callback.on_train_start
 
 
+class LogsAll(Line):
+    """Everything that can be logged: numbers and metrics, of steps and epochs, by each reduction."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean = MeanMetric()
+
+    def training_step(self, batch: Sequence[Tensor], batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.mean(loss.detach())
+        self.log("metric", self.mean, on_step=True, on_epoch=True)
+        for reduction in ("mean", "max", "min", "sum"):
+            self.log(reduction, loss, on_step=True, on_epoch=True, reduce_fx=reduction, prog_bar=True)
+        self.log("count", batch_idx + 0.5, on_epoch=True)
+        return loss
+
+
+def test_less_overhead_changes_no_number() -> None:
+    """What is logged is moved only where it is somewhere else, and nobody profiles; both end with the fit.
+
+    If it breaks: drop it. Each step then takes about a fifth longer, by `benchmarks/step.py`.
+    """
+    found = []
+    for lean in (False, True):
+        trainer, model = plain(max_epochs=2), LogsAll()
+        before = trainer.profiler
+        undo = compat.less_overhead(trainer) if lean else lambda: None
+        assert (trainer.profiler is before) is not lean
+        trainer.fit(model, datamodule=Data())
+        results: Any = trainer.fit_loop.epoch_loop._results
+        assert all((type(one).__name__ == "_Result") is lean for one in results.values())
+        results.to(torch.device("meta"))  # elsewhere everything is moved
+        assert {one.value.device.type for one in results.values() if one.is_tensor} == {"meta"}
+        undo()
+        assert trainer.profiler is before
+        assert type(results).__name__ == "_ResultCollection"
+        found.append({name: float(value) for name, value in trainer.callback_metrics.items()})
+    assert len(found[0]) > 10
+    assert found[0] == found[1]
+
+
+def test_a_profiler_that_was_asked_for_stays() -> None:
+    trainer = plain(max_steps=1, profiler="simple")
+    before = trainer.profiler
+    compat.less_overhead(trainer)
+    trainer.fit(Line(), datamodule=Data())
+    assert trainer.profiler is before
+
+
 def test_the_root_directory_can_be_moved(tmp_path: Path) -> None:
     """If it breaks: override `default_root_dir` in our Trainer."""
     trainer = plain(default_root_dir=str(tmp_path / "first"))
@@ -315,6 +364,7 @@ class Raises(L.Callback):
         (self.folder / f"heard-{compat.is_spawned(trainer)}").touch()
 
 
+@pytest.mark.full
 def test_a_spawned_rank_tells_no_callback_of_its_end(tmp_path: Path) -> None:
     """If it breaks: see whether `on_exception` is called in spawned ranks by now."""
     trainer = plain(max_steps=1, devices=1, strategy="ddp_spawn", callbacks=[Raises(tmp_path)])

@@ -14,6 +14,8 @@ import pytest
 
 from fairlead_lightning.loggers.wandb_record import RecordFile, earlier_rows
 
+pytestmark = pytest.mark.full
+
 # One process imports everything once and forks a start for each part of the run.
 JOB = """
 import os, signal, sys, time, warnings

@@ -158,6 +158,7 @@ for die_at in range(1, int((root / "whole/moments").read_text()) + 1):
 """
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_killed_at_any_moment_the_records_are_those_of_an_undisturbed_run(tmp_path: Path) -> None:
     """Checkpoints before a due validation, a column that appears late, `add_scalars`, the user's own points."""

@@ -127,11 +127,15 @@ def assert_same(whole: Path, parts: Path, ranks: int) -> None:
             {"ranks": 1},
             ["0:write:1", "0:fsync:2", "0:fsync:3", "0:rename:1", "0:rename:2", "0:unlink:2", "0:epoch:1"],
         ),
-        pytest.param({"ranks": 1, "WORKERS": 2}, ["0:backward:6", "0:step:8", "0:restore:1"], marks=pytest.mark.soak),
-        pytest.param({"ranks": 2}, ["!1:backward:6", "1:write:1", "0:rename:6"], marks=pytest.mark.soak),
-        ({"ranks": 2, "WORKERS": 2}, ["!0:batch:6", "1:write:1"]),
-        ({"ranks": 2, "STRATEGY": "sharded"}, ["1:backward:6", "!1:batch:3"]),
-        ({"ranks": 2, "STRATEGY": "sharded-folder"}, ["0:rename:1", "1:backward:6", "!0:batch:3"]),
+        pytest.param({"ranks": 1, "WORKERS": 2}, ["0:backward:6", "0:step:8", "0:restore:1"], marks=pytest.mark.full),
+        pytest.param({"ranks": 2}, ["!1:backward:6", "1:write:1", "0:rename:6"], marks=pytest.mark.full),
+        pytest.param({"ranks": 2, "WORKERS": 2}, ["!0:batch:6", "1:write:1"], marks=pytest.mark.full),
+        pytest.param({"ranks": 2, "STRATEGY": "sharded"}, ["1:backward:6", "!1:batch:3"], marks=pytest.mark.full),
+        pytest.param(
+            {"ranks": 2, "STRATEGY": "sharded-folder"},
+            ["0:rename:1", "1:backward:6", "!0:batch:3"],
+            marks=pytest.mark.full,
+        ),
     ],
     ids=["1-rank", "1-rank-2-workers", "2-ranks", "2-ranks-2-workers", "2-ranks-sharded", "2-ranks-sharded-folder"],
 )
@@ -148,6 +152,7 @@ def test_killed_and_started_again(tmp_path: Path, settings: dict[str, Any], kill
     assert_same(tmp_path / "whole", parts, settings["ranks"])
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_a_script_whose_ranks_lightning_starts(tmp_path: Path) -> None:
     script = str(Path(__file__).parent / "loop_job.py")

@@ -12,6 +12,8 @@ from tiny_job import events
 
 from fairlead_runs.unserved import longest_wait, said_wait
 
+pytestmark = pytest.mark.full
+
 # One process imports everything once and forks a start for each phase. A `grace_s` of 4 leaves 2.7 s for it.
 JOB = """
 import os, signal, sys, threading, time, warnings

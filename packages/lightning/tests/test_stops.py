@@ -326,6 +326,7 @@ def test_the_callback_in_a_script_does_the_same(tmp_path: Path, monkeypatch: pyt
     assert all(torch.equal(a, b) for a, b in zip(again.parameters(), undisturbed.parameters(), strict=True))
 
 
+@pytest.mark.full
 def test_spawned_ranks_stop_together(tmp_path: Path) -> None:
     """`ddp_spawn`: the scheduler signals the process that only waits for them."""
     script = tmp_path / "train.py"
@@ -381,7 +382,12 @@ class Slow(Dataset[tuple[Tensor, Tensor]]):
 
 @pytest.mark.parametrize(
     ("start_method", "number"),
-    [("fork", signal.SIGUSR1), ("fork", signal.SIGTERM), ("fork", signal.SIGINT), ("spawn", signal.SIGTERM)],
+    [
+        ("fork", signal.SIGUSR1),
+        ("fork", signal.SIGTERM),
+        ("fork", signal.SIGINT),
+        pytest.param("spawn", signal.SIGTERM, marks=pytest.mark.full),
+    ],
 )
 def test_the_workers_of_a_loader_outlive_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, start_method: str
@@ -415,7 +421,7 @@ class SignalledAtItsStart(Slow):
         os.kill(os.getpid(), self.number)
 
 
-@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGUSR1, pytest.param(signal.SIGTERM, marks=pytest.mark.full)])
 def test_a_worker_that_just_starts_outlives_it_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:

@@ -11,8 +11,10 @@ import pytest
 from tiny_job import events
 
 from fairlead_distributed import free_port
+from fairlead_distributed.testing import without_gloo
 from fairlead_launch.forked_child import run_python
 from fairlead_launch.forkserver import ForkedProcess, shared
+from fairlead_lightning.display.quiet import TORCH_DEFAULTS
 from fairlead_runs import read_heartbeats, state
 
 LIMIT_S = 240.0  # only against a test that would hang for ever
@@ -90,14 +92,14 @@ class Job:
         }
         for rank in range(2):
             own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "TORCHELASTIC_ERROR_FILE": f"error-{rank}.json"}
-            environ = {**os.environ, **shared_by_ranks, **own}
+            environ = {**os.environ, **TORCH_DEFAULTS, **shared_by_ranks, **own}
             with self._said(rank, "out").open("w") as out, self._said(rank, "err").open("w") as err:
                 fds = {1: out.fileno(), 2: err.fileno()}
                 started = shared().start(run_python, str(script), environ=environ, cwd=self.folder, fds=fds)
             self.processes.append(started)
         codes = [process.wait(LIMIT_S) for process in self.processes]
         return [
-            (code, self._said(rank, "out").read_text(), self._said(rank, "err").read_text())
+            (code, without_gloo(self._said(rank, "out").read_text()), self._said(rank, "err").read_text())
             for rank, code in enumerate(codes)
         ]
 

@@ -153,9 +153,13 @@ FIRST: dict[str, tuple[dict[str, Any], int | None, int]] = {
 }
 
 
-@pytest.mark.parametrize("limit", [{"max_steps": 32}, {"max_epochs": 4}], ids=["steps", "epochs"])
+@pytest.mark.parametrize(
+    "limit", [{"max_steps": 32}, pytest.param({"max_epochs": 4}, marks=pytest.mark.full)], ids=["steps", "epochs"]
+)
 @pytest.mark.parametrize("first", FIRST)
-@pytest.mark.parametrize("saves", SAVES)
+@pytest.mark.parametrize(
+    "saves", ["steps", *(pytest.param(one, marks=pytest.mark.full) for one in SAVES if one != "steps")]
+)
 def test_a_run_goes_on_as_if_it_had_never_stopped(
     tmp_path: Path, whole: Line, saves: str, first: str, limit: dict[str, Any]
 ) -> None:

@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 from wandb_server import serving
 
+pytestmark = pytest.mark.full
+
 # One process imports everything once and forks a start for each part of a run.
 JOB = """
 import json, os, signal, sys, time, urllib.request

@@ -17,6 +17,8 @@ from torch import Tensor, nn
 from torch.nn.utils import prune
 from torch.utils.data import ConcatDataset, DataLoader, default_collate
 
+pytestmark = pytest.mark.full
+
 
 class DropoutSchedule(Net):
     """Drops more and more, and turns the momentum of its batch norm down."""

@@ -188,6 +188,7 @@ while True:
 """
 
 
+@pytest.mark.full
 def test_sigkill_at_random_moments_of_saving_and_retention(tmp_path: Path) -> None:
     """After each of FAIRLEAD_KILLS kills, what was reported as saved is there, or something newer."""
     root = tmp_path / "my runs" / "checkpoints"

@@ -63,7 +63,8 @@ class Net(pl.LightningModule):
 
     def loss(self, batch: list[Tensor]) -> Tensor:
         x, y = (part.to(self.head.bias.dtype) for part in batch)
-        loss: Tensor = nn.functional.mse_loss(Net.forward(self, x) if self.direct else self(x), y)
+        out = Net.forward(self, x) if self.direct else self(x)
+        loss: Tensor = nn.functional.mse_loss(out.to(y.dtype), y)  # torch 2.9 has no backward pass for two formats
         return loss
 
     def training_step(self, batch: list[Tensor]) -> Tensor | None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 
 from fairlead import PluginManager
+from fairlead.testing import write_dist
 from fairlead_strategies import HybridStrategyConfig, PipelineParallelStrategyConfig
 
 
@@ -69,3 +71,24 @@ def test_the_split_is_given_in_any_of_its_forms() -> None:
     for wrong in wrongs:
         with pytest.raises(ValueError, match="split"):
             PipelineParallelStrategyConfig(split=wrong)
+
+
+@pytest.mark.parametrize(("version", "refused"), [("2.9.1", True), ("2.11.0+cu128", True), ("2.12.0", False)])
+def test_what_needs_a_newer_torch_is_refused_with_the_reason(
+    ranks: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: str, refused: bool
+) -> None:
+    """On a login node too, if torch is there; the rest of the package works with the older one."""
+    write_dist(tmp_path, "torch", version=version, entry_points={}, files={})
+    monkeypatch.syspath_prepend(tmp_path)
+    for config, field in (
+        (PipelineParallelStrategyConfig(), "pipeline"),
+        (HybridStrategyConfig(expert=2), "expert"),
+    ):
+        found = findings(ranks, config).get("engine-too-old")
+        assert (found is not None) is refused
+        if found is not None:
+            assert found.where == f"trainer.strategy.{field}"
+            assert found.what == f"{field} parallelism needs torch 2.12 or newer; {version} is installed"
+            assert found.fix == "pip install 'torch>=2.12'"
+            assert found.why
+    assert "engine-too-old" not in findings(ranks, HybridStrategyConfig(shard=4))

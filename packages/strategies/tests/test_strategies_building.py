@@ -18,6 +18,7 @@ from pydantic import create_model
 
 from fairlead import CheckpointIOConfigBase, PluginManager, PrecisionConfigBase, Topology
 from fairlead.errors import ConfigError, MissingDependencyError, UserCodeError
+from fairlead.install import install_line
 from fairlead.open_union import parse_backend
 from fairlead_strategies import (
     DDPMixedPrecision,
@@ -283,7 +284,7 @@ def test_xla_needs_torch_xla(plugins: PluginManager, ranks: ModuleType) -> None:
     """The core names the extra; Lightning's own refusal is the last line."""
     with pytest.raises(MissingDependencyError) as caught:
         plugins.require_engines("strategy", "xla")
-    assert caught.value.fix == "pip install 'fairlead[xla]'"
+    assert caught.value.fix == install_line("xla")
     config = parse_backend("strategy", "xla", plugins)
     for engine in ("trainer", "fabric"):
         with pytest.raises(ModuleNotFoundError, match="torch_xla"):
@@ -420,7 +421,7 @@ def test_a_variable_that_replaces_lightnings_settings_has_no_effect_here(
     assert build(config, ranks.context(config)).config["zero_optimization"]["stage"] == 2
 
 
-@pytest.mark.parametrize("method", ["spawn", "fork"])
+@pytest.mark.parametrize("method", [pytest.param("spawn", marks=pytest.mark.full), "fork"])
 def test_ddp_starts_its_own_ranks(tmp_path: Path, method: str) -> None:
     """Each of these trains on two ranks, whose weights stay equal."""
     script, out = Path(__file__).parent / "spawned.py", tmp_path / "out.json"

@@ -132,6 +132,7 @@ def test_what_it_has_written_becomes_one_state(ranks_did: list[dict[str, Any]], 
     assert (state["epoch"], state["global_step"]) == (1, 5)
 
 
+@pytest.mark.full
 def test_three_ranks_resume_with_the_same_bits_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of more than two the order of the sums could differ: DDP's does, after its first step."""
     monkeypatch.syspath_prepend(str(Path(__file__).parent))

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fairlead_distributed.testing import run_ranks
 
-pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::DeprecationWarning")]  # of DeepSpeed's own imports
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::DeprecationWarning"), pytest.mark.full]
 
 CLOSE = 1e-6
 """Largest difference of a weight, moment or loss: the order of float32 additions differs."""

@@ -9,10 +9,13 @@ from typing import Any
 
 import pytest
 
+from fairlead.engines import too_old
 from fairlead_distributed.testing import run_ranks
 from fairlead_strategies import FSDP2StrategyConfig, HybridStrategyConfig
 from fairlead_strategies.mesh.runtime import MeshStrategy
 
+OLD = too_old("expert")
+pytestmark = pytest.mark.skipif(OLD is not None, reason=str(OLD))
 LAUNCHER = {"TORCHELASTIC_RUN_ID": "test", "GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1"}
 CLOSE = 2e-6
 """Largest difference of anything after some steps: the order of float32 additions differs."""
@@ -134,12 +137,16 @@ def is_equal(found: dict[str, float]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("fixture", "name"), [*(("two", name) for name in TWO), *(("four", name) for name in FOUR)])
+@pytest.mark.parametrize(
+    ("fixture", "name"),
+    [*(("two", name) for name in TWO), *(pytest.param("four", name, marks=pytest.mark.full) for name in FOUR)],
+)
 def test_divided_experts_equal_one_process(request: pytest.FixtureRequest, fixture: str, name: str) -> None:
     """Loss, every gradient before and after clipping, and weights, though the ranks began with other weights."""
     is_equal(request.getfixturevalue(fixture)[0]["equal"][name])
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_a_rank_holds_its_experts_shards(four: list[dict[str, Any]]) -> None:
     """Of a weight outside of the experts a fourth, of an expert's a half on two ranks and nothing on the others."""
@@ -164,6 +171,7 @@ def test_experts_resume_from_shards_with_the_same_bits(two: list[dict[str, Any]]
     assert [found["shards"] for found in two] == [True, True]
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_norms_count_the_experts_of_all_ranks(four: list[dict[str, Any]]) -> None:
     """The same on each rank; one that is no number is an error on all, and named by the ranks that hold it."""
@@ -174,6 +182,7 @@ def test_norms_count_the_experts_of_all_ranks(four: list[dict[str, Any]]) -> Non
     assert "blocks.0.mixture.experts.2.up.weight" in four[3]["equal"][SHARDED]["norms"]["no number"]
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_copies_of_an_expert_are_compared(four: list[dict[str, Any]]) -> None:
     """Where there are any: a shard of an expert that only one rank holds may be what it is."""
@@ -205,7 +214,7 @@ def test_fabric_divides_and_saves_experts(two: list[dict[str, Any]]) -> None:
         assert found["alone"] < CLOSE
 
 
-@pytest.mark.soak
+@pytest.mark.full
 def test_more_layouts_of_experts(tmp_path: Path) -> None:
     """Other layouts, units and formats; checkpoints through several of them, whole and in shards."""
     everyone = run_ranks(more_of_four, 4, str(tmp_path), env=LAUNCHER, timeout=600)

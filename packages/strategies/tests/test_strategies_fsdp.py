@@ -170,6 +170,7 @@ def test_fsdp_is_exact_on_three_ranks(three: dict[str, Any], name: str) -> None:
     assert outcome(three, name) == {"equal": True, "file": True}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["HYBRID_SHARD", "_HYBRID_SHARD_ZERO2", "clip_norm"])
 def test_two_copies_of_two_shards_equal_one_process(four: dict[str, Any], name: str) -> None:
     equals_one_process(outcome(four, name))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from torch.distributed import is_nccl_available
 
 CLOSE = 1e-6
 """Largest difference of any weight after eight steps of Adam: the order of float32 additions differs."""
@@ -82,6 +83,8 @@ def test_communication_hooks_run_on_a_cpu_too(trained: dict[str, Any]) -> None:
 
 def test_the_bf16_hook_is_refused_without_nccl(trained: dict[str, Any]) -> None:
     """What the finding `ddp-comm-hook` says beforehand."""
+    if is_nccl_available():
+        pytest.skip("this build of torch has NCCL")
     assert "NCCL" in outcome(trained, "ddp_bf16_hook")["text"]
 
 

@@ -9,6 +9,7 @@ from pydantic import Field, field_validator
 
 from fairlead.capabilities import Capability
 from fairlead.config_bases import CheckpointIOConfigBase
+from fairlead.engines import LIGHTNING
 from fairlead.findings import Inexact
 from fairlead.hookspecs import hookimpl
 from fairlead.plugin_classes import CheckpointIOPlugin
@@ -46,7 +47,7 @@ class TorchCheckpointIOConfig(FileCheckpointIOConfig):
 class FilePlugin(CheckpointIOPlugin):
     """What the backends have in common that write with `torch.save`."""
 
-    engines: ClassVar[tuple[str, ...]] = ("torch>=2.13", "lightning>=2.6.6,<2.7")
+    engines: ClassVar[tuple[str, ...]] = (*LIGHTNING, "xxhash", "zlib-ng")
     extra = "lightning"
 
     def not_on_xla(self, fix: str = "checkpoint_io: xla") -> Capability:

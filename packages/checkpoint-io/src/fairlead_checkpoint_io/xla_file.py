@@ -22,7 +22,7 @@ class XLAFile(FilePlugin):
     config = XLACheckpointIOConfig
     runtime = "fairlead_checkpoint_io.xla_file_runtime:build"
     aliases = ("XLACheckpointIOPlugin",)
-    engines = ("torch>=2.13", "lightning>=2.6.6,<2.7", "torch-xla>=2.9")
+    engines = (*FilePlugin.engines, "torch-xla")
     extra = "xla"
 
     @hookimpl

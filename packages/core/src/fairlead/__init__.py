@@ -154,10 +154,9 @@ def __getattr__(name: str) -> Any:
         if missing not in _BROUGHT_BY_EXTRA:
             raise
         from fairlead.errors import MissingDependencyError
+        from fairlead.install import install_line
 
-        raise MissingDependencyError(
-            f"fairlead.{name} needs {missing}", fix=f"pip install 'fairlead[{extra}]'"
-        ) from error
+        raise MissingDependencyError(f"fairlead.{name} needs {missing}", fix=install_line(extra)) from error
 
 
 def __dir__() -> list[str]:

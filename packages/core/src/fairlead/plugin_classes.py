@@ -63,7 +63,8 @@ class Plugin:
     aliases: ClassVar[tuple[str, ...]] = ()
     """Further names of the config class in `fairlead.configs`."""
     engines: ClassVar[tuple[str, ...]] = ()
-    """Requirements (`deepspeed>=0.19`) that the runtime needs; looked up in metadata, never imported."""
+    """What the runtime needs; looked up in metadata, never imported. Either the name of an engine that Fairlead's own
+    plugins use (`torch`, `deepspeed`; `fairlead.engines` has their versions), or a requirement (`horovod>=0.28`)."""
     extra: ClassVar[str | None] = None
     """The extra of `fairlead` that brings the engines; None: the engines are installed by their names."""
     codes: ClassVar[Mapping[str, str]] = {}
@@ -212,7 +213,7 @@ class CommandPlugin:
         arguments: `module:callable` that adds the arguments to an `argparse.ArgumentParser`.
         runtime: `module:callable`, called with `(arguments: argparse.Namespace, session: Session)`;
             returns the exit code.
-        engines: Requirements that the command needs; missing ones end it with the pip line.
+        engines: What the command needs, as in `Plugin.engines`; what is missing ends it with the pip line.
         extra: The extra of `fairlead` that brings them.
         group: What the command is about: `installation`, `job`, `runs` or `checkpoints`.
         example: Words with which the conformance suite runs it in an empty folder; it ends with 0, or refuses them

@@ -17,8 +17,11 @@ import pluggy
 
 from fairlead.config_bases import BackendConfig
 from fairlead.contract import broken_capability, broken_contract, broken_runtime, describe
+from fairlead.engines import ENGINES, requirement, version_findings
 from fairlead.errors import ConfigError, FairleadError, MissingDependencyError, PluginError, did_you_mean
+from fairlead.findings import Finding
 from fairlead.first_party import first_party
+from fairlead.install import install_line
 from fairlead.plugin_classes import API_VERSION, AXIS_PLUGINS, AnyPlugin, CheckPlugin, CommandPlugin, Plugin
 from fairlead.records import EntryPoint, PluginRecord
 from fairlead.requirements import Installed
@@ -119,7 +122,7 @@ class PluginManager:
         if plugin is not None and key not in self._looked:
             self._looked.add(key)
             try:
-                missing = tuple(r for r in plugin.engines if not self.is_installed(r))
+                missing = tuple(requirement(r) for r in plugin.engines if not self.is_installed(r))
                 self._records[key] = dataclasses.replace(self._records[key], missing=missing)
             except PluginError as error:
                 del self._loaded[key]
@@ -178,8 +181,15 @@ class PluginManager:
             raise
 
     def is_installed(self, requirement: str) -> bool:
-        """Whether a requirement such as `deepspeed>=0.19` is met, by metadata alone."""
+        """Whether a requirement such as `horovod>=0.28` is met, by metadata alone.
+
+        The bare name of an engine in `fairlead.engines` means the versions that this table accepts.
+        """
         return self._installed.meets(requirement)
+
+    def version(self, dist: str) -> str | None:
+        """The version of an installed distribution; None: it is not installed."""
+        return self._installed.version(dist)
 
     # -- selection
 
@@ -225,9 +235,7 @@ class PluginManager:
     def _unknown(self, axis: str, name: str, where: str | None) -> FairleadError:
         extra = self._ours().get(f"{axis}.{name}")
         if extra is not None:
-            return MissingDependencyError(
-                f"the {axis} {name!r} is not installed", where=where, fix=f"pip install 'fairlead[{extra}]'"
-            )
+            return MissingDependencyError(f"the {axis} {name!r} is not installed", where=where, fix=install_line(extra))
         names = self.names(axis)
         near = did_you_mean(name, self.tags(axis))
         installed = f"installed: {', '.join(names)}" if names else f"no plugin of the axis {axis!r} is installed"
@@ -276,8 +284,29 @@ class PluginManager:
             raise MissingDependencyError(
                 f"the {axis} {name!r} needs {', '.join(record.missing)}",
                 where=where,
-                fix=f"pip install {pip_target(plugin)}",
+                why=self._wrong_versions(plugin),
+                fix=engines_line(plugin),
             )
+
+    def _wrong_versions(self, plugin: AnyPlugin) -> str | None:
+        """Which engines are installed in a version that is not accepted; None: those that are missing are absent."""
+        found = []
+        for name in plugin.engines:
+            version = self.version(name) if name in ENGINES and not self.is_installed(name) else None
+            if version is not None:
+                found.append(f"{name} {version} is installed. {ENGINES[name].why}".rstrip())
+        return "\n".join(found) or None
+
+    def version_findings(self, selected: Iterable[tuple[str, str, str]]) -> list[Finding]:
+        """What is to be said of the versions of the engines of selected plugins, `(axis, name, where)` each."""
+        first: dict[str, tuple[str, str, str]] = {}
+        for axis, name, where in selected:
+            plugin = self._try_load(f"{axis}.{name}")
+            for engine in plugin.engines if plugin is not None else ():
+                version = self.version(engine) if engine in ENGINES else None
+                if version is not None and engine not in first and self.is_installed(engine):
+                    first[engine] = (engine, version, where)
+        return list(version_findings(list(first.values())))
 
     # -- hooks
 
@@ -308,11 +337,11 @@ class PluginManager:
         return dict(found.values())
 
 
-def pip_target(plugin: AnyPlugin) -> str:
-    """What to `pip install` for the engine of a plugin."""
+def engines_line(plugin: AnyPlugin) -> str:
+    """The command that brings the engines of a plugin."""
     if plugin.extra:
-        return f"'fairlead[{plugin.extra}]'"
-    return " ".join(f"'{requirement}'" for requirement in plugin.engines)
+        return install_line(plugin.extra)
+    return " ".join(["pip install", *(f"'{requirement(engine)}'" for engine in plugin.engines)])
 
 
 _default: list[PluginManager] = []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 from typing import TYPE_CHECKING
 
+from fairlead.engines import requirement as full_requirement
 from fairlead.errors import PluginError
 from fairlead.records import EntryPoint
 
@@ -28,8 +29,8 @@ class Installed:
         return self._versions[dist]
 
     def meets(self, requirement: str) -> bool:
-        """Whether a requirement is met; `PluginError` where the text is none."""
-        parsed = _requirement(requirement)
+        """Whether an entry of `engines` is met; `PluginError` where the text is neither an engine nor a requirement."""
+        parsed = _requirement(full_requirement(requirement))
         if parsed.marker is not None and not parsed.marker.evaluate({"extra": ""}):
             return True  # not needed on this system
         version = self.version(parsed.name)
@@ -55,4 +56,4 @@ def _requirement(text: str) -> Requirement:
     try:
         return Requirement(text)
     except InvalidRequirement as error:
-        raise PluginError(f"{text!r} is not a requirement such as 'torch>=2.13'") from error
+        raise PluginError(f"{text!r} is not a requirement such as 'horovod>=0.28'") from error

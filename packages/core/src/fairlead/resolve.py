@@ -290,9 +290,9 @@ class _Resolver(PartialResolution):
             self.findings += network_findings(environment, backend, self.environ)
 
     def _engines(self) -> None:
-        """Engines that the selected plugins need and that are not installed."""
+        """Engines that the selected plugins need and that are not installed, or not in a version that was tested."""
         # Without torch this is a login node (`fairlead[check]`): the engines are where the job runs.
-        severity: Severity = "error" if self.purpose == "run" or self.plugins.is_installed("torch") else "info"
+        severity: Severity = "error" if self.purpose == "run" or self.plugins.version("torch") else "info"
         seen: set[str] = set()
         selected = [(axis, self.settings[axis].value, f"trainer.{axis}") for axis in AXES if axis in self.settings]
         selected += [("logger", name, f"trainer.loggers[{i}]") for i, name in enumerate(self.settings["loggers"].value)]
@@ -307,3 +307,4 @@ class _Resolver(PartialResolution):
                     self.findings.append(Finding.of(error, severity, "plugin-missing", where=where))
             except PluginError as error:
                 self.findings.append(Finding.of(error, "error", "plugin-broken", where=where))
+        self.findings += self.plugins.version_findings(one for one in selected if one[1] in self.plugins.names(one[0]))

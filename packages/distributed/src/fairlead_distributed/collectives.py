@@ -29,6 +29,7 @@ from fairlead_distributed.call_check import check_call
 from fairlead_distributed.errors import CollectiveError, TensorMismatchError
 from fairlead_distributed.info import require_initialized
 from fairlead_distributed.tensor_bytes import bytes_of, from_header, header_of, shapes_over_ranks, tensor_of, text_of
+from fairlead_distributed.torch_names import reduce_scatter_single
 
 
 class ReduceOp(Enum):
@@ -193,7 +194,7 @@ def reduce_scatter(
     if not initialized:
         return own
     result = own.new_empty((own.shape[0] // parts, *own.shape[1:]))
-    dist.reduce_scatter_single(result, own, op=_torch_op(op), group=group)
+    reduce_scatter_single(result, own, op=_torch_op(op), group=group)
     if op is ReduceOp.AVERAGE:
         result /= parts
     return result

@@ -72,9 +72,13 @@ def _sent_through(ddp_model: DistributedDataParallel) -> str:
 
 @dataclass
 class _InFlight:
-    """A bucket of (n,) gradients; of its own share of them this rank gets every rank's parts, (world size, share)."""
+    """A bucket of (n,) gradients; of its own share of them this rank gets every rank's parts, (world size, share).
+
+    `numbers` is the memory of the bucket as real numbers, as it is added up.
+    """
 
     buffer: Tensor
+    numbers: Tensor
     parts: Tensor
     sent: dist.Work
     result: Future[Tensor]
@@ -97,15 +101,17 @@ class _Reduction:
         return [n // self.world_size + (rank < n % self.world_size) for rank in range(self.world_size)]
 
     def scatter(self, buffer: Tensor) -> Future[Tensor]:
-        shares = self.shares(buffer.numel())
+        # Before torch 2.12 a bucket may be of complex numbers.
+        numbers = torch.view_as_real(buffer).view(-1) if buffer.is_complex() else buffer
+        shares = self.shares(numbers.numel())
         own = shares[self.rank]
-        parts = buffer.new_empty((self.world_size, own))
+        parts = numbers.new_empty((self.world_size, own))
         sent = dist.all_to_all_single(
-            parts.view(-1), buffer, [own] * self.world_size, shares, group=self.group, async_op=True
+            parts.view(-1), numbers, [own] * self.world_size, shares, group=self.group, async_op=True
         )
         # A device's results are ready only for streams that wait for them: such a Future knows its device.
         result = Future[Tensor](devices=[] if buffer.device.type == "cpu" else [buffer.device])
-        self.in_flight.append(_InFlight(buffer, parts, sent, result))
+        self.in_flight.append(_InFlight(buffer, numbers, parts, sent, result))
         # Python keeps an exception as a value; only what a callback raises is an error to DDP, which is C++.
         return result.then(lambda future: future.value())
 
@@ -118,10 +124,10 @@ class _Reduction:
             bucket = self.in_flight.popleft()
             bucket.sent.wait()
             _average(bucket.parts)
-            shares = self.shares(bucket.buffer.numel())
+            shares = self.shares(bucket.numbers.numel())
             own = [shares[self.rank]] * self.world_size
             gathered = dist.all_to_all_single(
-                bucket.buffer, bucket.parts.view(-1), shares, own, group=self.group, async_op=True
+                bucket.numbers, bucket.parts.view(-1), shares, own, group=self.group, async_op=True
             )
             _complete(bucket.result, gathered, bucket.buffer)
 

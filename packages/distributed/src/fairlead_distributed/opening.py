@@ -16,6 +16,7 @@ import torch.distributed as dist
 from fairlead.detect import choose_environment
 from fairlead.errors import ConfigError
 from fairlead.findings import raise_errors
+from fairlead.install import install_line
 from fairlead.interfaces import Topology
 from fairlead.plugins import default_plugins
 from fairlead.starts import Start
@@ -101,7 +102,7 @@ def _from_environment(
         "MASTER_ADDR is not set: the processes do not know where to meet",
         where="environment, MASTER_ADDR",
         fix="set MASTER_ADDR to the name of the machine of rank 0 (127.0.0.1 when all are on one), or start with "
-        "torchrun, which sets it; in a job of SLURM or LSF: pip install fairlead-environments, which finds it",
+        f"torchrun, which sets it; in a job of SLURM or LSF: {install_line('check')}, which finds it",
     )
 
 

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from fairlead.errors import ConfigError, MissingDependencyError
+from fairlead.install import install_line
 from fairlead.starts import Start
 from fairlead_distributed import _environ
 from fairlead_distributed.call_check import say_left
@@ -261,7 +262,7 @@ def _backend(backend: str, device: torch.device) -> str:
     for name in (part.rpartition(":")[2] for part in backend.lower().split(",")):
         if name == "xla" and name not in dist.Backend.backend_list:
             raise MissingDependencyError(
-                "the backend 'xla' needs torch-xla", fix="pip install 'fairlead[xla]', and import torch_xla first"
+                "the backend 'xla' needs torch-xla", fix=f"{install_line('xla')}, and import torch_xla first"
             )
         if name not in dist.Backend.backend_list or name == dist.Backend.UNDEFINED:
             known = sorted(set(dist.Backend.backend_list) - {dist.Backend.UNDEFINED})

@@ -78,17 +78,18 @@ def _groups() -> dict[str, dict[str, str]]:
 
 
 def flight_recorder_variables(folder: Path) -> dict[str, str]:
-    """Variables that let NCCL's own dump, when its watchdog sees a time-out, go to the same folder.
+    """Variables that let NCCL's own dump, when its watchdog sees a time-out, go to the same folder, and torch record.
 
     They are to be set before the process group is made. That torch dumps then is its default
-    (TORCH_NCCL_DUMP_ON_TIMEOUT).
+    (TORCH_NCCL_DUMP_ON_TIMEOUT); that it records is the default of newer ones, for gloo.
 
     Example:
         >>> flight_recorder_variables(Path("/run/flight-recorder/start-1"))["TORCH_FR_DUMP_TEMP_FILE"]
         '/run/flight-recorder/start-1/nccl/rank_'
     """
     prefix = str(folder / "nccl" / "rank_")
-    return {"TORCH_FR_DUMP_TEMP_FILE": prefix, "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": prefix}
+    files = {"TORCH_FR_DUMP_TEMP_FILE": prefix, "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": prefix}
+    return {**files, "TORCH_FR_BUFFER_SIZE": "2000"}
 
 
 def show_stacks_on_signal() -> bool:

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fairlead_distributed.errors import TensorMismatchError
+from fairlead_distributed.torch_names import all_gather_single
 
 # Every dtype of torch in an order that is the same on all ranks: the number of a dtype in a header.
 _DTYPES = sorted({str(value) for value in vars(torch).values() if isinstance(value, torch.dtype)})
@@ -47,7 +48,7 @@ def shapes_over_ranks(tensor: Tensor, operation: str, group: dist.ProcessGroup |
     """The shapes of all ranks' tensors, where they differ in nothing else."""
     header = header_of(tensor)
     headers = header.new_empty(dist.get_world_size(group) * len(header))
-    dist.all_gather_single(headers, header, group=group)
+    all_gather_single(headers, header, group=group)
     rows = headers.view(-1, len(header)).tolist()
     if all(row[:2] == rows[0][:2] for row in rows):
         return [tuple(row[2 : 2 + row[1]]) for row in rows]

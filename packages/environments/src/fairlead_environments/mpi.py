@@ -19,6 +19,7 @@ from typing import ClassVar, Literal, NamedTuple
 
 from fairlead import Claim, EnvironmentConfigBase, Finding, Resolution, Specificity, Topology, hookimpl
 from fairlead.errors import ConfigError
+from fairlead.install import install_line
 from fairlead.interfaces import Setting
 from fairlead.topology import check_ranks
 from fairlead.variables import integer, present, text
@@ -86,7 +87,7 @@ class MPI(LaunchedEnvironment):
                 "no MPI launcher started this process",
                 where="trainer.environment",
                 why="OMPI_COMM_WORLD_RANK (Open MPI), PMI_RANK (MPICH, Intel MPI) and PMIX_RANK are not set",
-                fix=f"start it with mpirun, or leave the environment out; {_ASK}",
+                fix=f"start it with mpirun, or leave the environment out; {_ask()}",
             )
         world = _promised(config, environ, launcher.size, minimum=1)
         rank = _promised(config, environ, launcher.rank)
@@ -136,7 +137,9 @@ mpi = MPI()
 CONTACT = "OMPI_MCA_orte_hnp_uri"
 """Open MPI 4's contact address of `mpirun`, `1234.0;tcp://10.0.0.1,10.1.0.1:40000`; the same for all ranks."""
 
-_ASK = "`environment: {name: mpi, use_mpi4py: true}` asks MPI itself (pip install 'fairlead[mpi]')"
+
+def _ask() -> str:
+    return f"`environment: {{name: mpi, use_mpi4py: true}}` asks MPI itself ({install_line('mpi')})"
 
 
 class _Launcher(NamedTuple):
@@ -183,7 +186,7 @@ def _promised(config: MPIEnvironmentConfig, environ: Mapping[str, str], name: st
             f"{name} is not set" if name else "this launcher sets PMIX_RANK only",
             where=f"environment variable {name or 'PMIX_RANK'}",
             why="without MPI, ranks and their number are known from the launcher's variables only",
-            fix=_ASK,
+            fix=_ask(),
         )
     return found
 
@@ -243,7 +246,7 @@ def _unknown_address() -> Setting:
         "the host of rank 0 is not known",
         where="environment variable MASTER_ADDR",
         why="the ranks are on several nodes, and this MPI launcher does not say where the first is",
-        fix=f"`mpirun -x MASTER_ADDR=<host of rank 0>`, or set `environment.main_address`; or {_ASK}",
+        fix=f"`mpirun -x MASTER_ADDR=<host of rank 0>`, or set `environment.main_address`; or {_ask()}",
     )
 
 

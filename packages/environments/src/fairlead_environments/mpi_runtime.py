@@ -7,6 +7,7 @@ import socket
 from typing import Any
 
 from fairlead.errors import ConfigError, MissingDependencyError
+from fairlead.install import install_line
 from fairlead.interfaces import BuildContext
 from fairlead_environments.mpi import MPIEnvironmentConfig
 from fairlead_environments.runtime import ResolvedEnvironment
@@ -36,7 +37,7 @@ def _mpi() -> Any:
             "`use_mpi4py` needs mpi4py and an MPI library",
             where="trainer.environment.use_mpi4py",
             why=str(error),
-            fix="pip install 'fairlead[mpi]', and load the MPI module that mpirun comes from",
+            fix=f"{install_line('mpi')}, and load the MPI module that mpirun comes from",
         ) from error
 
 

@@ -9,10 +9,8 @@ from typing import Annotated, ClassVar
 from pydantic import Field
 
 from fairlead import EnvironmentConfigBase, EnvironmentPlugin, Finding, Resolution, hookimpl
+from fairlead.engines import LIGHTNING
 from fairlead.findings import Severity
-
-ENGINES = ("torch>=2.13", "lightning>=2.6.6,<2.7")
-"""The engines that every environment's runtime needs."""
 
 Port = Annotated[int, Field(ge=1, le=65535)]
 """A TCP port."""
@@ -30,7 +28,7 @@ class MainAddressConfig(EnvironmentConfigBase):
 class ResolvedRanks(EnvironmentPlugin):
     """An environment whose ranks are all known from the resolution, so that one runtime serves it."""
 
-    engines = ENGINES
+    engines = LIGHTNING
 
 
 class LaunchedEnvironment(ResolvedRanks):

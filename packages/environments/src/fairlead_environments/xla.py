@@ -12,10 +12,10 @@ from collections.abc import Mapping
 from typing import ClassVar, Literal
 
 from fairlead import Claim, EnvironmentConfigBase, EnvironmentPlugin, Specificity, Topology, hookimpl
+from fairlead.engines import LIGHTNING
 from fairlead.interfaces import Setting
 from fairlead.topology import check_ranks
 from fairlead.variables import integer, malformed, required, text
-from fairlead_environments.shared import ENGINES
 
 
 class XLAEnvironmentConfig(EnvironmentConfigBase):
@@ -37,7 +37,7 @@ class XLA(EnvironmentPlugin):
 
     config = XLAEnvironmentConfig
     aliases = ("XLAEnvironmentPlugin",)
-    engines = (*ENGINES, "torch-xla>=2.9")
+    engines = (*LIGHTNING, "torch-xla")
     extra = "xla"
     example_environ: ClassVar[Mapping[str, str]] = {
         "TPU_WORKER_ID": "1",

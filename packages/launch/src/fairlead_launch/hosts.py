@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import IO, Final
 
 from fairlead.errors import ConfigError, MissingDependencyError, RunFailedError
+from fairlead.install import install_line
 from fairlead_launch.remote import STARTED
 
 _SSH: Final = ("-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10", "-o", "ServerAliveInterval=5")
@@ -76,7 +77,7 @@ def _expand(text: str) -> list[str]:
         raise MissingDependencyError(
             f"the brackets in {text} are read by fairlead-environments, which is not installed",
             where="--hosts",
-            fix="pip install 'fairlead[check]', or name the hosts one by one: n1,n2",
+            fix=f"{install_line('check')}, or name the hosts one by one: n1,n2",
         ) from error
     hosts: list[str] = notation.expand(text)
     return hosts

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import shlex
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
@@ -11,7 +12,8 @@ from typing import Any, Final, cast
 from fairlead.config import ClassSpec, TrainerConfig
 from fairlead.config.marks import PassedToLightning, marked
 from fairlead.config_bases import BackendConfig
-from fairlead.errors import ConfigError, FairleadError, PluginError
+from fairlead.engines import requirement
+from fairlead.errors import ConfigError, FairleadError, MissingDependencyError, PluginError
 from fairlead.interfaces import BuildContext
 from fairlead.plugin_classes import RequeuePlugin, StrategyPlugin
 from fairlead.user_code import CodeRoot, instantiate
@@ -113,11 +115,20 @@ def _imported(target: str, what: str) -> Callable[..., Any]:
     try:
         found: Callable[..., Any] = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:
+        missing = error.name if isinstance(error, ModuleNotFoundError) else None
+        if missing is not None and "." not in missing:
+            name = missing.replace("_", "-")
+            raise MissingDependencyError(
+                f"{what} needs the package {name}, which is not installed",
+                where=target,
+                why=str(error),
+                fix=f"pip install {shlex.quote(requirement(name))}",
+            ) from error
         raise PluginError(
             f"{what} cannot be imported",
             where=target,
             why=f"{type(error).__name__}: {error}",
-            fix="its engine may be of a version that the plugin does not know; see `fairlead plugins`",
+            fix="an engine may have a version that the plugin cannot use: `fairlead check` and `fairlead plugins` tell",
         ) from error
     return found
 

@@ -30,6 +30,7 @@ from fairlead_distributed.run.joining import join_process_group
 from fairlead_distributed.run.opening import handed_over, no_run_handed_over, waiting_handoff
 from fairlead_distributed.run.session import RunSession
 from fairlead_launch.reports import REPORT_FD
+from fairlead_lightning import compat
 from fairlead_lightning.build import build_backend
 from fairlead_lightning.checkpoint.checkpoints import Checkpoints
 from fairlead_lightning.checkpoint.finite import Finite
@@ -189,7 +190,7 @@ class FitParts:
         self._loggers: list[Logger] = []
         self._hides = False
         self._logged = REPORT_FD in environ  # other ranks than the first write into a file of their own each
-        self._warns_again: Callable[[], None] | None = None
+        self._undo: list[Callable[[], None]] = []
 
     def attach(
         self,
@@ -222,7 +223,8 @@ class FitParts:
             self._hides = _ADVICE not in warnings.filters
             warnings.simplefilter("ignore", PossibleUserWarning)
         if trainer.global_rank > 0 and not self._logged:
-            self._warns_again = only_rank_0_warns()
+            self._undo.append(only_rank_0_warns())
+        self._undo.append(compat.less_overhead(trainer))
         others = [callback for callback in callbacks_of(trainer) if not isinstance(callback, _PARTS)]
         vars(trainer)["callbacks"] = [*first, *others, *last]
         self._loggers = list(loggers)
@@ -241,9 +243,8 @@ class FitParts:
         if self._hides:
             warnings.filters = [one for one in warnings.filters if one != _ADVICE]
             self._hides = False
-        if self._warns_again is not None:
-            self._warns_again()
-            self._warns_again = None
+        while self._undo:
+            self._undo.pop()()
         give_output_back()
         gone = tuple(part for part in _PARTS if part not in keep)
         vars(trainer)["callbacks"] = [c for c in callbacks_of(trainer) if not isinstance(c, gone)]

@@ -8,8 +8,9 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from fairlead import Capability, PrecisionConfigBase, hookimpl
+from fairlead.engines import LIGHTNING
 from fairlead.findings import Inexact
-from fairlead_precision.modes import LIGHTNING, UnprovenPrecision
+from fairlead_precision.modes import UnprovenPrecision
 
 
 class BitsandbytesPrecisionConfig(PrecisionConfigBase):
@@ -51,7 +52,7 @@ class Bitsandbytes(UnprovenPrecision):
     config = BitsandbytesPrecisionConfig
     runtime = "fairlead_precision.bitsandbytes_runtime:build"
     aliases = ("BitsandbytesPluginConfig",)
-    engines = (*LIGHTNING, "bitsandbytes>=0.50")
+    engines = (*LIGHTNING, "bitsandbytes")
     extra = "bitsandbytes"
     unproven = Inexact(
         "precision: bitsandbytes",

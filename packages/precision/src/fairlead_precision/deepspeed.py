@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from fairlead import BuildContext, PrecisionConfigBase
+from fairlead.engines import LIGHTNING
 from fairlead.findings import Inexact
-from fairlead_precision.modes import LIGHTNING, Mode, StrategyPrecision, lightning_precisions
+from fairlead_precision.modes import Mode, StrategyPrecision, lightning_precisions
 
 
 class DeepSpeedPrecisionConfig(PrecisionConfigBase):
@@ -23,7 +24,7 @@ class DeepSpeedPrecision(StrategyPrecision):
     config = DeepSpeedPrecisionConfig
     runtime = "fairlead_precision.deepspeed:build"
     aliases = ("DeepSpeedPluginConfig",)
-    engines = (*LIGHTNING, "deepspeed>=0.19.8")
+    engines = (*LIGHTNING, "deepspeed")
     extra = "deepspeed"
     reason = "it hands backward and step to DeepSpeed's engine, which no other strategy has"
     unproven = Inexact(

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from fairlead import BuildContext, PrecisionConfigBase
+from fairlead.engines import LIGHTNING
 from fairlead.findings import Inexact
-from fairlead_precision.modes import LIGHTNING, Mode, StrategyPrecision, lightning_precisions
+from fairlead_precision.modes import Mode, StrategyPrecision, lightning_precisions
 
 
 class FSDPPrecisionConfig(PrecisionConfigBase):

@@ -10,13 +10,11 @@ from typing import Any, ClassVar, Literal, cast, get_args
 
 from fairlead import BuildContext, Capability, Finding, PrecisionPlugin, Resolution, StrategyPlugin, hookimpl
 from fairlead.capabilities import InstalledPlugins
+from fairlead.engines import LIGHTNING
 from fairlead.errors import ConfigError
 from fairlead.findings import Inexact
 from fairlead.open_union import parse_backend
 from fairlead_precision.hardware import emulated_bfloat16
-
-LIGHTNING = ("torch>=2.13", "lightning>=2.6.6,<2.7")
-"""The engines that every precision needs."""
 
 Half = Literal["float16", "bfloat16"]
 Mode = Literal["32-true", "16-true", "bf16-true", "16-mixed", "bf16-mixed"]

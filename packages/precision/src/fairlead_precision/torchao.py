@@ -8,9 +8,10 @@ from typing import ClassVar, Literal
 from pydantic import Field
 
 from fairlead import Capability, Finding, PrecisionConfigBase, Resolution, hookimpl
+from fairlead.engines import LIGHTNING
 from fairlead.findings import Inexact
 from fairlead_precision.hardware import without_fp8
-from fairlead_precision.modes import LIGHTNING, UnprovenPrecision
+from fairlead_precision.modes import UnprovenPrecision
 
 
 class TorchAOFloat8PrecisionConfig(PrecisionConfigBase):
@@ -44,7 +45,7 @@ class TorchAOFloat8(UnprovenPrecision):
 
     config = TorchAOFloat8PrecisionConfig
     runtime = "fairlead_precision.torchao_runtime:build"
-    engines = (*LIGHTNING, "torchao>=0.18")
+    engines = (*LIGHTNING, "torchao")
     extra = "torchao"
     unproven = Inexact(
         "precision: fp8-torchao",

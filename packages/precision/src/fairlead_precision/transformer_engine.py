@@ -9,9 +9,10 @@ from pydantic import Field
 
 from fairlead import BuildContext, Capability, Finding, PrecisionConfigBase, Resolution, hookimpl
 from fairlead.config_bases import ConfigModel
+from fairlead.engines import LIGHTNING
 from fairlead.findings import Inexact
 from fairlead_precision.hardware import refuse_without_fp8, without_fp8
-from fairlead_precision.modes import LIGHTNING, Half, UnprovenPrecision, lightning_precisions
+from fairlead_precision.modes import Half, UnprovenPrecision, lightning_precisions
 from fairlead_runs.device_models import AMD, find_device
 
 
@@ -49,7 +50,7 @@ class TransformerEngine(UnprovenPrecision):
     config = TransformerEnginePrecisionConfig
     runtime = "fairlead_precision.transformer_engine:build"
     aliases = ("TransformerEnginePluginConfig",)
-    engines = (*LIGHTNING, "transformer-engine>=2.20")
+    engines = (*LIGHTNING, "transformer-engine")
     extra = "transformer-engine"
     unproven = Inexact(
         "precision: transformer-engine",

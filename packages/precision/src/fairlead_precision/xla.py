@@ -6,8 +6,9 @@ from collections.abc import Iterator
 from typing import Literal
 
 from fairlead import PrecisionConfigBase, Resolution, hookimpl
+from fairlead.engines import LIGHTNING
 from fairlead.findings import Inexact
-from fairlead_precision.modes import LIGHTNING, StrategyPrecision
+from fairlead_precision.modes import StrategyPrecision
 
 
 class XLAPrecisionConfig(PrecisionConfigBase):
@@ -24,7 +25,7 @@ class XLAPrecision(StrategyPrecision):
     config = XLAPrecisionConfig
     runtime = "fairlead_precision.xla_runtime:build"
     aliases = ("XLAPluginConfig",)
-    engines = (*LIGHTNING, "torch-xla>=2.9")
+    engines = (*LIGHTNING, "torch-xla")
     extra = "xla"
     reason = "it steps the optimizer through torch-xla, which needs an XLA device"
     unproven = Inexact(

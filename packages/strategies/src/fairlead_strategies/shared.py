@@ -9,11 +9,9 @@ from typing import Annotated, Any, ClassVar
 from pydantic import BeforeValidator, Field
 
 from fairlead import Capability, StrategyConfigBase, StrategyPlugin
+from fairlead.engines import LIGHTNING
 from fairlead.errors import ConfigError
 from fairlead.user_code import CodeRoot, import_callable
-
-LIGHTNING = ("torch>=2.13", "lightning>=2.6.6,<2.7")
-"""The engines that every strategy needs."""
 
 
 def _path(value: Any) -> Any:

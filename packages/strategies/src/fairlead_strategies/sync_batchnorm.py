@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from typing import Literal
 
 from fairlead import LayerSyncConfigBase, LayerSyncPlugin, Resolution, hookimpl
+from fairlead.engines import LIGHTNING
 from fairlead.findings import Inexact
-from fairlead_strategies.shared import LIGHTNING
 
 
 class TorchSyncBatchNormLayerSyncConfig(LayerSyncConfigBase):

@@ -6,8 +6,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import ClassVar, Literal
 
 from fairlead import Capability, Finding, Resolution, StrategyConfigBase, hookimpl
+from fairlead.engines import LIGHTNING
 from fairlead.findings import Inexact
-from fairlead_strategies.shared import LIGHTNING, LightningStrategy
+from fairlead_strategies.shared import LightningStrategy
 
 
 class XLAStrategyConfig(StrategyConfigBase):
@@ -40,7 +41,7 @@ class XLA(LightningStrategy):
     accelerator = "xla"
     precision = "xla"
     checkpoint_io = "xla"
-    engines = (*LIGHTNING, "torch-xla>=2.9")
+    engines = (*LIGHTNING, "torch-xla")
     extra = "xla"
     codes: ClassVar[Mapping[str, str]] = {
         "xla-devices": "The XLA strategy is to drive some of several devices; one process drives one of them, or all.",

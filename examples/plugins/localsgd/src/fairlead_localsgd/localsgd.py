@@ -24,7 +24,7 @@ class LocalSGD(StrategyPlugin):
 
     config = LocalSGDStrategyConfig
     runtime = "fairlead_localsgd.localsgd_runtime:build"
-    engines = ("torch", "lightning>=2.6.6,<2.7")
+    engines = ("torch", "lightning")
 
     @hookimpl
     def fairlead_capabilities(self) -> Iterable[Capability]:

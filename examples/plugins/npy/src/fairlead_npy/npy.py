@@ -22,7 +22,7 @@ class Npy(CheckpointIOPlugin):
     config = NpyCheckpointIOConfig
     runtime = "fairlead_npy.npy_runtime:build"
     formats = ("fairlead_npy.npy_format:npy",)
-    engines = ("torch", "lightning>=2.6.6,<2.7", "numpy")
+    engines = ("torch", "lightning", "numpy")
 
     @hookimpl
     def fairlead_exactness(self, resolution: Resolution) -> Iterable[Inexact]:

@@ -21,7 +21,7 @@ class FrozenBatchNorm(LayerSyncPlugin):
 
     config = FrozenBatchNormLayerSyncConfig
     runtime = "fairlead_numerics.frozen_batchnorm_runtime:build"
-    engines = ("torch", "lightning>=2.6.6,<2.7")
+    engines = ("torch", "lightning")
 
     @hookimpl
     def fairlead_exactness(self, resolution: Resolution) -> Iterable[Inexact]:

@@ -35,7 +35,7 @@ class Numa(AcceleratorPlugin):
 
     config = NumaAcceleratorConfig
     runtime = "fairlead_numerics.numa_runtime:build"
-    engines = ("torch", "lightning>=2.6.6,<2.7")
+    engines = ("torch", "lightning")
     device_type = "cpu"
 
     @hookimpl

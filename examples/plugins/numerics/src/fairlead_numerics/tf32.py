@@ -24,7 +24,7 @@ class TF32(PrecisionPlugin):
 
     config = TF32PrecisionConfig
     runtime = "fairlead_numerics.tf32:build"
-    engines = ("torch", "lightning>=2.6.6,<2.7")
+    engines = ("torch", "lightning")
 
     @hookimpl
     def fairlead_exactness(self, resolution: Resolution) -> Iterable[Inexact]:

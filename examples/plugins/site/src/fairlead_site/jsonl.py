@@ -21,7 +21,7 @@ class JSONL(LoggerPlugin):
 
     config = JSONLLoggerConfig
     runtime = "fairlead_site.jsonl_runtime:build"
-    engines = ("lightning>=2.6.6,<2.7",)
+    engines = ("lightning",)
 
 
 jsonl = JSONL()

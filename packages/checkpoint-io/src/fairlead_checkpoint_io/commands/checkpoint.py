@@ -6,7 +6,9 @@ import argparse
 import pkgutil
 from typing import TYPE_CHECKING, Final
 
+from fairlead.engines import requirement
 from fairlead.errors import MissingDependencyError
+from fairlead.install import install_line
 from fairlead.plugin_classes import CommandPlugin
 
 if TYPE_CHECKING:
@@ -21,15 +23,13 @@ checkpoint = CommandPlugin(
     example=("ls", "no-such-run"),
 )
 
-_TORCH: Final = "torch>=2.13,<3"
-_SAFETENSORS: Final = "safetensors>=0.5,<1"
 _RUNTIMES: Final[dict[str, tuple[str, tuple[str, ...]]]] = {
     "ls": ("ls:run", ()),
     "verify": ("verify:run", ()),
-    "diff": ("diff:run", (_TORCH,)),
-    "convert": ("convert:run", (_TORCH, _SAFETENSORS)),
-    "consolidate": ("convert:run_consolidate", (_TORCH,)),
-    "export": ("export:run", (_TORCH, _SAFETENSORS)),
+    "diff": ("diff:run", ("torch",)),
+    "convert": ("convert:run", ("torch", "safetensors")),
+    "consolidate": ("convert:run_consolidate", ("torch",)),
+    "export": ("export:run", ("torch", "safetensors")),
 }
 """The module and function of each subcommand, and what it needs."""
 
@@ -107,12 +107,12 @@ def _writes(parser: argparse.ArgumentParser) -> None:
 def run_checkpoint(arguments: argparse.Namespace, session: Session) -> int:
     """Runs one subcommand and returns its exit code; raises when it needs an engine that is not installed here."""
     runtime, engines = _RUNTIMES[arguments.action]
-    missing = [engine for engine in engines if not session.plugins.is_installed(engine)]
+    missing = [requirement(engine) for engine in engines if not session.plugins.is_installed(engine)]
     if missing:
         raise MissingDependencyError(
             f"fairlead checkpoint {arguments.action} needs {', '.join(missing)}",
             why="`ls` and `verify` work without",
-            fix="pip install 'fairlead[lightning]'",
+            fix=install_line("lightning"),
         )
     code: int = pkgutil.resolve_name(f"fairlead_checkpoint_io.commands.{runtime}")(arguments, session)
     return code

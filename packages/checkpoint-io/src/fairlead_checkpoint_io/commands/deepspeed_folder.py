@@ -15,6 +15,7 @@ from typing import Any, Final
 import torch
 
 from fairlead.errors import CheckpointError, MissingDependencyError
+from fairlead.install import install_line
 from fairlead_checkpoint_io.files.trust import allowed, refuse_unsafe, unsafe_globals
 
 _OF_THE_ENGINE: Final = frozenset(
@@ -41,7 +42,7 @@ def read_deepspeed(folder: Path, trust: Sequence[str]) -> dict[str, Any]:
         zero = importlib.import_module("deepspeed.utils.zero_to_fp32")
     except ImportError as error:
         raise MissingDependencyError(
-            "reading a DeepSpeed folder needs deepspeed", why=str(error), fix="pip install 'fairlead[deepspeed]'"
+            "reading a DeepSpeed folder needs deepspeed", why=str(error), fix=install_line("deepspeed")
         ) from error
     try:
         # DeepSpeed loads with weights_only=False, against which torch has a switch; and it prints, to both streams.

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import IO, Any, Final
 
 from fairlead.errors import CheckpointError, MissingDependencyError
+from fairlead.install import install_line
 from fairlead_checkpoint_io.checkpoint_format import Verified
 from fairlead_checkpoint_io.commands.sources import size_text
 from fairlead_runs.commit import Syscalls
@@ -106,7 +107,7 @@ def verify_shards(path: Path, count: Callable[[int], None]) -> Verified:
             "verifying a distributed checkpoint without a manifest needs torch",
             where=str(path),
             why="which files it has is in torch's own .metadata",
-            fix="pip install 'fairlead[lightning]'",
+            fix=install_line("lightning"),
         ) from error
     try:
         damage = Shards(path).wrong_files()

@@ -14,6 +14,7 @@ from typing import IO, Final, Protocol, cast
 
 import torch
 from torch.serialization import get_crc32_options, set_crc32_options
+from torch.utils import _config_module
 from zlib_ng import zlib_ng
 
 from fairlead.errors import CheckpointError
@@ -39,7 +40,8 @@ class ArchiveWriter:
 
     def __init__(self, file: _File) -> None:
         self._file = file
-        self._fill_in = _layout_is_known()  # else torch computes the checksums
+        # Else torch computes the checksums: so that the files which other threads save meanwhile have theirs, too.
+        self._fill_in = _options_are_of_one_thread() and _layout_is_known()
 
     def add(self, value: object) -> None:
         """Appends one archive; raises whatever the value's own methods raise when it is pickled."""
@@ -60,6 +62,11 @@ def _save(value: object, file: _File, *, fill_in: bool) -> None:
     finally:
         sink.open = False
         set_crc32_options(before)
+
+
+def _options_are_of_one_thread() -> bool:
+    """Whether `set_crc32_options` leaves other threads alone, as it does from torch 2.12 on."""
+    return "ContextVar" in vars(_config_module)
 
 
 def _layout_is_known() -> bool:
@@ -179,5 +186,5 @@ def _expect(known: bool) -> None:
         raise CheckpointError(
             "this version of torch lays out its archives in a way that this version of Fairlead does not know",
             why=f"torch {torch.__version__}",
-            fix="pip install --upgrade fairlead-checkpoint-io, or an older torch",
+            fix="upgrade Fairlead, or install an older torch",
         )

@@ -82,7 +82,7 @@ class Remote(FilePlugin):
     config = RemoteCheckpointIOConfig
     example: ClassVar[Mapping[str, Any]] = {"url": "s3://bucket/prefix"}
     runtime = "fairlead_checkpoint_io.remote.runtime:build"
-    engines = ("torch>=2.13", "lightning>=2.6.6,<2.7", "fsspec>=2025.3")
+    engines = (*FilePlugin.engines, "fsspec")
     extra = "remote"
     codes: ClassVar[Mapping[str, str]] = {
         "remote-library": "The URL of `checkpoint_io: remote` needs a package that is not installed: s3fs for `s3://`, "

@@ -17,8 +17,9 @@ from fairlead.cli.session import Session
 from fairlead.config import JobConfig
 from fairlead.errors import ConfigError, did_you_mean
 from fairlead.first_party import first_party
+from fairlead.install import install_line
 from fairlead.plugin_classes import AXIS_PLUGINS
-from fairlead.plugins import PluginRecord, pip_target
+from fairlead.plugins import PluginRecord, engines_line
 
 
 def plugins_arguments(parser: argparse.ArgumentParser) -> None:
@@ -62,8 +63,8 @@ def run_plugins(arguments: argparse.Namespace, session: Session) -> int:
     )
     if absent:
         session.print(
-            f"\nnot installed: pip install 'fairlead[check]' brings every plugin without torch, "
-            f"'fairlead[{absent[0] if len(absent) == 1 else 'lightning'}]' also what training needs"
+            f"\nplugins that are not installed: {install_line('check')} brings them all, without torch\n"
+            f"with what training needs: {install_line(absent[0] if len(absent) == 1 else 'lightning')}"
         )
     return 0
 
@@ -109,7 +110,7 @@ def _state(record: PluginRecord, session: Session) -> str:
             if record.axis == "command"
             else session.plugins.get(record.axis, record.name)
         )
-        return f"missing     {source}: needs {', '.join(record.missing)}; pip install {pip_target(plugin)}"
+        return f"missing     {source}: needs {', '.join(record.missing)}; {engines_line(plugin)}"
     return f"available   {source}"
 
 

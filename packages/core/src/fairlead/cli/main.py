@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Final, NoReturn
 
 from fairlead.cli.session import Session
+from fairlead.engines import requirement
 from fairlead.errors import ConfigError, FairleadError, MissingDependencyError
 from fairlead.plugin_classes import CommandPlugin
-from fairlead.plugins import PluginManager, pip_target
+from fairlead.plugins import PluginManager, engines_line
 
 _GROUPS: Final = {
     "installation": "the installation",
@@ -98,11 +99,9 @@ def _run(words: list[str], session: Session) -> int:
         arguments = parser.parse_args(words[1:])
     except SystemExit:
         return 0  # only --help exits; a wrong call is `_Parser.error`
-    missing = [r for r in command.engines if not session.plugins.is_installed(r)]
+    missing = [requirement(r) for r in command.engines if not session.plugins.is_installed(r)]
     if missing:
-        raise MissingDependencyError(
-            f"fairlead {command.name} needs {', '.join(missing)}", fix=f"pip install {pip_target(command)}"
-        )
+        raise MissingDependencyError(f"fairlead {command.name} needs {', '.join(missing)}", fix=engines_line(command))
     return int(pkgutil.resolve_name(command.runtime)(arguments, session))
 
 
@@ -112,17 +111,19 @@ def _help(session: Session) -> str:
     lines = [f"fairlead {__version__}: leads a PyTorch training job onto the hardware and cluster it finds", ""]
     commands: dict[str, list[CommandPlugin]] = {}
     broken = []
-    for name in session.plugins.names("command"):
+    names = session.plugins.names("command")
+    width = max(map(len, names), default=0) + 2
+    for name in names:
         try:
             command = session.plugins.command(name)
         except FairleadError as error:
-            broken.append(f"  {name:<12}{error.why or error.what}")
+            broken.append(f"  {name:<{width}}{error.why or error.what}")
             continue
         commands.setdefault(command.group, []).append(command)
     for group in [*_GROUPS, *(g for g in commands if g not in _GROUPS)]:
         if group in commands:
             lines.append(f"{_GROUPS.get(group, group)}:")
-            lines += [f"  {c.name:<12}{c.help}" for c in commands[group]]
+            lines += [f"  {c.name:<{width}}{c.help}" for c in commands[group]]
             lines.append("")
     if broken:
         lines += ["not usable:", *broken, ""]

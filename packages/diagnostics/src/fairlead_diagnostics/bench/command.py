@@ -7,6 +7,7 @@ import pkgutil
 from typing import TYPE_CHECKING, Final
 
 from fairlead.cli.job import job_arguments
+from fairlead.engines import LIGHTNING
 from fairlead.errors import ConfigError
 from fairlead.plugin_classes import CommandPlugin
 
@@ -18,7 +19,7 @@ bench = CommandPlugin(
     "measure on this machine, with a job of your own, what is fast",
     arguments="fairlead_diagnostics.bench.command:bench_arguments",
     runtime="fairlead_diagnostics.bench.command:run_bench",
-    engines=("torch>=2.13,<3", "lightning>=2.6.6,<2.7", "fairlead-lightning"),
+    engines=(*LIGHTNING, "fairlead-lightning"),
     extra="lightning",
     example=("threads", "no-such.yaml"),
 )

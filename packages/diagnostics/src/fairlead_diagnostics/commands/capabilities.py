@@ -12,6 +12,7 @@ from fairlead.capabilities import Capability
 from fairlead.checks import capability_table
 from fairlead.cli.session import Session
 from fairlead.errors import ConfigError, did_you_mean
+from fairlead.install import install_line
 from fairlead.plugins import PluginManager
 from fairlead_runs.device_models import DeviceModel, Vendor, device_names, find_device, nearest_devices, vendors
 
@@ -108,7 +109,7 @@ def _strategy(name: str, plugins: PluginManager) -> str:
             f"no strategy {name!r} is installed",
             where="--strategy",
             why=f"installed: {', '.join(known) or 'none'}",
-            fix=f"did you mean {near!r}?" if near else "pip install 'fairlead[check]' brings all of them",
+            fix=f"did you mean {near!r}?" if near else f"{install_line('check')} brings all of them",
         )
     return name
 
@@ -137,7 +138,7 @@ def _on_vendor(rows: Sequence[Capability], axis: str, name: str, vendor: Vendor,
     accelerator = vendor.accelerator
     if accelerator not in plugins.names("accelerator"):
         reason = f"the accelerator {accelerator!r} is not installed"
-        return Cell(choice, vendor.name, "no", reason, "pip install 'fairlead[check]'", run_here=False)
+        return Cell(choice, vendor.name, "no", reason, install_line("check"), run_here=False)
     row = _row(rows, _names(axis, name, plugins), _names("accelerator", str(accelerator), plugins))
     if row is None or row.support == "yes":
         return Cell(choice, vendor.name, "yes", row.reason if row else "", run_here=run_here)

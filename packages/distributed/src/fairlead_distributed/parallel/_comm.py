@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from fairlead.errors import ConfigError
+from fairlead_distributed.torch_names import all_gather_single, reduce_scatter_single
 
 
 def copy_to_ranks(x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -69,7 +70,7 @@ def gathered(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
     """The ranks' tensors of one shape, one after the other along `dim`."""
     ranks = dist.get_world_size(group)
     parts = x.new_empty((ranks * x.shape[0], *x.shape[1:]))
-    dist.all_gather_single(parts, x.contiguous(), group=group)
+    all_gather_single(parts, x.contiguous(), group=group)
     return torch.cat(parts.chunk(ranks), dim) if dim else parts
 
 
@@ -89,7 +90,7 @@ def _summed_part(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
     part(x, dim, group)  # refuses what cannot be divided
     rows = torch.cat(x.chunk(dist.get_world_size(group), dim)) if dim else x.contiguous()
     out = rows.new_empty((rows.shape[0] // dist.get_world_size(group), *rows.shape[1:]))
-    dist.reduce_scatter_single(out, rows, group=group)
+    reduce_scatter_single(out, rows, group=group)
     return out
 
 

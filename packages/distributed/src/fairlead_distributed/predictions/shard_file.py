@@ -224,7 +224,7 @@ class ShardFile:
             raise CheckpointError(
                 "a newer version of Fairlead has written these predictions",
                 where=str(path),
-                fix="pip install --upgrade fairlead-distributed",
+                fix="upgrade Fairlead",
             )
         if size != self._begin + max((entry["data_offsets"][1] for entry in self._header.values()), default=0):
             raise CheckpointError("a shard of predictions is damaged", where=str(path), why=f"it has {size} bytes")

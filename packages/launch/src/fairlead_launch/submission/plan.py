@@ -313,7 +313,7 @@ def _no_secret(data: Mapping[str, object]) -> None:
 
 
 def _has_torch(config: SubmitterConfigBase, plugins: PluginManager) -> None:
-    if not isinstance(config, BatchSubmitterConfig) or plugins.is_installed("torch"):
+    if not isinstance(config, BatchSubmitterConfig) or plugins.version("torch"):
         return
     if config.python is None and config.container is None:
         raise ConfigError(

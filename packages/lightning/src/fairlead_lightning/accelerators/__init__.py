@@ -6,8 +6,8 @@ import importlib
 from typing import Any, ClassVar
 
 from fairlead import AcceleratorConfigBase, AcceleratorPlugin
+from fairlead.engines import LIGHTNING
 from fairlead.interfaces import BuildContext
-from fairlead_lightning.fields import LIGHTNING
 
 __all__ = ["LightningAccelerator", "build"]
 

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Literal
 
 from fairlead import AcceleratorConfigBase, hookimpl
+from fairlead.engines import LIGHTNING
 from fairlead.findings import Inexact
 from fairlead.interfaces import Devices
 from fairlead.resolution import Resolution
 from fairlead_lightning.accelerators import LightningAccelerator
-from fairlead_lightning.fields import LIGHTNING
 
 GOOGLE = "0x1ae0"
 """Google's vendor number on the PCI bus (pci-ids.ucw.cz)."""
@@ -30,7 +30,7 @@ class XLA(LightningAccelerator):
 
     config = XLAAcceleratorConfig
     runtime = "fairlead_lightning.accelerators.xla_runtime:build"
-    engines = (*LIGHTNING, "torch-xla>=2.9")
+    engines = (*LIGHTNING, "torch-xla")
     extra = "xla"
     priority = 90
     devices = r"tpu.*|v([2-6][ep]?|7x|5lite(pod)?)(-\d+)?"  # Google's names, also of a slice; a `v100` is a GPU

@@ -51,10 +51,15 @@ class GradientWatch:
     @torch.no_grad()
     def look(self, step: int) -> None:
         """The gradients are those of the step: unscaled, and the mean over the ranks."""
-        grads = [_local(parameter.grad) for _, parameter in self._weights]
+        given = [parameter.grad for _, parameter in self._weights]
+        quiet = not isinstance(self._row, Tensor) and not self._row  # asking a device would wait for it
+        if quiet and _surely_finite([grad for grad in given if grad is not None]):
+            self._own = False
+            return
+        grads = [_local(grad) for grad in given]
         there = [grad for grad in grads if grad is not None and grad.numel()]
         own, self._own = self._own, False
-        if not there or (not isinstance(self._row, Tensor) and not self._row and _surely_finite(there)):
+        if not there:
             return
         norms = iter(_largest(there))
         zero = torch.zeros((), device=there[0].device)
@@ -88,13 +93,17 @@ class GradientWatch:
 
 
 def _surely_finite(grads: list[Tensor]) -> bool:
-    """Whether the gradients on a CPU are, by their norms: a tenth of what a look at each costs, and mostly enough.
+    """Whether the gradients, all dense and on a CPU, are finite, by one fused call for all of their norms.
 
     The norm of values above 1e19 is infinite in float32 though they are not: then there is no answer.
     """
-    if any(grad.is_sparse or not _on_host(grad) for grad in grads):
+    if not all(map(_dense_on_host, grads)):
         return False
-    return all(math.isfinite(float(norm)) for norm in torch._foreach_norm(grads))
+    return not grads or all(math.isfinite(norm.item()) for norm in torch._foreach_norm(grads))
+
+
+def _dense_on_host(grad: Tensor) -> bool:
+    return type(grad) is Tensor and grad.is_cpu and grad.layout is torch.strided
 
 
 def _on_host(grad: Tensor) -> bool:

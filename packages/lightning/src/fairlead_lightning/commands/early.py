@@ -10,7 +10,7 @@ from fairlead.config import JobConfig
 from fairlead.detect import choose_environment
 from fairlead.jobs import LoadedJob
 from fairlead_launch.forkserver import CAN_FORK, SERVER_FD, ForkServer
-from fairlead_lightning.display.quiet import TORCH_LOG
+from fairlead_lightning.display.quiet import TORCH_DEFAULTS
 
 PRELOAD = "fairlead_lightning.commands.preload"
 
@@ -34,7 +34,7 @@ class EarlyImports:
         if not choose_environment("auto", session.environ, session.plugins, starting=True).inside_job:
             given = {name: value for name, value in session.environ.items() if name != "OMP_NUM_THREADS"}
             title = ("fairlead", *session.argv)
-            self.server = ForkServer([PRELOAD], environ={TORCH_LOG: "ERROR", **given}, title=title)
+            self.server = ForkServer([PRELOAD], environ={**TORCH_DEFAULTS, **given}, title=title)
 
     def close(self) -> None:
         """Ends the server."""

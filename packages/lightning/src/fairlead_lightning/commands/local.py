@@ -23,7 +23,7 @@ from fairlead_launch.reports import leave_to_rank_0, said_after_rank_0, send_rep
 from fairlead_lightning.build import build_guard
 from fairlead_lightning.commands.early import EarlyImports
 from fairlead_lightning.commands.prepare import prepare
-from fairlead_lightning.display.quiet import TORCH_LOG
+from fairlead_lightning.display.quiet import TORCH_DEFAULTS
 
 _STOPS: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 
@@ -120,7 +120,8 @@ def _run(arguments: argparse.Namespace, session: Session, release: Callable[[], 
         guard.flags.install()  # before torch is imported, which takes seconds
         for number in came:
             signal.raise_signal(number)
-        os.environ.setdefault(TORCH_LOG, "ERROR")
+        for name, value in TORCH_DEFAULTS.items():
+            os.environ.setdefault(name, value)
         try:
             with _quick_imports():
                 from fairlead_lightning.commands.run import run_rank

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Final
 
+from fairlead.engines import LIGHTNING
 from fairlead.plugin_classes import CommandPlugin
 
-_ENGINES: Final = ("torch>=2.13,<3", "lightning>=2.6.6,<2.7", "fairlead-distributed", "rich>=13")
+_ENGINES: Final = (*LIGHTNING, "fairlead-distributed", "rich")
 
 
 def _command(name: str, text: str) -> CommandPlugin:

@@ -29,7 +29,7 @@ from fairlead_launch.processes import Starter, fork, forkable, search_path, spaw
 from fairlead_launch.restarts import Restarts, run_with_restarts, stopped_before
 from fairlead_launch.supervise import Group, noted_signals
 from fairlead_lightning.commands.early import PRELOAD
-from fairlead_lightning.display.quiet import TORCH_LOG
+from fairlead_lightning.display.quiet import TORCH_DEFAULTS
 from fairlead_runs.commit.checkpoints import readable_checkpoints
 
 
@@ -76,7 +76,7 @@ class _Ranks:
         self._server: ForkServer | None = None
         self._plan: int | None = None
         given = {name: value for name, value in session.environ.items() if name != SERVER_FD}
-        self._environ = {TORCH_LOG: "ERROR", **given}
+        self._environ = {**TORCH_DEFAULTS, **given}
 
     def prepare(self, received: Sequence[int]) -> bool:
         """Has everything imported that is imported once for all ranks; False: a signal came before that was done."""

@@ -37,6 +37,7 @@ from fairlead_lightning.compat.loops import set_validation_asked as set_validati
 from fairlead_lightning.compat.loops import training_place as training_place
 from fairlead_lightning.compat.loops import watch_boundaries as watch_boundaries
 from fairlead_lightning.compat.loops import why_over as why_over
+from fairlead_lightning.compat.overhead import less_overhead as less_overhead
 from fairlead_lightning.compat.processes import is_spawned as is_spawned
 from fairlead_lightning.compat.processes import let_children_end as let_children_end
 from fairlead_lightning.compat.processes import signal_children as signal_children

@@ -31,9 +31,10 @@ WARNED: Final = (
 """How the warnings begin, as regular expressions: small data needs no workers; a matter between Lightning and torch; an
 allocation that stays idle is a finding of ours, and a login node no mistake."""
 
-TORCH_LOG: Final = "TORCH_CPP_LOG_LEVEL"
-"""Set to ERROR before torch is imported, unless the user has set it: where a peer has gone torch's store would print
-frames of C++, hundreds of lines on each rank, beside the one report that says which rank it was."""
+TORCH_DEFAULTS: Final = {"TORCH_CPP_LOG_LEVEL": "ERROR", "TORCH_FR_BUFFER_SIZE": "2000"}
+"""Set before torch is imported, unless the user has set them. Where a peer has gone torch's store would print frames of
+C++, hundreds of lines on each rank, beside the one report that says which rank it was. And torch 2.9 would record none
+of gloo's collectives."""
 
 _LOGGERS: Final = (
     "lightning.pytorch.utilities.rank_zero",

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Literal
 
 from fairlead import LoggerConfigBase, LoggerPlugin
+from fairlead.engines import LIGHTNING
 from fairlead.interfaces import BuildContext
-from fairlead_lightning.fields import LIGHTNING
 
 
 class CSVLoggerConfig(LoggerConfigBase):

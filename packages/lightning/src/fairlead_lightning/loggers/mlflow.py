@@ -8,7 +8,7 @@ from typing import Literal
 from pydantic import Field
 
 from fairlead import LoggerConfigBase, LoggerPlugin
-from fairlead_lightning.fields import LIGHTNING
+from fairlead.engines import LIGHTNING
 
 
 class MLflowLoggerConfig(LoggerConfigBase):
@@ -41,7 +41,7 @@ class MLflow(LoggerPlugin):
 
     config = MLflowLoggerConfig
     runtime = "fairlead_lightning.loggers.mlflow_runtime:build"
-    engines = (*LIGHTNING, "mlflow-skinny>=2.14")
+    engines = (*LIGHTNING, "mlflow-skinny")
     extra = "mlflow"
 
 

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from fairlead import LoggerConfigBase, LoggerPlugin
-from fairlead_lightning.fields import LIGHTNING
+from fairlead.engines import LIGHTNING
 
 
 class WandbLoggerConfig(LoggerConfigBase):
@@ -50,7 +50,7 @@ class Wandb(LoggerPlugin):
 
     config = WandbLoggerConfig
     runtime = "fairlead_lightning.loggers.wandb_runtime:build"
-    engines = (*LIGHTNING, "wandb>=0.19")
+    engines = (*LIGHTNING, "wandb")
     extra = "wandb"
 
 

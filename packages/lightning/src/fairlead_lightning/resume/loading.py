@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from fairlead.errors import CheckpointError, MissingDependencyError
+from fairlead.install import install_line
 
 _EXPORTED: Final = "weights.safetensors"
 
@@ -106,7 +107,7 @@ def _load_exported(model: nn.Module, weights: Path) -> None:
         from safetensors.torch import load_model
     except ImportError as error:
         raise MissingDependencyError(
-            "loading an exported folder needs safetensors", why=str(error), fix="pip install 'fairlead[lightning]'"
+            "loading an exported folder needs safetensors", why=str(error), fix=install_line("lightning")
         ) from error
     with readable_load_errors(weights):
         load_model(model, str(weights))

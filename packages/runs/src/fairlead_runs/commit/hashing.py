@@ -80,7 +80,7 @@ def new_hasher(algorithm: str) -> Hasher:
         raise CheckpointError(
             f"unknown checksum algorithm {algorithm!r}",
             why=f"this version knows {', '.join(sorted(ALGORITHMS))}",
-            fix="pip install --upgrade fairlead",
+            fix="upgrade Fairlead",
         )
     return ALGORITHMS[algorithm]()
 

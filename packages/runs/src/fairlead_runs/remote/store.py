@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Final, TypeVar
 
 from fairlead.errors import ConfigError, MissingDependencyError
+from fairlead.install import install_line
 from fairlead_runs.commit.files import Content, ensure_dir, replace_file
 from fairlead_runs.commit.syscalls import Syscalls
 from fairlead_runs.remote.retrying import Retries, leave_the_global_generator, store_error
@@ -230,7 +231,7 @@ def missing_library(url: str) -> MissingDependencyError | None:
         return MissingDependencyError(
             "checkpoints on an object store need the package fsspec, which is not installed",
             where=url,
-            fix="pip install 'fairlead[remote]'",
+            fix=install_line("remote"),
         )
     protocol = url.partition("://")[0]
     known = importlib.import_module("fsspec.registry").known_implementations
@@ -239,7 +240,7 @@ def missing_library(url: str) -> MissingDependencyError | None:
         return MissingDependencyError(
             f"URLs of {protocol}:// need the package {package}, which is not installed",
             where=url,
-            fix=f"pip install 'fairlead[remote]' {package}",
+            fix=install_line("remote", package),
         )
     if protocol not in known and protocol not in importlib.import_module("fsspec").available_protocols():
         return MissingDependencyError(

@@ -6,12 +6,13 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, ClassVar, Final
 
 from fairlead import Capability, Finding, Resolution, hookimpl
+from fairlead.engines import LIGHTNING
 from fairlead.errors import ConfigError
 from fairlead.findings import Inexact
 from fairlead_strategies.deepspeed.config import DeepSpeedStrategyConfig
 from fairlead_strategies.deepspeed.nvme import nvme_findings, uses_nvme
 from fairlead_strategies.deepspeed.settings import WHERE, conflicts, settings_of, sixteen_bits, words_of_others
-from fairlead_strategies.shared import LIGHTNING, LightningStrategy
+from fairlead_strategies.shared import LightningStrategy
 
 LOSS_SCALE: Final = frozenset({"init_scale", "growth_interval", "growth_factor", "backoff_factor"})
 """Settings of torch's gradient scaler, as a precision has them."""
@@ -34,7 +35,7 @@ class DeepSpeed(LightningStrategy):
     runtime = "fairlead_strategies.deepspeed.runtime:build"
     sharded_state = True
     precision = "deepspeed"
-    engines = (*LIGHTNING, "deepspeed>=0.19.8")
+    engines = (*LIGHTNING, "deepspeed")
     extra = "deepspeed"
     codes: ClassVar[Mapping[str, str]] = {
         "deepspeed-config": "DeepSpeed's own configuration cannot be read, or holds what DeepSpeed does not know.",

@@ -24,7 +24,7 @@ prepare: Final = CommandPlugin(
     "compile what a strategy would compile in its first step (deepspeed: minutes)",
     arguments="fairlead_strategies.deepspeed.prepare:arguments",
     runtime="fairlead_strategies.deepspeed.prepare:run",
-    engines=("torch>=2.13", "deepspeed>=0.19.8"),
+    engines=("torch", "deepspeed"),
     extra="deepspeed",
     group="installation",
     example=("deepspeed", "--ops", "no_such_op"),

@@ -51,7 +51,9 @@ def shard_mesh(mesh: DeviceMesh) -> DeviceMesh:
     if "replicate" not in names:
         return shards
     # Both keep `mesh` as their root, as `fully_shard` asks of parameters that tensor parallelism has split over it.
-    return DeviceMesh._concatenate([mesh["replicate"], shards])
+    if hasattr(DeviceMesh, "_concatenate"):
+        return DeviceMesh._concatenate([mesh["replicate"], shards])
+    return mesh["replicate", (shards.mesh_dim_names or ("shard",))[0]]  # an older torch finds flattened dimensions, too
 
 
 def agree_on_random_numbers(mesh: DeviceMesh, device: torch.device) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import ClassVar
 
 from fairlead import Capability, Finding, Resolution, hookimpl
+from fairlead.engines import too_old
 from fairlead.errors import ConfigError
 from fairlead.findings import Inexact
 from fairlead_strategies.layout import Layout
@@ -54,6 +55,10 @@ class MeshStrategy(LightningStrategy):
             return
         if layout.expert > 1 or (layout.auto is not None and len(layout.dimensions()) > 1):
             yield Finding("info", "mesh-layout", f"mesh: {layout.explained()}", where="trainer.strategy")
+        for name in ("pipeline", "expert"):
+            old = too_old(name, where=f"trainer.strategy.{name}") if getattr(layout, name) > 1 else None
+            if old is not None:
+                yield Finding.of(old, "error", "engine-too-old")
         yield from self.tensor_nodes(layout, resolution)
         yield from checkpoint_findings(config, resolution)
         if config.cpu_offload and resolution.device_type != "cpu" and "gloo" not in resolution.backend:

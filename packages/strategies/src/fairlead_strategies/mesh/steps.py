@@ -29,8 +29,15 @@ def gather_for_steps(module: Module) -> None:
 
     def behind(*_: Any) -> None:
         if inner.pop():
-            for one in (state, *state._fsdp_param_groups):
+            for one in (state, *_parameter_groups(state)):
                 one._training_state = TrainingState.FORWARD
 
     module.register_forward_pre_hook(before, prepend=True)
     module.register_forward_hook(behind, always_call=True)
+
+
+def _parameter_groups(state: Any) -> list[Any]:
+    """What torch shards of one module; before torch 2.12 at most one group."""
+    if hasattr(state, "_fsdp_param_groups"):
+        return list(state._fsdp_param_groups)
+    return [state._fsdp_param_group] if state._fsdp_param_group is not None else []

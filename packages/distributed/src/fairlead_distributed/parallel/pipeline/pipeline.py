@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from fairlead.engines import too_old
 from fairlead.errors import ConfigError
 from fairlead_distributed.parallel.pipeline.inference import run_forward
 from fairlead_distributed.parallel.pipeline.micro_batches import cut, digest, joined, rows_of, signature
@@ -70,6 +71,8 @@ class Pipeline:
         tied: Sequence[Tied] = (),
         check_loss: bool = True,
     ) -> None:
+        if (old := too_old("pipeline")) is not None:
+            raise old
         self.group, self.replicas = group, replicas
         self.ranks = dist.get_world_size(group) if dist.is_initialized() else 1
         self.rank = dist.get_rank(group) if dist.is_initialized() else 0

@@ -7,7 +7,7 @@ from typing import Literal
 from pydantic import Field
 
 from fairlead import LoggerConfigBase, LoggerPlugin
-from fairlead_lightning.fields import LIGHTNING
+from fairlead.engines import LIGHTNING
 
 __all__ = ["TensorBoard", "TensorBoardLoggerConfig", "tensorboard"]
 
@@ -41,7 +41,7 @@ class TensorBoard(LoggerPlugin):
 
     config = TensorBoardLoggerConfig
     runtime = "fairlead_lightning.loggers.tensorboard.runtime:build"
-    engines = (*LIGHTNING, "tensorboard>=2.18")
+    engines = (*LIGHTNING, "tensorboard")
     extra = "tensorboard"
 
 

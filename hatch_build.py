@@ -1,0 +1,52 @@
+"""What a clone requires when it is installed as a whole: its own packages, each from its folder.
+
+pip would look for `fairlead-runs==0.1.0` on an index; a requirement that names the folder is taken instead.
+"""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path
+from typing import Any
+
+from hatchling.metadata.plugin.interface import MetadataHookInterface
+
+Projects = dict[str, tuple[Path, dict[str, Any]]]
+"""Each package by name: its folder, and the table `project` of its pyproject.toml."""
+
+_NAME = re.compile(r"([A-Za-z0-9._-]+)(?:\[([^]]*)\])?")
+
+
+class Clone(MetadataHookInterface):
+    """Gives the clone the extras of the core."""
+
+    def update(self, metadata: dict[str, Any]) -> None:
+        """Adds the dependencies and the extras."""
+        files = sorted(Path(self.root).glob("packages/*/pyproject.toml"))
+        projects = [tomllib.loads(file.read_text(encoding="utf-8"))["project"] for file in files]
+        packages = {project["name"]: (file.parent, project) for file, project in zip(files, projects, strict=True)}
+        metadata["dependencies"] = requirements(packages, "")
+        extras = packages["fairlead"][1]["optional-dependencies"]
+        metadata["optional-dependencies"] = {extra: requirements(packages, extra) for extra in extras}
+
+
+def requirements(packages: Projects, extra: str) -> list[str]:
+    """The core with this extra, and every package that it leads to, as requirements on their folders."""
+    found: set[str] = set()
+    seen: set[tuple[str, str]] = set()
+    wanted = [("fairlead", ""), ("fairlead", extra)]
+    while wanted:
+        name, asked = one = wanted.pop()
+        if one in seen:
+            continue
+        seen.add(one)
+        found.add(name)
+        project = packages[name][1]
+        for line in project["optional-dependencies"][asked] if asked else project["dependencies"]:
+            match = _NAME.match(line)
+            if match is not None and match[1] in packages:
+                extras = [part.strip() for part in (match[2] or "").split(",") if part.strip()]
+                wanted += [(match[1], ""), *((match[1], part) for part in extras)]
+    core = f"fairlead[{extra}]" if extra else "fairlead"
+    return [f"{core if name == 'fairlead' else name} @ {packages[name][0].as_uri()}" for name in sorted(found)]
