@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import pickle
 import signal
@@ -175,6 +176,8 @@ def test_torch_can_read_the_flight_recorder_of_every_rank(ranks: Ranks) -> None:
     # Rank 0 has begun one more all-reduce than the rank that never came.
     assert [len(one) for one in entries] == [2, 1]
     assert {entry["profiling_name"] for one in entries for entry in one} == {"gloo:all_reduce"}
+    if importlib.util.find_spec("torch.distributed.flight_recorder") is None:
+        pytest.skip("torch 2.9 has no tool that reads them")
     tool = [sys.executable, "-m", "torch.distributed.flight_recorder.fr_trace", str(ranks.folder / "fr" / "gloo")]
     told = subprocess.run(tool, capture_output=True, text=True, timeout=LIMIT_S, check=True)
     assert "missing ranks: {1}" in told.stdout + told.stderr

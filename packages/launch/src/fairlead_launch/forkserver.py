@@ -270,10 +270,22 @@ def shared(environ: Mapping[str, str] | None = None, imports: Sequence[str] = ()
     return server
 
 
+def thaw_for_nanobind() -> None:
+    """To be called at exit where `gc.freeze` was: what stays frozen is never freed, and nanobind reports it as leaked.
+
+    Triton's bindings are made with it from torch 2.15 on; each process would print thirty lines. Elsewhere everything
+    stays frozen, for to free it takes a process of torch a third of a second.
+    """
+    builder = getattr(getattr(sys.modules.get("triton._C.libtriton"), "ir", None), "builder", None)
+    if type(builder).__module__ == "nanobind":
+        gc.unfreeze()
+
+
 def main(fd: int) -> None:
     """The life of a server, and of what it forks; that ends as an interpreter does, by leaving this."""
     connection, pristine = socket.socket(fileno=fd), sys.path[:]
     gc.disable()  # what it imports stays; to look through it again and again is a sixth of the time
+    atexit.register(thaw_for_nanobind)
     os.setpgid(0, 0)  # Ctrl-C is for the caller, with whom this ends
     while True:
         what, _ = _receive(connection)

@@ -19,6 +19,7 @@ from fairlead.errors import FairleadError
 from fairlead.interfaces import BuildContext
 from fairlead.plugin_classes import StrategyPlugin
 from fairlead_launch.environment import LAUNCHED
+from fairlead_launch.forkserver import thaw_for_nanobind
 from fairlead_launch.reports import leave_to_rank_0, said_after_rank_0, send_report
 from fairlead_lightning.build import build_guard
 from fairlead_lightning.commands.early import EarlyImports
@@ -75,6 +76,7 @@ def run_here_or_on_ranks(arguments: argparse.Namespace, session: Session) -> int
 def _quick_imports() -> Iterator[None]:
     """Imports stay: to look for garbage among them, then and in each step, is a sixth of the time of a start."""
     gc.disable()
+    atexit.register(thaw_for_nanobind)
     try:
         yield
     finally:
