@@ -28,7 +28,7 @@ class EngineStrategy(StrategyPlugin):
     """On an engine."""
 
     config: ClassVar[type[StrategyConfigBase]] = EngineStrategyConfig
-    engines = ("torch", "deepspeed", "torch-xla")
+    engines: ClassVar[tuple[str, ...]] = ("torch", "deepspeed", "torch-xla")
     extra = "deepspeed"
 
 
