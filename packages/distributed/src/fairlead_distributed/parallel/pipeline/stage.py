@@ -83,6 +83,8 @@ class RunningStage(TorchStage):
         self.most_alive = 0
         """The most micro-batches whose activations were kept at the same time, since it was last set to 0."""
         self._buffers: dict[str, Tensor] = {}
+        self._torch_frees = not hasattr(self, "fwd_cache")
+        """Whether torch itself frees what was received, and puts the model's buffers back: so in 2.15, not in 2.13."""
 
     def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
         """What is sent has to lie in memory without gaps, and torch takes it from the graph in place: no view."""
@@ -96,7 +98,8 @@ class RunningStage(TorchStage):
         if self.is_first:
             args, kwargs = self.inputs[fwd_chunk_id]
         out = super().forward_one_chunk(fwd_chunk_id, args, kwargs, save_forward_output)
-        self.most_alive = max(self.most_alive, len(self.fwd_cache) + len(self.backward_state))
+        forwards = vars(self)["_forward_chunk_states" if self._torch_frees else "fwd_cache"]
+        self.most_alive = max(self.most_alive, len(forwards) + len(self.backward_state))
         return out
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
@@ -104,8 +107,9 @@ class RunningStage(TorchStage):
         with torch.autocast(self.device.type, enabled=False):
             super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
         self.bwd_cache[bwd_chunk_id] = tree_map(_without_gaps, self.bwd_cache[bwd_chunk_id])
-        for info in (*self.args_recv_info[bwd_chunk_id], *self.grad_recv_info[bwd_chunk_id]):
-            info.buffer = None
+        if not self._torch_frees:
+            for info in (*self.args_recv_info[bwd_chunk_id], *self.grad_recv_info[bwd_chunk_id]):
+                info.buffer = None
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
         """The part of a backward pass that a schedule has put off."""
@@ -113,14 +117,15 @@ class RunningStage(TorchStage):
             super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
 
     def _get_recv_ops(self, recv_infos: Any) -> list[dist.P2POp]:
-        for info in recv_infos:
+        for info in () if self._torch_frees else recv_infos:
             if not info.is_root_arg and info.buffer is None and info.tensor_meta is not None:
                 meta = info.tensor_meta
                 info.buffer = torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device=self.device)
         return super()._get_recv_ops(recv_infos)
 
     def _compute_outputs(self, *args: Any, module: nn.Module, **kwargs: Any) -> Any:
-        self._buffers = {name: copy.deepcopy(one) for name, one in module.named_buffers()}
+        if not self._torch_frees:
+            self._buffers = {name: copy.deepcopy(one) for name, one in module.named_buffers()}
         if self.is_first:
             args, kwargs = self.inputs[0]
         return tree_map(_without_gaps, super()._compute_outputs(*args, module=module, **kwargs))
@@ -130,6 +135,8 @@ class RunningStage(TorchStage):
 
     def _post_metadata_inference_cleanup(self) -> None:
         super()._post_metadata_inference_cleanup()
+        if self._torch_frees:
+            return
         for info in (one for infos in (*self.args_recv_info.values(), *self.grad_recv_info.values()) for one in infos):
             info.buffer = None
         for name, value in self._buffers.items():
