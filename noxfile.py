@@ -41,7 +41,7 @@ nox.options.allow_parallel = True  # under `nox -j 2`; none writes where another
 nox.options.error_on_missing_interpreters = bool(os.environ.get("CI"))
 nox.options.sessions = [  # what takes longest comes first, so that `nox -j 2` is busy to the end
     "lint", "integration", "slurm", "isolated", "tests", "types", "huggingface", "torch_free(smoke)", "minimums(smoke)",
-    "docs",
+    "smoke_oldest", "docs",
 ]  # fmt: skip
 
 # One file pins what is tested, in every session; pip >= 25.3 reads the second name for the environments it builds in.
@@ -317,7 +317,7 @@ def with_torch(session: nox.Session, version: str, *more: str) -> None:
     install(session, *wanted, env={"PIP_CONSTRAINT": str(pins)})
 
 
-@nox.session(default=False)
+@nox.session
 def smoke_oldest(session: nox.Session) -> None:
     """On the oldest torch, jobs in two ranks train, save and resume."""
     with_torch(session, OLDEST)
