@@ -92,11 +92,11 @@ from pathlib import Path
 sys.path.insert(0, sys.argv[1])
 from run_tests import beside_others
 folder = Path(sys.argv[2])
-with beside_others(folder / "out/ran/other", alone=False):
+with beside_others(folder / "out/ran", alone=False):
     (folder / "runs").touch()
     while not (folder / "tried").exists():
         time.sleep(0.01)
-    time.sleep(1)
+    time.sleep(3)
     (folder / "ended").touch()
 """
 

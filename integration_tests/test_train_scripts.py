@@ -302,6 +302,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.full
 def test_torchrun_one_rank_decides_for_all(trained: Path) -> None:
     """The ranks that torchrun has started are used, and rank 0 tells the others of the run."""
     never = torchrun(trained, "never", "0.05")

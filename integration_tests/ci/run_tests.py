@@ -1,8 +1,9 @@
 """Run tests, and those that failed once more: `python integration_tests/ci/run_tests.py FOLDER ARGUMENT...`.
 
-The arguments are pytest's. FOLDER gets what `conftest.py` writes with FAIRLEAD_RAN. A test that fails is run again when
-the tests of other sessions have ended. If it passes then, it is flaky: its first failure is printed in full, and its
-name is added to `flaky_list`. The exit code is pytest's, of the second run where there was one.
+The arguments are pytest's. FOLDER gets what `conftest.py` writes with FAIRLEAD_RAN; other sessions have theirs beside
+it. A test that fails is run again when the tests of other sessions have ended. If it passes then, it is flaky: its first
+failure is printed in full, and its name is added to `flaky.txt`. The exit code is pytest's, of the second run where
+there was one.
 """
 
 from __future__ import annotations
@@ -22,42 +23,39 @@ MOST: Final = 20
 """More failures than this are no accident: none of the tests is run again."""
 
 
-def flaky_list(ran: Path) -> Path:
-    """Where the flaky tests of this checkout are listed, for the folder of one session."""
-    return ran.parent.parent / "flaky.txt"
-
-
 @contextmanager
-def beside_others(ran: Path, *, alone: bool) -> Iterator[None]:
+def beside_others(sessions: Path, *, alone: bool) -> Iterator[None]:
     """Runs beside the tests of other sessions, or, `alone`, when those have ended and before others begin."""
-    ran.parent.mkdir(parents=True, exist_ok=True)
-    with (ran.parent / "lock").open("w") as lock:
+    sessions.mkdir(parents=True, exist_ok=True)
+    with (sessions / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
         yield
 
 
-def pytest(ran: Path, arguments: Sequence[str], *, alone: bool) -> int:
+def pytest(ran: Path, arguments: Sequence[str]) -> int:
     """Runs pytest with these arguments; its exit code."""
-    with beside_others(ran, alone=alone):
-        command = [sys.executable, "-m", "pytest", *arguments]
-        return subprocess.run(command, env={**os.environ, "FAIRLEAD_RAN": str(ran)}, check=False).returncode
+    command = [sys.executable, "-m", "pytest", *arguments]
+    return subprocess.run(command, env={**os.environ, "FAIRLEAD_RAN": str(ran)}, check=False).returncode
 
 
 def main(ran: Path, arguments: Sequence[str]) -> int:
     """Runs the tests, and those that failed once more."""
+    sessions = ran.parent
     shutil.rmtree(ran, ignore_errors=True)
-    code = pytest(ran, arguments, alone=False)
+    with beside_others(sessions, alone=False):
+        code = pytest(ran, arguments)
     failed = (ran / "failed.txt").read_text(encoding="utf-8").splitlines() if code == 1 else []
     if not failed or len(failed) > MOST:
         return code
     print(f"{len(failed)} failed: run again, alone", flush=True)
     # Whatever was selected before: these are named.
-    code = pytest(ran / "again", ["-m", "", f"@{ran / 'failed.txt'}"], alone=True)
+    with beside_others(sessions, alone=True):
+        code = pytest(ran / "again", ["-m", "", f"@{ran / 'failed.txt'}"])
     if code == 0:
         print((ran / "failures.txt").read_text(encoding="utf-8"))
         for test in failed:
             print(f"FLAKY {test}: failed as printed above, and passed when it was run again")
-        with flaky_list(ran).open("a", encoding="utf-8") as known:
+        with (sessions.parent / "flaky.txt").open("a", encoding="utf-8") as known:
             known.writelines(f"{time.strftime('%Y-%m-%d %H:%M')} {test}\n" for test in failed)
     return code
 

@@ -55,6 +55,7 @@ def test_a_sampler_without_a_length_can_be_trained_with(tmp_path: Path) -> None:
     assert not tried({**PLAIN, "loader": "sizeless", "keeps": "hidden state"}, tmp_path, kills=1, seed=1).found
 
 
+@pytest.mark.full
 def test_the_matrix_has_every_pair() -> None:
     jobs = list(pairs(3))
     *_, second, most = sorted(map(len, AXES.values()))

@@ -78,6 +78,7 @@ def test_a_person_cancels_it(cluster: Cluster, tmp_path: Path) -> None:
     assert int((tmp_path / "saved").read_text()) == steps(tmp_path)[-1]
 
 
+@pytest.mark.full
 def test_a_scheduler_that_does_not_say_why(cluster: Cluster, tmp_path: Path) -> None:
     """The question hangs, the requeue takes seconds: the job goes on all the same, and nothing is done twice."""
     slow = tmp_path / "slow"

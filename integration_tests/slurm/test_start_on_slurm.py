@@ -88,6 +88,7 @@ def test_two_steps_at_once_on_the_same_nodes(cluster: Cluster, tmp_path: Path, r
         assert said(tmp_path, step) == dict.fromkeys(range(4), "[10, 10]"), job.text()
 
 
+@pytest.mark.full
 def test_the_first_ports_are_taken(cluster: Cluster, tmp_path: Path, rank: str) -> None:
     """By services that are silent, talk, or are a store of somebody else; and rank 0 comes last."""
     script = f"""
@@ -129,6 +130,7 @@ def test_ranks_dealt_out_in_turn_are_named_with_their_nodes(cluster: Cluster, tm
     assert "nobody came" not in found[0]
 
 
+@pytest.mark.full
 def test_a_rank_with_another_torch_is_named(cluster: Cluster, tmp_path: Path, rank: str) -> None:
     """Rank, host and both values, on every rank."""
     job = submit(cluster, f"srun -N2 --ntasks-per-node=2 {rank} old=3", tmp_path, "-N2", "--ntasks-per-node=2")
@@ -140,6 +142,7 @@ def test_a_rank_with_another_torch_is_named(cluster: Cluster, tmp_path: Path, ra
     assert f"torch: rank 3 on {nodes[1]} has 2.12.1; the other 3 ranks have 2." in found[0]
 
 
+@pytest.mark.full
 def test_a_name_that_does_not_resolve(cluster: Cluster, tmp_path: Path, rank: str) -> None:
     """Said by the ranks that look for it."""
     step = f"srun -N2 -n2 --ntasks-per-node=1 {rank} host=no-such-node.invalid"
