@@ -1,9 +1,9 @@
 """Run tests, and those that failed once more: `python integration_tests/ci/run_tests.py FOLDER ARGUMENT...`.
 
 The arguments are pytest's. FOLDER gets what `conftest.py` writes with FAIRLEAD_RAN; other sessions have theirs beside
-it. A test that fails is run again when the tests of other sessions have ended. If it passes then, it is flaky: its first
-failure is printed in full, and its name is added to `flaky.txt`. The exit code is pytest's, of the second run where
-there was one.
+it. A test that fails is run again when the tests of other sessions have ended. If it passes then, it is flaky: its
+first failure is printed in full, and its name is added to `flaky.txt`. The exit code is pytest's, of the second run
+where there was one.
 """
 
 from __future__ import annotations
