@@ -48,6 +48,7 @@ BY_NAME = {
     "checkpoint",
     "ddp",
     "exact_reduction",
+    "predict",
     "preempt",
     "recovery",
     "scaling",

@@ -68,6 +68,7 @@ def test_an_untrained_model_guesses_uniformly(width: int) -> None:
     assert loss.item() == pytest.approx(math.log(256), abs=0.1)
 
 
+@pytest.mark.full
 def test_it_learns_a_tiny_batch_by_heart() -> None:
     model = small(context=16)
     batch = random_bytes(2, 17)

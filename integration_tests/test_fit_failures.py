@@ -194,6 +194,7 @@ def test_asked_twice_it_ends_at_once(tmp_path: Path) -> None:
     assert state(tmp_path / "runs" / "small").state == "stopped"
 
 
+@pytest.mark.full
 def test_a_rank_that_hangs_does_not_hold_up_a_stop(tmp_path: Path) -> None:
     """Named after half of the time that there is; another start is asked for, from the newest checkpoint."""
     words = ("--set", "trainer.requeue={name: exit_code, grace_s: 10}", "--set", "trainer.checkpoint.every_n_steps=2")

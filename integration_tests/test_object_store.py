@@ -133,6 +133,7 @@ def test_a_store_that_stays_away_is_an_error_that_says_so_and_leaves_no_checkpoi
     assert not [name for name in store.list() if name.startswith("step-00000002")]
 
 
+@pytest.mark.full
 def test_what_an_earlier_attempt_has_uploaded_is_not_sent_again(store: Store, s3: S3, tmp_path: Path) -> None:
     here = saved(tmp_path / "a", 1, LARGE)
     s3.faults.add("500", "PUT", r"ranks", times=1000)

@@ -61,6 +61,7 @@ def test_the_page_says_which_example_is_of_which_axis() -> None:
         assert any(key.startswith(f"{axis}.") for key in project["entry-points"]["fairlead"]), (axis, name)
 
 
+@pytest.mark.full
 def test_their_own_tests_pass(tmp_path: Path, installed: Mapping[str, str]) -> None:
     tests = [str(file) for name in EXAMPLES for file in (PLUGINS / name / "tests").glob("test_*.py")]
     command = (sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir", str(tmp_path))

@@ -216,6 +216,7 @@ def test_accumulated_micro_batches_on_two_ranks_equal_one_process(tmp_path: Path
     assert float((weights(tmp_path / "runs/run/checkpoints/step-00000004") - expected).abs().max()) < CLOSE
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_the_global_batch_survives_another_number_of_ranks(tmp_path: Path) -> None:
     """Two ranks, then one, then two again, with `keep_global`: the same eight samples make each step."""

@@ -274,7 +274,7 @@ def in_processes(rank: int, ranks: int, rounds: int, seed: int) -> list[tuple[in
     return outcomes
 
 
-@pytest.mark.parametrize(("ranks", "rounds"), [(2, 60), (4, 30)])
+@pytest.mark.parametrize(("ranks", "rounds"), [(2, 60), pytest.param(4, 30, marks=pytest.mark.full)])
 def test_signals_to_processes_that_sit_in_collectives(ranks: int, rounds: int) -> None:
     """Many rounds; signals of several kinds, alone and in pairs, to random ranks at random times."""
     results = run_ranks(in_processes, ranks, ranks, rounds, ranks, timeout=240)

@@ -269,6 +269,7 @@ with PreemptionGuard() as guard:
 """
 
 
+@pytest.mark.full
 def test_a_rank_that_is_killed_under_torchrun_is_a_failure(tmp_path: Path) -> None:
     """torchrun then ends the other by SIGTERM, which is no stop: nothing is requeued, and who died is named."""
     script = tmp_path / "train.py"
