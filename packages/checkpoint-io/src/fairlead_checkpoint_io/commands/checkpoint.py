@@ -37,30 +37,30 @@ _PATH: Final = (
     "a run directory, its checkpoints/ folder, or one checkpoint; or the URL of a run or checkpoint "
     "(default: the working directory)"
 )
-_ONE: Final = "a checkpoint: its folder, file or URL; of a run directory, the newest complete one"
+_ONE: Final = "a checkpoint: its folder, file or URL; or a run directory: its newest complete checkpoint"
 
 
 def checkpoint_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of `fairlead checkpoint`."""
     actions = parser.add_subparsers(
-        dest="action", metavar="ls|verify|diff|convert|consolidate|export", required=True, help="what to do"
+        dest="action", metavar="ls|verify|diff|convert|consolidate|export", required=True, help="the subcommand"
     )
-    ls = _action(actions, "ls", "all checkpoints of a run: step, metrics, size, whether each is complete")
-    verify = _action(actions, "verify", "compare sizes and checksums with the manifests; damage is exit code 1")
+    ls = _action(actions, "ls", "list all checkpoints of a run: step, metrics, size, and whether each is complete")
+    verify = _action(actions, "verify", "compare sizes and checksums with the manifests; exits with 1 on damage")
     for one in (ls, verify):
         one.add_argument("path", metavar="PATH", nargs="?", default=".", help=_PATH)
     verify.add_argument("--newest", action="store_true", help="only the newest checkpoint of the run")
     verify.add_argument(
-        "--threads", metavar="N", type=int, help="files read at a time (default: one a core, at most 16)"
+        "--threads", metavar="N", type=int, help="files to read in parallel (default: one per core, at most 16)"
     )
 
-    diff = _action(actions, "diff", "which tensors and values of two checkpoints differ; a difference is exit code 1")
+    diff = _action(actions, "diff", "show which tensors and values of two checkpoints differ; exits with 1 if any do")
     diff.add_argument("a", metavar="A", help=_ONE)
     diff.add_argument("b", metavar="B", help="the other checkpoint")
     diff.add_argument("--weights", action="store_true", help="compare the model's weights only")
     _trust(diff)
 
-    convert = _action(actions, "convert", "write a checkpoint in another format; that of A is found out")
+    convert = _action(actions, "convert", "write a checkpoint in another format; the format of A is detected")
     convert.add_argument("a", metavar="A", help=_ONE)
     convert.add_argument("b", metavar="B", help="the file or folder to write")
     formats = "torch, distributed, safetensors, or one of an installed plugin"
@@ -70,12 +70,12 @@ def checkpoint_arguments(parser: argparse.ArgumentParser) -> None:
     )
     _writes(convert)
 
-    consolidate = _action(actions, "consolidate", "one plain Lightning file of a sharded checkpoint")
+    consolidate = _action(actions, "consolidate", "merge a sharded checkpoint into one plain Lightning file")
     consolidate.add_argument("path", metavar="PATH", help=_ONE)
     consolidate.add_argument("-o", "--output", metavar="FILE", help="the file to write (default: NAME.ckpt here)")
     _writes(consolidate)
 
-    export = _action(actions, "export", "one portable folder: weights, job, model card")
+    export = _action(actions, "export", "write a portable folder: weights, job, model card")
     export.add_argument("path", metavar="PATH", help=_ONE)
     export.add_argument("-o", "--output", metavar="FOLDER", required=True, help="the folder to write")
     _writes(export)
@@ -100,7 +100,7 @@ def _trust(parser: argparse.ArgumentParser) -> None:
 
 
 def _writes(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--overwrite", action="store_true", help="replace what is there")
+    parser.add_argument("--overwrite", action="store_true", help="overwrite an existing target")
     _trust(parser)
 
 

@@ -8,7 +8,7 @@ __all__ = ["check", "explain", "plugins", "schema"]
 
 plugins = CommandPlugin(
     "plugins",
-    "what is installed: discovered, loaded, available, and the pip line for what is missing",
+    "list the installed plugins, and the pip command for what is missing",
     arguments="fairlead.cli.installation:plugins_arguments",
     runtime="fairlead.cli.installation:run_plugins",
     group="installation",
@@ -16,7 +16,7 @@ plugins = CommandPlugin(
 )
 schema = CommandPlugin(
     "schema",
-    "the JSON schema of a job for the installed plugins",
+    "print the JSON schema of a job for the installed plugins",
     arguments="fairlead.cli.installation:schema_arguments",
     runtime="fairlead.cli.installation:run_schema",
     group="installation",
@@ -24,14 +24,14 @@ schema = CommandPlugin(
 )
 check = CommandPlugin(
     "check",
-    "everything that can be known to be wrong with a job, without torch",
+    "report what is wrong with a job before it runs, without torch",
     arguments="fairlead.cli.job:check_arguments",
     runtime="fairlead.cli.job:run_check",
     example=("no-such.yaml",),
 )
 explain = CommandPlugin(
     "explain",
-    "every setting of a job, its value, and the reason for it",
+    "show every setting of a job, its value, and the reason for it",
     arguments="fairlead.cli.job:explain_arguments",
     runtime="fairlead.cli.job:run_explain",
     example=("no-such.yaml",),

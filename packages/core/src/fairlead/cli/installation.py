@@ -116,7 +116,7 @@ def _state(record: PluginRecord, session: Session) -> str:
 
 def schema_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of `fairlead schema`."""
-    parser.add_argument("-o", "--output", metavar="FILE", type=Path, help="write it there instead of to stdout")
+    parser.add_argument("-o", "--output", metavar="FILE", type=Path, help="write to this file instead of stdout")
 
 
 def job_schema() -> dict[str, Any]:

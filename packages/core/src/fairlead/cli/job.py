@@ -35,19 +35,22 @@ def job_arguments(parser: argparse.ArgumentParser) -> None:
 def check_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of `fairlead check`."""
     _profiled_arguments(parser)
-    parser.add_argument("--strict", action="store_true", help="warnings count as errors")
+    parser.add_argument("--strict", action="store_true", help="treat warnings as errors")
 
 
 def explain_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of `fairlead explain`."""
     _profiled_arguments(parser)
-    parser.add_argument("--all", action="store_true", help="also the settings that nobody has set; --json has them")
+    parser.add_argument("--all", action="store_true", help="show settings at their defaults too; --json always does")
 
 
 def _profiled_arguments(parser: argparse.ArgumentParser) -> None:
     job_arguments(parser)
     parser.add_argument(
-        "--for", dest="profile", metavar="PROFILE", help="for the hardware of the job's `resources`, not this machine's"
+        "--for",
+        dest="profile",
+        metavar="PROFILE",
+        help="use the hardware of the job's `resources` instead of this machine's",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON document")
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 bench = CommandPlugin(
     "bench",
-    "measure on this machine, with a job of your own, what is fast",
+    "measure on this machine which settings are fastest for your job",
     arguments="fairlead_diagnostics.bench.command:bench_arguments",
     runtime="fairlead_diagnostics.bench.command:run_bench",
     engines=(*LIGHTNING, "fairlead-lightning"),
@@ -31,7 +31,7 @@ _RUNTIMES: Final = {"threads": "threads:run"}
 def bench_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of `fairlead bench`."""
     actions = parser.add_subparsers(dest="action", metavar="threads", required=True, help="what to measure")
-    text = "one process with all CPUs against several with a share of them each, and which to take"
+    text = "compare one process on all CPUs with several on a share each, and advise which to use"
     threads = actions.add_parser("threads", help=text, description=text, allow_abbrev=False)
     job_arguments(threads)
     threads.add_argument(
@@ -44,14 +44,14 @@ def bench_arguments(parser: argparse.ArgumentParser) -> None:
     threads.add_argument(
         "--batch",
         choices=("global", "per_device"),
-        help="what all have alike: the batch of all processes together (default, where the job has a number at "
-        "trainer.batch_size_from), or the batch of each",
+        help="what stays constant: the batch of all processes together (default, if the job has a number at "
+        "trainer.batch_size_from), or the batch of each process",
     )
-    threads.add_argument("--rounds", metavar="N", type=_count, default=5, help="how often each is timed (default: 5)")
     threads.add_argument(
-        "--seconds", metavar="S", type=float, default=5.0, help="about how long one timing takes (default: 5)"
+        "--rounds", metavar="N", type=_count, default=5, help="how often to time each division (default: 5)"
     )
-    threads.add_argument("--steps", metavar="N", type=_count, help="time so many steps instead")
+    threads.add_argument("--seconds", metavar="S", type=float, default=5.0, help="seconds per timing (default: 5)")
+    threads.add_argument("--steps", metavar="N", type=_count, help="steps per timing, instead of --seconds")
     threads.add_argument("--json", action="store_true", help="print one JSON document")
 
 

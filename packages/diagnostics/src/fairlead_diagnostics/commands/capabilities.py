@@ -22,8 +22,8 @@ _WORST: Final = ("no", "partial", "yes")
 def arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of `fairlead capabilities`."""
     parser.add_argument("--for", dest="device", metavar="DEVICE", help="only this device, such as h100, mi300x, v5p")
-    parser.add_argument("--strategy", metavar="NAME", help="only this strategy, and all that it is known to go with")
-    parser.add_argument("--devices", action="store_true", help="list the devices that are known, and what of them")
+    parser.add_argument("--strategy", metavar="NAME", help="only this strategy, with everything that it works with")
+    parser.add_argument("--devices", action="store_true", help="list the known devices, with their properties")
     parser.add_argument("--json", action="store_true", help="print one JSON document")
 
 

@@ -39,14 +39,21 @@ _STOPS: Final = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of `fairlead doctor`."""
-    parser.add_argument("job", metavar="JOB", nargs="?", help="a job: looks for what it asks, and where its run goes")
     parser.add_argument(
-        "--set", dest="overrides", metavar="PATH=VALUE", action="append", default=[], help="replace one setting of it"
+        "job", metavar="JOB", nargs="?", help="a job: test what it needs, and where its run directory goes"
+    )
+    parser.add_argument(
+        "--set",
+        dest="overrides",
+        metavar="PATH=VALUE",
+        action="append",
+        default=[],
+        help="replace one setting of the job",
     )
     parser.add_argument(
         "--nodes",
         action="store_true",
-        help="screen all nodes of this allocation; started once on each: srun --ntasks-per-node=1",
+        help="screen all nodes of this allocation; start it once on each: srun --ntasks-per-node=1",
     )
     parser.add_argument("--run", metavar="DIR", help="the run directory (default: that of JOB)")
     parser.add_argument(
@@ -54,14 +61,14 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         type=int,
         default=MOST,
-        help=f"with --nodes: how many nodes the run may exclude by itself; 0: only report (default {MOST})",
+        help=f"with --nodes: how many nodes the run may exclude; 0: only report (default {MOST})",
     )
     parser.add_argument(
         "--start-timeout",
         metavar="S",
         type=float,
         default=ARRIVE_S,
-        help=f"with --nodes: seconds in which the doctors of all nodes must have started (default {ARRIVE_S:g})",
+        help=f"with --nodes: seconds to wait for the other nodes to start (default {ARRIVE_S:g})",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON document")
 

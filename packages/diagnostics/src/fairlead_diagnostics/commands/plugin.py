@@ -8,7 +8,7 @@ from fairlead.plugin_classes import CommandPlugin
 
 doctor: Final = CommandPlugin(
     "doctor",
-    "is this machine, or each node of this allocation, fit to train?",
+    "test this machine, or each node of this allocation, before training",
     arguments="fairlead_diagnostics.commands.doctor:arguments",
     runtime="fairlead_diagnostics.commands.doctor:run",
     group="installation",
@@ -17,7 +17,7 @@ doctor: Final = CommandPlugin(
 
 capabilities: Final = CommandPlugin(
     "capabilities",
-    "what works with what: strategies on the devices of each vendor, or all there is to say of one device or strategy",
+    "show which strategies work on which devices, or the details of one device or strategy",
     arguments="fairlead_diagnostics.commands.capabilities:arguments",
     runtime="fairlead_diagnostics.commands.capabilities:run",
     group="installation",

@@ -17,10 +17,10 @@ from fairlead_launch.settings import LaunchConfig
 def arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of `fairlead launch`; before the script ours, behind it the script's."""
     options(parser)
-    parser.add_argument("-m", "--module", action="store_true", help="SCRIPT is a module, as behind `python -m`")
+    parser.add_argument("-m", "--module", action="store_true", help="SCRIPT is a module, as in `python -m`")
     parser.add_argument("--anywhere", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("--debug", action="store_true", help="show the traceback of an error of the launcher")
-    parser.add_argument("script", metavar="SCRIPT", help="what each process runs")
+    parser.add_argument("--debug", action="store_true", help="show the launcher's traceback on an error")
+    parser.add_argument("script", metavar="SCRIPT", help="the script that each process runs")
     parser.add_argument("words", metavar="ARGS", nargs=argparse.REMAINDER, help="its arguments")
 
 
@@ -28,34 +28,34 @@ def options(parser: argparse.ArgumentParser) -> None:
     """The launcher's own options, with the names that other launchers have for them."""
     add = parser.add_argument
     add("--nproc", "--nproc-per-node", "--nproc_per_node", dest="nproc_per_node", metavar="N|auto|gpu", default="auto",
-        help="processes on each node (default auto: one for each GPU, or one)")  # fmt: skip
-    add("--nnodes", metavar="N|MIN:MAX", default="1", help="nodes (default 1)")
-    add("--node-rank", "--node_rank", metavar="R", type=int, default=0, help="which node this is, from 0")
+        help="processes per node (default auto: one per GPU, or one)")  # fmt: skip
+    add("--nnodes", metavar="N|MIN:MAX", default="1", help="number of nodes (default 1)")
+    add("--node-rank", "--node_rank", metavar="R", type=int, default=0, help="rank of this node, from 0")
     add("--main-address", "--master-addr", "--master_addr", dest="master_addr", metavar="HOST", default="127.0.0.1",
         help="name or address of the first node")  # fmt: skip
     add("--main-port", "--master-port", "--master_port", dest="master_port", metavar="PORT", type=int,
-        help="where the ranks meet (default: on one node the first free one from 29500 on)")  # fmt: skip
+        help="port of the rendezvous (default 29500; on one node the first free port from there)")  # fmt: skip
     add("--spares", metavar="K", type=int, default=0,
-        help="nodes beyond these that wait, and take the place of one that is lost (default 0)")  # fmt: skip
+        help="spare nodes that replace lost ones (default 0)")  # fmt: skip
     add("--hosts", metavar="HOSTS",
-        help="the nodes, as n1,n2 or n[1-4]: the launcher of each is started from here, over ssh")  # fmt: skip
-    add("--hostfile", metavar="FILE", help="the same from a file, a host a line")
-    add("--ssh", metavar="COMMAND", default="ssh", help="what reaches a host (default ssh)")
+        help="the nodes, as n1,n2 or n[1-4]: start the launcher of each from here, over ssh")  # fmt: skip
+    add("--hostfile", metavar="FILE", help="a file with the nodes, one host per line")
+    add("--ssh", metavar="COMMAND", default="ssh", help="the command that connects to a host (default ssh)")
     add("--export", metavar="NAMES", default="",
-        help="variables for the hosts, as NAME,NAME, beside those of libraries such as NCCL_DEBUG")  # fmt: skip
+        help="pass these variables to the hosts too, as NAME,NAME; NCCL_* and the like are passed anyway")  # fmt: skip
     add("--print-commands", "--print_commands", action="store_true", help="print the command of each node, and exit")
-    add("--backend", default="auto", help="what `init_process_group()` of fairlead_distributed takes (default auto)")
+    add("--backend", default="auto", help="backend for fairlead_distributed.init_process_group() (default auto)")
     add("--max-restarts", "--max_restarts", metavar="N", type=int, default=3,
-        help="how often all are started again after a failure, from their newest checkpoint (default 3)")  # fmt: skip
+        help="how often to restart all processes after a failure (default 3)")  # fmt: skip
     add("--monitor-interval", "--monitor_interval", metavar="S", type=float, default=0.1,
-        help="seconds between two looks at the processes (default 0.1)")  # fmt: skip
+        help="seconds between two checks of the processes (default 0.1)")  # fmt: skip
     add("--start-timeout", "--start_timeout", metavar="S", type=float, default=600.0,
-        help="seconds for all to come to the process group, once the first one waits there (default 600)")  # fmt: skip
+        help="seconds for all processes to join the process group, after the first one (default 600)")  # fmt: skip
     add("--log-dir", "--log_dir", metavar="DIR",
-        help="where each process has its log (default: logs, in the run directory where there is one)")  # fmt: skip
+        help="folder of the processes' logs (default: logs, in the run directory if there is one)")  # fmt: skip
     add("--start-method", "--start_method", choices=("fork-server", "spawn"), default="fork-server",
-        help="fork processes from one that has done the script's first imports (default), or not")  # fmt: skip
-    add("--tail", metavar="RANKS", default="all", help="whose lines are shown: all (default), none, or as 0,4-7")
+        help="fork-server (default): import once and fork; spawn: each process imports for itself")  # fmt: skip
+    add("--tail", metavar="RANKS", default="all", help="ranks whose output is shown: all (default), none, or as 0,4-7")
 
 
 def run(arguments: argparse.Namespace, session: Session) -> int:

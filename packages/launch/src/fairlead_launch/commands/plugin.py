@@ -8,7 +8,7 @@ from fairlead.plugin_classes import CommandPlugin
 
 launch: Final = CommandPlugin(
     "launch",
-    "run any script on N processes and nodes, and start it again after a failure",
+    "run any script in several processes and nodes, and restart it after a failure",
     arguments="fairlead_launch.commands.launch:arguments",
     runtime="fairlead_launch.commands.launch:run",
     example=("--print-commands", "no-such.py"),

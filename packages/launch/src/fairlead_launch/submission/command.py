@@ -20,23 +20,21 @@ from fairlead_launch.submission.submission import make_plan
 def arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of `fairlead submit`."""
     job_arguments(parser)
-    parser.add_argument("--to", metavar="SCHEDULER", help="the scheduler, in place of the job's `submit.to`")
-    parser.add_argument("--dry-run", action="store_true", help="print what the scheduler would get; write nothing")
+    parser.add_argument("--to", metavar="SCHEDULER", help="the scheduler; overrides the job's `submit.to`")
+    parser.add_argument("--dry-run", action="store_true", help="print what would be submitted; write nothing")
     parser.add_argument(
         "--sweep",
         metavar="PATH=VALUES",
         action="append",
         default=[],
-        help="a run for each value, as --sweep trainer.max_steps=100,200 or --sweep 'run.seed=range(3)'; "
+        help="submit a run for each value, as --sweep trainer.max_steps=100,200 or --sweep 'run.seed=range(3)'; "
         "repeatable: every combination",
     )
     parser.add_argument("--max-parallel", metavar="N", type=int, help="how many members of a sweep may run at once")
     parser.add_argument(
-        "--chain", metavar="K", type=int, help="queue K jobs of which one runs at a time (`submit.chain`)"
+        "--chain", metavar="K", type=int, help="queue K jobs that run one after another (`submit.chain`)"
     )
-    parser.add_argument(
-        "--screen", action="store_true", help="look at each node before the ranks start (`submit.screen`)"
-    )
+    parser.add_argument("--screen", action="store_true", help="test each node before the ranks start (`submit.screen`)")
     parser.add_argument("--json", action="store_true", help="print one JSON document")
 
 

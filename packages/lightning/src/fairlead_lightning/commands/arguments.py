@@ -15,8 +15,8 @@ def _job_and_ranks(parser: argparse.ArgumentParser) -> None:
         "--start-method",
         choices=("fork-server", "spawn"),
         default="fork-server",
-        help="how the ranks of this machine are started: forked from a process that has imported torch, Lightning and "
-        "the job's modules once (default), or each with imports of its own",
+        help="fork-server (default): import torch, Lightning and the job's modules once, and fork the ranks of this "
+        "machine; spawn: each rank imports for itself",
     )
 
 
@@ -28,25 +28,24 @@ def fit_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         type=int,
         default=0,
-        help="how often the ranks of this machine are started again after a failure, from the newest checkpoint "
-        "(default: 0)",
+        help="how often to restart the ranks of this machine after a failure, from the newest checkpoint (default: 0)",
     )
     parser.add_argument(
         "--resume",
         metavar="auto|never|best|last|PATH|weights:PATH",
-        help="auto (default): go on with this run; never: a new run beside it; best, last: from this checkpoint of it; "
-        "PATH: from any one, also RUN/best; weights:PATH: a new run with its weights and nothing else of it",
+        help="auto (default): resume this run; never: start a new run beside it; best, last: resume from that "
+        "checkpoint; PATH: from any checkpoint, also RUN/best; weights:PATH: start a new run with only its weights",
     )
     parser.add_argument(
         "--accept",
         metavar="SETTING",
         action="append",
-        help="go on with this run although this setting has changed, as --accept data.args.path; repeatable",
+        help="resume although this setting has changed, as --accept data.args.path; repeatable",
     )
     parser.add_argument(
         "--wait",
         action="store_true",
-        help="wait for another start that holds the run and says nothing: after two minutes it is taken over "
+        help="if another start holds the run, wait for it; after two minutes without a heartbeat, take the run over "
         "(the default in a scheduler's job)",
     )
     parser.add_argument(
@@ -55,8 +54,8 @@ def fit_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         nargs="?",
         const=8,
-        help="train STEPS steps (8) undisturbed, and again with a kill and a resume, in a folder of their own; compare "
-        "every bit: 0 equal, 1 not, with what differs first",
+        help="train STEPS steps (8) twice in a separate folder, once with a kill and a resume, and compare every bit; "
+        "exits with 0 if equal, else with 1 and the first difference",
     )
     parser.set_defaults(command="fit")
 
@@ -66,8 +65,8 @@ def _evaluation(parser: argparse.ArgumentParser, command: str) -> None:
     parser.add_argument(
         "--resume",
         metavar="auto|never|best|last|PATH",
-        help="auto: the newest checkpoint of this run; best, last: this one of it; PATH: any one, also RUN/best; "
-        "never (default): the model as it is built",
+        help="the weights to load; auto: the newest checkpoint of this run; best, last: that one; PATH: any one, "
+        "also RUN/best; never (default): none, the model as it is built",
     )
     parser.set_defaults(command=command)
 
@@ -82,6 +81,6 @@ def predict_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--out",
         metavar="DIR",
-        help="a new folder for the predictions, or that of an interrupted one, which goes on (default: predictions-1, "
-        "-2, ... in the run directory)",
+        help="a new folder for the predictions, or the folder of an interrupted prediction to resume (default: "
+        "predictions-1, -2, ... in the run directory)",
     )

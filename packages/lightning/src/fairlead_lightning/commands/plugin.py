@@ -22,15 +22,13 @@ def _command(name: str, text: str) -> CommandPlugin:
     )
 
 
-fit = _command("fit", "train, or go on training, until a limit of the job is reached")
-validate = _command("validate", "one pass over the validation data")
-test = _command("test", "one pass over the test data")
-predict = _command(
-    "predict", "predict on all ranks into one folder, in the order of the data; go on where that was interrupted"
-)
+fit = _command("fit", "train a job, or resume it from its newest checkpoint")
+validate = _command("validate", "evaluate the model once on the validation data")
+test = _command("test", "evaluate the model once on the test data")
+predict = _command("predict", "predict on all ranks into one folder, in the order of the data; resume if interrupted")
 verify = CommandPlugin(
     "verify",
-    "is the model, split like this, still the model? this layout against one process, in numbers",
+    "compare the split model with one process: gradients, weights and losses",
     arguments="fairlead_lightning.verify.arguments:verify_arguments",
     runtime="fairlead_lightning.verify.command:verify",
     engines=_ENGINES,

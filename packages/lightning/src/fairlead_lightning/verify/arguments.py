@@ -10,18 +10,20 @@ from fairlead.cli.job import job_arguments
 def verify_arguments(parser: argparse.ArgumentParser) -> None:
     """A job, how much of it is trained, and how it is shown."""
     job_arguments(parser)
-    parser.add_argument("--steps", metavar="N", type=int, default=3, help="optimizer steps on each side (default: 3)")
+    parser.add_argument(
+        "--steps", metavar="N", type=int, default=3, help="optimizer steps of each training (default: 3)"
+    )
     parser.add_argument(
         "--repeats",
         metavar="N",
         type=int,
         default=4,
-        help="trainings of one process that measure the noise of float32 (default: 4)",
+        help="trainings in one process to measure the noise of float32 (default: 4)",
     )
     parser.add_argument(
         "--full",
         action="store_true",
-        help="the layout in its own sizes; without it each of its dimensions above 1 is 2, which keeps its kinds",
+        help="verify the layout in its full size; by default each dimension above 1 is reduced to 2",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON document")
     # As `fit`, whose ranks these are.

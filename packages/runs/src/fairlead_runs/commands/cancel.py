@@ -30,12 +30,12 @@ def cancel_arguments(parser: argparse.ArgumentParser) -> None:
     how.add_argument(
         "--save",
         action="store_true",
-        help="stop after the next step, with a checkpoint, however long it takes: the default",
+        help="stop with a checkpoint after the next step, however long that takes (default)",
     )
     how.add_argument(
         "--now",
         action="store_true",
-        help="by the scheduler's own command, or SIGTERM here: saved if its time of grace is long enough",
+        help="stop by the scheduler's command, or SIGTERM here; saves only if the grace time is long enough",
     )
 
 

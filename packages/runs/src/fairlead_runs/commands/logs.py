@@ -34,10 +34,10 @@ def logs_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of `fairlead logs`."""
     parser.add_argument("run", metavar="RUN", help="a run directory, or the name of one in runs/")
     parser.add_argument(
-        "-f", "--follow", action="store_true", help="go on with what is printed, over restarts, until the run has ended"
+        "-f", "--follow", action="store_true", help="follow the output, through restarts, until the run ends"
     )
     parser.add_argument("--rank", metavar="RANKS", help="only these ranks: 0, or 0,8-15 (default: all)")
-    parser.add_argument("--tail", metavar="N", type=_count, help="of what is there, only the last N lines")
+    parser.add_argument("--tail", metavar="N", type=_count, help="show only the last N lines")
 
 
 def run_logs(arguments: argparse.Namespace, session: Session) -> int:

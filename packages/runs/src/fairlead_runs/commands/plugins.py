@@ -8,7 +8,7 @@ __all__ = ["cancel", "logs", "runs", "status"]
 
 runs = CommandPlugin(
     "runs",
-    "all runs: state, step, metric, last heartbeat",
+    "list all runs: state, step, metric, last heartbeat",
     arguments="fairlead_runs.commands.runs:runs_arguments",
     runtime="fairlead_runs.commands.runs:run_runs",
     group="runs",
@@ -16,7 +16,7 @@ runs = CommandPlugin(
 )
 status = CommandPlugin(
     "status",
-    "one run: its state, its job, its pace, and which rank is stuck where",
+    "show one run: its state, scheduler job and speed, and which rank is stuck where",
     arguments="fairlead_runs.commands.status:status_arguments",
     runtime="fairlead_runs.commands.status:run_status",
     group="runs",
@@ -24,7 +24,7 @@ status = CommandPlugin(
 )
 logs = CommandPlugin(
     "logs",
-    "what the ranks of a run print, in the order of time; -f follows",
+    "show what the ranks of a run printed, sorted by time; -f follows",
     arguments="fairlead_runs.commands.logs:logs_arguments",
     runtime="fairlead_runs.commands.logs:run_logs",
     group="runs",
@@ -32,7 +32,7 @@ logs = CommandPlugin(
 )
 cancel = CommandPlugin(
     "cancel",
-    "end a run with a checkpoint, or at once",
+    "stop a run with a checkpoint, or at once",
     arguments="fairlead_runs.commands.cancel:cancel_arguments",
     runtime="fairlead_runs.commands.cancel:run_cancel",
     group="runs",

@@ -32,13 +32,13 @@ def runs_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         nargs="*",
         default=["runs"],
-        help="the folder with the run directories (default: runs), or that of a sweep: its members; "
-        "or `diff A B`: what two runs' settings differ in",
+        help="the folder of the run directories (default: runs), or of a sweep, to list its members; "
+        "or `diff A B`: show the settings in which two runs differ",
     )
     parser.add_argument(
         "--sort",
         choices=list(_ORDERS),
-        help="by name, or the best, furthest or newest first (default: name; of a sweep: best)",
+        help="sort by name, or the best, furthest or newest first (default: name; for a sweep: best)",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON document")
 

@@ -29,7 +29,7 @@ _AHEAD_S: Final = 5.0
 def status_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of `fairlead status`."""
     parser.add_argument("run", metavar="RUN", help="a run directory, or the name of one in runs/")
-    parser.add_argument("--json", action="store_true", help="print one JSON document: every rank, not groups of them")
+    parser.add_argument("--json", action="store_true", help="print one JSON document, with every rank")
 
 
 def run_status(arguments: argparse.Namespace, session: Session) -> int:

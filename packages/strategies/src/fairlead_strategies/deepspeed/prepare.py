@@ -21,7 +21,7 @@ OPS: Final = ("cpu_adam", "fused_adam", "async_io")
 
 prepare: Final = CommandPlugin(
     "prepare",
-    "compile what a strategy would compile in its first step (deepspeed: minutes)",
+    "compile ahead what a strategy would compile in its first step (deepspeed: minutes)",
     arguments="fairlead_strategies.deepspeed.prepare:arguments",
     runtime="fairlead_strategies.deepspeed.prepare:run",
     engines=("torch", "deepspeed"),
@@ -33,9 +33,9 @@ prepare: Final = CommandPlugin(
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of `fairlead prepare`."""
-    parser.add_argument("strategy", choices=("deepspeed",), help="whose compiled parts")
+    parser.add_argument("strategy", choices=("deepspeed",), help="the strategy to compile for")
     parser.add_argument(
-        "--ops", nargs="+", metavar="OP", help=f"names of DeepSpeed's ops (default: {', '.join(OPS)}, where they apply)"
+        "--ops", nargs="+", metavar="OP", help=f"names of DeepSpeed's ops (default: {', '.join(OPS)}, if supported)"
     )
 
 
