@@ -104,7 +104,7 @@ def test_where_a_rank_does_not_answer_nothing_is_saved_and_the_training_goes_on(
     results = run_ranks(with_one_that_is_silent, 3)
     assert [(rounds, saved) for rounds, saved, _ in results] == [(1, False)] * 3
     said = "".join(text for _, _, text in results)
-    assert said == "nothing is saved: rank 2 did not answer within 0.5 s; the training goes on\n"
+    assert said == "nothing is saved: rank 2 did not answer within 0.5 s; training continues\n"
 
 
 def test_a_stop_is_a_persons_and_no_other_start_is_wanted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

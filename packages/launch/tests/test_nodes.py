@@ -134,9 +134,9 @@ def test_a_killed_rank_starts_all_nodes_again_and_a_killed_launcher_is_replaced_
     assert [code for code, _ in results] == [-signal.SIGKILL, 0, 0]
     _, lead, spare = (text for _, text in results)
     assert "failed: rank 3 of 4 was killed by SIGKILL" in lead
-    assert "starting the ranks again (1 of 3)" in lead
+    assert "restarting the ranks (1 of 3)" in lead
     assert f"node 1 on {socket.gethostname()} was lost" in lead
-    assert "starting the ranks again (2 of 3)" in lead
+    assert "restarting the ranks (2 of 3)" in lead
     assert f"node 2 on {socket.gethostname()} came in" in spare
 
 

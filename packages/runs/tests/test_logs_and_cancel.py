@@ -132,7 +132,7 @@ def test_a_job_that_waits_to_start_again(place: Place) -> None:
     place.scheduler.says = JobStatus("queued", "PENDING, BeginTime", "waits for its earliest start", time.time() + 90.5)
     with place.open():
         text = place.fairlead("status", "gpt")
-        assert "gpt: queued; its last start: ended without a word" in text
+        assert "gpt: queued; its last start: exited without an error report" in text
         assert "queued (PENDING, BeginTime); waits for its earliest start; not before" in text
         assert "in 90 s" in text
         assert "held by" not in text

@@ -54,7 +54,7 @@ class ExitCodeRequeuer(Requeuer):
 
     def requeue(self) -> str:
         """Says which code asks."""
-        return f"exit code {self.exit_code} asks for another start"
+        return f"exit code {self.exit_code} requests a restart"
 
 
 build = ExitCodeRequeuer.build

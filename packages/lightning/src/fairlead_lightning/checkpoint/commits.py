@@ -210,7 +210,7 @@ class Commits:
         text = error.block() if isinstance(error, FairleadError) else f"{type(error).__name__}: {error}"
         self.session.event("checkpoint-failed", step=step, error=text, **event)
         if not isinstance(error, ConfigError):  # that one is raised
-            warnings.warn(f"the training goes on, but no checkpoint was written: {text}", stacklevel=4)
+            warnings.warn(f"training continues, but no checkpoint was written: {text}", stacklevel=4)
         left = {file.parent for file in _where(error) if file.name == STATE_FILE}
         if staged is not None and not _of_earlier_saves(error, staged / STATE_FILE):
             left.add(staged)
