@@ -191,7 +191,7 @@ def test_a_run_saves_and_stops_for_a_node_that_comes(job: Job) -> None:
     assert [rank[2] for rank in job.ranks(1, 2)] == ["2", "2"]
     (code, said), (other, _) = job.finish()
     assert (code, other) == (0, 0)
-    assert "has come: the ranks save and stop, and start again with it" in said
+    assert "has joined: the ranks save, stop, and restart with it" in said
     assert "2 nodes, 1 before: trainer.batch_policy decides" in said
 
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class CommandRequeueConfig(CommandSettings):
-    """Runs the command on rank 0 that has the job started again, for schedulers that have no requeuer of their own."""
+    """Runs a command on rank 0 that requeues the job, for schedulers without a requeuer."""
 
     name: Literal["command"] = "command"
     argv: tuple[str, ...] | None = Field(default=None, min_length=1, strict=False)

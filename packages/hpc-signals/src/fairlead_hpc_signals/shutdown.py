@@ -77,7 +77,7 @@ class Shutdown:
             "the run stopped without a checkpoint, and is not restarted",
             where="the last save",
             why=message,
-            fix="start it again by hand; it resumes from the checkpoint before",
+            fix="restart it by hand; it resumes from the previous checkpoint",
         )
 
     def finish(self, plan: StopOutcome, finish: Callable[[StopReason], object] | None) -> None:

@@ -54,7 +54,7 @@ def hosts_of(text: str | None, file: str | None) -> list[str]:
             raise ConfigError(
                 f"{wrong!r} is more than a host",
                 where=f"--hostfile {file}",
-                fix="write one host a line; how many processes each has is said with --nproc",
+                fix="write one host per line; set the number of processes with --nproc",
             )
     assert text is not None
     try:

@@ -120,7 +120,7 @@ def _of_another_node(lost: Rank, ranks: Sequence[Rank]) -> OtherNodeError:
         "a rank of another node failed first, and the ranks here lost it",
         where=f"rank {lost.rank}, process {lost.process.pid}",
         why=said or "it exited without an error report: killed (out of memory?), or its node died",
-        fix="the output of that node has the whole of it",
+        fix="read the output of that node",
     )
 
 

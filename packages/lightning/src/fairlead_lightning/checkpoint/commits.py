@@ -172,7 +172,7 @@ class Commits:
                 f"the state at step {step} could not be saved",
                 where=str(self.session.path / "checkpoints"),
                 why="the warnings before this say why; the checkpoints before it are intact",
-                fix="make room or get write access, and start the job again: it resumes from the newest checkpoint",
+                fix="make room or get write access, and restart the job: it resumes from the newest checkpoint",
             )
 
     def drain(self, step: int, **event: Any) -> bool:
@@ -196,7 +196,7 @@ class Commits:
                 "the result is saved here, but its copy is not complete",
                 where=str(self.session.path / "checkpoints"),
                 why=lacking,
-                fix="start the job again on this machine: it uploads what is lacking",
+                fix="restart the job on this machine: it uploads what is missing",
             )
 
     def report(self, step: int, error: Problem, staged: Path | None = None, **event: Any) -> None:
