@@ -245,7 +245,7 @@ class SeveralNodes:
         if end["error"] is not None:
             error = unpacked(end["error"])
             if not self.leads and "here" not in end:
-                error.why, error.fix = None, "the output of node 0 has the whole of it"
+                error.why, error.fix = None, "read the output of node 0"
             raise error
         code: int = end["code"]
         if code > 128 and not self._starts:
