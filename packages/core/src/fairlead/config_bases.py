@@ -126,7 +126,7 @@ GlooSettings = Annotated[_Values, _named("GLOO")]
 
 
 class EnvironmentConfigBase(BackendConfig):
-    """Where the ranks come from: who started this process, and who else is there."""
+    """Where the ranks come from: the launcher of this process, and the other ranks."""
 
     axis = "environment"
     preflight_timeout: Duration = Field(default=timedelta(minutes=5), gt=timedelta(0))

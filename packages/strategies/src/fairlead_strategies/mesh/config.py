@@ -37,7 +37,7 @@ class MeshStrategyConfig(ProcessGroupConfig):
     """Sizes that are no field of this strategy."""
 
     activation_checkpointing: ClassPaths | None = None
-    """Classes whose activations are computed again during backward instead of being kept."""
+    """Classes whose activations are recomputed during backward instead of stored."""
     auto_wrap_policy: ClassPaths | Annotated[int, Field(gt=0)] | Literal["auto"] = "auto"
     """Which submodules are gathered and freed as one: a list of classes (`module:Class`); a number, for submodules with
     at least that many parameters; `auto` takes the items of the outermost `ModuleList`s, which is where models keep
