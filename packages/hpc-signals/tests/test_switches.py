@@ -130,7 +130,7 @@ def test_a_stop_that_is_older_than_the_start_is_said_to_be(tmp_path: Path, capsy
     with switched_guard(tmp_path) as guard:
         assert guard.should_stop()
         guard.save_and_requeue(lambda: None)
-    assert "before this start, which therefore trains nothing; the next one goes on" in capsys.readouterr().err
+    assert "before this start, which therefore trains nothing; the next one resumes" in capsys.readouterr().err
 
 
 def test_a_signal_and_the_file_together_want_no_other_start(tmp_path: Path) -> None:

@@ -119,7 +119,7 @@ def test_a_running_job(place: Place) -> None:
     assert "gpt: running" in text
     assert "step:      50 of 100" in text
     assert "fake:7: running (RUNNING); its time limit is at" in text
-    assert "in 3 h; started again 2 times" in text
+    assert "in 3 h; restarted 2 times" in text
     assert "saved:     step 40, 0 s ago; next at step 60 in" in text
     assert document["job"]["state"] == "running"
     assert document["steps_per_s"] == pytest.approx(2.5, rel=0.1)

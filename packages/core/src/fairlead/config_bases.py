@@ -182,8 +182,8 @@ class RequeueConfigBase(BackendConfig):
     """After so many starts in a row without a training step the next stop is final, so that the job is not requeued
     forever. Null: without a limit."""
     when_unknown: Literal["requeue", "stop"] = "requeue"
-    """What to do when the scheduler does not say why the signal came, as after `scancel -s USR1` by hand, or in a
-    container without its commands."""
+    """What to do if the scheduler gives no reason for the signal, as after `scancel -s USR1` by hand, or in a container
+    without its commands."""
     limit_window_s: float = Field(default=600.0, ge=0, strict=False)
     """Seconds before its end in which a job that is signalled is taken to be near its time limit. Set more than
     the lead of the warning signal (`--signal=USR1@1800` needs 1800 and a minute)."""
@@ -213,7 +213,7 @@ class SubmitterConfigBase(BackendConfig):
     time: Duration | None = Field(default=None, gt=timedelta(0))
     """The time limit: `"24:00:00"`. Default null: the scheduler's own."""
     setup: list[str] = Field(default_factory=list)
-    """Shell lines before the ranks are started, on each start again: `["source env.sh"]`."""
+    """Shell lines that run before the ranks, on every start: `["source env.sh"]`."""
     env: dict[str, str | int | float | bool] = Field(default_factory=dict)
     """Environment variables of the ranks: `{HF_HOME: /scratch/hf}`."""
     network: Literal["efa", "infiniband", "ethernet"] | None = None

@@ -25,8 +25,8 @@ class CommandRequeueConfig(CommandSettings):
     name: Literal["command"] = "command"
     argv: tuple[str, ...] | None = Field(default=None, min_length=1, strict=False)
     """The program and its arguments, as a list of words. Default null: the command that the environment of the job's
-    scheduler names. There is no shell: `$JOB` stays `$JOB`, and the program
-    reads the job's environment itself. It must end with 0 when the job will start again."""
+    scheduler names. There is no shell: `$JOB` stays `$JOB`, and the program reads the job's environment itself. It must
+    exit with 0 if the job will restart."""
 
 
 class Command(RequeuePlugin):

@@ -75,7 +75,7 @@ def _job(asked: JobStatus | None, now: float) -> Iterator[str]:
     if asked.ends is not None:
         yield f"its time limit is at {_clock(asked.ends, now)}, in {in_words(asked.ends - now)}"
     if asked.restarts:
-        yield f"started again {asked.restarts} time{'s' if asked.restarts > 1 else ''}"
+        yield f"restarted {asked.restarts} time{'s' if asked.restarts > 1 else ''}"
 
 
 def _saves(how: Pace, now: float, *, here: bool) -> Iterator[str]:
