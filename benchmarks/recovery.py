@@ -159,7 +159,7 @@ def _trial(name: str, given: Options, later: float) -> tuple[float, int, float]:
                 while not new and time.time() < killed + NEVER_S and process.poll() is None:
                     time.sleep(0.005)
                     new = [(when, count) for pid, _, when, count in _steps(cwd) if pid not in before]
-                ours = (cwd / "output").read_text().count("starting the ranks again")
+                ours = (cwd / "output").read_text().count("restarting the ranks")
                 starts = 1 + (ours if name == OURS or not new else new[0][1])
                 load = _load(cwd) if name == OURS else 0.0
             finally:

@@ -36,7 +36,7 @@ def test_a_killed_rank_costs_no_more_than_a_restart(tmp_path: Path, undisturbed:
     fit = fairlead(*words, cwd=tmp_path, environ={"WEIGHTS": "1", "FAIL": "once:1:5"})
     assert fit.code == 0, fit.text
     assert "rank 1 of 2 was killed by SIGKILL" in fit.err
-    assert fit.err.count("starting the ranks again (1 of 1)") == 1
+    assert fit.err.count("restarting the ranks (1 of 1)") == 1
     assert "2 ranks on 1 node, ddp on cpu, 32-true, 1 thread each, gloo, Master: 127.0.0.1:" in fit.out
     assert "model       20 parameters, batch 4 per device x 2 devices = 8 in all" in fit.out
     ours = weights(tmp_path)
@@ -108,7 +108,7 @@ def test_who_wants_another_start_of_others_gets_none_here(tmp_path: Path) -> Non
     os.kill(rank, signal.SIGUSR1)
     ended = fit.end()
     assert ended.code == 75, ended.text
-    assert "starting the ranks again" not in ended.err
+    assert "restarting the ranks" not in ended.err
     assert names(run).count("start") == 1
     assert "2 threads each" in ended.out  # what is for nested regions is no number of ours
 
@@ -117,8 +117,8 @@ def test_the_same_failure_again_and_again_ends_it(tmp_path: Path) -> None:
     job = repository(tmp_path / "repo")
     fit = fairlead("fit", str(job), "--max-restarts", "9", cwd=tmp_path, environ={"FAIL": "raise:1:5"})
     assert fit.code == 1
-    assert fit.err.count("starting the ranks again") == 2
+    assert fit.err.count("restarting the ranks") == 2
     assert "no luck in the step" in fit.err
-    assert "the same failure 3 times at step 5: another start would not help" in fit.err
+    assert "the same failure 3 times at step 5: another restart would not help" in fit.err
     assert "fairlead_launch" not in fit.err
     assert "no luck in the step" in (tmp_path / "runs" / "small" / "logs" / "rank-00001.log").read_text()

@@ -269,7 +269,7 @@ def test_two_ranks_are_proven(tmp_path: Path) -> None:
     ("words", "what"),
     [
         (("2",), "at least 3 steps"),
-        (("--resume", "auto"), "begins anew"),
+        (("--resume", "auto"), "starts from the beginning"),
         (("--set", "trainer.enable_checkpointing=false"), "no checkpoint to resume from"),
         (("--set", "trainer.fast_dev_run=true"), "no checkpoint to resume from"),
         (("--set", "model.class=mine:Nte"), "mine has no 'Nte'"),

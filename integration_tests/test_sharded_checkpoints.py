@@ -215,7 +215,7 @@ def strategys_own(rank: int, root: str) -> list[dict[str, Any]]:
         return written_data(writer, *args)
 
     lightnings.torch.save, torchs.write_data = save, write_data
-    warnings.filterwarnings("ignore", "the training goes on")
+    warnings.filterwarnings("ignore", "training continues")
     try:
         return fits(rank, root, 2, 8, [("own", OWN, "torch", "auto")])
     finally:

@@ -255,6 +255,6 @@ def test_a_job_that_may_not_be_requeued_is_told_at_its_start(
     job.signal("USR1")
     assert job.wait() == "FAILED"
     assert job.shown()["ExitCode"] == "75:0", job.text()
-    assert "does not start again by itself" in job.text()
+    assert "does not restart by itself" in job.text()
     again = fit(cluster, tmp_path, case=PAIR)
     as_if_nothing_had_happened(references, tmp_path, again, "unknown", restarts=0, case=PAIR)

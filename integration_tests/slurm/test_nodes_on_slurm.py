@@ -155,7 +155,7 @@ def test_a_training_takes_in_a_node_that_comes_and_goes_on_without_one_that_is_s
         assert launchers.end("n1") == 0, launchers.said("n1")
     assert launchers.end("n2") != 0  # nobody was left who could tell it the end; its ranks end with it
     said = launchers.said("n1")
-    assert "has come: the ranks save and stop, and start again with it" in said
+    assert "has joined: the ranks save, stop, and restart with it" in said
     assert "nothing was heard of it for 10 s: its machine or the network went down" in said
     worlds = [event["world_size"] for event in history(folder, "start", run=run_folder)]
     assert worlds == [1, 2, 1], said

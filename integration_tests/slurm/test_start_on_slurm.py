@@ -114,7 +114,7 @@ def test_missing_ranks_are_named_with_their_nodes(cluster: Cluster, tmp_path: Pa
     assert found[0] == found[1]
     assert "2 of 4 ranks came" in found[0]
     assert f"missing: ranks 2, 3 on {nodes[1]}" in found[0]
-    assert f"nobody came from {nodes[1]}" in found[0]
+    assert f"no rank came from {nodes[1]}" in found[0]
 
 
 @pytest.mark.full

@@ -77,7 +77,7 @@ def test_status_knows_what_the_job_waits_for_and_cancel_ends_it(cluster: Cluster
     until("gpt: running", f"slurm:{job.id}: running (RUNNING)", "its time limit is at", "steps/s", "of 1000")
     cluster.run("scontrol", "requeue", job.id)
     until("gpt: queued", "PENDING, BeginTime", "SLURM lets a job wait", "not before")
-    until("gpt: running", "started again 1 time")
+    until("gpt: running", "restarted 1 time")
     cluster.run("scontrol", "requeue", job.id)
     until("gpt: queued")
     assert f"scancel --state=PENDING {job.id}" in fairlead(cluster, tmp_path, "cancel", "gpt")

@@ -200,7 +200,7 @@ def a_clean_log(text: str) -> None:
     """Of seven starts each says its beginning once, and only rank 1's death in a failed node is told as a failure."""
     assert text.count("start       2 ranks on 2 nodes") == 7
     assert text.count("resumes from") == 6
-    assert text.count("; the job starts again (scontrol requeue") == 4, text
+    assert text.count("; the job restarts (scontrol requeue") == 4, text
     for noise in ("Traceback", "c10d", "frame #", "Exception ignored", "Error:"):
         assert noise not in text, text
 

@@ -55,7 +55,7 @@ def test_a_node_that_is_silent_or_never_comes_is_gone_and_a_late_one_is_told() -
     assert gone == {1: "nothing was heard of it for 2 s", 2: "it did not come within 1 s"}
     assert 1.0 < time.monotonic() - began < 20.0
     late = seat(board, 2)
-    with pytest.raises(UnreachableError, match="goes on without node 2") as refused:
+    with pytest.raises(UnreachableError, match="continues without node 2") as refused:
         late.gather("hello", "late")
     assert refused.value.why == "it did not come within 1 s"
     board.close()

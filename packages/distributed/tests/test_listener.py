@@ -165,7 +165,7 @@ def test_nobody_is_there() -> None:
     assert f"rank 3 found no rank 0 of {JOB} at 127.0.0.1" in text
     assert f"another service listens: {ports[0]}" in text
     assert f"the ranks of another start meet there: {ports[1]}" in text
-    assert f"the machine answers that nobody listens: {ports[2]}" in text
+    assert f"connection refused: no process listens there: {ports[2]}" in text
     assert caught.value.missing == (0,)
 
 

@@ -288,7 +288,7 @@ def test_killed_anywhere_it_goes_on_and_never_reads_as_complete_before(tmp_path:
         run_ranks(predicts, 1, path, 0, said, init=False)  # in the commit
     with pytest.raises(CheckpointError, match="not complete") as raised:
         Predictions(path)
-    assert "goes on where it was" in str(raised.value.fix)
+    assert "resumes where it stopped" in str(raised.value.fix)
     assert run_ranks(predicts, 1, path, -1, said, init=False) == [0], "everything was there"
     assert [int(one) for one in Predictions(path)] == list(range(6))
     assert not list(path.glob(".tmp-*"))

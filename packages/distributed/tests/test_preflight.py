@@ -71,10 +71,10 @@ def test_the_missing_with_their_hosts() -> None:
     assert absent_lines([2, 3, 5], came, start) == [
         "missing: ranks 2, 3 on n2",
         "missing: rank 5 on n3",
-        "nobody came from n2",
+        "no rank came from n2",
     ]
     only_hosts = start._replace(rank_hosts=())
-    assert absent_lines([2, 3, 5], came, only_hosts) == ["missing: ranks 2, 3, 5", "nobody came from n2"]
+    assert absent_lines([2, 3, 5], came, only_hosts) == ["missing: ranks 2, 3, 5", "no rank came from n2"]
     assert absent_lines([2, 3, 5], came, None) == ["missing: ranks 2, 3, 5"]
 
 

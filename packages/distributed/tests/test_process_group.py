@@ -173,7 +173,9 @@ def test_a_port_in_use_is_said_with_the_next_one() -> None:
     assert f"MASTER_PORT={port + 1}" in str(caught.value)
 
 
-@pytest.mark.parametrize(("host", "why"), [("127.0.0.1", "nobody listens"), ("no-such-host.invalid", "not resolve")])
+@pytest.mark.parametrize(
+    ("host", "why"), [("127.0.0.1", "no process listens"), ("no-such-host.invalid", "not resolve")]
+)
 def test_an_unreachable_master_is_said_with_its_address_and_the_reason(host: str, why: str) -> None:
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))  # taken, but not listening

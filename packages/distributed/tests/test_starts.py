@@ -91,7 +91,7 @@ def test_ranks_that_do_not_fit_together() -> None:
     assert "has meta; the other 2 ranks have cpu" in zero["device"]
     assert "3 of 4 ranks came" in zero["missing"]
     assert "missing: rank 3 on n2" in zero["missing"]
-    assert "nobody came from n1, n2" in zero["missing"]  # these hosts are not this machine
+    assert "no rank came from n1, n2" in zero["missing"]  # these hosts are not this machine
     assert zero["sum"] == "3"
 
 

@@ -152,18 +152,18 @@ def test_rank_0_away_from_mpirun_is_named(plugins: PluginManager) -> None:
 
 TORCHRUN = "TORCHELASTIC_RUN_ID=1 RANK=0 LOCAL_RANK=0 GROUP_RANK=0 WORLD_SIZE=2 LOCAL_WORLD_SIZE=2 GROUP_WORLD_SIZE=1"
 MPIRUN = "OMPI_COMM_WORLD_SIZE=2 OMPI_COMM_WORLD_RANK=0 OMPI_COMM_WORLD_LOCAL_RANK=0 OMPI_COMM_WORLD_LOCAL_SIZE=2"
-LOST = "nothing would be saved, and the job not started again"
+LOST = "nothing would be saved, and the job not restarted"
 PASSING = "TORCHELASTIC_SIGNALS_TO_HANDLE=SIGTERM,SIGINT,SIGUSR1"
 
 
 @pytest.mark.parametrize(
     ("variables", "settings", "said"),
     [
-        (TORCHRUN, {}, "torchrun ends at SIGUSR1 and SIGUSR2: nothing would be saved, and the job not started again"),
+        (TORCHRUN, {}, "torchrun ends at SIGUSR1 and SIGUSR2: nothing would be saved, and the job not restarted"),
         (
             f"{TORCHRUN} {PASSING}",
             {},
-            "torchrun ends at SIGUSR2: nothing would be saved, and the job not started again",
+            "torchrun ends at SIGUSR2: nothing would be saved, and the job not restarted",
         ),
         (f"{TORCHRUN} {PASSING}", {"requeue": {"name": "slurm", "signals": ["SIGUSR1"]}}, None),
         (TORCHRUN, {"requeue": "none"}, None),

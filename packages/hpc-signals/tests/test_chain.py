@@ -73,7 +73,7 @@ def test_a_persons_stop_cancels_the_rest(tmp_path: Path) -> None:
     assert not (tmp_path / STOP).exists()
     (tmp_path / "scancel").unlink()
     outcome = stop({**IN_CHAIN, "PATH": str(tmp_path)})
-    assert "It starts again all the same" in outcome.told()
+    assert "It restarts all the same" in outcome.told()
     assert "scancel is not on the PATH" in outcome.told()
     assert (tmp_path / STOP).exists()
 

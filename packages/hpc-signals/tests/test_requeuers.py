@@ -217,7 +217,7 @@ def test_a_program_that_cannot_be_executed_is_an_error_not_a_traceback(tmp_path:
 def test_exit_code_and_none_say_what_they_do() -> None:
     requeuer = of(ExitCodeRequeuer, ExitCodeRequeueConfig(code=200), {})
     assert requeuer.exit_code == 200
-    assert requeuer.requeue() == "exit code 200 asks for another start"
+    assert requeuer.requeue() == "exit code 200 requests a restart"
     assert NoneRequeueConfig().max_requeues is None
     assert of(NoRequeuer, NoneRequeueConfig(), {}).requeue() == "not requeued (requeue: none)"
 

@@ -104,7 +104,7 @@ def test_where_a_rank_does_not_answer_nothing_is_saved_and_the_training_goes_on(
     results = run_ranks(with_one_that_is_silent, 3)
     assert [(rounds, saved) for rounds, saved, _ in results] == [(1, False)] * 3
     said = "".join(text for _, _, text in results)
-    assert said == "nothing is saved: rank 2 did not answer within 0.5 s; the training goes on\n"
+    assert said == "nothing is saved: rank 2 did not answer within 0.5 s; training continues\n"
 
 
 def test_a_stop_is_a_persons_and_no_other_start_is_wanted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -130,7 +130,7 @@ def test_a_stop_that_is_older_than_the_start_is_said_to_be(tmp_path: Path, capsy
     with switched_guard(tmp_path) as guard:
         assert guard.should_stop()
         guard.save_and_requeue(lambda: None)
-    assert "before this start, which therefore trains nothing; the next one goes on" in capsys.readouterr().err
+    assert "before this start, which therefore trains nothing; the next one resumes" in capsys.readouterr().err
 
 
 def test_a_signal_and_the_file_together_want_no_other_start(tmp_path: Path) -> None:

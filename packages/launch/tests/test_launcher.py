@@ -121,7 +121,7 @@ def test_a_killed_process_is_followed_by_a_whole_new_group(tmp_path: Path) -> No
     ended = launch(tmp_path, "--nproc", "3", "train.py")
     assert (ended.returncode, said(ended.stdout)) == (0, {"went on": {0, 1, 2}}), ended.stderr
     assert "rank 1 of 3 was killed by SIGKILL" in ended.stderr
-    assert ended.stderr.count("starting the ranks again (1 of 3)") == 1
+    assert ended.stderr.count("restarting the ranks (1 of 3)") == 1
     assert time.monotonic() - began < 60
     groups = [int((tmp_path / f"pid-{rank}-0").read_text()) for rank in range(3)]
     assert not any(map(is_left, groups))  # with the `sleep` that each has started
@@ -140,13 +140,13 @@ def test_a_failure_that_comes_again_ends_it_with_its_cause(tmp_path: Path) -> No
     )
     ended = launch(tmp_path, "--nproc", "2", "--max-restarts", "9", "train.py")
     assert ended.returncode == 1
-    assert ended.stderr.count("starting the ranks again") == 2
+    assert ended.stderr.count("restarting the ranks") == 2
     error = ended.stderr[ended.stderr.index("\nerror:") :]
     assert "rank 1 of 2 failed" in error
     assert "in helper" in error
     assert "ValueError: no luck" in error
     assert "fairlead_launch" not in error  # only the user's frames
-    assert "the same failure 3 times: another start would not help" in error
+    assert "the same failure 3 times: another restart would not help" in error
     assert "ValueError: no luck" in (tmp_path / "logs" / "rank-00001.log").read_text()
     once = launch(tmp_path, "--nproc", "2", "--max-restarts", "0", "train.py")
     assert (once.returncode, "starting" in once.stderr) == (1, False)
@@ -188,7 +188,7 @@ def test_a_stop_with_everything_saved_is_no_failure(tmp_path: Path) -> None:
     process.send_signal(signal.SIGUSR1)
     _, said = process.communicate(timeout=LIMIT_S)
     assert process.returncode == 75
-    assert said.count("the ranks have saved and want another start") == 2
+    assert said.count("the ranks have saved and request a restart") == 2
     assert (tmp_path / "run" / "logs" / "rank-00001.log").exists()  # where the run is, not here
     assert not (tmp_path / "logs").exists()
 
@@ -196,7 +196,7 @@ def test_a_stop_with_everything_saved_is_no_failure(tmp_path: Path) -> None:
 def test_in_a_schedulers_job_another_start_is_for_the_scheduler(tmp_path: Path) -> None:
     write(tmp_path, "sys.exit(75)")
     ended = launch(tmp_path, "--nproc", "2", "train.py", SLURM_JOB_ID="7", SLURM_JOB_NODELIST="n1")
-    assert (ended.returncode, "starting the ranks again" in ended.stderr) == (75, False), ended.stderr
+    assert (ended.returncode, "restarting the ranks" in ended.stderr) == (75, False), ended.stderr
 
 
 def test_what_cannot_be_forked_is_said_and_imported_by_each(tmp_path: Path) -> None:

@@ -134,9 +134,9 @@ def test_a_killed_rank_starts_all_nodes_again_and_a_killed_launcher_is_replaced_
     assert [code for code, _ in results] == [-signal.SIGKILL, 0, 0]
     _, lead, spare = (text for _, text in results)
     assert "failed: rank 3 of 4 was killed by SIGKILL" in lead
-    assert "starting the ranks again (1 of 3)" in lead
+    assert "restarting the ranks (1 of 3)" in lead
     assert f"node 1 on {socket.gethostname()} was lost" in lead
-    assert "starting the ranks again (2 of 3)" in lead
+    assert "restarting the ranks (2 of 3)" in lead
     assert f"node 2 on {socket.gethostname()} came in" in spare
 
 
@@ -191,7 +191,7 @@ def test_a_run_saves_and_stops_for_a_node_that_comes(job: Job) -> None:
     assert [rank[2] for rank in job.ranks(1, 2)] == ["2", "2"]
     (code, said), (other, _) = job.finish()
     assert (code, other) == (0, 0)
-    assert "has come: the ranks save and stop, and start again with it" in said
+    assert "has joined: the ranks save, stop, and restart with it" in said
     assert "2 nodes, 1 before: trainer.batch_policy decides" in said
 
 
@@ -236,7 +236,7 @@ def test_nodes_that_do_not_come_are_named_and_one_too_many_is_refused() -> None:
     refused, told = sorted((second, twin), key=lambda text: "cannot take part" not in text)
     assert refused.startswith(f"node 1 on {host} cannot take part: node 1 on {host} is there already")
     assert told.splitlines()[:2] == first.splitlines()[:2]
-    assert "the output of node 0 has the whole of it" in told
+    assert "read the output of node 0" in told
 
 
 def _parent(pid: int) -> int:

@@ -137,4 +137,4 @@ def test_a_rank_of_another_launcher_keeps_a_copy(tmp_path: Path) -> None:
         "from fairlead_launch.kept_output import copy_output\ncopy_output(Path('/proc/x'), 7)\nprint(1)", tmp_path
     )
     assert full.stdout == b"1\n"
-    assert b"the output of rank 7 is not kept" in full.stderr
+    assert b"the output of rank 7 is not saved" in full.stderr

@@ -82,7 +82,7 @@ def test_ranks_that_only_lost_one_of_another_node_are_not_blamed(tmp_path: Path,
     with pytest.raises(RunFailedError, match="a rank of another node failed first") as caught:
         supervise(command(code, tmp_path), ranks(2), stderr=io.StringIO())
     said = caught.value.block()
-    assert ("rank 7 on n2: no luck" if recorded else "ended without a word") in said
+    assert ("rank 7 on n2: no luck" if recorded else "exited without an error report") in said
     assert "Connection" not in said
     assert len(history.read_text().splitlines()) == len(lines)
 

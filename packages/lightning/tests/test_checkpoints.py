@@ -152,7 +152,7 @@ def test_two_saves_of_one_step_do_not_write_into_each_other(
 
 
 @pytest.mark.parametrize("backend", ["torch", "async"])
-@pytest.mark.filterwarnings("ignore:the training goes on")
+@pytest.mark.filterwarnings("ignore:training continues")
 def test_a_disk_that_is_full_for_a_while_costs_no_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, backend: str
 ) -> None:
@@ -190,7 +190,7 @@ def test_a_disk_that_is_full_for_a_while_costs_no_training(
 
 
 @pytest.mark.parametrize("backend", ["torch", "async"])
-@pytest.mark.filterwarnings("ignore:the training goes on")
+@pytest.mark.filterwarnings("ignore:training continues")
 def test_a_result_that_cannot_be_saved_is_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, backend: str
 ) -> None:

@@ -177,7 +177,7 @@ def test_mlflow_rows_wait_for_a_server_that_does_not_answer(tmp_path: Path, monk
     first = build(config("mlflow"), context(tmp_path))
     first.log_metrics({"loss": 0.0, "epoch": 0}, 0)
     first.log_metrics({"loss": 1.0, "epoch": 0}, 1)
-    with pytest.warns(UserWarning, match="connection refused; the training goes on, it is tried again"):
+    with pytest.warns(UserWarning, match="connection refused; training continues, it will be retried"):
         first.log_metrics({"loss": 2.0, "epoch": 0}, 2)
     first.log_metrics({"loss": 3.0, "epoch": 0}, 3)
     positions = json.loads(json.dumps(logger_positions([first])))

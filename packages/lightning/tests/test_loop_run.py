@@ -646,7 +646,7 @@ class Disk:
 
 
 @pytest.mark.parametrize("backend", ["torch", "async"])
-@pytest.mark.filterwarnings("ignore:the training goes on")
+@pytest.mark.filterwarnings("ignore:training continues")
 def test_a_full_disk_costs_no_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
     """It is said, it is in the history, the training goes on, and the checkpoint before it stays."""
     disk = Disk(monkeypatch)
@@ -669,7 +669,7 @@ def test_a_full_disk_costs_no_training(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("backend", ["torch", "async"])
-@pytest.mark.filterwarnings("ignore:the training goes on")
+@pytest.mark.filterwarnings("ignore:training continues")
 def test_a_result_that_cannot_be_saved_is_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, backend: str
 ) -> None:
@@ -694,7 +694,7 @@ def test_a_result_that_cannot_be_saved_is_an_error(
     assert start().train().seen == [11, 12]
 
 
-@pytest.mark.filterwarnings("ignore:the training goes on")
+@pytest.mark.filterwarnings("ignore:training continues")
 def test_what_fails_in_the_background_is_told_when_the_loop_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -200,7 +200,7 @@ def test_a_requeue_that_fails_is_told(tmp_path: Path, capsys: Any) -> None:
     with pytest.warns(UserWarning, match="no-such-program"), pytest.raises(SystemExit) as ended:
         fit(tmp_path, model=asked("step"), max_steps=20, requeue={"name": "command", "argv": ["no-such-program"]})
     assert ended.value.code == 75
-    assert "does not start again by itself" in capsys.readouterr().out
+    assert "does not restart by itself" in capsys.readouterr().out
     assert "no-such-program" in events(tmp_path / "run", "requeue-failed")[0]["error"]
     assert latest(tmp_path / "run").step == 6
 
@@ -317,7 +317,7 @@ def test_the_callback_in_a_script_does_the_same(tmp_path: Path, monkeypatch: pyt
     with pytest.raises(SystemExit) as ended:
         start(asked("step"))
     assert ended.value.code == 75
-    assert "the job starts again" in capsys.readouterr().out
+    assert "the job restarts (" in capsys.readouterr().out
     run = tmp_path / "run"
     assert [e["event"] for e in events(run)][-4:] == ["signal", "checkpoint", "stop", "requeue"]
     again = start(Asked())

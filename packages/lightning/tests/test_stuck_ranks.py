@@ -145,7 +145,7 @@ def test_an_exception_on_one_rank_ends_the_other_and_is_shown_once(job: Job) -> 
     [
         ("raise ValueError('no luck')", "ValueError: no luck"),
         ("raise ConnectionResetError('Connection reset by peer: the data server')", "ConnectionResetError: Connection"),
-        ("os.kill(os.getpid(), 9)", "rank 1 ended without a word"),
+        ("os.kill(os.getpid(), 9)", "rank 1 exited without an error report"),
     ],
 )
 def test_a_rank_that_lost_its_peer_is_not_blamed(job: Job, trouble: str, error: str) -> None:

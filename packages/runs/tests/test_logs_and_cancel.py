@@ -119,7 +119,7 @@ def test_a_running_job(place: Place) -> None:
     assert "gpt: running" in text
     assert "step:      50 of 100" in text
     assert "fake:7: running (RUNNING); its time limit is at" in text
-    assert "in 3 h; started again 2 times" in text
+    assert "in 3 h; restarted 2 times" in text
     assert "saved:     step 40, 0 s ago; next at step 60 in" in text
     assert document["job"]["state"] == "running"
     assert document["steps_per_s"] == pytest.approx(2.5, rel=0.1)
@@ -132,7 +132,7 @@ def test_a_job_that_waits_to_start_again(place: Place) -> None:
     place.scheduler.says = JobStatus("queued", "PENDING, BeginTime", "waits for its earliest start", time.time() + 90.5)
     with place.open():
         text = place.fairlead("status", "gpt")
-        assert "gpt: queued; its last start: ended without a word" in text
+        assert "gpt: queued; its last start: exited without an error report" in text
         assert "queued (PENDING, BeginTime); waits for its earliest start; not before" in text
         assert "in 90 s" in text
         assert "held by" not in text

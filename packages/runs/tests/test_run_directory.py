@@ -364,7 +364,12 @@ def test_runs_are_listed_among_junk(tmp_path: Path) -> None:
     [
         ("stop", {"reason": "SIGTERM, everything saved"}, "stopped", "SIGTERM, everything saved"),
         ("failed", {"reason": "rank 3: ValueError"}, "failed", "rank 3: ValueError"),
-        ("checkpoint", {"step": 5, "metrics": {"loss": 2.0}}, "interrupted", "it ended without a word: killed, or"),
+        (
+            "checkpoint",
+            {"step": 5, "metrics": {"loss": 2.0}},
+            "interrupted",
+            "it exited without an error report: killed, or",
+        ),
     ],
 )
 def test_the_state_of_a_run(tmp_path: Path, event: str, fields: dict[str, Any], expected: str, reason: str) -> None:

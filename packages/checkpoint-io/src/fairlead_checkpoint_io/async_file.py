@@ -17,7 +17,7 @@ from fairlead_checkpoint_io.torch_file import FilePlugin, TorchCheckpointIOConfi
 class AsyncCheckpointIOConfig(CheckpointIOConfigBase):
     """The save returns once the state is copied to host memory; a thread writes the copy.
 
-    It needs host memory for `max_in_flight` copies of the state of one rank; they are kept for the next save.
+    It needs host memory for `max_in_flight` copies of the state of one rank, which it reuses for the next save.
     """
 
     name: Literal["async"] = "async"

@@ -126,7 +126,7 @@ GlooSettings = Annotated[_Values, _named("GLOO")]
 
 
 class EnvironmentConfigBase(BackendConfig):
-    """Where the ranks come from: who started this process, and who else is there."""
+    """Where the ranks come from: the launcher of this process, and the other ranks."""
 
     axis = "environment"
     preflight_timeout: Duration = Field(default=timedelta(minutes=5), gt=timedelta(0))
@@ -169,22 +169,21 @@ class LayerSyncConfigBase(BackendConfig):
 
 
 class RequeueConfigBase(BackendConfig):
-    """Who starts the job again after it was stopped."""
+    """What requeues the job after a stop."""
 
     axis = "requeue"
     signals: tuple[str, ...] | None = Field(default=None, min_length=1, strict=False)
-    """Names of the signals that announce a stop, such as `[SIGUSR1]` or `[usr1]`. Default null: SIGUSR1 and
-    SIGUSR2, which schedulers are asked to send ahead of time. SIGTERM, which they send at the end, and Ctrl-C always
-    ask for a stop."""
+    """Names of the signals that announce a stop, such as `[SIGUSR1]` or `[usr1]`. Default null: SIGUSR1 and SIGUSR2,
+    the usual warnings of schedulers. SIGTERM and Ctrl-C always announce one."""
     max_requeues: int | None = Field(default=None, ge=0)
-    """How often the job may be started again; the stop after that is final. Default null: without a limit. Counts from
-    zero again in another job of the scheduler, one that a person has submitted."""
+    """How often the job may be requeued; the stop after that is final. Default null: without a limit. A newly submitted
+    job counts from zero."""
     max_without_progress: int | None = Field(default=5, ge=1)
-    """After so many starts in a row that took no training step the stop is final: else the job would be requeued
+    """After so many starts in a row without a training step the next stop is final, so that the job is not requeued
     forever. Null: without a limit."""
     when_unknown: Literal["requeue", "stop"] = "requeue"
-    """What to do when the scheduler does not say why the signal came, as after `scancel -s USR1` by hand, or in a
-    container without its commands."""
+    """What to do if the scheduler gives no reason for the signal, as after `scancel -s USR1` by hand, or in a container
+    without its commands."""
     limit_window_s: float = Field(default=600.0, ge=0, strict=False)
     """Seconds before its end in which a job that is signalled is taken to be near its time limit. Set more than
     the lead of the warning signal (`--signal=USR1@1800` needs 1800 and a minute)."""
@@ -192,8 +191,8 @@ class RequeueConfigBase(BackendConfig):
     """With fewer seconds left, only the checkpoint and the requeue are done; loggers are not closed."""
     grace_s: float | None = Field(default=None, gt=0, strict=False)
     """Seconds from the signal to the kill, as KillWait of SLURM or `terminationGracePeriodSeconds` of a pod: the whole
-    stop is made to fit into them. Default null: what the scheduler says, and 30 after SIGTERM in a job of SLURM or
-    LSF; elsewhere nothing is taken to be in a hurry."""
+    stop is made to fit into them. Default null: the scheduler's value, else 30 after SIGTERM in a job of SLURM or LSF;
+    elsewhere without a limit."""
 
     @field_validator("signals")
     @classmethod
@@ -214,7 +213,7 @@ class SubmitterConfigBase(BackendConfig):
     time: Duration | None = Field(default=None, gt=timedelta(0))
     """The time limit: `"24:00:00"`. Default null: the scheduler's own."""
     setup: list[str] = Field(default_factory=list)
-    """Shell lines before the ranks are started, on each start again: `["source env.sh"]`."""
+    """Shell lines that run before the ranks, on every start: `["source env.sh"]`."""
     env: dict[str, str | int | float | bool] = Field(default_factory=dict)
     """Environment variables of the ranks: `{HF_HOME: /scratch/hf}`."""
     network: Literal["efa", "infiniband", "ethernet"] | None = None

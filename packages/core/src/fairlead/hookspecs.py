@@ -40,7 +40,7 @@ class HookSpecs:
 
     @hookspec
     def fairlead_topology(self, config: EnvironmentConfigBase, environ: Mapping[str, str]) -> Topology:
-        """Environments: who this rank is and who else is there, each value with its reason.
+        """Environments: this rank's identity and the other ranks, each value with its reason.
 
         Called for the chosen environment only. Without this hook `explain` cannot show the ranks.
 
@@ -53,33 +53,35 @@ class HookSpecs:
     def fairlead_job(self, environ: Mapping[str, str]) -> Job | None:
         """Environments: the scheduler's job that this process is in, or None.
 
-        Asked of every installed environment, whichever is chosen: under `torchrun`, in a batch script and in a shell
-        inside an allocation there is a job too. The run's name, its lock, its provenance and the threads of a rank
-        come from it. A variable that the scheduler would not set so is left out; it is no error.
+        Called for every installed environment, not only the chosen one: under `torchrun`, in a batch script and in a
+        shell inside an allocation there is a job too. The run's name, its lock, its provenance and the threads of a
+        rank come from it. Leave out malformed variables instead of raising an error.
         """
 
     @hookspec
     def fairlead_why(self, environ: Mapping[str, str], deadline: float) -> StopReason | None:
-        """Environments: why the job of `fairlead_job` is to stop, as its scheduler says until `deadline`.
+        """Environments: why the scheduler stops the job of `fairlead_job`; return before `deadline`.
 
-        The signal itself does not say: the same one comes at the time limit, before a preemption and when a person
-        cancels the job. Asked on one rank only, in a thread, when the loop starts (how long may a stop take?) and while
-        the others save; `deadline` is on `time.monotonic()`; `fairlead_runs.programs.ask` runs a command until then.
-        Without this hook, or an answer, the reason is `unknown`; with little time left it counts as `time_limit`.
+        The signal is the same at the time limit, before a preemption and on a cancel. Called on one rank only, in a
+        thread, when the loop starts (how long may a stop take?) and while the others save; `deadline` is on
+        `time.monotonic()`; `fairlead_runs.programs.ask` runs a command until then. Without this hook, or an answer, the
+        reason is `unknown`; with little time left it counts as `time_limit`.
         """
 
     @hookspec
     def fairlead_over(self, environ: Mapping[str, str], job: str, host: str) -> str | None:
-        """Environments: how the job with this `Job.id` has ended for good; None: it has not, or who knows.
+        """Environments: how the job with this `Job.id` has ended for good; None if it has not, or if that is unknown.
 
-        Asked at the start of a run that this job left locked on that host; one of another cluster may have its id.
+        Called at the start of a run that this job left locked on that host; a job of another cluster may have the same
+        id.
         """
 
     @hookspec
     def fairlead_unused(self, environ: Mapping[str, str]) -> Unused | None:
-        """Environments: what the job holds that this process, which its launcher did not start, leaves unused.
+        """Environments: the resources of the job that this process leaves unused because no launcher started it.
 
-        Asked of all where a run would use one machine alone: a job script that runs `python train.py` on two nodes.
+        Called for all environments if a run would use only one machine, as in a job script that runs `python train.py`
+        on two nodes.
         """
 
     @hookspec
@@ -98,14 +100,14 @@ class HookSpecs:
 
     @hookspec
     def fairlead_check(self, resolution: Resolution, environ: Mapping[str, str]) -> Iterable[Finding]:
-        """Any selected plugin: what would go wrong later, said now."""
+        """Any selected plugin: findings about what would fail later."""
         raise NotImplementedError
 
     @hookspec
     def fairlead_exactness(self, resolution: Resolution) -> Iterable[Inexact]:
-        """Any selected plugin: what of it keeps a resumed run from ending with the same bits as an undisturbed one.
+        """Any selected plugin: the reasons why a resumed run may end with other bits than an undisturbed one.
 
-        Nothing, from a hook that is there, means that it keeps none. An accelerator, a strategy, a precision, a layer
-        sync or a checkpoint IO without this hook is *not known* to `explain`, never exact.
+        A hook that yields nothing declares the plugin exact. An accelerator, a strategy, a precision, a layer sync or a
+        checkpoint IO without this hook is *not known* to `explain`, never exact.
         """
         raise NotImplementedError

@@ -260,7 +260,9 @@ class Seat:
                 raise UnreachableError("node 0 has ended before the screen was over", fix=_NODE_0)
             message: dict[str, Any] = json.loads(line)
             if "refused" in message:
-                raise UnreachableError(f"node 0 goes on without node {self._node}", why=message["refused"], fix=_NODE_0)
+                raise UnreachableError(
+                    f"node 0 continues without node {self._node}", why=message["refused"], fix=_NODE_0
+                )
             if wanted(message):
                 return message
 

@@ -107,7 +107,7 @@ def judge(
         pairs = [pair for pair in open_pairs if not set(pair) & guilty]
         if pairs:
             shown = "; ".join(text for pair in pairs[:4] for text in said[pair])
-            unclear.append(f"{name}, and which node is at fault cannot be told: {shown}")
+            unclear.append(f"{name}, and the node at fault is unknown: {shown}")
     return Verdict(
         {node: bad[node] for node in sorted(bad)}, unclear, _warnings(reports, hosts), _not_made(reports, checks)
     )

@@ -18,7 +18,7 @@ from fairlead_runs.mailbox import StoreMailbox
 
 _LONGEST: Final = 8_000  # characters of an error; its ends matter
 _DID: Final = {"failed": "failed", "left": "has left the training"}
-WITHOUT_A_WORD: Final = "ended without a word: killed (out of memory?), or its node died"
+NO_REPORT: Final = "exited without an error report: killed (out of memory?), or its node died"
 _STOPS: Final = (None, 0, 75, 130, 143)  # exit codes of an end, or of a stop that was asked for
 
 
@@ -49,7 +49,7 @@ class Alarm:
         if len(text) > _LONGEST:
             text = f"{text[: _LONGEST // 2]}\n[...]\n{text[-_LONGEST // 2 :]}"
         if secondary:
-            what = f"a rank {WITHOUT_A_WORD}; rank {rank} noticed: {what}"
+            what = f"a rank {NO_REPORT}; rank {rank} noticed: {what}"
         return cls("gone" if secondary else "failed", rank, os.uname().nodename, what[:500], text, time.time())
 
     @property

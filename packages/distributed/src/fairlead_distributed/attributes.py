@@ -158,7 +158,7 @@ class Attributes:
             for part in path[:-1]:
                 owner = _attributes(owner).get(part)
             if owner is None:
-                self.left[".".join((name, *path))] = "the object that held it before is not there now"
+                self.left[".".join((name, *path))] = "its owner no longer exists"
                 continue
             try:
                 now = _attributes(owner).get(path[-1])

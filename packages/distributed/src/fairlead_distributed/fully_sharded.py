@@ -1,4 +1,4 @@
-"""Torch's first FSDP around a model, on GPUs and on CPUs; for a loop of your own, and for `strategy: fsdp`."""
+"""Torch's first FSDP around a model, on GPUs and on CPUs; for a custom training loop, and for `strategy: fsdp`."""
 
 from __future__ import annotations
 

@@ -106,7 +106,7 @@ def _require_known(scheduler: Any, factor: float) -> None:
     raise ConfigError(
         f"the learning rate cannot follow the global batch: the schedule {type(scheduler).__name__} is not known",
         where="configure_optimizers",
-        why="it may hold learning rates that nobody else sees, and would set the old ones again",
+        why="it may hold learning rates that Fairlead cannot see, and would restore the old ones",
         fix=f"multiply its learning rates by {factor:.6g} yourself (fairlead_distributed.scale_lr), and leave "
         "base_batch_size out; or use a schedule of torch.optim.lr_scheduler",
     )

@@ -100,7 +100,7 @@ def why_unreached(error: OSError, host: str) -> str:
     if isinstance(error, socket.gaierror):
         return f"the name {host!r} does not resolve ({error.strerror})"
     if isinstance(error, ConnectionRefusedError):
-        return "the machine answers that nobody listens"
+        return "connection refused: no process listens there"
     return "the machine does not answer" if isinstance(error, TimeoutError) else error.strerror or str(error)
 
 
@@ -116,7 +116,7 @@ def _read(connection: socket.socket) -> bytes | None:
 
 def _understood(text: bytes | None, address: str, identity: str) -> Answer:
     if text is None:
-        return Answer(None, "somebody listens and says nothing")
+        return Answer(None, "a process listens, but sends nothing")
     words = text.decode("ascii", errors="replace").split()
     if len(words) != 3 or words[0] != _WORD or not words[2].isdigit():
         return Answer(None, "another service listens")

@@ -237,7 +237,7 @@ def _enum(state: Any) -> Any:
 
 
 def _stateful(state: Any) -> Any:
-    raise TypeError("the object that held it before is not there now")
+    raise TypeError("its owner no longer exists")
 
 
 def _class(module: str, path: str) -> type:

@@ -116,7 +116,7 @@ def absent_lines(missing: Sequence[int], came: Mapping[int, RankFacts], start: S
         lines.append(f"missing: {ranks_text(missing)}")
     there = {_short(facts.host) for facts in came.values()}
     empty = [host for host in (start.hosts if start is not None else ()) if _short(host) not in there]
-    return [*lines, f"nobody came from {listed(empty)}"] if empty else lines
+    return [*lines, f"no rank came from {listed(empty)}"] if empty else lines
 
 
 def _short(host: str) -> str:

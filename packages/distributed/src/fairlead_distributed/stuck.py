@@ -19,7 +19,7 @@ from typing import Any, Final
 import torch.distributed as dist
 
 from fairlead.errors import ConfigError
-from fairlead_distributed.alarms import WITHOUT_A_WORD, Alarm, Alarms, asked_to_stop, end_process, to_stderr, trouble_of
+from fairlead_distributed.alarms import NO_REPORT, Alarm, Alarms, asked_to_stop, end_process, to_stderr, trouble_of
 from fairlead_distributed.control_plane import ControlPlane
 from fairlead_distributed.info import get_rank, get_world_size
 from fairlead_distributed.process_group import group_store
@@ -186,7 +186,7 @@ class RankWatch:
                 report()
             trouble = trouble or trouble_of(_PATIENCE_S, self._spread, alarm)
             if trouble is not None:
-                self._say(f"{alarm}\nthe other ranks could not be told: {trouble}")
+                self._say(f"{alarm}\ncannot notify the other ranks: {trouble}")
         self._dump.write(alarm)
         self._dump.detail(alarm)
         self.leave()
@@ -263,7 +263,7 @@ class RankWatch:
     def _end_left(self, alarm: Alarm) -> None:
         if not self._left.wait(_GRACES * self._grace_s) and self._first is None:
             self._dump.write(alarm)
-            self._say(f"{alarm}\nrank {self.rank} waits for it in vain, and ends; its stacks are in {self.path}")
+            self._say(f"{alarm}\nrank {self.rank} timed out waiting for it, and exits; its stacks are in {self.path}")
             if self._listener is not None:
                 self._listener(alarm)
             end_process()
@@ -319,7 +319,7 @@ class RankWatch:
         silent = alarms.unheard(number, _HEARD_S)
         if alarm.kind == "gone":
             if silent:
-                alarm = replace(alarm, rank=min(silent), what=f"{ranks_text(silent)} {WITHOUT_A_WORD}")
+                alarm = replace(alarm, rank=min(silent), what=f"{ranks_text(silent)} {NO_REPORT}")
             self._say(str(alarm))
             if self._listener is not None:
                 self._listener(alarm)

@@ -33,7 +33,7 @@ def check_torchrun(resolution: Resolution, environ: Mapping[str, str]) -> Iterat
         yield Finding(
             "warning",
             "signals-not-passed-on",
-            f"torchrun ends at {' and '.join(lacking)}: nothing would be saved, and the job not started again",
+            f"torchrun ends at {' and '.join(lacking)}: nothing would be saved, and the job not restarted",
             where=f"environment variable {HANDLED}",
             why="it handles only the signals of --signals-to-handle, and stands between the scheduler and the ranks",
             fix=f"torchrun --signals-to-handle=SIGTERM,SIGINT,{','.join(lacking)} --shutdown-timeout=100 ..., "

@@ -20,13 +20,13 @@ if TYPE_CHECKING:
 
 
 class CommandRequeueConfig(CommandSettings):
-    """Runs the command on rank 0 that has the job started again, for schedulers that have no requeuer of their own."""
+    """Runs a command on rank 0 that requeues the job, for schedulers without a requeuer."""
 
     name: Literal["command"] = "command"
     argv: tuple[str, ...] | None = Field(default=None, min_length=1, strict=False)
     """The program and its arguments, as a list of words. Default null: the command that the environment of the job's
-    scheduler names. There is no shell: `$JOB` stays `$JOB`, and the program
-    reads the job's environment itself. It must end with 0 when the job will start again."""
+    scheduler names. There is no shell: `$JOB` stays `$JOB`, and the program reads the job's environment itself. It must
+    exit with 0 if the job will restart."""
 
 
 class Command(RequeuePlugin):

@@ -12,7 +12,7 @@ from fairlead.plugin_classes import RequeuePlugin
 
 
 class ExitCodeRequeueConfig(RequeueConfigBase):
-    """The process ends with a code that whoever started it reads as "start me again".
+    """The process exits with a code that requests a restart.
 
     For Kubernetes, HTCondor (`on_exit_remove = (ExitCode != 75)`) and wrappers of your own.
     """
@@ -23,8 +23,8 @@ class ExitCodeRequeueConfig(RequeueConfigBase):
     1 to 127 as final and 128 and more as worth another start: set 200 there."""
 
     final_code: int | None = Field(default=None, ge=3, le=255)
-    """The exit code of a stop after which no other start is wanted, as when a budget is used up. Default null: 143, or
-    130 after Ctrl-C. Kubeflow's `restartPolicy: ExitCode` starts those again: set 3 there."""
+    """The exit code of a final stop, as when a budget is used up. Default null: 143, or 130 after Ctrl-C. Kubeflow's
+    `restartPolicy: ExitCode` restarts those: set 3 there."""
 
     @field_validator("code")
     @classmethod
@@ -54,7 +54,7 @@ class ExitCodeRequeuer(Requeuer):
 
     def requeue(self) -> str:
         """Says which code asks."""
-        return f"exit code {self.exit_code} asks for another start"
+        return f"exit code {self.exit_code} requests a restart"
 
 
 build = ExitCodeRequeuer.build

@@ -10,7 +10,7 @@ from fairlead.plugin_classes import RequeuePlugin
 
 
 class NoneRequeueConfig(RequeueConfigBase):
-    """Nobody starts the job again; it still saves and stops when a signal comes."""
+    """Does not requeue the job; it still saves and stops on a signal."""
 
     name: Literal["none"] = "none"
 

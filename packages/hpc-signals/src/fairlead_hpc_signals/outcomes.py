@@ -111,16 +111,16 @@ class StopOutcome:
         because = f"as {self.asked}" if self.asked else _BECAUSE.get(self.reason.why, "asked to stop")
         stopped = f"stopped{where}, {because}; {kept}"
         if self.error:
-            again = "The job does not start again by itself" if self.start_wanted else "It starts again all the same"
+            again = "The job does not restart by itself" if self.start_wanted else "It restarts all the same"
             return f"{stopped}. {again}:\n{self.error}"
         if self.refused:
-            return f"{stopped}. The job is not started again: {self.refused}"
+            return f"{stopped}. The job is not restarted: {self.refused}"
         if self.reason.scheduler_requeues:
-            return f"{stopped}; the scheduler starts the job again by itself"
+            return f"{stopped}; the scheduler restarts the job by itself"
         if self.requeued:
-            return f"{stopped}; the job starts again ({self.requeued})"
+            return f"{stopped}; the job restarts ({self.requeued})"
         if self.start_wanted:
-            return f"{stopped}; exit code {self.exit_code} asks for another start"
+            return f"{stopped}; exit code {self.exit_code} requests a restart"
         return f"{stopped}; the same command resumes from there"
 
 
@@ -129,7 +129,7 @@ _BECAUSE: Final[Mapping[str, str]] = {
     "time_limit": "as the time limit is near",
     "cancelled": "as the job was cancelled",
     "node_failure": "as a node failed",
-    "requeued": "as somebody has requeued the job",
+    "requeued": "as the job was requeued",
 }
 
 

@@ -101,7 +101,7 @@ def run_command(
         f"the job is not requeued after {len(attempts)} attempt{'s' if len(attempts) > 1 else ''}",
         where=shown,
         why=_story(attempts, settings.timeout_s),
-        fix="start the job again by hand; it resumes from its last checkpoint",
+        fix="restart the job by hand; it resumes from its last checkpoint",
     )
 
 

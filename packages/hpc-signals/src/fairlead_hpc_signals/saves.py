@@ -117,7 +117,7 @@ class SaveAgreement:
             own = f"{_NO_SAVE}{mailbox.rank}"  # several may be late at once, and one says it
             if mailbox.put_first(verdict, own) == own:
                 who = f"{ranks_text(missing)} did" if missing else "the ranks did"
-                to_stderr(f"nothing is saved: {who} not answer within {self._answer_s:.3g} s; the training goes on")
+                to_stderr(f"nothing is saved: {who} not answer within {self._answer_s:.3g} s; training continues")
             mailbox.ring()
         (text,) = mailbox.read([verdict])
         current.boundary = None if text.startswith(_NO_SAVE) else int(text)

@@ -35,8 +35,8 @@ _NO_DIRECTORY: Final = {
 class ScriptRequeueConfig(RequeueConfigBase):
     """Writes an executable script; the job script runs it after the step, where the scheduler's commands are.
 
-    In the job script, after `srun`: `for script in "$DIR"/*.sh; do [ -e "$script" ] && "$script"; done`.
-    The script deletes itself, so that it has the job started again once.
+    In the job script, after `srun`: `for script in "$DIR"/*.sh; do [ -e "$script" ] && "$script"; done`. The script
+    deletes itself, so that it requeues the job only once.
     """
 
     name: Literal["script"] = "script"

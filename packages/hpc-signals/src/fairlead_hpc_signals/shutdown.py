@@ -74,10 +74,10 @@ class Shutdown:
         if message is None or message.startswith("{"):
             return None if message is None else StopOutcome.from_json(message)
         raise RunFailedError(
-            "the run stopped without a checkpoint, and is not started again",
+            "the run stopped without a checkpoint, and is not restarted",
             where="the last save",
             why=message,
-            fix="start it again by hand; it resumes from the checkpoint before",
+            fix="restart it by hand; it resumes from the previous checkpoint",
         )
 
     def finish(self, plan: StopOutcome, finish: Callable[[StopReason], object] | None) -> None:

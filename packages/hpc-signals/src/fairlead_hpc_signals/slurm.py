@@ -81,7 +81,7 @@ class SLURM(RequeuePlugin):
                 f"SLURM will not requeue job {job[-1]}: a stop saves everything, but nothing starts it again",
                 where="trainer.requeue",
                 why="its Requeue is 0 (sbatch --no-requeue, or JobRequeue=0 in slurm.conf), or sbatch did not start it",
-                fix="submit it with `sbatch --requeue`; or `requeue: none`, if it is not to start again",
+                fix="submit it with `sbatch --requeue`; or `requeue: none`, if it must not restart",
             )
         asked = ["scontrol", "write", "batch_script", job[-1], "-"]
         script, _ = ask(asked, time.monotonic() + _CHECK_TIMEOUT, environ)

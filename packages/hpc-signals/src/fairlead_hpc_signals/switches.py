@@ -113,7 +113,7 @@ class SwitchFiles:
         if self._began - switch.time < _SLACK_S:
             return "stopping after this step, then saving"
         when = datetime.fromtimestamp(switch.time).strftime("%Y-%m-%d %H:%M:%S")
-        return f"it is there since {when}, before this start, which therefore trains nothing; the next one goes on"
+        return f"it is there since {when}, before this start, which therefore trains nothing; the next one resumes"
 
     def _note(self, switch: Switch, what: str, refused: str | None = None) -> None:
         if self._record is not None:

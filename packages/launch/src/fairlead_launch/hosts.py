@@ -54,7 +54,7 @@ def hosts_of(text: str | None, file: str | None) -> list[str]:
             raise ConfigError(
                 f"{wrong!r} is more than a host",
                 where=f"--hostfile {file}",
-                fix="write one host a line; how many processes each has is said with --nproc",
+                fix="write one host per line; set the number of processes with --nproc",
             )
     assert text is not None
     try:
@@ -232,7 +232,8 @@ class Hosts:
         error = RunFailedError(
             f"host {host.name} {'has no launcher' if reached else 'cannot be reached'}",
             where=shlex.join(ssh_command(self._ssh, host.name, {})),
-            why="\n".join(host.last) or f"{self._ssh} ended with exit code {host.process.returncode}, without a word",
+            why="\n".join(host.last)
+            or f"{self._ssh} exited with code {host.process.returncode}, without an error report",
             fix="Fairlead has to be installed there for this interpreter"
             if reached
             else f"try it by hand: {self._ssh} -o BatchMode=yes {host.name} true",

@@ -57,7 +57,7 @@ def copy_output(folder: Path, rank: int) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         log = (folder / log_name(rank)).open("a", buffering=1, errors="replace")
     except OSError as error:  # no reason not to train
-        print(f"the output of rank {rank} is not kept: {error}", file=sys.stderr)
+        print(f"the output of rank {rank} is not saved: {error}", file=sys.stderr)
         return
     for number, name in ((1, "stdout"), (2, "stderr")):
         stream = getattr(sys, name)

@@ -312,7 +312,7 @@ class Meeting:
             self._again(this, error, max(steps, default=None))
 
     def _again(self, this: _Round, error: Message | None, step: int | None) -> None:
-        told: str | None = "starting the ranks again, with the node that has come"
+        told: str | None = "restarting the ranks, with the node that has come"
         if error is not None or not this.grows:
             try:
                 told = self._restarts.after(unpacked(error) if error is not None else None, step)
@@ -326,7 +326,7 @@ class Meeting:
         self._round, self._gather_since = None, time.monotonic()
         lead = [node for node in this.members if node.lead]
         self._tell(lead, {"kind": "again", "text": told})
-        short = f"{error['what']}; starting the ranks again" if error is not None else told
+        short = f"{error['what']}; restarting the ranks" if error is not None else told
         self._tell([node for node in this.members if node not in lead], {"kind": "again", "text": short})
 
     def _end(self, code: int, error: Message | None = None) -> None:

@@ -86,16 +86,16 @@ class Restarts:
             self._seen[same] += 1
             if self._max and self._seen[same] >= _SAME:
                 at = f" at step {step}" if step is not None else ""
-                raise _told(error, f"the same failure {self._seen[same]} times{at}: another start would not help")
+                raise _told(error, f"the same failure {self._seen[same]} times{at}: another restart would not help")
         elif not progressed:
             self._failures += 1
         if self._failures > self._max:
             if error is None:
                 return None
-            raise _told(error, f"started again {self._max} times, as --max-restarts says") if self._max else error
-        told = f"failed: {error.block()}" if error is not None else "the ranks have saved and want another start"
+            raise _told(error, f"restarted {self._max} times, the limit of --max-restarts") if self._max else error
+        told = f"failed: {error.block()}" if error is not None else "the ranks have saved and request a restart"
         count = f" ({self._failures} of {self._max})" if self._failures else ""
-        return f"{told}\nstarting the ranks again{count}"
+        return f"{told}\nrestarting the ranks{count}"
 
 
 def last_step(group: Group) -> int | None:

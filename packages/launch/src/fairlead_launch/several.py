@@ -100,7 +100,7 @@ class SeveralNodes:
         self._pass_on(stop)
         for message in self._messages():
             if message["kind"] == "grow" and self.grows():
-                self._say(f"{message['who']} has come: the ranks save and stop, and start again with it")
+                self._say(f"{message['who']} has joined: the ranks save, stop, and restart with it")
                 self._told = signal.SIGUSR1
                 self._received.append(signal.SIGUSR1)
         return self._trouble
@@ -245,7 +245,7 @@ class SeveralNodes:
         if end["error"] is not None:
             error = unpacked(end["error"])
             if not self.leads and "here" not in end:
-                error.why, error.fix = None, "the output of node 0 has the whole of it"
+                error.why, error.fix = None, "read the output of node 0"
             raise error
         code: int = end["code"]
         if code > 128 and not self._starts:

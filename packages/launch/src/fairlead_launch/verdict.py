@@ -101,7 +101,7 @@ def _unsaid(ranks: Sequence[Rank], stop: int) -> str:
     """What to say of a stop of which no rank has."""
     name = signal.Signals(stop).name
     if any(rank.announced is not None for rank in ranks):
-        return f"stopped by {name}; the run resumes from its newest complete checkpoint when it is started again"
+        return f"stopped by {name}; the run resumes from its newest complete checkpoint when you restart it"
     return f"stopped by {name} before it began; nothing was lost"
 
 
@@ -119,8 +119,8 @@ def _of_another_node(lost: Rank, ranks: Sequence[Rank]) -> OtherNodeError:
     return OtherNodeError(
         "a rank of another node failed first, and the ranks here lost it",
         where=f"rank {lost.rank}, process {lost.process.pid}",
-        why=said or "it ended without a word: killed (out of memory?), or its node died",
-        fix="the output of that node has the whole of it",
+        why=said or "it exited without an error report: killed (out of memory?), or its node died",
+        fix="read the output of that node",
     )
 
 

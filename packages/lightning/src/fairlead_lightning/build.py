@@ -67,7 +67,7 @@ def build_plugins(context: BuildContext) -> dict[str, Any]:
             checkpoint_io = None
         if isinstance(checkpoint_io, CheckpointCopies):
             raise ConfigError(
-                f"in a loop of your own, {resolution.strategy.name} writes past the checkpoint_io",
+                f"in a custom training loop, {resolution.strategy.name} writes past the checkpoint_io",
                 where="trainer.checkpoint_io",
                 why="no checkpoint would be copied to the store",
                 fix="leave it out, and call fairlead_runs.remote.upload after each save",

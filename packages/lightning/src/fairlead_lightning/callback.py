@@ -123,7 +123,7 @@ class Fairlead(L.Callback):
             trainer.accumulate_grad_batches = batch_plan(resolution, session.previous)
             if session.resumed and (uncut := uncut_loggers(trainer.loggers)):
                 names = ", ".join(uncut)
-                trainer.print(f"{names}: not cut back, steps that are done again are in it twice; metrics.csv is right")
+                trainer.print(f"{names}: not cut back, so repeated steps are in it twice; metrics.csv is correct")
             loggers.append(metrics_file(session))
         else:
             trainer.print(f"{session.path} is finished: {session.finished}")

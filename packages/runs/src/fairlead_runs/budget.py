@@ -46,7 +46,7 @@ def refusal(config: RequeueConfigBase, events: Sequence[Mapping[str, Any]]) -> s
     """Why the run is not to be started once more, None when it is; `events` include this stop or its checkpoint."""
     used = count_starts(events)
     if config.max_requeues is not None and used.requeues >= config.max_requeues:
-        return f"it was started again {used.requeues} times, and max_requeues is {config.max_requeues}"
+        return f"it was restarted {used.requeues} times, and max_requeues is {config.max_requeues}"
     if config.max_without_progress is not None and used.without_progress >= config.max_without_progress:
         return (
             f"its last {used.without_progress} starts took no training step, and max_without_progress is "

@@ -67,7 +67,7 @@ def require_same(path: Path, stored: Fingerprint, new: Fingerprint) -> None:
         "the run directory belongs to a run with other settings",
         where=str(path),
         why="\n".join([*different[:20], *more]),
-        fix="undo the changes to continue it, or accept those that the run may go on with: --accept data.args.path;\n"
+        fix="undo the changes to continue it, or accept those that make no difference: --accept data.args.path;\n"
         f"set another run.name, or use --resume never: a new directory beside it ({path.name}-2, ...);\n"
         "or --resume CHECKPOINT: a new directory that starts from a checkpoint of this run",
     )

@@ -52,7 +52,7 @@ class RunState:
 
     Attributes:
         state: `running`; `finished`; `failed` (its code raised, a rank died); `stopped` (on a signal,
-            everything saved); `interrupted` (it ended without a word: killed, or its node died); `unknown`
+            everything saved); `interrupted` (it exited without an error report: killed, or its node died); `unknown`
             (never started, or not readable).
         reason: Why, in a few words; may be empty.
         starts: How often it was started, the last time at `started`, UTC.
@@ -177,7 +177,7 @@ def _kind(since: Sequence[Mapping[str, Any]], locked: bool, gone: str | None) ->
         return "running", "" if since else "starting"
     if not since:
         return "unknown", "it was never started"
-    return "interrupted", gone or "it ended without a word: killed, or its node died"
+    return "interrupted", gone or "it exited without an error report: killed, or its node died"
 
 
 def _best(path: Path, events: Sequence[Mapping[str, Any]]) -> Best | None:

@@ -56,7 +56,7 @@ class StatusServer:
     def post(self, status: Mapping[str, Any]) -> None:
         """Posts a `trainerStatus`; raises `OSError`, of which `urllib.error.URLError` and `ssl.SSLError` are kinds."""
         if not self.url.startswith("https://"):
-            raise OSError(f"{URL} is no https:// address, and the token is for nobody else")
+            raise OSError(f"{URL} is not an https:// address, and the token must stay secret")
         request = urllib.request.Request(
             self.url,
             data=json.dumps({"trainerStatus": status}).encode(),

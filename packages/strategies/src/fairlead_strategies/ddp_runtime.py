@@ -113,7 +113,7 @@ def build(config: DDPStrategyConfig, context: BuildContext) -> DDPStrategy | Fab
         raise ConfigError(
             "Fabric does not average weights",
             where="trainer.strategy.local_sgd_period",
-            why="post-local SGD does it after each step, and in a loop of your own that is yours",
+            why="post-local SGD does it after each step; in a custom training loop, do it yourself",
             fix="torch.distributed.algorithms.model_averaging in your loop, or leave it out",
         )
     return FabricDDP(config, **kwargs)

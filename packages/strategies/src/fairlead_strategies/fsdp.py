@@ -59,8 +59,8 @@ class FSDPStrategyConfig(ProcessGroupConfig):
     """Which submodules become units of their own: a list of classes (`module:Class`), or a number, for every
     submodule with at least that many parameters. None: the whole model is one unit, which saves the least memory."""
     activation_checkpointing_policy: ClassPaths | None = None
-    """Classes whose activations are computed again during backward instead of being kept.
-    `activation_checkpointing` is accepted too."""
+    """Classes whose activations are recomputed during backward instead of stored. `activation_checkpointing` is
+    accepted too."""
     state_dict_type: Literal["full", "sharded"] | None = None
     """Default null: what `checkpoint_io` takes. With `distributed` every rank hands it its own part; any other gets a
     whole checkpoint, gathered on rank 0. `sharded` has Lightning write the parts itself where `checkpoint_io` does not

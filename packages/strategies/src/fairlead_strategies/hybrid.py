@@ -28,16 +28,16 @@ class HybridStrategyConfig(PipelineFields, ExpertFields, ContextFields, TensorPl
 
     name: Literal["hybrid"] = "hybrid"
     pipeline: SizeOrAuto = 1
-    """Stages of layers, each on ranks of its own; outermost, for it sends least."""
+    """Pipeline stages, each on its own ranks; the outermost dimension, because it communicates least."""
     replicate: SizeOrAuto = 1
-    """Copies of the sharded and split model; gradients are averaged over them."""
+    """Replicas of the sharded and split model; gradients are averaged over them."""
     shard: SizeOrAuto = "auto"
     """Ranks that share the shards of parameters, gradients and optimizer state."""
     context: SizeOrAuto = 1
-    """Ranks that share each sequence: the module is called with whole ones, of which each rank computes its tokens. The
-    loss is to be a mean over all tokens."""
+    """Ranks that share each sequence: the module is called with full sequences, and each rank computes its tokens. The
+    loss must be a mean over all tokens."""
     tensor: SizeOrAuto = 1
-    """Ranks that split each layer; innermost, for it sends most."""
+    """Ranks that split each layer; the innermost dimension, because it communicates most."""
 
 
 class Hybrid(MeshStrategy):

@@ -28,7 +28,7 @@ class PipelineParallelStrategyConfig(PipelineFields):
     pipeline: SizeOrAuto = "auto"
     """Ranks of one pipeline; `auto` is what the number of ranks leaves."""
     replicate: SizeOrAuto = 1
-    """Pipelines side by side, each with batches of its own; their gradients are averaged."""
+    """Data-parallel pipelines, each with its own batches; their gradients are averaged."""
 
 
 class PipelineParallel(MeshStrategy):

@@ -24,7 +24,7 @@ class TensorParallelStrategyConfig(TensorPlanConfig):
     tensor: SizeOrAuto = "auto"
     """Ranks that split each layer; `auto` is what the number of ranks leaves. No more than a node has."""
     replicate: SizeOrAuto = Field(1)
-    """Copies of the split model, each with batches of its own; their gradients are averaged."""
+    """Replicas of the split model, each with its own batches; their gradients are averaged."""
 
 
 class TensorParallel(MeshStrategy):

@@ -145,7 +145,7 @@ def _on_disk(path: Path, session: Session) -> Listing:
             "ls lists the checkpoints of a run",
             where=str(path),
             why="this is a single checkpoint without a manifest of Fairlead's",
-            fix="`fairlead checkpoint verify` says whether it is whole",
+            fix="check it with `fairlead checkpoint verify`",
         )
     root = folder if folder is not None else path.parent
     names = [path.name] if folder is None else names_in(folder) if folder.exists() else []

@@ -37,18 +37,18 @@ class RemoteCheckpointIOConfig(CheckpointIOConfigBase):
     """GiB that the local checkpoints may take. Above it those that are on the store are deleted here, the oldest first,
     never the newest or the best; a save waits until an upload makes room. Default null: as the run keeps them."""
     retries: int = Field(default=8, ge=1)
-    """Tries of each request, with pauses that double from 1 to 60 s. A checkpoint that failed all of them is tried
-    again after the next save, and at the end."""
+    """Tries of each request, with pauses that double from 1 to 60 s. A checkpoint that failed all of them is retried
+    after the next save, and at the end."""
     part_mib: int = Field(default=32, ge=5, le=5120)
     """MiB of each part of a large file. Host memory: twice this for each file that is being uploaded."""
     parallel_files: int = Field(default=4, ge=1)
     """Files uploaded or downloaded at a time."""
     check: Literal["checksum", "size"] = "checksum"
-    """What is compared after each file. `checksum`: the store's own; where that says nothing of the content (S3 with
+    """What is compared after each file. `checksum`: the store's own; if it does not cover the content (S3 with
     encryption by KMS) the file is read back. `size`: its size only."""
     stop_wait_s: float = Field(default=20.0, ge=0, strict=False)
-    """Seconds after the signal for which a stop waits for the last upload; then the local copy must do, and it is
-    said. Less than the time between the signal and the kill; set it higher where the job is warned earlier."""
+    """Seconds after the signal for which a stop waits for the last upload; after that the run relies on the local copy,
+    and reports it. Set it to less than the time between the signal and the kill."""
     storage_options: dict[str, Any] = Field(default_factory=dict)
     """Options of fsspec's file system for this protocol: `{endpoint_url: "https://..."}`. Secrets are refused."""
 

@@ -11,7 +11,7 @@ from fairlead.config_bases import ConfigModel
 
 
 class CheckpointConfig(ConfigModel):
-    """When checkpoints are written and which are kept. At least the end of training is always saved."""
+    """When checkpoints are written and which are kept. The end of training is always saved."""
 
     every_n_steps: PositiveInt | None = None
     """Save after every N optimizer steps."""

@@ -42,12 +42,13 @@ class RunConfig(ConfigModel):
     """`auto`: the newest complete checkpoint of this run; `never`: a new sibling run; else the path of a checkpoint, or
     `weights:PATH`: a new run that begins with the weights of a checkpoint and nothing else of it."""
     accept: list[str] = Field(default_factory=list)
-    """Settings that may have changed since the run began: `[data.args.path]`; the start records it and goes on."""
+    """Settings that may have changed since the run began, as `[data.args.path]`; the start records the change and
+    resumes."""
     wait: bool | None = None
-    """Whether to wait for another start that holds the run and says nothing, until it is taken over (two minutes) or
-    gives a sign of life. None: in a scheduler's job, where a job that was killed may be started again at once."""
+    """Whether to wait for another start that holds the run: after two minutes without a heartbeat the run is taken
+    over. None: wait only in a scheduler's job, where a killed job may be restarted at once."""
     ckpt_path: str | None = None
-    """A checkpoint to start from when this run has none of its own yet."""
+    """A checkpoint to start from while this run has none."""
     code: str | list[str] | None = None
     """The folder of the user's code, or a list of all: then the working directory is not looked into. None: found from
     the job file (nearest pyproject.toml or .git)."""

@@ -56,7 +56,7 @@ class TrainerConfig(ConfigModel):
 
     # One field per axis.
     accelerator: Annotated[AcceleratorConfigBase | str, OpenUnion("accelerator", literals=("auto",))] = "auto"
-    """The kind of device; `auto` takes the one that the strategy requires, else the best that is there."""
+    """The kind of device; `auto`: the one that the strategy requires, else the best available."""
     strategy: Annotated[StrategyConfigBase | str, OpenUnion("strategy", literals=("auto",))] = "auto"
     """How the model is split; `auto` is single_device for one rank, ddp for more, and xla on XLA devices."""
     precision: Annotated[PrecisionConfigBase | str, OpenUnion("precision", literals=("auto",))] = "auto"
@@ -78,7 +78,7 @@ class TrainerConfig(ConfigModel):
         OpenUnion("requeue", literals=("auto",)),
         MayChange("what happens after a stop, not what is computed"),
     ] = "auto"
-    """Who starts the job again; `auto` is the scheduler of the environment."""
+    """What requeues the job after a stop; `auto`: the scheduler of the environment."""
     loggers: Annotated[
         tuple[Annotated[LoggerConfigBase, OpenUnion("logger")], ...],
         MayChange("where metrics are shown, not what they are"),
@@ -178,9 +178,9 @@ class TrainerConfig(ConfigModel):
     gradient_clip_algorithm: Annotated[Literal["norm", "value"] | None, LIGHTNING] = None
     """How gradients are clipped; None: by norm."""
     max_non_finite: Annotated[PositiveInt | None, MayChange("when a training that has failed ends")] = 10
-    """End, as failed, after so many batches in a row whose loss is no number, or with such weights; None: go on."""
+    """Fail the run after so many batches in a row with a NaN or infinite loss, or with such weights; None: continue."""
     check_divergence_every_n_steps: Annotated[PositiveInt | None, MayChange("it only watches")] = None
-    """Compare the weights of all ranks bit for bit every N steps; where they differ the run ends, as failed."""
+    """Compare the weights of all ranks bit for bit every N steps, and fail the run if they differ."""
     batch_policy: Annotated[
         Literal["keep_global", "keep_per_device"] | None, MayChange("it is set because the world size changed")
     ] = None
@@ -188,9 +188,9 @@ class TrainerConfig(ConfigModel):
     batch_size: Literal["per_device", "global"] = "per_device"
     """What the job's batch size counts: the samples of one rank's batch, or of all ranks in one optimizer step."""
     batch_size_from: str = "data.args.batch_size"
-    """Where the job says its batch size."""
+    """The path of the job's batch size."""
     base_batch_size: PositiveInt | None = None
-    """The global batch for which the job's learning rates were chosen; None: they are taken as they are."""
+    """The global batch for which the job's learning rates were chosen; None: do not scale them."""
     lr_rule: Literal["linear", "sqrt", "none"] | None = None
     """How learning rates follow the global batch from `base_batch_size` on; None: linear, where that is given."""
     sync_batchnorm: Annotated[bool, LIGHTNING] = False

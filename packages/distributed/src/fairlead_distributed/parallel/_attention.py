@@ -110,7 +110,7 @@ def _ulysses(
             raise ConfigError(
                 f"{x.shape[1]} {what} cannot be divided among {layout.ranks} ranks",
                 where="context parallelism, method: ulysses",
-                why="each rank takes some of the heads of the whole sequence",
+                why="each rank takes some of the heads of the full sequence",
                 fix="use method: allgather, or a number of ranks that divides the heads",
             )
     # A query's heads and the keys that they share go to the same rank, since all are divided in their order.

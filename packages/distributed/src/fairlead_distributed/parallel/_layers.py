@@ -38,7 +38,7 @@ def check_divisible(size: int, ranks: int, what: str, where: str | None = None) 
             f"{size} {what} cannot be divided among {ranks} ranks",
             where=where,
             why=f"{size} is no multiple of {ranks}",
-            fix=f"use {above} {what}, a number of ranks that divides {size}, or leave this layer whole",
+            fix=f"use {above} {what}, a number of ranks that divides {size}, or do not split this layer",
         )
 
 
@@ -123,7 +123,7 @@ class Column(WholeState):
         if input.shape[-1] != weight.shape[1]:
             raise ConfigError(
                 f"a column-parallel layer of {weight.shape[1]} input features got {input.shape[-1]}",
-                why="its input is what all ranks have whole",
+                why="its input is not split over the ranks",
                 fix="put a row-parallel layer before it, or `gather_output=True` on the column-parallel one",
             )
         if self.packed:

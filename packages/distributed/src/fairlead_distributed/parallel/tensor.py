@@ -160,7 +160,7 @@ class _Checked:
             raise ConfigError(
                 f"an embedding with {set_[0] if set_ else 'a forward of its own'} cannot be split",
                 where=where,
-                fix="leave it out of the plan: every rank then has it whole",
+                fix="leave it out of the plan: it is then not split",
             )
         check_divisible(layer.num_embeddings, self.ranks, "tokens of the vocabulary", where)
 

@@ -278,9 +278,9 @@ def require_one_rank(loader: object, ranks: int) -> None:
         else f"a {type(loader).__name__}"
     )
     raise ConfigError(
-        f"the predictions of {what} cannot be told apart on {ranks} ranks",
+        f"the predictions of {what} cannot be distinguished on {ranks} ranks",
         where="the loader of a prediction",
-        why="its samples have no index, and nobody knows which of them each rank draws",
+        why="its samples have no index, so it is unknown which of them each rank draws",
         fix="predict on one rank (trainer.devices=1), where they are numbered as they come; or use a dataset with "
         "__getitem__ and __len__ in a torch DataLoader",
     )

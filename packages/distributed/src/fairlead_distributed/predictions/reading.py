@@ -117,7 +117,7 @@ def _manifest(folder: Path) -> Manifest:
             "these predictions are not complete" if begun else "there are no predictions",
             where=str(folder),
             why="the prediction has not ended" if begun else error.why,
-            fix="start it again with the same folder: it goes on where it was" if begun else None,
+            fix="run it again with the same folder: it resumes where it stopped" if begun else None,
         ) from None
     if manifest.metadata.get("predictions") != 1:
         raise CheckpointError("these are no predictions", where=str(folder), why="its manifest is of something else")

@@ -27,7 +27,7 @@ _WHY: Final[Mapping[str, str]] = {
     "Dependency": "waits for another job",
     "JobHeldUser": "is held by its user: scontrol release",
     "JobHeldAdmin": "is held by an administrator",
-    "JobHoldMaxRequeue": "is held: it was started again as often as the cluster allows",
+    "JobHoldMaxRequeue": "is held: it was restarted as often as the cluster allows",
     "launch_failed_requeued_held": "is held: its nodes could not start it; scontrol release",
     "ReqNodeNotAvail": "waits for nodes that are down, drained or reserved",
     "PartitionTimeLimit": "never starts: its time limit is longer than its partition's",

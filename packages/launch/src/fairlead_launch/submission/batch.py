@@ -68,11 +68,10 @@ class BatchSubmitterConfig(SubmitterConfigBase):
     `/envs/train/bin/python`, or `python` where `setup` or `modules` put one on the PATH. Default null: the one that
     submits; in a container its `python`."""
     tasks: Literal["rank", "node"] = "rank"
-    """`rank`: the scheduler starts each rank as a task of its own; `node`: one task for each node, which starts the
-    ranks of its node."""
+    """`rank`: the scheduler starts one task per rank; `node`: one task per node, which starts the ranks of its node."""
     gpus: Literal["node", "task", "none"] = "node"
-    """How devices are asked for: all of a node for all of its tasks, one for each task, or not at all, where the
-    scheduler knows of none."""
+    """How devices are requested: all of a node for all of its tasks, one for each task, or not at all, for a scheduler
+    without devices."""
     modules: list[str] = Field(default_factory=list)
     """Modules to load before the ranks: `[cuda/12.4, gcc]`; everything that was loaded before is unloaded."""
     container: ContainerConfig | None = None

@@ -23,7 +23,7 @@ class KubeflowSubmitterConfig(PodSubmitterConfig):
     name: Literal["kubeflow"] = "kubeflow"
     kind: Literal["TrainJob", "PyTorchJob"] = "TrainJob"
     """`TrainJob` for Kubeflow Trainer (v2), with a TrainingRuntime of its own; `PyTorchJob` for the training operator
-    (v1). That starts again what ends with 128 or more, without limit, and nothing else; it has no `max_failures`."""
+    (v1). The latter restarts only exit codes of 128 or more, without limit; it has no `max_failures`."""
 
 
 class Kubeflow(SubmitterPlugin):

@@ -18,7 +18,7 @@ class LSFSubmitterConfig(BatchSubmitterConfig):
 
     name: Literal["lsf"] = "lsf"
     requeue: bool = True
-    """Whether LSF may start the job again."""
+    """Whether LSF may requeue the job."""
     launcher: Literal["blaunch", "jsrun"] = "blaunch"
     """What starts the ranks: `jsrun` on IBM's Power systems, `blaunch` elsewhere."""
 

@@ -131,8 +131,8 @@ class PodSubmitterConfig(SubmitterConfigBase):
     pod: dict[str, Any] = Field(default_factory=dict)
     """Further fields of the pods' `spec`, as Kubernetes calls them: `{hostNetwork: true}`."""
     max_failures: int = Field(default=3, ge=0)
-    """How often the job is started again after a failure. Stops that ask for another start, evictions and preemptions
-    do not count; `trainer.requeue.max_requeues` limits those."""
+    """How often the job is restarted after a failure. Stops that request a restart, evictions and preemptions do not
+    count; `trainer.requeue.max_requeues` limits those."""
     grace: int | None = Field(default=None, ge=30)
     """Seconds from the signal that ends a pod to its kill: a step and a save have to fit into them. Default null:
     three times the longest save in the run's history and a minute, but not less than 120."""

@@ -20,11 +20,11 @@ class SLURMSubmitterConfig(BatchSubmitterConfig):
 
     name: Literal["slurm"] = "slurm"
     requeue: bool | Literal["expedite"] = True
-    """Whether SLURM may start the job again. `expedite` is that of Slurm 25.11: a job whose node failed is started
-    before all others."""
+    """Whether SLURM may requeue the job. `expedite` is that of Slurm 25.11: a job whose node failed starts before all
+    others."""
     chain: int | None = Field(default=None, ge=2)
-    """Where no job may be requeued: this many jobs are queued, of which one runs at a time, and each goes on where the
-    one before has stopped; see [a chain of jobs](../how-to/preemption.md#a-chain-of-jobs)."""
+    """If no job may be requeued: queue this many jobs, of which one runs at a time and resumes where the previous one
+    stopped; see [a chain of jobs](../how-to/preemption.md#a-chain-of-jobs)."""
     exclusive: bool = False
     """Whether the nodes are for this job alone."""
     exclude: str | None = None

@@ -107,7 +107,7 @@ class Submission:
             f"job {self.id} is {ended}, and the run is not finished",
             where=self.records[0].folder,
             why="\n".join([*unfinished[:5], *more, *printed]),
-            fix="submit the job again: it goes on from its newest checkpoint",
+            fix="submit the job again: it resumes from its newest checkpoint",
         )
 
 

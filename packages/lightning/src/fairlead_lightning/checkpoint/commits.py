@@ -172,7 +172,7 @@ class Commits:
                 f"the state at step {step} could not be saved",
                 where=str(self.session.path / "checkpoints"),
                 why="the warnings before this say why; the checkpoints before it are intact",
-                fix="make room or get write access, and start the job again: it resumes from the newest checkpoint",
+                fix="make room or get write access, and restart the job: it resumes from the newest checkpoint",
             )
 
     def drain(self, step: int, **event: Any) -> bool:
@@ -196,7 +196,7 @@ class Commits:
                 "the result is saved here, but its copy is not complete",
                 where=str(self.session.path / "checkpoints"),
                 why=lacking,
-                fix="start the job again on this machine: it uploads what is lacking",
+                fix="restart the job on this machine: it uploads what is missing",
             )
 
     def report(self, step: int, error: Problem, staged: Path | None = None, **event: Any) -> None:
@@ -210,7 +210,7 @@ class Commits:
         text = error.block() if isinstance(error, FairleadError) else f"{type(error).__name__}: {error}"
         self.session.event("checkpoint-failed", step=step, error=text, **event)
         if not isinstance(error, ConfigError):  # that one is raised
-            warnings.warn(f"the training goes on, but no checkpoint was written: {text}", stacklevel=4)
+            warnings.warn(f"training continues, but no checkpoint was written: {text}", stacklevel=4)
         left = {file.parent for file in _where(error) if file.name == STATE_FILE}
         if staged is not None and not _of_earlier_saves(error, staged / STATE_FILE):
             left.add(staged)

@@ -191,7 +191,7 @@ def advice(trainer: L.Trainer) -> str:
 
 _FIX: Final = (
     "`trainer.detect_anomaly: true` finds the operation;\n"
-    "`trainer.max_non_finite: null` (`Fairlead(max_non_finite=None)`) goes on whatever the loss is"
+    "`trainer.max_non_finite: null` (`Fairlead(max_non_finite=None)`) continues whatever the loss is"
 )
 
 

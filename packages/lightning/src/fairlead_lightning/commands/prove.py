@@ -25,7 +25,7 @@ _FIXES: Final = {
     "callback": "return it from state_dict() of the callback, and take it back in load_state_dict()",
     "model": "make it a buffer, or save it in on_save_checkpoint() and restore it in on_load_checkpoint()",
     "data": "return it from state_dict() of the datamodule, and take it back in load_state_dict()",
-    "module": "keep it in the model, as a buffer: a variable of a module begins anew in each process",
+    "module": "keep it in the model, as a buffer: a module's variable starts fresh in each process",
 }
 
 
@@ -52,7 +52,7 @@ def _checked(arguments: argparse.Namespace, session: Session) -> CheckedJob:
     if arguments.prove_resume < 3:
         raise ConfigError("--prove-resume needs at least 3 steps", where=where, fix="--prove-resume 8")
     if arguments.resume is not None:
-        raise ConfigError("--prove-resume begins anew", where="--resume", fix="leave --resume out")
+        raise ConfigError("--prove-resume starts from the beginning", where="--resume", fix="leave --resume out")
     checked = prepare(arguments, session, uses_run=False)
     resolution = checked.resolution
     assert resolution is not None

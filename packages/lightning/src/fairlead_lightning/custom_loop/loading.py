@@ -70,7 +70,7 @@ def _same_ranks(metadata: Mapping[str, Any], objects: LoopState, fabric: lf.Fabr
             why=f"per_rank: {', '.join(sorted(objects.per_rank))}",
             fix=f"start {before} ranks",
         )
-    fabric.print(f"warning: {before} ranks have saved, {now} go on{other}: the random generators begin anew")
+    fabric.print(f"warning: {before} ranks have saved, {now} resume{other}: the random generators start fresh")
     return False
 
 

@@ -18,7 +18,7 @@ from fairlead_lightning.checkpoint.commits import Commit, Commits, Problem
 from fairlead_lightning.checkpoint.finite import finite_weights
 from fairlead_lightning.custom_loop.state import OWN, LoopState
 
-_FIX: Final = "a smaller learning rate, clipped gradients, or other data; LoopRun(finite=False) goes on all the same"
+_FIX: Final = "a smaller learning rate, clipped gradients, or other data; LoopRun(finite=False) continues anyway"
 
 
 class LoopCheckpoints(Commits):

@@ -61,5 +61,5 @@ class TrainJobProgress(L.Callback):
 
     def _warn(self, status: TrainJobStatus) -> None:
         if (problem := status.problem()) is not None:
-            text = f"the TrainJob's status does not show the progress: {problem}; the training goes on"
+            text = f"the TrainJob's status does not show the progress: {problem}; training continues"
             (self._say or rank_zero_warn)(text)

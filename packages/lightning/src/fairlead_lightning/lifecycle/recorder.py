@@ -72,7 +72,7 @@ class Recorder(L.Callback):
         if batches.ready == 0:
             raise FairleadError(
                 f"epoch {trainer.current_epoch} has no batches",
-                why="the training loader gave none when it was gone through again",
+                why="the training loader yielded none in its second pass",
                 fix="have the sampler or loader begin anew behind its last batch; "
                 "one with a state_dict, also in the state behind its last batch",
             )
@@ -91,7 +91,7 @@ class Recorder(L.Callback):
         if reason is None:
             raise RunFailedError(
                 f"the training ended short of its limits, at step {trainer.global_step}, epoch {trainer.current_epoch}",
-                why="no limit was reached and nothing asked it to stop; a training loader without batches does that, "
+                why="no limit was reached and no stop was requested; a training loader without batches does that, "
                 "or a StopIteration that leaves a hook of the job's own",
                 fix="look at the length of the training loader, and for next() without a default",
             )

@@ -72,7 +72,7 @@ class StopEvaluation(L.Callback):
 
     def on_predict_batch_end(self, *_: Any, **__: Any) -> None:
         """Between two batches."""
-        self._stop("what was predicted before is kept: start it again with the same folder, and it goes on")
+        self._stop("the predictions so far are kept: run it again with the same folder, and it resumes")
 
     def _stop(self, kept: str) -> None:
         if self._flags.raised:

@@ -164,7 +164,9 @@ class RunLogger(MLFlowLogger):
                 raise
             if not self._warned:
                 self._warned = True
-                rank_zero_warn(f"MLflow does not take what is logged: {error}; the training goes on, it is tried again")
+                rank_zero_warn(
+                    f"MLflow does not accept what is logged: {error}; training continues, it will be retried"
+                )
 
 
 def build(config: MLflowLoggerConfig, context: BuildContext) -> RunLogger | DummyLogger:

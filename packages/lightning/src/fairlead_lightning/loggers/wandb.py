@@ -13,7 +13,7 @@ from fairlead.engines import LIGHTNING
 class WandbLoggerConfig(LoggerConfigBase):
     """A run at Weights & Biases, or a record of one on disk where there is no network.
 
-    All starts of a run are one run there: its id is kept in `wandb-run.json` of the run directory.
+    All starts of a run are one run there: its id is in `wandb-run.json` of the run directory.
 
     W&B takes nothing back, so what it has of a step is not logged once more when the step is trained again;
     what it had not yet written when the process was killed is logged by the next start.
@@ -39,8 +39,8 @@ class WandbLoggerConfig(LoggerConfigBase):
     job_type: str | None = None
     """What kind of run it is: train, eval."""
     offline: bool | None = None
-    """Whether to record on disk only. None: as WANDB_MODE says; without it, offline where no login is found or the
-    server cannot be reached. The command that uploads the record is printed at the end."""
+    """Whether to record only on disk. None: as WANDB_MODE sets; without it, offline if no login is found or the server
+    cannot be reached. The end of the run prints the command that uploads the record."""
     prefix: str = ""
     """Put before the name of each metric, with a dash."""
 

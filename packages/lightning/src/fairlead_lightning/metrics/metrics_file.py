@@ -130,7 +130,7 @@ class MetricsFile(Logger):
         except RunDirectoryError as error:
             if not self._warned:
                 text = f"{error.what}: {error.why} ({error.where})"
-                rank_zero_warn(f"{text}; the training goes on, the rows are tried again")
+                rank_zero_warn(f"{text}; training continues, the rows will be retried")
                 self._warned = True
 
 

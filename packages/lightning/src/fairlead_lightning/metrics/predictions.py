@@ -215,7 +215,7 @@ class DistributedPredictionWriter(L.Callback):
         if folder.complete:
             self.say(f"{folder.path} has these predictions already; nothing to do")
         elif folder.shards:
-            self.say(f"goes on with the predictions in {folder.path}: {counted(folder.shards, 'shard')} there")
+            self.say(f"resumes the predictions in {folder.path}: {counted(folder.shards, 'shard')} there")
 
     def _flush(self) -> None:
         batches, self._pending, self._size = self._pending, [], 0

@@ -92,7 +92,7 @@ def changed(changes: list[str], session: RunSession) -> Iterator[Inexact]:
         yield Inexact(
             "what has changed since the checkpoint was made",
             why="; ".join(changes),
-            fix=f"undo it; or --resume weights:{session.checkpoint} begins anew with everything as it is now",
+            fix=f"undo it; or --resume weights:{session.checkpoint} starts a new run with the current settings",
             certain=False,
         )
 

@@ -165,14 +165,14 @@ class Loaders:
         if not isinstance(loader, DataLoader):
             self._inexact(
                 f"the training loader {name}",
-                "it has no state_dict: it begins anew where the run goes on",
+                "it has no state_dict: it starts over when the run resumes",
                 "give it state_dict and load_state_dict, or use a torch.utils.data.DataLoader",
             )
             return self._sharded(loader)
         if isinstance(loader.dataset, IterableDataset):
             self._inexact(
                 f"the IterableDataset {type(loader.dataset).__name__}",
-                "a stream has no place to resume from: it begins anew",
+                "a stream has no position to resume from: it starts over",
                 "use torchdata's StatefulDataLoader with state_dict and load_state_dict in the dataset, "
                 "or a dataset with __getitem__ and __len__",
             )
@@ -188,7 +188,7 @@ class Loaders:
         if type(loader).__iter__ is not DataLoader.__iter__:
             self._inexact(
                 f"the __iter__ of {name}",
-                "nobody knows what it adds to that of DataLoader",
+                "what it adds to that of DataLoader is unknown",
                 "give the loader state_dict and load_state_dict, or do it in the dataset or the sampler",
             )
         if not loader.in_order and loader.num_workers:

@@ -18,7 +18,9 @@ def headline(run: RunState, job: RunJob | None, asked: JobStatus | None) -> str:
     said = run.state + (f" ({run.reason})" if run.reason else "")
     if asked is None or lives(run, job, asked):
         return f"{run.name}: {said}"
-    ended = f"interrupted (its job has ended: {asked.said})" if asked.state == "ended" else "ended without a word"
+    ended = (
+        f"interrupted (its job has ended: {asked.said})" if asked.state == "ended" else "exited without an error report"
+    )
     last = said if run.state != "running" else ended
     if asked.state != "queued":
         return f"{run.name}: {last}"
@@ -73,7 +75,7 @@ def _job(asked: JobStatus | None, now: float) -> Iterator[str]:
     if asked.ends is not None:
         yield f"its time limit is at {_clock(asked.ends, now)}, in {in_words(asked.ends - now)}"
     if asked.restarts:
-        yield f"started again {asked.restarts} time{'s' if asked.restarts > 1 else ''}"
+        yield f"restarted {asked.restarts} time{'s' if asked.restarts > 1 else ''}"
 
 
 def _saves(how: Pace, now: float, *, here: bool) -> Iterator[str]:

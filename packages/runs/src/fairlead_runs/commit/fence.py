@@ -71,7 +71,7 @@ class Fence:
             "this start was replaced: another one has taken the run over while it gave no sign of life",
             where=str(self.path.parent),
             why=why,
-            fix="nothing: this start ends here, and has written nothing since; the other one goes on from the newest "
+            fix="nothing: this start ends here, and has written nothing since; the other one continues from the newest "
             "checkpoint",
         )
         error.exit_code = RunFailedError.exit_code  # 2 says that nothing was started

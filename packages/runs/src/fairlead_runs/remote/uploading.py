@@ -148,5 +148,5 @@ def _not_as_sent(url: str) -> CheckpointError:
         "an object on the store is not what was sent",
         where=url,
         why="its size or checksum is another, twice",
-        fix="somebody else may write there: give each run a prefix of its own",
+        fix="another program may write there: give each run its own prefix",
     )

@@ -53,7 +53,7 @@ class DeepSpeedStrategyConfig(ActivationConfig):
     logging_batch_size_per_gpu: int | Literal["auto"] = "auto"
     """Batch size per device for DeepSpeed's own throughput log; `auto` asks the data loader."""
     load_full_weights: bool = False
-    """With stage 3: load a checkpoint that is one file of whole weights."""
+    """With stage 3: load a checkpoint that is one file of full weights."""
     exclude_frozen_parameters: bool = False
     """Leave frozen parameters out of checkpoints."""
     loss_scale: float = Field(0, ge=0)

@@ -32,7 +32,7 @@ class ZeroConfig(ProcessGroupConfig):
     contiguous_gradients: bool = True
     """Copy gradients into one buffer as they are made: less fragmentation."""
     overlap_comm: bool = True
-    """Reduce gradients while backward goes on: faster, more memory."""
+    """Reduce gradients during backward: faster, more memory."""
     allgather_partitions: bool = True
     """Collect updated parameters by all-gather rather than by broadcasts."""
     reduce_scatter: bool = True
@@ -50,7 +50,7 @@ class ZeroConfig(ProcessGroupConfig):
     load_from_fp32_weights: bool = True
     """Take the float32 weights of a checkpoint, not the 16-bit ones, which are rounded."""
     ignore_unused_parameters: bool = True
-    """Stage 2: go on where a step did not use a parameter, instead of ending with an error."""
+    """Stage 2: continue if a step did not use a parameter, instead of raising an error."""
     round_robin_gradients: bool = False
     """Stages 1 and 2 with `offload_optimizer`: ranks copy their gradients to the CPU in turns."""
     parameter_alignment: bool = False
@@ -58,17 +58,17 @@ class ZeroConfig(ProcessGroupConfig):
     stage3_prefetch_bucket_size: int = Field(50_000_000, ge=0)
     """Elements that stage 3 fetches ahead of their use."""
     stage3_param_persistence_threshold: int = Field(100_000, ge=0)
-    """Stage 3 does not split parameters with fewer elements: every rank keeps them whole."""
+    """Stage 3 does not split parameters with fewer elements: every rank holds all of them."""
     stage3_model_persistence_threshold: int = Field(9_223_372_036_854_775_807, ge=0)
-    """Elements that may stay whole on a rank in all, by the setting above."""
+    """The most elements that may stay unsplit by the setting above."""
     stage3_max_live_parameters: int = Field(1_000_000_000, ge=0)
-    """Elements that may be whole on a rank at a time."""
+    """The most elements of gathered parameters on a rank at a time."""
     stage3_max_reuse_distance: int = Field(1_000_000_000, ge=0)
-    """Keep a parameter whole when it is used again within so many elements."""
+    """Keep a parameter gathered if it is reused within so many elements."""
     stage3_gather_16bit_weights_on_model_save: bool = False
     """Gather the 16-bit weights where `save_16bit_model` is called."""
     stage3_module_granularity_threshold: int = Field(0, ge=0)
-    """Fetch modules with fewer parameters per submodule as a whole."""
+    """Fetch modules with fewer parameters per submodule at once."""
     stage3_use_all_reduce_for_fetch_params: bool = False
     """Fetch parameters by all-reduce."""
     stage3_allgather_sequential: bool = False

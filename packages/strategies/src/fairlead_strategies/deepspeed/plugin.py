@@ -116,7 +116,7 @@ class DeepSpeed(LightningStrategy):
         if config.load_full_weights:
             yield Inexact(
                 "trainer.strategy.load_full_weights",
-                why="a file of whole weights has no optimizer state",
+                why="a file of full weights has no optimizer state",
                 fix="leave it out, and resume from the folder that DeepSpeed wrote",
             )
 

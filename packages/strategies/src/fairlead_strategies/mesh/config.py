@@ -37,17 +37,17 @@ class MeshStrategyConfig(ProcessGroupConfig):
     """Sizes that are no field of this strategy."""
 
     activation_checkpointing: ClassPaths | None = None
-    """Classes whose activations are computed again during backward instead of being kept."""
+    """Classes whose activations are recomputed during backward instead of stored."""
     auto_wrap_policy: ClassPaths | Annotated[int, Field(gt=0)] | Literal["auto"] = "auto"
     """Which submodules are gathered and freed as one: a list of classes (`module:Class`); a number, for submodules with
     at least that many parameters; `auto` takes the items of the outermost `ModuleList`s, which is where models keep
-    their layers. An empty list makes the whole model one unit."""
+    their layers. An empty list makes the full model one unit."""
     reshard_after_forward: bool = True
-    """Free the gathered parameters of a unit after its forward and gather them again for backward: least memory.
-    False keeps them, as ZeRO stage 2 does: less communication."""
+    """Free the gathered parameters of a unit after its forward and re-gather them for backward: least memory. False
+    keeps them, as ZeRO stage 2 does: less communication."""
     accumulate_unsharded: bool = False
-    """With `accumulate_grad_batches`: reduce gradients only with the last batch of a step. Saves communication, and
-    takes the memory of a whole model's gradients. Copies (`replicate`) are reduced only with the last in any case."""
+    """With `accumulate_grad_batches`: reduce gradients only with the last batch of a step. Saves communication, but
+    needs memory for the full gradients. Replicas (`replicate`) are always reduced only with the last batch."""
     cpu_offload: bool = False
     """Keep shards, their gradients and the optimizer's state in CPU memory while they are not computed with: less GPU
     memory, slower."""

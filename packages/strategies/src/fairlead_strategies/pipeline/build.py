@@ -25,7 +25,7 @@ def build(config: PipelineFields, context: BuildContext) -> Any:
         raise ConfigError(
             f"pipeline {layout.pipeline}: Fabric cannot run the stages of a pipeline",
             where="trainer.strategy.pipeline",
-            why="a loop of your own calls forward and backward itself, and the schedule has to",
+            why="a custom training loop calls forward and backward itself, and the schedule has to",
             fix="fairlead_distributed.parallel.pipeline.Pipeline, or the Trainer",
         )
     from fairlead_strategies.pipeline.runtime import PipelineStrategy

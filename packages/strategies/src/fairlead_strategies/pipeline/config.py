@@ -37,8 +37,8 @@ class PipelineFields(MeshStrategyConfig):
     last_stage_less_layers: float = Field(0, ge=0)
     """Layers that the last stage has less than others: it has the output layer and the loss."""
     check_loss: bool = True
-    """Compare the loss of the first step with that of the whole batch, which shows whether `pipeline_weight` is needed.
-    It keeps the outputs of that batch."""
+    """Compare the loss of the first step with that of the full batch, which shows whether `pipeline_weight` is needed.
+    It stores the outputs of that batch."""
 
     @property
     def local_stages(self) -> int:

@@ -84,7 +84,7 @@ def _unsaid(module: pl.LightningModule, why: str) -> ConfigError:
     return ConfigError(
         f"{type(module).__name__} does not say how it is split into stages",
         where="trainer.strategy",
-        why=f"{why}; a training_step as a whole cannot be cut",
+        why=f"{why}; a training_step cannot be split",
         fix=f"add these to it, with its own names:\n{EXAMPLE}",
     )
 

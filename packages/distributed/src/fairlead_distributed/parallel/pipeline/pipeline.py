@@ -281,7 +281,7 @@ def _compare(mine: float, whole: float) -> None:
     raise ConfigError(
         "the losses of the micro-batches do not make the loss of the whole batch",
         where="pipeline_loss",
-        why=f"their weighed mean is {mine:.6g}, that of the whole batch {whole:.6g}, and so with the gradients",
+        why=f"their weighed mean is {mine:.6g}, that of the full batch {whole:.6g}, and so with the gradients",
         fix="for a mean over tokens that are not all counted, say how many are: "
         "`def pipeline_weight(self, *targets): return (targets[0] != PADDING).sum()`; for a loss that is no mean "
         "over its batch (of pairs, or of random parts) set check_loss: false",

@@ -144,7 +144,7 @@ class EventLogger(TensorBoardLogger):
             if not self._warned:
                 self._warned = True
                 rank_zero_warn(
-                    f"TensorBoard's events cannot be written: {cause} ({self.log_dir}); the training goes on"
+                    f"TensorBoard's events cannot be written: {cause} ({self.log_dir}); training continues"
                     " without them, metrics.csv has them"
                 )
 
