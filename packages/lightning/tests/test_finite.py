@@ -190,6 +190,28 @@ def test_the_rank_whose_batch_it_was_is_named(tmp_path: Path) -> None:
     assert first["what"] == "the gradient of net.weight is not finite at step 4 on rank 1"
 
 
+def test_large_gradients_are_looked_at_where_small_ones_are_bad_or_it_is_asked_for() -> None:
+    from fairlead_lightning.checkpoint.gradients import FEW, GradientWatch
+
+    model = torch.nn.Sequential(torch.nn.Linear(2, FEW), torch.nn.LayerNorm(FEW), torch.nn.Linear(FEW, 1))
+    watch = GradientWatch()
+    watch.begin(model)
+    for step, (name, at_all, expected) in enumerate(
+        [("", False, None), ("2.weight", False, None), ("2.weight", True, "2.weight"), ("2.bias", False, "2.bias")]
+    ):
+        watch.begin(model)
+        model.zero_grad()
+        model(torch.ones(1, 2)).sum().backward()
+        if name:
+            model.get_parameter(name).grad = torch.full_like(model.get_parameter(name), math.nan)
+        watch.look(step, at_all=at_all)
+        assert watch.found(scaled=False) == (None if expected is None else (expected, step, False))
+    model(torch.ones(1, 2) * math.inf).sum().backward()  # it reaches all layers, and the first of them is named
+    watch.begin(model)
+    watch.look(9, at_all=False)
+    assert watch.found(scaled=False) == ("0.weight", 9, False)
+
+
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_what_the_watch_sees(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also the way of an accelerator, which counts where the gradients are; here it is made to."""

@@ -69,7 +69,8 @@ class Finite(L.Callback):
         self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: torch.optim.Optimizer
     ) -> None:
         """The gradients are unscaled, and not clipped yet."""
-        self._gradients.look(trainer.global_step)
+        due = (self._batches + 1) % max(1, vars(trainer)["log_every_n_steps"]) == 0
+        self._gradients.look(trainer.global_step, at_all=due)
 
     def on_before_backward(self, trainer: L.Trainer, pl_module: L.LightningModule, loss: Tensor) -> None:
         """The weights are those that the loss was computed with."""

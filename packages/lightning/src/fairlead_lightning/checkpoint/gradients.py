@@ -13,11 +13,17 @@ SCALED: Final = 20
 """Steps in a row that a gradient scaler may skip: its usual first scale of 65536 is below 1 after 17."""
 
 
-class GradientWatch:
-    """Looks at all gradients before each step of an optimizer, and remembers the first that is not finite.
+FEW: Final = 1 << 14
+"""Elements that are looked at in every step: a pass over all gradients would cost a step of DDP 4 %."""
 
-    On an accelerator nothing waits for the device: it counts there until `found` is asked. One pass over the gradients,
-    as clipping by their norm is.
+
+class GradientWatch:
+    """Looks at gradients before each step of an optimizer, and remembers the first that is not finite.
+
+    In every step at those of the smallest parameters, biases and gains, together `FEW` elements: where a backward pass
+    meets a value that is not finite, those of all layers before it are not finite either. At all of them where that is
+    so, and where the caller asks for it. On an accelerator nothing waits for the device: it counts there until `found`
+    is asked.
     """
 
     def __init__(self) -> None:
@@ -36,12 +42,13 @@ class GradientWatch:
         self._own: bool | Tensor = False
         self._own_first: bool | Tensor = False
         self._weights = [] if module is None else [(n, p) for n, p in module.named_parameters() if p.requires_grad]
+        self._few = _smallest([parameter for _, parameter in self._weights])
         if several_batches and self._weights:
-            # The ranks' mean says no more whose it was. This rank's own part passes here before: the gradient of the
-            # first matrix, mostly the last that is computed, is not finite where any that it is made of is not.
-            matrices = [parameter for _, parameter in self._weights if parameter.ndim > 1]
-            last: Any = (matrices or [self._weights[0][1]])[0]
-            self._own_hook = last.register_hook(self._see_own)
+            # The ranks' mean does not say whose it was. This rank's own part passes here before: the gradient of the
+            # first small parameter of a layer, one of the last that are computed.
+            few: list[tuple[str, Any]] = [self._weights[index] for index in self._few]
+            first = next((parameter for name, parameter in few if "." in name), few[0][1])
+            self._own_hook = first.register_hook(self._see_own)
 
     def _see_own(self, grad: Tensor) -> None:
         own = _local(grad)
@@ -49,13 +56,17 @@ class GradientWatch:
             self._own = self._own | ~_largest([own])[0].isfinite()
 
     @torch.no_grad()
-    def look(self, step: int) -> None:
+    def look(self, step: int, *, at_all: bool = True) -> None:
         """The gradients are those of the step: unscaled, and the mean over the ranks."""
         given = [parameter.grad for _, parameter in self._weights]
+        few = given if at_all else [given[index] for index in self._few]
         quiet = not isinstance(self._row, Tensor) and not self._row  # asking a device would wait for it
-        if quiet and _surely_finite([grad for grad in given if grad is not None]):
+        if quiet and _surely_finite([grad for grad in few if grad is not None]):
             self._own = False
             return
+        if not at_all and any(grad is not None and not _on_host(grad) for grad in few):
+            seen = set(self._few)
+            given = [grad if index in seen else None for index, grad in enumerate(given)]
         grads = [_local(grad) for grad in given]
         there = [grad for grad in grads if grad is not None and grad.numel()]
         own, self._own = self._own, False
@@ -90,6 +101,18 @@ class GradientWatch:
             return None
         index = int(self._first.nonzero()[0])
         return self._weights[index][0], int(self._since), bool(self._own_first)
+
+
+def _smallest(parameters: list[nn.Parameter]) -> list[int]:
+    """The indices, in their order, of the smallest parameters that have `FEW` elements together; one at least."""
+    sizes = {i: 0 if isinstance(one, nn.UninitializedParameter) else one.numel() for i, one in enumerate(parameters)}
+    found, total = [], 0
+    for index in sorted(sizes, key=lambda index: (sizes[index] == 0, sizes[index])):
+        total += sizes[index]
+        if found and (total > FEW or not sizes[index]):
+            break
+        found.append(index)
+    return sorted(found)
 
 
 def _surely_finite(grads: list[Tensor]) -> bool:
