@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import signal
+import subprocess
 import textwrap
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -97,7 +100,14 @@ class Job:
                 fds = {1: out.fileno(), 2: err.fileno()}
                 started = shared().start(run_python, str(script), environ=environ, cwd=self.folder, fds=fds)
             self.processes.append(started)
-        codes = [process.wait(LIMIT_S) for process in self.processes]
+        try:
+            codes = [process.wait(LIMIT_S) for process in self.processes]
+        except subprocess.TimeoutExpired:
+            for process in self.processes:
+                os.kill(process.pid, signal.SIGQUIT)  # all show where they stand
+            time.sleep(2)
+            said = [self._said(rank, where).read_text() for rank in range(2) for where in ("out", "err")]
+            pytest.fail("\n---\n".join(["the ranks did not exit", *said]))
         return [
             (code, without_gloo(self._said(rank, "out").read_text()), self._said(rank, "err").read_text())
             for rank, code in enumerate(codes)

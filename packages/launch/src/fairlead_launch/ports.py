@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import random
 import socket
 from collections.abc import Iterable, Mapping
 from typing import Final
@@ -58,8 +59,14 @@ def _listen(host: str, port: int) -> socket.socket:
     return socket.create_server((host, port), family=family, backlog=_BACKLOG)
 
 
-def free_port(host: str = "127.0.0.1", candidates: Iterable[int] = (0,)) -> int:
-    """The first port that is free now, else `PortError`. Another process may take it next: prefer `bind_listener`."""
+def free_port(host: str = "127.0.0.1", candidates: Iterable[int] | None = None) -> int:
+    """The first port that is free now, else `PortError`. Another process may take it next: prefer `bind_listener`.
+
+    Without candidates it is one that systems do not use for outgoing connections (32768 and above on Linux, 49152
+    elsewhere): any connection of any process would otherwise take it before it is listened on.
+    """
+    if candidates is None:
+        candidates = (*random.SystemRandom().sample(range(20000, 32000), 16), 0)
     with bind_listener(candidates, host) as listener:
         return int(listener.getsockname()[1])
 
