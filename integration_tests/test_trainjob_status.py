@@ -193,7 +193,7 @@ def sends_elsewhere(handler: BaseHTTPRequestHandler) -> bool:
         ("no token", "No such file or directory"),
         ("nobody there", "refused"),
         ("elsewhere", "the server answered 302"),
-        ("not encrypted", "is no https:// address"),
+        ("not encrypted", "is not an https:// address"),
     ],
 )
 def test_what_goes_wrong_is_said_once_and_delays_nothing(case: str, told: str, operator: StandIn) -> None:
