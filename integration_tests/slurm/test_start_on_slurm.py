@@ -127,7 +127,7 @@ def test_ranks_dealt_out_in_turn_are_named_with_their_nodes(cluster: Cluster, tm
     found = said(tmp_path, 0)
     assert f"missing: rank 1 on {nodes[1]}" in found[0], job.text()
     assert f"missing: rank 2 on {nodes[0]}" in found[0]
-    assert "nobody came" not in found[0]
+    assert "no rank came" not in found[0]
 
 
 @pytest.mark.full

@@ -481,7 +481,7 @@ def test_rows_wait_for_a_metrics_csv_that_cannot_be_opened(tmp_path: Path, monke
     second = metrics(tmp_path, resume_step=2)
     with monkeypatch.context() as patch:
         patch.setattr(StepTable, "_store", refused)
-        with pytest.warns(UserWarning, match=r"cannot write metrics\.csv: Disk quota exceeded.*rows are tried again"):
+        with pytest.warns(UserWarning, match=r"cannot write metrics\.csv: Disk quota exceeded.*rows will be retried"):
             log(second, 2, loss=2.0)
         log(second, 3, loss=3.0)
         with pytest.warns(UserWarning, match="does not know where metrics.csv stands"):
