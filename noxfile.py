@@ -40,7 +40,7 @@ nox.options.reuse_existing_virtualenvs = True
 nox.options.allow_parallel = True  # under `nox -j 2`; none writes where another reads
 nox.options.error_on_missing_interpreters = bool(os.environ.get("CI"))
 nox.options.sessions = [  # what takes longest comes first, so that `nox -j 2` is busy to the end
-    "lint", "integration", "slurm", "isolated", "tests", "types", "huggingface", "torch_free(smoke)", "minimums(smoke)",
+    "lint", "integration", "slurm", "isolated", "tests", "types", "huggingface(short)", "torch_free(smoke)", "minimums(smoke)",
     "smoke_oldest", "docs",
 ]  # fmt: skip
 
@@ -180,11 +180,12 @@ def slurm(session: nox.Session) -> None:
 
 
 @nox.session
-def huggingface(session: nox.Session) -> None:
+@nox.parametrize("mark", ["not full", "full"], ids=["short", "long"])
+def huggingface(session: nox.Session, mark: str) -> None:
     """Hugging Face's Trainer, and `fairlead verify` on Hugging Face's models."""
     places = [part for package in PACKAGES for part in editable(package, every_extra=package == "strategies")]
     install(session, *group("test", "huggingface"), *places)
-    pytest(session, *HUGGING_FACE, python=Path(session.virtualenv.location))
+    pytest(session, "-m", mark, *HUGGING_FACE, python=Path(session.virtualenv.location))
 
 
 @nox.session(default=False)
@@ -345,7 +346,7 @@ def gpu(session: nox.Session) -> None:
 
 
 TESTED = [
-    "integration", "slurm", "huggingface", *(f"tests({package})" for package in PACKAGES),
+    "integration", "slurm", "huggingface(short)", "huggingface(long)", *(f"tests({package})" for package in PACKAGES),
     *(f"long({part})" for part in LONG), "xla",
 ]  # fmt: skip
 """The sessions whose tests `acceptance.toml` may name."""

@@ -28,7 +28,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return weights(folder)
 
 
-@pytest.mark.parametrize("method", ["fork-server", "spawn"])
+@pytest.mark.parametrize("method", ["fork-server", pytest.param("spawn", marks=pytest.mark.full)])
 def test_a_killed_rank_costs_no_more_than_a_restart(tmp_path: Path, undisturbed: dict[str, Any], method: str) -> None:
     """The first restart is enough, it goes on from the newest checkpoint, and ends with the same bits."""
     job = repository(tmp_path / "repo")

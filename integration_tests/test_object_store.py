@@ -114,6 +114,7 @@ def test_a_store_that_does_not_answer_times_out(s3: S3, tmp_path: Path) -> None:
     assert names(store) == ["step-00000001"]
 
 
+@pytest.mark.full
 def test_a_store_that_stays_away_is_an_error_that_says_so_and_leaves_no_checkpoint(
     store: Store, s3: S3, tmp_path: Path
 ) -> None:

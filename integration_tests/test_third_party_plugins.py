@@ -156,6 +156,7 @@ def test_a_wrong_field_of_theirs_is_found_as_ours_are(tmp_path: Path, installed:
     assert "did you mean 'localsgd'?" in near.err
 
 
+@pytest.mark.full
 def test_pbs_tells_two_processes_who_they_are(tmp_path: Path, installed: Mapping[str, str]) -> None:
     job = str(repository(tmp_path / "repo"))
     nodes = tmp_path / "nodefile"

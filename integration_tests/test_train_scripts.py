@@ -310,6 +310,7 @@ def test_torchrun_one_rank_decides_for_all(trained: Path) -> None:
     assert never.stdout.count("in run-2 at 8") == 2
 
 
+@pytest.mark.full
 def test_an_error_on_rank_0_ends_all_ranks(trained: Path) -> None:
     """A run directory of other settings: every rank says so at once, and none waits for another."""
     refused = torchrun(trained, "auto", "0.01", expect=None)

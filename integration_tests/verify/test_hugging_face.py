@@ -138,6 +138,7 @@ def test_a_model_is_equal(tmp_path: Path, kind: str, way: str) -> None:
     assert found["alive"]["moved"] == found["compared"]["gradients"]["count"] > 30
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("kind", "schedule"), [("Mistral", "interleaved_1f1b"), ("Gemma", "1f1b")])
 def test_a_model_in_stages_is_equal(tmp_path: Path, kind: str, schedule: str) -> None:
     """In one process it is the model's own forward; Gemma's embedding is its output matrix, too."""
