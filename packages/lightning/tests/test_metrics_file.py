@@ -205,7 +205,7 @@ def test_a_disk_that_refuses_is_a_warning_and_nothing_is_lost(tmp_path: Path, mo
     with monkeypatch.context() as patch:
         patch.setattr(StepTable, "_write", full)
         file.log_metrics({"loss": 2.0}, step=1)
-        with pytest.warns(UserWarning, match=r"cannot write metrics.csv: No space left on device.*goes on"):
+        with pytest.warns(UserWarning, match=r"cannot write metrics.csv: No space left on device.*training continues"):
             file.save()
         for step in (2, 3):
             file.log_metrics({"loss": 3.0}, step=step)  # warned of once only

@@ -106,7 +106,8 @@ class GradientWatch:
 def _smallest(parameters: list[nn.Parameter]) -> list[int]:
     """The indices, in their order, of the smallest parameters that have `FEW` elements together; one at least."""
     sizes = {i: 0 if isinstance(one, nn.UninitializedParameter) else one.numel() for i, one in enumerate(parameters)}
-    found, total = [], 0
+    found: list[int] = []
+    total = 0
     for index in sorted(sizes, key=lambda index: (sizes[index] == 0, sizes[index])):
         total += sizes[index]
         if found and (total > FEW or not sizes[index]):
