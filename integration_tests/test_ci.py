@@ -55,6 +55,7 @@ def test_a_test_that_passes_when_it_is_run_again_is_flaky(tmp_path: Path, worker
     assert "what it printed" in output
     assert (tmp_path / "out" / "flaky.txt").read_text().split()[2:] == ["test_module.py::test_once"]
     assert (tmp_path / "out/ran/here/failed.txt").read_text() == "test_module.py::test_once\n"
+    assert "passed test_module.py::test_once\n" in (tmp_path / "out/ran/here/tests.txt").read_text()
     assert (tmp_path / "out/ran/here/again/tests.txt").read_text() == "passed test_module.py::test_once\n"
 
 
@@ -119,7 +120,7 @@ def test_the_table_counts_a_flaky_test_as_passed(tmp_path: Path) -> None:
     ran = tmp_path / "ran" / "tests(core)"
     ran.mkdir(parents=True)
     (ran / "tests.txt").write_text(
-        "passed a.py::test_a\nfailed a.py::test_b\nskipped a.py::test_c\nfailed a.py::test_d[x y]\n"
+        "passed a.py::test_a\nfailed a.py::test_b\nskipped a.py::test_c\npassed a.py::test_d[x y]\n"
     )
     (ran / "times.txt").write_text("12.50 a.py::test_a\n0.10 a.py::test_b\n")
     log = tmp_path / "log"

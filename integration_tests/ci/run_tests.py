@@ -53,6 +53,9 @@ def main(ran: Path, arguments: Sequence[str]) -> int:
         code = pytest(ran / "again", ["-m", "", f"@{ran / 'failed.txt'}"])
     if code == 0:
         print((ran / "failures.txt").read_text(encoding="utf-8"))
+        outcomes = (ran / "tests.txt").read_text(encoding="utf-8").splitlines()
+        passed = [f"passed {line.partition(' ')[2]}" if line.startswith("failed ") else line for line in outcomes]
+        (ran / "tests.txt").write_text("".join(f"{line}\n" for line in passed), encoding="utf-8")
         for test in failed:
             print(f"FLAKY {test}: failed as printed above, and passed when it was run again")
         with (sessions.parent / "flaky.txt").open("a", encoding="utf-8") as known:

@@ -61,7 +61,7 @@ class GradientWatch:
         given = [parameter.grad for _, parameter in self._weights]
         few = given if at_all else [given[index] for index in self._few]
         quiet = not isinstance(self._row, Tensor) and not self._row  # asking a device would wait for it
-        if quiet and _surely_finite([grad for grad in few if grad is not None]):
+        if quiet and _surely_finite([grad for grad in map(_local, few) if grad is not None]):
             self._own = False
             return
         if not at_all and any(grad is not None and not _on_host(grad) for grad in few):
