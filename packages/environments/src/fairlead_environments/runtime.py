@@ -32,7 +32,8 @@ def build(config: EnvironmentConfigBase, context: BuildContext) -> ResolvedEnvir
                 where="environment variable MASTER_PORT",
                 fix="export the same free MASTER_PORT for all ranks",
             )
-        preferred = _value(resolution.settings.get("main_port"))
+        # One rank has nobody to meet: any free port, so that two jobs that start at one moment do not take the same.
+        preferred = _value(resolution.settings.get("main_port")) if resolution.world_size > 1 else None
     environment = ResolvedEnvironment(
         launched=launched,
         main_address=_value(topology.main_address) or str(resolution.value("main_address")),
@@ -113,7 +114,7 @@ class ResolvedEnvironment(ClusterEnvironment):
     def main_port(self) -> int:
         """TCP port on the main address."""
         if self._main_port is None:
-            self._main_port = free_port("", (self._preferred_port or 0, 0))
+            self._main_port = free_port("", (self._preferred_port, 0)) if self._preferred_port else free_port("")
         return self._main_port
 
     @staticmethod

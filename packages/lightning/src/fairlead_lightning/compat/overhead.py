@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from typing import Any, Final
 
 import lightning.pytorch as L
@@ -47,7 +48,7 @@ class _Results(_ResultCollection):
 
 
 def less_overhead(trainer: L.Trainer) -> Callable[[], None]:
-    """Spares a fit what Lightning does for nothing; returns what ends it."""
+    """Spares a fit what Lightning does for nothing; returns what ends it (spawned ranks get a copy: it is pickled)."""
     epoch: Any = trainer.fit_loop.epoch_loop
     collections: list[Any] = [epoch._results, epoch.val_loop._results]
     for results in collections:
@@ -57,12 +58,13 @@ def less_overhead(trainer: L.Trainer) -> Callable[[], None]:
     profiler = own["profiler"]
     if type(profiler) is PassThroughProfiler:
         own["profiler"] = _NoProfiler()
+    return partial(_undo, collections, trainer, profiler)
 
-    def undo() -> None:
-        for results in collections:
-            if type(results) is _Results:
-                results.__class__ = _ResultCollection  # type: ignore[assignment]
-        if type(own["profiler"]) is _NoProfiler:
-            own["profiler"] = profiler
 
-    return undo
+def _undo(collections: list[Any], trainer: L.Trainer, profiler: object) -> None:
+    for results in collections:
+        if type(results) is _Results:
+            results.__class__ = _ResultCollection  # type: ignore[assignment]
+    own = vars(trainer)
+    if type(own["profiler"]) is _NoProfiler:
+        own["profiler"] = profiler
