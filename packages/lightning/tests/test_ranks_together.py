@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -74,6 +75,29 @@ class Drifts(Line):
             self.net.bias.data.add_(1e-3)
 
 
+class Keeps(Line):
+    """Each rank keeps something of its own behind its last step: a buffer, or a tensor in its optimizer."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.what = what
+        self.register_buffer("queue", torch.zeros(2))
+        self.register_buffer("cache", torch.zeros(2), persistent=False)
+        self.norm = torch.nn.BatchNorm1d(1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return super().training_step(batch, batch_idx) + self.norm(self.net(batch[0])).square().mean()
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        if self.trainer.global_step == 8:
+            self.cache.fill_(self.global_rank)
+            if self.what == "buffer":
+                self.queue.fill_(self.global_rank)
+            else:
+                self.trainer.optimizers[0].state[self.net.bias]["exp_avg"].add_(self.global_rank)
+
+
+LOCAL: dict[str, Any] = {"use_distributed_sampler": True, "strategy": {"name": "ddp", "broadcast_buffers": False}}
 SETTINGS: dict[str, Any] = {"devices": 2, "strategy": "ddp", "max_epochs": EPOCHS}
 
 
@@ -100,7 +124,20 @@ def on_two_ranks(rank: int, root: Path) -> dict[str, Any]:
         "drifts": train(
             Drifts(), root / "drifts", samples(), use_distributed_sampler=True, check_divergence_every_n_steps=2
         ),
+        "unasked": train(
+            Drifts(), root / "unasked", samples(), use_distributed_sampler=True, checkpoint={"every_n_steps": 3}
+        ),
+        "optimizer": train(Keeps("optimizer"), root / "optimizer", samples(), use_distributed_sampler=True),
     }
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        # Torch warns of a `broadcast_buffers` that is given.
+        got["buffer"] = train(Keeps("buffer"), root / "buffer", samples(), **LOCAL)
+        got["local"] = train(Keeps("buffer"), root / "local", samples(), **LOCAL, local_buffers=["que*"])
+        got["warned"] = train(
+            Drifts(), root / "warned", samples(), use_distributed_sampler=True, on_divergence="warning"
+        )
+    got["warnings"] = [str(one.message) for one in caught if "replicas-differ" in str(one.message)]
     trainer = plain(
         devices=2,
         strategy="ddp",
@@ -170,11 +207,27 @@ def test_weights_that_differ_end_the_run_at_once(found: tuple[list[dict[str, Any
     """It is compared every second step, so the sixth is the first that sees it; all ranks say the same."""
     texts = {got["drifts"]["error"] for got in found[0]}
     assert len(texts) == 1
-    assert "at step 6 the ranks do not hold the same weights any more: net.bias differs on rank 1" in texts.pop()
+    text = texts.pop()
+    assert "at step 6 the ranks do not hold the same model any more: net.bias differs on rank 1" in text
+    assert "they were equal at step 4; ranks that agree with each other: rank 0; rank 1" in text
     assert {got["drifts"]["kind"] for got in found[0]} == {"RunFailedError"}
     (event,) = events(found[1] / "drifts" / "run", "diverged")
     assert (event["step"], event["ranks"]) == (6, [1])
     assert events(found[1] / "drifts" / "run")[-1]["event"] == "failed"
+
+
+def test_ranks_are_compared_without_being_asked(found: tuple[list[dict[str, Any]], Path]) -> None:
+    """After the first step, before each checkpoint, at the end: nothing that differs is saved or called done."""
+    for rank, got in enumerate(found[0]):
+        assert "at step 6 the ranks do not hold the same model any more: net.bias" in got["unasked"]["error"]
+        assert "they were equal at step 4" in got["unasked"]["error"]
+        assert "the newest checkpoint is of step 4" in got["unasked"]["error"]
+        assert "at step 8 the ranks do not hold the same model any more: queue" in got["buffer"]["error"]
+        assert "counted" in got["local"]  # nor is a batch norm's own mean an error, nor what is no state
+        assert "optimizer 0, exp_avg of net.bias differs on rank 1" in got["optimizer"]["error"]
+        assert "counted" in got["warned"]
+        assert len(got["warnings"]) == (rank == 0)
+    assert events(found[1] / "warned" / "run", "diverged")[0]["step"] == 8
 
 
 def test_in_one_process_a_module_reduces_too(tmp_path: Path) -> None:

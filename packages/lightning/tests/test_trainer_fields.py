@@ -210,6 +210,11 @@ EXPECTED: dict[str, list[tuple[dict[str, Any], Check]]] = {
         ({"check_divergence_every_n_steps": 5}, has("parts.replicas.steps", 5)),
         ({"check_divergence_every_n_steps": None}, has("parts.replicas.steps", None)),
     ],
+    "on_divergence": [
+        ({"on_divergence": "warning"}, has("parts.replicas.found", "warning")),
+        ({"on_divergence": "error"}, has("parts.replicas.found", "error")),
+    ],
+    "local_buffers": [({"local_buffers": ["a.*"]}, has("parts.replicas.local_buffers", ["a.*"]))],
     "threads": [({"threads": 1}, computes_with(1)), ({"threads": 3}, computes_with(3))],
     "auto_determine_num_nodes": [({"auto_determine_num_nodes": False}, has("num_nodes", 1))],
     "max_epochs": [({"max_epochs": 7}, has("max_epochs", 7)), ({"max_epochs": -1}, has("max_epochs", -1))],

@@ -48,6 +48,7 @@ CODES: Final[dict[str, str]] = {
     "precision-emulated": "This hardware has no native bfloat16; it would be emulated, slowly.",
     "profile-missing": "`check --for` needs `resources` in the job.",
     "profile-mismatch": "The job requests more than its `resources` have.",
+    "replicas-differ": "Ranks that should hold the same weights, buffers and optimizer state do not.",
     "resume-exactness-unknown": "Whether a resumed run ends with the same bits is not known, as before a first start.",
     "resume-not-exact": "A resumed run may end with other bits than one that was not interrupted.",
     "resume-path": "The checkpoint to resume from does not exist.",

@@ -16,7 +16,7 @@ from fairlead_distributed.collectives import (
     reduce_scatter,
 )
 from fairlead_distributed.data_parallel import DistributedDataParallel, join
-from fairlead_distributed.divergence import Divergence, first_divergence
+from fairlead_distributed.divergence import Divergence, first_divergence, replicated_tensors
 from fairlead_distributed.errors import (
     AddressNotFoundError,
     AddressUnreachableError,
@@ -154,6 +154,7 @@ __all__ = [
     "rank_device",
     "reduce_scatter",
     "register_exact_reduction",
+    "replicated_tensors",
     "rng_state",
     "sample_rng",
     "scale_lr",

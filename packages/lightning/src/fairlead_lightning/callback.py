@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import lightning.pytorch as L
@@ -41,7 +41,9 @@ class Fairlead(L.Callback):
         checkpoint: When to save and what to keep; None: the defaults of `CheckpointConfig`.
         requeue: Who starts the job again after a stop, as `trainer.requeue`; `auto`: the scheduler of this job.
         max_non_finite: When a loss that is no number ends the training, as failed; see `TrainerConfig`.
-        check_divergence_every_n_steps: How often the weights of all ranks are compared; see `TrainerConfig`.
+        check_divergence_every_n_steps: Compare the model of all ranks so often too; see `TrainerConfig`.
+        on_divergence: What to do where the ranks hold different models; see `TrainerConfig`.
+        local_buffers: Buffers that differ over the ranks on purpose; see `TrainerConfig`.
         batch_policy: What stays the same when the run goes on with another number of ranks; see `TrainerConfig`.
         base_batch_size: The global batch for which the learning rates of `configure_optimizers` were chosen: they
             follow that of this start; see `TrainerConfig`.
@@ -66,6 +68,8 @@ class Fairlead(L.Callback):
         requeue: RequeueConfigBase | Mapping[str, Any] | str = "auto",
         max_non_finite: int | None = 10,
         check_divergence_every_n_steps: int | None = None,
+        on_divergence: Literal["error", "warning", "ignore"] = "error",
+        local_buffers: Sequence[str] = (),
         batch_policy: Literal["keep_global", "keep_per_device"] | None = None,
         base_batch_size: int | None = None,
         lr_rule: Literal["linear", "sqrt", "none"] | None = None,
@@ -85,6 +89,8 @@ class Fairlead(L.Callback):
                 "requeue": requeue,
                 "max_non_finite": max_non_finite,
                 "check_divergence_every_n_steps": check_divergence_every_n_steps,
+                "on_divergence": on_divergence,
+                "local_buffers": list(local_buffers),
                 "base_batch_size": base_batch_size,
                 "lr_rule": lr_rule,
             },

@@ -34,6 +34,7 @@ from fairlead_lightning import compat
 from fairlead_lightning.build import build_backend
 from fairlead_lightning.checkpoint.checkpoints import Checkpoints
 from fairlead_lightning.checkpoint.finite import Finite
+from fairlead_lightning.checkpoint.replicas import Replicas
 from fairlead_lightning.display.output import give_output_back, keep_output
 from fairlead_lightning.display.quiet import only_rank_0_warns
 from fairlead_lightning.display.trainjob import TrainJobProgress
@@ -41,7 +42,6 @@ from fairlead_lightning.guard import StopGuard
 from fairlead_lightning.lifecycle.batch_rule import BatchRule
 from fairlead_lightning.lifecycle.even_epochs import EvenEpochs
 from fairlead_lightning.lifecycle.recorder import Recorder
-from fairlead_lightning.lifecycle.replicas import Replicas
 from fairlead_lightning.lifecycle.stopping import StopRequested
 from fairlead_lightning.lifecycle.stops import Stops
 from fairlead_lightning.lifecycle.stuck import StuckRanks
@@ -180,7 +180,8 @@ class FitParts:
         self.batch = BatchRule(resolution, say, global_batch(job, resolution.trainer))
         self.always: list[L.Callback] = [ModuleReduce(), self.batch]
         self.finite = Finite(resolution.trainer.max_non_finite, say)
-        self.replicas = Replicas(resolution.trainer.check_divergence_every_n_steps)
+        asked = resolution.trainer
+        self.replicas = Replicas(asked.on_divergence, asked.check_divergence_every_n_steps, asked.local_buffers)
         self.even = EvenEpochs(say)
         self.stuck = StuckRanks(environ, timeout=getattr(resolution.strategy, "timeout", None))
         self.stops = Stops(context, say, guard)
@@ -204,7 +205,9 @@ class FitParts:
         A stop is carried out last, when all others have had their say. A finished run gets nothing that records.
         """
         keep_output()
-        saves = [Checkpoints(checkpoint, session, self.exact, self.finite)] if checkpoint is not None else []
+        saves = []
+        if checkpoint is not None:
+            saves = [Checkpoints(checkpoint, session, self.exact, self.finite, self.replicas)]
         writes = saves[0] if saves else None
         first: list[L.Callback] = [self.averages, self.exact, *self.always]
         records: list[L.Callback] = []

@@ -180,7 +180,11 @@ class TrainerConfig(ConfigModel):
     max_non_finite: Annotated[PositiveInt | None, MayChange("when a training that has failed ends")] = 10
     """Fail the run after so many batches in a row with a NaN or infinite loss, or with such weights; None: continue."""
     check_divergence_every_n_steps: Annotated[PositiveInt | None, MayChange("it only watches")] = None
-    """Compare the weights of all ranks bit for bit every N steps, and fail the run if they differ."""
+    """Compare the model of all ranks every N steps too, not only after the first, at checkpoints and at the end."""
+    on_divergence: Annotated[Literal["error", "warning", "ignore"], MayChange("it only watches")] = "error"
+    """What to do where the ranks hold different weights, buffers or optimizer state: end the run, or warn once."""
+    local_buffers: Annotated[list[str], MayChange("it only watches")] = Field(default_factory=list)
+    """Buffers that differ over the ranks on purpose, by name or pattern (`encoder.*.queue`)."""
     batch_policy: Annotated[
         Literal["keep_global", "keep_per_device"] | None, MayChange("it is set because the world size changed")
     ] = None

@@ -20,6 +20,7 @@ from fairlead_distributed.run.session import STATE_FILE, RunSession
 from fairlead_lightning import compat
 from fairlead_lightning.checkpoint.commits import Commits
 from fairlead_lightning.checkpoint.finite import Finite
+from fairlead_lightning.checkpoint.replicas import Replicas
 from fairlead_lightning.checkpoint.saving import Correction, meet, write_state
 from fairlead_lightning.resume.exact_resume import ExactResume
 from fairlead_runs.commit import best, list_checkpoints, newest_complete, retain
@@ -34,11 +35,14 @@ class Checkpoints(Checkpoint):
     A save that fails (a full disk) is a warning; at the end of the run it is an error: its result would be lost.
     """
 
-    def __init__(self, config: CheckpointConfig, session: RunSession, exact: ExactResume, finite: Finite) -> None:
+    def __init__(
+        self, config: CheckpointConfig, session: RunSession, exact: ExactResume, finite: Finite, replicas: Replicas
+    ) -> None:
         self.config = config
         self.session = session
         self.exact = exact
         self.finite = finite
+        self.replicas = replicas
         self.best_model_path = ""
         """Where training begins and ends, the best by `monitor`, else the newest: what `ckpt_path="best"` loads."""
         self._commits: Commits | None = None
@@ -195,6 +199,7 @@ class Checkpoints(Checkpoint):
 
     def _commit(self, trainer: L.Trainer, reason: str, correct: Correction | None) -> None:
         commits = self._of_run
+        self.replicas.compare(trainer)
 
         def own() -> dict[str, Any]:
             measured = {"measured": sorted(self._measured), "measured_at": self._measured_at}

@@ -1,0 +1,133 @@
+"""Do the ranks still hold the same model? Asked after the first step, at each checkpoint, at the end, every N steps."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import lightning.pytorch as L
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from fairlead.errors import ConfigError, RunFailedError
+from fairlead.findings import Finding
+from fairlead_distributed import Divergence, first_divergence, replicated_tensors
+from fairlead_distributed._sharded import is_fsdp1
+from fairlead_distributed.run.session import RunSession
+from fairlead_lightning import compat
+from fairlead_runs.commit import list_checkpoints
+from fairlead_runs.waiting import ranks_text
+
+
+@compat.only_its_own_batch_hooks
+class Replicas(L.Callback):
+    """Compares parameters, buffers and optimizer state of all ranks bit for bit (`first_divergence`).
+
+    Args:
+        found: What ranks that differ do: end the fit, or give one warning; "ignore" compares nothing.
+        steps: Compare every so many optimizer steps too.
+        local_buffers: Patterns of the names of buffers that differ over the ranks on purpose.
+    """
+
+    def __init__(
+        self,
+        found: Literal["error", "warning", "ignore"] = "error",
+        steps: int | None = None,
+        local_buffers: Sequence[str] = (),
+    ) -> None:
+        self.found = found
+        self.steps = steps
+        self.local_buffers = local_buffers
+        self._session: RunSession | None = None
+        self._parts: dict[str, bool] | None = None
+        self._seen = 0
+        self._equal: int | None = None
+        self._first = self._warned = False
+
+    def begin(self, session: RunSession) -> None:
+        """A fit of this run begins."""
+        self._session, self._warned = session, False
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """What of the model is the same on all ranks depends on how it is split."""
+        self._seen, self._equal, self._first = trainer.global_step, None, True
+        parts = _replicated(trainer)
+        self._parts = parts if self.found != "ignore" and parts and trainer.world_size > 1 else None
+        if self.steps is not None and parts is not None and not parts["parameters"]:
+            raise ConfigError(
+                f"the weights of {type(trainer.strategy).__name__} cannot be compared over the ranks",
+                where="trainer.check_divergence_every_n_steps",
+                why="each rank holds other parts of them",
+                fix="leave it out, or use strategy: ddp or fsdp2",
+            )
+
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
+        """Compares after the first step of this start, and every `steps`."""
+        step, seen = trainer.global_step, self._seen
+        if self._parts is None or step == seen:
+            return
+        self._seen = step  # several optimizers make several steps in a batch
+        if self._first or (self.steps is not None and step // self.steps > seen // self.steps):
+            self._first = False
+            self.compare(trainer)
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Compares what the fit has made."""
+        self.compare(trainer)
+
+    def compare(self, trainer: L.Trainer) -> None:
+        """A RunFailedError, the same on all ranks, which call it together, where they do not hold the same."""
+        step = trainer.global_step
+        if self._parts is None or not dist.is_initialized():
+            return
+        optimizers = [getattr(one, "optimizer", one) for one in trainer.optimizers]
+        pairs = replicated_tensors(
+            trainer.lightning_module, optimizers, **self._parts, local_buffers=self.local_buffers
+        )
+        found = first_divergence(pairs)
+        if found is None:
+            self._equal = step
+        elif self.found == "error" or not self._warned:
+            self._warned = True
+            self._differ(trainer, step, found)
+
+    def _differ(self, trainer: L.Trainer, step: int, found: Divergence) -> None:
+        session = self._session
+        groups = "; ".join(ranks_text(one) for one in found.groups)
+        since = f"they were equal at step {self._equal}" if self._equal is not None else "since its first steps"
+        kept = list_checkpoints(session.path / "checkpoints") if session is not None else []
+        newest = f"; the newest checkpoint is of step {kept[-1].step}" if kept else ""
+        what = f"at step {step} the ranks do not hold the same model any more: {found}"
+        why = f"{since}; ranks that agree with each other: {groups}{newest}"
+        where = str(session.path) if session is not None else f"rank {trainer.global_rank}"
+        if session is not None:
+            session.event("diverged", step=step, what=str(found), ranks=list(found.ranks))
+        if self.found == "error":
+            raise RunFailedError(what, where=where, why=why, fix=_FIX)
+        if trainer.is_global_zero:
+            finding = Finding("warning", "replicas-differ", what, where=where, why=why, fix=_FIX)
+            warnings.warn(str(finding), stacklevel=2)
+
+
+_FIX = (
+    "look for what one rank does alone: weights changed under `if rank == 0`, an optimizer step that is skipped,\n"
+    "random numbers of its own (a seed with the rank in it), a parameter that the strategy does not average, a buffer\n"
+    "that each rank updates from its own data; or for a device with faulty memory.\n"
+    "A buffer that differs on purpose: trainer.local_buffers: [its name]. Replicas that differ on purpose:\n"
+    "trainer.on_divergence: warning"
+)
+
+
+def _replicated(trainer: L.Trainer) -> dict[str, bool] | None:
+    """Which parts of the model each rank holds whole, or a replica of its shard; None: none."""
+    strategy: Any = trainer.strategy
+    model = strategy.model
+    layout = getattr(strategy, "layout", None)
+    if getattr(strategy, "_model_averager", None) is not None or getattr(layout, "pipeline", 1) > 1:
+        return None  # local SGD lets replicas drift apart between two averages; stages hold other layers
+    if isinstance(model, DistributedDataParallel):
+        # Before each forward pass DDP copies rank 0's to all: what differs now is no drift.
+        return {"parameters": True, "buffers": not model.broadcast_buffers}
+    shards = "deepspeed" in type(strategy).__name__.lower() or any(map(is_fsdp1, model.modules()))
+    return {"parameters": not shards, "buffers": getattr(layout, "tensor", 1) == 1}
