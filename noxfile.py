@@ -306,15 +306,16 @@ ON_TORCH = [
 ]
 
 
-def with_torch(session: nox.Session, version: str, *more: str) -> None:
-    """Installs all packages in place with one version of torch, a build for CUDA: gigabytes."""
+def with_torch(session: nox.Session, version: str, *more: str, engines: bool = False) -> None:
+    """Installs all packages in place with one version of torch, a build for CUDA: gigabytes. `engines`: and extras."""
     # The pins, without those of torch and of what is built for one torch.
     apart = r"(torch|torch-xla|torchao|transformer_engine|fsspec|setuptools|sympy|networkx|filelock)=="
     lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
     pins = Path(session.create_tmp()) / "constraints.txt"
     pins.write_text("\n".join([*(line for line in lines if not re.match(apart, line)), f"torch=={version}\n"]))
-    places = [part for package in PACKAGES for part in editable(package)]
-    wanted = (*group("test", "data"), f"torch=={version}", *more, *places, "fsspec")
+    places = [part for package in PACKAGES for part in editable(package, every_extra=engines)]
+    groups = ("test", "data", *(("store", "spmd") if engines else ()))
+    wanted = (*group(*groups), f"torch=={version}", *more, *places, "fsspec")
     install(session, *wanted, env={"PIP_CONSTRAINT": str(pins)})
 
 
@@ -328,14 +329,14 @@ def smoke_oldest(session: nox.Session) -> None:
 @nox.session(default=False)
 def oldest(session: nox.Session) -> None:
     """The tests of the packages that torch matters to, on the oldest torch that is supported."""
-    with_torch(session, OLDEST)
+    with_torch(session, OLDEST, engines=True)
     pytest(session, *ON_TORCH, *IN_TWO, python=Path(session.virtualenv.location))
 
 
 @nox.session(default=False)
 def newest(session: nox.Session) -> None:
     """The same on the newest torch that is tested."""
-    with_torch(session, NEWEST)
+    with_torch(session, NEWEST, engines=True)
     pytest(session, *ON_TORCH, *IN_TWO, python=Path(session.virtualenv.location))
 
 

@@ -81,12 +81,13 @@ class Keeps(Line):
     def __init__(self, what: str) -> None:
         super().__init__()
         self.what = what
-        self.register_buffer("queue", torch.zeros(2))
-        self.register_buffer("cache", torch.zeros(2), persistent=False)
+        self.queue: Any = torch.nn.Buffer(torch.zeros(2))
+        self.cache: Any = torch.nn.Buffer(torch.zeros(2), persistent=False)
         self.norm = torch.nn.BatchNorm1d(1)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return super().training_step(batch, batch_idx) + self.norm(self.net(batch[0])).square().mean()
+        normed: Tensor = self.norm(self.net(batch[0]))
+        return super().training_step(batch, batch_idx) + normed.square().mean()
 
     def on_train_batch_end(self, *_: Any) -> None:
         if self.trainer.global_step == 8:
