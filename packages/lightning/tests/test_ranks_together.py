@@ -118,7 +118,7 @@ def train(model: L.LightningModule, root: Path, train_data: Any, **config: Any) 
 
 def on_two_ranks(rank: int, root: Path) -> dict[str, Any]:
     own_part = Subset(samples(40), own(rank))
-    got = {
+    got: dict[str, Any] = {
         "sized": train(Reports(), root / "sized", own_part, val_check_interval=0.5),
         "stream": train(Reports(), root / "stream", Stream(own(rank)), accumulate_grad_batches=2),
         "empty": train(Line(), root / "empty", Stream([] if rank else own(0))),
