@@ -45,6 +45,7 @@ from fairlead_lightning.lifecycle.recorder import Recorder
 from fairlead_lightning.lifecycle.stopping import StopRequested
 from fairlead_lightning.lifecycle.stops import Stops
 from fairlead_lightning.lifecycle.stuck import StuckRanks
+from fairlead_lightning.lifecycle.trainable import Trainable
 from fairlead_lightning.metrics.metrics_file import METRICS_FILE, MetricsFile
 from fairlead_lightning.module_reduce import ModuleReduce
 from fairlead_lightning.resume.averages import AverageOverRanks
@@ -179,6 +180,7 @@ class FitParts:
         self.exact = ExactResume(seed, environ=environ, settings=inexact, say=say)
         self.batch = BatchRule(resolution, say, global_batch(job, resolution.trainer))
         self.always: list[L.Callback] = [ModuleReduce(), self.batch]
+        self.trainable = Trainable(self.exact.reduce_in_order)
         self.finite = Finite(resolution.trainer.max_non_finite, say)
         asked = resolution.trainer
         self.replicas = Replicas(asked.on_divergence, asked.check_divergence_every_n_steps, asked.local_buffers)
@@ -212,7 +214,7 @@ class FitParts:
         first: list[L.Callback] = [self.averages, self.exact, *self.always]
         records: list[L.Callback] = []
         if session.finished is None:
-            first += [self.even, self.finite, self.replicas]
+            first += [self.even, self.finite, self.trainable, self.replicas]
             for part in (self.even, self.finite, self.replicas):
                 part.begin(session)
             self.stuck.begin(session)
@@ -254,7 +256,7 @@ class FitParts:
         trainer.loggers = [logger for logger in trainer.loggers if logger not in self._loggers]
 
 
-_WATCH: Final = (EvenEpochs, Finite, Replicas, StuckRanks)
+_WATCH: Final = (EvenEpochs, Finite, Replicas, StuckRanks, Trainable)
 _PARTS: Final = (
     AverageOverRanks,
     ExactResume,

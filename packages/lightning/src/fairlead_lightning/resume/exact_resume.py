@@ -145,6 +145,10 @@ class ExactResume(L.Callback):
             self._users.watch(trainer, self._state)
         if self._state is not None and any(map(is_finder, vars(trainer)["callbacks"])):
             self._users.kept.restore(self._state.get("attributes", {}))  # the batch size, before loaders are made
+        self.reduce_in_order(trainer)
+
+    def reduce_in_order(self, trainer: L.Trainer) -> None:
+        """A script's own DDP was built: has it add gradients in a fixed order where that costs little."""
         model = trainer.strategy.model
         if self._settings is None and isinstance(model, DistributedDataParallel):
             kept = model.find_unused_parameters and not model.static_graph  # DDP keeps its first buckets then
