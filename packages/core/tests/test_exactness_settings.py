@@ -173,7 +173,7 @@ def test_every_field_of_the_trainer_was_thought_of() -> None:
         *("profiler", "enable_progress_bar", "progress_interval", "enable_model_summary", "enable_autolog_hparams"),
         "model_registry",
         "max_non_finite",
-        *("check_divergence_every_n_steps", "on_divergence", "local_buffers"),
+        *("check_divergence_every_n_steps", "on_divergence", "local_buffers", "check_samples"),
         *("batch_size_from", "base_batch_size", "lr_rule"),
     }
     known = by_plugin | inexact | by_sight | by_ranks | limits | the_same_each_time

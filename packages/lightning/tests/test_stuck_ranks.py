@@ -170,7 +170,9 @@ def test_a_rank_that_lost_its_peer_is_not_blamed(job: Job, trouble: str, error: 
         """
     )
     both = said + traceback
-    (told,) = [line for line in both.splitlines() if line.startswith(("rank ", "a rank "))]
+    lines = [line for line in both.splitlines() if line.startswith(("rank ", "a rank "))]
+    # Where rank 1's exit takes longer, its connection is still open: rank 0 says that it does not wait for it.
+    (told,) = [line for line in lines if not line.startswith("rank 0 ends, 2 s after that")]
     assert error in told
     assert both.count("Traceback") == (0 if "kill" in trouble else 1), both
     assert "gloo/transport" not in both

@@ -44,6 +44,7 @@ class Fairlead(L.Callback):
         check_divergence_every_n_steps: Compare the model of all ranks so often too; see `TrainerConfig`.
         on_divergence: What to do where the ranks hold different models; see `TrainerConfig`.
         local_buffers: Buffers that differ over the ranks on purpose; see `TrainerConfig`.
+        check_samples: Warn if ranks or workers train on the same samples; see `TrainerConfig`.
         batch_policy: What stays the same when the run goes on with another number of ranks; see `TrainerConfig`.
         base_batch_size: The global batch for which the learning rates of `configure_optimizers` were chosen: they
             follow that of this start; see `TrainerConfig`.
@@ -70,6 +71,7 @@ class Fairlead(L.Callback):
         check_divergence_every_n_steps: int | None = None,
         on_divergence: Literal["error", "warning", "ignore"] = "error",
         local_buffers: Sequence[str] = (),
+        check_samples: bool = True,
         batch_policy: Literal["keep_global", "keep_per_device"] | None = None,
         base_batch_size: int | None = None,
         lr_rule: Literal["linear", "sqrt", "none"] | None = None,
@@ -91,6 +93,7 @@ class Fairlead(L.Callback):
                 "check_divergence_every_n_steps": check_divergence_every_n_steps,
                 "on_divergence": on_divergence,
                 "local_buffers": list(local_buffers),
+                "check_samples": check_samples,
                 "base_batch_size": base_batch_size,
                 "lr_rule": lr_rule,
             },

@@ -42,6 +42,7 @@ from fairlead_lightning.guard import StopGuard
 from fairlead_lightning.lifecycle.batch_rule import BatchRule
 from fairlead_lightning.lifecycle.even_epochs import EvenEpochs
 from fairlead_lightning.lifecycle.recorder import Recorder
+from fairlead_lightning.lifecycle.samples import SameSamples
 from fairlead_lightning.lifecycle.stopping import StopRequested
 from fairlead_lightning.lifecycle.stops import Stops
 from fairlead_lightning.lifecycle.stuck import StuckRanks
@@ -181,6 +182,7 @@ class FitParts:
         self.batch = BatchRule(resolution, say, global_batch(job, resolution.trainer))
         self.always: list[L.Callback] = [ModuleReduce(), self.batch]
         self.trainable = Trainable(self.exact.reduce_in_order)
+        self.samples = SameSamples(resolution.trainer.check_samples, say)
         self.finite = Finite(resolution.trainer.max_non_finite, say)
         asked = resolution.trainer
         self.replicas = Replicas(asked.on_divergence, asked.check_divergence_every_n_steps, asked.local_buffers)
@@ -214,8 +216,8 @@ class FitParts:
         first: list[L.Callback] = [self.averages, self.exact, *self.always]
         records: list[L.Callback] = []
         if session.finished is None:
-            first += [self.even, self.finite, self.trainable, self.replicas]
-            for part in (self.even, self.finite, self.replicas):
+            first += [self.even, self.samples, self.finite, self.trainable, self.replicas]
+            for part in (self.even, self.samples, self.finite, self.replicas):
                 part.begin(session)
             self.stuck.begin(session)
             self.stops.begin(trainer, session, writes, here=trains_here(self._resolution))
@@ -256,7 +258,7 @@ class FitParts:
         trainer.loggers = [logger for logger in trainer.loggers if logger not in self._loggers]
 
 
-_WATCH: Final = (EvenEpochs, Finite, Replicas, StuckRanks, Trainable)
+_WATCH: Final = (EvenEpochs, Finite, Replicas, SameSamples, StuckRanks, Trainable)
 _PARTS: Final = (
     AverageOverRanks,
     ExactResume,

@@ -185,6 +185,8 @@ class TrainerConfig(ConfigModel):
     """What to do where the ranks hold different weights, buffers or optimizer state: end the run, or warn once."""
     local_buffers: Annotated[list[str], MayChange("it only watches")] = Field(default_factory=list)
     """Buffers that differ over the ranks on purpose, by name or pattern (`encoder.*.queue`)."""
+    check_samples: Annotated[bool, MayChange("it only watches")] = True
+    """Warn if ranks, or workers of the loader, train on the same samples, by the first batches of each start."""
     batch_policy: Annotated[
         Literal["keep_global", "keep_per_device"] | None, MayChange("it is set because the world size changed")
     ] = None

@@ -107,6 +107,7 @@ def trial_settings(job: JobConfig, layout: Layout, steps: Steps, folder: Path) -
         "profiler": None,
         "check_divergence_every_n_steps": None,
         "on_divergence": "ignore",
+        "check_samples": False,
         "enable_progress_bar": False,
         "enable_model_summary": False,
         "fast_dev_run": False,
