@@ -28,6 +28,8 @@ class Rebuilt:
     model: L.LightningModule
     data: L.LightningDataModule | None
     checkpoint: Path | None
+    loads: bool = True
+    """Whether an evaluation is to load weights: those of an exported folder are there already."""
 
 
 def rebuild(
@@ -50,7 +52,7 @@ def rebuild(
     data = build_user_object(job.data, root, "data", L.LightningDataModule) if job.data is not None else None
     if weights is not None:
         load_weights(model, weights)
-    return Rebuilt(model, data, checkpoint)
+    return Rebuilt(model, data, checkpoint, loads=weights is None)
 
 
 def build_user_object(spec: ClassSpec, root: CodeRoot, where: str, expected: type) -> Any:

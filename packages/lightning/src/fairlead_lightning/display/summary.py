@@ -8,7 +8,7 @@ from pathlib import Path
 from fairlead.errors import CheckpointError
 from fairlead_lightning.display.throughput import Throughput, duration, number
 from fairlead_runs.commit import Checkpoint, best, list_checkpoints
-from fairlead_runs.describe import counted
+from fairlead_runs.describe import counted, shown_path
 
 
 def summary_lines(step: int, epoch: int, speed: Throughput, replicas: int, now: float, run_dir: Path) -> list[str]:
@@ -21,8 +21,7 @@ def summary_lines(step: int, epoch: int, speed: Throughput, replicas: int, now: 
     if speed.batches and trained > 0:
         samples = speed.samples * replicas / trained
         lines.append(f"speed       {number(samples)} samples/s, {number(steps / trained)} steps/s while training")
-    if run_dir.is_relative_to(Path.cwd()):
-        run_dir = run_dir.relative_to(Path.cwd())
+    run_dir = Path(shown_path(run_dir, Path.cwd()))
     checkpoints = list_checkpoints(run_dir / "checkpoints")
     if checkpoints:
         lines += [*_best(checkpoints), f"checkpoint  {checkpoints[-1].path}"]
