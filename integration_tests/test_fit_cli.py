@@ -152,7 +152,8 @@ def test_validate_takes_the_trained_weights_and_says_which(gpt: Fitted) -> None:
     before = tree(gpt.cwd)
     values, said = [], []
     run = gpt.cwd / "runs" / "gpt-tiny"
-    for words in (("--resume", "never"), (), ("--resume", "last"), ("--resume", str(run)), ("--resume", str(run / "best"))):
+    for resume in ("never", None, "last", str(run), str(run / "best")):
+        words = ("--resume", resume) if resume is not None else ()
         call = fairlead("validate", str(gpt.job), "--set", "trainer.devices=1", *words, cwd=gpt.cwd)
         assert call.code == 0, call.text
         values.append(dict(line.split() for line in call.out.splitlines() if line.startswith("val/")))

@@ -54,6 +54,7 @@ CODES: Final[dict[str, str]] = {
     "resume-path": "The checkpoint to resume from does not exist.",
     "run-directory": "The run directory cannot be used as it is.",
     "run-finished": "The run has reached its limits; there is nothing left to do.",
+    "steps-uncounted": "The module steps an optimizer where Lightning does not count it; Fairlead counts these steps.",
     "settings-changed": "A run resumes from a checkpoint that was saved with other settings.",
     "signal-handler-replaced": "A library replaced a signal handler after the handlers for stops were installed.",
     "signals-unheard": "The training is not in the main thread, and no installed signal handlers were passed to it.",

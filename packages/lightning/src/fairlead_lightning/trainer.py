@@ -65,7 +65,8 @@ class Trainer(L.Trainer):
 
     `fit` keeps a run directory: history, metrics.csv, checkpoints; it resumes from the newest
     complete checkpoint of the run by itself.  `validate`, `test` and `predict` write nothing there;
-    before a fit they take the run's best checkpoint, or its newest, and say which.  `fast_dev_run` and `barebones` keep no records, but that the
+    before a fit they take the run's best checkpoint, or its newest, and say which.  `fast_dev_run` and `barebones` keep
+    no records, but that the
     `fast_dev_run` of a job writes down what it saw of the loaders, for `fairlead explain`.
 
     Args:

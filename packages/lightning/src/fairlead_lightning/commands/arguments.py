@@ -34,8 +34,8 @@ def fit_arguments(parser: argparse.ArgumentParser) -> None:
         "--resume",
         metavar="auto|never|best|last|PATH|weights:PATH",
         help="auto (default): resume this run; never: start a new run beside it; best, last: resume from that "
-        "checkpoint; PATH: from any checkpoint, also RUN/best, or RUN: its newest; weights:PATH: start a new run with only "
-        "its weights",
+        "checkpoint; PATH: from any checkpoint, also RUN/best, or RUN: its newest; weights:PATH: start a new run with "
+        "only its weights",
     )
     parser.add_argument(
         "--accept",

@@ -42,3 +42,4 @@ from fairlead_lightning.compat.processes import is_spawned as is_spawned
 from fairlead_lightning.compat.processes import let_children_end as let_children_end
 from fairlead_lightning.compat.processes import signal_children as signal_children
 from fairlead_lightning.compat.processes import without_signal_handlers as without_signal_handlers
+from fairlead_lightning.compat.steps import count_steps as count_steps

@@ -14,10 +14,9 @@ from fairlead_runs.describe import counted, shown_path
 def summary_lines(step: int, epoch: int, speed: Throughput, replicas: int, now: float, run_dir: Path) -> list[str]:
     """The closing lines of a fit on `replicas` ranks that each read a part of the data."""
     steps, trained = step - speed.first_step, speed.trained_s(now)
-    lines = [f"done        {counted(step, 'step')}, {counted(epoch, 'epoch')}"]
-    if steps and steps != step:
-        lines[0] += f" ({steps} of them in this start)"
-    lines[0] += f" in {duration(now - speed.began)}"
+    here = f" ({steps} of them in this start)" if steps and steps != step else ""
+    took = duration(now - speed.began)
+    lines = [f"done        {counted(step, 'step')}{here}, {counted(epoch, 'epoch')} in {took}"]
     if speed.batches and trained > 0:
         samples = speed.samples * replicas / trained
         lines.append(f"speed       {number(samples)} samples/s, {number(steps / trained)} steps/s while training")
