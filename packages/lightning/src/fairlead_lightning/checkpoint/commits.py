@@ -164,7 +164,7 @@ class Commits:
         return outcome[0] if outcome else raised_by(partial(commit, {}))
 
     def save_for_sure(self, step: int, save: Callable[[], object], *, place: object = None, **event: Any) -> None:
-        """Saves, unless this step or `place` is saved already, and waits until it is durable; if it is not, all ranks raise."""
+        """Saves, unless this step or `place` is saved, and waits until it is durable; if it is not, all ranks raise."""
         place = step if place is None else place
         for _ in range(2):  # what was taken in the background may fail only now
             if self.saved != place:

@@ -13,6 +13,7 @@ from fairlead.config import ClassSpec, JobConfig
 from fairlead.errors import CheckpointError, UserCodeError
 from fairlead.resolution import Resolution
 from fairlead.user_code import CodeRoot, activate, instantiate
+from fairlead_lightning import compat
 from fairlead_lightning.resume.loading import load_weights
 from fairlead_runs.batch_size import for_each_rank
 from fairlead_runs.fingerprints import leaves
@@ -57,7 +58,7 @@ def rebuild(
 
 def build_user_object(spec: ClassSpec, root: CodeRoot, where: str, expected: type) -> Any:
     """The user's object; a `UserCodeError` where it is not of the class that Lightning needs."""
-    thing = instantiate({"class": spec.class_, "args": spec.args}, root, path=(where,))
+    thing = compat.uncompiled(instantiate({"class": spec.class_, "args": spec.args}, root, path=(where,)))
     if not isinstance(thing, expected):
         raise UserCodeError(
             f"{spec.class_} made a {type(thing).__name__}, not a lightning.pytorch.{expected.__name__}",

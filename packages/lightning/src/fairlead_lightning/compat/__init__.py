@@ -12,6 +12,7 @@ from fairlead_lightning.compat.checkpoint import dump_checkpoint as dump_checkpo
 from fairlead_lightning.compat.checkpoint import inside_epoch as inside_epoch
 from fairlead_lightning.compat.checkpoint import resume_from as resume_from
 from fairlead_lightning.compat.checkpoint import set_root_dir as set_root_dir
+from fairlead_lightning.compat.compiled import uncompiled as uncompiled
 from fairlead_lightning.compat.epochs import batches_of_epoch as batches_of_epoch
 from fairlead_lightning.compat.epochs import end_epoch_here as end_epoch_here
 from fairlead_lightning.compat.epochs import is_last_batch as is_last_batch

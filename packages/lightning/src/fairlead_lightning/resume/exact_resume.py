@@ -27,6 +27,7 @@ from fairlead_lightning.resume.configured import Configured, changed
 from fairlead_lightning.resume.kept import is_finder, only_once
 from fairlead_lightning.resume.loaders import Loaders
 from fairlead_lightning.resume.loading import as_it_was_saved, load_weights
+from fairlead_lightning.resume.names import plain_names
 from fairlead_lightning.resume.optimizers import with_plain_numbers
 from fairlead_lightning.resume.users import Users
 
@@ -115,6 +116,7 @@ class ExactResume(L.Callback):
         self.goes_on = self.resumed = self._state is not None
         if self.goes_on:
             self._undo.append(as_it_was_saved(pl_module))
+        self._undo.append(plain_names(trainer))
         shards = False
         if stage != "predict":
             shards, undo = compat.take_sharding(trainer)
@@ -144,8 +146,8 @@ class ExactResume(L.Callback):
                 "info",
                 "steps-uncounted",
                 "the module steps an optimizer where Lightning does not count it: Fairlead does",
-                why="by optimizers(use_pl_optimizer=False), or in a hook; Lightning's global_step would stay behind, and "
-                "with it max_steps, what is logged, and the names of checkpoints",
+                why="by optimizers(use_pl_optimizer=False), or in a hook; Lightning's global_step would stay behind, "
+                "and with it max_steps, what is logged, and the names of checkpoints",
                 fix="nothing; self.optimizers() and its step() in training_step are counted by Lightning itself",
             )
             (self._say or trainer.print)(str(finding))

@@ -16,6 +16,7 @@ from torch.nn.parameter import is_lazy
 
 from fairlead.errors import CheckpointError, MissingDependencyError
 from fairlead.install import install_line
+from fairlead_distributed.whole import named_as, plain_name
 
 _EXPORTED: Final = "weights.safetensors"
 
@@ -99,15 +100,22 @@ def load_weights(model: nn.Module, weights: Path, *names: str) -> None:
         why = f"{type(error).__name__}: {str(error).splitlines()[0]}"
         raise CheckpointError("the weights cannot be read", where=str(weights), why=why) from error
     with readable_load_errors(weights):
-        model.load_state_dict(state)
+        model.load_state_dict(named_as(model, state))
 
 
 def _load_exported(model: nn.Module, weights: Path) -> None:
     try:
-        from safetensors.torch import load_model
+        from safetensors.torch import load_file, load_model
     except ImportError as error:
         raise MissingDependencyError(
             "loading an exported folder needs safetensors", why=str(error), fix=install_line("lightning")
         ) from error
     with readable_load_errors(weights):
-        load_model(model, str(weights))
+        if all(plain_name(path) == path for path, _ in model.named_modules()):
+            load_model(model, str(weights))
+            return
+        state = named_as(model, load_file(weights))
+        tied = {one.data_ptr(): state[name] for name, one in model.state_dict().items() if name in state}
+        lacking = {name: one for name, one in model.state_dict().items() if name not in state}
+        state.update({name: tied[one.data_ptr()] for name, one in lacking.items() if one.data_ptr() in tied})
+        model.load_state_dict(state)

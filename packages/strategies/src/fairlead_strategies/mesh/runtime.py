@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 
 from fairlead.errors import ConfigError
 from fairlead_distributed import clip_grad_norm, no_sync
+from fairlead_distributed.whole import named_as, plain_name
 from fairlead_runs.checkpoint_io import ShardedLoads
 from fairlead_strategies.layout import Layout
 from fairlead_strategies.mesh.checkpoint import destinations, tuples_kept
@@ -208,7 +209,8 @@ class MeshStrategy(RanksOnMesh, ModelParallelStrategy):
         if found is None:
             found = self._load_whole(path, weights_only)
         if "state_dict" in found:
-            self.model.load_state_dict(found.pop("state_dict"), strict=self.lightning_module.strict_loading)
+            weights = named_as(self.model, found.pop("state_dict"))
+            self.model.load_state_dict(weights, strict=self.lightning_module.strict_loading)
         for optimizer, state in zip(self.optimizers, found.pop("optimizer_states", []), strict=False):
             optimizer.load_state_dict(state)
         forget_absent(self.optimizers)
@@ -222,9 +224,10 @@ class MeshStrategy(RanksOnMesh, ModelParallelStrategy):
         """
         assert self.model is not None
         found: dict[str, Any]
-        if self.layout.expert > 1:  # Lightning cannot cut what some ranks do not hold
+        wrapped = any(plain_name(path) != path for path, _ in self.model.named_modules())
+        if self.layout.expert > 1 or wrapped:  # Lightning cannot cut what some ranks do not hold, nor match such names
             found = torch.load(path, map_location="cpu", mmap=True, weights_only=weights_only)
-            found["state_dict"] = cut_model(found["state_dict"], self.model)
+            found["state_dict"] = cut_model(named_as(self.model, found["state_dict"]), self.model)
         else:
             optimizers, self.optimizers = self.optimizers, []
             try:
