@@ -292,12 +292,13 @@ class ExactResume(L.Callback):
         self._restore(trainer)
         return due
 
-    def before_loaders(self, trainer: L.Trainer, *, again: bool) -> float | None:
+    def before_loaders(self, trainer: L.Trainer, *, again: bool) -> tuple[int, int] | None:
         """The training's loaders are asked for; `again`: for a later epoch.  `AskedLoaders.ask` says the rest."""
         assert self.loaders is not None
         self.loaders.asked_again(anew=again)
+        asked_at = self._state.get("asked_at") if self._state is not None else None
         saved = self._state.get("asked") if self._state is not None and self._same_ranks else None
-        return self._asked.ask(trainer, self._users.kept, saved)
+        return self._asked.ask(trainer, self._users.kept, asked_at, saved)
 
     def asking_for_validation(self, trainer: L.Trainer) -> AbstractContextManager[None] | None:
         """The validation's loaders are asked for inside the block; None: not yet, as in the fit that is resumed."""
