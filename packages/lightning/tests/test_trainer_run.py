@@ -33,7 +33,7 @@ from tiny_job import (
 from torch.utils.data import DataLoader
 
 from fairlead import FairleadError, RunConfig, Trainer
-from fairlead.errors import CheckpointError, ConfigError, FingerprintError
+from fairlead.errors import CheckpointError, ConfigError, FingerprintError, RunFailedError
 from fairlead_runs.commit import verify
 
 
@@ -470,3 +470,24 @@ def test_what_ends_short_of_its_limits_without_a_reason_is_not_finished(tmp_path
 def test_a_finished_run_says_what_ended_it(tmp_path: Path) -> None:
     fit(tmp_path, max_steps=3)
     assert events(tmp_path / "run")[-1]["reason"] == "max_steps 3"
+
+
+def test_a_schedule_that_is_over_says_what_to_change(tmp_path: Path) -> None:
+    class Short(Line):
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+            schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=8)
+            return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+
+    fit(tmp_path, model=Short(), max_steps=8)
+    with pytest.raises(RunFailedError, match="made for 8 steps") as raised:
+        fit(tmp_path, model=Short(), max_steps=12)
+    assert "estimated_stepping_batches" in str(raised.value.fix)
+
+
+def test_another_jobs_directory_is_refused_in_the_words_of_a_script(tmp_path: Path) -> None:
+    fit(tmp_path, max_steps=2)
+    with pytest.raises(FingerprintError) as raised:
+        fit(tmp_path, model=Line(lr=0.3), max_steps=2)
+    assert "RunConfig(accept=['model.args.lr'])" in str(raised.value.fix)
+    assert "--" not in str(raised.value.fix)

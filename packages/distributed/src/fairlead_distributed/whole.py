@@ -119,7 +119,7 @@ def named_as(module: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
         >>> list(named_as(model, {"0.weight": torch.zeros(1, 2)}))
         ['0._orig_mod.weight']
     """
-    own = {}
+    own: dict[str, str] = {}
     for path, _ in module.named_modules(remove_duplicate=False):
         known = ".".join(part for part in path.split(".") if part not in _WRAPPERS - {"_orig_mod"})
         if plain_name(path) not in own or len(known) > len(own[plain_name(path)]):

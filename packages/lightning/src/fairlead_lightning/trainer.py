@@ -6,7 +6,7 @@ import inspect
 import os
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Self
 
@@ -38,6 +38,7 @@ from fairlead_lightning.checkpoint.saving import save_on_all_ranks
 from fairlead_lightning.display.progress import Progress
 from fairlead_lightning.fit import (
     FitParts,
+    advice_for_scripts,
     described_job,
     handing_over,
     join_ranks,
@@ -243,7 +244,10 @@ class Trainer(L.Trainer):
         join_ranks(resolution, environ, digest)
         job = self._described(model, datamodule)
         copies = copies_of(self.strategy.checkpoint_io)
-        session = open_session(job, resolution, self.run_config, environ=environ, ckpt_path=ckpt_path, copies=copies)
+        with advice_for_scripts() if self._job is None else nullcontext():
+            session = open_session(
+                job, resolution, self.run_config, environ=environ, ckpt_path=ckpt_path, copies=copies
+            )
         self.session = session
         if session.finished is not None:
             self.progress.say(f"{session.path} is finished: {session.finished}; nothing to do")

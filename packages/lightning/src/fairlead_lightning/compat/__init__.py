@@ -31,8 +31,8 @@ from fairlead_lightning.compat.logged import logged_for_epoch as logged_for_epoc
 from fairlead_lightning.compat.logged import logged_state as logged_state
 from fairlead_lightning.compat.logged import restore_logged as restore_logged
 from fairlead_lightning.compat.logged import set_logged as set_logged
-from fairlead_lightning.compat.loops import as_if_never_restored as as_if_never_restored
 from fairlead_lightning.compat.loops import as_at as as_at
+from fairlead_lightning.compat.loops import as_if_never_restored as as_if_never_restored
 from fairlead_lightning.compat.loops import begin_next_epoch as begin_next_epoch
 from fairlead_lightning.compat.loops import set_batches_done as set_batches_done
 from fairlead_lightning.compat.loops import set_validation_asked as set_validation_asked
