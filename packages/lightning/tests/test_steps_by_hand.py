@@ -19,7 +19,7 @@ EPOCH = SAMPLES // BATCH
 class ByHand(Line):
     """Steps in `training_step`, uncounted by Lightning; stops itself behind `stop` batches."""
 
-    resume_attributes = ("batches", "own")
+    resume_attributes: Any = ("batches", "own")
     stop = -1
 
     def __init__(self) -> None:
@@ -75,9 +75,10 @@ class Both(ByHand):
     """One of two optimizers is counted; an inner loop's, which has none of the weights, is not to be."""
 
     def update(self, batch_idx: int) -> None:
-        counted, other = self.optimizers()  # type: ignore[misc]
-        counted.step()  # type: ignore[has-type]
-        other.optimizer.step()  # type: ignore[has-type]
+        optimizers: Any = self.optimizers()
+        counted, other = optimizers
+        counted.step()
+        other.optimizer.step()
         latent = torch.nn.Parameter(torch.zeros(1))
         latent.grad = torch.ones(1)
         torch.optim.SGD([latent], lr=1.0).step()
