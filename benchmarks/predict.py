@@ -102,7 +102,7 @@ def fairlead(model: L.LightningModule, loader: DataLoader[Tensor], folder: Path)
     trainer = Trainer(config, run=RunConfig(name="predict", dir=str(folder)), callbacks=[span])
     shutil.rmtree(folder / "out", ignore_errors=True)
     with quiet():
-        trainer.distributed_predict(model, loader, output_dir=folder / "out")
+        trainer.distributed_predict(model, loader, output_dir=folder / "out", ckpt_path="never")
     return time.perf_counter() - span.began
 
 

@@ -256,4 +256,5 @@ def test_a_run_directory_of_another_run_and_a_checkpoint_of_another_model(tmp_pa
         2,
     )
 
-    refused(tmp_path, job, *ALONE, "--resume", "nowhere.ckpt", says=["nowhere.ckpt", "run.resume"], commands=("fit",))
+    says = ["where: --resume nowhere.ckpt", "a run directory"]
+    refused(tmp_path, job, *ALONE, "--resume", "nowhere.ckpt", says=says, commands=("fit", "validate"))

@@ -148,32 +148,43 @@ def test_integers_as_keys_last_through_fit_and_resume(tmp_path: Path) -> None:
     assert "scheduling.1: 2 -> 3" in changed_schedule.err
 
 
-def test_validate_takes_the_weights_that_it_is_told_to(gpt: Fitted) -> None:
+def test_validate_takes_the_trained_weights_and_says_which(gpt: Fitted) -> None:
     before = tree(gpt.cwd)
-    values = []
-    for words in ((), ("--resume", "auto"), ("--resume", "last"), ("--resume", "runs/gpt-tiny/last")):
+    values, said = [], []
+    run = gpt.cwd / "runs" / "gpt-tiny"
+    for resume in ("never", None, "last", str(run), str(run / "best")):
+        words = ("--resume", resume) if resume is not None else ()
         call = fairlead("validate", str(gpt.job), "--set", "trainer.devices=1", *words, cwd=gpt.cwd)
         assert call.code == 0, call.text
         values.append(dict(line.split() for line in call.out.splitlines() if line.startswith("val/")))
-    fresh, trained, named, elsewhere = (float(value["val/loss"]) for value in values)
-    assert trained == named == elsewhere < fresh
+        said.append(call.out.splitlines()[0])
+    fresh, trained, named, run_named, elsewhere = (float(value["val/loss"]) for value in values)
+    assert trained == named == run_named == elsewhere < fresh
+    assert "as the model is built" in said[0]
+    assert said[1].startswith(f"weights     {Path('runs/gpt-tiny/checkpoints')}/step-")
+    assert ", the best by val/loss (" in said[1]
     assert tree(gpt.cwd) == before
 
 
 def test_test_and_predict_in_a_repository_of_the_users(tmp_path: Path) -> None:
     job = str(repository(tmp_path / "repo"))
-    tested = fairlead("test", job, cwd=tmp_path)
+    refused = fairlead("test", job, cwd=tmp_path)
+    assert refused.code == 2, refused.text
+    assert "no trained weights" in refused.err
+    assert "--resume never" in refused.err
+    built = ("--resume", "never")
+    tested = fairlead("test", job, *built, cwd=tmp_path)
     assert tested.code == 0, tested.text
-    assert tested.out.split()[0] == "test/loss"
+    assert tested.out.splitlines()[1].split()[0] == "test/loss"
 
-    predicted = fairlead("predict", job, cwd=tmp_path)
+    predicted = fairlead("predict", job, *built, cwd=tmp_path)
     assert predicted.code == 0, predicted.text
     folder = tmp_path / "runs" / "small" / "predictions-1"
     assert f"predictions  {folder} (64 samples)" in predicted.out
     both = Predictions(folder)
     assert both.loaders[0].indices.tolist() == list(range(64))
 
-    alone = ("--out", "there", "--set", "trainer.devices=1")
+    alone = ("--out", "there", "--set", "trainer.devices=1", *built)
     elsewhere = fairlead("predict", job, *alone, cwd=tmp_path)
     assert elsewhere.code == 0, elsewhere.text
     assert torch.equal(Predictions(tmp_path / "there").to_torch(), both.to_torch())

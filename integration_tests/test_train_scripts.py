@@ -184,7 +184,7 @@ def test_a_script_may_begin_with_a_prediction(tmp_path: Path) -> None:
     """The documents' three lines: Lightning starts rank 1 for it, and both return what all have predicted."""
     body = """
     trainer = Trainer(config(), run=RunConfig(name="one", dir="runs"))
-    predictions = trainer.distributed_predict(Line(), dataloaders=loader())
+    predictions = trainer.distributed_predict(Line(), dataloaders=loader(), ckpt_path="never")
     say(f"rank {trainer.global_rank}: {len(predictions)}, {predictions.to_torch().shape}")
     """
     lines = python(tmp_path, body).stdout.splitlines()

@@ -299,7 +299,7 @@ def test_sharded_validation_counts(warm_starter: Starter, tmp_path: Path) -> Non
 
 def _validated(starter: Starter, case: Case, cwd: Path, sized_for: int) -> float:
     """The `val/loss` that `fairlead validate` prints, of untrained weights, which the seed decides."""
-    ended = starter(case.doing("validate"), cwd, {"EXACT_SIZED_FOR": str(sized_for)}).end()
+    ended = starter(case.doing("validate").setting("run.resume=never"), cwd, {"EXACT_SIZED_FOR": str(sized_for)}).end()
     assert ended.code == 0, ended.text
     return float(next(line.split()[1] for line in ended.text.splitlines() if line.startswith("val/loss")))
 

@@ -114,7 +114,7 @@ def test_test_and_predict_take_the_checkpoint_and_so_does_plain_torch(layout: st
     torch.testing.assert_close(Predictions(path / "predictions-1").to_torch(), outputs, rtol=1e-4, atol=1e-5)
     call = run(tmp_path, *settings, command="test", devices=devices, more=trained)
     assert call.code == 0, call.text
-    assert float(call.out.split()[1]) == pytest.approx(float(loss), rel=1e-4)
+    assert float(call.out.split()[-1]) == pytest.approx(float(loss), rel=1e-4)
     with (path / "metrics.csv").open(newline="") as file:
         validated = [float(row["val/loss"]) for row in csv.DictReader(file) if row["val/loss"]][-1]
     assert validated == pytest.approx(float(loss), rel=1e-4)

@@ -213,16 +213,18 @@ def test_other_weights_or_another_loader_are_refused(tmp_path: Path, monkeypatch
 def test_a_trainer_of_a_run_predicts_into_its_directory(tmp_path: Path) -> None:
     """Numbered folders in the run directory; an interrupted one goes on, a complete one is left."""
     trainer = make_trainer(tmp_path)
-    found = trainer.distributed_predict(Numbered(), dataloaders=loaders()[0])
+    found = trainer.distributed_predict(Numbered(), dataloaders=loaders()[0], ckpt_path="never")
     assert found is not None
     assert (found.folder, len(found), len(list(found))) == (tmp_path / "run" / "predictions-1", COUNT, COUNT)
     with pytest.raises(ValueError, match="no luck"):
-        trainer.distributed_predict(Numbered(20), loaders()[0])
+        trainer.distributed_predict(Numbered(20), loaders()[0], ckpt_path="never")
     model = Numbered()
-    second = trainer.distributed_predict(model, loaders()[0])
+    second = trainer.distributed_predict(model, loaders()[0], ckpt_path="never")
     assert second is not None
     assert (second.folder.name, model.asked[0]) == ("predictions-2", 20)
-    third = trainer.distributed_predict(Line(), DataLoader(samples(), batch_size=4), output_dir=tmp_path / "there")
+    third = trainer.distributed_predict(
+        Line(), DataLoader(samples(), batch_size=4), output_dir=tmp_path / "there", ckpt_path="never"
+    )
     assert third is not None
     assert (third.folder, third[0].shape) == (tmp_path / "there", (1,))
     assert not any(isinstance(one, DistributedPredictionWriter) for one in vars(trainer)["callbacks"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,7 @@ from tiny_job import (
 from torch.utils.data import DataLoader
 
 from fairlead import FairleadError, RunConfig, Trainer
-from fairlead.errors import CheckpointError, ConfigError, FingerprintError
+from fairlead.errors import CheckpointError, ConfigError, FingerprintError, RunFailedError
 from fairlead_runs.commit import verify
 
 
@@ -304,16 +305,32 @@ def test_trials_keep_no_records(tmp_path: Path, setting: str) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_evaluation_writes_nothing_and_picks_up_nothing(tmp_path: Path) -> None:
-    fit(tmp_path, max_steps=8)
+def test_evaluation_takes_the_weights_of_its_run_and_writes_nothing(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    trained = Line()
+    make_trainer(tmp_path, max_steps=8).fit(trained, datamodule=Data())
     before = contents(tmp_path)
-    fresh = Line()
-    reference = plain().validate(Line(), loader(), verbose=False)
+    references = [plain().validate(model, loader(), verbose=False) for model in (trained, Line())]
     trainer = make_trainer(tmp_path, max_steps=8)
-    assert trainer.validate(fresh, loader(), verbose=False) == reference
-    trainer.test(fresh, loader(), verbose=False)
-    trainer.predict(fresh, loader())
+    capfd.readouterr()
+    assert trainer.validate(Line(), loader(), verbose=False) == references[0] != references[1]
+    assert re.match(r"weights +\S*step-00000008, the best by val/loss \(", capfd.readouterr().out)
+    for named in ("last", tmp_path / "run"):
+        assert trainer.validate(Line(), loader(), named, verbose=False) == references[0]
+    assert trainer.validate(Line(), loader(), ckpt_path="never", verbose=False) == references[1]
+    trainer.test(Line(), loader(), verbose=False)
+    trainer.predict(Line(), loader())
     assert contents(tmp_path) == before
+
+
+def test_evaluation_without_trained_weights_is_an_error(tmp_path: Path) -> None:
+    """Freshly initialised weights are evaluated only where they are asked for."""
+    trainer = make_trainer(tmp_path, max_steps=8)
+    for evaluate in (trainer.validate, trainer.test, trainer.predict):
+        with pytest.raises(CheckpointError, match="no trained weights"):
+            evaluate(Line(), loader())
+    trainer.validate(Line(), loader(), ckpt_path="never", verbose=False)
 
 
 def test_evaluation_after_a_fit_writes_nothing_either(tmp_path: Path) -> None:
@@ -453,3 +470,24 @@ def test_what_ends_short_of_its_limits_without_a_reason_is_not_finished(tmp_path
 def test_a_finished_run_says_what_ended_it(tmp_path: Path) -> None:
     fit(tmp_path, max_steps=3)
     assert events(tmp_path / "run")[-1]["reason"] == "max_steps 3"
+
+
+def test_a_schedule_that_is_over_says_what_to_change(tmp_path: Path) -> None:
+    class Short(Line):
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+            schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=8)
+            return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+
+    fit(tmp_path, model=Short(), max_steps=8)
+    with pytest.raises(RunFailedError, match="made for 8 steps") as raised:
+        fit(tmp_path, model=Short(), max_steps=12)
+    assert "estimated_stepping_batches" in str(raised.value.fix)
+
+
+def test_another_jobs_directory_is_refused_in_the_words_of_a_script(tmp_path: Path) -> None:
+    fit(tmp_path, max_steps=2)
+    with pytest.raises(FingerprintError) as raised:
+        fit(tmp_path, model=Line(lr=0.3), max_steps=2)
+    assert "RunConfig(accept=['model.args.lr'])" in str(raised.value.fix)
+    assert "--" not in str(raised.value.fix)

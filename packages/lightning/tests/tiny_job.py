@@ -25,7 +25,7 @@ BATCH = 4
 class Line(L.LightningModule):
     """Fits a plane; the same from every start, and with a rate that falls at the end of each epoch."""
 
-    resume_attributes = ()  # `seen` is of this process
+    resume_attributes: Any = ()  # `seen` is of this process
 
     def __init__(self, lr: float = 0.05, width: int = 3) -> None:
         super().__init__()

@@ -129,7 +129,7 @@ def test_a_change_that_is_accepted_is_recorded_and_the_run_goes_on(tmp_path: Pat
         saved(run)
     with pytest.raises(FingerprintError, match=r"model\.args\.lr: 0\.001 -> 0\.1\n(?!.*path: )") as refused:
         open_run(tmp_path / "gpt", moved("data.args", lr=0.1))
-    assert "--accept data.args.path" in str(refused.value)
+    assert "--accept model.args.lr" in str(refused.value)
     with open_run(tmp_path / "gpt", moved("data.args.path")) as run:
         begin(run)
     assert read_history(tmp_path / "gpt" / "history.jsonl")[-1]["accepted"] == ["data.args.path: /old -> /new"]
@@ -427,18 +427,26 @@ def test_a_run_without_a_step_and_a_checkpoint_owns_nothing(tmp_path: Path) -> N
         assert run.continued
 
 
-@pytest.mark.parametrize("what", ["beat", "row", "checkpoint", "event"])
-def test_a_run_with_one_step_owns_its_name(tmp_path: Path, what: str) -> None:
+@pytest.mark.parametrize("what", ["checkpoint", "finished"])
+def test_a_run_with_a_checkpoint_or_an_end_owns_its_name(tmp_path: Path, what: str) -> None:
     path = tmp_path / "gpt"
     with open_run(path) as run:
         begin(run)
-        if what == "beat":
-            run.heartbeat(node_rank=0, local_rank=0, rank=0, start=1).beat("train", 1)
-        elif what == "row":
-            (path / "metrics.csv").write_text("step,loss\n0,1.5\n")
-        elif what == "checkpoint":
+        if what == "checkpoint":
             (path / "checkpoints" / "step-00000001").mkdir()  # damaged, but somebody may want it
         else:
-            run.history.append("stop", step=1)
-    with pytest.raises(FingerprintError):
+            run.history.append("finished", step=1)
+    with pytest.raises(FingerprintError, match=r"--accept trainer\.precision"):
         open_run(path, job(precision="bf16-mixed"))
+
+
+def test_a_run_that_failed_before_it_saved_anything_may_be_repaired(tmp_path: Path) -> None:
+    """As one with a typo in EarlyStopping's monitor, which trains an epoch before it is found."""
+    path = tmp_path / "gpt"
+    with open_run(path) as run:
+        begin(run)
+        run.heartbeat(node_rank=0, local_rank=0, rank=0, start=1).beat("train", 24)
+        (path / "metrics.csv").write_text("step,loss\n0,1.5\n")
+        run.history.append("failed", step=24, error="no metric val/los")
+    with open_run(path, job(precision="bf16-mixed")) as run:
+        assert (run.path, run.continued) == (path, False)

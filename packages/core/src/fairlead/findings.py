@@ -58,6 +58,7 @@ CODES: Final[dict[str, str]] = {
     "settings-changed": "A run resumes from a checkpoint that was saved with other settings.",
     "signal-handler-replaced": "A library replaced a signal handler after the handlers for stops were installed.",
     "signals-unheard": "The training is not in the main thread, and no installed signal handlers were passed to it.",
+    "steps-uncounted": "The module steps an optimizer where Lightning does not count it; Fairlead counts these steps.",
     "uneven-inputs": "Some ranks have more training batches than others; all end an epoch with the shortest.",
     "unknown-field": "A setting that does not exist.",
     "unknown-tag": "A plugin name that no installed or known plugin has.",

@@ -7,7 +7,9 @@ ranks only). What keeps them otherwise
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -98,6 +100,49 @@ def plain_name(name: str) -> str:
         'blocks.0.up.weight'
     """
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+
+
+def plain_state(state: dict[str, Any]) -> dict[str, Any]:
+    """A state dictionary under the names of the unsplit model; itself where it has those already."""
+    if all(plain_name(name) == name for name in state):
+        return state
+    return _renamed(state, plain_name)
+
+
+def named_as(module: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
+    """A state dictionary under the names that `module.load_state_dict` knows: matched without those of wrappers.
+
+    What matches nothing keeps its name. FSDP1 and activation checkpointing take their own names out by themselves.
+
+    Example:
+        >>> model = nn.Sequential(torch.compile(nn.Linear(2, 1)))
+        >>> list(named_as(model, {"0.weight": torch.zeros(1, 2)}))
+        ['0._orig_mod.weight']
+    """
+    own: dict[str, str] = {}
+    for path, _ in module.named_modules(remove_duplicate=False):
+        known = ".".join(part for part in path.split(".") if part not in _WRAPPERS - {"_orig_mod"})
+        if plain_name(path) not in own or len(known) > len(own[plain_name(path)]):
+            own[plain_name(path)] = known  # the module inside of its wrapper
+
+    def name_here(name: str) -> str:
+        path, _, leaf = plain_name(name).rpartition(".")
+        if path not in own and path.partition(".")[0] == "module":  # of DistributedDataParallel
+            path = path.partition(".")[2]
+        return f"{own[path]}.{leaf}".lstrip(".") if path in own else name
+
+    if all(name_here(name) == name for name in state):
+        return dict(state) if not isinstance(state, dict) else state
+    return _renamed(state, name_here)
+
+
+def _renamed(state: Mapping[str, Any], rename: Callable[[str], str]) -> dict[str, Any]:
+    renamed: Any = OrderedDict((rename(name), value) for name, value in state.items())
+    versions = getattr(state, "_metadata", None)  # of the modules' own formats
+    if versions is not None:
+        renamed._metadata = OrderedDict((rename(f"{path}.x")[:-2], value) for path, value in versions.items() if path)
+        renamed._metadata[""] = versions.get("", {})
+    return cast("dict[str, Any]", renamed)
 
 
 @torch.no_grad()

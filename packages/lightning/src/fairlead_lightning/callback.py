@@ -21,7 +21,15 @@ from fairlead_distributed.run.session import RunSession
 from fairlead_lightning import compat
 from fairlead_lightning.build import build_backend
 from fairlead_lightning.checkpoint.commits import copies_of
-from fairlead_lightning.fit import FitParts, as_seen, callbacks_of, described_job, metrics_file, run_config
+from fairlead_lightning.fit import (
+    FitParts,
+    advice_for_scripts,
+    as_seen,
+    callbacks_of,
+    described_job,
+    metrics_file,
+    run_config,
+)
 from fairlead_lightning.guard import StopGuard
 from fairlead_lightning.resume.seen import uncut_loggers
 from fairlead_runs.batch_policy import batch_plan
@@ -121,7 +129,8 @@ class Fairlead(L.Callback):
         data = described(data) if data is not None else None
         job = described_job(self.run, described(pl_module), data, _trainer_settings(trainer, self._config))
         copies = copies_of(getattr(trainer.strategy, "checkpoint_io", None))
-        session = open_session(job, resolution, self.run, environ=self._environ, copies=copies)
+        with advice_for_scripts():
+            session = open_session(job, resolution, self.run, environ=self._environ, copies=copies)
         self.session = session
         loggers = []
         if session.finished is None:

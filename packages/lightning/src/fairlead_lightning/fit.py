@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -22,6 +23,7 @@ from torch.multiprocessing import ProcessExitedException
 
 from fairlead.checks import check_trainer
 from fairlead.config import CheckpointConfig, JobConfig, RunConfig, TrainerConfig
+from fairlead.errors import FingerprintError
 from fairlead.findings import Finding, Inexact, raise_errors
 from fairlead.interfaces import BuildContext, Extras, Setting
 from fairlead.plugins import PluginManager
@@ -51,7 +53,7 @@ from fairlead_lightning.metrics.metrics_file import METRICS_FILE, MetricsFile
 from fairlead_lightning.module_reduce import ModuleReduce
 from fairlead_lightning.resume.averages import AverageOverRanks
 from fairlead_lightning.resume.exact_resume import ExactResume
-from fairlead_lightning.resume.loading import readable_load_errors
+from fairlead_lightning.resume.loading import readable_load_errors, schedule_errors
 from fairlead_lightning.resume.rank_state import saved_positions
 from fairlead_runs.batch_size import global_batch
 from fairlead_runs.trainjob import StatusServer
@@ -123,6 +125,23 @@ def _alone(resolution: Resolution, engine: L.Trainer | lf.Fabric) -> Iterator[Fi
 def described_job(run: RunConfig, model: Any, data: Any, trainer: Mapping[str, Any]) -> dict[str, Any]:
     """A job that was made in Python, in the shape of a job file: what identifies the run."""
     return {"run": run.model_dump(mode="json"), "model": model, "data": data, "trainer": dict(trainer)}
+
+
+@contextmanager
+def advice_for_scripts() -> Iterator[None]:
+    """What refuses another run's directory says what to change in a script, which has no command line of ours."""
+    try:
+        yield
+    except FingerprintError as error:
+        accepted = re.findall(r"--accept (\S+?)(?=[; ]|$)", error.fix or "", re.MULTILINE)
+        if accepted:
+            error.fix = (
+                "undo the changes to continue it, or accept those that make no difference: "
+                f"RunConfig(accept={accepted!r});\n"
+                'or give the run another name, or RunConfig(resume="never"): a new directory beside it;\n'
+                "or RunConfig(resume=CHECKPOINT): a new directory that starts from a checkpoint of this run"
+            )
+        raise
 
 
 def trains_here(resolution: Resolution) -> bool:
@@ -290,7 +309,7 @@ def handing_over(session: RunSession, resolution: Resolution) -> AbstractContext
 @contextmanager
 def training(trainer: L.Trainer, session: RunSession, resolution: Resolution, stops: Stops) -> Iterator[None]:
     """Around Lightning's `fit`, which may start ranks; with `ddp_spawn`, what they end with is raised here."""
-    with handing_over(session, resolution), readable_load_errors(session.checkpoint):
+    with handing_over(session, resolution), readable_load_errors(session.checkpoint), schedule_errors():
         if not trains_here(resolution):
             stops.pass_on(trainer)
         try:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import os
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Self
 
@@ -19,10 +21,11 @@ from fairlead.interfaces import BuildContext
 from fairlead.plugins import PluginManager, default_plugins
 from fairlead.resolve import Resolution
 from fairlead.user_code import CodeRoot, code_root
+from fairlead_distributed.objects import broadcast_object
 from fairlead_distributed.predictions.reading import Predictions
 from fairlead_distributed.process_group import leave_at_exit
-from fairlead_distributed.run.opening import open_session
-from fairlead_distributed.run.session import STATE_FILE, RunSession
+from fairlead_distributed.run.opening import file_to_evaluate, open_session
+from fairlead_distributed.run.session import RunSession
 from fairlead_distributed.threads import start_line, use_threads
 from fairlead_launch.kept_output import copy_output
 from fairlead_launch.reports import announce_run
@@ -35,6 +38,7 @@ from fairlead_lightning.checkpoint.saving import save_on_all_ranks
 from fairlead_lightning.display.progress import Progress
 from fairlead_lightning.fit import (
     FitParts,
+    advice_for_scripts,
     described_job,
     handing_over,
     join_ranks,
@@ -53,6 +57,7 @@ from fairlead_runs import fingerprint
 from fairlead_runs.batch_policy import batch_plan
 from fairlead_runs.checkpoint_job import checkpoint_job
 from fairlead_runs.describe import described
+from fairlead_runs.evaluated import weights_to_evaluate
 from fairlead_runs.naming import run_directory
 
 
@@ -60,8 +65,9 @@ class Trainer(L.Trainer):
     """Lightning's Trainer, built from a typed config; everything else works as in Lightning.
 
     `fit` keeps a run directory: history, metrics.csv, checkpoints; it resumes from the newest
-    complete checkpoint of the run by itself.  `validate`, `test` and `predict` write nothing there
-    and never pick up a checkpoint by themselves.  `fast_dev_run` and `barebones` keep no records, but that the
+    complete checkpoint of the run by itself.  `validate`, `test` and `predict` write nothing there;
+    before a fit they take the run's best checkpoint, or its newest, and say which.  `fast_dev_run` and `barebones` keep
+    no records, but that the
     `fast_dev_run` of a job writes down what it saw of the loaders, for `fairlead explain`.
 
     Args:
@@ -102,6 +108,7 @@ class Trainer(L.Trainer):
         self.fairlead_config = trainer_config if isinstance(trainer_config, TrainerConfig) else TrainerConfig()
         self.run_config = run or (job.run if job is not None else RunConfig())
         self._job = job
+        self._anonymous = run is None and job is None
         environ = os.environ if environ is None else environ
         plugins = plugins if plugins is not None else default_plugins()
         self.resolution = resolution or plan(
@@ -237,7 +244,10 @@ class Trainer(L.Trainer):
         join_ranks(resolution, environ, digest)
         job = self._described(model, datamodule)
         copies = copies_of(self.strategy.checkpoint_io)
-        session = open_session(job, resolution, self.run_config, environ=environ, ckpt_path=ckpt_path, copies=copies)
+        with advice_for_scripts() if self._job is None else nullcontext():
+            session = open_session(
+                job, resolution, self.run_config, environ=environ, ckpt_path=ckpt_path, copies=copies
+            )
         self.session = session
         if session.finished is not None:
             self.progress.say(f"{session.path} is finished: {session.finished}; nothing to do")
@@ -301,16 +311,25 @@ class Trainer(L.Trainer):
             super().save_checkpoint(filepath, weights_only, storage_options)
 
     def validate(self, *args: Any, **kwargs: Any) -> Any:
-        """As in Lightning; without a model with that of `from_checkpoint`, its data and, before a fit, its weights."""
-        return super().validate(*args, **self._evaluation(args, kwargs))
+        """As in Lightning, with the trained weights; without a model with that of `from_checkpoint`, and its data.
+
+        `ckpt_path` may also be `auto`, `never`, `best`, `last` or a run directory. Without one, and before a `fit`, it
+        is `run.resume`: `auto` is the run's best checkpoint by the metric that it monitors, else its newest, and a line
+        says which; `never` is the model as it is given.
+
+        Raises:
+            CheckpointError: The run, or the one that is named, has no complete checkpoint. Of a trainer that was given
+                neither a job nor a run, the model is evaluated as it is, and a line says so.
+        """
+        return self._evaluate("validate", args, kwargs)
 
     def test(self, *args: Any, **kwargs: Any) -> Any:
         """See `validate`."""
-        return super().test(*args, **self._evaluation(args, kwargs))
+        return self._evaluate("test", args, kwargs)
 
     def predict(self, *args: Any, **kwargs: Any) -> Any:
         """See `validate`."""
-        return super().predict(*args, **self._evaluation(args, kwargs))
+        return self._evaluate("predict", args, kwargs)
 
     def distributed_predict(
         self,
@@ -328,21 +347,49 @@ class Trainer(L.Trainer):
         run = run_directory(job, self.run_config, self.resolution.job, Path.cwd())
         return predict_distributed(self, output_dir, run, job, model=model, dataloaders=dataloaders, **more)
 
-    def _evaluation(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """The ranks meet; the arguments, where what is not given is that of `from_checkpoint`."""
+    def _evaluate(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        given = self._evaluation(name, args, kwargs)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="The dirpath has changed")  # nothing is saved there now
+            return getattr(super(), name)(**given)
+
+    def _evaluation(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """The ranks meet; the arguments, where what is not given is that of `from_checkpoint`, with the weights."""
         join_ranks(self.resolution, self._context.environ)
         leave_at_exit()  # a fit's recorder sees to it
-        given = dict(kwargs)
-        if self.rebuilt is None or args or given.get("model") is not None:
-            return given
-        given["model"] = self.rebuilt.model
-        if given.get("dataloaders") is None and given.get("datamodule") is None:
-            given["datamodule"] = self.rebuilt.data
-        checkpoint = self.rebuilt.checkpoint
-        if given.get("ckpt_path") is None and checkpoint is not None and not self._fitted:
-            state = checkpoint / STATE_FILE
-            given["ckpt_path"] = str(state if state.exists() else checkpoint)
+        bound = inspect.signature(getattr(L.Trainer, name)).bind_partial(self, *args, **kwargs).arguments
+        given = {key: value for key, value in bound.items() if key != "self"}
+        loads = True
+        if given.get("model") is None and self.rebuilt is not None:
+            given["model"] = self.rebuilt.model
+            if given.get("dataloaders") is None and given.get("datamodule") is None:
+                given["datamodule"] = self.rebuilt.data
+            loads = self.rebuilt.loads
+        asked = given.get("ckpt_path")
+        if asked is None and loads and not self._fitted:
+            asked = self.run_config.load or self.run_config.weights or self.run_config.resume
+            if self.rebuilt is not None and self.rebuilt.checkpoint is not None:
+                asked = self.rebuilt.checkpoint
+        if asked is not None:
+            given["ckpt_path"] = self._weights(os.fspath(asked), given)
         return given
+
+    def _weights(self, asked: str, given: Mapping[str, Any]) -> str | None:
+        """The file to load of what was asked for; None: the model as it is. The same on all ranks."""
+        if self._fitted and asked == "best":
+            return asked  # Lightning knows that of this fit, also where a ModelCheckpoint has written it
+        name, data = given.get("model"), given.get("datamodule")
+        if name is None:
+            name = self.lightning_module
+        run = run_directory(self._described(name, data), self.run_config, self.resolution.job, Path.cwd())
+        if asked == "auto" and self._anonymous and not run.exists():
+            self.progress.say(f"weights     as the model is given: {run} is no run")
+            return None
+        weights = weights_to_evaluate(asked, run, Path.cwd(), never='ckpt_path="never", or RunConfig(resume="never")')
+        source = broadcast_object(weights.source)
+        if asked in ("auto", "best", "last"):
+            self.progress.say(weights.line)
+        return str(file_to_evaluate(source)) if source is not None else None
 
     def _described(self, model: L.LightningModule, datamodule: L.LightningDataModule | None) -> dict[str, Any]:
         """The job as plain data; from Python, model and data are described by class and hyperparameters."""

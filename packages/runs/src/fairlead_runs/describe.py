@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 
@@ -36,3 +37,8 @@ def _type(value: object, path: str) -> str:
 def counted(n: int, noun: str) -> str:
     """`1 step`, `2 steps`."""
     return f"{n} {noun}{'' if n == 1 else 's'}"
+
+
+def shown_path(path: Path, cwd: Path) -> str:
+    """A path as a reader knows it: from the working directory where it lies there."""
+    return str(path.relative_to(cwd) if path.is_relative_to(cwd) else path)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -13,8 +13,7 @@ from fairlead_runs.commit import LockOwner, Syscalls
 from fairlead_runs.commit.checkpoints import NAME
 from fairlead_runs.commit.files import disk_error, ensure_dir
 from fairlead_runs.exclusion import SCREENS
-from fairlead_runs.fingerprints import Fingerprint, leaves, limits
-from fairlead_runs.heartbeat import read_heartbeats
+from fairlead_runs.fingerprints import Difference, Fingerprint, leaves, limits
 from fairlead_runs.history import read_history
 from fairlead_runs.states import FINGERPRINT_FILE, HISTORY_FILE, LOCK_FILE
 from fairlead_runs.submitted import SUBMISSIONS
@@ -59,7 +58,8 @@ def same_run(stored: Fingerprint | None, new: Fingerprint) -> bool:
 def require_same(path: Path, stored: Fingerprint, new: Fingerprint) -> None:
     """Raises `FingerprintError`, with each difference, where the run at `path` is another one, and owns something."""
     _require_known(path, stored, new)
-    different = [str(difference) for difference in new.refused(stored)]
+    refused = list(new.refused(stored))
+    different = list(map(str, refused))
     if not different or owns_nothing(path):
         return
     more = [f"and {len(different) - 20} more"] if len(different) > 20 else []
@@ -67,10 +67,18 @@ def require_same(path: Path, stored: Fingerprint, new: Fingerprint) -> None:
         "the run directory belongs to a run with other settings",
         where=str(path),
         why="\n".join([*different[:20], *more]),
-        fix="undo the changes to continue it, or accept those that make no difference: --accept data.args.path;\n"
+        fix=f"undo the changes to continue it, or accept those that make no difference: {_accepting(refused)};\n"
         f"set another run.name, or use --resume never: a new directory beside it ({path.name}-2, ...);\n"
         "or --resume CHECKPOINT: a new directory that starts from a checkpoint of this run",
     )
+
+
+def _accepting(different: Sequence[Difference]) -> str:
+    """The words that accept these differences: a setting stands for all below it."""
+    paths = [one.path for one in different]
+    names = [name for name in paths if not any(name.startswith((f"{other}.", f"{other}[")) for other in paths)]
+    shown = " ".join(f"--accept {name}" for name in names[:3])
+    return shown if len(names) <= 3 else f"{shown} ... ({len(names)} settings)"
 
 
 def _require_known(path: Path, stored: Fingerprint, new: Fingerprint) -> None:
@@ -87,17 +95,14 @@ def _require_known(path: Path, stored: Fingerprint, new: Fingerprint) -> None:
 
 
 def owns_nothing(path: Path) -> bool:
-    """Whether a run has no checkpoint and no step: nothing would be lost with it."""
+    """Whether a run has no checkpoint and never reached its end: nothing was saved that could be lost with it."""
     try:
         saved = any(NAME.fullmatch(name) for name in os.listdir(path / "checkpoints"))
-        rows = (path / _METRICS).read_bytes().count(b"\n") if (path / _METRICS).exists() else 0
     except FileNotFoundError:
-        saved, rows = False, 0
+        saved = False
     except OSError as error:
         raise disk_error(error, "cannot read the run directory", path, RunDirectoryError) from error
-    steps = [event.get("step") for event in read_history(path / HISTORY_FILE)]
-    steps += [beat.step for beat in read_heartbeats(path / "heartbeats")]
-    return not saved and rows < 2 and not any(isinstance(step, int) and step > 0 for step in steps)
+    return not saved and all(event.get("event") != "finished" for event in read_history(path / HISTORY_FILE))
 
 
 def choose_directory(

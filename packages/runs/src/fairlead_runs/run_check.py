@@ -58,7 +58,7 @@ def _missing(asked: str, run: Path, cwd: Path, where: str) -> tuple[Finding, ...
             split_checkpoint_url(asked)
         elif not Path(found := named_checkpoint(asked, run, cwd)).exists():
             what = f"the checkpoint {found!r} does not exist"
-            raise ConfigError(what, fix="name a .ckpt file, or a folder under checkpoints/")
+            raise ConfigError(what, fix="name a run directory, a folder under its checkpoints/, or a .ckpt file")
     except FairleadError as error:
         return (Finding.of(error, "error", "resume-path", where=where),)
     return ()

@@ -28,6 +28,7 @@ from fairlead.errors import CheckpointError, ConfigError
 from fairlead.interfaces import BuildContext
 from fairlead_distributed import fsdp_state
 from fairlead_distributed.fully_sharded import mixed_precision_of
+from fairlead_distributed.whole import named_as, plain_state
 from fairlead_runs.checkpoint_io import ShardedLoads
 from fairlead_strategies.fsdp import FSDPMixedPrecision, FSDPStrategyConfig
 from fairlead_strategies.fsdp_fabric import FabricFSDP
@@ -129,11 +130,11 @@ class FSDPStrategy(LightningFSDP):
         if not isinstance(io, ShardedLoads):
             return {**super().load_checkpoint(path, weights_only), "optimizer_states": []}
         with fsdp_state.sharded_state(self._root):
-            own = self._root.state_dict()
+            own = plain_state(self._root.state_dict())
             found = io.load_shards(path, fsdp_state.destinations(own, self.optimizers), weights_only)
             if found is None:
                 return Strategy.load_checkpoint(self, path, weights_only)
-            self._root.load_state_dict(found.pop("state_dict"), strict=self._strict)
+            self._root.load_state_dict(named_as(self._root, found.pop("state_dict")), strict=self._strict)
             if self._fits and "optimizer_states" in found:
                 self._load_optimizers(found["optimizer_states"])
         if "optimizer_states" in found:
@@ -145,7 +146,7 @@ class FSDPStrategy(LightningFSDP):
         if "state_dict" not in checkpoint:
             return
         with fsdp_state.whole_state(self._root, rank0_only=False):
-            self._root.load_state_dict(checkpoint["state_dict"], strict=strict)
+            self._root.load_state_dict(named_as(self._root, checkpoint["state_dict"]), strict=strict)
 
     @property
     def lightning_restore_optimizer(self) -> bool:

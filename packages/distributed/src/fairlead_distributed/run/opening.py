@@ -11,9 +11,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from fairlead.config import JobConfig, RunConfig
-from fairlead.errors import CheckpointError, FairleadError
-from fairlead.facts import Job
+from fairlead.config import RunConfig
+from fairlead.errors import FairleadError
 from fairlead.findings import Finding
 from fairlead.hooks import answer
 from fairlead.plugins import default_plugins
@@ -87,21 +86,9 @@ def _heard() -> Handoff:
         help_to_compare(heard)
 
 
-def checkpoint_to_evaluate(job: JobConfig, scheduled: Job | None, cwd: Path, resume: str | None) -> Path | None:
-    """The checkpoint that `validate`, `test` and `predict` load: none, unless it is asked for."""
-    if resume in (None, "never"):
-        return None
-    if is_url(resume):
-        return state_file(downloaded_for_now(str(resume)))
-    path = run_directory(job.model_dump(mode="json"), job.run, scheduled, cwd)
-    if resume != "auto":
-        return state_file(Path(named_checkpoint(str(resume), path, cwd)))
-    newest = newest_complete(path / "checkpoints").checkpoint
-    if newest is None:
-        raise CheckpointError(
-            "this run has no complete checkpoint yet", where=str(path), fix="fit it, or name a checkpoint"
-        )
-    return newest.path / STATE_FILE
+def file_to_evaluate(weights: str) -> Path:
+    """The file to load of what `weights_to_evaluate` chose; what lies on a store is downloaded for this process."""
+    return state_file(downloaded_for_now(weights) if is_url(weights) else Path(weights))
 
 
 def waiting_handoff(environ: Mapping[str, str]) -> Handoff | None:

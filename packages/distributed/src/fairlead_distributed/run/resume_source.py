@@ -88,7 +88,9 @@ def state_file(path: Path) -> Path:
         return (path / STATE_FILE).absolute()
     if not path.exists():
         raise CheckpointError(
-            "the checkpoint does not exist", where=str(path), fix="name a .ckpt file, or a folder under checkpoints/"
+            "the checkpoint does not exist",
+            where=str(path),
+            fix="name a run directory, a folder under its checkpoints/, or a .ckpt file",
         )
     return path.absolute()
 

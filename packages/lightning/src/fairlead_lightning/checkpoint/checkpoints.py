@@ -79,7 +79,7 @@ class Checkpoints(Checkpoint):
         own = self.session.checkpoint is not None and self.session.checkpoint.is_relative_to(self.directory)
         self._last_step = trainer.global_step
         self._trained = False
-        self._of_run.saved_step = trainer.global_step if own else -1
+        self._of_run.saved = _place(trainer) if own else None
 
     def restored(self, state: Mapping[str, Any]) -> None:
         """The metrics are back; what an earlier validation measured is no property of the next checkpoints."""
@@ -89,7 +89,7 @@ class Checkpoints(Checkpoint):
         """Saves at a step that is due, never between the micro-batches of one."""
         self._trained = True
         step, last = trainer.global_step, self._last_step
-        if step == last:
+        if step == last and trainer.lightning_module.automatic_optimization:
             return
         self._last_step = step
         every = self.config.every_n_steps
@@ -126,7 +126,7 @@ class Checkpoints(Checkpoint):
         due = self._after_validation and not self.exact.in_window(trainer)
         if due:
             self._after_validation = False
-            self._of_run.saved_step = -1  # one that this step has already was saved before it was measured
+            self._of_run.saved = None  # one that this step has already was saved before it was measured
             self.save(trainer, "validation")
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -193,8 +193,8 @@ class Checkpoints(Checkpoint):
         self.best_model_path = str(found.path / STATE_FILE) if found is not None else ""
 
     def save(self, trainer: L.Trainer, reason: str, correct: Correction | None = None) -> None:
-        """Writes a checkpoint of this step, on all ranks together, unless this step has one already."""
-        if trainer.global_step != self._of_run.saved_step:
+        """Writes a checkpoint of this step, on all ranks together, unless this place has one already."""
+        if _place(trainer) != self._of_run.saved:
             self._commit(trainer, reason, correct)
 
     def _commit(self, trainer: L.Trainer, reason: str, correct: Correction | None) -> None:
@@ -216,12 +216,12 @@ class Checkpoints(Checkpoint):
             "accumulate_grad_batches": self._accumulate,
             "finite": self.finite.check_weights(trainer),
         }
-        commits.commit(trainer.global_step, own, write, metrics, metadata, reason=reason)
+        commits.commit(trainer.global_step, own, write, metrics, metadata, place=_place(trainer), reason=reason)
         self._saved_at = time.monotonic()
 
     def _save_for_sure(self, trainer: L.Trainer, reason: str, correct: Correction | None) -> None:
         commit = partial(self._commit, trainer, reason, correct)
-        self._of_run.save_for_sure(trainer.global_step, commit, reason=reason)
+        self._of_run.save_for_sure(trainer.global_step, commit, place=_place(trainer), reason=reason)
 
     @property
     def _of_run(self) -> Commits:
@@ -233,6 +233,15 @@ class Checkpoints(Checkpoint):
         stale = self._measured if self._measured_at != trainer.global_step else ()
         current = {k: v for k, v in trainer.callback_metrics.items() if k not in stale}
         return {k: float(v) for k, v in current.items() if torch.as_tensor(v).numel() == 1}
+
+
+def _place(trainer: L.Trainer) -> tuple[int, int]:
+    """What tells one state that is worth saving from another.
+
+    A loop that steps its optimizers by itself may accumulate over many batches: each of them is one.
+    """
+    by_hand = not trainer.lightning_module.automatic_optimization
+    return trainer.global_step, trainer.fit_loop.epoch_loop.batch_progress.total.ready if by_hand else 0
 
 
 def _last_batch(trainer: L.Trainer) -> bool:

@@ -54,7 +54,8 @@ _USUAL_MONITORS: Final = ("val/loss", "val_loss")
 class Commits:
     """Writes and commits the checkpoints of a run; each method is called by all ranks together.
 
-    `io` is None where the strategy writes without one; `saved_step` is written, or taken in the background.
+    `io` is None where the strategy writes without one; `saved` is the step, or the place of the training, that
+    is written, or taken in the background.
     """
 
     def __init__(
@@ -63,7 +64,7 @@ class Commits:
         self.session = session
         self.config = config
         self.monitor = config.monitor
-        self.saved_step = -1
+        self.saved: object = None
         self._strategy = strategy
         self._io = io
         self._rank = rank
@@ -81,11 +82,14 @@ class Commits:
         write: Callable[[Path, Commit], Problem],
         metrics: Mapping[str, float],
         metadata: Mapping[str, Any],
+        *,
+        place: object = None,
         **event: Any,
     ) -> bool:
         """Writes and commits a checkpoint; a disk that refuses is a warning and an event that name the rank.
 
-        `own` gives this rank's part; its `ConfigError` is raised on all ranks.  Returns, the same on all ranks, whether
+        `own` gives this rank's part; its `ConfigError` is raised on all ranks.  `place` is what `saved` becomes, where
+        a step has several places that are worth saving.  Returns, the same on all ranks, whether
         the checkpoint is written or a backend in the background has taken it.
         """
         if step == self._staged_step:  # its stage may still be written, and this save would write into it
@@ -139,7 +143,7 @@ class Commits:
         # Rank 0 alone knows whether it is saved; all must decide alike whether to save at the end.
         saved = bool(self._strategy.broadcast(error is None or _of_earlier_saves(error, file)))
         if saved:
-            self.saved_step = step
+            self.saved = step if place is None else place
         return saved
 
     def through_strategy(self, file: Path, save: Callable[[], None], commit: Commit) -> Problem:
@@ -159,15 +163,16 @@ class Commits:
             return error
         return outcome[0] if outcome else raised_by(partial(commit, {}))
 
-    def save_for_sure(self, step: int, save: Callable[[], object], **event: Any) -> None:
-        """Saves, unless this step is saved already, and waits until it is durable; if it is not, all ranks raise."""
+    def save_for_sure(self, step: int, save: Callable[[], object], *, place: object = None, **event: Any) -> None:
+        """Saves, unless this step or `place` is saved, and waits until it is durable; if it is not, all ranks raise."""
+        place = step if place is None else place
         for _ in range(2):  # what was taken in the background may fail only now
-            if self.saved_step != step:
+            if self.saved != place:
                 save()
             if self.drain(step, **event):
                 break
-            self.saved_step = -1
-        if self.saved_step != step:
+            self.saved = None
+        if self.saved != place:
             raise CheckpointError(
                 f"the state at step {step} could not be saved",
                 where=str(self.session.path / "checkpoints"),

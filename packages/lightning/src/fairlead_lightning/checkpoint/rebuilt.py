@@ -13,6 +13,7 @@ from fairlead.config import ClassSpec, JobConfig
 from fairlead.errors import CheckpointError, UserCodeError
 from fairlead.resolution import Resolution
 from fairlead.user_code import CodeRoot, activate, instantiate
+from fairlead_lightning import compat
 from fairlead_lightning.resume.loading import load_weights
 from fairlead_runs.batch_size import for_each_rank
 from fairlead_runs.fingerprints import leaves
@@ -28,6 +29,8 @@ class Rebuilt:
     model: L.LightningModule
     data: L.LightningDataModule | None
     checkpoint: Path | None
+    loads: bool = True
+    """Whether an evaluation is to load weights: those of an exported folder are there already."""
 
 
 def rebuild(
@@ -50,12 +53,12 @@ def rebuild(
     data = build_user_object(job.data, root, "data", L.LightningDataModule) if job.data is not None else None
     if weights is not None:
         load_weights(model, weights)
-    return Rebuilt(model, data, checkpoint)
+    return Rebuilt(model, data, checkpoint, loads=weights is None)
 
 
 def build_user_object(spec: ClassSpec, root: CodeRoot, where: str, expected: type) -> Any:
     """The user's object; a `UserCodeError` where it is not of the class that Lightning needs."""
-    thing = instantiate({"class": spec.class_, "args": spec.args}, root, path=(where,))
+    thing = compat.uncompiled(instantiate({"class": spec.class_, "args": spec.args}, root, path=(where,)))
     if not isinstance(thing, expected):
         raise UserCodeError(
             f"{spec.class_} made a {type(thing).__name__}, not a lightning.pytorch.{expected.__name__}",

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import lightning.pytorch as L
 import torch
@@ -16,13 +16,10 @@ from lightning.pytorch.trainer.states import TrainerStatus
 
 from fairlead.errors import ConfigError
 from fairlead_distributed import derive_seed, isolated_rng
+from fairlead_distributed.whole import plain_name
 from fairlead_lightning import compat
 from fairlead_lightning.checkpoint.commits import Commit, Commits, Hashes, Problem, raised_by
 from fairlead_runs.checkpoint_io import ShardedSaves
-
-# What compilers and wrappers put into the names of parameters; torch leaves it out of sharded states, too.
-_WRAPPERS: Final = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
-
 
 Correction = Callable[[dict[str, Any]], None]
 """Changes a checkpoint's counters of the loops; see `compat.between_epochs` and `compat.inside_epoch`."""
@@ -102,7 +99,5 @@ def _names(module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[st
     """The names of an optimizer's parameters in the order of its groups; None for those of something else."""
     found = {}
     for name, parameter in module.named_parameters():
-        for wrapper in _WRAPPERS:
-            name = name.replace(wrapper, "")
-        found[id(parameter)] = name
+        found[id(parameter)] = plain_name(name)
     return [found.get(id(parameter)) for group in optimizer.param_groups for parameter in group["params"]]

@@ -34,7 +34,8 @@ def fit_arguments(parser: argparse.ArgumentParser) -> None:
         "--resume",
         metavar="auto|never|best|last|PATH|weights:PATH",
         help="auto (default): resume this run; never: start a new run beside it; best, last: resume from that "
-        "checkpoint; PATH: from any checkpoint, also RUN/best; weights:PATH: start a new run with only its weights",
+        "checkpoint; PATH: from any checkpoint, also RUN/best, or RUN: its newest; weights:PATH: start a new run with "
+        "only its weights",
     )
     parser.add_argument(
         "--accept",
@@ -65,8 +66,9 @@ def _evaluation(parser: argparse.ArgumentParser, command: str) -> None:
     parser.add_argument(
         "--resume",
         metavar="auto|never|best|last|PATH",
-        help="the weights to load; auto: the newest checkpoint of this run; best, last: that one; PATH: any one, "
-        "also RUN/best; never (default): none, the model as it is built",
+        help="the weights to load; auto (default): the run's best checkpoint by the metric that it monitors, else its "
+        "newest; best, last: that one; PATH: any checkpoint, or of a run directory its best or newest; never: none, "
+        "the model as it is built",
     )
     parser.set_defaults(command=command)
 

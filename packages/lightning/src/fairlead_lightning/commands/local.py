@@ -20,10 +20,11 @@ from fairlead.interfaces import BuildContext
 from fairlead.plugin_classes import StrategyPlugin
 from fairlead_launch.environment import LAUNCHED
 from fairlead_launch.forkserver import thaw_for_nanobind
+from fairlead_launch.plans import inherited_plan
 from fairlead_launch.reports import leave_to_rank_0, said_after_rank_0, send_report
 from fairlead_lightning.build import build_guard
 from fairlead_lightning.commands.early import EarlyImports
-from fairlead_lightning.commands.prepare import prepare
+from fairlead_lightning.commands.prepare import prepare, with_weights
 from fairlead_lightning.display.quiet import TORCH_DEFAULTS
 
 _STOPS: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
@@ -91,7 +92,11 @@ def _ignore(signals: Iterable[int]) -> None:
 
 def _run(arguments: argparse.Namespace, session: Session, release: Callable[[], list[int]], early: EarlyImports) -> int:
     try:
-        checked = prepare(arguments, session, uses_run=arguments.command == "fit", loaded=early.begin)
+        evaluates = arguments.command != "fit"
+        checked = prepare(arguments, session, uses_run=not evaluates, loaded=early.begin)
+        weights = None
+        if evaluates and inherited_plan(session.environ) is None:
+            checked, weights = with_weights(checked, session)
     except FairleadError as error:
         # Ranks that a launcher started check for themselves; what they find wrong is the same for all, and shown once.
         if send_report(session.environ, f"error: {error.block()}", error.exit_code):
@@ -109,6 +114,8 @@ def _run(arguments: argparse.Namespace, session: Session, release: Callable[[], 
     topology = resolution.topology
     first = not topology.launched or resolution.value("global_rank") == 0
     if first and not session.environ.get(LAUNCHED):
+        if weights is not None:
+            session.print(weights.line)
         for finding in checked.findings:
             session.warn(str(finding))
     if any(finding.code == "run-finished" for finding in checked.findings):

@@ -10,11 +10,13 @@ from typing import cast
 
 from fairlead.checks import CheckedJob, check_job
 from fairlead.cli.session import Session
-from fairlead.findings import raise_errors
+from fairlead.findings import Finding, raise_errors
 from fairlead.jobs import LoadedJob, load_job
 from fairlead.plugin_classes import EnvironmentPlugin
 from fairlead.resolution import Resolution
 from fairlead_launch.plans import inherited_plan
+from fairlead_runs.evaluated import Weights, weights_to_evaluate
+from fairlead_runs.naming import run_directory
 
 
 def prepare(
@@ -49,8 +51,33 @@ def prepare(
         cwd=session.cwd,
         uses_run=uses_run,
     )
-    raise_errors(checked.findings)
+    raise_errors(_as_typed(finding, arguments) for finding in checked.findings)
     return checked
+
+
+def _as_typed(finding: Finding, arguments: argparse.Namespace) -> Finding:
+    """A finding about an option names that option, and not the setting that it stands for."""
+    where = finding.where
+    if where == "--set run.resume" and arguments.resume is not None:
+        where = f"--resume {arguments.resume}"
+    if where == "--set run.accept" and getattr(arguments, "accept", None):
+        where = " ".join(f"--accept {setting}" for setting in arguments.accept)
+    return dataclasses.replace(finding, where=where)
+
+
+def with_weights(checked: CheckedJob, session: Session) -> tuple[CheckedJob, Weights]:
+    """The job of an evaluation, whose `run.resume` is from now on the checkpoint to load, or `never`.
+
+    Only what was asked for here counts: a `run.resume` of the job file says how its fits begin.
+    """
+    job, resolution = checked.loaded.job, checked.resolution
+    assert job is not None
+    assert resolution is not None
+    run = run_directory(job.model_dump(mode="json"), job.run, resolution.job, session.cwd)
+    asked = job.run.resume if ("run", "resume") in checked.loaded.overrides else "auto"
+    weights = weights_to_evaluate(asked, run, session.cwd)
+    job = job.model_copy(update={"run": job.run.model_copy(update={"resume": weights.source or "never"})})
+    return dataclasses.replace(checked, loaded=dataclasses.replace(checked.loaded, job=job)), weights
 
 
 def _of_this_rank(resolution: Resolution | None, session: Session) -> Resolution:

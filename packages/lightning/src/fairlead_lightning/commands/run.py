@@ -18,8 +18,9 @@ from fairlead.config import JobConfig
 from fairlead.errors import ConfigError, FairleadError, RunFailedError
 from fairlead.interfaces import BuildContext
 from fairlead.user_code import CodeRoot, activate
+from fairlead_distributed.objects import broadcast_object
 from fairlead_distributed.run.joining import join_process_group
-from fairlead_distributed.run.opening import checkpoint_to_evaluate
+from fairlead_distributed.run.opening import file_to_evaluate
 from fairlead_launch.reports import leave_to_rank_0, lost_a_peer, said_after_rank_0, send_report, watch_supervisor
 from fairlead_lightning.checkpoint.rebuilt import build_user_object
 from fairlead_lightning.commands.prove_plan import PLAN
@@ -160,10 +161,11 @@ def _require_loader(command: str, model: L.LightningModule, data: L.LightningDat
 def _evaluate(
     arguments: argparse.Namespace, session: Session, job: JobConfig, trainer: Trainer, model: Any, data: Any
 ) -> None:
-    scheduled = trainer.resolution.job
-    checkpoint = checkpoint_to_evaluate(job, scheduled, session.cwd, arguments.resume)
     join_process_group(trainer.resolution, session.environ)
-    given: dict[str, Any] = {"datamodule": data, "ckpt_path": str(checkpoint) if checkpoint else None}
+    # Ranks that a scheduler started have looked by themselves, perhaps while another job saved.
+    source: str = broadcast_object(job.run.resume)
+    checkpoint = file_to_evaluate(source) if source != "never" else None
+    given: dict[str, Any] = {"datamodule": data, "ckpt_path": str(checkpoint or "never")}
     if arguments.command == "predict":
         place = Path(session.cwd, arguments.out) if arguments.out else None
         with readable_load_errors(checkpoint):

@@ -12,6 +12,7 @@ from fairlead_lightning.compat.checkpoint import dump_checkpoint as dump_checkpo
 from fairlead_lightning.compat.checkpoint import inside_epoch as inside_epoch
 from fairlead_lightning.compat.checkpoint import resume_from as resume_from
 from fairlead_lightning.compat.checkpoint import set_root_dir as set_root_dir
+from fairlead_lightning.compat.compiled import uncompiled as uncompiled
 from fairlead_lightning.compat.epochs import batches_of_epoch as batches_of_epoch
 from fairlead_lightning.compat.epochs import end_epoch_here as end_epoch_here
 from fairlead_lightning.compat.epochs import is_last_batch as is_last_batch
@@ -30,6 +31,7 @@ from fairlead_lightning.compat.logged import logged_for_epoch as logged_for_epoc
 from fairlead_lightning.compat.logged import logged_state as logged_state
 from fairlead_lightning.compat.logged import restore_logged as restore_logged
 from fairlead_lightning.compat.logged import set_logged as set_logged
+from fairlead_lightning.compat.loops import as_at as as_at
 from fairlead_lightning.compat.loops import as_if_never_restored as as_if_never_restored
 from fairlead_lightning.compat.loops import begin_next_epoch as begin_next_epoch
 from fairlead_lightning.compat.loops import set_batches_done as set_batches_done
@@ -42,3 +44,4 @@ from fairlead_lightning.compat.processes import is_spawned as is_spawned
 from fairlead_lightning.compat.processes import let_children_end as let_children_end
 from fairlead_lightning.compat.processes import signal_children as signal_children
 from fairlead_lightning.compat.processes import without_signal_handlers as without_signal_handlers
+from fairlead_lightning.compat.steps import count_steps as count_steps

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import lightning.pytorch as L
@@ -58,15 +59,16 @@ def watch_boundaries(trainer: L.Trainer, watcher: Any) -> Callable[[], None]:
     def setup_data() -> None:
         known = fit._combined_loader
         if known is None or fit._should_reload_train_dl:
-            last = watcher.before_loaders(trainer, again=known is not None)
+            asked = watcher.before_loaders(trainer, again=known is not None)
             # `trainer.training` does not tell: Lightning's batch-size finder asks for those of the validation in it.
             watcher.for_training = True
             try:
-                setup()
+                with as_at(trainer, asked):
+                    setup()
             finally:
                 watcher.for_training = False
-            if last is not None:
-                fit._last_train_dl_reload_epoch = last
+            if asked is not None:
+                fit._last_train_dl_reload_epoch = asked[0]
 
     def is_trial() -> bool:
         """Lightning's finders (learning rate, batch size) train without callbacks, and take all of it back."""
@@ -113,6 +115,28 @@ def watch_boundaries(trainer: L.Trainer, watcher: Any) -> Callable[[], None]:
                 vars(loop).pop(name, None)
 
     return undo
+
+
+@contextmanager
+def as_at(trainer: L.Trainer, asked: tuple[int, int] | None) -> Iterator[None]:
+    """Inside it `trainer.current_epoch` and `trainer.global_step` are those of `asked`, if given."""
+    if asked is None:
+        yield
+        return
+    loop: Any = trainer.fit_loop
+    by_hand, automatic = loop.epoch_loop.manual_optimization, loop.epoch_loop.automatic_optimization
+    epochs = loop.epoch_progress.current
+    steps = by_hand.optim_step_progress.total, automatic.optim_progress.optimizer.step.total
+    now = epochs.completed, [one.completed for one in steps]
+    epochs.completed = asked[0]
+    for one in steps:
+        one.completed = asked[1]
+    try:
+        yield
+    finally:
+        epochs.completed = now[0]
+        for one, completed in zip(steps, now[1], strict=True):
+            one.completed = completed
 
 
 def training_place(trainer: L.Trainer) -> tuple[int, int]:

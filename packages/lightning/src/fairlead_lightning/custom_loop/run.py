@@ -223,7 +223,7 @@ class LoopRun:
         checkpoints = self._checkpoints
         if checkpoints is not None:
             own = file is not None and file.is_relative_to(session.path)
-            checkpoints.saved_step = self.step if own else -1
+            checkpoints.saved = self.step if own else None
             checkpoints.monitor = checkpoints.monitor or metadata.get("monitor")  # or the best so far would not be kept
             if self.fabric.is_global_zero:
                 # Without a position by the step: the rows here count from 1, Lightning's from 0.
@@ -302,7 +302,7 @@ class LoopRun:
             return
         checkpoints, session = self._require_training("finish()")
         if metrics is not None:
-            checkpoints.saved_step = -1
+            checkpoints.saved = None
         checkpoints.save_for_sure(self.step, lambda: self.save(metrics))
         checkpoints.copied()
         if self._metrics is not None:

@@ -115,7 +115,7 @@ class Progress(ProgressBar):
         sampler = getattr(trainer.strategy, "distributed_sampler_kwargs", None) or {}
         self._replicas = int(sampler.get("num_replicas", 1))
         done, self._total = position(trainer, pl_module)
-        self._speed, self._ended = Throughput(done, now), None
+        self._speed, self._ended = Throughput(trainer.global_step, now), None
         self._due = 0.0
         self._last_batch = -1
         if self._total is not None:

@@ -8,21 +8,19 @@ from pathlib import Path
 from fairlead.errors import CheckpointError
 from fairlead_lightning.display.throughput import Throughput, duration, number
 from fairlead_runs.commit import Checkpoint, best, list_checkpoints
-from fairlead_runs.describe import counted
+from fairlead_runs.describe import counted, shown_path
 
 
 def summary_lines(step: int, epoch: int, speed: Throughput, replicas: int, now: float, run_dir: Path) -> list[str]:
     """The closing lines of a fit on `replicas` ranks that each read a part of the data."""
     steps, trained = step - speed.first_step, speed.trained_s(now)
-    lines = [f"done        {counted(step, 'step')}, {counted(epoch, 'epoch')}"]
-    if steps and steps != step:
-        lines[0] += f" ({steps} of them in this start)"
-    lines[0] += f" in {duration(now - speed.began)}"
+    here = f" ({steps} of them in this start)" if steps and steps != step else ""
+    took = duration(now - speed.began)
+    lines = [f"done        {counted(step, 'step')}{here}, {counted(epoch, 'epoch')} in {took}"]
     if speed.batches and trained > 0:
         samples = speed.samples * replicas / trained
         lines.append(f"speed       {number(samples)} samples/s, {number(steps / trained)} steps/s while training")
-    if run_dir.is_relative_to(Path.cwd()):
-        run_dir = run_dir.relative_to(Path.cwd())
+    run_dir = Path(shown_path(run_dir, Path.cwd()))
     checkpoints = list_checkpoints(run_dir / "checkpoints")
     if checkpoints:
         lines += [*_best(checkpoints), f"checkpoint  {checkpoints[-1].path}"]

@@ -194,9 +194,9 @@ class Stops(L.Callback):
         self._boundary(trainer, between_epochs=True)
 
     def after_batch(self, trainer: L.Trainer) -> None:
-        """A batch is done; between the micro-batches of one step nothing can be saved."""
+        """A batch is done; between the micro-batches of one step of Lightning's nothing can be saved."""
         step = trainer.global_step
-        if step != self._step:
+        if step != self._step or not trainer.lightning_module.automatic_optimization:
             self._step = step
             self._boundary(trainer)
             if self._save_due and self._saves is not None:

@@ -19,6 +19,7 @@ class AskedLoaders:
 
     def __init__(self) -> None:
         self._state: dict[str, Any] | None = None
+        self._at: tuple[int, int] | None = None
         self._validation: Mapping[str, Any] | None = None
         self._validation_before: Mapping[str, Any] | None = None
         self.later = False
@@ -36,10 +37,12 @@ class AskedLoaders:
         """The validation's loaders are asked for inside the block, and in a resumed fit again."""
         before, self._validation_before = self._validation_before, None
         now = rng_state()
-        self._validation = before if before is not None else {"rng": now, "epoch": trainer.current_epoch}
+        here = {"rng": now, "epoch": trainer.current_epoch, "step": trainer.global_step}
+        self._validation = before if before is not None else here
         if before is not None:
             set_rng_state(before["rng"])
-        yield
+        with compat.as_at(trainer, (before["epoch"], before["step"]) if before is not None else None):
+            yield
         if before is not None:
             set_rng_state(now)
             compat.set_validation_asked(trainer, before["epoch"])
@@ -54,21 +57,23 @@ class AskedLoaders:
             own = {name: one for name, one in asked["attributes"].items() if name not in kept.replaced}
             asked = {**asked, "attributes": own}
         validation = self._validation if self._validation is not None else self._validation_before
-        return {"asked": asked, "asked_validation": validation}
+        return {"asked": asked, "asked_at": self._at, "asked_validation": validation}
 
-    def ask(self, trainer: L.Trainer, kept: Attributes, saved: Mapping[str, Any] | None) -> float | None:
-        """The loaders are asked for now.
+    def ask(
+        self, trainer: L.Trainer, kept: Attributes, asked_at: tuple[int, int] | None, saved: Mapping[str, Any] | None
+    ) -> tuple[int, int] | None:
+        """The loaders are asked for now: in a fit that resumes, as at the epoch and step `asked_at`, which it returns.
 
-        With `saved`, of the fit that this one resumes, as they were there; returns the epoch in which that was.
+        With `saved`, of as many ranks, as everything was there.
         """
+        self._at = asked_at if asked_at is not None else (trainer.current_epoch, trainer.global_step)
         if not vars(trainer)["reload_dataloaders_every_n_epochs"]:
-            return None
+            return asked_at
         kept.replaced.clear()
         if saved is None:
-            attributes = copy.deepcopy(kept.state())
-            self._state = {"attributes": attributes, "rng": rng_state(), "epoch": trainer.current_epoch}
-            return None
+            self._state = {"attributes": copy.deepcopy(kept.state()), "rng": rng_state()}
+            return asked_at
         self._state = dict(saved)
         kept.restore(saved["attributes"])
         set_rng_state(saved["rng"])
-        return float(saved["epoch"])
+        return asked_at

@@ -27,6 +27,7 @@ from fairlead_lightning.resume.configured import Configured, changed
 from fairlead_lightning.resume.kept import is_finder, only_once
 from fairlead_lightning.resume.loaders import Loaders
 from fairlead_lightning.resume.loading import as_it_was_saved, load_weights
+from fairlead_lightning.resume.names import plain_names
 from fairlead_lightning.resume.optimizers import with_plain_numbers
 from fairlead_lightning.resume.users import Users
 
@@ -64,6 +65,7 @@ class ExactResume(L.Callback):
         self.loaders: Loaders | None = None
         self.where: Where | None = None
         self.goes_on = False  # of a run that was stopped, and no batch was trained on yet
+        self.resumed = False  # a run that was stopped
         self.for_training = False  # the loaders asked for: a batch-size finder asks for a validation's in training
         self._trainer: L.Trainer | None = None
         self._state: dict[str, Any] | None = None
@@ -111,9 +113,10 @@ class ExactResume(L.Callback):
             self._state = rank_state.read(folder, trainer.global_rank if self._same_ranks else 0)
             self._asked.go_on(self._state if self._same_ranks else None)
         saved = self._state["loaders"] if self._state is not None else None
-        self.goes_on = self._state is not None
+        self.goes_on = self.resumed = self._state is not None
         if self.goes_on:
             self._undo.append(as_it_was_saved(pl_module))
+        self._undo.append(plain_names(trainer))
         shards = False
         if stage != "predict":
             shards, undo = compat.take_sharding(trainer)
@@ -130,10 +133,24 @@ class ExactResume(L.Callback):
         )
         if stage == "fit":
             self._undo.append(compat.watch_boundaries(trainer, self))
+        if session is not None:
+            self._undo.append(compat.count_steps(trainer, lambda: self._tell_uncounted(trainer)))
         if self.goes_on and stage == "fit":
             steps, trainer.num_sanity_val_steps = trainer.num_sanity_val_steps, 0  # it was done when the run began
             self._undo.append(lambda: setattr(trainer, "num_sanity_val_steps", steps))
             self._undo += [only_once(trainer), compat.keep_rates(trainer)]
+
+    def _tell_uncounted(self, trainer: L.Trainer) -> None:
+        if trainer.is_global_zero and not self.resumed:
+            finding = Finding(
+                "info",
+                "steps-uncounted",
+                "the module steps an optimizer where Lightning does not count it: Fairlead does",
+                why="by optimizers(use_pl_optimizer=False), or in a hook; Lightning's global_step would stay behind, "
+                "and with it max_steps, what is logged, and the names of checkpoints",
+                fix="nothing; self.optimizers() and its step() in training_step are counted by Lightning itself",
+            )
+            (self._say or trainer.print)(str(finding))
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """The model is wrapped: a script's own DDP adds gradients in a fixed order where that costs little."""
@@ -275,12 +292,13 @@ class ExactResume(L.Callback):
         self._restore(trainer)
         return due
 
-    def before_loaders(self, trainer: L.Trainer, *, again: bool) -> float | None:
+    def before_loaders(self, trainer: L.Trainer, *, again: bool) -> tuple[int, int] | None:
         """The training's loaders are asked for; `again`: for a later epoch.  `AskedLoaders.ask` says the rest."""
         assert self.loaders is not None
         self.loaders.asked_again(anew=again)
+        asked_at = self._state.get("asked_at") if self._state is not None else None
         saved = self._state.get("asked") if self._state is not None and self._same_ranks else None
-        return self._asked.ask(trainer, self._users.kept, saved)
+        return self._asked.ask(trainer, self._users.kept, asked_at, saved)
 
     def asking_for_validation(self, trainer: L.Trainer) -> AbstractContextManager[None] | None:
         """The validation's loaders are asked for inside the block; None: not yet, as in the fit that is resumed."""
@@ -302,8 +320,11 @@ class ExactResume(L.Callback):
         self.where = None
 
     def in_window(self, trainer: L.Trainer) -> bool:
-        """Whether the last batch ended without an optimizer step: its gradients wait for those of the next."""
-        return trainer.global_step == self._step
+        """Whether the last batch ended without an optimizer step: its gradients wait for those of the next.
+
+        Where the module steps its optimizers by itself, these gradients are part of each checkpoint.
+        """
+        return trainer.lightning_module.automatic_optimization and trainer.global_step == self._step
 
     def after_validation(self, trainer: L.Trainer) -> None:
         """Everything that belongs to a batch is done."""

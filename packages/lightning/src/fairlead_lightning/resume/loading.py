@@ -14,11 +14,13 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from fairlead.errors import CheckpointError, MissingDependencyError
+from fairlead.errors import CheckpointError, MissingDependencyError, RunFailedError
 from fairlead.install import install_line
+from fairlead_distributed.whole import named_as, plain_name
 
 _EXPORTED: Final = "weights.safetensors"
 
+_OVER = re.compile(r"Tried to step \d+ times\. The specified number of total steps is (?P<total>\d+)")
 _HEAD = re.compile(r"Error\(s\) in loading state_dict for (?P<model>\w+):")
 
 
@@ -40,6 +42,25 @@ def readable_load_errors(checkpoint: Path | None) -> Iterator[None]:
             where=str(checkpoint),
             why="\n".join(shown),
             fix="use the model that it was written with, or start anew with --resume never",
+        ) from error
+
+
+@contextmanager
+def schedule_errors() -> Iterator[None]:
+    """Has torch's report of a schedule that is over (`OneCycleLR`) say what to change."""
+    try:
+        yield
+    except ValueError as error:
+        found = _OVER.search(str(error))
+        if found is None:
+            raise
+        raise RunFailedError(
+            f"a learning-rate schedule was made for {found['total']} steps, and the training goes on beyond them",
+            where="configure_optimizers",
+            why=f"{str(error).splitlines()[0]}; a schedule that is resumed keeps the length that it was made with",
+            fix="train no longer than that (trainer.max_steps, trainer.max_epochs); or make it longer from the start: "
+            "total_steps=self.trainer.estimated_stepping_batches with the final max_steps or max_epochs, in a new run; "
+            "to go on from these weights: --resume weights:PATH",
         ) from error
 
 
@@ -99,15 +120,22 @@ def load_weights(model: nn.Module, weights: Path, *names: str) -> None:
         why = f"{type(error).__name__}: {str(error).splitlines()[0]}"
         raise CheckpointError("the weights cannot be read", where=str(weights), why=why) from error
     with readable_load_errors(weights):
-        model.load_state_dict(state)
+        model.load_state_dict(named_as(model, state))
 
 
 def _load_exported(model: nn.Module, weights: Path) -> None:
     try:
-        from safetensors.torch import load_model
+        from safetensors.torch import load_file, load_model
     except ImportError as error:
         raise MissingDependencyError(
             "loading an exported folder needs safetensors", why=str(error), fix=install_line("lightning")
         ) from error
     with readable_load_errors(weights):
-        load_model(model, str(weights))
+        if all(plain_name(path) == path for path, _ in model.named_modules()):
+            load_model(model, str(weights))
+            return
+        state = named_as(model, load_file(weights))
+        tied = {one.data_ptr(): state[name] for name, one in model.state_dict().items() if name in state}
+        lacking = {name: one for name, one in model.state_dict().items() if name not in state}
+        state.update({name: tied[one.data_ptr()] for name, one in lacking.items() if one.data_ptr() in tied})
+        model.load_state_dict(state)

@@ -17,6 +17,7 @@ from fairlead_distributed import derive_seed, rng_state, set_rng_state
 from fairlead_distributed.module_state import module_state, restore_module
 from fairlead_distributed.rng import seed_xla
 from fairlead_distributed.run.session import RunSession
+from fairlead_distributed.whole import plain_name
 from fairlead_lightning import compat
 from fairlead_lightning.loggers.positions import LOGGER_POSITIONS
 from fairlead_runs.data_ranks import replicas_in, replicas_of
@@ -89,7 +90,7 @@ def capture(trainer: L.Trainer) -> dict[str, Any]:
         # Rank 0's buffers are in the checkpoint itself.
         **module_state(trainer.lightning_module, buffers=trainer.global_rank > 0),
         "accumulate_grad_batches": trainer.accumulate_grad_batches,
-        "gradients": {n: p.grad for n, p in model.named_parameters() if waiting and p.grad is not None},
+        "gradients": {plain_name(n): p.grad for n, p in model.named_parameters() if waiting and p.grad is not None},
         "should_stop": trainer.should_stop,
     }
 
@@ -102,7 +103,7 @@ def restore(trainer: L.Trainer, state: Mapping[str, Any]) -> None:
     restore_module(trainer.lightning_module, state)
     if any(isinstance(callback, GradientAccumulationScheduler) for callback in vars(trainer)["callbacks"]):
         trainer.accumulate_grad_batches = state.get("accumulate_grad_batches", trainer.accumulate_grad_batches)
-    weights = dict(trainer.lightning_module.named_parameters())
+    weights = {plain_name(name): one for name, one in trainer.lightning_module.named_parameters()}
     for name, gradient in state.get("gradients", {}).items():
         weights[name].grad = gradient.to(weights[name].device)
     trainer.should_stop = state["should_stop"]

@@ -99,20 +99,11 @@ def best_or_last(path: Path) -> Path:
     root = path.parent if path.parent.name == "checkpoints" else path.parent / "checkpoints"
     if path.name not in ("best", "last") or not root.is_dir():
         return path
-    newest = newest_complete(root)
-    if newest.checkpoint is None:
-        raise CheckpointError(
-            "there is no complete checkpoint here",
-            where=str(root),
-            why="\n".join(map(str, newest.skipped[:8])) or None,
-            fix="`fairlead checkpoint ls` shows what there is",
-        )
+    newest = _newest(root)
     if path.name == "last":
-        return newest.checkpoint.path
-    metadata = newest.checkpoint.metadata
-    monitor, mode = metadata.get("monitor"), metadata.get("mode", "min")
-    rated = best(readable_checkpoints(root), monitor, mode) if isinstance(monitor, str) else []
-    for found in _first_sound(rated, 1, _sound):
+        return newest.path
+    found, monitor = _best(root, newest)
+    if found is not None:
         return found.path
     raise CheckpointError(
         "no checkpoint here is the best one",
@@ -122,11 +113,52 @@ def best_or_last(path: Path) -> Path:
     )
 
 
-def named_checkpoint(resume: str, run: Path, cwd: Path) -> str:
-    """What `--resume` asks for as a path: `best` and `last` are of this run; `auto`, `never` and URLs stay."""
+def best_or_newest(root: Path) -> tuple[Checkpoint, str]:
+    """The checkpoint that an evaluation takes of a `checkpoints` directory, and why: the best, else the newest one.
+
+    `CheckpointError`: there is no complete one.
+    """
+    newest = _newest(root)
+    found, monitor = _best(root, newest)
+    if found is None:
+        return newest, "the newest" if monitor is None else f"the newest: no checkpoint has {monitor}"
+    assert monitor is not None
+    return found, f"the best by {monitor} ({_metric(found, monitor):.6g})"
+
+
+def named_checkpoint(resume: str, run: Path, cwd: Path, *, evaluates: bool = False) -> str:
+    """What `--resume` asks for as a path: `best` and `last` are of this run; `auto`, `never` and URLs stay.
+
+    Of a run directory it is the newest checkpoint, and its best, if it has one, where `evaluates`.
+    """
     if resume in ("auto", "never") or "://" in resume:
         return resume
-    return str(best_or_last(run / resume if resume in ("best", "last") else cwd / resume))
+    path = best_or_last(run / resume if resume in ("best", "last") else cwd / resume)
+    root = path if path.name == "checkpoints" else path / "checkpoints"
+    if not root.is_dir():
+        return str(path)
+    return str((best_or_newest(root)[0] if evaluates else _newest(root)).path)
+
+
+def _newest(root: Path) -> Checkpoint:
+    newest = newest_complete(root)
+    if newest.checkpoint is None:
+        raise CheckpointError(
+            "there is no complete checkpoint here",
+            where=str(root),
+            why="\n".join(map(str, newest.skipped[:8])) or None,
+            fix="`fairlead checkpoint ls` shows what there is",
+        )
+    return newest.checkpoint
+
+
+def _best(root: Path, newest: Checkpoint) -> tuple[Checkpoint | None, str | None]:
+    """The best checkpoint by the metric that the newest says is monitored, and that metric."""
+    monitor, mode = newest.metadata.get("monitor"), newest.metadata.get("mode", "min")
+    if not isinstance(monitor, str):
+        return None, None
+    rated = best(readable_checkpoints(root), monitor, mode)
+    return next(iter(_first_sound(rated, 1, _sound)), None), monitor
 
 
 def keep_forever(checkpoint: Checkpoint, *, syscalls: Syscalls | None = None) -> None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.tensor import DTensor, Replicate, zeros
 from torch.nn import Module
 from torch.optim import Optimizer
+
+from fairlead_distributed.whole import plain_state
 
 Key = tuple[str | int, ...]
 """Where a tensor is in a checkpoint: the keys that lead to it."""
@@ -35,7 +36,7 @@ def destinations(
     Weights are read where they are. The state of a parameter is laid out as the parameter is; what has another shape
     is held whole by each rank.
     """
-    weights: dict[str, Any] = get_model_state_dict(model)
+    weights = plain_state(get_model_state_dict(model))
     parameters = {name: value for name, value in weights.items() if isinstance(value, DTensor)}
     count = sum(1 for _ in optimizers)
 

@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 
 from fairlead.errors import ConfigError
 from fairlead_distributed import clip_grad_norm, no_sync
+from fairlead_distributed.whole import named_as, plain_name, plain_state
 from fairlead_runs.checkpoint_io import ShardedLoads
 from fairlead_strategies.layout import Layout
 from fairlead_strategies.mesh.checkpoint import destinations, tuples_kept
@@ -167,8 +168,8 @@ class MeshStrategy(RanksOnMesh, ModelParallelStrategy):
         """The weights: shards where they are, or as Lightning gathers them."""
         assert self.model is not None
         if self._saves_shards:
-            return get_model_state_dict(self.model)
-        if self._gathers_experts:
+            return plain_state(get_model_state_dict(self.model))
+        if self._gathers:
             return model_on_first_rank(self.model, self.root_device)
         return super().lightning_module_state_dict()
 
@@ -177,14 +178,20 @@ class MeshStrategy(RanksOnMesh, ModelParallelStrategy):
         assert self.model is not None
         plain: Any = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
         forget_absent([plain])
-        if self._gathers_experts:
+        if self._gathers:
             return optimizer_on_first_rank(self.model, plain, self.root_device)
         return plain.state_dict() if self._saves_shards else super().optimizer_state(optimizer)
 
     @property
-    def _gathers_experts(self) -> bool:
+    def _gathers(self) -> bool:
         """Whether rank 0 is to have the whole of what Lightning cannot gather."""
-        return self.layout.expert > 1 and not (self._saves_shards or self._save_distributed_checkpoint)
+        return self._beyond_lightning and not (self._saves_shards or self._save_distributed_checkpoint)
+
+    @property
+    def _beyond_lightning(self) -> bool:
+        """Whether some ranks do not hold some parameters, or compiled parts have names that Lightning cannot match."""
+        assert self.model is not None
+        return self.layout.expert > 1 or any(plain_name(path) != path for path, _ in self.model.named_modules())
 
     def load_checkpoint(
         self, checkpoint_path: str | os.PathLike[str], weights_only: bool | None = None
@@ -208,7 +215,8 @@ class MeshStrategy(RanksOnMesh, ModelParallelStrategy):
         if found is None:
             found = self._load_whole(path, weights_only)
         if "state_dict" in found:
-            self.model.load_state_dict(found.pop("state_dict"), strict=self.lightning_module.strict_loading)
+            weights = named_as(self.model, found.pop("state_dict"))
+            self.model.load_state_dict(weights, strict=self.lightning_module.strict_loading)
         for optimizer, state in zip(self.optimizers, found.pop("optimizer_states", []), strict=False):
             optimizer.load_state_dict(state)
         forget_absent(self.optimizers)
@@ -222,9 +230,9 @@ class MeshStrategy(RanksOnMesh, ModelParallelStrategy):
         """
         assert self.model is not None
         found: dict[str, Any]
-        if self.layout.expert > 1:  # Lightning cannot cut what some ranks do not hold
+        if self._beyond_lightning:
             found = torch.load(path, map_location="cpu", mmap=True, weights_only=weights_only)
-            found["state_dict"] = cut_model(found["state_dict"], self.model)
+            found["state_dict"] = cut_model(named_as(self.model, found["state_dict"]), self.model)
         else:
             optimizers, self.optimizers = self.optimizers, []
             try:

@@ -14,6 +14,7 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from fairlead_distributed._apart import absent, first_rank
+from fairlead_distributed.whole import plain_state
 from fairlead_strategies.mesh.cut import like
 from fairlead_strategies.mesh.units import reshard
 
@@ -62,7 +63,7 @@ def on_first_rank(own: Held, device: torch.device, group: dist.ProcessGroup | No
 
 def model_on_first_rank(model: Module, device: torch.device) -> dict[str, Any]:
     """The weights on rank 0, as one process has them; the others get nothing. A collective."""
-    own = get_model_state_dict(model)
+    own = plain_state(get_model_state_dict(model))
     found = on_first_rank({name: (value, value) for name, value in own.items()}, device)
     return {name: found[name] for name in own} if found else {}
 

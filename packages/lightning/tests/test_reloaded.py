@@ -1,0 +1,36 @@
+"""`train_dataloader` that asks the trainer where it is, in a fit that resumes: it hears where it was asked."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_job import BATCH, SAMPLES, Data, Line, apart, make_trainer, samples
+from torch.utils.data import DataLoader, TensorDataset
+
+EPOCH = SAMPLES // BATCH
+
+
+class ByEpoch(Data):
+    def train_dataloader(self) -> Any:
+        trainer: Any = self.trainer
+        shift = trainer.current_epoch + 0.01 * trainer.global_step
+        moved = [one + 0.01 * shift for one in samples().tensors]
+        return DataLoader(TensorDataset(*moved), BATCH, shuffle=True)
+
+
+@pytest.mark.parametrize("every", [0, 1, 2, 3])
+def test_a_resume_in_any_epoch_of_a_period_is_given_the_same_loader(tmp_path: Path, every: int) -> None:
+    """In its first and its last epoch, between two epochs, and in the next period."""
+
+    def fit(folder: Path, steps: int) -> Line:
+        model = Line()
+        settings: dict[str, Any] = {"max_steps": steps, "reload_dataloaders_every_n_epochs": every}
+        make_trainer(folder, {"seed": 1}, **settings).fit(model, datamodule=ByEpoch())
+        return model
+
+    whole = fit(tmp_path / "whole", 5 * EPOCH)
+    for steps in (3, EPOCH + 2, 2 * EPOCH, 2 * EPOCH + 5, 3 * EPOCH, 4 * EPOCH + 1, 5 * EPOCH):
+        resumed = fit(tmp_path / "cut", steps)
+    assert apart(resumed, whole) == 0
