@@ -15,9 +15,10 @@ from torch import Tensor
 
 from fairlead_lightning.verify.causes_later import of_norms, of_weights
 from fairlead_lightning.verify.compare import Compared, Difference
-from fairlead_lightning.verify.fits import CLOSE, Part, Shares, dot, factor_of, fitted
+from fairlead_lightning.verify.fits import CLOSE, Part, Shares, factor_of, fitted
 from fairlead_lightning.verify.neutral import flat
-from fairlead_lightning.verify.notes import Notes, Tensors
+from fairlead_lightning.verify.notes import Notes
+from fairlead_lightning.verify.numbers import Tensors, dot, wide
 from fairlead_lightning.verify.reference import Reference, References, apart
 from fairlead_lightning.verify.text import counted, listed
 
@@ -109,12 +110,12 @@ def _unreduced(wrong: Tensors, due: Shares, parts: Mapping[Part, Tensors], repli
     for (number, replica, _), part in parts.items():
         weight = sum(share for other, share in due.items() if other[0] == number)
         for name in wrong.keys() & part.keys():
-            alone[replica][name] = alone[replica].get(name, torch.zeros(())) + weight * part[name].double()
+            alone[replica][name] = alone[replica].get(name, torch.zeros(())) + weight * wide(part[name])
     size = dot(wrong, wrong)
     for scale in (1.0, 1 / replicas):  # they may have been divided all the same
         off = 0.0
         for name, one in wrong.items():
-            nearest = torch.stack([one.double() - scale * each.get(name, torch.zeros(())) for each in alone])
+            nearest = torch.stack([wide(one) - scale * each.get(name, torch.zeros(())) for each in alone])
             off += float(nearest.square().amin(dim=0).sum())
         if off < CLOSE**2 * size:
             return True
@@ -192,7 +193,7 @@ def _between_ranks(others: list[int], names: list[str], notes: Notes, exact: Ten
     """The ranks do not hold the same whole gradient: each has a part of the sum, or was left out of a reduction."""
     tied = [name for name in names if name in notes.said("stages")]
     holders = notes.said("stages")[tied[0]] if tied else range(len(notes.ranks))
-    every = [{n: notes.of_rank(rank, "gradients")[n].double() for n in names} for rank in holders]
+    every = [{n: wide(notes.of_rank(rank, "gradients")[n]) for n in names} for rank in holders]
     total = {n: sum((one[n] for one in every), torch.zeros(())) for n in names}
     factor, off = factor_of(total, exact)
     ranks = f"rank{'s' if len(others) > 1 else ''} {listed(others)}"

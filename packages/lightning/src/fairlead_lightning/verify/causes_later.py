@@ -10,7 +10,8 @@ from typing import Final
 from fairlead_lightning.verify.compare import Compared
 from fairlead_lightning.verify.fits import CLOSE, factor_of
 from fairlead_lightning.verify.neutral import flat
-from fairlead_lightning.verify.notes import Notes, Tensors
+from fairlead_lightning.verify.notes import Notes
+from fairlead_lightning.verify.numbers import Tensors, wide
 from fairlead_lightning.verify.reference import Reference, References, apart
 from fairlead_lightning.verify.text import counted, listed
 
@@ -83,7 +84,7 @@ def of_weights(compared: Compared, notes: Notes, references: References, referen
     if ranks:
         yield f"rank{'s' if len(ranks) > 1 else ''} {listed(ranks)} and rank 0 do not hold the same weights any more"
     start = notes.start
-    apart_by = {one.name: notes.said("weights")[one.name].double() - exact[one.name] for one in red if one.rank == 0}
+    apart_by = {one.name: wide(notes.said("weights")[one.name]) - wide(exact[one.name]) for one in red if one.rank == 0}
     decays = {name: one for name, one in apart_by.items() if factor_of({name: one}, start)[1] < _ROUGHLY}
     if decays:
         text = f"{flat(list(decays))} differ by {factor_of(decays, start)[0]:+.2g} x what they began as"
@@ -92,7 +93,7 @@ def of_weights(compared: Compared, notes: Notes, references: References, referen
             "of a matrix (FSDP's) is a vector"
         )
         return
-    moves = {one.name: notes.said("weights")[one.name].double() - start[one.name] for one in red if one.rank == 0}
+    moves = {one.name: wide(notes.said("weights")[one.name]) - wide(start[one.name]) for one in red if one.rank == 0}
     if moves:
         steps = len(references.exact.losses)
         if steps > 1 and apart(moves, _moves(reference.after(steps - 1).weights, start, moves)) < CLOSE:
@@ -108,4 +109,4 @@ def of_weights(compared: Compared, notes: Notes, references: References, referen
 
 
 def _moves(weights: Tensors, start: Tensors, names: Tensors) -> Tensors:
-    return {name: weights[name].double() - start[name] for name in names}
+    return {name: wide(weights[name]) - wide(start[name]) for name in names}
