@@ -92,6 +92,7 @@ class Compared:
         still: Parameters that are to be trained and did not move in the layout.
         local: Buffers that hold statistics of one rank's batches, and differ.
         zero: Parameters whose gradient, or a part of it, is zero by construction.
+        loose: Buffers that float32 does not determine.
     """
 
     gradients: list[Difference] = field(default_factory=list)
@@ -107,11 +108,12 @@ class Compared:
     still: list[str] = field(default_factory=list)
     local: list[str] = field(default_factory=list)
     zero: list[str] = field(default_factory=list)
+    loose: list[str] = field(default_factory=list)
     moved: int = 0
 
     def __iter__(self) -> Iterator[Difference]:
         yield from (*self.gradients, *self.norms, *self.applied, *self.first, *self.rates)
-        yield from (*self.state, *self.weights, *self.buffers, *self.losses)
+        yield from (*self.weights, *self.state, *self.buffers, *self.losses)
 
     @property
     def red(self) -> list[Difference]:
@@ -143,7 +145,7 @@ def compare(notes: Notes, references: References) -> Compared:
         found.state = of.compared("optimizer state", "state", exact.state, [r.state or {} for r in repeats])
     found.norms = list(_norms(notes, references))
     found.rates = list(_rates(notes, exact))
-    found.buffers = list(_buffers(notes, references, found.local))
+    found.buffers = list(_buffers(notes, references, found.local, found.loose))
     for number, loss in enumerate(exact.losses[: len(notes.losses)]):
         if math.isnan(loss):
             continue  # a manual optimization that returns none
@@ -214,6 +216,8 @@ class _Tensors:
                 noise = max(min(noise, BOUND * sizes[name]), floor)
             if by_elements and not cut[name].numel():
                 continue
+            if kind == "optimizer state" and name not in tensors and self._holds(tensors, name):
+                continue  # a count of an expert's steps, which its ranks alone have
             off = self._off(tensors.get(name), cut[name], kept[name])
             found.append(Difference(kind, name, off, sizes[name], noise, zero=name in zero))
         for rank in range(1, len(notes.ranks)):
@@ -254,6 +258,10 @@ class _Tensors:
         held = self._notes.said("state").get(name)
         return mask if held is not None and wide(held).shape == mask.shape else None
 
+    def _holds(self, tensors: Tensors, name: str) -> bool:
+        parameter = name.partition(" of ")[2]
+        return name.startswith("step of ") and any(other.endswith(f" of {parameter}") for other in tensors)
+
     def _is_zero(self, name: str) -> bool:
         mask = self._masks.get(name)
         return mask is not None and not bool(mask.any())
@@ -287,14 +295,13 @@ def _rates(notes: Notes, exact: Trained) -> Iterator[Difference]:
             yield Difference("learning rate", f"step {number + 1}", off, size, 8 * EPSILON * size, rank)
 
 
-def _buffers(notes: Notes, references: References, local: list[str]) -> Iterator[Difference]:
+def _buffers(notes: Notes, references: References, local: list[str], loose: list[str]) -> Iterator[Difference]:
     """Buffers at the end: rank 0's against one process, the others' against rank 0's bit by bit.
 
-    What batch norms keep of the batches of a rank is compared on rank 0, and differs on the others on purpose.
+    What batch norms keep of the batches of a rank differs on purpose.
     """
     exact, base = references.exact.buffers, notes.of_rank(0, "buffers")
     on_purpose = set().union(*(rank["local_buffers"] for rank in notes.ranks))
-    apart = notes.said("micro_batches") > 1 or not references.by_replica
     for rank in range(len(notes.ranks)):
         own = base if rank == 0 else notes.ranks[rank]["others"]["buffers"]
         for name, tensor in own.items():
@@ -306,13 +313,16 @@ def _buffers(notes: Notes, references: References, local: list[str]) -> Iterator
                 continue
             if name not in exact or tensor.shape != exact[name].shape:
                 continue  # a module that is built otherwise when it is split
-            if name in on_purpose and apart:
+            if name in on_purpose:
                 local += [name] if name not in local else []
                 continue
             true = exact[name]
             noise = max((distance(one.buffers.get(name), true) for one in references.repeats), default=0.0)
             size = norm(true)
-            noise = max(min(noise, BOUND * size), EPSILON * size)
+            if noise > BOUND * size:  # such as a running mean behind a bias that only rounding moves
+                loose += [name]
+                continue
+            noise = max(noise, EPSILON * size)
             yield Difference("buffer", name, distance(tensor, true), size, noise, rank)
 
 

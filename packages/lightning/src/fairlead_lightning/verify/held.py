@@ -56,6 +56,8 @@ def _states(named: dict[str, Any], optimizers: list[Any], *, alone: bool) -> Ten
     found: Tensors = {}
     for (name, key), together in keys.items():
         value = own.get((name, key))
+        if apart and not together and is_dtensor(named[name]):
+            continue  # a count of steps, which ranks without this expert have not made
         if value is None and together:
             value = torch.zeros_like(named[name].detach())
         if value is None:

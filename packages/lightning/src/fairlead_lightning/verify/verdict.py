@@ -100,6 +100,9 @@ def _worst(compared: Compared) -> dict[str, Any]:
         told = [one for one in every if not one.zero and (one.red or not one.void)]
         if every:
             one = max(told or every, key=lambda one: one.ratio if not math.isnan(one.ratio) else math.inf)
+            if not told:
+                found[kind] = {"count": 0, "red": 0, "name": "moved too little", "relative": 0.0, "ratio": 0.0}
+                continue
             numbers = {"name": one.name, "relative": _number(one.relative), "ratio": _number(one.ratio)}
             found[kind] = {"count": len(told), "red": sum(other.red for other in every), **numbers}
     return found
@@ -141,6 +144,8 @@ def _not_compared(notes: Notes, compared: Compared) -> list[str]:
         found.append("weights, which hardly moved")
     if compared.local:
         found.append("statistics of local batch norms")
+    if compared.loose:
+        found.append(f"buffers that rounding moves ({flat(compared.loose)}), but between ranks")
     if not compared.losses:
         found.append("the loss")
     return found
