@@ -275,8 +275,7 @@ class WarmingUp(Net):
     """Its first steps are so small that float32 hardly shows them."""
 
     def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.Adam(self.parameters(), lr=1e-9)
-        return optimizer
+        return torch.optim.Adam(self.parameters(), lr=1e-9)
 
 
 class LaterRandom(Net):

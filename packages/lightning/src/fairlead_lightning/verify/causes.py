@@ -44,7 +44,9 @@ def causes(compared: Compared, notes: Notes, references: References, reference: 
     elif any(one.red for one in compared.buffers):
         found = list(of_buffers(compared))
     elif any(one.red for one in compared.losses):
-        found = ["gradients and weights are the same, the loss that is reported is not: it is not the mean of all ranks"]
+        found = [
+            "gradients and weights are the same, the loss that is reported is not: it is not the mean of all ranks"
+        ]
     else:
         return []
     return found or ["not known: no factor, no missing part, no zeros"]

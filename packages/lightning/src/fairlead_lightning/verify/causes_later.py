@@ -110,7 +110,7 @@ def of_buffers(compared: Compared) -> Iterator[str]:
     if ranks:
         yield (
             f"rank{'s' if len(ranks) > 1 else ''} {listed(ranks)} and rank 0 do not hold the same {red[0].name}: "
-            "it follows the batches of each rank, or one rank alone changes it; reduce what it is made of over the ranks"
+            "it follows the batches of each rank, or one rank alone changes it; reduce what it is made of"
         )
     else:
         yield f"{red[0].name} is not what one process makes of all batches: it follows a part of them"

@@ -50,7 +50,7 @@ def verify(arguments: argparse.Namespace, session: Session) -> int:
             try:
                 trial.run("layout", layout.settings)
                 trial.run("reference", {**layout.settings, **_ONE_PROCESS})
-            except _Failed as failed:
+            except _FailedError as failed:
                 if failed.code in _OF_THE_CALL or failed.code > 128:
                     return failed.code
                 shutil.rmtree(own / "notes")  # batches and weights; the logs stay
@@ -85,7 +85,7 @@ def _untried(resolution: Resolution, ranks: list[int], settings: dict[str, Any])
     return found
 
 
-class _Failed(Exception):
+class _FailedError(Exception):
     """One side came to no end, and what it said was shown."""
 
     def __init__(self, code: int) -> None:
@@ -128,7 +128,7 @@ class _Trial:
         """One side; its error is shown when it fails, as `fairlead fit` shows it.
 
         Raises:
-            _Failed: It did.
+            _FailedError: It did.
         """
         plan = Plan(role, str(self._notes), self._arguments.repeats, self._arguments.batch_dim)
         log = self._folder / f"{role}.log"
@@ -144,12 +144,12 @@ class _Trial:
                 "  do:    have all ranks make the same calls in the same order: barriers, reductions, "
                 "self.log(sync_dist=True), forward and backward passes"
             )
-            raise _Failed(1)
+            raise _FailedError(1)
         if code:
             said = log.read_text(errors="replace").strip()
             # What comes before it is of `fit`, and about resuming.
             self._session.warn(said[max(said.find("\nerror: ") + 1, 0) :])
-            raise _Failed(code)
+            raise _FailedError(code)
         which = f"{self._ranks} ranks" if role == "layout" else "one process"
         if not self._arguments.json:
             self._session.warn(f"{which}: trained in {time.monotonic() - began:.0f} s")

@@ -62,12 +62,14 @@ def _states(named: dict[str, Any], optimizers: list[Any], *, alone: bool) -> Ten
             value = torch.zeros_like(named[name].detach())
         if value is None:
             continue
-        if apart:
-            whole = on_all_ranks(value)
-        else:
-            whole = value.full_tensor() if is_dtensor(value) else value
+        whole = on_all_ranks(value) if apart else _whole(value)
         found[f"{key} of {name}"] = whole.to("cpu", copy=True)
     return found
+
+
+def _whole(tensor: Any) -> Tensor:
+    whole: Tensor = tensor.full_tensor() if is_dtensor(tensor) else tensor
+    return whole
 
 
 def rates(optimizer: Any) -> list[float]:

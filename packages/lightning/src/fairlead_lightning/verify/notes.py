@@ -12,6 +12,7 @@ from fairlead.errors import ConfigError
 from fairlead_lightning.verify.numbers import Tensors
 from fairlead_lightning.verify.plan import START, batches_file, rank_file
 
+
 @dataclass
 class Notes:
     """A layout's training, whole.

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import lightning.pytorch as L
 import torch
@@ -201,7 +201,9 @@ class Reference:
             if not identical(exact_again.gradients, other.gradients):
                 when = ""
             else:
-                steps = [i for i, pair in enumerate(zip(exact_again.losses, other.losses, strict=True)) if _unlike(*pair)]
+                steps = [
+                    i for i, pair in enumerate(zip(exact_again.losses, other.losses, strict=True)) if _unlike(*pair)
+                ]
                 when = f", from step {steps[0] + 1} on" if steps else ", after the first step"
             raise ConfigError(
                 f"the model cannot be verified: it draws random numbers in its training step{when}",
@@ -264,7 +266,7 @@ class Reference:
         L.seed_everything(_SEED, workers=True, verbose=False)
         model, data = self._build.model(), self._build.data()
         if precision == "64-true":  # Lightning leaves complex numbers as they are
-            model._apply(lambda tensor: tensor.to(torch.complex128) if tensor.is_complex() else tensor)
+            cast("Any", model)._apply(_as_complex128)
         probe = ReferenceProbe(notes.start if start is None else start)
         if steps is not None:
             batches = batches[: steps * count]
@@ -323,6 +325,10 @@ class Reference:
             if len(found) == self._notes.replicas * len(self._notes.batches[0]):
                 break
         return found
+
+
+def _as_complex128(tensor: Tensor) -> Tensor:
+    return tensor.to(torch.complex128) if tensor.is_complex() else tensor
 
 
 def _on_device() -> bool:

@@ -32,7 +32,9 @@ def dataset_probe(trainer: L.Trainer) -> dict[str, Any] | None:
         return None
     sampler: Any = getattr(loader.batch_sampler, "sampler", loader.sampler)
     splits = isinstance(sampler, DistributedSampler) and sampler.num_replicas > 1
-    if not splits or isinstance(sampler, DistributedSamplerWrapper):  # a sampler of the user's says which keys there are
+    if not splits or isinstance(
+        sampler, DistributedSamplerWrapper
+    ):  # a sampler of the user's says which keys there are
         return None
     dataset: Any = loader.dataset
     length = len(dataset)
@@ -77,7 +79,7 @@ def other_datasets(probes: Sequence[dict[str, Any] | None], replicas: Sequence[i
             continue
         yield (
             f"{name} has {what}, and a sampler splits it by position: samples are read twice or not at all; "
-            "shuffle or cut it in the same way on all ranks, or set use_distributed_sampler: false for parts of your own"
+            "shuffle or cut it in the same way on all ranks, or set use_distributed_sampler: false for own parts"
         )
         return
 

@@ -73,6 +73,7 @@ def _frames(frame: FrameType | None) -> list[str]:
 def _place(frame: FrameType | None) -> str:
     """`mine.py, line 12, in training_step (barrier)`: the user's innermost line, and the function that it waits in."""
     inner = frame.f_code.co_name if frame is not None else ""
+    inner = "in the backward pass" if inner == "_engine_run_backward" else inner
     while frame is not None:
         name = frame.f_code.co_filename
         if not any(part in name for part in _NOT_USERS):
@@ -84,7 +85,7 @@ def _place(frame: FrameType | None) -> str:
 _NOT_USERS: Final = (
     sysconfig.get_path("purelib"),
     sysconfig.get_path("stdlib"),
-    "/fairlead",
-    "<frozen",
+    "/src/fairlead",
+    "<",
     "multiprocessing",
 )

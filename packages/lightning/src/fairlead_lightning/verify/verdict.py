@@ -119,9 +119,8 @@ def _said(notes: Notes, compared: Compared) -> list[str]:
         )
     void = [one.name for one in compared.weights if one.void and not one.red]
     if void:
-        said.append(
-            f"moved by less than float32 could tell (a warm-up of the learning rate?): {counted(void, compared.weights)}"
-        )
+        text = "moved by less than float32 could tell (a warm-up of the learning rate?)"
+        said.append(f"{text}: {counted(void, [one.name for one in compared.weights])}")
     if compared.local:
         said.append(f"statistics of the batches of each rank, which differ on purpose: {flat(compared.local)}")
     if compared.still and compared.moved:
