@@ -53,8 +53,9 @@ def verify(arguments: argparse.Namespace, session: Session) -> int:
             except _FailedError as failed:
                 if failed.code in _OF_THE_CALL or failed.code > 128:
                     return failed.code
-                shutil.rmtree(own / "notes")  # batches and weights; the logs stay
-                kept.append(folder)
+                if not trial.deadlocked:
+                    shutil.rmtree(own / "notes")  # batches and weights; the logs stay
+                    kept.append(folder)
                 return 2
             found: dict[str, Any] = json.loads((own / "notes" / REPORT).read_text())
             said = {"job": arguments.job, "strategy": resolution.strategy.name, "scaled": list(layout.said)}
@@ -153,6 +154,11 @@ class _Trial:
         which = f"{self._ranks} ranks" if role == "layout" else "one process"
         if not self._arguments.json:
             self._session.warn(f"{which}: trained in {time.monotonic() - began:.0f} s")
+
+    @property
+    def deadlocked(self) -> bool:
+        """Whether its ranks waited for each other."""
+        return bool(self._deadlock)
 
     def _goes_on(self) -> bool:
         """Says once where the ranks stand; False: they wait for each other."""
