@@ -242,5 +242,129 @@ class SequenceStages(Stages):
         self.blocks = nn.ModuleList([Attention(), Block(), Attention()])
 
 
-_ALL = (Net, Dead, Decays, Experts, Masked, MaskedStages, Mixed, Norm, Random, Sequences, SequenceStages, Stack, Stages)
+class Averaged(Net):
+    """Keeps a moving average of its inputs, of which each rank has other ones: a hook reduces it."""
+
+    average: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("average", torch.zeros(6))
+
+    def training_step(self, batch: list[Tensor], index: int) -> Tensor:
+        self.average.lerp_(self.reduced(batch[0].mean(0)).to(self.average), 0.1)
+        return super().training_step(batch, index)
+
+    def reduced(self, mean: Tensor) -> Tensor:
+        if torch.distributed.is_initialized():
+            torch.distributed.all_reduce(mean)
+            mean = mean / torch.distributed.get_world_size()
+        return mean
+
+
+class Scheduled(Net):
+    """Its learning rate rises from step to step."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.Adam(self.parameters(), lr=0.02)
+        scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 0.5, 1.0, 10)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+
+class WarmingUp(Net):
+    """Its first steps are so small that float32 hardly shows them."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.parameters(), lr=1e-9)
+
+
+class LaterRandom(Net):
+    """Draws random numbers from its second step on."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x + (0.1 * torch.randn_like(x) if self.global_step else 0.0))
+
+
+class OwnGenerator(Net):
+    """Noise by a generator of its own, which is seeded the same in each training."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.drawn = torch.Generator().manual_seed(3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        noise = torch.randn(x.shape, generator=self.drawn)
+        return super().forward(x + 0.1 * noise.to(x))
+
+
+class Complex(Net):
+    """A part of the weights is complex."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.phases = nn.Parameter(torch.randn(6, dtype=torch.complex64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + (x * self.phases).abs().sum(-1, keepdim=True)
+
+
+class Normalized(Net):
+    """Convolutions whose bias a norm takes away again: its gradient is zero, and Adam moves it by rounding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolution = nn.Sequential(nn.Conv1d(1, 4, 3, padding=1), nn.InstanceNorm1d(4), nn.Tanh())
+        self.inlet = nn.Linear(24, 12)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.convolution(x.unsqueeze(1)).flatten(1))
+
+
+class WholeBatch(Net):
+    """A loss that looks at all samples of a replica's batch: joined batches are another loss."""
+
+    def training_step(self, batch: list[Tensor], index: int) -> Tensor:
+        x, y = batch
+        out = self(x)
+        return nn.functional.mse_loss((out - out.mean(0)) / (out.std(0) + 0.1), y)
+
+
+class Counting(Norm):
+    """Batch norm, and a weight of the loss that is made of the number of the batch; it counts its steps."""
+
+    seen: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(()))
+
+    def training_step(self, batch: list[Tensor], index: int) -> Tensor:
+        self.seen += 1
+        return super().training_step(batch, index) * (1 + 0.1 * index)
+
+
+_ALL = (
+    Averaged,
+    Complex,
+    Counting,
+    LaterRandom,
+    Normalized,
+    OwnGenerator,
+    Scheduled,
+    WarmingUp,
+    WholeBatch,
+    Net,
+    Dead,
+    Decays,
+    Experts,
+    Masked,
+    MaskedStages,
+    Mixed,
+    Norm,
+    Random,
+    Sequences,
+    SequenceStages,
+    Stack,
+    Stages,
+)
 MODELS: dict[str, Callable[[], L.LightningModule]] = {one.__name__: one for one in _ALL}

@@ -31,6 +31,7 @@ import fairlead_strategies.mesh.parallelize as mesh_parallelize
 import fairlead_strategies.mesh.runtime as mesh_runtime
 from fairlead_distributed.parallel._comm import gather_for_all, sum_over_ranks
 from fairlead_distributed.parallel._local import group_of, local, read_locally
+from integration_tests.verify import models, training
 
 
 @contextmanager
@@ -240,6 +241,121 @@ def step_lost() -> Iterator[None]:
         return real(self, closure)
 
     with patch.object(torch.optim.Adam, "step", step):
+        yield
+
+
+@contextmanager
+def average_of_own_batches() -> Iterator[None]:
+    """A buffer that follows the batches of each rank."""
+    with patch.object(models.Averaged, "reduced", lambda self, mean: mean):
+        yield
+
+
+@contextmanager
+def average_on_rank_0() -> Iterator[None]:
+    """A buffer that rank 0 alone keeps."""
+
+    def training_step(self: models.Averaged, batch: list[Tensor], index: int) -> Tensor:
+        if dist.get_rank() == 0:
+            self.average.lerp_(batch[0].mean(0), 0.1)
+        return models.Net.training_step(self, batch, index)
+
+    with patch.object(models.Averaged, "training_step", training_step):
+        yield
+
+
+@contextmanager
+def same_data() -> Iterator[None]:
+    """All replicas read the samples of the first one."""
+    real = training.data
+
+    def data(replica: int, *args: Any, **kwargs: Any) -> Any:
+        return real(0, *args, **kwargs)
+
+    with patch.object(training, "data", data):
+        yield
+
+
+@contextmanager
+def parameter_missed() -> Iterator[None]:
+    """The optimizer of rank 1 does not have its last parameter."""
+    real = torch.optim.Adam.__init__
+
+    def init(self: Any, params: Any, *args: Any, **kwargs: Any) -> None:
+        own = list(params)
+        real(self, own[:-1] if dist.get_rank() == 1 else own, *args, **kwargs)
+
+    with patch.object(torch.optim.Adam, "__init__", init):
+        yield
+
+
+@contextmanager
+def scheduled_twice() -> Iterator[None]:
+    """The scheduler is stepped by the user and by Lightning."""
+    real = torch.optim.lr_scheduler.LinearLR.step
+
+    def step(self: Any, *args: Any) -> None:
+        real(self, *args)
+        if self.last_epoch:
+            real(self, *args)
+
+    with patch.object(torch.optim.lr_scheduler.LinearLR, "step", step):
+        yield
+
+
+@contextmanager
+def later_doubled() -> Iterator[None]:
+    """Gradients are doubled from the second step on, which Adam hides."""
+    made: list[int] = []
+
+    def change(module: L.LightningModule) -> None:
+        made.append(1)
+        _scale(module, "", 2.0 if len(made) > 1 else 1.0)
+
+    with _before_the_step(change):
+        yield
+
+
+@contextmanager
+def doubled_in_hook() -> Iterator[None]:
+    """The user's own hook adds up over the ranks what was averaged already."""
+
+    def hook(self: L.LightningModule, optimizer: Any) -> None:
+        _scale(self, "", 2.0)
+
+    with patch.object(models.Net, "on_before_optimizer_step", hook):
+        yield
+
+
+@contextmanager
+def drifting_copy() -> Iterator[None]:
+    """Rank 1's weights change by half a unit in the last place with each step."""
+    real = torch.optim.Adam.step
+
+    @torch.no_grad()
+    def step(self: Any, closure: Any = None) -> Any:
+        result = real(self, closure)
+        if dist.is_initialized() and dist.get_rank() == 1:
+            weight = self.param_groups[0]["params"][0]
+            held = weight.to_local() if isinstance(weight, DTensor) else weight
+            held.mul_(1 + 1.2e-7)
+        return result
+
+    with patch.object(torch.optim.Adam, "step", step):
+        yield
+
+
+@contextmanager
+def imaginary_part_tripled() -> Iterator[None]:
+    """The imaginary part of gradients is three times too large."""
+
+    @torch.no_grad()
+    def change(module: L.LightningModule) -> None:
+        for parameter in module.parameters():
+            if parameter.is_complex() and parameter.grad is not None:
+                parameter.grad.imag.mul_(3)
+
+    with _before_the_step(change):
         yield
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +84,30 @@ class Chain(L.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=0.01)
 
 
+class Waits(Model):
+    def training_step(self, batch, index):
+        if self.global_rank == 0 and index == 1 and torch.distributed.is_initialized():
+            torch.distributed.barrier()
+        return super().training_step(batch, index)
+
+
+class Halved(Model):
+    def on_before_optimizer_step(self, optimizer):
+        if torch.distributed.is_initialized():
+            for p in self.parameters():
+                p.grad *= torch.distributed.get_world_size() / 2
+
+
+class Asks(Model):
+    def configure_optimizers(self):
+        optimizer = torch.optim.AdamW(self.parameters(), lr=0.01)
+        self.trainer.fit_loop.setup_data()
+        loader = self.trainer.train_dataloader
+        assert isinstance(loader, DataLoader) and len(loader.dataset) == 64 and len(loader) == 8
+        scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.01, total_steps=len(loader))
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+
 class Broken(Model):
     def training_step(self, batch, index):
         raise ValueError("no luck in the step")
@@ -104,7 +129,8 @@ def verified(
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     environ = {"OMP_NUM_THREADS": "1", **({"FAULT": fault, "PYTHONPATH": path} if fault else {})}
     call = fairlead("verify", "job.yaml", *words, cwd=folder, environ=environ)
-    assert not (folder / "runs").exists()
+    kept = "its output is in" in call.err  # the log that an error names
+    assert (folder / "runs").exists() == kept
     return call
 
 
@@ -122,11 +148,14 @@ def test_a_right_layout(tmp_path: Path) -> None:
     )
     assert call.code == 0, call.text
     lines = call.out.splitlines()
-    assert lines[0] == "layout   fsdp2 on 2 ranks: shard 2"
-    assert lines[1].strip() == "scaled down from 8 ranks (shard 8 -> 2); --full verifies all of them"
+    assert lines[0] == "layout   fsdp2 on 3 ranks: shard 3"
+    assert lines[1].strip() == "scaled down from 8 ranks (shard 8 -> 3); --full verifies all of them"
     assert lines[2].strip() == "verified in 32-true, not in bf16-mixed: rounding would hide what is wrong"
-    assert lines[-1] == "equal: the model, split like this, is still the model"
-    assert len(lines) < 24
+    assert lines[-1] == (
+        "equal: the model, split like this, is still the model, on 2 and 3 ranks in 3 steps; "
+        "not compared: the job's 8 ranks (--full), rounding in bf16-mixed, later steps than 3"
+    )
+    assert len(lines) < 28
 
 
 def test_a_fault_in_the_ranks_is_red(tmp_path: Path) -> None:
@@ -165,8 +194,15 @@ def test_each_strategy_is_equal(tmp_path: Path, name: str) -> None:
     found = json.loads(call.out)
     assert found["layout"]["ranks"] == devices
     assert found["alive"]["moved"] == 6
-    counts = {kind: one["count"] for kind, one in found["compared"].items() if kind != "losses"}
-    assert counts == {"gradients": 6, "clipping norm": devices, "weights": 6}
+    counts = {kind: one["count"] for kind, one in found["compared"].items() if kind not in ("losses", "learning rates")}
+    flat = name == "fsdp" or name.startswith("stage")  # what their optimizers hold is in flat parts
+    assert ("what the optimizer holds" in found["not_compared"]) == flat
+    assert counts.pop("optimizer state", 0) == (0 if flat else 18)
+    if name.startswith("stage"):  # DeepSpeed's own optimizers take no hooks
+        counts.pop("to the optimizer", 0)
+    else:
+        assert counts.pop("to the optimizer") == 6
+    assert counts == {"gradients": 6, "clipping norm": devices, "weights, step 1": 6, "weights": 6}
 
 
 @pytest.mark.full  # what is refused, the tests of the comparing functions show too
@@ -180,9 +216,37 @@ def test_random_numbers_are_refused(tmp_path: Path) -> None:
 @pytest.mark.full
 def test_an_error_of_the_job_is_shown_as_fit_shows_it(tmp_path: Path) -> None:
     call = verified(tmp_path, model="Broken", strategy="ddp")
-    assert call.code == 1, call.text
+    assert call.code == 2, call.text
+    assert call.err.startswith("error: ")
     assert "ValueError: no luck in the step" in call.err
     assert 'mine.py", line' in call.err
+    log = re.search(r"its output is in (\S+)", call.err)
+    assert log is not None
+    assert "no luck in the step" in (tmp_path / log[1]).read_text()
+
+
+@pytest.mark.full
+def test_ranks_that_wait_for_each_other_are_shown_and_ended(tmp_path: Path) -> None:
+    """A barrier that rank 0 alone calls: after 10 s it says where each rank stands."""
+    call = verified(tmp_path, model="Waits", strategy="ddp")
+    assert call.code == 2, call.text
+    assert "nothing has moved for 10 s; the ranks stand at:" in call.err
+    assert "in training_step (barrier)" in call.err
+    assert "the ranks wait for each other" in call.err
+
+
+@pytest.mark.full
+def test_a_right_number_for_two_ranks_is_wrong_for_three(tmp_path: Path) -> None:
+    call = verified(tmp_path, "--json", model="Halved", strategy="ddp", devices=8)
+    assert call.code == 1, call.text
+    assert json.loads(call.out)["ranks"] == [2, 3]
+
+
+@pytest.mark.full
+def test_the_loader_is_the_users_own(tmp_path: Path) -> None:
+    """Its length, dataset and type, as a schedule asks for them."""
+    call = verified(tmp_path, model="Asks", strategy="ddp")
+    assert call.code == 0, call.text
 
 
 @pytest.mark.parametrize(

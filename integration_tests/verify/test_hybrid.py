@@ -97,8 +97,8 @@ def test_a_right_layout_is_equal(found: Judge, name: str) -> None:
         ("overwritten", "inlet.weight", "only the last of the 3 micro-batches of a batch is in it"),
         ("parts averaged", "blocks.1.experts.0.0.weight", "16 of 27 parameters are 0.5 x those of one process"),
         ("router", "inlet.weight", "a sum over the ranks of `tensor` is missing in the backward pass"),
-        ("out of order", "inlet.weight", "none that is known"),
-        ("keys", "inlet.weight", "none that is known"),
+        ("out of order", "inlet.weight", "not known"),
+        ("keys", "inlet.weight", "not known"),
         ("stage frozen", "blocks.0.norm.weight", "no gradient reaches 6 of 15 parameters"),
     ],
 )

@@ -7,7 +7,7 @@ import importlib
 import importlib.util
 import sys
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -161,7 +161,7 @@ class CaseBuild:
     def data(self) -> None:
         return None
 
-    def trainer(self, precision: Any, accumulate: int, steps: int, callback: L.Callback) -> L.Trainer:
+    def trainer(self, precision: Any, accumulate: int, steps: int, callbacks: Sequence[L.Callback]) -> L.Trainer:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             return L.Trainer(
@@ -177,7 +177,7 @@ class CaseBuild:
                 max_steps=steps,
                 accumulate_grad_batches=accumulate,
                 gradient_clip_val=self._case.clip,
-                callbacks=[callback],
+                callbacks=list(callbacks),
             )
 
 

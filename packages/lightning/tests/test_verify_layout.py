@@ -14,14 +14,18 @@ from fairlead.checks import check_trainer
 from fairlead.config import TrainerConfig
 from fairlead.errors import ConfigError
 from fairlead.plugins import default_plugins
-from fairlead_lightning.verify.layout import Layout, layout_of
+from fairlead_lightning.verify.layout import Layout, layouts_of
 from fairlead_lightning.verify.text import page
 
 
 def small(full: bool = False, **trainer: Any) -> Layout:
+    return sizes(full=full, **trainer)[0]
+
+
+def sizes(full: bool = False, **trainer: Any) -> list[Layout]:
     config = TrainerConfig.model_validate({"accelerator": "cpu", **trainer})
     resolution, _ = check_trainer(config, environ={"PATH": os.environ["PATH"]}, plugins=default_plugins())
-    return layout_of(resolution, full=full)
+    return layouts_of(resolution, full=full)
 
 
 @pytest.mark.parametrize(
@@ -42,6 +46,23 @@ def test_each_dimension_above_one_is_two(devices: int, strategy: Any, ranks: int
     assert layout.settings["trainer.devices"] == ranks
     assert layout.settings.get("trainer.strategy") == changed
     assert bool(layout.said) == (ranks != devices)
+
+
+@pytest.mark.parametrize(
+    ("devices", "strategy", "ranks"),
+    [
+        (4, "ddp", [4]),
+        (3, "fsdp2", [3]),
+        (4, {"name": "hybrid", "shard": 1, "tensor": 4}, [4]),
+        (64, "ddp", [2, 3]),
+        (16, "fsdp2", [2, 3]),
+        (128, {"name": "hybrid", "shard": 16, "tensor": 8}, [4, 6]),
+        (8, {"name": "hybrid", "shard": 1, "tensor": 8}, [2]),  # what three ranks divide two need not
+    ],
+)
+def test_a_few_ranks_are_tried_as_they_are_and_more_in_two_sizes(devices: int, strategy: Any, ranks: list[int]) -> None:
+    """A hook that divides by two is right on two ranks, and a plan for two heads does not run on four."""
+    assert [layout.ranks for layout in sizes(devices=devices, strategy=strategy)] == ranks
 
 
 def test_a_pipeline_keeps_its_stages_and_the_rest() -> None:
@@ -86,6 +107,8 @@ def verdict(**changes: Any) -> dict[str, Any]:
         "compared": {"gradients": worst},
         "alive": {"gradient_norm": 1.0, "losses": [2.0, 1.0], "moved": 8, "still": []},
         "said": [],
+        "ranks": [2, 4],
+        "not_compared": ["later steps than 3", "dropout (set to 0)"],
         **changes,
     }
 
@@ -112,9 +135,15 @@ def test_the_page_says_where_it_differs() -> None:
 
 def test_the_page_of_what_is_not_alive() -> None:
     lines = list(page(verdict(ok=False, wrong=[f"wrong {i}" for i in range(9)])))
-    assert "NOT ALIVE: wrong 0" in lines
+    assert "WRONG: wrong 0" in lines
     assert lines[-1].strip() == "and 3 more (--json)"
-    assert list(page(verdict()))[-1] == "equal: the model, split like this, is still the model"
+
+
+def test_the_last_line_says_what_was_not_compared() -> None:
+    assert list(page(verdict()))[-1] == (
+        "equal: the model, split like this, is still the model, on 2 and 4 ranks in 3 steps; "
+        "not compared: later steps than 3, dropout (set to 0)"
+    )
 
 
 def test_the_parent_imports_no_torch(tmp_path: Path) -> None:

@@ -12,16 +12,19 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, Final
 
 from fairlead.cli.session import Session
 from fairlead.errors import ConfigError
 from fairlead.resolution import Resolution
 from fairlead_launch.forkserver import SERVER_FD
+
+_GRACE: Final = 20.0
+"""Seconds from SIGTERM to SIGKILL, for ranks that wait for each other."""
 
 
 def require_own_start(resolution: Resolution, command: str, *, nodes: int) -> None:
@@ -68,16 +71,35 @@ def fit_words(job: str, overrides: Sequence[str], sets: Mapping[str, Any]) -> li
     return ["fit", job, *(word for one in asked for word in ("--set", one))]
 
 
-def run_fairlead(words: Sequence[str], session: Session, environ: Mapping[str, str], log: Path) -> int:
-    """Runs `fairlead WORDS` to its end, with all that it says in a file; its exit code. It ends when this call does."""
+def run_fairlead(
+    words: Sequence[str],
+    session: Session,
+    environ: Mapping[str, str],
+    log: Path,
+    look: Callable[[], bool] = lambda: True,
+) -> int:
+    """Runs `fairlead WORDS` to its end, with all that it says in a file; its exit code. It ends when this call does.
+
+    Args:
+        look: Called every second meanwhile; False ends it.
+    """
     # -P: the working directory is no place for code unless the rules for user code say so.
     command = [sys.executable, "-P", "-m", "fairlead", *words]
     kept = {name: value for name, value in environ.items() if name != SERVER_FD}  # no open file is inherited
     with log.open("ab") as out:
         process = subprocess.Popen(command, cwd=session.cwd, env=kept, stdin=subprocess.DEVNULL, stdout=out, stderr=out)
         try:
-            return process.wait()
+            while True:
+                try:
+                    return process.wait(1)
+                except subprocess.TimeoutExpired:
+                    if not look():
+                        return -signal.SIGTERM
         finally:
             if process.poll() is None:
                 process.terminate()
-                process.wait()
+                try:
+                    process.wait(_GRACE)
+                except subprocess.TimeoutExpired:
+                    process.kill()  # its ranks see that it is gone
+                    process.wait()

@@ -83,7 +83,7 @@ def _run(arguments: argparse.Namespace, session: Session, checked: CheckedJob, g
         _train_reference(verifying, checked, session)
         return
     evaluates = arguments.command != "fit"
-    callbacks = [StopEvaluation(guard.flags)] if evaluates else _probes(session.environ, root)
+    callbacks = [StopEvaluation(guard.flags)] if evaluates else _probes(session.environ, root, _rank(checked))
     try:
         trainer = Trainer(
             job,
@@ -110,7 +110,7 @@ def _run(arguments: argparse.Namespace, session: Session, checked: CheckedJob, g
         _evaluate(arguments, session, job, trainer, model, data)
 
 
-def _probes(environ: Mapping[str, str], root: CodeRoot) -> list[L.Callback]:
+def _probes(environ: Mapping[str, str], root: CodeRoot, rank: int) -> list[L.Callback]:
     """What a start of `fairlead fit --prove-resume` or `fairlead verify` takes notes with; of no use to any other."""
     plan, verifying = environ.get(PLAN), Plan.of(environ)
     if plan is not None:
@@ -119,9 +119,15 @@ def _probes(environ: Mapping[str, str], root: CodeRoot) -> list[L.Callback]:
         return [Probe(plan, root.folders)]
     if verifying is not None:
         from fairlead_lightning.verify.probe import LayoutProbe
+        from fairlead_lightning.verify.standing import write_where_it_stands
 
+        write_where_it_stands(verifying.folder, rank)
         return [LayoutProbe(verifying)]
     return []
+
+
+def _rank(checked: CheckedJob) -> int:
+    return int(checked.resolution.value("global_rank")) if checked.resolution is not None else 0
 
 
 def _without_stops(checked: CheckedJob) -> CheckedJob:

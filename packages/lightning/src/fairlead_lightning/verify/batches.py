@@ -5,12 +5,16 @@ from __future__ import annotations
 import copy
 import dataclasses
 import hashlib
+import io
 import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
+
+from fairlead_lightning.verify.numbers import bytes_of
 
 
 class NotOneBatchError(ValueError):
@@ -22,11 +26,11 @@ def detached(batch: Any) -> Any:
     return _mapped(batch, lambda tensor: tensor.detach().to("cpu", copy=True), copy.deepcopy)
 
 
-def joined(batches: Sequence[Any], where: str = "batch") -> Any:
+def joined(batches: Sequence[Any], where: str = "batch", *, dim: int = 0) -> Any:
     """One batch of the samples of all, in their order; nested structures keep their type.
 
-    Tensors are put together along dimension 0, and lists of texts or numbers behind each other; what all have alike
-    stays as it is.
+    Tensors are put together along dimension `dim`, those with fewer dimensions along their last; lists of texts or
+    numbers behind each other; what all have alike stays as it is.
 
     Raises:
         NotOneBatchError: Structures, or shapes behind the first dimension, differ, or a value belongs to no sample.
@@ -41,24 +45,31 @@ def joined(batches: Sequence[Any], where: str = "batch") -> Any:
     if isinstance(first, Tensor):
         if first.ndim == 0:
             return _same(batches, where)
-        if any(one.shape[1:] != first.shape[1:] or one.dtype != first.dtype for one in batches):
+        if any(one.layout != torch.strided or one.is_nested for one in batches):
+            raise NotOneBatchError(f"{where} is a sparse or nested tensor")
+        at = min(dim, first.ndim - 1)
+        others = [one.shape[:at] + one.shape[at + 1 :] for one in batches]
+        if any(other != others[0] for other in others) or any(one.dtype != first.dtype for one in batches):
             shapes = ", ".join(str(tuple(one.shape)) for one in batches)
             raise NotOneBatchError(f"{where} has shapes that do not go together: {shapes}")
-        return torch.cat(list(batches))
+        return torch.cat(list(batches), at)
+    if isinstance(first, PackedSequence):
+        raise NotOneBatchError(f"{where} is a PackedSequence")
     if dataclasses.is_dataclass(first) and not isinstance(first, type):
         names = [field.name for field in dataclasses.fields(first)]
-        values = {n: joined([getattr(one, n) for one in batches], f"{where}.{n}") for n in names}
+        values = {n: joined([getattr(one, n) for one in batches], f"{where}.{n}", dim=dim) for n in names}
         return _replaced(first, values)
     if isinstance(first, Mapping):
         if any(one.keys() != first.keys() for one in batches):
             raise NotOneBatchError(f"{where} has other keys on each replica")
-        return _like(first, {k: joined([one[k] for one in batches], f"{where}[{k!r}]") for k in first})
+        return _like(first, {k: joined([one[k] for one in batches], f"{where}[{k!r}]", dim=dim) for k in first})
     if isinstance(first, list) and all(not _holds_tensors(item) for one in batches for item in one):
         return [item for one in batches for item in one]
     if isinstance(first, list | tuple):
         if any(len(one) != len(first) for one in batches):
             raise NotOneBatchError(f"{where} is of another length on each replica")
-        return _like(first, [joined(parts, f"{where}[{i}]") for i, parts in enumerate(zip(*batches, strict=True))])
+        parts = enumerate(zip(*batches, strict=True))
+        return _like(first, [joined(one, f"{where}[{i}]", dim=dim) for i, one in parts])
     return _same(batches, where)
 
 
@@ -70,7 +81,7 @@ def shuffled(batch: Any, generator: torch.Generator) -> Any:
         [0, 1, 2, 3]
     """
     sizes = {tensor.shape[0] if tensor.ndim else 0 for tensor in tensors(batch) if tensor.ndim}
-    if len(sizes) != 1:
+    if len(sizes) != 1 or not all(tensor.layout == torch.strided for tensor in tensors(batch)):
         return None
     size = sizes.pop()
     order = torch.randperm(size, generator=generator)
@@ -99,6 +110,20 @@ def pieces(batch: Any, count: int) -> list[Any] | None:
     return [_taken(batch, size, part) for part in rows]
 
 
+def rows(batch: Any) -> list[Any]:
+    """Its samples one by one; the batch itself where its tensors have no first dimension in common.
+
+    Example:
+        >>> [one.tolist() for one in rows(torch.arange(2))]
+        [[0], [1]]
+    """
+    sizes = {tensor.shape[0] for tensor in tensors(batch) if tensor.ndim}
+    if len(sizes) != 1 or not all(tensor.layout == torch.strided for tensor in tensors(batch)):
+        return [batch]
+    size = sizes.pop()
+    return [_taken(batch, size, slice(at, at + 1)) for at in range(size)]
+
+
 def _taken(batch: Any, size: int, rows: slice) -> Any:
     def of_other(value: Any) -> Any:
         fits = isinstance(value, list) and len(value) == size and not any(map(_holds_tensors, value))
@@ -113,7 +138,12 @@ def digest(batch: Any) -> str:
 
     def add(tensor: Tensor) -> Tensor:
         found.update(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
-        found.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
+        if tensor.is_nested or tensor.layout != torch.strided:
+            written = io.BytesIO()
+            torch.save(tensor.detach().cpu(), written)
+            found.update(written.getvalue())
+        else:
+            found.update(bytes_of(tensor.detach().cpu()))
         return tensor
 
     def add_other(value: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, cast
 
 import lightning.pytorch as L
@@ -40,12 +41,12 @@ class JobBuild:
             vars(self._data).update(prepare_data=_nothing, setup=_nothing)
         return self._data
 
-    def trainer(self, precision: str, accumulate: int, steps: int, callback: L.Callback) -> L.Trainer:
+    def trainer(self, precision: str, accumulate: int, steps: int, callbacks: Sequence[L.Callback]) -> L.Trainer:
         """Lightning's own Trainer with the job's settings, on one device."""
         arguments: dict[str, Any] = trainer_arguments(self._context, self._root)
         # Nothing is saved, and the precision is this training's.
         arguments["plugins"] = [one for one in arguments["plugins"] if not isinstance(one, CheckpointIO | Precision)]
-        arguments["callbacks"] = [ModuleReduce(), *arguments["callbacks"], callback]
+        arguments["callbacks"] = [ModuleReduce(), *arguments["callbacks"], *callbacks]
         arguments |= {"precision": precision, "accumulate_grad_batches": accumulate, "max_steps": steps}
         arguments |= {"max_epochs": 1, "enable_checkpointing": False, "enable_progress_bar": False}
         return L.Trainer(**arguments)

@@ -8,16 +8,20 @@ known.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
-from fairlead_lightning.verify.causes_later import of_norms, of_weights
+from fairlead_lightning.verify.batches import tensors
+from fairlead_lightning.verify.causes_later import of_buffers, of_clipping, of_norms, of_rates, of_weights
 from fairlead_lightning.verify.compare import Compared, Difference
-from fairlead_lightning.verify.fits import CLOSE, Part, Shares, dot, factor_of, fitted
+from fairlead_lightning.verify.fits import CLOSE, Part, Shares, factor_of, fitted
 from fairlead_lightning.verify.neutral import flat
-from fairlead_lightning.verify.notes import Notes, Tensors
+from fairlead_lightning.verify.notes import Notes
+from fairlead_lightning.verify.numbers import Tensors, dot, wide
 from fairlead_lightning.verify.reference import Reference, References, apart
 from fairlead_lightning.verify.text import counted, listed
 
@@ -27,14 +31,25 @@ def causes(compared: Compared, notes: Notes, references: References, reference: 
     red = [one for one in compared.gradients if one.red]
     if red:
         found = list(_of_gradients(red, notes, references, reference))
-        return found or ["none that is known: no factor, no missing part, no zeros"]
-    if any(one.red for one in compared.norms):
-        return list(of_norms(compared, notes))
-    if any(one.red for one in compared.weights):
-        return list(of_weights(compared, notes, references, reference))
-    if any(one.red for one in compared.losses):
-        return ["gradients and weights are the same, the loss that is reported is not: it is not the mean of all ranks"]
-    return []
+    elif any(one.red for one in compared.norms):
+        found = list(of_norms(compared, notes))
+    elif any(one.red for one in compared.applied):
+        found = list(of_clipping(compared, notes, references))
+    elif any(one.red for one in compared.rates):
+        found = list(of_rates(compared, notes, references))
+    elif any(one.red for one in (*compared.first, *compared.weights)):
+        found = list(of_weights(compared, notes, references, reference))
+    elif any(one.red for one in compared.state):
+        found = ["weights agree, what the optimizer holds does not: gradients of a later step differ by a factor"]
+    elif any(one.red for one in compared.buffers):
+        found = list(of_buffers(compared))
+    elif any(one.red for one in compared.losses):
+        found = [
+            "gradients and weights are the same, the loss that is reported is not: it is not the mean of all ranks"
+        ]
+    else:
+        return []
+    return found or ["not known: no factor, no missing part, no zeros"]
 
 
 def _of_gradients(
@@ -62,7 +77,9 @@ def _shares(names: list[str], notes: Notes, references: References, reference: R
     if off > CLOSE and notes.said("micro_batches") > 1:
         parts = reference.parts(notes.said("micro_batches"))
         used, off = fitted(wrong, parts)
-    due, _ = fitted(right, parts)
+    due, left = fitted(right, parts)
+    if left > CLOSE:  # no sum of those parts in one process either
+        due = {}
     if off > CLOSE or not due:
         if notes.replicas > 1 and due and _unreduced(wrong, due, parts, notes.replicas):
             yield "each number of it is of the batch of one replica alone: not reduced over the replicas"
@@ -73,7 +90,7 @@ def _shares(names: list[str], notes: Notes, references: References, reference: R
     even = 1 / len(due)
     if max(factors) - min(factors) < 10 * CLOSE * max(map(abs, factors)):
         yield _scaled(sum(factors) / len(factors), names, notes, exact)
-    elif all(math.isclose(share, even, rel_tol=10 * CLOSE) for share in used.values()):
+    elif _all_even(used.values(), even) and _shares_of_one(due.values(), even):
         shares = ", ".join(f"{100 * share:.0f} %" for share in due.values())
         what = "micro-batch" if len({micro for _, _, micro in due}) > 1 else "replica"
         yield (
@@ -84,6 +101,16 @@ def _shares(names: list[str], notes: Notes, references: References, reference: R
         yield from _missing(used, due, names, exact)
 
 
+def _all_even(shares: Iterable[float], even: float) -> bool:
+    return all(math.isclose(share, even, rel_tol=10 * CLOSE) for share in shares)
+
+
+def _shares_of_one(shares: Collection[float], even: float) -> bool:
+    """Whether they are counts as shares of all, and not equal."""
+    together = math.isclose(sum(shares), 1.0, rel_tol=10 * CLOSE) and min(shares) > -CLOSE
+    return together and not _all_even(shares, even)
+
+
 def _beside_shares(names: list[str], notes: Notes, references: References, reference: Reference) -> Iterator[str]:
     """Causes that are no other shares, the same for all parameters."""
     exact, layout = references.exact.gradients, notes.said("gradients")
@@ -91,11 +118,20 @@ def _beside_shares(names: list[str], notes: Notes, references: References, refer
     if off < CLOSE:
         yield _scaled(factor, names, notes, exact)
         return
-    row = _row_biases(notes)
-    if row and apart(layout, reference.with_start(dict.fromkeys(row, notes.said("mesh")["tensor"]))) < CLOSE:
-        ranks = notes.said("mesh")["tensor"]
-        text = f"the bias of row-parallel layers is added once by each of the {ranks} ranks of `tensor`"
+    dim = next((name for name in ("tensor", "tensor_parallel") if name in notes.said("mesh")), "")
+    row = _row_biases(notes, dim) if dim else []
+    ranks = notes.said("mesh").get(dim, 1)
+    if row and apart(layout, reference.with_start(dict.fromkeys(row, ranks))) < CLOSE:
+        text = f"the bias of row-parallel layers is added once by each of the {ranks} ranks of `{dim}`"
         yield f"{text}: {flat(row)}"
+        return
+    context = notes.said("mesh").get("context", 1)
+    lengths = {tensor.shape[1] for tensor in tensors(notes.batches[0][0]) if tensor.ndim > 1}
+    if context > 1 and apart(layout, reference.within(LocalPositions(lengths, context))) < CLOSE:
+        yield (
+            f"each of the {context} ranks of `context` counts positions from 0: torch.arange over the tokens that a "
+            "rank holds; make positions before the sequence is split, or add the rank's offset"
+        )
         return
     if not references.by_replica and notes.replicas > 1 and notes.said("automatic"):
         single = reference.one_by_one()
@@ -109,28 +145,48 @@ def _unreduced(wrong: Tensors, due: Shares, parts: Mapping[Part, Tensors], repli
     for (number, replica, _), part in parts.items():
         weight = sum(share for other, share in due.items() if other[0] == number)
         for name in wrong.keys() & part.keys():
-            alone[replica][name] = alone[replica].get(name, torch.zeros(())) + weight * part[name].double()
+            alone[replica][name] = alone[replica].get(name, torch.zeros(())) + weight * wide(part[name])
     size = dot(wrong, wrong)
     for scale in (1.0, 1 / replicas):  # they may have been divided all the same
         off = 0.0
         for name, one in wrong.items():
-            nearest = torch.stack([one.double() - scale * each.get(name, torch.zeros(())) for each in alone])
+            nearest = torch.stack([wide(one) - scale * each.get(name, torch.zeros(())) for each in alone])
             off += float(nearest.square().amin(dim=0).sum())
         if off < CLOSE**2 * size:
             return True
     return False
 
 
-def _row_biases(notes: Notes) -> list[str]:
+class LocalPositions(TorchFunctionMode):
+    """Positions of a sequence as each part of it counts them for itself.
+
+    Args:
+        lengths: Those of whole sequences.
+        parts: Into how many equal ones they are split.
+    """
+
+    def __init__(self, lengths: set[int], parts: int) -> None:
+        super().__init__()
+        self._lengths = lengths
+        self._parts = parts
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        if func is torch.arange and made.numel() in self._lengths and made.numel() % self._parts == 0:
+            return made[: made.numel() // self._parts].repeat(self._parts)
+        return made
+
+
+def _row_biases(notes: Notes, dim: str) -> list[str]:
     """Biases that every rank of a tensor group holds, of weights that are split."""
     held = notes.said("placements")
-    whole = [name for name in held if name.endswith("bias") and "Replicate" in _over_tensor(held[name])]
-    return [name for name in whole if "Shard" in _over_tensor(held.get(f"{name.removesuffix('bias')}weight", ""))]
+    whole = [name for name in held if name.endswith("bias") and "Replicate" in _over(dim, held[name])]
+    return [name for name in whole if "Shard" in _over(dim, held.get(f"{name.removesuffix('bias')}weight", ""))]
 
 
-def _over_tensor(placements: str) -> str:
+def _over(dim: str, placements: str) -> str:
     """`Replicate()` of `Shard(dim=0) over shard, Replicate() over tensor`, with what little stands before it."""
-    before, found, _ = placements.partition(" over tensor")
+    before, found, _ = placements.partition(f" over {dim}")
     return before.rpartition(" over ")[2] if found else ""
 
 
@@ -192,7 +248,7 @@ def _between_ranks(others: list[int], names: list[str], notes: Notes, exact: Ten
     """The ranks do not hold the same whole gradient: each has a part of the sum, or was left out of a reduction."""
     tied = [name for name in names if name in notes.said("stages")]
     holders = notes.said("stages")[tied[0]] if tied else range(len(notes.ranks))
-    every = [{n: notes.of_rank(rank, "gradients")[n].double() for n in names} for rank in holders]
+    every = [{n: wide(notes.of_rank(rank, "gradients")[n]) for n in names} for rank in holders]
     total = {n: sum((one[n] for one in every), torch.zeros(())) for n in names}
     factor, off = factor_of(total, exact)
     ranks = f"rank{'s' if len(others) > 1 else ''} {listed(others)}"

@@ -10,7 +10,8 @@ from typing import Final
 from fairlead_lightning.verify.compare import Compared
 from fairlead_lightning.verify.fits import CLOSE, factor_of
 from fairlead_lightning.verify.neutral import flat
-from fairlead_lightning.verify.notes import Notes, Tensors
+from fairlead_lightning.verify.notes import Notes
+from fairlead_lightning.verify.numbers import Tensors, distance, wide
 from fairlead_lightning.verify.reference import Reference, References, apart
 from fairlead_lightning.verify.text import counted, listed
 
@@ -70,8 +71,64 @@ def _of(dims: list[str] | tuple[str, ...]) -> str:
     return " and ".join(f"`{name}`" for name in dims)
 
 
+def of_clipping(compared: Compared, notes: Notes, references: References) -> Iterator[str]:
+    """Gradients are right until they are clipped."""
+    red = [one for one in compared.applied if one.red]
+    factors = {}
+    for rank in sorted({one.rank for one in red}):
+        mine = {one.name: notes.of_rank(rank, "applied")[one.name] for one in red if one.rank == rank}
+        factor, off = factor_of(mine, references.exact.applied)
+        if off < CLOSE:
+            factors[rank] = factor
+    if factors:
+        each = ", ".join(f"{factor:.4g} x on rank {rank}" for rank, factor in factors.items())
+        yield f"complete gradients are right; clipping leaves them {each}: it does not go by the norm of all of them"
+    else:
+        yield "complete gradients are right, what the optimizer gets is not: clipping, or a hook behind it"
+
+
+def of_rates(compared: Compared, notes: Notes, references: References) -> Iterator[str]:
+    """The learning rates of the steps."""
+    red = [one for one in compared.rates if one.red]
+    own, true = notes.ranks[red[0].rank]["rates"], references.exact.rates
+    pairs = [(a[0], b[0]) for a, b in zip(own, true, strict=False) if a and b]
+    text = f"learning rates are {', '.join(f'{a:.4g}' for a, _ in pairs)}; in one process "
+    text += ", ".join(f"{b:.4g}" for _, b in pairs)
+    factors = [a / b for a, b in pairs if b]
+    if red[0].rank:
+        yield f"{text}: on rank {red[0].rank} alone"
+    elif factors and all(math.isclose(one, factors[0], rel_tol=CLOSE) for one in factors):
+        yield f"{text}: {factors[0]:.4g} x in each step, a rate that is made of the number of ranks"
+    else:
+        yield f"{text}: a scheduler that is stepped more than once a step, or counts batches or ranks"
+
+
+def of_buffers(compared: Compared) -> Iterator[str]:
+    """Buffers, where weights are right."""
+    red = [one for one in compared.buffers if one.red]
+    ranks = sorted({one.rank for one in red if one.copy})
+    if ranks:
+        yield (
+            f"rank{'s' if len(ranks) > 1 else ''} {listed(ranks)} and rank 0 do not hold the same {red[0].name}: "
+            "it follows the batches of each rank, or one rank alone changes it; reduce what it is made of"
+        )
+    else:
+        yield f"{red[0].name} is not what one process makes of all batches: it follows a part of them"
+
+
 def of_weights(compared: Compared, notes: Notes, references: References, reference: Reference) -> Iterator[str]:
     """What the steps of the optimizer have done otherwise."""
+    copies = [one for one in compared.first if one.red and one.copy]
+    if copies:
+        ranks = sorted({one.rank for one in copies})
+        names = [one.name for one in copies if one.rank == ranks[0]]
+        start = notes.start
+        unmoved = [n for n in names if not distance(notes.of_rank(ranks[0], "first")[n], start[n])]
+        text = f"rank{'s' if len(ranks) > 1 else ''} {listed(ranks)} and rank 0 do not hold the same weights any more"
+        yield f"{text} after the first step: {flat(names)}"
+        if unmoved == names:
+            yield f"rank {ranks[0]} does not move them: its optimizer does not have them"
+        return
     red = [one for one in compared.weights if one.red]
     still = [one.name for one in red if one.rank == 0 and one.name in compared.still]
     exact = references.exact.weights
@@ -82,8 +139,9 @@ def of_weights(compared: Compared, notes: Notes, references: References, referen
     ranks = sorted({one.rank for one in red if one.rank})
     if ranks:
         yield f"rank{'s' if len(ranks) > 1 else ''} {listed(ranks)} and rank 0 do not hold the same weights any more"
+        return
     start = notes.start
-    apart_by = {one.name: notes.said("weights")[one.name].double() - exact[one.name] for one in red if one.rank == 0}
+    apart_by = {one.name: wide(notes.said("weights")[one.name]) - wide(exact[one.name]) for one in red if one.rank == 0}
     decays = {name: one for name, one in apart_by.items() if factor_of({name: one}, start)[1] < _ROUGHLY}
     if decays:
         text = f"{flat(list(decays))} differ by {factor_of(decays, start)[0]:+.2g} x what they began as"
@@ -92,7 +150,7 @@ def of_weights(compared: Compared, notes: Notes, references: References, referen
             "of a matrix (FSDP's) is a vector"
         )
         return
-    moves = {one.name: notes.said("weights")[one.name].double() - start[one.name] for one in red if one.rank == 0}
+    moves = {one.name: wide(notes.said("weights")[one.name]) - wide(start[one.name]) for one in red if one.rank == 0}
     if moves:
         steps = len(references.exact.losses)
         if steps > 1 and apart(moves, _moves(reference.after(steps - 1).weights, start, moves)) < CLOSE:
@@ -103,9 +161,9 @@ def of_weights(compared: Compared, notes: Notes, references: References, referen
         factor, off = factor_of(moves, _moves(exact, start, moves))
         if off < CLOSE:
             yield f"the steps are {factor:.4g} x those of one process: the learning rate, or how gradients are clipped"
-    if not ranks:
-        yield "the gradients of the first step are the same: the optimizer's step, clipping, or a later batch differs"
+            return
+    yield "gradients of the first step agree: the optimizer's step, clipping, or a later batch differs"
 
 
 def _moves(weights: Tensors, start: Tensors, names: Tensors) -> Tensors:
-    return {name: weights[name].double() - start[name] for name in names}
+    return {name: wide(weights[name]) - wide(start[name]) for name in names}

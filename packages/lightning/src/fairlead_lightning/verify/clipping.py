@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from fairlead_distributed._sharded import is_dtensor
 from fairlead_distributed.objects import gather_objects
+from fairlead_lightning.verify.numbers import wide
 
 _SMALL: Final = 1e-3
 """The limit, as a multiple of the right norm: below what a part of the model has, which is clipped all the same."""
@@ -27,7 +28,7 @@ def measured(trainer: L.Trainer, optimizer: Any, whole: dict[str, Tensor]) -> di
         return {}
     if not isinstance(optimizer, Optimizer) or not _clips_by_norm(trainer):
         return {}
-    squares = sum(float(grad.double().square().sum()) for grad in whole.values())
+    squares = sum(float(wide(grad).square().sum()) for grad in whole.values())
     limit = _SMALL * math.sqrt(gather_objects(squares)[0])  # the same on all ranks, as a limit is
     if limit == 0:
         return {}
@@ -37,13 +38,13 @@ def measured(trainer: L.Trainer, optimizer: Any, whole: dict[str, Tensor]) -> di
     held: dict[tuple[str, ...], float] = {}
     for gradient, one in zip(gradients, before, strict=True):
         cut = _cut_over(gradient)
-        held[cut] = held.get(cut, 0.0) + float(one.double().square().sum())
+        held[cut] = held.get(cut, 0.0) + float(wide(one).square().sum())
     # Also on a rank without gradients, such as a stage that none reach: the others would wait for it.
     trainer.precision_plugin.clip_gradients(optimizer, limit)
     own = sum(held.values())
     if own == 0:
         return {"squares": held}
-    kept = sum(float((one.double() * was.double()).sum()) for one, was in zip(local, before, strict=True)) / own
+    kept = sum(float((wide(one) * wide(was)).sum()) for one, was in zip(local, before, strict=True)) / own
     for one, was in zip(local, before, strict=True):
         one.copy_(was)
     return {"squares": held, "clipped_by": limit / kept if kept else math.inf}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import time
 from pathlib import Path
 from typing import Any, Final
@@ -13,9 +14,11 @@ from fairlead.cli.session import Session
 from fairlead.errors import ConfigError
 from fairlead.findings import raise_errors
 from fairlead.jobs import load_job
+from fairlead.resolution import Resolution
 from fairlead_lightning.trials import fit_words, require_own_start, run_fairlead, trial_folder
-from fairlead_lightning.verify.layout import Layout, layout_of
+from fairlead_lightning.verify.layout import Layout, layouts_of
 from fairlead_lightning.verify.plan import PLAN, REPORT, Plan
+from fairlead_lightning.verify.standing import ENDED_AFTER, SAID_AFTER, standing
 from fairlead_lightning.verify.text import page
 from fairlead_runs.naming import run_directory
 
@@ -28,7 +31,7 @@ _ONE_PROCESS: Final = {
 
 
 def verify(arguments: argparse.Namespace, session: Session) -> int:
-    """0: equal within the noise of float32; 1: not, or nothing was alive; 2: it cannot be verified."""
+    """0: equal within the noise of float32; 1: not, or nothing was alive; 2: nothing can be said."""
     for name in ("steps", "repeats"):
         if getattr(arguments, name) < 1:
             raise ConfigError(f"--{name} needs at least 1", where=f"--{name}", fix=f"leave --{name} out")
@@ -36,23 +39,59 @@ def verify(arguments: argparse.Namespace, session: Session) -> int:
     resolution, job = checked.resolution, checked.loaded.job
     assert resolution is not None
     assert job is not None
-    layout = layout_of(resolution, full=arguments.full)
+    layouts = layouts_of(resolution, full=arguments.full)
     require_own_start(resolution, "fairlead verify", nodes=1)
     place = run_directory(job.model_dump(mode="json"), job.run, resolution.job, session.cwd).parent
-    with trial_folder(place, ".verify-") as (folder, _):
-        trial = _Trial(arguments, session, checked, layout, folder)
-        code = trial.run("layout", layout.settings) or trial.run("reference", {**layout.settings, **_ONE_PROCESS})
-        if code:
-            return code
-        found: dict[str, Any] = json.loads((folder / "notes" / REPORT).read_text())
-    said = {"job": arguments.job, "strategy": resolution.strategy.name, "scaled": list(layout.said)}
-    found = {"ok": found.pop("ok"), **said, **found}
+    verdicts: list[dict[str, Any]] = []
+    with trial_folder(place, ".verify-") as (folder, kept):
+        for layout in layouts:
+            own = folder / f"{layout.ranks}-ranks"
+            trial = _Trial(arguments, session, checked, layout, own)
+            try:
+                trial.run("layout", layout.settings)
+                trial.run("reference", {**layout.settings, **_ONE_PROCESS})
+            except _FailedError as failed:
+                if failed.code in _OF_THE_CALL or failed.code > 128:
+                    return failed.code
+                if not trial.deadlocked:
+                    shutil.rmtree(own / "notes")  # batches and weights; the logs stay
+                    kept.append(folder)
+                return 2
+            found: dict[str, Any] = json.loads((own / "notes" / REPORT).read_text())
+            said = {"job": arguments.job, "strategy": resolution.strategy.name, "scaled": list(layout.said)}
+            verdicts.append({"ok": found.pop("ok"), **said, **found})
+            if not verdicts[-1]["ok"]:
+                break
+    found = verdicts[-1]
+    found["ranks"] = [one["layout"]["ranks"] for one in verdicts]
+    untried = _untried(resolution, found["ranks"], layouts[-1].settings)
+    found["not_compared"] = [*untried, *found["not_compared"]]
     if arguments.json:
         session.print_json(found)
     else:
         for line in page(found):
             session.print(line)
     return 0 if found["ok"] else 1
+
+
+_OF_THE_CALL: Final = (2,)
+
+
+def _untried(resolution: Resolution, ranks: list[int], settings: dict[str, Any]) -> list[str]:
+    found = []
+    if resolution.world_size not in ranks:
+        found.append(f"the job's {resolution.world_size} ranks (--full)")
+    if "trainer.precision" in settings:
+        found.append(f"rounding in {resolution.value('precision')}")
+    return found
+
+
+class _FailedError(Exception):
+    """One side came to no end, and what it said was shown."""
+
+    def __init__(self, code: int) -> None:
+        super().__init__(code)
+        self.code = code
 
 
 def _checked(arguments: argparse.Namespace, session: Session) -> CheckedJob:
@@ -82,23 +121,59 @@ class _Trial:
         self._ranks = layout.ranks
         self._folder = folder
         self._notes = folder / "notes"
-        self._notes.mkdir()
+        self._notes.mkdir(parents=True)
+        self._said = False
+        self._deadlock: list[dict[str, Any]] = []
 
-    def run(self, role: Any, settings: dict[str, Any]) -> int:
-        """One side; what it says is shown when it fails, as `fairlead fit` shows it."""
-        plan = Plan(role, str(self._notes), self._arguments.repeats)
+    def run(self, role: Any, settings: dict[str, Any]) -> None:
+        """One side; its error is shown when it fails, as `fairlead fit` shows it.
+
+        Raises:
+            _FailedError: It did.
+        """
+        plan = Plan(role, str(self._notes), self._arguments.repeats, self._arguments.batch_dim)
         log = self._folder / f"{role}.log"
         words = fit_words(self._arguments.job, self._arguments.overrides, {**self._settings(role), **settings})
         began = time.monotonic()
-        code = run_fairlead(words, self._session, {**self._session.environ, PLAN: plan.to_json()}, log)
-        said = log.read_text(errors="replace").strip()
+        environ = {**self._session.environ, PLAN: plan.to_json()}
+        code = run_fairlead(words, self._session, environ, log, self._goes_on)
+        if self._deadlock:
+            self._session.warn(f"error: the ranks wait for each other, for {ENDED_AFTER:.0f} s at the same places")
+            for one in self._deadlock:
+                self._session.warn(f"  where: rank {one['rank']}: {one['at']}")
+            self._session.warn(
+                "  do:    have all ranks make the same calls in the same order: barriers, reductions, "
+                "self.log(sync_dist=True), forward and backward passes"
+            )
+            raise _FailedError(1)
         if code:
-            self._session.warn(said)
-            return code
+            said = log.read_text(errors="replace").strip()
+            # What comes before it is of `fit`, and about resuming.
+            self._session.warn(said[max(said.find("\nerror: ") + 1, 0) :])
+            raise _FailedError(code)
         which = f"{self._ranks} ranks" if role == "layout" else "one process"
         if not self._arguments.json:
             self._session.warn(f"{which}: trained in {time.monotonic() - began:.0f} s")
-        return 0
+
+    @property
+    def deadlocked(self) -> bool:
+        """Whether its ranks waited for each other."""
+        return bool(self._deadlock)
+
+    def _goes_on(self) -> bool:
+        """Says once where the ranks stand; False: they wait for each other."""
+        found = standing(self._notes)
+        if len(found) < self._ranks:
+            return True
+        if not self._said:
+            self._said = True
+            self._session.warn(f"nothing has moved for {SAID_AFTER:.0f} s; the ranks stand at:")
+            for one in found:
+                self._session.warn(f"  rank {one['rank']}: {one['at']}")
+        if all(one["idle"] and one["seconds"] > ENDED_AFTER for one in found):
+            self._deadlock = found
+            return False
+        return True
 
     def _settings(self, role: str) -> dict[str, Any]:
         asked = self._checked.resolution

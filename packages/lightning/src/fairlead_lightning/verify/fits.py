@@ -9,7 +9,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from fairlead_lightning.verify.notes import Tensors
+from fairlead_lightning.verify.numbers import Tensors, dot, wide
 
 Part = tuple[int, int, int]
 """The batch of a step, the replica, and the micro-batch of that batch."""
@@ -27,8 +27,8 @@ def fitted(gradients: Tensors, parts: Mapping[Part, Tensors]) -> tuple[Shares, f
         return {}, math.inf
     # The Gram matrix alone: the gradients of all parameters side by side would take much memory.
     keys = list(parts)
-    held = [{n: parts[key].get(n, torch.zeros(())).double() for n in names} for key in keys]
-    wanted = {n: gradients[n].double() for n in names}
+    held = [{n: wide(parts[key].get(n, torch.zeros_like(gradients[n]))) for n in names} for key in keys]
+    wanted = {n: wide(gradients[n]) for n in names}
     gram = torch.tensor([[dot(a, b) for b in held] for a in held], dtype=torch.float64)
     right = torch.tensor([dot(a, wanted) for a in held], dtype=torch.float64)
     if not (gram.isfinite().all() and right.isfinite().all()):  # a mean over nothing
@@ -42,16 +42,11 @@ def fitted(gradients: Tensors, parts: Mapping[Part, Tensors]) -> tuple[Shares, f
 
 def factor_of(tensors: Mapping[str, Any], exact: Tensors) -> tuple[float, float]:
     """The multiple of the reference that is nearest, and how far it is off, relative to the tensors."""
-    own = {n: tensors[n].double() for n in tensors if n in exact}
-    true = {n: exact[n].double() for n in own}
+    own = {n: wide(tensors[n]) for n in tensors if n in exact}
+    true = {n: wide(exact[n]) for n in own}
     square, size = dot(true, true), math.sqrt(dot(own, own))
     if not square or not size:
         return 0.0, math.inf
     factor = dot(own, true) / square
     off = {n: own[n] - factor * true[n] for n in own}
     return factor, math.sqrt(dot(off, off)) / size
-
-
-def dot(one: Tensors, other: Tensors) -> float:
-    """The inner product of two gradients, as one vector each."""
-    return sum(float((one[n].double() * other[n].double()).sum()) for n in one)

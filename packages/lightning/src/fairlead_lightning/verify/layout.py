@@ -1,4 +1,8 @@
-"""The layout of a job in a small world: each of its dimensions above 1 is 2, so that its kinds stay; torch-free."""
+"""The layout of a job in a small world: each of its dimensions above 1 is 2, so that its kinds stay; torch-free.
+
+What is right with two replicas need not be right with more (a hook that divides by two): copies and shards are tried
+with three of them as well.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +14,12 @@ from fairlead.errors import ConfigError
 from fairlead.resolution import Resolution
 
 _SMALL: Final = 2
+_MORE: Final = 3
+_FEW: Final = 4
+"""A layout of no more ranks is verified as it is."""
+_MOST: Final = 8
+"""Processes that a second size may take."""
+_COPIES: Final = ("replicate", "shard", "data_parallel")
 _DIMENSIONS: Final = ("pipeline", "replicate", "shard", "data_parallel", "context", "tensor")
 _PART_OF_OTHERS: Final = ("expert",)
 """Dimensions that lie in others, and add no ranks of their own."""
@@ -30,28 +40,47 @@ class Layout:
     said: tuple[str, ...]
 
 
-def layout_of(resolution: Resolution, *, full: bool) -> Layout:
-    """The layout to train; on this machine's devices where there are enough of them, else on its CPUs.
+def layouts_of(resolution: Resolution, *, full: bool) -> list[Layout]:
+    """The layouts to train, one after the other; on this machine's devices where there are enough, else on its CPUs.
 
     Raises:
         ConfigError: Nothing is split.
     """
-    if resolution.world_size == 1:
+    world = resolution.world_size
+    if world == 1:
         raise ConfigError(
             "the job has one rank: nothing is split",
             where="trainer.devices",
             fix="verify a layout: --set trainer.devices=2 --set trainer.strategy=fsdp2",
         )
     strategy = resolution.strategy
-    sizes = _sizes(strategy, resolution.world_size)
-    small = sizes if full else {name: min(size, _SMALL) for name, size in sizes.items()}
-    ranks = resolution.world_size
-    if not full:
-        ranks = _SMALL
-        if any(_kind(name) in _DIMENSIONS for name in small):
-            ranks = _product(size for name, size in small.items() if _kind(name) in _DIMENSIONS)
-        elif "HYBRID" in str(getattr(strategy, "sharding_strategy", "")).upper() and resolution.world_size > _SMALL:
-            ranks = _SMALL**2  # copies of shards: two of each
+    sizes = _sizes(strategy, world)
+    if full or world <= _FEW:
+        return [_layout(resolution, sizes, sizes, world)]
+    small = {name: min(size, _SMALL) for name, size in sizes.items()}
+    dimensions = any(_kind(name) in _DIMENSIONS for name in sizes)
+    ranks = _SMALL
+    copies_of_shards = "HYBRID" in str(getattr(strategy, "sharding_strategy", "")).upper()
+    if dimensions:
+        ranks = _ranks(small)
+    elif copies_of_shards:
+        ranks = _SMALL**2  # two of each
+    found = [_layout(resolution, sizes, small, ranks)]
+    more = {name: min(size, _MORE) if _kind(name) in _COPIES else small[name] for name, size in sizes.items()}
+    divided = any(size > 1 and _kind(name) in _PART_OF_OTHERS for name, size in sizes.items())
+    if dimensions and more != small and not divided and _ranks(more) <= _MOST:
+        found.append(_layout(resolution, sizes, more, _ranks(more)))
+    elif not dimensions and not copies_of_shards:
+        found.append(_layout(resolution, sizes, more, _MORE))
+    return found
+
+
+def _ranks(sizes: dict[str, int]) -> int:
+    return _product(size for name, size in sizes.items() if _kind(name) in _DIMENSIONS)
+
+
+def _layout(resolution: Resolution, sizes: dict[str, int], small: dict[str, int], ranks: int) -> Layout:
+    strategy = resolution.strategy
     said = []
     if ranks != resolution.world_size:
         parts = [f"{_kind(name)} {size} -> {small[name]}" for name, size in sizes.items() if size != small[name]]

@@ -68,6 +68,14 @@ def local_batch_norms(module: nn.Module) -> list[str]:
     return [name for name, part in module.named_modules() if _of_one_rank(part)]
 
 
+def local_statistics(module: nn.Module) -> list[str]:
+    """Names of buffers that hold statistics of one rank's batches on purpose: running means of batch norms."""
+    kind = nn.modules.batchnorm._NormBase
+    parts = [(name, part) for name, part in module.named_modules() if isinstance(part, kind)]
+    local = [(name, part) for name, part in parts if part.training and "Sync" not in type(part).__name__]
+    return [f"{name}.{buffer}" if name else buffer for name, part in local for buffer, _ in part.named_buffers()]
+
+
 def _of_one_rank(part: Any) -> bool:
     kind = type(part).__name__
     return isinstance(part, nn.modules.batchnorm._BatchNorm) and "Sync" not in kind and part.training

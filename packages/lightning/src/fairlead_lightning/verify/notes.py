@@ -7,12 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from fairlead.errors import ConfigError
+from fairlead_lightning.verify.numbers import Tensors
 from fairlead_lightning.verify.plan import START, batches_file, rank_file
-
-Tensors = dict[str, Tensor]
 
 
 @dataclass
@@ -86,6 +84,11 @@ class Notes:
         for rank in self.ranks:
             first.setdefault(rank["replica"], rank["digests"])
         return [number for number, rank in enumerate(self.ranks) if rank["digests"] != first[rank["replica"]]]
+
+    @property
+    def whole_epoch(self) -> bool:
+        """Whether the batches are all that a loader has."""
+        return self.said("length") is not None and len(self.batches[0]) >= int(self.said("length"))
 
     def of_rank(self, rank: int, what: str) -> Tensors:
         """Whole gradients or weights as a rank has them."""

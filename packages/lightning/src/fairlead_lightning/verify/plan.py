@@ -24,11 +24,13 @@ class Plan:
         role: The ranks of the layout, or the one process that they are compared with.
         notes: The folder that both share.
         repeats: How often the reference is trained with its samples in another order.
+        batch_dim: The dimension of the samples; None: batches are not put together.
     """
 
     role: Literal["layout", "reference"]
     notes: str
     repeats: int = 4
+    batch_dim: int | None = 0
 
     @classmethod
     def of(cls, environ: Mapping[str, str]) -> Self | None:

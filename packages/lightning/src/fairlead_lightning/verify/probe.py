@@ -5,6 +5,7 @@ Both sides of a verification are watched by the same code; what only the ranks o
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import math
 from collections.abc import Mapping
@@ -12,8 +13,8 @@ from typing import Any
 
 import lightning.pytorch as L
 import torch
-from lightning.fabric.utilities.types import Steppable
 from torch import Tensor
+from torch.optim import Optimizer
 
 from fairlead.errors import ConfigError
 from fairlead_distributed._sharded import is_dtensor
@@ -22,21 +23,37 @@ from fairlead_distributed.whole import placements, plain_name, whole_buffers, wh
 from fairlead_lightning import compat
 from fairlead_lightning.verify.batches import detached, digest
 from fairlead_lightning.verify.clipping import measured, told
-from fairlead_lightning.verify.neutral import local_batch_norms, without_dropout, without_ends
+from fairlead_lightning.verify.held import optimizer_state, rates
+from fairlead_lightning.verify.neutral import local_batch_norms, local_statistics, without_dropout, without_ends
+from fairlead_lightning.verify.numbers import Tensors, bytes_of
 from fairlead_lightning.verify.plan import START, Plan, batches_file, rank_file
-
-Tensors = dict[str, Tensor]
+from fairlead_lightning.verify.samples import dataset_probe
 
 
 class Probe(L.Callback):
-    """Notes what a training does to the model, whole and by the names of the unsplit model."""
+    """Notes what a training does to the model, whole and by the names of the unsplit model.
+
+    Attributes:
+        gradients: Those of the first step of each optimizer: complete, behind all hooks, and not clipped.
+        applied: The same gradients as the optimizer gets them.
+        first: The weights after the first step.
+        state: What the optimizers hold at the end; None where they cannot be asked.
+        rates: The learning rates of each step.
+    """
 
     def __init__(self) -> None:
         self.gradients: Tensors = {}
+        self.applied: Tensors = {}
         self.losses: list[float] = []
+        self.first: Tensors = {}
         self.weights: Tensors = {}
+        self.buffers: Tensors = {}
+        self.state: Tensors | None = {}
+        self.rates: list[list[float]] = []
         self.dropouts = 0
         self._optimizers: list[Any] = []
+        self._stepped: list[Any] = []
+        self._handles: list[Any] = []
         self._began = False
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
@@ -49,24 +66,61 @@ class Probe(L.Callback):
             self._began = True
             self.dropouts = without_dropout(pl_module)
             self.begin(trainer, pl_module)
+            self._watch_steps(trainer, pl_module)
 
     def begin(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """The training begins with this batch."""
 
-    def on_before_optimizer_step(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Steppable, *_: Any
-    ) -> None:
+    def _watch_steps(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        """The module's own hook is the last that may change gradients before they are clipped."""
+        hook = module.on_before_optimizer_step
+
+        @functools.wraps(hook)
+        def hooked(optimizer: Any) -> None:
+            hook(optimizer)
+            self._complete(trainer, module, optimizer)
+
+        vars(module)["on_before_optimizer_step"] = hooked
+        for one in trainer.optimizers:
+            plain = getattr(one, "optimizer", one)
+            if isinstance(plain, Optimizer):
+                step = functools.partial(self._before_step, trainer, module)
+                self._handles.append(plain.register_step_pre_hook(step))
+
+    def _before_step(
+        self, trainer: L.Trainer, module: L.LightningModule, optimizer: Any, args: Any, kwargs: Any
+    ) -> Any:
+        """Lightning computes gradients within the step, in a closure: what it leaves is what the optimizer gets."""
+        given = [*args[1:], *(value for name, value in kwargs.items() if name == "closure")]  # behind the optimizer
+        closure = next((one for one in given if callable(one)), None)
+        if closure is None:
+            self._applied(trainer, module, optimizer)
+            return None
+
+        def noted() -> Any:
+            result = closure()
+            self._applied(trainer, module, optimizer)
+            return result
+
+        new = [noted if one is closure else one for one in args]
+        return tuple(new), {name: noted if one is closure else one for name, one in kwargs.items()}
+
+    def _complete(self, trainer: L.Trainer, module: L.LightningModule, optimizer: Any) -> None:
         """The first step of each optimizer: its gradients are complete, and not clipped yet."""
-        if any(optimizer is one for one in self._optimizers):
+        plain = getattr(optimizer, "optimizer", optimizer)
+        if any(plain is one for one in self._optimizers):
             return
-        self._optimizers.append(optimizer)
-        found = _asked(trainer, "whole_gradients")
-        if len(trainer.optimizers) > 1:  # another optimizer's may be there as well, of a loss that is not its own
-            own = {id(p) for group in optimizer.param_groups for p in group["params"]}  # type: ignore[attr-defined]
-            mine = {name for name, p in pl_module.named_parameters() if id(p) in own}
-            found = {name: grad for name, grad in found.items() if name in mine}
-        self.gradients.update(found)
-        self.first_step(trainer, optimizer)
+        self._optimizers.append(plain)
+        self.gradients.update(_gradients_of(trainer, module, plain))
+        self.first_step(trainer, plain)
+
+    def _applied(self, trainer: L.Trainer, module: L.LightningModule, optimizer: Any) -> None:
+        """A step is about to be made."""
+        self._complete(trainer, module, optimizer)  # a manual step that Lightning does not see
+        self.rates.append(rates(optimizer))
+        if not any(optimizer is one for one in self._stepped):
+            self._stepped.append(optimizer)
+            self.applied.update(_gradients_of(trainer, module, optimizer))
 
     def first_step(self, trainer: L.Trainer, optimizer: Any) -> None:
         """The first step of an optimizer is about to be made."""
@@ -75,10 +129,17 @@ class Probe(L.Callback):
         """What `training_step` has returned, divided by the batches of a step where gradients are accumulated."""
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
         self.losses.append(float(loss.detach()) if isinstance(loss, Tensor) and loss.numel() == 1 else math.nan)
+        if self._optimizers and not self.first:
+            self.first = _asked(trainer, "whole_parameters")
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """All steps are made."""
         self.weights = _asked(trainer, "whole_parameters")
+        self.buffers = whole_buffers(pl_module)
+        self.state = optimizer_state(trainer, pl_module)
+        for handle in self._handles:
+            handle.remove()
+        vars(pl_module).pop("on_before_optimizer_step", None)
 
 
 @compat.only_its_own_batch_hooks
@@ -175,7 +236,9 @@ class LayoutProbe(Probe):
             "mixtures": sum("_expert_mesh" in part.__dict__ for part in pl_module.modules()),
             "trainable": [name for name in parameters if name in trainable],
             "batch_norms": local_batch_norms(pl_module),
+            "local_buffers": local_statistics(pl_module),
             "automatic": pl_module.automatic_optimization,
+            "length": _length(trainer.train_dataloader),
             "accumulate": int(trainer.accumulate_grad_batches),
             "world_size": trainer.world_size,
             "max_steps": trainer.max_steps,
@@ -198,7 +261,15 @@ class LayoutProbe(Probe):
         super().on_train_end(trainer, pl_module)
         for name in ("batch_to_device", "setup"):  # the wrappers, which are this object's alone
             delattr(trainer.strategy, name)
-        for name, found in (("gradients", self.gradients), ("weights", self.weights)):
+        noted = {
+            "gradients": self.gradients,
+            "applied": self.applied,
+            "first": self.first,
+            "state": self.state if self.state is not None else {},
+            "weights": self.weights,
+            "buffers": self.buffers,
+        }
+        for name, found in noted.items():
             self._others[name] = _unlike_rank_0(found)
         index, count = self._replica
         notes = {
@@ -211,15 +282,28 @@ class LayoutProbe(Probe):
             "dropouts": self.dropouts,
             "others": self._others,
             "unlike": self._unlike,
+            "rates": self.rates,
+            "knows_state": self.state is not None,
+            "read": dataset_probe(trainer),
             "attentions": max((int(one.calls) for one in self._contexts), default=0),
         }
         if trainer.global_rank == 0:
-            notes |= {"gradients": self.gradients, "weights": self.weights}
+            notes |= noted
         folder = self._plan.folder
         torch.save(notes, folder / rank_file(trainer.global_rank))
         if self._batches:
             # A loader may be asked for a batch that is not trained on any more.
             torch.save(self._batches[: len(self.losses)], folder / batches_file(index))
+
+
+def _gradients_of(trainer: L.Trainer, module: L.LightningModule, optimizer: Any) -> Tensors:
+    """Those that are there; with several optimizers another's may be there as well, of a loss that is not its own."""
+    found = _asked(trainer, "whole_gradients")
+    if len(trainer.optimizers) > 1:
+        own = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        mine = {plain_name(name) for name, p in module.named_parameters() if id(p) in own}
+        found = {name: grad for name, grad in found.items() if name in mine}
+    return found
 
 
 def _asked(trainer: L.Trainer, what: str) -> Tensors:
@@ -231,6 +315,18 @@ def _asked(trainer: L.Trainer, what: str) -> Tensors:
         return {name: tensor.detach().to("cpu", copy=True) for name, tensor in found.items()}
     read = whole_gradients if what == "whole_gradients" else whole_parameters
     return read(trainer.lightning_module)
+
+
+def _length(loader: Any) -> int | None:
+    """The batches of an epoch; None for an iterable dataset."""
+    try:
+        return len(loader) if not isinstance(loader, Mapping | list | tuple) else min(map(len, _flat(loader)))
+    except TypeError:  # as Python says of objects without a length
+        return None
+
+
+def _flat(loaders: Any) -> list[Any]:
+    return list(loaders.values() if isinstance(loaders, Mapping) else loaders)
 
 
 def _stages(strategy: Any) -> dict[str, list[int]]:
@@ -260,10 +356,6 @@ def _start(parameter: Tensor) -> Tensor | None:
 
 def _unlike_rank_0(tensors: Tensors) -> Tensors:
     """What this rank has otherwise than rank 0, bit for bit."""
-    own = {name: hashlib.sha256(_bytes(tensor)).digest() for name, tensor in tensors.items()}
+    own = {name: hashlib.sha256(bytes_of(tensor)).digest() for name, tensor in tensors.items()}
     first = gather_objects(own)[0]
     return {name: tensor for name, tensor in tensors.items() if first.get(name) != own[name]}
-
-
-def _bytes(tensor: Tensor) -> memoryview:
-    return tensor.contiguous().view(-1).view(torch.uint8).numpy().data

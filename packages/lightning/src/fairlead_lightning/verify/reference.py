@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import lightning.pytorch as L
 import torch
 from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import Tensor
 
-from fairlead.errors import ConfigError
-from fairlead_lightning.verify.batches import NotOneBatchError, detached, joined, pieces, shuffled
+from fairlead.errors import ConfigError, FairleadError
+from fairlead_lightning.verify.batches import NotOneBatchError, joined, pieces, shuffled
+from fairlead_lightning.verify.fits import CLOSE, fitted
+from fairlead_lightning.verify.noise import require_little_noise
 from fairlead_lightning.verify.notes import Notes
-from fairlead_lightning.verify.probe import ReferenceProbe, Tensors
+from fairlead_lightning.verify.numbers import Tensors, dot, identical, norm, wide
+from fairlead_lightning.verify.probe import ReferenceProbe
+from fairlead_lightning.verify.stand_in import Batches, GlobalBatch, OtherSeeds, PartByPart, stand_in, threads
 
 _SEED = 20_231
 _RANDOM = 1e-5
@@ -31,22 +36,27 @@ class Build(Protocol):
     def data(self) -> L.LightningDataModule | None:
         """The job's datamodule, for a model that asks its trainer for it."""
 
-    def trainer(self, precision: str, accumulate: int, steps: int, callback: L.Callback) -> L.Trainer:
+    def trainer(self, precision: str, accumulate: int, steps: int, callbacks: Sequence[L.Callback]) -> L.Trainer:
         """A Trainer for one process with the job's settings."""
 
 
 @dataclass
 class Trained:
-    """What one training in one process did."""
+    """What one training in one process did; see `Probe`."""
 
     gradients: Tensors
     losses: list[float]
     weights: Tensors
+    applied: Tensors = field(default_factory=dict)
+    first: Tensors = field(default_factory=dict)
+    state: Tensors | None = None
+    buffers: Tensors = field(default_factory=dict)
+    rates: list[list[float]] = field(default_factory=list)
 
     @property
     def norm(self) -> float:
         """The norm of all gradients of the first step, before clipping."""
-        return math.sqrt(sum(float(one.double().square().sum()) for one in self.gradients.values()))
+        return math.sqrt(sum(norm(one) ** 2 for one in self.gradients.values()))
 
 
 @dataclass
@@ -58,61 +68,91 @@ class References:
         repeats: In float32: as it is, then with the samples of each batch in another order.
         by_replica: Whether the batches of the replicas were taken one after the other, not put together.
         said: What was found about the model on the way.
+        alone: The batches that one process reads from the user's own loader; None where it cannot be asked.
     """
 
     exact: Trained
     repeats: list[Trained]
     by_replica: bool = False
     said: list[str] = field(default_factory=list)
+    alone: list[Any] | None = None
 
 
 class Reference:
-    """Trains a job in one process, on the batches and from the weights that the ranks of a layout have noted."""
+    """Trains a job in one process, on the batches and from the weights that the ranks of a layout have noted.
 
-    def __init__(self, build: Build, notes: Notes) -> None:
+    Args:
+        dim: The dimension of the samples, along which the batches of replicas are put together; None: they never are.
+    """
+
+    def __init__(self, build: Build, notes: Notes, dim: int | None = 0) -> None:
         self._build = build
         self._notes = notes
+        self._dim = dim
+        self._loader: Any = None
+        self._parts: dict[int, dict[tuple[int, int, int], Tensors]] = {}
 
-    def measure(self, repeats: int) -> References:
+    def measure(self, repeats: int, *, why_by_replica: str = "") -> References:
         """The reference, and how far float32 alone moves it.
 
+        Args:
+            repeats: Trainings in float32 that show it.
+            why_by_replica: Why the batches of the replicas are to be taken one after the other.
+
         Raises:
-            ConfigError: The model draws random numbers in its training step: nothing could be compared.
+            ConfigError: The model draws random numbers, or float32 does not determine what it does.
         """
         said: list[str] = []
-        batches, by_replica = self._batches(said)
-        precision = "64-true"
-        plain = self._train(batches, "32-true", by_replica)
+        batches = self._batches(said, why_by_replica)
         try:
-            exact = self._train(batches, precision, by_replica)
+            plain = self._train(batches, "32-true")
+        except FairleadError:
+            raise
+        except Exception as error:
+            if len(batches[0]) > 1 or self._notes.replicas == 1 or not self._notes.said("automatic"):
+                raise
+            why = f"a step on the batches of all replicas, put together, fails ({type(error).__name__}: {error!s:.80})"
+            return self.measure(repeats, why_by_replica=why)
+        by_replica = len(batches[0]) > 1
+        precision = "64-true"
+        try:
+            exact = self._train(batches, precision)
         except (RuntimeError, TypeError, ValueError) as error:
             said.append(f"the model does not run in float64 ({str(error).splitlines()[0]:.80}): compared with float32")
             exact, precision = plain, "32-true"
-        order = [shuffled_batch(batch, 0) for batch in batches]
-        again = self._train(batches, precision, by_replica, seed=_SEED + 1, steps=1)
-        if apart(again.gradients, exact.gradients) > _RANDOM:
-            raise ConfigError(
-                "the model cannot be verified: it draws random numbers in its training step",
-                where="model",
-                why="two trainings in one process differ by more than rounding when the seed is another",
-                fix="switch that off for the verification, as --set model.args.dropout=0; rates of dropout that are "
-                "attributes of a layer are set to 0 already",
-            )
-        permuted = None not in order
-        if permuted and apart(self._train(order, precision, by_replica, steps=1).gradients, exact.gradients) > _RANDOM:
+        self._require_no_randomness(batches, precision, exact)
+        order = [[shuffled_batch(part, 0) for part in step] for step in batches]
+        permuted = all(part is not None for step in order for part in step)
+        if permuted and apart(self._train(order, precision, steps=1).gradients, exact.gradients) > _RANDOM:
             said.append("the loss depends on the order of the samples in a batch: noise was measured in one order")
             permuted = False
         runs = [plain]
         for number in range(1, repeats + 1):
-            other = [shuffled_batch(batch, number) for batch in batches] if permuted else batches
+            other = [[shuffled_batch(part, number) for part in step] for step in batches] if permuted else batches
             with threads(1 + number % 2):
-                runs.append(self._train(other, "32-true", by_replica))
-        return References(exact, runs, by_replica, said)
+                # In one order, weights that are rounded otherwise show as much.
+                start = None if permuted else _rounded_otherwise(self._notes.start, number)
+                runs.append(self._train(other, "32-true", start=start))
+        found = References(exact, runs, by_replica, said, self._alone())
+        require_little_noise(exact, runs, self._notes)
+        return found
+
+    def why_not_joined(self, references: References) -> str:
+        """Why batches that were put together say nothing: their gradient is not a sum of the replicas' gradients."""
+        notes = self._notes
+        if references.by_replica or notes.replicas == 1 or not notes.said("automatic"):
+            return ""
+        _, off = fitted(references.exact.gradients, self.parts())
+        if off < CLOSE:
+            return ""
+        return (
+            "the replicas' batches, put together along dimension 0, are no sum of their parts: their samples lie along "
+            "another one (--batch-dim), or a layer or the loss looks at the whole batch of a replica"
+        )
 
     def one_by_one(self) -> Trained:
         """The replicas' batches one after the other, each counting the same: the mean of their means."""
-        batches = [batch for step in zip(*self._notes.batches, strict=True) for batch in step]
-        return self._train(batches, "64-true", by_replica=True)
+        return self._train(self._each(), "64-true")
 
     def parts(self, count: int = 1) -> dict[tuple[int, int, int], Tensors]:
         """The first step's gradient of each (batch of a step, replica, micro-batch) alone.
@@ -120,40 +160,85 @@ class Reference:
         Args:
             count: Into how many micro-batches a batch is cut; none of them where one cannot be cut so.
         """
-        found = {}
-        for replica, batches in enumerate(self._notes.batches):
-            for number in range(min(self._notes.accumulate, len(batches))):
-                for at, piece in enumerate(pieces(batches[number], count) or ()):
-                    found[number, replica, at] = self._train([piece], "64-true", steps=1, accumulate=1).gradients
-        return found
+        if count not in self._parts:
+            found = {}
+            for replica, batches in enumerate(self._notes.batches):
+                for number in range(min(self._notes.accumulate, len(batches))):
+                    for at, piece in enumerate(pieces(batches[number], count) or ()):
+                        trained = self._train([[piece]], "64-true", steps=1, accumulate=1)
+                        found[number, replica, at] = trained.gradients
+            self._parts[count] = found
+        return self._parts[count]
 
     def after(self, steps: int) -> Trained:
         """The same training in float64, with fewer steps."""
-        batches, by_replica = self._batches([])
-        return self._train(batches, "64-true", by_replica, steps=steps)
+        return self._train(self._batches([]), "64-true", steps=steps)
 
     def with_start(self, factors: Mapping[str, float]) -> Tensors:
         """The first step's gradients, had some of the weights been a multiple of what they are."""
-        plain = self._notes.start
-        batches, by_replica = self._batches([])
-        scaled = {name: one * factors.get(name, 1.0) for name, one in plain.items()}
-        self._notes.start = scaled
-        try:
-            return self._train(batches, "64-true", by_replica, steps=1).gradients
-        finally:
-            self._notes.start = plain
+        scaled = {name: one * factors.get(name, 1.0) for name, one in self._notes.start.items()}
+        return self._train(self._batches([]), "64-true", steps=1, start=scaled).gradients
 
-    def _batches(self, said: list[str]) -> tuple[list[Any], bool]:
+    def within(self, mode: AbstractContextManager[Any]) -> Tensors:
+        """The first step's gradients of a training in a context that changes something."""
+        return self._train(self._batches([]), "64-true", steps=1, mode=mode).gradients
+
+    def _require_no_randomness(self, batches: Sequence[GlobalBatch], precision: str, exact: Trained) -> None:
+        """The same again has the same bits; with other seeds, too."""
+        said = (
+            "two trainings in one process with the same seeds, order and precision differ: it has a generator of its "
+            "own, or reads a clock or anything else that changes",
+            "two trainings in one process differ when the seeds are others",
+        )
+        for seed, why in zip((_SEED, _SEED + 1), said, strict=True):
+            other = self._train(batches, precision, seed=seed)
+            if self._the_same(exact, other):
+                continue
+            with threads(1):  # some sums over threads have no order, such as those of index_put on a CPU
+                exact_again, other = self._train(batches, precision), self._train(batches, precision, seed=seed)
+            if self._the_same(exact_again, other):
+                continue
+            if not identical(exact_again.gradients, other.gradients):
+                when = ""
+            else:
+                steps = [
+                    i for i, pair in enumerate(zip(exact_again.losses, other.losses, strict=True)) if _unlike(*pair)
+                ]
+                when = f", from step {steps[0] + 1} on" if steps else ", after the first step"
+            raise ConfigError(
+                f"the model cannot be verified: it draws random numbers in its training step{when}",
+                where="model",
+                why=why,
+                fix="switch that off for the verification, as --set model.args.dropout=0; rates of dropout that are "
+                "attributes of a layer are set to 0 already",
+            )
+
+    def _the_same(self, one: Trained, other: Trained) -> bool:
+        if self._notes.start and all(not tensor.is_cuda for tensor in one.weights.values()) and not _on_device():
+            bits = identical(one.gradients, other.gradients) and identical(one.weights, other.weights)
+            return bits and not any(_unlike(*pair) for pair in zip(one.losses, other.losses, strict=True))
+        close = apart(one.gradients, other.gradients) < _RANDOM  # a GPU's sums have no order
+        return close and all(math.isclose(a, b, rel_tol=_RANDOM) for a, b in zip(one.losses, other.losses, strict=True))
+
+    def _each(self) -> list[GlobalBatch]:
+        return [list(step) for step in zip(*self._notes.batches, strict=True)]
+
+    def _batches(self, said: list[str], why: str = "") -> list[GlobalBatch]:
+        """Put together, or those of all replicas for each step, and then it is said why."""
         notes = self._notes
-        every = [list(step) for step in zip(*notes.batches, strict=True)]
-        local = notes.said("batch_norms") if notes.replicas > 1 else []
-        if not local:
+        every = self._each()
+        if notes.replicas == 1:
+            return every
+        if not why and self._dim is None:
+            why = "as --batch-dim none asks for"
+        local = notes.said("batch_norms")
+        if not why and local:
+            why = f"batch norm computes over the batch of each replica ({local[0]}); layer_sync would make it one"
+        if not why:
             try:
-                return [joined(step) if len(step) > 1 else step[0] for step in every], False
+                return [[joined(step, dim=self._dim or 0)] for step in every]
             except NotOneBatchError as error:
                 why = f"the batches of the replicas cannot be put together ({error})"
-        else:
-            why = f"batch norm computes over the batch of each replica ({local[0]}); layer_sync would make it one"
         if not notes.said("automatic"):
             raise ConfigError(
                 "the job cannot be verified",
@@ -162,62 +247,109 @@ class Reference:
                 fix="layer_sync: torch_sync_batchnorm; or batches of one shape",
             )
         said.append(f"{why}: compared replica by replica, not with whole batches")
-        return [batch for step in every for batch in step], True
+        self._dim = None  # from now on
+        return every
 
     def _train(
         self,
-        batches: Sequence[Any],
+        batches: Sequence[GlobalBatch],
         precision: str,
-        by_replica: bool = False,
         *,
         seed: int = _SEED,
         steps: int | None = None,
         accumulate: int | None = None,
+        start: Tensors | None = None,
+        mode: AbstractContextManager[Any] | None = None,
     ) -> Trained:
         notes = self._notes
-        count = accumulate or notes.accumulate * (notes.replicas if by_replica else 1)
+        count = accumulate or notes.accumulate
         L.seed_everything(_SEED, workers=True, verbose=False)
         model, data = self._build.model(), self._build.data()
-        probe = ReferenceProbe(notes.start)
+        if precision == "64-true":  # Lightning leaves complex numbers as they are
+            cast("Any", model)._apply(_as_complex128)
+        probe = ReferenceProbe(notes.start if start is None else start)
         if steps is not None:
             batches = batches[: steps * count]
-        trainer = self._build.trainer(precision, count, steps or notes.said("max_steps"), probe)
+        by_parts: list[L.Callback] = [PartByPart(batches)] if len(batches[0]) > 1 else []
+        trainer = self._build.trainer(precision, count, steps or notes.said("max_steps"), [*by_parts, probe])
         for owner in (model, data):
             if owner is not None and is_overridden("on_before_batch_transfer", owner):
                 vars(owner)["on_before_batch_transfer"] = _unchanged  # the batches are noted behind it
+        self._replace_loader(model, data, batches)
         L.seed_everything(seed, workers=True, verbose=False)
-        loader = Batches(batches)
-        if data is None:
-            trainer.fit(model, train_dataloaders=loader)
-        else:
-            vars(data)["train_dataloader"] = lambda: loader
-            trainer.fit(model, datamodule=data)
+        others = OtherSeeds(seed) if seed != _SEED else nullcontext()
+        if isinstance(others, OtherSeeds):
+            others.of_module(model)
+        with others, mode or nullcontext():
+            if data is None and not is_overridden("train_dataloader", model):
+                trainer.fit(model, train_dataloaders=Batches(batches, notes.said("length")))
+            else:
+                trainer.fit(model, datamodule=data)
         sums = [sum(probe.losses[i : i + count]) for i in range(0, len(probe.losses), count)]
-        return Trained(probe.gradients, sums, probe.weights)
+        return Trained(
+            probe.gradients,
+            sums,
+            probe.weights,
+            probe.applied,
+            probe.first,
+            probe.state,
+            probe.buffers,
+            probe.rates,
+        )
+
+    def _replace_loader(self, model: Any, data: Any, batches: Sequence[GlobalBatch]) -> None:
+        """The user's own is made as always, and gives the noted batches."""
+        owner = data if data is not None and is_overridden("train_dataloader", data) else model
+        if not is_overridden("train_dataloader", owner):
+            return
+        vars(owner).pop("train_dataloader", None)
+        real = owner.train_dataloader
+
+        def train_dataloader() -> Any:
+            self._loader = real()
+            return stand_in(batches, self._notes.said("length"), self._loader)
+
+        vars(owner)["train_dataloader"] = train_dataloader
+
+    def _alone(self) -> list[Any] | None:
+        """As many batches as the layout has read, by the user's own loader in this one process."""
+        loader = self._loader
+        if not isinstance(loader, torch.utils.data.DataLoader):
+            return None
+        alone: Any = object.__new__(type(loader))
+        vars(alone).update(vars(loader))
+        vars(alone).update(num_workers=0, timeout=0, prefetch_factor=None, persistent_workers=False, _iterator=None)
+        found = []
+        for batch in alone:
+            found.append(batch)
+            if len(found) == self._notes.replicas * len(self._notes.batches[0]):
+                break
+        return found
 
 
-class Batches:
-    """A loader of what it is given."""
-
-    def __init__(self, batches: Sequence[Any]) -> None:
-        self._batches = batches
-
-    def __len__(self) -> int:
-        return len(self._batches)
-
-    def __iter__(self) -> Iterator[Any]:
-        return map(detached, self._batches)  # a training step may change its batch
+def _as_complex128(tensor: Tensor) -> Tensor:
+    return tensor.to(torch.complex128) if tensor.is_complex() else tensor
 
 
-@contextmanager
-def threads(count: int) -> Iterator[None]:
-    """With another number of threads, sums are cut in other places."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
+def _on_device() -> bool:
+    return torch.accelerator.is_available()
+
+
+def _unlike(one: float, other: float) -> bool:
+    return one != other and not (math.isnan(one) and math.isnan(other))
+
+
+def _rounded_otherwise(start: Tensors, seed: int) -> Tensors:
+    """Weights that differ by half a unit in their last place, up or down."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def other(tensor: Tensor) -> Tensor:
+        if not tensor.is_floating_point():
+            return tensor
+        sign = torch.randint(0, 2, tensor.shape, generator=generator).to(tensor.dtype) * 2 - 1
+        return tensor * (1 + sign * torch.finfo(torch.float32).eps)
+
+    return {name: other(tensor) for name, tensor in start.items()}
 
 
 def _unchanged(batch: Any, dataloader_idx: int) -> Any:
@@ -231,8 +363,7 @@ def shuffled_batch(batch: Any, seed: int) -> Any:
 
 def apart(one: Tensors, other: Tensors) -> float:
     """How far two gradients are apart, relative to the second, as one vector."""
-    squares = [float(other[name].double().square().sum()) for name in other]
-    both = one.keys() & other.keys()
-    off = [float((one[name].double() - other[name].double()).square().sum()) for name in both]
-    whole = math.sqrt(sum(squares))
-    return math.sqrt(sum(off)) / whole if whole else math.sqrt(sum(off))
+    both: Iterable[str] = one.keys() & other.keys()
+    whole = math.sqrt(dot(other, other))
+    off = math.sqrt(sum(float((wide(one[name]) - wide(other[name])).square().sum()) for name in both))
+    return off / whole if whole else off

@@ -37,7 +37,12 @@ def page(found: Mapping[str, Any]) -> Iterator[str]:
     yield from _line("said", found["said"])
     yield ""
     if found["ok"]:
-        yield "equal: the model, split like this, is still the model"
+        ranks = " and ".join(map(str, found["ranks"]))
+        steps = f"{found['steps']} step{'s' if found['steps'] != 1 else ''}"
+        yield (
+            f"equal: the model, split like this, is still the model, on {ranks} ranks in {steps}; "
+            f"not compared: {', '.join(found['not_compared'])}"
+        )
         return
     yield from _different(found)
 
@@ -52,7 +57,7 @@ def _different(found: Mapping[str, Any]) -> Iterator[str]:
         if first["held"]:
             yield from _line("held", [first["held"]])
     else:
-        yield f"NOT ALIVE: {found['wrong'][0]}"
+        yield f"WRONG: {found['wrong'][0]}"
     yield from _line("wrong", found["wrong"])
     yield from _line("cause", found["causes"])
 

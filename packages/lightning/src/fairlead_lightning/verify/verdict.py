@@ -12,6 +12,7 @@ from fairlead_lightning.verify.neutral import flat
 from fairlead_lightning.verify.notes import Notes
 from fairlead_lightning.verify.plan import REPORT, Plan
 from fairlead_lightning.verify.reference import Build, Reference, References
+from fairlead_lightning.verify.text import counted
 
 
 def verdict(build: Build, plan: Plan) -> dict[str, Any]:
@@ -21,13 +22,17 @@ def verdict(build: Build, plan: Plan) -> dict[str, Any]:
         ConfigError: The job cannot be verified.
     """
     notes = Notes.read(plan.folder)
-    reference = Reference(build, notes)
+    reference = Reference(build, notes, plan.batch_dim)
     return judged(notes, reference, reference.measure(plan.repeats))
 
 
 def judged(notes: Notes, reference: Reference, references: References) -> dict[str, Any]:
     """The layout against references that are trained already."""
     compared = compare(notes, references)
+    why = reference.why_not_joined(references) if compared.red else ""
+    if why:
+        references = reference.measure(len(references.repeats) - 1, why_by_replica=why)
+        compared = compare(notes, references)
     red = compared.red
     sizes = {name: size for name, size in notes.said("mesh").items() if size > 1}
     return {
@@ -51,6 +56,7 @@ def judged(notes: Notes, reference: Reference, references: References) -> dict[s
             "moved": compared.moved,
             "still": compared.still,
         },
+        "not_compared": _not_compared(notes, compared),
         "said": [*_said(notes, compared), *references.said],
     }
 
@@ -81,15 +87,24 @@ def _worst(compared: Compared) -> dict[str, Any]:
     kinds = {
         "gradients": compared.gradients,
         "clipping norm": compared.norms,
+        "to the optimizer": compared.applied,
+        "weights, step 1": compared.first,
+        "learning rates": compared.rates,
+        "optimizer state": compared.state,
         "weights": compared.weights,
+        "buffers": compared.buffers,
         "losses": compared.losses,
     }
     found: dict[str, Any] = {}
     for kind, every in kinds.items():
+        told = [one for one in every if not one.zero and (one.red or not one.void)]
         if every:
-            one = max(every, key=lambda one: one.ratio if not math.isnan(one.ratio) else math.inf)
+            one = max(told or every, key=lambda one: one.ratio if not math.isnan(one.ratio) else math.inf)
+            if not told:
+                found[kind] = {"count": 0, "red": 0, "name": "moved too little", "relative": 0.0, "ratio": 0.0}
+                continue
             numbers = {"name": one.name, "relative": _number(one.relative), "ratio": _number(one.ratio)}
-            found[kind] = {"count": len(every), "red": sum(other.red for other in every), **numbers}
+            found[kind] = {"count": len(told), "red": sum(other.red for other in every), **numbers}
     return found
 
 
@@ -98,6 +113,16 @@ def _said(notes: Notes, compared: Compared) -> list[str]:
     said = []
     if notes.said("dropouts"):
         said.append(f"dropout set to 0 ({notes.said('dropouts')} rates): it draws other numbers on each rank")
+    if compared.zero:
+        said.append(
+            f"gradients that are zero by construction, all or in part, and nothing but rounding: {flat(compared.zero)}"
+        )
+    void = [one.name for one in compared.weights if one.void and not one.red]
+    if void:
+        text = "moved by less than float32 could tell (a warm-up of the learning rate?)"
+        said.append(f"{text}: {counted(void, [one.name for one in compared.weights])}")
+    if compared.local:
+        said.append(f"statistics of the batches of each rank, which differ on purpose: {flat(compared.local)}")
     if compared.still and compared.moved:
         said.append(f"to be trained, and not moved in either: {flat(compared.still)}")
     if notes.said("clips") and not compared.norms:
@@ -105,6 +130,24 @@ def _said(notes: Notes, compared: Compared) -> list[str]:
     if all(loss != loss for loss in notes.losses):
         said.append("training_step returns no loss: none was compared")
     return said
+
+
+def _not_compared(notes: Notes, compared: Compared) -> list[str]:
+    """What an answer says nothing of."""
+    found = [f"later steps than {len(notes.losses)}"]
+    if notes.said("dropouts"):
+        found.append("dropout (set to 0)")
+    if not all(rank["knows_state"] for rank in notes.ranks):
+        found.append("what the optimizer holds")
+    if compared.weights and all(one.void for one in compared.weights if one.size):
+        found.append("weights, which hardly moved")
+    if compared.local:
+        found.append("statistics of local batch norms")
+    if compared.loose:
+        found.append(f"buffers that rounding moves ({flat(compared.loose)}), but between ranks")
+    if not compared.losses:
+        found.append("the loss")
+    return found
 
 
 def _number(value: float) -> float | None:
