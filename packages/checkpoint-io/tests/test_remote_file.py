@@ -300,7 +300,7 @@ def test_a_place_of_another_run_is_refused(url: str, tmp_path: Path) -> None:
     io.teardown()
 
 
-def test_a_run_that_ended_before_its_first_step_keeps_its_name_from_nobody(url: str, tmp_path: Path) -> None:
+def test_a_run_that_ended_before_its_first_checkpoint_keeps_its_name_from_nobody(url: str, tmp_path: Path) -> None:
     """As for directories: the next start may have other settings, on any machine."""
     other = fingerprint({"trainer": {"precision": "16-mixed"}})
     io = remote(url)
@@ -320,13 +320,11 @@ def test_a_run_that_ended_before_its_first_step_keeps_its_name_from_nobody(url: 
     later.teardown()
 
 
-@pytest.mark.parametrize("what", ["a step", "a checkpoint here", "a checkpoint there", "a part of one there"])
+@pytest.mark.parametrize("what", ["a checkpoint here", "a checkpoint there", "a part of one there"])
 def test_a_run_that_has_something_keeps_its_name(url: str, tmp_path: Path, what: str) -> None:
     io, run = remote(url), tmp_path / "gpt"
     begun(io, run)
-    if what == "a step":
-        (run / "metrics.csv").write_text("step,loss\n1,0.5\n")
-    elif what == "a checkpoint here":
+    if what == "a checkpoint here":
         saved(run, 1)
     else:
         store = Store.open(f"{url}/gpt")

@@ -959,3 +959,57 @@ def test_iterators_are_made_behind_the_hooks_of_the_epoch(saved: Path) -> None:
         Line(), Watched(data, batch_size=4), Data().val_dataloader(), ckpt_path=str(saved)
     )
     assert came == ["epoch", "iterator"]
+
+
+def test_steps_that_lightning_does_not_count_are_counted() -> None:
+    """Of a module that optimizes by hand: without Lightning's wrapper, and in a hook; its wrapper's only once.
+
+    If it breaks: name checkpoints by batches in a loop by hand.
+    """
+
+    class ByHand(Line):
+        def __init__(self) -> None:
+            super().__init__()
+            self.automatic_optimization = False
+
+        def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
+            counted = batch_idx % 2 == 0
+            optimizer: Any = self.optimizers(use_pl_optimizer=counted)
+            optimizer.zero_grad()
+            self.manual_backward(self.net(batch[0]).square().mean())
+            optimizer.step()
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.01)
+
+    told: list[int] = []
+    trainer = plain(max_epochs=1)
+    undo = compat.count_steps(trainer, lambda: told.append(trainer.global_step))
+    trainer.fit(ByHand(), datamodule=Data())
+    undo()
+    assert (trainer.global_step, told) == (8, [1])
+    trainer = plain(max_epochs=1)
+    trainer.fit(ByHand(), datamodule=Data())
+    assert trainer.global_step == 4
+
+
+def test_a_loader_is_asked_for_as_at_another_place() -> None:
+    """If it breaks: a loader that is made anew every n epochs cannot be made again on a resume."""
+    trainer = plain(max_epochs=1)
+    trainer.fit(Line(), datamodule=Data())
+    assert (trainer.current_epoch, trainer.global_step) == (1, 8)
+    with compat.as_at(trainer, (5, 40)):
+        assert (trainer.current_epoch, trainer.global_step) == (5, 40)
+    with compat.as_at(trainer, None):
+        assert (trainer.current_epoch, trainer.global_step) == (1, 8)
+    assert (trainer.current_epoch, trainer.global_step) == (1, 8)
+
+
+def test_a_compiled_module_is_taken_for_what_it_was_made_of() -> None:
+    """If it breaks: refuse such a factory, and advise `module.compile()`."""
+    line = Line()
+    compiled: Any = torch.compile(line, backend="eager")
+    found = compat.uncompiled(compiled)
+    assert found is line
+    assert found._compiled_call_impl is not None
+    assert compat.uncompiled(line) is line

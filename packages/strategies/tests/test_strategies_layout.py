@@ -135,7 +135,9 @@ def test_wrong_values_are_refused(kind: type[MeshStrategyConfig], fields: dict[s
 )
 def test_what_is_said_before_a_run(ranks: ModuleType, config: Any, changes: Any, codes: list[str]) -> None:
     found = findings(ranks.resolution(config, **changes))
-    assert [one.code for one in found if one.code != "mesh-layout" or codes == ["mesh-layout"]] == codes
+    old = {"engine-too-old"}  # what an old torch adds for pipelines and experts has its test elsewhere
+    said = [one.code for one in found if one.code not in old]
+    assert [code for code in said if code != "mesh-layout" or codes == ["mesh-layout"]] == codes
 
 
 def test_a_size_that_was_worked_out_is_explained(ranks: ModuleType) -> None:
