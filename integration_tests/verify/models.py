@@ -343,10 +343,18 @@ class Counting(Norm):
         return super().training_step(batch, index) * (1 + 0.1 * index)
 
 
+class HeadAlone(Net):
+    """Gradients reach all of it, and the optimizer has the head alone."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.head.parameters(), lr=0.02)
+
+
 _ALL = (
     Averaged,
     Complex,
     Counting,
+    HeadAlone,
     LaterRandom,
     Normalized,
     OwnGenerator,

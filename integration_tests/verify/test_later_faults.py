@@ -16,6 +16,10 @@ CASES = {
     "buffer on rank 0": Case("average_on_rank_0", "Averaged"),
     "same data": Case("same_data"),
     "parameter missed": Case("parameter_missed"),
+    "parameter missed, clipping": Case("parameter_missed", clip=0.05),
+    "head alone": Case("none", "HeadAlone", clip=0.05),
+    "head alone, fsdp2": Case("none", "HeadAlone", "fsdp2", clip=0.05),
+    "head alone, doubled": Case("doubled_in_hook", "HeadAlone", clip=0.05),
     "parameter missed, fsdp2": Case("parameter_missed", strategy="fsdp2"),
     "scheduled": Case("none", "Scheduled"),
     "scheduled twice": Case("scheduled_twice", "Scheduled"),
@@ -58,7 +62,18 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Judge:
 
 
 @pytest.mark.parametrize(
-    "name", ["buffer", "scheduled", "complex", "normalized", "whole batch", "counting", "warming up"]
+    "name",
+    [
+        "buffer",
+        "scheduled",
+        "complex",
+        "normalized",
+        "whole batch",
+        "counting",
+        "warming up",
+        "head alone",
+        "head alone, fsdp2",
+    ],
 )
 def test_a_right_job_is_equal(found: Judge, name: str) -> None:
     said = found(name)
@@ -70,7 +85,9 @@ def test_a_right_job_is_equal(found: Judge, name: str) -> None:
     [
         ("buffer of own batches", "buffer", "average", "it follows the batches of each rank"),
         ("buffer on rank 0", "buffer", "average", "one rank alone changes it"),
-        ("parameter missed", "weight after step 1", "head.bias", "rank 1 does not move them: its optimizer does not"),
+        ("parameter missed", "weight after step 1", "head.bias", "rank 1 does not move head.bias: its optimizer does not"),
+        ("parameter missed, clipping", "clipping norm", "rank 1", "rank 1 does not move head.bias: its optimizer does"),
+        ("head alone, doubled", "gradient", "inlet.weight", "all gradients are 2 x those of one process"),
         ("parameter missed, fsdp2", "weight after step 1", "head.bias", ""),
         ("scheduled twice", "learning rate", "step 2", "a scheduler that is stepped more than once a step"),
         ("later doubled", "weight", None, "gradients of the first step agree"),

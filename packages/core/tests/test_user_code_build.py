@@ -62,6 +62,7 @@ def test_the_project_of_the_job_file_comes_first_then_the_working_directory(tmp_
         ("p", "the .git above the job file"),
         ("p/src", "src/ of the .git above the job file"),
         ("cwd", "the working directory"),
+        ("p/jobs", "the job file's folder"),
     ]
     (tmp_path / "p" / "jobs" / "pyproject.toml").touch()
     assert code_root(tmp_path / "p/jobs/job.yaml", code=None, cwd=tmp_path / "cwd").folders[0] == tmp_path / "p/jobs"
@@ -71,7 +72,7 @@ def test_run_code_is_relative_to_the_job_file_and_replaces_the_project(tmp_path:
     (tmp_path / "p" / "lib").mkdir(parents=True)
     (tmp_path / "p" / "pyproject.toml").touch()
     job = tmp_path / "p" / "job.yaml"
-    assert code_root(job, code="lib", cwd=tmp_path).folders == (tmp_path / "p" / "lib", tmp_path)
+    assert code_root(job, code="lib", cwd=tmp_path).folders == (tmp_path / "p" / "lib", tmp_path, tmp_path / "p")
     listed = code_root(job, code=["lib", str(tmp_path / "p")], cwd=tmp_path / "cwd")  # all of them, and nothing else
     assert listed.folders == (tmp_path / "p" / "lib", tmp_path / "p")
     with pytest.raises(ConfigError, match="does not exist") as info:

@@ -39,6 +39,7 @@ CODES: Final[dict[str, str]] = {
     "world-size-contradicted": "WORLD_SIZE is exported, and the run has another number of ranks.",
     "missing-field": "A required setting is not given.",
     "module-not-found": "A module that a `class:` names was not found.",
+    "monitor-not-logged": "A callback or a schedule monitors a metric that is not logged.",
     "name-invalid": "`run.name` names a setting that the job does not have, or gives no usable folder name.",
     "network-setting-overridden": "The environment sets a variable of NCCL or gloo to another value than the config.",
     "network-setting-unused": "Settings of NCCL are given, but another backend carries the messages.",

@@ -12,6 +12,7 @@ from fairlead.config_bases import (
     AcceleratorConfigBase,
     CheckpointIOConfigBase,
     EnvironmentConfigBase,
+    LayerSyncConfigBase,
     PrecisionConfigBase,
     RequeueConfigBase,
     StrategyConfigBase,
@@ -80,8 +81,7 @@ class _Resolver(PartialResolution):
         precision = self.default("precision", PrecisionConfigBase, self.trainer.precision, "32-true", "the default")
         checkpoint_io = self._checkpoint_io(strategy)
         requeue = self._requeue(chosen)
-        if self.trainer.layer_sync is not None:
-            self.settings["layer_sync"] = Setting(self.trainer.layer_sync.name, "trainer.layer_sync")
+        layer_sync = self._layer_sync()
         names = [self.plugins.label(logger) for logger in self.trainer.loggers]
         self.settings["loggers"] = Setting(names, "trainer.loggers" if names else "metrics.csv is always written")
         backend, device_type = self._backend(accelerator, strategy)
@@ -98,7 +98,7 @@ class _Resolver(PartialResolution):
             environment=cast("EnvironmentConfigBase", chosen.config),
             checkpoint_io=cast("CheckpointIOConfigBase", checkpoint_io),
             requeue=cast("RequeueConfigBase", requeue),
-            layer_sync=self.trainer.layer_sync,
+            layer_sync=layer_sync,
             loggers=self.trainer.loggers,
             num_nodes=num_nodes,
             devices=devices,
@@ -112,6 +112,16 @@ class _Resolver(PartialResolution):
             job=chosen.job,
             findings=tuple(self.findings),
         )
+
+    def _layer_sync(self) -> LayerSyncConfigBase | None:
+        asked = self.trainer.layer_sync
+        if asked is not None:
+            self.settings["layer_sync"] = Setting(asked.name, "trainer.layer_sync")
+        elif self.trainer.sync_batchnorm:  # not Lightning's own, which has no layers for a CPU
+            return self.default(
+                "layer_sync", LayerSyncConfigBase, "auto", "torch_sync_batchnorm", "trainer.sync_batchnorm"
+            )
+        return asked
 
     def _num_nodes(self, topology: Topology) -> int:
         asked, launched = self.trainer.num_nodes, topology.num_nodes

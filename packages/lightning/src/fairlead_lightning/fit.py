@@ -43,6 +43,7 @@ from fairlead_lightning.display.trainjob import TrainJobProgress
 from fairlead_lightning.guard import StopGuard
 from fairlead_lightning.lifecycle.batch_rule import BatchRule
 from fairlead_lightning.lifecycle.even_epochs import EvenEpochs
+from fairlead_lightning.lifecycle.monitors import Monitors, monitor_errors
 from fairlead_lightning.lifecycle.recorder import Recorder
 from fairlead_lightning.lifecycle.samples import SameSamples
 from fairlead_lightning.lifecycle.stopping import StopRequested
@@ -211,6 +212,7 @@ class FitParts:
         server = StatusServer.of(environ)
         self._trainjob = TrainJobProgress(server, say) if server is not None else None
         self._resolution = resolution
+        self._say = say
         self._loggers: list[Logger] = []
         self._hides = False
         self._logged = REPORT_FD in environ  # other ranks than the first write into a file of their own each
@@ -241,7 +243,8 @@ class FitParts:
             self.stuck.begin(session)
             self.stops.begin(trainer, session, writes, here=trains_here(self._resolution))
             told = [self._trainjob] if self._trainjob is not None else []
-            records = [Recorder(session, self.stops), *told, self.stuck, self.stops]
+            monitors = Monitors(checkpoint, session, self._say)
+            records = [monitors, Recorder(session, self.stops), *told, self.stuck, self.stops]
         self.batch.begin(session)
         self.exact.begin(session, writes, self.stops if records else None)
         last = [*saves, *records]
@@ -277,7 +280,7 @@ class FitParts:
         trainer.loggers = [logger for logger in trainer.loggers if logger not in self._loggers]
 
 
-_WATCH: Final = (EvenEpochs, Finite, Replicas, SameSamples, StuckRanks, Trainable)
+_WATCH: Final = (EvenEpochs, Finite, Monitors, Replicas, SameSamples, StuckRanks, Trainable)
 _PARTS: Final = (
     AverageOverRanks,
     ExactResume,
@@ -309,7 +312,8 @@ def handing_over(session: RunSession, resolution: Resolution) -> AbstractContext
 @contextmanager
 def training(trainer: L.Trainer, session: RunSession, resolution: Resolution, stops: Stops) -> Iterator[None]:
     """Around Lightning's `fit`, which may start ranks; with `ddp_spawn`, what they end with is raised here."""
-    with handing_over(session, resolution), readable_load_errors(session.checkpoint), schedule_errors():
+    handing, loading = handing_over(session, resolution), readable_load_errors(session.checkpoint)
+    with handing, loading, schedule_errors(), monitor_errors():
         if not trains_here(resolution):
             stops.pass_on(trainer)
         try:

@@ -42,7 +42,7 @@ def check_run_directory(
         settings["resume"] = Setting(asked, "run.resume")
         return CheckResult(_missing(named, path, cwd, "run.resume"), settings)
     if asked == "auto" and stored is not None:
-        return CheckResult(_existing(path, job, stored, resolution, settings), settings)
+        return CheckResult(_existing(path, job, stored, resolution, settings, cwd), settings)
     reason = "a new run beside it" if stored is not None else "a new run"
     settings["resume"] = Setting(asked, f"run.resume: {reason}" if asked == "never" else reason)
     given = job.run.ckpt_path
@@ -65,7 +65,7 @@ def _missing(asked: str, run: Path, cwd: Path, where: str) -> tuple[Finding, ...
 
 
 def _existing(
-    path: Path, job: JobConfig, stored: Fingerprint, resolution: Resolution, settings: dict[str, Setting]
+    path: Path, job: JobConfig, stored: Fingerprint, resolution: Resolution, settings: dict[str, Setting], cwd: Path
 ) -> tuple[Finding, ...]:
     """What an existing run directory says to this job."""
     data = job.model_dump(mode="json")
@@ -82,6 +82,8 @@ def _existing(
     value = str(newest.path) if newest is not None else job.run.ckpt_path
     settings["resume"] = Setting(value or "auto", "the newest complete checkpoint" if newest else "no checkpoint yet")
     found = [*_locked(path, resolution), *_switched(path)]
+    if newest is None and job.run.ckpt_path is not None:
+        found += _missing(job.run.ckpt_path, path, cwd, "run.ckpt_path")
     try:
         batch_plan(resolution, newest.metadata if newest is not None else None)
     except FairleadError as error:

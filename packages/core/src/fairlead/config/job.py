@@ -50,8 +50,8 @@ class RunConfig(ConfigModel):
     ckpt_path: str | None = None
     """A checkpoint to start from while this run has none."""
     code: str | list[str] | None = None
-    """The folder of the user's code, or a list of all: then the working directory is not looked into. None: found from
-    the job file (nearest pyproject.toml or .git)."""
+    """The folder of the user's code, or a list of all: then the working directory and the job file's folder are not
+    looked into. None: found from the job file (nearest pyproject.toml or .git)."""
 
     @property
     def weights(self) -> str | None:

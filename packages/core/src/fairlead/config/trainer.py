@@ -199,7 +199,7 @@ class TrainerConfig(ConfigModel):
     """The global batch for which the job's learning rates were chosen; None: do not scale them."""
     lr_rule: Literal["linear", "sqrt", "none"] | None = None
     """How learning rates follow the global batch from `base_batch_size` on; None: linear, where that is given."""
-    sync_batchnorm: Annotated[bool, LIGHTNING] = False
+    sync_batchnorm: bool = False
     """Lightning's shorthand for `layer_sync: torch_sync_batchnorm`."""
     use_distributed_sampler: Annotated[bool, LIGHTNING] = True
     """Whether each rank gets its own part of the data without the user's doing."""

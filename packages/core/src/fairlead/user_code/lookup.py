@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import ast
 import re
+import sys
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from inspect import Signature
 from pathlib import Path
 
 from fairlead.errors import did_you_mean
 from fairlead.user_code.classes import signature_of
+from fairlead.user_code.imports import broken_import
 from fairlead.user_code.known import ENGINES
 from fairlead.user_code.roots import CodeRoot
 from fairlead.user_code.source import NotKnownError, SourceError, Sources
@@ -48,6 +51,7 @@ class CallableInfo:
     unknown: str | None = None
     file: Path | None = None
     line: int | None = None
+    node: ast.AST | None = field(default=None, compare=False, repr=False)
 
 
 class _SpecError(Exception):
@@ -101,6 +105,7 @@ def _find(spec: str, sources: Sources) -> CallableInfo:
         module, name = _guess(module, sources)
     _require(module, sources)
     resolver = Resolver(sources)
+    _require_imports(module, resolver)
     symbol: Symbol = ModuleSymbol(module)
     owner = ""
     for part in name.split("."):
@@ -123,7 +128,7 @@ def _find(spec: str, sources: Sources) -> CallableInfo:
         signature = signature_of(resolver, symbol)
     except NotKnownError as error:
         unknown = str(error)
-    return CallableInfo(spec, name, signature, unknown, symbol.module.file, symbol.node.lineno)
+    return CallableInfo(spec, name, signature, unknown, symbol.module.file, symbol.node.lineno, symbol.node)
 
 
 def _guess(dotted: str, sources: Sources) -> tuple[str, str]:
@@ -145,12 +150,26 @@ def _require(module: str, sources: Sources) -> None:
         name, parent = ".".join(parts[:end]), ".".join(parts[: end - 1])
         if sources.locate(name) is None:
             near = did_you_mean(parts[end - 1], sources.siblings(parent))
+            near = None if not parent and near in sys.stdlib_module_names else near
             proposal = ".".join([*parts[: end - 1], near or "", *parts[end:]])
             where = f"looked in:\n{sources.root.describe()}"
             if parent:
                 where = f"{parent} has no such module ({_folders(parent, sources)})\n{where}"
             fix = f"did you mean {proposal}?" if near else "set run.code to the folder that holds it, or install it"
             raise _SpecError(_problem("module-not-found", f"there is no module {name!r}", where, fix))
+
+
+def _require_imports(module: str, resolver: Resolver) -> None:
+    broken = broken_import(module, resolver)
+    if broken is None:
+        return
+    if broken.missing is None:
+        code, fix = "class-not-found", f"did you mean {broken.near!r}?" if broken.near else "correct the import"
+    else:
+        code = "module-not-found"
+        install = f"install it where the job runs (pip install {broken.missing}, or what its package is called)"
+        fix = f"did you mean {broken.near}? Else {install}" if broken.near else f"{install}, or correct the import"
+    raise _SpecError(_problem(code, broken.what, f"{broken.file}:{broken.line}", fix))
 
 
 def _folders(package: str, sources: Sources) -> str:

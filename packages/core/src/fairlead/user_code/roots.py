@@ -37,9 +37,9 @@ def code_root(job_file: Path | None, *, code: str | list[str] | None, cwd: Path)
     """Decides where user code is found: `run.code` is relative to the job file's folder.
 
     In this order: `run.code` if it is given, else the nearest parent of the job file with a `pyproject.toml` or `.git`;
-    the working directory, unless `run.code` is a list; each with its `src` folder if it has one; then installed
-    packages. The folder of a console
-    script (`bin`) never counts, although Python puts it at the front of `sys.path`.
+    the working directory and the job file's own folder, unless `run.code` is a list; each with its `src` folder if it
+    has one; then installed packages. The folder of a console script (`bin`) never counts, although Python puts it at
+    the front of `sys.path`.
     """
     cwd = Path(os.path.abspath(cwd))
     base = cwd if job_file is None else Path(os.path.abspath(cwd / job_file)).parent
@@ -50,6 +50,8 @@ def code_root(job_file: Path | None, *, code: str | list[str] | None, cwd: Path)
         found.append(project)
     if not isinstance(code, list):
         found.append((cwd, "the working directory"))
+        if job_file is not None:
+            found.append((base, "the job file's folder"))
     searched: dict[Path, str] = {}
     for folder, reason in found:
         searched.setdefault(folder, reason)

@@ -114,14 +114,14 @@ class Resolver:
         for star in module.stars:  # the standard library ends pure Python modules with `from _fast import *`
             if star.lineno > getattr(last, "lineno", 0):
                 with contextlib.suppress(MissingError):
-                    return self.member(_absolute(module, star), name, seen)
+                    return self.member(absolute(module, star), name, seen)
         return self._choose(module, name, module.names[name], seen)
 
     def _not_bound(self, module: ModuleFile, name: str, seen: Seen) -> Symbol:
         """A name from `import *`, a submodule, or one that is made at run time."""
         doubt: NotKnownError | None = None
         for star in reversed(module.stars):
-            source = _absolute(module, star)
+            source = absolute(module, star)
             if (source, name) in seen:
                 continue
             try:
@@ -146,7 +146,7 @@ class Resolver:
             return []
         if module is None or depth > 2:
             return []
-        starred = [name for star in module.stars for name in self.names_of(_absolute(module, star), depth + 1)]
+        starred = [name for star in module.stars for name in self.names_of(absolute(module, star), depth + 1)]
         return [*module.names, *starred]
 
     def _choose(self, module: ModuleFile, name: str, bindings: list[Binding], seen: Seen) -> Symbol:
@@ -181,7 +181,7 @@ class Resolver:
         if isinstance(node, ast.Import) and alias is not None:
             return ModuleSymbol(alias.name if alias.asname else alias.name.split(".")[0])
         if isinstance(node, ast.ImportFrom) and alias is not None:
-            source = _absolute(module, node)
+            source = absolute(module, node)
             try:
                 return self.member(source, alias.name, seen)
             except MissingError as error:  # the import itself fails, unless something else put the name there
@@ -294,7 +294,7 @@ class Resolver:
         return Opaque(f"a base class of {cls.node.name} is computed")
 
 
-def _absolute(module: ModuleFile, node: ast.ImportFrom) -> str:
+def absolute(module: ModuleFile, node: ast.ImportFrom) -> str:
     """The full name of the module that a `from ... import` names."""
     if not node.level:
         return node.module or ""

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from fairlead_lightning.verify.batches import tensors
-from fairlead_lightning.verify.causes_later import of_buffers, of_clipping, of_norms, of_rates, of_weights
+from fairlead_lightning.verify.causes_later import of_buffers, of_clipping, of_missed, of_norms, of_rates, of_weights
 from fairlead_lightning.verify.compare import Compared, Difference
 from fairlead_lightning.verify.fits import CLOSE, Part, Shares, factor_of, fitted
 from fairlead_lightning.verify.neutral import flat
@@ -32,9 +32,9 @@ def causes(compared: Compared, notes: Notes, references: References, reference: 
     if red:
         found = list(_of_gradients(red, notes, references, reference))
     elif any(one.red for one in compared.norms):
-        found = list(of_norms(compared, notes))
+        found = [*of_missed(compared, notes), *of_norms(compared, notes)]
     elif any(one.red for one in compared.applied):
-        found = list(of_clipping(compared, notes, references))
+        found = [*of_missed(compared, notes), *of_clipping(compared, notes, references)]
     elif any(one.red for one in compared.rates):
         found = list(of_rates(compared, notes, references))
     elif any(one.red for one in (*compared.first, *compared.weights)):

@@ -87,6 +87,17 @@ def of_clipping(compared: Compared, notes: Notes, references: References) -> Ite
         yield "complete gradients are right, what the optimizer gets is not: clipping, or a hook behind it"
 
 
+def of_missed(compared: Compared, notes: Notes) -> Iterator[str]:
+    """Copies that one rank does not move in the first step; clipping and its norm follow them."""
+    copies = [one for one in compared.first if one.red and one.copy]
+    for rank in sorted({one.rank for one in copies}):
+        names = [one.name for one in copies if one.rank == rank]
+        unmoved = [n for n in names if not distance(notes.of_rank(rank, "first")[n], notes.start[n])]
+        if unmoved:
+            yield f"rank {rank} does not move {flat(unmoved)}: its optimizer does not have them"
+            return
+
+
 def of_rates(compared: Compared, notes: Notes, references: References) -> Iterator[str]:
     """The learning rates of the steps."""
     red = [one for one in compared.rates if one.red]
@@ -122,12 +133,9 @@ def of_weights(compared: Compared, notes: Notes, references: References, referen
     if copies:
         ranks = sorted({one.rank for one in copies})
         names = [one.name for one in copies if one.rank == ranks[0]]
-        start = notes.start
-        unmoved = [n for n in names if not distance(notes.of_rank(ranks[0], "first")[n], start[n])]
         text = f"rank{'s' if len(ranks) > 1 else ''} {listed(ranks)} and rank 0 do not hold the same weights any more"
         yield f"{text} after the first step: {flat(names)}"
-        if unmoved == names:
-            yield f"rank {ranks[0]} does not move them: its optimizer does not have them"
+        yield from of_missed(compared, notes)
         return
     red = [one for one in compared.weights if one.red]
     still = [one.name for one in red if one.rank == 0 and one.name in compared.still]

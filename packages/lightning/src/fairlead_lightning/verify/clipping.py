@@ -35,12 +35,18 @@ def measured(trainer: L.Trainer, optimizer: Any, whole: dict[str, Tensor]) -> di
     gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
     local = [_local(one) for one in gradients]
     before = [one.clone() for one in local]
+    # A strategy may clip all that the module has, also what no optimizer gets.
+    known = set(map(id, gradients))
+    rest = [p.grad for p in trainer.lightning_module.parameters() if p.grad is not None and id(p.grad) not in known]
+    beside = [(_local(one), _local(one).clone()) for one in rest]
     held: dict[tuple[str, ...], float] = {}
     for gradient, one in zip(gradients, before, strict=True):
         cut = _cut_over(gradient)
         held[cut] = held.get(cut, 0.0) + float(wide(one).square().sum())
     # Also on a rank without gradients, such as a stage that none reach: the others would wait for it.
     trainer.precision_plugin.clip_gradients(optimizer, limit)
+    for one, was in beside:
+        one.copy_(was)
     own = sum(held.values())
     if own == 0:
         return {"squares": held}

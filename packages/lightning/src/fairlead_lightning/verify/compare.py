@@ -204,7 +204,7 @@ class _Tensors:
         shares = [noises[n] / sizes[n] for n in exact if sizes[n] and n not in zero]
         usual = min(statistics.median(shares or [0.0]), _LENT)
         found = []
-        tensors = notes.of_rank(0, what)
+        tensors = self._tensors(0, what, exact)
         for name in [*exact, *(n for n in tensors if n not in exact)]:
             if name not in exact:  # a gradient that one process does not have: zeros, unless it is more
                 off = norm(tensors[name])
@@ -229,8 +229,10 @@ class _Tensors:
     ) -> Iterator[Difference]:
         """Copies that differ from rank 0's: of gradients within the noise, of what is kept bit by bit."""
         notes = self._notes
-        tensors, base = notes.of_rank(rank, what), notes.of_rank(0, what)
+        tensors, base = self._tensors(rank, what, exact), self._tensors(0, what, exact)
         for name in notes.ranks[rank]["others"][what]:
+            if name not in tensors:
+                continue
             if name not in exact:
                 off = norm(tensors[name])
                 yield from [Difference(kind, name, off, 0.0, 0.0, rank)] if off else []
@@ -241,6 +243,11 @@ class _Tensors:
             elif name in base:
                 size = first[name].size if name in first else norm(base[name])
                 yield Difference(kind, name, distance(tensors[name], base[name]), size, 0.0, rank, copy=True)
+
+    def _tensors(self, rank: int, what: str, exact: Tensors) -> Tensors:
+        """Those of a rank; of what optimizers get those that are in an optimizer."""
+        found = self._notes.of_rank(rank, what)
+        return {name: one for name, one in found.items() if name in exact} if what == "applied" else found
 
     def _off(self, tensor: Tensor | None, exact: Tensor, mask: Tensor | None) -> float:
         if tensor is None:

@@ -35,7 +35,7 @@ class Probe(L.Callback):
 
     Attributes:
         gradients: Those of the first step of each optimizer: complete, behind all hooks, and not clipped.
-        applied: The same gradients as the optimizer gets them.
+        applied: The same gradients as the optimizer gets them; in one process without those that it does not have.
         first: The weights after the first step.
         state: What the optimizers hold at the end; None where they cannot be asked.
         rates: The learning rates of each step.
@@ -120,7 +120,9 @@ class Probe(L.Callback):
         self.rates.append(rates(optimizer))
         if not any(optimizer is one for one in self._stepped):
             self._stepped.append(optimizer)
-            self.applied.update(_gradients_of(trainer, module, optimizer))
+            found = _gradients_of(trainer, module, optimizer)
+            # Flat parameters of a layout have names of their own; one process says which it has.
+            self.applied.update(_of_optimizer(found, module, optimizer) if trainer.world_size == 1 else found)
 
     def first_step(self, trainer: L.Trainer, optimizer: Any) -> None:
         """The first step of an optimizer is about to be made."""
@@ -299,11 +301,13 @@ class LayoutProbe(Probe):
 def _gradients_of(trainer: L.Trainer, module: L.LightningModule, optimizer: Any) -> Tensors:
     """Those that are there; with several optimizers another's may be there as well, of a loss that is not its own."""
     found = _asked(trainer, "whole_gradients")
-    if len(trainer.optimizers) > 1:
-        own = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        mine = {plain_name(name) for name, p in module.named_parameters() if id(p) in own}
-        found = {name: grad for name, grad in found.items() if name in mine}
-    return found
+    return _of_optimizer(found, module, optimizer) if len(trainer.optimizers) > 1 else found
+
+
+def _of_optimizer(gradients: Tensors, module: L.LightningModule, optimizer: Any) -> Tensors:
+    own = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    mine = {plain_name(name) for name, p in module.named_parameters() if id(p) in own}
+    return {name: grad for name, grad in gradients.items() if name in mine}
 
 
 def _asked(trainer: L.Trainer, what: str) -> Tensors:

@@ -55,8 +55,9 @@ class Trained:
 
     @property
     def norm(self) -> float:
-        """The norm of all gradients of the first step, before clipping."""
-        return math.sqrt(sum(norm(one) ** 2 for one in self.gradients.values()))
+        """The norm of the first step's gradients that optimizers have, before clipping."""
+        every = [one for name, one in self.gradients.items() if not self.applied or name in self.applied]
+        return math.sqrt(sum(norm(one) ** 2 for one in every))
 
 
 @dataclass

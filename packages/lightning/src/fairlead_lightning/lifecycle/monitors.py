@@ -1,0 +1,145 @@
+"""Is each metric that something monitors logged? Said after the first epoch, not when a week of training is over."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Final
+
+import lightning.pytorch as L
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
+from fairlead.config import CheckpointConfig
+from fairlead.errors import RunFailedError, did_you_mean
+from fairlead.findings import Finding
+from fairlead_distributed.run.session import RunSession
+from fairlead_lightning import compat
+
+_LATER: Final = "a metric that is first measured in a later epoch has to be logged from the first one on"
+_REFUSED: Final = (
+    (re.compile(r"Early stopping conditioned on metric `(?P<monitor>.*?)` which is not"), "EarlyStopping"),
+    (re.compile(r"ReduceLROnPlateau conditioned on metric (?P<monitor>.*?) which is not"), "ReduceLROnPlateau"),
+    (re.compile(r"`ModelCheckpoint\(monitor=['\"](?P<monitor>.*?)['\"]\)` could not find"), "ModelCheckpoint"),
+)
+_NO_METRICS: Final = {"epoch", "step", "monitor", "EarlyStopping", "False"}  # other words in these messages
+_NAME: Final = re.compile(r"[`'\"]([^`'\"]+)[`'\"]")
+
+
+@dataclass(frozen=True)
+class _Monitor:
+    """Something that reads a metric by its name; `needed` says whether it is useless without it, and when."""
+
+    owner: str
+    metric: str
+    needed: str  # "now": an epoch without it is an error; "once": the training without it; "no": a warning
+
+
+@compat.only_its_own_batch_hooks
+class Monitors(L.Callback):
+    """Compares what is monitored with what is logged, when an epoch and the validations that belong to it are over.
+
+    Its place is behind what saves: a training that ends here has saved what it has trained.
+
+    Args:
+        checkpoint: `trainer.checkpoint`, where checkpoints are written.
+        say: Prints a finding, on rank 0.
+    """
+
+    def __init__(
+        self, checkpoint: CheckpointConfig | None, session: RunSession, say: Callable[[str], None] | None = None
+    ) -> None:
+        self._checkpoint = checkpoint
+        self._session = session
+        self._say = say or print
+        self._waiting: list[_Monitor] | None = None
+        self._said: set[_Monitor] = set()
+        self._validated = False
+        self._epochs = 0
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """The callbacks and the schedules of this fit are known."""
+        self._waiting = None if trainer.fast_dev_run else list(dict.fromkeys(self._monitors(trainer)))
+        self._validated, self._epochs = False, 0
+
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """One that is not the check before the training."""
+        self._validated = self._validated or not trainer.sanity_checking
+
+    def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """The epoch before has logged all that it will, and is saved."""
+        if self._epochs:
+            self._compare(trainer, over=False)
+        self._epochs += 1
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """The last epoch is over, and saved."""
+        if self._epochs:
+            self._compare(trainer, over=True)
+
+    def _monitors(self, trainer: L.Trainer) -> Iterator[_Monitor]:
+        if self._checkpoint is not None and self._checkpoint.monitor is not None:
+            yield _Monitor("trainer.checkpoint", self._checkpoint.monitor, "now")
+        for callback in vars(trainer)["callbacks"]:
+            metric = getattr(callback, "monitor", None)
+            if not isinstance(metric, str) or not metric:
+                continue
+            strict = isinstance(callback, ModelCheckpoint) or (isinstance(callback, EarlyStopping) and callback.strict)
+            yield _Monitor(type(callback).__name__, metric, "once" if strict else "no")
+        for schedule in trainer.lr_scheduler_configs:
+            if schedule.reduce_on_plateau and schedule.monitor:
+                name = type(schedule.scheduler).__name__
+                yield _Monitor(name, schedule.monitor, "once" if schedule.strict else "no")
+
+    def _compare(self, trainer: L.Trainer, *, over: bool) -> None:
+        """The names of rank 0 decide for all: a metric may be logged there only."""
+        if not self._waiting:
+            return
+        names: list[str] = sorted(trainer.strategy.broadcast(list(trainer.callback_metrics)))
+        self._waiting = [one for one in self._waiting if one.metric not in names]
+        if trainer.enable_validation and not self._validated and not over:
+            return  # what is monitored may be what a validation measures
+        for one in self._waiting:
+            measured = self._validated or not trainer.enable_validation
+            if measured and (one.needed == "now" or (over and one.needed == "once")):
+                raise not_logged(one.owner, one.metric, names)
+            if one not in self._said:
+                self._said.add(one)
+                self._tell(trainer, one, names, measured)
+
+    def _tell(self, trainer: L.Trainer, one: _Monitor, names: list[str], measured: bool) -> None:
+        error = not_logged(one.owner, one.metric, names, None if measured else "the training ended before a validation")
+        finding = Finding.of(error, "warning", "monitor-not-logged")
+        self._session.event(finding.code, what=finding.what)
+        if trainer.is_global_zero:
+            self._say(str(finding))
+
+
+def not_logged(owner: str, metric: str, names: list[str], reason: str | None = None) -> RunFailedError:
+    """The error about a metric that `owner` monitors, with the names that are logged."""
+    near = did_you_mean(metric, names)
+    logged = f"logged are: {', '.join(names)}" if names else "nothing is logged"
+    return RunFailedError(
+        f"{owner} monitors {metric!r}, which is not logged",
+        where="trainer.checkpoint.monitor" if owner == "trainer.checkpoint" else f"{owner}, monitor={metric!r}",
+        why=f"{reason}; {logged}" if reason else logged,
+        fix=(f"did you mean {near!r}? Else log" if near else "monitor one of these, or log")
+        + f" it: self.log({metric!r}, value);\n{_LATER}",
+    )
+
+
+@contextmanager
+def monitor_errors() -> Iterator[None]:
+    """Has Lightning's reports of a metric that is not there name the one that is meant."""
+    try:
+        yield
+    except (RuntimeError, MisconfigurationException) as error:
+        said = str(error)
+        for pattern, owner in _REFUSED:
+            if (found := pattern.search(said)) is not None:
+                rest = said[found.end() :].partition(" HINT:")[0]
+                names = {match[1] for match in _NAME.finditer(rest)} - _NO_METRICS
+                raise not_logged(owner, found["monitor"], sorted(names)) from error
+        raise

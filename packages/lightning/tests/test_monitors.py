@@ -1,0 +1,134 @@
+"""What monitors a metric that is never logged is told so, with the names that are."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from tiny_job import Line, events, samples
+from torch.utils.data import DataLoader
+
+from fairlead import RunConfig, Trainer, TrainerConfig
+from fairlead.errors import RunFailedError
+from fairlead_distributed.testing import run_ranks
+from fairlead_runs.commit import list_checkpoints
+
+
+QUIET = {
+    "accelerator": "cpu",
+    "devices": 1,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+    "log_every_n_steps": 1,
+    "num_sanity_val_steps": 0,
+}
+
+
+class Plateau(Line):
+    def __init__(self, monitor: str, strict: bool = True) -> None:
+        super().__init__()
+        self.monitor, self.strict_schedule = monitor, strict
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), 0.01)
+        schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": schedule, "monitor": self.monitor, "strict": self.strict_schedule},
+        }
+
+
+class Own(L.Callback):
+    """A user's own, which reads its metric if it is there."""
+
+    monitor = "val/los"
+
+
+def fit(root: Path, model: L.LightningModule | None = None, **given: Any) -> list[str]:
+    validates, callbacks = given.pop("validates", True), given.pop("callbacks", [])
+    config = TrainerConfig.model_validate({**QUIET, "max_epochs": 2, **given})
+    trainer = Trainer(config, run=RunConfig(name="run", dir=str(root)), callbacks=callbacks)
+    loaders = [DataLoader(samples(16), batch_size=4), *[DataLoader(samples(8), batch_size=4)] * validates]
+    trainer.fit(model or Line(), *loaders)
+    return [event["what"] for event in events(root / "run", "monitor-not-logged")]
+
+
+def best(monitor: str) -> dict[str, Any]:
+    return {"checkpoint": {"monitor": monitor}}
+
+
+@pytest.mark.parametrize(
+    ("given", "model", "owner"),
+    [
+        (best("val/los"), None, "trainer.checkpoint"),
+        ({"callbacks": [EarlyStopping("val/los")]}, None, "EarlyStopping"),
+        ({"callbacks": [EarlyStopping("val/los", check_on_train_epoch_end=False)]}, None, "EarlyStopping"),
+        ({"callbacks": [ModelCheckpoint(monitor="val/los")]}, None, "ModelCheckpoint"),
+        ({}, Plateau("val/los"), "ReduceLROnPlateau"),
+    ],
+)
+def test_a_typo_is_an_error_that_names_the_metric(
+    tmp_path: Path, given: dict[str, Any], model: L.LightningModule | None, owner: str
+) -> None:
+    with pytest.raises(RunFailedError, match=f"{owner} monitors 'val/los', which is not logged") as error:
+        fit(tmp_path, model, max_epochs=4, **given)
+    assert error.value.why == "logged are: train/loss, val/loss"
+    assert error.value.fix is not None
+    assert error.value.fix.startswith("did you mean 'val/loss'?")
+    assert all(one.step <= 4 for one in list_checkpoints(tmp_path / "run" / "checkpoints"))  # in the first epoch
+
+
+def test_what_it_has_trained_is_saved_and_goes_on_with_the_right_name(tmp_path: Path) -> None:
+    with pytest.raises(RunFailedError):
+        fit(tmp_path, **best("val/los"))
+    assert [one.step for one in list_checkpoints(tmp_path / "run" / "checkpoints")] == [4]
+    assert fit(tmp_path, **best("val/loss")) == []
+
+
+@pytest.mark.filterwarnings("ignore")  # Lightning's own
+def test_without_a_validation(tmp_path: Path) -> None:
+    """Lightning warns of a ModelCheckpoint's, and trains to the end."""
+    with pytest.raises(RunFailedError, match="ModelCheckpoint monitors 'val/loss'") as error:
+        fit(tmp_path, validates=False, max_epochs=1, callbacks=[ModelCheckpoint(monitor="val/loss")])
+    assert "train/loss" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("given", "model", "said"),
+    [
+        ({"callbacks": [EarlyStopping("val/los", strict=False)]}, None, "EarlyStopping monitors 'val/los'"),
+        ({"callbacks": [Own()]}, None, "Own monitors 'val/los'"),
+        ({}, Plateau("val/los", strict=False), "ReduceLROnPlateau monitors 'val/los'"),
+        # The training ends before its first validation.
+        ({**best("val/loss"), "check_val_every_n_epoch": 3}, None, "trainer.checkpoint mon"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore")  # Lightning's own, at each epoch
+def test_what_need_not_be_there_is_said_once(
+    tmp_path: Path, given: dict[str, Any], model: L.LightningModule | None, said: str
+) -> None:
+    (found,) = fit(tmp_path, model, **given)
+    assert found.startswith(said)
+
+
+class EpochEnd(Line):
+    """Logs at the end of an epoch, on rank 0 alone."""
+
+    def on_train_epoch_end(self) -> None:
+        if self.trainer.is_global_zero:
+            self.log("epochs", torch.tensor(float(self.current_epoch)), rank_zero_only=True)
+
+
+def on_two_ranks(rank: int, root: Path) -> list[str]:
+    return fit(root, EpochEnd(), **best("epochs"), devices=2, strategy="ddp")
+
+
+def test_right_ones_are_left_alone(tmp_path: Path) -> None:
+    assert run_ranks(on_two_ranks, 2, tmp_path / "ranks", timeout=120) == [[], []]
+    stops = [EarlyStopping("val/loss"), ModelCheckpoint(monitor="train/loss")]
+    assert fit(tmp_path / "callbacks", callbacks=stops, check_val_every_n_epoch=2) == []
+    assert fit(tmp_path / "plateau", Plateau("val/loss")) == []
