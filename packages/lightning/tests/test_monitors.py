@@ -17,7 +17,6 @@ from fairlead.errors import RunFailedError
 from fairlead_distributed.testing import run_ranks
 from fairlead_runs.commit import list_checkpoints
 
-
 QUIET = {
     "accelerator": "cpu",
     "devices": 1,

@@ -116,8 +116,10 @@ class Probe(L.Callback):
 
     def _applied(self, trainer: L.Trainer, module: L.LightningModule, optimizer: Any) -> None:
         """A step is about to be made."""
-        self._complete(trainer, module, optimizer)  # a manual step that Lightning does not see
         self.rates.append(rates(optimizer))
+        if _steps_by_itself(trainer):
+            return
+        self._complete(trainer, module, optimizer)  # a manual step that Lightning does not see
         if not any(optimizer is one for one in self._stepped):
             self._stepped.append(optimizer)
             found = _gradients_of(trainer, module, optimizer)
@@ -286,6 +288,7 @@ class LayoutProbe(Probe):
             "unlike": self._unlike,
             "rates": self.rates,
             "knows_state": self.state is not None,
+            "knows_applied": not _steps_by_itself(trainer),
             "read": dataset_probe(trainer),
             "attentions": max((int(one.calls) for one in self._contexts), default=0),
         }
@@ -296,6 +299,11 @@ class LayoutProbe(Probe):
         if self._batches:
             # A loader may be asked for a batch that is not trained on any more.
             torch.save(self._batches[: len(self.losses)], folder / batches_file(index))
+
+
+def _steps_by_itself(trainer: L.Trainer) -> bool:
+    """Whether what an optimizer gets is not to be seen: DeepSpeed clips within its step."""
+    return "deepspeed" in type(trainer.strategy).__name__.lower()
 
 
 def _gradients_of(trainer: L.Trainer, module: L.LightningModule, optimizer: Any) -> Tensors:
