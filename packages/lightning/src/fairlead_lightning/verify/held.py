@@ -6,6 +6,7 @@ from typing import Any
 
 import lightning.pytorch as L
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -27,7 +28,7 @@ def optimizer_state(trainer: L.Trainer, module: L.LightningModule) -> Tensors | 
         return None
     strategy: Any = trainer.strategy
     if hasattr(strategy, "own_parameters"):  # stages, each of which some ranks hold
-        found = _states(dict(strategy.own_parameters()), optimizers, alone=True)
+        found = _states(dict(strategy.own_parameters()), optimizers, strategy.stage_group, alone=True)
         together: Tensors = {}
         for one in reversed(gather_objects(found)):
             together.update(one)
@@ -35,11 +36,13 @@ def optimizer_state(trainer: L.Trainer, module: L.LightningModule) -> Tensors | 
     if hasattr(strategy, "whole_parameters"):
         return None
     named = {plain_name(name): parameter for name, parameter in module.named_parameters()}
-    return _states(named, optimizers, alone=trainer.world_size == 1)
+    return _states(named, optimizers, None, alone=trainer.world_size == 1)
 
 
 @torch.no_grad()
-def _states(named: dict[str, Any], optimizers: list[Any], *, alone: bool) -> Tensors:
+def _states(
+    named: dict[str, Any], optimizers: list[Any], stage: dist.ProcessGroup | None, *, alone: bool
+) -> Tensors:
     own: dict[tuple[str, str], Tensor] = {}
     for name, parameter in named.items():
         for optimizer in optimizers:
@@ -50,9 +53,9 @@ def _states(named: dict[str, Any], optimizers: list[Any], *, alone: bool) -> Ten
                     own[name, key] = torch.tensor(float(value))
     # A rank whose optimizer misses a sharded parameter takes part all the same: the others would wait for its shard.
     split = {key: is_dtensor(value) for key, value in own.items()}
-    every = [split] if alone else gather_objects(split)
-    keys = {key: together for rank in reversed(every) for key, together in rank.items()}
     apart = any_absent(named.values())
+    every = [split] if alone and not apart else gather_objects(split, stage)
+    keys = {key: together for rank in reversed(every) for key, together in rank.items()}
     found: Tensors = {}
     for (name, key), together in keys.items():
         value = own.get((name, key))
@@ -62,7 +65,7 @@ def _states(named: dict[str, Any], optimizers: list[Any], *, alone: bool) -> Ten
             value = torch.zeros_like(named[name].detach())
         if value is None:
             continue
-        whole = on_all_ranks(value) if apart else _whole(value)
+        whole = on_all_ranks(value, stage) if apart else _whole(value)
         found[f"{key} of {name}"] = whole.to("cpu", copy=True)
     return found
 

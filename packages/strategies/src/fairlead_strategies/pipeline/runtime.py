@@ -84,7 +84,7 @@ class PipelineStrategy(RanksOnMesh, ModelParallelStrategy):
         return self.device_mesh.get_group("pipeline")
 
     @property
-    def _stage(self) -> dist.ProcessGroup | None:
+    def stage_group(self) -> dist.ProcessGroup | None:
         """The ranks of this stage, where each has some of its experts."""
         if self.layout.expert == 1:
             return None
@@ -252,7 +252,7 @@ class PipelineStrategy(RanksOnMesh, ModelParallelStrategy):
     def _clip_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
         copies = {id(one.parameter): one.parameter for one in self._tied if not one.counted}
         own = [p for p in self.precision_plugin.main_params(optimizer) if id(p) not in copies]
-        clip_grad_norm_over_stages(own, clip_val, group=self.group, copies=copies.values(), stage=self._stage)
+        clip_grad_norm_over_stages(own, clip_val, group=self.group, copies=copies.values(), stage=self.stage_group)
 
     # -- state
 
@@ -272,7 +272,7 @@ class PipelineStrategy(RanksOnMesh, ModelParallelStrategy):
         return self._gather({name: (one, one) for name, one in held.items() if one is not None}, everyone=True)
 
     def _gather(self, own: Held, *, everyone: bool) -> dict[str, Any]:
-        return gather(own, self.group, self._stage, self.root_device, everyone=everyone)
+        return gather(own, self.group, self.stage_group, self.root_device, everyone=everyone)
 
     def own_parameters(self) -> dict[str, nn.Parameter]:
         """This rank's, by their first name in the whole model."""
