@@ -171,6 +171,8 @@ def test_nothing_says_what_to_train_or_test_on(tmp_path: Path) -> None:
         tmp_path,
         file,
         *ALONE,
+        "--resume",
+        "never",
         says=["Data has no test_dataloader()", "define test_dataloader() in Data"],
         commands=["test"],
     )

@@ -267,7 +267,10 @@ EXPECTED: dict[str, list[tuple[dict[str, Any], Check]]] = {
     "base_batch_size": [({**QUICK, "base_batch_size": 2}, began_with(0.05 * 4 / 2))],
     "lr_rule": [({**QUICK, "base_batch_size": 1, "lr_rule": "sqrt"}, began_with(0.05 * 4**0.5))],
     "sync_batchnorm": [
-        ({"sync_batchnorm": True, "devices": 2}, has("strategy._layer_sync.__class__.__name__", "CPUSyncBatchNormLayerSync"))
+        (
+            {"sync_batchnorm": True, "devices": 2},
+            has("strategy._layer_sync.__class__.__name__", "CPUSyncBatchNormLayerSync"),
+        )
     ],
     "use_distributed_sampler": [
         ({"use_distributed_sampler": False}, has("_accelerator_connector.use_distributed_sampler", False))

@@ -152,8 +152,8 @@ def _type(found: CallableInfo, parameter: Parameter, value: object) -> Iterator[
     if parameter.annotation is Parameter.empty:
         if isinstance(value, str) and _computes_with(found, parameter):
             what = f"{found.name} takes {parameter.name} as a number, not {value!r:.60}"
-            fix = f"write a number, as {parameter.name}: {parameter.default}"
-            yield Problem("wrong-type", ("args", parameter.name), what, _source(found), fix)
+            number = f"write a number, as {parameter.name}: {parameter.default}"
+            yield Problem("wrong-type", ("args", parameter.name), what, _source(found), number)
         return
     wanted = parameter.annotation.strip("'\"").removesuffix(" | None")
     if not isinstance(value, _WRONG.get(wanted, ())) or is_spec(value):

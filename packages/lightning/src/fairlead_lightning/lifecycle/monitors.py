@@ -61,7 +61,8 @@ class Monitors(L.Callback):
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """The callbacks and the schedules of this fit are known."""
-        self._waiting = None if trainer.fast_dev_run else list(dict.fromkeys(self._monitors(trainer)))
+        trial = vars(trainer).get("fast_dev_run")  # Lightning declares none
+        self._waiting = None if trial else list(dict.fromkeys(self._monitors(trainer)))
         self._validated, self._epochs = False, 0
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
