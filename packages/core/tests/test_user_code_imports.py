@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 from pathlib import Path
 from textwrap import dedent
+from typing import Any
 
 import pytest
 
@@ -108,7 +109,7 @@ BODY = """
         ({"lr": 1, "width": 2.5}, None),
     ],
 )
-def test_text_where_the_source_computes(tmp_path: Path, args: dict[str, object], fix: str | None) -> None:
+def test_text_where_the_source_computes(tmp_path: Path, args: dict[str, Any], fix: str | None) -> None:
     found = said(tmp_path, {"net.py": BODY}, **args)
     assert [code for code, _ in found] == (["wrong-type"] if fix else [])
     assert all(text.endswith(str(fix)) for _, text in found)
