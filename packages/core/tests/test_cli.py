@@ -120,7 +120,7 @@ def test_check(run: Run) -> None:
 
 
 def test_check_finds_a_misspelt_argument_without_importing(run: Run) -> None:
-    run.write("import no_such_engine\n" + MODEL, "net.py")
+    run.write("raise RuntimeError('imported')\n" + MODEL, "net.py")
     run.write("model:\n  class: net:Net\n  args:\n    layres: 4\n")
     assert run("check", "job.yaml") == 2
     assert "error[argument-unknown]: Net takes no argument 'layres'" in run.err

@@ -114,9 +114,9 @@ def test_the_model_is_needed(load: Load) -> None:
     ("text", "what", "fix"),
     [
         ('max_steps: "100"', "trainer.max_steps is the text '100': it should be a integer", "remove the quotes"),
-        ("max_steps: many", "trainer.max_steps is the text 'many': it should be a integer", None),
-        ("barebones: 1", "trainer.barebones is 1: it should be a boolean", None),
-        ("callbacks: {a: 1}", "trainer.callbacks is the mapping {'a': 1}: it should be a list", None),
+        ("max_steps: many", "trainer.max_steps is the text 'many': it should be a integer", "write an integer"),
+        ("barebones: 1", "trainer.barebones is 1: it should be a boolean", "write a boolean"),
+        ("callbacks: {a: 1}", "trainer.callbacks is the mapping {'a': 1}: it should be a list", "write a list"),
     ],
 )
 def test_a_wrong_type(load: Load, text: str, what: str, fix: str | None) -> None:
@@ -127,6 +127,26 @@ def test_a_wrong_type(load: Load, text: str, what: str, fix: str | None) -> None
         f"job.yaml:3, trainer.{text.partition(':')[0]}",
     )
     assert finding.what.replace("an integer", "a integer").replace("a valid", "a") == what
+
+
+@pytest.mark.parametrize(
+    ("text", "code", "fix"),
+    [
+        ("gpus: 2", "unknown-field", "did you mean 'devices'?"),
+        ("epochs: 3", "unknown-field", "did you mean 'max_epochs'?"),
+        ("gradient_accumulation_steps: 3", "unknown-field", "did you mean 'accumulate_grad_batches'?"),
+        ("frobnicate: 3", "unknown-field", "remove it, or write one of these instead"),
+        ("max_epochs: -3", "wrong-value", "write a number from -1"),
+        ("accumulate_grad_batches: 0", "wrong-value", "write a number above 0"),
+        ("gradient_clip_val: -1.0", "wrong-value", "write a number from 0"),
+        ("devices: -2", "wrong-value", "write a number from 1, a list of indices as [0, 2], or -1 or auto for all"),
+        ("devices: one", "wrong-type", "write an integer or a list or 'auto'"),
+    ],
+)
+def test_each_mistake_has_what_to_do(load: Load, text: str, code: str, fix: str) -> None:
+    finding = only(load(f"model: {{class: m:Net}}\ntrainer:\n  {text}\n"))
+    assert (finding.code, finding.fix) == (code, fix)
+    assert (finding.why is not None) == ("frobnicate" in text)  # sixty names, where none is meant
 
 
 def test_a_wrong_choice_has_a_suggestion(load: Load) -> None:

@@ -85,8 +85,8 @@ def test_the_table_is_whole() -> None:
         ("h100", None, None, ""),
         ("v4-8", None, None, ""),
         ("nvidia_a100-sxm4-80gb", None, None, ""),
-        ("h200x", "warning", "device-unknown", "did you mean 'h200' (or 'gh200', 'h20')?"),
-        ("qqq", "warning", "device-unknown", "fairlead capabilities --devices"),
+        ("h200x", "error", "device-unknown", "did you mean 'h200' (or 'gh200', 'h20')?"),
+        ("qqq", "error", "device-unknown", "fairlead capabilities --devices"),
         ("gaudi3", "error", "device-not-driven", "fairlead capabilities --devices"),
         ("trn2", "error", "device-not-driven", "fairlead capabilities --devices"),
     ],
@@ -98,3 +98,10 @@ def test_a_wrong_device_is_said(device: str | None, severity: str | None, code: 
     found = check_device(LoadedJob(job, {}, "job.yaml", None, unused), unused, {}, Path()).findings
     assert [(one.severity, one.code) for one in found] == ([(severity, code)] if code else [])
     assert all(one.where == "resources.device" and fix in str(one.fix) for one in found)
+
+
+def test_a_name_of_the_scheduler_is_a_gpu_if_its_memory_is_given() -> None:
+    job = JobConfig.model_validate({"model": {"class": "m:N"}, "resources": {"device": "banana", "memory_gib": 80}})
+    unused: Any = None
+    (found,) = check_device(LoadedJob(job, {}, "job.yaml", None, unused), unused, {}, Path()).findings
+    assert (found.severity, found.code) == ("warning", "device-unknown")

@@ -13,7 +13,27 @@ from fairlead.findings import Finding
 from fairlead.open_union import OpenUnion
 from fairlead.plugins import PluginManager
 
-_OWN_CODES: Final = frozenset({"unknown-tag", "plugin-missing", "plugin-broken", "wrong-type", "axis-set-twice"})
+_OWN_CODES: Final = frozenset(
+    {"unknown-tag", "plugin-missing", "plugin-broken", "wrong-type", "wrong-value", "axis-set-twice"}
+)
+_BOUNDS: Final = {
+    "greater than or equal to": "a number from",
+    "greater than": "a number above",
+    "less than or equal to": "a number up to",
+    "less than": "a number below",
+}
+_FEW: Final = 20
+_OTHER_NAMES: Final = {
+    **dict.fromkeys(("gpus", "num_gpus", "n_gpus", "ngpus", "gpu", "num_devices", "num_processes"), "devices"),
+    **dict.fromkeys(("nodes", "nnodes", "n_nodes"), "num_nodes"),
+    **dict.fromkeys(("epochs", "num_epochs", "n_epochs", "num_train_epochs"), "max_epochs"),
+    **dict.fromkeys(("steps", "num_steps", "train_steps", "total_steps"), "max_steps"),
+    **dict.fromkeys(("grad_clip", "clip", "clip_grad", "clip_grad_norm", "max_grad_norm"), "gradient_clip_val"),
+    **dict.fromkeys(("accumulate", "grad_accum", "gradient_accumulation_steps"), "accumulate_grad_batches"),
+    **dict.fromkeys(("fp16", "bf16", "amp", "dtype"), "precision"),
+    **dict.fromkeys(("logger", "log"), "loggers"),
+}
+"""What others call a setting, where no spelling is near."""
 
 Path = tuple[str | int, ...]
 Locate = Callable[[Path], str]
@@ -89,6 +109,10 @@ def _finding(
     elif kind == "literal_error" and isinstance(detail["input"], str):
         near = did_you_mean(detail["input"], filter(None, str(context.get("expected", "")).split("'")[1::2]))
         fix = f"did you mean {near!r}?" if near else None
+    elif all("it should be" in _lowered(d["msg"]) for d in details):
+        fix = f"write {wanted.replace('it should be ', '')}"
+        for bound, words in _BOUNDS.items():
+            fix = fix.replace(bound, words)
     return Finding("error", code, f"{dotted(path) or 'the job'} is {got}: {wanted}", where=where, fix=fix)
 
 
@@ -96,15 +120,17 @@ def _unknown_field(path: Path, data: Any, model: type[BaseModel], plugins: Plugi
     name, parent = str(path[-1]), path[:-1]
     owner = _model_at(parent, data, model, plugins)
     fields = sorted(f.alias or n for n, f in owner.model_fields.items()) if owner else []
-    near = did_you_mean(name, fields)
-    why = f"{dotted(parent) or 'a job'} takes: {', '.join(fields)}" if fields else None
+    other = _OTHER_NAMES.get(name)
+    near = other if other in fields else did_you_mean(name, fields)
+    listed = fields and (near is None or len(fields) <= _FEW)  # of sixty names the one that is meant is enough
+    why = f"{dotted(parent) or 'a job'} takes: {', '.join(fields)}" if listed else None
     return Finding(
         "error",
         "unknown-field",
         f"unknown field {name!r}",
         where=where,
         why=why,
-        fix=f"did you mean {near!r}?" if near else None,
+        fix=f"did you mean {near!r}?" if near else "remove it, or write one of these instead" if listed else None,
     )
 
 

@@ -13,7 +13,7 @@ from fairlead_runs.device_models import find_device, nearest_devices
 
 
 def check_device(loaded: LoadedJob, resolution: Resolution, environ: Mapping[str, str], cwd: Path) -> CheckResult:
-    """A name that is not known may be the scheduler's own for a GPU: a warning. One that nothing drives is an error."""
+    """A name that is not known is an error, unless its memory is given, as for a scheduler's own name of a GPU."""
     resources = loaded.job.resources if loaded.job is not None else None
     name = resources.device if resources is not None else None
     if name is None or name.lower() in default_plugins().names("accelerator"):
@@ -22,14 +22,25 @@ def check_device(loaded: LoadedJob, resolution: Resolution, environ: Mapping[str
     where = "resources.device"
     if model is None:
         near = nearest_devices(name.lower())
-        finding = Finding(
-            "warning",
-            "device-unknown",
-            f"the device {name!r} is not known, and is taken for a GPU that torch drives as cuda",
-            where=where,
-            why="nothing is known of its memory, and of what it computes in",
-            fix=f"did you mean {near[0]!r}{_others(near[1:])}?" if near else "see `fairlead capabilities --devices`",
-        )
+        meant = f"did you mean {near[0]!r}{_others(near[1:])}?" if near else "see `fairlead capabilities --devices`"
+        if resources is not None and resources.memory_gib is not None:
+            finding = Finding(
+                "warning",
+                "device-unknown",
+                f"the device {name!r} is not known, and is taken for a GPU that torch drives as cuda",
+                where=where,
+                why="nothing is known of what it computes in",
+                fix=meant,
+            )
+        else:
+            finding = Finding(
+                "error",
+                "device-unknown",
+                f"the device {name!r} is not known",
+                where=where,
+                why="nothing is known of its memory, and of what it computes in",
+                fix=f"{meant}\nA GPU that your scheduler calls so: add its memory, as memory_gib: 80",
+            )
     elif model.vendor.accelerator is None:
         finding = Finding(
             "error",

@@ -281,7 +281,8 @@ class TrainerConfig(ConfigModel):
     @classmethod
     def _sensible_devices(cls, value: int | list[int] | str) -> int | list[int] | str:
         if isinstance(value, int) and value != -1 and value < 1:
-            raise ValueError(f"{value} devices: write a number from 1, a list of indices, or -1 or auto for all")
+            fix = "write a number from 1, a list of indices as [0, 2], or -1 or auto for all"
+            raise config_mistake("wrong-value", f"{value} devices", fix=fix)
         if isinstance(value, list):
             if not value:
                 raise ValueError("an empty list of devices: write indices, as [0, 2]")

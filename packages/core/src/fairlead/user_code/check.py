@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from inspect import Parameter, Signature
 
 from fairlead.errors import did_you_mean
-from fairlead.user_code.lookup import CallableInfo, Problem, find_callable, split_spec
+from fairlead.user_code.lookup import CallableInfo, Problem, failing_import, find_callable, split_spec
 from fairlead.user_code.roots import CodeRoot
 from fairlead.user_code.source import Sources
 
@@ -46,10 +46,11 @@ def check_spec(
 
 def _check(cls: str, args: Mapping[str, object], sources: Sources, path: tuple[str | int, ...]) -> Iterator[Problem]:
     found = find_callable(cls, sources.root, sources=sources)
-    if isinstance(found, Problem):
-        yield _at(found, path)
-    else:
-        yield from (_at(problem, path) for problem in _arguments(found, args))
+    problems = [found] if isinstance(found, Problem) else list(_arguments(found, args))
+    failing = failing_import(cls, sources)
+    if failing is not None:  # also why its base class could not be read
+        problems = [failing, *(one for one in problems if one != failing and one.code != "class-unchecked")]
+    yield from (_at(problem, path) for problem in problems)
     for name, value in args.items():
         yield from _nested(value, sources, (*path, "args", _key(name)))
 

@@ -13,14 +13,16 @@ from pathlib import Path
 from fairlead.errors import did_you_mean
 from fairlead.user_code.classes import signature_of
 from fairlead.user_code.imports import broken_import
-from fairlead.user_code.known import ENGINES
+from fairlead.user_code.known import ENGINES, TRUSTED
 from fairlead.user_code.roots import CodeRoot
 from fairlead.user_code.source import NotKnownError, SourceError, Sources
 from fairlead.user_code.symbols import (
+    OBJECT,
     ClassSymbol,
     FunctionSymbol,
     MissingError,
     ModuleSymbol,
+    Opaque,
     Resolver,
     Symbol,
     ValueSymbol,
@@ -86,10 +88,34 @@ def find_callable(spec: str, root: CodeRoot, *, sources: Sources | None = None) 
             "class-unchecked", f"what {spec[:MAX_SPEC]} takes cannot be known without importing it", str(error)
         )
     except SourceError as error:
-        line = f":{error.line}" if error.line else ""
-        return _problem("class-syntax", f"{error.file}{line} does not parse", error.message, "correct the file")
+        return _does_not_parse(error)
     except RecursionError:
         return _problem("class-unchecked", f"{spec} is too deeply nested to read")
+
+
+def failing_import(spec: str, sources: Sources) -> Problem | None:
+    """The problem of an import that certainly fails when the module of a spec is imported."""
+    try:
+        resolver, module, _ = _module_of(spec, sources)
+        broken = broken_import(module, resolver)
+    except (_SpecError, NotKnownError, RecursionError):
+        return None
+    except SourceError as error:
+        return _does_not_parse(error)
+    if broken is None:
+        return None
+    if broken.missing is None:
+        code, fix = "class-not-found", f"did you mean {broken.near!r}?" if broken.near else "correct the import"
+    else:
+        code = "module-not-found"
+        install = f"install it where the job runs (pip install {broken.missing}, or what its package is called)"
+        fix = f"did you mean {broken.near}? Else {install}" if broken.near else f"{install}, or correct the import"
+    return _problem(code, broken.what, f"{broken.file}:{broken.line}", fix)
+
+
+def _does_not_parse(error: SourceError) -> Problem:
+    line = f":{error.line}" if error.line else ""
+    return _problem("class-syntax", f"{error.file}{line} does not parse", error.message, "correct the file")
 
 
 def _problem(code: str, what: str, why: str | None = None, fix: str | None = None) -> Problem:
@@ -97,26 +123,8 @@ def _problem(code: str, what: str, why: str | None = None, fix: str | None = Non
 
 
 def _find(spec: str, sources: Sources) -> CallableInfo:
-    try:
-        module, name = split_spec(spec)
-    except ValueError as error:
-        raise _SpecError(_problem("module-not-found", f"{spec[:80]!r} names no class", None, str(error))) from None
-    if name is None:
-        module, name = _guess(module, sources)
-    _require(module, sources)
-    resolver = Resolver(sources)
-    _require_imports(module, resolver)
-    symbol: Symbol = ModuleSymbol(module)
-    owner = ""
-    for part in name.split("."):
-        try:
-            symbol = resolver.real(resolver.attribute(symbol, part))
-        except MissingError as error:
-            near = did_you_mean(part, error.known)
-            fix = f"did you mean {module}:{owner}{near}?" if near else _choices(error.known)
-            what = f"{error.owner} has no {part!r}"
-            raise _SpecError(_problem("class-not-found", what, _where(module, sources), fix)) from None
-        owner += f"{part}."
+    resolver, module, name = _module_of(spec, sources)
+    symbol = _symbol_of(resolver, module, name)
     if isinstance(symbol, ModuleSymbol | ValueSymbol):
         kind = "a module" if isinstance(symbol, ModuleSymbol) else "a value"
         raise _SpecError(_problem("class-not-callable", f"{spec} is {kind}, not a class or a function"))
@@ -129,6 +137,67 @@ def _find(spec: str, sources: Sources) -> CallableInfo:
     except NotKnownError as error:
         unknown = str(error)
     return CallableInfo(spec, name, signature, unknown, symbol.module.file, symbol.node.lineno, symbol.node)
+
+
+def _module_of(spec: str, sources: Sources) -> tuple[Resolver, str, str]:
+    try:
+        module, name = split_spec(spec)
+    except ValueError as error:
+        raise _SpecError(_problem("module-not-found", f"{spec[:80]!r} names no class", None, str(error))) from None
+    if name is None:
+        module, name = _guess(module, sources)
+    _require(module, sources)
+    return Resolver(sources), module, name
+
+
+def _symbol_of(resolver: Resolver, module: str, name: str) -> Symbol:
+    symbol: Symbol = ModuleSymbol(module)
+    owner = ""
+    for part in name.split("."):
+        try:
+            symbol = resolver.real(resolver.attribute(symbol, part))
+        except MissingError as error:
+            near = did_you_mean(part, error.known)
+            fix = f"did you mean {module}:{owner}{near}?" if near else _choices(error.known)
+            what = f"{error.owner} has no {part!r}"
+            raise _SpecError(_problem("class-not-found", what, _where(module, resolver.sources), fix)) from None
+        owner += f"{part}."
+    return symbol
+
+
+def lacks_method(spec: str, method: str, sources: Sources) -> list[str] | None:
+    """The names that a class has, where neither it nor a base of its certainly has a method; else None.
+
+    The methods of Lightning's own classes do not count: they are there to be overridden.
+    """
+    try:
+        resolver, module, name = _module_of(spec, sources)
+        symbol = _symbol_of(resolver, module, name)
+        if not isinstance(symbol, ClassSymbol):
+            return None
+        known: list[str] = []
+        for entry in resolver.mro(symbol):
+            if isinstance(entry, ClassSymbol):
+                if entry.node.decorator_list or entry.node.keywords or _may_set(entry, method):
+                    return None
+                known += entry.own
+            elif isinstance(entry, Opaque) or (entry != OBJECT and entry.name not in TRUSTED):
+                return None
+    except (_SpecError, NotKnownError, MissingError, SourceError, RecursionError):
+        return None
+    return known
+
+
+def _may_set(cls: ClassSymbol, method: str) -> bool:
+    """Whether a class has an attribute, or its module sets one of that name or of a name that is not known."""
+    if method in cls.own or "__getattr__" in cls.own:
+        return True
+    for node in ast.walk(ast.parse(cls.module.text)):
+        if isinstance(node, ast.Attribute) and node.attr == method and isinstance(node.ctx, ast.Store):
+            return True
+        if isinstance(node, ast.Name) and node.id == "setattr":
+            return True
+    return False
 
 
 def _guess(dotted: str, sources: Sources) -> tuple[str, str]:
@@ -157,19 +226,6 @@ def _require(module: str, sources: Sources) -> None:
                 where = f"{parent} has no such module ({_folders(parent, sources)})\n{where}"
             fix = f"did you mean {proposal}?" if near else "set run.code to the folder that holds it, or install it"
             raise _SpecError(_problem("module-not-found", f"there is no module {name!r}", where, fix))
-
-
-def _require_imports(module: str, resolver: Resolver) -> None:
-    broken = broken_import(module, resolver)
-    if broken is None:
-        return
-    if broken.missing is None:
-        code, fix = "class-not-found", f"did you mean {broken.near!r}?" if broken.near else "correct the import"
-    else:
-        code = "module-not-found"
-        install = f"install it where the job runs (pip install {broken.missing}, or what its package is called)"
-        fix = f"did you mean {broken.near}? Else {install}" if broken.near else f"{install}, or correct the import"
-    raise _SpecError(_problem(code, broken.what, f"{broken.file}:{broken.line}", fix))
 
 
 def _folders(package: str, sources: Sources) -> str:
