@@ -51,7 +51,7 @@ def fit(root: Path, model: L.LightningModule | None = None, **given: Any) -> lis
     validates, callbacks = given.pop("validates", True), given.pop("callbacks", [])
     config = TrainerConfig.model_validate({**QUIET, "max_epochs": 2, **given})
     trainer = Trainer(config, run=RunConfig(name="run", dir=str(root)), callbacks=callbacks)
-    loaders = [DataLoader(samples(16), batch_size=4), *[DataLoader(samples(8), batch_size=4)] * validates]
+    loaders: list[Any] = [DataLoader(samples(16), batch_size=4), *[DataLoader(samples(8), batch_size=4)] * validates]
     trainer.fit(model or Line(), *loaders)
     return [event["what"] for event in events(root / "run", "monitor-not-logged")]
 

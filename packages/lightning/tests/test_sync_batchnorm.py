@@ -16,7 +16,7 @@ from fairlead_distributed.testing import run_ranks
 class Normed(Line):
     def __init__(self) -> None:
         super().__init__()
-        self.net = nn.Sequential(nn.BatchNorm1d(3), self.net)
+        self.net: Any = nn.Sequential(nn.BatchNorm1d(3), self.net)
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), 0.05)
