@@ -85,7 +85,8 @@ def test_stopped_and_killed_it_ends_with_the_bits_of_an_undisturbed_run(
     call = run(tmp_path / "disturbed", *settings, devices=devices, STOP="SIGTERM:4")
     assert call.code == 75, call.text
     saved = sorted(path.name for path in cut.glob("checkpoints/step-*"))
-    assert saved[-1] == "step-00000005", call.text
+    # A loop by hand is saved behind any batch: here one that ends without a step, at a step that was saved before.
+    assert saved[-1] == ("step-00000004.2" if MANUAL in more else "step-00000005"), call.text
     call = run(tmp_path / "disturbed", *settings, devices=devices, STOP="SIGKILL:10")
     assert call.code == -9, call.text
     call = run(tmp_path / "disturbed", *settings, devices=devices)
