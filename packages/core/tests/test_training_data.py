@@ -34,7 +34,7 @@ def codes(tmp_path: Path, text: str, data: str = "") -> list[tuple[str, str | No
         (BARE, "", "add the class"),
         (f"{BARE}    def val_dataloader(self): ...\n    def train_dataloaders(self): ...\n", "", "did you mean train_"),
         ("class Base(LightningModule): ...\nclass Net(Base): ...\n", "", "add the class"),
-        (f"{BARE}{DATA}    def setup(self, stage): ...\n", "data: {class: net:Data}", "define train_dataloader() in Data"),
+        (f"{BARE}{DATA}    def setup(self, stage): ...\n", "data: {class: net:Data}", "define train_dataloader()"),
         (f"{BARE}{DATA}{OWN}", "", "add the class"),  # there is a data module, and the job does not name it
     ],
 )
