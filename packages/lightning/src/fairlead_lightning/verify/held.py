@@ -40,9 +40,7 @@ def optimizer_state(trainer: L.Trainer, module: L.LightningModule) -> Tensors | 
 
 
 @torch.no_grad()
-def _states(
-    named: dict[str, Any], optimizers: list[Any], stage: dist.ProcessGroup | None, *, alone: bool
-) -> Tensors:
+def _states(named: dict[str, Any], optimizers: list[Any], stage: dist.ProcessGroup | None, *, alone: bool) -> Tensors:
     own: dict[tuple[str, str], Tensor] = {}
     for name, parameter in named.items():
         for optimizer in optimizers:
