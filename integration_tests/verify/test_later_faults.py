@@ -85,7 +85,12 @@ def test_a_right_job_is_equal(found: Judge, name: str) -> None:
     [
         ("buffer of own batches", "buffer", "average", "it follows the batches of each rank"),
         ("buffer on rank 0", "buffer", "average", "one rank alone changes it"),
-        ("parameter missed", "weight after step 1", "head.bias", "rank 1 does not move head.bias: its optimizer does"),
+        (
+            "parameter missed",
+            "weight after step 1",
+            "head.bias",
+            "rank 1 does not move head.bias: its optimizer does not",
+        ),
         ("parameter missed, clipping", "clipping norm", "rank 1", "rank 1 does not move head.bias: its optimizer does"),
         ("head alone, doubled", "gradient", "inlet.weight", "all gradients are 2 x those of one process"),
         ("parameter missed, fsdp2", "weight after step 1", "head.bias", ""),

@@ -138,7 +138,7 @@ def compare(notes: Notes, references: References) -> Compared:
     found.zero = [name for name, mask in masks.items() if mask is not None]
     of = _Tensors(notes, {name: mask for name, mask in masks.items() if mask is not None})
     found.gradients = of.compared("gradient", "gradients", exact.gradients, gradients)
-    if all(rank["knows_applied"] for rank in notes.ranks):
+    if notes.said("knows_applied"):
         applied = [one.applied for one in repeats]
         found.applied = of.compared("gradient of the optimizer", "applied", exact.applied, applied)
     found.first = of.compared("weight after step 1", "first", exact.first, [r.first for r in repeats], start)

@@ -116,10 +116,11 @@ class Probe(L.Callback):
 
     def _applied(self, trainer: L.Trainer, module: L.LightningModule, optimizer: Any) -> None:
         """A step is about to be made."""
-        self.rates.append(rates(optimizer))
-        if _steps_by_itself(trainer):
+        if _clips_within_step(trainer.strategy):
+            self.rates.append(rates(optimizer))
             return
         self._complete(trainer, module, optimizer)  # a manual step that Lightning does not see
+        self.rates.append(rates(optimizer))
         if not any(optimizer is one for one in self._stepped):
             self._stepped.append(optimizer)
             found = _gradients_of(trainer, module, optimizer)
@@ -288,7 +289,7 @@ class LayoutProbe(Probe):
             "unlike": self._unlike,
             "rates": self.rates,
             "knows_state": self.state is not None,
-            "knows_applied": not _steps_by_itself(trainer),
+            "knows_applied": not _clips_within_step(trainer.strategy),
             "read": dataset_probe(trainer),
             "attentions": max((int(one.calls) for one in self._contexts), default=0),
         }
@@ -301,15 +302,15 @@ class LayoutProbe(Probe):
             torch.save(self._batches[: len(self.losses)], folder / batches_file(index))
 
 
-def _steps_by_itself(trainer: L.Trainer) -> bool:
-    """Whether what an optimizer gets is not to be seen: DeepSpeed clips within its step."""
-    return "deepspeed" in type(trainer.strategy).__name__.lower()
-
-
 def _gradients_of(trainer: L.Trainer, module: L.LightningModule, optimizer: Any) -> Tensors:
     """Those that are there; with several optimizers another's may be there as well, of a loss that is not its own."""
     found = _asked(trainer, "whole_gradients")
     return _of_optimizer(found, module, optimizer) if len(trainer.optimizers) > 1 else found
+
+
+def _clips_within_step(strategy: Any) -> bool:
+    """DeepSpeed's engine, which has no whole gradients any more when its optimizer begins."""
+    return hasattr(strategy, "clipping_norm")
 
 
 def _of_optimizer(gradients: Tensors, module: L.LightningModule, optimizer: Any) -> Tensors:

@@ -137,10 +137,10 @@ def _not_compared(notes: Notes, compared: Compared) -> list[str]:
     found = [f"later steps than {len(notes.losses)}"]
     if notes.said("dropouts"):
         found.append("dropout (set to 0)")
+    if not notes.said("knows_applied"):
+        found.append("gradients as the optimizer gets them")
     if not all(rank["knows_state"] for rank in notes.ranks):
         found.append("what the optimizer holds")
-    if not all(rank["knows_applied"] for rank in notes.ranks):
-        found.append("gradients as the optimizer gets them (its weights after the step were)")
     if compared.weights and all(one.void for one in compared.weights if one.size):
         found.append("weights, which hardly moved")
     if compared.local:
