@@ -87,6 +87,30 @@ def test_ranks_that_only_lost_one_of_another_node_are_not_blamed(tmp_path: Path,
     assert len(history.read_text().splitlines()) == len(lines)
 
 
+@pytest.mark.parametrize("leave", ["os._exit(0)", "sys.exit()", "sys.exit(0)"])
+def test_a_rank_that_leaves_with_code_0_is_named(tmp_path: Path, leave: str) -> None:
+    history = tmp_path / "history.jsonl"
+    history.write_text('{"event": "start", "start": 1}\n')
+    code = f"""
+    from fairlead_launch import announce_run
+    announce_run(os.environ, folder, 1)
+    if rank == 1:
+        (folder / "leaves").touch()
+        {leave}
+    while not (folder / "leaves").exists():
+        time.sleep(0.05)
+    time.sleep(1)
+    send_report(os.environ, "RuntimeError: Connection closed by peer", 1, lost_a_peer=True)
+    sys.exit(1)
+    """
+    with pytest.raises(RunFailedError, match="rank 1 of 2 exited with code 0 before the end of the job") as caught:
+        supervise(command(code, tmp_path), ranks(2), stderr=io.StringIO())
+    assert "os._exit() or sys.exit()" in caught.value.block()
+    assert "another node" not in caught.value.block()
+    (_, failed) = map(json.loads, history.read_text().splitlines())
+    assert (failed["event"], failed["rank"]) == ("failed", 1)
+
+
 def test_the_rank_that_failed_first_is_named_and_none_is_left(tmp_path: Path) -> None:
     code = """
     if rank == 1:

@@ -115,7 +115,7 @@ def named_as(module: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
     What matches nothing keeps its name. FSDP1 and activation checkpointing take their own names out by themselves.
 
     Example:
-        >>> model = nn.Sequential(torch.compile(nn.Linear(2, 1)))
+        >>> model = nn.Sequential(torch.compile(nn.Linear(2, 1), backend="eager"))
         >>> list(named_as(model, {"0.weight": torch.zeros(1, 2)}))
         ['0._orig_mod.weight']
     """

@@ -83,7 +83,10 @@ def verdict(ranks: Sequence[Rank], stop: int | None, stderr: IO[str], output: Ou
             print(_of_all_or_one(first.report, ranks, world), file=stderr, flush=True)
         return first.report.exit_code
     if first.report is not None and first.report.lost_a_peer:
-        raise _of_another_node(first, ranks)
+        left = min((rank for rank in ranks if rank.code == 0), key=lambda rank: rank.ended or 0.0, default=None)
+        if left is None:
+            raise _of_another_node(first, ranks)
+        first = left
     _record(first, ranks)
     others = ", ".join(str(r.rank) for r in ranks if r is not first)
     place, log = f"process {first.process.pid}", output.path(first.rank)
@@ -92,7 +95,7 @@ def verdict(ranks: Sequence[Rank], stop: int | None, stderr: IO[str], output: Ou
     raise RunFailedError(
         f"rank {first.rank} of {world} {_how(first)}",
         where=place,
-        why=first.report.text if first.report is not None else _last_words(output.last_lines(first.rank)),
+        why=_why(first, output),
         fix=f"the other ranks ({others}) were stopped; nothing runs any more" if others else None,
     )
 
@@ -189,7 +192,19 @@ def _order(rank: Rank) -> tuple[int, float]:
     return (0 if rank.code < 0 else 1, rank.ended or 0.0)
 
 
+def _why(first: Rank, output: Output) -> str | None:
+    if first.report is not None:
+        return first.report.text
+    words = _last_words(output.last_lines(first.rank))
+    if first.code != 0:
+        return words
+    left = "its process ended by itself, without an exception: os._exit() or sys.exit() in the code of this rank or of a"
+    return f"{left} library?" + (f"\nIts last output:\n{words}" if words else "")
+
+
 def _how(rank: Rank) -> str:
+    if rank.code == 0:
+        return "exited with code 0 before the end of the job, and the others lost it"
     if rank.stopped_by_us and rank.code == -signal.SIGKILL:
         return "did not end when it was asked to, and was killed"
     if rank.code < 0:
