@@ -198,7 +198,7 @@ def _why(first: Rank, output: Output) -> str | None:
     words = _last_words(output.last_lines(first.rank))
     if first.code != 0:
         return words
-    left = "its process ended by itself, without an exception: os._exit() or sys.exit() in the code of this rank or of a"
+    left = "its process ended by itself, without an exception: os._exit() or sys.exit() in its code or that of a"
     return f"{left} library?" + (f"\nIts last output:\n{words}" if words else "")
 
 
