@@ -15,7 +15,7 @@ from fairlead_launch.plans import PLAN, plan_to_inherit
 from fairlead_lightning.commands.prepare import prepare
 
 JOB = """
-model: {class: "torch.nn:Linear", args: {in_features: 1, out_features: 1}}
+model: {class: "lightning.pytorch.demos.boring_classes:BoringModel"}
 trainer: {accelerator: cpu, devices: 2, max_steps: 1}
 """
 

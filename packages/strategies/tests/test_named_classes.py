@@ -15,7 +15,8 @@ import lightning.pytorch as L
 import torch
 
 class Block(torch.nn.Module): ...
-class Model(L.LightningModule): ...
+class Model(L.LightningModule):
+    def train_dataloader(self): ...
 """
 
 
