@@ -119,6 +119,12 @@ _FIX = (
 )
 
 
+def flattens(strategy: Any) -> bool:
+    """Whether each rank holds other parts of flat parameters, fixed when the strategy is set up: FSDP1, DeepSpeed."""
+    parts = strategy.model.modules() if strategy.model is not None else ()
+    return "deepspeed" in type(strategy).__name__.lower() or any(map(is_fsdp1, parts))
+
+
 def _replicated(trainer: L.Trainer) -> dict[str, bool] | None:
     """Which parts of the model each rank holds whole, or a replica of its shard; None: none."""
     strategy: Any = trainer.strategy
@@ -129,5 +135,4 @@ def _replicated(trainer: L.Trainer) -> dict[str, bool] | None:
     if isinstance(model, DistributedDataParallel):
         # Before each forward pass DDP copies rank 0's to all: what differs now is no drift.
         return {"parameters": True, "buffers": not model.broadcast_buffers}
-    shards = "deepspeed" in type(strategy).__name__.lower() or any(map(is_fsdp1, model.modules()))
-    return {"parameters": not shards, "buffers": getattr(layout, "tensor", 1) == 1}
+    return {"parameters": not flattens(strategy), "buffers": getattr(layout, "tensor", 1) == 1}

@@ -12,8 +12,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from fairlead.errors import ConfigError, RunFailedError
-from fairlead_distributed._sharded import is_fsdp1, is_fully_sharded
+from fairlead_distributed._sharded import is_fully_sharded
 from fairlead_lightning import compat
+from fairlead_lightning.checkpoint.replicas import flattens
 
 
 @compat.only_its_own_batch_hooks
@@ -45,7 +46,7 @@ class Trainable(L.Callback):
         if trainer.world_size == 1:
             return
         schedules = [one for one in vars(trainer)["callbacks"] if isinstance(one, BaseFinetuning)]
-        if schedules and _fixed(trainer.strategy, trainer.strategy.model):
+        if schedules and flattens(trainer.strategy):
             name = type(trainer.strategy).__name__
             raise ConfigError(
                 f"{type(schedules[0]).__name__} unfreezes parameters in the training, which {name} cannot follow",
@@ -114,7 +115,7 @@ class Trainable(L.Callback):
                 strategy.model = model.module
                 strategy.configure_ddp()
                 self._rebuilt(trainer)
-        elif changed and _fixed(strategy, model):
+        elif changed and flattens(strategy):
             name = type(strategy).__name__
             raise _failed(
                 trainer,
@@ -134,11 +135,6 @@ def _reshard(module: nn.Module) -> None:
     for part in module.modules():
         if is_fully_sharded(part):
             part.reshard()
-
-
-def _fixed(strategy: object, model: nn.Module | None) -> bool:
-    parts = model.modules() if model is not None else ()
-    return "deepspeed" in type(strategy).__name__.lower() or any(map(is_fsdp1, parts))
 
 
 def _optimized(trainer: L.Trainer) -> int:
