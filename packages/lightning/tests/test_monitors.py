@@ -9,22 +9,12 @@ import lightning.pytorch as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
-from tiny_job import Line, events, samples
+from tiny_job import Line, events, make_trainer, samples
 from torch.utils.data import DataLoader
 
-from fairlead import RunConfig, Trainer, TrainerConfig
 from fairlead.errors import RunFailedError
 from fairlead_distributed.testing import run_ranks
 from fairlead_runs.commit import list_checkpoints
-
-QUIET = {
-    "accelerator": "cpu",
-    "devices": 1,
-    "enable_progress_bar": False,
-    "enable_model_summary": False,
-    "log_every_n_steps": 1,
-    "num_sanity_val_steps": 0,
-}
 
 
 class Plateau(Line):
@@ -49,8 +39,8 @@ class Own(L.Callback):
 
 def fit(root: Path, model: L.LightningModule | None = None, **given: Any) -> list[str]:
     validates, callbacks = given.pop("validates", True), given.pop("callbacks", [])
-    config = TrainerConfig.model_validate({**QUIET, "max_epochs": 2, **given})
-    trainer = Trainer(config, run=RunConfig(name="run", dir=str(root)), callbacks=callbacks)
+    trainer: Any = make_trainer(root, **{"max_epochs": 2, **given})
+    trainer.callbacks.extend(callbacks)
     loaders: list[Any] = [DataLoader(samples(16), batch_size=4), *[DataLoader(samples(8), batch_size=4)] * validates]
     trainer.fit(model or Line(), *loaders)
     return [event["what"] for event in events(root / "run", "monitor-not-logged")]
