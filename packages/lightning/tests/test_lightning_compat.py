@@ -977,6 +977,9 @@ def test_steps_that_lightning_does_not_count_are_counted() -> None:
             optimizer: Any = self.optimizers(use_pl_optimizer=counted)
             optimizer.zero_grad()
             self.manual_backward(self.net(batch[0]).square().mean())
+            if batch_idx == 1:
+                with pytest.raises(ZeroDivisionError):
+                    optimizer.step(lambda: 1 / 0)  # one that raises is not counted, and those after it are
             optimizer.step()
 
         def configure_optimizers(self) -> Any:

@@ -21,19 +21,21 @@ def count_steps(trainer: L.Trainer, first: Callable[[], None]) -> Callable[[], N
     """
     progress: Any = trainer.fit_loop.epoch_loop.manual_optimization.optim_step_progress
     owned: WeakKeyDictionary[Optimizer, bool] = WeakKeyDictionary()
-    depth = 0  # one that wraps another steps it
+    running: list[Optimizer] = []  # one that wraps another steps it
     told = False
 
-    def before(*_: Any) -> None:
-        nonlocal depth
-        depth += 1
+    def before(optimizer: Optimizer, *_: Any) -> None:
+        if optimizer in running:  # its last step has raised
+            del running[running.index(optimizer) :]
+        running.append(optimizer)
 
     def after(optimizer: Optimizer, *_: Any) -> None:
-        nonlocal depth, told
-        depth = max(0, depth - 1)
+        nonlocal told
+        if optimizer in running:
+            del running[running.index(optimizer) :]
         module = trainer.lightning_module
         inside = progress.total.ready > progress.total.completed  # Lightning's own is about to count it
-        if depth or inside or not trainer.training or module.automatic_optimization:
+        if running or inside or not trainer.training or module.automatic_optimization:
             return
         if optimizer not in owned:
             its = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
