@@ -204,8 +204,8 @@ class FitParts:
         self.trainable = Trainable(self.exact.reduce_in_order)
         self.samples = SameSamples(resolution.trainer.check_samples, say)
         self.finite = Finite(resolution.trainer.max_non_finite, say)
-        asked = resolution.trainer
-        self.replicas = Replicas(asked.on_divergence, asked.check_divergence_every_n_steps, asked.local_buffers)
+        watch = resolution.trainer
+        self.replicas = Replicas(watch.on_divergence, watch.check_divergence_every_n_steps, watch.local_buffers)
         self.even = EvenEpochs(say)
         self.stuck = StuckRanks(environ, timeout=getattr(resolution.strategy, "timeout", None))
         self.stops = Stops(context, say, guard)

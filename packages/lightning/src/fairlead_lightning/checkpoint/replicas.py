@@ -25,18 +25,18 @@ class Replicas(L.Callback):
     """Compares parameters, buffers and optimizer state of all ranks bit for bit (`first_divergence`).
 
     Args:
-        found: What ranks that differ do: end the fit, or give one warning; "ignore" compares nothing.
+        on_divergence: What ranks that differ do: end the fit, or give one warning; "ignore" compares nothing.
         steps: Compare every so many optimizer steps too.
         local_buffers: Patterns of the names of buffers that differ over the ranks on purpose.
     """
 
     def __init__(
         self,
-        found: Literal["error", "warning", "ignore"] = "error",
+        on_divergence: Literal["error", "warning", "ignore"] = "error",
         steps: int | None = None,
         local_buffers: Sequence[str] = (),
     ) -> None:
-        self.found = found
+        self.on_divergence = on_divergence
         self.steps = steps
         self.local_buffers = local_buffers
         self._session: RunSession | None = None
@@ -53,7 +53,7 @@ class Replicas(L.Callback):
         """What of the model is the same on all ranks depends on how it is split."""
         self._seen, self._equal, self._first = trainer.global_step, None, True
         parts = _replicated(trainer)
-        self._parts = parts if self.found != "ignore" and parts and trainer.world_size > 1 else None
+        self._parts = parts if self.on_divergence != "ignore" and parts and trainer.world_size > 1 else None
         if self.steps is not None and parts is not None and not parts["parameters"]:
             raise ConfigError(
                 f"the weights of {type(trainer.strategy).__name__} cannot be compared over the ranks",
@@ -88,7 +88,7 @@ class Replicas(L.Callback):
         found = first_divergence(pairs)
         if found is None:
             self._equal = step
-        elif self.found == "error" or not self._warned:
+        elif self.on_divergence == "error" or not self._warned:
             self._warned = True
             self._differ(trainer, step, found)
 
@@ -103,7 +103,7 @@ class Replicas(L.Callback):
         where = str(session.path) if session is not None else f"rank {trainer.global_rank}"
         if session is not None:
             session.event("diverged", step=step, what=str(found), ranks=list(found.ranks))
-        if self.found == "error":
+        if self.on_divergence == "error":
             raise RunFailedError(what, where=where, why=why, fix=_FIX)
         if trainer.is_global_zero:
             finding = Finding("warning", "replicas-differ", what, where=where, why=why, fix=_FIX)

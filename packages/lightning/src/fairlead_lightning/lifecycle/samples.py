@@ -23,12 +23,12 @@ class SameSamples(L.Callback):
     """Compares fingerprints of the first batches of this start over the ranks that should have different ones.
 
     Args:
-        asked: False: never, as for data that repeat on purpose.
+        enabled: False: never, as for data that repeat on purpose.
         say: Prints a finding, on rank 0.
     """
 
-    def __init__(self, asked: bool, say: Callable[[str], None] | None = None) -> None:
-        self.asked = asked
+    def __init__(self, enabled: bool, say: Callable[[str], None] | None = None) -> None:
+        self.enabled = enabled
         self._say = say or print
         self._session: RunSession | None = None
         self._seen: list[bytes | None] | None = None
@@ -42,7 +42,7 @@ class SameSamples(L.Callback):
         """Nothing was trained in this start."""
         workers = max((int(getattr(one, "num_workers", 0)) for one in _loaders(trainer)), default=0)
         alone = trainer.world_size == 1 and workers < 2
-        self._seen = [] if self.asked and not alone else None
+        self._seen = [] if self.enabled and not alone else None
         self._most = max(gather_objects(max(_BATCHES, 2 * workers)))
 
     def on_train_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, *_: Any) -> None:
