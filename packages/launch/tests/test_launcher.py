@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
 import time
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 from pydantic import ValidationError
 
 from fairlead_launch.launcher import launch_distributed_training
+from fairlead_launch.nodes import OneNode
 from fairlead_launch.settings import LaunchConfig
 from fairlead_launch.supervise import is_left
 from fairlead_runs.waiting import parse_ranks
@@ -152,6 +155,37 @@ def test_a_failure_that_comes_again_ends_it_with_its_cause(tmp_path: Path) -> No
     assert (once.returncode, "starting" in once.stderr) == (1, False)
 
 
+def test_a_script_that_ends_itself_at_the_same_place_is_known_too(tmp_path: Path) -> None:
+    """Whatever it prints before; what it was told to end with by an argument parser as well."""
+    write(
+        tmp_path,
+        """
+        print(time.time())
+        if os.environ["RANK"] == "0":
+            sys.exit(3)
+        time.sleep(300)
+        """,
+    )
+    ended = launch(tmp_path, "--nproc", "2", "--max-restarts", "9", "train.py")
+    assert ended.returncode == 1
+    assert ended.stderr.count("restarting the ranks") == 2
+    assert "SystemExit: sys.exit(3) at train.py:5, in <module>" in ended.stderr
+    assert "the same failure 3 times" in ended.stderr
+
+
+def test_two_launches_at_one_moment_have_a_port_each() -> None:
+    """Held from its choice until rank 0 listens there, as torch's store and this server do."""
+    one, other, third = (OneNode("127.0.0.1", None) for _ in range(3))
+    with closing(one), closing(other), closing(third):
+        ports = [one.next().port, other.next().port]
+        assert len(set(ports)) == 2
+        for port in ports:
+            with socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True) as rank_0:
+                socket.create_connection(("127.0.0.1", port)).close()
+                assert rank_0.getsockname()[1] == port
+                assert third.next().port not in ports
+
+
 def test_a_stop_with_everything_saved_is_no_failure(tmp_path: Path) -> None:
     """Ranks that end with 75 are started again without using up a restart, unless the launcher was asked to stop."""
     write(
@@ -232,7 +266,7 @@ def test_from_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pyt
     write(tmp_path, "sys.exit(int(sys.argv[2]))")
     assert launch_distributed_training("train.py", "--code", "0", nproc_per_node=2, nnodes=1, backend="gloo") == 0
     assert launch_distributed_training("train.py", "--code", "3", nproc_per_node=2, max_restarts=0) == 1
-    assert "ended with exit code 3" in capfd.readouterr().err
+    assert "SystemExit: sys.exit(3) at train.py:" in capfd.readouterr().err
     assert launch_distributed_training("none.py", nproc_per_node=2) == 2
     assert "there is no script 'none.py'" in capfd.readouterr().err
 

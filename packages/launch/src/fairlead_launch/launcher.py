@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any, cast
@@ -139,13 +140,13 @@ class DistributedLauncher:
         config = self.config
         restarts = Restarts(config.max_restarts, when_saved=not find_jobs(self._environ, self._plugins))
         if config.nodes == (1, 1) and not config.spares:
-            one = OneNode(config.master_addr, config.master_port)
-            return run_with_restarts(
-                lambda starts, _: self._group(replace(one.next(), start=starts), count, reason, words),
-                received,
-                restarts=restarts,
-                stderr=self._stderr,
-            )
+            with closing(OneNode(config.master_addr, config.master_port)) as one:
+                return run_with_restarts(
+                    lambda starts, _: self._group(replace(one.next(), start=starts), count, reason, words),
+                    received,
+                    restarts=restarts,
+                    stderr=self._stderr,
+                )
         nodes = SeveralNodes(
             config.master_addr,
             config.master_port,

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import socket
 from dataclasses import dataclass
 
 from fairlead.errors import RunFailedError
-from fairlead_launch.ports import free_port
+from fairlead_launch.ports import hold_port
 
 
 @dataclass(frozen=True)
@@ -39,8 +40,21 @@ class OneNode:
     def __init__(self, address: str, port: int | None) -> None:
         self._address = address
         self._port = port
+        self._held: socket.socket | None = None
 
     def next(self) -> Members:
-        """This one; the port is the given one, or the first that is free from 29500 on, another for each start."""
-        port = self._port if self._port is not None else free_port("", range(29500, 29700))
-        return Members(1, 0, self._address, port)
+        """This one; the port is the given one, or the first that is free from 29500 on, another for each start.
+
+        It is held until the next start, so that no other launch on this machine chooses it before rank 0 listens there.
+        """
+        if self._port is not None:
+            return Members(1, 0, self._address, self._port)
+        self.close()
+        self._held = hold_port(range(29500, 29700))
+        return Members(1, 0, self._address, int(self._held.getsockname()[1]))
+
+    def close(self) -> None:
+        """Holds no port any more."""
+        if self._held is not None:
+            self._held.close()
+            self._held = None

@@ -59,6 +59,31 @@ def _listen(host: str, port: int) -> socket.socket:
     return socket.create_server((host, port), family=family, backlog=_BACKLOG)
 
 
+def hold_port(candidates: Iterable[int], host: str = "") -> socket.socket:
+    """The first free one of the ports, else `PortError`, for another process to listen on while the socket is open.
+
+    Whoever else chooses a port in this way gets another one. A program that listens with SO_REUSEADDR, as torch's store
+    and Python's `create_server` do, can take it: the socket is bound without that option, and gets it afterwards.
+    """
+    dual = not host and socket.has_dualstack_ipv6()
+    for port in candidates:
+        held = socket.socket(socket.AF_INET6 if dual else socket.AF_INET)
+        try:
+            if dual:
+                held.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+            held.bind((host, port))
+        except OSError:
+            held.close()
+            continue
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        return held
+    raise PortError(
+        "no free port among the candidates",
+        where=host or "all addresses of this machine",
+        fix="end the processes that hold them (`ss -ltnp` names them), or give a port: --main-port",
+    )
+
+
 def free_port(host: str = "127.0.0.1", candidates: Iterable[int] | None = None) -> int:
     """The first port that is free now, else `PortError`. Another process may take it next: prefer `bind_listener`.
 

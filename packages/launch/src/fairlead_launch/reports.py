@@ -9,7 +9,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
@@ -85,10 +85,25 @@ def leave_to_rank_0(error: FairleadError, rank: int) -> None:
     if rank == 0:
         return
     vars(error)["other_rank"] = rank
+    _shown_by(error, said_after_rank_0)
+
+
+def show_without_traceback(error: FairleadError) -> None:
+    """Has Python show an error as a command does, where no script catches it: its block says it all."""
+
+    def show(error: FairleadError) -> bool:
+        print(f"error: {error.block()}", file=sys.stderr, flush=True)
+        return True
+
+    _shown_by(error, show)
+
+
+def _shown_by(error: FairleadError, show: Callable[[FairleadError], bool]) -> None:
+    """Has `show` show it in place of Python's traceback, unless it returns False."""
     earlier = sys.excepthook
 
     def hook(kind: type[BaseException], raised: BaseException, traceback: TracebackType | None) -> None:
-        if raised is not error or not said_after_rank_0(error):
+        if raised is not error or not show(error):
             earlier(kind, raised, traceback)
 
     sys.excepthook = hook

@@ -15,7 +15,7 @@ from typing import Final
 from fairlead.errors import ConfigError, RunFailedError
 from fairlead_launch.meeting import Meeting
 from fairlead_launch.nodes import Ended, Members
-from fairlead_launch.ports import DEFAULT_PORT, PortError, bind_listener, free_port
+from fairlead_launch.ports import DEFAULT_PORT, PortError, bind_listener, hold_port
 from fairlead_launch.restarts import Restarts, last_step
 from fairlead_launch.supervise import Group
 from fairlead_launch.verdict import OtherNodeError
@@ -69,6 +69,7 @@ class SeveralNodes:
         self._trouble: str | None = None
         self._end: Message | None = None
         self._starts = 0
+        self._held = socket.socket()
         self.grows: Callable[[], bool] = lambda: False
         """Whether the ranks of now save and stop when they are asked to."""
 
@@ -117,6 +118,7 @@ class SeveralNodes:
 
     def close(self) -> None:
         """Leaves; node 0 waits until all have heard of the end."""
+        self._held.close()
         if self._line is not None:
             self._line.close()
         if self._meeting is not None:
@@ -186,7 +188,9 @@ class SeveralNodes:
         Another one in each start: what is left of the last one's ranks finds nobody.
         """
         first = self._port + 1 + self._starts % 100
-        return free_port("", [*range(first, min(first + 100, 65536)), 0])
+        self._held.close()
+        self._held = hold_port([*range(first, min(first + 100, 65536)), 0])
+        return int(self._held.getsockname()[1])
 
     def _read(self, line: Line) -> None:
         while (messages := line.receive()) is not None:

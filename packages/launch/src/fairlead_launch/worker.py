@@ -9,11 +9,14 @@ import sys
 import traceback
 from collections.abc import Mapping
 from types import TracebackType
-from typing import Any
+from typing import Any, Final
 
 from fairlead.errors import FairleadError
 from fairlead_launch.forked_child import run_python
 from fairlead_launch.reports import lost_a_peer, say_joining, send_report, watch_supervisor
+from fairlead_runs.exit_codes import ExitCode
+
+_NO_FAILURE: Final = (ExitCode.DONE, ExitCode.AGAIN, ExitCode.STOPPED, ExitCode.INTERRUPTED)
 
 
 def run_worker(module: bool, *words: str) -> None:
@@ -26,6 +29,10 @@ def run_worker(module: bool, *words: str) -> None:
             _run_module(*words)
         else:
             run_python(*words)
+    except SystemExit as ended:
+        if ended.code is not None and ended.code not in _NO_FAILURE:
+            send_report(environ, _said_exit(ended), 1)
+        raise
     except Exception as error:
         error.__traceback__ = _of_the_user(error)
         text = "".join(traceback.format_exception(error)).rstrip()
@@ -35,6 +42,13 @@ def run_worker(module: bool, *words: str) -> None:
         if not send_report(environ, text, code, lost_a_peer=lost_a_peer(error)):
             sys.excepthook(type(error), error, error.__traceback__)
         sys.exit(code)
+
+
+def _said_exit(ended: SystemExit) -> str:
+    """Where a script has ended itself: the same place each time is the same failure."""
+    frames = traceback.extract_tb(_of_the_user(ended))
+    place = f" at {frames[-1].filename}:{frames[-1].lineno}, in {frames[-1].name}" if frames else ""
+    return f"SystemExit: sys.exit({ended.code!r}){place}"
 
 
 def _run_module(name: str, *words: str) -> None:
