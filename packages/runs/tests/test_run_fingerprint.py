@@ -69,6 +69,20 @@ def test_what_makes_another_run_is_shown_by_path(path: str, value: Any, shown: s
         assert differences == [shown]
 
 
+def test_callbacks_are_compared_by_what_they_are() -> None:
+    """One line for a callback that was removed or added, and none for those behind it or for their order."""
+    stop = {"class": "lightning.pytorch.callbacks:EarlyStopping", "args": {"monitor": "loss", "patience": 3}}
+    ema, other = {"class": "m:Ema", "args": {"decay": 0.9}}, {"class": "m:Ema", "args": {"decay": 0.99}}
+    old = fingerprint(changed("trainer.callbacks", [stop, ema, other]))
+    assert old == fingerprint(changed("trainer.callbacks", [ema, other, stop]))
+    removed = fingerprint(changed("trainer.callbacks", [ema, other]))
+    assert [str(one) for one in old.differences(removed)] == [
+        "trainer.callbacks.EarlyStopping: lightning.pytorch.callbacks:EarlyStopping -> (not set)"
+    ]
+    slower = fingerprint(changed("trainer.callbacks", [stop, ema, {"class": "m:Ema", "args": {"decay": 0.999}}]))
+    assert [str(one) for one in old.differences(slower)] == ["trainer.callbacks.Ema-2.args.decay: 0.99 -> 0.999"]
+
+
 def test_it_does_not_depend_on_order_or_on_how_a_number_is_written() -> None:
     one = {"model": {"a": 1, "b": (1.0, 2)}, "trainer": {}, "run": {"seed": 1}}
     two = {"run": {"seed": 1.0}, "trainer": {}, "model": {"b": [1, 2.0], "a": 1.0}}

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import re
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -60,7 +62,8 @@ class Fingerprint:
     def differences(self, new: Fingerprint) -> list[Difference]:
         """What a later job changed, setting by setting: `trainer.precision: bf16-true -> 32-true`."""
         before, after = (
-            {path: json.dumps(value, ensure_ascii=False) for path, value in leaves(one.settings)} for one in (self, new)
+            {path: json.dumps(value, ensure_ascii=False) for path, value in leaves(settings)}
+            for settings in (_shortened(self.settings, new.settings), _shortened(new.settings, self.settings))
         )
         return [
             Difference(path, *_shown(before.get(path), after.get(path)))
@@ -105,7 +108,10 @@ def fingerprint(job: Mapping[str, Any]) -> Fingerprint:
         "run": {"seed": run.get("seed")},
         "trainer": job.get("trainer") or {},
     }
-    settings = redact(_canonical(counted, ""))
+    canonical = _canonical(counted, "")
+    if isinstance(canonical["trainer"].get("callbacks"), list):
+        canonical["trainer"]["callbacks"] = _by_class(canonical["trainer"]["callbacks"])
+    settings = redact(canonical)
     return Fingerprint(json_digest(settings), settings, tuple(run.get("accept") or ()))
 
 
@@ -113,6 +119,27 @@ def limits(job: Mapping[str, Any]) -> dict[str, Any]:
     """How long a job wants to train: a finished run with higher limits is not finished."""
     trainer = job.get("trainer") or {}
     return {name: _canonical(trainer.get(name), f"trainer.{name}") for name in LIMITS}
+
+
+def _by_class(callbacks: list[Any]) -> dict[str, Any]:
+    """Callbacks by the names of their classes: one that is added or removed moves no other."""
+    named: dict[str, Any] = {}
+    counts: Counter[str] = Counter()
+    for spec in callbacks:
+        name = re.split(r"[.:]", spec["class"])[-1]
+        counts[name] += 1
+        named[name if counts[name] == 1 else f"{name}-{counts[name]}"] = spec
+    return named
+
+
+def _shortened(settings: Mapping[str, Any], other: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The settings with no more than the class of a callback that the other job does not have."""
+    trainer, others = settings.get("trainer") or {}, (other.get("trainer") or {}).get("callbacks") or {}
+    callbacks = trainer.get("callbacks")
+    if not isinstance(callbacks, Mapping):
+        return settings
+    kept = {name: spec if name in others else spec["class"] for name, spec in callbacks.items()}
+    return {**settings, "trainer": {**trainer, "callbacks": kept}}
 
 
 def _canonical(value: Any, path: str) -> Any:
