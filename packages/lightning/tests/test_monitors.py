@@ -121,3 +121,56 @@ def test_right_ones_are_left_alone(tmp_path: Path) -> None:
     stops = [EarlyStopping("val/loss"), ModelCheckpoint(monitor="train/loss")]
     assert fit(tmp_path / "callbacks", callbacks=stops, check_val_every_n_epoch=2) == []
     assert fit(tmp_path / "plateau", Plateau("val/loss")) == []
+
+
+class EveryTen(L.Callback):
+    """A user's own, which does something at an interval."""
+
+    def __init__(self) -> None:
+        self.every_n_steps = 10
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"callbacks": [ModelCheckpoint(every_n_train_steps=9)]}, ["ModelCheckpoint(every_n_train_steps=9)"]),
+        ({"callbacks": [ModelCheckpoint(every_n_epochs=3)]}, ["ModelCheckpoint(every_n_epochs=3)"]),
+        ({"callbacks": [EveryTen()]}, ["EveryTen(every_n_steps=10)"]),
+        ({"callbacks": [EveryTen()], "max_epochs": 3}, []),
+        ({"check_val_every_n_epoch": 5}, ["the validation(check_val_every_n_epoch=5)"]),
+        ({"check_val_every_n_epoch": None, "val_check_interval": 7}, []),
+        ({"check_val_every_n_epoch": None, "val_check_interval": 9}, ["the validation(val_check_interval=9)"]),
+    ],
+)
+def test_an_interval_that_never_comes(tmp_path: Path, given: dict[str, Any], said: list[str]) -> None:
+    """Two epochs of four steps each, unless it says otherwise."""
+    fit(tmp_path, **given)
+    found = events(tmp_path / "run", "interval-never-comes")
+    assert [event["what"] for event in found] == [f"{one} never comes" for one in said]
+
+
+class OfEachRank(Plateau):
+    """Logs the loss of a step, which is another one on each rank, or its mean over the epoch."""
+
+    def __init__(self, of_epoch: bool) -> None:
+        super().__init__("own")
+        self.of_epoch = of_epoch
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.log("own", loss, on_step=not self.of_epoch, on_epoch=self.of_epoch)
+        return loss
+
+
+def decide(rank: int, root: Path) -> list[list[str]]:
+    said = []
+    for of_epoch in (False, True):
+        folder = root / str(of_epoch)
+        fit(folder, OfEachRank(of_epoch), devices=2, strategy="ddp", callbacks=[EarlyStopping("own")])
+        said.append([event["what"] for event in events(folder / "run", "metric-differs")])
+    return said
+
+
+def test_ranks_that_decide_by_numbers_of_their_own(tmp_path: Path) -> None:
+    (said, _) = run_ranks(decide, 2, tmp_path, timeout=120)
+    assert said == [["the metric 'own' of EarlyStopping and ReduceLROnPlateau differs over the ranks"], []]

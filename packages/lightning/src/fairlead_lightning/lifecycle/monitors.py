@@ -1,9 +1,12 @@
-"""Is each metric that something monitors logged? Said after the first epoch, not when a week of training is over."""
+"""Is each metric that something monitors logged, and the same on all ranks? Does what is due at an interval ever come?
+
+Said after the first epoch, or before it, and not when a week of training is over.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Final
@@ -15,8 +18,11 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from fairlead.config import CheckpointConfig
 from fairlead.errors import RunFailedError, did_you_mean
 from fairlead.findings import Finding
+from fairlead_distributed.objects import gather_objects
 from fairlead_distributed.run.session import RunSession
 from fairlead_lightning import compat
+from fairlead_lightning.lifecycle.intervals import never_due
+from fairlead_runs.waiting import listed
 
 _LATER: Final = "a metric that is first measured in a later epoch has to be logged from the first one on"
 _REFUSED: Final = (
@@ -55,6 +61,7 @@ class Monitors(L.Callback):
         self._session = session
         self._say = say or print
         self._waiting: list[_Monitor] | None = None
+        self._monitored: dict[str, list[str]] = {}
         self._said: set[_Monitor] = set()
         self._validated = False
         self._epochs = 0
@@ -63,7 +70,13 @@ class Monitors(L.Callback):
         """The callbacks and the schedules of this fit are known."""
         trial = vars(trainer).get("fast_dev_run")  # Lightning declares none
         self._waiting = None if trial else list(dict.fromkeys(self._monitors(trainer)))
+        self._monitored = {}
+        for one in self._waiting or ():
+            if one.owner != "trainer.checkpoint":  # rank 0 decides which is the best
+                self._monitored.setdefault(one.metric, []).append(one.owner)
         self._validated, self._epochs = False, 0
+        for finding in [] if trial else never_due(trainer):
+            self._found(trainer, finding)
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """One that is not the check before the training."""
@@ -73,12 +86,14 @@ class Monitors(L.Callback):
         """The epoch before has logged all that it will, and is saved."""
         if self._epochs:
             self._compare(trainer, over=False)
+            self._compare_ranks(trainer)
         self._epochs += 1
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """The last epoch is over, and saved."""
         if self._epochs:
             self._compare(trainer, over=True)
+            self._compare_ranks(trainer)
 
     def _monitors(self, trainer: L.Trainer) -> Iterator[_Monitor]:
         if self._checkpoint is not None and self._checkpoint.monitor is not None:
@@ -112,10 +127,37 @@ class Monitors(L.Callback):
 
     def _tell(self, trainer: L.Trainer, one: _Monitor, names: list[str], measured: bool) -> None:
         error = not_logged(one.owner, one.metric, names, None if measured else "the training ended before a validation")
-        finding = Finding.of(error, "warning", "monitor-not-logged")
+        self._found(trainer, Finding.of(error, "warning", "monitor-not-logged"))
+
+    def _compare_ranks(self, trainer: L.Trainer) -> None:
+        """Means over an epoch are those of all ranks; the value of a step, or what a rank sets itself, is its own."""
+        if trainer.world_size == 1 or not self._monitored:
+            return
+        own = {name: trainer.callback_metrics.get(name) for name in self._monitored}
+        ranks = gather_objects({name: None if value is None else float(value.mean()) for name, value in own.items()})
+        for name in list(self._monitored):
+            values = [one[name] for one in ranks]
+            if len(set(map(repr, values))) > 1:
+                self._found(trainer, _differs(self._monitored.pop(name), name, values))
+
+    def _found(self, trainer: L.Trainer, finding: Finding) -> None:
         self._session.event(finding.code, what=finding.what)
         if trainer.is_global_zero:
             self._say(str(finding))
+
+
+def _differs(owners: Sequence[str], metric: str, values: Sequence[float | None]) -> Finding:
+    """The finding about a metric whose value each rank decides by for itself."""
+    shown = (f"rank {rank}: {'none' if value is None else f'{value:.6g}'}" for rank, value in enumerate(values))
+    return Finding(
+        "warning",
+        "metric-differs",
+        f"the metric {metric!r} of {' and '.join(owners)} differs over the ranks",
+        where=", ".join(owners),
+        why=f"each rank decides by its own: {listed(shown, most=4)}",
+        fix=f"self.log({metric!r}, value, on_step=False, on_epoch=True) is the mean over all ranks; "
+        "for the value of a step, sync_dist=True",
+    )
 
 
 def not_logged(owner: str, metric: str, names: list[str], reason: str | None = None) -> RunFailedError:
