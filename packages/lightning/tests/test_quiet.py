@@ -11,6 +11,7 @@ import lightning.pytorch as L
 import pytest
 import torch
 from lightning.fabric.utilities.warnings import PossibleUserWarning
+from lightning.pytorch.callbacks import ModelSummary
 from tiny_job import Data, Line, make_trainer, plain
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -46,6 +47,17 @@ def test_a_fit_says_nothing_of_its_own(tmp_path: Any, caplog: pytest.LogCaptureF
         )
         trainer.fit(Model(), data)
     assert [r.getMessage() for r in caplog.records if r.name.startswith("lightning")] == []
+
+
+def test_a_summary_has_no_count_that_was_not_made(tmp_path: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """Under the callback, in a script that advertises nothing either, and warns of no short epoch."""
+    callbacks = [Fairlead(run=tmp_path / "run"), ModelSummary()]
+    with caplog.at_level(logging.INFO):
+        trainer = plain(max_steps=2, callbacks=callbacks, log_every_n_steps=50, enable_model_summary=True)
+        trainer.fit(Line(), datamodule=Data())
+    assert "Trainable params" in caplog.text
+    assert "Flops" not in caplog.text
+    assert "litlogger" not in caplog.text
 
 
 @pytest.mark.parametrize("kind", ["Trainer", "Fairlead"])

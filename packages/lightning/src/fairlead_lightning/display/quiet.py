@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -27,9 +28,10 @@ WARNED: Final = (
     r"The '\w+' does not have many workers which may be a bottleneck",
     r"`isinstance\(treespec, LeafSpec\)` is deprecated",
     r"The `srun` command is available on your system but is not used",
+    r"The number of training batches \(\d+\) is smaller than the logging interval",
 )
 """How the warnings begin, as regular expressions: small data needs no workers; a matter between Lightning and torch; an
-allocation that stays idle is a finding of ours, and a login node no mistake."""
+allocation that stays idle is a finding of ours, and a login node no mistake; a short epoch is logged as others are."""
 
 TORCH_DEFAULTS: Final = {"TORCH_CPP_LOG_LEVEL": "ERROR", "TORCH_FR_BUFFER_SIZE": "2000"}
 """Set before torch is imported, unless the user has set them. Where a peer has gone torch's store would print frames of
@@ -41,8 +43,8 @@ _LOGGERS: Final = (
     "lightning.fabric.utilities.rank_zero",
     "lightning_utilities.core.rank_zero",
 )
-
-
+_SUMMARY: Final = "lightning.pytorch.callbacks.model_summary"
+_NO_FLOPS: Final = re.compile(r"\n0 +Total Flops")
 _ENGINES: Final = r"(torch|torchmetrics|lightning|pytorch_lightning|lightning_fabric|lightning_utilities)(\.|$)"
 _OF_THE_CODE: Final = (UserWarning, FutureWarning, DeprecationWarning)
 
@@ -68,17 +70,29 @@ def _unknown(record: logging.LogRecord) -> bool:
     return not record.getMessage().startswith(LOGGED)
 
 
+def _without_zeros(record: logging.LogRecord) -> bool:
+    """Takes a count that was never made out of Lightning's summary of the model."""
+    record.msg = _NO_FLOPS.sub("", str(record.msg))
+    return True
+
+
+def hush() -> None:
+    """From now on the known messages do not show in this process."""
+    for name in _LOGGERS:
+        logging.getLogger(name).addFilter(_unknown)
+    logging.getLogger(_SUMMARY).addFilter(_without_zeros)
+    for message in WARNED:
+        warnings.filterwarnings("ignore", message=message)
+
+
 @contextmanager
 def quiet() -> Iterator[None]:
     """While this is open, the known messages do not show."""
-    loggers = [logging.getLogger(name) for name in _LOGGERS]
-    for logger in loggers:
-        logger.addFilter(_unknown)
     try:
         with warnings.catch_warnings():
-            for message in WARNED:
-                warnings.filterwarnings("ignore", message=message)
+            hush()
             yield
     finally:
-        for logger in loggers:
-            logger.removeFilter(_unknown)
+        for name in _LOGGERS:
+            logging.getLogger(name).removeFilter(_unknown)
+        logging.getLogger(_SUMMARY).removeFilter(_without_zeros)
