@@ -50,7 +50,8 @@ class Row:
 
     def against(self, before: Row) -> str:
         """How it compares with what it was; a difference counts where the intervals lie apart."""
-        worse, better = self.low > before.high, self.high < before.low
+        low, high = (float(f"{end:.3g}") for end in (self.low, self.high))  # as the table has those before
+        worse, better = low > before.high, high < before.low
         if self.ratio in LARGER_IS_BETTER:
             worse, better = better, worse
         word = "SLOWER" if worse else "faster" if better else "as before"
