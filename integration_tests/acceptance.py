@@ -57,9 +57,9 @@ def wrong_entries(requirements: Sequence[Requirement]) -> list[str]:
     if (first := names[: len(expected)]) != expected:
         found.append(f"the table has not exactly {expected[0]} to {expected[-1]} in their order")
     later = names[len(first) :]
-    last = [name for name in later if name[0] in "LP"]
+    last = [name for name in later if name[0] in "LPQ"]
     if last and last != sorted(later[-len(last) :], key=lambda name: (name[0], len(name), name)):
-        found.append("the entries L1, L2, ..., P1, P2, ... are not the last of the table, in their order")
+        found.append("the entries L1, ..., P1, ..., Q1, ... are not the last of the table, in their order")
     later = later[: len(later) - len(last)]
     if later != [f"T{number}" for number, _ in enumerate(later, start=1)]:
         found.append(f"behind {expected[-1]} the table has not exactly T1, T2, ... in their order")

@@ -214,6 +214,19 @@ def test_a_node_that_slurm_cannot_reach_for_a_while(cluster: Cluster, references
 
 
 @pytest.mark.full
+def test_a_run_that_is_cancelled_with_a_checkpoint_is_cancelled_for_slurm_too(cluster: Cluster, tmp_path: Path) -> None:
+    """`fairlead cancel`: saved, and not FAILED in `sacct` and in the mail."""
+    job = fit(cluster, tmp_path, case=PAIR, pause=0.3)
+    until_saved(job, tmp_path, 3)
+    (run,) = (tmp_path / "runs").iterdir()
+    (run / "STOP").touch()
+    assert job.wait() == "CANCELLED"
+    (stop,) = history(tmp_path, "stop")
+    assert stop["reason"] == "cancelled"
+    assert history(tmp_path, "checkpoint")[-1]["step"] == stop["step"]
+
+
+@pytest.mark.full
 def test_a_cancelled_job_is_saved_and_goes_on_when_submitted_again(
     cluster: Cluster, references: References, tmp_path: Path
 ) -> None:

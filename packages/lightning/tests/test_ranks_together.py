@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, Subset
 
 from fairlead import Fairlead, FairleadError
+from fairlead_distributed.run import opening
 from fairlead_distributed.testing import run_ranks
 
 BATCHES = (5, 3)
@@ -253,3 +254,22 @@ def test_in_one_process_a_module_reduces_too(tmp_path: Path) -> None:
             return super().training_step(batch, batch_idx)
 
     make_trainer(tmp_path / "own", max_steps=1).fit(Own(), datamodule=Data())
+
+
+def opens(rank: int, root: Path) -> str:
+    """What each rank gets where rank 0 cannot open the run, for a reason that is no error of ours."""
+    if rank == 0:
+
+        def refuses(*_: Any) -> Any:
+            raise OSError(30, "Read-only file system")
+
+        opening._open = refuses  # type: ignore[assignment]
+    with pytest.raises(Exception, match="Read-only file system") as caught:
+        make_trainer(root, devices=2, strategy="ddp", max_epochs=1).fit(Line(), datamodule=Data())
+    return f"{type(caught.value).__name__}: {caught.value}"
+
+
+def test_what_keeps_rank_0_from_opening_the_run_is_an_error_of_all(tmp_path: Path) -> None:
+    (zero, other) = run_ranks(opens, 2, tmp_path, timeout=60)
+    assert zero == "OSError: [Errno 30] Read-only file system"
+    assert other.startswith("RunFailedError: rank 0 could not open the run: OSError: [Errno 30] Read-only file system")

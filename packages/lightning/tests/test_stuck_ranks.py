@@ -57,12 +57,12 @@ def fit(limit_s=1200, **settings):
     session = RunSession(Handoff(run, 1, None), dict(), rank=rank)
     stuck = StuckRanks(os.environ, timeout=timedelta(seconds=limit_s), grace=timedelta(seconds=2))
     session.event("start", start=1)
-    stuck.begin(session)
     trainer = L.Trainer(
         accelerator="cpu", devices=2, strategy=DDPStrategy(timeout=timedelta(seconds=limit_s)), max_steps=6,
         enable_progress_bar=False, enable_checkpointing=False, enable_model_summary=False, logger=False,
         callbacks=[Recorder(session), stuck], **settings,
     )
+    stuck.begin(trainer, session)
     trainer.fit(Bad(), loader(batch_size=2))
     return trainer
 

@@ -68,7 +68,7 @@ class Ranks:
             host=f"n{node}.cluster",
             now=lambda: time.time() - age_s,
         )
-        self.monkeypatch.setattr("fairlead_runs.heartbeat._place", lambda _thread: place)
+        self.monkeypatch.setattr("fairlead_runs.heartbeat.place_of_thread", lambda _thread: place)
         for phase in phases or ("train",):
             writer.beat(phase, step)
         mine = local * 128

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import sys
 import time
@@ -19,6 +20,8 @@ from fairlead_runs.mailbox import StoreMailbox
 _LONGEST: Final = 8_000  # characters of an error; its ends matter
 _DID: Final = {"failed": "failed", "left": "has left the training"}
 NO_REPORT: Final = "exited without an error report: killed (out of memory?), or its node died"
+SAY_S: Final = 10.0
+"""Seconds after which a person is told who is waited for."""
 _STOPS: Final = (None, 0, 75, 130, 143)  # exit codes of an end, or of a stop that was asked for
 
 
@@ -130,6 +133,22 @@ def trouble_of(seconds: float, call: Callable[..., object], *args: object) -> st
 def to_stderr(text: str) -> None:
     """What a person should read, at once."""
     print(text, file=sys.stderr, flush=True)
+
+
+class SlowWait:
+    """Says once that something has been waited for for ten seconds; `text` is asked for what to say then."""
+
+    def __init__(self, text: Callable[[], str | None]) -> None:
+        self._text = text
+        self._at = time.monotonic() + SAY_S
+
+    def look(self) -> None:
+        """Called while it is waited."""
+        if time.monotonic() >= self._at:
+            self._at = math.inf
+            text = self._text()
+            if text is not None:
+                to_stderr(text)
 
 
 def end_process() -> None:

@@ -21,6 +21,7 @@ from fairlead.interfaces import Topology
 from fairlead.plugins import default_plugins
 from fairlead.starts import Start
 from fairlead_distributed import _environ
+from fairlead_distributed.alarms import SlowWait
 from fairlead_distributed.errors import AddressNotFoundError, AddressUnreachableError
 from fairlead_distributed.listener import StartListener, find_store, why_unreached
 from fairlead_distributed.store import tcp_store
@@ -192,6 +193,7 @@ def _await_listener(endpoint: Endpoint, rank: int, name: str, deadline: float) -
     """The address that answers, in numbers: torch connects to the same machine, and asks no name server again."""
     # A plain connect tells "name unknown", "refused" and "no answer" apart; the store's own client says one thing.
     started, pause = time.monotonic(), 0.02
+    slow = SlowWait(lambda: _said_waiting(rank, name, endpoint, deadline))
     while True:
         try:
             patience = min(5.0, max(0.1, _seconds(deadline)))
@@ -211,8 +213,15 @@ def _await_listener(endpoint: Endpoint, rank: int, name: str, deadline: float) -
                 )
                 failure.missing = (0,) if name == "rank 0" else ()
                 raise failure from error
+        slow.look()
         time.sleep(pause)
         pause = min(1.0, pause * 1.5)
+
+
+def _said_waiting(rank: int, name: str, endpoint: Endpoint, deadline: float) -> str | None:
+    """Of the many that wait for rank 0, one speaks."""
+    text = f"rank {rank} waits for {name} at {endpoint}; it gives up in {_seconds(deadline):.0f} s"
+    return text if rank == 1 else None
 
 
 def _seconds(deadline: float) -> float:

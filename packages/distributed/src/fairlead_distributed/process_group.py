@@ -20,7 +20,7 @@ from fairlead_distributed.errors import AlreadyInitializedError, RendezvousError
 from fairlead_distributed.info import DistributedInfo, get_distributed_info, get_rank, get_world_size, is_initialized
 from fairlead_distributed.opening import open_store
 from fairlead_distributed.preflight import own_facts
-from fairlead_distributed.rendezvous import meet
+from fairlead_distributed.rendezvous import DECLINE_S, meet
 from fairlead_launch.environment import BACKEND
 from fairlead_launch.reports import say_joining
 
@@ -188,6 +188,39 @@ def init_process_group(
             "NCCL_DEBUG=INFO says more",
         ) from error
     leave_at_exit()
+
+
+def decline_process_group(
+    why: str,
+    *,
+    init_method: str,
+    rank: int,
+    world_size: int,
+    environ: Mapping[str, str],
+    device: torch.device,
+    start: Start | None = None,
+) -> None:
+    """Tells the ranks that wait in `init_process_group` that this one does not come; takes seconds.
+
+    Raises:
+        RendezvousError: Always: a PreflightError where the others were there.
+    """
+    opened, start = open_store(
+        init_method, None, rank, world_size, start=start, environ=environ, timeout=timedelta(seconds=DECLINE_S)
+    )
+    with closing(opened):
+        facts = own_facts(device, start=start)
+        meet(
+            opened.store,
+            rank,
+            world_size,
+            facts,
+            start,
+            environ=environ,
+            timeout=timedelta(seconds=DECLINE_S),
+            where=opened.where,
+            declines=why,
+        )
 
 
 def destroy_process_group() -> None:

@@ -14,12 +14,14 @@ import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any, NoReturn
 
 import torch.distributed as dist
 
 from fairlead.starts import Start
 from fairlead_distributed import _environ
+from fairlead_distributed.alarms import SlowWait
 from fairlead_distributed.errors import PreflightError, RendezvousError
 from fairlead_distributed.preflight import RankFacts, absent_lines, differences
 from fairlead_runs.mailbox import StoreMailbox
@@ -27,6 +29,8 @@ from fairlead_runs.waiting import ranks_text
 
 _POLL_FIRST, _POLL_LAST = 0.002, 0.1  # seconds between two looks of rank 0 into the store
 _VERDICT_GRACE = 30.0  # seconds after rank 0's own deadline, until which its verdict has come if it lives
+DECLINE_S = 15.0
+"""Seconds for which a rank that does not come waits for the others, to tell them."""
 _READ_GRACE = 10.0  # seconds for which a failed rank 0 keeps the store alive, so that all have read why
 _TOGETHER = (
     "look at the output of the missing ranks: they did not start, ended early, or were given another MASTER_ADDR \
@@ -46,16 +50,18 @@ def meet(
     timeout: timedelta,
     where: str,
     all_here: Callable[[], None] = lambda: None,
+    declines: str | None = None,
 ) -> dist.PrefixStore:
     """Waits until all ranks of this attempt are here and fit together; returns the part of the store that is theirs.
 
     The store may be of any age. `all_here` is called on rank 0 when no further rank has to find it. All ranks that came
-    get the same PreflightError; a RendezvousError says that the store went away.
+    get the same PreflightError; a RendezvousError says that the store went away. `declines` says why this rank does not
+    take part: that is their error then, and its own.
     """
     attempt = dist.PrefixStore(f"fairlead/restart_{_environ.restart_count(environ)}", store)
     deadline = time.monotonic() + timeout.total_seconds()
     mailbox = StoreMailbox(attempt, rank, world_size)
-    meeting = _Meeting(mailbox, facts, start, deadline, timeout, where, all_here)
+    meeting = _Meeting(mailbox, facts, start, deadline, timeout, where, all_here, declines)
     generation = meeting.lead() if rank == 0 else meeting.follow()
     return dist.PrefixStore(f"{generation}/group", attempt)
 
@@ -69,13 +75,17 @@ class _Meeting:
     timeout: timedelta
     where: str
     all_here: Callable[[], None]
+    declines: str | None = None
 
     # -- rank 0
 
     def lead(self) -> int:
         generation, mailbox = self.mailbox.count("generation"), self.mailbox
+        if self.declines is not None:
+            self.decline(generation, self.declines)
         mailbox.arrive(f"{generation}/facts", self.facts.to_json())
         read, unread, pause = 0, set[int](), _POLL_FIRST
+        slow = SlowWait(partial(self.said_absent, generation))
         while not mailbox.has(f"{generation}/facts/all"):
             if mailbox.has(f"{generation}/failed"):
                 self.fail(generation, json.loads(mailbox.read([f"{generation}/failed"])[0]))
@@ -84,6 +94,7 @@ class _Meeting:
                 if verdict is None:
                     break
                 self.fail(generation, verdict)
+            slow.look()
             written = mailbox.count("hello", 0)
             unread.update(range(read + 1, written + 1))
             read = written
@@ -99,6 +110,19 @@ class _Meeting:
             self.fail(generation, self.verdict(what, "\n".join(different[1:]) or None, fix))
         mailbox.put(f"{generation}/go", "{}")
         return generation
+
+    def decline(self, generation: int, why: str) -> NoReturn:
+        """Answers all who come for a while, and tells them that rank 0 does not take part."""
+        answered = set[int]()
+        while len(answered) < self.mailbox.world_size - 1 and time.monotonic() < self.deadline:
+            written = set(range(1, self.mailbox.count("hello", 0) + 1))
+            answered.update(self.answer(generation, sorted(written - answered)))
+            time.sleep(_POLL_LAST)
+        self.fail(generation, self.declined(why))
+
+    def declined(self, why: str) -> dict[str, Any]:
+        who = f"rank {self.mailbox.rank} on {self.facts}"
+        return self.verdict(f"{who} failed before it joined the others", why, "look at its output, which says more")
 
     def answer(self, generation: int, numbers: Sequence[int]) -> list[int]:
         """Tells those who came which attempt this is; in few messages, for thousands come at once."""
@@ -120,6 +144,12 @@ class _Meeting:
     def records(self, generation: int, ranks: Sequence[int]) -> dict[int, RankFacts]:
         found = self.mailbox.read([f"{generation}/facts/{rank}" for rank in ranks])
         return {rank: RankFacts.from_json(text) for rank, text in zip(ranks, found, strict=True)}
+
+    def said_absent(self, generation: int) -> str | None:
+        missing = self.mailbox.missing(f"{generation}/facts")
+        hosts = "; ".join(absent_lines(missing, {}, self.start)[:4]).replace("missing: ", "")
+        left = self.deadline - time.monotonic()
+        return f"rank 0 waits at {self.where} for {hosts}; it gives up in {left:.0f} s" if missing else None
 
     def absent(self, generation: int) -> dict[str, Any] | None:
         """Who did not come; None when the last one was only not counted yet."""
@@ -154,6 +184,11 @@ class _Meeting:
         # From here on rank 0 says when it is enough: all ranks hear it at the same time.
         self.deadline = time.monotonic() + float(seconds) + _VERDICT_GRACE
         mailbox.count(f"{generation}/waiting")
+        if self.declines is not None:
+            verdict = self.declined(self.declines)
+            self.mailbox.put(f"{generation}/failed", json.dumps(verdict))
+            mailbox.count(f"{generation}/seen")
+            self.give_up(verdict)
         if int(world_size) != self.mailbox.world_size:
             why = f"the world size is {self.mailbox.world_size} on rank {rank} and {world_size} on rank 0"
             self.protest(generation, f"{why}; rank {rank} is on {self.facts}")

@@ -261,7 +261,12 @@ class RankWatch:
             end_process()
 
     def _end_left(self, alarm: Alarm) -> None:
-        if not self._left.wait(_GRACES * self._grace_s) and self._first is None:
+        if self._left.wait(self._grace_s) or self._first is not None:
+            return
+        patience = (_GRACES - 1) * self._grace_s
+        if self._local_rank in (None, 0):  # a supervisor hears of it at the end
+            to_stderr(f"{alarm}\nrank {self.rank} still waits for it, and exits in {patience:g} s")
+        if not self._left.wait(patience) and self._first is None:
             self._dump.write(alarm)
             self._say(f"{alarm}\nrank {self.rank} timed out waiting for it, and exits; its stacks are in {self.path}")
             if self._listener is not None:

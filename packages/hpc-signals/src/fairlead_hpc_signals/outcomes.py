@@ -103,11 +103,22 @@ class StopOutcome:
         lists = {name: tuple(data[name]) for name in ("cut", "without")}
         return cls(**{**data, "reason": StopReason(**data["reason"]), **lists})
 
-    def told(self, saved: str = "everything is saved", where: str = "") -> str:
-        """The stop as a person reads it: `saved` is what to say where all was; `where` is where it stopped."""
+    def told(
+        self,
+        saved: str = "everything is saved",
+        where: str = "",
+        earlier: str = "The newest complete checkpoint counts",
+    ) -> str:
+        """The stop as a person reads it.
+
+        Args:
+            saved: What to say where all was saved.
+            where: Where it stopped.
+            earlier: What there is where nothing could be saved, as a sentence without its full stop.
+        """
         kept = saved
         if self.unsaved is not None:
-            kept = f"not saved there: {self.unsaved}. The newest complete checkpoint counts"
+            kept = f"not saved there: {self.unsaved}. {earlier}"
         because = f"as {self.asked}" if self.asked else _BECAUSE.get(self.reason.why, "asked to stop")
         stopped = f"stopped{where}, {because}; {kept}"
         if self.error:

@@ -146,6 +146,13 @@ class Shutdown:
         return requeued(plan, requeuer, self._deadline)
 
 
+def _cancel(requeuer: Requeuer) -> None:
+    try:
+        requeuer.cancel()
+    except FairleadError as error:
+        warnings.warn(f"the scheduler will count this stop as a failure: {error.block()}", stacklevel=3)
+
+
 def claim_requeue(mailbox: Mailbox) -> bool:
     """Whether this rank is the one that has the job started again: the first of all ranks to ask."""
     return mailbox.count("shutdown/claimed") == 1
@@ -163,6 +170,8 @@ def requeued(plan: StopOutcome, requeuer: Requeuer | None, deadline: Deadline) -
             requeuer.not_again()
         except FairleadError as error:
             return replace(plan, error=error.block())
+        if plan.asked is not None:
+            _cancel(requeuer)
         return plan
     while True:
         try:

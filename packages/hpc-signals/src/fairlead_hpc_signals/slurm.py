@@ -130,6 +130,15 @@ class SLURMRequeuer(Requeuer):
         except RunFailedError as error:
             return f"{done}; the nodes could not be excluded: {error.why}"
 
+    def cancel(self) -> None:
+        """`scancel`: the exit code 143 of a stop would make the job FAILED. An allocation of `salloc` is left alone."""
+        argv = requeue_command(self.job, "slurm")
+        if not argv or self.environ.get("ENVIRONMENT") != "BATCH":  # sbatch sets it
+            return
+        _, problem = ask(["scancel", argv[-1]], time.monotonic() + self.config.timeout_s, self.environ)
+        if problem:
+            raise RunFailedError(f"the job is not cancelled: scancel {argv[-1]}", why=problem)
+
     def _ask(self, *words: str) -> str:
         said, problem = ask(words, time.monotonic() + self.config.timeout_s, self.environ)
         if problem:

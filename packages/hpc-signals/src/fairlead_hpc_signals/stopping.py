@@ -25,6 +25,7 @@ from fairlead_hpc_signals.switches import SwitchFiles
 from fairlead_hpc_signals.waits import LongestWait
 from fairlead_hpc_signals.watch import Overdue, StopWatch, to_stderr
 from fairlead_hpc_signals.workers import OutliveStops
+from fairlead_runs.waiting import Standing, own_standing
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -83,6 +84,16 @@ class PreemptionGuard:
 
     # -- in the loop
 
+    def watch_opening(self, at: str = "starting") -> None:
+        """Until `start`, which is called when the run is open: has a stop end this process a minute after its signal.
+
+        Nothing is trained by then, so nothing is lost. Call it on rank 0 alone; the others end with it.
+        """
+        if self._agreement is None and self._watch is None:
+            overdue = Overdue(lambda: requeuer_here(self._environ), progress=lambda: None, answers=False, at=lambda: at)
+            agreement = LocalAgreement(self.flags)
+            self._watch = StopWatch(self.flags, agreement, self._deadline, self._question, self.policy, overdue)
+
     def start(self, store: dist.Store | None = None, rank: int = 0, world_size: int = 1) -> PreemptionGuard:
         """Joins the other ranks, which all do so; the first `should_stop` does it otherwise.
 
@@ -94,6 +105,8 @@ class PreemptionGuard:
         """
         if self._agreement is not None:
             return self
+        if self._watch is not None:
+            self._watch.close()  # that of the opening
         dist = sys.modules.get("torch.distributed")  # never imported for a program without torch
         options: dict[str, Any] = {"deadline": self._deadline, "woken": self._wake}
         if store is not None and world_size > 1:
@@ -125,11 +138,12 @@ class PreemptionGuard:
         progress: Callable[[], object] | None = None,
         answers: bool = True,
         at: Callable[[], str] | None = None,
+        standing: Callable[[], Standing] = own_standing,
     ) -> None:
         """What to do when a stop is not carried out in time; before this is called `requeuer_here()` requeues.
 
         This process is then ended where it is, from a thread, with the exit code of a stop; so is one whose main
-        thread does not hear a second Ctrl-C.
+        thread does not hear a second Ctrl-C, or (in no scheduler's job) that gets a second SIGTERM.
 
         Args:
             requeuer: Has the job started again; called on one rank.
@@ -140,8 +154,9 @@ class PreemptionGuard:
                 change is then too late as well.
             answers: Whether rank 0 says at once that the signal has come; False where somebody else does.
             at: What the loop is at, as part of a sentence (`preparing its data`); None: `in its step`.
+            standing: Where the ranks are that the stop waits for; said once when nothing has changed for ten seconds.
         """
-        self._overdue = Overdue(lambda: requeuer, budget, record, tell, progress, answers, at)
+        self._overdue = Overdue(lambda: requeuer, budget, record, tell, progress, answers, at, standing)
         if self._watch is not None:
             self._watch.overdue = self._overdue
 

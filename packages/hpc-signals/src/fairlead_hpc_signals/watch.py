@@ -1,5 +1,7 @@
 """Sees to it that a stop is over in time: a rank whose main thread does not come to it is ended without it.
 
+What takes longer than ten seconds is said once: which rank is waited for, where it stands, and when the job gives up.
+
 The main thread may sit in a collective with a rank that is stopped or dead, in C code, or in a save that hangs. Then a
 thread of each rank sees the deadline come: the first has the job started again, from the newest complete checkpoint,
 and all end with the exit code of a stop.
@@ -9,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import select
 import sys
@@ -29,10 +32,14 @@ from fairlead_hpc_signals.outcomes import StopOutcome, StopPolicy, exit_code_wit
 from fairlead_hpc_signals.question import Question
 from fairlead_hpc_signals.shutdown import OUTCOME, claim_requeue, requeued
 from fairlead_runs.mailbox import Mailbox, StoreMailbox
+from fairlead_runs.waiting import Standing, own_standing
 
 _LOOK_S: Final = 0.2  # how often, once a stop was asked for
-_STALL_S: Final = 60.0  # without a batch for so long, a training does not come to the end of its step any more
+_STALL_S: Final = 60.0  # without progress for so long, the main thread does not come to the stop any more
+_SAY_S: Final = 10.0  # without progress for so long, a person is told who is waited for
+_ASK_S: Final = 2.0  # how often it is looked where the ranks stand, once one has made no progress for so long
 _INSISTED_S: Final = 3.0  # what a second Ctrl-C gives the main thread: it raises KeyboardInterrupt there
+_APART_S: Final = 1.0  # a second SIGTERM that comes sooner belongs to the first: a launcher often sends two
 _STORE_S: Final = 3.0  # how long the store may take; the rank that hosts it may be the one that hangs
 
 _LEAVE_S: Final = 5.0  # how long rank 0 waits for the others at the very end
@@ -84,6 +91,7 @@ class Overdue:
         record: Writes the history: before the job is requeued, on the rank that has it done.
         tell: Tells the user, after it.
         progress: Changes while the loop gets on, between two calls of `should_stop` too; None: nothing does that.
+        standing: Where the ranks are, asked for when nothing has changed for a while.
         answers: Whether the user hears at once that the signal has come; else somebody else says it.
         at: What the loop is at, as in `this rank is still preparing its data`; None: in its step.
     """
@@ -95,6 +103,7 @@ class Overdue:
     progress: Callable[[], object] | None = None
     answers: bool = True
     at: Callable[[], str] | None = None
+    standing: Callable[[], Standing] = own_standing
 
 
 class StopWatch:
@@ -185,23 +194,32 @@ class StopWatch:
                 self._announce()
         elif self._deadline.in_job:
             self._asking(self._hear_early)
-        seen, since = self._progress(), time.monotonic()
+        seen, since, said = self._progress(), time.monotonic(), False
+        standing, asked_at = own_standing(), -math.inf
         while not self._closed.wait(_LOOK_S):
             if not self._agreement.asked or self.phase == "requeue":
                 continue
             now = self._progress()
-            if now != seen or self.phase != "training":
-                seen, since = now, time.monotonic()
-            if self._insisted():
-                self.end("Ctrl-C was pressed again", again=False)
+            if now != seen:
+                seen, since, said = now, time.monotonic(), False
+            self._end_if_insisted()
             failure = self._agreement.failure
             if failure is not None and failure.missing:  # without the store, the next collective fails
                 self.end(failure.short, failure.missing)
             if self._share_deadline().left_to_save() < 0:
-                at = self.overdue.at() if self.overdue.at is not None and self.phase == "training" else _AT[self.phase]
-                self.end(f"no time is left, and this rank is still {at}")
-            if self.overdue.progress is not None and time.monotonic() - since > _STALL_S:
-                self.end(f"the step did not end within {_STALL_S:g} s")
+                self.end(f"no time is left, and this rank is still {self._at}")
+            still = time.monotonic() - since
+            if still < _SAY_S:
+                continue
+            if time.monotonic() - asked_at > _ASK_S:
+                standing, asked_at = self.overdue.standing(), time.monotonic()
+            limit = _STALL_S if self.overdue.progress is not None and not standing.at_work else math.inf
+            if self._leads and not said:
+                said = True
+                left = min(limit - still, self._deadline.left_to_save())
+                to_stderr(f"the stop waits for {standing.text}; in {left:.0f} s the job ends without it")
+            if still > limit:
+                self.end(f"this rank is still {self._at}, and nothing has changed for {limit:g} s")
 
     def _ask_early(self) -> None:
         """Rank 0 asks for all, while they train; one that hangs at the signal cannot be waited for."""
@@ -227,10 +245,24 @@ class StopWatch:
         again = "; again to stop now" if "SIGINT" in self._flags.counts else ""
         to_stderr(f"{names or 'asked'}: stopping after this step, then saving{again}")
 
-    def _insisted(self) -> bool:
-        """Whether a second Ctrl-C came, and its KeyboardInterrupt has not ended the main thread."""
-        times = [flag.time for flag in self._flags.flags if flag.signal == "SIGINT"]
-        return len(times) > 1 and time.time() - times[1] > _INSISTED_S
+    @property
+    def _at(self) -> str:
+        """What this rank is at, as part of a sentence."""
+        return self.overdue.at() if self.overdue.at is not None and self.phase == "training" else _AT[self.phase]
+
+    def _end_if_insisted(self) -> None:
+        """Ends this process after a second Ctrl-C whose KeyboardInterrupt is not heard, or a person's second SIGTERM.
+
+        In a job of a scheduler several SIGTERM belong to one stop.
+        """
+        times: dict[str, list[float]] = {}
+        for flag in self._flags.flags:
+            times.setdefault(flag.signal, []).append(flag.time)
+        pressed, terminated = times.get("SIGINT", []), times.get("SIGTERM", [])
+        if len(pressed) > 1 and time.time() - pressed[1] > _INSISTED_S:
+            self.end("Ctrl-C was pressed again", again=False)
+        if len(terminated) > 1 and terminated[-1] - terminated[0] > _APART_S and not self._deadline.in_job:
+            self.end("SIGTERM came again")
 
     def _share_deadline(self) -> Deadline:
         """The deadline, with what rank 0 has heard from the scheduler; asked for only when it counts."""

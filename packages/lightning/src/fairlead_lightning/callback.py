@@ -21,6 +21,7 @@ from fairlead_distributed.run.session import RunSession
 from fairlead_lightning import compat
 from fairlead_lightning.build import build_backend
 from fairlead_lightning.checkpoint.commits import copies_of
+from fairlead_lightning.display.quiet import hush
 from fairlead_lightning.fit import (
     FitParts,
     advice_for_scripts,
@@ -87,6 +88,7 @@ class Fairlead(L.Callback):
         plugins: PluginManager | None = None,
         guard: StopGuard | None = None,
     ) -> None:
+        hush()  # before the script's Trainer is made, which advertises
         self.run = run_config(run)
         self.checkpoint = checkpoint or CheckpointConfig()
         self.batch_policy = batch_policy

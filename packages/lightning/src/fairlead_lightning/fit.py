@@ -23,7 +23,7 @@ from torch.multiprocessing import ProcessExitedException
 
 from fairlead.checks import check_trainer
 from fairlead.config import CheckpointConfig, JobConfig, RunConfig, TrainerConfig
-from fairlead.errors import FingerprintError
+from fairlead.errors import FairleadError, FingerprintError
 from fairlead.findings import Finding, Inexact, raise_errors
 from fairlead.interfaces import BuildContext, Extras, Setting
 from fairlead.plugins import PluginManager
@@ -31,7 +31,7 @@ from fairlead.resolve import Resolution
 from fairlead_distributed.run.joining import join_process_group
 from fairlead_distributed.run.opening import handed_over, no_run_handed_over, waiting_handoff
 from fairlead_distributed.run.session import RunSession
-from fairlead_launch.reports import REPORT_FD
+from fairlead_launch.reports import REPORT_FD, show_without_traceback
 from fairlead_lightning import compat
 from fairlead_lightning.build import build_backend
 from fairlead_lightning.checkpoint.checkpoints import Checkpoints
@@ -130,18 +130,19 @@ def described_job(run: RunConfig, model: Any, data: Any, trainer: Mapping[str, A
 
 @contextmanager
 def advice_for_scripts() -> Iterator[None]:
-    """What refuses another run's directory says what to change in a script, which has no command line of ours."""
+    """What refuses to open a run says what to change in a script, which has no command line of ours; no traceback."""
     try:
         yield
-    except FingerprintError as error:
+    except FairleadError as error:
         accepted = re.findall(r"--accept (\S+?)(?=[; ]|$)", error.fix or "", re.MULTILINE)
-        if accepted:
+        if isinstance(error, FingerprintError) and accepted:
             error.fix = (
                 "undo the changes to continue it, or accept those that make no difference: "
                 f"RunConfig(accept={accepted!r});\n"
                 'or give the run another name, or RunConfig(resume="never"): a new directory beside it;\n'
                 "or RunConfig(resume=CHECKPOINT): a new directory that starts from a checkpoint of this run"
             )
+        show_without_traceback(error)
         raise
 
 
@@ -240,8 +241,9 @@ class FitParts:
             first += [self.even, self.samples, self.finite, self.trainable, self.replicas]
             for part in (self.even, self.samples, self.finite, self.replicas):
                 part.begin(session)
-            self.stuck.begin(session)
-            self.stops.begin(trainer, session, writes, here=trains_here(self._resolution))
+            here = trains_here(self._resolution)
+            self.stuck.begin(trainer, session, here=here)
+            self.stops.begin(trainer, session, writes, here=here)
             told = [self._trainjob] if self._trainjob is not None else []
             monitors = Monitors(checkpoint, session, self._say)
             records = [monitors, Recorder(session, self.stops), *told, self.stuck, self.stops]

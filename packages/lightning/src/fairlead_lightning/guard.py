@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
 from fairlead.interfaces import Requeuer
+from fairlead_runs.waiting import Standing, own_standing
 
 
 class StopSignals(Protocol):
@@ -60,6 +61,9 @@ class StopGuard(Protocol):
     def in_worker(self) -> Any:
         """The `OutliveStops` for the workers of a loader."""
 
+    def watch_opening(self, at: str = "starting") -> object:
+        """Until `start`: has a stop end this process in time; on rank 0."""
+
     def start(self) -> object:
         """Joins the other ranks; on all of them, when the process group is there."""
 
@@ -73,6 +77,7 @@ class StopGuard(Protocol):
         progress: Callable[[], object] | None = None,
         answers: bool = True,
         at: Callable[[], str] | None = None,
+        standing: Callable[[], Standing] = own_standing,
     ) -> None:
         """What to do when a stop is not carried out in time."""
 

@@ -147,7 +147,7 @@ class Heartbeat:
             if self._time != seen:
                 seen, since = self._time, time.monotonic()
             still = time.monotonic() - since >= self._still_s
-            self._write(_place(self._thread_id) if still else "")
+            self._write(place_of_thread(self._thread_id) if still else "")
 
 
 def read_heartbeats(folder: Path) -> list[Beat]:
@@ -166,8 +166,10 @@ def read_heartbeats(folder: Path) -> list[Beat]:
     return sorted(beats, key=lambda beat: (beat.rank, beat.time))
 
 
-def _place(thread_id: int) -> str:
-    """The innermost frame of a thread."""
+def place_of_thread(thread_id: int | None = None) -> str:
+    """Where a thread stands, `function@file.py:12`; None: the main thread."""
+    thread_id = threading.main_thread().ident if thread_id is None else thread_id
+    assert thread_id is not None  # it has been started
     frame = sys._current_frames().get(thread_id)
     if frame is None:
         return "ended"

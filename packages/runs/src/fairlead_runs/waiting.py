@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import groupby, pairwise
 from typing import Final, Literal
 
-from fairlead_runs.heartbeat import Beat
+from fairlead_runs.heartbeat import Beat, place_of_thread
 
 _BEHIND_S: Final = 10.0
 """A rank that is behind for so long is named; before that, a step or a slow file system explains it."""
@@ -34,6 +34,24 @@ class Waiting:
     why: Literal["behind", "elsewhere", "silent"]
     behind: tuple[Beat, ...]
     others: tuple[Beat, ...]
+
+
+@dataclass(frozen=True)
+class Standing:
+    """Where the ranks are that a stop waits for.
+
+    Args:
+        text: The ranks and their places, as a subject: `rank 1 (in its step, at backward@loss.py:12)`.
+        at_work: One of them is saving, and does not wait for another: that may take its time.
+    """
+
+    text: str
+    at_work: bool = False
+
+
+def own_standing() -> Standing:
+    """Where the main thread of this process is."""
+    return Standing(f"this process (at {place_of_thread()})")
 
 
 def grouped(beats: Iterable[Beat]) -> list[tuple[Beat, ...]]:
@@ -61,6 +79,11 @@ def waiting(beats: Sequence[Beat], now: float | None) -> Waiting | None:
     if not all(b.place and still(b, _SILENT_S) for b in beats):
         return None
     return _named("elsewhere", _standing_elsewhere(beats), beats)
+
+
+def waits_there(place: str) -> bool:
+    """Whether a rank that stands at this place waits for others."""
+    return bool(_WAITS.match(place))
 
 
 def rank_ranges(ranks: Iterable[int], longest: int = 40) -> str:
@@ -116,7 +139,7 @@ def _reached(beat: Beat) -> tuple[int, int]:
 
 def _standing_elsewhere(beats: Sequence[Beat]) -> list[Beat]:
     """The ranks that do not wait while others do; else those at the rarest place, if most stand elsewhere."""
-    busy = [b for b in beats if not _WAITS.match(b.place)]
+    busy = [b for b in beats if not waits_there(b.place)]
     if len(busy) < len(beats):
         return busy
     rarest = min(grouped(beats), key=len)

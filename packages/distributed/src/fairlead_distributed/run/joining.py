@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, MutableMapping
 from datetime import timedelta
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -11,8 +12,11 @@ import torch.distributed as dist
 from fairlead.network import library_variables
 from fairlead.resolve import Resolution
 from fairlead_distributed import init_process_group, tcp_store
-from fairlead_distributed.process_group import DEFAULT_TIMEOUT
+from fairlead_distributed.alarms import trouble_of
+from fairlead_distributed.process_group import DEFAULT_TIMEOUT, decline_process_group
+from fairlead_distributed.rendezvous import DECLINE_S
 from fairlead_launch.ports import inherited_listener
+from fairlead_launch.reports import REPORT_FD
 
 
 def join_process_group(resolution: Resolution, environ: Mapping[str, str], *, config_hash: str | None = None) -> None:
@@ -32,7 +36,7 @@ def join_process_group(resolution: Resolution, environ: Mapping[str, str], *, co
     listener = inherited_listener(environ)
     init_process_group(
         backend=resolution.backend,
-        init_method=f"tcp://{resolution.value('main_address')}:{resolution.value('main_port')}",
+        init_method=_meeting_place(resolution),
         world_size=resolution.world_size,
         rank=int(resolution.value("global_rank")),
         timeout=timeout,
@@ -43,6 +47,31 @@ def join_process_group(resolution: Resolution, environ: Mapping[str, str], *, co
         start=resolution.topology.start,
         config_hash=config_hash,
     )
+
+
+def tell_of_failure(resolution: Resolution, environ: Mapping[str, str], why: str) -> None:
+    """Tells the ranks that wait for this one in `join_process_group` that it has failed before; takes seconds.
+
+    Where a supervisor has started them, or they have met by now, they learn of it by themselves.
+    """
+    alone = not resolution.topology.launched or resolution.world_size == 1
+    if alone or dist.is_initialized() or REPORT_FD in environ or resolution.backend == "xla":
+        return
+    decline = partial(
+        decline_process_group,
+        why,
+        init_method=_meeting_place(resolution),
+        rank=int(resolution.value("global_rank")),
+        world_size=resolution.world_size,
+        environ=environ,
+        device=torch.device(resolution.device_type if resolution.device_type == "cuda" else "cpu"),
+        start=resolution.topology.start,
+    )
+    trouble_of(2 * DECLINE_S, decline)  # they may have failed as well; this rank has an error to show anyway
+
+
+def _meeting_place(resolution: Resolution) -> str:
+    return f"tcp://{resolution.value('main_address')}:{resolution.value('main_port')}"
 
 
 def apply_network_settings(resolution: Resolution, environ: Mapping[str, str]) -> None:

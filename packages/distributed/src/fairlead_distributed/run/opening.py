@@ -12,7 +12,7 @@ from typing import Any
 import torch.distributed as dist
 
 from fairlead.config import RunConfig
-from fairlead.errors import FairleadError
+from fairlead.errors import FairleadError, RunFailedError
 from fairlead.findings import Finding
 from fairlead.hooks import answer
 from fairlead.plugins import default_plugins
@@ -61,11 +61,16 @@ def open_session(
         return _session(_heard(), job, rank=rank)
     try:
         session = _open(job, resolution, run, environ, ckpt_path, copies)
-    except FairleadError as error:
-        broadcast_object(error)
+    except Exception as error:
+        # The others wait for this answer, whatever went wrong here.
+        broadcast_object(error if isinstance(error, FairleadError) else _of_rank_0(error))
         raise
     broadcast_object(session.handoff)
     return session
+
+
+def _of_rank_0(error: Exception) -> FairleadError:
+    return RunFailedError(f"rank 0 could not open the run: {type(error).__name__}: {error}")
 
 
 def _session(handoff: Handoff, job: Mapping[str, Any], **own: Any) -> RunSession:

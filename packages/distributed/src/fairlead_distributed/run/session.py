@@ -15,7 +15,7 @@ from fairlead.errors import FairleadError, RunDirectoryError, RunFailedError, Ru
 from fairlead.exactness import job_digest
 from fairlead_distributed.info import get_world_size
 from fairlead_launch.reports import lost_a_peer
-from fairlead_runs import Heartbeat, History, RunDirectory, fingerprint, origin
+from fairlead_runs import Beat, Heartbeat, History, RunDirectory, fingerprint, origin, read_heartbeats
 from fairlead_runs.commit import Fence
 from fairlead_runs.commit.files import disk_error
 from fairlead_runs.fingerprints import limits
@@ -109,6 +109,10 @@ class RunSession:
         self.phase = phase
         if self._heartbeat is not None:
             self._heartbeat.beat(phase, step)
+
+    def heartbeats(self) -> list[Beat]:
+        """The last sign of life of each rank of this start, by rank."""
+        return [beat for beat in read_heartbeats(self.path / "heartbeats") if beat.start == self.start]
 
     def raise_if_replaced(self, *, look: bool = False) -> None:
         """Raises where rank 0 has learned, in whatever thread, that another start owns the run; `look`: or sees now."""

@@ -129,6 +129,8 @@ def _run(arguments: argparse.Namespace, session: Session, release: Callable[[], 
         guard.flags.install()  # before torch is imported, which takes seconds
         for number in came:
             signal.raise_signal(number)
+        if first and not evaluates:
+            guard.watch_opening()
         for name, value in TORCH_DEFAULTS.items():
             os.environ.setdefault(name, value)
         try:

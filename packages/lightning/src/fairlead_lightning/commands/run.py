@@ -18,8 +18,9 @@ from fairlead.config import JobConfig
 from fairlead.errors import ConfigError, FairleadError, RunFailedError
 from fairlead.interfaces import BuildContext
 from fairlead.user_code import CodeRoot, activate
+from fairlead_distributed.alarms import Alarm
 from fairlead_distributed.objects import broadcast_object
-from fairlead_distributed.run.joining import join_process_group
+from fairlead_distributed.run.joining import join_process_group, tell_of_failure
 from fairlead_distributed.run.opening import file_to_evaluate
 from fairlead_launch.reports import leave_to_rank_0, lost_a_peer, said_after_rank_0, send_report, watch_supervisor
 from fairlead_lightning.checkpoint.rebuilt import build_user_object
@@ -54,6 +55,8 @@ def run_rank(arguments: argparse.Namespace, session: Session, checked: CheckedJo
     except SpokenForError:
         return RunFailedError.exit_code
     except BaseException as error:
+        if isinstance(error, Exception) and checked.resolution is not None:
+            tell_of_failure(checked.resolution, session.environ, Alarm.of_error(_rank(checked), error).what)
         if session.debug:
             traceback.print_exc()
         text, code = described_failure(error, root)

@@ -45,6 +45,11 @@ class Recorder(L.Callback):
         """The loaders' workers start, and the first batch is waited for."""
         self._beat(trainer, "first-batch")
 
+    def on_train_batch_start(self, trainer: L.Trainer, *_: Any, **__: Any) -> None:
+        """A save is over."""
+        if self.session.phase == "save":
+            self._beat(trainer, "train")
+
     def on_train_batch_end(self, trainer: L.Trainer, *_: Any, **__: Any) -> None:
         """One more batch, or back from a validation."""
         self._beat(trainer, "train")
@@ -56,7 +61,7 @@ class Recorder(L.Callback):
         self._beat(trainer, "sanity" if trainer.sanity_checking else "validate")
 
     def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
-        """A checkpoint is being written; the next batch ends that."""
+        """A checkpoint is being written, until the next batch."""
         self._beat(trainer, "save")
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:

@@ -19,11 +19,15 @@ from fairlead_lightning.build import build_backend
 from fairlead_lightning.checkpoint.commits import copies_of
 from fairlead_lightning.guard import StopGuard, StopSignals
 from fairlead_lightning.loggers.preempting import mark_preempting
-from fairlead_runs import count_starts, read_history, refusal
+from fairlead_runs import Beat, count_starts, read_history, refusal
+from fairlead_runs.commit import newest_complete
+from fairlead_runs.heartbeat import place_of_thread
+from fairlead_runs.waiting import Standing, grouped, listed, own_standing, ranks_text, waiting, waits_there
 
 _BATCHES: Final = ("train", "validate", "sanity")
 """The phases of a rank in which one batch follows another."""
-
+SAVES: Final = ("save", "stopping")
+"""Those in which it writes."""
 
 _AT: Final = {
     "": "starting",
@@ -34,6 +38,7 @@ _AT: Final = {
     "validate": "in its validation",
     "sanity": "in its sanity check",
     "save": "saving",
+    "stopping": "saving",
 }
 """What a rank is at in a phase, as part of a sentence; else it is in its step."""
 
@@ -118,7 +123,11 @@ class Ending:
 
         def progress() -> object:
             if self._session.phase not in _BATCHES:
-                return object()  # a save, or a compiler, may take its time
+                place = place_of_thread()
+                if self._session.phase in SAVES and not waits_there(place):
+                    return object()  # it writes, which may take its time
+                # A compiler moves; what else goes on before the first step of a start has nothing to lose.
+                return self._session.phase, place if self._session.phase == "first-batch" else ""
             loop = trainer.fit_loop.epoch_loop
             return loop.batch_progress.total.ready, loop.val_loop.batch_progress.total.ready, trainer.sanity_checking
 
@@ -129,8 +138,20 @@ class Ending:
             tell=self._tell,
             progress=progress,
             answers=REPORT_FD not in self._environ,  # the supervisor does, for all ranks
-            at=lambda: _AT.get(self._session.phase, "in its step"),
+            at=lambda: _at(self._session.phase),
+            standing=self._standing,
         )
+
+    def _standing(self) -> Standing:
+        """Where the ranks are that the others wait for; all of them, where none stands out."""
+        beats = [beat for beat in self._session.heartbeats() if beat.phase != "stopped"]
+        if not beats:
+            return own_standing()
+        found = waiting(beats, time.time())
+        groups = grouped(found.behind if found is not None else beats)
+        named = [f"{ranks_text(beat.rank for beat in group)} ({_stands(group[0])})" for group in groups]
+        at_work = any(beat.phase in SAVES and not waits_there(beat.place) for beat in beats)
+        return Standing(listed(named, most=4), at_work)
 
     def carry_out(self, requested: StopRequested) -> None:
         """Ends all ranks together, once Lightning has left its loops, and tells the user.
@@ -212,11 +233,17 @@ class Ending:
         self._record(self._reason)
         self._session.event("requeue", any_rank=True, by=self._config.name, step=self._step())
 
+    def _newest(self) -> str:
+        newest = newest_complete(self._session.path / "checkpoints").checkpoint
+        if newest is None:
+            return "There is no checkpoint yet: the next start begins anew"
+        return f"The newest complete checkpoint is {newest.path.name}"
+
     def _tell(self, outcome: Any) -> None:
         saved = "everything is saved" if self._saves else "no checkpoint was asked for"
         if self._lacking is not None:
             saved += f" in {self._session.path}, where the next start must find it: {self._lacking}"
-        text = outcome.told(saved, f" at step {self._step()}")
+        text = outcome.told(saved, f" at step {self._step()}", self._newest())
         if self._trainer.is_global_zero:
             self._say(text)
             send_report(
@@ -224,6 +251,14 @@ class Ending:
             )  # where it ends late, nothing else says that it was a stop
         elif not send_report(self._environ, text, outcome.exit_code):  # in place of rank 0
             to_stderr(text)
+
+
+def _at(phase: str) -> str:
+    return _AT.get(phase, "in its step")
+
+
+def _stands(beat: Beat) -> str:
+    return f"{_at(beat.phase)}, at {beat.place}" if beat.place else _at(beat.phase)
 
 
 def _close_loggers(trainer: L.Trainer, status: str) -> None:
@@ -254,3 +289,6 @@ class _RecordingRequeuer(Requeuer):
 
     def not_again(self) -> None:
         self._requeuer.not_again()
+
+    def cancel(self) -> None:
+        self._requeuer.cancel()

@@ -19,6 +19,7 @@ import torch
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from fairlead_distributed.alarms import Alarm, asked_to_stop
+from fairlead_distributed.info import get_world_size
 from fairlead_distributed.run.session import RunSession
 from fairlead_distributed.stacks import flight_recorder_variables, show_stacks_on_signal
 from fairlead_distributed.stuck import GRACE, RankWatch
@@ -67,21 +68,25 @@ class StuckRanks(L.Callback):
         """Spawned ranks make their own threads, and are none of torchrun's."""
         return {**self.__dict__, "_watch": None, "_earlier": None, "_environ": {}}
 
-    def begin(self, session: RunSession) -> None:
-        """A fit of this run begins; it is watched from its `setup` on, when the ranks are connected."""
+    def begin(self, trainer: L.Trainer, session: RunSession, *, here: bool = True) -> None:
+        """A fit of this run begins, `here` or in ranks that it spawns; watched once the ranks are connected."""
         self._session = session
+        if here and trainer.world_size in (1, get_world_size()):
+            self._watch_fit(trainer, session)
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """The ranks are connected: from now on they hear of each other."""
-        if self._session is None:
-            return
+        """The ranks are connected, also those that Lightning has started."""
+        if self._session is not None and self._watch is None:
+            self._watch_fit(trainer, self._session)
+
+    def _watch_fit(self, trainer: L.Trainer, session: RunSession) -> None:
 
         def progress() -> object:
             loop = trainer.fit_loop.epoch_loop
             validated = loop.val_loop.batch_progress.total.ready
             return trainer.current_epoch, loop.batch_progress.total.ready, validated, trainer.state.stage
 
-        self.watch(self._session, trainer.global_rank, trainer.local_rank, progress)
+        self.watch(session, trainer.global_rank, trainer.local_rank, progress)
 
     def watch(
         self, session: RunSession, rank: int, local_rank: int, progress: Callable[[], object] | None = None
