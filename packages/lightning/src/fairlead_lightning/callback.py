@@ -32,6 +32,8 @@ from fairlead_lightning.fit import (
     run_config,
 )
 from fairlead_lightning.guard import StopGuard
+from fairlead_lightning.loggers.of_scripts import continue_loggers
+from fairlead_lightning.resume.rank_state import saved_positions
 from fairlead_lightning.resume.seen import uncut_loggers
 from fairlead_runs.batch_policy import batch_plan
 from fairlead_runs.describe import described
@@ -141,6 +143,7 @@ class Fairlead(L.Callback):
             _commit_checkpoints(trainer, BuildContext(resolution, self._environ, plugins))
             self._accumulate = trainer.accumulate_grad_batches
             trainer.accumulate_grad_batches = batch_plan(resolution, session.previous)
+            continue_loggers(trainer.loggers, saved_positions(session), session.resume_step)
             if session.resumed and (uncut := uncut_loggers(trainer.loggers)):
                 names = ", ".join(uncut)
                 trainer.print(f"{names}: not cut back, so repeated steps are in it twice; metrics.csv is correct")

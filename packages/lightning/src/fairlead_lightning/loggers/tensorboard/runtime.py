@@ -33,6 +33,10 @@ class EventLogger(TensorBoardLogger):
 
     def __init__(self, *, position: Mapping[str, Any] | None, resume_step: int | None, **arguments: Any) -> None:
         super().__init__(**arguments)
+        self.begin(position, resume_step)
+
+    def begin(self, position: Mapping[str, Any] | None, resume_step: int | None) -> None:
+        """What it knows before it has written anything."""
         self._position = position
         self._resume_step = resume_step
         self._known: set[str] = set()
@@ -155,7 +159,7 @@ def build(config: TensorBoardLoggerConfig, context: BuildContext) -> EventLogger
     A `resume_step` of None in them begins anew; without one nothing is cut.
     """
     resume_step = context.extras.get("resume_step")
-    position = _position(resume_position(context.extras, POSITION_KEY)) if resume_step is not None else None
+    position = known_position(resume_position(context.extras, POSITION_KEY)) if resume_step is not None else None
     if resume_step is None and "resume_step" in context.extras:
         position = NOTHING
     further: dict[str, Any] = {"flush_secs": config.flush_secs}
@@ -174,7 +178,7 @@ def build(config: TensorBoardLoggerConfig, context: BuildContext) -> EventLogger
     )
 
 
-def _position(position: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
+def known_position(position: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
     """None where there is none, or one of another version of Fairlead: then the step decides."""
     if position is None:
         return None
