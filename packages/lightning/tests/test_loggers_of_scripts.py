@@ -45,7 +45,7 @@ def rows(root: Path) -> list[dict[str, str]]:
 
 def scalars(root: Path) -> dict[str, list[int]]:
     """The steps of each value, over all files of TensorBoard's folder."""
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # type: ignore[import-untyped]
 
     (folder,) = (root / "logs" / "events").iterdir()
     assert folder.name == "version_0"
