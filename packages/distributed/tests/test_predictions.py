@@ -177,6 +177,22 @@ def test_to_parquet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         for loader in (0, 1)
         for n in (0, 1)
     ]
+    kinds = {field.name: str(field.type) for field in parquet.read_schema(tmp_path / "table.parquet")}
+    assert kinds == {"loader": "int64", "index": "int64", "logits": "list<element: float>", "label": "string"}
+
+
+def test_numbers_keep_their_type_in_parquet(tmp_path: Path) -> None:
+    parquet = pytest.importorskip("pyarrow.parquet")
+    record = {
+        "half": torch.ones(2, 3, dtype=torch.bfloat16),
+        "wide": torch.ones(2, dtype=torch.float64),
+        "mask": torch.ones(2, 3, 4, dtype=torch.bool),
+        "byte": torch.ones(2, dtype=torch.uint8),
+        "complex": torch.ones(2, 3, dtype=torch.complex64),
+    }
+    written(tmp_path / "out", [[([0, 1], record)]]).to_parquet(tmp_path / "table.parquet")
+    kinds = [str(field.type).replace("element: ", "") for field in parquet.read_schema(tmp_path / "table.parquet")][1:]
+    assert kinds == ["list<float>", "double", "list<list<bool>>", "uint8", "list<list<float>>"]
 
 
 # -- which batches there are

@@ -104,14 +104,20 @@ def _text(value: Any) -> str:
     return text if len(text) <= _LONG else f"{text[: _LONG - 3]}..."
 
 
+def _short(name: str) -> str:
+    """A name that leaves room for the other columns: its ends say what it is."""
+    return name if len(name) <= _LONG else f"{name[: _LONG // 3]}...{name[-(2 * _LONG // 3 - 3) :]}"
+
+
 def _cells(item: Mapping[str, Any]) -> tuple[str, ...]:
+    name = _short(item["name"])
     if item["kind"] == "values":
         what = f"{item['differing']} of {item['of']} elements, {item['a']}"
-        return item["name"], what, *(_number(item[key]) for key in ("max_abs", "max_rel")), or_dash(item["max_ulp"])
+        return name, what, *(_number(item[key]) for key in ("max_abs", "max_rel")), or_dash(item["max_ulp"])
     if item["kind"].startswith("only"):
         side = item["kind"][-1]
-        return item["name"], f"only in {side.upper()}: {item[side]}", "", "", ""
-    return item["name"], f"{item['a']} -> {item['b']}", "", "", ""
+        return name, f"only in {side.upper()}: {item[side]}", "", "", ""
+    return name, f"{item['a']} -> {item['b']}", "", "", ""
 
 
 def _number(value: float | str) -> str:

@@ -33,10 +33,10 @@ def write_parquet(loaders: Sequence[LoaderPredictions], path: Path) -> None:
     try:
         for rows in _groups(loaders):
             try:
-                table = arrow.Table.from_pylist(rows, schema=writer.schema if writer is not None else None)
+                plain = [{name: _cell(value) for name, value in row.items()} for row in rows]
                 if writer is None:
-                    writer = parquet.ParquetWriter(part, table.schema)
-                writer.write_table(table)
+                    writer = parquet.ParquetWriter(part, _schema(arrow, rows, plain))
+                writer.write_table(arrow.Table.from_pylist(plain, schema=writer.schema))
             except (arrow.ArrowInvalid, arrow.ArrowTypeError, arrow.ArrowNotImplementedError) as error:
                 raise ConfigError(
                     "these predictions do not fit into a Parquet file",
@@ -53,6 +53,35 @@ def write_parquet(loaders: Sequence[LoaderPredictions], path: Path) -> None:
         if writer is not None:
             writer.close()
         part.unlink(missing_ok=True)
+
+
+def _schema(arrow: Any, rows: Sequence[dict[str, Any]], plain: Sequence[dict[str, Any]]) -> Any:
+    """The columns of the first sample; a tensor keeps its dtype, which a list of Python's numbers has not."""
+    types = {name: _type(arrow, value) for name, value in rows[0].items()}
+    return arrow.schema(
+        [
+            (name, found if found is not None else arrow.infer_type([row.get(name) for row in plain]))
+            for name, found in types.items()
+        ]
+    )
+
+
+def _type(arrow: Any, value: Any) -> Any:
+    """The type of a tensor's or an array's cells; None: of something else."""
+    if isinstance(value, Tensor):
+        value = _known(value).cpu().numpy()
+    if not (hasattr(value, "dtype") and hasattr(value, "ndim")) or value.dtype.kind not in "biuf":
+        return None
+    found = arrow.from_numpy_dtype(value.dtype)
+    for _ in range(value.ndim):
+        found = arrow.list_(found)
+    return found
+
+
+def _known(value: Tensor) -> Tensor:
+    """Numbers that Parquet has, too: of eight and sixteen bits, and complex ones, it has none."""
+    value = value.float() if value.dtype.is_floating_point and value.dtype.itemsize < 4 else value
+    return torch.view_as_real(value.resolve_conj()) if value.is_complex() else value
 
 
 def _groups(loaders: Sequence[LoaderPredictions]) -> Iterator[list[dict[str, Any]]]:
@@ -82,13 +111,12 @@ def _cells(value: Any, path: str) -> Iterator[tuple[str, Any]]:
         for number, item in enumerate(value):
             yield from _cells(item, f"{path}.{number}" if path else str(number))
     else:
-        yield path or _SINGLE, _cell(value)
+        yield path or _SINGLE, value
 
 
 def _cell(value: Any) -> Any:
     if isinstance(value, Tensor):
-        value = value.float() if value.dtype.is_floating_point and value.dtype.itemsize < 4 else value
-        return torch.view_as_real(value).tolist() if value.is_complex() else value.tolist()
+        return _known(value).tolist()
     if isinstance(value, list):
         return [_cell(item) for item in value]
     return value.tolist() if hasattr(value, "tolist") else value

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Final
 
 from fairlead.errors import ConfigError, RunFailedError
-from fairlead_launch.submission.interface import JobState, NotAnsweredError, Phase, Request, Submitter, of_all
+from fairlead_launch.submission.interface import REFUSED, JobState, NotAnsweredError, Phase, Request, Submitter, of_all
 from fairlead_launch.submission.lsf import LSFSubmitterConfig
 from fairlead_launch.submission.scripts import batch_values, job_file_word, own_options
 from fairlead_launch.submission.templates import Raw, option, render_template, words
@@ -92,7 +92,9 @@ class LSFSubmitter(Submitter):
         said = f"{done.stdout.decode(errors='replace')}\n{done.stderr.decode(errors='replace')}".strip()
         number = re.search(r"^Job <(\d+)> is submitted", said, re.MULTILINE)
         if done.returncode or number is None:
-            raise RunFailedError("the job is not submitted: bsub refused it", where=str(files[0]), why=said[:500])
+            raise RunFailedError(
+                "the job is not submitted: bsub refused it", where=str(files[0]), why=said[:500], fix=REFUSED
+            )
         return number[1]
 
     def state(self, job: str) -> JobState:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Final
 
 from fairlead.errors import ConfigError, RunFailedError
-from fairlead_launch.submission.interface import JobState, NotAnsweredError, Phase, Request, Submitter, of_all
+from fairlead_launch.submission.interface import REFUSED, JobState, NotAnsweredError, Phase, Request, Submitter, of_all
 from fairlead_launch.submission.scripts import batch_values, job_file_word, own_options
 from fairlead_launch.submission.slurm import SLURMSubmitterConfig
 from fairlead_launch.submission.templates import Raw, option, render_template, words
@@ -126,7 +126,9 @@ class SLURMSubmitter(Submitter):
                 fix="ask with squeue --me whether the job is there before you submit it again",
             )
         if done.code != 0:
-            raise RunFailedError("the job is not submitted: sbatch refused it", where=str(script), why=done.said)
+            raise RunFailedError(
+                "the job is not submitted: sbatch refused it", where=str(script), why=done.said, fix=REFUSED
+            )
         # With --parsable it prints `JOB`, or `JOB;CLUSTER`; a site's own plugin may print lines before it.
         return done.output.strip().splitlines()[-1].partition(";")[0]
 
