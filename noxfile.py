@@ -112,7 +112,9 @@ def demo(session: nox.Session) -> None:
 def env(session: nox.Session) -> None:
     """Make the environment that the sessions below share."""
     places = [part for package in PACKAGES for part in editable(package, every_extra=True)]
-    groups = ("test", "types", "docs", "build", "release", "examples", "nox", "data", "store", "kubernetes", "spmd", "cli")
+    groups = (
+        "test", "types", "docs", "build", "release", "examples", "nox", "data", "store", "kubernetes", "spmd", "cli",
+    )  # fmt: skip
     install(session, *group(*groups), *places)
     # Once for all processes of the tests, also where PYTHONDONTWRITEBYTECODE is set.
     session.run("python", "-m", "compileall", "-q", *map(str, sorted(ROOT.glob("packages/*/src"))))

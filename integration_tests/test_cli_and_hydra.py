@@ -8,6 +8,7 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from textwrap import indent
 
 import pytest
 
@@ -53,7 +54,8 @@ trainer: {max_epochs: 2, accelerator: cpu, enable_progress_bar: false}
 
 def block(kind: str, after: str) -> str:
     """The first fenced block of a kind behind a heading."""
-    found = re.search(rf"^```{kind}[^\n]*\n(.*?)^```", PAGE.read_text().partition(f"## {after}\n")[2], re.M | re.S)
+    rest = PAGE.read_text().partition(f"## {after}\n")[2]
+    found = re.search(rf"^```{kind}[^\n]*\n(.*?)^```", rest, re.MULTILINE | re.DOTALL)
     assert found is not None
     return found[1]
 
@@ -67,7 +69,8 @@ def run(folder: Path, line: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_lightning_cli(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(f"{NET}\nif __name__ == '__main__':\n" + _indented(block("python", "LightningCLI")))
+    code = block("python", "LightningCLI")
+    (tmp_path / "train.py").write_text(f"{NET}\nif __name__ == '__main__':\n{indent(code, ' ' * 4)}")
     (tmp_path / "config.yaml").write_text(block("yml", "LightningCLI"))
     first, further, other = block("sh", "LightningCLI").splitlines()
     for line in (first, first, further):
@@ -84,14 +87,11 @@ def test_lightning_cli(tmp_path: Path) -> None:
 def test_hydra(tmp_path: Path) -> None:
     (tmp_path / "conf").mkdir()
     (tmp_path / "conf" / "config.yaml").write_text(HYDRA)
-    (tmp_path / "train.py").write_text(f"{NET}\n\n{block('python', 'Hydra')}\n\nif __name__ == '__main__':\n    main()\n")
+    code = block("python", "Hydra")
+    (tmp_path / "train.py").write_text(f"{NET}\n\n{code}\n\nif __name__ == '__main__':\n    main()\n")
     one, sweep = block("sh", "Hydra").splitlines()
     for line in (one, sweep, sweep):
         done = run(tmp_path, line)
         assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("is finished") == 2
     assert {run.name for run in (tmp_path / "runs").iterdir() if run.is_dir()} == {"net-16", "net-4", "net-8"}
-
-
-def _indented(code: str) -> str:
-    return "".join(f"    {line}\n" for line in code.splitlines())
