@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
@@ -621,3 +622,13 @@ class Knows(Agent):
     def fairlead_job(self, environ: Mapping[str, str]) -> Job | None:
         """The job."""
         return Job("agent:7")
+
+
+def test_what_is_not_in_a_resolution_is_said_to_be_elsewhere(plugins: PluginManager) -> None:
+    """The author of a logger looks for the run directory there."""
+    found = resolve(plugins)
+    for name, advice in (("run_dir", "it is context.run_dir"), ("threads", r"it is resolution.value\('threads'\)")):
+        with pytest.raises(AttributeError, match=f"no attribute '{name}': {advice}"):
+            getattr(found, name)
+    assert not hasattr(found, "nonsense")
+    assert copy.deepcopy(found).world_size == found.world_size

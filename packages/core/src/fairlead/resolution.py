@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fairlead.config import TrainerConfig
 from fairlead.config_bases import (
@@ -68,6 +68,16 @@ class Resolution:
     findings: tuple[Finding, ...]
     job: Job | None = None
     devices_per_rank: int = 1
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            """What somebody looks for here may be elsewhere."""
+            settings = vars(self).get("settings", {})
+            advice = "it is context.run_dir" if name == "run_dir" else None
+            if advice is None and name in settings:
+                advice = f"it is resolution.value({name!r})"
+            raise AttributeError(f"a Resolution has no attribute {name!r}" + (f": {advice}" if advice else ""))
 
     def value(self, name: str) -> Any:
         """The value of a setting."""
