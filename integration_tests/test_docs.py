@@ -23,11 +23,13 @@ import pytest
 import fairlead
 from docs.gen_reference import PARTS, expand, first_party_plugins, models, written
 from fairlead import yaml
+from fairlead.composition import compose
 from fairlead.config import JobConfig
 from fairlead.config_bases import AXES
 from fairlead.findings import CODES
 from fairlead.first_party import first_party
 from fairlead.hookspecs import HookSpecs
+from fairlead.interpolation import interpolate
 from fairlead.jobs import load_job
 from fairlead.own_checks import check_user_code
 from fairlead.plugin_classes import AXIS_PLUGINS
@@ -208,11 +210,20 @@ MANIFESTS = [block for block in blocks("yaml") if "\nkind:" in block.text]
 """What `kubectl apply` takes."""
 
 
+def settings_of(block: Block, folder: Path) -> dict[str, Any]:
+    """What a block says, over the files of its page that it extends, where no variable is set."""
+    for other in blocks("yaml", pages=[block.page]):
+        if other.title:
+            (folder / other.title).write_text(other.text, encoding="utf-8")
+    (folder / "block.yaml").write_text(block.text, encoding="utf-8")
+    found: dict[str, Any] = interpolate(compose(["block.yaml"], folder, {})[0], {}).data
+    return found
+
+
 @pytest.mark.parametrize("block", [block for block in blocks("yaml") if block not in MANIFESTS], ids=str)
-def test_yaml_is_a_job(block: Block) -> None:
+def test_yaml_is_a_job(block: Block, tmp_path: Path) -> None:
     """A whole job, or sections of one."""
-    data = yaml.load(block.text, source=str(block)).data
-    assert isinstance(data, dict)
+    data = settings_of(block, tmp_path)
     JobConfig.model_validate({"model": "a.model:Net", **data}, context={"plugins": plugins_of_the_pages()})
 
 
@@ -227,14 +238,14 @@ def test_a_login_node_without_torch_checks_it(
     """As with `fairlead[check]`: an engine is not there by design. Of a page's own code nothing is there at all."""
     file = job if isinstance(job, Path) else tmp_path / "job.yaml"
     if isinstance(job, Block):
-        data: Any = yaml.load(job.text, source=str(job)).data
+        data = settings_of(job, tmp_path)
         data.get("run", {}).pop("code", None)  # a folder of the page's reader
         file.write_text(yaml.dump({"model": "a.model:Net", **data}))
     plugins = plugins_of_the_pages()
-    assert load_job(str(file), plugins=plugins, cwd=file.parent).job is not None
+    assert load_job(str(file), plugins=plugins, cwd=file.parent, environ={}).job is not None
     # What is imported by now stays; the places where a job's code is looked for become those of a login node.
     monkeypatch.setattr(sys, "path", [entry for entry in sys.path if not (Path(entry) / "torch").exists()])
-    loaded = load_job(str(file), plugins=plugins, cwd=file.parent)
+    loaded = load_job(str(file), plugins=plugins, cwd=file.parent, environ={})
     result = check_user_code(loaded, cast("Resolution", None), {}, file.parent)
     wrong = [finding.what for finding in result.findings if finding.severity == "error"]
     assert wrong == [] or isinstance(job, Block)

@@ -32,7 +32,7 @@ def checked(check: CheckPlugin | Exception, tmp_path: Path, *, uses_run: bool = 
     (tmp_path / "job.yaml").write_text("model: net:Net\ntrainer: {devices: 4}\n")
     targets = {**stand_ins(), "check.quota": check}
     plugins = PluginManager([FakeEntryPoint(name, target) for name, target in targets.items()])
-    loaded = load_job("job.yaml", plugins=plugins, cwd=tmp_path)
+    loaded = load_job("job.yaml", plugins=plugins, cwd=tmp_path, environ={})
     return check_job(loaded, environ=environ, plugins=plugins, cwd=tmp_path, uses_run=uses_run)
 
 

@@ -250,7 +250,7 @@ def test_any_override(folder: Path, path: tuple[Any, ...], more: str, value: str
     (folder / "job.yaml").write_bytes(dump(VALID).encode())
     code = 2
     try:
-        loaded = load_job("job.yaml", plugins=PLUGINS, cwd=folder, overrides=[f"{dotted}{more}={value}"])
+        loaded = load_job("job.yaml", plugins=PLUGINS, cwd=folder, environ={}, overrides=[f"{dotted}{more}={value}"])
         check_job(loaded, environ={}, plugins=PLUGINS)
     except FairleadError as error:
         code = error.exit_code

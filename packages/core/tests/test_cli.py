@@ -8,7 +8,7 @@ import json
 import subprocess
 import sys
 import textwrap
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -69,12 +69,19 @@ class Run:
 
 
 @pytest.fixture
-def run(tmp_path: Path, fairlead_plugins: Callable[..., PluginManager], capsys: pytest.CaptureFixture[str]) -> Run:
+def run(
+    tmp_path: Path,
+    fairlead_plugins: Callable[..., PluginManager],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> Iterator[Run]:
     """A folder with a model, and the plugins that a CPU job needs."""
+    monkeypatch.setattr(sys, "path", [*sys.path])  # a job in Python is imported from this folder
     made = Run(tmp_path, fairlead_plugins(CORE, stand_ins()), capsys)
     made.write(MODEL, "net.py")
     made.write("model: {class: net:Net, args: {layers: 4}}\ntrainer: {max_steps: 10}\n")
-    return made
+    yield made
+    sys.modules.pop("net", None)
 
 
 def test_help_and_version(run: Run) -> None:
@@ -249,7 +256,7 @@ def test_schema(run: Run) -> None:
     assert run("schema") == 0
     schema = json.loads(run.out)
     assert schema["$schema"].startswith("https://json-schema.org/")
-    assert schema["required"] == ["model"]
+    assert schema["anyOf"] == [{"required": ["model"]}, {"required": ["extends"]}]
     assert run("schema", "-o", "job.schema.json") == 0
     assert json.loads((run.cwd / "job.schema.json").read_text()) == schema
     assert run("schema", "-o", "no/such/folder.json") == 2

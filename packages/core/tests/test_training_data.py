@@ -22,7 +22,7 @@ DATA = "class Data(L.LightningDataModule):\n"
 def codes(tmp_path: Path, text: str, data: str = "") -> list[tuple[str, str | None]]:
     (tmp_path / "net.py").write_text(HEAD + text)
     (tmp_path / "job.yaml").write_text(f"model: {{class: net:Net}}\n{data}")
-    loaded = load_job("job.yaml", plugins=PluginManager([]), cwd=tmp_path)
+    loaded = load_job("job.yaml", plugins=PluginManager([]), cwd=tmp_path, environ={})
     unused: object = None
     result = check_training_data(loaded, unused, {}, tmp_path)  # type: ignore[arg-type]
     return [(one.code, one.fix) for one in result.findings]

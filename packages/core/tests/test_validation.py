@@ -56,7 +56,7 @@ def load(fairlead_plugins: Callable[..., PluginManager], tmp_path: Path) -> Load
 
     def make(text: str, *overrides: str) -> LoadedJob:
         (tmp_path / "job.yaml").write_text(textwrap.dedent(text))
-        return load_job("job.yaml", plugins=plugins, cwd=tmp_path, overrides=overrides)
+        return load_job("job.yaml", plugins=plugins, cwd=tmp_path, environ={}, overrides=overrides)
 
     return make
 
@@ -211,7 +211,7 @@ def test_what_is_no_job(load: Load, text: str, kind: str) -> None:
 def test_a_missing_file(load: Load, tmp_path: Path) -> None:
     load("model: {class: m:Net}\n")
     with pytest.raises(ConfigError) as caught:
-        load_job("jbo.yaml", plugins=PluginManager([]), cwd=tmp_path)
+        load_job("jbo.yaml", plugins=PluginManager([]), cwd=tmp_path, environ={})
     assert "job.yaml" in str(caught.value.fix)
 
 
@@ -241,7 +241,7 @@ def python_job(tmp_path: Path, fake_dist: object, monkeypatch: pytest.MonkeyPatc
     monkeypatch.syspath_prepend(tmp_path)
     plugins = PluginManager([FakeEntryPoint(name, target) for name, target in stand_ins().items()])
     return lambda name, *overrides: load_job(
-        f"my_python_job:{name}", plugins=plugins, cwd=tmp_path, overrides=overrides
+        f"my_python_job:{name}", plugins=plugins, cwd=tmp_path, environ={}, overrides=overrides
     )
 
 

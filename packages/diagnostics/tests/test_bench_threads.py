@@ -189,12 +189,12 @@ def test_plugins_of_a_job_file_become_fields(tmp_path: Path) -> None:
     plugins = "[{name: environment.slurm, auto_requeue: false}, {name: strategy.ddp, bucket_cap_mb: 5}]"
     file.write_text(f"model: {{class: m:M}}\ntrainer: {{plugins: {plugins}}}\n")
     given = PluginManager()
-    settings = plugins_as_fields(load_job(str(file), plugins=given, cwd=tmp_path))
+    settings = plugins_as_fields(load_job(str(file), plugins=given, cwd=tmp_path, environ={}))
     assert settings["trainer.plugins"] == []
     assert settings["trainer.strategy"]["bucket_cap_mb"] == 5
     words = as_words(settings | {"trainer.environment": "lightning"})[1::2]
-    loaded = load_job(str(file), plugins=given, cwd=tmp_path, overrides=words)
+    loaded = load_job(str(file), plugins=given, cwd=tmp_path, environ={}, overrides=words)
     assert loaded.job is not None, loaded.findings
     assert loaded.job.trainer.environment.name == "lightning"  # type: ignore[union-attr]
     file.write_text("model: {class: m:M}\n")
-    assert plugins_as_fields(load_job(str(file), plugins=given, cwd=tmp_path)) == {}
+    assert plugins_as_fields(load_job(str(file), plugins=given, cwd=tmp_path, environ={})) == {}

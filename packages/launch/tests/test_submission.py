@@ -339,3 +339,19 @@ def test_the_values_of_a_sweep_are_those_of_set() -> None:
         members(["a=1", "a=2"])
     with pytest.raises(ConfigError, match="more than"):
         members(["a=range(200)", "b=range(200)"])
+
+
+def test_a_job_of_several_files_is_submitted_as_a_whole(site: Site) -> None:
+    """A later change of the base changes nothing that is queued, and variables are those of the submission."""
+    site.write("conf/big.yaml", "extends: ../job.yaml\nmodel: {args: {width: 2}}\nrun: {name: big}\n")
+    site.write("env.yaml", "trainer:\n  max_steps: ${env:STEPS}\nsubmit: {setup: ['echo $HOME']}\nrun: {seed: 3}\n")
+    site.environ["STEPS"] = "30"
+    assert site.main("submit", "conf/big.yaml", "env.yaml", "--set", "model.args.width=3") == 0
+    file = site.folder / "runs/big/submissions/1/job.yaml"
+    site.job(model={"class": "net:Other"})
+    del site.environ["STEPS"]
+    job = content(file)
+    assert "extends" not in job
+    assert (job["trainer"]["max_steps"], job["model"]["args"]["width"], job["run"]["seed"]) == (30, 3, 3)
+    assert job["submit"]["setup"] == ["echo $HOME"]
+    assert site.main("check", str(file), "--for", "resources") == 0

@@ -46,7 +46,7 @@ def job(submit: dict[str, Any], **trainer: Any) -> JobConfig:
 def test_how_a_submitted_job_is_started_again(
     tmp_path: Path, submit: dict[str, Any], trainer: dict[str, Any], warn_s: int, requeue: dict[str, Any] | None
 ) -> None:
-    loaded = load_config(job(submit, **trainer), "the job", PLUGINS, tmp_path, default_name="a")
+    loaded = load_config(job(submit, **trainer), "the job", PLUGINS, tmp_path, {}, default_name="a")
     data = frozen(loaded, ["/code"], tmp_path, warn_s, ["slurm", "exit_code", "none"])
     given = data["trainer"]["requeue"]
     assert (given if requeue is None else {name: given[name] for name in requeue}) == (requeue or "auto")

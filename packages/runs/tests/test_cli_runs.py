@@ -88,6 +88,31 @@ def test_runs_are_sorted_by_their_best_value(fairlead: Fairlead, tmp_path: Path)
     assert [(run["name"], run["best"]["value"]) for run in document] == [("a", 1.5), ("b", 1.0), ("c", 2.5)]
 
 
+def test_the_settings_of_the_model_come_first_and_those_of_a_submission_not_at_all(
+    fairlead: Fairlead, tmp_path: Path
+) -> None:
+    for number in range(2):
+        settings: dict[str, Any] = {
+            "model": {"class": "m:Net", "args": {"lr": number}},
+            "data": {"class": "m:Data", "args": {f"option_{letter}": number for letter in "abc"}},
+            "run": {"seed": number, "name": f"r{number}", "dir": f"d{number}", "code": [f"/s/{number}/code", "/s"]},
+            "trainer": {"max_steps": 10 + number, "callbacks": [{"class": "m:C", "args": {"n": number}}]},
+            "submit": {"to": "slurm", "time": f"{number}:00:00", "env": {"A": number}},
+            "resources": {"nodes": 1 + number},
+        }
+        path = tmp_path / "many" / f"r{number}"
+        with RunDirectory.open(path, job=settings, fingerprint=fingerprint(settings)) as run:
+            run.begin(resolution={}, provenance={})
+    header, first = (line.split() for line in fairlead("runs", "many")[1].splitlines()[:2])
+    assert header[-6:] == [
+        "model.args.lr", "data.args.option_a", "data.args.option_b", "data.args.option_c",
+        "trainer.callbacks[0].args.n", "trainer.max_steps",
+    ]  # fmt: skip
+    assert first[-6:] == ["0", "0", "0", "0", "0", "10"]
+    shown = json.loads(fairlead("runs", "many", "--json")[1])[0]["settings"]
+    assert shown.keys() == {*header[-6:], "run.seed", "resources.nodes"}
+
+
 def test_runs_as_json(fairlead: Fairlead) -> None:
     code, out, _ = fairlead("runs", "runs", "--json")
     runs = {run["name"]: run for run in json.loads(out)}

@@ -95,7 +95,7 @@ def test_a_wrong_device_is_said(device: str | None, severity: str | None, code: 
     job = JobConfig.model_validate({"model": {"class": "m:N"}, "resources": {"device": device}})
     assert job.resources == ResourcesConfig(device=device)
     unused: Any = None  # it looks at the job alone
-    found = check_device(LoadedJob(job, {}, "job.yaml", None, unused), unused, {}, Path()).findings
+    found = check_device(LoadedJob(job, {}, "job.yaml", unused), unused, {}, Path()).findings
     assert [(one.severity, one.code) for one in found] == ([(severity, code)] if code else [])
     assert all(one.where == "resources.device" and fix in str(one.fix) for one in found)
 
@@ -103,5 +103,5 @@ def test_a_wrong_device_is_said(device: str | None, severity: str | None, code: 
 def test_a_name_of_the_scheduler_is_a_gpu_if_its_memory_is_given() -> None:
     job = JobConfig.model_validate({"model": {"class": "m:N"}, "resources": {"device": "banana", "memory_gib": 80}})
     unused: Any = None
-    (found,) = check_device(LoadedJob(job, {}, "job.yaml", None, unused), unused, {}, Path()).findings
+    (found,) = check_device(LoadedJob(job, {}, "job.yaml", unused), unused, {}, Path()).findings
     assert (found.severity, found.code) == ("warning", "device-unknown")

@@ -112,7 +112,7 @@ class Project:
         trial: bool = False,
     ) -> None:
         """Records a start of the job that saw this, `age_s` before its source was written."""
-        loaded = load_job("job.yaml", plugins=self.plugins, cwd=self.path)
+        loaded = load_job("job.yaml", plugins=self.plugins, cwd=self.path, environ={})
         assert loaded.job is not None
         job = loaded.job.model_dump(mode="json")
         number = TRIAL

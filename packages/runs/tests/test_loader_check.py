@@ -114,7 +114,7 @@ def test_the_text_of_the_data_class_is_read(
 ) -> None:
     (tmp_path / "data.py").write_text(DATA)
     (tmp_path / "job.yaml").write_text(f"model: data:Plain\ndata: {{class: data:{name}, args: {args}}}\n")
-    loaded = load_job("job.yaml", plugins=PLUGINS, cwd=tmp_path)
+    loaded = load_job("job.yaml", plugins=PLUGINS, cwd=tmp_path, environ={})
     found = check_loaders(loaded, machine(), {}, tmp_path).findings
     assert [one.code for one in found] == codes
     assert all(str(one.where).endswith(where) for one in found)
@@ -127,7 +127,8 @@ def test_of_a_machine_elsewhere_the_resources_say_the_cpus(tmp_path: Path) -> No
     (tmp_path / "bare.yaml").write_text(text)
     there = machine()
     there = dataclasses.replace(there, settings={k: v for k, v in there.settings.items() if k != "threads"})
-    loaded = load_job("job.yaml", plugins=PLUGINS, cwd=tmp_path)
+    loaded = load_job("job.yaml", plugins=PLUGINS, cwd=tmp_path, environ={})
     (found,) = check_loaders(loaded, there, {}, tmp_path).findings
     assert found.what == "320 workers would load data on each node, which has 96 CPUs for them"
-    assert check_loaders(load_job("bare.yaml", plugins=PLUGINS, cwd=tmp_path), there, {}, tmp_path).findings == ()
+    loaded = load_job("bare.yaml", plugins=PLUGINS, cwd=tmp_path, environ={})
+    assert check_loaders(loaded, there, {}, tmp_path).findings == ()

@@ -82,7 +82,7 @@ class Place:
         return run
 
     def fairlead(self, *words: str, code: int = 0) -> str:
-        points = [FakeEntryPoint(f"command.{n}", getattr(commands, n)) for n in ("status", "logs", "cancel")]
+        points = [FakeEntryPoint(f"command.{n}", getattr(commands, n)) for n in ("runs", "status", "logs", "cancel")]
         plugins = PluginManager([*points, FakeEntryPoint("environment.fake", self.scheduler)])
         assert main(list(words), plugins=plugins, environ=self.environ, cwd=self.folder) == code
         printed = self.capsys.readouterr()
@@ -162,6 +162,54 @@ def test_a_job_that_was_only_submitted(place: Place) -> None:
     assert "fake:9: queued" in place.fairlead("status", "gpt")
     (place.run / "submissions/9/submission.json").write_text("{")  # half a record is none
     assert "fake:8: queued" in place.fairlead("status", "gpt")
+
+
+def test_a_job_that_runs_and_has_not_begun_the_run(place: Place) -> None:
+    """Imports take a while: after it was submitted, and after it was started again."""
+    record = {"to": "fake", "id": "7", "index": None, "run": str(place.run), "runs": [str(place.run)]}
+    (place.run / "submissions/1").mkdir(parents=True)
+    file = place.run / "submissions/1/submission.json"
+    file.write_text(json.dumps({**record, "submitted": "2026-01-01T10:00:00+00:00"}))
+    place.scheduler.says = JobStatus("running", "RUNNING", since=time.time() - 20)
+    assert place.fairlead("status", "gpt").splitlines()[0] == "gpt: starting"
+    assert json.loads(place.fairlead("status", "gpt", "--json"))["state"] == "starting"
+    assert listed(place) == ["starting"]
+    place.scheduler.says = JobStatus("ended", "FAILED, NonZeroExitCode")
+    assert place.fairlead("status", "gpt").startswith(
+        "gpt: unknown (its job ended before it started: FAILED, NonZeroExitCode)\n"
+    )
+    with place.open() as run:
+        run.history.append("stop", reason="preempted")
+    place.scheduler.says = JobStatus("queued", "PENDING, BeginTime")
+    assert listed(place) == ["queued"]
+    place.scheduler.says = JobStatus("running", "RUNNING", since=time.time() + 60)  # once more, after that start
+    assert place.fairlead("status", "gpt").startswith("gpt: starting; its last start: stopped (preempted)\n")
+    place.scheduler.says = JobStatus("running", "RUNNING", since=time.time() - 60)
+    assert place.fairlead("status", "gpt").startswith("gpt: stopped (preempted)\n")
+    place.scheduler.says = JobStatus("unknown", "fakequeue is not on the PATH")
+    assert listed(place) == ["stopped"]
+
+
+def listed(place: Place) -> list[str]:
+    """The states that `fairlead runs` shows."""
+    return [run["state"] for run in json.loads(place.fairlead("runs", "--json"))]
+
+
+def test_a_sweep_is_none_of_its_runs(place: Place) -> None:
+    """Its folder is listed as its members; only `cancel` takes it for one, as its scheduler does."""
+    home, members = place.folder / "runs/lr", [place.folder / f"runs/lr-task-{n}" for n in range(2)]
+    for index, folder in enumerate([home, *members]):
+        record = {"to": "fake", "id": "7", "index": max(0, index - 1), "run": str(folder)}
+        (folder / "submissions/1").mkdir(parents=True)
+        (folder / "submissions/1/submission.json").write_text(
+            json.dumps({**record, "runs": [str(one) for one in members], "submitted": "2026-01-01T10:00:00+00:00"})
+        )
+    place.scheduler.says = JobStatus("queued", "PENDING")
+    for words in ((), ("runs/lr",)):
+        found = json.loads(place.fairlead("runs", *words, "--json"))
+        assert [(run["name"], run["state"]) for run in found] == [("lr-task-0", "queued"), ("lr-task-1", "queued")]
+    assert "lr is a sweep of 2 runs" in place.fairlead("status", "lr", code=2)
+    assert "lr was queued, and is not any more: fakecancel --pending fake:7" in place.fairlead("cancel", "lr")
 
 
 def test_without_a_scheduler_the_rest_is_shown(place: Place) -> None:

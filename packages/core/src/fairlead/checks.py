@@ -184,7 +184,7 @@ def _with_reasons(resolution: Resolution, loaded: LoadedJob, job: JobConfig) -> 
         written: Any = asked.get(section)
         written = written if isinstance(written, dict) else {}
         for name, value in model.model_dump(mode="json").items():
-            reason = loaded.locate((section, name)) if name in written else "the default"
+            reason = loaded.reason((section, name)) if name in written else "the default"
             key = name if section == "trainer" or name == "resume" else f"run.{name}"
             known = settings.get(key)
             if known is None:

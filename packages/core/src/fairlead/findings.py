@@ -65,6 +65,7 @@ CODES: Final[dict[str, str]] = {
     "uneven-inputs": "Some ranks have more training batches than others; all end an epoch with the shortest.",
     "unknown-field": "A setting that does not exist.",
     "unknown-tag": "A plugin name that no installed or known plugin has.",
+    "variable-missing": "A job reads an environment variable that is not set, and gives no default.",
     "wrong-type": "A value of the wrong type.",
     "wrong-value": "A value that is not allowed.",
 }

@@ -1,9 +1,9 @@
-"""A job as it was asked for: read from a file or a Python object, overridden, validated, located."""
+"""A job as it was asked for: read from files or a Python object, overridden, validated, located."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,40 +11,48 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic_core import PydanticSerializationError
 
-from fairlead import yaml
+from fairlead.composition import EXTENDS, NotAJobError, Origins, compose
 from fairlead.config import JobConfig
 from fairlead.errors import ConfigError, FairleadError, UserCodeError
 from fairlead.findings import Finding
+from fairlead.interpolation import escape, interpolate
 from fairlead.overrides import apply_override, parse_override
 from fairlead.plugins import PluginManager
 from fairlead.user_code import CodeRoot, code_root, import_callable
 from fairlead.validation import dotted, findings_of
+
+Place = tuple[str | int, ...]
 
 
 @dataclass(frozen=True)
 class LoadedJob:
     """A job, and where each of its settings was written.
 
-    Without a `job`, `findings` has an error; without a `path`, a Python object was named; `data` has the `overrides`.
+    Without a `job`, `findings` has an error; without `origins`, a Python object was named, or no settings were read.
+    `data` has the `overrides`, and the values of the environment `variables`, by setting.
     """
 
     job: JobConfig | None
     data: Any
     source: str
-    path: Path | None
     root: CodeRoot
     findings: tuple[Finding, ...] = ()
-    document: yaml.Document | None = None
-    overrides: tuple[tuple[str | int, ...], ...] = ()
+    origins: Origins | None = None
+    overrides: tuple[Place, ...] = ()
+    variables: Mapping[Place, Sequence[str]] = dataclasses.field(default_factory=dict)
 
-    def locate(self, path: tuple[str | int, ...]) -> str:
+    def locate(self, path: Place) -> str:
         """Where a setting was written: `job.yaml:7, trainer.strategy`, or `--set trainer.strategy`."""
         name = dotted(path)
         if any(path[: len(override)] == override for override in self.overrides):
             return f"--set {name}"
-        line = self.document.line(path) if self.document is not None else None
-        place = f"{self.source}:{line}" if line else self.source
+        place = self.origins.place(path) if self.origins is not None else self.source
         return f"{place}, {name}" if name else place
+
+    def reason(self, path: Place) -> str:
+        """Why a setting is what it is: where it was written, and the environment variables in it."""
+        used = dict.fromkeys(n for at, names in self.variables.items() if at[: len(path)] == path for n in names)
+        return self.locate(path) + (f", from {', '.join(used)}" if used else "")
 
     def placed(self, finding: Finding) -> Finding:
         """The finding with the file and line added to the config path it names."""
@@ -58,35 +66,76 @@ class LoadedJob:
         return dataclasses.replace(finding, where=where)
 
 
-def load_job(source: str, *, plugins: PluginManager, cwd: Path, overrides: Sequence[str] = ()) -> LoadedJob:
-    """Reads a YAML file, or `module:object` naming a `JobConfig` or a function that returns one.
+def load_job(
+    source: str | Sequence[str],
+    *,
+    plugins: PluginManager,
+    cwd: Path,
+    environ: Mapping[str, str],
+    overrides: Sequence[str] = (),
+) -> LoadedJob:
+    """Reads YAML files, of which a later one replaces what those before it say; or `module:object`.
 
+    The object is a `JobConfig` or a function that returns one. `environ` is what `${env:NAME}` reads.
     `ConfigError`: nothing can be read. Mistakes in the content are findings of the result.
     """
+    sources = [source] if isinstance(source, str) else list(source)
     parsed = [parse_override(text) for text in overrides]
-    if _is_object(source, cwd):
-        return _load_object(source, parsed, plugins, cwd)
-    path = Path(cwd, source)
-    document = dataclasses.replace(yaml.load_file(path), source=source)
-    if not isinstance(document.data, dict):
-        kind = "empty" if document.data is None else f"a {type(document.data).__name__}"
-        found = Finding(
-            "error",
-            "wrong-type",
-            f"{source} is {kind}, not a job",
-            where=f"{source}:1",
-            fix="a job is a mapping with `model`, `data` and `trainer`",
+    if any(place[0] == EXTENDS for place, _ in parsed):
+        raise ConfigError(
+            f"{EXTENDS} stands in a file, it cannot be set",
+            where=f"--set {EXTENDS}",
+            fix=f"name both files, the base first: fairlead explain base.yaml {sources[-1]}",
         )
-        root = code_root(path, code=None, cwd=cwd)
-        return LoadedJob(None, document.data, source, path, root, (found,), document)
-    data: Any = document.data
+    if (named := next((one for one in sources if _is_object(one, cwd)), None)) is not None:
+        if len(sources) > 1:
+            raise ConfigError(
+                f"{named} is a whole job in Python, which is not put together with others",
+                where=" ".join(sources),
+                fix="change single settings with --set, or build the job in Python",
+            )
+        return _load_object(named, parsed, plugins, cwd, environ)
+    shown = " ".join(sources)
+    main = Path(cwd, sources[-1])
+    try:
+        data, origins = compose(sources, cwd, environ)
+    except NotAJobError as error:
+        root = code_root(main, code=None, cwd=cwd)
+        return LoadedJob(None, None, shown, root, (Finding.of(error, "error", "wrong-type"),))
+    places = tuple(place for place, _ in parsed)
+    root = code_root(main, code=None, cwd=cwd)
+    loaded = LoadedJob(None, data, shown, root, origins=origins, overrides=places)
+    loaded = _with_settings(loaded, parsed, environ)
+    if loaded.findings:
+        return loaded
+    run = loaded.data.get("run")
+    code = _folders(run.get("code") if isinstance(run, dict) else None)
+    said = main if ("run", "code") in places else origins.file(("run", "code")).path
+    beside = [file.path for file in reversed(origins.files)]
+    root = code_root(main, code=code, cwd=cwd, beside=beside, code_base=said.parent)
+    loaded = dataclasses.replace(loaded, root=root)
+    name = "-".join(Path(one).stem for one in sources)
+    return _validated(loaded, plugins, default_name=name)
+
+
+def _with_settings(loaded: LoadedJob, parsed: Sequence[tuple[Place, Any]], environ: Mapping[str, str]) -> LoadedJob:
+    """The job with its overrides, and then its variables, replaced; what is wrong with those are findings."""
+    data: Any = loaded.data
     for place, value in parsed:
         data = apply_override(data, place, value)
-    run = data.get("run")
-    code = run.get("code") if isinstance(run, dict) else None
-    root = code_root(path, code=_folders(code), cwd=cwd)
-    loaded = LoadedJob(None, data, source, path, root, document=document, overrides=tuple(place for place, _ in parsed))
-    return _validated(loaded, plugins, default_name=path.stem)
+    found = interpolate(data, environ)
+    findings = [
+        Finding(
+            "error",
+            "variable-missing" if mistake.missing else "wrong-value",
+            mistake.what,
+            where=loaded.locate(path),
+            why=mistake.why,
+            fix=mistake.fix,
+        )
+        for path, mistake in found.mistakes.items()
+    ]
+    return dataclasses.replace(loaded, data=found.data, variables=found.variables, findings=tuple(findings))
 
 
 def _folders(code: Any) -> str | list[str] | None:
@@ -113,7 +162,11 @@ def _is_object(source: str, cwd: Path) -> bool:
 
 
 def _load_object(
-    source: str, parsed: list[tuple[tuple[str | int, ...], Any]], plugins: PluginManager, cwd: Path
+    source: str,
+    parsed: list[tuple[Place, Any]],
+    plugins: PluginManager,
+    cwd: Path,
+    environ: Mapping[str, str],
 ) -> LoadedJob:
     """Imports `module:object`; this runs the user's code, as the user asked."""
     root = code_root(None, code=None, cwd=cwd)
@@ -138,7 +191,8 @@ def _load_object(
             where=source,
             fix="name a JobConfig, or a function without arguments that returns one",
         )
-    return load_config(made, source, plugins, cwd, parsed, default_name=source.partition(":")[2].replace(".", "-"))
+    name = source.partition(":")[2].replace(".", "-")
+    return load_config(made, source, plugins, cwd, environ, parsed, default_name=name)
 
 
 def load_config(
@@ -146,11 +200,15 @@ def load_config(
     source: str,
     plugins: PluginManager,
     cwd: Path,
-    parsed: Sequence[tuple[tuple[str | int, ...], Any]] = (),
+    environ: Mapping[str, str],
+    parsed: Sequence[tuple[Place, Any]] = (),
     *,
     default_name: str,
 ) -> LoadedJob:
-    """A job that is an object, as if it had been read from `source`; `parsed` are its overrides."""
+    """A job that is an object, as if it had been read from `source`; `parsed` are its overrides.
+
+    Only in these are variables replaced: Python has `os.environ`.
+    """
     root = code_root(None, code=job.run.code, cwd=cwd)
     try:
         data = job.model_dump(mode="json")
@@ -161,7 +219,6 @@ def load_config(
             why=str(error),
             fix="give numbers, text, lists and mappings; a {class:, args:} builds an object in the run",
         ) from error
-    for place, value in parsed:
-        data = apply_override(data, place, value)
-    loaded = LoadedJob(None, data, source, None, root, overrides=tuple(place for place, _ in parsed))
-    return _validated(loaded, plugins, default_name=default_name)
+    loaded = LoadedJob(None, escape(data), source, root, overrides=tuple(place for place, _ in parsed))
+    loaded = _with_settings(loaded, parsed, environ)
+    return loaded if loaded.findings else _validated(loaded, plugins, default_name=default_name)

@@ -1,4 +1,4 @@
-"""`--set PATH=VALUE`: a value of a job, replaced from the command line; nothing is merged with what was there.
+"""`--set PATH=VALUE`, and a later job file: values of a job are replaced, never merged with the ones before.
 
 Setting `x.name` of a plugin node replaces the whole node: its other fields belong to the plugin that was there.
 Setting `x.other` of a literal (`strategy: ddp`) makes a mapping of it.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import re
+from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 from fairlead.config_bases import AXES
@@ -17,7 +18,7 @@ from fairlead.yaml import parse_scalar_or_flow
 _PATH: Final = re.compile(r"[^.\[\]]+|\[[0-9]+\]")
 _WHOLE: Final = re.compile(r"[^.\[\]]+(\.[^.\[\]]+|\[[0-9]{1,9}\])*")
 _INDEX: Final = re.compile(r"[0-9]{1,9}")  # not str.isdigit(), to which a superscript two is a digit
-_CLASS_FIELDS: Final = frozenset({"model", "data", "profiler"})
+_CLASS_FIELDS: Final = frozenset({("model",), ("data",), ("trainer", "profiler")})
 
 Path = tuple[str | int, ...]
 
@@ -61,6 +62,26 @@ def apply_override(data: Any, path: Path, value: Any) -> Any:
     return root
 
 
+def merge(
+    data: dict[Any, Any], later: Mapping[Any, Any], replaced: Callable[[Path], None], *, within: Path = ()
+) -> None:
+    """Sets what a later job file says, in place; `replaced` is called with the path of each setting.
+
+    A mapping in `later` sets what it names and leaves the rest; a plugin's with its `name` replaces the node, as does
+    everything else: a number, a text, a list, null, an empty mapping. `within` is the path of `data` in the job.
+    """
+    for given, value in later.items():
+        key = next((one for one in data if str(one) == str(given)), given)  # 0 and "0" would be one setting's name
+        path = (*within, key)
+        if isinstance(value, Mapping) and value and not (_is_plugin_node(path) and "name" in value):
+            node = _promoted(data, path, len(path), data.get(key))
+            if isinstance(node, dict) and node:
+                merge(node, value, replaced, within=path)
+                continue
+        data[key] = copy.deepcopy(value)
+        replaced(path)
+
+
 def _is_plugin_node(path: Path) -> bool:
     """Whether a path leads to a field that holds a plugin."""
     if len(path) < 2 or path[0] != "trainer":
@@ -77,7 +98,7 @@ def _promoted(parent: Any, path: Path, depth: int, node: Any) -> Any:
         promoted: dict[str, Any] = {"name": node}
     elif here == ("submit",):
         promoted = {"to": node}
-    elif here[-1] in _CLASS_FIELDS or (len(here) == 3 and here[:2] == ("trainer", "callbacks")):
+    elif here in _CLASS_FIELDS or (len(here) == 3 and here[:2] == ("trainer", "callbacks")):
         promoted = {"class": node}
     else:
         return node

@@ -183,7 +183,8 @@ class Trainer(L.Trainer):
             >>> trainer.fit()                                                            # doctest: +SKIP
         """
         plugins = plugins if plugins is not None else default_plugins()
-        found = checkpoint_job(Path(path), plugins=plugins, cwd=Path.cwd(), overrides=overrides)
+        environ = os.environ if environ is None else environ
+        found = checkpoint_job(Path(path), plugins=plugins, cwd=Path.cwd(), environ=environ, overrides=overrides)
         job, root = found.loaded.job, found.loaded.root
         assert job is not None
         # A new run of its own for bare weights: an older run of the job's name is none of theirs.

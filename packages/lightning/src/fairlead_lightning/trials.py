@@ -65,10 +65,10 @@ def trial_folder(place: Path, prefix: str) -> Iterator[tuple[Path, list[Path]]]:
                     parent.rmdir()
 
 
-def fit_words(job: str, overrides: Sequence[str], sets: Mapping[str, Any]) -> list[str]:
+def fit_words(job: Sequence[str], overrides: Sequence[str], sets: Mapping[str, Any]) -> list[str]:
     """`fit JOB` with the user's settings, and then those of the trial."""
     asked = [*overrides, *(f"{path}={json.dumps(value)}" for path, value in sets.items())]
-    return ["fit", job, *(word for one in asked for word in ("--set", one))]
+    return ["fit", *job, *(word for one in asked for word in ("--set", one))]
 
 
 def run_fairlead(

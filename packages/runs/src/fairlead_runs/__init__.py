@@ -6,6 +6,7 @@ and `state`.
 
 from __future__ import annotations
 
+from fairlead.secret_names import is_secret_name
 from fairlead_runs.budget import StartCounts, count_starts, refusal
 from fairlead_runs.directory import RunDirectory
 from fairlead_runs.fingerprints import Difference, Fingerprint, fingerprint
@@ -13,7 +14,7 @@ from fairlead_runs.heartbeat import Beat, Heartbeat, heartbeat_path, read_heartb
 from fairlead_runs.history import History, read_history
 from fairlead_runs.naming import render_name, run_path, safe_name
 from fairlead_runs.provenance import CodeChange, code_change, collect_provenance, git_state, origin
-from fairlead_runs.redaction import is_secret_name, redact, redact_argv, redact_text
+from fairlead_runs.redaction import redact, redact_argv, redact_text
 from fairlead_runs.states import RunState, is_run, list_runs, state
 
 __all__ = [

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
@@ -32,7 +32,9 @@ class CheckpointJob:
     weights: Path | None = None
 
 
-def checkpoint_job(path: Path, *, plugins: PluginManager, cwd: Path, overrides: Sequence[str] = ()) -> CheckpointJob:
+def checkpoint_job(
+    path: Path, *, plugins: PluginManager, cwd: Path, environ: Mapping[str, str], overrides: Sequence[str] = ()
+) -> CheckpointJob:
     """The job of a checkpoint, a run directory or an exported folder; its `run` is the one that it is of.
 
     `CheckpointError`: there is none, or it carries no job.  `ConfigError`: it does not validate, or lacks a secret.
@@ -40,7 +42,7 @@ def checkpoint_job(path: Path, *, plugins: PluginManager, cwd: Path, overrides: 
     path = best_or_last(Path(os.path.abspath(cwd / path)))
     file = job_file(path)
     run = file.parent
-    loaded = load_job(str(file), plugins=plugins, cwd=cwd, overrides=overrides)
+    loaded = load_job(str(file), plugins=plugins, cwd=cwd, environ=environ, overrides=overrides)
     raise_errors(loaded.findings)
     assert loaded.job is not None
     if secret := next((where for where, text in leaves(loaded.data) if REDACTED in str(text)), None):
@@ -59,13 +61,18 @@ def checkpoint_job(path: Path, *, plugins: PluginManager, cwd: Path, overrides: 
 
 
 def job_from_checkpoint(
-    path: str | os.PathLike[str], *, overrides: Sequence[str] = (), plugins: PluginManager | None = None
+    path: str | os.PathLike[str],
+    *,
+    overrides: Sequence[str] = (),
+    environ: Mapping[str, str] | None = None,
+    plugins: PluginManager | None = None,
 ) -> JobConfig:
     """The job that made a checkpoint, as its run directory or exported folder holds it; needs no torch.
 
     Args:
         path: A run directory, a checkpoint in it, or a folder of `fairlead checkpoint export`.
         overrides: Changes, written as for `--set`: `trainer.max_steps=400`.
+        environ: What a `${env:NAME}` in the overrides reads; None: the variables of this process.
         plugins: The plugin manager; None: the plugins installed here.
 
     Raises:
@@ -77,9 +84,10 @@ def job_from_checkpoint(
         'examples.gpt.model:GPT'
     """
     plugins = plugins if plugins is not None else default_plugins()
-    found = checkpoint_job(Path(path), plugins=plugins, cwd=Path.cwd(), overrides=overrides).loaded.job
-    assert found is not None
-    return found
+    environ = os.environ if environ is None else environ
+    found = checkpoint_job(Path(path), plugins=plugins, cwd=Path.cwd(), environ=environ, overrides=overrides)
+    assert found.loaded.job is not None
+    return found.loaded.job
 
 
 def job_file(path: Path) -> Path:

@@ -11,6 +11,7 @@ from typing import Any
 
 from fairlead import yaml
 from fairlead.errors import RunDirectoryError
+from fairlead.interpolation import escape
 from fairlead_runs.commit import Fence, Lock, LockOwner, Syscalls, atomic_write, discard_incomplete
 from fairlead_runs.commit.files import disk_error, ensure_dir
 from fairlead_runs.fingerprints import Fingerprint, limits
@@ -182,7 +183,7 @@ class RunDirectory:
         self.close()
 
     def _take(self, owner: LockOwner, fingerprint: Fingerprint, **how: Any) -> None:
-        text = yaml.dump(self._job).encode()  # before anything is made: it may be wrong
+        text = yaml.dump(escape(self._job)).encode()  # before anything is made: it may be wrong
         try:
             ensure_dir(self.path, self._system)
         except OSError as error:

@@ -13,7 +13,7 @@ from typing import Any
 from fairlead.config import RunConfig
 from fairlead.errors import ConfigError, did_you_mean
 from fairlead.interfaces import Job
-from fairlead_runs.redaction import is_secret_name
+from fairlead.secret_names import is_secret_name
 
 MAX_BYTES = 200
 _FIELD = re.compile(r"\{\{|\}\}|\{([^{}]*)\}|[{}]")

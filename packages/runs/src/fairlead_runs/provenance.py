@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from fairlead.interfaces import Job
-from fairlead_runs.redaction import is_secret_name, redact_argv, redact_text
+from fairlead.secret_names import is_secret_name
+from fairlead_runs.redaction import redact_argv, redact_text
 from fairlead_runs.submitted import submitted_code
 
 MAX_DIFF_BYTES = 1 << 20

@@ -1,8 +1,4 @@
-"""Keeps secrets out of what is written: by the name of a value, and by the look of a text.
-
-A name is secret by one of its words, `wandb_api_key`, `apiKey`, `HF-TOKEN`, not by its letters: `tokenizer` and
-`num_keys` are none, nor is a number (`key_dim: 64`) or what machine learning calls tokens and keys (`pad_token`).
-"""
+"""Keeps secrets out of what is written: by the name of a value, and by the look of a text; a number is none."""
 
 from __future__ import annotations
 
@@ -10,39 +6,10 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from fairlead.secret_names import is_secret_name
+
 REDACTED = "<redacted>"
 
-_SECRET = frozenset(
-    (
-        *("key", "apikey", "token", "secret", "secrets", "password", "passwords", "passwd", "passphrase", "pwd"),
-        *("credential", "credentials", "auth", "authorization", "oauth"),
-    )
-)
-# The only word beside `token` or `key`.
-_HARMLESS = {
-    "token": frozenset(
-        ("pad", "bos", "eos", "unk", "mask", "cls", "sep", "start", "end", "stop", "special", "image", "text", "prompt")
-    ),
-    "key": frozenset(
-        (
-            "sort",
-            "label",
-            "target",
-            "input",
-            "output",
-            "metric",
-            "monitor",
-            "feature",
-            "data",
-            "batch",
-            "image",
-            "text",
-            "column",
-            "dict",
-        )
-    ),
-}
-_WORDS = re.compile(r"[A-Z]+(?=[A-Z][a-z])|[A-Z]?[a-z]+|[A-Z]+")
 _URL_PASSWORD = re.compile(r"(\b[A-Za-z][\w+.-]{0,20}://[^/\s:@]{0,200}:)[^@\s/]{1,500}@")
 _BEARER = re.compile(r"\b(bearer|basic)\s+[\w.~+/=-]{8,}", re.IGNORECASE)
 _KNOWN_SHAPES = re.compile(
@@ -56,14 +23,6 @@ _ASSIGNMENT = re.compile(
     r"""(?:[ \t]{0,8}:[ \t]{0,8}[\w\[\].|][\w\[\].| ]{0,60}?)?[ \t]{0,8}[:=][ \t]{0,8}[rbuf]{0,2})"""
     r"""(?P<value>"[^"\n]*"|'[^'\n]*'|[\w+/.~-]{8,}=*(?![\w(\[.]))"""
 )
-
-
-def is_secret_name(name: str) -> bool:
-    """Whether a value of this name must not be written: `WANDB_API_KEY`, `accessToken`, but not `pad_token`."""
-    words = [word.lower() for word in _WORDS.findall(name)]
-    if len(words) == 2 and words[0] in _HARMLESS.get(words[1], ()):
-        return False
-    return not _SECRET.isdisjoint(words)
 
 
 def redact(value: Any) -> Any:

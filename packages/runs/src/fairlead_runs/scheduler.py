@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -16,6 +17,7 @@ from fairlead_runs.submitted import newest
 
 TIMEOUT_S: Final = 5.0
 """Seconds that a scheduler may take to answer."""
+_AT_ONCE: Final = 8
 
 
 @dataclass(frozen=True)
@@ -102,3 +104,20 @@ def ask_for_job(
     """What the scheduler says of a job; None where no plugin that is installed knows how to ask it."""
     queue = queue_of(job, plugins)
     return None if queue is None else queue.job_status(job, environ, time.monotonic() + timeout_s)
+
+
+def ask_for_jobs(
+    jobs: Mapping[Path, RunJob], plugins: PluginManager, environ: Mapping[str, str], timeout_s: float = TIMEOUT_S
+) -> dict[Path, JobStatus]:
+    """What the schedulers say of the jobs of several runs, all within this time; others are left out."""
+    deadline = time.monotonic() + timeout_s
+    queues = {run: queue_of(job, plugins) for run, job in jobs.items()}  # loads plugins: not in threads
+
+    def ask(run: Path) -> JobStatus | None:
+        queue = queues[run]
+        late = queue is None or time.monotonic() >= deadline
+        return None if late or queue is None else queue.job_status(jobs[run], environ, deadline)
+
+    with ThreadPoolExecutor(_AT_ONCE) as pool:
+        answers = dict(zip(jobs, pool.map(ask, jobs), strict=True))
+    return {run: answer for run, answer in answers.items() if answer is not None}

@@ -9,6 +9,8 @@ from typing import Any, Final
 
 SUBMISSIONS: Final = "submissions"
 """The folder in a run directory: one for each submission, numbered, with `submission.json`."""
+LOCAL: Final = "local"
+"""What `to` is in the record of a sweep that runs on this machine, in no scheduler."""
 VARIABLE: Final = "FAIRLEAD_SNAPSHOT"
 """Names the file that says of which repository, commit and changes the code of a submitted job is a copy."""
 
@@ -39,10 +41,17 @@ def members(folder: Path) -> list[Path]:
     return [Path(run) for run in data["runs"]] if data is not None and data["index"] is not None else []
 
 
+def is_scheduled(folder: Path) -> bool:
+    """Whether the newest submission here went to a scheduler, and not to this machine."""
+    data = newest(folder)
+    return data is not None and data["to"] != LOCAL
+
+
 def was_submitted(run: Path) -> bool:
     """Whether this is the directory of a run that was submitted, also where it has not started yet."""
     data = newest(run)
-    return data is not None and Path(data["run"]).name == run.absolute().name  # not what the members of a sweep share
+    # By the name, as it may have been moved; what the members of a sweep share is none of its runs.
+    return data is not None and run.absolute().name in {Path(one).name for one in data["runs"]}
 
 
 def submitted_code(environ: Mapping[str, str]) -> dict[str, Any] | None:

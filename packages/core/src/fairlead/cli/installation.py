@@ -14,6 +14,7 @@ from typing import Any
 from packaging.utils import canonicalize_name
 
 from fairlead.cli.session import Session
+from fairlead.composition import EXTENDS
 from fairlead.config import JobConfig
 from fairlead.errors import ConfigError, did_you_mean
 from fairlead.first_party import first_party
@@ -121,11 +122,13 @@ def schema_arguments(parser: argparse.ArgumentParser) -> None:
 
 def job_schema() -> dict[str, Any]:
     """The JSON schema of a job file for the plugins that are installed: editors complete and check with it."""
-    return {
-        "$schema": "https://json-schema.org/draft/2020-12/schema",
-        **JobConfig.model_json_schema(),
-        "title": "A Fairlead job",
-    }
+    schema = JobConfig.model_json_schema()
+    files = {"description": "The files, relative to this one, whose settings this one replaces."}
+    one: dict[str, Any] = {"type": "string", "minLength": 1}
+    schema["properties"][EXTENDS] = {**files, "anyOf": [one, {"type": "array", "items": one}]}
+    # What a file extends may have the rest.
+    schema["anyOf"] = [{"required": schema.pop("required")}, {"required": [EXTENDS]}]
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema, "title": "A Fairlead job"}
 
 
 def run_schema(arguments: argparse.Namespace, session: Session) -> int:

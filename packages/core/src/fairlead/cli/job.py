@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from fairlead.checks import CheckedJob, check_job
 from fairlead.cli.session import Session
 from fairlead.config_bases import AXES
 from fairlead.findings import Finding, errors_in
-from fairlead.jobs import load_job
+from fairlead.jobs import LoadedJob, load_job
 
 if TYPE_CHECKING:
     from fairlead.exactness import Exactness
@@ -20,8 +20,17 @@ if TYPE_CHECKING:
 def job_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of every command that takes a job."""
     parser.add_argument(
-        "job", metavar="JOB", help="a YAML file, or module:object (a JobConfig, or a function that returns one)"
+        "job",
+        metavar="JOB",
+        nargs="+",
+        help="a YAML file, or module:object (a JobConfig, or a function that returns one); of several files each "
+        "replaces settings of those before it",
     )
+    set_argument(parser)
+
+
+def set_argument(parser: argparse.ArgumentParser) -> None:
+    """`--set`, which replaces a setting of a job."""
     parser.add_argument(
         "--set",
         dest="overrides",
@@ -55,9 +64,20 @@ def _profiled_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON document")
 
 
+def load_asked(arguments: argparse.Namespace, session: Session, overrides: Sequence[str] | None = None) -> LoadedJob:
+    """The job that a command names; `overrides` in place of its `--set`."""
+    return load_job(
+        arguments.job,
+        plugins=session.plugins,
+        cwd=session.cwd,
+        environ=session.environ,
+        overrides=arguments.overrides if overrides is None else overrides,
+    )
+
+
 def load_and_check(arguments: argparse.Namespace, session: Session) -> CheckedJob:
     """Loads and checks the job that a command names."""
-    loaded = load_job(arguments.job, plugins=session.plugins, cwd=session.cwd, overrides=arguments.overrides)
+    loaded = load_asked(arguments, session)
     return check_job(
         loaded, environ=session.environ, plugins=session.plugins, profile=arguments.profile, cwd=session.cwd
     )
@@ -74,7 +94,7 @@ def run_check(arguments: argparse.Namespace, session: Session) -> int:
         return 2 if failed else 0
     for finding in checked.findings:
         print(finding, file=session.stderr if finding.severity == "error" else session.stdout, flush=True)
-    session.print(_verdict(arguments.job, checked.findings, failed))
+    session.print(_verdict(" ".join(arguments.job), checked.findings, failed))
     return 2 if failed else 0
 
 

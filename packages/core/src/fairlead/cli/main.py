@@ -96,13 +96,23 @@ def _run(words: list[str], session: Session) -> int:
     pkgutil.resolve_name(command.arguments)(parser)
     parser.epilog = "--debug shows the traceback of an error."
     try:
-        arguments = parser.parse_args(words[1:])
+        arguments = _parsed(parser, words[1:])
     except SystemExit:
         return 0  # only --help exits; a wrong call is `_Parser.error`
     missing = [requirement(r) for r in command.engines if not session.plugins.is_installed(r)]
     if missing:
         raise MissingDependencyError(f"fairlead {command.name} needs {', '.join(missing)}", fix=engines_line(command))
     return int(pkgutil.resolve_name(command.runtime)(arguments, session))
+
+
+def _parsed(parser: argparse.ArgumentParser, words: list[str]) -> argparse.Namespace:
+    """Options may stand between the files of a job; not where a script's own words follow, as for `launch`."""
+    if "--" in words:
+        return parser.parse_args(words)
+    try:
+        return parser.parse_intermixed_args(words)
+    except TypeError:  # the parser has sub-commands, or takes the rest of the line
+        return parser.parse_args(words)
 
 
 def _help(session: Session) -> str:

@@ -33,8 +33,15 @@ class CodeRoot:
         return "\n".join([*lines, f"installed packages ({sys.prefix})"])
 
 
-def code_root(job_file: Path | None, *, code: str | list[str] | None, cwd: Path) -> CodeRoot:
-    """Decides where user code is found: `run.code` is relative to the job file's folder.
+def code_root(
+    job_file: Path | None,
+    *,
+    code: str | list[str] | None,
+    cwd: Path,
+    beside: Sequence[Path] = (),
+    code_base: Path | None = None,
+) -> CodeRoot:
+    """Decides where user code is found: `run.code` is relative to the folder of the file that says it, `code_base`.
 
     In this order: `run.code` if it is given, else the nearest parent of the job file with a `pyproject.toml` or `.git`;
     the working directory and the job file's own folder, unless `run.code` is a list; each with its `src` folder if it
@@ -42,16 +49,17 @@ def code_root(job_file: Path | None, *, code: str | list[str] | None, cwd: Path)
     the front of `sys.path`.
     """
     cwd = Path(os.path.abspath(cwd))
-    base = cwd if job_file is None else Path(os.path.abspath(cwd / job_file)).parent
+    files = [Path(os.path.abspath(cwd / file)) for file in (*([job_file] if job_file is not None else []), *beside)]
+    base = code_base or (files[0].parent if files else cwd)
     found: list[tuple[Path, str]] = []
     if code is not None:
         found += [(_given(one, base), "run.code") for one in ([code] if isinstance(code, str) else code)]
-    elif job_file is not None and (project := _project(base)) is not None:
-        found.append(project)
+    else:
+        found += [project for file in files if (project := _project(file)) is not None]
     if not isinstance(code, list):
         found.append((cwd, "the working directory"))
-        if job_file is not None:
-            found.append((base, "the job file's folder"))
+        own = "the job file's folder"
+        found += [(file.parent, own if file == files[0] else f"beside {file.name}") for file in files]
     searched: dict[Path, str] = {}
     for folder, reason in found:
         searched.setdefault(folder, reason)
@@ -72,13 +80,13 @@ def _given(code: str, base: Path) -> Path:
     raise ConfigError(
         f"the folder {code!r} does not exist",
         where="run.code",
-        why=f"looked for {folder}; it is relative to the job file's folder",
+        why=f"looked for {folder}; it is relative to the folder of the file that says it",
         fix=near and f"did you mean {Path(code).parent / near}?",
     )
 
 
-def _project(base: Path) -> tuple[Path, str] | None:
-    for folder in (base, *base.parents):
+def _project(file: Path) -> tuple[Path, str] | None:
+    for folder in file.parents:
         for mark in _MARKS:
             if os.path.exists(folder / mark):  # .git is a file in a worktree
                 return folder, f"the {mark} above the job file"

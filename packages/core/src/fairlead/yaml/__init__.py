@@ -7,7 +7,7 @@ Here they are 0.001, "24:00:00", "off" and 10. Dates and `1_000` stay strings.
 from __future__ import annotations
 
 from fairlead.yaml.files import load_file
-from fairlead.yaml.reader import Document, load, parse_scalar_or_flow
+from fairlead.yaml.reader import Document, Unquoted, load, parse_scalar_or_flow
 from fairlead.yaml.writer import dump
 
-__all__ = ["Document", "dump", "load", "load_file", "parse_scalar_or_flow"]
+__all__ = ["Document", "Unquoted", "dump", "load", "load_file", "parse_scalar_or_flow"]

@@ -28,6 +28,12 @@ _TYPES: dict[str, type] = {"int": int, "float": float, "bool": bool, "null": typ
 _QUOTE = "quote it if it is meant as text"
 
 
+class Unquoted(str):
+    """A text with a variable, `${env:N}`, in no quotes: what takes the variable's place is read as YAML again."""
+
+    __slots__ = ()
+
+
 @dataclass(frozen=True, slots=True)
 class Document:
     """A YAML document: plain data, None for an empty file, and the line of each part of it."""
@@ -131,7 +137,7 @@ class _Reader:
         except ValueError as error:
             raise self.error(node, str(error), fix=_QUOTE) from None
         if tag == _PLAIN:
-            return value
+            return Unquoted(value) if isinstance(value, str) and "${env:" in value else value
         kind = tag.removeprefix(_TAG)
         if kind not in _TYPES:
             raise self.unknown_tag(node)

@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import Any, Final
 
 from fairlead.checks import check_job
+from fairlead.cli.job import load_asked
 from fairlead.cli.session import Session
 from fairlead.config import JobConfig
 from fairlead.detect import choose_environment
 from fairlead.errors import ConfigError, RunFailedError
 from fairlead.findings import raise_errors
-from fairlead.jobs import LoadedJob, load_job
+from fairlead.jobs import LoadedJob
 from fairlead_diagnostics.bench.cpus import CPUs, usable_cpus
 from fairlead_diagnostics.bench.layouts import Layout, Row, advise, layouts, number, table
 from fairlead_diagnostics.bench.trials import (
@@ -89,7 +90,7 @@ def run(arguments: argparse.Namespace, session: Session) -> int:
     if arguments.json:
         session.print_json(
             {
-                "job": arguments.job,
+                "job": " ".join(arguments.job),
                 "cpus": {**vars(cpus)},
                 "compared": batch.describe(),
                 "rounds": arguments.rounds,
@@ -126,7 +127,7 @@ def _refuse_ranks(session: Session) -> None:
 
 def _load(arguments: argparse.Namespace, session: Session, layout: Layout) -> LoadedJob:
     """The job as it is written, once what a trial makes of it was checked."""
-    loaded = load_job(arguments.job, plugins=session.plugins, cwd=session.cwd, overrides=arguments.overrides)
+    loaded = load_asked(arguments, session)
     if loaded.job is None:
         raise_errors(loaded.findings)
     job = loaded.job
@@ -134,7 +135,7 @@ def _load(arguments: argparse.Namespace, session: Session, layout: Layout) -> Lo
     arguments.overrides = [*arguments.overrides, *as_words(plugins_as_fields(loaded))[1::2]]
     settings = trial_settings(job, layout, _PILOT, Path("bench"))
     words = [*arguments.overrides, *as_words(settings)[1::2]]
-    changed = load_job(arguments.job, plugins=session.plugins, cwd=session.cwd, overrides=words)
+    changed = load_asked(arguments, session, words)
     checked = check_job(
         changed, environ=session.environ, plugins=session.plugins, purpose="check", cwd=session.cwd, uses_run=False
     )
@@ -185,7 +186,7 @@ def _measure(rows: list[Row], trials: Trials, batch: _Batch, arguments: argparse
     try:
         pilot = trials.run(base.layout, _PILOT, _settings(base, batch))
     except TrialFailedError as error:
-        raise _nothing_to_compare(arguments.job, str(error)) from None
+        raise _nothing_to_compare(" ".join(arguments.job), str(error)) from None
     wanted: int = arguments.steps or min(_MOST_STEPS, round(arguments.seconds / pilot.step_s))
     steps = max(_LEAST_STEPS, wanted)
     session.warn(f"a step takes {pilot.step_s * 1e3:.3g} ms with {base.layout}: {counted(steps, 'step')} are timed")
@@ -195,7 +196,7 @@ def _measure(rows: list[Row], trials: Trials, batch: _Batch, arguments: argparse
                 said = _time(row, trials, _length(row.layout, base.layout, steps), _settings(row, batch))
                 session.warn(f"round {turn + 1} of {arguments.rounds}: {row.layout}: {said}")
                 if base.failed is not None:
-                    raise _nothing_to_compare(arguments.job, said)
+                    raise _nothing_to_compare(" ".join(arguments.job), said)
     return steps
 
 
@@ -236,7 +237,7 @@ def _settings(row: Row, batch: _Batch) -> dict[str, Any]:
 def _head(arguments: argparse.Namespace, cpus: CPUs, steps: int) -> str:
     where = f", {counted(cpus.numa_nodes, 'NUMA node')}" if cpus.numa_nodes > 1 else ""
     turns = f"{counted(arguments.rounds, 'round')} of {counted(steps, 'step')}"
-    return f"{arguments.job} on {cpus.count} CPUs{where}: {turns}, median of the rounds"
+    return f"{' '.join(arguments.job)} on {cpus.count} CPUs{where}: {turns}, median of the rounds"
 
 
 def _document(row: Row, rows: list[Row]) -> dict[str, Any]:

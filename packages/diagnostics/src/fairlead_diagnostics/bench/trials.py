@@ -144,9 +144,11 @@ class Trials:
     What is imported is imported once: a server forks each trial, and lends it a server for its ranks.
     """
 
-    def __init__(self, session: Session, source: str, overrides: Sequence[str], job: JobConfig, root: CodeRoot) -> None:
+    def __init__(
+        self, session: Session, sources: Sequence[str], overrides: Sequence[str], job: JobConfig, root: CodeRoot
+    ) -> None:
         self._session, self._job = session, job
-        self._words = ["fit", source, *(word for one in overrides for word in ("--set", one))]
+        self._words = ["fit", *sources, *(word for one in overrides for word in ("--set", one))]
         lent = session.environ.get(SERVER_FD)
         # What says how a process was started is not true of these, and each has as many threads as it is told.
         gone = {*RANK_VARIABLES, SERVER_FD, "OMP_NUM_THREADS"}

@@ -13,13 +13,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
+from fairlead.cli.job import load_asked, set_argument
 from fairlead.cli.session import Session
 from fairlead.config import JobConfig, RunConfig, TrainerConfig
 from fairlead.config_bases import AcceleratorConfigBase
 from fairlead.errors import ConfigError
 from fairlead.findings import raise_errors
 from fairlead.interfaces import BuildContext, Requeuer
-from fairlead.jobs import load_job
 from fairlead.open_union import parse_backend
 from fairlead.resolution import Resolution
 from fairlead.resolve import resolve
@@ -40,16 +40,12 @@ _STOPS: Final = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 def arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of `fairlead doctor`."""
     parser.add_argument(
-        "job", metavar="JOB", nargs="?", help="a job: test what it needs, and where its run directory goes"
+        "job",
+        metavar="JOB",
+        nargs="*",
+        help="a job, in one file or several: test what it needs, and where its run directory goes",
     )
-    parser.add_argument(
-        "--set",
-        dest="overrides",
-        metavar="PATH=VALUE",
-        action="append",
-        default=[],
-        help="replace one setting of the job",
-    )
+    set_argument(parser)
     parser.add_argument(
         "--nodes",
         action="store_true",
@@ -121,11 +117,11 @@ def _not_stopped() -> Iterator[None]:
 
 
 def _job(arguments: argparse.Namespace, session: Session) -> JobConfig | None:
-    if arguments.job is None:
+    if not arguments.job:
         if arguments.overrides:
             raise ConfigError("--set is for a job", where="--set", fix="name the job, too")
         return None
-    loaded = load_job(arguments.job, plugins=session.plugins, cwd=session.cwd, overrides=arguments.overrides)
+    loaded = load_asked(arguments, session)
     raise_errors(loaded.findings)
     return loaded.job
 

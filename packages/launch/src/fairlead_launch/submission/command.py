@@ -12,6 +12,7 @@ from fairlead.cli.job import job_arguments
 from fairlead.cli.session import Session
 from fairlead.errors import ConfigError
 from fairlead.findings import Finding, errors_in
+from fairlead_launch.submission.local import run_here
 from fairlead_launch.submission.plan import Plan
 from fairlead_launch.submission.records import Record
 from fairlead_launch.submission.submission import make_plan
@@ -32,6 +33,12 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--max-parallel", metavar="N", type=int, help="how many members of a sweep may run at once")
     parser.add_argument(
+        "--local",
+        action="store_true",
+        help="run the sweep here, without a scheduler, --max-parallel trials at once (default: as many as there are "
+        "GPUs for, else 1); the same command again skips the trials that are done",
+    )
+    parser.add_argument(
         "--chain", metavar="K", type=int, help="queue K jobs that run one after another (`submit.chain`)"
     )
     parser.add_argument("--screen", action="store_true", help="test each node before the ranks start (`submit.screen`)")
@@ -42,6 +49,8 @@ def run(arguments: argparse.Namespace, session: Session) -> int:
     """Submits the job, or prints what it would submit; 2 when a finding of its check is an error."""
     if arguments.max_parallel is not None and arguments.max_parallel < 1:
         raise ConfigError("--max-parallel is at least 1", where="--max-parallel")
+    if arguments.local:
+        return run_here(arguments, session)
     made = make_plan(
         arguments.job,
         to=arguments.to,
@@ -77,7 +86,7 @@ def _refused(arguments: argparse.Namespace, findings: Sequence[Finding], session
     if arguments.json:
         session.print_json({"id": None, "findings": [finding.as_dict() for finding in findings]})
     count = len(errors_in(findings))
-    session.warn(f"{arguments.job}: not submitted ({count} error{'s' if count > 1 else ''})")
+    session.warn(f"{' '.join(arguments.job)}: not submitted ({count} error{'s' if count > 1 else ''})")
     return 2
 
 

@@ -15,6 +15,7 @@ from fairlead.config import JobConfig
 from fairlead.config_bases import SubmitterConfigBase
 from fairlead.errors import ConfigError, RunDirectoryError
 from fairlead.findings import Finding, errors_in
+from fairlead.interpolation import escape
 from fairlead.jobs import LoadedJob, load_job
 from fairlead.own_checks import check_user_code
 from fairlead.plugins import PluginManager
@@ -122,7 +123,7 @@ class Plan:
 
     def _look_again(self, file: Path) -> None:
         """The job as it will run: read from its file, with the classes that are in the copy of the code."""
-        loaded = load_job(str(file), plugins=self.plugins, cwd=self.request.cwd)
+        loaded = load_job(str(file), plugins=self.plugins, cwd=self.request.cwd, environ=self.environ)
         found = list(loaded.findings)
         if loaded.job is not None and self.sources is not None:
             found += check_user_code(loaded, None, self.environ, self.request.cwd).findings  # type: ignore[arg-type]
@@ -217,7 +218,7 @@ def plan(
         return findings
     resolution = _resolved(checked[0])
     base = (cwd / first.run.dir).absolute()
-    home = base / safe_name(_template_free(first.run.name)) if indices else runs[0]
+    home = home_of(first, cwd) if indices else runs[0]
     if len({str(run) for run in runs}) < len(runs):
         raise ConfigError("two members of the sweep have the same run directory", where="run.name")
     folder = home / SUBMISSIONS / str(next_number(home, *runs))
@@ -231,7 +232,7 @@ def plan(
     given = variables(config)
     jobs = [frozen(loaded, code, cwd, warn_s, known) for loaded in loads]
     for data in jobs:
-        _no_secret(data)
+        no_secret(data)
     pointer = {VARIABLE: str(folder / "code.json")} if sources is not None else {}
     request = Request(
         name=home.name,
@@ -240,7 +241,7 @@ def plan(
         runs=runs,
         indices=indices,
         sweep=bool(sweep),
-        job_texts=[yaml.dump(data) for data in jobs],
+        job_texts=[yaml.dump(escape(data)) for data in jobs],
         max_parallel=max_parallel or getattr(config, "max_parallel", None),
         cwd=cwd,
         nodes=resources.nodes,
@@ -289,9 +290,10 @@ def _run(loaded: LoadedJob, index: int | None, cwd: Path) -> tuple[Path, JobConf
     return (cwd / job.run.dir).absolute() / name, named
 
 
-def _template_free(name: str | None) -> str:
-    """The part of a run's name that no member changes."""
-    return str(name).partition("{")[0].rstrip("-_.") or "sweep"
+def home_of(job: JobConfig, cwd: Path) -> Path:
+    """The folder that the members of a sweep share, named by the part of the run's name that none changes."""
+    name = str(job.run.name).partition("{")[0].rstrip("-_.") or "sweep"
+    return (cwd / job.run.dir).absolute() / safe_name(name)
 
 
 def _resolved(checked: CheckedJob) -> Resolution:
@@ -299,7 +301,8 @@ def _resolved(checked: CheckedJob) -> Resolution:
     return checked.resolution
 
 
-def _no_secret(data: Mapping[str, object]) -> None:
+def no_secret(data: Mapping[str, object]) -> None:
+    """Raises where a job that is to be written to a file holds a secret."""
     # `submit` has the names of a cluster's secrets and keys; `variables` looks at what is said in its `env`.
     data = {name: section for name, section in data.items() if name != "submit"}
     shown = dict(leaves(redact(data)))

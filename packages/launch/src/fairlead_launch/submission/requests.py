@@ -14,10 +14,10 @@ from fairlead.config import JobConfig, ResourcesConfig
 from fairlead.config_bases import RequeueConfigBase, SubmitterConfigBase
 from fairlead.errors import ConfigError
 from fairlead.jobs import LoadedJob
+from fairlead.secret_names import is_secret_name
 from fairlead_launch.submission.batch import BatchSubmitterConfig
 from fairlead_launch.submission.network import NETWORKS
 from fairlead_runs import read_history
-from fairlead_runs.redaction import is_secret_name
 from fairlead_runs.states import HISTORY_FILE
 
 WARN_S: Final = 120

@@ -112,7 +112,7 @@ class Submission:
 
 
 def submit(
-    job: str | os.PathLike[str] | JobConfig,
+    job: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | JobConfig,
     to: str | None = None,
     *,
     overrides: Sequence[str] = (),
@@ -125,7 +125,7 @@ def submit(
     """Hands a job to a scheduler, as `fairlead submit` does.
 
     Args:
-        job: A job file, `module:object`, or a `JobConfig` with a `run.name`.
+        job: A job file or several, `module:object`, or a `JobConfig` with a `run.name`.
         to: The scheduler; None: what the job's `submit.to` says.
         overrides: As `--set`: `["trainer.max_steps=100"]`.
         sweep: As `--sweep`: `["run.seed=range(3)"]`.
@@ -139,8 +139,9 @@ def submit(
         RunFailedError: The scheduler refused it.
     """
     environ, plugins = os.environ if environ is None else environ, plugins or default_plugins()
+    files = [job] if isinstance(job, str | os.PathLike) else job
     made = make_plan(
-        job if isinstance(job, JobConfig) else os.fspath(job),
+        files if isinstance(files, JobConfig) else [os.fspath(one) for one in files],
         to=to,
         overrides=overrides,
         sweep=sweep,
@@ -160,7 +161,7 @@ def submit(
 
 
 def make_plan(
-    job: str | JobConfig,
+    job: Sequence[str] | JobConfig,
     *,
     to: str | None,
     overrides: Sequence[str],
@@ -173,14 +174,21 @@ def make_plan(
     """Loads the job, once for each member of a sweep, and plans its submission; else what is wrong with it."""
     base = [*overrides, *([f"submit.to={to}"] if to is not None else [])]
     grid = members(sweep) if sweep else []
-    loads = [_load(job, [*base, *one], plugins, cwd) for one in grid or [()]]
+    loads = [load(job, [*base, *one], plugins, cwd, environ) for one in grid or [()]]
     return plan(loads, grid, max_parallel=max_parallel, environ=environ, plugins=plugins, cwd=cwd)
 
 
-def _load(job: str | JobConfig, overrides: Sequence[str], plugins: PluginManager, cwd: Path) -> LoadedJob:
-    if isinstance(job, str):
-        return load_job(job, plugins=plugins, cwd=cwd, overrides=overrides)
+def load(
+    job: Sequence[str] | JobConfig,
+    overrides: Sequence[str],
+    plugins: PluginManager,
+    cwd: Path,
+    environ: Mapping[str, str],
+) -> LoadedJob:
+    """A job in files, or an object that has a name."""
+    if not isinstance(job, JobConfig):
+        return load_job(job, plugins=plugins, cwd=cwd, environ=environ, overrides=overrides)
     if job.run.name is None:
         raise ConfigError("a job that is no file needs a name", where="run.name", fix="RunConfig(name=...)")
     parsed = [parse_override(text) for text in overrides]
-    return load_config(job, "the job", plugins, cwd, parsed, default_name=job.run.name)
+    return load_config(job, "the job", plugins, cwd, environ, parsed, default_name=job.run.name)

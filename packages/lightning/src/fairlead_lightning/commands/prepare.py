@@ -9,9 +9,10 @@ from collections.abc import Callable
 from typing import cast
 
 from fairlead.checks import CheckedJob, check_job
+from fairlead.cli.job import load_asked
 from fairlead.cli.session import Session
 from fairlead.findings import Finding, raise_errors
-from fairlead.jobs import LoadedJob, load_job
+from fairlead.jobs import LoadedJob
 from fairlead.plugin_classes import EnvironmentPlugin
 from fairlead.resolution import Resolution
 from fairlead_launch.plans import inherited_plan
@@ -40,7 +41,7 @@ def prepare(
         overrides.append("run.wait=true")
     if getattr(arguments, "accept", None):
         overrides.append(f"run.accept={json.dumps(arguments.accept)}")
-    job = load_job(arguments.job, plugins=session.plugins, cwd=session.cwd, overrides=overrides)
+    job = load_asked(arguments, session, overrides)
     if loaded is not None:
         loaded(job)
     checked = check_job(

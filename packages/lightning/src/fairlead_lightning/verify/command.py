@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any, Final
 
 from fairlead.checks import CheckedJob, check_job
+from fairlead.cli.job import load_asked
 from fairlead.cli.session import Session
 from fairlead.errors import ConfigError
 from fairlead.findings import raise_errors
-from fairlead.jobs import load_job
 from fairlead.resolution import Resolution
 from fairlead_lightning.trials import fit_words, require_own_start, run_fairlead, trial_folder
 from fairlead_lightning.verify.layout import Layout, layouts_of
@@ -58,7 +58,7 @@ def verify(arguments: argparse.Namespace, session: Session) -> int:
                     kept.append(folder)
                 return 2
             found: dict[str, Any] = json.loads((own / "notes" / REPORT).read_text())
-            said = {"job": arguments.job, "strategy": resolution.strategy.name, "scaled": list(layout.said)}
+            said = {"job": " ".join(arguments.job), "strategy": resolution.strategy.name, "scaled": list(layout.said)}
             verdicts.append({"ok": found.pop("ok"), **said, **found})
             if not verdicts[-1]["ok"]:
                 break
@@ -97,13 +97,13 @@ class _FailedError(Exception):
 def _checked(arguments: argparse.Namespace, session: Session) -> CheckedJob:
     """The job as it is asked for, which need not fit this machine; ranks of several nodes are counted as of one."""
     given = list(arguments.overrides)
-    loaded = load_job(arguments.job, plugins=session.plugins, cwd=session.cwd, overrides=given)
+    loaded = load_asked(arguments, session, given)
     trainer = loaded.job.trainer if loaded.job is not None else None
     if trainer is not None and isinstance(trainer.num_nodes, int) and isinstance(trainer.devices, int):
         ranks = trainer.num_nodes * trainer.devices
         if trainer.num_nodes > 1:
             given += ["trainer.num_nodes=1", f"trainer.devices={ranks}"]
-            loaded = load_job(arguments.job, plugins=session.plugins, cwd=session.cwd, overrides=given)
+            loaded = load_asked(arguments, session, given)
     checked = check_job(loaded, environ=session.environ, plugins=session.plugins, cwd=session.cwd, uses_run=False)
     raise_errors(checked.findings)
     return checked

@@ -41,7 +41,7 @@ def cancel_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_cancel(arguments: argparse.Namespace, session: Session) -> int:
     """Ends a run, and says how; nothing to end is no error."""
-    run = state(find_run(arguments.run, session))
+    run = state(find_run(arguments.run, session, or_sweep=True))
     job = job_of_run(run.path) if run.state != "finished" else None
     asked = ask_for_job(job, session.plugins, session.environ) if job is not None else None
     starting = asked is not None and asked.state in ("running", "ending")

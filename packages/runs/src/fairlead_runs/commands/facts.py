@@ -13,18 +13,47 @@ from fairlead_runs.scheduler import JobStatus, RunJob, lives
 from fairlead_runs.switches import SAVE, STOP, find_switch
 
 
-def headline(run: RunState, job: RunJob | None, asked: JobStatus | None) -> str:
-    """The run's name and state; one whose job waits to start again is queued, whatever its last start was."""
-    said = run.state + (f" ({run.reason})" if run.reason else "")
+def shown_state(run: RunState, job: RunJob | None, asked: JobStatus | None) -> tuple[str, str]:
+    """The state of a run and why, by its directory and by what its scheduler says of its job.
+
+    `queued` is one whose job waits to start, or to start again, and `starting` one whose job runs and has yet to begin
+    the run: imports take a while. Else it is the last start's state.
+    """
+    if run.state == "running" and run.reason == "starting":
+        return "starting", ""
     if asked is None or lives(run, job, asked):
-        return f"{run.name}: {said}"
-    ended = (
-        f"interrupted (its job has ended: {asked.said})" if asked.state == "ended" else "exited without an error report"
-    )
-    last = said if run.state != "running" else ended
-    if asked.state != "queued":
-        return f"{run.name}: {last}"
-    return f"{run.name}: queued; " + (f"its last start: {last}" if run.starts else "it has not started yet")
+        return run.state, run.reason
+    last = (run.state, run.reason)
+    if run.state == "running" and asked.state == "ended":
+        last = ("interrupted", f"its job has ended: {asked.said}")
+    elif run.state == "running":
+        last = ("interrupted", "exited without an error report")
+    ended = last[1] if run.state == "running" else _said(*last)
+    before = f"its last start: {ended}" if run.starts else "it has not started yet"
+    if asked.state == "queued":
+        return "queued", before
+    if asked.state == "running" and _begins(run, asked):
+        return "starting", before if run.starts else ""
+    if not run.starts and asked.state == "ended":
+        return "unknown", f"its job ended before it started: {asked.said}"
+    return last
+
+
+def _begins(run: RunState, asked: JobStatus) -> bool:
+    """Whether a job that runs was started after the run's last start, or the run was never started."""
+    return run.started is None or (asked.since is not None and asked.since > run.started.timestamp())
+
+
+def _said(state: str, reason: str) -> str:
+    return state + (f" ({reason})" if reason else "")
+
+
+def headline(run: RunState, job: RunJob | None, asked: JobStatus | None) -> str:
+    """The run's name and state."""
+    state, reason = shown_state(run, job, asked)
+    if state in ("queued", "starting"):
+        return f"{run.name}: {state}" + (f"; {reason}" if reason else "")
+    return f"{run.name}: {_said(state, reason)}"
 
 
 def facts(run: RunState, how: Pace, job: RunJob | None, asked: JobStatus | None, now: float) -> dict[str, str]:

@@ -4,18 +4,27 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Final
 
 from fairlead import yaml
 from fairlead.cli.session import Session
 from fairlead.errors import ConfigError, FairleadError
 from fairlead_runs import RunState, list_runs, state
+from fairlead_runs.commands.facts import shown_state
 from fairlead_runs.commands.texts import ago, find_run, metric, or_dash, summary, table
 from fairlead_runs.fingerprints import leaves
+from fairlead_runs.scheduler import ask_for_jobs, job_of_run
 from fairlead_runs.submitted import members
 
 _COLUMNS: Final = 6
 """Settings that are shown beside the runs: more do not fit on a screen."""
+_SECTIONS: Final = ("model", "data", "trainer", "run", "resources")
+"""The sections of a job, those first in which an experiment differs from another."""
+_OWN: Final = frozenset({"run.name", "run.dir", "run.code", "run.resume", "run.accept", "run.wait"})
+"""Settings that say where a run is kept and how it was started: no two need to be alike."""
+_ALIVE_S: Final = 60.0
+"""A run with a heartbeat since so long is running, whatever its scheduler says."""
 _ORDERS: Final[Mapping[str, Callable[[RunState], Any]]] = {
     "name": lambda run: run.name,
     "best": lambda run: (run.best is None, 0.0 if run.best is None else run.best.rank, run.name),
@@ -56,18 +65,19 @@ def run_runs(arguments: argparse.Namespace, session: Session) -> int:
     sweep = members(folder)
     listed = [state(run) for run in sweep] or list_runs(folder)
     found = sorted(listed, key=_ORDERS[arguments.sort or ("best" if sweep else "name")])
-    differing = _differing(found)
+    differing, states = _differing(found), _states(found, session)
     if arguments.json:
-        session.print_json([{**summary(run), "settings": differing[run.name]} for run in found])
+        shown = ({**summary(run), **dict(zip(("state", "reason"), states[run.path], strict=True))} for run in found)
+        session.print_json([{**one, "settings": differing[str(one["name"])]} for one in shown])
         return 0
     if not found:
         session.print(f"no runs in {words[0]}")
         return 0
-    settings = sorted({name for one in differing.values() for name in one})
+    settings = sorted({name for one in differing.values() for name in one}, key=_order)
     header = ("name", "state", "step", "metric", "best", "starts", "last heartbeat", *settings[:_COLUMNS])
     rows = [
         (
-            *(run.name, run.state, or_dash(run.step), metric(run.metrics), or_dash(run.best)),
+            *(run.name, states[run.path][0], or_dash(run.step), metric(run.metrics), or_dash(run.best)),
             *(str(run.starts), ago(run.heartbeat_age_s)),
             *(_shown(differing[run.name][name]) for name in settings[:_COLUMNS]),
         )
@@ -80,10 +90,32 @@ def run_runs(arguments: argparse.Namespace, session: Session) -> int:
     return 0
 
 
+def _states(runs: Sequence[RunState], session: Session) -> dict[Path, tuple[str, str]]:
+    """The state of each run and why: a job that is to start one, or start it again, is asked for."""
+    jobs = {}
+    for run in runs:
+        alive = run.state == "running" and run.heartbeat_age_s is not None and run.heartbeat_age_s < _ALIVE_S
+        if run.state != "finished" and not alive and (job := job_of_run(run.path)) is not None:
+            jobs[run.path] = job
+    asked = ask_for_jobs(jobs, session.plugins, session.environ)
+    return {run.path: shown_state(run, jobs.get(run.path), asked.get(run.path)) for run in runs}
+
+
+def _counts(name: str) -> bool:
+    """Whether a setting is one of the experiment's, not of its submission."""
+    path = name.replace("[", ".")
+    return not path.startswith("submit.") and path != "submit" and ".".join(path.split(".")[:2]) not in _OWN
+
+
+def _order(name: str) -> tuple[int, str]:
+    section = name.partition(".")[0].partition("[")[0]
+    return (_SECTIONS.index(section) if section in _SECTIONS else len(_SECTIONS), name)
+
+
 def _differing(runs: Sequence[RunState]) -> dict[str, dict[str, Any]]:
     """Of each run, by name, the settings in which not all of these runs are the same; None: not set."""
     jobs = {run.name: _settings(run) for run in runs}
-    names = {name for job in jobs.values() for name in job} - {"run.name", "run.dir"}
+    names = {name for job in jobs.values() for name in job if _counts(name)}
     different = [name for name in sorted(names) if len({repr(job.get(name)) for job in jobs.values() if job}) > 1]
     return {run: {name: job.get(name) for name in different} for run, job in jobs.items()}
 

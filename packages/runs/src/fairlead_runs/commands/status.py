@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from fairlead.cli.session import Session
 from fairlead_runs import Beat, RunState, state
-from fairlead_runs.commands.facts import facts, headline, in_words
+from fairlead_runs.commands.facts import facts, headline, in_words, shown_state
 from fairlead_runs.commands.texts import ago, find_run, summary, table
 from fairlead_runs.describe import counted
 from fairlead_runs.pace import pace
@@ -48,6 +48,7 @@ def run_status(arguments: argparse.Namespace, session: Session) -> int:
         session.print_json(
             {
                 **summary(run),
+                **dict(zip(("state", "reason"), shown_state(run, job, asked), strict=True)),
                 **asdict(how),
                 "job": {**asdict(job), **(asdict(asked) if asked is not None else {})} if job is not None else None,
                 "ranks": [{**_rank(beat, now), "behind": beat.rank in named} for beat in run.ranks],

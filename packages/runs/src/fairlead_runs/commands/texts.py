@@ -10,12 +10,26 @@ from typing import Any
 from fairlead.cli.session import Session
 from fairlead.errors import ConfigError, did_you_mean
 from fairlead_runs import RunState, is_run, list_runs
+from fairlead_runs.describe import counted, shown_path
+from fairlead_runs.submitted import is_scheduled, members
 
 
-def find_run(name: str, session: Session) -> Path:
-    """A run directory, or the name of one in `runs/`; `ConfigError` where there is none."""
+def find_run(name: str, session: Session, *, or_sweep: bool = False) -> Path:
+    """A run directory, or the name of one in `runs/`; `ConfigError` where there is none.
+
+    `or_sweep`: or what the members of a sweep share, which a scheduler has as one job.
+    """
     for path in (session.cwd / name, session.cwd / "runs" / name):
         if is_run(path):
+            return path
+        if (runs := members(path)) and not (or_sweep and is_scheduled(path)):
+            raise ConfigError(
+                f"{name} is a sweep of {counted(len(runs), 'run')}",
+                where="RUN",
+                why=f"from {runs[0].name} to {runs[-1].name}",
+                fix=f"name one of them; fairlead runs {shown_path(path, session.cwd)} lists them",
+            )
+        if runs:
             return path
     folder = session.cwd / "runs"
     known = [run.name for run in list_runs(folder)] if folder.is_dir() else []

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from typing import Any, TypeGuard
 
 from fairlead.errors import ConfigError
+from fairlead.secret_names import is_secret_name
 from fairlead_runs.commit.checkpoints import NAME
-from fairlead_runs.redaction import is_secret_name
 
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
 

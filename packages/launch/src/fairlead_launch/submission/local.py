@@ -1,0 +1,393 @@
+"""`fairlead submit --sweep --local`: the trials of a sweep on this machine, so many at once, each a run of its own.
+
+The same command again continues the sweep: a trial that is finished is skipped, one that was stopped or failed resumes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import copy
+import dataclasses
+import datetime
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from fairlead import yaml
+from fairlead.checks import CheckedJob, check_job
+from fairlead.cli.session import Session
+from fairlead.errors import ConfigError, RunDirectoryError
+from fairlead.findings import Finding, errors_in
+from fairlead.interpolation import escape
+from fairlead.jobs import LoadedJob
+from fairlead.resolution import Resolution
+from fairlead_launch.forkserver import SERVER_FD
+from fairlead_launch.submission.plan import home_of, no_secret
+from fairlead_launch.submission.records import Record, next_number
+from fairlead_launch.submission.submission import load
+from fairlead_launch.submission.sweep import members
+from fairlead_launch.supervise import noted_signals
+from fairlead_runs.describe import counted, shown_path
+from fairlead_runs.exit_codes import ExitCode
+from fairlead_runs.naming import render_name
+from fairlead_runs.submitted import LOCAL, SUBMISSIONS
+
+_POLL_S: Final = 0.05
+_GRACE_S: Final = 10.0
+"""How long a trial may take to end after a second Ctrl-C, which `fit` obeys by itself within five seconds."""
+_STATES: Final[Mapping[int, str]] = {
+    ExitCode.DONE: "done",
+    **dict.fromkeys((ExitCode.AGAIN, ExitCode.INTERRUPTED, ExitCode.STOPPED), "stopped"),
+}
+_SHOWN: Final = 20
+"""Failed trials that are listed at the end."""
+
+
+@dataclass
+class Trial:
+    """One member of a sweep: its run, what is special in it, the files that it has here, and what came of it."""
+
+    run: Path
+    settings: tuple[str, ...]
+    text: str
+    finished: bool
+    file: Path
+    log: Path
+    code: int | None = None
+    seconds: float = 0.0
+
+    @property
+    def state(self) -> str:
+        """`finished` (before), `done`, `stopped`, `failed`, or `not started`."""
+        if self.finished:
+            return "finished"
+        if self.code is None:
+            return "not started"
+        return _STATES.get(self.code, "failed")
+
+    def name(self) -> str:
+        """The run's name and what is special in it, on one line."""
+        return f"{self.run.name}  {' '.join(self.settings)}"
+
+    def why_failed(self) -> str:
+        """The last error that its log shows, in a line."""
+        ended = f"ended by {signal.Signals(-self.code).name}" if self.code and self.code < 0 else f"exit {self.code}"
+        said = f"\n{self.log.read_text(encoding='utf-8', errors='replace')}"
+        what, _, rest = said.rpartition("\nerror: ")[2].partition("\n")
+        if "\nerror: " not in said:
+            return ended
+        # The last line of a traceback, which names the exception.
+        why = rest.partition("  why:   ")[2].partition("\n  do: ")[0].strip().splitlines()
+        return f"{ended}: {what}" + (f": {why[-1].strip()}" if why else "")
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """All trials of a sweep, how many run at once, and the variables of each place at which one runs."""
+
+    home: Path
+    folder: Path
+    trials: Sequence[Trial]
+    places: Sequence[Mapping[str, str]]
+
+
+def run_here(arguments: argparse.Namespace, session: Session) -> int:
+    """Runs the trials that are not finished; 0 when all are, 1 where one failed, else how it was stopped."""
+    for option in ("to", "chain", "screen"):
+        if getattr(arguments, option):
+            fix = f"leave --{option} or --local out"
+            raise ConfigError(f"--{option} is for a scheduler", where=f"--{option}", fix=fix)
+    if not arguments.sweep:
+        raise ConfigError(
+            "--local is for a sweep",
+            where="--local",
+            fix="add --sweep PATH=VALUES; a single job runs here by `fairlead fit`",
+        )
+    made = _planned(arguments, session)
+    findings = made if isinstance(made, list) else []
+    for finding in findings:
+        session.warn(str(finding))
+    if isinstance(made, list):
+        if arguments.json:
+            session.print_json({"trials": [], "findings": [finding.as_dict() for finding in findings]})
+        count = len(errors_in(findings))
+        session.warn(f"{' '.join(arguments.job)}: not started ({counted(count, 'error')})")
+        return 2
+    say = session.warn if arguments.json else session.print
+    before = sum(trial.finished for trial in made.trials)
+    skipped = f"; {before} finished before" if before else ""
+    say(f"sweep     {counted(len(made.trials), 'trial')}, {len(made.places)} at once{skipped}")
+    if arguments.dry_run:
+        for trial in made.trials:
+            say(f"{'finished' if trial.finished else 'would run':<10}{trial.name()}")
+        return 0
+    code = 0
+    if before < len(made.trials):
+        _write(made, session)
+        code = _Running(made, session, say).until_all_ended()
+    if arguments.json:
+        session.print_json({"folder": str(made.home), "trials": [_document(trial) for trial in made.trials]})
+    else:
+        for line in _closing(made, session.cwd):
+            session.print(line)
+    return code
+
+
+def _planned(arguments: argparse.Namespace, session: Session) -> Sweep | list[Finding]:
+    """What is to be run; the findings, where one of them is an error."""
+    grid = members(arguments.sweep)
+    cwd = session.cwd.absolute()
+    loads = [load(arguments.job, [*arguments.overrides, *one], session.plugins, cwd, session.environ) for one in grid]
+    invalid = [finding for loaded in loads for finding in loaded.findings if loaded.job is None]
+    if invalid:
+        return list(dict.fromkeys(invalid))
+    home, names = _names(loads, cwd)
+    checked = [_checked(loaded, name, session) for loaded, name in zip(loads, names, strict=True)]
+    findings = list(dict.fromkeys(finding for one in checked for finding in one.findings))
+    if errors_in(findings):
+        return findings
+    for finding in findings:
+        if finding.code != "run-finished":
+            session.warn(str(finding))
+    folder = home / SUBMISSIONS / str(next_number(home))
+    trials = []
+    for index, (loaded, name, one, settings) in enumerate(zip(loads, names, checked, grid, strict=True)):
+        data = _frozen(loaded, name, cwd)
+        no_secret(data)
+        trials.append(
+            Trial(
+                Path(data["run"]["dir"], name),
+                settings,
+                yaml.dump(escape(data)),
+                any(finding.code == "run-finished" for finding in one.findings),
+                folder / "members" / f"{index}.yaml",
+                folder / "logs" / f"{index}.log",
+            )
+        )
+    resolution = checked[0].resolution
+    assert resolution is not None
+    places = _places(resolution, arguments.max_parallel, sum(not t.finished for t in trials), session.environ)
+    return Sweep(home, folder, trials, places)
+
+
+def _names(loads: Sequence[LoadedJob], cwd: Path) -> tuple[Path, list[str]]:
+    """The folder that the trials share, and the name of each: its own, where the template tells them apart."""
+    jobs = [loaded.job for loaded in loads if loaded.job is not None]
+    home = home_of(jobs[0], cwd)
+    names = [render_name(str(job.run.name), job.model_dump(mode="json")) for job in jobs]
+    if len(set(names)) < len(names) or home.name in names:
+        names = [f"{name}-task-{index}" for index, name in enumerate(names)]
+    return home, names
+
+
+def _checked(loaded: LoadedJob, name: str, session: Session) -> CheckedJob:
+    assert loaded.job is not None
+    job = loaded.job.model_copy(update={"run": loaded.job.run.model_copy(update={"name": name})})
+    seen = dataclasses.replace(loaded, job=job)
+    checked = check_job(
+        seen, environ=session.environ, plugins=session.plugins, purpose="run", cwd=session.cwd.absolute()
+    )
+    if checked.resolution is not None and checked.resolution.topology.launched and checked.resolution.world_size > 1:
+        raise ConfigError(
+            "--local starts its trials itself, on one machine",
+            where="--local",
+            why=f"it was started as one of {checked.resolution.world_size} ranks",
+            fix="start it as a single process, without a launcher",
+        )
+    return checked
+
+
+def _frozen(loaded: LoadedJob, name: str, cwd: Path) -> dict[str, Any]:
+    """The job of a trial as it is now: a later change of a job file changes none that waits."""
+    assert loaded.job is not None
+    data: dict[str, Any] = copy.deepcopy(loaded.data)
+    folder = str((cwd / loaded.job.run.dir).absolute())
+    code = [str(place) for place in loaded.root.folders]
+    data["run"] = {**(data.get("run") or {}), "name": name, "dir": folder, "code": code}
+    return data
+
+
+def _places(
+    resolution: Resolution, asked: int | None, left: int, environ: Mapping[str, str]
+) -> list[Mapping[str, str]]:
+    """The variables of each place at which a trial runs: its GPUs, and its share of the processors.
+
+    Where the job has no number of them, as many as there are GPUs for run at once; on processors one by one.
+    """
+    gpus = resolution.devices_found.count if resolution.device_type == "cuda" else 0
+    each = max(1, resolution.devices)
+    count = max(1, min(asked or max(1, gpus // each), max(1, left)))
+    threads = resolution.settings.get("threads")
+    divided = count > 1 and threads is not None and threads.reason not in ("trainer.threads", "OMP_NUM_THREADS")
+    found: list[Mapping[str, str]] = []
+    for place in range(count):
+        own: dict[str, str] = {}
+        if divided and threads is not None:
+            own["OMP_NUM_THREADS"] = str(max(1, int(threads.value) // count))
+        if gpus and resolution.device_indices is None:
+            variable = "HIP_VISIBLE_DEVICES" if "HIP_VISIBLE_DEVICES" in environ else "CUDA_VISIBLE_DEVICES"
+            visible = [one.strip() for one in environ.get(variable, "").split(",") if one.strip()]
+            visible = visible if len(visible) >= gpus else [str(index) for index in range(gpus)]
+            own[variable] = ",".join(visible[(place * each + index) % gpus] for index in range(min(each, gpus)))
+        found.append(own)
+    return found
+
+
+def _write(sweep: Sweep, session: Session) -> None:
+    """The job file of each trial, and the record by which `fairlead runs` finds them."""
+    runs = tuple(str(trial.run) for trial in sweep.trials)
+    record = Record(
+        to=LOCAL,
+        id=str(os.getpid()),
+        job=str(os.getpid()),
+        index=0,
+        run=str(sweep.home),
+        runs=runs,
+        folder=str(sweep.folder),
+        output=str(sweep.folder / "logs" / "*.log"),
+        submitted=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        submit={},
+        cwd=str(session.cwd.absolute()),
+    )
+    try:
+        for trial in sweep.trials:
+            trial.file.parent.mkdir(parents=True, exist_ok=True)
+            trial.log.parent.mkdir(parents=True, exist_ok=True)
+            trial.file.write_text(trial.text, encoding="utf-8")
+        record.write(sweep.folder)
+    except OSError as error:
+        where = str(error.filename or sweep.folder)
+        raise RunDirectoryError("the sweep cannot be written", where=where, why=error.strerror) from error
+
+
+class _Running:
+    """Starts trials as places become free, and ends them all when it is asked to stop."""
+
+    def __init__(self, sweep: Sweep, session: Session, say: Any) -> None:
+        self._session, self._say = session, say
+        self._waiting = deque(trial for trial in sweep.trials if not trial.finished)
+        self._free = list(reversed(sweep.places))
+        self._running: dict[subprocess.Popen[bytes], tuple[Trial, Mapping[str, str], float]] = {}
+        self._stop: int | None = None
+        self._kill_at: float | None = None
+        self._ended: list[Trial] = []
+
+    def until_all_ended(self) -> int:
+        """Returns when no trial runs and none is to be started."""
+        with noted_signals() as received, self._none_left():
+            while self._running or (self._waiting and self._stop is None):
+                while received:
+                    self._pass_on(received.pop(0))
+                while self._waiting and self._free and self._stop is None:
+                    self._start()
+                self._look()
+                if self._kill_at is not None and time.monotonic() >= self._kill_at:
+                    self._kill()
+                time.sleep(_POLL_S)
+            if received and self._stop is None:
+                self._stop = received[0]
+        codes = [trial.code for trial in self._ended]
+        if any(trial.state == "failed" for trial in self._ended):
+            return 1
+        stopped = [trial.code for trial in self._ended if trial.state == "stopped"]
+        if ExitCode.AGAIN in stopped or (self._stop is not None and self._stop not in (signal.SIGINT, signal.SIGTERM)):
+            return ExitCode.AGAIN
+        if self._stop is not None and (stopped or self._waiting):
+            return 128 + self._stop
+        return next((code for code in codes if code), 0)
+
+    def _start(self) -> None:
+        trial, place = self._waiting.popleft(), self._free.pop()
+        environ = {**{n: v for n, v in self._session.environ.items() if n != SERVER_FD}, **place}
+        # -P: the working directory is no place for code unless the rules for user code say so.
+        command = [sys.executable, "-P", "-m", "fairlead", "fit", str(trial.file)]
+        with trial.log.open("ab") as log:
+            process = subprocess.Popen(
+                [*command, *(["--debug"] if self._session.debug else [])],
+                cwd=self._session.cwd,
+                env=environ,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                process_group=0,  # Ctrl-C reaches this process alone, which passes it on once
+            )
+        self._running[process] = (trial, place, time.monotonic())
+        self._say(f"start     {trial.name()}")
+
+    def _look(self) -> None:
+        for process in [process for process in self._running if process.poll() is not None]:
+            trial, place, began = self._running.pop(process)
+            trial.code, trial.seconds = process.returncode, time.monotonic() - began
+            self._free.append(place)
+            self._ended.append(trial)
+            how = f"  {trial.why_failed()}" if trial.state == "failed" else ""
+            self._say(f"{trial.state:<10}{trial.name()}  in {trial.seconds:.0f} s{how}")
+
+    def _pass_on(self, signum: int) -> None:
+        if signum == self._stop == signal.SIGINT:
+            self._kill_at = time.monotonic() + _GRACE_S
+        if self._stop is None:
+            again = "; again to stop them now" if signum == signal.SIGINT else ""
+            left = f"; {len(self._waiting)} are not started" if self._waiting else ""
+            name, running = signal.Signals(signum).name, len(self._running)
+            stop = f"{counted(running, 'trial')} stop{'s' if running == 1 else ''} after a save"
+            self._say(f"{name}: {stop}{left}{again}")
+        if self._stop not in (signal.SIGINT, signal.SIGTERM):
+            self._stop = signum
+        for process in self._running:
+            process.send_signal(signum)
+
+    def _kill(self) -> None:
+        for process in self._running:
+            with contextlib.suppress(ProcessLookupError):  # it has just ended
+                os.killpg(process.pid, signal.SIGKILL)
+
+    @contextlib.contextmanager
+    def _none_left(self) -> Iterator[None]:
+        """Whatever ends this ends the trials."""
+        try:
+            yield
+        finally:
+            for process in self._running:
+                process.terminate()
+            deadline = time.monotonic() + _GRACE_S
+            for process in self._running:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(max(0.0, deadline - time.monotonic()))
+            self._kill()
+
+
+def _closing(sweep: Sweep, cwd: Path) -> Iterator[str]:
+    """How many are done, which failed and where their logs are, and what to do next."""
+    states = [trial.state for trial in sweep.trials]
+    done = sum(state in ("done", "finished") for state in states)
+    rest = [f"{states.count(state)} {state}" for state in ("failed", "stopped", "not started") if state in states]
+    yield f"sweep     {done} of {len(states)} done{''.join(f', {text}' for text in rest)}"
+    failed = [trial for trial in sweep.trials if trial.state == "failed"]
+    for trial in failed[:_SHOWN]:
+        yield f"failed    {trial.name()}  {trial.why_failed()}"
+        yield f"          log: {shown_path(trial.log, cwd)}"
+    if len(failed) > _SHOWN:
+        yield f"          and {len(failed) - _SHOWN} more: {shown_path(sweep.folder / 'logs', cwd)}"
+    yield f"compare   fairlead runs {shown_path(sweep.home, cwd)}"
+    if done < len(states):
+        yield "continue  the same command again: it skips the trials that are done, and resumes the others"
+
+
+def _document(trial: Trial) -> dict[str, Any]:
+    return {
+        "run": str(trial.run),
+        "settings": list(trial.settings),
+        "state": trial.state,
+        "exit_code": trial.code,
+        "seconds": round(trial.seconds, 1),
+        "log": str(trial.log) if trial.code is not None else None,
+    }
