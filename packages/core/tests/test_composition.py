@@ -252,6 +252,9 @@ def test_extends_is_set_by_no_option(folder: Folder) -> None:
     assert "extends" in folder.refused("base.yaml", sets=("extends[0]=base.yaml",)).what
     where = folder.where("base.yaml", sets=("trainer.loggers=[]", "trainer.extends=base.yaml"))
     assert where == [("unknown-field", "--set trainer.extends")]
+    folder.write("job.yaml", "model: net:Net\nextend: base.yaml\nrun:\n  extends: base.yaml\n")
+    fixes = [finding.fix for finding in folder.load("job.yaml").findings]
+    assert fixes == ["write extends at the top of the file", "did you mean 'extends'?"]
 
 
 def test_a_job_in_python_stands_alone(folder: Folder) -> None:
@@ -320,6 +323,15 @@ def test_variables_that_cannot_be_replaced(folder: Folder, text: str, what: str,
     assert fix in str(finding.fix)
     if "SCRATHC" in text:
         assert finding.why == "did you mean SCRATCH?"
+
+
+def test_a_value_of_the_wrong_kind_names_its_variable(folder: Folder) -> None:
+    folder.environ = {"N": "two"}
+    folder.write("job.yaml", "model: net:Net\ntrainer:\n  devices: ${env:N}\n")
+    assert folder.where("job.yaml") == [("wrong-type", "job.yaml:3, trainer.devices, from N")]
+    folder.write("flow.yaml", "model: net:Net\ntrainer: {devices: ${env:N}}\n")
+    error = folder.refused("flow.yaml")
+    assert "needs a line of its own" in str(error.fix)
 
 
 def test_a_variable_that_is_not_needed_is_not_missed(folder: Folder) -> None:

@@ -11,13 +11,13 @@ from pathlib import Path as FilePath
 from typing import Any, Final
 
 from fairlead import yaml
+from fairlead.config.job import EXTENDS
 from fairlead.errors import ConfigError
 from fairlead.interpolation import interpolate
 from fairlead.overrides import merge
 
 Path = tuple[str | int, ...]
 
-EXTENDS: Final = "extends"
 _DEEPEST: Final = 100
 
 

@@ -11,8 +11,9 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic_core import PydanticSerializationError
 
-from fairlead.composition import EXTENDS, NotAJobError, Origins, compose
+from fairlead.composition import NotAJobError, Origins, compose
 from fairlead.config import JobConfig
+from fairlead.config.job import EXTENDS
 from fairlead.errors import ConfigError, FairleadError, UserCodeError
 from fairlead.findings import Finding
 from fairlead.interpolation import escape, interpolate
@@ -62,7 +63,7 @@ class LoadedJob:
         if first.replace("[", ".").partition(".")[0] not in JobConfig.model_fields:
             return finding
         parts = first.replace("[", ".").replace("]", "").split(".")
-        where = ", ".join([self.locate(tuple(int(p) if p.isdecimal() else p for p in parts)), *others])
+        where = ", ".join([self.reason(tuple(int(p) if p.isdecimal() else p for p in parts)), *others])
         return dataclasses.replace(finding, where=where)
 
 
@@ -148,7 +149,7 @@ def _validated(loaded: LoadedJob, plugins: PluginManager, *, default_name: str) 
     try:
         job = JobConfig.model_validate(loaded.data, context={"plugins": plugins})
     except ValidationError as error:
-        found = findings_of(error, loaded.data, JobConfig, plugins, loaded.locate)
+        found = findings_of(error, loaded.data, JobConfig, plugins, loaded.reason)
         return dataclasses.replace(loaded, findings=tuple(found))
     if job.run.name is None:
         job = job.model_copy(update={"run": job.run.model_copy(update={"name": default_name})})

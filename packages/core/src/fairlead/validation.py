@@ -8,6 +8,7 @@ from typing import Any, Final, get_args
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
+from fairlead.config.job import EXTENDS
 from fairlead.errors import FairleadError, did_you_mean
 from fairlead.findings import Finding
 from fairlead.open_union import OpenUnion
@@ -120,6 +121,10 @@ def _unknown_field(path: Path, data: Any, model: type[BaseModel], plugins: Plugi
     name, parent = str(path[-1]), path[:-1]
     owner = _model_at(parent, data, model, plugins)
     fields = sorted(f.alias or n for n, f in owner.model_fields.items()) if owner else []
+    fields += [] if parent else [EXTENDS]
+    if name == EXTENDS:
+        what = f"{EXTENDS!r} stands inside of {dotted(parent)}"
+        return Finding("error", "unknown-field", what, where=where, fix=f"write {EXTENDS} at the top of the file")
     other = _OTHER_NAMES.get(name)
     near = other if other in fields else did_you_mean(name, fields)
     listed = fields and (near is None or len(fields) <= _FEW)  # of sixty names the one that is meant is enough

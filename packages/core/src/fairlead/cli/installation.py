@@ -14,8 +14,8 @@ from typing import Any
 from packaging.utils import canonicalize_name
 
 from fairlead.cli.session import Session
-from fairlead.composition import EXTENDS
 from fairlead.config import JobConfig
+from fairlead.config.job import EXTENDS
 from fairlead.errors import ConfigError, did_you_mean
 from fairlead.first_party import first_party
 from fairlead.install import install_line

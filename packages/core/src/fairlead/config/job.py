@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Final
 
 from pydantic import Field, PositiveFloat, PositiveInt, field_validator
 
@@ -12,6 +12,9 @@ from fairlead.config.spec import ClassSpec
 from fairlead.config.trainer import TrainerConfig
 from fairlead.config_bases import ConfigModel, SubmitterConfigBase
 from fairlead.open_union import OpenUnion
+
+EXTENDS: Final = "extends"
+"""The key under which a job file names the files whose settings it replaces; it is no setting itself."""
 
 
 class RunConfig(ConfigModel):

@@ -52,6 +52,8 @@ def _marked(error: yaml.MarkedYAMLError, text: str, source: str) -> ConfigError:
         why = f"a {bracket} that is opened on line {opened} is not closed, or a comma is missing"
         fix = "close the bracket, separate the entries by commas, and quote text that holds , [ ] { or }"
         line = opened if line > len(lines) else line
+        if "${" in shown:
+            fix = f"{fix}\na number with ${{env:...}} needs a line of its own, without brackets around it"
     elif "mapping values" in problem:
         why = "there is a ': ' where no key can be: an unquoted value with ': ' in it, or a wrong indentation"
         fix = f'{_QUOTE_IT} (key: "a: b"), or align this line with its neighbours'
