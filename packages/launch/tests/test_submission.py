@@ -321,6 +321,7 @@ def test_a_sweep_has_a_file_and_a_record_for_each_member(site: Site, capsys: pyt
     assert site.main("runs", "runs/sine", "--json") == 0
     shown = json.loads(capsys.readouterr().out)
     assert [one["name"] for one in shown] == [f"sine-task-{n}" for n in range(4)]  # which have not begun
+    assert shown[3]["settings"] == {"model.args.width": 4, "run.seed": 1}
     site.job(run={"name": "net-w{model.args.width}"}, submit={"array": "1,4-8:2", "max_parallel": 2})
     assert site.submit() == 2  # a name cannot ask for what only members set
     site.job(submit={"array": "1,4-8:2", "max_parallel": 2})

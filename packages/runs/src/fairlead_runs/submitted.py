@@ -41,6 +41,15 @@ def members(folder: Path) -> list[Path]:
     return [Path(run) for run in data["runs"]] if data is not None and data["index"] is not None else []
 
 
+def submitted_job(run: Path) -> Path | None:
+    """The job file of the newest submission of a run; None: there is none."""
+    data = newest(run)
+    if data is None or not data.get("folder"):
+        return None
+    files = (Path(data["folder"], "members", f"{data['index']}.yaml"), Path(data["folder"], "job.yaml"))
+    return next((file for file in files if file.is_file()), None)
+
+
 def is_scheduled(folder: Path) -> bool:
     """Whether the newest submission here went to a scheduler, and not to this machine."""
     data = newest(folder)

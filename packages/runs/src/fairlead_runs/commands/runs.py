@@ -15,7 +15,7 @@ from fairlead_runs.commands.facts import shown_state
 from fairlead_runs.commands.texts import ago, find_run, metric, or_dash, summary, table
 from fairlead_runs.fingerprints import leaves
 from fairlead_runs.scheduler import ask_for_jobs, job_of_run
-from fairlead_runs.submitted import members
+from fairlead_runs.submitted import members, submitted_job
 
 _COLUMNS: Final = 6
 """Settings that are shown beside the runs: more do not fit on a screen."""
@@ -121,8 +121,11 @@ def _differing(runs: Sequence[RunState]) -> dict[str, dict[str, Any]]:
 
 
 def _settings(run: RunState) -> dict[str, Any]:
+    file = run.path / "job.yaml"
+    if not file.exists() and (sent := submitted_job(run.path)) is not None:
+        file = sent
     try:
-        return dict(leaves(yaml.load_file(run.path / "job.yaml").data))
+        return dict(leaves(yaml.load_file(file).data))
     except FairleadError:  # a run that never began, or a damaged file: `status` says so
         return {}
 
