@@ -60,6 +60,14 @@ def test_a_summary_has_no_count_that_was_not_made(tmp_path: Any, caplog: pytest.
     assert "litlogger" not in caplog.text
 
 
+def test_nor_has_one_that_rich_prints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("rich")
+    make_trainer(tmp_path, max_steps=1, enable_model_summary=True).fit(Line(), datamodule=Data())
+    shown = capsys.readouterr().out
+    assert "Trainable params" in shown
+    assert "Total FLOPs" not in shown
+
+
 @pytest.mark.parametrize("kind", ["Trainer", "Fairlead"])
 def test_a_resumed_start_does_not_repeat_what_the_first_has_said(
     tmp_path: Path, kind: str, capsys: pytest.CaptureFixture[str]

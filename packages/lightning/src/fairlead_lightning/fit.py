@@ -37,6 +37,7 @@ from fairlead_lightning.build import build_backend
 from fairlead_lightning.checkpoint.checkpoints import Checkpoints
 from fairlead_lightning.checkpoint.finite import Finite
 from fairlead_lightning.checkpoint.replicas import Replicas
+from fairlead_lightning.display.model_summary import leave_out_zeros
 from fairlead_lightning.display.output import give_output_back, keep_output
 from fairlead_lightning.display.quiet import only_rank_0_warns
 from fairlead_lightning.display.trainjob import TrainJobProgress
@@ -256,6 +257,7 @@ class FitParts:
         if trainer.global_rank > 0 and not self._logged:
             self._undo.append(only_rank_0_warns())
         self._undo.append(compat.less_overhead(trainer))
+        leave_out_zeros(callbacks_of(trainer))
         others = [callback for callback in callbacks_of(trainer) if not isinstance(callback, _PARTS)]
         vars(trainer)["callbacks"] = [*first, *others, *last]
         self._loggers = list(loggers)
