@@ -30,7 +30,7 @@ _HERE = "integration_tests.exact.jobs.written"
 _LIGHTNING = "lightning.pytorch.callbacks"
 _EPOCHS_MEAN = "monitor: train/loss_epoch, patience: 1, check_on_train_epoch_end: true"
 _KEEPING_WEIGHTS = "amount: 0.1, use_lottery_ticket_hypothesis: false"
-_FROM_THE_SECOND = "{scheduling: {0: 1, 1: 3}}"
+_AFTERWARDS = "afterwards:validate"
 
 # Where it is installed: it brings pyarrow and pandas.
 _HUGGING_FACE = ["hf", "hf_map", "hf_batched", "hf_shuffled"] if importlib.util.find_spec("datasets") else []
@@ -68,6 +68,8 @@ AXES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "1": (),
         "3": ("trainer.accumulate_grad_batches=3",),
         "manual": (f"model.class={_HERE}.model:Manual",),
+        "manual, over epochs": (f"model.class={_HERE}.model:Seldom",),
+        "uncounted": (f"model.class={_HERE}.model:Uncounted",),
     },
     "validation": {
         "epoch": (),
@@ -88,6 +90,16 @@ AXES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         ),
         "moving average": (f"callback:{_HERE}.model:Ema {{}}",),
     },
+    "module": {
+        "plain": (),
+        "compiled part": ("model.args.part=compiled",),
+        "unfrozen in a hook": ("model.args.part=unfrozen",),
+    },
+    "reloading": {
+        "never": (),
+        "every 2 epochs": ("trainer.reload_dataloaders_every_n_epochs=2", "data.args.reloaded=true"),
+    },
+    "evaluation": {"none": (), "validate": (_AFTERWARDS,)},
     "schedule": {
         name: (f"model.args.schedule={name}",) for name in ["none", "one_cycle", "warmup", "plateau", "cosine"]
     },
@@ -114,12 +126,15 @@ _ENDLESS = {"sizeless", "stream", "plain_stream", "stream_buffered", "nodes", *_
 _OF_A_LENGTH = {"validation": {"half"}, "schedule": {"one_cycle", "warmup"}, "callback": {"averaging"}}
 
 
-# Lightning refuses two ways to accumulate, and torch's schedules a group of parameters that finetuning adds.
+_MANUAL = ("manual", "manual, over epochs", "uncounted")
+# Lightning refuses two ways to accumulate, and nothing is evaluated without a loader; and torch's schedules a group of parameters that finetuning adds.
 _REFUSED = [
     {"callback": "accumulation schedule", "accumulation": "3"},
-    {"callback": "accumulation schedule", "accumulation": "manual"},
+    *({"callback": "accumulation schedule", "accumulation": one} for one in _MANUAL),
     {"callback": "finetuning", "schedule": "one_cycle"},
     {"callback": "finetuning", "schedule": "warmup"},
+    {"callback": "finetuning", "module": "unfrozen in a hook"},
+    {"validation": "none", "evaluation": "validate"},
 ]
 
 
@@ -177,6 +192,8 @@ def case_of(choice: Choice) -> Case:
     sets, callbacks = [], [f"{{class: {_HERE.rpartition('.')[0]}.probe:Probe}}"]
     for name, value in choice.items():
         for one in AXES[name][value]:
+            if one == _AFTERWARDS:
+                continue
             if one.startswith("callback:"):
                 path, _, args = one.removeprefix("callback:").partition(" ")
                 callbacks.append(f"{{class: {json.dumps(path)}, args: {args}}}")
@@ -230,10 +247,24 @@ def tried(choice: Choice, folder: Path, kills: int, seed: int) -> Outcome:
                     break
             run(case, cwd, warm)
             different = differences(reference, case.directory(cwd))
+            if choice.get("evaluation", "none") != "none":
+                both = [validated(case, one) for one in (folder / "undisturbed", cwd)]
+                different += [f"validate: {both[0]} became {both[1]}"] if both[0] != both[1] else []
             found += [f"killed at {place}:{step}: {line}" for line in different[:3]]
     except Exception as error:  # an assertion, or a file that is not there: the table goes on, and says it
         found.append(f"{type(error).__name__}: {error}"[-1500:])
     return Outcome(choice, said, tuple(found))
+
+
+def validated(case: Case, cwd: Path) -> str:
+    """What `fairlead validate` prints of a run that has ended.
+
+    Raises:
+        AssertionError: It failed.
+    """
+    ended = warm(case.doing("validate"), cwd, {}).end()
+    assert ended.code == 0, f"validate ended with {ended.code}: {ended.text}"
+    return next(line for line in ended.text.splitlines() if line.startswith("val/loss"))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -26,6 +26,8 @@ EXACT = {
     "state in collate_fn": {"loader": "collating", "accumulation": "manual", "keeps": "generators"},
     "pruned": {"callback": "pruning", "accumulation": "3", "validation": "in a window", "keeps": "outputs"},
     "learning-rate finder": {"callback": "rate finder", "schedule": "cosine", "loader": "max_size"},
+    "reloaded, a compiled part": {"reloading": "every 2 epochs", "module": "compiled part", "evaluation": "validate"},
+    "unfrozen in a hook, steps uncounted": {"module": "unfrozen in a hook", "accumulation": "uncounted"},
     "stochastic weight averaging": {"callback": "averaging", "keeps": "hidden state", "loader": "weighted"},
 }
 TOLD = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -54,8 +55,12 @@ class Sequences(Net):
         super().__init__()
         self.qkv = nn.Linear(12, 36)
 
+    def embedded(self, x: Tensor) -> Tensor:
+        out: Tensor = self.inlet(x)
+        return out
+
     def forward(self, x: Tensor) -> Tensor:
-        x = self.inlet(x)
+        x = self.embedded(x)
         for block in self.blocks:
             x = x + block(x)
         q, k, v = self.qkv(x).view(*x.shape[:2], 3, 2, 6).permute(2, 0, 3, 1, 4)
@@ -67,6 +72,46 @@ class Sequences(Net):
         x, y = batch
         loss: Tensor = nn.functional.mse_loss(self(x), y)  # the module's own call is what is divided
         return loss
+
+
+class Counted(Sequences):
+    """Adds to each token what it has learned of its position, in ways that are right where a sequence is whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.places = nn.Embedding(9, 12)
+
+    def embedded(self, x: Tensor) -> Tensor:
+        return super().embedded(x) + self.places(self.numbers(x.shape[1]))
+
+    def numbers(self, length: int) -> Tensor:
+        return torch.arange(length)
+
+
+class CountedFromOne(Counted):
+    def numbers(self, length: int) -> Tensor:
+        return torch.arange(1, length + 1)
+
+
+class CountedUp(Counted):
+    def numbers(self, length: int) -> Tensor:
+        return torch.ones(1, length, dtype=torch.int64).cumsum(1)
+
+
+class CountedInPython(Counted):
+    def numbers(self, length: int) -> Tensor:
+        return torch.tensor(list(range(length)))
+
+
+class CountedAlong(Sequences):
+    """Positions from 0 to 1."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.along = nn.Linear(1, 12)
+
+    def embedded(self, x: Tensor) -> Tensor:
+        return super().embedded(x) + self.along(torch.linspace(0, 1, x.shape[1], dtype=x.dtype).unsqueeze(-1))
 
 
 class Dead(Net):
@@ -242,7 +287,7 @@ class SequenceStages(Stages):
         self.blocks = nn.ModuleList([Attention(), Block(), Attention()])
 
 
-class Averaged(Net):
+class Averaging(L.LightningModule):
     """Keeps a moving average of its inputs, of which each rank has other ones: a hook reduces it."""
 
     average: Tensor
@@ -252,8 +297,9 @@ class Averaged(Net):
         self.register_buffer("average", torch.zeros(6))
 
     def training_step(self, batch: list[Tensor], index: int) -> Tensor:
-        self.average.lerp_(self.reduced(batch[0].mean(0)).to(self.average), 0.1)
-        return super().training_step(batch, index)
+        self.average.lerp_(self.reduced(batch[0].flatten(0, -2).mean(0)).to(self.average), 0.1)
+        loss: Tensor = super().training_step(batch, index)
+        return loss
 
     def reduced(self, mean: Tensor) -> Tensor:
         if torch.distributed.is_initialized():
@@ -262,13 +308,51 @@ class Averaged(Net):
         return mean
 
 
-class Scheduled(Net):
+class Averaged(Averaging, Net):
+    """The smallest one of these."""
+
+
+class Scheduled(L.LightningModule):
     """Its learning rate rises from step to step."""
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.Adam(self.parameters(), lr=0.02)
         scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 0.5, 1.0, 10)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+
+class ScheduledNet(Scheduled, Net):
+    """The smallest one of these."""
+
+
+class ScaledRate(Net):
+    """Its learning rate is that of one process times the ranks: the linear scaling rule."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.parameters(), lr=0.005 * self.trainer.world_size)
+
+
+class RootOfRanks(Net):
+    """One group alone has a rate by the root of the ranks, which it has asked for when it was made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ranks = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+
+    def configure_optimizers(self) -> Any:
+        head = {"params": self.head.parameters(), "lr": 0.01 * self.ranks**0.5}
+        rest = [p for name, p in self.named_parameters() if not name.startswith("head")]
+        return torch.optim.Adam([{"params": rest}, head], lr=0.01)
+
+
+class GradualWarmup(Net):
+    """From the rate of one process to that of all ranks (arXiv:1706.02677, section 2.2)."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.Adam(self.parameters(), lr=0.005)
+        ranks = int(os.environ.get("WORLD_SIZE", "1"))
+        rising = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 + (ranks - 1) * min(1.0, step / 4))
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": rising, "interval": "step"}}
 
 
 class WarmingUp(Net):
@@ -278,11 +362,16 @@ class WarmingUp(Net):
         return torch.optim.Adam(self.parameters(), lr=1e-9)
 
 
-class LaterRandom(Net):
+class LaterRandom(L.LightningModule):
     """Draws random numbers from its second step on."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x + (0.1 * torch.randn_like(x) if self.global_step else 0.0))
+        out: Tensor = super().forward(x + (0.1 * torch.randn_like(x) if self.global_step else 0.0))
+        return out
+
+
+class LaterRandomNet(LaterRandom, Net):
+    """The smallest one of these."""
 
 
 class OwnGenerator(Net):
@@ -353,12 +442,20 @@ class HeadAlone(Net):
 _ALL = (
     Averaged,
     Complex,
+    Counted,
+    CountedAlong,
+    CountedFromOne,
+    CountedInPython,
+    CountedUp,
     Counting,
+    GradualWarmup,
     HeadAlone,
-    LaterRandom,
+    LaterRandomNet,
     Normalized,
     OwnGenerator,
-    Scheduled,
+    RootOfRanks,
+    ScaledRate,
+    ScheduledNet,
     WarmingUp,
     WholeBatch,
     Net,
@@ -375,4 +472,19 @@ _ALL = (
     Stack,
     Stages,
 )
-MODELS: dict[str, Callable[[], L.LightningModule]] = {one.__name__: one for one in _ALL}
+_KINDS = (Averaging, LaterRandom, Scheduled)
+"""What is added to a model: `Averaging of Stack`."""
+
+
+def _both(kind: type[L.LightningModule], base: type[L.LightningModule]) -> type[L.LightningModule]:
+    return type(f"{kind.__name__}{base.__name__}", (kind, base), {})
+
+
+MODELS: dict[str, Callable[[], L.LightningModule]] = {
+    **{one.__name__: one for one in _ALL},
+    **{
+        f"{kind.__name__} of {base.__name__}": _both(kind, base)
+        for kind in _KINDS
+        for base in (Net, Stack, Sequences, Experts, Stages)
+    },
+}

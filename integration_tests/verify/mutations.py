@@ -22,6 +22,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 import fairlead_distributed.parallel._attention as attention
+import fairlead_distributed.parallel._context_mode as context_mode
 import fairlead_distributed.parallel._layers as layers
 import fairlead_distributed.parallel.context as context
 import fairlead_distributed.parallel.expert as expert
@@ -237,7 +238,7 @@ def step_lost() -> Iterator[None]:
     def step(self: Any, closure: Any = None) -> Any:
         made.append(1)
         if len(made) == 2 and dist.is_initialized() and dist.get_rank() == 1:
-            return closure()
+            return closure() if closure is not None else None
         return real(self, closure)
 
     with patch.object(torch.optim.Adam, "step", step):
@@ -247,7 +248,7 @@ def step_lost() -> Iterator[None]:
 @contextmanager
 def average_of_own_batches() -> Iterator[None]:
     """A buffer that follows the batches of each rank."""
-    with patch.object(models.Averaged, "reduced", lambda self, mean: mean):
+    with patch.object(models.Averaging, "reduced", lambda self, mean: mean):
         yield
 
 
@@ -255,12 +256,10 @@ def average_of_own_batches() -> Iterator[None]:
 def average_on_rank_0() -> Iterator[None]:
     """A buffer that rank 0 alone keeps."""
 
-    def training_step(self: models.Averaged, batch: list[Tensor], index: int) -> Tensor:
-        if dist.get_rank() == 0:
-            self.average.lerp_(batch[0].mean(0), 0.1)
-        return models.Net.training_step(self, batch, index)
+    def reduced(self: models.Averaging, mean: Tensor) -> Tensor:
+        return mean if dist.get_rank() == 0 else self.average
 
-    with patch.object(models.Averaged, "training_step", training_step):
+    with patch.object(models.Averaging, "reduced", reduced):
         yield
 
 
@@ -300,6 +299,60 @@ def scheduled_twice() -> Iterator[None]:
             real(self, *args)
 
     with patch.object(torch.optim.lr_scheduler.LinearLR, "step", step):
+        yield
+
+
+@contextmanager
+def noise_of_each_rank() -> Iterator[None]:
+    """From the second step on, weights get noise by a seed of each rank."""
+    real = torch.optim.Adam.step
+    made: list[int] = []
+
+    @torch.no_grad()
+    def step(self: Any, closure: Any = None) -> Any:
+        result = real(self, closure)
+        made.append(1)
+        if len(made) > 1 and dist.is_initialized():
+            generator = torch.Generator().manual_seed(1000 + dist.get_rank())
+            for weight in self.param_groups[0]["params"]:
+                held = weight.to_local() if isinstance(weight, DTensor) else weight
+                held.add_(1e-3 * torch.randn(held.shape, generator=generator))
+        return result
+
+    with patch.object(torch.optim.Adam, "step", step):
+        yield
+
+
+@contextmanager
+def clipped_by_hand() -> Iterator[None]:
+    """The user clips by the norm of what the rank holds."""
+
+    def clip(self: Any, optimizer: Any, value: Any = None, algorithm: Any = None, **_: Any) -> None:
+        held = [p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad for p in self.parameters() if p.grad is not None]
+        norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(one) for one in held if one.numel()]))
+        for one in held:
+            one.mul_(min(1.0, 0.05 / (float(norm) + 1e-6)))
+
+    with patch.object(L.LightningModule, "configure_gradient_clipping", clip):
+        yield
+
+
+def clipped_before_it_is_reduced() -> AbstractContextManager[None]:
+    """Each rank clips the gradients of its own batch, and then they are averaged."""
+
+    def reduced(bucket: Any) -> Tensor:
+        buffer: Tensor = bucket.buffer()
+        buffer.mul_(min(1.0, 0.05 / float(buffer.norm())))
+        dist.all_reduce(buffer)
+        return buffer / dist.get_world_size()
+
+    return _ddp_hook(reduced)
+
+
+@contextmanager
+def positions_of_each_rank() -> Iterator[None]:
+    """`torch.arange` over the tokens that a rank holds counts from 0."""
+    with patch.object(context_mode, "_counts_to", lambda length, args, kwargs: False):
         yield
 
 

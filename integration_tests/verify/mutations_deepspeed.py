@@ -108,3 +108,29 @@ def rest_of_the_epoch_dropped() -> Iterator[None]:
 
     with patch.object(DeepSpeedEngine, "backward", counted), patch.object(DeepSpeedEngine, "step", step):
         yield
+
+
+@contextmanager
+def later_doubled() -> Iterator[None]:
+    """The loss is doubled from the second step on, which Adam hides."""
+    real = DeepSpeedEngine.backward
+    made: list[int] = []
+
+    def backward(self: Any, loss: Tensor, *args: Any, **kwargs: Any) -> Any:
+        made.append(1)
+        return real(self, loss * (2 if len(made) > 1 else 1), *args, **kwargs)
+
+    with patch.object(DeepSpeedEngine, "backward", backward):
+        yield
+
+
+@contextmanager
+def doubled_in_hook() -> Iterator[None]:
+    """The user doubles the loss where there are ranks."""
+    real = DeepSpeedEngine.backward
+
+    def backward(self: Any, loss: Tensor, *args: Any, **kwargs: Any) -> Any:
+        return real(self, loss * 2, *args, **kwargs)
+
+    with patch.object(DeepSpeedEngine, "backward", backward):
+        yield

@@ -64,7 +64,7 @@ def test_a_right_stage_is_equal(found: Judge, name: str) -> None:
     counts = {kind: one["count"] for kind, one in said["compared"].items()}
     norms = {} if name == "stage 0" else {"clipping norm": 2}
     tensors = dict.fromkeys(("gradients", "weights, step 1", "weights"), 10)
-    assert counts == {**tensors, **norms, "learning rates": 3, "losses": 3}
+    assert counts == {**tensors, **norms, "optimizer state": 20, "learning rates": 3, "losses": 3}
 
 
 @pytest.mark.parametrize(

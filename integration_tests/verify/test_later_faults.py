@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from fairlead.errors import ConfigError
-from integration_tests.verify.models import SPLIT
 from integration_tests.verify.training import Case, Judge
 
+CONTEXT: dict[str, Any] = {"strategy": "hybrid", "fields": {"context": 2}}
 CASES = {
     "buffer": Case("none", "Averaged"),
     "buffer of own batches": Case("average_of_own_batches", "Averaged"),
@@ -21,9 +21,23 @@ CASES = {
     "head alone, fsdp2": Case("none", "HeadAlone", "fsdp2", clip=0.05),
     "head alone, doubled": Case("doubled_in_hook", "HeadAlone", clip=0.05),
     "parameter missed, fsdp2": Case("parameter_missed", strategy="fsdp2"),
-    "scheduled": Case("none", "Scheduled"),
-    "scheduled twice": Case("scheduled_twice", "Scheduled"),
+    "scheduled": Case("none", "ScheduledNet"),
+    "scheduled twice": Case("scheduled_twice", "ScheduledNet"),
+    "rate by ranks": Case("none", "ScaledRate"),
+    "rate by ranks, doubled": Case("doubled_in_hook", "ScaledRate"),
+    "rate by their root": Case("none", "RootOfRanks"),
+    "gradual warm-up": Case("none", "GradualWarmup"),
+    "counted": Case("none", "Counted", **CONTEXT),
+    "counted by each rank": Case("positions_of_each_rank", "Counted", **CONTEXT),
+    "counted from one": Case("none", "CountedFromOne", **CONTEXT),
+    "counted up": Case("none", "CountedUp", "hybrid", {"context": 2, "context_balance": False}),
+    "counted in Python": Case("none", "CountedInPython", **CONTEXT),
+    "counted along": Case("none", "CountedAlong", **CONTEXT),
+    "shuffled": Case("none", loader="shuffled"),
+    "own seed of a sampler": Case("none", loader="own seed of a sampler"),
+    "own seed of a stream": Case("none", loader="own seed of a stream"),
     "later doubled": Case("later_doubled"),
+    "later doubled, fsdp": Case("later_doubled", strategy="fsdp"),
     "doubled in a hook": Case("doubled_in_hook"),
     "drift": Case("drifting_copy"),
     "warming up": Case("none", "WarmingUp"),
@@ -34,27 +48,9 @@ CASES = {
     "whole batch": Case("none", "WholeBatch"),
     "whole batch, doubled": Case("doubled_in_hook", "WholeBatch"),
     "counting": Case("none", "Counting", accumulate=2),
-    "later random": Case("none", "LaterRandom"),
+    "later random": Case("none", "LaterRandomNet"),
     "own generator": Case("none", "OwnGenerator"),
 }
-LAYOUTS: dict[str, tuple[str, str, dict[str, Any]]] = {
-    "ddp": ("Net", "ddp", {}),
-    "fsdp": ("Net", "fsdp", {}),
-    "fsdp2": ("Net", "fsdp2", {}),
-    "tensor": ("Stack", "tensor_parallel", {"plan": SPLIT}),
-    "context": ("Sequences", "hybrid", {"context": 2}),
-    "expert": ("Experts", "hybrid", {"expert": 2}),
-    "pipeline": ("Stages", "pipeline_parallel", {}),
-}
-FAULTS = ("parameter_missed", "later_doubled", "doubled_in_hook", "step_lost", "same_data")
-_EACH = {
-    f"{fault}, {layout}": Case(fault, *LAYOUTS[layout])
-    for layout in LAYOUTS
-    for fault in FAULTS
-    if fault != "same_data" or layout in ("ddp", "fsdp", "fsdp2", "expert")  # the others have one replica
-}
-
-
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> Judge:
     """All cases on two ranks, in one start of them."""
@@ -73,6 +69,8 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Judge:
         "warming up",
         "head alone",
         "head alone, fsdp2",
+        "counted",
+        "shuffled",
     ],
 )
 def test_a_right_job_is_equal(found: Judge, name: str) -> None:
@@ -94,8 +92,15 @@ def test_a_right_job_is_equal(found: Judge, name: str) -> None:
         ("parameter missed, clipping", "clipping norm", "rank 1", "rank 1 does not move head.bias: its optimizer does"),
         ("head alone, doubled", "gradient", "inlet.weight", "all gradients are 2 x those of one process"),
         ("parameter missed, fsdp2", "weight after step 1", "head.bias", ""),
-        ("scheduled twice", "learning rate", "step 2", "a scheduler that is stepped more than once a step"),
+        ("scheduled twice", "learning rate", "step 2", "a scheduler that is stepped twice a step"),
         ("later doubled", "weight", None, "gradients of the first step agree"),
+        ("later doubled, fsdp", "weight", None, "gradients of the first step agree"),
+        ("counted by each rank", "gradient", "inlet.weight", "each of the 2 ranks of `context` counts positions from 0"),
+        ("counted from one", "gradient", "inlet.weight", "each of the 2 ranks of `context` counts positions from 0"),
+        ("counted up", "gradient", "inlet.weight", "each of the 2 ranks of `context` counts positions from 0"),
+        ("counted in Python", "gradient", "inlet.weight", "each of the 2 ranks of `context` counts positions from 0"),
+        ("counted along", "gradient", "inlet.weight", "each of the 2 ranks of `context` counts positions from 0"),
+        ("rate by ranks, doubled", "gradient", "inlet.weight", "all gradients are 2 x those of one process"),
         ("doubled in a hook", "gradient", "inlet.weight", "all gradients are 2 x those of one process"),
         ("drift", "weight after step 1", "inlet.weight", "do not hold the same weights any more"),
         ("imaginary", "gradient", "phases", "not known"),
@@ -111,6 +116,13 @@ def test_a_fault_is_found_and_named(found: Judge, name: str, what: str, first: s
     assert any(cause in one for one in said["causes"]), said["causes"]
 
 
+def test_what_the_optimizer_holds_shows_a_factor(found: Judge) -> None:
+    """Also in the flat parts of FSDP's first generation."""
+    for name in ("later doubled", "later doubled, fsdp"):
+        one = found(name)["compared"]["optimizer state"]
+        assert (one["count"], one["red"]) == (30, 20)
+
+
 def test_replicas_that_read_the_same_are_red(found: Judge) -> None:
     """Every number is right: one process trains on each sample twice as well."""
     said = found("same data")
@@ -119,12 +131,45 @@ def test_replicas_that_read_the_same_are_red(found: Judge) -> None:
     assert said["wrong"][0].startswith("2 replicas read the same samples: 18 of 36")
 
 
+@pytest.mark.parametrize(
+    ("name", "rates", "proof"),
+    [
+        ("rate by ranks", "are 0.01 on 2 ranks and 0.005 in one process", "one process that is told of 2 ranks has them"),
+        ("rate by their root", "are 0.01 on 2 ranks and 0.01 in one process", "one factor in all steps"),
+        (
+            "gradual warm-up",
+            "are 0.005, 0.00625, 0.0075 on 2 ranks and 0.005 in one process",
+            "one process that is told of 2 ranks has them, too",
+        ),
+    ],
+)
+def test_rates_that_are_made_of_the_ranks_are_taken(found: Judge, name: str, rates: str, proof: str) -> None:
+    """Everything else is compared at the same rates."""
+    said = found(name)
+    assert said["ok"], said
+    (line,) = (one for one in said["said"] if one.startswith("learning rates"))
+    assert f"learning rates {rates}, made of the number of ranks ({proof}" in line
+    assert "learning rates" not in said["compared"]
+    assert "learning rates, which are made of the number of ranks" in said["not_compared"]
+    assert said["compared"]["optimizer state"]["count"] == 30
+
+
+@pytest.mark.parametrize("name", ["own seed of a sampler", "own seed of a stream"])
+def test_ranks_that_each_shuffle_leave_out_samples(found: Judge, name: str) -> None:
+    """No number differs: one process trains on the same batches."""
+    said = found(name)
+    assert not said["ok"]
+    assert said["first"] is None
+    assert any(one.startswith("samples are missing: of ") for one in said["wrong"])
+
+
 def test_what_was_not_compared_is_said(found: Judge) -> None:
     """A warm-up that moves weights by less than float32 tells; a loss of whole batches; gradients that are zero."""
     assert "weights, which hardly moved" in found("warming up")["not_compared"]
     assert any("looks at the whole batch of a replica" in one for one in found("whole batch")["said"])
     assert any("zero by construction" in one and "convolution.0.bias" in one for one in found("normalized")["said"])
     assert "statistics of local batch norms" in found("counting")["not_compared"]
+    assert not any("which samples" in one for one in found("shuffled")["not_compared"])
 
 
 @pytest.mark.parametrize(
@@ -134,20 +179,3 @@ def test_what_was_not_compared_is_said(found: Judge) -> None:
 def test_random_models_are_refused_whenever_they_begin(found: Judge, name: str, why: str) -> None:
     with pytest.raises(ConfigError, match=why):
         found(name)
-
-
-@pytest.fixture(scope="module")
-def each(tmp_path_factory: pytest.TempPathFactory) -> Judge:
-    """Each fault in each layout."""
-    return Judge(_EACH, 2, tmp_path_factory.mktemp("each"))
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("name", list(_EACH))
-def test_each_fault_is_found_in_each_layout(each: Judge, name: str) -> None:
-    if name == "later_doubled, fsdp":
-        # What FSDP's first generation holds in flat parts is not compared, and Adam hides the factor: it is said.
-        assert "what the optimizer holds" in each(name)["not_compared"]
-        return
-    said = each(name)
-    assert not said["ok"], said

@@ -71,9 +71,8 @@ def test_a_right_layout_is_equal(found: Judge, name: str) -> None:
     assert said["alive"]["gradient_norm"] > 0
     counts = {kind: one["count"] for kind, one in said["compared"].items()}
     tensors = {"gradients": 10, "to the optimizer": 10, "weights, step 1": 10, "weights": 10}
-    state = {} if name == "fsdp" else {"optimizer state": 30}  # FSDP's first generation keeps it in flat parts
-    assert counts == {**tensors, **state, "clipping norm": 2, "learning rates": 3, "losses": 3}
-    assert ("what the optimizer holds" in said["not_compared"]) == (name == "fsdp")
+    assert counts == {**tensors, "optimizer state": 30, "clipping norm": 2, "learning rates": 3, "losses": 3}
+    assert "what the optimizer holds" not in said["not_compared"]
     assert "dropout set to 0 (1 rates)" in said["said"][0]
 
 

@@ -35,9 +35,12 @@ from fairlead_strategies.hybrid import HybridStrategyConfig
 from fairlead_strategies.pipeline.build import build as build_mesh
 from fairlead_strategies.pipeline_parallel import PipelineParallelStrategyConfig
 from fairlead_strategies.tensor_parallel import TensorParallelStrategyConfig
+from integration_tests.verify.loaders import SPLIT_BY_THEMSELVES, Loaded
 from integration_tests.verify.models import MODELS
 
 STEPS = 3
+_OTHER_BEGINNINGS = ("other_weights", "same_data")
+"""Mutations of what the reference begins with, too."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +50,7 @@ class Case:
     Attributes:
         mutation: A function in `mutations.py`, or `pipeline.frozen` in `mutations_pipeline.py`.
         batches: Of a replica, in its epoch.
+        loader: One of `loaders.py`, which the ranks read in place of their parts.
     """
 
     mutation: str
@@ -56,11 +60,13 @@ class Case:
     accumulate: int = 1
     clip: float | None = None
     batches: int = 8
+    loader: str = ""
 
     @property
     def reference(self) -> str:
         """Cases with the same one, and as many replicas, have the same reference."""
-        return f"{self.model} {self.accumulate} {self.clip} {self.batches}"
+        own = self.mutation if self.mutation in _OTHER_BEGINNINGS else ""
+        return f"{self.model} {self.accumulate} {self.clip} {self.batches} {self.loader} {own}"
 
     def mutated(self) -> AbstractContextManager[None]:
         """What is done to this process meanwhile."""
@@ -99,15 +105,18 @@ def _train(rank: int, world_size: int, case: Case, folder: Path) -> str:
             limit_val_batches=0,
             max_epochs=1,
             max_steps=STEPS,
-            use_distributed_sampler=False,
+            use_distributed_sampler=bool(case.loader) and case.loader not in SPLIT_BY_THEMSELVES,
             accumulate_grad_batches=case.accumulate,
             gradient_clip_val=case.clip,
             callbacks=[LayoutProbe(Plan("layout", str(folder)))],
             **quiet,
         )
+        if case.loader:
+            trainer.fit(MODELS[case.model](), datamodule=Loaded(case.loader))
+            return ""
         layout = getattr(strategy, "layout", None)
         replica, replicas = (layout.data_rank(rank), layout.data_parallel) if layout else (rank, world_size)
-        tokens = (8,) if case.model in ("Stack", "Sequences", "SequenceStages") else ()
+        tokens = (8,) if any(name in case.model for name in ("Stack", "Sequence", "Counted")) else ()
         trainer.fit(MODELS[case.model](), data(replica, replicas, tokens, case.batches))
     return ""
 
@@ -158,8 +167,8 @@ class CaseBuild:
     def model(self) -> L.LightningModule:
         return MODELS[self._case.model]()
 
-    def data(self) -> None:
-        return None
+    def data(self) -> L.LightningDataModule | None:
+        return Loaded(self._case.loader) if self._case.loader else None
 
     def trainer(self, precision: Any, accumulate: int, steps: int, callbacks: Sequence[L.Callback]) -> L.Trainer:
         with warnings.catch_warnings():
@@ -203,8 +212,6 @@ class Judge:
         case = self._cases[name]
         notes = Notes.read(self._folder / str(list(self._cases).index(name)))
         reference = Reference(CaseBuild(case), notes)
-        if case.mutation == "other_weights":  # from which its reference begins, too
-            return judged(notes, reference, reference.measure(2))
         key = f"{case.reference} {notes.replicas}"
         if key not in self._measured:
             self._measured[key] = reference.measure(3)

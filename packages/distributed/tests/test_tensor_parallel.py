@@ -213,6 +213,9 @@ def refusals(rank: int) -> dict[str, str]:
     own.get_submodule("layers.0.mlp.up_proj").__class__ = type("Adapted", (nn.Linear,), {"forward": lambda self, x: x})
     strange = Llama()
     strange.get_submodule("layers.0.self_attn").inner_norm = nn.LayerNorm(8)
+    together = nn.Module()  # attention and an MLP in one module
+    for name, sizes in {"qkv": (8, 24), "proj": (8, 8), "up": (8, 16), "down": (16, 8)}.items():
+        together.add_module(name, nn.Linear(*sizes))
     return {
         "no match": refused({"layers.*.mlp.upp": "colwise"}),
         "no word": refused({"lm_head": "columnwise"}),
@@ -226,6 +229,7 @@ def refusals(rank: int) -> dict[str, str]:
         "tied": refused({"embed_tokens": "vocab"}, Llama(tied=True)),
         "unknown": refused("auto", nn.Sequential(nn.Linear(4, 4))),
         "strange": refused("auto", strange),
+        "together": refused("auto", nn.Sequential(together)),
         "own forward": refused({"layers.0.mlp.up_proj": "colwise"}, own),
         "no edges": refused({"layers.*.mlp.up_proj": "colwise"}, sequence_parallel=True),
         "sequence": refused({"norm": "sequence"}),
@@ -252,8 +256,17 @@ def refused() -> dict[str, str]:
         "vocabulary": ["9 tokens of the vocabulary cannot be divided among 2 ranks"],
         "max_norm": ["an embedding with max_norm cannot be split"],
         "tied": ["embed_tokens.weight and lm_head.weight are one parameter", "lm_head.weight: whole"],
-        "unknown": ["no block of Sequential is known", "colwise"],
-        "strange": ["'inner_norm'", "layers.0.self_attn (LlamaAttention)"],
+        "unknown": ["no block of Sequential is known", "its linear layers are * (4 -> 4)", "colwise"],
+        "strange": [
+            "'inner_norm'",
+            "layers.0.self_attn (LlamaAttention)",
+            'plan: {"layers.*.self_attn.q_proj": colwise, "layers.*.self_attn.k_proj": colwise, ',
+        ],
+        "together": [
+            "it is not known how 'qkv' works on a part of the features",
+            "has up, down, as an MLP has, and 'qkv' beside them",
+            'write the plan, where no other layer lies between them: plan: {"*.up": colwise, "*.down": rowwise}',
+        ],
         "own forward": ["Adapted has a forward of its own"],
         "no edges": ["does not say where the sequence is split", "sequence_begin"],
         "sequence": ["'sequence' without sequence_parallel"],

@@ -136,7 +136,7 @@ def test_the_page_says_where_it_differs() -> None:
 def test_the_page_of_what_is_not_alive() -> None:
     lines = list(page(verdict(ok=False, wrong=[f"wrong {i}" for i in range(9)])))
     assert "WRONG: wrong 0" in lines
-    assert lines[-1].strip() == "and 3 more (--json)"
+    assert lines[-1].strip() == "and 2 more (--json)"
 
 
 def test_the_last_line_says_what_was_not_compared() -> None:

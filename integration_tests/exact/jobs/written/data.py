@@ -153,18 +153,26 @@ class WrittenData(L.LightningDataModule):
         workers: Processes of the training's loader.
         persistent: Whether they outlive an epoch.
         batch_size: Of the shuffled loader; a batch-size finder sets it.
+        reloaded: Whether each loader has other points than the one before.
     """
 
     def __init__(
-        self, loader: str = "shuffled", workers: int = 0, persistent: bool = False, batch_size: int = BATCH
+        self,
+        loader: str = "shuffled",
+        workers: int = 0,
+        persistent: bool = False,
+        batch_size: int = BATCH,
+        reloaded: bool = False,
     ) -> None:
         super().__init__()
         self.loader = loader
+        self.reloaded = reloaded
         self.save_hyperparameters("batch_size")
         self.further: dict[str, Any] = {"num_workers": workers, "persistent_workers": persistent and workers > 0}
 
     def train_dataloader(self) -> Any:
-        points = Points(SIZE, (6,), seed=1, noise=0.1)
+        later = self.trainer.current_epoch if self.reloaded and self.trainer is not None else 0
+        points = Points(SIZE, (6,), seed=1 + 100 * later, noise=0.1)
         made: Any = getattr(self, f"_{self.loader}")
         return made(points)
 

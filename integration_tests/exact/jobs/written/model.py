@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from integration_tests.exact.jobs.data import CLASSES
 
-__all__ = ["Ema", "Manual", "Unfreezing", "Written"]
+__all__ = ["Ema", "Manual", "Seldom", "Uncounted", "Unfreezing", "Written"]
 
 
 class Written(L.LightningModule):
@@ -24,16 +24,23 @@ class Written(L.LightningModule):
         schedule: Of the learning rate: `none`, `one_cycle` and `warmup` ask for `trainer.estimated_stepping_batches`,
             `plateau` looks at the epoch's mean, `cosine` steps with the epochs.
         keeps: What it keeps in attributes, and computes with: see `_kept`.
+        part: What is done with its first layers: `plain`, `compiled` before the training, or `unfrozen` in a hook from
+            the second epoch on.
     """
 
-    def __init__(self, schedule: str = "none", keeps: str = "nothing") -> None:
+    def __init__(self, schedule: str = "none", keeps: str = "nothing", part: str = "plain") -> None:
         super().__init__()
         self.schedule = schedule
+        self.part = part
         self.keeps = keeps
         self.lr = 0.02
         self.net = nn.Sequential(
             nn.Linear(6, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.2), nn.Linear(16, CLASSES)
         )
+        if part == "compiled":
+            self.net[0] = torch.compile(self.net[0], backend="eager")  # type: ignore[call-overload]
+        if part == "unfrozen":
+            self.net[:2].requires_grad_(False)
         self.seen = 0
         self.stats: dict[str, list[float]] = {"loss": []}
         self.mean: float | None = None
@@ -79,6 +86,8 @@ class Written(L.LightningModule):
         return one
 
     def on_train_epoch_start(self) -> None:
+        if self.part == "unfrozen" and self.current_epoch == 1:
+            self.net[:2].requires_grad_(True)
         dataset = getattr(self.trainer.train_dataloader, "dataset", None)
         if dataset is not None and hasattr(dataset, "set_epoch"):
             dataset.set_epoch(self.current_epoch)
@@ -93,7 +102,8 @@ class Written(L.LightningModule):
         self.log("val/loss", F.cross_entropy(self.net(x), y), batch_size=len(y))
 
     def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.AdamW([one for one in self.parameters() if one.requires_grad], lr=self.lr)
+        trained = [one for one in self.parameters() if one.requires_grad or self.part == "unfrozen"]
+        optimizer = torch.optim.AdamW(trained, lr=self.lr)
         if self.schedule == "none":
             return optimizer
         if self.schedule == "plateau":
@@ -114,18 +124,39 @@ class Written(L.LightningModule):
 class Manual(Written):
     """It steps its optimizer itself, after every second batch: with accumulation."""
 
+    counted = True
+    every = 2
+
     def __init__(self, **arguments: Any) -> None:
         super().__init__(**arguments)
         self.automatic_optimization = False
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         loss = super().training_step(batch, batch_idx)
-        self.manual_backward(loss / 2)
-        optimizer: Any = self.optimizers()
-        if batch_idx % 2 == 1:
+        self.manual_backward(loss / self.every)
+        optimizer: Any = self.optimizers(use_pl_optimizer=self.counted)
+        if self._number(batch_idx) % self.every == self.every - 1:
             optimizer.step()
             optimizer.zero_grad()
         return loss
+
+    def _number(self, batch_idx: int) -> int:
+        return batch_idx
+
+
+class Uncounted(Manual):
+    """It steps past Lightning's wrapper: `global_step` stays 0 there."""
+
+    counted = False
+
+
+class Seldom(Manual):
+    """It steps after every fifth batch of the training, in the middle of some epochs: gradients live over their ends."""
+
+    every = 5
+
+    def _number(self, batch_idx: int) -> int:
+        return self.trainer.fit_loop.total_batch_idx
 
 
 class Ema(L.Callback):

@@ -23,6 +23,8 @@ from torch.distributed.tensor import DTensor, Replicate, zeros
 from torch.nn import Module
 from torch.optim import Optimizer
 
+from fairlead_distributed.objects import gather_objects
+
 Key = tuple[str | int, ...]
 """Where a tensor is in a checkpoint: the keys that lead to it."""
 
@@ -116,12 +118,64 @@ def whole_parameters(model: Module) -> dict[str, Tensor]:
     return {name: state[name].detach().cpu() for name in names}
 
 
-@torch.no_grad()
 def whole_gradients(model: Module) -> dict[str, Tensor]:
     """The gradients after a backward pass in the same way; without those of parameters that have none.
 
     Also those of flat parameters, which torch's `summon_full_params` does not gather.
     """
+    return _gathered(model, lambda parameter: parameter.grad)
+
+
+def whole_optimizer_state(model: Module, optimizer: Optimizer) -> dict[str, dict[str, Tensor]]:
+    """What an optimizer holds for each parameter, in the same way: `{"head.weight": {"exp_avg": ...}}`.
+
+    Numbers, such as Adam's count of steps, are those of this rank, or of the first one that has the parameter's state.
+    What has another shape than its parameter is left out.
+    """
+    shaped = {key for parameter, held in optimizer.state.items() for key, value in held.items() if _like(value, parameter)}
+    found: dict[str, dict[str, Tensor]] = {}
+    for key in sorted(set().union(*gather_objects(shaped))):
+
+        def held(parameter: Tensor, key: str = key) -> Tensor | None:
+            value = optimizer.state.get(parameter, {}).get(key)
+            return value if _like(value, parameter) else None
+
+        for name, whole in _gathered(model, held).items():
+            found.setdefault(name, {})[key] = whole
+    own = _numbers(model, optimizer)
+    for rank in [own, *gather_objects(own)]:
+        for (name, key), value in rank.items():
+            found.setdefault(name, {}).setdefault(key, torch.tensor(value))
+    return found
+
+
+def _like(value: object, parameter: Tensor) -> bool:
+    return isinstance(value, Tensor) and value.ndim > 0 and value.shape == parameter.shape
+
+
+def _numbers(model: Module, optimizer: Optimizer) -> dict[tuple[str, str], float]:
+    found: dict[tuple[str, str], float] = {}
+    for name, unit in model.named_modules():
+        handle = unit._handle if isinstance(unit, FullyShardedDataParallel) else None
+        if handle is None:
+            continue
+        flat = handle.flat_param
+        for index, own in enumerate(flat._fqns):
+            parameter = flat._params[index] if flat._params is not None else flat
+            for key, value in optimizer.state.get(parameter, {}).items():
+                number = isinstance(value, int | float) and not isinstance(value, bool)
+                if number or (isinstance(value, Tensor) and value.ndim == 0):
+                    found[_full_name(name, own), key] = float(value)
+    return found
+
+
+def _full_name(unit: str, own: str) -> str:
+    return f"{unit}.{own}".lstrip(".").replace(_PREFIX, "")
+
+
+@torch.no_grad()
+def _gathered(model: Module, part: Callable[[Any], Tensor | None]) -> dict[str, Tensor]:
+    """Whole tensors of the parameters' shapes, of what each rank has for its own parts; None: nothing."""
     found: dict[str, Tensor] = {}
     for name, unit in model.named_modules():
         handle = unit._handle if isinstance(unit, FullyShardedDataParallel) else None
@@ -130,21 +184,21 @@ def whole_gradients(model: Module) -> dict[str, Tensor]:
         flat = handle.flat_param
         for index, own in enumerate(flat._fqns):
             shard, numel = flat._shard_param_infos[index], flat._numels[index]
-            gradient = flat._params[index].grad if flat._params is not None else flat.grad
-            # The last place says whether any rank has a gradient.
+            held = part(flat._params[index] if flat._params is not None else flat)
+            # The last place says whether any rank has one.
             whole = torch.zeros(numel + 1, dtype=flat.dtype, device=handle.device)
             first, last = shard.intra_param_start_idx, shard.intra_param_end_idx
             start = 0 if flat._params is not None else shard.offset_in_shard or 0
             if not handle.uses_sharded_strategy:
                 first, last = 0, numel - 1
                 start = 0 if flat._params is not None else sum(flat._numels[:index])
-            if gradient is not None and first is not None and last is not None:
+            if held is not None and first is not None and last is not None:
                 length = last + 1 - first
-                whole[first : last + 1], whole[-1] = gradient.flatten()[start : start + length], 1
+                whole[first : last + 1], whole[-1] = held.flatten()[start : start + length], 1
             if handle.uses_sharded_strategy:
                 dist.all_reduce(whole, group=handle.process_group)
             if whole[-1]:
-                found[f"{name}.{own}".lstrip(".").replace(_PREFIX, "")] = whole[:-1].view(flat._shapes[index]).cpu()
+                found[_full_name(name, own)] = whole[:-1].view(flat._shapes[index]).cpu()
     return found
 
 

@@ -94,6 +94,10 @@ class FSDPStrategy(LightningFSDP):
         """The gradients after a backward pass in the same way; without those of parameters that have none."""
         return fsdp_state.whole_gradients(self._root)
 
+    def whole_optimizer_state(self, optimizer: Optimizer) -> dict[str, dict[str, Tensor]]:
+        """What an optimizer holds for each parameter in the same way, by the parameters' names."""
+        return fsdp_state.whole_optimizer_state(self._root, optimizer)
+
     @property
     def _root(self) -> Module:
         assert self.model is not None

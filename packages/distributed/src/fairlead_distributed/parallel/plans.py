@@ -141,18 +141,18 @@ class _Known:
 
 _QK_NORMS = ("q_norm", "k_norm")
 _BLOCKS = (
-    _Known("attention", ("q_proj", "k_proj", "v_proj"), ("o_proj",), summed=_QK_NORMS),
-    _Known("attention", ("q_proj", "k_proj", "v_proj"), ("out_proj",), summed=_QK_NORMS),
-    _Known("attention", ("wq", "wk", "wv"), ("wo",), summed=_QK_NORMS),
-    _Known("attention of GPT-2", ("c_attn",), ("c_proj",), packed="packed:1,1,1", attributes=("split_size",)),
-    _Known("attention, packed", ("qkv",), ("out",), packed="packed:1,1,1", summed=_QK_NORMS),
-    _Known("gated MLP", ("gate_proj", "up_proj"), ("down_proj",)),
-    _Known("gated MLP", ("w1", "w3"), ("w2",)),
-    _Known("gated MLP", ("gate", "up"), ("down",)),
-    _Known("MLP", ("c_fc",), ("c_proj",)),
-    _Known("MLP", ("fc1",), ("fc2",)),
-    _Known("MLP", ("linear1",), ("linear2",)),
-    _Known("MLP", ("up",), ("down",)),
+    _Known("an attention", ("q_proj", "k_proj", "v_proj"), ("o_proj",), summed=_QK_NORMS),
+    _Known("an attention", ("q_proj", "k_proj", "v_proj"), ("out_proj",), summed=_QK_NORMS),
+    _Known("an attention", ("wq", "wk", "wv"), ("wo",), summed=_QK_NORMS),
+    _Known("the attention of GPT-2", ("c_attn",), ("c_proj",), packed="packed:1,1,1", attributes=("split_size",)),
+    _Known("an attention", ("qkv",), ("out",), packed="packed:1,1,1", summed=_QK_NORMS),
+    _Known("a gated MLP", ("gate_proj", "up_proj"), ("down_proj",)),
+    _Known("a gated MLP", ("w1", "w3"), ("w2",)),
+    _Known("a gated MLP", ("gate", "up"), ("down",)),
+    _Known("an MLP", ("c_fc",), ("c_proj",)),
+    _Known("an MLP", ("fc1",), ("fc2",)),
+    _Known("an MLP", ("linear1",), ("linear2",)),
+    _Known("an MLP", ("up",), ("down",)),
 )
 
 
@@ -192,13 +192,41 @@ def automatic(module: nn.Module, ranks: int, sequence: bool, left: Container[int
         raise ConfigError(
             f"no block of {type(module).__name__} is known, so there is no plan for it",
             where="plan: auto",
-            why=f"known are layers named {'; '.join(', '.join((*b.columns, *b.rows)) for b in _BLOCKS)}",
-            fix="write the plan: {'blocks.*.mlp.up': 'colwise', 'blocks.*.mlp.down': 'rowwise'}",
+            why=f"known are layers named {'; '.join(', '.join((*b.columns, *b.rows)) for b in _BLOCKS)}; its linear "
+            f"layers are {_linear_layers(module, left) or 'none'}",
+            fix='write the plan, with `colwise` for the layers that widen and `rowwise` for those behind them: '
+            'plan: {"blocks.*.mlp.up": colwise, "blocks.*.mlp.down": rowwise}',
         )
     _add_vocabulary(plan, module, ranks)
     if sequence:
         _add_sequence(plan, module)
     return plan
+
+
+def _linear_layers(module: nn.Module, left: Container[int]) -> str:
+    """`blocks.*.up (12 -> 24), ...`: once for all blocks of a list."""
+    found: dict[str, str] = {}
+    for name, layer in module.named_modules():
+        if isinstance(layer, nn.Linear) and id(layer) not in left:
+            pattern = ".".join("*" if part.isdecimal() else part for part in name.split("."))
+            found.setdefault(pattern, f"{pattern} ({layer.in_features} -> {layer.out_features})")
+    return _some(list(found.values()))
+
+
+def _words(block: nn.Module, known: _Known) -> dict[str, str]:
+    """The children of a known block, and how they are split."""
+    summed = [child for child in known.summed if getattr(block, child, None) is not None]
+    return {
+        **dict.fromkeys(known.columns, known.packed or "colwise"),
+        **dict.fromkeys(known.rows, "rowwise"),
+        **dict.fromkeys(summed, "summed"),
+    }
+
+
+def _written(name: str, block: nn.Module, known: _Known) -> str:
+    """The plan of a known block in YAML, for all blocks of its list."""
+    pattern = ".".join("*" if part.isdecimal() else part for part in name.split(".") if part)
+    return "plan: {" + ", ".join(f'"{_join(pattern, n)}": {word}' for n, word in _words(block, known).items()) + "}"
 
 
 def _add(plan: Plan, name: str, block: nn.Module, known: _Known) -> None:
@@ -212,19 +240,17 @@ def _add(plan: Plan, name: str, block: nn.Module, known: _Known) -> None:
         if not (inside or beside):
             strange.append(child)
     if strange:
+        split = ", ".join((*known.columns, *known.rows))
         raise ConfigError(
-            f"it is not known how {strange[0]!r} of this {known.title} works on a part of the features",
+            f"it is not known how {strange[0]!r} works on a part of the features",
             where=f"plan: auto, {name or 'the model'} ({type(block).__name__})",
-            why=f"a layer between {', '.join(known.columns)} and {', '.join(known.rows)} sees one rank's features only",
-            fix="write the plan, with `summed` for a layer that is applied to each head alone",
+            why=f"{type(block).__name__} has {split}, as {known.title} has, and {strange[0]!r} beside them: a layer "
+            f"between {', '.join(known.columns)} and {', '.join(known.rows)} would see one rank's features only",
+            fix=f"write the plan, where no other layer lies between them: {_written(name, block, known)}; what it does "
+            "not name stays whole",
         )
-    for child in known.columns:
-        plan.add(_join(name, child), known.packed or "colwise")
-    for child in known.rows:
-        plan.add(_join(name, child), "rowwise")
-    for child in known.summed:
-        if getattr(block, child, None) is not None:
-            plan.add(_join(name, child), "summed")
+    for child, word in _words(block, known).items():
+        plan.add(_join(name, child), word)
     if known.attributes:
         plan.attributes[name] = known.attributes
 

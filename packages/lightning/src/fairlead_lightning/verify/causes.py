@@ -9,11 +9,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 from fairlead_lightning.verify.batches import tensors
 from fairlead_lightning.verify.causes_later import of_buffers, of_clipping, of_missed, of_norms, of_rates, of_weights
@@ -22,6 +20,7 @@ from fairlead_lightning.verify.fits import CLOSE, Part, Shares, factor_of, fitte
 from fairlead_lightning.verify.neutral import flat
 from fairlead_lightning.verify.notes import Notes
 from fairlead_lightning.verify.numbers import Tensors, dot, wide
+from fairlead_lightning.verify.positions import local_positions
 from fairlead_lightning.verify.reference import Reference, References, apart
 from fairlead_lightning.verify.text import counted, listed
 
@@ -40,7 +39,10 @@ def causes(compared: Compared, notes: Notes, references: References, reference: 
     elif any(one.red for one in (*compared.first, *compared.weights)):
         found = list(of_weights(compared, notes, references, reference))
     elif any(one.red for one in compared.state):
-        found = ["weights agree, what the optimizer holds does not: gradients of a later step differ by a factor"]
+        found = [
+            "weights agree, what the optimizer holds does not: gradients of a later step differ in a way, such as a "
+            "factor, that the optimizer's steps hide"
+        ]
     elif any(one.red for one in compared.buffers):
         found = list(of_buffers(compared))
     elif any(one.red for one in compared.losses):
@@ -127,10 +129,12 @@ def _beside_shares(names: list[str], notes: Notes, references: References, refer
         return
     context = notes.said("mesh").get("context", 1)
     lengths = {tensor.shape[1] for tensor in tensors(notes.batches[0][0]) if tensor.ndim > 1}
-    if context > 1 and apart(layout, reference.within(LocalPositions(lengths, context))) < CLOSE:
+    modes = local_positions(lengths, context) if context > 1 else ()
+    if any(apart(layout, reference.within(mode)) < CLOSE for mode in modes):
         yield (
-            f"each of the {context} ranks of `context` counts positions from 0: torch.arange over the tokens that a "
-            "rank holds; make positions before the sequence is split, or add the rank's offset"
+            f"each of the {context} ranks of `context` counts positions from 0, over the tokens that it holds; take "
+            "them from fairlead_distributed.parallel.context.positions(length) or torch.arange(length), or make them "
+            "before the sequence is split"
         )
         return
     if not references.by_replica and notes.replicas > 1 and notes.said("automatic"):
@@ -155,26 +159,6 @@ def _unreduced(wrong: Tensors, due: Shares, parts: Mapping[Part, Tensors], repli
         if off < CLOSE**2 * size:
             return True
     return False
-
-
-class LocalPositions(TorchFunctionMode):
-    """Positions of a sequence as each part of it counts them for itself.
-
-    Args:
-        lengths: Those of whole sequences.
-        parts: Into how many equal ones they are split.
-    """
-
-    def __init__(self, lengths: set[int], parts: int) -> None:
-        super().__init__()
-        self._lengths = lengths
-        self._parts = parts
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = func(*args, **(kwargs or {}))
-        if func is torch.arange and made.numel() in self._lengths and made.numel() % self._parts == 0:
-            return made[: made.numel() // self._parts].repeat(self._parts)
-        return made
 
 
 def _row_biases(notes: Notes, dim: str) -> list[str]:

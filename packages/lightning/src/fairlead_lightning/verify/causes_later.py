@@ -109,9 +109,18 @@ def of_rates(compared: Compared, notes: Notes, references: References) -> Iterat
     if red[0].rank:
         yield f"{text}: on rank {red[0].rank} alone"
     elif factors and all(math.isclose(one, factors[0], rel_tol=CLOSE) for one in factors):
-        yield f"{text}: {factors[0]:.4g} x in each step, a rate that is made of the number of ranks"
+        yield f"{text}: {factors[0]:.4g} x in each step"
+    elif _every_second(pairs):
+        yield f"{text}: a scheduler that is stepped twice a step"
     else:
-        yield f"{text}: a scheduler that is stepped more than once a step, or counts batches or ranks"
+        yield f"{text}; not known: a scheduler that is stepped more often, or counts batches or ranks, looks like this"
+
+
+def _every_second(pairs: list[tuple[float, float]]) -> bool:
+    """Whether the first rates are every second one of a process."""
+    half = (len(pairs) + 1) // 2
+    changes = len({b for _, b in pairs}) > 1
+    return half > 1 and changes and all(math.isclose(pairs[i][0], pairs[2 * i][1], rel_tol=CLOSE) for i in range(half))
 
 
 def of_buffers(compared: Compared) -> Iterator[str]:

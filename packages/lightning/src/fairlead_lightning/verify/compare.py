@@ -19,12 +19,13 @@ from fairlead_lightning.verify.noise import BOUND, EPSILON, resolved
 from fairlead_lightning.verify.notes import Notes
 from fairlead_lightning.verify.numbers import Tensors, distance, norm, wide
 from fairlead_lightning.verify.reference import References, Trained
-from fairlead_lightning.verify.samples import other_datasets, read_twice
+from fairlead_lightning.verify.samples import other_datasets, read_twice, repeats, unlike_one_process
 
 MULTIPLE: Final = 10
 """A difference of more than so many times the noise is one."""
 _LENT: Final = 1e-5
 """The most noise, relative to its size, that a tensor is given because others have it."""
+FIRST_STEP: Final = "step 1"
 Kind = Literal[
     "gradient",
     "gradient of the optimizer",
@@ -93,6 +94,7 @@ class Compared:
         local: Buffers that hold statistics of one rank's batches, and differ.
         zero: Parameters whose gradient, or a part of it, is zero by construction.
         loose: Buffers that float32 does not determine.
+        unread: Why it is not known which samples an epoch has; empty where it is.
     """
 
     gradients: list[Difference] = field(default_factory=list)
@@ -109,10 +111,13 @@ class Compared:
     local: list[str] = field(default_factory=list)
     zero: list[str] = field(default_factory=list)
     loose: list[str] = field(default_factory=list)
+    unread: str = ""
     moved: int = 0
 
     def __iter__(self) -> Iterator[Difference]:
-        yield from (*self.gradients, *self.norms, *self.applied, *self.first, *self.rates)
+        early = [one for one in self.rates if one.name == FIRST_STEP]
+        late = [one for one in self.rates if one.name != FIRST_STEP]
+        yield from (*self.gradients, *self.norms, *self.applied, *early, *self.first, *late)
         yield from (*self.weights, *self.state, *self.buffers, *self.losses)
 
     @property
@@ -146,7 +151,7 @@ def compare(notes: Notes, references: References) -> Compared:
     if exact.state is not None and all(rank["knows_state"] for rank in notes.ranks):
         found.state = of.compared("optimizer state", "state", exact.state, [r.state or {} for r in repeats])
     found.norms = list(_norms(notes, references))
-    found.rates = list(_rates(notes, exact))
+    found.rates = list(_rates(notes, exact)) if not references.rates else []
     found.buffers = list(_buffers(notes, references, found.local, found.loose))
     for number, loss in enumerate(exact.losses[: len(notes.losses)]):
         if math.isnan(loss):
@@ -165,8 +170,7 @@ def compare(notes: Notes, references: References) -> Compared:
         found.wrong.append(f"expert {notes.said('expert')}: no mixture is divided, each rank has all experts")
     for rank in notes.other_batches:
         found.wrong.append(f"rank {rank} is of one replica with another rank, and got other batches")
-    found.wrong += other_datasets([rank["read"] for rank in notes.ranks], [rank["replica"] for rank in notes.ranks])
-    found.wrong += read_twice(notes.batches, references.alone, notes.whole_epoch)
+    _samples(found, notes, references)
     if notes.said("unlike"):
         text = f"the layout does not begin with the weights that rank 0 has built: {flat(notes.said('unlike'))}"
         found.wrong.append(text)
@@ -333,6 +337,17 @@ def _buffers(notes: Notes, references: References, local: list[str], loose: list
                 continue
             noise = max(noise, EPSILON * size)
             yield Difference("buffer", name, distance(tensor, true), size, noise, rank)
+
+
+def _samples(found: Compared, notes: Notes, references: References) -> None:
+    """Which samples are read, in the compared steps and in an epoch."""
+    replicas = [rank["replica"] for rank in notes.ranks]
+    found.wrong += other_datasets([rank["read"] for rank in notes.ranks], replicas)
+    steps = list(read_twice(notes.batches, references.alone, notes.whole_epoch, repeats(references.epochs)))
+    first = [notes.ranks[replicas.index(replica)]["read"] for replica in sorted(set(replicas))]
+    epoch, found.unread = unlike_one_process(first, references.epochs)
+    found.wrong += steps
+    found.wrong += [one for one in epoch if not steps or "missing" in one]
 
 
 def _liveness(found: Compared, notes: Notes, exact: Trained) -> None:

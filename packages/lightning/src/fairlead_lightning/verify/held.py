@@ -21,12 +21,22 @@ def optimizer_state(trainer: L.Trainer, module: L.LightningModule) -> Tensors | 
     """`exp_avg of head.weight` and the rest, as copies on the CPU; a collective of all ranks.
 
     Returns:
-        None where the strategy keeps it in flat parts of its own (FSDP's first generation, DeepSpeed).
+        None where the strategy cannot tell it.
     """
     optimizers = [getattr(one, "optimizer", one) for one in trainer.optimizers]
+    strategy: Any = trainer.strategy
+    if hasattr(strategy, "whole_optimizer_state"):  # of flat parts: FSDP's first generation, DeepSpeed
+        held = [strategy.whole_optimizer_state(one) for one in optimizers]
+        if any(one is None for one in held):
+            return None
+        return {
+            f"{key} of {name}": value.detach().to("cpu", copy=True)
+            for one in held
+            for name, state in one.items()
+            for key, value in state.items()
+        }
     if not all(isinstance(one, Optimizer) for one in optimizers):
         return None
-    strategy: Any = trainer.strategy
     if hasattr(strategy, "own_parameters"):  # stages, each of which some ranks hold
         found = _states(dict(strategy.own_parameters()), optimizers, strategy.stage_group, alone=True)
         together: Tensors = {}

@@ -27,7 +27,7 @@ from fairlead_lightning.verify.held import optimizer_state, rates
 from fairlead_lightning.verify.neutral import local_batch_norms, local_statistics, without_dropout, without_ends
 from fairlead_lightning.verify.numbers import Tensors, bytes_of
 from fairlead_lightning.verify.plan import START, Plan, batches_file, rank_file
-from fairlead_lightning.verify.samples import dataset_probe
+from fairlead_lightning.verify.samples import Generators, Reading, generators, read_epochs
 
 
 class Probe(L.Callback):
@@ -149,11 +149,12 @@ class Probe(L.Callback):
 
 @compat.only_its_own_batch_hooks
 class ReferenceProbe(Probe):
-    """Also begins with the weights that the layout began with."""
+    """Also begins with the weights that the layout began with, and takes its learning rates where they are given."""
 
-    def __init__(self, start: Mapping[str, Tensor]) -> None:
+    def __init__(self, start: Mapping[str, Tensor], given: list[list[float]] | None = None) -> None:
         super().__init__()
         self._start = start
+        self._given = given or []
         self.unused: list[str] = []
 
     @torch.no_grad()
@@ -174,6 +175,18 @@ class ReferenceProbe(Probe):
             here[name].copy_(tensor)
 
 
+    def _applied(self, trainer: L.Trainer, module: L.LightningModule, optimizer: Any) -> None:
+        """The schedule goes on; its rates are replaced in each step."""
+        number = len(self.rates)
+        if number < len(self._given):
+            for group, rate in zip(optimizer.param_groups, self._given[number], strict=True):
+                if isinstance(group["lr"], Tensor):
+                    group["lr"].fill_(rate)
+                else:
+                    group["lr"] = rate
+        super()._applied(trainer, module, optimizer)
+
+
 @compat.only_its_own_batch_hooks
 class LayoutProbe(Probe):
     """Also leaves what the reference needs: the weights at the start, the batches, and how the model is split."""
@@ -187,6 +200,7 @@ class LayoutProbe(Probe):
         self._said: dict[str, Any] = {}
         self._unlike: list[str] = []
         self._contexts: list[Any] = []
+        self._at_first: Generators | None = None
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """From here on each batch is seen as it comes from the loader, before a strategy splits it."""
@@ -215,6 +229,11 @@ class LayoutProbe(Probe):
             return done
 
         strategy.batch_to_device, strategy.setup = noted, built
+
+    def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """The first sample has not been drawn: an epoch that begins with these generators is that of the training."""
+        if self._at_first is None:
+            self._at_first = generators()
 
     def begin(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Rank 0's weights are those that the reference begins with."""
@@ -290,7 +309,7 @@ class LayoutProbe(Probe):
             "rates": self.rates,
             "knows_state": self.state is not None,
             "knows_applied": not _clips_within_step(trainer.strategy),
-            "read": dataset_probe(trainer),
+            "read": self._read(trainer),
             "attentions": max((int(one.calls) for one in self._contexts), default=0),
         }
         if trainer.global_rank == 0:
@@ -300,6 +319,12 @@ class LayoutProbe(Probe):
         if self._batches:
             # A loader may be asked for a batch that is not trained on any more.
             torch.save(self._batches[: len(self.losses)], folder / batches_file(index))
+
+
+    def _read(self, trainer: L.Trainer) -> list[Reading]:
+        """What this rank reads in an epoch."""
+        first = self._at_first if self._at_first is not None else generators()
+        return read_epochs(trainer.train_dataloader, (first, generators()), gather_objects)
 
 
 def _gradients_of(trainer: L.Trainer, module: L.LightningModule, optimizer: Any) -> Tensors:

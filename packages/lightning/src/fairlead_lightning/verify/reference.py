@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol, cast
@@ -20,6 +21,8 @@ from fairlead_lightning.verify.noise import require_little_noise
 from fairlead_lightning.verify.notes import Notes
 from fairlead_lightning.verify.numbers import Tensors, dot, identical, norm, wide
 from fairlead_lightning.verify.probe import ReferenceProbe
+from fairlead_lightning.verify.rates import Rates, alike, by_rule, comparable, shown, told_of
+from fairlead_lightning.verify.samples import Reading, read_epochs, seeded
 from fairlead_lightning.verify.stand_in import Batches, GlobalBatch, OtherSeeds, PartByPart, stand_in, threads
 
 _SEED = 20_231
@@ -51,7 +54,7 @@ class Trained:
     first: Tensors = field(default_factory=dict)
     state: Tensors | None = None
     buffers: Tensors = field(default_factory=dict)
-    rates: list[list[float]] = field(default_factory=list)
+    rates: Rates = field(default_factory=list)
 
     @property
     def norm(self) -> float:
@@ -70,6 +73,8 @@ class References:
         by_replica: Whether the batches of the replicas were taken one after the other, not put together.
         said: What was found about the model on the way.
         alone: The batches that one process reads from the user's own loader; None where it cannot be asked.
+        epochs: What it reads in an epoch, of each loader.
+        rates: Why it was trained with the learning rates of the layout; empty: it was not.
     """
 
     exact: Trained
@@ -77,6 +82,8 @@ class References:
     by_replica: bool = False
     said: list[str] = field(default_factory=list)
     alone: list[Any] | None = None
+    epochs: list[Reading] | None = None
+    rates: str = ""
 
 
 class Reference:
@@ -91,6 +98,9 @@ class Reference:
         self._notes = notes
         self._dim = dim
         self._loader: Any = None
+        self._read: list[Reading] | None = None
+        self._rates: Rates | None = None
+        self._why_rates = ""
         self._parts: dict[int, dict[tuple[int, int, int], Tensors]] = {}
 
     def measure(self, repeats: int, *, why_by_replica: str = "") -> References:
@@ -134,7 +144,7 @@ class Reference:
                 # In one order, weights that are rounded otherwise show as much.
                 start = None if permuted else _rounded_otherwise(self._notes.start, number)
                 runs.append(self._train(other, "32-true", start=start))
-        found = References(exact, runs, by_replica, said, self._alone())
+        found = References(exact, runs, by_replica, said, self._alone(), self._epochs(), self._why_rates)
         require_little_noise(exact, runs, self._notes)
         return found
 
@@ -150,6 +160,37 @@ class Reference:
             "the replicas' batches, put together along dimension 0, are no sum of their parts: their samples lie along "
             "another one (--batch-dim), or a layer or the loss looks at the whole batch of a replica"
         )
+
+    def take_rates(self, alone: Rates) -> bool:
+        """Trains with the learning rates of the layout from now on, where they are made of the number of ranks.
+
+        Args:
+            alone: The rates of one process.
+
+        Returns:
+            Whether they are; else nothing has changed.
+        """
+        notes = self._notes
+        own, ranks = comparable(notes, alone), notes.said("world_size")
+        if own is None:
+            return False
+        told = alike(self._rates_as_on(ranks), own)
+        if not told and not by_rule(own, alone, [ranks, notes.replicas]):
+            return False
+        proof = f"one process that is told of {ranks} ranks has them, too" if told else "one factor in all steps"
+        self._rates = own
+        self._why_rates = (
+            f"learning rates are {shown(own)} on {ranks} ranks and {shown(alone)} in one process, made of the number "
+            f"of ranks ({proof}): one process was trained with those of the ranks"
+        )
+        return True
+
+    def _rates_as_on(self, ranks: int) -> Rates | None:
+        """The rates of one process whose `configure_optimizers` is told of so many ranks; None: it does not run so."""
+        try:
+            return self._train(self._batches([]), "32-true", told=ranks).rates
+        except Exception:  # the user's code, in a world that is not there: no explanation
+            return None
 
     def one_by_one(self) -> Trained:
         """The replicas' batches one after the other, each counting the same: the mean of their means."""
@@ -261,6 +302,7 @@ class Reference:
         accumulate: int | None = None,
         start: Tensors | None = None,
         mode: AbstractContextManager[Any] | None = None,
+        told: int = 0,
     ) -> Trained:
         notes = self._notes
         count = accumulate or notes.accumulate
@@ -268,7 +310,7 @@ class Reference:
         model, data = self._build.model(), self._build.data()
         if precision == "64-true":  # Lightning leaves complex numbers as they are
             cast("Any", model)._apply(_as_complex128)
-        probe = ReferenceProbe(notes.start if start is None else start)
+        probe = ReferenceProbe(notes.start if start is None else start, self._rates)
         if steps is not None:
             batches = batches[: steps * count]
         by_parts: list[L.Callback] = [PartByPart(batches)] if len(batches[0]) > 1 else []
@@ -276,6 +318,8 @@ class Reference:
         for owner in (model, data):
             if owner is not None and is_overridden("on_before_batch_transfer", owner):
                 vars(owner)["on_before_batch_transfer"] = _unchanged  # the batches are noted behind it
+        if told:
+            vars(model)["configure_optimizers"] = _told(model.configure_optimizers, told)
         self._replace_loader(model, data, batches)
         L.seed_everything(seed, workers=True, verbose=False)
         others = OtherSeeds(seed) if seed != _SEED else nullcontext()
@@ -326,6 +370,28 @@ class Reference:
             if len(found) == self._notes.replicas * len(self._notes.batches[0]):
                 break
         return found
+
+
+    def _epochs(self) -> list[Reading] | None:
+        """What the user's own loader reads in an epoch in this one process."""
+        if self._loader is None or self._read is not None:
+            return self._read
+        layout = [rank["read"] for rank in self._notes.ranks]
+
+        def gather(own: list[Any]) -> list[list[Any]]:
+            return [own, *([one.dataset for one in rank] for rank in layout)]
+
+        self._read = read_epochs(self._loader, [seeded(seed) for seed in (_SEED, _SEED + 1)], gather)
+        return self._read
+
+
+def _told(configure: Callable[[], Any], ranks: int) -> Callable[[], Any]:
+    @functools.wraps(configure)
+    def configured() -> Any:
+        with told_of(ranks):
+            return configure()
+
+    return configured
 
 
 def _as_complex128(tensor: Tensor) -> Tensor:

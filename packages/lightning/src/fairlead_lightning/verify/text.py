@@ -56,9 +56,10 @@ def _different(found: Mapping[str, Any]) -> Iterator[str]:
         yield from _line("by", [far])
         if first["held"]:
             yield from _line("held", [first["held"]])
+        yield from _line("wrong", found["wrong"])
     else:
         yield f"WRONG: {found['wrong'][0]}"
-    yield from _line("wrong", found["wrong"])
+        yield from _line("and", found["wrong"][1:])
     yield from _line("cause", found["causes"])
 
 

@@ -29,6 +29,9 @@ def verdict(build: Build, plan: Plan) -> dict[str, Any]:
 def judged(notes: Notes, reference: Reference, references: References) -> dict[str, Any]:
     """The layout against references that are trained already."""
     compared = compare(notes, references)
+    if any(one.red for one in compared.rates) and reference.take_rates(references.exact.rates):
+        references = reference.measure(len(references.repeats) - 1)
+        compared = compare(notes, references)
     why = reference.why_not_joined(references) if compared.red else ""
     if why:
         references = reference.measure(len(references.repeats) - 1, why_by_replica=why)
@@ -56,8 +59,8 @@ def judged(notes: Notes, reference: Reference, references: References) -> dict[s
             "moved": compared.moved,
             "still": compared.still,
         },
-        "not_compared": _not_compared(notes, compared),
-        "said": [*_said(notes, compared), *references.said],
+        "not_compared": _not_compared(notes, compared, references),
+        "said": [*_said(notes, compared), *filter(None, [references.rates]), *references.said],
     }
 
 
@@ -132,9 +135,11 @@ def _said(notes: Notes, compared: Compared) -> list[str]:
     return said
 
 
-def _not_compared(notes: Notes, compared: Compared) -> list[str]:
+def _not_compared(notes: Notes, compared: Compared, references: References) -> list[str]:
     """What an answer says nothing of."""
     found = [f"later steps than {len(notes.losses)}"]
+    if references.rates:
+        found.append("learning rates, which are made of the number of ranks")
     if notes.said("dropouts"):
         found.append("dropout (set to 0)")
     if not notes.said("knows_applied"):
@@ -147,6 +152,8 @@ def _not_compared(notes: Notes, compared: Compared) -> list[str]:
         found.append("statistics of local batch norms")
     if compared.loose:
         found.append(f"buffers that rounding moves ({flat(compared.loose)}), but between ranks")
+    if compared.unread:
+        found.append(f"which samples an epoch has ({compared.unread})")
     if not compared.losses:
         found.append("the loss")
     return found

@@ -35,7 +35,7 @@ from fairlead_strategies.deepspeed.config import DeepSpeedStrategyConfig
 from fairlead_strategies.deepspeed.nvme import APT, uses_nvme
 from fairlead_strategies.deepspeed.other_ranks import from_other_ranks
 from fairlead_strategies.deepspeed.settings import conflicts, settings_of
-from fairlead_strategies.deepspeed.whole import gradients, parameters
+from fairlead_strategies.deepspeed.whole import gradients, optimizer_state, parameters
 
 RENAMED: Final = r"`torch\.distributed\.\w+` is deprecated"
 """How torch 2.13 warns of the collectives that DeepSpeed calls, in every process and again and again."""
@@ -94,6 +94,10 @@ class DeepSpeedStrategy(LightningDeepSpeedStrategy):
                 reduce gradients within the step.
         """
         return gradients(self.deepspeed_engine)
+
+    def whole_optimizer_state(self, optimizer: Optimizer) -> dict[str, dict[str, Tensor]] | None:
+        """What its one optimizer holds for each parameter, in the same way; None where it lies on an NVMe."""
+        return optimizer_state(self.deepspeed_engine)
 
     def clipping_norm(self) -> float | None:
         """The norm of all gradients that DeepSpeed has clipped the last step by; None: it has not said."""

@@ -1,4 +1,4 @@
-"""Whole weights and gradients of a model that DeepSpeed has split; collective on all ranks."""
+"""Whole weights, gradients and optimizer state of a model that DeepSpeed has split; collective on all ranks."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ from typing import Any
 
 from deepspeed import DeepSpeedEngine
 from deepspeed.runtime.zero import GatheredParameters
-from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad
+from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad, safe_get_full_optimizer_state
 from torch import Tensor
 from torch.nn import Parameter
 
 from fairlead.errors import RunFailedError
+from fairlead_distributed.objects import gather_objects
 
 
 def parameters(engine: DeepSpeedEngine) -> dict[str, Tensor]:
@@ -45,6 +46,37 @@ def gradients(engine: DeepSpeedEngine) -> dict[str, Tensor]:
             ) from error
         if gradient is not None:
             found[name] = _copied(gradient)
+    return found
+
+
+def optimizer_state(engine: DeepSpeedEngine) -> dict[str, dict[str, Tensor]] | None:
+    """What the optimizer holds for each trained parameter, whole, once a step was made: float32 copies on the CPU.
+
+    `{"head.weight": {"exp_avg": ...}}`: what has the shape of its parameter. None where it lies on an NVMe.
+    """
+    outer: Any = engine.optimizer
+    if getattr(outer, "swap_optimizer", False):
+        return None
+    inner = getattr(outer, "optimizer", outer)
+    shaped = {
+        key
+        for flat, held in inner.state.items()
+        for key, value in held.items()
+        if isinstance(value, Tensor) and value.ndim > 0 and value.shape == flat.shape
+    }
+    keys = sorted(set().union(*gather_objects(shaped)))
+    trained = {id(one) for group in outer.param_groups for one in group["params"]}
+    found: dict[str, dict[str, Tensor]] = {}
+    for name, parameter in engine.module.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        for key in keys:
+            if engine.zero_optimization_stage() == 0:
+                whole = inner.state.get(parameter, {}).get(key) if id(parameter) in trained else None
+            else:
+                whole = safe_get_full_optimizer_state(parameter, key)
+            if whole is not None:
+                found.setdefault(name, {})[key] = _copied(whole)
     return found
 
 
