@@ -277,12 +277,12 @@ def same_data() -> Iterator[None]:
 
 @contextmanager
 def parameter_missed() -> Iterator[None]:
-    """The optimizer of rank 1 does not have its last parameter."""
+    """The optimizer of the last rank does not have its last parameter."""
     real = torch.optim.Adam.__init__
 
     def init(self: Any, params: Any, *args: Any, **kwargs: Any) -> None:
         own = list(params)
-        real(self, own[:-1] if dist.get_rank() == 1 else own, *args, **kwargs)
+        real(self, own[:-1] if dist.get_rank() == dist.get_world_size() - 1 else own, *args, **kwargs)
 
     with patch.object(torch.optim.Adam, "__init__", init):
         yield

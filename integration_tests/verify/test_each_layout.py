@@ -61,7 +61,7 @@ FAULTS = {
 TWO: dict[str, tuple[str, str, dict[str, Any]]] = {
     "ddp": ("Net", "ddp", {}),
     "fsdp": ("Net", "fsdp", {}),
-    "fsdp, flat": ("Net", "fsdp", {"use_orig_params": False}),
+    "fsdp, flat": ("Net", "fsdp", {"use_orig_params": False, "auto_wrap_policy": ("torch.nn:Linear",)}),
     "fsdp2": ("Net", "fsdp2", {}),
     "tensor": ("Stack", "tensor_parallel", {"plan": SPLIT}),
     "context": ("Sequences", "hybrid", {"context": 2}),

@@ -90,7 +90,7 @@ def test_a_right_pipeline_is_equal(found: Judge, name: str) -> None:
         ("clipping", "rank 0", "it counts what this rank holds, not what the others do"),
         ("copy not stepped", "inlet.weight", "rank 1 and rank 0 do not hold the same weights any more"),
         ("tied counted twice", "rank 0", "what the ranks of `pipeline` hold alike once for each of them"),
-        ("moving average", "inlet.weight", "the batches have other shares in it than in one process: 0.13 for 0.50"),
+        ("moving average", "inlet.weight", "the batches have other shares in it than in one process: 0.13 for 0.5"),
         ("last stage frozen", "head.weight", "no gradient reaches 2 of 15 parameters: head.weight, head.bias"),
         ("clipping that is not active", "rank 0", "it counts what this rank holds, not what the others do"),
         ("token mean", "inlet.weight", "each micro-batch's mean counts the same"),

@@ -31,9 +31,9 @@ def causes(compared: Compared, notes: Notes, references: References, reference: 
     if red:
         found = list(_of_gradients(red, notes, references, reference))
     elif any(one.red for one in compared.norms):
-        found = [*of_missed(compared, notes), *of_norms(compared, notes)]
+        found = [*of_missed(compared, notes, references), *of_norms(compared, notes)]
     elif any(one.red for one in compared.applied):
-        found = [*of_missed(compared, notes), *of_clipping(compared, notes, references)]
+        found = [*of_missed(compared, notes, references), *of_clipping(compared, notes, references)]
     elif any(one.red for one in compared.rates):
         found = list(of_rates(compared, notes, references))
     elif any(one.red for one in (*compared.first, *compared.weights)):
@@ -191,7 +191,7 @@ def _missing(used: Shares, due: Shares, names: list[str], exact: Tensors) -> Ite
     elif dropped and len(dropped) < len(pieces):
         yield f"only {_kept(pieces, dropped)} of the {len(pieces)} micro-batches of a batch is in it{where}: {_LOST}"
     else:
-        shares = ", ".join(f"{used[part]:.2f} for {due[part]:.2f}" for part in used)
+        shares = ", ".join(f"{used[part]:.2g} for {due[part]:.2g}" for part in used)
         what = "micro-batches" if len(pieces) > 1 else "batches"
         yield f"the {what} have other shares in it{where} than in one process: {shares}"
 

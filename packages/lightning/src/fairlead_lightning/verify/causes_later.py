@@ -17,6 +17,8 @@ from fairlead_lightning.verify.text import counted, listed
 
 _ROUGHLY: Final = 0.25
 """The distance below which an explanation holds of what steps of an optimizer have changed since."""
+_NEARLY: Final = 0.02
+"""The same of small differences after one step, which float32 rounds."""
 
 
 def of_norms(compared: Compared, notes: Notes) -> Iterator[str]:
@@ -24,6 +26,10 @@ def of_norms(compared: Compared, notes: Notes) -> Iterator[str]:
     one = next(one for one in compared.norms if one.red)
     norm = notes.ranks[one.rank]["clipped_by"]
     text = f"rank {one.rank} clips by a norm of {norm:.6g}; that of all gradients is {one.size:.6g}"
+    have = _have(notes, one.rank)
+    if have is not None and have < one.size * (1 - CLOSE) and math.isclose(norm, have, rel_tol=CLOSE):
+        yield f"{text}: it counts what optimizers have, and that of a rank does not have all that it should"
+        return
     counts = [what for what, other in _norms(notes, one.rank, one.size) if math.isclose(norm, other, rel_tol=CLOSE)]
     early = [
         f"it is of gradients that are added up over the {count} {what}, and not averaged yet"
@@ -32,6 +38,13 @@ def of_norms(compared: Compared, notes: Notes) -> Iterator[str]:
     ]
     reasons = [*counts[:1], *early]
     yield f"{text}: {', or '.join(reasons)}" if reasons else text
+
+
+def _have(notes: Notes, rank: int) -> float | None:
+    """The norm of all that the optimizers of a rank's copy have; None: a strategy that clips by itself."""
+    if "squares" not in notes.ranks[rank]:
+        return None
+    return _norm(notes, rank, [name for name, size in notes.said("mesh").items() if size > 1], [])
 
 
 def _norms(notes: Notes, rank: int, true: float) -> Iterator[tuple[str, float]]:
@@ -87,8 +100,8 @@ def of_clipping(compared: Compared, notes: Notes, references: References) -> Ite
         yield "complete gradients are right, what the optimizer gets is not: clipping, or a hook behind it"
 
 
-def of_missed(compared: Compared, notes: Notes) -> Iterator[str]:
-    """Copies that one rank does not move in the first step; clipping and its norm follow them."""
+def of_missed(compared: Compared, notes: Notes, references: References) -> Iterator[str]:
+    """Copies or shards that one rank does not move in the first step; clipping and its norm follow them."""
     copies = [one for one in compared.first if one.red and one.copy]
     for rank in sorted({one.rank for one in copies}):
         names = [one.name for one in copies if one.rank == rank]
@@ -96,6 +109,18 @@ def of_missed(compared: Compared, notes: Notes) -> Iterator[str]:
         if unmoved:
             yield f"rank {rank} does not move {flat(unmoved)}: its optimizer does not have them"
             return
+    parts = [one.name for one in compared.first if one.red and not one.copy and _left_out(one.name, notes, references)]
+    if parts:
+        yield f"a part of {flat(parts)} does not move: the optimizer of a rank that holds it does not have it"
+
+
+def _left_out(name: str, notes: Notes, references: References) -> bool:
+    """Whether some elements did not move at all in the first step, as they should have, and the others did."""
+    first, start, exact = (wide(one[name]) for one in (notes.said("first"), notes.start, references.exact.first))
+    still = (first == start) & (exact != start)
+    moved = exact - start
+    off = (first - exact)[~still]
+    return bool(still.any()) and float(off.norm()) <= _ROUGHLY * float(moved.norm())
 
 
 def of_rates(compared: Compared, notes: Notes, references: References) -> Iterator[str]:
@@ -144,7 +169,7 @@ def of_weights(compared: Compared, notes: Notes, references: References, referen
         names = [one.name for one in copies if one.rank == ranks[0]]
         text = f"rank{'s' if len(ranks) > 1 else ''} {listed(ranks)} and rank 0 do not hold the same weights any more"
         yield f"{text} after the first step: {flat(names)}"
-        yield from of_missed(compared, notes)
+        yield from of_missed(compared, notes, references)
         return
     red = [one for one in compared.weights if one.red]
     still = [one.name for one in red if one.rank == 0 and one.name in compared.still]
@@ -153,13 +178,16 @@ def of_weights(compared: Compared, notes: Notes, references: References, referen
         text = f"{counted(still, exact)} do not move: {flat(still)}"
         yield f"{text}; the optimizer does not have them, or their step is lost"
         return
+    missed = list(of_missed(compared, notes, references))
+    if missed:
+        yield from missed
+        return
     ranks = sorted({one.rank for one in red if one.rank})
     if ranks:
         yield f"rank{'s' if len(ranks) > 1 else ''} {listed(ranks)} and rank 0 do not hold the same weights any more"
         return
     start = notes.start
-    apart_by = {one.name: wide(notes.said("weights")[one.name]) - wide(exact[one.name]) for one in red if one.rank == 0}
-    decays = {name: one for name, one in apart_by.items() if factor_of({name: one}, start)[1] < _ROUGHLY}
+    decays = _decays(compared, notes, references)
     if decays:
         text = f"{flat(list(decays))} differ by {factor_of(decays, start)[0]:+.2g} x what they began as"
         yield (
@@ -180,6 +208,13 @@ def of_weights(compared: Compared, notes: Notes, references: References, referen
             yield f"the steps are {factor:.4g} x those of one process: the learning rate, or how gradients are clipped"
             return
     yield "gradients of the first step agree: the optimizer's step, clipping, or a later batch differs"
+
+
+def _decays(compared: Compared, notes: Notes, references: References) -> Tensors:
+    """What differs after the first step, where all of it does by one multiple of what it began as."""
+    red = [one.name for one in compared.first if one.red and one.rank == 0]
+    off = {name: wide(notes.said("first")[name]) - wide(references.exact.first[name]) for name in red}
+    return off if red and factor_of(off, notes.start)[1] < _NEARLY else {}
 
 
 def _moves(weights: Tensors, start: Tensors, names: Tensors) -> Tensors:

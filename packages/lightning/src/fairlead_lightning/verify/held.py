@@ -38,7 +38,7 @@ def optimizer_state(trainer: L.Trainer, module: L.LightningModule) -> Tensors | 
     if not all(isinstance(one, Optimizer) for one in optimizers):
         return None
     if hasattr(strategy, "own_parameters"):  # stages, each of which some ranks hold
-        found = _states(dict(strategy.own_parameters()), optimizers, strategy.stage_group, alone=True)
+        found = _states(dict(strategy.own_parameters()), optimizers, strategy.stage_group, alone=False)
         together: Tensors = {}
         for one in reversed(gather_objects(found)):
             together.update(one)
@@ -66,6 +66,8 @@ def _states(named: dict[str, Any], optimizers: list[Any], stage: dist.ProcessGro
     keys = {key: together for rank in reversed(every) for key, together in rank.items()}
     found: Tensors = {}
     for (name, key), together in keys.items():
+        if name not in named:
+            continue  # of another stage
         value = own.get((name, key))
         if apart and not together and is_dtensor(named[name]):
             continue  # a count of steps, which ranks without this expert have not made
