@@ -127,7 +127,8 @@ _OF_A_LENGTH = {"validation": {"half"}, "schedule": {"one_cycle", "warmup"}, "ca
 
 
 _MANUAL = ("manual", "manual, over epochs", "uncounted")
-# Lightning refuses two ways to accumulate, and nothing is evaluated without a loader; and torch's schedules a group of parameters that finetuning adds.
+# Lightning refuses two ways to accumulate, and torch's schedules a group of parameters that finetuning adds; nothing is
+# evaluated without a loader.
 _REFUSED = [
     {"callback": "accumulation schedule", "accumulation": "3"},
     *({"callback": "accumulation schedule", "accumulation": one} for one in _MANUAL),

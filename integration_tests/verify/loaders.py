@@ -153,7 +153,14 @@ LOADERS: dict[str, Callable[[], Any]] = {
     "same stream": lambda: DataLoader(Stream(3, split=False), BATCH),
     "same stream in another order": lambda: DataLoader(Stream(_rank(), split=False), BATCH),
 }
-SPLIT_BY_THEMSELVES = ("splits by itself", "own part", "own seed, splits by itself", "own seed of a part", "too many ranks")
+SPLIT_BY_THEMSELVES = (
+    "splits by itself",
+    "own part",
+    "own part, augmented",
+    "own seed, splits by itself",
+    "own seed of a part",
+    "too many ranks",
+)
 """For which a job says `use_distributed_sampler: false`."""
 
 

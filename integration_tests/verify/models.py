@@ -82,7 +82,8 @@ class Counted(Sequences):
         self.places = nn.Embedding(9, 12)
 
     def embedded(self, x: Tensor) -> Tensor:
-        return super().embedded(x) + self.places(self.numbers(x.shape[1]))
+        places: Tensor = self.places(self.numbers(x.shape[1]))
+        return super().embedded(x) + places
 
     def numbers(self, length: int) -> Tensor:
         return torch.arange(length)
@@ -111,7 +112,8 @@ class CountedAlong(Sequences):
         self.along = nn.Linear(1, 12)
 
     def embedded(self, x: Tensor) -> Tensor:
-        return super().embedded(x) + self.along(torch.linspace(0, 1, x.shape[1], dtype=x.dtype).unsqueeze(-1))
+        along: Tensor = self.along(torch.linspace(0, 1, x.shape[1], dtype=x.dtype).unsqueeze(-1))
+        return super().embedded(x) + along
 
 
 class Dead(Net):
@@ -298,8 +300,9 @@ class Averaging(L.LightningModule):
 
     def training_step(self, batch: list[Tensor], index: int) -> Tensor:
         self.average.lerp_(self.reduced(batch[0].flatten(0, -2).mean(0)).to(self.average), 0.1)
-        loss: Tensor = super().training_step(batch, index)
-        return loss
+        loss: Any = super().training_step(batch, index)
+        found: Tensor = loss
+        return found
 
     def reduced(self, mean: Tensor) -> Tensor:
         if torch.distributed.is_initialized():

@@ -328,7 +328,8 @@ def clipped_by_hand() -> Iterator[None]:
     """The user clips by the norm of what the rank holds."""
 
     def clip(self: Any, optimizer: Any, value: Any = None, algorithm: Any = None, **_: Any) -> None:
-        held = [p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad for p in self.parameters() if p.grad is not None]
+        every = [p.grad for p in self.parameters() if p.grad is not None]
+        held = [grad.to_local() if isinstance(grad, DTensor) else grad for grad in every]
         norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(one) for one in held if one.numel()]))
         for one in held:
             one.mul_(min(1.0, 0.05 / (float(norm) + 1e-6)))

@@ -124,7 +124,7 @@ def test_the_missing_ones_are_named() -> None:
     """By their place in the dataset, or by their number in what one process reads."""
     places = [[0, 1, 2, 3]] * 2
     ranks = [[Reading("Set", 4, places=[[0]] * 2, batch=1)], [Reading("Set", 4, places=[[3]] * 2, batch=1)]]
-    (said,), _ = unlike_one_process(ranks, [Reading("Set", 4, places=places)])  # type: ignore[arg-type]
+    (said,), _ = unlike_one_process(ranks, [Reading("Set", 4, places=places)])
     assert "leaves out 2 of 4 samples that one process reads (1, 2)" in said
 
 
@@ -132,14 +132,14 @@ def test_a_dataset_that_is_cut_to_full_batches_is_right() -> None:
     """Fewer samples than one batch of all ranks, at its end."""
     places = [[0, 2, 4], [1, 3, 5]]
     ranks = [[Reading("Set", 8, places=[one, one], batch=2)] for one in places]
-    assert unlike_one_process(ranks, [Reading("Set", 8, places=[list(range(8))] * 2)]) == ([], "")  # type: ignore[arg-type]
+    assert unlike_one_process(ranks, [Reading("Set", 8, places=[list(range(8))] * 2)]) == ([], "")
 
 
 @pytest.mark.parametrize(("step", "found"), [(1, True), (2, False)])
 def test_long_streams_that_overlap_are_found(step: int, found: bool) -> None:
     """In what is read of them; what is missing is not known then."""
     parts = [list(range(first, 400, step)) for first in range(2)]
-    ranks = [[Reading("Set", begun=one, why="long")] for one in parts]  # type: ignore[arg-type]
+    ranks = [[Reading("Set", begun=one, why="long")] for one in parts]
     said, why = unlike_one_process(ranks, [Reading("Set", begun=list(range(400)), why="long")])
     assert bool(said) == found
     assert why == "an epoch of Set is long"

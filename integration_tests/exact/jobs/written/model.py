@@ -38,7 +38,7 @@ class Written(L.LightningModule):
             nn.Linear(6, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.2), nn.Linear(16, CLASSES)
         )
         if part == "compiled":
-            self.net[0] = torch.compile(self.net[0], backend="eager")  # type: ignore[call-overload]
+            self.net[0] = torch.compile(self.net[0], backend="eager")  # type: ignore[assignment]
         if part == "unfrozen":
             self.net[:2].requires_grad_(False)
         self.seen = 0
@@ -151,7 +151,7 @@ class Uncounted(Manual):
 
 
 class Seldom(Manual):
-    """It steps after every fifth batch of the training, in the middle of some epochs: gradients live over their ends."""
+    """It steps after every fifth batch of the training, also within an epoch: gradients outlive its end."""
 
     every = 5
 

@@ -132,7 +132,8 @@ def whole_optimizer_state(model: Module, optimizer: Optimizer) -> dict[str, dict
     Numbers, such as Adam's count of steps, are those of this rank, or of the first one that has the parameter's state.
     What has another shape than its parameter is left out.
     """
-    shaped = {key for parameter, held in optimizer.state.items() for key, value in held.items() if _like(value, parameter)}
+    states = optimizer.state.items()
+    shaped = {key for parameter, state in states for key, value in state.items() if _like(value, parameter)}
     found: dict[str, dict[str, Tensor]] = {}
     for key in sorted(set().union(*gather_objects(shaped))):
 

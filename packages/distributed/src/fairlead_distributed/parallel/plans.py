@@ -194,7 +194,7 @@ def automatic(module: nn.Module, ranks: int, sequence: bool, left: Container[int
             where="plan: auto",
             why=f"known are layers named {'; '.join(', '.join((*b.columns, *b.rows)) for b in _BLOCKS)}; its linear "
             f"layers are {_linear_layers(module, left) or 'none'}",
-            fix='write the plan, with `colwise` for the layers that widen and `rowwise` for those behind them: '
+            fix="write the plan, with `colwise` for the layers that widen and `rowwise` for those behind them: "
             'plan: {"blocks.*.mlp.up": colwise, "blocks.*.mlp.down": rowwise}',
         )
     _add_vocabulary(plan, module, ranks)

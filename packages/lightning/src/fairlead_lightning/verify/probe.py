@@ -174,7 +174,6 @@ class ReferenceProbe(Probe):
         for name, tensor in self._start.items():  # without the buffers of stages that rank 0 does not have
             here[name].copy_(tensor)
 
-
     def _applied(self, trainer: L.Trainer, module: L.LightningModule, optimizer: Any) -> None:
         """The schedule goes on; its rates are replaced in each step."""
         number = len(self.rates)
@@ -319,7 +318,6 @@ class LayoutProbe(Probe):
         if self._batches:
             # A loader may be asked for a batch that is not trained on any more.
             torch.save(self._batches[: len(self.losses)], folder / batches_file(index))
-
 
     def _read(self, trainer: L.Trainer) -> list[Reading]:
         """What this rank reads in an epoch."""

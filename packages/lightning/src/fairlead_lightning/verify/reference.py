@@ -371,7 +371,6 @@ class Reference:
                 break
         return found
 
-
     def _epochs(self) -> list[Reading] | None:
         """What the user's own loader reads in an epoch in this one process."""
         if self._loader is None or self._read is not None:

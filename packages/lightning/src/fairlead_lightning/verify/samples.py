@@ -40,7 +40,7 @@ _SPLIT: Final = "take every n-th sample by global rank, or use split_dataset_by_
 
 Generators = tuple[Any, Any, Any]
 """The states of torch's, Python's and numpy's generators."""
-Passes = list[list[Hashable]]
+Passes = Sequence[Sequence[Hashable]]
 """What was drawn in an epoch, in order, twice."""
 
 
@@ -69,7 +69,7 @@ class Reading:
     batch: int = 1
     places: Passes | None = None
     samples: Passes | None = None
-    begun: list[Hashable] | None = None
+    begun: Sequence[Hashable] | None = None
     why: str = ""
 
     @property
@@ -78,9 +78,7 @@ class Reading:
         return self.name, self.length, self.some
 
 
-def read_epochs(
-    loaders: Any, states: Sequence[Generators], gather: Callable[[Any], list[Any]]
-) -> list[Reading]:
+def read_epochs(loaders: Any, states: Sequence[Generators], gather: Callable[[Any], list[Any]]) -> list[Reading]:
     """Draws an epoch of each training loader twice.
 
     Args:
@@ -231,7 +229,7 @@ def _streamed(loader: Any, found: Reading, states: Sequence[Generators]) -> Read
     if loader.batch_size is None and loader.batch_sampler is None:
         return replace(found, why=f"{found.name} makes batches by itself")
     dataset, began = _dataset(loader), time.monotonic()
-    passes: Passes = []
+    passes: list[list[Hashable]] = []
     for state in states:
         set_generators(state)
         samples: list[Hashable] = []
@@ -243,9 +241,7 @@ def _streamed(loader: Any, found: Reading, states: Sequence[Generators]) -> Read
     return replace(found, samples=passes)
 
 
-def unlike_one_process(
-    replicas: Sequence[Sequence[Reading]], alone: Sequence[Reading] | None
-) -> tuple[list[str], str]:
+def unlike_one_process(replicas: Sequence[Sequence[Reading]], alone: Sequence[Reading] | None) -> tuple[list[str], str]:
     """Whether an epoch of all replicas is one of the one process.
 
     Args:
@@ -305,7 +301,7 @@ def _of_loader(ranks: Sequence[Reading], alone: Reading) -> tuple[list[str], str
     return [_sentence(alone.name, due.total(), missing.total(), twice.total(), keys, len(ranks))], ""
 
 
-def _of_beginnings(every: list[list[Hashable]], name: str) -> tuple[list[str], str]:
+def _of_beginnings(every: Passes, name: str) -> tuple[list[str], str]:
     """Of long streams those that overlap in what was read of them."""
     why = f"an epoch of {name} is long"
     *ranks, alone = every
@@ -315,8 +311,8 @@ def _of_beginnings(every: list[list[Hashable]], name: str) -> tuple[list[str], s
     twice = sum(count - 1 for count in read.values())
     if twice <= max(len(ranks), read.total() // 100):
         return [], why
-    text = f"samples are read twice: of {name}, {len(ranks)} replicas read {twice} of their first {read.total()} samples"
-    return [f"{text} more than once; {_SPLIT}"], why
+    first = f"{twice} of their first {read.total()} samples"
+    return [f"samples are read twice: of {name}, {len(ranks)} replicas read {first} more than once; {_SPLIT}"], why
 
 
 def _is_tail(missing: Iterable[Any], read: Iterable[Any]) -> bool:
@@ -330,7 +326,9 @@ def repeats(alone: Sequence[Reading] | None) -> bool:
     """Whether one process itself reads samples several times in an epoch, or draws which ones it reads."""
     for one in alone or ():
         for passes in (one.places, one.samples):
-            if passes is not None and (Counter(passes[0]) != Counter(passes[1]) or len(set(passes[0])) < len(passes[0])):
+            if passes is None:
+                continue
+            if Counter(passes[0]) != Counter(passes[1]) or len(set(passes[0])) < len(passes[0]):
                 return True
     return False
 
@@ -340,9 +338,9 @@ def _sentence(name: str, total: int, missing: int, twice: int, names: list[Any],
     where = f"{missing} of {total} samples that one process reads ({shown})"
     if missing and twice:
         return (
-            f"samples are missing: of {name}, an epoch of {replicas} replicas leaves out {where} and reads {twice} more "
-            "than once: each rank takes its part of an order of its own; shuffle with one seed on all ranks, before "
-            "the order is split"
+            f"samples are missing: of {name}, an epoch of {replicas} replicas leaves out {where} and reads {twice} "
+            "more than once: each rank takes its part of an order of its own; shuffle with one seed on all ranks, "
+            "before the order is split"
         )
     if missing:
         return (
@@ -350,8 +348,8 @@ def _sentence(name: str, total: int, missing: int, twice: int, names: list[Any],
             "a part; split by the number of ranks that there are"
         )
     return (
-        f"samples are read twice: of {name}, an epoch of {replicas} replicas reads {twice} of {total} samples more than "
-        f"once; {_SPLIT}"
+        f"samples are read twice: of {name}, an epoch of {replicas} replicas reads {twice} of {total} samples more "
+        f"than once; {_SPLIT}"
     )
 
 
@@ -415,4 +413,3 @@ def read_twice(
 def _fingerprints(batches: Iterable[Any]) -> Iterator[str]:
     for batch in batches:
         yield from (digest(row) for row in rows(batch))
-
