@@ -84,7 +84,7 @@ ONE_REPLICA = ("tensor", "context", "pipeline")
 OF_DEEPSPEED = {
     "accumulation": Kind("deepspeed.divided_twice", accumulate=3, first="gradient"),
     "clipping": Kind("deepspeed.clipped_before_the_division", accumulate=3, clip=0.05, first="clipping norm"),
-    "later doubled": Kind("deepspeed.later_doubled", first="optimizer state"),
+    "later doubled": Kind("deepspeed.later_doubled"),
     "doubled in a hook": Kind("deepspeed.doubled_in_hook", first="gradient"),
 }
 """DeepSpeed's engine has its own places for these; an optimizer that misses a parameter fails in it."""

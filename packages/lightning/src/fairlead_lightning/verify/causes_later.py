@@ -41,8 +41,8 @@ def of_norms(compared: Compared, notes: Notes) -> Iterator[str]:
 
 
 def _have(notes: Notes, rank: int) -> float | None:
-    """The norm of all that the optimizers of a rank's copy have; None: a strategy that clips by itself."""
-    if "squares" not in notes.ranks[rank]:
+    """The norm of all that the optimizers of a rank's copy have; None: it clips by itself, or has stages."""
+    if "squares" not in notes.ranks[rank] or notes.said("stages"):
         return None
     return _norm(notes, rank, [name for name, size in notes.said("mesh").items() if size > 1], [])
 
