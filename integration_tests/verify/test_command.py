@@ -108,6 +108,17 @@ class Asks(Model):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
 
+class Scaled(Model):
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=0.01 * self.trainer.world_size)
+
+
+class OwnOrder(Data):
+    def train_dataloader(self):
+        order = torch.randperm(64, generator=torch.Generator().manual_seed(self.trainer.global_rank)).tolist()
+        return DataLoader(torch.utils.data.Subset(Samples(), order), batch_size=self.batch_size)
+
+
 class Broken(Model):
     def training_step(self, batch, index):
         raise ValueError("no luck in the step")
@@ -165,6 +176,36 @@ def test_a_fault_in_the_ranks_is_red(tmp_path: Path) -> None:
     assert found["ok"] is False
     assert found["first"]["name"] == "blocks.0.weight"
     assert found["causes"] == ["all gradients are 2 x those of one process: summed over the 2 replicas"]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("fault", "cause"),
+    [
+        ("nothing_reduced", "only the batch of replica 0 is in it: not reduced over the replicas"),
+        ("step_lost", "rank 1 and rank 0 do not hold the same weights any more"),
+    ],
+)
+def test_ranks_that_come_apart_are_red(tmp_path: Path, fault: str, cause: str) -> None:
+    """A fit would end with an error there."""
+    call = verified(tmp_path, "--json", "--repeats", "1", fault=fault, strategy="ddp")
+    assert call.code == 1, call.text
+    assert cause in json.loads(call.out)["causes"][0]
+
+
+@pytest.mark.full
+def test_a_rate_that_is_made_of_the_ranks_is_said(tmp_path: Path) -> None:
+    call = verified(tmp_path, model="Scaled", strategy="ddp", gradient_clip_val=None)
+    assert call.code == 0, call.text
+    assert "learning rates are 0.02 on 2 ranks and 0.01 in one process, made of the number of ranks" in call.out
+    assert call.out.splitlines()[-1].endswith("learning rates, which are made of the number of ranks")
+
+
+@pytest.mark.full
+def test_samples_that_no_rank_reads_are_red(tmp_path: Path) -> None:
+    call = verified(tmp_path, "--json", "--set", "data=mine:OwnOrder", strategy="ddp")
+    assert call.code == 1, call.text
+    assert any(one.startswith("samples are missing: of Subset") for one in json.loads(call.out)["wrong"])
 
 
 PLAN = {"net.0": "colwise", "net.2": "rowwise"}

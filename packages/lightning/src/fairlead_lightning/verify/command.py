@@ -197,6 +197,7 @@ class _Trial:
             "trainer.fast_dev_run": False,
             "trainer.barebones": False,
             "trainer.profiler": None,
+            "trainer.on_divergence": "ignore",  # copies are compared here, and named with a cause
         }
         for name in ("base_batch_size", "lr_rule"):  # the same rate on both sides, which have other batches
             if getattr(asked.trainer, name) is not None:
