@@ -326,7 +326,7 @@ def stopping(cls: str = "lightning.pytorch.callbacks:EarlyStopping") -> dict[str
     ids=["early stopping", "plateau", "checkpoints", "within an epoch"],
 )
 def test_decisions_by_a_validation_are_in_the_proof(tmp_path: Path, job: dict[str, Any], decided: str) -> None:
-    """The first validation of these jobs comes after 25, 50 or 100 steps; the job file's own limits are not in its way."""
+    """The first validation of these jobs comes after 25, 50 or 100 steps; their own limits are not in its way."""
     call = proved(tmp_path, more=VALIDATED, data="Long", **({"model": "Measured"} | job))
     assert call.code == 0, call.text
     said = "equal in every bit: 1 rank, killed after step 5, resumed from the checkpoint of step 4"

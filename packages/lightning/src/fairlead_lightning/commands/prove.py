@@ -165,7 +165,8 @@ class _Proof:
         self._seeds += 1
         place = self._folder / folder
         (place / "notes").mkdir(parents=True, exist_ok=True)
-        environ = {**self._session.environ, PLAN: self._plan.to_json(place / "notes", kill=kill, monitor=self._monitors)}
+        told = self._plan.to_json(place / "notes", kill=kill, monitor=self._monitors)
+        environ = {**self._session.environ, PLAN: told}
         if environ.get("PYTHONHASHSEED", "random") == "random":  # else a resumed process has the same as well
             environ["PYTHONHASHSEED"] = str(hash_seed or self._seeds)
         began = time.monotonic()
